@@ -1,0 +1,28 @@
+"""paxkv: serves language models from JAX with a paged, prefix-cached KV cache."""
+
+import importlib
+from typing import TYPE_CHECKING
+
+from paxkv.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from paxkv.contracts.request_output import CompletionOutput, RequestOutput
+    from paxkv.generate import CompiledGenerator
+    from paxkv.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "CompiledGenerator", "CompletionOutput", "RequestOutput", "SamplingParams"]
+
+# Resolved on first use, so that `import paxkv` alone stays free of JAX.
+_LATE = {
+    "LLM": "paxkv.llm",
+    "CompiledGenerator": "paxkv.generate",
+    "CompletionOutput": "paxkv.contracts.request_output",
+    "RequestOutput": "paxkv.contracts.request_output",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _LATE:
+        return getattr(importlib.import_module(_LATE[name]), name)
+    raise AttributeError(f"module 'paxkv' has no attribute {name!r}")

@@ -1,0 +1,153 @@
+"""Every setting of an engine and of a server: frozen, checked once, with its help text."""
+
+import dataclasses
+import math
+from typing import Literal
+
+from paxkv.errors import ConfigError
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+SchedulerPolicy = Literal["fcfs", "priority"]
+
+
+def setting(help_text: str, default: object) -> object:
+    """A config field with the help text that the command line shows for it."""
+    return dataclasses.field(default=default, metadata={"help": help_text})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model, in which precision, up to which length."""
+
+    model: str | None = setting(
+        "folder of a Hugging Face checkpoint or name on the hub; the embedded demo model if left "
+        "out",
+        None,
+    )
+    served_model_name: str | None = setting(
+        "name in the API; the value of --model if left out", None
+    )
+    dtype: Dtype = setting(
+        "precision of weights and activations; auto is float32 on the CPU and the checkpoint's "
+        "own elsewhere",
+        "auto",
+    )
+    seed: int = setting("seed of random weights and of requests that bring none", 0)
+    max_model_len: int | None = setting(
+        "most tokens of prompt and output together; the model's own limit if left out", None
+    )
+    load_format: LoadFormat = setting("auto reads safetensors; dummy makes random weights", "auto")
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, Dtype.__args__)
+        _one_of("load_format", self.load_format, LoadFormat.__args__)
+        _at_least("max_model_len", self.max_model_len, 2)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int = setting("token positions in a block of KV memory", 16)
+    enable_prefix_caching: bool = setting("share KV blocks between equal prompt prefixes", True)
+    num_gpu_blocks_override: int | None = setting(
+        "number of KV blocks, instead of measuring memory", None
+    )
+    gpu_memory_utilization: float = setting(
+        "share of the device's memory for weights, activations and KV cache", 0.9
+    )
+    cpu_kv_cache_bytes: int = setting(
+        "KV cache size in bytes on the CPU, where total memory is not the engine's to take",
+        256 * 2**20,
+    )
+    prefix_caching_seed: str | None = setting(
+        "fixed seed of block hashes; random for each engine if left out", None
+    )
+
+    def __post_init__(self) -> None:
+        if self.block_size not in (8, 16, 32, 64, 128, 256):
+            raise ConfigError(
+                f"block_size must be 8, 16, 32, 64, 128 or 256, got {self.block_size!r}."
+            )
+        _at_least("num_gpu_blocks_override", self.num_gpu_blocks_override, 2)
+        _at_least("cpu_kv_cache_bytes", self.cpu_kv_cache_bytes, 1)
+        if not (
+            math.isfinite(self.gpu_memory_utilization) and 0 < self.gpu_memory_utilization <= 1
+        ):
+            raise ConfigError(
+                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}."
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Who runs in a step."""
+
+    max_num_seqs: int = setting("most requests that run at once", 64)
+    max_num_batched_tokens: int = setting(
+        "token budget of a step, prefill and decode together", 512
+    )
+    enable_chunked_prefill: bool = setting(
+        "split a prompt over steps when the budget is short", True
+    )
+    long_prefill_token_threshold: int = setting(
+        "most tokens of one request in one step; 0 is no limit", 0
+    )
+    policy: SchedulerPolicy = setting(
+        "order of waiting requests: by arrival, or by priority (lower first), then arrival", "fcfs"
+    )
+
+    def __post_init__(self) -> None:
+        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        _one_of("policy", self.policy, SchedulerPolicy.__args__)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
+                f"max_num_seqs={self.max_num_seqs}: every running request needs a token a step."
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything an engine needs to be built."""
+
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The HTTP door."""
+
+    host: str = setting("address to listen on", "127.0.0.1")
+    port: int = setting("port to listen on; 0 picks a free one", 8000)
+    max_body_bytes: int = setting("largest request body, in bytes", 4 * 2**20)
+    request_timeout_s: float = setting(
+        "seconds a client may take to send a whole request before it is dropped", 15.0
+    )
+    shutdown_timeout_s: float = setting(
+        "seconds that running requests may take to finish after SIGTERM", 30.0
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be in [0, 65535], got {self.port!r}.")
+        _at_least("max_body_bytes", self.max_body_bytes, 1)
+        for name in ("request_timeout_s", "shutdown_timeout_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name} must be a positive number of seconds, got {value!r}.")
+
+
+def _at_least(name: str, value: int | None, low: int) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
+        raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}.")
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")

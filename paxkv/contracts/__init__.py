@@ -1,0 +1,1 @@
+"""Frozen dataclasses and Protocols that cross a boundary between layers."""

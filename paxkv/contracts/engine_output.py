@@ -1,0 +1,86 @@
+"""Messages from the engine core to its clients: new tokens, statistics, replies."""
+
+import dataclasses
+from typing import Literal
+
+from paxkv.contracts.runner_output import TokenLogprobs
+
+# "stop" is EOS, a stop token or a stop string; "error" is the engine's own failure.
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCoreOutput:
+    """What one step made for one request.
+
+    Args:
+        new_token_ids: Tokens drawn since the last output; may be empty at an abort.
+        finish_reason: None while the request goes on.
+        stop_reason: The stop token id that ended it; None for EOS and for every other reason.
+        num_cached_tokens: Prompt tokens that came from the prefix cache.
+    """
+
+    request_id: str
+    new_token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStats:
+    """A snapshot after one step; counters run since the start.
+
+    Args:
+        kv_cache_usage: Share of blocks in use, in [0, 1].
+        prefix_cache_queries: Prompt tokens looked up in the prefix cache.
+        prefix_cache_hits: Those found there.
+        num_allocated_slots: Token positions in blocks that running requests hold, each
+            block counted once.
+        num_used_slots: Those that hold a computed token.
+    """
+
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    kv_cache_usage: float = 0.0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_allocated_slots: int = 0
+    num_used_slots: int = 0
+    num_steps: int = 0
+    num_scheduled_tokens: int = 0
+    num_padded_tokens: int = 0
+    num_compiles_after_ready: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutputs:
+    """All outputs of one step, for one client."""
+
+    outputs: list[EngineCoreOutput]
+    stats: SchedulerStats
+    timestamp: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class UtilityReply:
+    """Answer to a `UtilityCall`; exactly one of `result_json` and `error` is set."""
+
+    call_id: int
+    result_json: str | None = None
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineDead:
+    """The last message of an engine: why it ended."""
+
+    reason: str
+
+
+# What an engine may send; `contracts/wire.py` writes them as bytes.
+EngineOutput = StepOutputs | UtilityReply | EngineDead

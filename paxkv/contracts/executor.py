@@ -1,0 +1,36 @@
+"""Protocol between the engine core and whoever computes its steps."""
+
+from typing import Protocol
+
+from paxkv.contracts.kv_cache_spec import KVCacheConfig
+from paxkv.contracts.runner_output import ModelRunnerOutput
+from paxkv.contracts.scheduler_output import SchedulerOutput
+
+
+class StepHandle(Protocol):
+    """A step on its way: tokens may still be on the device."""
+
+    def sample_tokens(self) -> ModelRunnerOutput:
+        """Waits for the device and brings the sampled tokens home, once."""
+        ...
+
+
+class Executor(Protocol):
+    """Computes steps: one device today, a mesh or another host later."""
+
+    @property
+    def kv_cache_config(self) -> KVCacheConfig: ...
+
+    @property
+    def num_padded_tokens(self) -> int:
+        """Padding tokens computed since the start."""
+        ...
+
+    @property
+    def num_compiles_after_ready(self) -> int:
+        """Programs compiled after the warm-up said that all were ready; 0 is the promise."""
+        ...
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> StepHandle:
+        """Starts one step and returns without waiting for the device."""
+        ...

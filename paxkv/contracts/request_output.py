@@ -1,0 +1,55 @@
+"""What a user gets back for a request, with vLLM's field names."""
+
+import dataclasses
+
+from paxkv.contracts.engine_output import FinishReason
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Logprob:
+    """Log-probability of one token at one position; `rank` is 1 for the most likely."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionOutput:
+    """One completion of a prompt.
+
+    Args:
+        text: The completion so far, or the new part of it when streaming deltas.
+        logprobs: Per token, `token id -> Logprob` of the drawn token and the most likely ones;
+            None unless asked for.
+        stop_reason: The stop string or stop token id that ended it; None for EOS.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """One request's prompt and completions.
+
+    Args:
+        prompt: The prompt as text, or None when it came as token ids.
+        num_cached_tokens: Prompt tokens that came from the prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0

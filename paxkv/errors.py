@@ -1,0 +1,58 @@
+"""The error tree: who made the mistake, and which HTTP status it becomes.
+
+PaxkvError
+├── InvalidRequestError        400  the caller's mistake; `param` names the field
+│   ├── PromptTooLongError     400  prompt over max_model_len
+│   ├── NeverFitsError         400  could not fit the KV pool even alone
+│   └── UnsupportedFeatureError 400 a known field that this version cannot honour
+├── ConfigError                     a setting that cannot work; raised at construction
+├── EngineDeadError            503  the engine stopped; requests end with this
+└── InvariantError             500  our own mistake; a bug
+"""
+
+
+class PaxkvError(Exception):
+    """Root of every error that paxkv raises on purpose."""
+
+    http_status = 500
+
+
+class InvalidRequestError(PaxkvError, ValueError):
+    """A request that cannot be honoured as it was sent.
+
+    Args:
+        message: What is wrong, what came, what is allowed, what to do.
+        param: Name of the request field at fault, or None when it is the request as a whole.
+    """
+
+    http_status = 400
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class PromptTooLongError(InvalidRequestError):
+    """The prompt leaves no room for even one new token within max_model_len."""
+
+
+class NeverFitsError(InvalidRequestError):
+    """The request needs more KV blocks than the whole pool has."""
+
+
+class UnsupportedFeatureError(InvalidRequestError):
+    """A field that is part of the API but not supported by this version."""
+
+
+class ConfigError(PaxkvError, ValueError):
+    """A setting, or a combination of settings, that cannot work."""
+
+
+class EngineDeadError(PaxkvError, RuntimeError):
+    """The engine loop ended; nothing more can be computed."""
+
+    http_status = 503
+
+
+class InvariantError(PaxkvError, RuntimeError):
+    """A rule of our own was broken: a bug in paxkv, never the caller's fault."""

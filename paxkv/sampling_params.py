@@ -1,0 +1,183 @@
+"""SamplingParams: how the tokens of one request are drawn and when it stops."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+# Below this, dividing by the temperature overflows f32; such requests are drawn greedily.
+MIN_TEMPERATURE = 1e-5
+_MAX_SEED = 2**63 - 1
+
+# Fields of vLLM's SamplingParams whose effect this version does not implement yet, and the only
+# values that ask for nothing. Anything else is refused instead of being ignored.
+_NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
+    "n": (1,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "min_tokens": (0,),
+    "prompt_logprobs": (None,),
+    "bad_words": (None, (), []),
+    "allowed_token_ids": (None,),
+    "logit_bias": (None, {}),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling and stopping of one request, with vLLM's field names and defaults.
+
+    Args:
+        temperature: 0 is greedy; else logits are divided by it. In [0, 100].
+        top_k: Keep the k most likely tokens; 0 or -1 keeps all.
+        top_p: Keep the smallest set of most likely tokens whose probability reaches it, in (0, 1].
+        min_p: Drop tokens less likely than `min_p` times the most likely one, in [0, 1].
+        seed: With a seed the draw depends only on the seed and the position, never on the batch.
+        max_tokens: Most new tokens, at least 1; None means up to max_model_len.
+        stop: Strings that end the text; the text is cut before them unless
+            `include_stop_str_in_output`.
+        stop_token_ids: Tokens that end the request, besides the model's EOS.
+        ignore_eos: Go on after the model's EOS token.
+        logprobs: Number of most likely tokens reported a position besides the drawn one, at most
+            20; None reports none. They are taken before temperature and filters.
+        detokenize: False skips making text (then `stop` is refused).
+
+    Raises:
+        InvalidRequestError: A value is out of range or of the wrong type.
+        UnsupportedFeatureError: A field of vLLM's that this version cannot honour is set.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    logit_bias: dict[int, float] | None = None
+    skip_reading_prefix_cache: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_stops()
+        for name, neutral in _NEUTRAL_VALUES.items():
+            value = getattr(self, name)
+            if not any(value is v or value == v for v in neutral):
+                raise UnsupportedFeatureError(
+                    f"{name}={value!r} is not supported by this version of paxkv; "
+                    f"leave it out or send {neutral[0]!r}.",
+                    param=name,
+                )
+
+    def _check_numbers(self) -> None:
+        _check_float("temperature", self.temperature, low=0.0, high=100.0)
+        _check_float("top_p", self.top_p, low=0.0, high=1.0, low_is_open=True)
+        _check_float("min_p", self.min_p, low=0.0, high=1.0)
+        _check_int("top_k", self.top_k, low=-1, high=2**31 - 1)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, low=1, high=2**31 - 1)
+        if self.seed is not None:
+            _check_int("seed", self.seed, low=-_MAX_SEED - 1, high=_MAX_SEED)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
+        for name in (
+            "include_stop_str_in_output",
+            "ignore_eos",
+            "detokenize",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "skip_reading_prefix_cache",
+        ):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequestError(
+                    f"{name} must be true or false, got {getattr(self, name)!r}.", param=name
+                )
+
+    def _check_stops(self) -> None:
+        stops = self.stop_strings
+        if not all(isinstance(s, str) and s for s in stops):
+            raise InvalidRequestError(
+                f"stop must be a non-empty string or a list of them, got {self.stop!r}.",
+                param="stop",
+            )
+        if len(stops) > MAX_STOP_STRINGS or any(len(s) > MAX_STOP_STRING_CHARS for s in stops):
+            raise InvalidRequestError(
+                f"stop may hold at most {MAX_STOP_STRINGS} strings of at most "
+                f"{MAX_STOP_STRING_CHARS} characters, got {len(stops)}.",
+                param="stop",
+            )
+        if stops and not self.detokenize:
+            raise InvalidRequestError(
+                "stop strings are found in text, so they need detokenize=True; "
+                "use stop_token_ids instead.",
+                param="stop",
+            )
+        ids = self.stop_token_ids or ()
+        if not isinstance(ids, (list, tuple)) or len(ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequestError(
+                f"stop_token_ids must be a list of at most {MAX_STOP_TOKEN_IDS} token ids.",
+                param="stop_token_ids",
+            )
+        for token_id in ids:
+            _check_int("stop_token_ids", token_id, low=0, high=2**31 - 1)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < MIN_TEMPERATURE
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple, whatever form it was given in."""
+        if self.stop is None:
+            return ()
+        if isinstance(self.stop, str):
+            return (self.stop,)
+        if not isinstance(self.stop, (list, tuple)):
+            raise InvalidRequestError(
+                f"stop must be a string or a list of strings, got {self.stop!r}.", param="stop"
+            )
+        return tuple(self.stop)
+
+
+def _check_float(
+    name: str, value: object, *, low: float, high: float, low_is_open: bool = False
+) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if (
+        not is_number
+        or not math.isfinite(value)
+        or not (low < value if low_is_open else low <= value)
+        or value > high
+    ):
+        left = "(" if low_is_open else "["
+        raise InvalidRequestError(
+            f"{name} must be a number in {left}{low}, {high}], got {value!r}.", param=name
+        )
+
+
+def _check_int(name: str, value: object, *, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidRequestError(
+            f"{name} must be an integer in [{low}, {high}], got {value!r}.", param=name
+        )

@@ -1,0 +1,77 @@
+"""Messages survive the trip as bytes, and nothing but messages can make it."""
+
+import pytest
+
+from paxkv.contracts.engine_output import (
+    EngineCoreOutput,
+    EngineDead,
+    SchedulerStats,
+    StepOutputs,
+    UtilityReply,
+)
+from paxkv.contracts.engine_request import (
+    AbortRequests,
+    AddRequest,
+    EngineRequest,
+    Shutdown,
+    UtilityCall,
+)
+from paxkv.contracts.runner_output import TokenLogprobs
+from paxkv.contracts.wire import decode_input, decode_output, encode
+from paxkv.errors import InvariantError
+from paxkv.sampling_params import SamplingParams
+
+REQUEST = EngineRequest(
+    request_id="r1",
+    prompt_token_ids=[1, 2, 3],
+    sampling_params=SamplingParams(temperature=0.5, stop=["\n"], stop_token_ids=[7], seed=-3),
+    eos_token_ids=(2, 5),
+    arrival_time=12.5,
+    priority=-1,
+    cache_salt="tenant",
+)
+LOGPROBS = TokenLogprobs(
+    token_logprob=-0.5, token_rank=2, top_token_ids=[4, 9], top_logprobs=[-0.1, -0.5]
+)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        AddRequest(request=REQUEST),
+        AbortRequests(request_ids=["a", "b"]),
+        UtilityCall(call_id=3, method="get_stats"),
+        Shutdown(drain=True),
+    ],
+)
+def test_input_survives_the_wire(message) -> None:
+    assert decode_input(encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        StepOutputs(
+            outputs=[
+                EngineCoreOutput(request_id="a", new_token_ids=[9], logprobs=[LOGPROBS]),
+                EngineCoreOutput(
+                    request_id="b", new_token_ids=[], finish_reason="stop", stop_reason=7
+                ),
+            ],
+            stats=SchedulerStats(num_running_reqs=2),
+            timestamp=1.0,
+        ),
+        UtilityReply(call_id=3, result_json="{}"),
+        EngineDead(reason="out of memory"),
+    ],
+)
+def test_output_survives_the_wire(message) -> None:
+    assert decode_output(encode(message)) == message
+
+
+@pytest.mark.parametrize("data", [b"", b"\x93", encode(Shutdown())[:-1], b"\x92\xa4Evil\xc0"])
+def test_foreign_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(InvariantError, match="not a message"):
+        decode_input(data)
+    with pytest.raises(InvariantError, match="not a message"):
+        decode_output(data)
