@@ -1,0 +1,36 @@
+"""Decoder-only language models over a paged KV cache, loaded from Hugging Face checkpoints."""
+
+from models.config import ModelConfig
+from models.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ModelConfigError,
+    ModelError,
+    UnsupportedModelError,
+    WeightMismatchError,
+)
+from models.forward_batch import ForwardBatch, KVCache
+from models.kv_layers import LayerKVSpec, kv_cache_layers
+from models.loading.load_model import load_model
+from models.loading.loaded_model import LoadedModel
+from models.loading.source import read_model_config, resolve_model_folder
+from models.rope_config import RopeConfig
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointNotFoundError",
+    "ForwardBatch",
+    "KVCache",
+    "LayerKVSpec",
+    "LoadedModel",
+    "ModelConfig",
+    "ModelConfigError",
+    "ModelError",
+    "RopeConfig",
+    "UnsupportedModelError",
+    "WeightMismatchError",
+    "kv_cache_layers",
+    "load_model",
+    "read_model_config",
+    "resolve_model_folder",
+]

@@ -1,0 +1,58 @@
+"""Typed reads of single fields of a config.json, with errors that name the field."""
+
+from collections.abc import Mapping
+
+from models.errors import ModelConfigError
+
+
+def read_count(fields: Mapping[str, object], name: str, default: int | None = None) -> int:
+    """Reads a positive integer; a missing or null field is `default`, or an error without one."""
+    value = fields.get(name)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise _bad_field(name, value, "a positive integer")
+    return value
+
+
+def read_number(fields: Mapping[str, object], name: str, default: float | None = None) -> float:
+    """Reads a positive number; a missing or null field is `default`, or an error without one."""
+    value = fields.get(name)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        raise _bad_field(name, value, "a positive number")
+    return float(value)
+
+
+def read_optional_number(fields: Mapping[str, object], name: str) -> float | None:
+    """Reads a positive number, or None where it is missing, null or 0, as HF reads 0."""
+    return read_number(fields, name) if fields.get(name) else None
+
+
+def read_flag(fields: Mapping[str, object], name: str, default: bool = False) -> bool:
+    """Reads true or false; a missing or null field is `default`."""
+    value = fields.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise _bad_field(name, value, "true or false")
+    return value
+
+
+def read_token_ids(fields: Mapping[str, object], name: str) -> tuple[int, ...]:
+    """Reads a token id or a list of them; a missing or null field is empty."""
+    value = fields.get(name)
+    if value is None:
+        return ()
+    token_ids = value if isinstance(value, list) else [value]
+    if any(isinstance(token_id, bool) or not isinstance(token_id, int) for token_id in token_ids):
+        raise _bad_field(name, value, "a token id or a list of token ids")
+    return tuple(token_ids)
+
+
+def _bad_field(name: str, got: object, wanted: str) -> ModelConfigError:
+    return ModelConfigError(
+        f"config.json: {name} is {'missing' if got is None else repr(got)}; wanted {wanted}. "
+        "Use the config.json that was published with the weights."
+    )

@@ -1,0 +1,98 @@
+"""The decoder that Llama, Mistral and Qwen share; a family is a configuration of it."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import pallas_kernels
+from models.config import ModelConfig
+from models.forward_batch import ForwardBatch, KVCache
+from models.layers.attention import Attention, AttentionContext
+from models.layers.linear import Embedding, Linear, dot_float32
+from models.layers.mlp import GatedMLP
+from models.layers.rms_norm import RMSNorm
+from models.layers.rotary import rotary_cos_sin
+
+
+class DecoderLayer(nnx.Module):
+    """Attention, then the MLP: each reads the normed residual stream and adds to it."""
+
+    def __init__(self, config: ModelConfig, *, group_idx: int, row: int, dtype: jnp.dtype) -> None:
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.self_attn = Attention(config, group_idx=group_idx, row=row, dtype=dtype)
+        self.post_attention_layernorm = RMSNorm(
+            config.hidden_size, eps=config.rms_norm_eps, dtype=dtype
+        )
+        self.mlp = GatedMLP(config, dtype=dtype)
+
+    def __call__(
+        self,
+        hidden: jax.Array,  # f[num_tokens, hidden]
+        kv_cache: KVCache,
+        context: AttentionContext,
+    ) -> tuple[jax.Array, KVCache]:  # f[num_tokens, hidden]
+        attended, kv_cache = self.self_attn(self.input_layernorm(hidden), kv_cache, context)
+        hidden = hidden + attended
+        return hidden + self.mlp(self.post_attention_layernorm(hidden)), kv_cache
+
+
+class DecoderForCausalLM(nnx.Module):
+    """Token embedding, decoder layers, final norm and vocabulary head.
+
+    Attribute names are those of Hugging Face checkpoints: `models/loading/weight_names.py` relies
+    on it.
+    """
+
+    def __init__(self, config: ModelConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
+        """Makes the model with weights to be filled in.
+
+        Args:
+            has_head_kernel: Whether the vocabulary head has an array of its own. Without tied
+                embeddings it must; with them it may, as a transposed copy.
+        """
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        # All layers are of one kind: group 0, and layer j uses row j (see models/kv_layers.py).
+        self.layers = nnx.List(
+            [
+                DecoderLayer(config, group_idx=0, row=layer_idx, dtype=dtype)
+                for layer_idx in range(config.num_layers)
+            ]
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.lm_head = (
+            Linear(config.hidden_size, config.vocab_size, use_bias=False, dtype=dtype)
+            if has_head_kernel
+            else None
+        )
+
+    def __call__(
+        self, batch: ForwardBatch, kv_cache: KVCache
+    ) -> tuple[jax.Array, KVCache]:  # f[num_tokens, hidden]
+        """Runs one step's tokens through all layers; returns hidden states after the last norm."""
+        context = self._make_context(batch, kv_cache)
+        hidden = self.embed_tokens(batch.token_ids)
+        for layer in self.layers:
+            hidden, kv_cache = layer(hidden, kv_cache, context)
+        return self.norm(hidden), kv_cache
+
+    def compute_logits(
+        self,
+        hidden: jax.Array,  # f[num_logits, hidden]
+    ) -> jax.Array:  # f32[num_logits, vocab]
+        if self.lm_head is None:
+            return self.embed_tokens.attend(hidden)
+        return dot_float32(hidden, self.lm_head.kernel[...])
+
+    def _make_context(self, batch: ForwardBatch, kv_cache: KVCache) -> AttentionContext:
+        num_rows, num_blocks, _, block_size, _ = kv_cache.k.shape
+        num_groups = batch.block_tables.shape[0]
+        slots = pallas_kernels.slot_mapping(
+            jnp.broadcast_to(batch.positions, (num_groups, *batch.positions.shape)),
+            batch.block_tables,
+            batch.query_start_loc,
+            block_size=block_size,
+            pad_slot=pallas_kernels.pad_slot(num_rows, num_blocks, block_size),
+        )
+        cos, sin = rotary_cos_sin(batch.positions, self.config.rope, self.config.head_dim)
+        return AttentionContext(batch=batch, slots=slots, cos=cos, sin=sin)

@@ -1,0 +1,67 @@
+"""What one model step consumes: `ForwardBatch` and `KVCache`, and the list of dimension names.
+
+Dimension names, used in every `dtype[dims]` comment of the code; use these and invent no second
+name:
+
+    num_tokens          tokens of this step, padding included
+    num_reqs            request rows of this step, empty rows included
+    num_groups          KV cache groups: layers of one kind that share block tables
+    max_blocks_per_req  columns of a block table
+    num_logits          tokens whose logits are wanted
+    num_layers          decoder layers of the model
+    num_rows            layers of the largest group; layer j of every group uses row j of the cache
+    num_blocks          blocks in the pool, the null block (0) included
+    block_size          token positions in a block
+    num_q_heads         query heads
+    num_kv_heads        key and value heads
+    head_dim            width of a head
+    hidden              width of the residual stream
+    intermediate        inner width of the MLP
+    vocab               vocabulary entries
+"""
+
+from dataclasses import dataclass
+
+import jax
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class KVCache:
+    """Keys and values of all layers; donated to the step and returned by it.
+
+    The two arrays may differ in `head_dim`, never in the other axes.
+    """
+
+    k: jax.Array  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
+    v: jax.Array  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class ForwardBatch:
+    """The tokens of one step; row r owns tokens `query_start_loc[r]:query_start_loc[r + 1]`.
+
+    Padding: tokens at or past `query_start_loc[-1]` belong to nobody and have id 0 and position 0;
+    they are written to no block. A row without a request has `seq_lens` 0 and no tokens. Unused
+    entries of `logits_indices` are 0, so their logits are computed and ignored.
+
+    Worked example, num_tokens 8, num_reqs 3, a prompt of 4, a decode at position 9, an empty row:
+        token_ids       [5, 6, 7, 8, 3, 0, 0, 0]
+        positions       [0, 1, 2, 3, 9, 0, 0, 0]
+        query_start_loc [0, 4, 5, 5]
+        seq_lens        [[4, 10, 0]]
+        logits_indices  [3, 4, 0]
+    """
+
+    token_ids: jax.Array  # i32[num_tokens], in [0, vocab)
+    positions: jax.Array  # i32[num_tokens], place of the token in its request, from 0
+    query_start_loc: jax.Array  # i32[num_reqs + 1], not decreasing, first entry 0
+    # Per group; tokens in the cache after this step, in [0, max_blocks_per_req * block_size].
+    seq_lens: jax.Array  # i32[num_groups, num_reqs]
+    # Physical block of each logical block, in [0, num_blocks); 0 where the request has none.
+    block_tables: jax.Array  # i32[num_groups, num_reqs, max_blocks_per_req]
+    logits_indices: jax.Array  # i32[num_logits], tokens whose logits are wanted
+    # Per group, a pytree that the attention backend owns and the runner builds for it; empty for a
+    # backend that needs none.
+    attention_plan: tuple = ()

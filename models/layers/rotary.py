@@ -1,0 +1,141 @@
+"""Rotary position embeddings, of the kinds that Hugging Face configs name."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.rope_config import RopeConfig
+
+
+def rotary_cos_sin(
+    positions: jax.Array,  # i32[num_tokens]
+    rope: RopeConfig,
+    head_dim: int,
+) -> tuple[jax.Array, jax.Array]:  # f32[num_tokens, head_dim // 2] each
+    """Returns the cosine and sine by which each token's queries and keys are turned.
+
+    A token's angles depend on its own position and on nothing else of the step. So a cached key is
+    the same however the prompt was cut into chunks, and requests may share it. For "dynamic",
+    whose base grows with the length beyond `original_max_position_embeddings`, that means: the
+    token at position p is turned with the base of length p + 1.
+
+    - Equal to Hugging Face: everything within the original length, and from there on generating
+      token by token with a cache, where each key was turned when the sequence was p + 1 long.
+    - Different from Hugging Face: a prompt longer than the original length. Processed there in one
+      go, all its tokens are turned with the base of the whole prompt's length.
+    """
+    if rope.kind == "dynamic":
+        angles = positions[:, None].astype(jnp.float32) * _dynamic_inv_freq(
+            positions, rope, head_dim
+        )
+    else:
+        inv_freq = inverse_frequencies(rope, head_dim)
+        angles = positions[:, None].astype(jnp.float32) * inv_freq
+    scale = cos_sin_scale(rope)
+    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
+def apply_rotary(
+    x: jax.Array,  # f[num_tokens, num_heads, head_dim]
+    cos: jax.Array,  # f32[num_tokens, head_dim // 2]
+    sin: jax.Array,  # f32[num_tokens, head_dim // 2]
+) -> jax.Array:  # f[num_tokens, num_heads, head_dim]
+    """Turns dimension pairs (i, i + head_dim // 2), the layout of Hugging Face checkpoints."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:  # f32[head_dim // 2]
+    """Returns the angle per position of each dimension pair; for "dynamic" within its length.
+
+    Computed in float64 and rounded once, so within one float32 rounding of any other computation.
+    """
+    base_inv_freq = rope.theta ** -_exponents(head_dim)
+    if rope.kind == "linear":
+        inv_freq = base_inv_freq / rope.factor
+    elif rope.kind == "llama3":
+        inv_freq = _llama3_inv_freq(base_inv_freq, rope)
+    elif rope.kind == "yarn":
+        inv_freq = _yarn_inv_freq(base_inv_freq, rope, head_dim)
+    else:
+        inv_freq = base_inv_freq
+    return inv_freq.astype(np.float32)
+
+
+def cos_sin_scale(rope: RopeConfig) -> float:
+    """Returns yarn's attention factor, a factor of cos and sin; 1 for every other kind."""
+    if rope.kind != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return _yarn_mscale(rope.factor, rope.mscale) / _yarn_mscale(
+            rope.factor, rope.mscale_all_dim
+        )
+    return _yarn_mscale(rope.factor, 1.0)
+
+
+def _exponents(head_dim: int) -> np.ndarray:  # f64[head_dim // 2]
+    # head_dim 8 -> [0, 1/4, 1/2, 3/4]
+    return np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+
+
+def _dynamic_inv_freq(
+    positions: jax.Array,  # i32[num_tokens]
+    rope: RopeConfig,
+    head_dim: int,
+) -> jax.Array:  # f32[num_tokens, head_dim // 2]
+    """NTK scaling with a base that grows with the length, here that of the token's own position."""
+    original = rope.original_max_position_embeddings
+    length = jnp.maximum(positions + 1, original).astype(jnp.float32)
+    # length == original gives a growth of exactly 1.
+    growth = rope.factor * (length / original) - (rope.factor - 1)
+    base = rope.theta * growth ** (head_dim / (head_dim - 2))
+    return base[:, None] ** -_exponents(head_dim).astype(np.float32)
+
+
+def _llama3_inv_freq(
+    base_inv_freq: np.ndarray,  # f64[head_dim // 2]
+    rope: RopeConfig,
+) -> np.ndarray:  # f64[head_dim // 2]
+    """Slows wavelengths beyond the original length, keeps short ones, and blends those between."""
+    turns = rope.original_max_position_embeddings * base_inv_freq / (2 * math.pi)
+    # Share of the unscaled frequency: 0 at low_freq_factor turns or fewer, 1 at high_freq_factor
+    # or more.
+    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    keep = np.clip(keep, 0.0, 1.0)
+    return (1 - keep) * base_inv_freq / rope.factor + keep * base_inv_freq
+
+
+def _yarn_inv_freq(
+    base_inv_freq: np.ndarray,  # f64[head_dim // 2]
+    rope: RopeConfig,
+    head_dim: int,
+) -> np.ndarray:  # f64[head_dim // 2]
+    """Keeps fast dimensions, slows slow ones by the factor, and blends linearly between.
+
+    Source: arXiv:2309.00071, section 3.2.
+    """
+    low = _yarn_dim_of_turns(rope.beta_fast, rope, head_dim)
+    high = _yarn_dim_of_turns(rope.beta_slow, rope, head_dim)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # keeps the ramp's slope finite
+    slow = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0.0, 1.0)
+    return slow * base_inv_freq / rope.factor + (1 - slow) * base_inv_freq
+
+
+def _yarn_dim_of_turns(num_turns: float, rope: RopeConfig, head_dim: int) -> float:
+    """Returns the fractional dimension pair that turns so often over the original length."""
+    length = rope.original_max_position_embeddings
+    return head_dim * math.log(length / (num_turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+
+def _yarn_mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

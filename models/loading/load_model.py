@@ -1,0 +1,147 @@
+"""`load_model`: from a folder or a hub name to a model that is ready to run."""
+
+import functools
+from pathlib import Path
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models.config import ModelConfig, ModelDtype
+from models.errors import ModelError
+from models.loading.loaded_model import LoadedModel
+from models.loading.safetensors_reader import SafetensorsCheckpoint
+from models.loading.source import read_model_config, resolve_model_folder
+from models.loading.weight_names import check_weights, weight_source
+from models.registry import MODEL_CLASSES
+
+LoadDtype = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+
+
+def load_model(
+    model: str | Path,
+    *,
+    dtype: LoadDtype = "auto",
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+) -> LoadedModel:
+    """Loads a model onto the default device.
+
+    Args:
+        model: A folder in Hugging Face layout, or a hub name such as "Qwen/Qwen3-0.6B".
+        dtype: What the weights become; "auto" is float32 on a CPU, which is slow in 16 bits, and
+            the config's own dtype elsewhere.
+        load_format: "auto" reads safetensors, the only format so far; "dummy" needs only
+            config.json and draws random weights.
+        seed: Of the random weights.
+
+    Raises:
+        ModelError: The model cannot be found, is not supported, or its weights do not fit; which of
+            these, the subclass says.
+    """
+    _check_choice("dtype", dtype, get_args(LoadDtype))
+    _check_choice("load_format", load_format, get_args(LoadFormat))
+    folder = resolve_model_folder(model, with_weights=load_format != "dummy")
+    config = read_model_config(folder)
+    structure = _Structure(config, _resolve_dtype(dtype, config))
+    if load_format == "dummy":
+        params = _random_params(structure, seed)
+    else:
+        params = _read_params(structure, folder)
+    return LoadedModel(
+        config=config,
+        graphdef=structure.graphdef,
+        params_treedef=structure.treedef,
+        param_names=structure.names,
+        params=params,
+    )
+
+
+class _Structure:
+    """A model without weights: its static structure, and what each parameter must be."""
+
+    def __init__(self, config: ModelConfig, dtype: ModelDtype) -> None:
+        self.config = config
+        # On a CPU a product with the transposed embedding costs ten times the copy's.
+        has_head_kernel = not config.tie_word_embeddings or jax.default_backend() == "cpu"
+        model_class = MODEL_CLASSES[config.architecture]
+        abstract_model = nnx.eval_shape(
+            lambda: model_class(config, has_head_kernel=has_head_kernel, dtype=jnp.dtype(dtype))
+        )
+        self.graphdef, state = nnx.split(abstract_model)
+        leaves_with_path, self.treedef = jax.tree.flatten_with_path(state)
+        # The last entry of a path is the Variable's own "value".
+        self.names = tuple(
+            ".".join(str(entry.key) for entry in path[:-1]) for path, _ in leaves_with_path
+        )
+        self.shapes: tuple[jax.ShapeDtypeStruct, ...] = tuple(leaf for _, leaf in leaves_with_path)
+
+
+def _read_params(structure: _Structure, folder: Path) -> tuple[jax.Array, ...]:
+    is_tied = structure.config.tie_word_embeddings
+    checkpoint = SafetensorsCheckpoint(folder)
+    sources = [
+        weight_source(name, wanted.shape, tie_word_embeddings=is_tied)
+        for name, wanted in zip(structure.names, structure.shapes, strict=True)
+    ]
+    check_weights(
+        checkpoint.weights, sources, tie_word_embeddings=is_tied, where=str(checkpoint.folder)
+    )
+    # One weight at a time, so that the host never holds a second copy of the model.
+    return tuple(
+        _to_param(checkpoint.read(source.name), wanted.dtype, source.is_transposed)
+        for source, wanted in zip(sources, structure.shapes, strict=True)
+    )
+
+
+def _to_param(weight_np: np.ndarray, dtype: jnp.dtype, is_transposed: bool) -> jax.Array:
+    if weight_np.dtype == np.float64:  # no float64 on the device
+        weight_np = weight_np.astype(np.float32)
+    return _cast_and_transpose(jax.device_put(weight_np), dtype, is_transposed)
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "is_transposed"))
+def _cast_and_transpose(weight: jax.Array, dtype: jnp.dtype, is_transposed: bool) -> jax.Array:
+    weight = weight.astype(dtype)
+    # The copy is forced: a program that changes nothing may return its argument, which on a CPU
+    # can be the reader's own memory.
+    return weight.T if is_transposed else jnp.copy(weight)
+
+
+def _random_params(structure: _Structure, seed: int) -> tuple[jax.Array, ...]:
+    """Draws weights as an untrained model has them: normal, norms one, biases zero."""
+    key = jax.random.key(seed)
+    params = []
+    for param_idx, (name, wanted) in enumerate(zip(structure.names, structure.shapes, strict=True)):
+        match name.rpartition(".")[2]:
+            case "scale":
+                param = jnp.ones(wanted.shape, wanted.dtype)
+            case "bias":
+                param = jnp.zeros(wanted.shape, wanted.dtype)
+            case _:
+                std = structure.config.initializer_range
+                param = _random_normal(key, param_idx, std, wanted.shape, wanted.dtype)
+        params.append(param)
+    return tuple(params)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _random_normal(
+    key: jax.Array, param_idx: int, std: float, shape: tuple[int, ...], dtype: jnp.dtype
+) -> jax.Array:
+    values = jax.random.normal(jax.random.fold_in(key, param_idx), shape, jnp.float32)
+    return (std * values).astype(dtype)
+
+
+def _resolve_dtype(dtype: LoadDtype, config: ModelConfig) -> ModelDtype:
+    if dtype != "auto":
+        return dtype
+    return "float32" if jax.default_backend() == "cpu" else config.dtype
+
+
+def _check_choice(name: str, got: str, choices: tuple[str, ...]) -> None:
+    if got not in choices:
+        raise ModelError(f"{name} is {got!r}; wanted one of {', '.join(choices)}.")

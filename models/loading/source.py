@@ -1,0 +1,77 @@
+"""Finds a model's folder, on disk or through the Hugging Face hub, and reads its configuration."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
+
+from models.config import ModelConfig
+from models.config_fields import read_token_ids
+from models.errors import CheckpointNotFoundError, ModelConfigError
+
+# Configuration, tokenizer and chat template.
+SMALL_FILE_PATTERNS = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
+# As transformers names them; "consolidated.safetensors" holds the same weights in another layout.
+WEIGHT_FILE_PATTERNS = ("model.safetensors", "model-*.safetensors")
+
+
+def resolve_model_folder(model: str | Path, *, with_weights: bool = True) -> Path:
+    """Returns the local folder of a model, downloading a hub repository where needed.
+
+    Args:
+        model: A folder, or a hub name such as "Qwen/Qwen3-0.6B".
+        with_weights: False fetches only the configuration and the tokenizer.
+
+    Raises:
+        CheckpointNotFoundError: Neither a folder nor a hub repository that can be reached.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    patterns = [*SMALL_FILE_PATTERNS, *(WEIGHT_FILE_PATTERNS if with_weights else ())]
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=patterns))
+    except (OSError, HFValidationError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointNotFoundError(
+            f"model {str(model)!r} is neither a folder nor a hub repository that can be fetched "
+            f"({type(error).__name__}: {reason}). Wanted a folder with config.json and "
+            "*.safetensors, or a name like 'Qwen/Qwen3-0.6B'. Check the spelling and the network, "
+            "log in with `hf auth login` if the repository is gated, or pass a downloaded folder."
+        ) from error
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """Reads config.json, and adds the end-of-sequence ids of generation_config.json.
+
+    Chat models list the token that ends a turn only there, so that without it they never stop.
+
+    Raises:
+        ModelConfigError: A file is missing or malformed.
+        UnsupportedModelError: The model needs something that is not built.
+    """
+    config = ModelConfig.from_hf(_read_json_object(folder / "config.json"))
+    generation_path = folder / "generation_config.json"
+    if not generation_path.is_file():
+        return config
+    generation_eos_ids = read_token_ids(_read_json_object(generation_path), "eos_token_id")
+    # dict.fromkeys keeps the first of equal ids, in order.
+    eos_token_ids = tuple(dict.fromkeys(config.eos_token_ids + generation_eos_ids))
+    return dataclasses.replace(config, eos_token_ids=eos_token_ids)
+
+
+def _read_json_object(path: Path) -> dict[str, object]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelConfigError(
+            f"{path} does not exist; wanted a folder in Hugging Face layout. "
+            "Point at the folder that holds config.json and the *.safetensors files."
+        ) from None
+    except ValueError as error:
+        raise ModelConfigError(f"{path} is not JSON: {error}. Download it again.") from error
+    if not isinstance(content, dict):
+        raise ModelConfigError(f"{path} holds a {type(content).__name__}; wanted a JSON object.")
+    return content

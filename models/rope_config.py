@@ -1,0 +1,132 @@
+"""`RopeConfig`: which rotary embedding a model uses, from both generations of config.json."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from models.config_fields import read_count, read_flag, read_number, read_optional_number
+from models.errors import ModelConfigError, UnsupportedModelError
+
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+
+DEFAULT_ROPE_THETA = 10_000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Parameters of a rotary embedding; those that a kind does not use keep their defaults.
+
+    `models/layers/rotary.py` says what each kind computes.
+    """
+
+    kind: RopeKind = "default"
+    theta: float = DEFAULT_ROPE_THETA
+    factor: float = 1.0  # all kinds but default
+    # Length the model was trained at before scaling: dynamic, llama3, yarn.
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: round the range of blended dimensions outwards
+    attention_factor: float | None = None  # yarn: scales cos and sin; None: derived from factor
+    mscale: float | None = None  # yarn: with mscale_all_dim, changes the derived attention_factor
+    mscale_all_dim: float | None = None  # yarn
+
+
+def parse_rope_config(hf_config: Mapping[str, object], max_position_embeddings: int) -> RopeConfig:
+    """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
+
+    The length before scaling is found as transformers does: for "dynamic" it is always
+    `max_position_embeddings`; for "llama3" and "yarn" a top-level
+    `original_max_position_embeddings` wins, then the one beside the factor, then
+    `max_position_embeddings`.
+
+    Raises:
+        UnsupportedModelError: An unknown kind, one embedding per layer type, or a partial rotation.
+        ModelConfigError: A field that the kind needs is missing or malformed.
+    """
+    fields = _rope_fields(hf_config)
+    kind = fields.get("rope_type") or fields.get("type") or "default"
+    if kind not in get_args(RopeKind):
+        raise UnsupportedModelError(
+            f"config.json: rope type {kind!r} is not supported; supported are "
+            f"{', '.join(get_args(RopeKind))}."
+        )
+    _refuse_partial_rotation(hf_config, fields)
+    top_theta = read_number(hf_config, "rope_theta", DEFAULT_ROPE_THETA)
+    theta = read_number(fields, "rope_theta", top_theta)
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if kind == "linear":
+        return RopeConfig(kind="linear", theta=theta, factor=read_number(fields, "factor"))
+    if kind == "dynamic":
+        return RopeConfig(
+            kind="dynamic",
+            theta=theta,
+            factor=read_number(fields, "factor"),
+            original_max_position_embeddings=max_position_embeddings,
+        )
+    own_length = read_count(fields, "original_max_position_embeddings", max_position_embeddings)
+    original_length = read_count(hf_config, "original_max_position_embeddings", own_length)
+    if kind == "llama3":
+        return _parse_llama3(fields, theta, original_length)
+    return _parse_yarn(fields, theta, original_length, max_position_embeddings)
+
+
+def _parse_llama3(fields: Mapping[str, object], theta: float, original_length: int) -> RopeConfig:
+    low, high = read_number(fields, "low_freq_factor"), read_number(fields, "high_freq_factor")
+    if low >= high:
+        raise ModelConfigError(
+            f"config.json: llama3 rope got low_freq_factor={low} and high_freq_factor={high}; "
+            "wanted the low one below the high one."
+        )
+    return RopeConfig(
+        kind="llama3",
+        theta=theta,
+        factor=read_number(fields, "factor"),
+        original_max_position_embeddings=original_length,
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
+def _parse_yarn(
+    fields: Mapping[str, object], theta: float, original_length: int, max_length: int
+) -> RopeConfig:
+    return RopeConfig(
+        kind="yarn",
+        theta=theta,
+        # A null factor means the ratio of the two lengths, as in DeepSeek's configs.
+        factor=read_number(fields, "factor", max_length / original_length),
+        original_max_position_embeddings=original_length,
+        beta_fast=read_optional_number(fields, "beta_fast") or 32.0,
+        beta_slow=read_optional_number(fields, "beta_slow") or 1.0,
+        truncate=read_flag(fields, "truncate", True),
+        attention_factor=read_optional_number(fields, "attention_factor"),
+        mscale=read_optional_number(fields, "mscale"),
+        mscale_all_dim=read_optional_number(fields, "mscale_all_dim"),
+    )
+
+
+def _rope_fields(hf_config: Mapping[str, object]) -> Mapping[str, object]:
+    """Returns the rope fields; where both spellings are present the older wins, as in HF."""
+    fields = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+    if not isinstance(fields, Mapping):
+        raise ModelConfigError(f"config.json: rope parameters are {fields!r}; wanted an object.")
+    nested = [name for name, value in fields.items() if isinstance(value, Mapping)]
+    if nested:
+        raise UnsupportedModelError(
+            f"config.json: rope parameters per layer type ({', '.join(nested)}) are not supported; "
+            "supported is one rotary embedding for all layers."
+        )
+    return fields
+
+
+def _refuse_partial_rotation(hf_config: Mapping[str, object], fields: Mapping[str, object]) -> None:
+    for holder in (hf_config, fields):
+        if holder.get("partial_rotary_factor") not in (None, 1, 1.0):
+            raise UnsupportedModelError(
+                f"config.json: partial_rotary_factor={holder['partial_rotary_factor']} is not "
+                "supported; supported is 1.0, rotating the whole head."
+            )

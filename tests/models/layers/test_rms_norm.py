@@ -1,0 +1,27 @@
+"""RMSNorm in float32 and bfloat16."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from models.layers.rms_norm import RMSNorm
+
+
+def test_norm_by_hand():
+    norm = RMSNorm(2, eps=0.0, dtype=jnp.float32)
+    norm.scale[...] = jnp.array([1.0, 10.0])
+    # Root mean square of (3, 4) is sqrt(12.5).
+    np.testing.assert_allclose(
+        norm(jnp.array([[3.0, 4.0]])), [[3 / 12.5**0.5, 40 / 12.5**0.5]], rtol=1e-6
+    )
+
+
+def test_eps_keeps_zero_at_zero():
+    assert RMSNorm(3, eps=1e-6, dtype=jnp.float32)(jnp.zeros((1, 3))).tolist() == [[0.0] * 3]
+
+
+def test_bfloat16_is_normed_in_float32_and_returned_as_it_came():
+    # 1024 squares of 100 overflow no float32, and bfloat16 sums would stop growing early.
+    x = jnp.full((1, 1024), 100.0, jnp.bfloat16)
+    out = RMSNorm(1024, eps=1e-6, dtype=jnp.bfloat16)(x)
+    assert out.dtype == jnp.bfloat16
+    assert out.astype(jnp.float32).tolist() == [[1.0] * 1024]

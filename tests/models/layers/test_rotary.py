@@ -1,0 +1,89 @@
+"""Rotary embeddings equal those of transformers, for every kind."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.layers.rotary import apply_rotary, cos_sin_scale, inverse_frequencies, rotary_cos_sin
+from models.rope_config import RopeConfig, parse_rope_config
+from tests.oracles.golden import load_golden_rope
+
+HEAD_DIM = 64
+GOLDEN = load_golden_rope()
+DYNAMIC = RopeConfig(kind="dynamic", factor=2.0, original_max_position_embeddings=64)
+
+
+def parse(hf_config: dict[str, object]) -> RopeConfig:
+    return parse_rope_config(hf_config, hf_config["max_position_embeddings"])
+
+
+@pytest.mark.parametrize("name", [name for name in GOLDEN if name != "dynamic"])
+def test_frequencies_equal_those_of_transformers(name):
+    rope = parse(GOLDEN[name]["hf_config"])
+    [golden] = GOLDEN[name]["frequencies"]
+    got = inverse_frequencies(rope, HEAD_DIM)
+    # transformers blends yarn's two frequencies in float32, which costs it up to 2e-6.
+    np.testing.assert_allclose(got, golden["inv_freq"], rtol=5e-6)
+    assert cos_sin_scale(rope) == pytest.approx(golden["cos_sin_scale"], rel=1e-12)
+
+
+def test_dynamic_turns_each_token_as_transformers_does_when_it_comes_last():
+    rope = parse(GOLDEN["dynamic"]["hf_config"])
+    for golden in GOLDEN["dynamic"]["frequencies"]:
+        last = golden["seq_len"] - 1
+        cos, sin = rotary_cos_sin(jnp.array([last]), rope, HEAD_DIM)
+        angles = last * np.array(golden["inv_freq"])
+        np.testing.assert_allclose(cos[0], np.cos(angles), atol=2e-5)
+        np.testing.assert_allclose(sin[0], np.sin(angles), atol=2e-5)
+
+
+def test_dynamic_token_does_not_depend_on_the_rest_of_the_step():
+    alone = rotary_cos_sin(jnp.array([70]), DYNAMIC, HEAD_DIM)
+    among = rotary_cos_sin(jnp.array([3, 70, 500]), DYNAMIC, HEAD_DIM)
+    for part_alone, part_among in zip(alone, among, strict=True):
+        np.testing.assert_array_equal(part_alone[0], part_among[1])
+
+
+def test_dynamic_is_the_plain_embedding_within_its_original_length():
+    positions = jnp.arange(64)
+    dynamic = rotary_cos_sin(positions, DYNAMIC, HEAD_DIM)
+    plain = rotary_cos_sin(positions, RopeConfig(), HEAD_DIM)
+    np.testing.assert_allclose(dynamic, plain, atol=1e-5)
+
+
+def test_attention_factor_scales_cos_and_sin():
+    rope = parse(GOLDEN["yarn_attention_factor"]["hf_config"])
+    cos, sin = rotary_cos_sin(jnp.array([0]), rope, HEAD_DIM)
+    assert cos.tolist() == [[1.5] * (HEAD_DIM // 2)]
+    assert sin.tolist() == [[0.0] * (HEAD_DIM // 2)]
+
+
+def test_pairs_are_dimension_i_and_i_plus_half():
+    # A quarter turn of pair 0 and none of pair 1: (1, 2, 3, 4) -> (-3, 2, 1, 4).
+    x = jnp.array([[[1.0, 2.0, 3.0, 4.0]]])
+    turned = apply_rotary(x, cos=jnp.array([[0.0, 1.0]]), sin=jnp.array([[1.0, 0.0]]))
+    assert turned.tolist() == [[[-3.0, 2.0, 1.0, 4.0]]]
+
+
+def test_turning_keeps_dtype():
+    x = jnp.ones((1, 2, 4), jnp.bfloat16)
+    assert apply_rotary(x, jnp.ones((1, 2)), jnp.zeros((1, 2))).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("name", list(GOLDEN))
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_cos_and_sin_equal_live_transformers(name):
+    torch = pytest.importorskip("torch")
+    llama = pytest.importorskip("transformers.models.llama")
+    hf_config = GOLDEN[name]["hf_config"]
+    rotary = llama.modeling_llama.LlamaRotaryEmbedding(llama.LlamaConfig(**hf_config))
+    # Within dynamic's original length one call gives all positions.
+    num_positions = min(hf_config["max_position_embeddings"], 5000)
+    positions = np.arange(num_positions)
+    wanted = rotary(torch.zeros(1), torch.from_numpy(positions)[None])
+    got = rotary_cos_sin(jnp.asarray(positions, jnp.int32), parse(hf_config), HEAD_DIM)
+    for got_part, wanted_part in zip(got, wanted, strict=True):
+        # transformers repeats the half. Angles up to 5000 are rounded to 2.4e-4 in float32.
+        np.testing.assert_allclose(
+            got_part, wanted_part[0, :, : HEAD_DIM // 2].numpy(), atol=1e-3, rtol=0
+        )

@@ -1,0 +1,175 @@
+"""`load_model`: dtypes, layouts of files, dummy weights, and errors that name the weights."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from models.errors import CheckpointError, CheckpointNotFoundError, ModelError, WeightMismatchError
+from models.loading.load_model import load_model
+from tests.oracles.dense_model import dense_logits
+from tests.oracles.make_checkpoint import write_random_checkpoint
+from tests.oracles.paged_stepper import PagedStepper
+
+
+def rewrite_weights(folder, change):
+    """Applies `change` to the dict of weights in the folder's one file."""
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path)
+
+
+def test_kernels_are_stored_in_by_out(tmp_path):
+    folder = write_random_checkpoint(tmp_path)
+    loaded = load_model(folder)
+    params = dict(zip(loaded.param_names, loaded.params, strict=True))
+    stored = load_file(folder / "model.safetensors")
+    np.testing.assert_array_equal(
+        params["layers.1.mlp.up_proj.kernel"], stored["model.layers.1.mlp.up_proj.weight"].T
+    )
+    np.testing.assert_array_equal(params["norm.scale"], stored["model.norm.weight"])
+    assert len(params) == len(stored)
+
+
+def test_shards_load_as_one_file_does(tmp_path):
+    whole = load_model(write_random_checkpoint(tmp_path / "whole"))
+    sharded = load_model(write_random_checkpoint(tmp_path / "sharded", num_shards=3))
+    for one, other in zip(whole.params, sharded.params, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float16"])
+def test_weights_become_the_dtype_asked_for(tmp_path, stored, wanted):
+    folder = write_random_checkpoint(tmp_path, dtype=stored, num_layers=1)
+    loaded = load_model(folder, dtype=wanted)
+    assert {param.dtype for param in loaded.params} == {jnp.dtype(wanted)}
+    exact = load_file(folder / "model.safetensors")["model.norm.weight"].astype(wanted)
+    scale = loaded.params[loaded.param_names.index("norm.scale")]
+    np.testing.assert_array_equal(np.asarray(scale), exact)
+
+
+def test_auto_dtype_is_float32_on_cpu_and_the_configs_own_elsewhere(tmp_path):
+    loaded = load_model(write_random_checkpoint(tmp_path, dtype="bfloat16", num_layers=1))
+    wanted = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    assert loaded.params[0].dtype == wanted
+    assert loaded.config.dtype == "bfloat16"
+
+
+def test_bfloat16_model_stays_near_the_exact_one(tmp_path):
+    folder = write_random_checkpoint(tmp_path, num_layers=1)
+    tokens = {0: [5, 6, 7, 8], 1: [9]}
+    rough = PagedStepper(load_model(folder, dtype="bfloat16")).step(tokens)
+    for row, row_tokens in tokens.items():
+        exact = dense_logits(folder, row_tokens)
+        assert rough[row].dtype == np.float32
+        # bfloat16 keeps 8 bits; a few roundings in sequence stay below 3 % of the largest logit.
+        assert np.abs(rough[row] - exact).max() < 0.03 * np.abs(exact).max()
+
+
+def test_dummy_weights_need_only_the_config_and_depend_on_the_seed(tmp_path):
+    folder = write_random_checkpoint(tmp_path, bias=True, extra_config={"initializer_range": 0.05})
+    (folder / "model.safetensors").unlink()
+    first, same, other = (
+        load_model(folder, load_format="dummy", seed=seed).params for seed in (1, 1, 2)
+    )
+    for one, two in zip(first, same, strict=True):
+        np.testing.assert_array_equal(one, two)
+    loaded = load_model(folder, load_format="dummy", seed=1)
+    embed_idx = loaded.param_names.index("embed_tokens.embedding")
+    assert np.abs(first[embed_idx] - other[embed_idx]).max() > 0
+    assert np.std(first[embed_idx]) == pytest.approx(0.05, rel=0.05)
+    assert np.all(first[loaded.param_names.index("norm.scale")] == 1)
+    assert np.all(first[loaded.param_names.index("layers.0.self_attn.q_proj.bias")] == 0)
+
+
+def test_missing_weights_are_named(tmp_path):
+    folder = write_random_checkpoint(tmp_path)
+    rewrite_weights(folder, lambda weights: weights.pop("model.layers.2.mlp.down_proj.weight"))
+    with pytest.raises(
+        WeightMismatchError, match=r"1 missing: model\.layers\.2\.mlp\.down_proj\.weight\."
+    ):
+        load_model(folder)
+
+
+def test_many_missing_weights_are_counted(tmp_path):
+    folder = write_random_checkpoint(tmp_path, num_layers=2)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    # Two layers of nine weights each, ten of which are listed.
+    with pytest.raises(WeightMismatchError, match="18 missing: .* and 8 more"):
+        load_model(folder)
+
+
+def test_unexpected_weights_are_named(tmp_path):
+    folder = write_random_checkpoint(tmp_path)
+    rewrite_weights(folder, lambda weights: weights.update(extra=np.zeros(3, np.float32)))
+    with pytest.raises(WeightMismatchError, match="1 unexpected: extra"):
+        load_model(folder)
+
+
+def test_bias_that_the_config_does_not_have_is_unexpected(tmp_path):
+    folder = write_random_checkpoint(tmp_path, bias=True, num_layers=1)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"attention_bias": False}))
+    with pytest.raises(WeightMismatchError, match=r"4 unexpected: .*k_proj\.bias"):
+        load_model(folder)
+
+
+def test_misshapen_weight_is_named_with_both_shapes(tmp_path):
+    folder = write_random_checkpoint(tmp_path)
+    rewrite_weights(
+        folder, lambda weights: weights.update({"model.norm.weight": np.ones(63, np.float32)})
+    )
+    with pytest.raises(
+        WeightMismatchError, match=r"model\.norm\.weight \(got \[63\], wanted \[64\]\)"
+    ):
+        load_model(folder)
+
+
+def test_quantized_weight_is_named_with_its_dtype(tmp_path):
+    folder = write_random_checkpoint(tmp_path)
+    rewrite_weights(
+        folder, lambda weights: weights.update({"model.norm.weight": np.ones(64, np.int8)})
+    )
+    with pytest.raises(WeightMismatchError, match=r"model\.norm\.weight \(I8\)"):
+        load_model(folder)
+
+
+def test_known_leftovers_of_old_checkpoints_are_ignored(tmp_path):
+    folder = write_random_checkpoint(tmp_path, tie=True, num_layers=1)
+    leftovers = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32),
+        "lm_head.weight": np.zeros((160, 64), np.float32),  # tied: the embedding counts
+    }
+    rewrite_weights(folder, lambda weights: weights.update(leftovers))
+    loaded = load_model(folder)
+    if "lm_head.kernel" in loaded.param_names:
+        head = loaded.params[loaded.param_names.index("lm_head.kernel")]
+        embedding = loaded.params[loaded.param_names.index("embed_tokens.embedding")]
+        np.testing.assert_array_equal(head, embedding.T)
+
+
+def test_truncated_file_is_named(tmp_path):
+    folder = write_random_checkpoint(tmp_path)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated"):
+        load_model(folder)
+
+
+def test_folder_without_weights_says_what_is_there(tmp_path):
+    folder = write_random_checkpoint(tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointNotFoundError, match=r"pytorch_model\.bin"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("argument", [{"dtype": "int8"}, {"load_format": "gguf"}])
+def test_unknown_choice_is_refused(tmp_path, argument):
+    with pytest.raises(ModelError, match="wanted one of auto"):
+        load_model(tmp_path, **argument)

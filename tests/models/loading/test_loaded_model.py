@@ -1,0 +1,66 @@
+"""`LoadedModel` is static structure and a flat tuple; its functions are pure."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.forward_batch import ForwardBatch, KVCache
+from models.loading.load_model import load_model
+from models.loading.loaded_model import LoadedModel
+from tests.oracles.make_checkpoint import write_random_checkpoint
+
+
+def test_params_are_a_flat_tuple_with_a_name_each(tmp_path):
+    loaded = load_model(write_random_checkpoint(tmp_path, num_layers=1))
+    assert isinstance(loaded, LoadedModel)
+    assert all(isinstance(param, jax.Array) for param in loaded.params)
+    assert len(loaded.param_names) == len(set(loaded.param_names)) == len(loaded.params)
+    assert "layers.0.self_attn.q_proj.kernel" in loaded.param_names
+
+
+def test_functions_use_the_params_they_are_given(tmp_path):
+    loaded = load_model(write_random_checkpoint(tmp_path, num_layers=1))
+    hidden = jnp.ones((2, loaded.config.hidden_size))
+    compute_logits = jax.jit(loaded.compute_logits)
+    logits = compute_logits(loaded.params, hidden)
+    doubled = compute_logits(tuple(param * 2 for param in loaded.params), hidden)
+    assert (logits.shape, logits.dtype) == ((2, 160), jnp.float32)
+    np.testing.assert_allclose(doubled, 2 * logits, rtol=1e-6)
+
+
+def test_tied_head_without_a_copy_gives_the_same_logits(tmp_path, monkeypatch):
+    folder = write_random_checkpoint(tmp_path, num_layers=1, tie=True)
+    hidden = jnp.asarray(np.random.RandomState(0).standard_normal((3, 64)), jnp.float32)
+    logits = {}
+    for platform in ("cpu", "gpu"):  # only a CPU keeps the transposed copy
+        monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
+        loaded = load_model(folder, dtype="float32")
+        assert ("lm_head.kernel" in loaded.param_names) == (platform == "cpu")
+        monkeypatch.undo()
+        logits[platform] = loaded.compute_logits(loaded.params, hidden)
+    np.testing.assert_allclose(logits["cpu"], logits["gpu"], rtol=1e-5, atol=1e-5)
+
+
+def test_cache_keeps_its_shape_and_dtype(tmp_path):
+    loaded = load_model(write_random_checkpoint(tmp_path, num_layers=1))
+    cache = jax.ShapeDtypeStruct((1, 4, 2, 8, 16), jnp.float32)
+    batch = _abstract_batch(num_tokens=8, num_reqs=2)
+    hidden, kv_cache = jax.eval_shape(
+        loaded.forward, loaded.params, KVCache(k=cache, v=cache), batch
+    )
+    assert (hidden.shape, hidden.dtype) == ((8, 64), jnp.float32)
+    assert (kv_cache.k.shape, kv_cache.v.dtype) == (cache.shape, cache.dtype)
+
+
+def _abstract_batch(num_tokens, num_reqs):
+    def i32(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    return ForwardBatch(
+        token_ids=i32(num_tokens),
+        positions=i32(num_tokens),
+        query_start_loc=i32(num_reqs + 1),
+        seq_lens=i32(1, num_reqs),
+        block_tables=i32(1, num_reqs, 2),
+        logits_indices=i32(num_reqs),
+    )

@@ -1,0 +1,69 @@
+"""Finding a model's folder and reading its configuration."""
+
+import json
+
+import huggingface_hub
+import pytest
+
+from models.errors import CheckpointNotFoundError, ModelConfigError
+from models.loading import source
+from tests.oracles.make_checkpoint import write_random_checkpoint
+
+
+def test_folder_is_used_as_it_is(tmp_path):
+    assert source.resolve_model_folder(tmp_path) == tmp_path
+    assert source.resolve_model_folder(str(tmp_path)) == tmp_path
+
+
+def test_hub_name_is_downloaded_without_weights_in_other_formats(tmp_path, monkeypatch):
+    calls = []
+
+    def fake_download(name, allow_patterns):
+        calls.append((name, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(source, "snapshot_download", fake_download)
+    assert source.resolve_model_folder("some-org/some-model") == tmp_path
+    source.resolve_model_folder("some-org/some-model", with_weights=False)
+    [(name, patterns), (_, small_patterns)] = calls
+    assert name == "some-org/some-model"
+    assert "model-*.safetensors" in patterns
+    assert not any("safetensors" in pattern for pattern in small_patterns)
+    assert not any(
+        pattern.endswith((".bin", "*")) for pattern in patterns if pattern != "tokenizer*"
+    )
+
+
+def test_unreachable_hub_says_what_to_check(monkeypatch):
+    def offline(name, allow_patterns):
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no network and not cached")
+
+    monkeypatch.setattr(source, "snapshot_download", offline)
+    with pytest.raises(CheckpointNotFoundError) as error:
+        source.resolve_model_folder("some-org/some-model")
+    for part in ("some-org/some-model", "no network and not cached", "Check the spelling"):
+        assert part in str(error.value)
+
+
+def test_mistyped_folder_is_not_taken_for_a_hub_name():
+    with pytest.raises(CheckpointNotFoundError, match="neither a folder nor a hub repository"):
+        source.resolve_model_folder("./no/such/folder")
+
+
+def test_folder_without_config_is_named(tmp_path):
+    with pytest.raises(ModelConfigError, match=r"config\.json does not exist"):
+        source.read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '"text"'])
+def test_malformed_config_is_named(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelConfigError, match=r"config\.json"):
+        source.read_model_config(tmp_path)
+
+
+def test_turn_ending_tokens_of_generation_config_are_added(tmp_path):
+    write_random_checkpoint(tmp_path, num_layers=1)
+    assert source.read_model_config(tmp_path).eos_token_ids == (2,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 2, 7]}))
+    assert source.read_model_config(tmp_path).eos_token_ids == (2, 9, 7)

@@ -1,0 +1,142 @@
+"""config.json becomes a `ModelConfig`, or an error that says what is wrong."""
+
+import pytest
+
+from models.config import FAMILY_TRAITS, ModelConfig
+from models.errors import ModelConfigError, UnsupportedModelError
+
+
+def hf_config(architecture: str = "LlamaForCausalLM", **fields: object) -> dict[str, object]:
+    """A small config.json; a field given as None is null."""
+    return {
+        "architectures": [architecture],
+        "model_type": "llama",
+        "vocab_size": 1000,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 2048,
+    } | fields
+
+
+def test_sizes_are_read():
+    config = ModelConfig.from_hf(hf_config(rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2))
+    assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (1000, 256, 512)
+    assert (config.num_layers, config.num_q_heads, config.num_kv_heads) == (2, 8, 4)
+    assert (config.rms_norm_eps, config.max_position_embeddings) == (1e-5, 2048)
+    assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
+    assert config.architecture == "LlamaForCausalLM"
+
+
+def test_missing_fields_mean_what_they_mean_in_transformers():
+    fields = hf_config()
+    del fields["num_key_value_heads"]
+    config = ModelConfig.from_hf(fields)
+    assert config.num_kv_heads == 8  # Llama: as many as query heads
+    assert config.head_dim == 256 // 8
+    assert config.rms_norm_eps == 1e-6
+    assert config.dtype == "float32"
+    assert config.tie_word_embeddings is False
+    assert (config.bos_token_id, config.eos_token_ids) == (None, ())
+
+
+def test_head_dim_may_differ_from_hidden_size_per_head():
+    assert ModelConfig.from_hf(hf_config(head_dim=128)).head_dim == 128
+    assert ModelConfig.from_hf(hf_config("Qwen3ForCausalLM")).head_dim == 128
+    assert ModelConfig.from_hf(hf_config(head_dim=None)).head_dim == 32
+
+
+# architecture, flags in config.json -> (qkv bias, bias on o, bias in the MLP, q and k norm)
+@pytest.mark.parametrize(
+    ("architecture", "flags", "expected"),
+    [
+        ("LlamaForCausalLM", {}, (False, False, False, False)),
+        ("LlamaForCausalLM", {"attention_bias": True}, (True, True, False, False)),
+        ("LlamaForCausalLM", {"mlp_bias": True}, (False, False, True, False)),
+        ("MistralForCausalLM", {"attention_bias": True}, (False, False, False, False)),
+        ("Qwen2ForCausalLM", {}, (True, False, False, False)),
+        ("Qwen3ForCausalLM", {}, (False, False, False, True)),
+        ("Qwen3ForCausalLM", {"attention_bias": True}, (True, True, False, True)),
+    ],
+)
+def test_biases_and_norms_follow_the_family(architecture, flags, expected):
+    config = ModelConfig.from_hf(hf_config(architecture, sliding_window=None, **flags))
+    got = (config.qkv_bias, config.attention_out_bias, config.mlp_bias, config.use_qk_norm)
+    assert got == expected
+
+
+@pytest.mark.parametrize("field", ["torch_dtype", "dtype"])
+@pytest.mark.parametrize("value", ["bfloat16", "torch.bfloat16"])
+def test_dtype_is_read_under_both_names(field, value):
+    assert ModelConfig.from_hf(hf_config(**{field: value})).dtype == "bfloat16"
+
+
+def test_several_end_of_sequence_ids_are_kept():
+    assert ModelConfig.from_hf(hf_config(eos_token_id=[7, 9])).eos_token_ids == (7, 9)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields"),
+    [
+        ("MistralForCausalLM", {"sliding_window": 1024}),
+        ("MistralForCausalLM", {"max_position_embeddings": 32768}),  # 4096 where it is left out
+        ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 1024}),
+        ("Qwen3ForCausalLM", {"use_sliding_window": True, "sliding_window": 1024}),
+    ],
+)
+def test_active_sliding_window_is_refused(architecture, fields):
+    with pytest.raises(UnsupportedModelError, match="sliding window of"):
+        ModelConfig.from_hf(hf_config(architecture, **fields))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields"),
+    [
+        ("MistralForCausalLM", {"sliding_window": None, "max_position_embeddings": 32768}),
+        ("MistralForCausalLM", {"sliding_window": 2048}),  # as long as the model's whole range
+        ("Qwen2ForCausalLM", {"use_sliding_window": False, "sliding_window": 1024}),
+        ("LlamaForCausalLM", {"sliding_window": 1024}),  # Llama has none, whatever is written
+    ],
+)
+def test_inactive_sliding_window_is_accepted(architecture, fields):
+    ModelConfig.from_hf(hf_config(architecture, **fields))
+
+
+def test_unknown_architecture_is_refused_and_known_ones_are_named():
+    with pytest.raises(UnsupportedModelError) as error:
+        ModelConfig.from_hf(hf_config("GPT2LMHeadModel"))
+    assert "GPT2LMHeadModel" in str(error.value)
+    assert all(name in str(error.value) for name in FAMILY_TRAITS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method='awq'"),
+    ],
+)
+def test_what_is_not_built_is_refused(fields, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        ModelConfig.from_hf(hf_config(**fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"hidden_size": "256"}, "hidden_size is '256'; wanted a positive integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads=3"),
+        ({"head_dim": 33}, "head_dim=33 is odd"),
+        ({"architectures": []}, "architectures is"),
+        ({"tie_word_embeddings": "yes"}, "wanted true or false"),
+        ({"eos_token_id": ["</s>"]}, "eos_token_id"),
+    ],
+)
+def test_malformed_field_is_named(fields, message):
+    with pytest.raises(ModelConfigError, match=message):
+        ModelConfig.from_hf(hf_config(**fields))

@@ -1,0 +1,119 @@
+"""The decoder through the paged path equals transformers, live and by golden numbers."""
+
+import functools
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from models import decoder, load_model
+from models.registry import MODEL_CLASSES
+from tests.oracles.dense_model import dense_logits
+from tests.oracles.golden import GoldenSequence, load_golden
+from tests.oracles.paged_stepper import PagedStepper
+from tests.oracles.recipes import NUM_GREEDY_TOKENS, RECIPES, write_recipe
+
+# Largest difference to the truth, as a share of the largest absolute logit.
+TOLERANCE = 1e-4
+
+all_recipes = pytest.mark.parametrize("recipe", list(RECIPES))
+
+
+@functools.cache
+def checkpoint_folder(recipe: str) -> Path:
+    return write_recipe(Path(tempfile.mkdtemp()) / recipe, recipe)
+
+
+@functools.cache
+def compiled_stepper(recipe: str) -> PagedStepper:
+    return PagedStepper(load_model(checkpoint_folder(recipe), dtype="float32"))
+
+
+def fresh_stepper(recipe: str) -> PagedStepper:
+    """The recipe's stepper, compiled once for all tests, without the requests of earlier ones."""
+    stepper = compiled_stepper(recipe)
+    stepper.reset()
+    return stepper
+
+
+@functools.cache
+def greedy_in_one_go(recipe: str) -> list[np.ndarray]:
+    """Prefills the three golden prompts in one step, then feeds their golden tokens one by one.
+
+    Returns each request's logits of all positions that transformers computed.
+    """
+    stepper, sequences = fresh_stepper(recipe), load_golden(recipe)
+    parts = [stepper.step({row: seq.prompt for row, seq in enumerate(sequences)})]
+    for token_idx in range(NUM_GREEDY_TOKENS - 1):
+        tokens = {row: [seq.new_tokens[token_idx]] for row, seq in enumerate(sequences)}
+        parts.append(stepper.step(tokens))
+    return [np.concatenate([part[row] for part in parts]) for row in range(len(sequences))]
+
+
+def assert_close(got: np.ndarray, truth: np.ndarray) -> None:
+    assert np.abs(got - truth).max() <= TOLERANCE * np.abs(truth).max()
+
+
+def fed_tokens(sequence: GoldenSequence) -> list[int]:
+    return sequence.prompt + sequence.new_tokens[:-1]
+
+
+@all_recipes
+def test_logits_equal_golden_numbers_of_transformers(recipe):
+    for logits, sequence in zip(greedy_in_one_go(recipe), load_golden(recipe), strict=True):
+        assert_close(logits[sequence.positions], sequence.logits)
+
+
+@all_recipes
+def test_greedy_tokens_equal_those_of_transformers(recipe):
+    for logits, sequence in zip(greedy_in_one_go(recipe), load_golden(recipe), strict=True):
+        greedy_tokens = logits[len(sequence.prompt) - 1 :].argmax(axis=-1).tolist()
+        assert greedy_tokens == sequence.new_tokens
+
+
+@all_recipes
+def test_logits_of_every_position_equal_dense_float64_model(recipe):
+    for logits, sequence in zip(greedy_in_one_go(recipe), load_golden(recipe), strict=True):
+        assert_close(logits, dense_logits(checkpoint_folder(recipe), fed_tokens(sequence)))
+
+
+@all_recipes
+def test_chunked_prefill_beside_decodes_gives_same_logits(recipe):
+    stepper = fresh_stepper(recipe)
+    short, _, long = load_golden(recipe)
+    fed_short, fed_long = fed_tokens(short), fed_tokens(long)
+    # The long sequence arrives in chunks that end inside blocks (of 8) while the short one decodes.
+    bounds = [0, 7, 14, 26, 27, 37]
+    short_parts = [stepper.step({0: fed_short[:5]})[0]]
+    long_parts = []
+    for step_idx, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        out = stepper.step({0: fed_short[5 + step_idx : 6 + step_idx], 2: fed_long[start:end]})
+        short_parts.append(out[0])
+        long_parts.append(out[2])
+
+    in_one_go = greedy_in_one_go(recipe)
+    assert_close(np.concatenate(short_parts), in_one_go[0][:10])
+    assert_close(np.concatenate(long_parts), in_one_go[2])
+
+
+@all_recipes
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_logits_of_every_position_equal_live_transformers(recipe):
+    make_golden = pytest.importorskip("tests.oracles.make_golden")  # needs torch and transformers
+    hf_model = make_golden.load_hf_model(checkpoint_folder(recipe))
+    longest = load_golden(recipe)[-1]
+    new_tokens, hf_logits = make_golden.hf_greedy(hf_model, longest.prompt, NUM_GREEDY_TOKENS)
+
+    assert new_tokens == longest.new_tokens
+    assert_close(greedy_in_one_go(recipe)[-1], hf_logits)
+
+
+def test_one_program_serves_prompts_chunks_and_decodes():
+    greedy_in_one_go("llama")
+    assert compiled_stepper("llama").num_traces == 1
+
+
+def test_every_family_is_the_shared_decoder():
+    for model_class in MODEL_CLASSES.values():
+        assert issubclass(model_class, decoder.DecoderForCausalLM)

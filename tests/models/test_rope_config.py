@@ -1,0 +1,102 @@
+"""Rotary parameters are read from both generations of config.json."""
+
+import pytest
+
+from models.errors import ModelConfigError, UnsupportedModelError
+from models.rope_config import RopeConfig, parse_rope_config
+
+LLAMA3_FIELDS = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def parse(**fields: object) -> RopeConfig:
+    return parse_rope_config(fields, max_position_embeddings=4096)
+
+
+def test_nothing_written_is_the_plain_embedding():
+    assert parse() == RopeConfig(kind="default", theta=10_000.0)
+    assert parse(rope_theta=5e5, rope_scaling=None) == RopeConfig(kind="default", theta=5e5)
+
+
+@pytest.mark.parametrize("type_field", ["type", "rope_type"])
+def test_old_form_with_either_name_of_the_kind(type_field):
+    got = parse(rope_theta=5e5, rope_scaling={type_field: "linear", "factor": 2})
+    assert got == RopeConfig(kind="linear", theta=5e5, factor=2.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("default", {}),
+        ("linear", {"factor": 2.0}),
+        ("dynamic", {"factor": 2.0}),
+        ("llama3", LLAMA3_FIELDS),
+        ("yarn", {"factor": 4.0, "original_max_position_embeddings": 1024, "beta_fast": 24.0}),
+    ],
+)
+def test_new_form_means_the_same_as_the_old(kind, fields):
+    old = parse(rope_theta=5e5, rope_scaling={"rope_type": kind} | fields)
+    new = parse(rope_parameters={"rope_type": kind, "rope_theta": 5e5} | fields)
+    assert new == old
+    assert new.kind == kind
+
+
+def test_dynamic_grows_from_max_position_embeddings_whatever_else_is_written():
+    rope = parse(
+        rope_scaling={"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 99}
+    )
+    assert rope.original_max_position_embeddings == 4096
+
+
+def test_original_length_is_found_where_transformers_looks():
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    assert parse(rope_scaling=yarn).original_max_position_embeddings == 4096
+    beside = yarn | {"original_max_position_embeddings": 1024}
+    assert parse(rope_scaling=beside).original_max_position_embeddings == 1024
+    above = parse(rope_scaling=beside, original_max_position_embeddings=2048)
+    assert above.original_max_position_embeddings == 2048
+
+
+def test_yarn_defaults():
+    rope = parse(rope_scaling={"rope_type": "yarn", "original_max_position_embeddings": 512})
+    assert rope.factor == 4096 / 512
+    assert (rope.beta_fast, rope.beta_slow, rope.truncate) == (32.0, 1.0, True)
+    assert (rope.attention_factor, rope.mscale, rope.mscale_all_dim) == (None, None, None)
+
+
+def test_unknown_kind_is_refused_and_known_ones_are_named():
+    with pytest.raises(UnsupportedModelError) as error:
+        parse(rope_scaling={"rope_type": "longrope", "short_factor": [1.0]})
+    assert "'longrope'" in str(error.value)
+    assert "default, linear, dynamic, llama3, yarn" in str(error.value)
+
+
+def test_rope_per_layer_type_is_refused():
+    with pytest.raises(UnsupportedModelError, match="full_attention"):
+        parse(rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 1e6}})
+
+
+def test_partial_rotation_is_refused():
+    with pytest.raises(UnsupportedModelError, match=r"partial_rotary_factor=0\.5"):
+        parse(partial_rotary_factor=0.5)
+    with pytest.raises(UnsupportedModelError, match=r"partial_rotary_factor=0\.5"):
+        parse(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_type": "linear"}, "factor is missing"),
+        ({"rope_type": "llama3", "factor": 8.0}, "low_freq_factor is missing"),
+        ({"rope_type": "llama3"} | LLAMA3_FIELDS | {"low_freq_factor": 4.0}, "low_freq_factor=4.0"),
+        ({"rope_type": "yarn", "factor": -1.0}, r"factor is -1\.0"),
+        ([1, 2], "wanted an object"),
+    ],
+)
+def test_malformed_parameters_are_named(rope, message):
+    with pytest.raises(ModelConfigError, match=message):
+        parse(rope_scaling=rope)
