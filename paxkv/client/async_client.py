@@ -1,0 +1,319 @@
+"""`AsyncEngineClient`: many concurrent requests on one asyncio loop, over one engine core."""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import threading
+from collections.abc import AsyncIterator
+
+import msgspec
+
+from paxkv.client.input_processor import InputProcessor, Prompt, text_of_prompt
+from paxkv.client.output_processor import OutputProcessor
+from paxkv.contracts.engine_client import EngineTransport
+from paxkv.contracts.engine_output import (
+    EngineDead,
+    EngineOutput,
+    SchedulerStats,
+    StepOutputs,
+    UtilityReply,
+)
+from paxkv.contracts.engine_request import (
+    AbortRequests,
+    AddRequest,
+    EngineRequest,
+    Shutdown,
+    UtilityCall,
+)
+from paxkv.contracts.model_info import ModelInfo
+from paxkv.contracts.request_output import RequestOutput
+from paxkv.errors import EngineDeadError, InvalidRequestError, PaxkvError
+from paxkv.sampling_params import SamplingParams
+from paxkv.text.chat_template import ChatTemplate
+from paxkv.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
+
+logger = logging.getLogger(__name__)
+
+# The engine's last message is there when its transport is closed, unless its last step hangs.
+RECEIVER_JOIN_S = 5.0
+
+
+class AsyncEngineClient:
+    """The HTTP server's door to an engine. Every method is called on the loop of `start`.
+
+    A thread waits for the engine's messages and hands each to the loop, one per step.
+
+    Args:
+        tokenizer: Of the model, or None when it was loaded without one.
+        chat_template: Of the model, or None when it has none.
+    """
+
+    def __init__(
+        self,
+        transport: EngineTransport,
+        input_processor: InputProcessor,
+        output_processor: OutputProcessor,
+        model_info: ModelInfo,
+        *,
+        tokenizer: Tokenizer | None = None,
+        chat_template: ChatTemplate | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self._transport = transport
+        self._input_processor = input_processor
+        self._output_processor = output_processor
+        self._model_info = model_info
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._receiver: threading.Thread | None = None
+        self._dead_reason: str | None = None
+        self._is_closing = False
+        # Callers' request ids -> where their outputs go.
+        self._streams: dict[str, _Stream] = {}
+        # The engine's request ids -> the same.
+        self._streams_by_engine_id: dict[str, _Stream] = {}
+        self._num_requests = 0
+        self._calls: dict[int, asyncio.Future[str]] = {}
+        self._num_calls = 0
+        self._latest_stats = SchedulerStats()
+
+    @property
+    def model_info(self) -> ModelInfo:
+        return self._model_info
+
+    @property
+    def latest_stats(self) -> SchedulerStats:
+        """Statistics of the last step, or of the start before the first."""
+        return self._latest_stats
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether new requests can be served."""
+        return self._loop is not None and self._dead_reason is None and not self._is_closing
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        return len(self._streams)
+
+    async def start(self) -> None:
+        """Begins to receive; returns when the engine has answered once.
+
+        Raises:
+            EngineDeadError: The engine has ended already.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._receiver = threading.Thread(
+            target=self._receive, args=(self._loop,), name="paxkv-receiver", daemon=True
+        )
+        self._receiver.start()
+        self._latest_stats = await self.get_stats()
+
+    async def close(self, *, drain_timeout_s: float) -> None:
+        """Ends the engine; what is unfinished after `drain_timeout_s` ends with EngineDeadError."""
+        self._is_closing = True
+        if self._dead_reason is None and self._receiver is not None and drain_timeout_s > 0:
+            with contextlib.suppress(EngineDeadError):
+                self._transport.send(Shutdown(drain=True))
+            await asyncio.to_thread(self._receiver.join, drain_timeout_s)
+        await asyncio.to_thread(self._transport.close)
+        if self._receiver is not None:
+            await asyncio.to_thread(self._receiver.join, RECEIVER_JOIN_S)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        stream: bool,
+    ) -> AsyncIterator[RequestOutput]:
+        """Runs a request. Closing the iterator before its end aborts the request in the engine.
+
+        Args:
+            request_id: Unique among unfinished requests.
+            stream: True yields what is new as it comes, False one output at the end. Either way
+                the last output has a finish reason.
+
+        Raises:
+            InvalidRequestError: The caller's mistake, before the first output.
+            EngineDeadError: The engine has ended.
+        """
+        outputs = await self._add_request(
+            prompt, sampling_params, request_id=request_id, priority=priority, stream=stream
+        )
+        try:
+            while True:
+                output = await outputs.queue.get()
+                if isinstance(output, EngineDeadError):
+                    raise output
+                yield output
+                if output.finished:
+                    return
+        finally:
+            if self._forget(outputs):
+                self._abort_in_engine([outputs.engine_request_id])
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request; its iterator yields a last output with finish reason "abort".
+
+        Unknown and finished ids are ignored.
+        """
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return
+        self._deliver(self._output_processor.abort([stream.engine_request_id]))
+        self._abort_in_engine([stream.engine_request_id])
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; False while requests still use blocks."""
+        return msgspec.json.decode(await self._call("reset_prefix_cache"), type=bool)
+
+    async def get_stats(self) -> SchedulerStats:
+        """Statistics as of now."""
+        return msgspec.json.decode(await self._call("get_stats"), type=SchedulerStats)
+
+    async def _add_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int,
+        stream: bool,
+    ) -> "_Stream":
+        self._check_alive()
+        if request_id in self._streams:
+            raise InvalidRequestError(
+                f"request_id {request_id!r} is in use by an unfinished request.",
+                param="request_id",
+            )
+        # The engine's ids are never used twice: steps on their way may still hold tokens of an
+        # aborted request whose caller sends the same id again.
+        outputs = _Stream(request_id, engine_request_id=f"{request_id}-{self._num_requests}")
+        self._num_requests += 1
+        self._streams[request_id] = outputs
+        try:
+            request = await self._process_input(
+                prompt,
+                sampling_params,
+                request_id=outputs.engine_request_id,
+                priority=priority,
+            )
+            self._check_alive()
+            self._output_processor.add_request(
+                request,
+                prompt=text_of_prompt(prompt),
+                output_kind="delta" if stream else "final_only",
+            )
+            self._streams_by_engine_id[outputs.engine_request_id] = outputs
+            self._transport.send(AddRequest(request=request))
+        except BaseException:
+            self._forget(outputs)
+            raise
+        return outputs
+
+    async def _process_input(
+        self, prompt: Prompt, sampling_params: SamplingParams, *, request_id: str, priority: int
+    ) -> EngineRequest:
+        text = text_of_prompt(prompt)
+        arguments = (prompt, sampling_params)
+        named = {"request_id": request_id, "priority": priority}
+        # A megabyte takes seconds, which the loop must not wait for.
+        if text is not None and len(text) > LONG_TEXT_CHARS:
+            return await asyncio.to_thread(self._input_processor.process, *arguments, **named)
+        return self._input_processor.process(*arguments, **named)
+
+    def _check_alive(self) -> None:
+        if self._dead_reason is not None:
+            raise EngineDeadError(f"the engine has ended: {self._dead_reason}")
+        if self._loop is None or self._is_closing:
+            raise EngineDeadError("the engine is shutting down or was not started.")
+
+    def _forget(self, stream: "_Stream") -> bool:
+        """Drops a stream; True when its request was still unfinished."""
+        self._streams.pop(stream.request_id, None)
+        self._streams_by_engine_id.pop(stream.engine_request_id, None)
+        return bool(self._output_processor.abort([stream.engine_request_id]))
+
+    def _abort_in_engine(self, engine_request_ids: list[str]) -> None:
+        # A dead engine has nothing left to abort.
+        with contextlib.suppress(EngineDeadError):
+            self._transport.send(AbortRequests(request_ids=engine_request_ids))
+
+    async def _call(self, method: str) -> str:
+        if self._dead_reason is not None:
+            raise EngineDeadError(f"the engine has ended: {self._dead_reason}")
+        if self._loop is None:
+            raise EngineDeadError("the engine was not started.")
+        call_id, self._num_calls = self._num_calls, self._num_calls + 1
+        future = self._loop.create_future()
+        self._calls[call_id] = future
+        try:
+            self._transport.send(UtilityCall(call_id=call_id, method=method))
+            return await future
+        finally:
+            del self._calls[call_id]
+
+    def _receive(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Runs in the receiver thread until the engine's last message."""
+        while True:
+            message = self._transport.receive()
+            if message is None:
+                continue
+            try:
+                loop.call_soon_threadsafe(self._on_message, message)
+            except RuntimeError:
+                # The loop was closed without `close`: nobody is left to hear.
+                return
+            if isinstance(message, EngineDead):
+                return
+
+    def _on_message(self, message: EngineOutput) -> None:
+        if isinstance(message, StepOutputs):
+            self._latest_stats = message.stats
+            processed = self._output_processor.process(message)
+            if processed.request_ids_to_abort:
+                self._abort_in_engine(processed.request_ids_to_abort)
+            self._deliver(processed.request_outputs)
+        elif isinstance(message, UtilityReply):
+            self._on_reply(message)
+        else:
+            self._on_dead(message)
+
+    def _deliver(self, request_outputs: list[RequestOutput]) -> None:
+        for output in request_outputs:
+            stream = self._streams_by_engine_id.get(output.request_id)
+            if stream is not None:
+                stream.queue.put_nowait(dataclasses.replace(output, request_id=stream.request_id))
+
+    def _on_reply(self, reply: UtilityReply) -> None:
+        future = self._calls.get(reply.call_id)
+        # Its caller may have been cancelled.
+        if future is None or future.done():
+            return
+        if reply.error is not None:
+            future.set_exception(PaxkvError(f"the engine answered: {reply.error}"))
+        else:
+            future.set_result(reply.result_json)
+
+    def _on_dead(self, message: EngineDead) -> None:
+        self._dead_reason = message.reason
+        if not self._is_closing:
+            logger.error("the engine has ended: %s", message.reason)
+        error = f"the engine has ended: {message.reason}"
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineDeadError(error))
+        for stream in self._streams_by_engine_id.values():
+            stream.queue.put_nowait(EngineDeadError(error))
+
+
+class _Stream:
+    """Where one request's outputs go."""
+
+    def __init__(self, request_id: str, *, engine_request_id: str) -> None:
+        self.request_id = request_id
+        self.engine_request_id = engine_request_id
+        self.queue: asyncio.Queue[RequestOutput | EngineDeadError] = asyncio.Queue()

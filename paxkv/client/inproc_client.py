@@ -1,0 +1,90 @@
+"""`InprocClient`: a synchronous client of an engine core, for one calling thread."""
+
+from collections.abc import Sequence
+
+from paxkv.client.output_processor import OutputKind, OutputProcessor
+from paxkv.contracts.engine_client import EngineTransport
+from paxkv.contracts.engine_output import EngineDead, EngineOutput, StepOutputs, UtilityReply
+from paxkv.contracts.engine_request import (
+    AbortRequests,
+    AddRequest,
+    EngineRequest,
+    UtilityCall,
+)
+from paxkv.contracts.request_output import RequestOutput
+from paxkv.errors import EngineDeadError, PaxkvError
+
+
+class InprocClient:
+    """Sends requests and waits for their outputs.
+
+    Every method raises EngineDeadError once the engine has ended.
+    """
+
+    def __init__(self, transport: EngineTransport, output_processor: OutputProcessor) -> None:
+        self._transport = transport
+        self._output_processor = output_processor
+        self._next_call_id = 0
+        # Outputs of steps that ended while a control call waited for its reply.
+        self._request_outputs: list[RequestOutput] = []
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        return self._output_processor.num_unfinished_requests
+
+    def add_request(
+        self,
+        request: EngineRequest,
+        *,
+        prompt: str | None = None,
+        output_kind: OutputKind = "final_only",
+    ) -> None:
+        """Queues a request that `InputProcessor` made."""
+        self._output_processor.add_request(request, prompt=prompt, output_kind=output_kind)
+        self._transport.send(AddRequest(request=request))
+
+    def wait_for_outputs(self) -> list[RequestOutput]:
+        """Waits for the engine's next step; what it made may be an empty list."""
+        if not self._request_outputs:
+            self._take(self._transport.receive())
+        request_outputs, self._request_outputs = self._request_outputs, []
+        return request_outputs
+
+    def abort(self, request_ids: Sequence[str]) -> list[RequestOutput]:
+        """Ends requests and returns their last outputs; unknown ids are ignored."""
+        request_outputs = self._output_processor.abort(request_ids)
+        if request_outputs:
+            self._transport.send(AbortRequests(request_ids=list(request_ids)))
+        return request_outputs
+
+    def call(self, method: str) -> str:
+        """Calls a control method of the engine core and returns its result as JSON.
+
+        Raises:
+            PaxkvError: The method failed there.
+        """
+        call_id, self._next_call_id = self._next_call_id, self._next_call_id + 1
+        self._transport.send(UtilityCall(call_id=call_id, method=method))
+        while True:
+            reply = self._take(self._transport.receive())
+            # A reply to an earlier call, whose caller was interrupted, has another id.
+            if reply is None or reply.call_id != call_id:
+                continue
+            if reply.error is not None:
+                raise PaxkvError(f"{method} failed in the engine: {reply.error}")
+            return reply.result_json
+
+    def close(self) -> None:
+        """Ends the engine."""
+        self._transport.close()
+
+    def _take(self, message: EngineOutput | None) -> UtilityReply | None:
+        """Keeps what a step made; returns a reply to whoever waits for one."""
+        if isinstance(message, EngineDead):
+            raise EngineDeadError(f"the engine has ended: {message.reason}")
+        if isinstance(message, StepOutputs):
+            processed = self._output_processor.process(message)
+            self._request_outputs += processed.request_outputs
+            if processed.request_ids_to_abort:
+                self._transport.send(AbortRequests(request_ids=processed.request_ids_to_abort))
+        return message if isinstance(message, UtilityReply) else None

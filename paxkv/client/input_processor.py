@@ -1,0 +1,252 @@
+"""`InputProcessor`: a prompt and its parameters become an `EngineRequest`; mistakes end here."""
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+
+from paxkv.contracts.engine_request import EngineRequest
+from paxkv.errors import (
+    InvalidRequestError,
+    NeverFitsError,
+    PromptTooLongError,
+    UnsupportedFeatureError,
+)
+from paxkv.sampling_params import SamplingParams
+from paxkv.text.tokenizer import Tokenizer
+
+# "text", [1, 2, 3], {"prompt": "text"} or {"prompt_token_ids": [1, 2, 3]}
+Prompt = str | Sequence[int] | Mapping[str, object]
+PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "add_special_tokens", "cache_salt"})
+MAX_PRIORITY = 2**63 - 1
+
+
+class InputProcessor:
+    """Checks and tokenises requests for one model.
+
+    Args:
+        tokenizer: None serves prompts of token ids only.
+        vocab_size: Of the model; token ids are in `[0, vocab_size)`.
+        max_model_len: Most tokens of prompt and output together.
+        max_fitting_tokens: Token positions of the whole KV pool, `(num_blocks - 1) * block_size`.
+        max_prompt_tokens: Longest prompt that a step can take on; None is any, in pieces.
+        eos_token_ids: The model's own, from its configuration files.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        max_model_len: int,
+        max_fitting_tokens: int,
+        max_prompt_tokens: int | None = None,
+        eos_token_ids: Sequence[int] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._max_fitting_tokens = max_fitting_tokens
+        self._max_prompt_tokens = max_prompt_tokens
+        first = (
+            [] if tokenizer is None or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        )
+        self._eos_token_ids = tuple(
+            token_id
+            for token_id in dict.fromkeys([*first, *eos_token_ids])
+            if token_id < vocab_size
+        )
+
+    def process(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+    ) -> EngineRequest:
+        """The request as the engine takes it.
+
+        Raises:
+            InvalidRequestError: Or one of its subclasses; `param` names the field.
+        """
+        if not isinstance(request_id, str) or not request_id:
+            raise InvalidRequestError(
+                f"request_id must be a non-empty string, got {request_id!r}.", param="request_id"
+            )
+        _check_is_unicode("request_id", request_id)
+        self._check_sampling_params(sampling_params)
+        token_ids, cache_salt = self._tokenize(prompt)
+        self._check_prompt_length(len(token_ids))
+        return EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            sampling_params=dataclasses.replace(
+                sampling_params,
+                max_tokens=self._cut_max_tokens(len(token_ids), sampling_params.max_tokens),
+            ),
+            eos_token_ids=self._eos_token_ids,
+            arrival_time=time.time(),
+            priority=_checked_priority(priority),
+            cache_salt=cache_salt,
+        )
+
+    def _tokenize(self, prompt: Prompt) -> tuple[list[int], str | None]:
+        """The prompt's token ids and cache salt."""
+        if isinstance(prompt, str):
+            return self._encode(prompt, add_special_tokens=True), None
+        if isinstance(prompt, Mapping):
+            return self._tokenize_mapping(prompt)
+        return self._checked_token_ids(prompt), None
+
+    def _tokenize_mapping(self, prompt: Mapping[str, object]) -> tuple[list[int], str | None]:
+        unknown = [key for key in prompt if key not in PROMPT_KEYS]
+        if unknown:
+            raise UnsupportedFeatureError(
+                f"a prompt may have the keys {', '.join(sorted(PROMPT_KEYS))}; got also {unknown}.",
+                param="prompt",
+            )
+        cache_salt = prompt.get("cache_salt")
+        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+            raise InvalidRequestError(
+                f"cache_salt must be a non-empty string, got {cache_salt!r}.", param="cache_salt"
+            )
+        _check_is_unicode("cache_salt", cache_salt or "")
+        # With both, the text is only what the ids were made from.
+        if prompt.get("prompt_token_ids") is not None:
+            return self._checked_token_ids(prompt["prompt_token_ids"]), cache_salt
+        text = prompt.get("prompt")
+        if not isinstance(text, str):
+            raise InvalidRequestError(
+                "a prompt needs 'prompt' as text or 'prompt_token_ids' as a list of integers, "
+                f"got {prompt!r}.",
+                param="prompt",
+            )
+        add_special_tokens = bool(prompt.get("add_special_tokens", True))
+        return self._encode(text, add_special_tokens=add_special_tokens), cache_salt
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                "this model was loaded without a tokenizer; send the prompt as token ids "
+                "({'prompt_token_ids': [...]}).",
+                param="prompt",
+            )
+        _check_is_unicode("prompt", text)
+        token_ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        # The tokenizer may know more tokens than the model, so its ids are checked too.
+        return self._checked_token_ids(token_ids)
+
+    def _checked_token_ids(self, token_ids: object) -> list[int]:
+        if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)):
+            raise InvalidRequestError(
+                "a prompt must be text, a list of token ids, or an object with 'prompt' or "
+                f"'prompt_token_ids', got {type(token_ids).__name__}.",
+                param="prompt",
+            )
+        if not token_ids:
+            raise InvalidRequestError(
+                "the prompt is empty; send at least one token.", param="prompt"
+            )
+        for idx, token_id in enumerate(token_ids):
+            # Not isinstance: True is an int, but no token id.
+            if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
+                raise InvalidRequestError(
+                    f"prompt token {idx} is {token_id!r}; token ids are integers in "
+                    f"[0, {self._vocab_size}).",
+                    param="prompt",
+                )
+        return list(token_ids)
+
+    def _check_prompt_length(self, num_prompt_tokens: int) -> None:
+        if num_prompt_tokens > self._max_model_len - 1:
+            raise PromptTooLongError(
+                f"the prompt has {num_prompt_tokens} tokens; with max_model_len="
+                f"{self._max_model_len} it may have at most {self._max_model_len - 1}, so that one "
+                "new token fits. Shorten the prompt or start the engine with a larger "
+                "max_model_len.",
+                param="prompt",
+            )
+        if self._max_prompt_tokens is not None and num_prompt_tokens > self._max_prompt_tokens:
+            raise InvalidRequestError(
+                f"the prompt has {num_prompt_tokens} tokens; without chunked prefill it may have "
+                f"at most {self._max_prompt_tokens}, those of one step. Shorten the prompt, or "
+                "start the engine with chunked prefill or a larger max_num_batched_tokens.",
+                param="prompt",
+            )
+        if num_prompt_tokens > self._max_fitting_tokens:
+            raise NeverFitsError(
+                f"the prompt has {num_prompt_tokens} tokens; the whole KV cache has room for "
+                f"{self._max_fitting_tokens}. Shorten the prompt, or start the engine with more "
+                "KV blocks.",
+                param="prompt",
+            )
+
+    def _cut_max_tokens(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
+        """`max_tokens` as a number within max_model_len; None is as many as fit.
+
+        With max_model_len 100, a prompt of 90 tokens and max_tokens 50 it is 10. The last of these
+        is never fed back, so 99 positions are needed.
+        """
+        most = self._max_model_len - num_prompt_tokens
+        most_fitting = self._max_fitting_tokens + 1 - num_prompt_tokens
+        if max_tokens is None:
+            return min(most, most_fitting)
+        max_tokens = min(max_tokens, most)
+        if max_tokens > most_fitting:
+            raise NeverFitsError(
+                f"a prompt of {num_prompt_tokens} tokens with max_tokens={max_tokens} needs "
+                f"{num_prompt_tokens + max_tokens - 1} token positions; the whole KV cache has "
+                f"{self._max_fitting_tokens}. Ask for at most {most_fitting} tokens, or start the "
+                "engine with more KV blocks.",
+                param="max_tokens",
+            )
+        return max_tokens
+
+    def _check_sampling_params(self, sampling_params: SamplingParams) -> None:
+        if not isinstance(sampling_params, SamplingParams):
+            raise InvalidRequestError(
+                f"sampling_params must be SamplingParams, got {type(sampling_params).__name__}."
+            )
+        if self._tokenizer is None and sampling_params.stop_strings:
+            raise InvalidRequestError(
+                "stop strings are found in text, and this model was loaded without a tokenizer; "
+                "use stop_token_ids instead.",
+                param="stop",
+            )
+        for stop_string in sampling_params.stop_strings:
+            _check_is_unicode("stop", stop_string)
+        bad = [i for i in sampling_params.stop_token_ids or () if i >= self._vocab_size]
+        if bad:
+            raise InvalidRequestError(
+                f"stop_token_ids has {bad[0]}; token ids are in [0, {self._vocab_size}).",
+                param="stop_token_ids",
+            )
+
+
+def text_of_prompt(prompt: Prompt) -> str | None:
+    """The prompt as text, or None when it came as token ids alone."""
+    if isinstance(prompt, str):
+        return prompt
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else None
+    return text if isinstance(text, str) else None
+
+
+def _check_is_unicode(param: str, text: str) -> None:
+    """Refuses lone surrogates: they are no characters, and cannot cross to the engine."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{param} is not valid Unicode: a lone surrogate at character {error.start}.",
+            param=param,
+        ) from error
+
+
+def _checked_priority(priority: object) -> int:
+    is_int = isinstance(priority, int) and not isinstance(priority, bool)
+    if not is_int or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        raise InvalidRequestError(
+            f"priority must be an integer in [-2**63 + 1, 2**63 - 1], got {priority!r}.",
+            param="priority",
+        )
+    return priority

@@ -1,0 +1,192 @@
+"""`OutputProcessor`: token ids of a step become text; stop strings end a request."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Literal
+
+from paxkv.contracts.engine_output import EngineCoreOutput, FinishReason, StepOutputs
+from paxkv.contracts.engine_request import EngineRequest
+from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput
+from paxkv.contracts.runner_output import TokenLogprobs
+from paxkv.errors import InvariantError
+from paxkv.text.detokenizer import IncrementalDetokenizer
+from paxkv.text.tokenizer import Tokenizer
+
+# Whether an output holds everything so far, only what is new, or comes only at the end.
+OutputKind = Literal["cumulative", "delta", "final_only"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessedOutputs:
+    """What one step means for the callers.
+
+    Args:
+        request_outputs: In the step's order.
+        request_ids_to_abort: Requests that a stop string ended: the engine does not know yet.
+    """
+
+    request_outputs: list[RequestOutput]
+    request_ids_to_abort: list[str]
+
+
+class OutputProcessor:
+    """Keeps the output side of every unfinished request.
+
+    Args:
+        tokenizer: None leaves every text empty.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._requests: dict[str, _RequestState] = {}
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        return len(self._requests)
+
+    def add_request(
+        self, request: EngineRequest, *, prompt: str | None, output_kind: OutputKind
+    ) -> None:
+        """Begins to follow a request.
+
+        Args:
+            prompt: The prompt as text, if it came so.
+        """
+        if request.request_id in self._requests:
+            raise InvariantError(f"request {request.request_id!r} is followed already.")
+        self._requests[request.request_id] = _RequestState(
+            request, prompt=prompt, output_kind=output_kind, tokenizer=self._tokenizer
+        )
+
+    def process(self, step_outputs: StepOutputs) -> ProcessedOutputs:
+        """Turns one step's outputs into text; finished requests are forgotten."""
+        request_outputs = []
+        request_ids_to_abort = []
+        for output in step_outputs.outputs:
+            state = self._requests.get(output.request_id)
+            # Ended here already: by a stop string, or aborted while this step was computed.
+            if state is None:
+                continue
+            request_output = state.process(output)
+            if request_output is not None:
+                request_outputs.append(request_output)
+            if state.finish_reason is not None:
+                del self._requests[output.request_id]
+                if output.finish_reason is None:
+                    request_ids_to_abort.append(output.request_id)
+        return ProcessedOutputs(
+            request_outputs=request_outputs, request_ids_to_abort=request_ids_to_abort
+        )
+
+    def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        """Forgets requests; returns their last outputs. Unknown ids are ignored."""
+        states = [self._requests.pop(request_id, None) for request_id in request_ids]
+        return [state.abort() for state in states if state is not None]
+
+
+class _RequestState:
+    """The output so far of one request."""
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        *,
+        prompt: str | None,
+        output_kind: OutputKind,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self._request = request
+        self._prompt = prompt
+        self._output_kind = output_kind
+        self._tokenizer = tokenizer
+        self._include_stop_str = request.sampling_params.include_stop_str_in_output
+        self._detokenizer: IncrementalDetokenizer | None = None
+        if tokenizer is not None and request.sampling_params.detokenize:
+            self._detokenizer = IncrementalDetokenizer(
+                tokenizer, request.prompt_token_ids, request.sampling_params
+            )
+        has_logprobs = request.sampling_params.logprobs is not None
+        self._token_ids: list[int] = []
+        self._logprobs: list[dict[int, Logprob]] | None = [] if has_logprobs else None
+        self._cumulative_logprob: float | None = 0.0 if has_logprobs else None
+        self._num_cached_tokens = 0
+        # How much a caller of kind "delta" has seen.
+        self._num_taken_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self._stop_reason: int | str | None = None
+
+    def process(self, output: EngineCoreOutput) -> RequestOutput | None:
+        """Takes one step's output; None when the caller is to hear nothing of it."""
+        self._num_cached_tokens = output.num_cached_tokens
+        self.finish_reason = output.finish_reason
+        self._stop_reason = output.stop_reason
+        new_token_ids = output.new_token_ids
+        if self._detokenizer is not None:
+            new_token_ids = self._detokenize(output)
+        self._token_ids += new_token_ids
+        if self._logprobs is not None and output.logprobs is not None:
+            for token_id, logprobs in zip(new_token_ids, output.logprobs, strict=False):
+                self._logprobs.append(self._to_logprobs(token_id, logprobs))
+                self._cumulative_logprob += logprobs.token_logprob
+        if self._output_kind == "final_only" and self.finish_reason is None:
+            return None
+        return self._make_output()
+
+    def abort(self) -> RequestOutput:
+        """The last output of a request that its caller gave up."""
+        self.finish_reason, self._stop_reason = "abort", None
+        if self._detokenizer is not None:
+            self._detokenizer.update([], is_last=True)
+        return self._make_output()
+
+    def _detokenize(self, output: EngineCoreOutput) -> list[int]:
+        """Feeds the new tokens; returns those that count, fewer after a stop string."""
+        token_ids = output.new_token_ids
+        # A token that ends the request belongs to the output's ids, not to its text.
+        is_ended_by_token = output.finish_reason == "stop" and not self._include_stop_str
+        num_text_tokens = len(token_ids) - (1 if is_ended_by_token else 0)
+        stopped = self._detokenizer.update(
+            token_ids[: max(num_text_tokens, 0)], is_last=output.finish_reason is not None
+        )
+        if stopped is None:
+            return token_ids
+        self.finish_reason, self._stop_reason = "stop", stopped.stop_string
+        return token_ids[: stopped.num_tokens]
+
+    def _to_logprobs(self, token_id: int, logprobs: TokenLogprobs) -> dict[int, Logprob]:
+        """The drawn token first, then the most likely ones."""
+        found = {token_id: self._to_logprob(token_id, logprobs.token_logprob, logprobs.token_rank)}
+        tops = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
+        for rank, (top_token_id, top_logprob) in enumerate(tops, start=1):
+            found.setdefault(top_token_id, self._to_logprob(top_token_id, top_logprob, rank))
+        return found
+
+    def _to_logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
+        text = self._tokenizer.token_text(token_id) if self._tokenizer is not None else ""
+        return Logprob(logprob=logprob, rank=rank, decoded_token=text)
+
+    def _make_output(self) -> RequestOutput:
+        if self._output_kind == "delta":
+            first = self._num_taken_tokens
+            self._num_taken_tokens = len(self._token_ids)
+            text = self._detokenizer.take_new_text() if self._detokenizer is not None else ""
+        else:
+            first = 0
+            text = self._detokenizer.text if self._detokenizer is not None else ""
+        completion = CompletionOutput(
+            index=0,
+            text=text,
+            token_ids=self._token_ids[first:],
+            cumulative_logprob=self._cumulative_logprob,
+            logprobs=None if self._logprobs is None else self._logprobs[first:],
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+        )
+        return RequestOutput(
+            request_id=self._request.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self._request.prompt_token_ids,
+            outputs=[completion],
+            finished=self.finish_reason is not None,
+            num_cached_tokens=self._num_cached_tokens,
+        )

@@ -1,0 +1,24 @@
+"""What a client may know of the model behind an engine."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """One served model.
+
+    Args:
+        served_model_name: Its name in the API.
+        model: Folder or hub name that it was loaded from.
+        max_model_len: Most tokens of prompt and output together.
+        vocab_size: Token ids are in `[0, vocab_size)`.
+        max_fitting_tokens: Token positions of the whole KV pool; no request can hold more.
+        created: Seconds since the epoch.
+    """
+
+    served_model_name: str
+    model: str
+    max_model_len: int
+    vocab_size: int
+    max_fitting_tokens: int
+    created: int

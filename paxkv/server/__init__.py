@@ -1,0 +1,1 @@
+"""The HTTP door: OpenAI-compatible routes and server-sent events, without JAX."""

@@ -1,0 +1,89 @@
+"""uvicorn's HTTP protocol with a deadline: a whole request in time, or the connection ends."""
+
+import asyncio
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from paxkv.server.error_response import error_body
+
+
+def deadline_protocol(request_timeout_s: float) -> type[H11Protocol]:
+    """A protocol class for `uvicorn.Config(http=...)`, which takes no arguments of ours."""
+    return type(
+        "BoundDeadlineProtocol", (DeadlineProtocol,), {"request_timeout_s": request_timeout_s}
+    )
+
+
+class DeadlineProtocol(H11Protocol):
+    """Gives a client `request_timeout_s` from its first byte to the last byte of its request.
+
+    uvicorn limits how long a connection may idle between requests, not how long half a request
+    may take, in its headers or in its body. The clock is not reset by more bytes, so that a
+    client that sends one byte a second cannot hold a connection.
+    """
+
+    request_timeout_s = 15.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._deadline: asyncio.TimerHandle | None = None
+        # A connection that never sends a byte is no better than one that sends half a line.
+        self._keep_deadline()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._keep_deadline()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._drop_deadline()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is not HTTP."""
+        self._refuse(400, msg)
+
+    def _keep_deadline(self) -> None:
+        is_waiting = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        if not is_waiting or self.transport.is_closing():
+            self._drop_deadline()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(self.request_timeout_s, self._on_deadline)
+
+    def _drop_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _on_deadline(self) -> None:
+        self._deadline = None
+        if self.transport.is_closing():
+            return
+        if self.conn.their_state is h11.SEND_BODY:
+            # The handler, if it still waits for the rest, sees a client that left.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        has_sent_something = bool(self.conn.trailing_data[0]) or (
+            self.conn.their_state is h11.SEND_BODY
+        )
+        if has_sent_something and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._refuse(
+                408, f"the request did not arrive whole within {self.request_timeout_s:g} s."
+            )
+        else:
+            self.transport.close()
+
+    def _refuse(self, status: int, message: str) -> None:
+        body = error_body(status, message)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode("ascii")),
+            (b"connection", b"close"),
+        ]
+        for event in (
+            h11.Response(status_code=status, headers=headers),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event))
+        self.transport.close()

@@ -1,0 +1,80 @@
+"""What the server needs of an engine: everything behind these Protocols is another layer."""
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Protocol
+
+from paxkv.contracts.engine_output import SchedulerStats
+from paxkv.contracts.model_info import ModelInfo
+from paxkv.contracts.request_output import RequestOutput
+from paxkv.sampling_params import SamplingParams
+
+# "text", [1, 2, 3], or {"prompt": "text", "add_special_tokens": False, "cache_salt": "tenant"}
+Prompt = str | list[int] | Mapping[str, object]
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back; `paxkv.text` has the real one."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+
+class ChatTemplate(Protocol):
+    """Messages to prompt text; `paxkv.text` has the real one."""
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, object] | None = None,
+    ) -> str: ...
+
+
+class EngineClient(Protocol):
+    """An engine, as the routes see it."""
+
+    @property
+    def model_info(self) -> ModelInfo: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+    @property
+    def chat_template(self) -> ChatTemplate | None: ...
+
+    @property
+    def latest_stats(self) -> SchedulerStats: ...
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        stream: bool,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Runs one request; closing the iterator early aborts it in the engine.
+
+        Args:
+            stream: True yields the new part of text and tokens each time; False yields once, at
+                the end.
+
+        Raises:
+            InvalidRequestError: Before the first item.
+            EngineDeadError: The engine ended.
+        """
+        ...
+
+    async def get_stats(self) -> SchedulerStats:
+        """A fresh snapshot from the engine."""
+        ...
+
+    async def close(self, *, drain_timeout_s: float) -> None:
+        """Ends the engine; requests that are not finished by then end with EngineDeadError."""
+        ...

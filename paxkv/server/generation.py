@@ -1,0 +1,105 @@
+"""Runs the prompts of one HTTP request side by side in the engine."""
+
+import asyncio
+import dataclasses
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from paxkv.contracts.request_output import RequestOutput
+from paxkv.errors import InvariantError
+from paxkv.sampling_params import SamplingParams
+from paxkv.server.engine_protocol import EngineClient, Prompt
+from paxkv.server.metrics import ServerMetrics
+
+# (index of the prompt, its output)
+IndexedOutputs = AsyncGenerator[tuple[int, RequestOutput], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Ended:
+    """A prompt has no more outputs; `error` says so when it failed."""
+
+    error: Exception | None = None
+
+
+class Generator:
+    """Sends prompts to the engine and times what comes back."""
+
+    def __init__(self, engine: EngineClient, metrics: ServerMetrics) -> None:
+        self._engine = engine
+        self._metrics = metrics
+
+    async def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams,
+        *,
+        priority: int,
+        stream: bool,
+    ) -> IndexedOutputs:
+        """Outputs of all prompts as they come. Closing this, or one failure, aborts all of them."""
+        runs = [
+            self._run(prompt, sampling_params, priority=priority, stream=stream)
+            for prompt in prompts
+        ]
+        if len(runs) == 1:
+            async with aclosing(runs[0]) as outputs:
+                async for output in outputs:
+                    yield 0, output
+            return
+        # As long as there are prompts: enough for each to hand over one output without waiting.
+        queue: asyncio.Queue[tuple[int, RequestOutput | _Ended]] = asyncio.Queue(len(runs))
+        pumps = [asyncio.ensure_future(_pump(i, run, queue)) for i, run in enumerate(runs)]
+        try:
+            num_unfinished = len(runs)
+            while num_unfinished:
+                prompt_idx, item = await queue.get()
+                if not isinstance(item, _Ended):
+                    yield prompt_idx, item
+                elif item.error is not None:
+                    raise item.error
+                else:
+                    num_unfinished -= 1
+        finally:
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+
+    async def _run(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        *,
+        priority: int,
+        stream: bool,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        timer = self._metrics.start_request(is_stream=stream)
+        outputs = self._engine.generate(
+            prompt,
+            sampling_params,
+            request_id=uuid.uuid4().hex,
+            priority=priority,
+            stream=stream,
+        )
+        async with aclosing(outputs):
+            async for output in outputs:
+                timer.observe(output)
+                if any(c.finish_reason == "error" for c in output.outputs):
+                    raise InvariantError(f"the engine failed at request {output.request_id}")
+                yield output
+
+
+async def _pump(
+    prompt_idx: int,
+    outputs: AsyncGenerator[RequestOutput, None],
+    queue: asyncio.Queue[tuple[int, RequestOutput | _Ended]],
+) -> None:
+    ended = _Ended()
+    try:
+        async with aclosing(outputs):
+            async for output in outputs:
+                await queue.put((prompt_idx, output))
+    except Exception as error:
+        ended = _Ended(error)
+    await queue.put((prompt_idx, ended))

@@ -1,0 +1,112 @@
+"""Request bodies: read within a size limit, decoded, and checked against a struct."""
+
+import re
+from collections.abc import Mapping
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from paxkv.errors import InvalidRequestError
+from paxkv.server.error_response import BodyTooLargeError, UnsupportedMediaTypeError
+
+_StructT = TypeVar("_StructT", bound=msgspec.Struct)
+# msgspec says "Expected `int | null`, got `str` - at `$.max_tokens`".
+_MSGSPEC_PLACE = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>.*)`)?$", re.DOTALL)
+# An oversized body is read on, and thrown away, up to this multiple of the limit: a client that
+# is cut off while it still sends sees a broken connection instead of the 413.
+_DISCARD_FACTOR = 4
+
+
+async def read_json_object(request: Request, *, max_body_bytes: int) -> dict[str, object]:
+    """The body of a request as a JSON object.
+
+    The time that a body may take is not limited here: `deadline_protocol.py` ends the connection.
+
+    Raises:
+        UnsupportedMediaTypeError: The content type is not JSON. Browsers send other types to
+            any address without asking it first, so this also keeps web pages out.
+        BodyTooLargeError: The body is longer than `max_body_bytes`.
+        InvalidRequestError: The body is not a JSON object.
+    """
+    content_type = request.headers.get("content-type", "")
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        raise UnsupportedMediaTypeError(
+            f"the body must be JSON, got {content_type=}; send 'Content-Type: application/json'."
+        )
+    return decode_object(await _read_body(request, max_body_bytes))
+
+
+def decode_object(body: bytes) -> dict[str, object]:
+    """The JSON object in `body`.
+
+    Raises:
+        InvalidRequestError: `body` is not JSON, or not an object.
+    """
+    try:
+        value = msgspec.json.decode(body)
+    except RecursionError:
+        raise InvalidRequestError("the body is nested too deeply.") from None
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"the body is not UTF-8: {error.reason}.") from None
+    except msgspec.MsgspecError as error:
+        raise InvalidRequestError(
+            f"the body is not valid JSON: {error}. Numbers must be finite, and strings must not "
+            "hold half a surrogate pair."
+        ) from None
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"the body must be a JSON object, got {_json_type(value)}.")
+    return value
+
+
+def convert_fields(fields: Mapping[str, object], struct_type: type[_StructT]) -> _StructT:
+    """The struct that `fields` describe; fields that it does not have are ignored.
+
+    Raises:
+        InvalidRequestError: A field is missing or has the wrong type; `param` names it.
+    """
+    try:
+        return msgspec.convert(fields, struct_type)
+    except msgspec.ValidationError as error:
+        match = _MSGSPEC_PLACE.match(str(error))
+        assert match is not None
+        path = (match["path"] or "").removeprefix("$").removeprefix(".")
+        what = match["what"].replace("`", "").replace("Expected", "expected")
+        what = what.replace("Object missing required field", "missing required field")
+        raise InvalidRequestError(
+            f"{path}: {what}." if path else f"{what}.",
+            param=re.split(r"[.\[]", path)[0] or _missing_field(what),
+        ) from None
+
+
+def _missing_field(what: str) -> str | None:
+    return what.split()[-1] if what.startswith("missing required field") else None
+
+
+async def _read_body(request: Request, max_body_bytes: int) -> bytes:
+    content_length = int(request.headers.get("content-length", "0"))
+    if content_length > max_body_bytes * _DISCARD_FACTOR:
+        raise _too_large(max_body_bytes)
+    chunks: list[bytes] = []
+    num_bytes = 0
+    async for chunk in request.stream():
+        num_bytes += len(chunk)
+        if num_bytes > max_body_bytes * _DISCARD_FACTOR:
+            break
+        if num_bytes <= max_body_bytes:
+            chunks.append(chunk)
+    if num_bytes > max_body_bytes:
+        raise _too_large(max_body_bytes)
+    return b"".join(chunks)
+
+
+def _too_large(max_body_bytes: int) -> BodyTooLargeError:
+    return BodyTooLargeError(
+        f"the body is longer than {max_body_bytes} bytes; send less, or start the server with a "
+        "larger --max-body-bytes."
+    )
+
+
+def _json_type(value: object) -> str:
+    names = {list: "an array", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")

@@ -1,0 +1,95 @@
+"""What surrounds every route: a request id, and an end to the work of a client that left."""
+
+import asyncio
+import uuid
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+MAX_REQUEST_ID_CHARS = 128
+
+
+class RequestIdMiddleware:
+    """Puts a request id into `request.state.request_id` and into the response.
+
+    A client may bring its own in `X-Request-Id`. It is a name for logs only: the engine gets
+    fresh ids, so two requests may bring the same.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Request(scope).headers.get("x-request-id", "")
+        is_usable = given.isascii() and given.isprintable()
+        if not (is_usable and 0 < len(given) <= MAX_REQUEST_ID_CHARS):
+            given = uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = given
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = given
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class DisconnectMiddleware:
+    """Cancels the handler of a client that left, whatever the handler is waiting for."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        await _Exchange(receive, send).run(self._app, scope)
+
+
+class _Exchange:
+    """One request and its response. The handler reads the body; then the watcher listens."""
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        self._body_is_read = asyncio.Event()
+        self._response_is_sent = False
+
+    async def run(self, app: ASGIApp, scope: Scope) -> None:
+        handler = asyncio.ensure_future(app(scope, self._receive_body, self._send_and_note))
+        watcher = asyncio.ensure_future(self._wait_for_disconnect())
+        try:
+            await asyncio.wait({handler, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watcher.cancel()
+            # After the last byte a server reports a disconnect as well; the handler is only
+            # tidying up by then.
+            if not self._response_is_sent:
+                handler.cancel()
+            await asyncio.gather(handler, watcher, return_exceptions=True)
+        if not handler.cancelled():
+            handler.result()
+
+    async def _receive_body(self) -> Message:
+        if self._body_is_read.is_set():
+            # Only the watcher listens now, and it cancels whoever waits here.
+            await asyncio.Event().wait()
+        message = await self._receive()
+        if message["type"] == "http.request" and not message.get("more_body", False):
+            self._body_is_read.set()
+        return message
+
+    async def _wait_for_disconnect(self) -> None:
+        await self._body_is_read.wait()
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def _send_and_note(self, message: Message) -> None:
+        is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        self._response_is_sent = self._response_is_sent or is_last
+        await self._send(message)

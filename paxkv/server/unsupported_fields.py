@@ -1,0 +1,84 @@
+"""Fields of OpenAI's and vLLM's API that this version cannot honour: refused, never ignored."""
+
+from collections.abc import Mapping
+
+from paxkv.errors import UnsupportedFeatureError
+
+# Field -> the values that ask for nothing. null always does.
+NeutralValues = Mapping[str, tuple[object, ...]]
+
+_BOTH_ENDPOINTS: NeutralValues = {
+    "n": (1,),
+    "best_of": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "use_beam_search": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "logits_processors": ([],),
+    "echo": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
+    "kv_transfer_params": (),
+    "vllm_xargs": ({},),
+}
+COMPLETION_FIELDS: NeutralValues = {**_BOTH_ENDPOINTS, "suffix": ("",), "prompt_embeds": ()}
+CHAT_FIELDS: NeutralValues = {
+    **_BOTH_ENDPOINTS,
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "documents": ([],),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "mm_processor_kwargs": ({},),
+}
+STREAM_OPTIONS_FIELDS: NeutralValues = {"continuous_usage_stats": (False,)}
+MESSAGE_FIELDS: NeutralValues = {
+    "tool_calls": ([],),
+    "function_call": (),
+    "audio": (),
+}
+
+
+def refuse_unsupported(
+    fields: Mapping[str, object], neutral_values: NeutralValues, *, path: str = ""
+) -> None:
+    """Checks that no field asks for what this version cannot do.
+
+    Raises:
+        UnsupportedFeatureError: One does; `param` names it.
+    """
+    for name, neutral in neutral_values.items():
+        value = fields.get(name)
+        if value is None or any(_is_same(value, v) for v in neutral):
+            continue
+        remedy = f" or send {neutral[0]!r}" if neutral else ""
+        raise UnsupportedFeatureError(
+            f"{path}{name} is not supported by this version of paxkv; leave it out{remedy}.",
+            param=f"{path}{name}",
+        )
+
+
+def _is_same(value: object, neutral: object) -> bool:
+    # In Python True == 1, in JSON they are two types: n=true must not pass for n=1.
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)

@@ -1,0 +1,1 @@
+"""Text on one side, token ids on the other: tokenizer, detokenizer, chat templates."""

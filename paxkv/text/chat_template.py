@@ -1,0 +1,202 @@
+"""`ChatTemplate`: renders a conversation into a prompt, as the checkpoint's jinja template says."""
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+
+from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.text.tokenizer import read_json_object
+
+Message = Mapping[str, object]
+
+
+class ChatTemplate:
+    """One model's chat template.
+
+    Args:
+        source: The jinja template, or several by name: "tool_use" serves requests with tools,
+            "default" all others.
+        special_tokens: Such as `{"bos_token": "<s>"}`; a template may use them by these names.
+    """
+
+    def __init__(
+        self, source: str | Mapping[str, str], *, special_tokens: Mapping[str, str] | None = None
+    ) -> None:
+        self._sources = {"default": source} if isinstance(source, str) else dict(source)
+        self._special_tokens = dict(special_tokens or {})
+        self._environment = _make_environment()
+        # Compiled on first use: a checkpoint with a broken template can still complete prompts.
+        self._compiled: dict[str, jinja2.Template] = {}
+
+    @classmethod
+    def from_folder(
+        cls, folder: Path, *, special_tokens: Mapping[str, str] | None = None
+    ) -> "ChatTemplate | None":
+        """The template of chat_template.jinja or tokenizer_config.json; None when there is none.
+
+        Raises:
+            ConfigError: tokenizer_config.json is not a JSON object.
+        """
+        path = folder / "chat_template.jinja"
+        if path.is_file():
+            return cls(path.read_text(encoding="utf-8"), special_tokens=special_tokens)
+        source = read_json_object(folder / "tokenizer_config.json").get("chat_template")
+        if isinstance(source, list):
+            # [{"name": "default", "template": "..."}, {"name": "tool_use", "template": "..."}]
+            source = {entry["name"]: entry["template"] for entry in source}
+        return cls(source, special_tokens=special_tokens) if source else None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        **template_kwargs: object,
+    ) -> str:
+        """Renders a conversation; encode the result without adding special tokens.
+
+        Args:
+            messages: `{"role": ..., "content": ...}`; content is text, or a list of text parts
+                `{"type": "text", "text": ...}`, which are joined by line breaks.
+            add_generation_prompt: Ends with the opening of the assistant's turn.
+            template_kwargs: Further variables of this model's template, such as `enable_thinking`.
+
+        Raises:
+            InvalidRequestError: The messages are malformed, or the template refuses them.
+        """
+        name = "tool_use" if tools and "tool_use" in self._sources else "default"
+        variables = {
+            **self._special_tokens,
+            **template_kwargs,
+            "messages": check_messages(messages),
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        template = self._compile(name)
+        try:
+            return template.render(variables)
+        except jinja2.TemplateError as error:
+            raise InvalidRequestError(
+                f"the chat template refuses these messages: {error}", param="messages"
+            ) from error
+        # A template is a program that came with the checkpoint: it may raise anything.
+        except Exception as error:
+            raise InvalidRequestError(
+                f"the chat template fails on these messages: {type(error).__name__}: {error}",
+                param="messages",
+            ) from error
+
+    def _compile(self, name: str) -> jinja2.Template:
+        if name not in self._compiled:
+            if name not in self._sources:
+                raise InvalidRequestError(
+                    f"the model's chat templates are {sorted(self._sources)}; there is no {name!r}."
+                )
+            try:
+                self._compiled[name] = self._environment.from_string(self._sources[name])
+            except jinja2.TemplateError as error:
+                raise InvalidRequestError(
+                    f"the chat template cannot be compiled: {error}", param="chat_template"
+                ) from error
+        return self._compiled[name]
+
+
+def check_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
+    """The messages with text as content.
+
+    Raises:
+        InvalidRequestError: There are none, or one has no role or no usable content.
+        UnsupportedFeatureError: A part of a content is not text.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise InvalidRequestError(
+            f"messages must be a non-empty list of messages, got {messages!r}.", param="messages"
+        )
+    checked = []
+    for idx, message in enumerate(messages):
+        where = f"messages[{idx}]"
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidRequestError(
+                f"{where} must be an object with a role, got {message!r}.", param="messages"
+            )
+        checked.append({**message, "content": _content_text(where, message.get("content"))})
+    return checked
+
+
+def _content_text(where: str, content: object) -> str | None:
+    # None is what an assistant says that only calls tools.
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise InvalidRequestError(
+            f"{where}.content must be text or a list of parts, got {content!r}.", param="messages"
+        )
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text":
+            raise UnsupportedFeatureError(
+                f"{where}.content has a part of type {kind!r}; only 'text' is supported.",
+                param="messages",
+            )
+        if not isinstance(part.get("text"), str):
+            raise InvalidRequestError(
+                f"{where}.content has a text part without text.", param="messages"
+            )
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks training targets; only its body counts."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _make_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """What Hugging Face templates are written for, as transformers sets it up."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """jinja's own filter would escape HTML characters."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.datetime.now().strftime(format)

@@ -1,0 +1,207 @@
+"""`Tokenizer`: text to token ids and back, as a checkpoint's tokenizer files say."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import tokenizers
+
+from paxkv.errors import ConfigError, InvalidRequestError
+
+# Names that tokenizer_config.json uses and that chat templates may ask for.
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
+
+# From here on a text takes long enough (tens of milliseconds) to be in the way of other threads.
+LONG_TEXT_CHARS = 4096
+
+
+class Tokenizer:
+    """A fast tokenizer (tokenizer.json) with the special tokens of tokenizer_config.json.
+
+    Args:
+        backend: The tokenizer of tokenizer.json; truncation and padding are switched off in it.
+        tokenizer_config: Content of tokenizer_config.json. `add_bos_token` or `add_eos_token`, when
+            given, replace what tokenizer.json itself would add.
+
+    Raises:
+        ConfigError: tokenizer_config.json names a token that has no id.
+    """
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, tokenizer_config: Mapping[str, object] | None = None
+    ) -> None:
+        tokenizer_config = tokenizer_config or {}
+        self._backend = backend
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        _add_missing_tokens(backend, tokenizer_config.get("added_tokens_decoder"))
+        self.special_tokens = _read_special_tokens(tokenizer_config)  # "eos_token" -> "</s>"
+        _mark_special(backend, self.special_tokens.values())
+        self.bos_token_id = self._special_id("bos_token")
+        self.eos_token_id = self._special_id("eos_token")
+        self.special_token_ids = frozenset(
+            token_id
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        )
+        self._token_texts: dict[int, str] = {}
+        self._prefix_ids, self._suffix_ids = self._read_added_ids(tokenizer_config)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "Tokenizer":
+        """Reads tokenizer.json and, where they exist, tokenizer_config.json and its companion.
+
+        Raises:
+            ConfigError: There is no tokenizer.json, or a file cannot be read.
+        """
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(
+                f"{folder} has no tokenizer.json. Save a fast tokenizer there (transformers: "
+                "AutoTokenizer.from_pretrained(...).save_pretrained(...)), or send token ids."
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        # The library raises a bare Exception for every kind of malformed file.
+        except Exception as error:
+            raise ConfigError(f"{path} cannot be read: {error}. Download it again.") from error
+        # Older checkpoints keep the names of special tokens in a file of their own.
+        special_tokens_map = read_json_object(folder / "special_tokens_map.json")
+        tokenizer_config = read_json_object(folder / "tokenizer_config.json")
+        return cls(backend, {**special_tokens_map, **tokenizer_config})
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included. A model's own vocabulary may be larger."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`.
+
+        Args:
+            add_special_tokens: Adds what the checkpoint puts around a text, such as BOS. A rendered
+                chat template brings its own.
+
+        Raises:
+            InvalidRequestError: The text holds a lone surrogate, which is no character.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(
+                f"the prompt is not valid Unicode: a lone surrogate at character {error.start}."
+            ) from error
+        use_own = self._prefix_ids is not None
+        ids = self._encode_valid(text, add_special_tokens=add_special_tokens and not use_own)
+        if add_special_tokens and use_own:
+            return [*self._prefix_ids, *ids, *self._suffix_ids]
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; ids that no token has are left out, bad UTF-8 becomes U+FFFD."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token by itself, special ones included; for showing log-probabilities."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
+
+    def has_text(self, token_id: int, *, skip_special_tokens: bool) -> bool:
+        """Whether `decode` looks at this token at all."""
+        if skip_special_tokens and token_id in self.special_token_ids:
+            return False
+        return self._backend.id_to_token(token_id) is not None
+
+    def token_to_id(self, token: str) -> int | None:
+        """Id of a token by its name in the vocabulary, or None when there is none."""
+        return self._backend.token_to_id(token)
+
+    def _encode_valid(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if len(text) <= LONG_TEXT_CHARS:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Only the batch call lets other threads run meanwhile.
+        batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return batch[0].ids
+
+    def _special_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        if token is None:
+            return None
+        token_id = self._backend.token_to_id(token)
+        if token_id is None:
+            raise ConfigError(
+                f"tokenizer_config.json says {name}={token!r}, which tokenizer.json does not have."
+            )
+        return token_id
+
+    def _read_added_ids(
+        self, tokenizer_config: Mapping[str, object]
+    ) -> tuple[list[int] | None, list[int]]:
+        """Ids to put before and after a text; a prefix of None leaves it to tokenizer.json."""
+        flags = [tokenizer_config.get(name) for name in ("add_bos_token", "add_eos_token")]
+        if all(flag is None for flag in flags):
+            return None, []
+        ids = (self.bos_token_id, self.eos_token_id)
+        prefix, suffix = (
+            [token_id] if flag and token_id is not None else []
+            for flag, token_id in zip(flags, ids, strict=True)
+        )
+        return prefix, suffix
+
+
+def read_json_object(path: Path) -> dict[str, object]:
+    """Content of a JSON file that may be missing (then empty).
+
+    Raises:
+        ConfigError: The file is not a JSON object.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}. Download it again.") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds a {type(content).__name__}; wanted a JSON object.")
+    return content
+
+
+def _read_special_tokens(tokenizer_config: Mapping[str, object]) -> dict[str, str]:
+    found = {}
+    for name in SPECIAL_TOKEN_NAMES:
+        value = tokenizer_config.get(name)
+        # Written as "</s>" or as {"content": "</s>", "lstrip": false, ...}.
+        content = value.get("content") if isinstance(value, Mapping) else value
+        if isinstance(content, str) and content:
+            found[name] = content
+    return found
+
+
+def _mark_special(backend: tokenizers.Tokenizer, tokens: Iterable[str]) -> None:
+    """Makes named tokens special that are plain words of the vocabulary, as transformers does."""
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    plain_words = [
+        token
+        for token in dict.fromkeys(tokens)
+        if token not in added and backend.token_to_id(token) is not None
+    ]
+    backend.add_special_tokens(plain_words)
+
+
+def _add_missing_tokens(backend: tokenizers.Tokenizer, added_tokens: object) -> None:
+    """Adds tokens that only tokenizer_config.json knows, where their ids come out as written."""
+    if not isinstance(added_tokens, Mapping):
+        return
+    by_id = sorted((int(token_id), fields) for token_id, fields in added_tokens.items())
+    for token_id, fields in by_id:
+        flags = {key: bool(value) for key, value in fields.items() if key not in ("content", "id")}
+        content = fields["content"]
+        if backend.token_to_id(content) is None:
+            backend.add_tokens([tokenizers.AddedToken(content, **flags)])
+            if backend.token_to_id(content) != token_id:
+                raise ConfigError(
+                    f"tokenizer_config.json gives token {content!r} the id {token_id}, but the "
+                    f"next free id of tokenizer.json is {backend.token_to_id(content)}."
+                )

@@ -1,0 +1,250 @@
+"""The asyncio client over a real engine core with a fake executor."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+
+import pytest
+
+from paxkv.client.async_client import AsyncEngineClient
+from paxkv.client.input_processor import InputProcessor
+from paxkv.client.output_processor import OutputProcessor
+from paxkv.contracts.model_info import ModelInfo
+from paxkv.contracts.request_output import RequestOutput
+from paxkv.engine.core_thread import CoreThread
+from paxkv.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
+from paxkv.sampling_params import SamplingParams
+from paxkv.text.tokenizer import LONG_TEXT_CHARS
+from tests.paxkv.engine.fake_engine import make_engine_core
+from tests.paxkv.text.small_tokenizers import byte_level_tokenizer
+
+INFO = ModelInfo(
+    served_model_name="fake",
+    model="fake",
+    max_model_len=256,
+    vocab_size=300,
+    max_fitting_tokens=512,
+    created=0,
+)
+LONG = SamplingParams(max_tokens=250)
+
+
+@contextlib.asynccontextmanager
+async def running(**arguments: object) -> AsyncIterator[AsyncEngineClient]:
+    tokenizer = byte_level_tokenizer()
+    client = AsyncEngineClient(
+        CoreThread(make_engine_core(**arguments)),
+        InputProcessor(
+            tokenizer=tokenizer, vocab_size=300, max_model_len=256, max_fitting_tokens=512
+        ),
+        OutputProcessor(tokenizer),
+        INFO,
+        tokenizer=tokenizer,
+    )
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.close(drain_timeout_s=0)
+
+
+def in_loop(test: Callable[[], Coroutine]) -> Callable[[], None]:
+    """Runs an async test; no plugin needed."""
+
+    def run() -> None:
+        asyncio.run(asyncio.wait_for(test(), 60))
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+async def collect(
+    client: AsyncEngineClient, prompt: object, params: SamplingParams, request_id: str, **more
+) -> list[RequestOutput]:
+    more.setdefault("stream", True)
+    generated = client.generate(prompt, params, request_id=request_id, **more)
+    return [output async for output in generated]
+
+
+async def until_idle(client: AsyncEngineClient) -> None:
+    """Returns when the engine has no request left; the caller's time limit is the test's."""
+    while (stats := await client.get_stats()).num_running_reqs or stats.num_waiting_reqs:
+        await asyncio.sleep(0.01)
+    assert stats.kv_cache_usage == 0.0
+
+
+@in_loop
+async def test_stream_yields_parts_and_a_finish_reason_at_the_end() -> None:
+    async with running() as client:
+        outputs = await collect(client, "abc", SamplingParams(max_tokens=5), "r")
+        assert [o.outputs[0].text for o in outputs] == ["a", "b", "c", "a", "b"]
+        assert [o.finished for o in outputs] == [False] * 4 + [True]
+        assert outputs[-1].outputs[0].finish_reason == "length"
+        assert {o.request_id for o in outputs} == {"r"}
+        assert outputs[0].prompt == "abc"
+
+
+@in_loop
+async def test_without_stream_there_is_one_output() -> None:
+    async with running() as client:
+        (output,) = await collect(client, "abc", SamplingParams(max_tokens=5), "r", stream=False)
+        assert output.outputs[0].text == "abcab"
+
+
+@in_loop
+async def test_fifty_requests_at_once_each_get_their_own() -> None:
+    async with running() as client:
+        params = SamplingParams(max_tokens=40)
+        prompts = [f"<{number}>" for number in range(50)]
+        results = await asyncio.gather(
+            *(
+                collect(client, prompt, params, prompt, stream=number % 2 == 0)
+                for number, prompt in enumerate(prompts)
+            )
+        )
+        for prompt, outputs in zip(prompts, results, strict=True):
+            assert "".join(o.outputs[0].text for o in outputs) == (prompt * 40)[:40]
+        assert client.num_unfinished_requests == 0
+        await until_idle(client)
+
+
+@in_loop
+async def test_closing_the_iterator_aborts_in_the_engine() -> None:
+    async with running(step_s=0.01) as client:
+        generated = client.generate("abc", LONG, request_id="r", stream=True)
+        async for _ in generated:
+            break
+        assert (await client.get_stats()).num_running_reqs == 1
+        await generated.aclose()
+        await until_idle(client)
+        assert client.num_unfinished_requests == 0
+
+
+@in_loop
+async def test_cancelled_task_aborts_in_the_engine() -> None:
+    async with running(step_s=0.01) as client:
+        for stream in (True, False):
+            task = asyncio.create_task(collect(client, "abc", LONG, "r", stream=stream))
+            while not (await client.get_stats()).num_running_reqs:
+                await asyncio.sleep(0.01)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            await until_idle(client)
+
+
+@in_loop
+async def test_finished_request_sends_no_abort() -> None:
+    async with running() as client:
+        sent = []
+        send = client._transport.send
+        client._transport.send = lambda message: (sent.append(message), send(message))
+        await collect(client, "abc", SamplingParams(max_tokens=2), "r")
+        assert [type(message).__name__ for message in sent] == ["AddRequest"]
+        await collect(client, "abc", SamplingParams(max_tokens=99, stop="c"), "r")
+        names = [type(message).__name__ for message in sent]
+        assert names == ["AddRequest", "AddRequest", "AbortRequests"]
+
+
+@in_loop
+async def test_abort_by_id_ends_the_iterator_with_a_last_output() -> None:
+    async with running(step_s=0.01) as client:
+        task = asyncio.create_task(collect(client, "abc", LONG, "r", stream=False))
+        while not (await client.get_stats()).num_running_reqs:
+            await asyncio.sleep(0.01)
+        await client.abort("r")
+        await client.abort("unknown")
+        (output,) = await task
+        assert output.outputs[0].finish_reason == "abort"
+        await until_idle(client)
+
+
+@in_loop
+async def test_id_of_an_aborted_request_may_be_used_again_at_once() -> None:
+    async with running(step_s=0.01) as client:
+        for _ in range(5):
+            generated = client.generate("abc", LONG, request_id="r", stream=True)
+            await anext(generated)
+            await generated.aclose()
+        outputs = await collect(client, "xyz", SamplingParams(max_tokens=6), "r")
+        assert "".join(o.outputs[0].text for o in outputs) == "xyzxyz"
+
+
+@in_loop
+async def test_mistakes_raise_before_the_first_output() -> None:
+    async with running(step_s=0.01) as client:
+        with pytest.raises(PromptTooLongError):
+            await collect(client, "x" * 300, SamplingParams(), "r")
+        # Tokenised in a worker thread.
+        with pytest.raises(PromptTooLongError):
+            await collect(client, "x" * (LONG_TEXT_CHARS + 1), SamplingParams(), "r")
+        generated = client.generate("abc", LONG, request_id="r", stream=True)
+        await anext(generated)
+        with pytest.raises(InvalidRequestError, match="in use"):
+            await collect(client, "abc", LONG, "r")
+        # The refused one did not end the other of its name.
+        await anext(generated)
+        await generated.aclose()
+
+
+@in_loop
+async def test_dead_engine_ends_every_request() -> None:
+    async with running(fails_at_step=3) as client:
+        tasks = [
+            asyncio.create_task(collect(client, "abc", LONG, str(number), stream=number % 2 == 0))
+            for number in range(10)
+        ]
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(result, EngineDeadError)
+            assert "on fire" in str(result)
+        assert not client.is_alive
+        with pytest.raises(EngineDeadError):
+            await collect(client, "abc", LONG, "late")
+        with pytest.raises(EngineDeadError):
+            await client.get_stats()
+        assert client.num_unfinished_requests == 0
+
+
+@in_loop
+async def test_stats_and_reset_come_from_the_engine() -> None:
+    async with running() as client:
+        assert client.latest_stats.num_blocks == 65
+        await collect(client, "abcdefgh" * 3, SamplingParams(max_tokens=1), "r")
+        assert client.latest_stats.num_scheduled_tokens == 24
+        again = await collect(client, "abcdefgh" * 3, SamplingParams(max_tokens=1), "r")
+        assert again[-1].num_cached_tokens == 16
+        assert await client.reset_prefix_cache() is True
+        again = await collect(client, "abcdefgh" * 3, SamplingParams(max_tokens=1), "r")
+        assert again[-1].num_cached_tokens == 0
+
+
+@in_loop
+async def test_close_with_drain_lets_requests_finish_and_takes_no_more() -> None:
+    async with running(step_s=0.005) as client:
+        generated = client.generate("a", SamplingParams(max_tokens=20), request_id="r", stream=True)
+        await anext(generated)
+        closing = asyncio.create_task(client.close(drain_timeout_s=30))
+        await asyncio.sleep(0)
+        assert not client.is_alive
+        with pytest.raises(EngineDeadError, match="shutting down"):
+            await collect(client, "abc", LONG, "late")
+        assert len([output async for output in generated]) == 19
+        await closing
+
+
+@in_loop
+async def test_close_ends_what_does_not_finish_in_time() -> None:
+    async with running(step_s=0.02) as client:
+        task = asyncio.create_task(collect(client, "abc", LONG, "r"))
+        await asyncio.sleep(0.1)
+        await client.close(drain_timeout_s=0.05)
+        with pytest.raises(EngineDeadError):
+            await task
+
+
+@in_loop
+async def test_prompts_of_token_ids_have_no_text() -> None:
+    async with running() as client:
+        (output,) = await collect(client, [97, 98], SamplingParams(max_tokens=3), "r", stream=False)
+        assert (output.prompt, output.prompt_token_ids) == (None, [97, 98])
+        assert output.outputs[0].text == "aba"

@@ -1,0 +1,81 @@
+"""The synchronous client over a real engine core with a fake executor."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from paxkv.client.inproc_client import InprocClient
+from paxkv.client.output_processor import OutputProcessor
+from paxkv.contracts.request_output import RequestOutput
+from paxkv.engine.core_thread import CoreThread
+from paxkv.errors import EngineDeadError, PaxkvError
+from tests.paxkv.engine.fake_engine import make_engine_core, make_request
+from tests.paxkv.text.small_tokenizers import byte_level_tokenizer
+
+
+@pytest.fixture
+def client() -> Iterator[InprocClient]:
+    client = make_client()
+    yield client
+    client.close()
+
+
+def make_client(**arguments: object) -> InprocClient:
+    return InprocClient(
+        CoreThread(make_engine_core(**arguments)), OutputProcessor(byte_level_tokenizer())
+    )
+
+
+def run(client: InprocClient) -> dict[str, RequestOutput]:
+    finished = {}
+    while client.num_unfinished_requests:
+        finished.update({output.request_id: output for output in client.wait_for_outputs()})
+    return finished
+
+
+def test_many_requests_come_back_complete(client: InprocClient) -> None:
+    for number in range(100):
+        prompt = list(f"<{number}>".encode())
+        client.add_request(make_request(str(number), prompt, max_tokens=len(prompt)), prompt="p")
+    finished = run(client)
+    assert {i: o.outputs[0].text for i, o in finished.items()} == {
+        str(number): f"<{number}>" for number in range(100)
+    }
+
+
+def test_stop_string_frees_the_request_in_the_engine(client: InprocClient) -> None:
+    client.add_request(make_request("a", list(b"one. two. "), max_tokens=240, stop=". "))
+    assert run(client)["a"].outputs[0].text == "one"
+    while '"num_running_reqs":0' not in client.call("get_stats"):
+        pass
+    assert client.call("check_invariants") == "null"
+
+
+def test_call_keeps_the_outputs_that_pass_meanwhile(client: InprocClient) -> None:
+    client.add_request(make_request("a", [97], max_tokens=1))
+    client.call("get_stats")
+    assert [output.request_id for output in client.wait_for_outputs()] == ["a"]
+
+
+def test_abort_ends_requests_here_and_there(client: InprocClient) -> None:
+    client.add_request(make_request("a", [97], max_tokens=250))
+    (output,) = client.abort(["a", "unknown"])
+    assert output.outputs[0].finish_reason == "abort"
+    client.add_request(make_request("b", [98], max_tokens=1))
+    assert list(run(client)) == ["b"]
+
+
+def test_failed_call_raises_what_the_engine_said(client: InprocClient) -> None:
+    with pytest.raises(PaxkvError, match="unknown method"):
+        client.call("fly")
+
+
+def test_dead_engine_ends_every_wait() -> None:
+    client = make_client(fails_at_step=1)
+    client.add_request(make_request("a", [97]))
+    with pytest.raises(EngineDeadError, match="on fire"):
+        run(client)
+    with pytest.raises(EngineDeadError):
+        client.wait_for_outputs()
+    with pytest.raises(EngineDeadError):
+        client.call("get_stats")

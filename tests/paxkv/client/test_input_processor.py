@@ -1,0 +1,185 @@
+"""Every caller's mistake ends in the input processor, with an error that says what to do."""
+
+import dataclasses
+
+import pytest
+
+from paxkv.client.input_processor import InputProcessor, text_of_prompt
+from paxkv.contracts import wire
+from paxkv.contracts.engine_request import AddRequest
+from paxkv.errors import (
+    InvalidRequestError,
+    NeverFitsError,
+    PromptTooLongError,
+    UnsupportedFeatureError,
+)
+from paxkv.sampling_params import SamplingParams
+from paxkv.text.tokenizer import Tokenizer
+from tests.paxkv.text.small_tokenizers import BOS, EOS, byte_level_backend, byte_level_tokenizer
+
+BOS_ID, EOS_ID = 256, 257
+
+
+def make(**changes: object) -> InputProcessor:
+    arguments = {
+        "tokenizer": byte_level_tokenizer(),
+        "vocab_size": 300,
+        "max_model_len": 100,
+        "max_fitting_tokens": 1000,
+    }
+    return InputProcessor(**{**arguments, **changes})
+
+
+def process(processor: InputProcessor, prompt: object, **params: object) -> object:
+    return processor.process(prompt, SamplingParams(**params), request_id="r")
+
+
+@pytest.mark.parametrize(
+    "prompt", ["ab", [97, 98], (97, 98), {"prompt": "ab"}, {"prompt_token_ids": [97, 98]}]
+)
+def test_every_form_of_a_prompt_becomes_the_same_token_ids(prompt: object) -> None:
+    request = process(make(), prompt)
+    assert request.prompt_token_ids == [97, 98]
+    assert request.request_id == "r"
+    assert request.arrival_time > 1.7e9
+    wire.encode(AddRequest(request=request))
+
+
+def test_bos_is_added_to_text_unless_told_otherwise() -> None:
+    config = {"bos_token": BOS, "add_bos_token": True}
+    processor = make(tokenizer=Tokenizer(byte_level_backend(), config))
+    assert process(processor, "a").prompt_token_ids == [BOS_ID, 97]
+    prompt = {"prompt": "a", "add_special_tokens": False}
+    assert process(processor, prompt).prompt_token_ids == [97]
+    assert process(processor, [97]).prompt_token_ids == [97]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "",
+        [],
+        {"prompt_token_ids": []},
+        {},
+        {"prompt": 3},
+        None,
+        7,
+        b"ab",
+        [97, -1],
+        [300],
+        [97.0],
+        [True],
+        ["a"],
+        [[97]],
+        "\ud800",
+        {"prompt": "a", "cache_salt": ""},
+        {"prompt": "a", "cache_salt": 3},
+        {"prompt": "a", "cache_salt": "\ud800"},
+    ],
+    ids=repr,
+)
+def test_prompt_that_is_none_is_refused(prompt: object) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        process(make(), prompt)
+    assert caught.value.param in ("prompt", "cache_salt")
+
+
+def test_unknown_key_of_a_prompt_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedFeatureError, match="multi_modal_data"):
+        process(make(), {"prompt": "a", "multi_modal_data": {}})
+
+
+def test_token_that_only_the_tokenizer_knows_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="98"):
+        process(make(vocab_size=98), "ab")
+
+
+def test_without_tokenizer_only_token_ids_are_taken() -> None:
+    processor = make(tokenizer=None)
+    assert process(processor, [97]).prompt_token_ids == [97]
+    with pytest.raises(InvalidRequestError, match="prompt_token_ids"):
+        process(processor, "a")
+    with pytest.raises(InvalidRequestError, match="stop_token_ids"):
+        process(processor, [97], stop="x")
+
+
+def test_prompt_must_leave_room_for_one_token() -> None:
+    assert process(make(), [97] * 99).sampling_params.max_tokens == 1
+    with pytest.raises(PromptTooLongError, match="100 tokens"):
+        process(make(), [97] * 100)
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(5, 5), (50, 10), (None, 10)])
+def test_max_tokens_is_cut_to_what_max_model_len_leaves(asked: int, expected: int) -> None:
+    assert process(make(), [97] * 90, max_tokens=asked).sampling_params.max_tokens == expected
+
+
+def test_request_larger_than_the_pool_is_refused() -> None:
+    # 32 positions: a prompt of 20 and 13 tokens, the last of which is never stored.
+    processor = make(max_fitting_tokens=32)
+    assert process(processor, [97] * 20, max_tokens=13).sampling_params.max_tokens == 13
+    with pytest.raises(NeverFitsError, match="at most 13 tokens"):
+        process(processor, [97] * 20, max_tokens=14)
+    with pytest.raises(NeverFitsError, match="33 tokens"):
+        process(processor, [97] * 33, max_tokens=1)
+
+
+def test_max_tokens_left_open_is_what_the_pool_has_room_for() -> None:
+    processor = make(max_fitting_tokens=32)
+    assert process(processor, [97] * 20, max_tokens=None).sampling_params.max_tokens == 13
+    assert process(processor, [97] * 32, max_tokens=None).sampling_params.max_tokens == 1
+
+
+def test_prompt_must_fit_a_step_without_chunked_prefill() -> None:
+    processor = make(max_prompt_tokens=64)
+    assert len(process(processor, [97] * 64).prompt_token_ids) == 64
+    with pytest.raises(InvalidRequestError, match="chunked prefill"):
+        process(processor, [97] * 65)
+
+
+def test_eos_ids_are_the_tokenizers_and_the_models_once_each() -> None:
+    processor = make(eos_token_ids=(7, EOS_ID, 8, 1000))
+    # 1000 is no token of this model.
+    assert process(processor, "a").eos_token_ids == (EOS_ID, 7, 8)
+    assert EOS == byte_level_tokenizer().special_tokens["eos_token"]
+    assert process(make(tokenizer=None, eos_token_ids=(7,)), [97]).eos_token_ids == (7,)
+
+
+def test_other_parameters_are_left_as_they_are() -> None:
+    params = SamplingParams(temperature=0.5, stop=["x"], stop_token_ids=[299], max_tokens=3)
+    assert make().process("a", params, request_id="r").sampling_params == params
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.max_tokens = 4
+
+
+def test_priority_and_cache_salt_are_passed_on() -> None:
+    prompt = {"prompt": "a", "cache_salt": "tenant"}
+    request = make().process(prompt, SamplingParams(), request_id="r", priority=-3)
+    assert (request.priority, request.cache_salt) == (-3, "tenant")
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"priority": 1.5}, "priority"),
+        ({"priority": True}, "priority"),
+        ({"priority": 2**64}, "priority"),
+        ({"request_id": ""}, "request_id"),
+        ({"request_id": 3}, "request_id"),
+        ({"sampling_params": {"temperature": 0}}, None),
+        ({"sampling_params": SamplingParams(stop_token_ids=[300])}, "stop_token_ids"),
+        ({"sampling_params": SamplingParams(stop="\ud800")}, "stop"),
+    ],
+)
+def test_mistakes_beside_the_prompt_are_refused(changes: dict, param: str | None) -> None:
+    arguments = {"sampling_params": SamplingParams(), "request_id": "r", **changes}
+    with pytest.raises(InvalidRequestError) as caught:
+        make().process("a", **arguments)
+    assert caught.value.param == param
+
+
+def test_text_of_a_prompt() -> None:
+    assert text_of_prompt("a") == "a"
+    assert text_of_prompt({"prompt": "a", "prompt_token_ids": [1]}) == "a"
+    assert text_of_prompt({"prompt_token_ids": [1]}) is None
+    assert text_of_prompt([1]) is None

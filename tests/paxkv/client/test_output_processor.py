@@ -1,0 +1,149 @@
+"""Tokens of a step become the outputs that each caller asked for."""
+
+import pytest
+
+from paxkv.client.output_processor import OutputProcessor, ProcessedOutputs
+from paxkv.contracts.engine_output import EngineCoreOutput, SchedulerStats, StepOutputs
+from paxkv.contracts.engine_request import EngineRequest
+from paxkv.contracts.request_output import CompletionOutput, Logprob
+from paxkv.contracts.runner_output import TokenLogprobs
+from paxkv.errors import InvariantError
+from paxkv.sampling_params import SamplingParams
+from tests.paxkv.text.small_tokenizers import byte_level_tokenizer
+
+EOS_ID = 257
+
+
+class Caller:
+    """One output processor with one request, fed with text."""
+
+    def __init__(self, output_kind: str = "delta", *, tokenizer: bool = True, **params: object):
+        self.processor = OutputProcessor(byte_level_tokenizer() if tokenizer else None)
+        request = EngineRequest(
+            request_id="r", prompt_token_ids=[112], sampling_params=SamplingParams(**params)
+        )
+        self.processor.add_request(request, prompt="p", output_kind=output_kind)
+
+    def step(self, tokens: bytes | list[int], **fields: object) -> ProcessedOutputs:
+        output = EngineCoreOutput(request_id="r", new_token_ids=list(tokens), **fields)
+        return self.processor.process(
+            StepOutputs(outputs=[output], stats=SchedulerStats(), timestamp=0.0)
+        )
+
+    def completion(self, tokens: bytes | list[int], **fields: object) -> CompletionOutput:
+        return self.step(tokens, **fields).request_outputs[0].outputs[0]
+
+
+def test_delta_holds_only_what_is_new() -> None:
+    caller = Caller("delta")
+    assert caller.completion(b"ab").text == "ab"
+    last = caller.step(b"c", finish_reason="length", num_cached_tokens=1).request_outputs[0]
+    assert (last.outputs[0].text, last.outputs[0].token_ids) == ("c", [99])
+    assert (last.finished, last.outputs[0].finish_reason) == (True, "length")
+    assert (last.request_id, last.prompt, last.prompt_token_ids) == ("r", "p", [112])
+    assert last.num_cached_tokens == 1
+    assert caller.processor.num_unfinished_requests == 0
+
+
+def test_cumulative_holds_everything_so_far() -> None:
+    caller = Caller("cumulative")
+    caller.step(b"ab")
+    assert caller.completion(b"c").text == "abc"
+    assert caller.completion(b"", finish_reason="length").token_ids == [97, 98, 99]
+
+
+def test_final_only_is_silent_until_the_end() -> None:
+    caller = Caller("final_only")
+    assert caller.step(b"ab").request_outputs == []
+    assert caller.completion(b"c", finish_reason="length").text == "abc"
+
+
+def test_token_that_ends_the_request_is_in_the_ids_and_not_in_the_text() -> None:
+    caller = Caller("cumulative", stop_token_ids=[10])
+    last = caller.completion(b"ab\n", finish_reason="stop", stop_reason=10)
+    assert (last.text, last.token_ids, last.stop_reason) == ("ab", [97, 98, 10], 10)
+    caller = Caller("cumulative", stop_token_ids=[10], include_stop_str_in_output=True)
+    assert caller.completion(b"ab\n", finish_reason="stop", stop_reason=10).text == "ab\n"
+
+
+def test_stop_string_ends_the_request_here_and_asks_to_abort_it_there() -> None:
+    caller = Caller("delta", stop=["XY"])
+    assert caller.step(b"abX").request_ids_to_abort == []
+    processed = caller.step(b"Ycd")
+    completion = processed.request_outputs[0].outputs[0]
+    assert processed.request_ids_to_abort == ["r"]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", "XY")
+    # Tokens after the stop string do not count.
+    assert (completion.text, completion.token_ids) == ("", [89])
+    # A step that was on its way is ignored.
+    assert caller.step(b"more") == ProcessedOutputs(request_outputs=[], request_ids_to_abort=[])
+
+
+def test_stop_string_in_the_last_step_needs_no_abort() -> None:
+    caller = Caller("final_only", stop=["XY"])
+    processed = caller.step(b"aXYb", finish_reason="length")
+    assert processed.request_ids_to_abort == []
+    completion = processed.request_outputs[0].outputs[0]
+    assert (completion.text, completion.finish_reason, completion.stop_reason) == (
+        "a",
+        "stop",
+        "XY",
+    )
+
+
+def test_held_text_is_shown_at_the_end() -> None:
+    caller = Caller("delta", stop=["XY"])
+    assert caller.completion(b"aX").text == "a"
+    assert caller.completion([EOS_ID], finish_reason="stop").text == "X"
+
+
+def test_logprobs_name_the_drawn_token_first() -> None:
+    caller = Caller("delta", logprobs=2)
+    logprobs = TokenLogprobs(
+        token_logprob=-3.0, token_rank=3, top_token_ids=[97, 98], top_logprobs=[-0.5, -1.0]
+    )
+    completion = caller.completion(b"c", logprobs=[logprobs])
+    assert list(completion.logprobs[0].items()) == [
+        (99, Logprob(logprob=-3.0, rank=3, decoded_token="c")),
+        (97, Logprob(logprob=-0.5, rank=1, decoded_token="a")),
+        (98, Logprob(logprob=-1.0, rank=2, decoded_token="b")),
+    ]
+    logprobs = TokenLogprobs(
+        token_logprob=-0.5, token_rank=1, top_token_ids=[97, 98], top_logprobs=[-0.5, -1.0]
+    )
+    completion = caller.completion(b"a", logprobs=[logprobs], finish_reason="length")
+    assert completion.cumulative_logprob == -3.5
+    assert [list(entry) for entry in completion.logprobs] == [[97, 98]]
+
+
+def test_without_tokenizer_there_are_ids_and_no_text() -> None:
+    caller = Caller("cumulative", tokenizer=False, logprobs=0)
+    logprobs = TokenLogprobs(token_logprob=-1.0, token_rank=1, top_token_ids=[], top_logprobs=[])
+    completion = caller.completion(b"a", logprobs=[logprobs])
+    assert (completion.text, completion.token_ids) == ("", [97])
+    assert completion.logprobs == [{97: Logprob(logprob=-1.0, rank=1, decoded_token="")}]
+
+
+def test_detokenize_false_makes_no_text() -> None:
+    assert Caller("cumulative", detokenize=False).completion(b"ab").text == ""
+
+
+def test_abort_returns_the_output_so_far_and_forgets_the_request() -> None:
+    caller = Caller("final_only")
+    caller.step(b"a\xc3")
+    (output,) = caller.processor.abort(["r", "unknown"])
+    assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("a�", "abort")
+    assert output.finished
+    assert caller.processor.abort(["r"]) == []
+    assert caller.step(b"b").request_outputs == []
+
+
+def test_error_of_the_engine_is_passed_on() -> None:
+    assert Caller("delta").completion(b"", finish_reason="error").finish_reason == "error"
+
+
+def test_request_id_is_followed_once() -> None:
+    caller = Caller()
+    request = EngineRequest(request_id="r", prompt_token_ids=[1], sampling_params=SamplingParams())
+    with pytest.raises(InvariantError):
+        caller.processor.add_request(request, prompt=None, output_kind="delta")

@@ -1,0 +1,119 @@
+"""An engine core over the real scheduler and a fake executor, whose tokens are known beforehand."""
+
+import time
+
+from paxkv.config import CacheConfig, SchedulerConfig
+from paxkv.contracts.engine_request import EngineRequest
+from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from paxkv.contracts.runner_output import ModelRunnerOutput, TokenLogprobs
+from paxkv.contracts.scheduler_output import SchedulerOutput
+from paxkv.engine.engine_core import EngineCore
+from paxkv.sampling_params import SamplingParams
+from paxkv.scheduler.scheduler import Scheduler
+
+BLOCK_SIZE = 8
+
+
+class FakeExecutor:
+    """Answers every request with its own prompt, over and over: [1, 2, 3] -> 1, 2, 3, 1, 2, ...
+
+    Args:
+        step_s: How long a step takes.
+        fails_at_step: This step raises; None is never.
+    """
+
+    num_padded_tokens = 7
+    num_compiles_after_ready = 0
+
+    def __init__(
+        self, kv_cache_config: KVCacheConfig, *, step_s: float = 0.0, fails_at_step: int | None
+    ) -> None:
+        self.kv_cache_config = kv_cache_config
+        self.rows: dict[str, EngineRequest] = {}
+        self.num_steps = 0
+        self._step_s = step_s
+        self._fails_at_step = fails_at_step
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> "FakeStep":
+        if self.num_steps == self._fails_at_step:
+            raise RuntimeError("the device is on fire")
+        self.num_steps += 1
+        time.sleep(self._step_s)
+        for req_id in scheduler_output.finished_req_ids:
+            self.rows.pop(req_id, None)
+        cached = scheduler_output.scheduled_cached_reqs
+        num_computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        num_outputs = dict(zip(cached.req_ids, cached.num_output_tokens, strict=True))
+        for new in scheduler_output.scheduled_new_reqs:
+            self.rows[new.req_id] = new
+            num_computed[new.req_id], num_outputs[new.req_id] = new.num_computed_tokens, 0
+        tokens, logprobs = [], []
+        for req_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
+            prompt = self.rows[req_id].prompt_token_ids
+            num_known = len(prompt) + num_outputs[req_id]
+            is_sampled = num_computed[req_id] + num_scheduled == num_known
+            token_id = prompt[num_outputs[req_id] % len(prompt)]
+            tokens.append([token_id] if is_sampled else [])
+            logprobs.append(self._logprobs(req_id, tokens[-1]))
+        return FakeStep(
+            ModelRunnerOutput(
+                req_ids=list(scheduler_output.num_scheduled_tokens),
+                sampled_token_ids=tokens,
+                logprobs=logprobs,
+            )
+        )
+
+    def _logprobs(self, req_id: str, token_ids: list[int]) -> list[TokenLogprobs] | None:
+        if self.rows[req_id].sampling_params.logprobs is None:
+            return None
+        return [
+            TokenLogprobs(
+                token_logprob=-0.5, token_rank=1, top_token_ids=[i, 97], top_logprobs=[-0.5, -2.0]
+            )
+            for i in token_ids
+        ]
+
+
+class FakeStep:
+    """A step whose tokens were known before it ran."""
+
+    def __init__(self, output: ModelRunnerOutput) -> None:
+        self._output = output
+
+    def sample_tokens(self) -> ModelRunnerOutput:
+        return self._output
+
+
+def make_engine_core(
+    *,
+    num_blocks: int = 65,
+    max_num_seqs: int = 64,
+    max_model_len: int = 256,
+    step_s: float = 0.0,
+    fails_at_step: int | None = None,
+) -> EngineCore:
+    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype="float32")
+    kv_cache_config = KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_groups=(KVCacheGroupSpec(layer_names=("layers.0",), kv_cache_spec=spec),),
+    )
+    scheduler = Scheduler(
+        scheduler_config=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=64),
+        cache_config=CacheConfig(block_size=BLOCK_SIZE),
+        kv_cache_config=kv_cache_config,
+        max_model_len=max_model_len,
+    )
+    return EngineCore(
+        scheduler, FakeExecutor(kv_cache_config, step_s=step_s, fails_at_step=fails_at_step)
+    )
+
+
+def make_request(
+    request_id: str, prompt_token_ids: list[int], max_tokens: int = 4, **params: object
+) -> EngineRequest:
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt_token_ids,
+        sampling_params=SamplingParams(max_tokens=max_tokens, **params),
+        eos_token_ids=(0,),
+    )

@@ -1,0 +1,170 @@
+"""The core's thread passes only bytes, sleeps when idle, and always says that it ended."""
+
+import gc
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from paxkv.contracts.engine_output import EngineDead, EngineOutput, StepOutputs, UtilityReply
+from paxkv.contracts.engine_request import AbortRequests, AddRequest, Shutdown, UtilityCall
+from paxkv.contracts.scheduler_output import SchedulerOutput
+from paxkv.engine.core_thread import CoreThread
+from paxkv.errors import EngineDeadError
+from tests.paxkv.engine.fake_engine import FakeStep, make_engine_core, make_request
+
+TIMEOUT_S = 20.0
+
+
+@contextmanager
+def running(**arguments: object) -> Iterator[CoreThread]:
+    transport = CoreThread(make_engine_core(**arguments))
+    try:
+        yield transport
+    finally:
+        transport.close()
+
+
+def receive_until(transport: CoreThread, request_id: str) -> tuple[list[int], str]:
+    """Tokens and finish reason of a request."""
+    token_ids = []
+    while True:
+        message = transport.receive(TIMEOUT_S)
+        assert isinstance(message, StepOutputs), message
+        for output in message.outputs:
+            if output.request_id == request_id:
+                token_ids += output.new_token_ids
+                if output.finish_reason is not None:
+                    return token_ids, output.finish_reason
+
+
+def receive_reply(transport: CoreThread) -> UtilityReply:
+    while True:
+        message = transport.receive(TIMEOUT_S)
+        if isinstance(message, UtilityReply):
+            return message
+
+
+def receive_last(transport: CoreThread) -> list[EngineOutput]:
+    """All messages to the end."""
+    messages = []
+    while not messages or not isinstance(messages[-1], EngineDead):
+        messages.append(transport.receive(TIMEOUT_S))
+        assert messages[-1] is not None
+    return messages
+
+
+def test_request_goes_in_and_tokens_come_out() -> None:
+    with running() as transport:
+        transport.send(AddRequest(request=make_request("a", [5, 6], max_tokens=3)))
+        assert receive_until(transport, "a") == ([5, 6, 5], "length")
+
+
+def test_only_bytes_pass_between_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed = []
+
+    class SpyQueue(queue.Queue):
+        def put(self, item: object) -> None:
+            passed.append(item)
+            super().put(item)
+
+    monkeypatch.setattr(queue, "SimpleQueue", SpyQueue)
+    with running() as transport:
+        transport.send(AddRequest(request=make_request("a", [5])))
+        receive_until(transport, "a")
+        transport.send(UtilityCall(call_id=0, method="get_stats"))
+        receive_reply(transport)
+    assert len(passed) >= 7
+    assert {type(item) for item in passed} == {bytes}
+
+
+def test_idle_engine_sleeps() -> None:
+    core = make_engine_core()
+    transport = CoreThread(core)
+    transport.send(AddRequest(request=make_request("a", [5], max_tokens=2)))
+    receive_until(transport, "a")
+    transport.send(UtilityCall(call_id=0, method="get_stats"))
+    receive_reply(transport)
+    num_steps, cpu_s = core._executor.num_steps, time.process_time()
+    assert transport.receive(0.3) is None
+    assert core._executor.num_steps == num_steps
+    assert time.process_time() - cpu_s < 0.15
+    transport.close()
+
+
+def test_waiting_messages_are_obeyed_before_the_next_step() -> None:
+    core = make_engine_core()
+    has_begun, may_go_on = threading.Event(), threading.Event()
+    execute_model = core._executor.execute_model
+
+    def execute_when_told(scheduler_output: SchedulerOutput) -> FakeStep:
+        has_begun.set()
+        assert may_go_on.wait(TIMEOUT_S)
+        return execute_model(scheduler_output)
+
+    core._executor.execute_model = execute_when_told
+    transport = CoreThread(core)
+    transport.send(AddRequest(request=make_request("a", [5], max_tokens=200)))
+    assert has_begun.wait(TIMEOUT_S)
+    late = [f"b{number}" for number in range(10)]
+    for request_id in late:
+        transport.send(AddRequest(request=make_request(request_id, [6], max_tokens=1)))
+    transport.send(AbortRequests(request_ids=["a"]))
+    may_go_on.set()
+    first, second = transport.receive(TIMEOUT_S), transport.receive(TIMEOUT_S)
+    assert [output.request_id for output in first.outputs] == ["a"]
+    assert [output.request_id for output in second.outputs] == late
+    transport.close()
+
+
+def test_failing_step_ends_the_engine_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    with running(fails_at_step=2) as transport:
+        transport.send(AddRequest(request=make_request("a", [5], max_tokens=9)))
+        messages = receive_last(transport)
+        assert len(messages) == 3
+        assert messages[-1].reason == "RuntimeError: the device is on fire"
+        assert "Traceback" in caplog.text
+        # Whoever comes later hears it too.
+        assert transport.receive(TIMEOUT_S) == messages[-1]
+        with pytest.raises(EngineDeadError):
+            transport.send(AbortRequests(request_ids=["a"]))
+
+
+def test_bytes_that_are_no_message_end_the_engine() -> None:
+    with running() as transport:
+        transport._inputs.put(b"\x00")
+        assert "InvariantError" in transport.receive(TIMEOUT_S).reason
+
+
+def test_drain_lets_requests_finish() -> None:
+    with running(step_s=0.001) as transport:
+        transport.send(AddRequest(request=make_request("a", [5], max_tokens=30)))
+        transport.send(Shutdown(drain=True))
+        assert receive_until(transport, "a") == ([5] * 30, "length")
+        assert receive_last(transport)[-1].reason == "it was shut down"
+
+
+def test_close_ends_a_busy_engine_and_may_be_repeated() -> None:
+    transport = CoreThread(make_engine_core(step_s=0.001))
+    transport.send(AddRequest(request=make_request("a", [5], max_tokens=250)))
+    transport.receive(TIMEOUT_S)
+    transport.close()
+    transport.close()
+    assert not transport._thread.is_alive()
+    assert isinstance(receive_last(transport)[-1], EngineDead)
+
+
+def test_thread_does_not_keep_its_transport_alive() -> None:
+    transport = CoreThread(make_engine_core())
+    thread, reference = transport._thread, weakref.ref(transport)
+    inputs = transport._inputs
+    del transport
+    gc.collect()
+    assert reference() is None
+    assert thread.is_alive() and thread.daemon and thread in threading.enumerate()
+    inputs.put(b"")
+    thread.join(TIMEOUT_S)

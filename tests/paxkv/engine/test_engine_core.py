@@ -1,0 +1,150 @@
+"""The engine core obeys messages, steps, and keeps one request's trouble from the others."""
+
+import json
+
+import pytest
+
+from paxkv.contracts.engine_output import EngineCoreOutput, StepOutputs, UtilityReply
+from paxkv.contracts.engine_request import AbortRequests, AddRequest, Shutdown, UtilityCall
+from paxkv.contracts.scheduler_output import CachedRequestData, SchedulerOutput
+from paxkv.engine.engine_core import MAX_EMPTY_STEPS, EngineCore
+from paxkv.errors import InvariantError
+from tests.paxkv.engine.fake_engine import make_engine_core, make_request
+
+
+def run_until_idle(core: EngineCore) -> list[EngineCoreOutput]:
+    outputs = []
+    while core.has_work:
+        outputs += core.step().outputs
+    return outputs
+
+
+def tokens_of(outputs: list[EngineCoreOutput], request_id: str) -> list[int]:
+    return [t for o in outputs if o.request_id == request_id for t in o.new_token_ids]
+
+
+def test_requests_run_to_their_ends_together() -> None:
+    core = make_engine_core()
+    assert core.handle(AddRequest(request=make_request("a", [5, 6, 7], max_tokens=5))) is None
+    assert core.handle(AddRequest(request=make_request("b", [8], max_tokens=2))) is None
+    outputs = run_until_idle(core)
+    assert tokens_of(outputs, "a") == [5, 6, 7, 5, 6]
+    assert tokens_of(outputs, "b") == [8, 8]
+    assert [o.finish_reason for o in outputs if o.finish_reason] == ["length", "length"]
+
+
+def test_eos_ends_a_request() -> None:
+    core = make_engine_core()
+    core.handle(AddRequest(request=make_request("a", [5, 0, 7], max_tokens=9)))
+    outputs = run_until_idle(core)
+    assert tokens_of(outputs, "a") == [5, 0]
+    assert outputs[-1].finish_reason == "stop"
+
+
+def test_abort_midway_frees_everything_and_is_told_to_the_executor() -> None:
+    core = make_engine_core()
+    core.handle(AddRequest(request=make_request("a", [5], max_tokens=100)))
+    core.handle(AddRequest(request=make_request("b", [6], max_tokens=3)))
+    core.step()
+    core.handle(AbortRequests(request_ids=["a", "unknown"]))
+    outputs = run_until_idle(core)
+    assert {o.request_id for o in outputs} == {"b"}
+    stats = core.make_stats()
+    assert (stats.num_running_reqs, stats.num_waiting_reqs, stats.kv_cache_usage) == (0, 0, 0.0)
+    assert core._executor.rows == {}
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        make_request("a", [5]),
+        make_request("big", [5], max_tokens=250),
+        make_request("long", [5] * 300),
+    ],
+    ids=["duplicate", "never_fits", "too_long"],
+)
+def test_request_that_cannot_be_taken_ends_alone(request_: object) -> None:
+    core = make_engine_core(num_blocks=4)
+    core.handle(AddRequest(request=make_request("a", [5], max_tokens=3)))
+    reply = core.handle(AddRequest(request=request_))
+    assert isinstance(reply, StepOutputs)
+    assert [(o.request_id, o.finish_reason) for o in reply.outputs] == [
+        (request_.request_id, "error")
+    ]
+    assert tokens_of(run_until_idle(core), "a") == [5, 5, 5]
+
+
+def test_utility_calls_are_answered_by_id() -> None:
+    core = make_engine_core()
+    reply = core.handle(UtilityCall(call_id=3, method="reset_prefix_cache"))
+    assert reply == UtilityReply(call_id=3, result_json="true")
+    core.handle(AddRequest(request=make_request("a", [5] * 20)))
+    core.step()
+    reply = core.handle(UtilityCall(call_id=4, method="reset_prefix_cache"))
+    assert reply == UtilityReply(call_id=4, result_json="false")
+    reply = core.handle(UtilityCall(call_id=5, method="check_invariants"))
+    assert reply == UtilityReply(call_id=5, result_json="null")
+    stats = json.loads(core.handle(UtilityCall(call_id=6, method="get_stats")).result_json)
+    assert (stats["num_running_reqs"], stats["num_padded_tokens"]) == (1, 7)
+
+
+def test_unknown_utility_is_an_error_reply() -> None:
+    reply = make_engine_core().handle(UtilityCall(call_id=1, method="__init__"))
+    assert reply.result_json is None
+    assert "__init__" in reply.error
+
+
+def test_broken_invariant_is_reported_and_not_fatal() -> None:
+    class BrokenScheduler:
+        def check_invariants(self) -> None:
+            raise InvariantError("a block is lost")
+
+        reset_prefix_cache = check_invariants
+
+    reply = EngineCore(BrokenScheduler(), None).handle(
+        UtilityCall(call_id=1, method="check_invariants")
+    )
+    assert "a block is lost" in reply.error
+
+
+def test_shutdown_waits_for_requests_only_when_draining() -> None:
+    core = make_engine_core()
+    core.handle(AddRequest(request=make_request("a", [5], max_tokens=2)))
+    assert not core.is_finished
+    core.handle(Shutdown(drain=True))
+    assert not core.is_finished
+    refused = core.handle(AddRequest(request=make_request("late", [5])))
+    assert refused.outputs[0].finish_reason == "error"
+    assert tokens_of(run_until_idle(core), "a") == [5, 5]
+    assert core.is_finished
+
+    core = make_engine_core()
+    core.handle(AddRequest(request=make_request("a", [5], max_tokens=2)))
+    core.handle(Shutdown(drain=True))
+    core.handle(Shutdown())
+    assert core.is_finished
+
+
+def test_scheduler_that_schedules_nothing_for_ever_is_a_bug_that_is_seen() -> None:
+    nothing = SchedulerOutput(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=CachedRequestData(
+            req_ids=[],
+            resumed_req_ids=frozenset(),
+            new_block_ids=[],
+            num_computed_tokens=[],
+            num_output_tokens=[],
+            all_token_ids={},
+        ),
+        num_scheduled_tokens={},
+        total_num_scheduled_tokens=0,
+        preempted_req_ids=frozenset(),
+        finished_req_ids=frozenset(),
+    )
+    core = make_engine_core()
+    core.handle(AddRequest(request=make_request("a", [5])))
+    core._scheduler.schedule = lambda: nothing
+    for _ in range(MAX_EMPTY_STEPS):
+        core.step()
+    with pytest.raises(InvariantError, match="1 requests wait"):
+        core.step()

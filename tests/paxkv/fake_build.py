@@ -1,0 +1,63 @@
+"""Stand-ins for the parts of an engine that need a device: a model and a runner that echo."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from tests.paxkv.engine.fake_engine import FakeExecutor
+from tests.paxkv.text.small_tokenizers import BOS, EOS, byte_level_backend
+
+MAX_POSITIONS = 128
+VOCAB_SIZE = 258
+
+
+class FakeRunner(FakeExecutor):
+    """Takes a runner's arguments and echoes prompts."""
+
+    instances: list["FakeRunner"] = []
+    fails_at_step: int | None = None
+
+    def __init__(self, model: object, **arguments: object) -> None:
+        self.arguments = arguments
+        self.is_warm = False
+        cache_config = arguments["cache_config"]
+        spec = FullAttentionSpec(
+            block_size=cache_config.block_size, num_kv_heads=1, head_size=8, dtype="float32"
+        )
+        group = KVCacheGroupSpec(layer_names=("layers.0",), kv_cache_spec=spec)
+        kv_cache_config = KVCacheConfig(
+            num_blocks=cache_config.num_gpu_blocks_override or 65, kv_cache_groups=(group,)
+        )
+        super().__init__(kv_cache_config, fails_at_step=self.fails_at_step)
+        self.memory_plan = SimpleNamespace(report=lambda: "KV cache: fake")
+        self.instances.append(self)
+
+    def warm_up(self) -> None:
+        self.is_warm = True
+
+
+def fake_model_parts(monkeypatch: pytest.MonkeyPatch) -> type[FakeRunner]:
+    """Replaces the model and the runner that `paxkv.build` makes; returns the runner's class."""
+
+    class Runner(FakeRunner):
+        instances = []
+
+    config = SimpleNamespace(
+        vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_POSITIONS, eos_token_ids=(257,)
+    )
+    monkeypatch.setattr(
+        "paxkv.build.load_model", lambda folder, **arguments: SimpleNamespace(config=config)
+    )
+    monkeypatch.setattr("paxkv.build.ModelRunner", Runner)
+    return Runner
+
+
+def save_tokenizer(folder: Path, *, chat_template: str | None = None) -> None:
+    byte_level_backend().save(str(folder / "tokenizer.json"))
+    config = {"bos_token": BOS, "eos_token": EOS, "add_bos_token": True}
+    if chat_template is not None:
+        config["chat_template"] = chat_template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))

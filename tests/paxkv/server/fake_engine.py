@@ -1,0 +1,202 @@
+"""An engine without a model: answers of known letters, at a known pace."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+
+from paxkv.contracts.engine_output import SchedulerStats
+from paxkv.contracts.model_info import ModelInfo
+from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput
+from paxkv.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
+from paxkv.sampling_params import SamplingParams
+
+MODEL_NAME = "org/fake"
+MAX_MODEL_LEN = 512
+VOCAB_SIZE = 300
+BOS = 256
+# A prompt with this text in it makes the engine do what it says.
+DIE_AFTER_3 = "die after three tokens"
+FAIL_AFTER_3 = "raise a bug after three tokens"
+NO_TOKENS = "hold the first token back for good"
+
+
+class FakeTokenizer:
+    """One token a UTF-8 byte; BOS in front when special tokens are wanted."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [BOS] * add_special_tokens + list(text.encode("utf-8"))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        special = "" if skip_special_tokens else "<s>"
+        return "".join(special if i == BOS else chr(i) for i in token_ids)
+
+
+class FakeChatTemplate:
+    """[{"role": "user", "content": "hi"}] -> "<user>hi<assistant>"."""
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, object] | None = None,
+    ) -> str:
+        text = "".join(f"<{m['role']}>{m['content']}" for m in messages)
+        return (
+            text + (template_kwargs or {}).get("tail", "") + "<assistant>" * add_generation_prompt
+        )
+
+
+def answer_token_ids(prompt_token_ids: list[int], max_tokens: int) -> list[int]:
+    """Letters that depend on the prompt: [97], 3 tokens -> "tuv" (97 % 26 is 19, a "t")."""
+    first = sum(prompt_token_ids)
+    return [ord("a") + (first + i) % 26 for i in range(max_tokens)]
+
+
+class FakeEngine:
+    """Implements `paxkv.server.engine_protocol.EngineClient`."""
+
+    def __init__(self, *, seconds_per_token: float = 0.0) -> None:
+        self.model_info = ModelInfo(
+            served_model_name=MODEL_NAME,
+            model="/models/fake",
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=VOCAB_SIZE,
+            max_fitting_tokens=10_000,
+            created=1_700_000_000,
+        )
+        self.tokenizer = FakeTokenizer()
+        self.chat_template = FakeChatTemplate()
+        self.is_alive = True
+        self.seconds_per_token = seconds_per_token
+        self.running: set[str] = set()
+        self.most_running = 0
+        self.aborted: list[str] = []
+        self.seen_params: list[SamplingParams] = []
+        self.seen_priorities: list[int] = []
+        self.seen_prompts: list[object] = []
+
+    @property
+    def latest_stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            num_running_reqs=len(self.running),
+            kv_cache_usage=0.25,
+            prefix_cache_queries=100,
+            prefix_cache_hits=40,
+            num_preemptions=3,
+        )
+
+    async def get_stats(self) -> SchedulerStats:
+        return self.latest_stats
+
+    async def close(self, *, drain_timeout_s: float) -> None:
+        self.is_alive = False
+
+    async def generate(
+        self,
+        prompt: object,
+        sampling_params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        stream: bool,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        prompt_token_ids = self._token_ids(prompt)
+        text = str(prompt)
+        self.seen_params.append(sampling_params)
+        self.seen_priorities.append(priority)
+        self.seen_prompts.append(prompt)
+        self._check_alive()
+        assert request_id not in self.running
+        self.running.add(request_id)
+        self.most_running = max(self.most_running, len(self.running))
+        is_done = False
+        most = MAX_MODEL_LEN - len(prompt_token_ids)
+        token_ids = answer_token_ids(
+            prompt_token_ids, min(sampling_params.max_tokens or most, most)
+        )
+        num_sent = 0
+        try:
+            for i in range(len(token_ids)):
+                await self._compute(text, num_done=i)
+                is_done = i + 1 == len(token_ids)
+                if stream or is_done:
+                    yield _output(
+                        request_id,
+                        prompt_token_ids,
+                        token_ids[num_sent : i + 1],
+                        sampling_params,
+                        is_done=is_done,
+                    )
+                    num_sent = i + 1
+        finally:
+            self.running.discard(request_id)
+            if not is_done:
+                self.aborted.append(request_id)
+
+    async def _compute(self, text: str, *, num_done: int) -> None:
+        if NO_TOKENS in text:
+            await asyncio.Event().wait()
+        await asyncio.sleep(self.seconds_per_token)
+        self._check_alive()
+        if DIE_AFTER_3 in text and num_done == 3:
+            self.is_alive = False
+            self._check_alive()
+        if FAIL_AFTER_3 in text and num_done == 3:
+            raise RuntimeError("a secret of the inside")
+
+    def _check_alive(self) -> None:
+        if not self.is_alive:
+            raise EngineDeadError("the engine has ended: pulled the plug")
+
+    def _token_ids(self, prompt: object) -> list[int]:
+        assert isinstance(prompt, Mapping)
+        token_ids = prompt.get("prompt_token_ids")
+        if token_ids is None:
+            token_ids = self.tokenizer.encode(
+                prompt["prompt"], add_special_tokens=prompt["add_special_tokens"]
+            )
+        if any(not 0 <= i < VOCAB_SIZE for i in token_ids):
+            raise InvalidRequestError(f"token ids are in [0, {VOCAB_SIZE}).", param="prompt")
+        if len(token_ids) >= MAX_MODEL_LEN:
+            raise PromptTooLongError(f"the prompt has {len(token_ids)} tokens.", param="prompt")
+        return token_ids
+
+
+def _output(
+    request_id: str,
+    prompt_token_ids: list[int],
+    token_ids: list[int],
+    sampling_params: SamplingParams,
+    *,
+    is_done: bool,
+) -> RequestOutput:
+    logprobs = None
+    if sampling_params.logprobs is not None:
+        logprobs = [_logprobs(i, sampling_params.logprobs) for i in token_ids]
+    completion = CompletionOutput(
+        index=0,
+        text="".join(map(chr, token_ids)),
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason="length" if is_done else None,
+    )
+    return RequestOutput(
+        request_id=request_id,
+        prompt=None,
+        prompt_token_ids=prompt_token_ids,
+        outputs=[completion],
+        finished=is_done,
+        num_cached_tokens=2,
+    )
+
+
+def _logprobs(token_id: int, num_top: int) -> dict[int, Logprob]:
+    """The drawn token is always the second most likely; the least likely one has -inf."""
+    tops = {
+        65 + k: Logprob(
+            logprob=-float(k) if k < 4 else -float("inf"), rank=k + 1, decoded_token=chr(65 + k)
+        )
+        for k in range(num_top)
+        if k != 1
+    }
+    return {token_id: Logprob(logprob=-1.0, rank=2, decoded_token=chr(token_id))} | tops

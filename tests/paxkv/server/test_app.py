@@ -1,0 +1,373 @@
+"""The whole application: every mistake gets its own answer, and the next request is served."""
+
+import socket
+import subprocess
+import sys
+import time
+
+import openai
+import pytest
+
+from paxkv.config import ServerConfig
+from paxkv.server.app import create_app
+from tests.paxkv.server.fake_engine import (
+    DIE_AFTER_3,
+    FAIL_AFTER_3,
+    MODEL_NAME,
+    NO_TOKENS,
+    FakeEngine,
+)
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.fixture(autouse=True)
+def still_serves(request):
+    """After each test that uses the shared server, it must answer a good request."""
+    yield
+    if "shared_server" in request.fixturenames:
+        server = request.getfixturevalue("shared_server")
+        response = server.client.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 1})
+        assert response.status_code == 200
+        assert not server.engine.running
+
+
+def _error(response):
+    """The error, after checking its form."""
+    assert response.headers["content-type"] == "application/json"
+    assert list(response.json()) == ["error"]
+    error = response.json()["error"]
+    assert list(error) == ["message", "type", "param", "code"]
+    assert "Traceback" not in error["message"]
+    expected = "server_error" if response.status_code >= 500 else "invalid_request_error"
+    assert error["type"] == expected
+    return error
+
+
+def _post_raw(server, content, content_type="application/json", path=COMPLETIONS):
+    return server.client.post(path, content=content, headers={"Content-Type": content_type})
+
+
+def _wait_until(condition, timeout_s=5.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "not valid JSON"),
+        (b'{"prompt": "a"', "not valid JSON"),
+        (b'{"prompt": "a"} {}', "not valid JSON"),
+        (b'{"prompt": "a", "temperature": NaN}', "finite"),
+        (b'{"prompt": "a", "temperature": Infinity}', "finite"),
+        (b'{"prompt": "a", "temperature": -Infinity}', "finite"),
+        (b'{"prompt": "a", "temperature": 1e999}', "out of range"),
+        (b'{"prompt": "\\ud800"}', "surrogate"),
+        (b'{"prompt": "\\udc00 a"}', "surrogate"),
+        (b'{"prompt": "\xed\xa0\x80"}', "UTF-8"),
+        (b'{"prompt": "\xff"}', "UTF-8"),
+        (b'["prompt"]', "an array"),
+        (b'"prompt"', "a string"),
+        (b"17", "a number"),
+        (b"null", "null"),
+        (b"[" * 50_000, "deeply"),
+        (b'{"prompt":' * 5_000, "deeply"),
+        (b'{"prompt": "a", "unknown": ' + b"[" * 50_000, "deeply"),
+        (b"\x00\x01\x02", "not valid JSON"),
+    ],
+)
+def test_malformed_json_is_400(shared_server, content, words):
+    response = _post_raw(shared_server, content)
+    assert response.status_code == 400
+    assert words in _error(response)["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [""]}, "prompt"),
+        ({"prompt": ["a", ""]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [[1], []]}, "prompt"),
+        ({"prompt": 7}, "prompt"),
+        ({"prompt": {"text": "a"}}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [1, True]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": [[1], ["a"]]}, "prompt"),
+        ({"prompt": [300]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [2**70]}, "prompt"),
+        ({"prompt": "a" * 600}, "prompt"),
+        ({"prompt": ["a"] * 257}, "prompt"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 2**80}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 1e30}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": [1]}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"seed": 2**70}, "seed"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"stop": ""}, "stop"),
+        ({"stop": [1]}, "stop"),
+        ({"stop": ["a"] * 65}, "stop"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": 1}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options"),
+        ({"model": 3}, "model"),
+        ({"request_id": "x" * 200}, "request_id"),
+        ({"n": 2}, "n"),
+        ({"n": True}, "n"),
+        ({"best_of": 2}, "best_of"),
+        ({"echo": True}, "echo"),
+        ({"suffix": "end"}, "suffix"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+def test_bad_completion_field_is_400_and_named(shared_server, fields, param):
+    response = shared_server.client.post(COMPLETIONS, json={"prompt": "a"} | fields)
+    assert response.status_code == 400
+    error = _error(response)
+    assert error["param"] == param
+    assert len(error["message"]) < 500
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": ["hi"]}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+        ({"messages": [USER, {"role": "king", "content": "hi"}]}, "messages[1].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": ["hi"]}]}, "messages[0].content[0]"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0]",
+        ),
+        ({"messages": [USER | {"name": 3}]}, "messages[0].name"),
+        ({"messages": [USER | {"tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ],
+)
+def test_bad_chat_field_is_400_and_named(shared_server, fields, param):
+    response = shared_server.client.post(CHAT, json={"messages": [USER]} | fields)
+    assert response.status_code == 400
+    assert _error(response)["param"] == param
+
+
+def test_message_says_what_came_and_what_is_allowed(shared_server):
+    response = shared_server.client.post(COMPLETIONS, json={"prompt": "a", "max_tokens": "5"})
+    assert _error(response)["message"] == "max_tokens: expected int | null, got str."
+    response = shared_server.client.post(COMPLETIONS, json={"max_tokens": 5})
+    error = _error(response)
+    assert (error["message"], error["param"]) == ("missing required field prompt.", "prompt")
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
+def test_unknown_model_is_404(shared_server, path):
+    body = {"model": "other", "prompt": "a", "messages": [USER], "tokens": [1]}
+    response = shared_server.client.post(path, json=body)
+    assert response.status_code == 404
+    error = _error(response)
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+
+
+def test_prompt_over_the_context_has_openai_code(shared_server):
+    response = shared_server.client.post(COMPLETIONS, json={"prompt": "a" * 600})
+    assert _error(response)["code"] == "context_length_exceeded"
+
+
+def test_openai_client_raises_its_own_errors(shared_server):
+    with openai.OpenAI(base_url=f"{shared_server.url}/v1", api_key="none") as client:
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="other", prompt="a")
+        with pytest.raises(openai.BadRequestError, match="temperature must be a number"):
+            client.completions.create(model=MODEL_NAME, prompt="a", temperature=-1)
+
+
+@pytest.mark.parametrize("content_type", ["", "text/plain", "application/x-www-form-urlencoded"])
+def test_content_type_other_than_json_is_415(shared_server, content_type):
+    response = _post_raw(shared_server, b'{"prompt": "a"}', content_type)
+    assert response.status_code == 415
+    assert "application/json" in _error(response)["message"]
+
+
+def test_content_type_may_name_its_charset(shared_server):
+    response = _post_raw(shared_server, b'{"prompt": "a"}', "Application/JSON; charset=utf-8")
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize("size", [100_001, 300_000, 3_000_000])
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_body_over_the_limit_is_413(shared_server, size, is_chunked):
+    content = b'{"prompt": "' + b"a" * (size - 14) + b'"}'
+    if is_chunked:
+        content = iter([content[i : i + 10_000] for i in range(0, size, 10_000)])
+    response = _post_raw(shared_server, content)
+    assert response.status_code == 413
+    assert "100000 bytes" in _error(response)["message"]
+
+
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/completions/", "/nothing", "/v1/chat"])
+def test_unknown_path_is_404(shared_server, path):
+    response = shared_server.client.post(path, json={})
+    assert response.status_code == 404
+    assert path in _error(response)["message"]
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", COMPLETIONS), ("POST", "/v1/models")])
+def test_wrong_method_is_405(shared_server, method, path):
+    response = shared_server.client.request(method, path)
+    assert response.status_code == 405
+    assert response.headers["allow"]
+    assert path in _error(response)["message"]
+
+
+def test_bytes_that_are_not_http_are_400(shared_server):
+    with socket.create_connection(shared_server.address, timeout=5) as connection:
+        connection.sendall(b"\x16\x03\x01 hello\r\n\r\n")
+        answer = connection.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b'{"error":{"message":"Invalid HTTP request received."' in answer
+
+
+def test_same_request_id_twice_at_once_is_served_twice(start_server):
+    server = start_server(seconds_per_token=0.01)
+    body = {"prompt": "a", "max_tokens": 5, "stream": True, "request_id": "same"}
+    headers = {"X-Request-Id": "same too"}
+    with server.client.stream("POST", COMPLETIONS, json=body, headers=headers) as first:
+        second = server.client.post(COMPLETIONS, json=body, headers=headers)
+        first.read()
+    assert (first.status_code, second.status_code) == (200, 200)
+    assert first.text.count('"id":"cmpl-same"') == 5
+    assert second.headers["x-request-id"] == "same too"
+
+
+def test_error_in_the_middle_of_a_stream_is_an_event(start_server, caplog):
+    server = start_server()
+    body = {"prompt": FAIL_AFTER_3, "stream": True}
+    response = server.client.post(COMPLETIONS, json=body)
+    assert response.status_code == 200
+    events = response.text.split("\n\n")
+    assert len(events) == 5
+    assert events[3].startswith('data: {"error":{"message":"internal error')
+    assert "[DONE]" not in response.text
+    assert "secret" not in response.text
+    assert "a secret of the inside" in caplog.text
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        stream = client.completions.create(model=MODEL_NAME, prompt=FAIL_AFTER_3, stream=True)
+        with pytest.raises(openai.APIError, match="internal error"):
+            list(stream)
+
+
+def test_bug_is_500_without_its_traceback_and_is_logged(start_server, caplog):
+    server = start_server()
+    response = server.client.post(COMPLETIONS, json={"prompt": FAIL_AFTER_3})
+    assert response.status_code == 500
+    assert "secret" not in response.text
+    assert _error(response)["code"] == "internal_error"
+    # Logged by uvicorn, after the answer has left.
+    _wait_until(lambda: "a secret of the inside" in caplog.text)
+    assert server.client.post(COMPLETIONS, json={"prompt": "a"}).status_code == 200
+
+
+def test_dead_engine_is_503_everywhere(start_server):
+    server = start_server()
+    assert server.client.get("/health").status_code == 200
+    response = server.client.post(COMPLETIONS, json={"prompt": DIE_AFTER_3, "stream": True})
+    assert '{"error":{"message":"the engine has ended' in response.text
+    for stream in (False, True):
+        response = server.client.post(COMPLETIONS, json={"prompt": "a", "stream": stream})
+        assert response.status_code == 503
+        assert _error(response)["code"] == "engine_dead"
+    response = server.client.get("/health")
+    assert response.status_code == 503
+    assert "the engine has ended" in _error(response)["message"]
+    assert server.client.get("/metrics").status_code == 200
+    assert server.client.get("/v1/models").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["a", ["a", "b", "c"], NO_TOKENS])
+def test_client_that_leaves_is_aborted(start_server, stream, prompt):
+    server = start_server(seconds_per_token=0.02)
+    num_prompts = len(prompt) if isinstance(prompt, list) else 1
+    request = server.client.build_request(
+        "POST", COMPLETIONS, json={"prompt": prompt, "stream": stream, "max_tokens": 400}
+    )
+    head = (
+        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(request.content)}\r\n\r\n"
+    )
+    with socket.create_connection(server.address) as connection:
+        connection.sendall(head.encode() + request.content)
+        _wait_until(lambda: len(server.engine.running) == num_prompts)
+        if stream and prompt != NO_TOKENS:
+            assert connection.recv(10).startswith(b"HTTP/1.1 2")
+    _wait_until(lambda: not server.engine.running, timeout_s=2.0)
+    assert len(server.engine.aborted) == num_prompts
+
+
+def test_one_bad_prompt_of_several_aborts_the_others(start_server):
+    server = start_server(seconds_per_token=0.02)
+    body = {"prompt": [[1], [2], [999]], "max_tokens": 400}
+    response = server.client.post(COMPLETIONS, json=body)
+    assert response.status_code == 400
+    assert not server.engine.running
+
+
+def test_http_layer_needs_no_jax():
+    code = (
+        "import sys\n"
+        "from paxkv.config import ServerConfig\n"
+        "from paxkv.server.app import create_app\n"
+        "import paxkv.server.http_server\n"
+        "from tests.paxkv.server.fake_engine import FakeEngine\n"
+        "create_app(FakeEngine(), ServerConfig())\n"
+        "print(sorted(m for m in sys.modules if m.split('.')[0] in ('jax', 'jaxlib', 'flax')))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_app_has_its_own_metrics():
+    # Prometheus' default registry refuses a name that is registered twice.
+    create_app(FakeEngine(), ServerConfig())
+    create_app(FakeEngine(), ServerConfig())

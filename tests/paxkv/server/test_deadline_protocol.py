@@ -1,0 +1,106 @@
+"""Half a request and then silence, or a drip: the connection ends, and others are served."""
+
+import json
+import socket
+import time
+
+import pytest
+
+from paxkv.server.deadline_protocol import DeadlineProtocol, deadline_protocol
+
+TIMEOUT_S = 0.4
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    b"Content-Length: 100\r\n"
+)
+
+
+@pytest.fixture
+def server(start_server):
+    return start_server(request_timeout_s=TIMEOUT_S)
+
+
+def _read_to_end(connection):
+    """Everything the server sends until it closes, and how long that took."""
+    start = time.monotonic()
+    with connection.makefile("rb") as reader:
+        return reader.read(), time.monotonic() - start
+
+
+def _assert_is_408(answer):
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408")
+    assert b"connection: close" in head.lower()
+    error = json.loads(body)["error"]
+    assert "within 0.4 s" in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+def test_bound_class_carries_its_timeout():
+    assert deadline_protocol(3.5).request_timeout_s == 3.5
+    assert issubclass(deadline_protocol(3.5), DeadlineProtocol)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [b"POST /v1", HEAD, HEAD + b"\r\n", HEAD + b'\r\n{"prompt": "a', HEAD[:-2]],
+)
+def test_half_a_request_is_408(server, part):
+    with socket.create_connection(server.address, timeout=5) as connection:
+        connection.sendall(part)
+        answer, seconds = _read_to_end(connection)
+    _assert_is_408(answer)
+    assert TIMEOUT_S * 0.5 < seconds < TIMEOUT_S * 4
+    assert server.client.get("/health").status_code == 200
+    assert not server.engine.seen_prompts
+
+
+def test_connection_without_a_byte_is_closed(server):
+    with socket.create_connection(server.address, timeout=5) as connection:
+        answer, seconds = _read_to_end(connection)
+    assert answer == b""
+    assert seconds < TIMEOUT_S * 4
+
+
+@pytest.mark.parametrize("start", [b"GET /health HTTP/1.1\r\n", HEAD + b"\r\n"])
+def test_drip_does_not_reset_the_clock(server, start):
+    with socket.create_connection(server.address, timeout=5) as connection:
+        connection.sendall(start)
+        begin = time.monotonic()
+        with pytest.raises((ConnectionError, TimeoutError)):
+            while time.monotonic() - begin < TIMEOUT_S * 6:
+                connection.sendall(b"x")
+                time.sleep(0.05)
+            raise TimeoutError("still open")
+        assert time.monotonic() - begin < TIMEOUT_S * 5
+
+
+def test_body_that_nobody_reads_ends_in_time_too(server):
+    with socket.create_connection(server.address, timeout=5) as connection:
+        connection.sendall(HEAD.replace(b"/v1/completions", b"/nothing") + b"\r\n")
+        answer, seconds = _read_to_end(connection)
+    assert answer.startswith(b"HTTP/1.1 404")
+    assert seconds < TIMEOUT_S * 4
+
+
+def test_whole_request_may_be_answered_after_the_deadline(start_server):
+    server = start_server(request_timeout_s=TIMEOUT_S, seconds_per_token=0.1)
+    body = {"prompt": "a", "max_tokens": 8}
+    assert server.client.post("/v1/completions", json=body).status_code == 200
+    # The same connection, which has been open for longer than the deadline.
+    assert server.client.post("/v1/completions", json=body).status_code == 200
+
+
+def test_clock_starts_anew_with_the_next_request_of_a_connection(server):
+    with socket.create_connection(server.address, timeout=5) as connection:
+        request = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+        for _ in range(3):
+            connection.sendall(request)
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += connection.recv(4096)
+            assert answer.startswith(b"HTTP/1.1 200")
+            time.sleep(TIMEOUT_S * 0.6)
+        connection.sendall(request[:10])
+        answer, _ = _read_to_end(connection)
+    _assert_is_408(answer)

@@ -1,0 +1,74 @@
+"""Several prompts at once: their outputs interleave, and they end together."""
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from paxkv.errors import EngineDeadError, InvalidRequestError
+from paxkv.sampling_params import SamplingParams
+from paxkv.server.generation import Generator
+from paxkv.server.metrics import ServerMetrics
+from tests.paxkv.server.fake_engine import DIE_AFTER_3, FakeEngine, answer_token_ids
+
+
+def _prompt(*token_ids):
+    return {"prompt_token_ids": list(token_ids)}
+
+
+def _generate(engine, prompts, *, max_tokens=6, stream=True):
+    return Generator(engine, ServerMetrics("m")).generate(
+        prompts, SamplingParams(max_tokens=max_tokens), priority=0, stream=stream
+    )
+
+
+def test_every_prompt_gets_its_own_outputs_in_order():
+    async def run():
+        got = {0: [], 1: [], 2: []}
+        prompts = [_prompt(1), _prompt(2), _prompt(3)]
+        async with aclosing(_generate(FakeEngine(), prompts)) as outputs:
+            async for prompt_idx, output in outputs:
+                got[prompt_idx] += output.outputs[0].token_ids
+        assert got == {i: answer_token_ids([i + 1], 6) for i in range(3)}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_prompts", [1, 4])
+def test_closing_early_aborts_every_prompt(num_prompts):
+    async def run():
+        engine = FakeEngine()
+        prompts = [_prompt(i) for i in range(num_prompts)]
+        async with aclosing(_generate(engine, prompts, max_tokens=100)) as outputs:
+            await anext(outputs)
+            assert len(engine.running) == num_prompts
+        assert not engine.running
+        assert len(engine.aborted) == num_prompts
+
+    asyncio.run(run())
+
+
+def test_one_failure_ends_all_with_its_error():
+    async def run(bad_prompt, error):
+        engine = FakeEngine(seconds_per_token=0.001)
+        with pytest.raises(error):
+            prompts = [_prompt(1), bad_prompt, _prompt(2)]
+            async for _ in _generate(engine, prompts, max_tokens=100):
+                pass
+        assert not engine.running
+
+    asyncio.run(run(_prompt(999), InvalidRequestError))
+    dying = {"prompt": DIE_AFTER_3, "add_special_tokens": False}
+    asyncio.run(run(dying, EngineDeadError))
+
+
+def test_slow_reader_holds_the_engine_back_instead_of_filling_memory():
+    async def run():
+        engine = FakeEngine()
+        async with aclosing(_generate(engine, [_prompt(1), _prompt(2)], max_tokens=500)) as outputs:
+            await anext(outputs)
+            await asyncio.sleep(0.05)
+            # The engine's generators wait at their second or third output.
+            assert len(engine.running) == 2
+
+    asyncio.run(run())

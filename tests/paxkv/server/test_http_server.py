@@ -1,0 +1,172 @@
+"""The port opens last; signals drain; a port that is taken is a clear error."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+from paxkv.config import ServerConfig
+from paxkv.errors import ConfigError
+from paxkv.server.http_server import bind_socket, socket_url
+
+# Streams of this server's engine take 0.05 s a token.
+SERVER_PROGRAM = """
+import asyncio, sys
+from paxkv.config import ServerConfig
+from paxkv.server.app import create_app
+from paxkv.server.http_server import HttpServer, bind_socket, socket_url
+from tests.paxkv.server.fake_engine import FakeEngine
+
+config = ServerConfig(port=0, shutdown_timeout_s=float(sys.argv[1]))
+engine = FakeEngine(seconds_per_token=0.05)
+bound = bind_socket(config)
+server = HttpServer(
+    create_app(engine, config), engine, config,
+    on_ready=lambda: print(socket_url(bound), flush=True),
+)
+asyncio.run(server.serve(sockets=[bound]))
+print("drained", sorted(engine.aborted), flush=True)
+"""
+
+
+@pytest.fixture
+def start_process():
+    """Starts the program; returns the process and its address."""
+    processes = []
+
+    def start(shutdown_timeout_s):
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVER_PROGRAM, str(shutdown_timeout_s)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        return process, process.stdout.readline().strip()
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def _stream_in_thread(url, max_tokens):
+    """Starts a stream, and returns when its first bytes are there; `lines` grows on."""
+    lines, has_begun = [], threading.Event()
+
+    def read():
+        body = {"prompt": "a", "max_tokens": max_tokens, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=10) as response:
+            for line in response.iter_lines():
+                lines.append(line)
+                has_begun.set()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert has_begun.wait(10)
+    return thread, lines
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_lets_a_running_stream_finish_and_takes_no_new_one(start_process, number):
+    process, url = start_process(10)
+    thread, lines = _stream_in_thread(url, max_tokens=20)
+    os.kill(process.pid, number)
+    time.sleep(0.4)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
+    thread.join(10)
+    assert lines[-2:] == ["data: [DONE]", ""]
+    assert sum(line.startswith("data: {") for line in lines) == 20
+    assert process.wait(10) == 0
+    assert process.stdout.read() == "drained []\n"
+
+
+def test_stream_that_takes_too_long_is_told_and_ends(start_process):
+    process, url = start_process(0.3)
+    thread, lines = _stream_in_thread(url, max_tokens=400)
+    start = time.monotonic()
+    os.kill(process.pid, signal.SIGTERM)
+    thread.join(10)
+    assert '"code":"engine_dead"' in lines[-2]
+    assert process.wait(10) == 0
+    assert time.monotonic() - start < 3
+
+
+def test_idle_server_ends_at_once(start_process):
+    process, url = start_process(10)
+    with httpx.Client() as client:
+        assert client.get(f"{url}/health").status_code == 200
+        start = time.monotonic()
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(10) == 0
+    assert time.monotonic() - start < 3
+
+
+def test_second_signal_does_not_wait(start_process):
+    process, url = start_process(30)
+    # It takes 20 s.
+    body = b'{"prompt": "a", "max_tokens": 400, "stream": true}'
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+        )
+        assert connection.recv(10)
+        os.kill(process.pid, signal.SIGTERM)
+        time.sleep(0.3)
+        assert process.poll() is None
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(5) == 0
+
+
+def test_reader_that_never_reads_cannot_hold_the_drain(start_process):
+    process, url = start_process(0.3)
+    host, port = url.removeprefix("http://").split(":")
+    with socket.socket() as connection:
+        # Too small for the answer, which therefore piles up in the server.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((host, int(port)))
+        prompts = ", ".join(['"a"'] * 250)
+        body = b'{"prompt": [%s], "max_tokens": 400, "stream": true}' % prompts.encode()
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+        )
+        time.sleep(0.5)
+        os.kill(process.pid, signal.SIGTERM)
+        # 0.3 s of drain and 2 s for last words.
+        assert process.wait(8) == 0
+
+
+def test_bound_port_refuses_connections_until_the_server_starts():
+    with bind_socket(ServerConfig(port=0)) as bound:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(bound.getsockname(), timeout=2).close()
+
+
+def test_taken_port_says_so():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"127.0.0.1:{port}.*in use.*--port"):
+            bind_socket(ServerConfig(port=port))
+
+
+def test_unknown_host_says_so():
+    with pytest.raises(ConfigError, match=r"cannot listen on 300\.0\.0\.1:8000"):
+        bind_socket(ServerConfig(host="300.0.0.1"))
+
+
+def test_url_names_the_port_that_was_picked():
+    with bind_socket(ServerConfig(port=0)) as bound:
+        assert socket_url(bound) == f"http://127.0.0.1:{bound.getsockname()[1]}"
+        assert bound.getsockname()[1] > 0

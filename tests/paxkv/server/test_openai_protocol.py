@@ -1,0 +1,73 @@
+"""What a request body turns into."""
+
+import pytest
+
+from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.server.openai_protocol import (
+    chat_messages,
+    chat_sampling_params,
+    completion_prompts,
+    completion_sampling_params,
+    parse_chat,
+    parse_completion,
+    prompt_with_options,
+)
+
+USER = {"role": "user", "content": "hi"}
+
+
+def test_completion_stops_at_16_tokens_and_chat_goes_on_unless_told():
+    assert completion_sampling_params(parse_completion({"prompt": "a"})).max_tokens == 16
+    assert chat_sampling_params(parse_chat({"messages": [USER]})).max_tokens is None
+
+
+def test_temperature_is_1_unless_told():
+    assert completion_sampling_params(parse_completion({"prompt": "a"})).temperature == 1.0
+
+
+def test_chat_logprobs_without_alternatives_ask_for_the_drawn_token_alone():
+    def logprobs(**fields):
+        return chat_sampling_params(parse_chat({"messages": [USER]} | fields)).logprobs
+
+    assert logprobs() is None
+    assert logprobs(logprobs=False) is None
+    assert logprobs(logprobs=True) == 0
+    assert logprobs(logprobs=True, top_logprobs=4) == 4
+
+
+@pytest.mark.parametrize("neutral", [{"n": 1}, {"tools": []}, {"tools": None}, {"n": 1.0}])
+def test_neutral_value_of_an_unsupported_field_passes(neutral):
+    parse_chat({"messages": [USER]} | neutral)
+
+
+@pytest.mark.parametrize("asking", [{"n": True}, {"n": 0}, {"n": "1"}, {"tools": {}}])
+def test_value_that_only_looks_neutral_is_refused(asking):
+    with pytest.raises(UnsupportedFeatureError):
+        parse_chat({"messages": [USER]} | asking)
+
+
+def test_nested_unsupported_option_is_named_with_its_path():
+    fields = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+    with pytest.raises(UnsupportedFeatureError) as raised:
+        parse_completion({"prompt": "a"} | fields)
+    assert raised.value.param == "stream_options.continuous_usage_stats"
+
+
+def test_long_prompt_is_not_quoted_whole():
+    with pytest.raises(InvalidRequestError) as raised:
+        completion_prompts([["x" * 10_000]])
+    assert len(str(raised.value)) < 250
+
+
+def test_prompt_carries_its_options():
+    request = parse_completion({"prompt": "a", "cache_salt": "s"})
+    assert prompt_with_options([1], request, add_special_tokens=True) == {
+        "prompt_token_ids": [1],
+        "add_special_tokens": True,
+        "cache_salt": "s",
+    }
+
+
+def test_name_of_a_speaker_reaches_the_template_and_unknown_keys_do_not():
+    messages = chat_messages([USER | {"name": "ann", "refusal": None, "x": 1}])
+    assert messages == [USER | {"name": "ann"}]

@@ -1,0 +1,113 @@
+"""Models, health, version, tokens, and metrics under vLLM's names."""
+
+import re
+
+import pytest
+
+import paxkv
+from paxkv.server.routes_info import InfoRoutes
+from tests.paxkv.server.fake_engine import BOS, MODEL_NAME
+
+
+def _values(text):
+    """Prometheus text -> {'name{labels}': value}."""
+    pairs = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, value in pairs}
+
+
+def test_has_a_route_for_each_promise():
+    paths = {route.path for route in InfoRoutes(None, None, max_body_bytes=1).routes()}
+    promised = {"/v1/models", "/health", "/metrics", "/version", "/tokenize", "/detokenize"}
+    assert promised <= paths
+
+
+def test_models_lists_the_one_model(shared_server):
+    body = shared_server.client.get("/v1/models").json()
+    card = {
+        "id": MODEL_NAME,
+        "object": "model",
+        "created": 1_700_000_000,
+        "owned_by": "paxkv",
+        "root": "/models/fake",
+        "parent": None,
+        "max_model_len": 512,
+    }
+    assert body == {"object": "list", "data": [card]}
+    assert shared_server.client.get(f"/v1/models/{MODEL_NAME}").json() == card
+    assert shared_server.client.get("/v1/models/other").status_code == 404
+
+
+def test_version_and_health(shared_server):
+    assert shared_server.client.get("/version").json() == {"version": paxkv.__version__}
+    response = shared_server.client.get("/health")
+    assert (response.status_code, response.content) == (200, b"")
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens"),
+    [
+        ({"prompt": "ab"}, [BOS, 97, 98]),
+        ({"prompt": "ab", "add_special_tokens": False}, [97, 98]),
+        ({"prompt": ""}, [BOS]),
+        ({"messages": [{"role": "user", "content": "a"}]}, list(b"<user>a<assistant>")),
+    ],
+)
+def test_tokenize(shared_server, fields, tokens):
+    body = shared_server.client.post("/tokenize", json=fields).json()
+    assert body == {"count": len(tokens), "max_model_len": 512, "tokens": tokens}
+
+
+def test_detokenize_shows_special_tokens(shared_server):
+    body = shared_server.client.post("/detokenize", json={"tokens": [BOS, 97, 98]}).json()
+    assert body == {"prompt": "<s>ab"}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+        ("/detokenize", {"tokens": [300]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [2**80]}, "tokens"),
+    ],
+)
+def test_token_routes_name_the_bad_field(shared_server, path, fields, param):
+    response = shared_server.client.post(path, json=fields)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+def test_metrics_count_what_was_served(start_server):
+    server = start_server()
+    body = {"prompt": [1, 2, 3], "max_tokens": 5}
+    server.client.post("/v1/completions", json=body)
+    server.client.post("/v1/completions", json=body | {"stream": True})
+    response = server.client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    values = _values(response.text)
+    label = f'{{model_name="{MODEL_NAME}"}}'
+    assert values[f"vllm:prompt_tokens_total{label}"] == 6
+    assert values[f"vllm:generation_tokens_total{label}"] == 10
+    assert values[f"vllm:num_requests_running{label}"] == 0
+    assert values[f"vllm:num_requests_waiting{label}"] == 0
+    assert values[f"vllm:kv_cache_usage_perc{label}"] == 0.25
+    assert values[f"vllm:prefix_cache_queries_total{label}"] == 100
+    assert values[f"vllm:prefix_cache_hits_total{label}"] == 40
+    assert values[f"vllm:num_preemptions_total{label}"] == 3
+    assert values[f"paxkv_compiles_after_ready_total{label}"] == 0
+    finished = f'{{finished_reason="length",model_name="{MODEL_NAME}"}}'
+    assert values[f"vllm:request_success_total{finished}"] == 2
+    assert values[f"vllm:e2e_request_latency_seconds_count{label}"] == 2
+    # Only the stream shows when its tokens came.
+    assert values[f"vllm:time_to_first_token_seconds_count{label}"] == 1
+    assert values[f"vllm:inter_token_latency_seconds_count{label}"] == 4
+
+
+def test_metrics_names_are_well_formed(shared_server):
+    for name in _values(shared_server.client.get("/metrics").text):
+        assert re.match(r"(vllm:|paxkv_)[a-z0-9_]+\{", name)

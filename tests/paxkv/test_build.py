@@ -1,0 +1,111 @@
+"""What is built fits the settings; settings that do not fit the model are refused."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from paxkv.build import DEMO_MODEL_NAME, build_async_client, build_engine, build_llm_client
+from paxkv.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from paxkv.errors import ConfigError, InvalidRequestError
+from paxkv.sampling_params import SamplingParams
+from tests.paxkv.fake_build import MAX_POSITIONS, FakeRunner, fake_model_parts, save_tokenizer
+
+BOS_ID, EOS_ID = 256, 257
+
+
+@pytest.fixture
+def runner_class(monkeypatch: pytest.MonkeyPatch) -> type[FakeRunner]:
+    return fake_model_parts(monkeypatch)
+
+
+def config_for(folder: Path, **model: object) -> EngineConfig:
+    return EngineConfig(model=ModelConfig(model=str(folder), **model))
+
+
+def test_engine_is_warm_and_knows_its_model(tmp_path: Path, runner_class: type[FakeRunner]) -> None:
+    save_tokenizer(tmp_path, chat_template="{{ bos_token }}{{ messages[0].content }}")
+    engine = build_engine(config_for(tmp_path))
+    try:
+        assert runner_class.instances[0].is_warm
+        assert engine.model_info.served_model_name == str(tmp_path)
+        assert engine.model_info.max_model_len == MAX_POSITIONS
+        # 64 blocks of 16 without the null block.
+        assert engine.model_info.max_fitting_tokens == 64 * 16
+        assert engine.chat_template.render([{"role": "user", "content": "a"}]) == "<s>a"
+        request = engine.input_processor.process("a", SamplingParams(), request_id="r")
+        assert request.prompt_token_ids == [BOS_ID, 97]
+        assert request.eos_token_ids == (EOS_ID,)
+        client = build_llm_client(engine)
+        client.add_request(request)
+        assert client.call("check_invariants") == "null"
+    finally:
+        engine.transport.close()
+
+
+def test_max_model_len_is_the_models_unless_a_smaller_one_is_asked(
+    tmp_path: Path, runner_class: type[FakeRunner]
+) -> None:
+    engine = build_engine(config_for(tmp_path, max_model_len=40))
+    engine.transport.close()
+    assert engine.model_info.max_model_len == 40
+    assert runner_class.instances[0].arguments["max_model_len"] == 40
+    with pytest.raises(ConfigError, match=f"129.*{MAX_POSITIONS}"):
+        build_engine(config_for(tmp_path, max_model_len=MAX_POSITIONS + 1))
+
+
+def test_folder_without_tokenizer_serves_token_ids(
+    tmp_path: Path, runner_class: type[FakeRunner], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = build_engine(config_for(tmp_path))
+    engine.transport.close()
+    assert engine.tokenizer is None and engine.chat_template is None
+    assert "no tokenizer.json" in caplog.text
+    with pytest.raises(InvalidRequestError):
+        engine.input_processor.process("a", SamplingParams(), request_id="r")
+
+
+def test_settings_reach_the_runner(tmp_path: Path, runner_class: type[FakeRunner]) -> None:
+    config = EngineConfig(
+        model=ModelConfig(model=str(tmp_path), seed=5, served_model_name="mine"),
+        cache=CacheConfig(block_size=8, num_gpu_blocks_override=9),
+        scheduler=SchedulerConfig(max_num_batched_tokens=64, enable_chunked_prefill=False),
+    )
+    engine = build_engine(config, show_progress=True)
+    engine.transport.close()
+    arguments = runner_class.instances[0].arguments
+    assert (arguments["seed"], arguments["show_progress"]) == (5, True)
+    assert arguments["cache_config"] is config.cache
+    assert engine.model_info.served_model_name == "mine"
+    assert engine.model_info.max_fitting_tokens == 64
+    with pytest.raises(InvalidRequestError, match="chunked prefill"):
+        engine.input_processor.process([1] * 65, SamplingParams(max_tokens=1), request_id="r")
+
+
+def test_model_left_out_is_the_demo(
+    runner_class: type[FakeRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = []
+    monkeypatch.setattr(
+        "paxkv.build._load_tokenizer", lambda folder: folders.append(folder) or None
+    )
+    engine = build_engine(EngineConfig())
+    engine.transport.close()
+    assert engine.model_info.served_model_name == DEMO_MODEL_NAME
+    assert folders[0].parts[-3:] == ("models", "demo", "checkpoint")
+
+
+def test_async_client_serves_what_was_built(tmp_path: Path, runner_class: type[FakeRunner]) -> None:
+    save_tokenizer(tmp_path)
+
+    async def run() -> str:
+        client = build_async_client(config_for(tmp_path))
+        await client.start()
+        params = SamplingParams(max_tokens=4)
+        async for output in client.generate("ab", params, request_id="r", stream=False):
+            text = output.outputs[0].text
+        await client.close(drain_timeout_s=1)
+        return text
+
+    # The fake echoes BOS, "a", "b"; BOS has no text.
+    assert asyncio.run(run()) == "ab"

@@ -1,0 +1,254 @@
+"""LLM returns every answer in order, refuses mistakes before it runs, and leaves nothing behind."""
+
+import gc
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import paxkv
+from paxkv.errors import EngineDeadError, InvalidRequestError, InvariantError
+from paxkv.llm import LLM
+from paxkv.sampling_params import SamplingParams
+from tests.paxkv.fake_build import fake_model_parts, save_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}|{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+)
+BOS_ID = 256
+
+
+@pytest.fixture
+def make_llm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
+    """Makes LLMs that echo their prompts; all are closed at the end."""
+    runner_class = fake_model_parts(monkeypatch)
+    save_tokenizer(tmp_path, chat_template=TEMPLATE)
+    made = []
+
+    def make(*, fails_at_step: int | None = None, **arguments: object) -> LLM:
+        runner_class.fails_at_step = fails_at_step
+        made.append(LLM(str(tmp_path), **arguments))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.close()
+
+
+def texts(outputs: list[paxkv.RequestOutput]) -> list[str]:
+    return [output.outputs[0].text for output in outputs]
+
+
+def test_answers_come_in_the_order_of_the_prompts(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(max_num_seqs=4)
+    prompts = [f"<{number}>" for number in range(30)]
+    # Short and long in turn, so that they do not finish in order.
+    params = [SamplingParams(max_tokens=5 if n % 2 else 40) for n in range(30)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [output.prompt for output in outputs] == prompts
+    for prompt, param, output in zip(prompts, params, outputs, strict=True):
+        assert output.outputs[0].token_ids == ([BOS_ID, *prompt.encode()] * 40)[: param.max_tokens]
+        assert output.finished
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        ("ab", ["ab"]),
+        ([97, 98], ["aba"]),
+        ({"prompt_token_ids": [97, 98]}, ["aba"]),
+        ({"prompt": "ab"}, ["ab"]),
+        (["ab", [99], {"prompt_token_ids": [100]}], ["ab", "ccc", "ddd"]),
+        ([[97, 98], [99]], ["aba", "ccc"]),
+        ([], []),
+    ],
+    ids=repr,
+)
+def test_every_form_of_prompts_is_taken(
+    make_llm: Callable[..., LLM], prompts: object, expected: list[str]
+) -> None:
+    outputs = make_llm().generate(prompts, SamplingParams(max_tokens=3), use_tqdm=False)
+    assert texts(outputs) == expected
+
+
+def test_default_sampling_params_make_sixteen_tokens(make_llm: Callable[..., LLM]) -> None:
+    (output,) = make_llm().generate([97], use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 16
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"prompts": ["a", []]},
+        {"prompts": ["a", [9999]]},
+        {"prompts": ["a", "b" * 200]},
+        {"prompts": 7},
+        {"prompts": ["a", "b"], "sampling_params": [SamplingParams()]},
+        {"prompts": ["a", "b"], "priority": [1]},
+        {"prompts": ["a"], "priority": "high"},
+        {"prompts": ["a"], "sampling_params": {"temperature": 1}},
+    ],
+    ids=repr,
+)
+def test_mistake_anywhere_raises_before_anything_runs(
+    make_llm: Callable[..., LLM], arguments: dict
+) -> None:
+    llm = make_llm()
+    with pytest.raises(InvalidRequestError):
+        llm.generate(**arguments, use_tqdm=False)
+    assert llm.get_stats().num_steps == 0
+
+
+def test_unknown_argument_is_named(make_llm: Callable[..., LLM]) -> None:
+    with pytest.raises(TypeError, match="tensor_parallel_sizes"):
+        make_llm(tensor_parallel_sizes=2)
+
+
+def test_chat_renders_one_conversation_or_several(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    params = SamplingParams(max_tokens=3)
+    hello = [{"role": "user", "content": "hi"}]
+    (output,) = llm.chat(hello, params, use_tqdm=False)
+    # No BOS: the template is to write it.
+    assert (output.prompt, output.prompt_token_ids) == ("hi|>", list(b"hi|>"))
+    outputs = llm.chat([hello, hello], params, use_tqdm=False, add_generation_prompt=False)
+    assert [output.prompt for output in outputs] == ["hi|", "hi|"]
+    (output,) = llm.chat(
+        hello,
+        params,
+        use_tqdm=False,
+        chat_template="{{ bos_token }}{{ mood }}",
+        chat_template_kwargs={"mood": "calm"},
+    )
+    assert output.prompt_token_ids == [BOS_ID, *b"calm"]
+
+
+def test_chat_without_messages_or_template_is_refused(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    with pytest.raises(InvalidRequestError):
+        llm.chat([[]], use_tqdm=False)
+    with pytest.raises(InvalidRequestError):
+        llm.chat([{"content": "no role"}], use_tqdm=False)
+
+
+def test_priority_decides_who_runs_first(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(max_num_seqs=1, scheduling_policy="priority")
+    order = []
+    wait = llm._client.wait_for_outputs
+
+    def watch() -> list[paxkv.RequestOutput]:
+        outputs = wait()
+        order.extend(output.prompt for output in outputs)
+        return outputs
+
+    llm._client.wait_for_outputs = watch
+    llm.generate(["a", "b", "c"], SamplingParams(max_tokens=2), priority=[3, 1, 2], use_tqdm=False)
+    # "a" may have begun before the others came.
+    assert [prompt for prompt in order if prompt != "a"] == ["b", "c"]
+
+
+def test_prefix_cache_is_used_and_reset(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    params = SamplingParams(max_tokens=1)
+    prompt = [97] * 40
+    cached = [llm.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens for _ in range(2)]
+    assert cached == [0, 32]
+    assert llm.reset_prefix_cache()
+    assert llm.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens == 0
+
+
+def test_interrupt_aborts_what_is_queued(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    wait = llm._client.wait_for_outputs
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    llm._client.wait_for_outputs = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a"] * 5, SamplingParams(max_tokens=100), use_tqdm=False)
+    llm._client.wait_for_outputs = wait
+    assert llm._client.num_unfinished_requests == 0
+    stats = llm.get_stats()
+    assert (stats.num_running_reqs, stats.num_waiting_reqs) == (0, 0)
+    outputs = llm.generate(["b"], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert texts(outputs) == ["b"]
+
+
+def test_dead_engine_is_an_error_of_every_call(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(fails_at_step=1)
+    for _ in range(2):
+        with pytest.raises(EngineDeadError):
+            llm.generate("a", SamplingParams(max_tokens=9), use_tqdm=False)
+    with pytest.raises(EngineDeadError):
+        llm.get_stats()
+
+
+def test_refusal_by_the_engine_is_our_bug(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    llm._engine.input_processor._max_fitting_tokens = 10**6
+    llm._engine.input_processor._max_model_len = 10**6
+    with pytest.raises(InvariantError, match="refused"):
+        llm.generate([[97] * 3000, [97]], use_tqdm=False)
+    assert llm._client.num_unfinished_requests == 0
+
+
+def test_calls_of_several_threads_take_turns(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    results = {}
+
+    def run(letter: str) -> None:
+        params = SamplingParams(max_tokens=20)
+        results[letter] = texts(llm.generate([[ord(letter)]] * 5, params, use_tqdm=False))
+
+    threads = [threading.Thread(target=run, args=(letter,)) for letter in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {letter: [letter * 20] * 5 for letter in "abcd"}
+
+
+def test_close_ends_the_thread_and_may_be_repeated(make_llm: Callable[..., LLM]) -> None:
+    with make_llm() as llm:
+        thread = llm._engine.transport._thread
+        assert thread.is_alive()
+    llm.close()
+    assert not thread.is_alive()
+    with pytest.raises(EngineDeadError):
+        llm.generate("a", use_tqdm=False)
+
+
+def test_forgotten_llm_ends_its_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_model_parts(monkeypatch)
+    llm = LLM(str(tmp_path))
+    thread = llm._engine.transport._thread
+    del llm
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_interpreter_ends_though_nobody_closed(tmp_path: Path) -> None:
+    program = (
+        "import pytest, sys\n"
+        "from tests.paxkv.fake_build import fake_model_parts\n"
+        "fake_model_parts(pytest.MonkeyPatch())\n"
+        "from paxkv import LLM, SamplingParams\n"
+        f"llm = LLM({str(tmp_path)!r})\n"
+        "llm.generate([97], SamplingParams(max_tokens=3))\n"
+        "print('done')\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(paxkv.__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
+    assert "Processed prompts: 100%" in result.stderr

@@ -1,0 +1,140 @@
+"""The command line: one flag per setting, one line per mistake, a banner when ready."""
+
+import argparse
+import asyncio
+import dataclasses
+import re
+import socket
+
+import pytest
+
+from models.errors import CheckpointNotFoundError
+from paxkv import serve
+from paxkv.config import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig
+from paxkv.errors import ConfigError, EngineDeadError
+from tests.paxkv.server.fake_engine import FakeEngine
+
+CONFIG_CLASSES = (ModelConfig, CacheConfig, SchedulerConfig, ServerConfig)
+
+
+def _config(config_class, *arguments):
+    return serve.config_from_arguments(config_class, serve.make_parser().parse_args(arguments))
+
+
+def test_no_flag_means_the_defaults():
+    for config_class in CONFIG_CLASSES:
+        assert _config(config_class) == config_class()
+
+
+def test_every_field_has_a_flag_with_its_help():
+    text = re.sub(r"\s+", " ", serve.make_parser().format_help())
+    for config_class in CONFIG_CLASSES:
+        for field in dataclasses.fields(config_class):
+            assert f"--{field.name.replace('_', '-')}" in text
+            # Line breaks of the help may cut words at hyphens, so only the start is compared.
+            assert field.metadata["help"][:15] in text
+
+
+def test_flags_set_fields_of_every_type():
+    assert _config(ModelConfig, "--model", "a/b", "--dtype", "bfloat16").dtype == "bfloat16"
+    assert _config(ModelConfig, "--max-model-len", "128").max_model_len == 128
+    assert _config(CacheConfig, "--gpu-memory-utilization", "0.5").gpu_memory_utilization == 0.5
+    assert not _config(CacheConfig, "--no-enable-prefix-caching").enable_prefix_caching
+    assert _config(CacheConfig, "--enable-prefix-caching").enable_prefix_caching
+    assert _config(SchedulerConfig, "--policy", "priority").policy == "priority"
+    assert _config(ServerConfig, "--port", "0", "--host", "::1").host == "::1"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--max-num-seqs", "many"], ["--dtype", "int3"], ["--max-num", "3"], ["--nothing"], ["x"]],
+)
+def test_malformed_flag_is_a_usage_error(arguments, capsys):
+    with pytest.raises(SystemExit) as raised:
+        serve.main(arguments)
+    assert raised.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def _fail_with(error):
+    def build(config, *, show_progress):
+        raise error
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (["--port", "70000"], None, "port must be in"),
+        (["--block-size", "7"], None, "block_size must be"),
+        (["--host", "300.0.0.1"], None, "cannot listen on 300.0.0.1:0"),
+        ([], ConfigError("too big"), "too big"),
+        ([], CheckpointNotFoundError("no\nsuch model"), "no such model"),
+        ([], EngineDeadError("it ended"), "it ended"),
+    ],
+)
+def test_mistake_is_one_line_and_exit_code_1(monkeypatch, capsys, arguments, error, words):
+    monkeypatch.setattr(serve, "build_async_client", _fail_with(error or AssertionError()))
+    assert serve.main(["--port", "0", *arguments]) == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("paxkv: error: ")
+    assert words in output.err
+    assert output.err.count("\n") == 1
+
+
+def test_taken_port_is_known_before_the_model_is_loaded(monkeypatch, capsys):
+    monkeypatch.setattr(serve, "build_async_client", _fail_with(AssertionError("was built")))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert serve.main(["--port", str(port)]) == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+class StartableEngine(FakeEngine):
+    """Looks at the port while it starts, and asks the server to end once it serves."""
+
+    def __init__(self):
+        super().__init__()
+        self.address = None
+        self.was_closed = False
+
+    async def start(self):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(self.address, timeout=1).close()
+
+    async def close(self, *, drain_timeout_s):
+        self.was_closed = True
+
+
+def test_banner_names_the_port_that_was_picked_and_opens_after_the_start(monkeypatch, capsys):
+    engine = StartableEngine()
+
+    async def run():
+        config = ServerConfig(port=0)
+        with serve.bind_socket(config) as bound:
+            engine.address = bound.getsockname()
+            serving = asyncio.ensure_future(serve.serve(engine, config, bound))
+            while not (out := capsys.readouterr().out):
+                await asyncio.sleep(0.01)
+            reader, writer = await asyncio.open_connection(*engine.address)
+            writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert (await reader.read()).startswith(b"HTTP/1.1 200")
+            writer.close()
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+        return out
+
+    out = asyncio.run(asyncio.wait_for(run(), 20))
+    assert f"ready at http://127.0.0.1:{engine.address[1]}/v1\n" in out
+    assert "org/fake (max_model_len 512)" in out
+    assert "blocks, 10000 tokens" in out
+    assert engine.was_closed
+
+
+def test_namespace_needs_no_foreign_fields():
+    namespace = argparse.Namespace(**dataclasses.asdict(ServerConfig(port=1)), other=3)
+    assert serve.config_from_arguments(ServerConfig, namespace) == ServerConfig(port=1)

@@ -1,0 +1,55 @@
+"""Small tokenizers made on the spot: byte-level, and SentencePiece with byte fallback."""
+
+from collections.abc import Iterable
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from paxkv.text.tokenizer import Tokenizer
+
+BOS, EOS = "<s>", "</s>"
+
+
+def byte_chars(data: bytes) -> str:
+    """How a byte-level vocabulary writes these bytes: printable ones as they are."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    table = {byte: chr(byte) for byte in printable}
+    others = (byte for byte in range(256) if byte not in table)
+    table.update({byte: chr(256 + idx) for idx, byte in enumerate(others)})
+    return "".join(table[byte] for byte in data)
+
+
+def byte_level_backend(pieces: Iterable[bytes] = ()) -> tokenizers.Tokenizer:
+    """Token `b` is the byte `b`; from 256 on `pieces`, in order, then BOS and EOS."""
+    words = [bytes([byte]) for byte in range(256)]
+    words += [piece for piece in dict.fromkeys(pieces) if len(piece) > 1]
+    vocab = {byte_chars(word): token_id for token_id, word in enumerate(words)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([BOS, EOS])
+    return backend
+
+
+def byte_level_tokenizer(pieces: Iterable[bytes] = ()) -> Tokenizer:
+    return Tokenizer(byte_level_backend(pieces), {"bos_token": BOS, "eos_token": EOS})
+
+
+def sentencepiece_tokenizer() -> Tokenizer:
+    """As Llama 2's: "▁" is a space, the first one is dropped, rare characters are bytes."""
+    words = ["<unk>", BOS, EOS, *(f"<0x{byte:02X}>" for byte in range(256))]
+    words += ["▁", "▁red", "▁green", "▁blue", "berry", "s", "."]
+    vocab = {word: token_id for token_id, word in enumerate(words)}
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True)
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    backend.add_special_tokens(["<unk>", BOS, EOS])
+    return Tokenizer(backend, {"bos_token": BOS, "eos_token": EOS})

@@ -1,0 +1,112 @@
+"""Chat templates render as in transformers, inside the sandbox; their failures are the caller's."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.text.chat_template import ChatTemplate
+
+CHATML = (
+    "{% for message in messages %}\n"
+    "    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}\n"
+    "{% endfor %}\n"
+    "  {% if add_generation_prompt %}\n"
+    "    {{- '<|im_start|>assistant\\n' }}\n"
+    "  {%- endif %}"
+)
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+def test_renders_a_conversation_without_stray_whitespace() -> None:
+    template = ChatTemplate(CHATML)
+    assert template.render(MESSAGES) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        template.render(MESSAGES, add_generation_prompt=False) == "<|im_start|>user\nHi<|im_end|>\n"
+    )
+
+
+def test_special_tokens_and_further_variables_reach_the_template() -> None:
+    template = ChatTemplate("{{ bos_token }}{{ mood }}", special_tokens={"bos_token": "<s>"})
+    assert template.render(MESSAGES, mood="calm") == "<s>calm"
+
+
+def test_content_parts_are_joined_by_line_breaks() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    template = ChatTemplate("{{ messages[0]['content'] }}")
+    assert template.render([{"role": "user", "content": parts}]) == "a\nb"
+
+
+def test_part_that_is_not_text_is_refused_by_name() -> None:
+    content = [{"type": "image_url", "image_url": {"url": "x"}}]
+    with pytest.raises(UnsupportedFeatureError, match="image_url") as caught:
+        ChatTemplate(CHATML).render([{"role": "user", "content": content}])
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "messages", [[], "Hi", None, [{"content": "no role"}], [{"role": "user", "content": 3}], ["x"]]
+)
+def test_malformed_messages_are_refused(messages: object) -> None:
+    with pytest.raises(InvalidRequestError):
+        ChatTemplate(CHATML).render(messages)
+
+
+def test_raise_exception_becomes_the_callers_error() -> None:
+    template = ChatTemplate("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(InvalidRequestError, match="roles must alternate"):
+        template.render(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ().__class__.__base__.__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0]['content'] + 1 }}",
+        "{% for",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
+    ids=["escape", "mutation", "type_error", "syntax", "endless_recursion"],
+)
+def test_template_that_misbehaves_is_an_error_not_a_crash(source: str) -> None:
+    with pytest.raises(InvalidRequestError, match="chat template"):
+        ChatTemplate(source).render(MESSAGES)
+
+
+def test_tojson_keeps_html_characters_and_unicode() -> None:
+    template = ChatTemplate("{{ tools | tojson }}")
+    assert template.render(MESSAGES, tools=[{"name": "<é>"}]) == '[{"name": "<é>"}]'
+
+
+def test_extras_of_hugging_face_templates_work() -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}"
+        "{% endfor %}{{ strftime_now('%Y')|length }}"
+    )
+    assert template.render([*MESSAGES, *MESSAGES]) == "Hi4"
+
+
+def test_folder_without_template_has_none(tmp_path: Path) -> None:
+    assert ChatTemplate.from_folder(tmp_path) is None
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert ChatTemplate.from_folder(tmp_path) is None
+
+
+def test_template_file_goes_before_tokenizer_config(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "config"}))
+    assert ChatTemplate.from_folder(tmp_path).render(MESSAGES) == "config"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert ChatTemplate.from_folder(tmp_path).render(MESSAGES) == "file"
+
+
+def test_named_templates_are_chosen_by_tools(tmp_path: Path) -> None:
+    named = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "with tools"},
+    ]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    template = ChatTemplate.from_folder(tmp_path)
+    assert template.render(MESSAGES) == "plain"
+    assert template.render(MESSAGES, tools=[{"name": "f"}]) == "with tools"

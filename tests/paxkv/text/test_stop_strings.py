@@ -1,0 +1,66 @@
+"""Stop strings are found wherever the text is cut, and nothing more is held than needed."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paxkv.text.stop_strings import StopStringFinder, StopStringMatch
+
+
+def feed_all(stops: list[str], pieces: list[str]) -> StopStringMatch | None:
+    finder = StopStringFinder(stops)
+    return next((match for piece in pieces if (match := finder.feed(piece))), None)
+
+
+def test_found_across_pieces() -> None:
+    match = feed_all(["</end>"], ["text <", "/e", "nd> more"])
+    assert match == StopStringMatch(stop_string="</end>", num_chars=11)
+
+
+def test_first_complete_stop_string_counts_and_the_longest_of_equals() -> None:
+    assert feed_all(["abc", "b"], ["abc"]) == StopStringMatch(stop_string="b", num_chars=2)
+    assert feed_all(["c", "bc"], ["abc"]) == StopStringMatch(stop_string="bc", num_chars=3)
+
+
+def test_falls_back_to_the_border_inside_a_stop_string() -> None:
+    # After "aba" comes "b": the second "a" may start "abac" anew.
+    assert feed_all(["abac"], ["ababac"]) == StopStringMatch(stop_string="abac", num_chars=6)
+    assert feed_all(["aab"], ["aaab"]) == StopStringMatch(stop_string="aab", num_chars=4)
+
+
+def test_holds_exactly_what_may_become_a_stop_string() -> None:
+    finder = StopStringFinder(["\n\nUser:", "\n#"])
+    for piece, num_held in [("hello", 0), ("\n", 1), ("\nU", 3), ("s", 4), ("x", 0), ("\n", 1)]:
+        assert finder.feed(piece) is None
+        assert finder.num_held_chars == num_held
+
+
+def test_without_stop_strings_nothing_is_held() -> None:
+    finder = StopStringFinder([])
+    assert finder.feed("anything") is None
+    assert finder.num_held_chars == 0
+
+
+@settings(deadline=None)
+@given(
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    pieces=st.lists(st.text("abc", max_size=4), max_size=8),
+)
+def test_agrees_with_a_search_of_every_prefix(stops: list[str], pieces: list[str]) -> None:
+    text = "".join(pieces)
+    expected = None
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            expected = StopStringMatch(stop_string=max(found, key=len), num_chars=end)
+            break
+    assert feed_all(stops, pieces) == expected
+    if expected is None:
+        finder = StopStringFinder(stops)
+        finder.feed(text)
+        held = [
+            n
+            for stop in stops
+            for n in range(len(stop))
+            if text.endswith(stop[:n]) and n <= len(text)
+        ]
+        assert finder.num_held_chars == max(held)

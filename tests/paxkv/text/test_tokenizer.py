@@ -1,0 +1,124 @@
+"""The tokenizer reads a checkpoint's files as transformers does."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import processors
+
+from paxkv.errors import ConfigError, InvalidRequestError
+from paxkv.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
+from tests.paxkv.text.small_tokenizers import BOS, EOS, byte_level_backend, byte_level_tokenizer
+
+BOS_ID, EOS_ID = 256, 257
+
+
+def save(folder: Path, config: dict, special_tokens_map: dict | None = None) -> None:
+    backend = byte_level_backend()
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, BOS_ID)]
+    )
+    backend.enable_truncation(4)
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    if special_tokens_map is not None:
+        (folder / "special_tokens_map.json").write_text(json.dumps(special_tokens_map))
+
+
+def test_encode_and_decode_are_inverses_on_any_unicode() -> None:
+    tokenizer = byte_level_tokenizer()
+    text = "naïve 日本 👩‍🚀 \x00\n"
+    assert tokenizer.encode(text) == list(text.encode())
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_long_texts_are_encoded_as_short_ones_are(tmp_path: Path) -> None:
+    save(tmp_path, {"bos_token": BOS})
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    text = "é a" * LONG_TEXT_CHARS
+    assert tokenizer.encode(text) == [BOS_ID, *text.encode()]
+    assert tokenizer.encode(text, add_special_tokens=False) == list(text.encode())
+
+
+def test_post_processor_of_tokenizer_json_adds_bos_and_truncation_is_off(tmp_path: Path) -> None:
+    save(tmp_path, {"bos_token": BOS, "eos_token": {"content": EOS, "lstrip": False}})
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.encode("abcdefg") == [BOS_ID, *b"abcdefg"]
+    assert tokenizer.encode("ab", add_special_tokens=False) == [97, 98]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (BOS_ID, EOS_ID)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"add_bos_token": False}, [97]),
+        ({"add_bos_token": True}, [BOS_ID, 97]),
+        ({"add_bos_token": True, "add_eos_token": True}, [BOS_ID, 97, EOS_ID]),
+        ({"add_eos_token": True}, [97, EOS_ID]),
+        ({"add_bos_token": None}, [BOS_ID, 97]),
+    ],
+)
+def test_flags_of_tokenizer_config_replace_the_post_processor(
+    tmp_path: Path, flags: dict, expected: list[int]
+) -> None:
+    save(tmp_path, {"bos_token": BOS, "eos_token": EOS, **flags})
+    assert Tokenizer.from_folder(tmp_path).encode("a") == expected
+
+
+def test_older_checkpoints_name_special_tokens_in_a_file_of_their_own(tmp_path: Path) -> None:
+    save(tmp_path, {}, special_tokens_map={"eos_token": EOS})
+    assert Tokenizer.from_folder(tmp_path).eos_token_id == EOS_ID
+
+
+def test_special_tokens_are_skipped_only_when_asked() -> None:
+    tokenizer = byte_level_tokenizer()
+    assert tokenizer.special_token_ids == {BOS_ID, EOS_ID}
+    assert tokenizer.decode([BOS_ID, 97, EOS_ID]) == "a"
+    assert tokenizer.decode([BOS_ID, 97, EOS_ID], skip_special_tokens=False) == f"{BOS}a{EOS}"
+    assert not tokenizer.has_text(EOS_ID, skip_special_tokens=True)
+    assert tokenizer.has_text(EOS_ID, skip_special_tokens=False)
+
+
+def test_ids_beyond_the_vocabulary_have_no_text() -> None:
+    tokenizer = byte_level_tokenizer()
+    assert tokenizer.vocab_size == 258
+    assert not tokenizer.has_text(999, skip_special_tokens=False)
+    assert tokenizer.decode([97, 999, 98]) == "ab"
+    assert tokenizer.token_text(999) == ""
+
+
+def test_named_token_that_is_a_plain_word_becomes_special() -> None:
+    tokenizer = Tokenizer(byte_level_backend([b"<end>"]), {"eos_token": "<end>"})
+    assert tokenizer.eos_token_id in tokenizer.special_token_ids
+    assert tokenizer.decode([97, tokenizer.eos_token_id]) == "a"
+
+
+def test_tokens_only_in_tokenizer_config_are_added_at_their_id() -> None:
+    added = {"258": {"content": "<tool>", "special": False, "lstrip": False}}
+    tokenizer = Tokenizer(byte_level_backend(), {"added_tokens_decoder": added})
+    assert tokenizer.encode("<tool>") == [258]
+    added = {"300": {"content": "<tool>", "special": False}}
+    with pytest.raises(ConfigError, match="258"):
+        Tokenizer(byte_level_backend(), {"added_tokens_decoder": added})
+
+
+def test_missing_and_broken_files_are_config_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{]")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Tokenizer.from_folder(tmp_path)
+    save(tmp_path, {})
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="JSON object"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_eos_token_without_an_id_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="<nowhere>"):
+        Tokenizer(byte_level_backend(), {"eos_token": "<nowhere>"})
+
+
+def test_lone_surrogate_is_the_callers_mistake() -> None:
+    with pytest.raises(InvalidRequestError, match="character 1"):
+        byte_level_tokenizer().encode("a\ud800")
