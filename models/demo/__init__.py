@@ -1,0 +1,1 @@
+"""The embedded demo checkpoint and what made it: data, tokenizer, training, evaluation."""
