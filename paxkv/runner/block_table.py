@@ -1,0 +1,58 @@
+"""`BlockTable`: the physical blocks of every row of the batch, per KV cache group."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from paxkv.errors import InvariantError
+
+
+class BlockTable:
+    """Block ids of one KV cache group; a row's unused columns are 0, the null block."""
+
+    def __init__(self, *, max_num_seqs: int, max_blocks_per_req: int, num_blocks: int) -> None:
+        self.block_ids_np = np.zeros((max_num_seqs, max_blocks_per_req), np.int32)
+        self.num_blocks_np = np.zeros(max_num_seqs, np.int32)  # blocks held, per row
+        self._num_pool_blocks = num_blocks
+
+    def append_row(self, row_idx: int, block_ids: Sequence[int]) -> None:
+        """Adds blocks behind those that the row has.
+
+        Raises:
+            InvariantError: A block id is not in the pool, or the row is full. On the device neither
+                would be noticed: a gather out of range clamps silently.
+        """
+        if not block_ids:
+            return
+        if min(block_ids) < 0 or max(block_ids) >= self._num_pool_blocks:
+            raise InvariantError(
+                f"block ids must be in [0, {self._num_pool_blocks}), got {list(block_ids)}."
+            )
+        start = int(self.num_blocks_np[row_idx])
+        end = start + len(block_ids)
+        if end > self.block_ids_np.shape[1]:
+            raise InvariantError(
+                f"a row holds at most {self.block_ids_np.shape[1]} blocks, got {end}."
+            )
+        self.block_ids_np[row_idx, start:end] = block_ids
+        self.num_blocks_np[row_idx] = end
+
+    def clear_row(self, row_idx: int) -> None:
+        self.block_ids_np[row_idx, : self.num_blocks_np[row_idx]] = 0
+        self.num_blocks_np[row_idx] = 0
+
+
+class MultiGroupBlockTable:
+    """One `BlockTable` per KV cache group, with the same rows."""
+
+    def __init__(self, tables: Sequence[BlockTable]) -> None:
+        self.tables = tuple(tables)
+
+    def append_row(self, row_idx: int, block_ids: Sequence[Sequence[int]]) -> None:
+        """Adds blocks to a row, one list per group."""
+        for table, group_block_ids in zip(self.tables, block_ids, strict=True):
+            table.append_row(row_idx, group_block_ids)
+
+    def clear_row(self, row_idx: int) -> None:
+        for table in self.tables:
+            table.clear_row(row_idx)

@@ -1,0 +1,79 @@
+"""Buckets: the only file where the shapes that reach `jit` come from."""
+
+import bisect
+import dataclasses
+
+from paxkv.errors import InvariantError
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """Every dimension of one compiled step; dimension names as in `models/forward_batch.py`."""
+
+    num_tokens: int
+    num_reqs: int
+    num_logits: int
+    num_groups: int
+    max_blocks_per_req: int
+
+
+# Not 1: XLA on the CPU turns a scatter of one token into a select between the old cache and a new
+# one, and copies all of it, in every layer.
+MIN_NUM_TOKENS = 2
+
+
+def token_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
+    """Padded token counts: powers of two, and the largest step exactly.
+
+    Example: 48 -> (2, 4, 8, 16, 32, 48). At most half of a step is padding.
+    """
+    powers = []
+    num_tokens = MIN_NUM_TOKENS
+    while num_tokens < max_num_batched_tokens:
+        powers.append(num_tokens)
+        num_tokens *= 2
+    return (*powers, max(max_num_batched_tokens, MIN_NUM_TOKENS))
+
+
+class StepBuckets:
+    """The shapes of an engine, smallest first. Only the token count has buckets.
+
+    The other dimensions follow from it: a scheduled request has at least one token, so a step of
+    `num_tokens` never needs more request rows than that, and each row wants one token's logits.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        num_groups: int,
+        max_blocks_per_req: int,
+    ) -> None:
+        self._num_tokens = token_buckets(max_num_batched_tokens)
+        self.shapes = tuple(
+            StepShape(
+                num_tokens=num_tokens,
+                num_reqs=min(num_tokens, max_num_seqs),
+                num_logits=min(num_tokens, max_num_seqs),
+                num_groups=num_groups,
+                max_blocks_per_req=max_blocks_per_req,
+            )
+            for num_tokens in self._num_tokens
+        )
+
+    @property
+    def largest(self) -> StepShape:
+        return self.shapes[-1]
+
+    def shape_for(self, num_tokens: int) -> StepShape:
+        """The smallest shape that holds `num_tokens`.
+
+        Raises:
+            InvariantError: The scheduler went over its budget, or scheduled nothing.
+        """
+        if not 1 <= num_tokens <= self._num_tokens[-1]:
+            raise InvariantError(
+                f"a step must have 1 to {self._num_tokens[-1]} tokens, got {num_tokens}."
+            )
+        return self.shapes[bisect.bisect_left(self._num_tokens, num_tokens)]

@@ -1,0 +1,222 @@
+"""`ModelRunner`: computes the scheduler's steps on one device."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from models import LoadedModel, kv_cache_layers
+from paxkv.config import CacheConfig, SchedulerConfig
+from paxkv.contracts.executor import StepHandle
+from paxkv.contracts.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec
+from paxkv.contracts.runner_output import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    ModelRunnerOutput,
+    TokenLogprobs,
+)
+from paxkv.contracts.scheduler_output import SchedulerOutput
+from paxkv.errors import InvariantError
+from paxkv.runner.batch_builder import BatchBuilder, BuiltStep
+from paxkv.runner.bucketing import StepBuckets
+from paxkv.runner.input_batch import InputBatch
+from paxkv.runner.kv_cache_arrays import (
+    abstract_kv_cache,
+    allocate_kv_cache,
+    device_mesh,
+    kv_cache_dtype,
+)
+from paxkv.runner.memory_plan import (
+    DeviceMemory,
+    MemoryPlan,
+    kv_cache_group,
+    measure_device_memory,
+    plan_memory,
+)
+from paxkv.runner.sampled_tokens import read_logprobs
+from paxkv.runner.warmup import StepPrograms
+
+
+class ModelRunner:
+    """The `Executor` of one device: owns the KV cache arrays and the rows of running requests.
+
+    Args:
+        max_model_len: Most tokens of a request, prompt and output together.
+        seed: Of the draws of requests that bring no seed of their own.
+        show_progress: Draws a bar on stderr while the warm-up compiles.
+
+    Raises:
+        ConfigError: The KV cache does not fit, or is too small for one request.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        cache_config: CacheConfig,
+        scheduler_config: SchedulerConfig,
+        max_model_len: int,
+        seed: int,
+        show_progress: bool = False,
+    ) -> None:
+        max_num_seqs = scheduler_config.max_num_seqs
+        block_size = cache_config.block_size
+        device = next(iter(model.params[0].devices()))
+        mesh = device_mesh(device)
+        group = kv_cache_group(
+            kv_cache_layers(model.config),
+            block_size=block_size,
+            dtype=kv_cache_dtype(model.params[0].dtype.name, device.platform),
+        )
+        max_blocks_per_req = group.kv_cache_spec.max_blocks_per_req(max_model_len)
+        buckets = StepBuckets(
+            max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            num_groups=1,
+            max_blocks_per_req=max_blocks_per_req,
+        )
+        self._params = model.params
+        self._show_progress = show_progress
+        self._programs = StepPrograms(
+            model=model, buckets=buckets, max_num_seqs=max_num_seqs, mesh=mesh
+        )
+        self.memory_plan: MemoryPlan = plan_memory(
+            group,
+            cache_config,
+            max_model_len=max_model_len,
+            device_memory=self._measure_memory(mesh, cache_config, buckets, group),
+        )
+        self._kv_cache = allocate_kv_cache(self.kv_cache_config, mesh)
+        self._sharding = NamedSharding(mesh, PartitionSpec())
+        self._prev_tokens = jnp.zeros(max_num_seqs, jnp.int32, device=self._sharding)
+        self._rows = InputBatch.create(
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            max_blocks_per_req=max_blocks_per_req,
+            num_groups=1,
+            num_blocks=self.kv_cache_config.num_blocks,
+            vocab_size=model.config.vocab_size,
+            seed=seed,
+        )
+        self._builder = BatchBuilder(
+            buckets=buckets,
+            input_batch=self._rows,
+            max_num_seqs=max_num_seqs,
+            block_size=block_size,
+        )
+        self._num_padded_tokens = 0
+
+    @property
+    def kv_cache_config(self) -> KVCacheConfig:
+        return self.memory_plan.kv_cache_config
+
+    @property
+    def num_padded_tokens(self) -> int:
+        return self._num_padded_tokens
+
+    @property
+    def num_compiles_after_ready(self) -> int:
+        return self._programs.num_compiles_after_ready
+
+    def warm_up(self) -> None:
+        """Compiles every step that traffic can ask for."""
+        self._programs.warm_up(self._kv_cache, show_progress=self._show_progress)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> StepHandle:
+        """Starts one step and returns without waiting for it.
+
+        The next step may start before this one's tokens are fetched: a request's token that only
+        the device knows is taken from there.
+
+        Raises:
+            InvariantError: The decision does not fit what the runner knows of the requests.
+        """
+        if scheduler_output.block_copies:
+            raise InvariantError(
+                f"block copies are not implemented, got {len(scheduler_output.block_copies)}."
+            )
+        self._rows.update(scheduler_output)
+        if not scheduler_output.num_scheduled_tokens:
+            return FinishedStep()
+        built = self._builder.build(scheduler_output)
+        packed = jax.device_put(built.packed_np, self._sharding)
+        program = self._programs.get(built.shape, self._kv_cache)
+        self._kv_cache, result, self._prev_tokens = program(
+            self._params, self._kv_cache, packed, self._prev_tokens
+        )
+        self._rows.note_sampled(built.rows_np, built.is_sampled_np)
+        self._num_padded_tokens += (
+            built.shape.num_tokens - scheduler_output.total_num_scheduled_tokens
+        )
+        return DeviceStep(result=result, built=built, rows=self._rows)
+
+    def _measure_memory(
+        self,
+        mesh: Mesh,
+        cache_config: CacheConfig,
+        buckets: StepBuckets,
+        group: KVCacheGroupSpec,
+    ) -> DeviceMemory | None:
+        """Memory of the device and of the largest step; None where it does not decide anything."""
+        device = mesh.devices.item()
+        if device.platform == "cpu" or cache_config.num_gpu_blocks_override is not None:
+            return None
+        # A step's temporary memory does not depend on the cache's size, so a tiny one will do.
+        tiny_config = KVCacheConfig(num_blocks=2, kv_cache_groups=(group,))
+        program = self._programs.compile(buckets.largest, abstract_kv_cache(tiny_config, mesh))
+        activation_bytes = program.memory_analysis().temp_size_in_bytes
+        return measure_device_memory(device, self._params, activation_bytes)
+
+
+class FinishedStep:
+    """A step that had nothing to compute."""
+
+    def sample_tokens(self) -> ModelRunnerOutput:
+        return EMPTY_MODEL_RUNNER_OUTPUT
+
+
+class DeviceStep:
+    """A step that the device is computing, or has computed."""
+
+    def __init__(
+        self,
+        *,
+        result: jax.Array,  # i32[num_logits, RESULT_WIDTH]
+        built: BuiltStep,
+        rows: InputBatch,
+    ) -> None:
+        self._result: jax.Array | None = result
+        self._built = built
+        self._rows = rows
+        # Now, because a request may be gone when the tokens come home.
+        self._num_logprobs = [
+            rows.requests[req_id].sampling_params.logprobs for req_id in built.req_ids
+        ]
+
+    def sample_tokens(self) -> ModelRunnerOutput:
+        """Waits for the device, brings the tokens home and writes them into the rows.
+
+        Raises:
+            InvariantError: They were fetched before.
+        """
+        if self._result is None:
+            raise InvariantError("the tokens of a step are fetched once.")
+        result_np = jax.device_get(self._result)
+        self._result = None
+        req_ids, is_sampled = self._built.req_ids, self._built.is_sampled_np.tolist()
+        sampled_token_ids: list[list[int]] = []
+        logprobs: list[list[TokenLogprobs] | None] = []
+        for req_idx, token_id in enumerate(result_np[: len(req_ids), 0].tolist()):
+            sampled_token_ids.append([token_id] if is_sampled[req_idx] else [])
+            num_logprobs = self._num_logprobs[req_idx]
+            if num_logprobs is None:
+                logprobs.append(None)
+            elif is_sampled[req_idx]:
+                logprobs.append([read_logprobs(result_np[req_idx], num_logprobs)])
+            else:
+                logprobs.append([])
+        self._rows.append_tokens(
+            [req_id for req_id, sampled in zip(req_ids, is_sampled, strict=True) if sampled],
+            [token_id for token_ids in sampled_token_ids for token_id in token_ids],
+        )
+        return ModelRunnerOutput(
+            req_ids=req_ids, sampled_token_ids=sampled_token_ids, logprobs=logprobs
+        )

@@ -1,0 +1,61 @@
+"""`PackedLayout`: where each integer of a step lies in the one buffer that goes to the device."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+
+from paxkv.runner.bucketing import StepShape
+from paxkv.runner.sampling_columns import NUM_COLUMNS
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """Layout of the buffer of one `StepShape`: NumPy fills `views`, `jit` reads `unpack`.
+
+    One buffer, because putting 14 small arrays costs 193 microseconds where one costs 5.
+    """
+
+    shape: StepShape
+
+    def fields(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each field, in the order of the buffer; all are int32."""
+        s = self.shape
+        return {
+            "token_ids": (s.num_tokens,),
+            # Which token to take: an index into the previous step's tokens, still on the device,
+            # or max_num_seqs for the one in `token_ids`.
+            "token_source": (s.num_tokens,),
+            "positions": (s.num_tokens,),
+            "query_start_loc": (s.num_reqs + 1,),
+            "seq_lens": (s.num_groups, s.num_reqs),
+            "block_tables": (s.num_groups, s.num_reqs, s.max_blocks_per_req),
+            "logits_indices": (s.num_logits,),
+            "sampling_rows": (s.num_logits, NUM_COLUMNS),
+            "draw_position": (s.num_logits,),
+        }
+
+    @property
+    def num_words(self) -> int:
+        return sum(math.prod(dims) for dims in self.fields().values())
+
+    def views(self, packed_np: np.ndarray) -> dict[str, np.ndarray]:
+        """The fields as writable views of `packed_np` i32[num_words]."""
+        views = {}
+        start = 0
+        for name, dims in self.fields().items():
+            end = start + math.prod(dims)
+            views[name] = packed_np[start:end].reshape(dims)
+            start = end
+        return views
+
+    def unpack(self, packed: jax.Array) -> dict[str, jax.Array]:
+        """The same fields of `packed` i32[num_words], under `jit`."""
+        arrays = {}
+        start = 0
+        for name, dims in self.fields().items():
+            end = start + math.prod(dims)
+            arrays[name] = jax.lax.slice(packed, (start,), (end,)).reshape(dims)
+            start = end
+        return arrays

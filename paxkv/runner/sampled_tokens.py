@@ -1,0 +1,59 @@
+"""What a step samples, as one int32 array: packed under `jit`, read by NumPy."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paxkv.contracts.runner_output import TokenLogprobs
+from paxkv.sampling_params import MAX_LOGPROBS
+
+# token, its logprob, its rank, then the most likely tokens and their logprobs.
+RESULT_WIDTH = 3 + 2 * MAX_LOGPROBS
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampledTokens:
+    """One drawn token a row; the log-probabilities are zeros unless some row asks for them."""
+
+    token_ids: jax.Array  # i32[num_logits]
+    logprobs: jax.Array  # f32[num_logits], of the drawn token, before temperature and filters
+    ranks: jax.Array  # i32[num_logits], 1 for the most likely token
+    top_token_ids: jax.Array  # i32[num_logits, MAX_LOGPROBS], most likely first
+    top_logprobs: jax.Array  # f32[num_logits, MAX_LOGPROBS]
+
+
+def pack_result(sampled: SampledTokens) -> jax.Array:  # i32[num_logits, RESULT_WIDTH]
+    """All of it in one array, so that one fetch brings it home."""
+
+    def bits(x: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(x, jnp.int32)
+
+    return jnp.concatenate(
+        [
+            sampled.token_ids[:, None],
+            bits(sampled.logprobs)[:, None],
+            sampled.ranks[:, None],
+            sampled.top_token_ids,
+            bits(sampled.top_logprobs),
+        ],
+        axis=1,
+    )
+
+
+def read_logprobs(
+    result_row_np: np.ndarray,  # i32[RESULT_WIDTH]
+    num_logprobs: int,
+) -> TokenLogprobs:
+    """The log-probabilities of one row of a fetched result, with the `num_logprobs` most likely."""
+    top_start, bits_start = 3, 3 + MAX_LOGPROBS
+    # A copy, because a view of other dtype needs contiguous memory.
+    top_bits_np = result_row_np[bits_start : bits_start + num_logprobs].copy()
+    return TokenLogprobs(
+        token_logprob=float(result_row_np[1:2].view(np.float32)[0]),
+        token_rank=int(result_row_np[2]),
+        top_token_ids=result_row_np[top_start : top_start + num_logprobs].tolist(),
+        top_logprobs=top_bits_np.view(np.float32).tolist(),
+    )

@@ -1,0 +1,201 @@
+"""Draws one token per row: greedy, temperature, min_p, top_k, top_p, and log-probabilities.
+
+A row's draw depends on its logits, its settings, its seed and its position, never on its
+neighbours. Filters come in vLLM's order: temperature, min_p, top_k, then top_p on what top_k left.
+Each keeps the tokens above some threshold, so the three together are one threshold a row, and
+nothing is sorted.
+
+Source: vllm/v1/sample/sampler.py and vllm/v1/sample/ops/topk_topp_sampler.py.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from paxkv.runner.sampled_tokens import SampledTokens
+from paxkv.runner.sampling_columns import SamplingInputs
+from paxkv.sampling_params import MAX_LOGPROBS
+
+# Vocabulary entries that are reduced together. Two levels of reductions are many times faster than
+# one over the whole vocabulary on the CPU, and let a draw resolve probabilities below 2^-23.
+GROUP_SIZE = 128
+
+
+def sample(
+    logits: jax.Array,  # f32[num_logits, vocab]
+    inputs: SamplingInputs,
+) -> SampledTokens:
+    """Draws a token per row; a batch pays only for what some row of it asks for."""
+    greedy_ids = argmax_grouped(logits)
+    is_random = inputs.temperature > 0
+    token_ids = jax.lax.cond(
+        jnp.any(is_random),
+        lambda: jnp.where(is_random, _draw(logits, inputs), greedy_ids),
+        lambda: greedy_ids,
+    )
+    return jax.lax.cond(
+        jnp.any(inputs.wants_logprobs),
+        lambda: _with_logprobs(logits, token_ids),
+        lambda: _without_logprobs(token_ids),
+    )
+
+
+def argmax_grouped(logits: jax.Array) -> jax.Array:  # f32[num_logits, vocab] -> i32[num_logits]
+    """`jnp.argmax` over the last axis, ties to the lowest index, as a search in two levels."""
+    grouped = _grouped(logits, fill=-jnp.inf)
+    group_idx = jnp.argmax(grouped.max(axis=-1), axis=-1)
+    inner_idx = jnp.argmax(_take_group(grouped, group_idx), axis=-1)
+    return (group_idx * GROUP_SIZE + inner_idx).astype(jnp.int32)
+
+
+def _draw(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:  # i32[num_logits]
+    """Draws from each row's filtered distribution; greedy rows get something to be ignored."""
+    temperature = jnp.where(inputs.temperature > 0, inputs.temperature, 1.0)[:, None]
+    shifted = (logits - logits.max(axis=-1, keepdims=True)) / temperature
+    # Relative to the most likely token, whose weight is 1: so every weight is in [0, 1].
+    weights = _grouped(jnp.exp(shifted), fill=0.0)  # f32[num_logits, num_vocab_groups, GROUP_SIZE]
+    threshold = inputs.min_p
+    threshold = jax.lax.cond(
+        jnp.any(inputs.top_k > 0),
+        lambda: jnp.maximum(threshold, _top_k_threshold(weights, inputs.top_k)),
+        lambda: threshold,
+    )
+    threshold = jax.lax.cond(
+        jnp.any(inputs.top_p < 1),
+        lambda: jnp.maximum(threshold, _top_p_threshold(weights, inputs.top_p, threshold)),
+        lambda: threshold,
+    )
+    kept = jnp.where(weights >= threshold[:, None, None], weights, 0.0)
+    # A uniform number for the group, another within it: the product of both is the exact chance.
+    uniforms = _uniforms(inputs.seed, inputs.draw_position)
+    group_idx = _pick(kept.sum(axis=-1), uniforms[:, 0])
+    inner_idx = _pick(_take_group(kept, group_idx), uniforms[:, 1])
+    return (group_idx * GROUP_SIZE + inner_idx).astype(jnp.int32)
+
+
+def _uniforms(seed: jax.Array, position: jax.Array) -> jax.Array:  # f32[num_logits, 2] in [0, 1)
+    """Two numbers per row that are a function of its seed u32[2] and position i32[] alone.
+
+    A key folded with a number is itself two random words, so one hash a row is enough.
+    """
+
+    def row_words(seed_words: jax.Array, row_position: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(seed_words, impl="threefry2x32")
+        return jax.random.key_data(jax.random.fold_in(key, row_position))
+
+    words = jax.vmap(row_words)(seed, position)
+    return (words >> 8).astype(jnp.float32) * 2.0**-24  # 24 bits: the largest is below 1
+
+
+def _pick(
+    mass: jax.Array,  # f32[num_logits, n], not negative
+    uniform: jax.Array,  # f32[num_logits], in [0, 1)
+) -> jax.Array:  # i32[num_logits]
+    """Inverse CDF: index i with chance `mass[i] / sum(mass)`, never one without mass.
+
+    Rounding in a parallel prefix sum may let it rise or fall by a little where the mass is 0, so
+    entries without mass are left out, of the total too.
+    """
+    has_mass = mass > 0
+    cdf = jnp.cumsum(mass, axis=-1)
+    total = jnp.where(has_mass, cdf, 0.0).max(axis=-1)
+    return jnp.argmax((cdf > (uniform * total)[:, None]) & has_mass, axis=-1)
+
+
+def _top_k_threshold(weights: jax.Array, top_k: jax.Array) -> jax.Array:
+    """The top_k-th largest weight of each row, f32[num_logits]; equal weights are all kept."""
+
+    def num_at_least(threshold: jax.Array) -> jax.Array:
+        return (weights >= threshold[:, None, None]).astype(jnp.float32).sum(axis=(1, 2))
+
+    # Counts are exact in f32 up to 2^24. Rows without top_k are content at once.
+    threshold = _largest_threshold(num_at_least, top_k.astype(jnp.float32), top_k > 0)
+    return jnp.where(top_k > 0, threshold, 0.0)
+
+
+def _top_p_threshold(weights: jax.Array, top_p: jax.Array, lowest: jax.Array) -> jax.Array:
+    """The weight at which the most likely tokens' mass reaches `top_p` of what `lowest` keeps."""
+
+    def mass_at_least(threshold: jax.Array) -> jax.Array:
+        return jnp.where(weights >= threshold[:, None, None], weights, 0.0).sum(axis=(1, 2))
+
+    threshold = _largest_threshold(mass_at_least, top_p * mass_at_least(lowest), top_p < 1)
+    return jnp.where(top_p < 1, threshold, 0.0)
+
+
+def _largest_threshold(
+    measure: Callable[[jax.Array], jax.Array],
+    wanted: jax.Array,  # f32[num_logits]
+    is_wanted: jax.Array,  # bool[num_logits], rows that take part
+) -> jax.Array:  # f32[num_logits]
+    """The largest t in [0, 1] with `measure(t) >= wanted`, exactly, for a falling `measure`.
+
+    A binary search over the bits of t: floats that are not negative sort as their bits do, so 30
+    halvings reach a single one. A row that hits `wanted` exactly is done earlier.
+    """
+
+    def float_from_bits(bits: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+    low = jnp.zeros(wanted.shape, jnp.int32)  # measure(low) >= wanted
+    high = jnp.full(wanted.shape, 0x3F800001, jnp.int32)  # just above 1.0: measures too little
+    high = jnp.where(is_wanted, high, low + 1)
+
+    def is_open(state: tuple[jax.Array, jax.Array]) -> jax.Array:
+        low, high = state
+        return jnp.any(high - low > 1)
+
+    def halve(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = state
+        middle = low + (high - low) // 2
+        measured = measure(float_from_bits(middle))
+        low = jnp.where(measured >= wanted, middle, low)
+        high = jnp.where(measured > wanted, high, jnp.where(measured == wanted, low + 1, middle))
+        return low, high
+
+    low, _ = jax.lax.while_loop(is_open, halve, (low, high))
+    return float_from_bits(low)
+
+
+def _with_logprobs(logits: jax.Array, token_ids: jax.Array) -> SampledTokens:
+    """Log-probabilities of the model's own distribution, whatever the sampling settings."""
+    logprobs_max = logits.max(axis=-1, keepdims=True)
+    log_total = jnp.log(jnp.exp(logits - logprobs_max).sum(axis=-1, keepdims=True)) + logprobs_max
+    token_logits = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)
+    num_top = min(MAX_LOGPROBS, logits.shape[-1])
+    top_logits, top_token_ids = jax.lax.top_k(logits, num_top)
+    pad = ((0, 0), (0, MAX_LOGPROBS - num_top))
+    return SampledTokens(
+        token_ids=token_ids,
+        logprobs=(token_logits - log_total)[:, 0],
+        ranks=(logits > token_logits).sum(axis=-1, dtype=jnp.int32) + 1,
+        top_token_ids=jnp.pad(top_token_ids.astype(jnp.int32), pad),
+        top_logprobs=jnp.pad(top_logits - log_total, pad),
+    )
+
+
+def _without_logprobs(token_ids: jax.Array) -> SampledTokens:
+    num_logits = token_ids.shape[0]
+    return SampledTokens(
+        token_ids=token_ids,
+        logprobs=jnp.zeros(num_logits, jnp.float32),
+        ranks=jnp.zeros(num_logits, jnp.int32),
+        top_token_ids=jnp.zeros((num_logits, MAX_LOGPROBS), jnp.int32),
+        top_logprobs=jnp.zeros((num_logits, MAX_LOGPROBS), jnp.float32),
+    )
+
+
+def _grouped(x: jax.Array, fill: float) -> jax.Array:
+    """f[num_logits, vocab] -> f[num_logits, num_vocab_groups, GROUP_SIZE], padded with `fill`."""
+    num_logits, vocab = x.shape
+    num_vocab_groups = -(-vocab // GROUP_SIZE)
+    padding = num_vocab_groups * GROUP_SIZE - vocab
+    if padding:
+        x = jnp.pad(x, ((0, 0), (0, padding)), constant_values=fill)
+    return x.reshape(num_logits, num_vocab_groups, GROUP_SIZE)
+
+
+def _take_group(grouped: jax.Array, group_idx: jax.Array) -> jax.Array:
+    """f[num_logits, GROUP_SIZE]: of each row, the group that `group_idx` i32[num_logits] names."""
+    return jnp.take_along_axis(grouped, group_idx[:, None, None], axis=1)[:, 0]

@@ -1,0 +1,72 @@
+"""The compiled step: one pure `forward` and one pure `sample`, composed into one program."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from models import ForwardBatch, KVCache, LoadedModel
+from paxkv.runner.bucketing import StepShape
+from paxkv.runner.packed_layout import PackedLayout
+from paxkv.runner.sampled_tokens import pack_result
+from paxkv.runner.sampler import sample
+from paxkv.runner.sampling_columns import decode_sampling_rows
+
+Params = tuple[jax.Array, ...]
+# (params, kv_cache, packed, prev_tokens) -> (kv_cache, result, next_tokens)
+StepFunction = Callable[
+    [Params, KVCache, jax.Array, jax.Array], tuple[KVCache, jax.Array, jax.Array]
+]
+
+
+def forward(
+    model: LoadedModel, params: Params, kv_cache: KVCache, batch: ForwardBatch
+) -> tuple[jax.Array, KVCache]:
+    """Runs the model: logits f32[num_logits, vocab] of the wanted tokens, and the written cache."""
+    hidden, kv_cache = model.forward(params, kv_cache, batch)
+    return model.compute_logits(params, hidden[batch.logits_indices]), kv_cache
+
+
+def unpack_batch(
+    fields: dict[str, jax.Array],
+    prev_tokens: jax.Array,  # i32[max_num_seqs]
+) -> ForwardBatch:
+    """The model's input; each token comes from the host or from `prev_tokens`."""
+    max_num_seqs = prev_tokens.shape[0]
+    token_source = fields["token_source"]
+    on_device = prev_tokens[jnp.minimum(token_source, max_num_seqs - 1)]
+    return ForwardBatch(
+        token_ids=jnp.where(token_source < max_num_seqs, on_device, fields["token_ids"]),
+        positions=fields["positions"],
+        query_start_loc=fields["query_start_loc"],
+        seq_lens=fields["seq_lens"],
+        block_tables=fields["block_tables"],
+        logits_indices=fields["logits_indices"],
+    )
+
+
+def make_step(model: LoadedModel, shape: StepShape) -> StepFunction:
+    """The step of one shape, not yet compiled.
+
+    Its result holds a row per logit (`pack_result`). `next_tokens` i32[max_num_seqs] are the drawn
+    tokens by their place in the step, for the next step's `prev_tokens`: so it can start before
+    the host has seen them.
+    """
+    layout = PackedLayout(shape)
+
+    def step(
+        params: Params,
+        kv_cache: KVCache,
+        packed: jax.Array,  # i32[num_words]
+        prev_tokens: jax.Array,  # i32[max_num_seqs]
+    ) -> tuple[KVCache, jax.Array, jax.Array]:
+        fields = layout.unpack(packed)
+        batch = unpack_batch(fields, prev_tokens)
+        logits, kv_cache = forward(model, params, kv_cache, batch)
+        inputs = decode_sampling_rows(fields["sampling_rows"], fields["draw_position"])
+        sampled = sample(logits, inputs)
+        num_unused = prev_tokens.shape[0] - shape.num_logits
+        next_tokens = jnp.pad(sampled.token_ids, (0, num_unused))
+        return kv_cache, pack_result(sampled), next_tokens
+
+    return step

@@ -1,0 +1,66 @@
+"""Compiles the step for every bucket before the engine is ready, and counts compilations after."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Compiled
+from tqdm import tqdm
+
+from models import KVCache, LoadedModel
+from paxkv.runner.bucketing import StepBuckets, StepShape
+from paxkv.runner.packed_layout import PackedLayout
+from paxkv.runner.step import make_step
+
+_KV_CACHE_ARGNUM = 1
+
+
+class StepPrograms:
+    """The compiled steps of a model, one per bucket.
+
+    They are compiled ahead of time: such a program takes its own shapes, dtypes and shardings and
+    raises for any other, so no call can compile behind our back and the count below is true.
+    """
+
+    def __init__(
+        self, *, model: LoadedModel, buckets: StepBuckets, max_num_seqs: int, mesh: Mesh
+    ) -> None:
+        self._model = model
+        self._buckets = buckets
+        self._max_num_seqs = max_num_seqs
+        self._sharding = NamedSharding(mesh, PartitionSpec())
+        self._programs: dict[StepShape, Compiled] = {}
+        self._is_ready = False
+        self.num_compiles_after_ready = 0
+
+    def compile(self, shape: StepShape, kv_cache: KVCache) -> Compiled:
+        """The program of `shape`, not kept; `kv_cache` may be abstract."""
+        step = jax.jit(make_step(self._model, shape), donate_argnums=_KV_CACHE_ARGNUM)
+        packed = self._abstract_int32(PackedLayout(shape).num_words)
+        prev_tokens = self._abstract_int32(self._max_num_seqs)
+        return step.lower(self._model.params, kv_cache, packed, prev_tokens).compile()
+
+    def warm_up(self, kv_cache: KVCache, *, show_progress: bool) -> None:
+        """Compiles every bucket, the largest first: what does not fit fails at once."""
+        shapes = tqdm(
+            self._buckets.shapes[::-1],
+            desc="compiling steps",
+            unit="shape",
+            file=sys.stderr,
+            disable=not show_progress,
+        )
+        for shape in shapes:
+            if shape not in self._programs:
+                self._programs[shape] = self.compile(shape, kv_cache)
+        self._is_ready = True
+
+    def get(self, shape: StepShape, kv_cache: KVCache) -> Compiled:
+        """The program of `shape`; compiles it if the warm-up was left out or missed it."""
+        if shape not in self._programs:
+            self._programs[shape] = self.compile(shape, kv_cache)
+            self.num_compiles_after_ready += self._is_ready
+        return self._programs[shape]
+
+    def _abstract_int32(self, num_words: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((num_words,), jnp.int32, sharding=self._sharding)

@@ -1,0 +1,119 @@
+"""Plays the scheduler for a `ModelRunner`: the test says who runs, the driver keeps the books."""
+
+import random
+
+from paxkv.contracts.runner_output import ModelRunnerOutput
+from paxkv.contracts.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from paxkv.runner import ModelRunner
+from paxkv.sampling_params import SamplingParams
+
+
+class RunnerDriver:
+    """Requests, their tokens and their blocks; blocks are handed out in a shuffled order."""
+
+    def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
+        self.runner = runner
+        group = runner.kv_cache_config.kv_cache_groups[0]
+        self.block_size = group.kv_cache_spec.block_size
+        self.free_blocks = list(range(1, runner.kv_cache_config.num_blocks))
+        random.Random(seed).shuffle(self.free_blocks)
+        self.params: dict[str, SamplingParams] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.num_prompt_tokens: dict[str, int] = {}
+        self.num_computed: dict[str, int] = {}
+        self.blocks: dict[str, list[int]] = {}
+        self.known: set[str] = set()
+        self.preempted: set[str] = set()
+        self.finished: set[str] = set()
+        self.newly_preempted: set[str] = set()
+
+    def add(self, req_id: str, prompt: list[int], params: SamplingParams) -> None:
+        self.params[req_id] = params
+        self.tokens[req_id] = list(prompt)
+        self.num_prompt_tokens[req_id] = len(prompt)
+        self.num_computed[req_id] = 0
+        self.blocks[req_id] = []
+
+    def output_of(self, req_id: str) -> list[int]:
+        return self.tokens[req_id][self.num_prompt_tokens[req_id] :]
+
+    def preempt(self, req_id: str) -> None:
+        self.free_blocks += self.blocks[req_id]
+        self.blocks[req_id] = []
+        self.num_computed[req_id] = 0
+        self.preempted.add(req_id)
+        self.newly_preempted.add(req_id)
+
+    def finish(self, req_id: str) -> None:
+        self.free_blocks += self.blocks.pop(req_id)
+        self.finished.add(req_id)
+        self.known.discard(req_id)
+        self.preempted.discard(req_id)
+
+    def num_left(self, req_id: str) -> int:
+        """Tokens to compute until the request's next token is drawn."""
+        return len(self.tokens[req_id]) - self.num_computed[req_id]
+
+    def schedule(self, num_scheduled: dict[str, int]) -> SchedulerOutput:
+        """The decision that computes these numbers of tokens; the books move on with it."""
+        new_reqs, cached_ids, new_blocks, num_computed = [], [], [], []
+        resumed = frozenset(self.preempted & set(num_scheduled))
+        for req_id, num_tokens in num_scheduled.items():
+            computed = self.num_computed[req_id]
+            num_missing = -(-(computed + num_tokens) // self.block_size) - len(self.blocks[req_id])
+            added = [self.free_blocks.pop() for _ in range(num_missing)]
+            self.blocks[req_id] += added
+            if req_id in self.known:
+                cached_ids.append(req_id)
+                new_blocks.append((added,) if added else None)
+                num_computed.append(computed)
+            else:
+                self.known.add(req_id)
+                new_reqs.append(
+                    NewRequestData(
+                        req_id=req_id,
+                        prompt_token_ids=self.tokens[req_id],
+                        sampling_params=self.params[req_id],
+                        block_ids=(added,),
+                        num_computed_tokens=computed,
+                    )
+                )
+            self.num_computed[req_id] += num_tokens
+        output = SchedulerOutput(
+            scheduled_new_reqs=new_reqs,
+            scheduled_cached_reqs=CachedRequestData(
+                req_ids=cached_ids,
+                resumed_req_ids=resumed,
+                new_block_ids=new_blocks,
+                num_computed_tokens=num_computed,
+                num_output_tokens=[len(self.output_of(r)) for r in cached_ids],
+                all_token_ids={r: list(self.tokens[r]) for r in resumed},
+            ),
+            num_scheduled_tokens=num_scheduled,
+            total_num_scheduled_tokens=sum(num_scheduled.values()),
+            preempted_req_ids=frozenset(self.newly_preempted & self.known),
+            finished_req_ids=frozenset(self.finished),
+        )
+        self.preempted -= resumed
+        self.newly_preempted.clear()
+        self.finished.clear()
+        return output
+
+    def step(self, num_scheduled: dict[str, int]) -> ModelRunnerOutput:
+        """Schedules, computes, and appends what came back."""
+        output = self.runner.execute_model(self.schedule(num_scheduled)).sample_tokens()
+        for req_id, token_ids in zip(output.req_ids, output.sampled_token_ids, strict=True):
+            self.tokens[req_id] += token_ids
+        return output
+
+    def run_alone(self, req_id: str, num_tokens: int, max_chunk: int) -> list[int]:
+        """Prompt in as few steps as possible, then one token a step; returns the output."""
+        while len(self.output_of(req_id)) < num_tokens:
+            self.step({req_id: min(self.num_left(req_id), max_chunk)})
+        return self.output_of(req_id)
+
+    def finish_all(self) -> None:
+        """Ends every request, so that the runner is as good as new."""
+        for req_id in list(self.blocks):
+            self.finish(req_id)
+        self.step({})

@@ -1,0 +1,154 @@
+"""Rows become the packed arrays of a step, with padding that the device ignores."""
+
+import numpy as np
+import pytest
+
+from paxkv.contracts.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from paxkv.errors import InvariantError
+from paxkv.runner.batch_builder import BatchBuilder
+from paxkv.runner.bucketing import StepBuckets
+from paxkv.runner.input_batch import InputBatch
+from paxkv.runner.packed_layout import PackedLayout
+from paxkv.sampling_params import SamplingParams
+
+MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE, MAX_BLOCKS = 4, 32, 8, 4
+NO_CACHED = CachedRequestData(
+    req_ids=[],
+    resumed_req_ids=frozenset(),
+    new_block_ids=[],
+    num_computed_tokens=[],
+    num_output_tokens=[],
+    all_token_ids={},
+)
+
+
+def make_batch_and_builder():
+    batch = InputBatch.create(
+        max_num_seqs=MAX_NUM_SEQS,
+        max_model_len=MAX_MODEL_LEN,
+        max_blocks_per_req=MAX_BLOCKS,
+        num_groups=1,
+        num_blocks=20,
+        vocab_size=100,
+        seed=0,
+    )
+    buckets = StepBuckets(
+        max_num_batched_tokens=16,
+        max_num_seqs=MAX_NUM_SEQS,
+        num_groups=1,
+        max_blocks_per_req=MAX_BLOCKS,
+    )
+    builder = BatchBuilder(
+        buckets=buckets, input_batch=batch, max_num_seqs=MAX_NUM_SEQS, block_size=BLOCK_SIZE
+    )
+    return batch, builder
+
+
+def output(num_scheduled, new_reqs=(), cached=NO_CACHED):
+    return SchedulerOutput(
+        scheduled_new_reqs=list(new_reqs),
+        scheduled_cached_reqs=cached,
+        num_scheduled_tokens=num_scheduled,
+        total_num_scheduled_tokens=sum(num_scheduled.values()),
+        preempted_req_ids=frozenset(),
+        finished_req_ids=frozenset(),
+    )
+
+
+def new(req_id, tokens, blocks, num_computed=0, **params):
+    return NewRequestData(
+        req_id=req_id,
+        prompt_token_ids=list(tokens),
+        sampling_params=SamplingParams(**params),
+        block_ids=(list(blocks),),
+        num_computed_tokens=num_computed,
+    )
+
+
+def build(builder, batch, scheduler_output):
+    batch.update(scheduler_output)
+    built = builder.build(scheduler_output)
+    return built, PackedLayout(built.shape).views(built.packed_np)
+
+
+def test_worked_example():
+    """A whole prompt of 3, a chunk (2 of 9 tokens, 4 cached), a decode: 6 tokens, padded to 8."""
+    batch, builder = make_batch_and_builder()
+    new_reqs = [
+        new("prompt", [11, 12, 13], [5]),
+        new("idle", [1], [6]),
+        new("chunk", range(20, 29), [7, 3], 4, temperature=0.5, seed=9),
+        new("decode", range(40, 52), [8, 9], 11),
+    ]
+    num_scheduled = {"decode": 1, "prompt": 3, "chunk": 2}
+    built, views = build(builder, batch, output(num_scheduled, new_reqs))
+    assert built.req_ids == ["decode", "prompt", "chunk"]
+    assert built.shape.num_tokens == 8 and built.shape.num_reqs == 4
+    assert views["token_ids"].tolist() == [51, 11, 12, 13, 24, 25, 0, 0]
+    assert views["token_source"].tolist() == [MAX_NUM_SEQS] * 8
+    assert views["positions"].tolist() == [11, 0, 1, 2, 4, 5, 0, 0]
+    assert views["query_start_loc"].tolist() == [0, 1, 4, 6, 6]
+    assert views["seq_lens"].tolist() == [[12, 3, 6, 0]]
+    assert views["block_tables"].tolist() == [
+        [[8, 9, 0, 0], [5, 0, 0, 0], [7, 3, 0, 0], [0, 0, 0, 0]]
+    ]
+    assert views["logits_indices"].tolist() == [0, 3, 5, 0]
+    assert views["draw_position"].tolist() == [12, 3, 6, 0]
+    assert built.is_sampled_np.tolist() == [True, True, False]
+    np.testing.assert_array_equal(
+        views["sampling_rows"][2], batch.requests["chunk"].sampling_row_np
+    )
+    assert not views["sampling_rows"][3].any()  # an empty row is greedy and filters nothing
+
+
+def test_every_step_has_a_buffer_of_its_own():
+    batch, builder = make_batch_and_builder()
+    scheduled = output({"a": 1}, [new("a", [1, 2], [1])])
+    first, _ = build(builder, batch, scheduled)
+    second = builder.build(scheduled)
+    assert not np.shares_memory(first.packed_np, second.packed_np)
+    assert not np.shares_memory(first.packed_np, batch.token_ids_np)
+
+
+def test_token_that_only_the_device_knows_is_taken_from_there():
+    batch, builder = make_batch_and_builder()
+    first, _ = build(
+        builder, batch, output({"a": 1, "b": 2}, [new("a", [1, 2], [1]), new("b", [3, 4], [2])])
+    )
+    assert first.is_sampled_np.tolist() == [False, True]
+    batch.note_sampled(first.rows_np, first.is_sampled_np)
+    cached = CachedRequestData(
+        req_ids=["a", "b"],
+        resumed_req_ids=frozenset(),
+        new_block_ids=[None, None],
+        num_computed_tokens=[1, 2],
+        num_output_tokens=[0, 0],
+        all_token_ids={},
+    )
+    built, views = build(builder, batch, output({"a": 1, "b": 1}, cached=cached))
+    # "a" computes its last prompt token, "b" the token that was drawn at place 1 of the last step.
+    assert views["token_source"].tolist() == [MAX_NUM_SEQS, 1]
+    assert views["token_ids"][0] == 2
+    assert views["positions"].tolist() == [1, 2]
+    assert built.is_sampled_np.all()
+
+
+@pytest.mark.parametrize(
+    ("num_scheduled", "message"),
+    [
+        (3, "it has 2 tokens"),  # a token that nobody knows
+        (0, "cannot compute 0 tokens"),
+    ],
+)
+def test_step_over_tokens_that_do_not_exist_is_a_bug(num_scheduled, message):
+    batch, builder = make_batch_and_builder()
+    scheduled = output({"a": num_scheduled}, [new("a", [1, 2], [1])])
+    with pytest.raises(InvariantError, match=message):
+        build(builder, batch, scheduled)
+
+
+def test_step_over_positions_without_a_block_is_a_bug():
+    batch, builder = make_batch_and_builder()
+    scheduled = output({"a": 9}, [new("a", range(9), [1])])
+    with pytest.raises(InvariantError, match=r"\[1\] blocks of 8"):
+        build(builder, batch, scheduled)

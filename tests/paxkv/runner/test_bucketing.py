@@ -1,0 +1,47 @@
+"""Buckets cover every step and are few."""
+
+import pytest
+
+from paxkv.errors import InvariantError
+from paxkv.runner.bucketing import StepBuckets, token_buckets
+
+
+def make_buckets(max_num_batched_tokens=48, max_num_seqs=6):
+    return StepBuckets(
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        num_groups=1,
+        max_blocks_per_req=5,
+    )
+
+
+def test_buckets_are_powers_of_two_and_the_largest_step():
+    assert token_buckets(48) == (2, 4, 8, 16, 32, 48)
+    assert token_buckets(64) == (2, 4, 8, 16, 32, 64)
+    assert token_buckets(2) == (2,)
+
+
+def test_no_step_has_a_single_token():
+    """See MIN_NUM_TOKENS: it would copy the cache."""
+    assert token_buckets(1) == (2,)
+
+
+@pytest.mark.parametrize("num_tokens", range(1, 49))
+def test_step_gets_smallest_shape_that_holds_its_tokens_and_requests(num_tokens):
+    buckets = make_buckets()
+    shape = buckets.shape_for(num_tokens)
+    assert num_tokens <= shape.num_tokens < 2 * num_tokens or shape.num_tokens == 2
+    # As many requests as tokens may be scheduled, up to max_num_seqs.
+    assert shape.num_reqs == shape.num_logits >= min(num_tokens, 6)
+    assert shape.max_blocks_per_req == 5
+    assert shape in buckets.shapes
+
+
+def test_largest_shape_is_the_budget():
+    assert make_buckets().largest.num_tokens == 48
+
+
+@pytest.mark.parametrize("num_tokens", [0, 49])
+def test_step_outside_the_budget_is_a_bug(num_tokens):
+    with pytest.raises(InvariantError, match=f"got {num_tokens}"):
+        make_buckets().shape_for(num_tokens)

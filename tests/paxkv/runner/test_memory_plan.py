@@ -1,0 +1,112 @@
+"""The number of blocks follows the setting or the memory, and is never too few for one request."""
+
+import types
+
+import jax.numpy as jnp
+import pytest
+
+from models import LayerKVSpec
+from paxkv.config import CacheConfig
+from paxkv.errors import ConfigError, InvariantError
+from paxkv.runner.memory_plan import (
+    DeviceMemory,
+    kv_cache_group,
+    measure_device_memory,
+    plan_memory,
+)
+
+# 4 layers x (K and V) x 16 tokens x 2 heads x 32 x 2 bytes = 16,384 bytes a block.
+GROUP = kv_cache_group(
+    tuple(LayerKVSpec(name=f"layer.{i}", num_kv_heads=2, head_dim=32) for i in range(4)),
+    block_size=16,
+    dtype="bfloat16",
+)
+BLOCK_BYTES = 16_384
+
+
+def plan(cache_config, device_memory=None, max_model_len=100):
+    return plan_memory(
+        GROUP, cache_config, max_model_len=max_model_len, device_memory=device_memory
+    )
+
+
+def test_override_decides_alone():
+    memory = DeviceMemory(limit_bytes=10**12, used_bytes=0, activation_bytes=0)
+    result = plan(CacheConfig(num_gpu_blocks_override=20), memory)
+    assert result.kv_cache_config.num_blocks == 20
+    assert result.kv_cache_config.num_rows == 4
+
+
+def test_cpu_takes_the_configured_bytes():
+    result = plan(CacheConfig(cpu_kv_cache_bytes=BLOCK_BYTES * 30 + 5))
+    assert result.kv_cache_config.num_blocks == 30
+    assert result.pool_bytes == 30 * BLOCK_BYTES
+
+
+def test_accelerator_gets_what_weights_and_activations_leave():
+    memory = DeviceMemory(
+        limit_bytes=BLOCK_BYTES * 100,
+        used_bytes=BLOCK_BYTES * 20,
+        activation_bytes=BLOCK_BYTES * 10,
+    )
+    result = plan(CacheConfig(gpu_memory_utilization=0.5), memory)
+    assert result.kv_cache_config.num_blocks == 20
+
+
+def test_huge_memory_stops_at_slots_that_int32_counts():
+    memory = DeviceMemory(limit_bytes=2**50, used_bytes=0, activation_bytes=0)
+    num_blocks = plan(CacheConfig(), memory).kv_cache_config.num_blocks
+    assert 2**31 - 200 < 2 * 4 * num_blocks * 16 < 2**31
+
+
+def test_report_says_tokens_and_longest_requests():
+    # 100 tokens are 7 blocks; one of the 29 blocks is the null block.
+    result = plan(CacheConfig(num_gpu_blocks_override=29))
+    assert result.num_longest_reqs == 4
+    assert result.num_tokens == 28 * 16
+    report = result.report()
+    for part in ("29 blocks of 16", "1024 bytes a token", "448 tokens", "4 requests of 100"):
+        assert part in report
+
+
+@pytest.mark.parametrize(
+    ("cache_config", "memory", "remedy"),
+    [
+        (CacheConfig(num_gpu_blocks_override=7), None, "num_gpu_blocks_override"),
+        (CacheConfig(cpu_kv_cache_bytes=7 * BLOCK_BYTES), None, "cpu_kv_cache_bytes"),
+        (
+            CacheConfig(),
+            DeviceMemory(limit_bytes=2**20, used_bytes=2**21, activation_bytes=0),
+            "gpu_memory_utilization",
+        ),
+    ],
+)
+def test_pool_too_small_for_one_request_says_got_wanted_and_remedy(cache_config, memory, remedy):
+    with pytest.raises(ConfigError) as raised:
+        plan(cache_config, memory)
+    message = str(raised.value)
+    assert "got 7 blocks" in message or "got 0 blocks" in message
+    assert "at least 8 blocks" in message
+    assert "smaller max_model_len" in message and remedy in message
+    # One more block would do.
+    assert plan(CacheConfig(num_gpu_blocks_override=8)).num_longest_reqs == 1
+
+
+def test_layers_that_cache_differently_are_no_group():
+    layers = tuple(LayerKVSpec(name=str(n), num_kv_heads=n, head_dim=32) for n in (1, 2))
+    with pytest.raises(InvariantError, match="alike"):
+        kv_cache_group(layers, block_size=16, dtype="float32")
+
+
+def test_device_memory_counts_whatever_is_in_use():
+    def device(stats):
+        return types.SimpleNamespace(memory_stats=lambda: stats)
+
+    params = (jnp.zeros(1000, jnp.float32),)
+    measured = measure_device_memory(
+        device({"bytes_limit": 10**6, "bytes_in_use": 5000}), params, 7
+    )
+    assert measured == DeviceMemory(limit_bytes=10**6, used_bytes=5000, activation_bytes=7)
+    assert measure_device_memory(device({"bytes_limit": 10**6}), params, 7).used_bytes == 4000
+    with pytest.raises(ConfigError, match="num_gpu_blocks_override"):
+        measure_device_memory(device(None), params, 7)

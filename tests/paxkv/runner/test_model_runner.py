@@ -1,0 +1,266 @@
+"""The runner's tokens are those of a dense computation, whatever the batching."""
+
+import random
+
+import jax
+import jax.monitoring
+import numpy as np
+import pytest
+
+from paxkv.config import CacheConfig, SchedulerConfig
+from paxkv.contracts.scheduler_output import BlockCopy
+from paxkv.errors import ConfigError, InvariantError
+from paxkv.runner.model_runner import ModelRunner
+from paxkv.sampling_params import SamplingParams
+from tests.paxkv.runner.driver import RunnerDriver
+from tests.paxkv.runner.tiny_model import VOCAB, TinyModel
+
+MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN = 3, 8, 40
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def make_runner(model, seed=0, num_blocks=30):
+    return ModelRunner(
+        model,
+        cache_config=CacheConfig(block_size=8, num_gpu_blocks_override=num_blocks),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS
+        ),
+        max_model_len=MAX_MODEL_LEN,
+        seed=seed,
+    )
+
+
+@pytest.fixture(scope="module")
+def warm_runner():
+    runner = make_runner(TinyModel())
+    runner.warm_up()
+    return runner
+
+
+@pytest.fixture
+def runner(warm_runner):
+    """A warm runner without requests; a test must end its own."""
+    return warm_runner
+
+
+def prompt(seed, length):
+    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
+
+
+def dense_greedy(prompt_ids, num_tokens):
+    model, token_ids = TinyModel(), list(prompt_ids)
+    for _ in range(num_tokens):
+        token_ids.append(int(model.dense_logits(token_ids)[-1].argmax()))
+    return token_ids[len(prompt_ids) :]
+
+
+def test_prefill_and_decode_equal_a_dense_computation(runner):
+    driver = RunnerDriver(runner)
+    for req_id, length in (("a", 3), ("b", 8), ("c", 1)):
+        driver.add(req_id, prompt(length, length), GREEDY)
+    with jax.transfer_guard("disallow"):
+        driver.step({"a": 3, "b": 5})  # b's prompt in two chunks
+        driver.step({"c": 1, "a": 1, "b": 3})
+        for _ in range(20):
+            driver.step({"b": 1, "c": 1, "a": 1})
+    for req_id, length in (("a", 3), ("b", 8), ("c", 1)):
+        expected = dense_greedy(prompt(length, length), len(driver.output_of(req_id)))
+        assert driver.output_of(req_id) == expected
+    driver.finish_all()
+
+
+def test_request_in_the_middle_of_its_prompt_returns_no_token(runner):
+    driver = RunnerDriver(runner)
+    driver.add("a", prompt(0, 6), SamplingParams(logprobs=2))
+    driver.add("b", prompt(1, 2), GREEDY)
+    output = driver.step({"a": 4, "b": 2})
+    assert output.req_ids == ["a", "b"]
+    assert [len(t) for t in output.sampled_token_ids] == [0, 1]
+    assert output.logprobs == [[], None]
+    output = driver.step({"b": 1, "a": 2})
+    assert output.req_ids == ["b", "a"]
+    assert [len(t) for t in output.sampled_token_ids] == [1, 1]
+    assert len(output.logprobs[1][0].top_token_ids) == 2
+    driver.finish_all()
+
+
+def test_logprobs_equal_the_dense_ones(runner):
+    driver = RunnerDriver(runner)
+    driver.add("a", prompt(5, 7), SamplingParams(temperature=2.0, seed=1, logprobs=20))
+    output = driver.step({"a": 7})
+    logits_np = TinyModel().dense_logits(prompt(5, 7))[-1]
+    true_np = logits_np - np.log(np.exp(logits_np - logits_np.max()).sum()) - logits_np.max()
+    token_id, logprobs = output.sampled_token_ids[0][0], output.logprobs[0][0]
+    np.testing.assert_allclose(logprobs.token_logprob, true_np[token_id], atol=1e-4)
+    assert logprobs.token_rank == (true_np > true_np[token_id]).sum() + 1
+    assert logprobs.top_token_ids == np.argsort(-true_np)[:20].tolist()
+    np.testing.assert_allclose(logprobs.top_logprobs, np.sort(true_np)[::-1][:20], atol=1e-4)
+    driver.finish_all()
+
+
+def random_params(rng):
+    return SamplingParams(
+        temperature=rng.choice([0.0, 0.7, 1.0, 1.5]),
+        top_k=rng.choice([0, 5, 20]),
+        top_p=rng.choice([1.0, 0.9]),
+        min_p=rng.choice([0.0, 0.05]),
+        seed=rng.choice([None, 3]),
+        logprobs=rng.choice([None, 4]),
+    )
+
+
+def random_schedule(driver, rng, can_start):
+    """Some requests in any order, with any number of tokens each that the budget gives."""
+    running = [r for r in driver.known if r not in driver.preempted]
+    others = [r for r in driver.blocks if r not in running] if can_start else []
+    started = rng.sample(sorted(others), min(len(others), MAX_NUM_SEQS - len(running)))
+    candidates = sorted(running) + started
+    budget, num_scheduled = MAX_NUM_BATCHED_TOKENS, {}
+    for req_id in rng.sample(candidates, rng.randint(1, len(candidates))):
+        if budget:
+            num_scheduled[req_id] = min(budget, rng.randint(1, driver.num_left(req_id)))
+            budget -= num_scheduled[req_id]
+    return num_scheduled
+
+
+def count_compilations(record):
+    """Appends to `record` whatever JAX compiles, anywhere, until the listeners are cleared."""
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: record.append(event) if "compile" in event else None
+    )
+
+
+def test_random_traffic_gives_each_request_the_tokens_it_gets_alone(runner):
+    """Chunks, order, neighbours, preemption and reused blocks change nothing; nothing compiles."""
+    rng = random.Random(7)
+    requests = {
+        f"req-{i}": (prompt(100 + i, rng.randint(1, 20)), random_params(rng), rng.randint(1, 12))
+        for i in range(14)
+    }
+    alone = {}
+    for req_id, (prompt_ids, params, num_tokens) in requests.items():
+        driver = RunnerDriver(runner, seed=1)
+        driver.add(req_id, prompt_ids, params)
+        alone[req_id] = driver.run_alone(req_id, num_tokens, MAX_NUM_BATCHED_TOKENS)
+        driver.finish_all()
+
+    driver, compilations, num_preemptions = RunnerDriver(runner, seed=2), [], 0
+    for req_id, (prompt_ids, params, _) in requests.items():
+        driver.add(req_id, prompt_ids, params)
+    count_compilations(compilations)
+    try:
+        with jax.transfer_guard("disallow"):
+            while driver.blocks:
+                running = sorted(driver.known - driver.preempted)
+                can_start = not running or rng.random() < 0.5
+                if running and rng.random() < 0.2:
+                    driver.preempt(rng.choice(running))
+                    num_preemptions += 1
+                    continue
+                driver.step(random_schedule(driver, rng, can_start))
+                for req_id in list(driver.blocks):
+                    if len(driver.output_of(req_id)) >= requests[req_id][2]:
+                        driver.finish(req_id)
+        driver.finish_all()
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert {r: driver.output_of(r) for r in requests} == alone
+    assert num_preemptions > 5
+    assert compilations == []
+    assert runner.num_compiles_after_ready == 0
+
+
+def test_next_step_may_start_before_the_tokens_are_fetched(runner):
+    """Tokens fed from the device give what tokens fed from the host give."""
+    params = {"a": GREEDY, "b": SamplingParams(temperature=1.3, seed=4)}
+    expected = {}
+    for req_id, length in (("a", 4), ("b", 2)):
+        driver = RunnerDriver(runner)
+        driver.add(req_id, prompt(length, length), params[req_id])
+        expected[req_id] = driver.run_alone(req_id, 6, MAX_NUM_BATCHED_TOKENS)
+        driver.finish_all()
+
+    driver = RunnerDriver(runner)
+    driver.add("a", prompt(4, 4), params["a"])
+    driver.add("b", prompt(2, 2), params["b"])
+    handles = []
+    with jax.transfer_guard("disallow"):
+        # b's prompt takes two steps; the order of requests changes from step to step.
+        for num_scheduled in ({"b": 1, "a": 4}, {"a": 1, "b": 1}, {"b": 1, "a": 1}, {"b": 1}):
+            handles.append(runner.execute_model(driver.schedule(num_scheduled)))
+            if len(handles) > 1:
+                collect(driver, handles[-2])
+    collect(driver, handles[-1])
+    assert driver.output_of("a") == expected["a"][:3]
+    assert driver.output_of("b") == expected["b"][:3]
+    driver.finish_all()
+
+
+def collect(driver, handle):
+    output = handle.sample_tokens()
+    for req_id, token_ids in zip(output.req_ids, output.sampled_token_ids, strict=True):
+        driver.tokens[req_id] += token_ids
+
+
+def test_requests_without_a_seed_draw_by_their_id_and_repeat(runner):
+    outputs = []
+    for req_id in ("a", "a", "b"):
+        driver = RunnerDriver(runner)
+        driver.add(req_id, prompt(0, 1), SamplingParams(temperature=3.0))
+        outputs.append(driver.run_alone(req_id, 8, MAX_NUM_BATCHED_TOKENS))
+        driver.finish_all()
+    assert outputs[0] == outputs[1] != outputs[2]
+
+
+def test_step_that_only_ends_requests_computes_nothing(runner):
+    driver = RunnerDriver(runner)
+    driver.add("a", prompt(0, 3), GREEDY)
+    driver.step({"a": 3})
+    num_padded_tokens = runner.num_padded_tokens
+    driver.finish("a")
+    output = driver.step({})
+    assert output.req_ids == [] and output.sampled_token_ids == []
+    assert runner.num_padded_tokens == num_padded_tokens
+    with pytest.raises(InvariantError, match="unknown"):
+        driver.known.add("a")
+        driver.blocks["a"] = [1]
+        driver.step({"a": 1})
+
+
+def test_padding_is_counted(runner):
+    driver = RunnerDriver(runner)
+    before = runner.num_padded_tokens
+    driver.add("a", prompt(0, 5), GREEDY)
+    driver.step({"a": 5})  # padded to 8
+    driver.step({"a": 1})  # padded to 2
+    assert runner.num_padded_tokens - before == 3 + 1
+    driver.finish_all()
+
+
+def test_tokens_are_fetched_once(runner):
+    driver = RunnerDriver(runner)
+    driver.add("a", prompt(0, 1), GREEDY)
+    handle = runner.execute_model(driver.schedule({"a": 1}))
+    handle.sample_tokens()
+    with pytest.raises(InvariantError, match="once"):
+        handle.sample_tokens()
+    driver.finish_all()
+
+
+def test_block_copies_are_refused_until_they_exist(runner):
+    driver = RunnerDriver(runner)
+    scheduler_output = driver.schedule({})
+    scheduler_output.block_copies.append(BlockCopy(source_block_id=1, target_block_id=2))
+    with pytest.raises(InvariantError, match="not implemented, got 1"):
+        runner.execute_model(scheduler_output)
+
+
+def test_pool_too_small_is_a_config_error():
+    with pytest.raises(ConfigError, match="got 5 blocks"):
+        make_runner(TinyModel(), num_blocks=5)
+
+
+def test_half_precision_model_keeps_its_cache_in_float32_on_the_cpu():
+    runner = make_runner(TinyModel(dtype="bfloat16"))
+    assert runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.dtype == "float32"
