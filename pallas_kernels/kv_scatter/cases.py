@@ -1,0 +1,72 @@
+"""Named example inputs of `kv_scatter`, for tests and benchmarks."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.cache_layout import pad_slot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVScatterCase:
+    """Sizes of one example. Padding tokens are spread among the real ones."""
+
+    name: str
+    num_tokens: int = 12
+    num_padding_tokens: int = 4
+    num_rows: int = 3
+    row: int = 1
+    num_blocks: int = 6
+    num_kv_heads: int = 2
+    block_size: int = 16
+    head_dim: int = 32
+    v_head_dim: int = 32
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVScatterInputs:
+    """Arguments of `kv_scatter`."""
+
+    k_cache: jax.Array  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
+    v_cache: jax.Array  # f[num_rows, num_blocks, num_kv_heads, block_size, v_head_dim]
+    k: jax.Array  # f[num_tokens + num_padding_tokens, num_kv_heads, head_dim]
+    v: jax.Array  # f[num_tokens + num_padding_tokens, num_kv_heads, v_head_dim]
+    slots: jax.Array  # i32[num_tokens + num_padding_tokens]
+    row: int
+
+
+CASES: tuple[KVScatterCase, ...] = (
+    KVScatterCase(name="middle_row"),
+    KVScatterCase(name="first_row_block_8", row=0, block_size=8, num_kv_heads=1, head_dim=80),
+    KVScatterCase(name="last_row_block_32", row=2, block_size=32, num_kv_heads=8, head_dim=64),
+    KVScatterCase(name="v_narrower_than_k", block_size=64, head_dim=128, v_head_dim=64),
+    KVScatterCase(name="no_padding_every_slot", num_tokens=96, num_padding_tokens=0),
+    KVScatterCase(name="padding_only", num_tokens=0, num_padding_tokens=8),
+    KVScatterCase(name="bfloat16", dtype="bfloat16"),
+)
+
+
+def build_inputs(case: KVScatterCase) -> KVScatterInputs:
+    """Draws caches, tokens and distinct slots; padding is at and past the padding slot."""
+    rng = np.random.default_rng(0)
+    num_slots = case.num_blocks * case.block_size
+    num_all = case.num_tokens + case.num_padding_tokens
+    slots_np = pad_slot(case.num_rows, case.num_blocks, case.block_size) + np.arange(num_all)
+    real_tokens = rng.permutation(num_all)[: case.num_tokens]
+    slots_np[real_tokens] = rng.permutation(num_slots)[: case.num_tokens]
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), case.dtype)
+
+    leading = (case.num_rows, case.num_blocks, case.num_kv_heads, case.block_size)
+    return KVScatterInputs(
+        k_cache=draw(*leading, case.head_dim),
+        v_cache=draw(*leading, case.v_head_dim),
+        k=draw(num_all, case.num_kv_heads, case.head_dim),
+        v=draw(num_all, case.num_kv_heads, case.v_head_dim),
+        slots=jnp.asarray(slots_np, jnp.int32),
+        row=case.row,
+    )

@@ -1,0 +1,38 @@
+"""Fast plain-JAX body of `kv_scatter`: one scatter a cache, in place when donated."""
+
+import jax
+import jax.numpy as jnp
+
+
+def kv_scatter_xla(
+    k_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
+    v_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, v_head_dim]
+    k: jax.Array,  # f[num_tokens, num_kv_heads, head_dim]
+    v: jax.Array,  # f[num_tokens, num_kv_heads, v_head_dim]
+    slots: jax.Array,  # i32[num_tokens]
+    row: jax.Array | int,  # i32[]
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.kv_scatter`."""
+    num_rows, num_blocks, _, block_size, _ = k_cache.shape
+    is_real = (slots >= 0) & (slots < num_blocks * block_size)
+    # Past the end of the whole cache before the row is added: `mode="drop"` drops an index past
+    # the end, but takes a negative one from the end and would write the last block.
+    past_the_end = num_rows * num_blocks
+    flat_block = jnp.where(is_real, slots // block_size + row * num_blocks, past_the_end)
+    offset = slots % block_size
+    return (
+        _scatter(k_cache, flat_block, offset, k),
+        _scatter(v_cache, flat_block, offset, v),
+    )
+
+
+def _scatter(
+    cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
+    flat_block: jax.Array,  # i32[num_tokens], in [0, num_rows * num_blocks) or past it
+    offset: jax.Array,  # i32[num_tokens], in [0, block_size)
+    new: jax.Array,  # f[num_tokens, num_kv_heads, head_dim]
+) -> jax.Array:
+    # Merging the two leading axes is free. Indexing the row instead would slice it: a copy.
+    flat_cache = cache.reshape(-1, *cache.shape[2:])
+    written = flat_cache.at[flat_block, :, offset].set(new.astype(cache.dtype), mode="drop")
+    return written.reshape(cache.shape)

@@ -1,0 +1,74 @@
+"""Reference body of `paged_attention`: every token against its whole block table, in float32."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def paged_attention_reference(
+    q: jax.Array,  # f[num_tokens, num_q_heads, head_dim]
+    k_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
+    v_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, v_head_dim]
+    row: jax.Array,  # i32[]
+    block_tables: jax.Array,  # i32[num_reqs, max_blocks_per_req]
+    seq_lens: jax.Array,  # i32[num_reqs]
+    query_start_loc: jax.Array,  # i32[num_reqs + 1]
+    *,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,  # f32[num_q_heads]
+) -> jax.Array:  # f[num_tokens, num_q_heads, v_head_dim]
+    """See `api.paged_attention`."""
+    num_tokens, num_q_heads, _ = q.shape
+    num_reqs = block_tables.shape[0]
+    group_size = num_q_heads // k_cache.shape[2]
+
+    # query_start_loc [0, 2, 2, 5] -> request of each token [0, 0, 2, 2, 2], then 3 (padding).
+    token_idx = jnp.arange(num_tokens)
+    req_idx = jnp.sum(query_start_loc[None, 1:] <= token_idx[:, None], axis=1)  # i32[num_tokens]
+    is_padding = req_idx == num_reqs
+    req_idx = jnp.minimum(req_idx, num_reqs - 1)
+    tokens_after = query_start_loc[req_idx + 1] - token_idx  # the token itself included
+    position = seq_lens[req_idx] - tokens_after  # i32[num_tokens]
+
+    # f32[num_tokens, num_q_heads, max_len, head_dim]: each token's own copy of its keys.
+    keys = _read_sequences(k_cache, row, block_tables, group_size)[req_idx]
+    values = _read_sequences(v_cache, row, block_tables, group_size)[req_idx]
+
+    key_position = jnp.arange(keys.shape[2])
+    is_seen = key_position[None, :] <= position[:, None]  # bool[num_tokens, max_len]
+    if sliding_window is not None:
+        is_seen &= key_position[None, :] > position[:, None] - sliding_window
+    is_seen &= ~is_padding[:, None]
+
+    # Unwritten memory may hold NaN, and 0 * NaN is NaN: values are masked, not only their weights.
+    values = jnp.where(is_seen[:, None, :, None], values, 0.0)
+    logits = scale * jnp.einsum(
+        "thd,thkd->thk", q.astype(jnp.float32), keys, precision=lax.Precision.HIGHEST
+    )
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    logits = jnp.where(is_seen[:, None, :], logits, -jnp.inf)
+    if sinks is not None:
+        sink_logit = jnp.broadcast_to(sinks[None, :, None], (num_tokens, num_q_heads, 1))
+        logits = jnp.concatenate([logits, sink_logit], axis=-1)
+
+    sees_any = jnp.any(is_seen, axis=-1)[:, None, None]
+    weights = jax.nn.softmax(jnp.where(sees_any, logits, 0.0), axis=-1)[..., : keys.shape[2]]
+    out = jnp.einsum("thk,thkd->thd", weights, values, precision=lax.Precision.HIGHEST)
+    return jnp.where(sees_any, out, 0.0).astype(q.dtype)
+
+
+def _read_sequences(
+    cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
+    row: jax.Array,  # i32[]
+    block_tables: jax.Array,  # i32[num_reqs, max_blocks_per_req]
+    group_size: int,
+) -> jax.Array:  # f32[num_reqs, num_q_heads, max_blocks_per_req * block_size, head_dim]
+    """Copies each request's blocks out in order, one copy of a KV head for each of its q heads."""
+    num_reqs = block_tables.shape[0]
+    _, num_blocks, num_kv_heads, _, head_dim = cache.shape
+    blocks = cache[row][jnp.clip(block_tables, 0, num_blocks - 1)].astype(jnp.float32)
+    by_head = blocks.transpose(0, 2, 1, 3, 4).reshape(num_reqs, num_kv_heads, -1, head_dim)
+    return jnp.repeat(by_head, group_size, axis=1)

@@ -1,0 +1,51 @@
+"""Fast plain-JAX body of `paged_attention`: two loops whose trip counts follow the real work.
+
+Requests with one query token share a loop over the blocks that exist; longer ones go through a
+loop over tiles. Both find their work by binary search in cumulative sums, on the device, so the
+cost does not depend on the longest context, and one compiled program serves every mix.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.paged_attention.xla_decode import attend_decode_rows
+from pallas_kernels.paged_attention.xla_prefill import attend_prefill_rows
+from pallas_kernels.paged_attention.xla_problem import AttentionProblem
+
+
+def paged_attention_xla(
+    q: jax.Array,  # f[num_tokens, num_q_heads, head_dim]
+    k_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
+    v_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, v_head_dim]
+    row: jax.Array,  # i32[]
+    block_tables: jax.Array,  # i32[num_reqs, max_blocks_per_req]
+    seq_lens: jax.Array,  # i32[num_reqs]
+    query_start_loc: jax.Array,  # i32[num_reqs + 1]
+    *,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,  # f[num_q_heads]
+) -> jax.Array:  # f[num_tokens, num_q_heads, v_head_dim]
+    """See `api.paged_attention`."""
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_blocks, num_kv_heads = k_cache.shape[1:3]
+    heads = (num_kv_heads, num_q_heads // num_kv_heads)
+    problem = AttentionProblem(
+        q=q.reshape(num_tokens, *heads, head_dim),
+        k_blocks=k_cache.reshape(-1, *k_cache.shape[2:]),
+        v_blocks=v_cache.reshape(-1, *v_cache.shape[2:]),
+        first_block=row * num_blocks,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        query_start_loc=query_start_loc,
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        sinks=None if sinks is None else sinks.reshape(heads),
+    )
+    out = attend_prefill_rows(problem)
+    decode_out, is_decode = attend_decode_rows(problem)
+    query_token = jnp.where(is_decode, query_start_loc[:-1], num_tokens)
+    out = out.at[query_token].set(decode_out, mode="drop")
+    return out.reshape(num_tokens, num_q_heads, -1).astype(q.dtype)

@@ -1,0 +1,104 @@
+"""What the two loops of the plain-JAX body share: operands, masking, running softmax."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Masked logits and empty running maxima. Finite, because -inf minus -inf is NaN.
+MASKED_LOGIT = -1e30
+
+
+class RunningSoftmax(NamedTuple):
+    """A softmax over the keys seen so far; both sums are relative to the largest logit."""
+
+    largest: jax.Array  # f32[...]
+    denominator: jax.Array  # f32[...]
+    weighted_values: jax.Array  # f32[..., v_head_dim]
+
+    def result(self) -> jax.Array:  # f32[..., v_head_dim]
+        """The attention output; zero where nothing was seen."""
+        seen = self.denominator > 0
+        return self.weighted_values / jnp.where(seen, self.denominator, 1.0)[..., None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionProblem:
+    """One call of the op, heads grouped by KV head, and the rows of the cache laid end to end."""
+
+    q: jax.Array  # f[num_tokens, num_kv_heads, group_size, head_dim]
+    k_blocks: jax.Array  # f[num_rows * num_blocks, num_kv_heads, block_size, head_dim]
+    v_blocks: jax.Array  # f[num_rows * num_blocks, num_kv_heads, block_size, v_head_dim]
+    first_block: jax.Array  # i32[], where the row begins: row * num_blocks
+    block_tables: jax.Array  # i32[num_reqs, max_blocks_per_req]
+    seq_lens: jax.Array  # i32[num_reqs]
+    query_start_loc: jax.Array  # i32[num_reqs + 1]
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+    sinks: jax.Array | None  # f[num_kv_heads, group_size]
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self.k_blocks.shape[2]
+
+    def num_query(self) -> jax.Array:  # i32[num_reqs]
+        """Query tokens of each request; none for a request whose sequence is empty."""
+        num_query = self.query_start_loc[1:] - self.query_start_loc[:-1]
+        return jnp.where(self.seq_lens > 0, num_query, 0)
+
+    def first_seen(self, query_position: jax.Array) -> jax.Array:
+        """The leftmost position that a token at `query_position` may see."""
+        if self.sliding_window is None:
+            return jnp.zeros_like(query_position)
+        return jnp.maximum(query_position - self.sliding_window + 1, 0)
+
+    def gather_blocks(
+        self, block_ids: jax.Array, is_real: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Reads blocks of the row; an id that is not real may be anything, and reads block 0.
+
+        The cache is gathered from as a whole: slicing the row out first would copy the row.
+        """
+        flat_ids = jnp.where(is_real, block_ids + self.first_block, 0)
+        return (
+            self.k_blocks.at[flat_ids].get(mode="promise_in_bounds"),
+            self.v_blocks.at[flat_ids].get(mode="promise_in_bounds"),
+        )
+
+    def logits(self, products: jax.Array, is_seen: jax.Array) -> jax.Array:
+        """Scales, caps and masks products of queries and keys, in this order."""
+        logits = products * self.scale
+        if self.soft_cap is not None:
+            logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
+        return jnp.where(is_seen, logits, MASKED_LOGIT)
+
+    def empty_softmax(self, leading: tuple[int, ...], trailing: tuple[int, ...]) -> RunningSoftmax:
+        """A softmax f32[*leading, num_kv_heads, group_size, *trailing] that has seen no key yet.
+
+        With sinks it has seen one logit a head, whose weight is 1 and whose value is zero.
+        """
+        heads = self.q.shape[1:3]
+        shape = (*leading, *heads, *trailing)
+        weighted_values = jnp.zeros((*shape, self.v_blocks.shape[-1]), jnp.float32)
+        if self.sinks is None:
+            largest = jnp.full(shape, MASKED_LOGIT, jnp.float32)
+            return RunningSoftmax(largest, jnp.zeros(shape, jnp.float32), weighted_values)
+        sinks = jnp.maximum(self.sinks.astype(jnp.float32), MASKED_LOGIT)
+        largest = jnp.broadcast_to(sinks.reshape(*heads, *(1 for _ in trailing)), shape)
+        return RunningSoftmax(largest, jnp.ones(shape, jnp.float32), weighted_values)
+
+
+def product_f32(subscripts: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """A product accumulated in float32; float32 operands are not rounded (to TF32) on the way."""
+    dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
+    return jnp.einsum(
+        subscripts,
+        lhs.astype(dtype),
+        rhs.astype(dtype),
+        precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )

@@ -1,0 +1,139 @@
+"""Tests of `paged_attention/api.py`: the checks of arguments and the choice of a body."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import kv_scatter, pad_slot, slot_mapping
+from pallas_kernels.paged_attention.api import paged_attention
+
+SHAPES = {
+    "q": ((6, 4, 32), jnp.float32),
+    "k_cache": ((2, 5, 2, 16, 32), jnp.float32),
+    "v_cache": ((2, 5, 2, 16, 32), jnp.float32),
+    "row": ((), jnp.int32),
+    "block_tables": ((3, 2), jnp.int32),
+    "seq_lens": ((3,), jnp.int32),
+    "query_start_loc": ((4,), jnp.int32),
+}
+
+
+def shape_of_result(changes, **options):
+    """The result's shape and dtype for the example arguments with some of them changed."""
+    arguments = {
+        name: jax.ShapeDtypeStruct(*changes.get(name, shape)) for name, shape in SHAPES.items()
+    }
+    return jax.eval_shape(
+        lambda arguments: paged_attention(**arguments, scale=1.0, **options), arguments
+    )
+
+
+def test_result_has_the_shape_and_dtype_of_q():
+    result = shape_of_result({"q": ((6, 4, 32), jnp.bfloat16)})
+    assert result.shape == (6, 4, 32)
+    assert result.dtype == jnp.bfloat16
+
+
+def test_result_has_the_head_dim_of_v():
+    assert shape_of_result({"v_cache": ((2, 5, 2, 16, 8), jnp.float32)}).shape == (6, 4, 8)
+
+
+@pytest.mark.parametrize("implementation", [None, "reference", "xla", "pallas_interpret"])
+def test_every_implementation_gives_the_same_shape(implementation):
+    assert shape_of_result({}, implementation=implementation).shape == (6, 4, 32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"q": ((6, 4), jnp.float32)},
+            r"q .* got \[6, 4\], wanted \[num_tokens, num_q_heads, 32\]",
+        ),
+        ({"q": ((6, 4, 64), jnp.float32)}, r"q .* got \[6, 4, 64\]"),
+        ({"q": ((6, 3, 32), jnp.float32)}, r"heads: got 3, wanted a multiple of .*num_kv_heads=2"),
+        ({"q": ((6, 4, 32), jnp.int32)}, "q has the wrong dtype: got int32, wanted a float"),
+        ({"k_cache": ((2, 5, 2, 16), jnp.float32)}, r"k_cache .* got \[2, 5, 2, 16\]"),
+        ({"v_cache": ((2, 5, 1, 16, 32), jnp.float32)}, r"v_cache .* wanted \[2, 5, 2, 16, v_head"),
+        ({"row": ((1,), jnp.int32)}, r"row must be one integer: got int32\[1\]"),
+        ({"row": ((), jnp.float32)}, r"row must be one integer: got float32\[\]"),
+        ({"block_tables": ((3,), jnp.int32)}, "block_tables has the wrong shape"),
+        ({"block_tables": ((3, 2), jnp.uint32)}, "block_tables .* got uint32, wanted int32"),
+        ({"seq_lens": ((4,), jnp.int32)}, r"seq_lens .* got \[4\], wanted \[3\]"),
+        ({"query_start_loc": ((3,), jnp.int32)}, r"query_start_loc .* got \[3\], wanted \[4\]"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        shape_of_result(changes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sliding_window": 0}, "sliding_window is too small: got 0, wanted at least 1"),
+        ({"soft_cap": 0.0}, "soft_cap is out of range: got 0.0"),
+        ({"sinks": np.zeros(3, np.float32)}, r"sinks .* got \[3\], wanted \[4\]"),
+        ({"sinks": np.zeros(4, np.int32)}, "sinks has the wrong dtype: got int32"),
+        ({"implementation": "triton"}, "got 'triton', wanted None or one of .*'xla'"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        shape_of_result({}, **options)
+
+
+@pytest.mark.parametrize("row", [-1, 2])
+def test_a_static_row_outside_the_cache_is_refused(row):
+    arguments = {name: jnp.zeros(*shape) for name, shape in SHAPES.items()} | {"row": row}
+    with pytest.raises(ValueError, match=rf"row is out of range: got {row}, wanted \[0, 2\)"):
+        paged_attention(**arguments, scale=1.0)
+
+
+def test_signature_names_no_backend():
+    parameters = list(inspect.signature(paged_attention).parameters)
+    assert parameters == [
+        *SHAPES,
+        *("scale", "sliding_window", "soft_cap", "sinks", "implementation"),
+    ]
+
+
+@pytest.mark.parametrize("chunks", [(40,), (24, 16), (17, 1, 21, 1), (1,) * 8 + (32,)])
+def test_a_prompt_in_chunks_equals_the_prompt_at_once(chunks):
+    num_blocks, block_size, head_dim, seq_len = 6, 16, 8, 40
+    q, k, v = (jax.random.normal(jax.random.key(i), (seq_len, 2, head_dim)) for i in range(3))
+    padding = pad_slot(2, num_blocks, block_size)
+    block_tables = jnp.array([[0, 0, 0], [5, 2, 3]], jnp.int32)
+
+    def step(k_cache, v_cache, tokens, start, num_query):
+        positions = start + jnp.arange(seq_len, dtype=jnp.int32)
+        query_start_loc = jnp.stack([0 * num_query, 0 * num_query, num_query])
+        slots = slot_mapping(
+            *(positions[None], block_tables[None], query_start_loc),
+            block_size=block_size,
+            pad_slot=padding,
+        )
+        q, k, v = tokens
+        k_cache, v_cache = kv_scatter(k_cache, v_cache, k, v, slots[0], 1)
+        seq_lens = jnp.stack([0 * num_query, start + num_query])
+        arguments = (q, k_cache, v_cache, 1, block_tables, seq_lens, query_start_loc)
+        return k_cache, v_cache, paged_attention(*arguments, scale=0.5)
+
+    step = jax.jit(step, compiler_options={"xla_backend_optimization_level": 0})
+    k_cache = v_cache = jnp.full((2, num_blocks, 2, block_size, head_dim), jnp.nan)
+    outputs, start = [], 0
+    for num_query in chunks:
+        tokens = [jnp.roll(x, -start, axis=0) for x in (q, k, v)]
+        k_cache, v_cache, out = step(
+            k_cache, v_cache, tokens, jnp.int32(start), jnp.int32(num_query)
+        )
+        outputs.append(out[:num_query])
+        start += num_query
+
+    logits = 0.5 * np.einsum("qhd,khd->hqk", q, k)
+    weights = np.exp(np.where(np.tri(seq_len, dtype=bool), logits, -np.inf))
+    expected = np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v)
+    np.testing.assert_allclose(np.concatenate(outputs), expected, atol=5e-6, rtol=5e-6)

@@ -1,0 +1,135 @@
+"""Tests of `paged_attention/xla.py`: against the reference, and its promises on memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import kv_scatter, paged_attention
+from pallas_kernels.paged_attention.cases import CASES, PagedAttentionCase, build_inputs
+from pallas_kernels.paged_attention.reference import paged_attention_reference
+from pallas_kernels.paged_attention.xla import paged_attention_xla
+
+TOLERANCES = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 2e-2}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_reference(case, attend, attend_by_reference):
+    out = attend(build_inputs(case), paged_attention_xla)
+    tolerance = TOLERANCES[case.dtype]
+    np.testing.assert_allclose(out, attend_by_reference(case), atol=tolerance, rtol=tolerance)
+
+
+# One padded shape for all drawn batches, so that each body compiles once a rule.
+MAX_TOKENS, MAX_REQS, MAX_BLOCKS, NUM_BLOCKS, BLOCK_SIZE = 96, 5, 8, 48, 8
+RULES = (
+    {"sliding_window": None, "soft_cap": None},
+    {"sliding_window": 11, "soft_cap": 2.0},
+)
+
+
+@st.composite
+def ragged_requests(draw):
+    """Draws (query tokens, seq_len) of up to MAX_REQS requests that fit MAX_TOKENS."""
+    requests, room = [], MAX_TOKENS
+    for _ in range(draw(st.integers(0, MAX_REQS))):
+        seq_len = draw(st.integers(0, MAX_BLOCKS * BLOCK_SIZE))
+        num_query = draw(st.sampled_from([0, 1, min(seq_len, room), min(seq_len // 2, room)]))
+        num_query = min(num_query, seq_len, room)
+        room -= num_query
+        requests.append((num_query, seq_len))
+    return tuple(requests) + ((0, 0),) * (MAX_REQS - len(requests))
+
+
+@pytest.fixture(scope="module")
+def compiled_bodies():
+    def compile_body(body, rule):
+        def call(sinks, *arrays):
+            return body(*arrays, scale=0.3, sinks=sinks, **rule)
+
+        return jax.jit(call, compiler_options={"xla_backend_optimization_level": 0})
+
+    bodies = (paged_attention_xla, paged_attention_reference)
+    return [[compile_body(body, rule) for body in bodies] for rule in RULES]
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    requests=ragged_requests(),
+    rule_idx=st.sampled_from([0, 1]),
+    seed=st.integers(0, 1000),
+)
+def test_equals_reference_on_any_ragged_batch(compiled_bodies, requests, rule_idx, seed):
+    num_query = sum(num_query for num_query, _ in requests)
+    case = PagedAttentionCase(
+        name="drawn",
+        requests=requests,
+        num_padding_tokens=MAX_TOKENS - num_query,
+        max_blocks_per_req=MAX_BLOCKS,
+        block_size=BLOCK_SIZE,
+        head_dim=8,
+        has_sinks=True,
+        **RULES[rule_idx],
+    )
+    inputs = build_inputs(case, seed)
+    pad_blocks = ((0, 0), (0, NUM_BLOCKS - inputs.k_cache.shape[1]), (0, 0), (0, 0), (0, 0))
+    k_cache, v_cache = (
+        jnp.asarray(np.pad(np.asarray(cache), pad_blocks, constant_values=np.nan))
+        for cache in (inputs.k_cache, inputs.v_cache)
+    )
+    arguments = (inputs.sinks, inputs.q, k_cache, v_cache, jnp.int32(1), *inputs.arrays[4:])
+    xla, reference = (body(*arguments) for body in compiled_bodies[rule_idx])
+    np.testing.assert_allclose(xla, reference, atol=5e-6, rtol=5e-6)
+    assert not np.asarray(xla)[num_query:].any()
+
+
+NUM_LAYERS = 3
+
+
+def step(k_cache, v_cache, q, slots, block_tables, seq_lens, query_start_loc):
+    """Three layers that write to their row of the cache and then read it."""
+    for layer_idx in range(NUM_LAYERS):
+        # As in a model, what a layer writes depends on what the layer before it read. Otherwise
+        # nothing orders this write after that read, and XLA keeps a copy to be safe.
+        k, v = jnp.sin(q[:, :2]), jnp.cos(q[:, 2:])
+        k_cache, v_cache = kv_scatter(k_cache, v_cache, k, v, slots, layer_idx)
+        q = paged_attention(
+            *(q, k_cache, v_cache, layer_idx, block_tables, seq_lens, query_start_loc), scale=1.0
+        )
+    return k_cache, v_cache, q
+
+
+def memory_of_donated_step(num_blocks, function=step):
+    """Compiles a step that donates both caches; returns its memory analysis and their bytes."""
+    num_tokens, num_reqs, num_kv_heads, block_size, head_dim = 8, 4, 2, 16, 32
+    cache = jax.ShapeDtypeStruct(
+        (NUM_LAYERS, num_blocks, num_kv_heads, block_size, head_dim), jnp.float32
+    )
+    q = jax.ShapeDtypeStruct((num_tokens, 4, head_dim), jnp.float32)
+    int_shapes = ((num_tokens,), (num_reqs, 5), (num_reqs,), (num_reqs + 1,))
+    integers = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in int_shapes)
+    compiled = jax.jit(function, donate_argnums=(0, 1)).lower(cache, cache, q, *integers).compile()
+    return compiled.memory_analysis(), 2 * 4 * int(np.prod(cache.shape))
+
+
+def burst(k_cache, v_cache, q, slots, block_tables, seq_lens, query_start_loc):
+    """Several steps in one loop, as many as the first sequence is long."""
+
+    def body(state):
+        step_idx, k_cache, v_cache, q = state
+        caches_and_q = step(k_cache, v_cache, q, slots, block_tables, seq_lens, query_start_loc)
+        return step_idx + 1, *caches_and_q
+
+    state = (jnp.int32(0), k_cache, v_cache, q)
+    return jax.lax.while_loop(lambda state: state[0] < seq_lens[0], body, state)[1:]
+
+
+@pytest.mark.parametrize("function", [step, burst])
+def test_donated_caches_are_updated_in_place(function):
+    small, small_bytes = memory_of_donated_step(num_blocks=64, function=function)
+    large, large_bytes = memory_of_donated_step(num_blocks=4096, function=function)
+    assert small.alias_size_in_bytes >= small_bytes
+    assert large.alias_size_in_bytes >= large_bytes
+    assert large.temp_size_in_bytes == small.temp_size_in_bytes

@@ -1,0 +1,55 @@
+"""Tests of `slot_mapping/api.py`: the checks of arguments and the choice of a body."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.slot_mapping.api import slot_mapping
+
+SHAPES = {
+    "positions": ((2, 6), jnp.int32),
+    "block_tables": ((2, 3, 4), jnp.int32),
+    "query_start_loc": ((4,), jnp.int32),
+}
+
+
+def shape_of_result(changes, **options):
+    arguments = {
+        name: jax.ShapeDtypeStruct(*changes.get(name, shape)) for name, shape in SHAPES.items()
+    }
+    options = {"block_size": 8, "pad_slot": 100} | options
+    return jax.eval_shape(lambda arguments: slot_mapping(**arguments, **options), arguments)
+
+
+@pytest.mark.parametrize("implementation", [None, "reference", "xla", "pallas_interpret"])
+def test_every_implementation_returns_a_slot_for_each_token(implementation):
+    result = shape_of_result({}, implementation=implementation)
+    assert (result.shape, result.dtype) == ((2, 6), jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"positions": ((6,), jnp.int32)}, r"positions .* wanted \[num_groups, num_tokens\]"),
+        ({"positions": ((2, 6), jnp.float32)}, "positions .* got float32, wanted int32"),
+        ({"block_tables": ((1, 3, 4), jnp.int32)}, r"block_tables .* got \[1, 3, 4\], wanted \[2"),
+        ({"query_start_loc": ((3,), jnp.int32)}, r"query_start_loc .* got \[3\], wanted \[4\]"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        shape_of_result(changes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_size": 0}, "block_size is too small: got 0, wanted at least 1"),
+        ({"pad_slot": -1}, "pad_slot is too small: got -1, wanted at least 0"),
+        ({"pad_slot": 2**31}, "pad_slot does not fit int32: got 2147483648"),
+        ({"implementation": "fast"}, "got 'fast', wanted None or one of"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        shape_of_result({}, **options)
