@@ -1,0 +1,222 @@
+"""BlockPool: every block of KV memory, which of them are free, and which can be found by hash."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from paxkv.contracts.cache_request import CacheRequest
+from paxkv.errors import ConfigError, InvariantError
+from paxkv.kv_cache.block import FreeKVCacheBlockQueue, KVCacheBlock
+from paxkv.kv_cache.block_hash import (
+    BlockHash,
+    BlockHashWithGroupId,
+    make_block_hash_with_group_id,
+)
+
+
+class BlockHashToBlockMap:
+    """Blocks by hash. Equal blocks may exist twice; block ids never change under a request.
+
+    Nearly every hash has one block, which is stored bare; only several need a dict by block id.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[BlockHashWithGroupId, KVCacheBlock | dict[int, KVCacheBlock]] = {}
+
+    def get_one_block(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
+        """Any block with this hash; None when there is none."""
+        found = self._blocks.get(key)
+        if isinstance(found, dict):
+            return next(iter(found.values()))
+        return found
+
+    def insert(self, key: BlockHashWithGroupId, block: KVCacheBlock) -> None:
+        found = self._blocks.get(key)
+        if found is None:
+            self._blocks[key] = block
+        elif isinstance(found, dict):
+            found[block.block_id] = block
+        else:
+            self._blocks[key] = {found.block_id: found, block.block_id: block}
+
+    def pop(self, key: BlockHashWithGroupId, block_id: int) -> KVCacheBlock | None:
+        """Removes the block with this hash and id; None when there is none."""
+        found = self._blocks.get(key)
+        if isinstance(found, dict):
+            block = found.pop(block_id, None)
+            if len(found) == 1:
+                self._blocks[key] = next(iter(found.values()))
+            return block
+        if found is None or found.block_id != block_id:
+            return None
+        return self._blocks.pop(key)
+
+    def items(self) -> Iterator[tuple[BlockHashWithGroupId, KVCacheBlock]]:
+        """Every (hash, block) pair."""
+        for key, found in self._blocks.items():
+            for block in found.values() if isinstance(found, dict) else (found,):
+                yield key, block
+
+    def __len__(self) -> int:
+        """Number of different hashes."""
+        return len(self._blocks)
+
+
+class BlockPool:
+    """All blocks of KV memory, for all KV cache groups.
+
+    A block that nobody holds waits in the free queue and can still be found by its hash; it
+    loses the hash only when its memory is handed out again, oldest first.
+
+    Raises:
+        ConfigError: Fewer than 2 blocks: block 0 is the null block.
+
+    Source: vLLM `v1/core/block_pool.py`.
+    """
+
+    def __init__(self, *, num_blocks: int, enable_caching: bool) -> None:
+        if num_blocks < 2:
+            raise ConfigError(
+                f"the KV cache needs at least 2 blocks, one of them the null block, got "
+                f"{num_blocks=}. Give it more memory."
+            )
+        self.num_blocks = num_blocks
+        self.enable_caching = enable_caching
+        self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
+        self.free_block_queue = FreeKVCacheBlockQueue(self.blocks)
+        self.cached_block_hash_to_block = BlockHashToBlockMap()
+        self.null_block = self.free_block_queue.popleft()
+        self.null_block.is_null = True
+
+    def get_cached_block(
+        self, block_hash: BlockHash, kv_cache_group_ids: Sequence[int]
+    ) -> list[KVCacheBlock] | None:
+        """A cached block of each group, in order; None when one of the groups has none."""
+        cached_blocks: list[KVCacheBlock] = []
+        for group_id in kv_cache_group_ids:
+            key = make_block_hash_with_group_id(block_hash, group_id)
+            block = self.cached_block_hash_to_block.get_one_block(key)
+            if block is None:
+                return None
+            cached_blocks.append(block)
+        return cached_blocks
+
+    def cache_full_blocks(
+        self,
+        *,
+        request: CacheRequest,
+        blocks: Sequence[KVCacheBlock],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        kv_cache_group_id: int,
+    ) -> None:
+        """Makes blocks `num_cached_blocks` to `num_full_blocks` of a request findable.
+
+        Args:
+            blocks: All blocks of the request in this group.
+
+        Raises:
+            InvariantError: One of them is cached already.
+        """
+        for block_idx in range(num_cached_blocks, num_full_blocks):
+            block = blocks[block_idx]
+            if block.is_null:
+                continue
+            if block.block_hash is not None:
+                raise InvariantError(f"{block!r} is cached already.")
+            key = make_block_hash_with_group_id(request.block_hashes[block_idx], kv_cache_group_id)
+            block.block_hash = key
+            self.cached_block_hash_to_block.insert(key, block)
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Hands out free blocks, each held once; what they cached is forgotten.
+
+        Raises:
+            InvariantError: There are fewer; the caller asks `get_num_free_blocks` first.
+        """
+        blocks = self.free_block_queue.popleft_n(num_blocks)
+        self.evict(blocks)
+        for block in blocks:
+            block.ref_cnt = 1
+        return blocks
+
+    def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Adds a holder to each block: a prefix hit."""
+        for block in blocks:
+            if block.is_null:
+                continue
+            if block.ref_cnt == 0:
+                self.free_block_queue.remove(block)
+            block.ref_cnt += 1
+
+    def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+        """Takes a holder from each block; those without one are free, and stay findable.
+
+        Args:
+            ordered_blocks: The first is the first to be handed out again.
+
+        Raises:
+            InvariantError: Nobody holds one of them.
+        """
+        freed: list[KVCacheBlock] = []
+        for block in ordered_blocks:
+            if block.is_null:
+                continue
+            if block.ref_cnt < 1:
+                raise InvariantError(f"{block!r} was freed, but nobody holds it.")
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                freed.append(block)
+        self.free_block_queue.append_n(freed)
+
+    def evict(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Takes blocks out of the prefix cache; who holds them does not change."""
+        for block in blocks:
+            if block.block_hash is not None:
+                self.cached_block_hash_to_block.pop(block.block_hash, block.block_id)
+                block.block_hash = None
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets every cached block; False, and nothing changed, while a block is in use."""
+        if self.get_num_free_blocks() != self.num_blocks - 1:
+            return False
+        self.cached_block_hash_to_block = BlockHashToBlockMap()
+        for block in self.blocks:
+            block.block_hash = None
+        return True
+
+    def get_num_free_blocks(self) -> int:
+        return self.free_block_queue.num_free_blocks
+
+    def get_usage(self) -> float:
+        """Share of the blocks that requests hold, in [0, 1]."""
+        return 1.0 - self.get_num_free_blocks() / (self.num_blocks - 1)
+
+    def check_invariants(self) -> None:
+        """Checks that every block is free xor held and that hashes and cache agree, in O(n).
+
+        Raises:
+            InvariantError: They do not.
+        """
+        null = self.null_block
+        if null.block_id != 0 or not null.is_null or null.ref_cnt or null.block_hash is not None:
+            raise InvariantError(f"the null block was changed: {null!r}.")
+        free_blocks = self.free_block_queue.get_all_free_blocks()
+        if len(free_blocks) != self.get_num_free_blocks():
+            raise InvariantError(
+                f"free queue counts {self.get_num_free_blocks()} but links {len(free_blocks)}."
+            )
+        free_ids = {block.block_id for block in free_blocks}
+        for block in self.blocks[1:]:
+            if block.is_null or block.ref_cnt < 0:
+                raise InvariantError(f"{block!r} cannot be.")
+            if (block.ref_cnt == 0) != (block.block_id in free_ids):
+                raise InvariantError(f"{block!r} must be either free or held.")
+        if 0 in free_ids or len(free_ids) != len(free_blocks):
+            raise InvariantError("the free queue holds the null block, or a block twice.")
+        cached_ids: list[int] = []
+        for key, block in self.cached_block_hash_to_block.items():
+            cached_ids.append(block.block_id)
+            if block.block_hash != key:
+                raise InvariantError(f"{block!r} is cached under another hash.")
+        hashed_ids = [block.block_id for block in self.blocks if block.block_hash is not None]
+        if sorted(cached_ids) != hashed_ids or (hashed_ids and not self.enable_caching):
+            raise InvariantError(f"blocks {hashed_ids} have a hash, {cached_ids} are cached.")

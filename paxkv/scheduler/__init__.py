@@ -1,0 +1,1 @@
+"""Decides which requests run in a step, and with how many tokens each."""

@@ -1,0 +1,412 @@
+"""KVCacheManager: hits, room or None, and memory that always reads back what was written."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from paxkv.errors import InvariantError
+from paxkv.kv_cache.block_hash import BlockHasher
+from paxkv.kv_cache.manager import KVCacheManager
+
+BLOCK_SIZE = 4
+
+
+class FakeRequest:
+    """A `CacheRequest` that a test changes by hand."""
+
+    def __init__(self, request_id, token_ids, *, salt=None, skip_reading_prefix_cache=False):
+        self.request_id = request_id
+        self.token_ids = list(token_ids)
+        self.salt = salt
+        self.num_computed_tokens = 0
+        self.num_preemptions = 0
+        self.skip_reading_prefix_cache = skip_reading_prefix_cache
+
+    @property
+    def num_tokens(self):
+        return len(self.token_ids)
+
+    @property
+    def block_hashes(self):
+        hashes = []
+        hasher = BlockHasher(block_size=BLOCK_SIZE, seed="test")
+        hasher.extend(hashes, self.token_ids, self.salt)
+        return hashes
+
+
+def make_manager(num_blocks=10, *, num_groups=1, enable_caching=True, max_model_len=64):
+    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype="float32")
+    group = KVCacheGroupSpec(layer_names=("layer",), kv_cache_spec=spec)
+    config = KVCacheConfig(num_blocks=num_blocks, kv_cache_groups=(group,) * num_groups)
+    return KVCacheManager(
+        kv_cache_config=config, max_model_len=max_model_len, enable_caching=enable_caching
+    )
+
+
+def admit(manager, request, num_new_tokens=None):
+    """Prefix lookup and allocation, as at admission; True when it fitted."""
+    hits, num_hits = manager.get_computed_blocks(request)
+    num_new_tokens = num_new_tokens or request.num_tokens - num_hits
+    if manager.allocate_slots(request, num_new_tokens, num_hits, hits) is None:
+        return False
+    request.num_computed_tokens = num_hits
+    return True
+
+
+def finish_step(request, num_tokens=None):
+    request.num_computed_tokens = num_tokens or request.num_tokens
+
+
+def state(manager):
+    """Everything that a failed allocation must leave alone."""
+    pool = manager.block_pool
+    return (
+        [block.block_id for block in pool.free_block_queue.get_all_free_blocks()],
+        [(block.ref_cnt, block.block_hash) for block in pool.blocks],
+        [
+            (dict(m.num_cached_blocks), {r: list(b) for r, b in m.req_to_blocks.items()})
+            for m in manager.coordinator.single_type_managers
+        ],
+        str(manager.prefix_cache_stats),
+    )
+
+
+def test_the_request_of_the_architecture_document_in_numbers():
+    manager = make_manager()
+    first = FakeRequest("first", [1, 2, 3, 4])
+    assert admit(manager, first)
+    finish_step(first)
+    manager.free(first)
+
+    request = FakeRequest("second", [1, 2, 3, 4, 5, 6])
+    hits, num_hits = manager.get_computed_blocks(request)
+    assert (hits.get_block_ids(), num_hits) == (([1],), 4)
+    assert manager.block_pool.blocks[1].ref_cnt == 0
+    new_blocks = manager.allocate_slots(request, 2, num_hits, hits)
+    assert new_blocks.get_block_ids() == ([2],)
+    assert manager.get_block_ids("second") == ([1, 2],)
+    assert manager.usage == pytest.approx(2 / 9)
+    assert manager.get_num_common_prefix_blocks("second") == [2]
+
+
+def test_the_last_token_is_never_a_hit():
+    manager = make_manager()
+    first = FakeRequest("first", range(8))
+    admit(manager, first)
+    finish_step(first)
+    assert manager.get_computed_blocks(FakeRequest("same", range(8)))[1] == 4
+    assert manager.get_computed_blocks(FakeRequest("longer", range(9)))[1] == 8
+    assert manager.get_computed_blocks(FakeRequest("shorter", range(4)))[1] == 0
+
+
+def test_equal_prompts_in_one_step_share_blocks():
+    manager = make_manager()
+    first, second = FakeRequest("first", range(10)), FakeRequest("second", range(10))
+    admit(manager, first)
+    admit(manager, second)
+    assert manager.get_block_ids("first") == ([1, 2, 3],)
+    assert manager.get_block_ids("second") == ([1, 2, 4],)
+    assert manager.count_slots([]) == (16, 16)
+    finish_step(first)
+    finish_step(second)
+    # 4 blocks; the two tails of 4 slots hold tokens 8 and 9.
+    assert manager.count_slots([first, second]) == (16, 12)
+
+
+def test_only_tokens_that_exist_are_cached():
+    manager = make_manager()
+    request = FakeRequest("r", range(7))
+    # The 8th slot is for a draft token, which may yet be rejected.
+    manager.allocate_slots(request, 8)
+    assert manager.get_computed_blocks(FakeRequest("s", range(20)))[1] == 4
+
+
+def test_lookahead_reserves_room_up_to_max_model_len():
+    manager = make_manager(max_model_len=12)
+    request = FakeRequest("r", range(7))
+    assert len(manager.allocate_slots(request, 7, num_lookahead_tokens=2).blocks[0]) == 3
+    finish_step(request)
+    request.token_ids += range(4)
+    assert manager.allocate_slots(request, 4, num_lookahead_tokens=9).is_empty()
+
+
+def test_caching_can_be_left_for_later():
+    manager = make_manager()
+    request = FakeRequest("r", range(8))
+    manager.allocate_slots(request, 8, delay_cache_blocks=True)
+    assert manager.get_computed_blocks(FakeRequest("s", range(9)))[1] == 0
+    manager.cache_blocks(request, 8)
+    assert manager.get_computed_blocks(FakeRequest("s", range(9)))[1] == 8
+
+
+def test_none_means_no_room_and_changes_nothing():
+    manager = make_manager(num_blocks=4)
+    first = FakeRequest("first", range(8))
+    admit(manager, first)
+    finish_step(first)
+    before = state(manager)
+    assert not admit(manager, FakeRequest("other", range(50, 58)))
+    assert not admit(manager, FakeRequest("hits two", range(20)))
+    assert state(manager) == before
+    assert admit(manager, FakeRequest("hits one", range(8)))
+
+
+def test_free_hits_count_as_blocks_to_allocate():
+    manager = make_manager(num_blocks=4)
+    first = FakeRequest("first", range(8))
+    admit(manager, first)
+    finish_step(first)
+    manager.free(first)
+    # 3 blocks are free, 2 of them hits: 16 tokens need the hits and 2 more.
+    before = state(manager)
+    assert not admit(manager, FakeRequest("too long", range(16)))
+    assert state(manager) == before
+    assert admit(manager, FakeRequest("fits", range(12)))
+    assert manager.get_block_ids("fits") == ([1, 2, 3],)
+
+
+def test_blocks_allocated_but_not_computed_are_not_found_after_free():
+    manager = make_manager()
+    request = FakeRequest("r", range(12))
+    admit(manager, request, num_new_tokens=6)
+    finish_step(request, 6)
+    manager.allocate_slots(request, 6)
+    manager.free(request)  # preempted before the step ran: tokens 6..11 were never written
+    assert manager.get_computed_blocks(FakeRequest("s", range(20)))[1] == 4
+    manager.check_invariants()
+
+
+def test_freed_tail_is_evicted_before_prefix():
+    manager = make_manager(num_blocks=5)
+    request = FakeRequest("r", range(16))
+    admit(manager, request)
+    finish_step(request)
+    manager.free(request)
+    admit(manager, FakeRequest("other", range(50, 57)))
+    assert manager.get_computed_blocks(FakeRequest("s", range(20)))[1] == 8
+
+
+def test_salted_prompts_share_only_with_their_own_salt():
+    manager = make_manager()
+    request = FakeRequest("r", range(8), salt="tenant")
+    admit(manager, request)
+    finish_step(request)
+    assert manager.get_computed_blocks(FakeRequest("s", range(9)))[1] == 0
+    assert manager.get_computed_blocks(FakeRequest("s", range(9), salt="tenant"))[1] == 8
+
+
+def test_a_request_may_decline_hits_but_still_fills_the_cache():
+    manager = make_manager()
+    for request_id in ("first", "second"):
+        request = FakeRequest(request_id, range(9), skip_reading_prefix_cache=True)
+        assert manager.get_computed_blocks(request)[1] == 0
+        admit(manager, request)
+        finish_step(request)
+    assert manager.get_computed_blocks(FakeRequest("s", range(9)))[1] == 8
+    assert manager.prefix_cache_stats.num_requests == 0
+
+
+def test_stats_count_admissions_and_keep_resumed_requests_apart():
+    manager = make_manager(num_blocks=5)
+    first = FakeRequest("first", range(9))
+    assert admit(manager, first)
+    finish_step(first)
+    waiting = FakeRequest("waiting", range(50, 60))
+    for _ in range(3):
+        assert not admit(manager, waiting)
+    manager.free(first)
+    first.num_preemptions = 1
+    first.num_computed_tokens = 0
+    assert admit(manager, first)
+    stats = manager.prefix_cache_stats
+    assert (stats.num_requests, stats.num_queries, stats.num_hits) == (1, 9, 0)
+    assert stats.num_preempted_requests == 1
+    assert (stats.num_preempted_queries, stats.num_preempted_hits) == (9, 8)
+
+
+def test_several_groups_work_without_prefix_caching():
+    manager = make_manager(num_blocks=7, num_groups=2, enable_caching=False)
+    request = FakeRequest("r", range(9))
+    assert manager.get_computed_blocks(request) == (manager.empty_kv_cache_blocks, 0)
+    assert admit(manager, request)
+    assert manager.get_block_ids("r") == ([1, 2, 3], [4, 5, 6])
+    finish_step(request)
+    assert manager.count_slots([request]) == (24, 18)
+    assert manager.allocate_slots(request, 4) is None
+    manager.free(request)
+    assert manager.get_block_ids("r") == ([], [])
+    assert manager.usage == 0
+    manager.check_invariants()
+
+
+def test_reset_forgets_everything_once_nothing_is_held():
+    manager = make_manager()
+    request = FakeRequest("r", range(8))
+    admit(manager, request)
+    finish_step(request)
+    assert not manager.reset_prefix_cache()
+    manager.free(request)
+    assert manager.reset_prefix_cache()
+    assert manager.get_computed_blocks(FakeRequest("s", range(9)))[1] == 0
+
+
+def test_scheduling_no_tokens_raises():
+    with pytest.raises(InvariantError, match="num_new_tokens=0"):
+        make_manager().allocate_slots(FakeRequest("r", range(3)), 0)
+
+
+def test_check_invariants_sees_a_reference_that_no_table_has():
+    manager = make_manager()
+    admit(manager, FakeRequest("r", range(8)))
+    manager.check_invariants()
+    manager.block_pool.touch(manager.get_blocks("r").blocks[0][:1])
+    with pytest.raises(InvariantError, match="stands in 1 block tables"):
+        manager.check_invariants()
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """The manager over a model of the memory itself: what does each slot hold right now?
+
+    A slot's content is the whole prefix up to its token, as a key's and value's really depend
+    on all of it. `cached` names which blocks should be found, and by which prefix.
+    """
+
+    NUM_BLOCKS = 7
+    tokens = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+
+    def __init__(self):
+        super().__init__()
+        self.manager = make_manager(self.NUM_BLOCKS, max_model_len=20)
+        self.live = {}
+        self.scheduled = {}  # request id -> tokens allocated and not yet written
+        self.memory = {}
+        self.cached = {}  # block id -> prefix
+        self.num_requests = 0
+
+    def table(self, request):
+        return self.manager.get_block_ids(request.request_id)[0]
+
+    def prefix(self, request, length):
+        return (request.salt, tuple(request.token_ids[:length]))
+
+    def allocate(self, request, num_new_tokens, num_hits, hits):
+        """Allocates and compares with the model; True when it fitted."""
+        old_table = self.table(request)
+        held = {b for r in self.live.values() for b in self.table(r)}
+        hit_ids = hits.get_block_ids()[0] if hits else []
+        num_total = request.num_computed_tokens + num_hits + num_new_tokens
+        num_blocks = -(-num_total // BLOCK_SIZE) - len(old_table) - len(hit_ids)
+        num_needed = max(num_blocks, 0) + len(set(hit_ids) - held)
+        has_room = num_needed <= self.NUM_BLOCKS - 1 - len(held)
+        before = state(self.manager)
+        blocks = self.manager.allocate_slots(request, num_new_tokens, num_hits, hits)
+        assert (blocks is not None) == has_room
+        if blocks is None:
+            assert state(self.manager) == before
+            return False
+        (new_ids,) = blocks.get_block_ids()
+        assert self.table(request) == old_table + hit_ids + new_ids
+        assert not set(new_ids) & (held | set(hit_ids) | {0})
+        for block_id in new_ids:
+            self.cached.pop(block_id, None)
+        request.num_computed_tokens += num_hits
+        self.live[request.request_id] = request
+        self.scheduled[request.request_id] = num_new_tokens
+        for end in range(BLOCK_SIZE, min(num_total, request.num_tokens) + 1, BLOCK_SIZE):
+            block_id = self.table(request)[end // BLOCK_SIZE - 1]
+            self.cached[block_id] = self.prefix(request, end)
+        return True
+
+    @rule(token_ids=tokens, salt=st.sampled_from([None, None, "x"]), chunk=st.integers(1, 14))
+    def admit(self, token_ids, salt, chunk):
+        self.num_requests += 1
+        request = FakeRequest(str(self.num_requests), token_ids, salt=salt)
+        hits, num_hits = self.manager.get_computed_blocks(request)
+        expected = 0
+        while (
+            expected + BLOCK_SIZE < request.num_tokens
+            and self.prefix(request, expected + BLOCK_SIZE) in self.cached.values()
+        ):
+            expected += BLOCK_SIZE
+        assert num_hits == expected
+        self.allocate(request, min(chunk, request.num_tokens - num_hits), num_hits, hits)
+
+    @precondition(lambda self: self.scheduled)
+    @rule()
+    def run_step(self):
+        writes = []
+        for request_id, num_tokens in self.scheduled.items():
+            request = self.live[request_id]
+            end = request.num_computed_tokens + num_tokens
+            for i in range(request.num_computed_tokens, end):
+                slot = (self.table(request)[i // BLOCK_SIZE], i % BLOCK_SIZE)
+                self.memory[slot] = self.prefix(request, i + 1)
+                writes.append(slot)
+            request.num_computed_tokens = end
+        assert len(set(writes)) == len(writes)
+        self.scheduled = {}
+        for request in self.live.values():
+            for i in range(request.num_computed_tokens):
+                slot = (self.table(request)[i // BLOCK_SIZE], i % BLOCK_SIZE)
+                assert self.memory[slot] == self.prefix(request, i + 1)
+
+    @precondition(lambda self: set(self.live) - set(self.scheduled))
+    @rule(data=st.data(), token_id=st.integers(0, 1))
+    def continue_request(self, data, token_id):
+        request_id = data.draw(st.sampled_from(sorted(set(self.live) - set(self.scheduled))))
+        request = self.live[request_id]
+        if request.num_computed_tokens == request.num_tokens:
+            if request.num_tokens == 20:
+                return
+            request.token_ids.append(token_id)
+        self.allocate(request, request.num_tokens - request.num_computed_tokens, 0, None)
+
+    @precondition(lambda self: set(self.live) - set(self.scheduled))
+    @rule(data=st.data())
+    def finish(self, data):
+        request_id = data.draw(st.sampled_from(sorted(set(self.live) - set(self.scheduled))))
+        self.manager.free(self.live.pop(request_id))
+
+    @precondition(lambda self: self.scheduled)
+    @rule(data=st.data())
+    def preempt_before_the_step_ran(self, data):
+        request_id = data.draw(st.sampled_from(sorted(self.scheduled)))
+        request = self.live[request_id]
+        table = self.table(request)
+        unwritten = table[request.num_computed_tokens // BLOCK_SIZE :]
+        # A scheduler never does this to blocks that others have hit in the same step.
+        if any(
+            b in self.table(r) for r in self.live.values() if r is not request for b in unwritten
+        ):
+            return
+        for block_id in unwritten:
+            self.cached.pop(block_id, None)
+        del self.scheduled[request_id]
+        self.manager.free(self.live.pop(request_id))
+
+    @rule()
+    def reset(self):
+        assert self.manager.reset_prefix_cache() == (not self.live)
+        if not self.live:
+            self.cached = {}
+
+    @invariant()
+    def manager_is_the_model(self):
+        self.manager.check_invariants()
+        hashed = {b.block_id for b in self.manager.block_pool.blocks if b.block_hash is not None}
+        assert hashed == set(self.cached)
+
+
+class TestManagerMachine(ManagerMachine.TestCase):
+    settings = settings(
+        max_examples=150, stateful_step_count=50, derandomize=True, database=None, deadline=None
+    )
+
+
+@pytest.mark.slow
+class TestManagerMachineForLong(ManagerMachine.TestCase):
+    settings = settings(
+        max_examples=1500, stateful_step_count=150, derandomize=True, database=None, deadline=None
+    )

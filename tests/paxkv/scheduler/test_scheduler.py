@@ -1,0 +1,389 @@
+"""The scheduler's rules, one by one, with the expected step worked out by hand."""
+
+import pytest
+
+from paxkv.config import CacheConfig, SchedulerConfig
+from paxkv.contracts.engine_request import EngineRequest
+from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from paxkv.contracts.runner_output import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from paxkv.errors import InvalidRequestError, InvariantError, NeverFitsError
+from paxkv.sampling_params import SamplingParams
+from paxkv.scheduler.request import RequestStatus
+from paxkv.scheduler.scheduler import Scheduler
+
+
+def make_scheduler(
+    *, num_blocks=100, max_model_len=64, enable_prefix_caching=True, num_groups=1, **config
+):
+    spec = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
+    group = KVCacheGroupSpec(layer_names=("layer",), kv_cache_spec=spec)
+    return Scheduler(
+        scheduler_config=SchedulerConfig(**({"max_num_seqs": 4} | config)),
+        cache_config=CacheConfig(enable_prefix_caching=enable_prefix_caching),
+        kv_cache_config=KVCacheConfig(num_blocks=num_blocks, kv_cache_groups=(group,) * num_groups),
+        max_model_len=max_model_len,
+    )
+
+
+def add(scheduler, request_id, prompt, *, max_tokens=20, **fields):
+    """`prompt` is token ids, or a length: then the tokens are those of no other request."""
+    if isinstance(prompt, int):
+        prompt = [1000 * (1 + sum(request_id.encode())) + i for i in range(prompt)]
+    params = SamplingParams(max_tokens=max_tokens, stop_token_ids=[99])
+    scheduler.add_request(
+        EngineRequest(
+            request_id=request_id, prompt_token_ids=prompt, sampling_params=params, **fields
+        )
+    )
+
+
+def answer(output, tokens):
+    return ModelRunnerOutput(
+        req_ids=list(tokens),
+        sampled_token_ids=list(tokens.values()),
+        logprobs=[None] * len(tokens),
+    )
+
+
+def step(scheduler, token_ids=(7,)):
+    """One step in which every request that is done computing gets `token_ids`."""
+    output = scheduler.schedule()
+    scheduler.check_invariants()
+    tokens = {}
+    for req_id in output.num_scheduled_tokens:
+        request = scheduler.requests[req_id]
+        is_done = request.num_computed_tokens == request.num_tokens
+        tokens[req_id] = list(token_ids) if is_done else []
+    scheduler.update_from_output(output, answer(output, tokens))
+    scheduler.check_invariants()
+    return output
+
+
+def counts(output):
+    return output.num_scheduled_tokens
+
+
+def ids(queue):
+    return [request.request_id for request in queue]
+
+
+def test_prompts_and_decodes_share_one_budget_running_first():
+    scheduler = make_scheduler(max_num_batched_tokens=10)
+    add(scheduler, "a", 6)
+    add(scheduler, "b", 13)
+    assert counts(step(scheduler)) == {"a": 6, "b": 4}
+    add(scheduler, "c", 5)
+    assert counts(step(scheduler)) == {"a": 1, "b": 9}
+    assert counts(step(scheduler)) == {"a": 1, "b": 1, "c": 5}
+
+
+def test_long_prefill_threshold_comes_before_the_budget_also_when_running():
+    scheduler = make_scheduler(max_num_batched_tokens=10, long_prefill_token_threshold=3)
+    add(scheduler, "a", 8)
+    add(scheduler, "b", 9)
+    assert [counts(step(scheduler)) for _ in range(4)] == [
+        {"a": 3, "b": 3},
+        {"a": 3, "b": 3},
+        {"a": 2, "b": 3},
+        {"a": 1, "b": 1},
+    ]
+
+
+def test_without_chunked_prefill_a_prompt_over_the_budget_ends_the_scan():
+    scheduler = make_scheduler(max_num_batched_tokens=10, enable_chunked_prefill=False)
+    for request_id, num_tokens in (("a", 6), ("b", 8), ("c", 2)):
+        add(scheduler, request_id, num_tokens)
+    assert counts(step(scheduler)) == {"a": 6}
+    assert counts(step(scheduler)) == {"a": 1, "b": 8}
+    assert counts(step(scheduler)) == {"a": 1, "b": 1, "c": 2}
+
+
+def test_without_chunked_prefill_a_prompt_that_no_step_can_hold_is_refused():
+    config = {"max_num_batched_tokens": 10, "enable_chunked_prefill": False}
+    with pytest.raises(InvalidRequestError, match="11 tokens; without chunked prefill"):
+        add(make_scheduler(**config), "a", 11)
+    scheduler = make_scheduler(**config, long_prefill_token_threshold=6)
+    add(scheduler, "a", 11)
+    assert [counts(step(scheduler)) for _ in range(2)] == [{"a": 6}, {"a": 5}]
+
+
+def test_without_chunked_prefill_a_resumed_request_over_the_budget_still_resumes():
+    scheduler = make_scheduler(
+        num_blocks=6, max_num_batched_tokens=8, enable_chunked_prefill=False, max_num_seqs=2
+    )
+    add(scheduler, "a", 3, max_tokens=18)
+    add(scheduler, "b", 3, max_tokens=18)
+    for _ in range(60):
+        step(scheduler)
+    assert scheduler.num_preemptions > 0
+    assert not scheduler.has_unfinished_requests()
+
+
+def test_at_most_max_num_seqs_run():
+    scheduler = make_scheduler(max_num_seqs=2)
+    for request_id in "abc":
+        add(scheduler, request_id, 2, max_tokens=2)
+    assert counts(step(scheduler)) == {"a": 2, "b": 2}
+    assert counts(step(scheduler)) == {"a": 1, "b": 1}
+    assert counts(step(scheduler)) == {"c": 2}
+
+
+def test_equal_prompts_share_blocks_even_in_one_step():
+    scheduler = make_scheduler()
+    add(scheduler, "a", list(range(10)))
+    add(scheduler, "b", list(range(10)))
+    first, second = step(scheduler).scheduled_new_reqs
+    assert (first.block_ids, first.num_computed_tokens) == (([1, 2, 3],), 0)
+    assert (second.block_ids, second.num_computed_tokens) == (([1, 2, 4],), 8)
+    stats = scheduler.make_stats()
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (20, 8)
+    assert (stats.num_allocated_slots, stats.num_used_slots) == (16, 12)
+
+
+def test_without_prefix_caching_nothing_is_shared():
+    scheduler = make_scheduler(enable_prefix_caching=False, num_groups=2)
+    add(scheduler, "a", list(range(6)))
+    add(scheduler, "b", list(range(6)))
+    first, second = step(scheduler).scheduled_new_reqs
+    assert first.block_ids == ([1, 2], [3, 4])
+    assert second.block_ids == ([5, 6], [7, 8])
+    assert scheduler.make_stats().prefix_cache_queries == 0
+
+
+def test_running_requests_are_reported_as_differences():
+    scheduler = make_scheduler()
+    add(scheduler, "a", 7)
+    step(scheduler)
+    cached = [step(scheduler).scheduled_cached_reqs for _ in range(2)]
+    assert [c.req_ids for c in cached] == [["a"], ["a"]]
+    assert [c.num_computed_tokens for c in cached] == [[7], [8]]
+    assert [c.num_output_tokens for c in cached] == [[1], [2]]
+    assert [c.new_block_ids for c in cached] == [[None], [([3],)]]
+    assert not any(c.resumed_req_ids or c.all_token_ids for c in cached)
+
+
+def make_full_pool(**config):
+    """Four blocks; two prompts of 7 take two each, and need a third in the third step."""
+    scheduler = make_scheduler(num_blocks=5, **config)
+    add(scheduler, "a", 7, max_tokens=4)
+    add(scheduler, "b", 7, max_tokens=4)
+    step(scheduler)
+    step(scheduler)
+    return scheduler
+
+
+def test_fcfs_preempts_the_last_and_admits_nobody_in_that_step():
+    scheduler = make_full_pool()
+    add(scheduler, "c", 1, max_tokens=4)
+    output = step(scheduler)
+    assert counts(output) == {"a": 1}
+    assert output.preempted_req_ids == {"b"}
+    assert ids(scheduler.waiting) == ["b", "c"]
+    victim = scheduler.requests["b"]
+    assert victim.status is RequestStatus.PREEMPTED
+    assert (victim.num_computed_tokens, victim.num_preemptions, victim.num_tokens) == (0, 1, 9)
+    # "b" needs 3 blocks and 1 is free; "c" would fit but does not overtake it.
+    output = step(scheduler)
+    assert (counts(output), output.preempted_req_ids) == ({"a": 1}, frozenset())
+
+
+def test_a_resumed_request_is_reported_in_full_and_hits_its_own_blocks():
+    scheduler = make_full_pool()
+    prompt = scheduler.requests["b"].prompt_token_ids
+    step(scheduler)
+    step(scheduler)  # "a" ends with its 4th token
+    output = step(scheduler)
+    cached = output.scheduled_cached_reqs
+    assert output.finished_req_ids == {"a"}
+    assert (cached.req_ids, cached.resumed_req_ids) == (["b"], {"b"})
+    assert cached.all_token_ids == {"b": [*prompt, 7, 7]}
+    # Of its blocks 3 and 4, freed in reverse, "a" took 4; tokens 0..3 are still in 3.
+    assert cached.num_computed_tokens == [4]
+    assert counts(output) == {"b": 5}
+    (table,) = cached.new_block_ids[0]
+    assert (table[0], len(table)) == (3, 3)
+    # What is reported to the user is the first admission's hit.
+    assert scheduler.requests["b"].num_cached_tokens == 0
+    assert scheduler.make_stats().prefix_cache_hits == 0
+    assert scheduler.make_stats().num_preemptions == 1
+
+
+def test_the_request_in_need_may_itself_be_the_victim():
+    scheduler = make_scheduler(num_blocks=5)
+    add(scheduler, "a", 5, max_tokens=4)
+    add(scheduler, "b", 8, max_tokens=4)
+    step(scheduler)
+    output = step(scheduler)
+    assert (counts(output), output.preempted_req_ids) == ({"a": 1}, {"b"})
+
+
+def test_priority_takes_back_what_a_victim_was_given_in_this_step():
+    scheduler = make_scheduler(
+        num_blocks=12, policy="priority", max_num_batched_tokens=17, long_prefill_token_threshold=12
+    )
+    add(scheduler, "low", 36, priority=5, max_tokens=1)
+    assert counts(step(scheduler)) == {"low": 12}
+    add(scheduler, "high", 4, priority=0, max_tokens=2)
+    add(scheduler, "mid", 7, priority=1, max_tokens=1)
+    assert counts(step(scheduler)) == {"low": 12, "high": 4, "mid": 1}
+    # "low" comes first and takes 12 tokens and the last 3 blocks; "high" then needs a block.
+    # With the 12 tokens back, "mid" gets all its 6; only 4 would be left otherwise.
+    output = step(scheduler)
+    assert (counts(output), output.preempted_req_ids) == ({"high": 1, "mid": 6}, {"low"})
+    assert output.scheduled_cached_reqs.req_ids == ["high", "mid"]
+    # The 3 blocks were named after tokens 24..35 but never written. "high" and "mid" took two
+    # of them, tokens 24..27 would be hit in the third: "low" must find only what it computed.
+    output = step(scheduler)
+    assert output.scheduled_cached_reqs.num_computed_tokens == [24]
+    assert counts(output) == {"low": 12}
+
+
+def test_under_priority_a_request_that_falls_itself_does_not_stop_those_behind_it():
+    scheduler = make_scheduler(num_blocks=5, policy="priority")
+    add(scheduler, "low", 7, priority=5, max_tokens=4)
+    step(scheduler)
+    add(scheduler, "high", 8, priority=0, max_tokens=4)
+    assert counts(step(scheduler)) == {"low": 1, "high": 8}
+    # All 4 blocks are taken, and both need a third; "low" is asked first.
+    output = step(scheduler)
+    assert (counts(output), output.preempted_req_ids) == ({"high": 1}, {"low"})
+
+
+def test_a_request_without_work_is_passed_over():
+    scheduler = make_scheduler()
+    add(scheduler, "a", 3)
+    add(scheduler, "b", 3)
+    output = scheduler.schedule()
+    scheduler.update_from_output(output, answer(output, {"a": [], "b": [7]}))
+    assert counts(step(scheduler)) == {"b": 1}
+
+
+def test_priority_decides_who_is_admitted_and_ties_go_by_arrival():
+    scheduler = make_scheduler(policy="priority", max_num_seqs=3)
+    for request_id, priority, arrival_time in (("a", 1, 0.0), ("b", 0, 2.0), ("c", 0, 1.0)):
+        add(scheduler, request_id, 2, priority=priority, arrival_time=arrival_time)
+    assert list(counts(step(scheduler))) == ["c", "b", "a"]
+
+
+def test_a_request_ends_at_max_model_len_and_never_computes_its_last_position():
+    scheduler = make_scheduler(max_model_len=8)
+    add(scheduler, "a", 6)
+    output = scheduler.schedule()
+    (result,) = scheduler.update_from_output(output, answer(output, {"a": [1, 2, 3, 4]}))
+    assert (result.new_token_ids, result.finish_reason) == ([1, 2], "length")
+    add(scheduler, "b", 6)
+    assert sum(sum(counts(step(scheduler)).values()) for _ in range(3)) == 7
+    assert not scheduler.has_unfinished_requests()
+
+
+def test_several_tokens_a_step_are_all_computed_in_the_next():
+    scheduler = make_scheduler()
+    add(scheduler, "a", 5)
+    step(scheduler, token_ids=(7, 8, 9))
+    output = step(scheduler)
+    assert counts(output) == {"a": 3}
+    assert output.scheduled_cached_reqs.num_output_tokens == [3]
+    assert scheduler.requests["a"].all_token_ids[5:] == [7, 8, 9, 7]
+
+
+def test_a_stop_token_ends_the_request_and_frees_its_blocks():
+    scheduler = make_scheduler()
+    add(scheduler, "a", 5)
+    output = scheduler.schedule()
+    (result,) = scheduler.update_from_output(output, answer(output, {"a": [7, 99, 8]}))
+    assert (result.new_token_ids, result.stop_reason) == ([7, 99], 99)
+    assert not scheduler.has_unfinished_requests()
+    assert scheduler.has_finished_requests()
+    assert scheduler.make_stats().kv_cache_usage == 0
+    assert scheduler.schedule().finished_req_ids == {"a"}
+    assert not scheduler.has_finished_requests()
+
+
+def test_requests_can_be_finished_wherever_they_are():
+    scheduler = make_full_pool()
+    step(scheduler)
+    add(scheduler, "c", 1, max_tokens=4)
+    assert ids(scheduler.running) == ["a"]
+    assert ids(scheduler.waiting) == ["b", "c"]
+    scheduler.finish_requests(["unknown", "b", "a", "b", "c"])
+    scheduler.check_invariants()
+    assert scheduler.num_unfinished_requests() == 0
+    assert scheduler.make_stats().num_free_blocks == 4
+    scheduler.finish_requests(["a"])
+    assert scheduler.schedule().finished_req_ids == {"a", "b", "c"}
+
+
+def test_tokens_of_a_request_finished_while_the_step_ran_are_dropped():
+    scheduler = make_scheduler()
+    add(scheduler, "a", 5)
+    add(scheduler, "b", 5)
+    output = scheduler.schedule()
+    scheduler.finish_requests(["a", "b"], "stop")
+    add(scheduler, "b", 6)  # another request, under the same id
+    runner_output = answer(output, {"a": [7], "b": [7]})
+    assert scheduler.update_from_output(output, runner_output) == []
+    assert scheduler.requests["b"].num_output_tokens == 0
+    output = step(scheduler)
+    assert output.finished_req_ids == {"a", "b"}
+    assert [new.req_id for new in output.scheduled_new_reqs] == ["b"]
+
+
+def test_an_id_in_use_is_refused():
+    scheduler = make_scheduler()
+    add(scheduler, "a", 5)
+    with pytest.raises(InvalidRequestError, match="'a' is taken"):
+        add(scheduler, "a", 6)
+    assert scheduler.num_unfinished_requests() == 1
+
+
+def test_a_request_that_could_never_finish_is_refused_at_the_door():
+    scheduler = make_scheduler(num_blocks=5)
+    assert scheduler.max_tokens_that_fit == 16
+    with pytest.raises(NeverFitsError, match="5 KV cache blocks; there are 4"):
+        add(scheduler, "a", 10, max_tokens=8)
+    # 17 tokens, the last of which is never written: 16 slots.
+    add(scheduler, "a", 10, max_tokens=7)
+    for _ in range(7):
+        step(scheduler)
+    assert not scheduler.has_unfinished_requests()
+    assert scheduler.num_preemptions == 0
+
+
+def test_a_runner_that_answers_what_was_not_asked_is_caught():
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    add(scheduler, "a", 5)
+    add(scheduler, "b", 5)
+    output = scheduler.schedule()
+    with pytest.raises(InvariantError, match="'b' was computed but not scheduled"):
+        scheduler.update_from_output(output, answer(output, {"b": [7]}))
+    with pytest.raises(InvariantError, match="before its last was computed"):
+        scheduler.update_from_output(output, answer(output, {"a": [7]}))
+
+
+def test_a_step_without_requests_is_empty():
+    scheduler = make_scheduler()
+    output = scheduler.schedule()
+    assert (output.total_num_scheduled_tokens, counts(output)) == (0, {})
+    assert scheduler.update_from_output(output, EMPTY_MODEL_RUNNER_OUTPUT) == []
+    assert scheduler.make_stats().num_steps == 0
+
+
+def test_reset_waits_for_the_last_request():
+    scheduler = make_scheduler()
+    add(scheduler, "a", list(range(9)))
+    step(scheduler)
+    assert not scheduler.reset_prefix_cache()
+    scheduler.finish_requests(["a"])
+    assert scheduler.reset_prefix_cache()
+    add(scheduler, "b", list(range(9)))
+    assert step(scheduler).scheduled_new_reqs[0].num_computed_tokens == 0
+
+
+def test_check_invariants_sees_a_waiting_request_that_holds_blocks():
+    scheduler = make_scheduler(max_num_seqs=1)
+    add(scheduler, "a", 5)
+    add(scheduler, "b", 5)
+    step(scheduler)
+    scheduler.kv_cache_manager.allocate_slots(scheduler.requests["b"], 5)
+    with pytest.raises(InvariantError, match="waits and holds blocks"):
+        scheduler.check_invariants()

@@ -1,0 +1,84 @@
+"""Stopping: which token ends a request, why, and what becomes of the tokens after it."""
+
+import pytest
+
+from paxkv.contracts.engine_request import EngineRequest
+from paxkv.contracts.runner_output import TokenLogprobs
+from paxkv.sampling_params import SamplingParams
+from paxkv.scheduler.request import Request, RequestStatus
+from paxkv.scheduler.update import append_until_stop, check_stop
+
+EOS = 2
+
+
+def make_request(*, max_num_tokens=10, **params):
+    request = Request(
+        EngineRequest(
+            request_id="r",
+            prompt_token_ids=[EOS, 50, 60],
+            sampling_params=SamplingParams(**params),
+            eos_token_ids=(EOS, 3),
+        ),
+        max_num_tokens=max_num_tokens,
+    )
+    request.status = RequestStatus.RUNNING
+    request.num_cached_tokens = 1
+    return request
+
+
+@pytest.mark.parametrize(
+    ("params", "token_id", "expected"),
+    [
+        ({}, 7, None),
+        ({}, EOS, ("stop", None)),
+        ({}, 3, ("stop", None)),
+        ({"ignore_eos": True}, EOS, None),
+        ({"stop_token_ids": [7, 8]}, 8, ("stop", 8)),
+        # EOS is looked at first, unless it is ignored.
+        ({"stop_token_ids": [EOS]}, EOS, ("stop", None)),
+        ({"stop_token_ids": [EOS], "ignore_eos": True}, EOS, ("stop", EOS)),
+        # At the last possible token, a stop is still a stop.
+        ({"max_num_tokens": 4}, 7, ("length", None)),
+        ({"max_num_tokens": 4}, EOS, ("stop", None)),
+        ({"max_num_tokens": 4, "stop_token_ids": [7]}, 7, ("stop", 7)),
+        ({"max_num_tokens": 5}, 7, None),
+    ],
+)
+def test_the_first_rule_that_holds_ends_the_request(params, token_id, expected):
+    request = make_request(**params)
+    request.append_output_token(token_id)
+    assert check_stop(request) == expected
+
+
+def test_tokens_after_the_stop_are_dropped_and_the_stop_is_kept():
+    request = make_request(stop_token_ids=[9])
+    result = append_until_stop(request, [7, 9, 8], None)
+    assert result.new_token_ids == [7, 9]
+    assert (result.finish_reason, result.stop_reason) == ("stop", 9)
+    assert (request.status, request.stop_reason) == (RequestStatus.FINISHED_STOPPED, 9)
+    assert request.all_token_ids == [EOS, 50, 60, 7, 9]
+
+
+def test_length_cuts_a_run_of_tokens():
+    request = make_request(max_num_tokens=5)
+    result = append_until_stop(request, [7, 8, 9], None)
+    assert (result.new_token_ids, result.finish_reason) == ([7, 8], "length")
+    assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED
+
+
+def test_a_request_that_goes_on_reports_its_tokens():
+    request = make_request()
+    result = append_until_stop(request, [7, 8], None)
+    assert (result.request_id, result.new_token_ids) == ("r", [7, 8])
+    assert (result.finish_reason, result.stop_reason, result.logprobs) == (None, None, None)
+    assert result.num_cached_tokens == 1
+    assert request.status is RequestStatus.RUNNING
+
+
+def test_logprobs_are_cut_with_their_tokens():
+    logprobs = [
+        TokenLogprobs(token_logprob=-float(i), token_rank=1, top_token_ids=[], top_logprobs=[])
+        for i in range(3)
+    ]
+    result = append_until_stop(make_request(), [7, EOS, 8], logprobs)
+    assert result.logprobs == logprobs[:2]
