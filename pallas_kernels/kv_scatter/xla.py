@@ -20,6 +20,11 @@ def kv_scatter_xla(
     past_the_end = num_rows * num_blocks
     flat_block = jnp.where(is_real, slots // block_size + row * num_blocks, past_the_end)
     offset = slots % block_size
+    if slots.shape[0] == 1:
+        # XLA on the CPU turns a scatter of one index into a select between the old cache and a
+        # new one, a copy of all of it; a second index that is dropped keeps it a scatter.
+        flat_block = jnp.append(flat_block, past_the_end)
+        offset, k, v = (jnp.concatenate([x, x]) for x in (offset, k, v))
     return (
         _scatter(k_cache, flat_block, offset, k),
         _scatter(v_cache, flat_block, offset, v),

@@ -96,14 +96,20 @@ def plan_memory(
         device_memory: None on the CPU, where `cpu_kv_cache_bytes` decides.
 
     Raises:
-        ConfigError: Not even one request of `max_model_len` tokens fits.
+        ConfigError: Not even one request of `max_model_len` tokens fits what was measured.
     """
     block_bytes = _block_bytes(group)
     if cache_config.num_gpu_blocks_override is not None:
-        num_blocks = cache_config.num_gpu_blocks_override
-        reason = "num_gpu_blocks_override"
-        remedy = "a larger num_gpu_blocks_override"
-    elif device_memory is None:
+        # Taken at its word, also when one request of max_model_len does not fit: then requests
+        # that are too long for the pool are refused one by one.
+        return MemoryPlan(
+            kv_cache_config=KVCacheConfig(
+                num_blocks=cache_config.num_gpu_blocks_override, kv_cache_groups=(group,)
+            ),
+            max_model_len=max_model_len,
+            reason="num_gpu_blocks_override",
+        )
+    if device_memory is None:
         num_blocks = cache_config.cpu_kv_cache_bytes // block_bytes
         reason = f"cpu_kv_cache_bytes={cache_config.cpu_kv_cache_bytes}"
         remedy = "a larger cpu_kv_cache_bytes"
@@ -115,10 +121,7 @@ def plan_memory(
             f"{_mib(device_memory.activation_bytes)} for a step"
         )
         remedy = "a larger gpu_memory_utilization, or a device with more memory"
-    if cache_config.num_gpu_blocks_override is None:
-        num_blocks = min(
-            num_blocks, _MAX_SLOTS // (len(group.layer_names) * cache_config.block_size)
-        )
+    num_blocks = min(num_blocks, _MAX_SLOTS // (len(group.layer_names) * cache_config.block_size))
     num_wanted = group.kv_cache_spec.max_blocks_per_req(max_model_len) + _NULL_BLOCK
     if num_blocks < num_wanted:
         raise ConfigError(

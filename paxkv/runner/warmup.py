@@ -1,5 +1,7 @@
 """Compiles the step for every bucket before the engine is ready, and counts compilations after."""
 
+import concurrent.futures
+import os
 import sys
 
 import jax
@@ -14,6 +16,8 @@ from paxkv.runner.packed_layout import PackedLayout
 from paxkv.runner.step import make_step
 
 _KV_CACHE_ARGNUM = 1
+# Tracing holds the interpreter; what XLA does after it can run beside other compilations.
+_MAX_COMPILE_THREADS = 8
 
 
 class StepPrograms:
@@ -42,17 +46,21 @@ class StepPrograms:
         return step.lower(self._model.params, kv_cache, packed, prev_tokens).compile()
 
     def warm_up(self, kv_cache: KVCache, *, show_progress: bool) -> None:
-        """Compiles every bucket, the largest first: what does not fit fails at once."""
-        shapes = tqdm(
-            self._buckets.shapes[::-1],
+        """Compiles every bucket, several at a time, the largest first."""
+        missing = [shape for shape in self._buckets.shapes[::-1] if shape not in self._programs]
+        progress = tqdm(
+            total=len(missing),
             desc="compiling steps",
             unit="shape",
             file=sys.stderr,
             disable=not show_progress,
         )
-        for shape in shapes:
-            if shape not in self._programs:
-                self._programs[shape] = self.compile(shape, kv_cache)
+        num_threads = min(os.cpu_count() or 1, _MAX_COMPILE_THREADS)
+        with progress, concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
+            compiling = {threads.submit(self.compile, shape, kv_cache): shape for shape in missing}
+            for done in concurrent.futures.as_completed(compiling):
+                self._programs[compiling[done]] = done.result()
+                progress.update()
         self._is_ready = True
 
     def get(self, shape: StepShape, kv_cache: KVCache) -> Compiled:

@@ -43,10 +43,11 @@ def test_values_are_cast_to_the_dtype_of_the_cache():
     assert k_cache[0, 1, 0, 1].tolist() == [1.5] * 4
 
 
-def test_donated_caches_are_not_copied():
+@pytest.mark.parametrize("num_tokens", [1, 2, 8])
+def test_donated_caches_are_not_copied(num_tokens):
     cache = jax.ShapeDtypeStruct((4, 1024, 2, 16, 32), jnp.float32)
-    token = jax.ShapeDtypeStruct((8, 2, 32), jnp.float32)
-    slots = jax.ShapeDtypeStruct((8,), jnp.int32)
+    token = jax.ShapeDtypeStruct((num_tokens, 2, 32), jnp.float32)
+    slots = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
     row = jax.ShapeDtypeStruct((), jnp.int32)
     donated = jax.jit(kv_scatter_xla, donate_argnums=(0, 1))
     memory = donated.lower(cache, cache, token, token, slots, row).compile().memory_analysis()

@@ -127,9 +127,9 @@ def test_token_that_only_the_device_knows_is_taken_from_there():
     )
     built, views = build(builder, batch, output({"a": 1, "b": 1}, cached=cached))
     # "a" computes its last prompt token, "b" the token that was drawn at place 1 of the last step.
-    assert views["token_source"].tolist() == [MAX_NUM_SEQS, 1]
+    assert views["token_source"][:2].tolist() == [MAX_NUM_SEQS, 1]
     assert views["token_ids"][0] == 2
-    assert views["positions"].tolist() == [1, 2]
+    assert views["positions"][:2].tolist() == [1, 2]
     assert built.is_sampled_np.all()
 
 

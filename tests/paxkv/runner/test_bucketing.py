@@ -15,22 +15,18 @@ def make_buckets(max_num_batched_tokens=48, max_num_seqs=6):
     )
 
 
-def test_buckets_are_powers_of_two_and_the_largest_step():
-    assert token_buckets(48) == (2, 4, 8, 16, 32, 48)
-    assert token_buckets(64) == (2, 4, 8, 16, 32, 64)
-    assert token_buckets(2) == (2,)
-
-
-def test_no_step_has_a_single_token():
-    """See MIN_NUM_TOKENS: it would copy the cache."""
-    assert token_buckets(1) == (2,)
+def test_buckets_are_one_powers_of_two_and_the_largest_step():
+    assert token_buckets(48) == (1, 8, 16, 32, 48)
+    assert token_buckets(64) == (1, 8, 16, 32, 64)
+    assert token_buckets(3) == (1, 3)
+    assert token_buckets(1) == (1,)
 
 
 @pytest.mark.parametrize("num_tokens", range(1, 49))
 def test_step_gets_smallest_shape_that_holds_its_tokens_and_requests(num_tokens):
     buckets = make_buckets()
     shape = buckets.shape_for(num_tokens)
-    assert num_tokens <= shape.num_tokens < 2 * num_tokens or shape.num_tokens == 2
+    assert num_tokens <= shape.num_tokens < 2 * num_tokens or shape.num_tokens == 8
     # As many requests as tokens may be scheduled, up to max_num_seqs.
     assert shape.num_reqs == shape.num_logits >= min(num_tokens, 6)
     assert shape.max_blocks_per_req == 5

@@ -72,7 +72,6 @@ def test_report_says_tokens_and_longest_requests():
 @pytest.mark.parametrize(
     ("cache_config", "memory", "remedy"),
     [
-        (CacheConfig(num_gpu_blocks_override=7), None, "num_gpu_blocks_override"),
         (CacheConfig(cpu_kv_cache_bytes=7 * BLOCK_BYTES), None, "cpu_kv_cache_bytes"),
         (
             CacheConfig(),
@@ -89,7 +88,12 @@ def test_pool_too_small_for_one_request_says_got_wanted_and_remedy(cache_config,
     assert "at least 8 blocks" in message
     assert "smaller max_model_len" in message and remedy in message
     # One more block would do.
-    assert plan(CacheConfig(num_gpu_blocks_override=8)).num_longest_reqs == 1
+    assert plan(CacheConfig(cpu_kv_cache_bytes=8 * BLOCK_BYTES)).num_longest_reqs == 1
+
+
+def test_override_smaller_than_one_longest_request_is_taken_at_its_word():
+    result = plan(CacheConfig(num_gpu_blocks_override=7))
+    assert (result.kv_cache_config.num_blocks, result.num_longest_reqs) == (7, 0)
 
 
 def test_layers_that_cache_differently_are_no_group():
