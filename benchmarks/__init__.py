@@ -1,0 +1,1 @@
+"""Speed and memory, measured as ratios in one run; each benchmark is one command."""

@@ -1,0 +1,1 @@
+"""Benchmarks of the host half: scheduling and KV block management, without a device."""

@@ -1,0 +1,95 @@
+"""Result rows: one JSON line a figure, with everything needed to take it again."""
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+RESULTS_FOLDER = Path(__file__).parent / "results"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ResultRow:
+    """One figure.
+
+    Args:
+        benchmark: Module name of the benchmark.
+        case: What was measured, in words that name its parameters.
+        metric: Name of the figure with its unit, such as `waste_percent`.
+        values: One per repetition.
+        device: Chip that did the work; the host benchmarks name the processor.
+    """
+
+    benchmark: str
+    case: str
+    metric: str
+    values: Sequence[float]
+    device: str
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "benchmark": self.benchmark,
+            "case": self.case,
+            "metric": self.metric,
+            "median": self.median,
+            "min": min(self.values),
+            "max": max(self.values),
+            "num_repetitions": len(self.values),
+            "device": self.device,
+            "versions": _versions(),
+            "commit": _commit(),
+            "command": f"python -m {self.benchmark} {' '.join(sys.argv[1:])}".strip(),
+        }
+
+
+def processor_name() -> str:
+    """The host's processor, as the system names it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def append_rows(rows: Sequence[ResultRow], file: Path) -> None:
+    """Appends rows to a file of JSON lines, which is made if it is missing."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as out:
+        for row in rows:
+            out.write(json.dumps(row.as_dict()) + "\n")
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in ("paxkv", "jax", "numpy"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions
+
+
+def _commit() -> str:
+    """Short hash of the commit, with "+" where tracked files differ from it."""
+    root = Path(__file__).resolve().parents[1]
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", *arguments], cwd=root, capture_output=True, text=True, check=False
+        )
+        return done.stdout.strip()
+
+    dirty = git("status", "--porcelain", "--untracked-files=no", "--", ":!benchmarks/results")
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if dirty else "")

@@ -1,0 +1,11 @@
+"""Settings of every test process: the CPU, and one compilation cache for the whole run."""
+
+import os
+import tempfile
+
+# Tests and the servers they start compile many of the same programs; the folder lives as long as
+# this run and is set before anything imports JAX, which reads it then.
+_compilation_cache = tempfile.TemporaryDirectory(prefix="paxkv-test-compilations-")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compilation_cache.name)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")

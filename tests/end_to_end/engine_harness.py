@@ -1,0 +1,154 @@
+"""Drives the real scheduler and runner step by step, keeping the logits of every drawn token."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models import load_model
+from paxkv.config import CacheConfig, SchedulerConfig
+from paxkv.contracts.engine_request import EngineRequest
+from paxkv.runner import step as step_module
+from paxkv.runner.model_runner import ModelRunner
+from paxkv.runner.sampled_tokens import RESULT_WIDTH, SampledTokens, pack_result
+from paxkv.runner.sampler import sample
+from paxkv.sampling_params import SamplingParams
+from paxkv.scheduler.scheduler import Scheduler
+
+MAX_MODEL_LEN = 128
+MAX_NUM_SEQS = 8
+# Blocks in the device arrays of every runner; a run's scheduler may be given fewer.
+MAX_NUM_BLOCKS = 160
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """One point of the product of settings under which the answer must stay the same."""
+
+    enable_prefix_caching: bool = True
+    max_num_batched_tokens: int = 64
+    block_size: int = 16
+    num_blocks: int = 64
+    # Steps between two arrivals; 0 is all at once.
+    arrival_gap: int = 0
+
+
+@dataclasses.dataclass(kw_only=True)
+class RunResult:
+    """Per request: new tokens, the logits f32[vocab] each was drawn from, and the prefix hit."""
+
+    token_ids: list[list[int]]
+    logits: list[list[np.ndarray]]
+    num_cached_tokens: list[int]
+    num_preemptions: int
+
+
+def greedy(num_prompts: int, max_tokens: int) -> list[SamplingParams]:
+    """Greedy settings for each of `num_prompts` prompts, with exactly `max_tokens` new tokens."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    return [params] * num_prompts
+
+
+class RecordingRunner:
+    """A `ModelRunner` whose steps bring the logits home behind their result, for one block size.
+
+    It is shared by runs under different settings, so that each program is compiled once, and so
+    that each run starts on a cache full of the previous run's keys and values.
+    """
+
+    def __init__(self, checkpoint: Path, block_size: int) -> None:
+        with _logits_behind_result():
+            self.runner = ModelRunner(
+                load_model(checkpoint, dtype="float32", load_format="auto", seed=0),
+                cache_config=CacheConfig(
+                    block_size=block_size, num_gpu_blocks_override=MAX_NUM_BLOCKS
+                ),
+                scheduler_config=SchedulerConfig(
+                    max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=2048
+                ),
+                max_model_len=MAX_MODEL_LEN,
+                seed=0,
+            )
+
+
+class _logits_behind_result:
+    """While it is entered, a step that is traced appends its logits to its packed result."""
+
+    def __enter__(self) -> None:
+        last_logits: list[jax.Array] = []
+
+        def recording_sample(logits: jax.Array, inputs: object) -> SampledTokens:
+            last_logits[:] = [logits]
+            return sample(logits, inputs)
+
+        def recording_pack(sampled: SampledTokens) -> jax.Array:
+            bits = jax.lax.bitcast_convert_type(last_logits.pop(), jnp.int32)
+            return jnp.concatenate([pack_result(sampled), bits], axis=1)
+
+        step_module.sample, step_module.pack_result = recording_sample, recording_pack
+
+    def __exit__(self, *exc_info: object) -> None:
+        step_module.sample, step_module.pack_result = sample, pack_result
+
+
+def run_engine(
+    recording: RecordingRunner,
+    prompts: Sequence[list[int]],
+    settings: EngineSettings,
+    *,
+    sampling_params: Sequence[SamplingParams],
+) -> RunResult:
+    """Generates for all prompts under the given settings; the pool must end whole."""
+    kv_cache_config = recording.runner.kv_cache_config
+    scheduler = Scheduler(
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=settings.max_num_batched_tokens
+        ),
+        cache_config=CacheConfig(
+            block_size=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+            enable_prefix_caching=settings.enable_prefix_caching,
+        ),
+        kv_cache_config=dataclasses.replace(kv_cache_config, num_blocks=settings.num_blocks),
+        max_model_len=MAX_MODEL_LEN,
+    )
+    waiting = [
+        EngineRequest(request_id=str(i), prompt_token_ids=list(prompt), sampling_params=params)
+        for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True))
+    ]
+    result = RunResult(
+        token_ids=[[] for _ in prompts],
+        logits=[[] for _ in prompts],
+        num_cached_tokens=[0] * len(prompts),
+        num_preemptions=0,
+    )
+    step = 0
+    with _logits_behind_result():
+        while waiting or scheduler.has_unfinished_requests() or scheduler.has_finished_requests():
+            is_arrival = settings.arrival_gap == 0 or step % settings.arrival_gap == 0
+            while waiting and is_arrival:
+                scheduler.add_request(waiting.pop(0))
+                is_arrival = settings.arrival_gap == 0
+            _run_step(scheduler, recording.runner, result)
+            step += 1
+    stats = scheduler.make_stats()
+    result.num_preemptions = stats.num_preemptions
+    assert stats.num_free_blocks == settings.num_blocks - 1
+    return result
+
+
+def _run_step(scheduler: Scheduler, runner: ModelRunner, result: RunResult) -> None:
+    scheduler_output = scheduler.schedule()
+    handle = runner.execute_model(scheduler_output)
+    if scheduler_output.num_scheduled_tokens:
+        bits_np = jax.device_get(handle._result)[:, RESULT_WIDTH:]
+    runner_output = handle.sample_tokens()
+    for row, req_id in enumerate(runner_output.req_ids):
+        if runner_output.sampled_token_ids[row]:
+            result.logits[int(req_id)].append(bits_np[row].copy().view(np.float32))
+    for output in scheduler.update_from_output(scheduler_output, runner_output):
+        result.token_ids[int(output.request_id)] += output.new_token_ids
+        result.num_cached_tokens[int(output.request_id)] = output.num_cached_tokens
+    scheduler.check_invariants()

@@ -1,0 +1,213 @@
+"""The real server with the demo model: concurrent streams, lost clients, bad input, the README."""
+
+import asyncio
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import openai
+import pytest
+
+from paxkv import LLM, SamplingParams
+from tests.end_to_end.demo_prompts import demo_conversations, sum_is_right
+from tests.end_to_end.real_server import ROOT, RealServer, running_server
+
+MODEL = "paxkv-demo"
+NUM_STREAMS = 64
+MAX_BODY_BYTES = 100_000
+GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
+
+
+@pytest.fixture(scope="module")
+def server():
+    arguments = ("--request-timeout-s", "2", "--max-body-bytes", str(MAX_BODY_BYTES))
+    with running_server(*arguments) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def offline_answers() -> list[str]:
+    with LLM() as llm:
+        outputs = llm.chat(demo_conversations(NUM_STREAMS), GREEDY, use_tqdm=False)
+    return [output.outputs[0].text for output in outputs]
+
+
+def metric(server: RealServer, name: str) -> float:
+    text = httpx.get(f"{server.url}/metrics").raise_for_status().text
+    return float(re.search(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.M).group(1))
+
+
+async def stream_answer(client: openai.AsyncOpenAI, messages, *, max_chunks=None, **extra) -> str:
+    """The streamed answer; with `max_chunks` the client hangs up after that many."""
+    stream = await client.chat.completions.create(
+        model=MODEL, messages=messages, temperature=0, stream=True, **extra
+    )
+    parts = []
+    async for chunk in stream:
+        parts.append(chunk.choices[0].delta.content or "")
+        if max_chunks is not None and len(parts) >= max_chunks:
+            await stream.close()
+            break
+    return "".join(parts)
+
+
+def test_demo_model_adds_offline(offline_answers: list[str]) -> None:
+    sums = [a for i, a in enumerate(offline_answers) if i % 8 != 7]
+    assert sum(map(sum_is_right, sums)) >= 0.95 * len(sums)
+
+
+def test_64_concurrent_streams_equal_the_offline_answers(server, offline_answers) -> None:
+    async def run() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            return await asyncio.gather(
+                *(
+                    stream_answer(client, messages, max_tokens=48)
+                    for messages in demo_conversations(NUM_STREAMS)
+                )
+            )
+
+    assert asyncio.run(run()) == offline_answers
+    assert metric(server, "vllm:prefix_cache_hits_total") > 0
+    assert metric(server, "paxkv_compiles_after_ready_total") == 0
+
+
+def test_killing_half_of_the_clients_leaves_no_block_behind(server, offline_answers) -> None:
+    conversations = demo_conversations(NUM_STREAMS)
+
+    async def run() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            # Every second client asks for a long answer and hangs up in the middle of it.
+            return await asyncio.gather(
+                *(
+                    stream_answer(client, messages, max_tokens=48)
+                    if index % 2
+                    else stream_answer(
+                        client,
+                        messages,
+                        max_chunks=5,
+                        max_tokens=400,
+                        extra_body={"ignore_eos": True},
+                    )
+                    for index, messages in enumerate(conversations)
+                )
+            )
+
+    answers = asyncio.run(run())
+    assert answers[1::2] == offline_answers[1::2]
+    deadline = time.monotonic() + 20
+    while metric(server, "vllm:num_requests_running") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert metric(server, "vllm:num_requests_running") == 0
+    assert metric(server, "vllm:num_requests_waiting") == 0
+    assert metric(server, "vllm:kv_cache_usage_perc") == 0
+
+
+def post(server: RealServer, content: bytes) -> httpx.Response:
+    headers = {"Content-Type": "application/json"}
+    return httpx.post(f"{server.url}/v1/completions", content=content, headers=headers, timeout=60)
+
+
+def body(**fields: object) -> bytes:
+    return json.dumps({"model": MODEL, "prompt": "What is 2 + 2?"} | fields).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "word"),
+    [
+        (b'{"model": ', 400, "JSON"),
+        (body(model="gpt-17"), 404, "gpt-17"),
+        (body(prompt=""), 400, "empty"),
+        (body(prompt=[]), 400, "prompt"),
+        (body(prompt="7 " * 2000), 400, "1024"),
+        (body(prompt=[5, 768]), 400, "768"),
+        (body(prompt=[-1]), 400, "-1"),
+        (body(temperature=-1), 400, "temperature"),
+        (body(top_p=17), 400, "top_p"),
+        (body(max_tokens=-3), 400, "max_tokens"),
+        (body(max_tokens=10**30), 400, "max_tokens"),
+        (body(temperature="warm"), 400, "temperature"),
+        (body(stop=[[1]]), 400, "stop"),
+        (body(n=3), 400, "n is not supported"),
+        (b"[1, 2]", 400, ""),
+        (body(prompt="x" * MAX_BODY_BYTES), 413, str(MAX_BODY_BYTES)),
+    ],
+)
+def test_bad_input_is_refused_and_the_server_goes_on(server, content, status, word) -> None:
+    response = post(server, content)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert word in error["message"]
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_half_a_request_then_silence_is_ended(server) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 50\r\n\r\n{"
+        )
+        received = b""
+        while data := connection.recv(4096):
+            received += data
+    assert received.startswith(b"HTTP/1.1 408")
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_request_that_never_fits_the_pool_is_refused_at_the_door() -> None:
+    # 8 usable blocks hold 128 tokens, fewer than max_model_len.
+    settings = ("--num-gpu-blocks-override", "9", "--max-model-len", "512", "--max-num-seqs", "1")
+    with running_server(*settings, "--max-num-batched-tokens", "8") as small:
+        refused = post(small, body(prompt=[20] * 100, max_tokens=100))
+        assert refused.status_code == 400
+        assert "128" in refused.json()["error"]["message"]
+        assert post(small, body(prompt=[20] * 100, max_tokens=29)).status_code == 200
+        assert small.stop() == 0
+
+
+def readme_block(language: str, holding: str) -> str:
+    """The README's code block in `language` that holds some text."""
+    blocks = re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    (found,) = (block for block in blocks if holding in block)
+    return found
+
+
+def test_readme_curl_answers_as_printed(server) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("no curl on this machine")
+    command = readme_block("bash", "curl -s").replace("http://127.0.0.1:8000", server.url)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["choices"][0]["message"]["content"] == "23 + 58 = 81"
+
+
+def test_readme_openai_example_answers_as_printed(server) -> None:
+    program = readme_block("python", "import OpenAI").replace("http://127.0.0.1:8000", server.url)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "23 + 58 = 81\n"
+
+
+def test_sigterm_lets_a_running_stream_finish() -> None:
+    with running_server() as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        stream = client.completions.create(
+            model=MODEL,
+            prompt="What is 2 + 2?",
+            max_tokens=200,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+        chunks = [next(stream)]
+        server.process.terminate()
+        chunks += list(stream)
+        assert chunks[-1].usage.completion_tokens == 200
+        assert server.process.wait(30) == 0
+        client.close()

@@ -1,0 +1,127 @@
+"""The compiled generation function draws the engine's tokens, and transformers'."""
+
+import jax
+import numpy as np
+import pytest
+
+from models import load_model
+from paxkv.errors import ConfigError, InvalidRequestError, PromptTooLongError
+from paxkv.generate import CompiledGenerator, GenerateInputs, GenerateShape, make_generate
+from paxkv.runner.sampling_columns import NUM_COLUMNS
+from paxkv.sampling_params import SamplingParams
+from tests.end_to_end.engine_harness import EngineSettings, RecordingRunner, run_engine
+from tests.oracles.make_checkpoint import write_random_checkpoint
+from tests.oracles.serving_golden import NUM_NEW_TOKENS, load_serving_golden, write_serving_recipe
+
+SHAPE = GenerateShape(batch_size=8, max_prompt_len=101, max_new_tokens=NUM_NEW_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_serving_recipe(tmp_path_factory.mktemp("generate") / "llama", "llama")
+
+
+@pytest.fixture(scope="module")
+def generator(checkpoint) -> CompiledGenerator:
+    return CompiledGenerator(load_model(checkpoint, dtype="float32"), SHAPE)
+
+
+def test_greedy_tokens_are_transformers(generator: CompiledGenerator) -> None:
+    golden = load_serving_golden("llama")
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS)
+    tokens = generator.generate([g.prompt for g in golden], params)
+    assert tokens == [g.new_tokens for g in golden]
+
+
+def test_seeded_draws_are_the_engines(generator: CompiledGenerator, checkpoint) -> None:
+    prompts = [g.prompt for g in load_serving_golden("llama")]
+    settings = [
+        SamplingParams(temperature=0.9, seed=7, max_tokens=9),
+        SamplingParams(temperature=1.3, top_k=20, seed=8, max_tokens=12),
+        SamplingParams(temperature=0.7, top_p=0.8, seed=9, max_tokens=5),
+        SamplingParams(temperature=1.0, min_p=0.05, seed=10, max_tokens=12),
+        SamplingParams(temperature=0.0, max_tokens=3),
+        SamplingParams(temperature=1.0, seed=2**40 + 1, max_tokens=12),
+    ]
+    result = run_engine(
+        RecordingRunner(checkpoint, 16),
+        prompts,
+        EngineSettings(block_size=16, num_blocks=64),
+        sampling_params=settings,
+    )
+    assert generator.generate(prompts, settings) == result.token_ids
+
+
+def test_rows_stop_on_their_own(generator: CompiledGenerator) -> None:
+    golden = load_serving_golden("llama")[:3]
+    first, second, third = (g.new_tokens for g in golden)
+    settings = [
+        SamplingParams(temperature=0.0, max_tokens=4),
+        SamplingParams(temperature=0.0, max_tokens=12, stop_token_ids=[second[2]]),
+        SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
+    ]
+    tokens = generator.generate([g.prompt for g in golden], settings, eos_token_ids=[third[1]])
+    stop = second.index(second[2])
+    assert tokens == [first[:4], second[: stop + 1], third]
+
+
+def test_eos_ends_a_row(generator: CompiledGenerator) -> None:
+    golden = load_serving_golden("llama")[0]
+    eos = golden.new_tokens[3]
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    (tokens,) = generator.generate([golden.prompt], params, eos_token_ids=[eos])
+    assert tokens == golden.new_tokens[: golden.new_tokens.index(eos) + 1]
+
+
+def test_rows_end_where_the_models_positions_do(tmp_path) -> None:
+    folder = write_random_checkpoint(tmp_path, num_layers=1, max_position_embeddings=8)
+    shape = GenerateShape(batch_size=2, max_prompt_len=9, max_new_tokens=5)
+    generator = CompiledGenerator(load_model(folder, dtype="float32"), shape)
+    for max_tokens in (5, None):
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        tokens = generator.generate([[3] * 6, [4] * 7], params)
+        assert [len(row) for row in tokens] == [2, 1]
+    with pytest.raises(PromptTooLongError, match="8 positions"):
+        generator.generate([[3] * 8], SamplingParams(max_tokens=1))
+
+
+def test_empty_rows_generate_nothing(checkpoint) -> None:
+    model = load_model(checkpoint, dtype="float32")
+    shape = GenerateShape(batch_size=2, max_prompt_len=3, max_new_tokens=2)
+    inputs = GenerateInputs(
+        prompt_token_ids=np.zeros((2, 3), np.int32),
+        prompt_lens=np.zeros(2, np.int32),
+        max_new_tokens=np.ones(2, np.int32),
+        stop_token_ids=np.full((2, shape.max_stop_ids), model.config.vocab_size, np.int32),
+        sampling_rows=np.zeros((2, NUM_COLUMNS), np.int32),
+    )
+    outputs = jax.jit(make_generate(model, shape))(model.params, inputs)
+    assert outputs.num_tokens.tolist() == [0, 0]
+    assert not np.asarray(outputs.token_ids).any()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "error", "word"),
+    [
+        ([[]], {}, InvalidRequestError, "0 tokens"),
+        ([[1] * 102], {}, PromptTooLongError, "102 tokens"),
+        ([[1, 160]], {}, InvalidRequestError, "160"),
+        ([[1]], {"max_tokens": 13}, InvalidRequestError, "max_new_tokens=12"),
+        ([[1]] * 9, {}, InvalidRequestError, "batch_size=8"),
+        ([[1]], {"stop": "x"}, InvalidRequestError, "stop strings"),
+        ([[1]], {"stop_token_ids": list(range(9))}, InvalidRequestError, "max_stop_ids=8"),
+    ],
+)
+def test_what_does_not_fit_is_refused(generator, prompts, settings, error, word) -> None:
+    with pytest.raises(error, match=word):
+        generator.generate(prompts, SamplingParams(**({"max_tokens": 2} | settings)))
+
+
+def test_one_setting_for_each_prompt(generator: CompiledGenerator) -> None:
+    with pytest.raises(InvalidRequestError, match="2 prompts and 1 SamplingParams"):
+        generator.generate([[3], [4]], [SamplingParams(max_tokens=1)])
+
+
+def test_shape_must_be_positive() -> None:
+    with pytest.raises(ConfigError, match="batch_size"):
+        GenerateShape(batch_size=0, max_prompt_len=1, max_new_tokens=1)

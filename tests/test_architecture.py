@@ -1,0 +1,196 @@
+"""The rules of paxkv/STYLE.md and paxkv/ARCHITECTURE.md that a program can check."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("paxkv", "pallas_kernels", "models", "benchmarks")
+SOURCES = sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+TOP_LEVEL_NAMES = {
+    "pyproject.toml",
+    "paxkv",
+    "pallas_kernels",
+    "models",
+    "tests",
+    "benchmarks",
+    "README.md",
+    "docs",
+}
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 80
+MAX_KERNEL_FUNCTION_LINES = 150
+
+# Composition roots build the objects of the other layers, so they may import everything of ours.
+COMPOSITION_ROOTS = {
+    "paxkv/build.py",
+    "paxkv/serve.py",
+    "paxkv/llm.py",
+    "paxkv/generate.py",
+    # Names LLM and CompiledGenerator for type checkers; at run time they come late (see the file).
+    "paxkv/__init__.py",
+}
+PAXKV_TOP = {"paxkv", "paxkv.errors", "paxkv.config", "paxkv.sampling_params"}
+# Layer -> what it may import of ours besides itself; "paxkv" stands for the files of PAXKV_TOP.
+MAY_IMPORT = {
+    "pallas_kernels": set(),
+    "models": {"pallas_kernels"},
+    "paxkv": set(),
+    "paxkv.contracts": {"paxkv"},
+    "paxkv.text": {"paxkv"},
+    "paxkv.kv_cache": {"paxkv", "paxkv.contracts"},
+    "paxkv.scheduler": {"paxkv", "paxkv.contracts", "paxkv.kv_cache"},
+    "paxkv.runner": {"paxkv", "paxkv.contracts", "models", "pallas_kernels"},
+    "paxkv.engine": {"paxkv", "paxkv.contracts", "paxkv.text", "paxkv.scheduler", "paxkv.runner"},
+    "paxkv.client": {"paxkv", "paxkv.contracts", "paxkv.text"},
+    "paxkv.server": {"paxkv", "paxkv.contracts", "paxkv.text", "paxkv.client"},
+}
+MAY_IMPORT_JAX = {"pallas_kernels", "models", "paxkv.runner"}
+JAX_MODULES = {"jax", "jaxlib", "flax", "optax"}
+ORACLE_MODULES = {"torch", "transformers"}
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def layer_of(module: str) -> str | None:
+    """The layer that a module of ours belongs to; None for modules that are not ours."""
+    parts = module.split(".")
+    if parts[0] == "paxkv" and len(parts) > 1 and ".".join(parts[:2]) in MAY_IMPORT:
+        return ".".join(parts[:2])
+    return parts[0] if parts[0] in (*MAY_IMPORT, "benchmarks") else None
+
+
+def imported_modules(path: Path) -> list[tuple[int, str]]:
+    """Every imported module with its line, also inside functions and under TYPE_CHECKING."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found.append((node.lineno, "." * node.level + (node.module or "")))
+            # `from paxkv import build` imports the module paxkv.build.
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return found
+
+
+def is_module_of_ours(module: str) -> bool:
+    path = ROOT / Path(*module.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def import_violations(path: Path) -> list[str]:
+    layer = layer_of(module_name(path))
+    if relative(path) in COMPOSITION_ROOTS or layer == "benchmarks":
+        return []
+    bad = []
+    for line, module in imported_modules(path):
+        where = f"{relative(path)}:{line} imports {module}"
+        top = module.split(".")[0]
+        if module.startswith("."):
+            bad.append(f"{where}: absolute imports only")
+        elif top in JAX_MODULES and layer not in MAY_IMPORT_JAX:
+            bad.append(f"{where}: {layer} must not import JAX")
+        elif top in ORACLE_MODULES:
+            bad.append(f"{where}: torch and transformers belong to benchmarks and tests")
+        elif (target := layer_of(module)) and is_module_of_ours(module) and target != layer:
+            is_top_file = target != "paxkv" or module in PAXKV_TOP
+            if target not in MAY_IMPORT[layer] or not is_top_file:
+                bad.append(f"{where}: {layer} may import {sorted(MAY_IMPORT[layer])} of ours")
+    return bad
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_imports_point_down(path: Path) -> None:
+    assert import_violations(path) == []
+
+
+@pytest.mark.parametrize("path", SOURCES + TESTS, ids=relative)
+def test_file_says_what_it_is_for_and_is_short(path: Path) -> None:
+    text = path.read_text()
+    assert ast.get_docstring(ast.parse(text)), "a one-line docstring says what the file is for"
+    assert len(text.splitlines()) <= MAX_FILE_LINES
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_functions_are_short(path: Path) -> None:
+    is_kernel = path.name.startswith(("mosaic_", "pallas_"))
+    limit = MAX_KERNEL_FUNCTION_LINES if is_kernel else MAX_FUNCTION_LINES
+    too_long = [
+        f"{node.name}: {node.end_lineno - node.lineno + 1} lines"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.end_lineno - node.lineno + 1 > limit
+    ]
+    assert too_long == []
+
+
+@pytest.mark.parametrize("path", [p for p in TESTS if p.name.startswith("test_")], ids=relative)
+def test_test_file_imports_what_it_mirrors(path: Path) -> None:
+    inside = path.relative_to(ROOT / "tests")
+    if inside.parts[0] not in PACKAGES:
+        return
+    mirrored = ROOT / inside.parent / inside.name.removeprefix("test_")
+    package = mirrored.with_suffix("")
+    assert mirrored.is_file() or package.is_dir(), f"{relative(mirrored)} does not exist"
+    wanted = module_name(mirrored)
+    modules = [module for _, module in imported_modules(path)]
+    assert any(m == wanted or m.startswith(f"{wanted}.") for m in modules), (
+        f"{relative(path)} must import {wanted}"
+    )
+
+
+def test_no_init_files_under_tests() -> None:
+    assert [relative(p) for p in (ROOT / "tests").rglob("__init__.py")] == []
+
+
+def test_top_level_names_are_the_agreed_ones() -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if tracked.returncode != 0:
+        pytest.skip("not a git checkout")
+    names = {line.split("/")[0] for line in tracked.stdout.splitlines()}
+    assert {n for n in names if not n.startswith(".")} <= TOP_LEVEL_NAMES
+
+
+def test_importing_paxkv_imports_no_jax() -> None:
+    program = (
+        "import sys, paxkv, paxkv.scheduler.scheduler, paxkv.client.async_client, "
+        "paxkv.engine.engine_core, paxkv.server.app; "
+        "sys.exit('jax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
+def test_engine_and_llm_import_without_the_servers_libraries() -> None:
+    program = (
+        "import sys; "
+        "sys.modules.update(dict.fromkeys(['starlette', 'uvicorn', 'prometheus_client'])); "
+        "import paxkv.llm, paxkv.engine.engine_core"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
+def test_the_import_rule_finds_a_planted_violation(tmp_path: Path, monkeypatch) -> None:
+    """The checker itself is checked: a late import of JAX by the host half is seen."""
+    planted = tmp_path / "paxkv" / "scheduler" / "planted.py"
+    planted.parent.mkdir(parents=True)
+    planted.write_text("def f():\n    import jax\n    from paxkv.runner import step\n")
+    (tmp_path / "paxkv" / "runner").mkdir()
+    (tmp_path / "paxkv" / "runner" / "step.py").write_text("")
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    violations = import_violations(planted)
+    assert len([v for v in violations if "must not import JAX" in v]) == 1
+    assert any("paxkv.runner" in v for v in violations)
