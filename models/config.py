@@ -25,7 +25,7 @@ class FamilyTraits:
     always_has_qkv_bias: bool = False
     has_mlp_bias_flag: bool = False
     use_qk_norm: bool = False
-    default_num_kv_heads: int | None = None  # None: as many as query heads
+    default_num_kv_heads: int | None = None  # where it is left out; None: as many as query heads
     default_head_dim: int | None = None  # None: hidden_size // num_attention_heads
     sliding_window_rule: Literal["never", "when_set", "when_flagged"] = "never"
     default_sliding_window: int | None = None
@@ -104,9 +104,7 @@ class ModelConfig:
             intermediate_size=read_count(hf_config, "intermediate_size"),
             num_layers=read_count(hf_config, "num_hidden_layers"),
             num_q_heads=num_q_heads,
-            num_kv_heads=read_count(
-                hf_config, "num_key_value_heads", traits.default_num_kv_heads or num_q_heads
-            ),
+            num_kv_heads=_read_num_kv_heads(hf_config, traits, num_q_heads),
             head_dim=read_count(
                 hf_config, "head_dim", traits.default_head_dim or hidden_size // num_q_heads
             ),
@@ -155,6 +153,15 @@ def _read_architecture(hf_config: Mapping[str, object]) -> str:
             f"{', '.join(FAMILY_TRAITS)}."
         )
     return architectures[0]
+
+
+def _read_num_kv_heads(
+    hf_config: Mapping[str, object], traits: FamilyTraits, num_q_heads: int
+) -> int:
+    # As in transformers, null is as many as query heads; only a field left out is the default.
+    is_left_out = "num_key_value_heads" not in hf_config
+    default = traits.default_num_kv_heads if is_left_out else None
+    return read_count(hf_config, "num_key_value_heads", default or num_q_heads)
 
 
 def _read_hidden_act(hf_config: Mapping[str, object]) -> Literal["silu"]:

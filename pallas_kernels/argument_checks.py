@@ -49,12 +49,12 @@ def require_float(op_name: str, **arrays: jax.Array) -> None:
 
 
 def require_scalar(op_name: str, arg_name: str, array: jax.Array) -> None:
-    """Checks that an array is one integer, `i32[]`.
+    """Checks that an array is one integer, `i32[]`; a narrower one would overflow in an offset.
 
     Raises:
         ValueError: It is not.
     """
-    if array.shape != () or not jnp.issubdtype(array.dtype, jnp.integer):
+    if array.shape != () or array.dtype != jnp.int32:
         raise ValueError(
             f"{op_name}: {arg_name} must be one integer: "
             f"got {array.dtype}{list(array.shape)}, wanted int32[]."

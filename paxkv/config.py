@@ -43,6 +43,8 @@ class ModelConfig:
         _one_of("dtype", self.dtype, Dtype.__args__)
         _one_of("load_format", self.load_format, LoadFormat.__args__)
         _at_least("max_model_len", self.max_model_len, 2)
+        if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(f"seed must be an integer of 64 bits, got {self.seed!r}.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,15 +68,15 @@ class CacheConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.block_size not in (8, 16, 32, 64, 128, 256):
+        _true_or_false("enable_prefix_caching", self.enable_prefix_caching)
+        # A float 16.0 would pass as 16, and make floats of block numbers.
+        if type(self.block_size) is not int or self.block_size not in (8, 16, 32, 64, 128, 256):
             raise ConfigError(
                 f"block_size must be 8, 16, 32, 64, 128 or 256, got {self.block_size!r}."
             )
         _at_least("num_gpu_blocks_override", self.num_gpu_blocks_override, 2)
         _at_least("cpu_kv_cache_bytes", self.cpu_kv_cache_bytes, 1)
-        if not (
-            math.isfinite(self.gpu_memory_utilization) and 0 < self.gpu_memory_utilization <= 1
-        ):
+        if not (_is_number(self.gpu_memory_utilization) and 0 < self.gpu_memory_utilization <= 1):
             raise ConfigError(
                 f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}."
             )
@@ -99,6 +101,7 @@ class SchedulerConfig:
     )
 
     def __post_init__(self) -> None:
+        _true_or_false("enable_chunked_prefill", self.enable_chunked_prefill)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
@@ -134,18 +137,27 @@ class ServerConfig:
     )
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
+        if type(self.port) is not int or not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in [0, 65535], got {self.port!r}.")
         _at_least("max_body_bytes", self.max_body_bytes, 1)
         for name in ("request_timeout_s", "shutdown_timeout_s"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
+            if not (_is_number(value) and 0 < value < math.inf):
                 raise ConfigError(f"{name} must be a positive number of seconds, got {value!r}.")
 
 
 def _at_least(name: str, value: int | None, low: int) -> None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
         raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}.")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _true_or_false(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be true or false, got {value!r}.")
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -192,7 +192,7 @@ class LLM:
                 "prompt": template.render(
                     conversation,
                     add_generation_prompt=add_generation_prompt,
-                    **(chat_template_kwargs or {}),
+                    template_kwargs=chat_template_kwargs,
                 ),
                 # The template writes BOS itself.
                 "add_special_tokens": False,

@@ -1,7 +1,6 @@
 """SamplingParams: how the tokens of one request are drawn and when it stops."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
@@ -83,7 +82,7 @@ class SamplingParams:
         self._check_stops()
         for name, neutral in _NEUTRAL_VALUES.items():
             value = getattr(self, name)
-            if not any(value is v or value == v for v in neutral):
+            if not any(_is_same(value, v) for v in neutral):
                 raise UnsupportedFeatureError(
                     f"{name}={value!r} is not supported by this version of paxkv; "
                     f"leave it out or send {neutral[0]!r}.",
@@ -133,7 +132,7 @@ class SamplingParams:
                 "use stop_token_ids instead.",
                 param="stop",
             )
-        ids = self.stop_token_ids or ()
+        ids = () if self.stop_token_ids is None else self.stop_token_ids
         if not isinstance(ids, (list, tuple)) or len(ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequestError(
                 f"stop_token_ids must be a list of at most {MAX_STOP_TOKEN_IDS} token ids.",
@@ -160,16 +159,19 @@ class SamplingParams:
         return tuple(self.stop)
 
 
+def _is_same(value: object, neutral: object) -> bool:
+    """Equal, and of a type that the engine can read: n=True is not n=1, but 0 is a float 0.0."""
+    is_fit = type(value) is type(neutral) or (type(value), type(neutral)) == (int, float)
+    return is_fit and value == neutral
+
+
 def _check_float(
     name: str, value: object, *, low: float, high: float, low_is_open: bool = False
 ) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if (
-        not is_number
-        or not math.isfinite(value)
-        or not (low < value if low_is_open else low <= value)
-        or value > high
-    ):
+    # Not isinstance: True is an int, and a NumPy scalar cannot cross to the engine. NaN fails
+    # every comparison.
+    is_number = type(value) in (int, float)
+    if not is_number or not (low < value if low_is_open else low <= value) or not value <= high:
         left = "(" if low_is_open else "["
         raise InvalidRequestError(
             f"{name} must be a number in {left}{low}, {high}], got {value!r}.", param=name
@@ -177,7 +179,7 @@ def _check_float(
 
 
 def _check_int(name: str, value: object, *, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+    if type(value) is not int or not low <= value <= high:
         raise InvalidRequestError(
             f"{name} must be an integer in [{low}, {high}], got {value!r}.", param=name
         )

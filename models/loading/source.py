@@ -34,7 +34,7 @@ def resolve_model_folder(model: str | Path, *, with_weights: bool = True) -> Pat
     try:
         return Path(snapshot_download(str(model), allow_patterns=patterns))
     except (OSError, HFValidationError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip() or "no message").splitlines()[0]
         raise CheckpointNotFoundError(
             f"model {str(model)!r} is neither a folder nor a hub repository that can be fetched "
             f"({type(error).__name__}: {reason}). Wanted a folder with config.json and "

@@ -1,8 +1,8 @@
 """Fast plain-JAX body of `paged_attention`: two loops whose trip counts follow the real work.
 
 Requests with one query token share a loop over the blocks that exist; longer ones go through a
-loop over tiles. Both find their work by binary search in cumulative sums, on the device, so the
-cost does not depend on the longest context, and one compiled program serves every mix.
+loop over tiles. Both find their work in cumulative sums, on the device, so the cost does not depend
+on the longest context, and one compiled program serves every mix.
 """
 
 import jax

@@ -271,6 +271,14 @@ class AsyncEngineClient:
                 return
 
     def _on_message(self, message: EngineOutput) -> None:
+        try:
+            self._take(message)
+        # The loop would only log it, and callers would wait for ever.
+        except Exception as error:
+            logger.exception("a message of the engine could not be used")
+            self._on_dead(EngineDead(reason=f"{type(error).__name__}: {error}"))
+
+    def _take(self, message: EngineOutput) -> None:
         if isinstance(message, StepOutputs):
             self._latest_stats = message.stats
             processed = self._output_processor.process(message)

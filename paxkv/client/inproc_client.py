@@ -53,8 +53,11 @@ class InprocClient:
     def abort(self, request_ids: Sequence[str]) -> list[RequestOutput]:
         """Ends requests and returns their last outputs; unknown ids are ignored."""
         request_outputs = self._output_processor.abort(request_ids)
-        if request_outputs:
-            self._transport.send(AbortRequests(request_ids=list(request_ids)))
+        # Whoever was interrupted may have left outputs behind, or a stop string's abort unsent.
+        self._request_outputs = [
+            o for o in self._request_outputs if o.request_id not in request_ids
+        ]
+        self._transport.send(AbortRequests(request_ids=list(request_ids)))
         return request_outputs
 
     def call(self, method: str) -> str:

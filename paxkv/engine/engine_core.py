@@ -28,7 +28,7 @@ from paxkv.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-# A step may be empty where all that ran was preempted; so many in a row would never end.
+# The scheduler promises a token to someone in every step; so many without one would never end.
 MAX_EMPTY_STEPS = 8
 
 

@@ -186,10 +186,8 @@ class DeviceStep:
         self._result: jax.Array | None = result
         self._built = built
         self._rows = rows
-        # Now, because a request may be gone when the tokens come home.
-        self._num_logprobs = [
-            rows.requests[req_id].sampling_params.logprobs for req_id in built.req_ids
-        ]
+        # Now, because a request may be gone when the tokens come home, and its id another's.
+        self._states = [rows.requests[req_id] for req_id in built.req_ids]
 
     def sample_tokens(self) -> ModelRunnerOutput:
         """Waits for the device, brings the tokens home and writes them into the rows.
@@ -206,17 +204,23 @@ class DeviceStep:
         logprobs: list[list[TokenLogprobs] | None] = []
         for req_idx, token_id in enumerate(result_np[: len(req_ids), 0].tolist()):
             sampled_token_ids.append([token_id] if is_sampled[req_idx] else [])
-            num_logprobs = self._num_logprobs[req_idx]
+            num_logprobs = self._states[req_idx].sampling_params.logprobs
             if num_logprobs is None:
                 logprobs.append(None)
             elif is_sampled[req_idx]:
                 logprobs.append([read_logprobs(result_np[req_idx], num_logprobs)])
             else:
                 logprobs.append([])
-        self._rows.append_tokens(
-            [req_id for req_id, sampled in zip(req_ids, is_sampled, strict=True) if sampled],
-            [token_id for token_ids in sampled_token_ids for token_id in token_ids],
-        )
+        self._write_into_rows(sampled_token_ids)
         return ModelRunnerOutput(
             req_ids=req_ids, sampled_token_ids=sampled_token_ids, logprobs=logprobs
         )
+
+    def _write_into_rows(self, sampled_token_ids: list[list[int]]) -> None:
+        alive = [
+            (state.req_id, token_id)
+            for state, token_ids in zip(self._states, sampled_token_ids, strict=True)
+            for token_id in token_ids
+            if self._rows.requests.get(state.req_id) is state
+        ]
+        self._rows.append_tokens([req_id for req_id, _ in alive], [token for _, token in alive])

@@ -14,6 +14,9 @@ from paxkv.text.tokenizer import read_json_object
 
 Message = Mapping[str, object]
 
+# What `render` gives a template itself.
+_RENDER_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
 
 class ChatTemplate:
     """One model's chat template.
@@ -57,19 +60,28 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, object]] | None = None,
-        **template_kwargs: object,
+        template_kwargs: Mapping[str, object] | None = None,
     ) -> str:
         """Renders a conversation; encode the result without adding special tokens.
 
         Args:
             messages: `{"role": ..., "content": ...}`; content is text, or a list of text parts
-                `{"type": "text", "text": ...}`, which are joined by line breaks.
+                `{"type": "text", "text": ...}`, which are joined by line breaks. Only an
+                assistant that called tools may have said nothing (None).
             add_generation_prompt: Ends with the opening of the assistant's turn.
             template_kwargs: Further variables of this model's template, such as `enable_thinking`.
 
         Raises:
-            InvalidRequestError: The messages are malformed, or the template refuses them.
+            InvalidRequestError: The messages are malformed, the template refuses them, or
+                `template_kwargs` sets a variable that has an argument of its own.
         """
+        template_kwargs = template_kwargs or {}
+        reserved = sorted(_RENDER_VARIABLES & template_kwargs.keys())
+        if reserved:
+            raise InvalidRequestError(
+                f"chat_template_kwargs must not set {', '.join(reserved)}.",
+                param="chat_template_kwargs",
+            )
         name = "tool_use" if tools and "tool_use" in self._sources else "default"
         variables = {
             **self._special_tokens,
@@ -126,13 +138,15 @@ def check_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
             raise InvalidRequestError(
                 f"{where} must be an object with a role, got {message!r}.", param="messages"
             )
-        checked.append({**message, "content": _content_text(where, message.get("content"))})
+        content = message.get("content")
+        if content is not None or message["role"] != "assistant":
+            content = _content_text(where, content)
+        checked.append({**message, "content": content})
     return checked
 
 
-def _content_text(where: str, content: object) -> str | None:
-    # None is what an assistant says that only calls tools.
-    if content is None or isinstance(content, str):
+def _content_text(where: str, content: object) -> str:
+    if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
         raise InvalidRequestError(

@@ -42,6 +42,17 @@ def test_missing_fields_mean_what_they_mean_in_transformers():
     assert (config.bos_token_id, config.eos_token_ids) == (None, ())
 
 
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM"])
+def test_null_kv_heads_are_as_many_as_query_heads(architecture):
+    config = ModelConfig.from_hf(hf_config(architecture, num_key_value_heads=None))
+    assert config.num_kv_heads == 8
+    fields = hf_config(architecture, num_attention_heads=64)
+    del fields["num_key_value_heads"]
+    # Left out, it is 32 in the Qwen2 configuration of transformers.
+    left_out = {"LlamaForCausalLM": 64, "Qwen2ForCausalLM": 32}[architecture]
+    assert ModelConfig.from_hf(fields).num_kv_heads == left_out
+
+
 def test_head_dim_may_differ_from_hidden_size_per_head():
     assert ModelConfig.from_hf(hf_config(head_dim=128)).head_dim == 128
     assert ModelConfig.from_hf(hf_config("Qwen3ForCausalLM")).head_dim == 128

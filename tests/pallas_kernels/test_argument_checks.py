@@ -35,6 +35,9 @@ def test_a_scalar_is_one_integer():
     require_scalar("op", "row", jnp.int32(1))
     with pytest.raises(ValueError, match=r"row must be one integer: got int32\[2\]"):
         require_scalar("op", "row", jnp.zeros(2, jnp.int32))
+    # Row 2 of a cache of 200 blocks begins at block 400, which uint8 would make 144.
+    with pytest.raises(ValueError, match=r"row must be one integer: got uint8\[\], wanted int32"):
+        require_scalar("op", "row", jnp.uint8(2))
 
 
 def test_a_value_below_the_minimum_is_refused():

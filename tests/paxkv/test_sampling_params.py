@@ -2,8 +2,11 @@
 
 import math
 
+import numpy as np
 import pytest
 
+from paxkv.contracts import wire
+from paxkv.contracts.engine_request import AddRequest, EngineRequest
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 from paxkv.sampling_params import MAX_LOGPROBS, SamplingParams
 
@@ -23,6 +26,8 @@ def test_defaults_are_vllms() -> None:
         ("temperature", math.inf),
         ("temperature", "hot"),
         ("temperature", True),
+        ("temperature", np.float64(0.5)),
+        ("temperature", 10**400),
         ("top_p", 0.0),
         ("top_p", 1.5),
         ("min_p", -0.5),
@@ -44,6 +49,8 @@ def test_defaults_are_vllms() -> None:
         ("stop_token_ids", [-1]),
         ("stop_token_ids", ["a"]),
         ("stop_token_ids", 7),
+        ("stop_token_ids", 0),
+        ("stop_token_ids", {}),
         ("ignore_eos", "yes"),
     ],
 )
@@ -58,10 +65,15 @@ def test_bad_value_names_the_field(field: str, value: object) -> None:
     ("field", "value"),
     [
         ("n", 2),
+        ("n", True),
+        ("n", 1.0),
         ("presence_penalty", 0.5),
+        ("presence_penalty", False),
         ("repetition_penalty", 1.1),
         ("min_tokens", 3),
+        ("min_tokens", 0.0),
         ("prompt_logprobs", 1),
+        ("prompt_logprobs", np.array([1, 2])),
         ("logit_bias", {5: 1.0}),
         ("bad_words", ["x"]),
     ],
@@ -69,6 +81,23 @@ def test_bad_value_names_the_field(field: str, value: object) -> None:
 def test_field_without_effect_is_refused_not_ignored(field: str, value: object) -> None:
     with pytest.raises(UnsupportedFeatureError, match=field):
         SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 1, "top_p": 1, "min_p": 0},
+        {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1},
+        {"bad_words": (), "logit_bias": {}, "stop": ("a",), "stop_token_ids": (1,)},
+    ],
+    ids=repr,
+)
+def test_what_passes_the_door_crosses_to_the_engine(fields: dict[str, object]) -> None:
+    request = EngineRequest(
+        request_id="r", prompt_token_ids=[1], sampling_params=SamplingParams(**fields)
+    )
+    received = wire.decode_input(wire.encode(AddRequest(request=request)))
+    assert received.request.sampling_params.stop_strings == request.sampling_params.stop_strings
 
 
 def test_stop_strings_need_text() -> None:

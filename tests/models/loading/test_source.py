@@ -45,6 +45,15 @@ def test_unreachable_hub_says_what_to_check(monkeypatch):
         assert part in str(error.value)
 
 
+def test_failure_without_a_message_is_reported_too(monkeypatch):
+    def broken(name, allow_patterns):
+        raise TimeoutError
+
+    monkeypatch.setattr(source, "snapshot_download", broken)
+    with pytest.raises(CheckpointNotFoundError, match="TimeoutError: no message"):
+        source.resolve_model_folder("some-org/some-model")
+
+
 def test_mistyped_folder_is_not_taken_for_a_hub_name():
     with pytest.raises(CheckpointNotFoundError, match="neither a folder nor a hub repository"):
         source.resolve_model_folder("./no/such/folder")

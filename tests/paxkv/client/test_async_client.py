@@ -206,6 +206,24 @@ async def test_dead_engine_ends_every_request() -> None:
 
 
 @in_loop
+async def test_step_that_cannot_become_text_ends_every_request() -> None:
+    async with running(step_s=0.01) as client:
+        tasks = [asyncio.create_task(collect(client, "abc", LONG, str(n))) for n in range(3)]
+        while (await client.get_stats()).num_running_reqs < 3:
+            await asyncio.sleep(0.01)
+
+        def fail(step_outputs: object) -> None:
+            raise RuntimeError("no such token")
+
+        client._output_processor.process = fail
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(result, EngineDeadError)
+            assert "no such token" in str(result)
+        assert not client.is_alive
+        assert client.num_unfinished_requests == 0
+
+
+@in_loop
 async def test_stats_and_reset_come_from_the_engine() -> None:
     async with running() as client:
         assert client.latest_stats.num_blocks == 65

@@ -53,7 +53,8 @@ def test_stop_string_frees_the_request_in_the_engine(client: InprocClient) -> No
 
 def test_call_keeps_the_outputs_that_pass_meanwhile(client: InprocClient) -> None:
     client.add_request(make_request("a", [97], max_tokens=1))
-    client.call("get_stats")
+    while client.num_unfinished_requests:
+        client.call("get_stats")
     assert [output.request_id for output in client.wait_for_outputs()] == ["a"]
 
 
@@ -63,6 +64,24 @@ def test_abort_ends_requests_here_and_there(client: InprocClient) -> None:
     assert output.outputs[0].finish_reason == "abort"
     client.add_request(make_request("b", [98], max_tokens=1))
     assert list(run(client)) == ["b"]
+
+
+def test_abort_forgets_outputs_that_nobody_took(client: InprocClient) -> None:
+    client.add_request(make_request("a", [97], max_tokens=1))
+    while client.num_unfinished_requests:
+        client.call("get_stats")
+    assert client.abort(["a"]) == []
+    client.add_request(make_request("b", [98], max_tokens=1))
+    assert list(run(client)) == ["b"]
+
+
+def test_abort_reaches_the_engine_when_only_the_engine_runs_on(client: InprocClient) -> None:
+    client.add_request(make_request("a", [97], max_tokens=250))
+    client._output_processor.abort(["a"])
+    client.abort(["a"])
+    stats = client.call("get_stats")
+    assert '"num_running_reqs":0' in stats
+    assert '"num_waiting_reqs":0' in stats
 
 
 def test_failed_call_raises_what_the_engine_said(client: InprocClient) -> None:

@@ -197,6 +197,23 @@ def test_next_step_may_start_before_the_tokens_are_fetched(runner):
     driver.finish_all()
 
 
+def test_late_token_does_not_reach_a_new_request_of_the_same_id(runner):
+    driver = RunnerDriver(runner)
+    driver.add("a", prompt(5, 5), GREEDY)
+    alone = list(driver.run_alone("a", 3, MAX_NUM_BATCHED_TOKENS))
+    driver.finish_all()
+
+    driver.add("a", prompt(4, 4), GREEDY)
+    late = runner.execute_model(driver.schedule({"a": 4}))
+    driver.finish("a")
+    driver.add("a", prompt(5, 5), GREEDY)
+    handle = runner.execute_model(driver.schedule({"a": 3}))
+    late.sample_tokens()
+    collect(driver, handle)
+    assert driver.run_alone("a", 3, MAX_NUM_BATCHED_TOKENS) == alone
+    driver.finish_all()
+
+
 def collect(driver, handle):
     output = handle.sample_tokens()
     for req_id, token_ids in zip(output.req_ids, output.sampled_token_ids, strict=True):

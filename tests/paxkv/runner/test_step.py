@@ -30,7 +30,7 @@ def llama(tmp_path_factory):
     return load_model(folder)
 
 
-@pytest.mark.parametrize("shape", [TINY_SHAPE, SHAPE], ids=["2_tokens", "8_tokens"])
+@pytest.mark.parametrize("shape", [TINY_SHAPE, SHAPE], ids=["1_token", "8_tokens"])
 def test_step_writes_the_cache_in_place(llama, shape):
     """The whole cache is aliased, and temporary memory does not grow with it."""
     step = jax.jit(make_step(llama, shape), donate_argnums=1)

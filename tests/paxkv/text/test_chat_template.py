@@ -29,7 +29,7 @@ def test_renders_a_conversation_without_stray_whitespace() -> None:
 
 def test_special_tokens_and_further_variables_reach_the_template() -> None:
     template = ChatTemplate("{{ bos_token }}{{ mood }}", special_tokens={"bos_token": "<s>"})
-    assert template.render(MESSAGES, mood="calm") == "<s>calm"
+    assert template.render(MESSAGES, template_kwargs={"mood": "calm"}) == "<s>calm"
 
 
 def test_content_parts_are_joined_by_line_breaks() -> None:
@@ -46,11 +46,32 @@ def test_part_that_is_not_text_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "messages", [[], "Hi", None, [{"content": "no role"}], [{"role": "user", "content": 3}], ["x"]]
+    "messages",
+    [
+        [],
+        "Hi",
+        None,
+        [{"content": "no role"}],
+        [{"role": "user"}],
+        [{"role": "user", "content": 3}],
+        ["x"],
+    ],
 )
 def test_malformed_messages_are_refused(messages: object) -> None:
     with pytest.raises(InvalidRequestError):
-        ChatTemplate(CHATML).render(messages)
+        ChatTemplate("any messages will do").render(messages)
+
+
+def test_assistant_may_have_said_nothing() -> None:
+    template = ChatTemplate("{{ messages[0]['content'] is none }}")
+    assert template.render([{"role": "assistant"}]) == "True"
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "documents", "add_generation_prompt"])
+def test_variable_with_an_argument_of_its_own_is_refused(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match=name) as caught:
+        ChatTemplate(CHATML).render(MESSAGES, template_kwargs={name: 1})
+    assert caught.value.param == "chat_template_kwargs"
 
 
 def test_raise_exception_becomes_the_callers_error() -> None:
