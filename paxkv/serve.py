@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Before the engine: a taken port is known at once, not after minutes of warm-up. The
         # port opens only when the engine is ready.
         with bind_socket(server_config) as bound:
-            engine = build_async_client(engine_config, show_progress=sys.stderr.isatty())
+            engine = build_async_client(engine_config, show_progress=True)
             asyncio.run(serve(engine, server_config, bound))
     except (ConfigError, ModelError, EngineDeadError) as error:
         print("paxkv: error:", *str(error).splitlines(), file=sys.stderr)

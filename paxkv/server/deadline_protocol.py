@@ -35,6 +35,13 @@ class DeadlineProtocol(H11Protocol):
         super().data_received(data)
         self._keep_deadline()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        # uvicorn goes on with what came behind the answered request: of that, too, only half may
+        # be here. Where nothing came, its own limit for idle connections runs.
+        if self.conn.their_state is h11.SEND_BODY:
+            self._keep_deadline()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._drop_deadline()
         super().connection_lost(exc)
@@ -66,7 +73,7 @@ class DeadlineProtocol(H11Protocol):
         has_sent_something = bool(self.conn.trailing_data[0]) or (
             self.conn.their_state is h11.SEND_BODY
         )
-        if has_sent_something and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+        if has_sent_something:
             self._refuse(
                 408, f"the request did not arrive whole within {self.request_timeout_s:g} s."
             )
@@ -74,6 +81,10 @@ class DeadlineProtocol(H11Protocol):
             self.transport.close()
 
     def _refuse(self, status: int, message: str) -> None:
+        """Answers and closes; only closes when an answer is on its way or out already."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()
+            return
         body = error_body(status, message)
         headers = [
             (b"content-type", b"application/json"),

@@ -284,5 +284,9 @@ def _is_int(value: object) -> bool:
 
 def _shorten(value: object) -> str:
     """A value as an error message shows it: never the whole of a long prompt."""
-    text = repr(value[:8] if isinstance(value, (list, str)) else value)
+    try:
+        text = repr(value[:8] if isinstance(value, (list, str)) else value)
+    except RecursionError:
+        # Nested just deeply enough for the JSON decoder, whose stack was less deep than this one.
+        return "something nested too deeply"
     return text if len(text) <= 80 else text[:77] + "..."

@@ -16,6 +16,7 @@ from paxkv.server.engine_protocol import EngineClient, Tokenizer
 from paxkv.server.json_body import convert_fields, read_json_object
 from paxkv.server.metrics import ServerMetrics
 from paxkv.server.openai_protocol import check_model
+from paxkv.server.unsupported_fields import TOKENIZE_FIELDS, refuse_unsupported
 
 # A scrape shows what the engine said last when it is too busy to answer.
 _STATS_TIMEOUT_S = 1.0
@@ -44,6 +45,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[dict[str, object]] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = True
+    chat_template_kwargs: dict[str, object] | None = None
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +108,7 @@ class InfoRoutes:
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or of a conversation."""
         fields = await read_json_object(request, max_body_bytes=self._max_body_bytes)
+        refuse_unsupported(fields, TOKENIZE_FIELDS)
         body = convert_fields(fields, TokenizeRequest)
         check_model(body.model, self._engine.model_info.served_model_name)
         if (body.prompt is None) == (body.messages is None):
@@ -127,9 +130,11 @@ class InfoRoutes:
         body = convert_fields(fields, DetokenizeRequest)
         check_model(body.model, self._engine.model_info.served_model_name)
         vocab_size = self._engine.model_info.vocab_size
-        if any(not 0 <= token_id < vocab_size for token_id in body.tokens):
+        bad = next((i for i, t in enumerate(body.tokens) if not 0 <= t < vocab_size), None)
+        if bad is not None:
             raise InvalidRequestError(
-                f"tokens must be token ids in [0, {vocab_size}).", param="tokens"
+                f"tokens[{bad}] is {body.tokens[bad]}; token ids are in [0, {vocab_size}).",
+                param="tokens",
             )
         text = await asyncio.to_thread(
             self._tokenizer().decode, body.tokens, skip_special_tokens=False
@@ -143,6 +148,7 @@ class InfoRoutes:
                 self._engine,
                 body.messages,
                 add_generation_prompt=body.add_generation_prompt is not False,
+                template_kwargs=body.chat_template_kwargs,
             )
             # The template has written them.
             add_special_tokens = bool(body.add_special_tokens)

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+import msgspec
+
 from paxkv.errors import UnsupportedFeatureError
 
 # Field -> the values that ask for nothing. null always does.
@@ -52,6 +54,13 @@ CHAT_FIELDS: NeutralValues = {
     "continue_final_message": (False,),
     "mm_processor_kwargs": ({},),
 }
+TOKENIZE_FIELDS: NeutralValues = {
+    "return_token_strs": (False,),
+    "tools": ([],),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "mm_processor_kwargs": ({},),
+}
 STREAM_OPTIONS_FIELDS: NeutralValues = {"continuous_usage_stats": (False,)}
 MESSAGE_FIELDS: NeutralValues = {
     "tool_calls": ([],),
@@ -72,7 +81,7 @@ def refuse_unsupported(
         value = fields.get(name)
         if value is None or any(_is_same(value, v) for v in neutral):
             continue
-        remedy = f" or send {neutral[0]!r}" if neutral else ""
+        remedy = f" or send {msgspec.json.encode(neutral[0]).decode()}" if neutral else ""
         raise UnsupportedFeatureError(
             f"{path}{name} is not supported by this version of paxkv; leave it out{remedy}.",
             param=f"{path}{name}",

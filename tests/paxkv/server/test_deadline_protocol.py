@@ -55,6 +55,20 @@ def test_half_a_request_is_408(server, part):
     assert not server.engine.seen_prompts
 
 
+@pytest.mark.parametrize("seconds_per_token", [0.0, 0.1])
+def test_half_a_request_behind_a_whole_one_is_408(start_server, seconds_per_token):
+    server = start_server(request_timeout_s=TIMEOUT_S, seconds_per_token=seconds_per_token)
+    body = b'{"prompt": "a", "max_tokens": 2}'
+    whole = HEAD.replace(b"100", str(len(body)).encode()) + b"\r\n" + body
+    with socket.create_connection(server.address, timeout=5) as connection:
+        connection.sendall(whole + HEAD + b'\r\n{"prompt": "a')
+        answer, seconds = _read_to_end(connection)
+    assert answer.startswith(b"HTTP/1.1 200")
+    _assert_is_408(answer[answer.index(b"HTTP/1.1 408") :])
+    assert TIMEOUT_S * 0.5 < seconds < TIMEOUT_S * 5
+    assert len(server.engine.seen_prompts) == 1
+
+
 def test_connection_without_a_byte_is_closed(server):
     with socket.create_connection(server.address, timeout=5) as connection:
         answer, seconds = _read_to_end(connection)
@@ -104,3 +118,17 @@ def test_clock_starts_anew_with_the_next_request_of_a_connection(server):
         connection.sendall(request[:10])
         answer, _ = _read_to_end(connection)
     _assert_is_408(answer)
+
+
+@pytest.mark.parametrize(("path", "status"), [(b"/nothing", b"404"), (b"/v1/completions", b"415")])
+def test_garbage_after_an_early_answer_closes_quietly(server, caplog, path, status):
+    head = b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with socket.create_connection(server.address, timeout=5) as connection:
+        connection.sendall(head + b"1\r\na\r\n")
+        answer = connection.recv(4096)
+        assert answer.startswith(b"HTTP/1.1 " + status)
+        connection.sendall(b"no chunk\r\n")
+        rest, _ = _read_to_end(connection)
+    # One request, one answer, and no traceback in the log.
+    assert b"HTTP/1.1" not in rest
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -46,6 +46,20 @@ def test_value_that_only_looks_neutral_is_refused(asking):
         parse_chat({"messages": [USER]} | asking)
 
 
+@pytest.mark.parametrize(
+    ("asking", "remedy"),
+    [
+        ({"continue_final_message": True}, "or send false."),
+        ({"response_format": {"type": "json_object"}}, 'or send {"type":"text"}.'),
+        ({"guided_json": {}}, "leave it out."),
+    ],
+)
+def test_refusal_says_in_json_what_to_send_instead(asking, remedy):
+    with pytest.raises(UnsupportedFeatureError) as raised:
+        parse_chat({"messages": [USER]} | asking)
+    assert str(raised.value).endswith(remedy)
+
+
 def test_nested_unsupported_option_is_named_with_its_path():
     fields = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
     with pytest.raises(UnsupportedFeatureError) as raised:
@@ -71,3 +85,11 @@ def test_prompt_carries_its_options():
 def test_name_of_a_speaker_reaches_the_template_and_unknown_keys_do_not():
     messages = chat_messages([USER | {"name": "ann", "refusal": None, "x": 1}])
     assert messages == [USER | {"name": "ann"}]
+
+
+def test_prompt_too_deep_to_be_quoted_is_still_the_callers_mistake():
+    prompt = []
+    for _ in range(200_000):
+        prompt = [prompt]
+    with pytest.raises(InvalidRequestError, match="nested too deeply"):
+        completion_prompts(prompt)

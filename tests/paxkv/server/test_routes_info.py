@@ -50,6 +50,16 @@ def test_version_and_health(shared_server):
         ({"prompt": "ab", "add_special_tokens": False}, [97, 98]),
         ({"prompt": ""}, [BOS]),
         ({"messages": [{"role": "user", "content": "a"}]}, list(b"<user>a<assistant>")),
+        (
+            {
+                "messages": [{"role": "user", "content": "a"}],
+                "add_generation_prompt": False,
+                "chat_template_kwargs": {"tail": "<t>"},
+                "tools": [],
+                "return_token_strs": None,
+            },
+            list(b"<user>a<t>"),
+        ),
     ],
 )
 def test_tokenize(shared_server, fields, tokens):
@@ -69,6 +79,8 @@ def test_detokenize_shows_special_tokens(shared_server):
         ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
         ("/tokenize", {"prompt": 5}, "prompt"),
         ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"prompt": "a", "return_token_strs": True}, "return_token_strs"),
+        ("/tokenize", {"messages": [{}], "tools": [{}]}, "tools"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": "a"}, "tokens"),
         ("/detokenize", {"tokens": [300]}, "tokens"),
@@ -80,6 +92,11 @@ def test_token_routes_name_the_bad_field(shared_server, path, fields, param):
     response = shared_server.client.post(path, json=fields)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
+
+
+def test_token_that_does_not_exist_is_named_with_what_is_allowed(shared_server):
+    response = shared_server.client.post("/detokenize", json={"tokens": [5, 300]})
+    assert response.json()["error"]["message"] == "tokens[1] is 300; token ids are in [0, 300)."
 
 
 def test_metrics_count_what_was_served(start_server):

@@ -1,0 +1,42 @@
+"""Messages become prompt text through the checkpoint's own template."""
+
+import types
+
+import pytest
+
+from paxkv.errors import InvalidRequestError
+from paxkv.server.chat_prompt import render_chat
+from paxkv.text.chat_template import ChatTemplate
+
+MESSAGES = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+
+
+def _engine(source):
+    # The template is the real one: the server's Protocol must fit it.
+    return types.SimpleNamespace(chat_template=ChatTemplate(source))
+
+
+def test_variables_of_the_request_reach_the_template():
+    engine = _engine(
+        "{{ messages[0].content }}{% if add_generation_prompt %}>{% endif %}{{ enable_thinking }}"
+    )
+    kwargs = {"enable_thinking": 7}
+    text = render_chat(engine, MESSAGES, add_generation_prompt=True, template_kwargs=kwargs)
+    assert text == "hi>7"
+    assert render_chat(engine, MESSAGES, add_generation_prompt=False) == "hi"
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "add_generation_prompt", "tools", "documents", "self", "template_kwargs"]
+)
+def test_no_name_of_a_variable_breaks_the_server(name):
+    engine = _engine("{{ messages[0].content }}")
+    try:
+        text = render_chat(
+            engine, MESSAGES, add_generation_prompt=True, template_kwargs={name: "x"}
+        )
+    except InvalidRequestError as error:
+        assert error.param == "chat_template_kwargs"
+        assert name in str(error)
+    else:
+        assert text == "hi"
