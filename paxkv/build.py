@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.resources
 import logging
+import os
 import time
 from pathlib import Path
 
@@ -26,6 +27,7 @@ check_package_origin()
 
 from models import ModelConfig, load_model  # noqa: E402
 from models.loading.source import resolve_model_folder  # noqa: E402
+from paxkv.runner.memory_plan import GPU_SHARE_VARIABLE  # noqa: E402
 from paxkv.runner.model_runner import ModelRunner  # noqa: E402
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,8 @@ def build_engine(config: EngineConfig, *, show_progress: bool = False) -> BuiltE
         ConfigError: The settings do not fit the model or the device.
         ModelError: The model cannot be loaded.
     """
+    # Read by JAX when it first touches a GPU, and the only way to tell it how much memory to take.
+    os.environ.setdefault(GPU_SHARE_VARIABLE, f"{config.cache.gpu_memory_utilization:g}")
     folder = _model_folder(config)
     tokenizer = _load_tokenizer(folder)
     special_tokens = tokenizer.special_tokens if tokenizer is not None else {}

@@ -22,6 +22,7 @@ _NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "repetition_penalty": (1.0,),
     "min_tokens": (0,),
     "prompt_logprobs": (None,),
+    "spaces_between_special_tokens": (True,),
     "bad_words": (None, (), []),
     "allowed_token_ids": (None,),
     "logit_bias": (None, {}),
@@ -105,7 +106,6 @@ class SamplingParams:
             "ignore_eos",
             "detokenize",
             "skip_special_tokens",
-            "spaces_between_special_tokens",
             "skip_reading_prefix_cache",
         ):
             if not isinstance(getattr(self, name), bool):
@@ -123,7 +123,8 @@ class SamplingParams:
         if len(stops) > MAX_STOP_STRINGS or any(len(s) > MAX_STOP_STRING_CHARS for s in stops):
             raise InvalidRequestError(
                 f"stop may hold at most {MAX_STOP_STRINGS} strings of at most "
-                f"{MAX_STOP_STRING_CHARS} characters, got {len(stops)}.",
+                f"{MAX_STOP_STRING_CHARS} characters, got {len(stops)} strings, the longest of "
+                f"{max(map(len, stops))} characters.",
                 param="stop",
             )
         if stops and not self.detokenize:

@@ -4,9 +4,11 @@ from dataclasses import dataclass
 
 import jax
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from models.config import ModelConfig
 from models.forward_batch import ForwardBatch, KVCache
+from models.param_sharding import param_spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,11 @@ class LoadedModel:
     params_treedef: jax.tree_util.PyTreeDef  # of the nnx.State that `params` are the leaves of
     param_names: tuple[str, ...]  # "layers.0.self_attn.q_proj.kernel", one for each of `params`
     params: tuple[jax.Array, ...]
+
+    @property
+    def param_specs(self) -> tuple[PartitionSpec, ...]:
+        """How each of `params` is split over a mesh with the axis `MODEL_AXIS`."""
+        return tuple(param_spec(name) for name in self.param_names)
 
     def forward(
         self, params: tuple[jax.Array, ...], kv_cache: KVCache, batch: ForwardBatch

@@ -259,7 +259,12 @@ class AsyncEngineClient:
     def _receive(self, loop: asyncio.AbstractEventLoop) -> None:
         """Runs in the receiver thread until the engine's last message."""
         while True:
-            message = self._transport.receive()
+            try:
+                message = self._transport.receive()
+            # Whatever it is, nothing more will come, and callers would wait for ever.
+            except Exception as error:
+                logger.exception("the engine's messages cannot be read")
+                message = EngineDead(reason=f"{type(error).__name__}: {error}")
             if message is None:
                 continue
             try:

@@ -7,6 +7,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import pallas_kernels
 from models import KVCache
+from models.param_sharding import MODEL_AXIS
 from paxkv.contracts.kv_cache_spec import AttentionSpec, KVCacheConfig
 from paxkv.errors import ConfigError, InvariantError
 
@@ -21,13 +22,13 @@ def kv_cache_dtype(model_dtype: str, platform: str) -> str:
 
 
 def device_mesh(device: jax.Device) -> Mesh:
-    """A mesh of one device, whose axis `model` is the one that KV heads would be split over."""
-    return Mesh(np.array([device]), ("model",), axis_types=(AxisType.Auto,))
+    """A mesh of one device, whose axis is the one that heads would be split over."""
+    return Mesh(np.array([device]), (MODEL_AXIS,), axis_types=(AxisType.Auto,))
 
 
 def kv_cache_sharding(mesh: Mesh) -> NamedSharding:
-    """KV heads over `model`; the other axes of the cache whole."""
-    return NamedSharding(mesh, PartitionSpec(None, None, "model", None, None))
+    """KV heads over `MODEL_AXIS`; the other axes of the cache whole."""
+    return NamedSharding(mesh, PartitionSpec(None, None, MODEL_AXIS, None, None))
 
 
 def abstract_kv_cache(config: KVCacheConfig, mesh: Mesh) -> KVCache:

@@ -1,6 +1,7 @@
 """How many KV blocks fit: from a setting, from the device's memory, or from the CPU's default."""
 
 import dataclasses
+import os
 
 import jax
 
@@ -9,7 +10,14 @@ from paxkv.config import CacheConfig
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from paxkv.errors import ConfigError, InvariantError
 
+# JAX's variable for the share of a GPU's memory that it takes, and its value when it is not set.
+GPU_SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+DEFAULT_GPU_SHARE = 0.75
+
 _NULL_BLOCK = 1
+# Of what JAX may take, left for fragmentation and for what compiling tries out. A guess: it was
+# never measured on an accelerator.
+_SLACK_SHARE = 0.02
 # Slots are counted in int32, in the whole cache and once more by the largest row offset.
 _MAX_SLOTS = (2**31 - 1) // 2
 
@@ -18,7 +26,8 @@ _MAX_SLOTS = (2**31 - 1) // 2
 class DeviceMemory:
     """Memory of an accelerator, in bytes, before the KV cache is allocated."""
 
-    limit_bytes: int  # what JAX may take in all
+    total_bytes: int  # of the device
+    limit_bytes: int  # what JAX may take of it
     used_bytes: int  # weights, and whatever else is there
     activation_bytes: int  # temporary memory of the largest step
 
@@ -116,7 +125,8 @@ def plan_memory(
     else:
         num_blocks = _free_bytes(device_memory, cache_config.gpu_memory_utilization) // block_bytes
         reason = (
-            f"{cache_config.gpu_memory_utilization:g} of {_mib(device_memory.limit_bytes)}, less "
+            f"{cache_config.gpu_memory_utilization:g} of {_mib(device_memory.total_bytes)}, "
+            f"of which JAX may take {_mib(device_memory.limit_bytes)}, less "
             f"{_mib(device_memory.used_bytes)} in use and "
             f"{_mib(device_memory.activation_bytes)} for a step"
         )
@@ -150,15 +160,20 @@ def measure_device_memory(
             f"{device} does not report its memory; set num_gpu_blocks_override instead."
         )
     params_bytes = sum(param.nbytes for param in params)
+    limit_bytes = stats["bytes_limit"]
+    # On GPUs the limit is a share of the memory that JAX is told before it starts.
+    share = float(os.environ.get(GPU_SHARE_VARIABLE, DEFAULT_GPU_SHARE))
     return DeviceMemory(
-        limit_bytes=stats["bytes_limit"],
+        total_bytes=int(limit_bytes / share) if device.platform == "gpu" else limit_bytes,
+        limit_bytes=limit_bytes,
         used_bytes=max(params_bytes, stats.get("bytes_in_use", 0)),
         activation_bytes=activation_bytes,
     )
 
 
 def _free_bytes(memory: DeviceMemory, utilization: float) -> int:
-    return int(memory.limit_bytes * utilization) - memory.used_bytes - memory.activation_bytes
+    usable_bytes = min(memory.total_bytes * utilization, memory.limit_bytes * (1 - _SLACK_SHARE))
+    return int(usable_bytes) - memory.used_bytes - memory.activation_bytes
 
 
 def _block_bytes(group: KVCacheGroupSpec) -> int:

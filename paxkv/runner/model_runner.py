@@ -73,10 +73,17 @@ class ModelRunner:
             num_groups=1,
             max_blocks_per_req=max_blocks_per_req,
         )
-        self._params = model.params
+        self._params = tuple(
+            jax.device_put(param, NamedSharding(mesh, spec))
+            for param, spec in zip(model.params, model.param_specs, strict=True)
+        )
         self._show_progress = show_progress
         self._programs = StepPrograms(
-            model=model, buckets=buckets, max_num_seqs=max_num_seqs, mesh=mesh
+            model=model,
+            params=self._params,
+            buckets=buckets,
+            max_num_seqs=max_num_seqs,
+            mesh=mesh,
         )
         self.memory_plan: MemoryPlan = plan_memory(
             group,

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from models import KVCache, LoadedModel
 from paxkv.runner.bucketing import StepBuckets, StepShape
 from paxkv.runner.packed_layout import PackedLayout
-from paxkv.runner.step import make_step
+from paxkv.runner.step import Params, make_step
 
 _KV_CACHE_ARGNUM = 1
 # Tracing holds the interpreter; what XLA does after it can run beside other compilations.
@@ -28,9 +28,16 @@ class StepPrograms:
     """
 
     def __init__(
-        self, *, model: LoadedModel, buckets: StepBuckets, max_num_seqs: int, mesh: Mesh
+        self,
+        *,
+        model: LoadedModel,
+        params: Params,
+        buckets: StepBuckets,
+        max_num_seqs: int,
+        mesh: Mesh,
     ) -> None:
         self._model = model
+        self._params = params
         self._buckets = buckets
         self._max_num_seqs = max_num_seqs
         self._sharding = NamedSharding(mesh, PartitionSpec())
@@ -43,7 +50,7 @@ class StepPrograms:
         step = jax.jit(make_step(self._model, shape), donate_argnums=_KV_CACHE_ARGNUM)
         packed = self._abstract_int32(PackedLayout(shape).num_words)
         prev_tokens = self._abstract_int32(self._max_num_seqs)
-        return step.lower(self._model.params, kv_cache, packed, prev_tokens).compile()
+        return step.lower(self._params, kv_cache, packed, prev_tokens).compile()
 
     def warm_up(self, kv_cache: KVCache, *, show_progress: bool) -> None:
         """Compiles every bucket, several at a time, the largest first."""

@@ -12,7 +12,12 @@ from paxkv.client.output_processor import OutputProcessor
 from paxkv.contracts.model_info import ModelInfo
 from paxkv.contracts.request_output import RequestOutput
 from paxkv.engine.core_thread import CoreThread
-from paxkv.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
+from paxkv.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    InvariantError,
+    PromptTooLongError,
+)
 from paxkv.sampling_params import SamplingParams
 from paxkv.text.tokenizer import LONG_TEXT_CHARS
 from tests.paxkv.engine.fake_engine import make_engine_core
@@ -221,6 +226,23 @@ async def test_step_that_cannot_become_text_ends_every_request() -> None:
             assert "no such token" in str(result)
         assert not client.is_alive
         assert client.num_unfinished_requests == 0
+
+
+@in_loop
+async def test_unreadable_message_ends_every_request() -> None:
+    async with running(step_s=0.01) as client:
+        tasks = [asyncio.create_task(collect(client, "abc", LONG, str(n))) for n in range(3)]
+        while (await client.get_stats()).num_running_reqs < 3:
+            await asyncio.sleep(0.01)
+
+        def fail(timeout_s: float | None = None) -> None:
+            raise InvariantError("not a message of this version")
+
+        client._transport.receive = fail
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(result, EngineDeadError)
+            assert "not a message" in str(result)
+        assert not client.is_alive
 
 
 @in_loop

@@ -9,6 +9,7 @@ from models import LayerKVSpec
 from paxkv.config import CacheConfig
 from paxkv.errors import ConfigError, InvariantError
 from paxkv.runner.memory_plan import (
+    GPU_SHARE_VARIABLE,
     DeviceMemory,
     kv_cache_group,
     measure_device_memory,
@@ -24,14 +25,21 @@ GROUP = kv_cache_group(
 BLOCK_BYTES = 16_384
 
 
-def plan(cache_config, device_memory=None, max_model_len=100):
-    return plan_memory(
-        GROUP, cache_config, max_model_len=max_model_len, device_memory=device_memory
+def plan(cache_config, memory=None, max_model_len=100):
+    return plan_memory(GROUP, cache_config, max_model_len=max_model_len, device_memory=memory)
+
+
+def device_memory(total_bytes, *, limit_bytes=None, used_bytes=0, activation_bytes=0):
+    return DeviceMemory(
+        total_bytes=total_bytes,
+        limit_bytes=limit_bytes or total_bytes,
+        used_bytes=used_bytes,
+        activation_bytes=activation_bytes,
     )
 
 
 def test_override_decides_alone():
-    memory = DeviceMemory(limit_bytes=10**12, used_bytes=0, activation_bytes=0)
+    memory = device_memory(10**12)
     result = plan(CacheConfig(num_gpu_blocks_override=20), memory)
     assert result.kv_cache_config.num_blocks == 20
     assert result.kv_cache_config.num_rows == 4
@@ -44,17 +52,21 @@ def test_cpu_takes_the_configured_bytes():
 
 
 def test_accelerator_gets_what_weights_and_activations_leave():
-    memory = DeviceMemory(
-        limit_bytes=BLOCK_BYTES * 100,
-        used_bytes=BLOCK_BYTES * 20,
-        activation_bytes=BLOCK_BYTES * 10,
+    memory = device_memory(
+        BLOCK_BYTES * 100, used_bytes=BLOCK_BYTES * 20, activation_bytes=BLOCK_BYTES * 10
     )
     result = plan(CacheConfig(gpu_memory_utilization=0.5), memory)
     assert result.kv_cache_config.num_blocks == 20
 
 
+def test_accelerator_never_plans_with_more_than_jax_may_take():
+    memory = device_memory(BLOCK_BYTES * 200, limit_bytes=BLOCK_BYTES * 100)
+    result = plan(CacheConfig(gpu_memory_utilization=0.9), memory)
+    assert result.kv_cache_config.num_blocks == 98  # 2 % stay free
+
+
 def test_huge_memory_stops_at_slots_that_int32_counts():
-    memory = DeviceMemory(limit_bytes=2**50, used_bytes=0, activation_bytes=0)
+    memory = device_memory(2**50)
     num_blocks = plan(CacheConfig(), memory).kv_cache_config.num_blocks
     assert 2**31 - 200 < 2 * 4 * num_blocks * 16 < 2**31
 
@@ -75,7 +87,7 @@ def test_report_says_tokens_and_longest_requests():
         (CacheConfig(cpu_kv_cache_bytes=7 * BLOCK_BYTES), None, "cpu_kv_cache_bytes"),
         (
             CacheConfig(),
-            DeviceMemory(limit_bytes=2**20, used_bytes=2**21, activation_bytes=0),
+            device_memory(2**20, used_bytes=2**21),
             "gpu_memory_utilization",
         ),
     ],
@@ -102,15 +114,18 @@ def test_layers_that_cache_differently_are_no_group():
         kv_cache_group(layers, block_size=16, dtype="float32")
 
 
-def test_device_memory_counts_whatever_is_in_use():
-    def device(stats):
-        return types.SimpleNamespace(memory_stats=lambda: stats)
+def test_device_memory_counts_whatever_is_in_use(monkeypatch):
+    def device(stats, platform="gpu"):
+        return types.SimpleNamespace(memory_stats=lambda: stats, platform=platform)
 
+    monkeypatch.setenv(GPU_SHARE_VARIABLE, "0.5")
     params = (jnp.zeros(1000, jnp.float32),)
-    measured = measure_device_memory(
-        device({"bytes_limit": 10**6, "bytes_in_use": 5000}), params, 7
+    stats = {"bytes_limit": 10**6, "bytes_in_use": 5000}
+    # JAX was given half of the GPU.
+    assert measure_device_memory(device(stats), params, 7) == DeviceMemory(
+        total_bytes=2 * 10**6, limit_bytes=10**6, used_bytes=5000, activation_bytes=7
     )
-    assert measured == DeviceMemory(limit_bytes=10**6, used_bytes=5000, activation_bytes=7)
+    assert measure_device_memory(device(stats, "tpu"), params, 7).total_bytes == 10**6
     assert measure_device_memory(device({"bytes_limit": 10**6}), params, 7).used_bytes == 4000
     with pytest.raises(ConfigError, match="num_gpu_blocks_override"):
         measure_device_memory(device(None), params, 7)

@@ -31,7 +31,10 @@ def make_programs(mesh, max_num_batched_tokens=4):
         num_groups=1,
         max_blocks_per_req=4,
     )
-    return buckets, StepPrograms(model=TinyModel(), buckets=buckets, max_num_seqs=2, mesh=mesh)
+    model = TinyModel()
+    return buckets, StepPrograms(
+        model=model, params=model.params, buckets=buckets, max_num_seqs=2, mesh=mesh
+    )
 
 
 def test_warm_up_compiles_all_buckets_once(mesh, kv_cache, capsys):

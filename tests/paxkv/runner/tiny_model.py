@@ -5,6 +5,7 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 import pallas_kernels
 from models import ForwardBatch, KVCache
@@ -27,6 +28,10 @@ class TinyModel:
         self.params = tuple(
             jax.device_put(rng.normal(size=s).astype(np.float32)).astype(dtype) for s in shapes
         )
+
+    @property
+    def param_specs(self) -> tuple[PartitionSpec, ...]:
+        return (PartitionSpec(),) * len(self.params)
 
     def forward(self, params, kv_cache: KVCache, batch: ForwardBatch):
         num_rows, num_blocks, _, block_size, _ = kv_cache.k.shape
