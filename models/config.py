@@ -81,6 +81,20 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
 
+    @property
+    def max_scaled_positions(self) -> int:
+        """Most positions that the model can take, once its rotary embedding is scaled.
+
+        A config.json with a factor may state the length before it (Qwen2.5's yarn: 32,768 and a
+        factor of 4 are 131,072) or after it (Llama 3.1), so the larger one counts.
+        """
+        scaled = 0.0
+        if self.rope.kind in ("yarn", "dynamic"):
+            scaled = self.rope.original_max_position_embeddings * self.rope.factor
+        elif self.rope.kind == "linear":
+            scaled = self.max_position_embeddings * self.rope.factor
+        return max(self.max_position_embeddings, int(scaled))
+
     @classmethod
     def from_hf(cls, hf_config: Mapping[str, object]) -> "ModelConfig":
         """Reads a config.json, as written by transformers 4 or 5.

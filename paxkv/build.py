@@ -149,11 +149,10 @@ def _load_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
-    limit = model_config.max_position_embeddings
-    asked = config.model.max_model_len
+    asked, limit = config.model.max_model_len, model_config.max_scaled_positions
     if asked is not None and asked > limit:
         raise ConfigError(
-            f"max_model_len={asked} is more than the model's max_position_embeddings={limit}. "
+            f"max_model_len={asked} is more than the {limit} positions that the model has. "
             f"Set at most {limit}, or leave it out."
         )
-    return limit if asked is None else asked
+    return model_config.max_position_embeddings if asked is None else asked

@@ -211,3 +211,12 @@ def test_sigterm_lets_a_running_stream_finish() -> None:
         assert chunks[-1].usage.completion_tokens == 200
         assert server.process.wait(30) == 0
         client.close()
+
+
+def test_readme_offline_examples_run() -> None:
+    for holding, answer in (("LLM()", "block"), ("CompiledGenerator", "[[")):
+        program = readme_block("python", holding)
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        assert answer in done.stdout

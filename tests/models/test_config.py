@@ -30,6 +30,23 @@ def test_sizes_are_read():
     assert config.architecture == "LlamaForCausalLM"
 
 
+@pytest.mark.parametrize(
+    ("scaling", "wanted"),
+    [
+        (None, 2048),
+        ({"rope_type": "yarn", "factor": 4.0}, 8192),
+        # The length in config.json is the one after scaling.
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"rope_type": "dynamic", "factor": 2.0}, 4096),
+        ({"type": "linear", "factor": 2.0}, 4096),
+    ],
+)
+def test_positions_reach_as_far_as_the_embedding_is_scaled(scaling, wanted):
+    config = ModelConfig.from_hf(hf_config(rope_scaling=scaling))
+    assert config.max_position_embeddings == 2048
+    assert config.max_scaled_positions == wanted
+
+
 def test_missing_fields_mean_what_they_mean_in_transformers():
     fields = hf_config()
     del fields["num_key_value_heads"]

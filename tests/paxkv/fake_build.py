@@ -46,7 +46,10 @@ def fake_model_parts(monkeypatch: pytest.MonkeyPatch) -> type[FakeRunner]:
         instances = []
 
     config = SimpleNamespace(
-        vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_POSITIONS, eos_token_ids=(257,)
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=MAX_POSITIONS,
+        max_scaled_positions=2 * MAX_POSITIONS,
+        eos_token_ids=(257,),
     )
     monkeypatch.setattr(
         "paxkv.build.load_model", lambda folder, **arguments: SimpleNamespace(config=config)

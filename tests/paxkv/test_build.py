@@ -50,8 +50,10 @@ def test_max_model_len_is_the_models_unless_a_smaller_one_is_asked(
     engine.transport.close()
     assert engine.model_info.max_model_len == 40
     assert runner_class.instances[0].arguments["max_model_len"] == 40
-    with pytest.raises(ConfigError, match=f"129.*{MAX_POSITIONS}"):
-        build_engine(config_for(tmp_path, max_model_len=MAX_POSITIONS + 1))
+    with pytest.raises(
+        ConfigError, match=f"{2 * MAX_POSITIONS + 1} .* {2 * MAX_POSITIONS} positions"
+    ):
+        build_engine(config_for(tmp_path, max_model_len=2 * MAX_POSITIONS + 1))
 
 
 def test_folder_without_tokenizer_serves_token_ids(
