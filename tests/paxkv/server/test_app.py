@@ -75,7 +75,7 @@ def _wait_until(condition, timeout_s=5.0):
         (b"17", "a number"),
         (b"null", "null"),
         (b"[" * 50_000, "deeply"),
-        (b'{"prompt":' * 5_000, "deeply"),
+        (b'{"a":' * 19_000, "deeply"),
         (b'{"prompt": "a", "unknown": ' + b"[" * 50_000, "deeply"),
         (b"\x00\x01\x02", "not valid JSON"),
     ],
