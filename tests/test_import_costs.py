@@ -1,0 +1,25 @@
+"""What an import brings along: no JAX for the host half, no HTTP libraries for the engine."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_importing_paxkv_imports_no_jax() -> None:
+    program = (
+        "import sys, paxkv, paxkv.scheduler.scheduler, paxkv.client.async_client, "
+        "paxkv.engine.engine_core, paxkv.server.app; "
+        "sys.exit('jax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
+def test_engine_and_llm_import_without_the_servers_libraries() -> None:
+    program = (
+        "import sys; "
+        "sys.modules.update(dict.fromkeys(['starlette', 'uvicorn', 'prometheus_client'])); "
+        "import paxkv.llm, paxkv.engine.engine_core"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
