@@ -123,7 +123,7 @@ def make_generate(
         )
 
     def decode_batch(state: _LoopState, inputs: GenerateInputs) -> ForwardBatch:
-        # A row that is done computes its last token again, into the same slot.
+        # A row that is done computes its last token in every step, into the same slot.
         positions = jnp.maximum(inputs.prompt_lens + state.num_tokens - 1, 0)
         return ForwardBatch(
             token_ids=state.last_token_ids,

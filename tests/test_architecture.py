@@ -35,7 +35,15 @@ COMPOSITION_ROOTS = {
     # Names LLM and CompiledGenerator for type checkers; at run time they come late (see the file).
     "paxkv/__init__.py",
 }
-PAXKV_TOP = {"paxkv", "paxkv.errors", "paxkv.config", "paxkv.sampling_params"}
+PAXKV_TOP = {
+    "paxkv",
+    "paxkv.errors",
+    "paxkv.config",
+    "paxkv.package_origin",
+    "paxkv.sampling_params",
+}
+# Names of `paxkv` that stand for composition roots: only those above may take them.
+ROOT_NAMES = {"paxkv.LLM", "paxkv.CompiledGenerator"}
 # Layer -> what it may import of ours besides itself; "paxkv" stands for the files of PAXKV_TOP.
 MAY_IMPORT = {
     "pallas_kernels": set(),
@@ -104,6 +112,11 @@ def import_violations(path: Path) -> list[str]:
             bad.append(f"{where}: {layer} must not import JAX")
         elif top in ORACLE_MODULES:
             bad.append(f"{where}: torch and transformers belong to benchmarks and tests")
+        elif top == "tests" or module in ROOT_NAMES:
+            bad.append(f"{where}: that lies above {layer}")
+        elif layer == "paxkv" and top == "paxkv" and is_module_of_ours(module):
+            if module not in PAXKV_TOP:
+                bad.append(f"{where}: top files may import {sorted(PAXKV_TOP)}")
         elif (target := layer_of(module)) and is_module_of_ours(module) and target != layer:
             is_top_file = target != "paxkv" or module in PAXKV_TOP
             if target not in MAY_IMPORT[layer] or not is_top_file:
@@ -176,3 +189,14 @@ def test_the_import_rule_finds_a_planted_violation(tmp_path: Path, monkeypatch) 
     violations = import_violations(planted)
     assert len([v for v in violations if "must not import JAX" in v]) == 1
     assert any("paxkv.runner" in v for v in violations)
+
+
+def test_the_import_rule_finds_a_planted_composition_root(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "paxkv").mkdir()
+    (tmp_path / "paxkv" / "build.py").write_text("")
+    planted = tmp_path / "paxkv" / "config.py"
+    planted.write_text("from paxkv import LLM, build\nimport tests.conftest\n")
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    violations = "\n".join(import_violations(planted))
+    for module in ("paxkv.LLM", "paxkv.build", "tests.conftest"):
+        assert f"imports {module}:" in violations

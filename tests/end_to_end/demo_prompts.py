@@ -1,5 +1,6 @@
 """Questions for the demo model, most of them behind a shared system prompt."""
 
+import re
 from random import Random
 
 SYSTEM_PROMPT = (
@@ -26,6 +27,5 @@ def demo_conversations(count: int, seed: int = 0) -> list[list[dict[str, str]]]:
 
 def sum_is_right(answer: str) -> bool:
     """Whether "23 + 58 = 81" is true."""
-    left, _, result = answer.partition(" = ")
-    first, _, second = left.partition(" + ")
-    return int(first) + int(second) == int(result)
+    match = re.fullmatch(r"(\d+) \+ (\d+) = (\d+)", answer)
+    return match is not None and int(match[1]) + int(match[2]) == int(match[3])

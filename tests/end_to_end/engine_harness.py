@@ -1,7 +1,8 @@
 """Drives the real scheduler and runner step by step, keeping the logits of every drawn token."""
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -15,6 +16,7 @@ from paxkv.runner import step as step_module
 from paxkv.runner.model_runner import ModelRunner
 from paxkv.runner.sampled_tokens import RESULT_WIDTH, SampledTokens, pack_result
 from paxkv.runner.sampler import sample
+from paxkv.runner.sampling_columns import SamplingInputs
 from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.scheduler import Scheduler
 
@@ -74,23 +76,26 @@ class RecordingRunner:
             )
 
 
-class _logits_behind_result:
-    """While it is entered, a step that is traced appends its logits to its packed result."""
+@contextlib.contextmanager
+def _logits_behind_result() -> Iterator[None]:
+    """Inside, a step that is traced appends its logits to its packed result.
 
-    def __enter__(self) -> None:
-        last_logits: list[jax.Array] = []
+    One trace at a time: `warm_up`, which traces in several threads, must not run inside.
+    """
+    last_logits: list[jax.Array] = []
 
-        def recording_sample(logits: jax.Array, inputs: object) -> SampledTokens:
-            last_logits[:] = [logits]
-            return sample(logits, inputs)
+    def recording_sample(logits: jax.Array, inputs: SamplingInputs) -> SampledTokens:
+        last_logits[:] = [logits]
+        return sample(logits, inputs)
 
-        def recording_pack(sampled: SampledTokens) -> jax.Array:
-            bits = jax.lax.bitcast_convert_type(last_logits.pop(), jnp.int32)
-            return jnp.concatenate([pack_result(sampled), bits], axis=1)
+    def recording_pack(sampled: SampledTokens) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(last_logits.pop(), jnp.int32)
+        return jnp.concatenate([pack_result(sampled), bits], axis=1)
 
-        step_module.sample, step_module.pack_result = recording_sample, recording_pack
-
-    def __exit__(self, *exc_info: object) -> None:
+    step_module.sample, step_module.pack_result = recording_sample, recording_pack
+    try:
+        yield
+    finally:
         step_module.sample, step_module.pack_result = sample, pack_result
 
 
@@ -103,12 +108,13 @@ def run_engine(
 ) -> RunResult:
     """Generates for all prompts under the given settings; the pool must end whole."""
     kv_cache_config = recording.runner.kv_cache_config
+    assert kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size == settings.block_size
     scheduler = Scheduler(
         scheduler_config=SchedulerConfig(
             max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=settings.max_num_batched_tokens
         ),
         cache_config=CacheConfig(
-            block_size=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+            block_size=settings.block_size,
             enable_prefix_caching=settings.enable_prefix_caching,
         ),
         kv_cache_config=dataclasses.replace(kv_cache_config, num_blocks=settings.num_blocks),

@@ -20,12 +20,13 @@ from tests.end_to_end.real_server import ROOT, RealServer, running_server
 MODEL = "paxkv-demo"
 NUM_STREAMS = 64
 MAX_BODY_BYTES = 100_000
+LONG_ANSWER = 400
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
 
 
 @pytest.fixture(scope="module")
 def server():
-    arguments = ("--request-timeout-s", "2", "--max-body-bytes", str(MAX_BODY_BYTES))
+    arguments = ("--request-timeout-s", "4", "--max-body-bytes", str(MAX_BODY_BYTES))
     with running_server(*arguments) as running:
         yield running
 
@@ -78,6 +79,7 @@ def test_64_concurrent_streams_equal_the_offline_answers(server, offline_answers
 
 def test_killing_half_of_the_clients_leaves_no_block_behind(server, offline_answers) -> None:
     conversations = demo_conversations(NUM_STREAMS)
+    steps_before = metric(server, "paxkv_steps_total")
 
     async def run() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
@@ -90,7 +92,7 @@ def test_killing_half_of_the_clients_leaves_no_block_behind(server, offline_answ
                         client,
                         messages,
                         max_chunks=5,
-                        max_tokens=400,
+                        max_tokens=LONG_ANSWER,
                         extra_body={"ignore_eos": True},
                     )
                     for index, messages in enumerate(conversations)
@@ -105,6 +107,8 @@ def test_killing_half_of_the_clients_leaves_no_block_behind(server, offline_answ
     assert metric(server, "vllm:num_requests_running") == 0
     assert metric(server, "vllm:num_requests_waiting") == 0
     assert metric(server, "vllm:kv_cache_usage_perc") == 0
+    # A request that nobody aborted would have run for a step a token.
+    assert metric(server, "paxkv_steps_total") - steps_before < LONG_ANSWER
 
 
 def post(server: RealServer, content: bytes) -> httpx.Response:
@@ -200,7 +204,7 @@ def test_sigterm_lets_a_running_stream_finish() -> None:
         stream = client.completions.create(
             model=MODEL,
             prompt="What is 2 + 2?",
-            max_tokens=200,
+            max_tokens=900,
             stream=True,
             stream_options={"include_usage": True},
             extra_body={"ignore_eos": True},
@@ -208,7 +212,7 @@ def test_sigterm_lets_a_running_stream_finish() -> None:
         chunks = [next(stream)]
         server.process.terminate()
         chunks += list(stream)
-        assert chunks[-1].usage.completion_tokens == 200
+        assert chunks[-1].usage.completion_tokens == 900
         assert server.process.wait(30) == 0
         client.close()
 

@@ -60,7 +60,8 @@ def check_against(golden: list[ServingGolden], result: RunResult) -> float:
     return worst
 
 
-def run_combination(runners: Runners, combination: tuple) -> None:
+def run_combination(runners: Runners, combination: tuple) -> int:
+    """Checks one combination; returns how often a request was preempted."""
     recipe, settings = settings_of(combination)
     golden = load_serving_golden(recipe)
     prompts = [g.prompt for g in golden]
@@ -71,11 +72,14 @@ def run_combination(runners: Runners, combination: tuple) -> None:
     print(f"{combination}: {worst:.1e}, {result.num_preemptions} preemptions, {hits} tokens hit")
     if not settings.enable_prefix_caching:
         assert hits == 0
+    return result.num_preemptions
 
 
 @pytest.mark.parametrize("combination", pairwise_selection(), ids=str)
 def test_answer_does_not_depend_on_settings(runners, combination: tuple) -> None:
-    run_combination(runners, combination)
+    num_preemptions = run_combination(runners, combination)
+    has_tiny_pool = combination[list(FACTORS).index("has_tiny_pool")]
+    assert (num_preemptions > 0) == has_tiny_pool
 
 
 @pytest.mark.slow
