@@ -2,7 +2,8 @@
 
 `make_generate` gives a pure function of arrays over a paged KV cache, for use inside other JAX
 programs; `CompiledGenerator` wraps it with lists of token ids. Neither needs an engine, a server or
-a step on the host, and their tokens are the engine's.
+a step on the host, and their tokens are the engine's: greedily, and for prompts that bring a seed.
+Without one the engine derives a seed from the request's id, and this from the prompt's place.
 """
 
 import dataclasses
