@@ -23,6 +23,9 @@ def slot_mapping(
     *,
     block_size: int,
     pad_slot: int,
+    cp_world_size: int = 1,
+    cp_rank: int = 0,
+    cp_interleave: int = 1,
     implementation: str | None = None,
 ) -> jax.Array:  # i32[num_groups, num_tokens]
     """Finds the slot of every token in every KV cache group.
@@ -30,20 +33,30 @@ def slot_mapping(
     Example: `block_size` 4, one request with block table [7, 3], two tokens at positions [4, 5]
     and one of padding, `query_start_loc` [0, 2] -> slots [12, 13, pad_slot].
 
+    Under context parallelism a request's tokens are dealt out to ranks, `cp_interleave` positions
+    to each in turn, so that a logical block covers `block_size * cp_world_size` positions, of which
+    every rank holds `block_size`. Tokens of other ranks get `pad_slot`: they are not written here.
+
+    Example: `block_size` 4, 2 ranks, interleave 2, block table [7]: positions 0..7 are written by
+    rank 0 into slots [28, 29, -, -, 30, 31, -, -], by rank 1 into [-, -, 28, 29, -, -, 30, 31].
+
     Args:
         positions: Where each token is written in its request, in
-            `[0, max_blocks_per_req * block_size)`. Padding tokens may hold anything.
+            `[0, max_blocks_per_req * block_size * cp_world_size)`. Padding may hold anything.
         block_tables: Physical block of each logical block. Entries that no position reaches may
             hold anything.
         query_start_loc: Starts at 0, non-decreasing; request r owns tokens
             `[query_start_loc[r], query_start_loc[r + 1])`. Tokens from the last entry on are
             padding.
         pad_slot: The slot of padding tokens, from `pallas_kernels.pad_slot`.
+        cp_world_size: Ranks that a request's tokens are dealt out to; 1 is no context parallelism.
+        cp_rank: Whose slots to find, in `[0, cp_world_size)`.
+        cp_interleave: Neighbouring positions that a rank holds; it divides `block_size`.
         implementation: `None` picks the fastest body on this platform.
 
     Raises:
-        ValueError: A shape, a dtype or the implementation's name does not fit. Values are traced,
-            so they are not checked here.
+        ValueError: A shape, a dtype, a static integer or the implementation's name does not fit.
+            Values are traced, so they are not checked here.
 
     Source: `BlockTable.compute_slot_mapping` in vllm/v1/worker/block_table.py.
     """
@@ -67,4 +80,30 @@ def slot_mapping(
             f"slot_mapping: pad_slot does not fit int32: got {pad_slot}, "
             f"wanted at most {INT32_MAX}."
         )
-    return body(positions, block_tables, query_start_loc, block_size=block_size, pad_slot=pad_slot)
+    _check_context_parallel(block_size, cp_world_size, cp_rank, cp_interleave)
+    return body(
+        positions,
+        block_tables,
+        query_start_loc,
+        block_size=block_size,
+        pad_slot=pad_slot,
+        cp_world_size=cp_world_size,
+        cp_rank=cp_rank,
+        cp_interleave=cp_interleave,
+    )
+
+
+def _check_context_parallel(
+    block_size: int, cp_world_size: int, cp_rank: int, cp_interleave: int
+) -> None:
+    require_at_least("slot_mapping", "cp_world_size", cp_world_size, 1)
+    require_at_least("slot_mapping", "cp_interleave", cp_interleave, 1)
+    if not 0 <= cp_rank < cp_world_size:
+        raise ValueError(
+            f"slot_mapping: cp_rank is out of range: got {cp_rank}, wanted [0, {cp_world_size})."
+        )
+    if block_size % cp_interleave:
+        raise ValueError(
+            f"slot_mapping: cp_interleave must divide the block size: got {cp_interleave}, "
+            f"wanted a divisor of {block_size}."
+        )

@@ -16,6 +16,9 @@ def _token_kernel(
     *,
     block_size: int,
     pad_slot: int,
+    cp_world_size: int,
+    cp_rank: int,
+    cp_interleave: int,
 ) -> None:
     num_groups, num_reqs, max_blocks_per_req = block_tables_ref.shape
     token_idx = pl.program_id(0)
@@ -27,10 +30,13 @@ def _token_kernel(
     readable_req = jnp.minimum(req_idx, num_reqs - 1)
     for group_idx in range(num_groups):
         position = positions_ref[group_idx, token_idx]
-        logical_block = jnp.clip(position // block_size, 0, max_blocks_per_req - 1)
+        stripe_idx = position // cp_interleave
+        own_position = stripe_idx // cp_world_size * cp_interleave + position % cp_interleave
+        logical_block = jnp.clip(own_position // block_size, 0, max_blocks_per_req - 1)
         block_id = block_tables_ref[group_idx, readable_req, logical_block]
-        slot = block_id * block_size + position % block_size
-        slots_ref[group_idx, token_idx] = jnp.where(req_idx == num_reqs, pad_slot, slot)
+        slot = block_id * block_size + own_position % block_size
+        is_written = (req_idx < num_reqs) & (stripe_idx % cp_world_size == cp_rank)
+        slots_ref[group_idx, token_idx] = jnp.where(is_written, slot, pad_slot)
 
 
 def slot_mapping_pallas(
@@ -40,10 +46,20 @@ def slot_mapping_pallas(
     *,
     block_size: int,
     pad_slot: int,
+    cp_world_size: int,
+    cp_rank: int,
+    cp_interleave: int,
 ) -> jax.Array:  # i32[num_groups, num_tokens]
     """See `api.slot_mapping`."""
     return pl.pallas_call(
-        functools.partial(_token_kernel, block_size=block_size, pad_slot=pad_slot),
+        functools.partial(
+            _token_kernel,
+            block_size=block_size,
+            pad_slot=pad_slot,
+            cp_world_size=cp_world_size,
+            cp_rank=cp_rank,
+            cp_interleave=cp_interleave,
+        ),
         out_shape=jax.ShapeDtypeStruct(positions.shape, jnp.int32),
         grid=(positions.shape[1],),
         interpret=True,

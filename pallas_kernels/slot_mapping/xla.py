@@ -11,6 +11,9 @@ def slot_mapping_xla(
     *,
     block_size: int,
     pad_slot: int,
+    cp_world_size: int,
+    cp_rank: int,
+    cp_interleave: int,
 ) -> jax.Array:  # i32[num_groups, num_tokens]
     """See `api.slot_mapping`."""
     num_groups, num_tokens = positions.shape
@@ -22,11 +25,18 @@ def slot_mapping_xla(
     ).astype(jnp.int32)  # i32[num_tokens], num_reqs for padding
     is_padding = req_idx == num_reqs
 
+    # Divisions by constants; with one rank the offset is the position's place in its block.
+    virtual_block_size = block_size * cp_world_size
+    virtual_offset = positions % virtual_block_size
+    offset = virtual_offset // (cp_world_size * cp_interleave) * cp_interleave
+    offset += virtual_offset % cp_interleave
+    is_here = virtual_offset // cp_interleave % cp_world_size == cp_rank
+
     # One flat gather. Clipped, because padding holds anything and a negative index would wrap.
-    logical_block = jnp.clip(positions // block_size, 0, max_blocks_per_req - 1)
+    logical_block = jnp.clip(positions // virtual_block_size, 0, max_blocks_per_req - 1)
     table_row = jnp.arange(num_groups, dtype=jnp.int32)[:, None] * num_reqs + jnp.minimum(
         req_idx, num_reqs - 1
     )  # i32[num_groups, num_tokens]
     block_id = block_tables.reshape(-1)[table_row * max_blocks_per_req + logical_block]
-    slots = block_id * block_size + positions % block_size
-    return jnp.where(is_padding, jnp.int32(pad_slot), slots)
+    slots = block_id * block_size + offset
+    return jnp.where(is_padding | ~is_here, jnp.int32(pad_slot), slots)

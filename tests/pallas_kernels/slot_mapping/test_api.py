@@ -1,6 +1,7 @@
 """Tests of `slot_mapping/api.py`: the checks of arguments and the choice of a body."""
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import pytest
 
@@ -47,9 +48,22 @@ def test_arrays_that_do_not_fit_are_refused(changes, message):
         ({"block_size": 0}, "block_size is too small: got 0, wanted at least 1"),
         ({"pad_slot": -1}, "pad_slot is too small: got -1, wanted at least 0"),
         ({"pad_slot": 2**31}, "pad_slot does not fit int32: got 2147483648"),
+        ({"cp_world_size": 0}, "cp_world_size is too small: got 0, wanted at least 1"),
+        ({"cp_interleave": 0}, "cp_interleave is too small: got 0, wanted at least 1"),
+        ({"cp_rank": 1}, r"cp_rank is out of range: got 1, wanted \[0, 1\)"),
+        ({"cp_interleave": 3}, "must divide the block size: got 3, wanted a divisor of 8"),
         ({"implementation": "fast"}, "got 'fast', wanted None or one of"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         shape_of_result({}, **options)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_default_body_lowers_for_accelerators(platform):
+    arguments = {name: jax.ShapeDtypeStruct(*shape) for name, shape in SHAPES.items()}
+    options = {"block_size": 8, "pad_slot": 100, "cp_world_size": 4, "cp_rank": 2}
+    jitted = jax.jit(lambda arguments: slot_mapping(**arguments, **options))
+    exported = jax.export.export(jitted, platforms=[platform])(arguments)
+    assert exported.platforms == (platform,)

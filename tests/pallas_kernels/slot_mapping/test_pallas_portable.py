@@ -11,9 +11,7 @@ from pallas_kernels.slot_mapping.reference import slot_mapping_reference
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_reference(case, run_jitted):
     inputs = build_inputs(case)
-    arrays = (inputs.positions, inputs.block_tables, inputs.query_start_loc)
-    sizes = {"block_size": inputs.block_size, "pad_slot": inputs.pad_slot}
-    got = run_jitted(slot_mapping_pallas, *arrays, **sizes)
-    wanted = run_jitted(slot_mapping_reference, *arrays, **sizes)
+    got = run_jitted(slot_mapping_pallas, *inputs.arrays, **inputs.options)
+    wanted = run_jitted(slot_mapping_reference, *inputs.arrays, **inputs.options)
     assert got.dtype == wanted.dtype
     np.testing.assert_array_equal(got, wanted)

@@ -8,6 +8,14 @@ from pallas_kernels.slot_mapping.cases import CASES, build_inputs
 from pallas_kernels.slot_mapping.reference import slot_mapping_reference
 
 
+def positions_of_rank(inputs, num_tokens):
+    """Deals positions out to the ranks, `cp_interleave` at a time, and returns those of one."""
+    dealt = [[] for _ in range(inputs.cp_world_size)]
+    for position in range(num_tokens):
+        dealt[position // inputs.cp_interleave % inputs.cp_world_size].append(position)
+    return dealt[inputs.cp_rank]
+
+
 def map_in_numpy(inputs):
     positions = np.asarray(inputs.positions)
     block_tables = np.asarray(inputs.block_tables)
@@ -16,8 +24,11 @@ def map_in_numpy(inputs):
     for group_idx, table in enumerate(block_tables):
         for req_idx, blocks in enumerate(table):
             for token_idx in range(query_start_loc[req_idx], query_start_loc[req_idx + 1]):
-                logical_block, offset = divmod(positions[group_idx, token_idx], inputs.block_size)
-                slots[group_idx, token_idx] = blocks[logical_block] * inputs.block_size + offset
+                position = int(positions[group_idx, token_idx])
+                own = positions_of_rank(inputs, position + 1)
+                if own and own[-1] == position:
+                    logical_block, offset = divmod(len(own) - 1, inputs.block_size)
+                    slots[group_idx, token_idx] = blocks[logical_block] * inputs.block_size + offset
     return slots
 
 
@@ -26,9 +37,8 @@ def test_equals_a_loop_over_tokens(case, run_jitted):
     inputs = build_inputs(case)
     slots = run_jitted(
         slot_mapping_reference,
-        *(inputs.positions, inputs.block_tables, inputs.query_start_loc),
-        block_size=inputs.block_size,
-        pad_slot=inputs.pad_slot,
+        *inputs.arrays,
+        **inputs.options,
     )
     assert slots.dtype == jnp.int32
     np.testing.assert_array_equal(slots, map_in_numpy(inputs))
@@ -42,5 +52,30 @@ def test_example_by_hand():
         jnp.array([0, 2], jnp.int32),
         block_size=4,
         pad_slot=99,
+        cp_world_size=1,
+        cp_rank=0,
+        cp_interleave=1,
     )
     assert slots.tolist() == [[12, 13, 99]]
+
+
+@pytest.mark.parametrize(
+    ("rank", "expected"),
+    [
+        (0, [28, 29, 99, 99, 30, 31, 99, 99, 12]),
+        (1, [99, 99, 28, 29, 99, 99, 30, 31, 99]),
+    ],
+)
+def test_two_ranks_share_a_request_by_hand(rank, expected):
+    # Blocks of 4 on each of 2 ranks, 2 positions to each in turn; position 8 opens block 3.
+    slots = slot_mapping_reference(
+        jnp.arange(9, dtype=jnp.int32)[None],
+        jnp.array([[[7, 3]]], jnp.int32),
+        jnp.array([0, 9], jnp.int32),
+        block_size=4,
+        pad_slot=99,
+        cp_world_size=2,
+        cp_rank=rank,
+        cp_interleave=2,
+    )
+    assert slots.tolist() == [expected]

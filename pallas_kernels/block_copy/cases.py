@@ -1,0 +1,76 @@
+"""Named example inputs of `block_copy`, for tests and benchmarks."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCopyCase:
+    """Sizes of one example; padding is spread among the real copies.
+
+    Args:
+        copies: (source, target) of each copy, or a number of copies to draw.
+    """
+
+    name: str
+    copies: tuple[tuple[int, int], ...] | int
+    num_padding_copies: int = 0
+    num_rows: int = 3
+    num_blocks: int = 12
+    num_kv_heads: int = 2
+    block_size: int = 8
+    head_dim: int = 16
+    v_head_dim: int = 16
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCopyInputs:
+    """Arguments of `block_copy`."""
+
+    k_cache: jax.Array  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
+    v_cache: jax.Array  # f[num_rows, num_blocks, num_kv_heads, block_size, v_head_dim]
+    source_block_ids: jax.Array  # i32[num_copies]
+    target_block_ids: jax.Array  # i32[num_copies]
+
+
+CASES: tuple[BlockCopyCase, ...] = (
+    BlockCopyCase(name="one_copy", copies=((3, 5),)),
+    BlockCopyCase(name="one_copy_one_row", copies=((3, 5),), num_rows=1),
+    BlockCopyCase(name="chain", copies=((1, 2), (2, 3), (3, 4)), num_padding_copies=1),
+    BlockCopyCase(name="swap", copies=((4, 7), (7, 4))),
+    BlockCopyCase(name="zeros_and_one_source_for_many", copies=((0, 1), (0, 2), (9, 3), (9, 4))),
+    BlockCopyCase(name="onto_itself", copies=((6, 6), (11, 0)), num_padding_copies=2),
+    BlockCopyCase(name="every_block", copies=12, num_padding_copies=4),
+    BlockCopyCase(name="padding_only", copies=(), num_padding_copies=4),
+    BlockCopyCase(name="one_padding", copies=(), num_padding_copies=1),
+    BlockCopyCase(name="v_narrower_than_k", copies=5, num_padding_copies=3, v_head_dim=8),
+    BlockCopyCase(name="bfloat16", copies=5, dtype="bfloat16"),
+)
+
+
+def build_inputs(case: BlockCopyCase) -> BlockCopyInputs:
+    """Draws caches and copies; padding has `num_blocks` and more as its target."""
+    rng = np.random.default_rng(0)
+    if isinstance(case.copies, int):
+        sources = rng.integers(0, case.num_blocks, case.copies)
+        copies = list(zip(sources, rng.permutation(case.num_blocks), strict=False))
+    else:
+        copies = list(case.copies)
+    copies += [(case.num_blocks, case.num_blocks + i) for i in range(case.num_padding_copies)]
+    order = rng.permutation(len(copies))
+    copies_np = np.array(copies, np.int32).reshape(-1, 2)[order]
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), case.dtype)
+
+    leading = (case.num_rows, case.num_blocks, case.num_kv_heads, case.block_size)
+    return BlockCopyInputs(
+        k_cache=draw(*leading, case.head_dim),
+        v_cache=draw(*leading, case.v_head_dim),
+        source_block_ids=jnp.asarray(copies_np[:, 0]),
+        target_block_ids=jnp.asarray(copies_np[:, 1]),
+    )
