@@ -10,7 +10,7 @@ from models.errors import (
     WeightMismatchError,
 )
 from models.forward_batch import ForwardBatch, KVCache
-from models.kv_layers import LayerKVSpec, kv_cache_layers
+from models.kv_layers import LayerKVSpec, LayerPlacement, kv_cache_layers, place_layers
 from models.loading.load_model import load_model
 from models.loading.loaded_model import LoadedModel
 from models.loading.source import read_model_config, resolve_model_folder
@@ -22,6 +22,7 @@ __all__ = [
     "ForwardBatch",
     "KVCache",
     "LayerKVSpec",
+    "LayerPlacement",
     "LoadedModel",
     "ModelConfig",
     "ModelConfigError",
@@ -31,6 +32,7 @@ __all__ = [
     "WeightMismatchError",
     "kv_cache_layers",
     "load_model",
+    "place_layers",
     "read_model_config",
     "resolve_model_folder",
 ]

@@ -5,13 +5,19 @@ from collections.abc import Mapping
 from models.errors import ModelConfigError
 
 
-def read_count(fields: Mapping[str, object], name: str, default: int | None = None) -> int:
-    """Reads a positive integer; a missing or null field is `default`, or an error without one."""
+def read_count(
+    fields: Mapping[str, object], name: str, default: int | None = None, *, minimum: int = 1
+) -> int:
+    """Reads an integer of at least `minimum`.
+
+    A missing or null field is `default`, or an error without one.
+    """
     value = fields.get(name)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise _bad_field(name, value, "a positive integer")
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        wanted = "a positive integer" if minimum == 1 else f"an integer of at least {minimum}"
+        raise _bad_field(name, value, wanted)
     return value
 
 

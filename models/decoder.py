@@ -1,4 +1,4 @@
-"""The decoder that Llama, Mistral and Qwen share; a family is a configuration of it."""
+"""The decoder that all families share; what differs comes from the config, or is a layer class."""
 
 import jax
 import jax.numpy as jnp
@@ -7,22 +7,24 @@ from flax import nnx
 import pallas_kernels
 from models.config import ModelConfig
 from models.forward_batch import ForwardBatch, KVCache
+from models.kv_layers import LayerPlacement, kv_cache_layers, place_layers
 from models.layers.attention import Attention, AttentionContext
 from models.layers.linear import Embedding, Linear, dot_float32
 from models.layers.mlp import GatedMLP
-from models.layers.rms_norm import RMSNorm
+from models.layers.rms_norm import make_norm
 from models.layers.rotary import rotary_cos_sin
+from models.layers.soft_cap import soft_cap_logits
 
 
 class DecoderLayer(nnx.Module):
     """Attention, then the MLP: each reads the normed residual stream and adds to it."""
 
-    def __init__(self, config: ModelConfig, *, group_idx: int, row: int, dtype: jnp.dtype) -> None:
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
-        self.self_attn = Attention(config, group_idx=group_idx, row=row, dtype=dtype)
-        self.post_attention_layernorm = RMSNorm(
-            config.hidden_size, eps=config.rms_norm_eps, dtype=dtype
-        )
+    def __init__(
+        self, config: ModelConfig, *, layer_idx: int, placement: LayerPlacement, dtype: jnp.dtype
+    ) -> None:
+        self.input_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
+        self.self_attn = Attention(config, layer_idx=layer_idx, placement=placement, dtype=dtype)
+        self.post_attention_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
         self.mlp = GatedMLP(config, dtype=dtype)
 
     def __call__(
@@ -39,9 +41,11 @@ class DecoderLayer(nnx.Module):
 class DecoderForCausalLM(nnx.Module):
     """Token embedding, decoder layers, final norm and vocabulary head.
 
-    Attribute names are those of Hugging Face checkpoints: `models/loading/weight_names.py` relies
-    on it.
+    A family whose layers are built differently names their class in `layer_class`. Attribute names
+    are those of Hugging Face checkpoints: `models/loading/weight_names.py` relies on it.
     """
+
+    layer_class: type[nnx.Module] = DecoderLayer
 
     def __init__(self, config: ModelConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
         """Makes the model with weights to be filled in.
@@ -51,15 +55,20 @@ class DecoderForCausalLM(nnx.Module):
                 embeddings it must; with them it may, as a transposed copy.
         """
         self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        # All layers are of one kind: group 0, and layer j uses row j (see models/kv_layers.py).
+        self.embed_tokens = Embedding(
+            config.vocab_size, config.hidden_size, dtype=dtype, scale=config.embedding_scale
+        )
+        cache_layers = kv_cache_layers(config)
+        placements = place_layers(cache_layers)
         self.layers = nnx.List(
             [
-                DecoderLayer(config, group_idx=0, row=layer_idx, dtype=dtype)
-                for layer_idx in range(config.num_layers)
+                self.layer_class(
+                    config, layer_idx=layer_idx, placement=placements[layer.name], dtype=dtype
+                )
+                for layer_idx, layer in enumerate(cache_layers)
             ]
         )
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.norm = make_norm(config, config.hidden_size, dtype=dtype)
         self.lm_head = (
             Linear(config.hidden_size, config.vocab_size, use_bias=False, dtype=dtype)
             if has_head_kernel
@@ -81,8 +90,10 @@ class DecoderForCausalLM(nnx.Module):
         hidden: jax.Array,  # f[num_logits, hidden]
     ) -> jax.Array:  # f32[num_logits, vocab]
         if self.lm_head is None:
-            return self.embed_tokens.attend(hidden)
-        return dot_float32(hidden, self.lm_head.kernel[...])
+            logits = self.embed_tokens.attend(hidden)
+        else:
+            logits = dot_float32(hidden, self.lm_head.kernel[...])
+        return soft_cap_logits(logits, self.config.logits_soft_cap)
 
     def _make_context(self, batch: ForwardBatch, kv_cache: KVCache) -> AttentionContext:
         num_rows, num_blocks, _, block_size, _ = kv_cache.k.shape
@@ -94,5 +105,8 @@ class DecoderForCausalLM(nnx.Module):
             block_size=block_size,
             pad_slot=pallas_kernels.pad_slot(num_rows, num_blocks, block_size),
         )
-        cos, sin = rotary_cos_sin(batch.positions, self.config.rope, self.config.head_dim)
-        return AttentionContext(batch=batch, slots=slots, cos=cos, sin=sin)
+        cos_sin = tuple(
+            rotary_cos_sin(batch.positions, rope, self.config.head_dim)
+            for rope in self.config.ropes
+        )
+        return AttentionContext(batch=batch, slots=slots, cos_sin=cos_sin)

@@ -1,4 +1,4 @@
-"""Llama (1 to 3.2, text only) and Mistral (with full attention)."""
+"""Llama (1 to 3.2, text only) and Mistral (with or without a sliding window)."""
 
 from models.decoder import DecoderForCausalLM
 
@@ -8,4 +8,4 @@ class LlamaForCausalLM(DecoderForCausalLM):
 
 
 class MistralForCausalLM(DecoderForCausalLM):
-    """The same network as Llama, never with biases; its sliding window is refused by the config."""
+    """The same network as Llama, never with biases; a window, if any, is of every layer."""

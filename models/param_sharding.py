@@ -31,7 +31,7 @@ def param_spec(name: str) -> PartitionSpec:
         ModelError: No rule covers the name: a new kind of layer needs one here.
     """
     *_, module, kind = name.split(".")
-    if kind == "scale":
+    if kind in ("scale", "offset"):
         return _REPLICATED
     if kind == "embedding":
         return _SPLIT_IN

@@ -10,6 +10,8 @@ from models.errors import ModelConfigError, UnsupportedModelError
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
 DEFAULT_ROPE_THETA = 10_000.0
+# Of full-attention layers where sliding ones have an embedding of their own.
+DEFAULT_GLOBAL_ROPE_THETA = 1_000_000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +48,64 @@ def parse_rope_config(hf_config: Mapping[str, object], max_position_embeddings: 
         UnsupportedModelError: An unknown kind, one embedding per layer type, or a partial rotation.
         ModelConfigError: A field that the kind needs is missing or malformed.
     """
-    fields = _rope_fields(hf_config)
+    # Where both spellings are present the older wins, as in transformers.
+    name = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"
+    fields = _read_object(hf_config, name)
+    _refuse_nested(fields)
+    default_theta = read_number(hf_config, "rope_theta", DEFAULT_ROPE_THETA)
+    return _parse_fields(hf_config, fields, default_theta, max_position_embeddings)
+
+
+def parse_ropes_by_layer_type(
+    hf_config: Mapping[str, object], max_position_embeddings: int
+) -> tuple[RopeConfig, RopeConfig]:
+    """Reads the embeddings of a model's full-attention and sliding layers, as Gemma 3 has them.
+
+    transformers 5 writes `rope_parameters` with one object for each layer type. Before,
+    `rope_theta` and `rope_scaling` are of the full layers and `rope_local_base_freq` of the others.
+
+    Raises: As `parse_rope_config`.
+    """
+    by_type = _read_object(hf_config, "rope_parameters")
+    flat = [name for name, value in by_type.items() if not isinstance(value, Mapping | None)]
+    if flat:
+        raise ModelConfigError(
+            f"config.json: rope_parameters has {', '.join(flat)} for all layers; wanted one "
+            "object for full_attention and one for sliding_attention."
+        )
+    scaling = _read_object(hf_config, "rope_scaling")
+    _refuse_nested(scaling)
+    full_fields = {**_read_object(by_type, "full_attention"), **scaling}
+    full_theta = read_number(hf_config, "rope_theta", DEFAULT_GLOBAL_ROPE_THETA)
+    sliding_fields = _read_object(by_type, "sliding_attention")
+    sliding_theta = read_number(hf_config, "rope_local_base_freq", DEFAULT_ROPE_THETA)
+    return (
+        _parse_fields(hf_config, full_fields, full_theta, max_position_embeddings),
+        _parse_fields(hf_config, sliding_fields, sliding_theta, max_position_embeddings),
+    )
+
+
+def max_scaled_positions(rope: RopeConfig, max_position_embeddings: int) -> int:
+    """Most positions that an embedding can take once it is scaled.
+
+    A config.json with a factor may state the length before it (Qwen2.5's yarn: 32,768 and a
+    factor of 4 are 131,072) or after it (Llama 3.1), so the larger one counts.
+    """
+    scaled = 0.0
+    if rope.kind in ("yarn", "dynamic"):
+        scaled = rope.original_max_position_embeddings * rope.factor
+    elif rope.kind == "linear":
+        scaled = max_position_embeddings * rope.factor
+    return max(max_position_embeddings, int(scaled))
+
+
+def _parse_fields(
+    hf_config: Mapping[str, object],
+    fields: Mapping[str, object],
+    default_theta: float,
+    max_position_embeddings: int,
+) -> RopeConfig:
+    """Reads one embedding from the object that describes it."""
     kind = fields.get("rope_type") or fields.get("type") or "default"
     if kind not in get_args(RopeKind):
         raise UnsupportedModelError(
@@ -54,8 +113,7 @@ def parse_rope_config(hf_config: Mapping[str, object], max_position_embeddings: 
             f"{', '.join(get_args(RopeKind))}."
         )
     _refuse_partial_rotation(hf_config, fields)
-    top_theta = read_number(hf_config, "rope_theta", DEFAULT_ROPE_THETA)
-    theta = read_number(fields, "rope_theta", top_theta)
+    theta = read_number(fields, "rope_theta", default_theta)
     if kind == "default":
         return RopeConfig(theta=theta)
     if kind == "linear":
@@ -109,18 +167,21 @@ def _parse_yarn(
     )
 
 
-def _rope_fields(hf_config: Mapping[str, object]) -> Mapping[str, object]:
-    """Returns the rope fields; where both spellings are present the older wins, as in HF."""
-    fields = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
-    if not isinstance(fields, Mapping):
-        raise ModelConfigError(f"config.json: rope parameters are {fields!r}; wanted an object.")
+def _read_object(fields: Mapping[str, object], name: str) -> Mapping[str, object]:
+    """Returns an object of rope parameters; a missing or null one is empty."""
+    value = fields.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise ModelConfigError(f"config.json: {name} is {value!r}; wanted an object.")
+    return value
+
+
+def _refuse_nested(fields: Mapping[str, object]) -> None:
     nested = [name for name, value in fields.items() if isinstance(value, Mapping)]
     if nested:
         raise UnsupportedModelError(
-            f"config.json: rope parameters per layer type ({', '.join(nested)}) are not supported; "
-            "supported is one rotary embedding for all layers."
+            f"config.json: rope parameters per layer type ({', '.join(nested)}) are not supported "
+            "here; supported is one rotary embedding for all layers."
         )
-    return fields
 
 
 def _refuse_partial_rotation(hf_config: Mapping[str, object], fields: Mapping[str, object]) -> None:

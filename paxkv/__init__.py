@@ -3,20 +3,36 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from paxkv.sampling_params import SamplingParams
+from paxkv.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
-    from paxkv.contracts.request_output import CompletionOutput, RequestOutput
+    from paxkv.contracts.request_output import (
+        BeamSearchOutput,
+        BeamSearchSequence,
+        CompletionOutput,
+        RequestOutput,
+    )
     from paxkv.generate import CompiledGenerator
     from paxkv.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompiledGenerator", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
+    "CompiledGenerator",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+]
 
 # Resolved on first use, so that `import paxkv` alone stays free of JAX.
 _LATE = {
     "LLM": "paxkv.llm",
     "CompiledGenerator": "paxkv.generate",
+    "BeamSearchOutput": "paxkv.contracts.request_output",
+    "BeamSearchSequence": "paxkv.contracts.request_output",
     "CompletionOutput": "paxkv.contracts.request_output",
     "RequestOutput": "paxkv.contracts.request_output",
 }

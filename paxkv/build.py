@@ -13,12 +13,17 @@ from paxkv.client.input_processor import InputProcessor
 from paxkv.client.output_processor import OutputProcessor
 from paxkv.config import EngineConfig
 from paxkv.contracts.engine_client import EngineTransport
+from paxkv.contracts.kv_cache_spec import KVCacheConfig
 from paxkv.contracts.model_info import ModelInfo
 from paxkv.engine.core_thread import CoreThread
 from paxkv.engine.engine_core import EngineCore
+from paxkv.engine.kv_event_publisher import KVEventPublisher, make_kv_event_publisher
 from paxkv.errors import ConfigError
 from paxkv.package_origin import check_package_origin
 from paxkv.scheduler.scheduler import Scheduler
+from paxkv.scheduler.trace.header import TraceHeader
+from paxkv.scheduler.trace.recorder import TraceRecorder, make_scheduler, record_scheduler
+from paxkv.scheduler.trace.trace_file import check_trace_file
 from paxkv.text.chat_template import ChatTemplate
 from paxkv.text.tokenizer import Tokenizer
 
@@ -56,6 +61,21 @@ def build_engine(config: EngineConfig, *, show_progress: bool = False) -> BuiltE
         ConfigError: The settings do not fit the model or the device.
         ModelError: The model cannot be loaded.
     """
+    # First what fails at once: a taken port is not to be told after minutes of loading.
+    if config.scheduler.trace_file is not None:
+        check_trace_file(Path(config.scheduler.trace_file))
+    kv_event_publisher = make_kv_event_publisher(config.cache.kv_events)
+    try:
+        return _build_engine(config, kv_event_publisher, show_progress=show_progress)
+    except BaseException:
+        if kv_event_publisher is not None:
+            kv_event_publisher.close()
+        raise
+
+
+def _build_engine(
+    config: EngineConfig, kv_event_publisher: KVEventPublisher | None, *, show_progress: bool
+) -> BuiltEngine:
     # Read by JAX when it first touches a GPU, and the only way to tell it how much memory to take.
     os.environ.setdefault(GPU_SHARE_VARIABLE, f"{config.cache.gpu_memory_utilization:g}")
     folder = _model_folder(config)
@@ -67,6 +87,7 @@ def build_engine(config: EngineConfig, *, show_progress: bool = False) -> BuiltE
         dtype=config.model.dtype,
         load_format=config.model.load_format,
         seed=config.model.seed,
+        has_unified_kv=config.cache.disable_hybrid_kv_cache_manager,
     )
     max_model_len = _max_model_len(config, model.config)
     runner = ModelRunner(
@@ -79,12 +100,7 @@ def build_engine(config: EngineConfig, *, show_progress: bool = False) -> BuiltE
     )
     logger.info("%s", runner.memory_plan.report())
     runner.warm_up()
-    scheduler = Scheduler(
-        scheduler_config=config.scheduler,
-        cache_config=config.cache,
-        kv_cache_config=runner.kv_cache_config,
-        max_model_len=max_model_len,
-    )
+    scheduler = _make_scheduler(config, runner.kv_cache_config, max_model_len)
     input_processor = InputProcessor(
         tokenizer=tokenizer,
         vocab_size=model.config.vocab_size,
@@ -95,7 +111,7 @@ def build_engine(config: EngineConfig, *, show_progress: bool = False) -> BuiltE
         eos_token_ids=model.config.eos_token_ids,
     )
     return BuiltEngine(
-        transport=CoreThread(EngineCore(scheduler, runner)),
+        transport=CoreThread(EngineCore(scheduler, runner, kv_event_publisher)),
         input_processor=input_processor,
         tokenizer=tokenizer,
         chat_template=chat_template,
@@ -146,6 +162,20 @@ def _load_tokenizer(folder: Path) -> Tokenizer | None:
         "%s has no tokenizer.json: prompts must be token ids, and no text is made.", folder
     )
     return None
+
+
+def _make_scheduler(
+    config: EngineConfig, kv_cache_config: KVCacheConfig, max_model_len: int
+) -> Scheduler | TraceRecorder:
+    build = TraceHeader(
+        scheduler_config=config.scheduler,
+        cache_config=config.cache,
+        kv_cache_config=kv_cache_config,
+        max_model_len=max_model_len,
+    )
+    if config.scheduler.trace_file is None:
+        return make_scheduler(build)
+    return record_scheduler(build, Path(config.scheduler.trace_file))
 
 
 def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:

@@ -1,6 +1,7 @@
 """Every setting of an engine and of a server: frozen, checked once, with its help text."""
 
 import dataclasses
+import json
 import math
 from typing import Literal
 
@@ -9,6 +10,8 @@ from paxkv.errors import ConfigError
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 SchedulerPolicy = Literal["fcfs", "priority"]
+PrefixCachingHashAlgo = Literal["sha256", "sha256_cbor", "xxhash"]
+KVEventPublisherKind = Literal["zmq", "null"]
 
 
 def setting(help_text: str, default: object) -> object:
@@ -48,11 +51,81 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KVEventsConfig:
+    """Where KV cache events go; fields are vLLM's.
+
+    Events hold the token ids of prompts, and nobody has to log in to read them. So the default
+    endpoint, unlike vLLM's, is for programs of the same machine only.
+
+    Args:
+        enable_kv_cache_events: False is as good as no config at all.
+        publisher: "null" drops events.
+        endpoint: ZeroMQ address to publish on; `*` is every interface, port 0 any free one.
+        replay_endpoint: Where subscribers ask for batches that they missed; None is nowhere.
+        buffer_steps: Batches kept for that.
+        hwm: Batches kept for a subscriber that reads slowly; later ones it misses.
+        max_queue_size: Batches that may wait to be sent; the oldest one too many is dropped.
+        topic: Begins every message; subscribers may choose by it.
+    """
+
+    enable_kv_cache_events: bool = True
+    publisher: KVEventPublisherKind = "zmq"
+    endpoint: str = "tcp://127.0.0.1:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+
+    def __post_init__(self) -> None:
+        _true_or_false("enable_kv_cache_events", self.enable_kv_cache_events)
+        _one_of("publisher", self.publisher, KVEventPublisherKind.__args__)
+        _zmq_endpoint("endpoint", self.endpoint)
+        if self.replay_endpoint is not None:
+            _zmq_endpoint("replay_endpoint", self.replay_endpoint)
+        for name in ("buffer_steps", "hwm", "max_queue_size"):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value < 2**31:
+                raise ConfigError(f"{name} must be an integer in [1, 2**31), got {value!r}.")
+        if not isinstance(self.topic, str):
+            raise ConfigError(f"topic must be a string, got {self.topic!r}.")
+
+    @staticmethod
+    def from_json(text: str) -> "KVEventsConfig":
+        """The config that a JSON object describes.
+
+        Raises:
+            ConfigError: It is not one, has an unknown key, or a value cannot work.
+        """
+        try:
+            fields = json.loads(text)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"kv_events_config is not JSON: {error}; got {text!r}.") from error
+        if not isinstance(fields, dict):
+            raise ConfigError(f"kv_events_config must be a JSON object, got {text!r}.")
+        known = [field.name for field in dataclasses.fields(KVEventsConfig)]
+        unknown = sorted(set(fields) - set(known))
+        if unknown:
+            raise ConfigError(
+                f"kv_events_config has no {', '.join(unknown)}; it has {', '.join(known)}."
+            )
+        try:
+            return KVEventsConfig(**fields)
+        except ConfigError as error:
+            raise ConfigError(f"kv_events_config: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """The paged KV cache."""
 
     block_size: int = setting("token positions in a block of KV memory", 16)
     enable_prefix_caching: bool = setting("share KV blocks between equal prompt prefixes", True)
+    disable_hybrid_kv_cache_manager: bool = setting(
+        "keep all KV blocks of sliding-window layers, so that all layers share one block table: "
+        "less work for the scheduler, more memory",
+        False,
+    )
     num_gpu_blocks_override: int | None = setting(
         "number of KV blocks, instead of measuring memory", None
     )
@@ -66,13 +139,45 @@ class CacheConfig:
     prefix_caching_seed: str | None = setting(
         "fixed seed of block hashes; random for each engine if left out", None
     )
+    prefix_caching_hash_algo: PrefixCachingHashAlgo = setting(
+        "hash of block contents: sha256; sha256_cbor, which other programs can compute; xxhash, "
+        "faster, not safe against prompts made to collide",
+        "sha256",
+    )
+    kv_events_config: str | None = setting(
+        "JSON object: publish over ZeroMQ which KV blocks become findable and which are forgotten, "
+        'as in {"endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://127.0.0.1:5558"}; '
+        "other keys: publisher (zmq or null), buffer_steps, hwm, max_queue_size, topic. Whoever "
+        "reaches the endpoint can read it, prompts' token ids included; no events if left out",
+        None,
+    )
+    kv_cache_metrics_sample: float = setting(
+        "share of blocks whose lifetime, idle time and reuse gaps are measured, in [0, 1]", 0.01
+    )
 
     def __post_init__(self) -> None:
         _true_or_false("enable_prefix_caching", self.enable_prefix_caching)
+        _true_or_false("disable_hybrid_kv_cache_manager", self.disable_hybrid_kv_cache_manager)
         # A float 16.0 would pass as 16, and make floats of block numbers.
         if type(self.block_size) is not int or self.block_size not in (8, 16, 32, 64, 128, 256):
             raise ConfigError(
                 f"block_size must be 8, 16, 32, 64, 128 or 256, got {self.block_size!r}."
+            )
+        _one_of(
+            "prefix_caching_hash_algo",
+            self.prefix_caching_hash_algo,
+            PrefixCachingHashAlgo.__args__,
+        )
+        if not (
+            _is_number(self.kv_cache_metrics_sample) and 0 <= self.kv_cache_metrics_sample <= 1
+        ):
+            raise ConfigError(
+                f"kv_cache_metrics_sample must be in [0, 1], got {self.kv_cache_metrics_sample!r}."
+            )
+        if self.kv_events is not None and not self.enable_prefix_caching:
+            raise ConfigError(
+                "kv_events_config is set, but without enable_prefix_caching there are no events. "
+                "Leave one of them out."
             )
         _at_least("num_gpu_blocks_override", self.num_gpu_blocks_override, 2)
         _at_least("cpu_kv_cache_bytes", self.cpu_kv_cache_bytes, 1)
@@ -80,6 +185,19 @@ class CacheConfig:
             raise ConfigError(
                 f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}."
             )
+
+    @property
+    def kv_events(self) -> KVEventsConfig | None:
+        """`kv_events_config` as settings; None where there are to be no events.
+
+        Raises:
+            ConfigError: It cannot work; construction has checked that.
+        """
+        if self.kv_events_config is None:
+            return None
+        events = KVEventsConfig.from_json(self.kv_events_config)
+        is_wanted = events.enable_kv_cache_events and events.publisher != "null"
+        return events if is_wanted else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +217,26 @@ class SchedulerConfig:
     policy: SchedulerPolicy = setting(
         "order of waiting requests: by arrival, or by priority (lower first), then arrival", "fcfs"
     )
+    full_sequence_must_fit: bool = setting(
+        "admit a request only if its whole prompt, not its first part alone, fits the free KV "
+        "blocks; without it more requests start, and more are preempted",
+        True,
+    )
+    max_num_encoder_input_tokens: int = setting(
+        "encoder tokens of images and the like that one step may compute", 2048
+    )
+    encoder_cache_size: int = setting("encoder tokens whose outputs are kept", 2048)
+    trace_file: str | None = setting(
+        "write every arrival, decision and block movement to this file, a JSON line a step, for "
+        "`python -m paxkv.replay`",
+        None,
+    )
 
     def __post_init__(self) -> None:
         _true_or_false("enable_chunked_prefill", self.enable_chunked_prefill)
+        _true_or_false("full_sequence_must_fit", self.full_sequence_must_fit)
+        _at_least("max_num_encoder_input_tokens", self.max_num_encoder_input_tokens, 0)
+        _at_least("encoder_cache_size", self.encoder_cache_size, 0)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
@@ -149,6 +284,19 @@ class ServerConfig:
 def _at_least(name: str, value: int | None, low: int) -> None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
         raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}.")
+
+
+def _zmq_endpoint(name: str, value: object) -> None:
+    if not (isinstance(value, str) and value.startswith(("tcp://", "ipc://"))):
+        raise ConfigError(
+            f"{name} must be a ZeroMQ address such as tcp://127.0.0.1:5557 or ipc:///tmp/events, "
+            f"got {value!r}."
+        )
+    port = value.rpartition(":")[2]
+    # ZeroMQ would take 99999 for 34463. "*" is any free port, as 0 is.
+    is_port = port == "*" or (port.isdecimal() and int(port) <= 65535)
+    if value.startswith("tcp://") and not is_port:
+        raise ConfigError(f"{name} must end in a port in [0, 65535], got {value!r}.")
 
 
 def _is_number(value: object) -> bool:

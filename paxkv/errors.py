@@ -6,6 +6,7 @@ PaxkvError
 │   ├── NeverFitsError         400  could not fit the KV pool even alone
 │   └── UnsupportedFeatureError 400 a known field that this version cannot honour
 ├── ConfigError                     a setting that cannot work; raised at construction
+├── TraceFileError                  a file that is no trace of this version; `paxkv.replay` exits 2
 ├── EngineDeadError            503  the engine stopped; requests end with this
 └── InvariantError             500  our own mistake; a bug
 """
@@ -46,6 +47,10 @@ class UnsupportedFeatureError(InvalidRequestError):
 
 class ConfigError(PaxkvError, ValueError):
     """A setting, or a combination of settings, that cannot work."""
+
+
+class TraceFileError(PaxkvError, ValueError):
+    """A file that cannot be read as a trace of this version."""
 
 
 class EngineDeadError(PaxkvError, RuntimeError):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import ForwardBatch, KVCache, LoadedModel
+from models import ForwardBatch, KVCache, LoadedModel, kv_cache_layers, place_layers
 from paxkv.errors import ConfigError, InvalidRequestError, PromptTooLongError
 from paxkv.runner.kv_cache_arrays import kv_cache_dtype
 from paxkv.runner.sampler import sample
@@ -56,9 +56,9 @@ class GenerateShape:
         # The last token is drawn and returned, but its key and value are never needed.
         return -(-(self.max_prompt_len + self.max_new_tokens - 1) // self.block_size)
 
-    @property
-    def num_blocks(self) -> int:
-        return 1 + self.batch_size * self.max_blocks_per_req  # block 0 is the null block
+    def num_blocks(self, num_groups: int) -> int:
+        """Blocks of the cache; each row has its own in every group of layers, and 0 is null."""
+        return 1 + num_groups * self.batch_size * self.max_blocks_per_req
 
 
 @jax.tree_util.register_dataclass
@@ -97,12 +97,17 @@ def make_generate(
 ) -> Callable[[Params, GenerateInputs], GenerateOutputs]:
     """The pure function `(params, inputs) -> outputs`; put it under `jax.jit` or inside a program.
 
-    It holds its own KV cache of `shape.num_blocks` blocks, which lives only while it runs.
+    It holds its own KV cache, which lives only while it runs. Sliding layers keep all their blocks
+    in it, also those that no token sees any more.
     """
+    placements = place_layers(kv_cache_layers(model.config)).values()
+    num_groups = 1 + max(placement.group_idx for placement in placements)
+    num_cache_rows = 1 + max(placement.row for placement in placements)
     row_ids = np.arange(shape.batch_size, dtype=np.int32)
-    # Row r holds the blocks from 1 + r * max_blocks_per_req on, in order, for the whole run.
-    block_ids = 1 + np.arange(shape.num_blocks - 1, dtype=np.int32)
-    block_tables = block_ids.reshape(1, shape.batch_size, shape.max_blocks_per_req)
+    # Row r of group 0 holds the blocks from 1 + r * max_blocks_per_req on, in order, for the whole
+    # run; those of group 1 follow.
+    block_ids = np.arange(1, shape.num_blocks(num_groups), dtype=np.int32)
+    block_tables = block_ids.reshape(num_groups, shape.batch_size, shape.max_blocks_per_req)
 
     def draw(
         params: Params, state: _LoopState, batch: ForwardBatch, inputs: GenerateInputs
@@ -130,14 +135,14 @@ def make_generate(
             token_ids=state.last_token_ids,
             positions=positions,
             query_start_loc=jnp.arange(shape.batch_size + 1, dtype=jnp.int32),
-            seq_lens=(positions + 1)[None],
+            seq_lens=jnp.broadcast_to(positions + 1, (num_groups, shape.batch_size)),
             block_tables=jnp.asarray(block_tables),
             logits_indices=jnp.asarray(row_ids),
         )
 
     def generate(params: Params, inputs: GenerateInputs) -> GenerateOutputs:
         state = _LoopState(
-            kv_cache=_empty_kv_cache(model, shape),
+            kv_cache=_empty_kv_cache(model, num_cache_rows, shape.num_blocks(num_groups), shape),
             last_token_ids=jnp.zeros(shape.batch_size, jnp.int32),
             num_tokens=jnp.zeros(shape.batch_size, jnp.int32),
             is_done=inputs.prompt_lens == 0,
@@ -263,17 +268,25 @@ class CompiledGenerator:
                 f"{shape.max_new_tokens}; make the shape with more.",
                 param="max_tokens",
             )
+        if params.n > 1:
+            raise InvalidRequestError(
+                f"CompiledGenerator makes one completion of each row, got n={params.n}; pass the "
+                "prompt as several rows, or use LLM.",
+                param="n",
+            )
         if params.stop_strings or params.logprobs is not None:
             raise InvalidRequestError(
                 "CompiledGenerator returns token ids only; stop strings and logprobs need LLM."
             )
 
 
-def _empty_kv_cache(model: LoadedModel, shape: GenerateShape) -> KVCache:
+def _empty_kv_cache(
+    model: LoadedModel, num_cache_rows: int, num_blocks: int, shape: GenerateShape
+) -> KVCache:
     config = model.config
     cache_shape = (
-        config.num_layers,
-        shape.num_blocks,
+        num_cache_rows,
+        num_blocks,
         config.num_kv_heads,
         shape.block_size,
         config.head_dim,
@@ -301,7 +314,7 @@ def _prompt_batch(
         token_ids=jnp.where(is_token, inputs.prompt_token_ids[row, positions], 0),
         positions=positions,
         query_start_loc=query_start_loc,
-        seq_lens=inputs.prompt_lens[None],
+        seq_lens=jnp.broadcast_to(inputs.prompt_lens, (block_tables.shape[0], shape.batch_size)),
         block_tables=jnp.asarray(block_tables),
         logits_indices=jnp.maximum(query_start_loc[1:] - 1, 0),
     )

@@ -4,12 +4,14 @@ import contextlib
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import msgspec
 from tqdm import tqdm
 
 from paxkv.build import build_engine, build_llm_client
+from paxkv.client.beam_search import BeamSearch, prompt_params
 from paxkv.client.input_processor import Prompt, text_of_prompt
 from paxkv.config import (
     CacheConfig,
@@ -23,9 +25,10 @@ from paxkv.config import (
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.model_info import ModelInfo
-from paxkv.contracts.request_output import RequestOutput
+from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
+from paxkv.contracts.request_output import BeamSearchOutput, RequestOutput
 from paxkv.errors import EngineDeadError, InvalidRequestError, InvariantError
-from paxkv.sampling_params import SamplingParams
+from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.text.chat_template import ChatTemplate, Message
 from paxkv.text.tokenizer import Tokenizer
 
@@ -121,6 +124,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Completes prompts, many at once, and returns them in the order they came.
 
+        With `SamplingParams(n=4)` each prompt gets four completions and is computed once.
+
         Args:
             prompts: Text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`;
                 or a list of these.
@@ -137,23 +142,57 @@ class LLM:
         if sampling_params is None:
             sampling_params = SamplingParams()
         sampling_params = _one_for_each("sampling_params", sampling_params, len(prompts))
-        priorities = _one_for_each("priority", 0 if priority is None else priority, len(prompts))
         with self._lock:
-            first = self._num_requests
-            self._num_requests += len(prompts)
-            requests = [
-                self._engine.input_processor.process(
-                    prompt, params, request_id=str(request_num), priority=request_priority
-                )
-                for request_num, (prompt, params, request_priority) in enumerate(
-                    zip(prompts, sampling_params, priorities, strict=True), start=first
-                )
-            ]
+            requests = self._process_inputs(prompts, sampling_params, priority)
             texts = [text_of_prompt(prompt) for prompt in prompts]
             with tqdm(
                 total=len(prompts), desc="Processed prompts", unit="req", disable=not use_tqdm
             ) as progress:
                 return self._run(requests, texts, progress)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Finds likely continuations of each prompt, many prompts at once.
+
+        At every step the `beam_width` best sequences go on, each with its most likely tokens; those
+        that reach EOS are set aside. Whatever they have in common is in the KV cache once.
+
+        Args:
+            prompts: As in `generate`.
+            concurrency_limit: Most prompts at once, at least 1; None is all. With fewer, the KV
+                cache has room to keep what beams share; without it, it is computed again.
+            priority: As in `generate`.
+
+        Returns:
+            For each prompt its sequences, best first.
+
+        Raises:
+            InvalidRequestError: As `generate`.
+            EngineDeadError: The engine has ended.
+        """
+        prompts = _as_prompts(prompts)
+        if concurrency_limit is not None and concurrency_limit < 1:
+            raise InvalidRequestError(
+                f"concurrency_limit must be at least 1, or None for all, got {concurrency_limit}.",
+                param="concurrency_limit",
+            )
+        all_params = [prompt_params(params)] * len(prompts)
+        with self._lock:
+            requests = self._process_inputs(prompts, all_params, priority)
+            vocab_size = self.model_info.vocab_size
+            searches = [BeamSearch(r, params, vocab_size=vocab_size) for r in requests]
+            with tqdm(
+                total=len(prompts), desc="Searched prompts", unit="req", disable=not use_tqdm
+            ) as progress:
+                self._search(searches, concurrency_limit or len(searches), progress)
+        return [search.output(self._engine.tokenizer) for search in searches]
 
     def chat(
         self,
@@ -201,10 +240,29 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; False while requests still use blocks."""
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forgets all cached prefixes; False, and nothing changed, while blocks are in use.
+
+        Args:
+            reset_running_requests: Preempt all running requests first; they are computed again.
+        """
         with self._lock:
-            return msgspec.json.decode(self._client.call("reset_prefix_cache"), type=bool)
+            reply = self._client.call("reset_prefix_cache", reset_running_requests)
+            return msgspec.json.decode(reply, type=bool)
+
+    def explain_prefix_cache_miss(self, request_id: str) -> PrefixCacheMiss:
+        """Why a request did not find more of its prompt in the prefix cache.
+
+        Args:
+            request_id: Of a `RequestOutput`. A request with `n` above 1 is looked up once, as
+                `0_{request_id}`.
+
+        Raises:
+            PaxkvError: The engine does not know the request, or not any more.
+        """
+        with self._lock:
+            reply = self._client.call("explain_prefix_cache_miss", request_id)
+            return msgspec.json.decode(reply, type=PrefixCacheMiss)
 
     def get_stats(self) -> SchedulerStats:
         """The engine's statistics as of now."""
@@ -221,6 +279,24 @@ class LLM:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    def _process_inputs(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Sequence[SamplingParams],
+        priority: int | Sequence[int] | None,
+    ) -> list[EngineRequest]:
+        priorities = _one_for_each("priority", 0 if priority is None else priority, len(prompts))
+        first = self._num_requests
+        self._num_requests += len(prompts)
+        return [
+            self._engine.input_processor.process(
+                prompt, params, request_id=str(request_num), priority=request_priority
+            )
+            for request_num, (prompt, params, request_priority) in enumerate(
+                zip(prompts, sampling_params, priorities, strict=True), start=first
+            )
+        ]
+
     def _run(
         self, requests: list[EngineRequest], texts: list[str | None], progress: tqdm
     ) -> list[RequestOutput]:
@@ -235,10 +311,50 @@ class LLM:
                     progress.update()
         except BaseException:
             # Also KeyboardInterrupt: what is queued must not run on without a caller.
-            with contextlib.suppress(EngineDeadError):
-                self._client.abort([request.request_id for request in requests])
+            self._give_up([request.request_id for request in requests])
             raise
         return [finished[request.request_id] for request in requests]
+
+    def _search(self, searches: list[BeamSearch], concurrency_limit: int, progress: tqdm) -> None:
+        """Takes every search to its end; of those that run, none waits for another's steps."""
+        waiting = deque(searches)
+        # The engine's request ids -> whose step they are.
+        asked: dict[str, BeamSearch] = {}
+        num_running = 0
+        try:
+            while waiting or asked:
+                while waiting and num_running < concurrency_limit:
+                    self._ask(waiting.popleft(), asked)
+                    num_running += 1
+                for output in self._client.wait_for_outputs():
+                    if self._answer(asked.pop(output.request_id), output, asked):
+                        num_running -= 1
+                        progress.update()
+        except BaseException:
+            self._give_up([i for search in searches for i in search.request_ids])
+            raise
+
+    def _ask(self, search: BeamSearch, asked: dict[str, BeamSearch]) -> int:
+        """Sends a search's next requests; returns how many there were."""
+        requests = search.next_requests()
+        for request in requests:
+            self._client.add_request(request)
+            asked[request.request_id] = search
+        return len(requests)
+
+    def _answer(
+        self, search: BeamSearch, output: RequestOutput, asked: dict[str, BeamSearch]
+    ) -> bool:
+        """Hands a search one output, the last of its step brings its next; True at its end."""
+        if not search.take(output):
+            return False
+        self._client.abort(search.released_ids)
+        search.note_released()
+        return self._ask(search, asked) == 0
+
+    def _give_up(self, request_ids: list[str]) -> None:
+        with contextlib.suppress(EngineDeadError):
+            self._client.abort(request_ids)
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -271,7 +387,7 @@ def _one_for_each(
 
 
 def _check_completed(output: RequestOutput) -> None:
-    if output.outputs[0].finish_reason == "error":
+    if any(completion.finish_reason == "error" for completion in output.outputs):
         raise InvariantError(
             f"the engine refused request {output.request_id}, which was checked before; its log "
             "says why."

@@ -1,4 +1,4 @@
-"""SamplingParams: how the tokens of one request are drawn and when it stops."""
+"""SamplingParams and BeamSearchParams: how the tokens of a request are found and when it stops."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 
 MAX_LOGPROBS = 20
+# Completions of one request, as many as OpenAI's API allows.
+MAX_N = 128
+# Every step of a beam search looks at the 2 * beam_width most likely tokens of each beam.
+MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
@@ -16,7 +20,6 @@ _MAX_SEED = 2**63 - 1
 # Fields of vLLM's SamplingParams whose effect this version does not implement yet, and the only
 # values that ask for nothing. Anything else is refused instead of being ignored.
 _NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
-    "n": (1,),
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
     "repetition_penalty": (1.0,),
@@ -34,11 +37,14 @@ class SamplingParams:
     """Sampling and stopping of one request, with vLLM's field names and defaults.
 
     Args:
+        n: Completions of the prompt, in [1, 128]; several are drawn independently, so they need a
+            temperature. The prompt is computed once, and its KV blocks are shared.
         temperature: 0 is greedy; else logits are divided by it. In [0, 100].
         top_k: Keep the k most likely tokens; 0 or -1 keeps all.
         top_p: Keep the smallest set of most likely tokens whose probability reaches it, in (0, 1].
         min_p: Drop tokens less likely than `min_p` times the most likely one, in [0, 1].
         seed: With a seed the draw depends only on the seed and the position, never on the batch.
+            Completion i of several is drawn with `seed + i`, in 64 bits.
         max_tokens: Most new tokens, at least 1; None means up to max_model_len.
         stop: Strings that end the text; the text is cut before them unless
             `include_stop_str_in_output`.
@@ -91,6 +97,7 @@ class SamplingParams:
                 )
 
     def _check_numbers(self) -> None:
+        _check_int("n", self.n, low=1, high=MAX_N)
         _check_float("temperature", self.temperature, low=0.0, high=100.0)
         _check_float("top_p", self.top_p, low=0.0, high=1.0, low_is_open=True)
         _check_float("min_p", self.min_p, low=0.0, high=1.0)
@@ -101,6 +108,13 @@ class SamplingParams:
             _check_int("seed", self.seed, low=-_MAX_SEED - 1, high=_MAX_SEED)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
+        if self.n > 1 and self.is_greedy:
+            raise InvalidRequestError(
+                f"n={self.n} greedy completions would all be the same one; n must be 1 when the "
+                f"temperature is 0, got temperature={self.temperature!r}. Send a temperature, or "
+                "leave n out.",
+                param="n",
+            )
         for name in (
             "include_stop_str_in_output",
             "ignore_eos",
@@ -108,10 +122,7 @@ class SamplingParams:
             "skip_special_tokens",
             "skip_reading_prefix_cache",
         ):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidRequestError(
-                    f"{name} must be true or false, got {getattr(self, name)!r}.", param=name
-                )
+            _check_bool(name, getattr(self, name))
 
     def _check_stops(self) -> None:
         stops = self.stop_strings
@@ -160,6 +171,40 @@ class SamplingParams:
         return tuple(self.stop)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """Settings of one beam search, with vLLM's field names and defaults.
+
+    Args:
+        beam_width: Sequences kept at every step and returned at the end, in [1, 10].
+        max_tokens: Most new tokens, at least 1.
+        ignore_eos: Go on after the model's EOS token, as after any other.
+        temperature: Above 0, a token drawn at this temperature joins the candidates of each beam,
+            which are its `2 * beam_width` most likely tokens. In [0, 100].
+        length_penalty: Sequences are ranked by `cum_logprob / length**length_penalty`, in
+            [-10, 10]; the length is that of prompt and new tokens without the EOS.
+        include_stop_str_in_output: Whether the text shows the EOS token.
+
+    Raises:
+        InvalidRequestError: A value is out of range or of the wrong type.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        _check_int("beam_width", self.beam_width, low=1, high=MAX_BEAM_WIDTH)
+        _check_int("max_tokens", self.max_tokens, low=1, high=2**31 - 1)
+        _check_float("temperature", self.temperature, low=0.0, high=100.0)
+        _check_float("length_penalty", self.length_penalty, low=-10.0, high=10.0)
+        _check_bool("ignore_eos", self.ignore_eos)
+        _check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
+
+
 def _is_same(value: object, neutral: object) -> bool:
     """Equal, and of a type that the engine can read: n=True is not n=1, but 0 is a float 0.0."""
     is_fit = type(value) is type(neutral) or (type(value), type(neutral)) == (int, float)
@@ -184,3 +229,8 @@ def _check_int(name: str, value: object, *, low: int, high: int) -> None:
         raise InvalidRequestError(
             f"{name} must be an integer in [{low}, {high}], got {value!r}.", param=name
         )
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidRequestError(f"{name} must be true or false, got {value!r}.", param=name)

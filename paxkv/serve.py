@@ -43,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serves until a signal comes; returns the exit code of the process."""
     namespace = make_parser().parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    # Our own few lines: how memory was planned, and where events go.
+    logging.getLogger("paxkv").setLevel(logging.INFO)
     try:
         engine_config = EngineConfig(
             model=config_from_arguments(ModelConfig, namespace),

@@ -32,6 +32,7 @@ COMPOSITION_ROOTS = {
     "paxkv/serve.py",
     "paxkv/llm.py",
     "paxkv/generate.py",
+    "paxkv/replay.py",
     # Names LLM and CompiledGenerator for type checkers; at run time they come late (see the file).
     "paxkv/__init__.py",
 }

@@ -1,6 +1,5 @@
 """Self-attention over the paged KV cache."""
 
-import functools
 from dataclasses import dataclass
 
 import jax
@@ -10,8 +9,9 @@ from flax import nnx
 import pallas_kernels
 from models.config import ModelConfig
 from models.forward_batch import ForwardBatch, KVCache
+from models.kv_layers import LayerPlacement
 from models.layers.linear import Linear
-from models.layers.rms_norm import RMSNorm
+from models.layers.rms_norm import make_norm
 from models.layers.rotary import apply_rotary
 
 
@@ -21,29 +21,37 @@ class AttentionContext:
 
     batch: ForwardBatch
     slots: jax.Array  # i32[num_groups, num_tokens], where each token's key and value are written
-    cos: jax.Array  # f32[num_tokens, head_dim // 2]
-    sin: jax.Array  # f32[num_tokens, head_dim // 2]
+    # For each of the model's `ropes`: cosine and sine, f32[num_tokens, head_dim // 2].
+    cos_sin: tuple[tuple[jax.Array, jax.Array], ...]
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions, and normed queries and keys where asked."""
+    """Grouped-query attention with rotary positions, and normed queries and keys where asked.
 
-    def __init__(self, config: ModelConfig, *, group_idx: int, row: int, dtype: jnp.dtype) -> None:
-        """Makes the attention of the layer that is number `row` of KV cache group `group_idx`."""
+    What differs between the layers of a model is settled here: which block table and row of the
+    cache, which rotary embedding, and how far a token sees.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, layer_idx: int, placement: LayerPlacement, dtype: jnp.dtype
+    ) -> None:
         hidden, head_dim = config.hidden_size, config.head_dim
         q_width, kv_width = config.num_q_heads * head_dim, config.num_kv_heads * head_dim
         self.q_proj = Linear(hidden, q_width, use_bias=config.qkv_bias, dtype=dtype)
         self.k_proj = Linear(hidden, kv_width, use_bias=config.qkv_bias, dtype=dtype)
         self.v_proj = Linear(hidden, kv_width, use_bias=config.qkv_bias, dtype=dtype)
         self.o_proj = Linear(q_width, hidden, use_bias=config.attention_out_bias, dtype=dtype)
-        norm = functools.partial(RMSNorm, head_dim, eps=config.rms_norm_eps, dtype=dtype)
-        self.q_norm = norm() if config.use_qk_norm else None
-        self.k_norm = norm() if config.use_qk_norm else None
+        self.q_norm = make_norm(config, head_dim, dtype=dtype) if config.use_qk_norm else None
+        self.k_norm = make_norm(config, head_dim, dtype=dtype) if config.use_qk_norm else None
         self.num_q_heads = config.num_q_heads
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = head_dim
-        self.group_idx = group_idx
-        self.row = row
+        self.group_idx = placement.group_idx
+        self.row = placement.row
+        self.rope_idx = config.ropes.index(config.layer_rope(layer_idx))
+        self.sliding_window = config.layer_window(layer_idx)
+        self.scale = config.attention_scale
+        self.soft_cap = config.attention_soft_cap
 
     def __call__(
         self,
@@ -58,8 +66,8 @@ class Attention(nnx.Module):
         v = self.v_proj(x).reshape(num_tokens, self.num_kv_heads, self.head_dim)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q = apply_rotary(q, context.cos, context.sin)
-        k = apply_rotary(k, context.cos, context.sin)
+        cos, sin = context.cos_sin[self.rope_idx]
+        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
 
         batch = context.batch
         k_cache, v_cache = pallas_kernels.kv_scatter(
@@ -73,7 +81,9 @@ class Attention(nnx.Module):
             batch.block_tables[self.group_idx],
             batch.seq_lens[self.group_idx],
             batch.query_start_loc,
-            scale=self.head_dim**-0.5,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
         )
         out = self.o_proj(attended.reshape(num_tokens, self.num_q_heads * self.head_dim))
         return out, KVCache(k=k_cache, v=v_cache)

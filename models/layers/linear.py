@@ -44,20 +44,28 @@ class Linear(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Token id to row; the table is f[vocab, hidden]."""
+    """Token id to row, times `scale`; the table is f[vocab, hidden].
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: jnp.dtype) -> None:
+    The scale is rounded to the table's dtype first, as Hugging Face does: 55.43 is 55.5 in
+    bfloat16.
+    """
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, dtype: jnp.dtype, scale: float = 1.0
+    ) -> None:
         self.embedding = nnx.Param(jnp.zeros((vocab_size, hidden_size), dtype))
+        self.scale = scale
 
     def __call__(
         self,
         token_ids: jax.Array,  # i32[num_tokens], in [0, vocab)
     ) -> jax.Array:  # f[num_tokens, hidden]
-        return self.embedding[...][token_ids]
+        rows = self.embedding[...][token_ids]
+        return rows if self.scale == 1.0 else rows * jnp.asarray(self.scale, rows.dtype)
 
     def attend(
         self,
         hidden: jax.Array,  # f[num_logits, hidden]
     ) -> jax.Array:  # f32[num_logits, vocab]
-        """Scores every token with its own embedding: the head of a model with tied embeddings."""
+        """Scores every token with its own embedding, not scaled: the head where it is tied."""
         return dot_float32(hidden, self.embedding[...].T)

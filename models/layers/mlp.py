@@ -1,15 +1,15 @@
-"""The gated MLP of the Llama family (SwiGLU)."""
+"""The gated MLP: SwiGLU in the Llama family, GeGLU in Gemma."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.config import ModelConfig
+from models.config import Activation, ModelConfig
 from models.layers.linear import Linear
 
 
 class GatedMLP(nnx.Module):
-    """`down(silu(gate(x)) * up(x))`.
+    """`down(activation(gate(x)) * up(x))`.
 
     Source: arXiv:2002.05202.
     """
@@ -19,9 +19,19 @@ class GatedMLP(nnx.Module):
         self.gate_proj = Linear(hidden, intermediate, use_bias=config.mlp_bias, dtype=dtype)
         self.up_proj = Linear(hidden, intermediate, use_bias=config.mlp_bias, dtype=dtype)
         self.down_proj = Linear(intermediate, hidden, use_bias=config.mlp_bias, dtype=dtype)
+        self.activation = config.hidden_act
 
     def __call__(
         self,
         x: jax.Array,  # f[num_tokens, hidden]
     ) -> jax.Array:  # f[num_tokens, hidden]
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate = activate(self.gate_proj(x), self.activation)
+        return self.down_proj(gate * self.up_proj(x))
+
+
+def activate(x: jax.Array, activation: Activation) -> jax.Array:
+    """Applies an activation by the name that config.json gives it; the shape and dtype stay."""
+    if activation == "silu":
+        return jax.nn.silu(x)
+    # The polynomial and the tanh in float32, and one rounding: what a fused kernel does.
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)

@@ -1,8 +1,10 @@
-"""Root-mean-square normalisation over the last axis."""
+"""Root-mean-square normalisation over the last axis, in the two forms that checkpoints have."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from models.config import ModelConfig
 
 
 class RMSNorm(nnx.Module):
@@ -22,7 +24,34 @@ class RMSNorm(nnx.Module):
         self,
         x: jax.Array,  # f[..., num_features]
     ) -> jax.Array:  # f[..., num_features]
-        x_f32 = x.astype(jnp.float32)
-        mean_square = jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True)
-        normalised = x_f32 * jax.lax.rsqrt(mean_square + self.eps)
-        return self.scale[...] * normalised.astype(x.dtype)
+        return self.scale[...] * _normalise(x, self.eps).astype(x.dtype)
+
+
+class OffsetRMSNorm(nnx.Module):
+    """Gemma's form: `x / sqrt(mean(x^2) + eps) * (1 + offset)`, rounded to x's dtype at the end."""
+
+    def __init__(self, num_features: int, *, eps: float, dtype: jnp.dtype) -> None:
+        self.offset = nnx.Param(jnp.zeros((num_features,), dtype))
+        self.eps = eps
+
+    def __call__(
+        self,
+        x: jax.Array,  # f[..., num_features]
+    ) -> jax.Array:  # f[..., num_features]
+        # In bfloat16, 1 + 0.003 would be 1: the sum is float32 too.
+        scale = 1.0 + self.offset[...].astype(jnp.float32)
+        return (_normalise(x, self.eps) * scale).astype(x.dtype)
+
+
+def make_norm(
+    config: ModelConfig, num_features: int, *, dtype: jnp.dtype
+) -> RMSNorm | OffsetRMSNorm:
+    """The norm of a model's family."""
+    norm_class = OffsetRMSNorm if config.norm_weight_is_offset else RMSNorm
+    return norm_class(num_features, eps=config.rms_norm_eps, dtype=dtype)
+
+
+def _normalise(x: jax.Array, eps: float) -> jax.Array:  # f32[..., num_features]
+    x_f32 = x.astype(jnp.float32)
+    mean_square = jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True)
+    return x_f32 * jax.lax.rsqrt(mean_square + eps)

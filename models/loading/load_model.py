@@ -1,5 +1,6 @@
 """`load_model`: from a folder or a hub name to a model that is ready to run."""
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Literal, get_args
@@ -27,6 +28,7 @@ def load_model(
     dtype: LoadDtype = "auto",
     load_format: LoadFormat = "auto",
     seed: int = 0,
+    has_unified_kv: bool = False,
 ) -> LoadedModel:
     """Loads a model onto the default device.
 
@@ -37,6 +39,7 @@ def load_model(
         load_format: "auto" reads safetensors, the only format so far; "dummy" needs only
             config.json and draws random weights.
         seed: Of the random weights.
+        has_unified_kv: Layers with a sliding window keep all keys and values, as the others do.
 
     Raises:
         ModelError: The model cannot be found, is not supported, or its weights do not fit; which of
@@ -45,7 +48,7 @@ def load_model(
     _check_choice("dtype", dtype, get_args(LoadDtype))
     _check_choice("load_format", load_format, get_args(LoadFormat))
     folder = resolve_model_folder(model, with_weights=load_format != "dummy")
-    config = read_model_config(folder)
+    config = dataclasses.replace(read_model_config(folder), has_unified_kv=has_unified_kv)
     structure = _Structure(config, _resolve_dtype(dtype, config))
     if load_format == "dummy":
         params = _random_params(structure, seed)
@@ -112,14 +115,14 @@ def _cast_and_transpose(weight: jax.Array, dtype: jnp.dtype, is_transposed: bool
 
 
 def _random_params(structure: _Structure, seed: int) -> tuple[jax.Array, ...]:
-    """Draws weights as an untrained model has them: normal, norms one, biases zero."""
+    """Draws weights as an untrained model has them: normal, norms scaling by one, biases zero."""
     key = jax.random.key(seed)
     params = []
     for param_idx, (name, wanted) in enumerate(zip(structure.names, structure.shapes, strict=True)):
         match name.rpartition(".")[2]:
             case "scale":
                 param = jnp.ones(wanted.shape, wanted.dtype)
-            case "bias":
+            case "bias" | "offset":
                 param = jnp.zeros(wanted.shape, wanted.dtype)
             case _:
                 std = structure.config.initializer_range

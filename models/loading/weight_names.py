@@ -8,7 +8,13 @@ from models.errors import WeightMismatchError
 from models.loading.safetensors_reader import StoredWeight
 
 # Last part of a parameter's name -> last part of the weight's.
-LEAF_NAMES = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
+LEAF_NAMES = {
+    "kernel": "weight",
+    "embedding": "weight",
+    "scale": "weight",
+    "offset": "weight",
+    "bias": "bias",
+}
 EMBEDDING_WEIGHT = "model.embed_tokens.weight"
 HEAD_WEIGHT = "lm_head.weight"
 # Left in old checkpoints: constants that are computed from the config.

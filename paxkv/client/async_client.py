@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
+from paxkv.client.beam_search import BeamSearch, prompt_params
 from paxkv.client.input_processor import InputProcessor, Prompt, text_of_prompt
-from paxkv.client.output_processor import OutputProcessor
+from paxkv.client.output_processor import OutputKind, OutputProcessor
 from paxkv.contracts.engine_client import EngineTransport
 from paxkv.contracts.engine_output import (
     EngineDead,
@@ -27,9 +28,10 @@ from paxkv.contracts.engine_request import (
     UtilityCall,
 )
 from paxkv.contracts.model_info import ModelInfo
+from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
 from paxkv.contracts.request_output import RequestOutput
 from paxkv.errors import EngineDeadError, InvalidRequestError, PaxkvError
-from paxkv.sampling_params import SamplingParams
+from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.text.chat_template import ChatTemplate
 from paxkv.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 
@@ -37,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 # The engine's last message is there when its transport is closed, unless its last step hangs.
 RECEIVER_JOIN_S = 5.0
+# Requests whose prefix cache misses can be asked for.
+MAX_LATEST_REQUESTS = 1024
 
 
 class AsyncEngineClient:
@@ -73,6 +77,8 @@ class AsyncEngineClient:
         self._streams: dict[str, _Stream] = {}
         # The engine's request ids -> the same.
         self._streams_by_engine_id: dict[str, _Stream] = {}
+        # Callers' request ids -> the engine's id of what computed the prompt, the oldest in front.
+        self._latest_engine_ids: dict[str, str] = {}
         self._num_requests = 0
         self._calls: dict[int, asyncio.Future[str]] = {}
         self._num_calls = 0
@@ -140,20 +146,63 @@ class AsyncEngineClient:
             InvalidRequestError: The caller's mistake, before the first output.
             EngineDeadError: The engine has ended.
         """
-        outputs = await self._add_request(
-            prompt, sampling_params, request_id=request_id, priority=priority, stream=stream
-        )
+        outputs = self._open_stream(request_id)
         try:
+            request = await self._process_input(
+                prompt, sampling_params, request_id=outputs.engine_request_id, priority=priority
+            )
+            output_kind = "delta" if stream else "final_only"
+            first_id = self._send_request(outputs, request, text_of_prompt(prompt), output_kind)
+            self._remember(request_id, first_id)
+            if outputs.is_aborted:  # while its prompt was tokenised
+                await self.abort(request_id)
             while True:
-                output = await outputs.queue.get()
-                if isinstance(output, EngineDeadError):
-                    raise output
-                yield output
+                output = await outputs.take()
+                yield dataclasses.replace(output, request_id=request_id)
                 if output.finished:
                     return
         finally:
-            if self._forget(outputs):
-                self._abort_in_engine([outputs.engine_request_id])
+            self._forget(outputs)
+
+    async def beam_search(
+        self, prompt: Prompt, params: BeamSearchParams, *, request_id: str, priority: int = 0
+    ) -> AsyncIterator[RequestOutput]:
+        """Searches, and yields one output: the sequences as completions, the best one first.
+
+        Every step of it is new requests to the engine, which takes none while it drains.
+
+        Args:
+            request_id: As in `generate`.
+
+        Raises:
+            InvalidRequestError: The caller's mistake.
+            EngineDeadError: The engine has ended, or will take no further step.
+        """
+        stream = self._open_stream(request_id)
+        search: BeamSearch | None = None
+        try:
+            request = await self._process_input(
+                prompt,
+                prompt_params(params),
+                request_id=stream.engine_request_id,
+                priority=priority,
+            )
+            search = BeamSearch(request, params, vocab_size=self._model_info.vocab_size)
+            while (requests := search.next_requests()) and not stream.is_aborted:
+                for step_request in requests:
+                    self._send_request(stream, step_request, None, "final_only")
+                await self._answer(stream, search, len(requests))
+            yield RequestOutput(
+                request_id=request_id,
+                prompt=text_of_prompt(prompt),
+                prompt_token_ids=search.prompt_token_ids,
+                outputs=search.completions(self.tokenizer, is_aborted=stream.is_aborted),
+                finished=True,
+                num_cached_tokens=search.num_cached_tokens,
+            )
+        finally:
+            self._forget(stream)
+            self._abort_in_engine([] if search is None else search.request_ids)
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its iterator yields a last output with finish reason "abort".
@@ -161,28 +210,45 @@ class AsyncEngineClient:
         Unknown and finished ids are ignored.
         """
         stream = self._streams.get(request_id)
-        if stream is None:
-            return
-        self._deliver(self._output_processor.abort([stream.engine_request_id]))
-        self._abort_in_engine([stream.engine_request_id])
+        if stream is not None:
+            stream.is_aborted = True
+            processed = self._output_processor.abort(stream.unfinished_ids)
+            self._deliver(processed.request_outputs)
+            self._abort_in_engine(processed.request_ids_to_abort)
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; False while requests still use blocks."""
-        return msgspec.json.decode(await self._call("reset_prefix_cache"), type=bool)
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forgets all cached prefixes; False, and nothing changed, while blocks are in use.
+
+        Args:
+            reset_running_requests: Preempt all running requests first; they are computed again.
+        """
+        reply = await self._call("reset_prefix_cache", reset_running_requests)
+        return msgspec.json.decode(reply, type=bool)
+
+    async def explain_prefix_cache_miss(self, request_id: str) -> PrefixCacheMiss:
+        """Why a request did not find more of its prompt in the prefix cache.
+
+        The answer speaks of other requests' prompts, so it is for the operator.
+
+        Raises:
+            InvalidRequestError: It is not among the latest requests of `generate`.
+            PaxkvError: The engine does not know it, or not any more.
+        """
+        engine_id = self._latest_engine_ids.get(request_id)
+        if engine_id is None:
+            raise InvalidRequestError(
+                f"request_id {request_id!r} is none of the last {MAX_LATEST_REQUESTS}.",
+                param="request_id",
+            )
+        reply = await self._call("explain_prefix_cache_miss", engine_id)
+        miss = msgspec.json.decode(reply, type=PrefixCacheMiss)
+        return dataclasses.replace(miss, request_id=request_id)
 
     async def get_stats(self) -> SchedulerStats:
         """Statistics as of now."""
         return msgspec.json.decode(await self._call("get_stats"), type=SchedulerStats)
 
-    async def _add_request(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams,
-        *,
-        request_id: str,
-        priority: int,
-        stream: bool,
-    ) -> "_Stream":
+    def _open_stream(self, request_id: str) -> "_Stream":
         self._check_alive()
         if request_id in self._streams:
             raise InvalidRequestError(
@@ -191,28 +257,30 @@ class AsyncEngineClient:
             )
         # The engine's ids are never used twice: steps on their way may still hold tokens of an
         # aborted request whose caller sends the same id again.
-        outputs = _Stream(request_id, engine_request_id=f"{request_id}-{self._num_requests}")
+        stream = _Stream(request_id, engine_request_id=f"{request_id}-{self._num_requests}")
         self._num_requests += 1
-        self._streams[request_id] = outputs
-        try:
-            request = await self._process_input(
-                prompt,
-                sampling_params,
-                request_id=outputs.engine_request_id,
-                priority=priority,
-            )
-            self._check_alive()
-            self._output_processor.add_request(
-                request,
-                prompt=text_of_prompt(prompt),
-                output_kind="delta" if stream else "final_only",
-            )
-            self._streams_by_engine_id[outputs.engine_request_id] = outputs
-            self._transport.send(AddRequest(request=request))
-        except BaseException:
-            self._forget(outputs)
-            raise
-        return outputs
+        self._streams[request_id] = stream
+        return stream
+
+    def _send_request(
+        self, stream: "_Stream", request: EngineRequest, prompt: str | None, output_kind: OutputKind
+    ) -> str:
+        """Sends a request to the engine; returns the id of the one that computes its prompt."""
+        self._check_alive()
+        children = self._output_processor.add_request(
+            request, prompt=prompt, output_kind=output_kind
+        )
+        stream.unfinished_ids.append(request.request_id)
+        self._streams_by_engine_id[request.request_id] = stream
+        for child in children:
+            self._transport.send(AddRequest(request=child))
+        return children[0].request_id
+
+    def _remember(self, request_id: str, engine_id: str) -> None:
+        self._latest_engine_ids.pop(request_id, None)
+        self._latest_engine_ids[request_id] = engine_id
+        if len(self._latest_engine_ids) > MAX_LATEST_REQUESTS:
+            del self._latest_engine_ids[next(iter(self._latest_engine_ids))]
 
     async def _process_input(
         self, prompt: Prompt, sampling_params: SamplingParams, *, request_id: str, priority: int
@@ -231,18 +299,32 @@ class AsyncEngineClient:
         if self._loop is None or self._is_closing:
             raise EngineDeadError("the engine is shutting down or was not started.")
 
-    def _forget(self, stream: "_Stream") -> bool:
-        """Drops a stream; True when its request was still unfinished."""
+    async def _answer(self, stream: "_Stream", search: BeamSearch, num_requests: int) -> None:
+        """Brings one step of a search to its end."""
+        outputs = [await stream.take() for _ in range(num_requests)]
+        if stream.is_aborted:
+            return
+        for output in outputs:
+            search.take(output)
+        self._abort_in_engine(search.released_ids)
+        search.note_released()
+
+    def _forget(self, stream: "_Stream") -> None:
+        """Drops a stream, and ends in the engine what is unfinished of it."""
         self._streams.pop(stream.request_id, None)
-        self._streams_by_engine_id.pop(stream.engine_request_id, None)
-        return bool(self._output_processor.abort([stream.engine_request_id]))
+        for engine_id in stream.unfinished_ids:
+            self._streams_by_engine_id.pop(engine_id, None)
+        processed = self._output_processor.abort(stream.unfinished_ids)
+        self._abort_in_engine(processed.request_ids_to_abort)
 
     def _abort_in_engine(self, engine_request_ids: list[str]) -> None:
+        if not engine_request_ids:
+            return
         # A dead engine has nothing left to abort.
         with contextlib.suppress(EngineDeadError):
             self._transport.send(AbortRequests(request_ids=engine_request_ids))
 
-    async def _call(self, method: str) -> str:
+    async def _call(self, method: str, *arguments: str | int | bool) -> str:
         if self._dead_reason is not None:
             raise EngineDeadError(f"the engine has ended: {self._dead_reason}")
         if self._loop is None:
@@ -251,7 +333,7 @@ class AsyncEngineClient:
         future = self._loop.create_future()
         self._calls[call_id] = future
         try:
-            self._transport.send(UtilityCall(call_id=call_id, method=method))
+            self._transport.send(UtilityCall(call_id=call_id, method=method, arguments=arguments))
             return await future
         finally:
             del self._calls[call_id]
@@ -287,8 +369,7 @@ class AsyncEngineClient:
         if isinstance(message, StepOutputs):
             self._latest_stats = message.stats
             processed = self._output_processor.process(message)
-            if processed.request_ids_to_abort:
-                self._abort_in_engine(processed.request_ids_to_abort)
+            self._abort_in_engine(processed.request_ids_to_abort)
             self._deliver(processed.request_outputs)
         elif isinstance(message, UtilityReply):
             self._on_reply(message)
@@ -298,8 +379,12 @@ class AsyncEngineClient:
     def _deliver(self, request_outputs: list[RequestOutput]) -> None:
         for output in request_outputs:
             stream = self._streams_by_engine_id.get(output.request_id)
-            if stream is not None:
-                stream.queue.put_nowait(dataclasses.replace(output, request_id=stream.request_id))
+            if stream is None:
+                continue
+            if output.finished:
+                stream.unfinished_ids.remove(output.request_id)
+                del self._streams_by_engine_id[output.request_id]
+            stream.queue.put_nowait(output)
 
     def _on_reply(self, reply: UtilityReply) -> None:
         future = self._calls.get(reply.call_id)
@@ -319,14 +404,32 @@ class AsyncEngineClient:
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineDeadError(error))
-        for stream in self._streams_by_engine_id.values():
+        for stream in set(self._streams_by_engine_id.values()):
             stream.queue.put_nowait(EngineDeadError(error))
 
 
 class _Stream:
-    """Where one request's outputs go."""
+    """Where the outputs of one caller's request go.
+
+    Args:
+        engine_request_id: Its id in the engine, and the end of its requests' ids there.
+    """
 
     def __init__(self, request_id: str, *, engine_request_id: str) -> None:
         self.request_id = request_id
         self.engine_request_id = engine_request_id
         self.queue: asyncio.Queue[RequestOutput | EngineDeadError] = asyncio.Queue()
+        # What the output processor follows for it.
+        self.unfinished_ids: list[str] = []
+        self.is_aborted = False
+
+    async def take(self) -> RequestOutput:
+        """The next output.
+
+        Raises:
+            EngineDeadError: The engine ended instead.
+        """
+        output = await self.queue.get()
+        if isinstance(output, EngineDeadError):
+            raise output
+        return output

@@ -27,6 +27,8 @@ class InprocClient:
         self._next_call_id = 0
         # Outputs of steps that ended while a control call waited for its reply.
         self._request_outputs: list[RequestOutput] = []
+        # Callers' request ids, until their last output is taken -> the engine's.
+        self._engine_ids: dict[str, list[str]] = {}
 
     @property
     def num_unfinished_requests(self) -> int:
@@ -40,34 +42,46 @@ class InprocClient:
         output_kind: OutputKind = "final_only",
     ) -> None:
         """Queues a request that `InputProcessor` made."""
-        self._output_processor.add_request(request, prompt=prompt, output_kind=output_kind)
-        self._transport.send(AddRequest(request=request))
+        children = self._output_processor.add_request(
+            request, prompt=prompt, output_kind=output_kind
+        )
+        self._engine_ids[request.request_id] = [child.request_id for child in children]
+        for child in children:
+            self._transport.send(AddRequest(request=child))
 
     def wait_for_outputs(self) -> list[RequestOutput]:
         """Waits for the engine's next step; what it made may be an empty list."""
         if not self._request_outputs:
             self._take(self._transport.receive())
         request_outputs, self._request_outputs = self._request_outputs, []
+        for output in request_outputs:
+            if output.finished:
+                self._engine_ids.pop(output.request_id, None)
         return request_outputs
 
     def abort(self, request_ids: Sequence[str]) -> list[RequestOutput]:
-        """Ends requests and returns their last outputs; unknown ids are ignored."""
-        request_outputs = self._output_processor.abort(request_ids)
+        """Ends requests, releases kept blocks, and returns what the callers had not been given.
+
+        Unknown ids are ignored.
+        """
+        request_outputs = self._output_processor.abort(request_ids).request_outputs
         # Whoever was interrupted may have left outputs behind, or a stop string's abort unsent.
         self._request_outputs = [
             o for o in self._request_outputs if o.request_id not in request_ids
         ]
-        self._transport.send(AbortRequests(request_ids=list(request_ids)))
+        engine_ids = [e for i in request_ids for e in self._engine_ids.pop(i, [i])]
+        if engine_ids:
+            self._transport.send(AbortRequests(request_ids=engine_ids))
         return request_outputs
 
-    def call(self, method: str) -> str:
+    def call(self, method: str, *arguments: str | int | bool) -> str:
         """Calls a control method of the engine core and returns its result as JSON.
 
         Raises:
             PaxkvError: The method failed there.
         """
         call_id, self._next_call_id = self._next_call_id, self._next_call_id + 1
-        self._transport.send(UtilityCall(call_id=call_id, method=method))
+        self._transport.send(UtilityCall(call_id=call_id, method=method, arguments=arguments))
         while True:
             reply = self._take(self._transport.receive())
             # A reply to an earlier call, whose caller was interrupted, has another id.

@@ -1,9 +1,10 @@
-"""`OutputProcessor`: token ids of a step become text; stop strings end a request."""
+"""`OutputProcessor`: token ids of a step become text; stop strings end a completion."""
 
 import dataclasses
 from collections.abc import Iterable
 from typing import Literal
 
+from paxkv.client.parallel_sampling import ParentRequest
 from paxkv.contracts.engine_output import EngineCoreOutput, FinishReason, StepOutputs
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput
@@ -18,11 +19,12 @@ OutputKind = Literal["cumulative", "delta", "final_only"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessedOutputs:
-    """What one step means for the callers.
+    """What one step, or an abort, means for the callers and for the engine.
 
     Args:
-        request_outputs: In the step's order.
-        request_ids_to_abort: Requests that a stop string ended: the engine does not know yet.
+        request_outputs: At most one per caller's request, in the step's order.
+        request_ids_to_abort: What the engine is to end, or to release the kept blocks of: it does
+            not know of a stop string, nor of an abort.
     """
 
     request_outputs: list[RequestOutput]
@@ -38,65 +40,103 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._requests: dict[str, _RequestState] = {}
+        # Callers' requests, and the engine's: one a completion.
+        self._parents: dict[str, ParentRequest] = {}
+        self._completions: dict[str, _CompletionState] = {}
 
     @property
     def num_unfinished_requests(self) -> int:
-        return len(self._requests)
+        """Callers' requests."""
+        return len(self._parents)
 
     def add_request(
         self, request: EngineRequest, *, prompt: str | None, output_kind: OutputKind
-    ) -> None:
+    ) -> list[EngineRequest]:
         """Begins to follow a request.
 
         Args:
             prompt: The prompt as text, if it came so.
+
+        Returns:
+            What the engine is to be sent: the request, or one for each of its completions.
         """
-        if request.request_id in self._requests:
+        if request.request_id in self._parents:
             raise InvariantError(f"request {request.request_id!r} is followed already.")
-        self._requests[request.request_id] = _RequestState(
-            request, prompt=prompt, output_kind=output_kind, tokenizer=self._tokenizer
-        )
+        parent = ParentRequest(request, prompt=prompt, is_final_only=output_kind == "final_only")
+        for index, child in enumerate(parent.children):
+            self._completions[child.request_id] = _CompletionState(
+                child,
+                parent=parent,
+                index=index,
+                output_kind=output_kind,
+                tokenizer=self._tokenizer,
+            )
+        self._parents[request.request_id] = parent
+        return parent.children
 
     def process(self, step_outputs: StepOutputs) -> ProcessedOutputs:
         """Turns one step's outputs into text; finished requests are forgotten."""
-        request_outputs = []
         request_ids_to_abort = []
+        parents: dict[str, ParentRequest] = {}
         for output in step_outputs.outputs:
-            state = self._requests.get(output.request_id)
+            state = self._completions.get(output.request_id)
             # Ended here already: by a stop string, or aborted while this step was computed.
             if state is None:
                 continue
-            request_output = state.process(output)
-            if request_output is not None:
-                request_outputs.append(request_output)
+            parents[state.parent.request_id] = state.parent
+            state.process(output)
             if state.finish_reason is not None:
-                del self._requests[output.request_id]
+                del self._completions[output.request_id]
                 if output.finish_reason is None:
                     request_ids_to_abort.append(output.request_id)
+        request_outputs = []
+        for parent in parents.values():
+            request_output = parent.take_output()
+            if request_output is not None:
+                request_outputs.append(request_output)
+            request_ids_to_abort += parent.take_released_ids()
+            if parent.is_finished:
+                del self._parents[parent.request_id]
         return ProcessedOutputs(
             request_outputs=request_outputs, request_ids_to_abort=request_ids_to_abort
         )
 
-    def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
-        """Forgets requests; returns their last outputs. Unknown ids are ignored."""
-        states = [self._requests.pop(request_id, None) for request_id in request_ids]
-        return [state.abort() for state in states if state is not None]
+    def abort(self, request_ids: Iterable[str]) -> ProcessedOutputs:
+        """Forgets callers' requests; their last outputs, and what the engine is to end.
+
+        Unknown and finished ids are ignored.
+        """
+        request_outputs = []
+        request_ids_to_abort = []
+        for request_id in request_ids:
+            parent = self._parents.pop(request_id, None)
+            if parent is None:
+                continue
+            for child in parent.children:
+                request_ids_to_abort.append(child.request_id)
+                state = self._completions.pop(child.request_id, None)
+                if state is not None:
+                    state.abort()
+            request_outputs.append(parent.take_output())
+        return ProcessedOutputs(
+            request_outputs=request_outputs, request_ids_to_abort=request_ids_to_abort
+        )
 
 
-class _RequestState:
-    """The output so far of one request."""
+class _CompletionState:
+    """The output so far of one completion: one request of the engine."""
 
     def __init__(
         self,
         request: EngineRequest,
         *,
-        prompt: str | None,
+        parent: ParentRequest,
+        index: int,
         output_kind: OutputKind,
         tokenizer: Tokenizer | None,
     ) -> None:
-        self._request = request
-        self._prompt = prompt
+        self.parent = parent
+        self._index = index
         self._output_kind = output_kind
         self._tokenizer = tokenizer
         self._include_stop_str = request.sampling_params.include_stop_str_in_output
@@ -115,8 +155,8 @@ class _RequestState:
         self.finish_reason: FinishReason | None = None
         self._stop_reason: int | str | None = None
 
-    def process(self, output: EngineCoreOutput) -> RequestOutput | None:
-        """Takes one step's output; None when the caller is to hear nothing of it."""
+    def process(self, output: EngineCoreOutput) -> None:
+        """Takes one step's output, and hands its parent what the caller is to hear of it."""
         self._num_cached_tokens = output.num_cached_tokens
         self.finish_reason = output.finish_reason
         self._stop_reason = output.stop_reason
@@ -128,16 +168,18 @@ class _RequestState:
             for token_id, logprobs in zip(new_token_ids, output.logprobs, strict=False):
                 self._logprobs.append(self._to_logprobs(token_id, logprobs))
                 self._cumulative_logprob += logprobs.token_logprob
-        if self._output_kind == "final_only" and self.finish_reason is None:
-            return None
-        return self._make_output()
+        is_silent = self._output_kind == "final_only" and self.finish_reason is None
+        self._hand_over(None if is_silent else self._make_output())
 
-    def abort(self) -> RequestOutput:
-        """The last output of a request that its caller gave up."""
+    def abort(self) -> None:
+        """Ends a completion that its caller gave up, and hands its parent what there is of it."""
         self.finish_reason, self._stop_reason = "abort", None
         if self._detokenizer is not None:
             self._detokenizer.update([], is_last=True)
-        return self._make_output()
+        self._hand_over(self._make_output())
+
+    def _hand_over(self, completion: CompletionOutput | None) -> None:
+        self.parent.take(self._index, completion, num_cached_tokens=self._num_cached_tokens)
 
     def _detokenize(self, output: EngineCoreOutput) -> list[int]:
         """Feeds the new tokens; returns those that count, fewer after a stop string."""
@@ -165,7 +207,7 @@ class _RequestState:
         text = self._tokenizer.token_text(token_id) if self._tokenizer is not None else ""
         return Logprob(logprob=logprob, rank=rank, decoded_token=text)
 
-    def _make_output(self) -> RequestOutput:
+    def _make_output(self) -> CompletionOutput:
         if self._output_kind == "delta":
             first = self._num_taken_tokens
             self._num_taken_tokens = len(self._token_ids)
@@ -173,20 +215,12 @@ class _RequestState:
         else:
             first = 0
             text = self._detokenizer.text if self._detokenizer is not None else ""
-        completion = CompletionOutput(
-            index=0,
+        return CompletionOutput(
+            index=self._index,
             text=text,
             token_ids=self._token_ids[first:],
             cumulative_logprob=self._cumulative_logprob,
             logprobs=None if self._logprobs is None else self._logprobs[first:],
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
-        )
-        return RequestOutput(
-            request_id=self._request.request_id,
-            prompt=self._prompt,
-            prompt_token_ids=self._request.prompt_token_ids,
-            outputs=[completion],
-            finished=self.finish_reason is not None,
-            num_cached_tokens=self._num_cached_tokens,
         )

@@ -11,8 +11,13 @@ class CacheRequest(Protocol):
     def request_id(self) -> str: ...
 
     @property
-    def num_tokens(self) -> int:
+    def all_token_ids(self) -> Sequence[int]:
         """Prompt and output tokens known so far."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of `all_token_ids`."""
         ...
 
     @property
@@ -25,10 +30,16 @@ class CacheRequest(Protocol):
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """Chained hash of each full block of its tokens; empty when nothing is cached."""
+        """Chained hash of each full `hash_block_size` of its tokens; empty without caching."""
         ...
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
         """True: compute the whole prompt, even where the cache has it."""
         ...
+
+    @property
+    def lora_name(self) -> str | None: ...
+
+    @property
+    def cache_salt(self) -> str | None: ...

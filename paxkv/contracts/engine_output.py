@@ -3,14 +3,18 @@
 import dataclasses
 from typing import Literal
 
+import msgspec
+
+from paxkv.contracts.block_residency import BlockResidency
 from paxkv.contracts.runner_output import TokenLogprobs
 
 # "stop" is EOS, a stop token or a stop string; "error" is the engine's own failure.
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class EngineCoreOutput:
+# Not a dataclass: one is made for every token of every request, and a frozen dataclass takes five
+# times as long. It holds no other object that could lead back to it, so the collector may skip it.
+class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one step made for one request.
 
     Args:
@@ -36,9 +40,16 @@ class SchedulerStats:
         kv_cache_usage: Share of blocks in use, in [0, 1].
         prefix_cache_queries: Prompt tokens looked up in the prefix cache.
         prefix_cache_hits: Those found there.
+        prefix_cache_recent_queries: The same of the most recent requests alone.
+        prefix_cache_recent_hits: Those found there.
+        prefix_cache_preempted_queries: Tokens of requests looked up as they came back from a
+            preemption; they count in none of the others.
+        prefix_cache_preempted_hits: Those found there.
+        kv_block_residency: How long a sample of the blocks lived, lay idle and waited for reuse.
         num_allocated_slots: Token positions in blocks that running requests hold, each
             block counted once.
-        num_used_slots: Those that hold a computed token.
+        num_used_slots: Those that hold a computed token. Both are counted every few steps only;
+            between, they are those of the last count.
     """
 
     num_running_reqs: int = 0
@@ -49,12 +60,24 @@ class SchedulerStats:
     num_preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    prefix_cache_recent_queries: int = 0
+    prefix_cache_recent_hits: int = 0
+    prefix_cache_preempted_queries: int = 0
+    prefix_cache_preempted_hits: int = 0
     num_allocated_slots: int = 0
     num_used_slots: int = 0
     num_steps: int = 0
     num_scheduled_tokens: int = 0
     num_padded_tokens: int = 0
     num_compiles_after_ready: int = 0
+    kv_block_residency: BlockResidency = BlockResidency()
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """Share of the most recent requests' tokens that were found; 0 before the first."""
+        if self.prefix_cache_recent_queries == 0:
+            return 0.0
+        return self.prefix_cache_recent_hits / self.prefix_cache_recent_queries
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,33 @@ from paxkv.sampling_params import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MultiModalFeature:
+    """One image, sound or other item whose encoder outputs stand at prompt positions.
+
+    Args:
+        identifier: Names its content: equal items have equal identifiers.
+        offset: First prompt position that it fills.
+        length: Prompt positions that it fills, which is also its number of encoder tokens.
+    """
+
+    identifier: str
+    offset: int
+    length: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PromptEmbeds:
+    """Embeddings that stand in place of the prompt's tokens.
+
+    Args:
+        data: `bytes_per_token` bytes per prompt position, in order.
+    """
+
+    data: bytes
+    bytes_per_token: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
     """One request, checked and tokenised, as the engine core takes it.
 
@@ -18,6 +45,15 @@ class EngineRequest:
         arrival_time: Seconds since the epoch.
         priority: Lower runs first under the priority policy; ties by arrival.
         cache_salt: Separates prefix-cache entries of tenants; None shares with everyone.
+        lora_name: Adapter that its K and V are computed with; None is the base model.
+        mm_features: In the order of their positions, which do not overlap.
+        prompt_embeds: None where the prompt is tokens alone.
+        needs_grammar: Its tokens are bound by a grammar, which must be compiled before it runs.
+        fork_from: Request whose blocks this one shares, as far as the tokens of the two are equal
+            and up to the last token of this one's prompt, which is always computed. It waits
+            until they are computed; where that cannot be any more, it is computed from its tokens.
+        keep_blocks: Its blocks stay after its end, for requests that fork from it, until it is
+            aborted or their memory is needed.
     """
 
     request_id: str
@@ -27,6 +63,12 @@ class EngineRequest:
     arrival_time: float = 0.0
     priority: int = 0
     cache_salt: str | None = None
+    lora_name: str | None = None
+    mm_features: tuple[MultiModalFeature, ...] = ()
+    prompt_embeds: PromptEmbeds | None = None
+    needs_grammar: bool = False
+    fork_from: str | None = None
+    keep_blocks: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +89,15 @@ class AbortRequests:
 class UtilityCall:
     """A control call by name, answered by a `UtilityReply` with the same `call_id`.
 
-    Methods: `reset_prefix_cache`, `get_stats`, `check_invariants`.
+    Methods: `reset_prefix_cache`, `get_stats`, `check_invariants`, `explain_prefix_cache_miss`.
+
+    Args:
+        arguments: Passed to the method in order.
     """
 
     call_id: int
     method: str
+    arguments: tuple[str | int | bool, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

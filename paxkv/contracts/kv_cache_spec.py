@@ -1,15 +1,31 @@
 """KV cache formats: what one layer stores per block, and how layers form groups."""
 
 import dataclasses
+import math
 
 from paxkv.errors import ConfigError
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+}
+
+
+def cdiv(numerator: int, denominator: int) -> int:
+    """Division rounded up; both are at least 0, the denominator at least 1."""
+    return -(-numerator // denominator)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheSpec:
-    """Format of one layer's KV memory; a block holds `block_size` token positions."""
+    """Format of one layer's KV memory; a block holds `block_size` token positions.
+
+    Source: vLLM `v1/kv_cache_interface.py`.
+    """
 
     block_size: int
 
@@ -19,32 +35,188 @@ class KVCacheSpec:
         raise NotImplementedError(f"{type(self).__name__} must say its page size")
 
     def max_blocks_per_req(self, max_model_len: int) -> int:
-        """Most blocks that one request of `max_model_len` tokens can hold."""
-        return -(-max_model_len // self.block_size)
+        """Most entries of a request's block table, null blocks included."""
+        return cdiv(max_model_len, self.block_size)
+
+    def max_held_blocks(self, *, max_model_len: int, max_num_batched_tokens: int) -> int:
+        """Most blocks that one request holds at once in this layer's group.
+
+        Args:
+            max_num_batched_tokens: Most tokens that one step computes of the request.
+        """
+        return self.max_blocks_per_req(max_model_len)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec(KVCacheSpec):
-    """K and V of `num_kv_heads` heads, `head_size` wide, stored as `dtype`."""
+    """K and V of `num_kv_heads` heads, stored as `dtype`.
+
+    Args:
+        head_size: Width of a K head, and of a V head unless `head_size_v` says otherwise.
+        page_size_padded: Bytes that a page is filled up to, so that it agrees with other layers'.
+    """
 
     num_kv_heads: int
     head_size: int
     dtype: str
+    head_size_v: int | None = None
+    page_size_padded: int | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
             raise ConfigError(
                 f"KV cache dtype must be one of {sorted(DTYPE_BYTES)}, got {self.dtype!r}."
             )
+        if self.page_size_padded is not None and self.page_size_padded < self.real_page_size_bytes:
+            raise ConfigError(
+                f"page_size_padded={self.page_size_padded} must be at least the "
+                f"{self.real_page_size_bytes} bytes that a page needs."
+            )
+
+    @property
+    def real_page_size_bytes(self) -> int:
+        """Bytes of one block of one layer, without padding."""
+        head_size_v = self.head_size if self.head_size_v is None else self.head_size_v
+        bytes_per_token = self.num_kv_heads * (self.head_size + head_size_v)
+        return self.block_size * bytes_per_token * DTYPE_BYTES[self.dtype]
 
     @property
     def page_size_bytes(self) -> int:
-        return 2 * self.block_size * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype]
+        if self.page_size_padded is not None:
+            return self.page_size_padded
+        return self.real_page_size_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FullAttentionSpec(AttentionSpec):
-    """Every token attends to every earlier one, so a request keeps all its blocks."""
+    """Every token attends to every earlier one, so a request keeps all its blocks.
+
+    Args:
+        sliding_window: Set where a layer attends to a window only, but its blocks are kept as
+            those of full attention, so that all layers of the model are one group.
+        attention_chunk_size: The same for chunked local attention.
+    """
+
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        # Zero-argument super() fails in a dataclass with slots: the class is made twice.
+        AttentionSpec.__post_init__(self)
+        if self.sliding_window is not None and self.attention_chunk_size is not None:
+            raise ConfigError(
+                f"a layer has a window or chunks, got {self.sliding_window=} and "
+                f"{self.attention_chunk_size=}."
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MLAAttentionSpec(FullAttentionSpec):
+    """Multi-head latent attention: one latent of `head_size` per token, and no V."""
+
+    @property
+    def real_page_size_bytes(self) -> int:
+        return self.block_size * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SlidingWindowSpec(AttentionSpec):
+    """A token attends to itself and the `sliding_window - 1` tokens before it."""
+
+    sliding_window: int
+
+    def max_held_blocks(self, *, max_model_len: int, max_num_batched_tokens: int) -> int:
+        num_tokens = min(self.sliding_window - 1 + max_num_batched_tokens, max_model_len)
+        # One more: the window need not begin where a block does.
+        return min(cdiv(num_tokens, self.block_size) + 1, self.max_blocks_per_req(max_model_len))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkedLocalAttentionSpec(AttentionSpec):
+    """A token attends to those before it in its own chunk of `attention_chunk_size` tokens."""
+
+    attention_chunk_size: int
+
+    def max_held_blocks(self, *, max_model_len: int, max_num_batched_tokens: int) -> int:
+        num_tokens = min(self.attention_chunk_size + max_num_batched_tokens, max_model_len)
+        return min(cdiv(num_tokens, self.block_size) + 1, self.max_blocks_per_req(max_model_len))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MambaSpec(KVCacheSpec):
+    """A state of fixed size; a block is one state, taken after its last token.
+
+    Args:
+        shapes: Of the state's arrays (convolution and recurrence, say).
+        dtypes: Of the same arrays.
+        page_size_padded: Bytes that a page is filled up to, so that it agrees with attention's.
+        num_speculative_blocks: Further states a request needs for tokens not yet accepted.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    page_size_padded: int | None = None
+    num_speculative_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.shapes) != len(self.dtypes) or not set(self.dtypes) <= set(DTYPE_BYTES):
+            raise ConfigError(
+                f"a state needs a dtype of {sorted(DTYPE_BYTES)} for each of its arrays, got "
+                f"{self.shapes=} and {self.dtypes=}."
+            )
+        if self.page_size_padded is not None and self.page_size_padded < self.real_page_size_bytes:
+            raise ConfigError(
+                f"page_size_padded={self.page_size_padded} must be at least the "
+                f"{self.real_page_size_bytes} bytes that a state needs."
+            )
+
+    @property
+    def real_page_size_bytes(self) -> int:
+        """Bytes of one state, without padding."""
+        return sum(
+            math.prod(shape) * DTYPE_BYTES[dtype]
+            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        )
+
+    @property
+    def page_size_bytes(self) -> int:
+        if self.page_size_padded is not None:
+            return self.page_size_padded
+        return self.real_page_size_bytes
+
+    def max_blocks_per_req(self, max_model_len: int) -> int:
+        return cdiv(max_model_len, self.block_size) + self.num_speculative_blocks
+
+    def max_held_blocks(self, *, max_model_len: int, max_num_batched_tokens: int) -> int:
+        # The state to go on from, those at the boundaries that a step passes, and the further ones.
+        num_passed = cdiv(min(max_num_batched_tokens, max_model_len), self.block_size)
+        num_blocks = num_passed + 1 + self.num_speculative_blocks
+        return min(num_blocks, self.max_blocks_per_req(max_model_len))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CrossAttentionSpec(AttentionSpec):
+    """K and V of an encoder's tokens: all known when the request starts, none added later.
+
+    Args:
+        max_encoder_tokens: Most encoder tokens of one request.
+    """
+
+    max_encoder_tokens: int
+
+    def max_blocks_per_req(self, max_model_len: int) -> int:
+        return cdiv(self.max_encoder_tokens, self.block_size)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SinkFullAttentionSpec(FullAttentionSpec):
+    """Full attention whose first `sink_len` positions hold learned keys and values.
+
+    They belong to the layer and not to a request: their blocks are taken once, stand in front of
+    every request's own, and never leave.
+    """
+
+    sink_len: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +233,34 @@ class KVCacheConfig:
 
     Layer j of every group lives in row j of the cache arrays, so a block of the pool is
     `num_rows` pages: one per layer of the largest group.
+
+    Args:
+        kv_sharing_targets: (layer, earlier layer) where a layer reads the earlier one's keys and
+            values; it stands in no group.
+        hash_block_size: Tokens that one block hash covers; it divides every group's block size.
+            None is the greatest that does.
     """
 
     num_blocks: int
     kv_cache_groups: tuple[KVCacheGroupSpec, ...]
+    kv_sharing_targets: tuple[tuple[str, str], ...] = ()
+    hash_block_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.hash_block_size is not None and self.hash_block_size < 1:
+            raise ConfigError(f"hash_block_size must be at least 1, got {self.hash_block_size}.")
 
     @property
     def num_rows(self) -> int:
         return max(len(group.layer_names) for group in self.kv_cache_groups)
+
+    @property
+    def resolved_hash_block_size(self) -> int:
+        """`hash_block_size`, or the greatest that divides every group's block size."""
+        if self.hash_block_size is not None:
+            return self.hash_block_size
+        return math.gcd(*(group.kv_cache_spec.block_size for group in self.kv_cache_groups))
+
+    @property
+    def has_mamba_layers(self) -> bool:
+        return any(isinstance(group.kv_cache_spec, MambaSpec) for group in self.kv_cache_groups)

@@ -19,6 +19,7 @@ class CompletionOutput:
     """One completion of a prompt.
 
     Args:
+        index: Its place among the completions of its prompt, in `[0, n)`.
         text: The completion so far, or the new part of it when streaming deltas.
         logprobs: Per token, `token id -> Logprob` of the drawn token and the most likely ones;
             None unless asked for.
@@ -44,6 +45,8 @@ class RequestOutput:
 
     Args:
         prompt: The prompt as text, or None when it came as token ids.
+        outputs: By index. A stream has only those that have something new.
+        finished: Whether all its completions have ended.
         num_cached_tokens: Prompt tokens that came from the prefix cache.
     """
 
@@ -53,3 +56,29 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchSequence:
+    """One sequence that a beam search found.
+
+    Args:
+        tokens: Prompt and new tokens, with the EOS token that ended it.
+        logprobs: Per new token, the candidates that it was chosen from.
+        cum_logprob: Sum of the new tokens' log-probabilities.
+        text: Of all `tokens`; the EOS token is left out unless `include_stop_str_in_output`.
+        finish_reason: "stop" after EOS, "length" at `max_tokens`.
+    """
+
+    tokens: list[int]
+    logprobs: list[dict[int, Logprob]]
+    cum_logprob: float
+    text: str
+    finish_reason: FinishReason
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchOutput:
+    """One prompt's sequences, best first, at most `beam_width`."""
+
+    sequences: list[BeamSearchSequence]

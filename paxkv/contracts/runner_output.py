@@ -21,6 +21,21 @@ class TokenLogprobs:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KVConnectorOutput:
+    """What a connector's worker half finished in one step.
+
+    Args:
+        finished_sending: Requests whose blocks have been saved: they may be freed now.
+        finished_recving: Requests whose blocks have been loaded: they may run now.
+        invalid_block_ids: Blocks that could not be loaded; what they hold is computed instead.
+    """
+
+    finished_sending: frozenset[str] = frozenset()
+    finished_recving: frozenset[str] = frozenset()
+    invalid_block_ids: frozenset[int] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRunnerOutput:
     """Sampled tokens of one step.
 
@@ -29,11 +44,15 @@ class ModelRunnerOutput:
         sampled_token_ids: Per request of `req_ids`, its new tokens; empty while its prompt is
             still being computed. Nothing may assume one token a step.
         logprobs: Per request of `req_ids`, one entry per sampled token, or None when not asked.
+        draft_token_ids: Per request that has any, tokens to be verified in its next step.
+        kv_connector_output: None without a connector.
     """
 
     req_ids: list[str]
     sampled_token_ids: list[list[int]]
     logprobs: list[list[TokenLogprobs] | None]
+    draft_token_ids: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    kv_connector_output: KVConnectorOutput | None = None
 
 
 EMPTY_MODEL_RUNNER_OUTPUT = ModelRunnerOutput(req_ids=[], sampled_token_ids=[], logprobs=[])

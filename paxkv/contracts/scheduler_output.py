@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from paxkv.contracts.engine_request import MultiModalFeature
+from paxkv.contracts.kv_connector import KVConnectorMetadata
 from paxkv.sampling_params import SamplingParams
 
 
@@ -19,6 +21,8 @@ class NewRequestData:
     sampling_params: SamplingParams
     block_ids: tuple[list[int], ...]
     num_computed_tokens: int
+    lora_name: str | None = None
+    mm_features: tuple[MultiModalFeature, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +34,8 @@ class CachedRequestData:
             the block table instead of being appended to it.
         new_block_ids: Per request, new blocks per group, or None when there are none.
         num_computed_tokens: Tokens in the cache before this step.
-        num_output_tokens: Output tokens that the scheduler has seen so far.
+        num_output_tokens: Output tokens before this step, with those that steps still in flight
+            bring.
         all_token_ids: Prompt and output of each resumed request: the runner may have dropped it.
     """
 
@@ -63,7 +68,16 @@ class SchedulerOutput:
         total_num_scheduled_tokens: Their sum, at most `max_num_batched_tokens`.
         preempted_req_ids: Requests that lost their blocks in this step.
         finished_req_ids: Requests that ended since the last step; the runner drops their rows.
+        scheduled_spec_decode_tokens: Draft tokens to verify, per request that has any; they count
+            among its `num_scheduled_tokens`, behind its own.
+        scheduled_encoder_inputs: Per request, indices of its `mm_features` to encode now.
+        free_encoder_mm_hashes: Encoder outputs that nobody needs any more, by identifier.
+        num_common_prefix_blocks: Per KV cache group, leading blocks that all running requests hold.
         block_copies: Copy-on-write, to be done before the step's writes.
+        new_block_ids_to_zero: Blocks handed out since the last step whose old bytes must not be
+            read, not even masked; set to zero before the step's writes. Only where a model's
+            groups read one memory as different dtypes (Mamba beside attention).
+        kv_connector_metadata: What the connector's worker half is to load and save.
     """
 
     scheduled_new_reqs: list[NewRequestData]
@@ -72,4 +86,10 @@ class SchedulerOutput:
     total_num_scheduled_tokens: int
     preempted_req_ids: frozenset[str]
     finished_req_ids: frozenset[str]
+    scheduled_spec_decode_tokens: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    scheduled_encoder_inputs: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    free_encoder_mm_hashes: list[str] = dataclasses.field(default_factory=list)
+    num_common_prefix_blocks: list[int] = dataclasses.field(default_factory=list)
     block_copies: list[BlockCopy] = dataclasses.field(default_factory=list)
+    new_block_ids_to_zero: list[int] = dataclasses.field(default_factory=list)
+    kv_connector_metadata: KVConnectorMetadata | None = None

@@ -89,6 +89,7 @@ def _run_core(
     finally:
         is_dead.set()
         outputs.put(wire.encode(EngineDead(reason=reason)))
+        core.close()
 
 
 def _run_until_shutdown(

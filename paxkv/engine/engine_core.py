@@ -1,6 +1,7 @@
 """`EngineCore`: steps and messages, between a deciding scheduler and a computing executor."""
 
 import dataclasses
+import inspect
 import logging
 import time
 from collections.abc import Callable
@@ -23,27 +24,48 @@ from paxkv.contracts.engine_request import (
     UtilityCall,
 )
 from paxkv.contracts.executor import Executor
+from paxkv.contracts.kv_events import KVEventBatch
+from paxkv.engine.kv_event_publisher import KVEventPublisher
 from paxkv.errors import InvalidRequestError, InvariantError, PaxkvError
 from paxkv.scheduler.scheduler import Scheduler
+from paxkv.scheduler.trace.recorder import TraceRecorder
 
 logger = logging.getLogger(__name__)
 
-# The scheduler promises a token to someone in every step; so many without one would never end.
+# The scheduler promises a token to someone in every step, unless all wait for something outside;
+# so many steps without one would never end.
 MAX_EMPTY_STEPS = 8
+# A step that can only wait for something outside lets it have the interpreter.
+_WAIT_S = 0.001
+# Counting used KV slots takes time with every running request.
+_STEPS_PER_SLOT_COUNT = 16
 
 
 class EngineCore:
-    """One engine. Not safe for threads: whoever runs it calls everything from one."""
+    """One engine. Not safe for threads: whoever runs it calls everything from one.
 
-    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
+    Args:
+        kv_event_publisher: Told of KV cache events, where the scheduler records them; belongs to
+            the engine, and ends with it.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler | TraceRecorder,
+        executor: Executor,
+        kv_event_publisher: KVEventPublisher | None = None,
+    ) -> None:
         self._scheduler = scheduler
         self._executor = executor
+        self._kv_event_publisher = kv_event_publisher
+        self._num_steps = 0
         self._num_empty_steps = 0
         self._shutdown: Shutdown | None = None
-        self._utilities: dict[str, Callable[[], object]] = {
+        self._utilities: dict[str, Callable[..., object]] = {
             "reset_prefix_cache": scheduler.reset_prefix_cache,
             "get_stats": self.make_stats,
             "check_invariants": scheduler.check_invariants,
+            "explain_prefix_cache_miss": scheduler.explain_prefix_cache_miss,
         }
 
     @property
@@ -63,6 +85,12 @@ class EngineCore:
 
         A request that cannot be taken is answered by an output with finish reason "error".
         """
+        reply = self._obey(message)
+        # A reset has events too, and may find an engine that computes no step for a long time.
+        self._publish_kv_events()
+        return reply
+
+    def _obey(self, message: EngineInput) -> EngineOutput | None:
         match message:
             case AddRequest(request=request):
                 return self._add_request(request)
@@ -87,15 +115,42 @@ class EngineCore:
         # An empty step too: the executor hears who ended.
         handle = self._executor.execute_model(scheduler_output)
         outputs = self._scheduler.update_from_output(scheduler_output, handle.sample_tokens())
-        return StepOutputs(outputs=outputs, stats=self.make_stats(), timestamp=time.time())
+        self._publish_kv_events()
+        self._num_steps += 1
+        # Also when all have ended: nobody may come to correct the last numbers for a long time.
+        count_slots = (
+            self._num_steps % _STEPS_PER_SLOT_COUNT == 0
+            or not self._scheduler.has_unfinished_requests()
+        )
+        stats = self.make_stats(count_slots=count_slots)
+        return StepOutputs(outputs=outputs, stats=stats, timestamp=time.time())
 
-    def make_stats(self) -> SchedulerStats:
-        """A snapshot of both halves."""
+    def make_stats(self, *, count_slots: bool = True) -> SchedulerStats:
+        """A snapshot of both halves.
+
+        Args:
+            count_slots: Count used KV slots anew; else they are those of the last count.
+        """
         return dataclasses.replace(
-            self._scheduler.make_stats(),
+            self._scheduler.make_stats(count_slots=count_slots),
             num_padded_tokens=self._executor.num_padded_tokens,
             num_compiles_after_ready=self._executor.num_compiles_after_ready,
         )
+
+    def close(self) -> None:
+        """Ends the trace and the publisher; nothing may be called afterwards. May be repeated."""
+        if isinstance(self._scheduler, TraceRecorder):
+            # A step that failed on the device has no end: its decision is written here.
+            self._scheduler.close()
+        if self._kv_event_publisher is not None:
+            self._kv_event_publisher.close()
+
+    def _publish_kv_events(self) -> None:
+        if self._kv_event_publisher is None:
+            return
+        events = self._scheduler.take_events()
+        if events:
+            self._kv_event_publisher.publish(KVEventBatch(ts=time.time(), events=events))
 
     def _add_request(self, request: EngineRequest) -> StepOutputs | None:
         try:
@@ -119,14 +174,25 @@ class EngineCore:
                 call_id=call.call_id, error=f"unknown method {call.method!r}; wanted {wanted}."
             )
         try:
-            result_json = msgspec.json.encode(utility()).decode()
+            inspect.signature(utility).bind(*call.arguments)
+        except TypeError as error:
+            return UtilityReply(
+                call_id=call.call_id, error=f"{call.method} got {call.arguments!r}: {error}."
+            )
+        try:
+            result_json = msgspec.json.encode(utility(*call.arguments)).decode()
         except PaxkvError as error:
             return UtilityReply(call_id=call.call_id, error=f"{type(error).__name__}: {error}")
         return UtilityReply(call_id=call.call_id, result_json=result_json)
 
     def _check_progress(self, num_scheduled_tokens: int) -> None:
-        is_stuck = num_scheduled_tokens == 0 and self._scheduler.has_unfinished_requests()
-        self._num_empty_steps = self._num_empty_steps + 1 if is_stuck else 0
+        if num_scheduled_tokens > 0 or not self._scheduler.has_unfinished_requests():
+            self._num_empty_steps = 0
+            return
+        if self._scheduler.is_waiting_for_outside():
+            time.sleep(_WAIT_S)
+            return
+        self._num_empty_steps += 1
         if self._num_empty_steps > MAX_EMPTY_STEPS:
             raise InvariantError(
                 f"{self._scheduler.num_unfinished_requests()} requests wait, but "

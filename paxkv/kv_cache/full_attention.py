@@ -1,6 +1,8 @@
 """FullAttentionManager: every token attends to all earlier ones, so every block is kept."""
 
 from collections.abc import Sequence
+from itertools import islice
+from typing import ClassVar
 
 from paxkv.contracts.kv_cache_spec import KVCacheSpec
 from paxkv.kv_cache.block import KVCacheBlock
@@ -10,7 +12,9 @@ from paxkv.kv_cache.single_type_manager import SingleTypeKVCacheManager
 
 
 class FullAttentionManager(SingleTypeKVCacheManager):
-    """Block tables of full attention layers."""
+    """Block tables of full attention layers, and of those with one latent (MLA)."""
+
+    supports_context_parallel: ClassVar[bool] = True
 
     @classmethod
     def find_longest_cache_hit(
@@ -21,17 +25,27 @@ class FullAttentionManager(SingleTypeKVCacheManager):
         kv_cache_group_ids: Sequence[int],
         block_pool: BlockPool,
         kv_cache_spec: KVCacheSpec,
+        use_eagle: bool,
+        alignment_tokens: int,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
     ) -> tuple[list[KVCacheBlock], ...]:
-        computed_blocks: tuple[list[KVCacheBlock], ...] = tuple([] for _ in kv_cache_group_ids)
-        max_num_blocks = min(max_length // kv_cache_spec.block_size, len(block_hashes))
-        for block_idx in range(max_num_blocks):
-            cached_blocks = block_pool.get_cached_block(block_hashes[block_idx], kv_cache_group_ids)
-            # A gap ends the hit: tokens after it would need K and V of the tokens in it.
-            if cached_blocks is None:
-                break
-            for computed, cached in zip(computed_blocks, cached_blocks, strict=True):
-                computed.append(cached)
-        return computed_blocks
+        block_size = kv_cache_spec.block_size * dcp_world_size * pcp_world_size
+        num_blocks = max_length // block_size
+        computed_blocks: list[list[KVCacheBlock]] = []
+        # From left to right. A gap ends the hit: tokens after it would need K and V of the
+        # tokens in it.
+        for group_id in kv_cache_group_ids:
+            run = block_pool.get_cached_run(islice(block_hashes, num_blocks), group_id)
+            computed_blocks.append(run)
+            num_blocks = len(run)
+        if use_eagle and num_blocks > 0:
+            num_blocks -= 1
+        while num_blocks * block_size % alignment_tokens:
+            num_blocks -= 1
+        for computed in computed_blocks:
+            del computed[num_blocks:]
+        return tuple(computed_blocks)
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
         num_common_blocks = 0

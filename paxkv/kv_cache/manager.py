@@ -6,16 +6,27 @@ from collections.abc import Iterable
 
 from paxkv.contracts.cache_request import CacheRequest
 from paxkv.contracts.kv_cache_spec import KVCacheConfig
+from paxkv.contracts.kv_events import KVCacheEvent
+from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
+from paxkv.contracts.scheduler_output import BlockCopy
 from paxkv.errors import InvariantError
-from paxkv.kv_cache.coordinator import GroupBlocks, get_kv_cache_coordinator
+from paxkv.kv_cache.coordinator import GroupBlocks
+from paxkv.kv_cache.coordinator_choice import get_kv_cache_coordinator
+from paxkv.kv_cache.metrics_collector import KVCacheMetricsCollector
+from paxkv.kv_cache.prefix_cache_miss import PrefixCacheMissExplainer
 from paxkv.kv_cache.stats import PrefixCacheStats
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVCacheBlocks:
-    """Blocks of one request: `blocks[group][i]` is its i-th block in that KV cache group."""
+    """Blocks of one request: `blocks[group][i]` is its i-th block in that KV cache group.
+
+    Args:
+        is_fork: They are another request's, and not hits of the prefix cache.
+    """
 
     blocks: GroupBlocks
+    is_fork: bool = False
 
     def get_block_ids(self) -> tuple[list[int], ...]:
         """Physical block ids, a list per group."""
@@ -28,20 +39,50 @@ class KVCacheBlocks:
 class KVCacheManager:
     """Gives requests blocks of KV memory and takes them back.
 
+    Args:
+        use_eagle: The drafter needs the last block of a prefix hit computed once more.
+        enable_kv_cache_events: Records what `take_events` gives.
+        metrics_collector: Measures how long blocks stay; None measures nothing.
+        dcp_world_size: Ranks that share each sequence in decode; `pcp_world_size` in prefill.
+
     Source: vLLM `v1/core/kv_cache_manager.py`.
     """
 
     def __init__(
-        self, *, kv_cache_config: KVCacheConfig, max_model_len: int, enable_caching: bool = True
+        self,
+        *,
+        kv_cache_config: KVCacheConfig,
+        max_model_len: int,
+        enable_caching: bool = True,
+        use_eagle: bool = False,
+        enable_kv_cache_events: bool = False,
+        metrics_collector: KVCacheMetricsCollector | None = None,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
     ) -> None:
         self.max_model_len = max_model_len
-        self.enable_caching = enable_caching
         self.num_kv_cache_groups = len(kv_cache_config.kv_cache_groups)
-        self.coordinator = get_kv_cache_coordinator(kv_cache_config, enable_caching=enable_caching)
+        self.coordinator = get_kv_cache_coordinator(
+            kv_cache_config,
+            enable_caching=enable_caching,
+            use_eagle=use_eagle,
+            enable_kv_cache_events=enable_kv_cache_events,
+            metrics_collector=metrics_collector,
+            dcp_world_size=dcp_world_size,
+            pcp_world_size=pcp_world_size,
+        )
+        self.enable_caching = self.coordinator.enable_caching
         self.block_pool = self.coordinator.block_pool
-        # The coordinator has checked that all groups have the same.
-        self.block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self.hash_block_size = self.coordinator.hash_block_size
         self.prefix_cache_stats = PrefixCacheStats()
+        self._miss_explainer = PrefixCacheMissExplainer(
+            block_pool=self.block_pool,
+            group_block_sizes={
+                manager.kv_cache_group_id: manager.block_size
+                for manager in self.coordinator.single_type_managers
+            },
+            hash_block_size=self.hash_block_size,
+        )
         # Most steps of most requests need no new block: one object serves them all.
         self.empty_kv_cache_blocks = KVCacheBlocks(
             tuple(() for _ in range(self.num_kv_cache_groups))
@@ -68,6 +109,23 @@ class KVCacheManager:
             return self.empty_kv_cache_blocks, 0
         return KVCacheBlocks(blocks), num_computed_tokens
 
+    def get_forked_blocks(self, source: CacheRequest, num_tokens: int) -> KVCacheBlocks | None:
+        """Blocks of `source` that hold what a fork needs to go on behind its first `num_tokens`.
+
+        They go to `allocate_slots` as `new_computed_blocks`, before anything else does. A last
+        block that is filled in part is copied there, as the fork writes into it.
+
+        Returns:
+            None where not all of it is there: the tokens are not computed, or left the window,
+            or a state has moved on, or the source holds nothing.
+        """
+        if not 0 < num_tokens <= source.num_computed_tokens:
+            return None
+        blocks = self.coordinator.get_blocks_to_fork(
+            source.request_id, num_tokens, source.num_computed_tokens
+        )
+        return None if blocks is None else KVCacheBlocks(blocks, is_fork=True)
+
     def allocate_slots(
         self,
         request: CacheRequest,
@@ -75,57 +133,105 @@ class KVCacheManager:
         num_new_computed_tokens: int = 0,
         new_computed_blocks: KVCacheBlocks | None = None,
         num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
         delay_cache_blocks: bool = False,
+        num_encoder_tokens: int = 0,
+        full_sequence_must_fit: bool = False,
     ) -> KVCacheBlocks | None:
         """Gives the request room for its next tokens.
 
-            | computed | new computed | new | lookahead |
-            |  blocks  | prefix hits  |   new blocks    |
-            |       cached, where full      |
+            | computed | new computed | external | new | lookahead |
+            |   held   |     hits     |        new blocks         |
+            |           computed before          | now |
+            |            cached, where full            |
+
+        Blocks that no token from `new` on reads are given up first. A block that the request is
+        to write into, and that others hold or can find, is replaced by a copy.
 
         Args:
-            num_new_tokens: Tokens to compute in this step, at least 1.
-            num_new_computed_tokens: Tokens of the prefix hits in `new_computed_blocks`.
-            new_computed_blocks: What `get_computed_blocks` found; not None exactly when the
-                request is being admitted.
+            num_new_tokens: Tokens to compute in this step; 0 while external ones are being loaded.
+            num_new_computed_tokens: Tokens in `new_computed_blocks`.
+            new_computed_blocks: From `get_computed_blocks` or `get_forked_blocks`, at admission.
             num_lookahead_tokens: Slots beyond the new tokens, for tokens not yet known.
+            num_external_computed_tokens: Tokens behind the computed ones that come from outside.
             delay_cache_blocks: Leaves caching to a later `cache_blocks`.
+            num_encoder_tokens: What cross-attention needs room for, when the request is admitted.
+            full_sequence_must_fit: There must be room for all tokens of the request that are
+                known, computed `num_new_tokens` a step, though only these get it now.
 
         Returns:
-            The new blocks, without the prefix hits. None means that there is no room, so
-            preempt; then nothing has changed.
+            The new blocks, without those in `new_computed_blocks`. None means that there is no
+            room, so preempt; then nothing has changed, but blocks given up stay so.
         """
-        if num_new_tokens < 1:
+        if num_new_tokens < 1 and num_external_computed_tokens < 1:
             raise InvariantError(f"{num_new_tokens=} must be at least 1.")
+        request_id, coordinator = request.request_id, self.coordinator
+        num_computed_tokens = request.num_computed_tokens + num_new_computed_tokens
+        num_computed_tokens += num_external_computed_tokens
+        num_main_tokens = num_computed_tokens + num_new_tokens
+        num_slots = min(num_main_tokens + num_lookahead_tokens, self.max_model_len)
+        # Also where the request then does not fit: another may have the blocks.
+        coordinator.remove_skipped_blocks(request_id, num_computed_tokens)
         hits = self.empty_kv_cache_blocks if new_computed_blocks is None else new_computed_blocks
-        num_main_tokens = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
-        num_tokens_need_slot = min(num_main_tokens + num_lookahead_tokens, self.max_model_len)
-        num_blocks_to_allocate = self.coordinator.get_num_blocks_to_allocate(
-            request.request_id, num_tokens_need_slot, hits.blocks
+        num_blocks_to_allocate = coordinator.get_num_blocks_to_allocate(
+            request_id,
+            num_slots,
+            hits.blocks,
+            num_encoder_tokens,
+            num_computed_tokens,
+            num_main_tokens,
         )
         if num_blocks_to_allocate > self.block_pool.get_num_free_blocks():
             return None
+        if full_sequence_must_fit and not self._full_sequence_fits(
+            request, num_new_tokens, hits, num_computed_tokens, num_encoder_tokens
+        ):
+            return None
 
-        # The hits first, in all groups: a new block must not be one of them.
-        if not hits.is_empty():
-            self.coordinator.allocate_new_computed_blocks(request.request_id, hits.blocks)
+        if new_computed_blocks is not None or num_external_computed_tokens > 0:
+            self._take_computed_blocks(
+                request, hits, num_new_computed_tokens, num_external_computed_tokens
+            )
         new_blocks = self.empty_kv_cache_blocks
         if num_blocks_to_allocate > 0:
-            new_blocks = KVCacheBlocks(
-                self.coordinator.allocate_new_blocks(request.request_id, num_tokens_need_slot)
+            blocks = coordinator.allocate_new_blocks(
+                request_id, num_slots, num_encoder_tokens, num_computed_tokens, num_main_tokens
             )
-        if self.enable_caching:
-            if new_computed_blocks is not None and not request.skip_reading_prefix_cache:
-                self.prefix_cache_stats.record(
-                    num_tokens=request.num_tokens,
-                    num_hits=num_new_computed_tokens,
-                    is_resumed=request.num_preemptions > 0,
-                )
-            if not delay_cache_blocks:
-                # Before they are written: an equal prompt in the same step can share them, as
-                # each layer writes all K and V of a step before it reads any.
-                self.cache_blocks(request, min(num_main_tokens, request.num_tokens))
+            new_blocks = KVCacheBlocks(blocks)
+        if self.enable_caching and not delay_cache_blocks:
+            # Before they are written: an equal prompt in the same step can share them, as each
+            # layer writes all K and V of a step before it reads any.
+            coordinator.cache_blocks(request, min(num_main_tokens, request.num_tokens))
         return new_blocks
+
+    def get_num_tokens_before_block_work(self, request: CacheRequest) -> int:
+        """Most tokens for which `allocate_slots` would do nothing for a running request.
+
+        While its computed, new and lookahead tokens are no more than these, every token has a
+        slot, no block becomes full, none leaves a window and nothing is copied, so that the call
+        may be left out. It is so until the request is forked from, or loses its blocks.
+        """
+        return self.coordinator.get_num_tokens_before_block_work(request.request_id)
+
+    def take_block_copies(self) -> list[BlockCopy]:
+        """Copies decided since the last call, no two to one block; to be done all at once.
+
+        To be called when a step has been decided: what comes then belongs to the next one.
+        """
+        self.coordinator.new_step_starts()
+        return self.coordinator.device_block_work.take_copies()
+
+    def take_new_block_ids(self) -> list[int]:
+        """Blocks handed out to attention groups since the last call, but those copied over.
+
+        Their old bytes are to be cleared, after the step's copies. Recorded only where there are
+        Mamba groups, whose bytes attention must not read.
+        """
+        return self.coordinator.device_block_work.take_new_block_ids()
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Cache events since the last call, in order; none unless they are enabled."""
+        return self.block_pool.take_events()
 
     def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
         """Makes the blocks that the request's first `num_tokens` tokens fill findable."""
@@ -139,7 +245,7 @@ class KVCacheManager:
         self.coordinator.free(request.request_id, request.num_computed_tokens)
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
-        """All blocks that the request holds."""
+        """All blocks that the request holds, null blocks in place of those it gave up."""
         return KVCacheBlocks(self.coordinator.get_blocks(request_id))
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
@@ -150,44 +256,112 @@ class KVCacheManager:
         """Per group, leading blocks that every request holds."""
         return self.coordinator.get_num_common_prefix_blocks(running_request_id)
 
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        """Takes blocks out of the prefix cache, as when what they hold is not valid."""
+        self.block_pool.evict_blocks(block_ids)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets every cached block; False, and nothing changed, while a request holds one."""
+        if not self.block_pool.reset_prefix_cache():
+            return False
+        self.prefix_cache_stats.on_reset()
+        return True
+
+    def explain_miss(self, request: CacheRequest) -> PrefixCacheMiss:
+        """Why the request found no more in the prefix cache when it was admitted.
+
+        Of one that was not admitted lately: why it would not now.
+        """
+        answer = self.explain_admission(request.request_id)
+        if answer is None:
+            _, num_hit_tokens = self.get_computed_blocks(request)
+            answer = self._miss_explainer.explain(request, num_hit_tokens)
+        return answer
+
+    def explain_admission(self, request_id: str) -> PrefixCacheMiss | None:
+        """The same by id, also of a request that has ended; None if not admitted lately."""
+        return self._miss_explainer.answer(request_id)
+
     def count_slots(self, requests: Iterable[CacheRequest]) -> tuple[int, int]:
         """Slots in held blocks, each block once, and those of them that hold a computed token.
 
-        In O(requests): a shared block is full, so unused slots lie in tails that one request
-        holds alone.
+        In O(requests): whoever writes into a block holds it alone, so unused slots lie in tails
+        of one request. Slots of sinks are not counted.
 
         Args:
             requests: All requests that hold blocks.
         """
-        num_held_blocks = self.block_pool.num_blocks - 1 - self.block_pool.get_num_free_blocks()
+        managers = self.coordinator.single_type_managers
+        num_allocated = sum(manager.num_held_blocks * manager.block_size for manager in managers)
         num_unused = sum(
-            len(blocks) * self.block_size - request.num_computed_tokens
+            manager.get_num_unused_slots(request.request_id, request.num_computed_tokens)
             for request in requests
-            for blocks in self.coordinator.get_blocks(request.request_id)
+            for manager in managers
         )
-        num_allocated = num_held_blocks * self.block_size
         return num_allocated, num_allocated - num_unused
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets every cached block; False, and nothing changed, while a block is in use."""
-        return self.block_pool.reset_prefix_cache()
-
     def check_invariants(self) -> None:
-        """Checks the pool, and that reference counts are what the block tables say.
+        """Checks the pool, the block tables, and that reference counts are what they say.
 
         Raises:
             InvariantError: They are not.
         """
         self.block_pool.check_invariants()
-        num_holders = Counter(
-            block.block_id
-            for manager in self.coordinator.single_type_managers
-            for blocks in manager.req_to_blocks.values()
-            for block in blocks
-            if not block.is_null
-        )
+        num_holders: Counter[int] = Counter()
+        for manager in self.coordinator.single_type_managers:
+            manager.check_invariants()
+            num_holders.update(block.block_id for block in manager.get_permanent_blocks())
+            for blocks in manager.req_to_blocks.values():
+                num_holders.update(block.block_id for block in blocks if not block.is_null)
         for block in self.block_pool.blocks:
             if block.ref_cnt != num_holders[block.block_id]:
                 raise InvariantError(
                     f"{block!r} stands in {num_holders[block.block_id]} block tables."
                 )
+
+    def _full_sequence_fits(
+        self,
+        request: CacheRequest,
+        num_new_tokens: int,
+        computed_blocks: KVCacheBlocks,
+        num_computed_tokens: int,
+        num_encoder_tokens: int,
+    ) -> bool:
+        """Whether all known tokens could be computed, `num_new_tokens` a step, in what is free."""
+        num_tokens = max(num_computed_tokens + num_new_tokens, request.num_tokens)
+        num_blocks = self.coordinator.get_num_blocks_for_full_sequence(
+            request.request_id,
+            min(num_tokens, self.max_model_len),
+            computed_blocks.blocks,
+            num_encoder_tokens,
+            num_computed_tokens,
+            max(num_new_tokens, 1),
+        )
+        return num_blocks <= self.block_pool.get_num_free_blocks()
+
+    def _take_computed_blocks(
+        self,
+        request: CacheRequest,
+        computed_blocks: KVCacheBlocks,
+        num_new_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        """Starts the block tables of a request that is admitted, and notes what it found."""
+        is_new = not any(self.coordinator.get_blocks(request.request_id))
+        # A fork did not look into the prefix cache; nor did one that waited to be loaded, again.
+        if is_new and not computed_blocks.is_fork:
+            self._miss_explainer.record(request, num_new_computed_tokens)
+            if self.enable_caching and not request.skip_reading_prefix_cache:
+                self.prefix_cache_stats.record(
+                    num_tokens=request.num_tokens,
+                    num_hits=num_new_computed_tokens,
+                    is_resumed=request.num_preemptions > 0,
+                )
+        # In all groups before any gets a new block: that must not be one of them.
+        if num_external_computed_tokens > 0 or not computed_blocks.is_empty():
+            self.coordinator.allocate_new_computed_blocks(
+                request.request_id,
+                computed_blocks.blocks,
+                request.num_computed_tokens + num_new_computed_tokens,
+                num_external_computed_tokens,
+            )

@@ -1,12 +1,32 @@
 """Which manager keeps the block tables of which KV cache spec."""
 
-from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheSpec
+from paxkv.contracts.kv_cache_spec import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+)
 from paxkv.errors import ConfigError
+from paxkv.kv_cache.chunked_local import ChunkedLocalAttentionManager
+from paxkv.kv_cache.cross_attention import CrossAttentionManager
 from paxkv.kv_cache.full_attention import FullAttentionManager
+from paxkv.kv_cache.mamba import MambaManager
 from paxkv.kv_cache.single_type_manager import SingleTypeKVCacheManager
+from paxkv.kv_cache.sink_full_attention import SinkFullAttentionManager
+from paxkv.kv_cache.sliding_window import SlidingWindowManager
 
 _SPEC_MANAGER_MAP: dict[type[KVCacheSpec], type[SingleTypeKVCacheManager]] = {
     FullAttentionSpec: FullAttentionManager,
+    MLAAttentionSpec: FullAttentionManager,
+    SlidingWindowSpec: SlidingWindowManager,
+    ChunkedLocalAttentionSpec: ChunkedLocalAttentionManager,
+    MambaSpec: MambaManager,
+    CrossAttentionSpec: CrossAttentionManager,
+    SinkFullAttentionSpec: SinkFullAttentionManager,
 }
 
 

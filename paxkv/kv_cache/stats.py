@@ -1,14 +1,59 @@
-"""Counters of the prefix cache since the engine's start."""
+"""PrefixCacheStats: what the prefix cache was asked for and what it had."""
 
 import dataclasses
+from collections import deque
+
+MAX_RECENT_REQUESTS = 1000
+
+
+class CachingMetrics:
+    """Queries and hits of the most recent requests.
+
+    Args:
+        max_recent_requests: How many requests it remembers, at least 1.
+
+    Source: vLLM `v1/metrics/stats.py`, where the window is by steps of requests.
+    """
+
+    def __init__(self, max_recent_requests: int = MAX_RECENT_REQUESTS) -> None:
+        self._recent: deque[tuple[int, int]] = deque()
+        self._max_recent_requests = max_recent_requests
+        self.num_queries = 0
+        self.num_hits = 0
+
+    def observe(self, num_queries: int, num_hits: int) -> None:
+        """Takes in one request, and lets go of the oldest one too many."""
+        if len(self._recent) == self._max_recent_requests:
+            old_queries, old_hits = self._recent.popleft()
+            self.num_queries -= old_queries
+            self.num_hits -= old_hits
+        self._recent.append((num_queries, num_hits))
+        self.num_queries += num_queries
+        self.num_hits += num_hits
+
+    def reset(self) -> None:
+        self._recent.clear()
+        self.num_queries = self.num_hits = 0
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._recent)
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the queried tokens that were found, in [0, 1]; 0 before the first request."""
+        return self.num_hits / self.num_queries if self.num_queries else 0.0
 
 
 @dataclasses.dataclass(slots=True)
 class PrefixCacheStats:
-    """Tokens looked up at admission and found; requests that resume count apart.
+    """Tokens looked up at admission and found, since the start; requests that resume count apart.
 
     A request that resumes mostly finds its own blocks again, which says nothing about how much
     its prompt had in common with others.
+
+    Args:
+        recent: The same of the most recent requests alone, without those that resume.
     """
 
     num_requests: int = 0
@@ -17,6 +62,7 @@ class PrefixCacheStats:
     num_preempted_requests: int = 0
     num_preempted_queries: int = 0
     num_preempted_hits: int = 0
+    recent: CachingMetrics = dataclasses.field(default_factory=CachingMetrics)
 
     def record(self, *, num_tokens: int, num_hits: int, is_resumed: bool) -> None:
         """Counts one admitted request."""
@@ -28,3 +74,8 @@ class PrefixCacheStats:
             self.num_requests += 1
             self.num_queries += num_tokens
             self.num_hits += num_hits
+            self.recent.observe(num_tokens, num_hits)
+
+    def on_reset(self) -> None:
+        """The cache was emptied: what it had before says nothing about it any more."""
+        self.recent.reset()

@@ -1,6 +1,7 @@
 """Turns the rows scheduled in a step into one packed int32 buffer for the device."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -31,15 +32,24 @@ class BuiltStep:
 
 
 class BatchBuilder:
-    """Builds steps of the shapes in `buckets` from the rows of an `InputBatch`."""
+    """Builds steps of the shapes in `buckets` from the rows of an `InputBatch`.
+
+    Args:
+        block_sizes: Of each KV cache group.
+    """
 
     def __init__(
-        self, *, buckets: StepBuckets, input_batch: InputBatch, max_num_seqs: int, block_size: int
+        self,
+        *,
+        buckets: StepBuckets,
+        input_batch: InputBatch,
+        max_num_seqs: int,
+        block_sizes: Sequence[int],
     ) -> None:
         self._buckets = buckets
         self._rows = input_batch
         self._host_token = max_num_seqs  # the `token_source` that takes the token from `token_ids`
-        self._block_size = block_size
+        self._block_sizes = tuple(block_sizes)
 
     def build(self, scheduler_output: SchedulerOutput) -> BuiltStep:
         """Packs one step; the rows must have been updated with `scheduler_output` before.
@@ -48,7 +58,8 @@ class BatchBuilder:
         -> request of each token [0, 0, 1, 1, 1, 1, 1, 2, 2, 2].
 
         Raises:
-            InvariantError: A request would compute tokens that do not exist or have no block.
+            InvariantError: A request would compute tokens that do not exist or have no block, or
+                would write to the null block.
         """
         req_ids = list(scheduler_output.num_scheduled_tokens)
         num_scheduled_np = np.array(
@@ -74,7 +85,9 @@ class BatchBuilder:
         shift_np = num_computed_np - query_start_loc_np[:num_reqs]
         positions_np = views["positions"][:num_tokens]
         np.add(np.arange(num_tokens, dtype=np.int32), shift_np[req_of_token_np], out=positions_np)
-        self._fill_tokens(views, rows_np[req_of_token_np], positions_np)
+        row_of_token_np = rows_np[req_of_token_np]
+        self._check_written_blocks(req_ids, req_of_token_np, row_of_token_np, positions_np)
+        self._fill_tokens(views, row_of_token_np, positions_np)
 
         views["seq_lens"][:, :num_reqs] = seq_lens_np
         for group_np, table in zip(
@@ -121,15 +134,39 @@ class BatchBuilder:
         # Known on the host, and one more if the last step has just sampled it.
         num_available_np = num_tokens_np + (self._rows.prev_sampled_idx_np[rows_np] >= 0)
         is_bad_np = (num_scheduled_np < 1) | (seq_lens_np > num_available_np)
-        for table in self._rows.block_tables.tables:
-            is_bad_np |= seq_lens_np > table.num_blocks_np[rows_np] * self._block_size
+        tables = self._rows.block_tables.tables
+        for table, block_size in zip(tables, self._block_sizes, strict=True):
+            is_bad_np |= seq_lens_np > table.num_blocks_np[rows_np] * block_size
         if is_bad_np.any():
             bad = int(is_bad_np.argmax())
-            num_blocks = [
-                int(t.num_blocks_np[rows_np[bad]]) for t in self._rows.block_tables.tables
-            ]
+            num_blocks = [int(table.num_blocks_np[rows_np[bad]]) for table in tables]
             raise InvariantError(
                 f"request {req_ids[bad]!r} cannot compute {num_scheduled_np[bad]} tokens up to "
                 f"position {seq_lens_np[bad]}: it has {num_available_np[bad]} tokens and "
-                f"{num_blocks} blocks of {self._block_size} per group."
+                f"{num_blocks} blocks of {list(self._block_sizes)} tokens per group."
             )
+
+    def _check_written_blocks(
+        self,
+        req_ids: list[str],
+        req_of_token_np: np.ndarray,  # i32[num_tokens]
+        row_of_token_np: np.ndarray,  # i32[num_tokens]
+        positions_np: np.ndarray,  # i32[num_tokens]
+    ) -> None:
+        """No token is written to the null block, whose zeros are copied where memory must be clean.
+
+        Left of a window the table has null blocks, or blocks that the request has given back and
+        another may hold by now: attention masks those positions, and no token is written there,
+        because the block of a position that is still to be computed never leaves the window.
+        """
+        tables = self._rows.block_tables.tables
+        for group_idx, (table, block_size) in enumerate(
+            zip(tables, self._block_sizes, strict=True)
+        ):
+            block_ids_np = table.block_ids_np[row_of_token_np, positions_np // block_size]
+            if not block_ids_np.all():
+                bad = int((block_ids_np == 0).argmax())
+                raise InvariantError(
+                    f"request {req_ids[req_of_token_np[bad]]!r} would write position "
+                    f"{positions_np[bad]} to the null block in KV cache group {group_idx}."
+                )

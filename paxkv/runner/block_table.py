@@ -8,7 +8,11 @@ from paxkv.errors import InvariantError
 
 
 class BlockTable:
-    """Block ids of one KV cache group; a row's unused columns are 0, the null block."""
+    """Block ids of one KV cache group; a row's unused columns are 0, the null block.
+
+    Blocks that have left a sliding window stay in their row although the request gave them back:
+    nobody reads or writes at their positions any more.
+    """
 
     def __init__(self, *, max_num_seqs: int, max_blocks_per_req: int, num_blocks: int) -> None:
         self.block_ids_np = np.zeros((max_num_seqs, max_blocks_per_req), np.int32)

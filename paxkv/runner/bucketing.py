@@ -17,6 +17,13 @@ class StepShape:
     max_blocks_per_req: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CopyShape:
+    """The dimension of one compiled program that copies blocks."""
+
+    num_copies: int
+
+
 # Between a single token and this there is no bucket: on the CPU the demo model decodes 1 request as
 # one of 8 in 1.4 times the time, and every bucket is a program to compile before the start.
 MIN_BATCHED_TOKENS = 8
@@ -35,11 +42,27 @@ def token_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
     return tuple(sorted({*counts, max_num_batched_tokens}))
 
 
+# Block copies come with forks, a few at a time: three programs serve up to 512 of them.
+MIN_COPIES = 8
+COPIES_GROWTH = 8
+
+
+def copy_buckets(max_num_copies: int) -> tuple[int, ...]:
+    """Padded numbers of block copies; the largest is exact. Example: 100 -> (8, 64, 100)."""
+    counts = []
+    num_copies = MIN_COPIES
+    while num_copies < max_num_copies:
+        counts.append(num_copies)
+        num_copies *= COPIES_GROWTH
+    return (*counts, max_num_copies)
+
+
 class StepBuckets:
-    """The shapes of an engine, smallest first. Only the token count has buckets.
+    """The shapes of an engine, smallest first. Only the token count of a step has buckets.
 
     The other dimensions follow from it: a scheduled request has at least one token, so a step of
     `num_tokens` never needs more request rows than that, and each row wants one token's logits.
+    Block copies have shapes of their own: at most one a request and group, its partly filled block.
     """
 
     def __init__(
@@ -61,6 +84,8 @@ class StepBuckets:
             )
             for num_tokens in self._num_tokens
         )
+        self._num_copies = copy_buckets(max_num_seqs * num_groups)
+        self.copy_shapes = tuple(CopyShape(num_copies=count) for count in self._num_copies)
 
     @property
     def largest(self) -> StepShape:
@@ -77,3 +102,8 @@ class StepBuckets:
                 f"a step must have 1 to {self._num_tokens[-1]} tokens, got {num_tokens}."
             )
         return self.shapes[bisect.bisect_left(self._num_tokens, num_tokens)]
+
+    def copy_shape_for(self, num_copies: int) -> CopyShape:
+        """The smallest shape that holds `num_copies`, or the largest: then several are needed."""
+        num_smaller = bisect.bisect_left(self._num_copies, num_copies)
+        return self.copy_shapes[min(num_smaller, len(self.copy_shapes) - 1)]

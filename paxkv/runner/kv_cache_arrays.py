@@ -1,5 +1,7 @@
 """The KV cache's device arrays: their dtype, their sharding, and their allocation."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +10,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import pallas_kernels
 from models import KVCache
 from models.param_sharding import MODEL_AXIS
-from paxkv.contracts.kv_cache_spec import AttentionSpec, KVCacheConfig
-from paxkv.errors import ConfigError, InvariantError
+from paxkv.contracts.kv_cache_spec import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+from paxkv.errors import ConfigError
 
 
 def kv_cache_dtype(model_dtype: str, platform: str) -> str:
@@ -31,27 +39,51 @@ def kv_cache_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(None, None, MODEL_AXIS, None, None))
 
 
+def page_spec(groups: Sequence[KVCacheGroupSpec]) -> AttentionSpec:
+    """The one page format of all groups.
+
+    Raises:
+        ConfigError: They differ, or have one that these arrays cannot hold.
+    """
+    for group in groups:
+        spec = group.kv_cache_spec
+        # Exactly these: of the kinds derived from them, some have no V and some another layout.
+        if type(spec) not in (FullAttentionSpec, SlidingWindowSpec) or spec.page_size_padded:
+            raise ConfigError(
+                f"layers {list(group.layer_names)} cache in a format that cannot be computed with "
+                f"yet: got {spec}, wanted full or sliding-window attention without padding. "
+                "Use another model."
+            )
+    # TODO: drop when the cache is raw storage, cast to a layer's own format after the gather.
+    if len({_page_format(group.kv_cache_spec) for group in groups}) > 1:
+        formats = [(list(g.layer_names), _page_format(g.kv_cache_spec)) for g in groups]
+        raise ConfigError(
+            "all layers must cache in one format (block_size, num_kv_heads, head_size, "
+            f"head_size_v, dtype) to be computed with, got {formats}. Use another model."
+        )
+    return groups[0].kv_cache_spec
+
+
 def abstract_kv_cache(config: KVCacheConfig, mesh: Mesh) -> KVCache:
     """Shapes, dtypes and shardings of the cache, for compiling without memory for it.
 
     Raises:
-        ConfigError: The cache has more slots than an int32 can count.
-        InvariantError: The groups' layers do not have pages of one shape.
+        ConfigError: The cache has more slots than an int32 can count, or groups' pages differ.
     """
-    specs = {group.kv_cache_spec for group in config.kv_cache_groups}
-    spec = specs.pop()
-    if specs or not isinstance(spec, AttentionSpec):
-        raise InvariantError(f"KV cache groups must share one attention spec, got {config}.")
+    spec = page_spec(config.kv_cache_groups)
     try:
         pallas_kernels.pad_slot(config.num_rows, config.num_blocks, spec.block_size)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    array = jax.ShapeDtypeStruct(
-        (config.num_rows, config.num_blocks, spec.num_kv_heads, spec.block_size, spec.head_size),
-        jnp.dtype(spec.dtype),
-        sharding=kv_cache_sharding(mesh),
-    )
-    return KVCache(k=array, v=array)
+
+    def array(head_size: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(
+            (config.num_rows, config.num_blocks, spec.num_kv_heads, spec.block_size, head_size),
+            jnp.dtype(spec.dtype),
+            sharding=kv_cache_sharding(mesh),
+        )
+
+    return KVCache(k=array(spec.head_size), v=array(_head_size_v(spec)))
 
 
 def allocate_kv_cache(config: KVCacheConfig, mesh: Mesh) -> KVCache:
@@ -60,3 +92,11 @@ def allocate_kv_cache(config: KVCacheConfig, mesh: Mesh) -> KVCache:
         lambda array: jnp.zeros(array.shape, array.dtype, device=array.sharding),
         abstract_kv_cache(config, mesh),
     )
+
+
+def _page_format(spec: AttentionSpec) -> tuple[int | str, ...]:
+    return (spec.block_size, spec.num_kv_heads, spec.head_size, _head_size_v(spec), spec.dtype)
+
+
+def _head_size_v(spec: AttentionSpec) -> int:
+    return spec.head_size if spec.head_size_v is None else spec.head_size_v

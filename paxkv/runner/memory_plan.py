@@ -1,14 +1,20 @@
 """How many KV blocks fit: from a setting, from the device's memory, or from the CPU's default."""
 
 import dataclasses
+import math
 import os
 
 import jax
 
-from models import LayerKVSpec
 from paxkv.config import CacheConfig
-from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from paxkv.errors import ConfigError, InvariantError
+from paxkv.contracts.kv_cache_spec import (
+    AttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+)
+from paxkv.errors import ConfigError
+from paxkv.runner.kv_cache_groups import KVCacheGroups
 
 # JAX's variable for the share of a GPU's memory that it takes, and its value when it is not set.
 GPU_SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -20,6 +26,8 @@ _NULL_BLOCK = 1
 _SLACK_SHARE = 0.02
 # Slots are counted in int32, in the whole cache and once more by the largest row offset.
 _MAX_SLOTS = (2**31 - 1) // 2
+# Tokens: longer than any window together with a step.
+_FAR = 2**40
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,15 +42,21 @@ class DeviceMemory:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """The KV cache that was decided on, and why."""
+    """The KV cache that was decided on, and why.
+
+    Args:
+        max_num_batched_tokens: Most tokens that one step computes of a request: sliding windows
+            hold them besides the window.
+    """
 
     kv_cache_config: KVCacheConfig
     max_model_len: int
+    max_num_batched_tokens: int
     reason: str
 
     @property
     def block_bytes(self) -> int:
-        return _block_bytes(self.kv_cache_config.kv_cache_groups[0])
+        return _block_bytes(self._groups)
 
     @property
     def pool_bytes(self) -> int:
@@ -50,53 +64,70 @@ class MemoryPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that fit at once; the null block holds none."""
-        block_size = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        return (self.kv_cache_config.num_blocks - _NULL_BLOCK) * block_size
+        """Tokens that fit at once where every group holds all of them: sequences so short that
+        none has left a window. The null block holds none.
+        """
+        unit = math.lcm(*(spec.block_size for spec in self._specs))
+        blocks_per_unit = sum(unit // spec.block_size for spec in self._specs)
+        return self._num_usable_blocks * unit // blocks_per_unit
 
     @property
     def num_longest_reqs(self) -> int:
         """Requests of `max_model_len` tokens that fit at once."""
-        spec = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        usable_blocks = self.kv_cache_config.num_blocks - _NULL_BLOCK
-        return usable_blocks // spec.max_blocks_per_req(self.max_model_len)
+        return self._num_usable_blocks // _num_blocks_of_longest_req(
+            self._groups, self.max_model_len, self.max_num_batched_tokens
+        )
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes that a token takes in all groups."""
+        return sum(self.block_bytes / spec.block_size for spec in self._specs)
+
+    @property
+    def late_token_bytes(self) -> float:
+        """Bytes that one more token of a long sequence takes: only where no other is given up."""
+        return sum(
+            self.block_bytes / spec.block_size
+            for spec in self._specs
+            if _grows_forever(spec, self.max_num_batched_tokens)
+        )
 
     def report(self) -> str:
         """The plan in one line, for the log."""
-        spec = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        block_sizes = sorted({spec.block_size for spec in self._specs})
+        num_groups = len(self._groups)
+        in_groups = f" in {num_groups} groups" if num_groups > 1 else ""
+        dtypes = ", ".join(dict.fromkeys(_dtype_of(spec) for spec in self._specs))
+        late = ""
+        if self.late_token_bytes != self.token_bytes:
+            late = f", {self.late_token_bytes:.0f} past the window of a long sequence"
         return (
-            f"KV cache: {self.kv_cache_config.num_blocks} blocks of {spec.block_size} tokens "
-            f"({spec.dtype}, {self.block_bytes // spec.block_size} bytes a token, "
-            f"{_mib(self.pool_bytes)} in all; {self.reason}): {self.num_tokens} tokens, or "
-            f"{self.num_longest_reqs} requests of {self.max_model_len}"
+            f"KV cache: {self.kv_cache_config.num_blocks} blocks of "
+            f"{' or '.join(map(str, block_sizes))} tokens{in_groups} ({dtypes}, "
+            f"{self.token_bytes:.0f} bytes a token{late}, {_mib(self.pool_bytes)} in all; "
+            f"{self.reason}): {self.num_tokens} tokens, or {self.num_longest_reqs} requests of "
+            f"{self.max_model_len}"
         )
 
+    @property
+    def _groups(self) -> tuple[KVCacheGroupSpec, ...]:
+        return self.kv_cache_config.kv_cache_groups
 
-def kv_cache_group(
-    layers: tuple[LayerKVSpec, ...], *, block_size: int, dtype: str
-) -> KVCacheGroupSpec:
-    """The one group of a model whose layers all cache alike.
+    @property
+    def _specs(self) -> list[KVCacheSpec]:
+        return [group.kv_cache_spec for group in self._groups]
 
-    Raises:
-        InvariantError: They differ.
-    """
-    formats = {(layer.num_kv_heads, layer.head_dim) for layer in layers}
-    if len(formats) != 1:
-        raise InvariantError(f"layers of one group must cache alike, got {sorted(formats)}.")
-    ((num_kv_heads, head_dim),) = formats
-    return KVCacheGroupSpec(
-        layer_names=tuple(layer.name for layer in layers),
-        kv_cache_spec=FullAttentionSpec(
-            block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_dim, dtype=dtype
-        ),
-    )
+    @property
+    def _num_usable_blocks(self) -> int:
+        return self.kv_cache_config.num_blocks - _NULL_BLOCK
 
 
 def plan_memory(
-    group: KVCacheGroupSpec,
+    groups: KVCacheGroups,
     cache_config: CacheConfig,
     *,
     max_model_len: int,
+    max_num_batched_tokens: int,
     device_memory: DeviceMemory | None,
 ) -> MemoryPlan:
     """Decides the number of blocks.
@@ -107,15 +138,15 @@ def plan_memory(
     Raises:
         ConfigError: Not even one request of `max_model_len` tokens fits what was measured.
     """
-    block_bytes = _block_bytes(group)
+    group_specs = groups.kv_cache_groups
+    block_bytes = _block_bytes(group_specs)
     if cache_config.num_gpu_blocks_override is not None:
         # Taken at its word, also when one request of max_model_len does not fit: then requests
         # that are too long for the pool are refused one by one.
         return MemoryPlan(
-            kv_cache_config=KVCacheConfig(
-                num_blocks=cache_config.num_gpu_blocks_override, kv_cache_groups=(group,)
-            ),
+            kv_cache_config=groups.config(cache_config.num_gpu_blocks_override),
             max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
             reason="num_gpu_blocks_override",
         )
     if device_memory is None:
@@ -131,8 +162,11 @@ def plan_memory(
             f"{_mib(device_memory.activation_bytes)} for a step"
         )
         remedy = "a larger gpu_memory_utilization, or a device with more memory"
-    num_blocks = min(num_blocks, _MAX_SLOTS // (len(group.layer_names) * cache_config.block_size))
-    num_wanted = group.kv_cache_spec.max_blocks_per_req(max_model_len) + _NULL_BLOCK
+    largest_block_size = max(group.kv_cache_spec.block_size for group in group_specs)
+    num_blocks = min(num_blocks, _MAX_SLOTS // (_num_rows(group_specs) * largest_block_size))
+    num_wanted = _NULL_BLOCK + _num_blocks_of_longest_req(
+        group_specs, max_model_len, max_num_batched_tokens
+    )
     if num_blocks < num_wanted:
         raise ConfigError(
             f"the KV cache is too small for one request of max_model_len={max_model_len}: got "
@@ -140,8 +174,9 @@ def plan_memory(
             f"{_mib(num_wanted * block_bytes)}. Set a smaller max_model_len, or {remedy}."
         )
     return MemoryPlan(
-        kv_cache_config=KVCacheConfig(num_blocks=num_blocks, kv_cache_groups=(group,)),
+        kv_cache_config=groups.config(num_blocks),
         max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
         reason=reason,
     )
 
@@ -176,9 +211,40 @@ def _free_bytes(memory: DeviceMemory, utilization: float) -> int:
     return int(usable_bytes) - memory.used_bytes - memory.activation_bytes
 
 
-def _block_bytes(group: KVCacheGroupSpec) -> int:
-    """Bytes of one block of the pool: a page for each layer."""
-    return len(group.layer_names) * group.kv_cache_spec.page_size_bytes
+def _num_rows(groups: tuple[KVCacheGroupSpec, ...]) -> int:
+    return max(len(group.layer_names) for group in groups)
+
+
+def _block_bytes(groups: tuple[KVCacheGroupSpec, ...]) -> int:
+    """Bytes of one block of the pool: a page for each row. All groups' pages are of one size."""
+    return _num_rows(groups) * groups[0].kv_cache_spec.page_size_bytes
+
+
+def _num_blocks_of_longest_req(
+    groups: tuple[KVCacheGroupSpec, ...], max_model_len: int, max_num_batched_tokens: int
+) -> int:
+    """Most blocks that a request of `max_model_len` tokens holds at once, in all groups."""
+    return sum(
+        group.kv_cache_spec.max_held_blocks(
+            max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens
+        )
+        for group in groups
+    )
+
+
+def _grows_forever(spec: KVCacheSpec, max_num_batched_tokens: int) -> bool:
+    """Whether a request holds more blocks the longer it gets, however long it is."""
+
+    def num_held(num_tokens: int) -> int:
+        return spec.max_held_blocks(
+            max_model_len=num_tokens, max_num_batched_tokens=max_num_batched_tokens
+        )
+
+    return num_held(2 * _FAR) > num_held(_FAR)
+
+
+def _dtype_of(spec: KVCacheSpec) -> str:
+    return spec.dtype if isinstance(spec, AttentionSpec) else "state"
 
 
 def _mib(num_bytes: int) -> str:

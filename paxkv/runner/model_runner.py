@@ -7,7 +7,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models import LoadedModel, kv_cache_layers
 from paxkv.config import CacheConfig, SchedulerConfig
 from paxkv.contracts.executor import StepHandle
-from paxkv.contracts.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec
+from paxkv.contracts.kv_cache_spec import KVCacheConfig
 from paxkv.contracts.runner_output import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     ModelRunnerOutput,
@@ -16,22 +16,25 @@ from paxkv.contracts.runner_output import (
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.errors import InvariantError
 from paxkv.runner.batch_builder import BatchBuilder, BuiltStep
-from paxkv.runner.bucketing import StepBuckets
+from paxkv.runner.block_copies import build_block_copies
+from paxkv.runner.bucketing import CopyShape, StepBuckets
 from paxkv.runner.input_batch import InputBatch
 from paxkv.runner.kv_cache_arrays import (
     abstract_kv_cache,
     allocate_kv_cache,
     device_mesh,
     kv_cache_dtype,
+    page_spec,
 )
+from paxkv.runner.kv_cache_groups import KVCacheGroups, groups_of_layers
 from paxkv.runner.memory_plan import (
     DeviceMemory,
     MemoryPlan,
-    kv_cache_group,
     measure_device_memory,
     plan_memory,
 )
 from paxkv.runner.sampled_tokens import read_logprobs
+from paxkv.runner.unbuilt import refuse_unbuilt
 from paxkv.runner.warmup import StepPrograms
 
 
@@ -44,7 +47,8 @@ class ModelRunner:
         show_progress: Draws a bar on stderr while the warm-up compiles.
 
     Raises:
-        ConfigError: The KV cache does not fit, or is too small for one request.
+        ConfigError: The KV cache does not fit, is too small for one request, or the layers cannot
+            share one.
     """
 
     def __init__(
@@ -58,19 +62,24 @@ class ModelRunner:
         show_progress: bool = False,
     ) -> None:
         max_num_seqs = scheduler_config.max_num_seqs
-        block_size = cache_config.block_size
         device = next(iter(model.params[0].devices()))
         mesh = device_mesh(device)
-        group = kv_cache_group(
+        groups = groups_of_layers(
             kv_cache_layers(model.config),
-            block_size=block_size,
+            block_size=cache_config.block_size,
             dtype=kv_cache_dtype(model.params[0].dtype.name, device.platform),
         )
-        max_blocks_per_req = group.kv_cache_spec.max_blocks_per_req(max_model_len)
+        # All groups must have one, or the arrays cannot be made.
+        block_size = page_spec(groups.kv_cache_groups).block_size
+        num_groups = len(groups.kv_cache_groups)
+        max_blocks_per_req = max(
+            group.kv_cache_spec.max_blocks_per_req(max_model_len)
+            for group in groups.kv_cache_groups
+        )
         buckets = StepBuckets(
             max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
-            num_groups=1,
+            num_groups=num_groups,
             max_blocks_per_req=max_blocks_per_req,
         )
         self._params = tuple(
@@ -86,10 +95,11 @@ class ModelRunner:
             mesh=mesh,
         )
         self.memory_plan: MemoryPlan = plan_memory(
-            group,
+            groups,
             cache_config,
             max_model_len=max_model_len,
-            device_memory=self._measure_memory(mesh, cache_config, buckets, group),
+            max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
+            device_memory=self._measure_memory(mesh, cache_config, buckets, groups),
         )
         self._kv_cache = allocate_kv_cache(self.kv_cache_config, mesh)
         self._sharding = NamedSharding(mesh, PartitionSpec())
@@ -98,7 +108,7 @@ class ModelRunner:
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             max_blocks_per_req=max_blocks_per_req,
-            num_groups=1,
+            num_groups=num_groups,
             num_blocks=self.kv_cache_config.num_blocks,
             vocab_size=model.config.vocab_size,
             seed=seed,
@@ -107,8 +117,9 @@ class ModelRunner:
             buckets=buckets,
             input_batch=self._rows,
             max_num_seqs=max_num_seqs,
-            block_size=block_size,
+            block_sizes=(block_size,) * num_groups,
         )
+        self._buckets = buckets
         self._num_padded_tokens = 0
 
     @property
@@ -124,7 +135,7 @@ class ModelRunner:
         return self._programs.num_compiles_after_ready
 
     def warm_up(self) -> None:
-        """Compiles every step that traffic can ask for."""
+        """Compiles every program that traffic can ask for."""
         self._programs.warm_up(self._kv_cache, show_progress=self._show_progress)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> StepHandle:
@@ -136,11 +147,10 @@ class ModelRunner:
         Raises:
             InvariantError: The decision does not fit what the runner knows of the requests.
         """
-        if scheduler_output.block_copies:
-            raise InvariantError(
-                f"block copies are not implemented, got {len(scheduler_output.block_copies)}."
-            )
+        refuse_unbuilt(scheduler_output)
         self._rows.update(scheduler_output)
+        # Before the step's writes, and in the order of the device: blocks may change hands here.
+        self._copy_blocks(scheduler_output)
         if not scheduler_output.num_scheduled_tokens:
             return FinishedStep()
         built = self._builder.build(scheduler_output)
@@ -155,21 +165,30 @@ class ModelRunner:
         )
         return DeviceStep(result=result, built=built, rows=self._rows)
 
+    def _copy_blocks(self, scheduler_output: SchedulerOutput) -> None:
+        num_blocks = self.kv_cache_config.num_blocks
+        for copies_np in build_block_copies(scheduler_output, self._buckets, num_blocks=num_blocks):
+            program = self._programs.get(CopyShape(num_copies=copies_np.shape[1]), self._kv_cache)
+            copies = jax.device_put(copies_np, self._sharding)
+            self._kv_cache = program(self._kv_cache, copies)
+
     def _measure_memory(
         self,
         mesh: Mesh,
         cache_config: CacheConfig,
         buckets: StepBuckets,
-        group: KVCacheGroupSpec,
+        groups: KVCacheGroups,
     ) -> DeviceMemory | None:
-        """Memory of the device and of the largest step; None where it does not decide anything."""
+        """Memory of the device and of the largest program; None where it decides nothing."""
         device = mesh.devices.item()
         if device.platform == "cpu" or cache_config.num_gpu_blocks_override is not None:
             return None
-        # A step's temporary memory does not depend on the cache's size, so a tiny one will do.
-        tiny_config = KVCacheConfig(num_blocks=2, kv_cache_groups=(group,))
-        program = self._programs.compile(buckets.largest, abstract_kv_cache(tiny_config, mesh))
-        activation_bytes = program.memory_analysis().temp_size_in_bytes
+        # Temporary memory does not depend on the cache's size, so a tiny one will do.
+        tiny_cache = abstract_kv_cache(groups.config(num_blocks=2), mesh)
+        activation_bytes = max(
+            self._programs.compile(shape, tiny_cache).memory_analysis().temp_size_in_bytes
+            for shape in (buckets.largest, buckets.copy_shapes[-1])
+        )
         return measure_device_memory(device, self._params, activation_bytes)
 
 

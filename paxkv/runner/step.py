@@ -1,10 +1,11 @@
-"""The compiled step: one pure `forward` and one pure `sample`, composed into one program."""
+"""The compiled programs: a step of one pure `forward` and one pure `sample`, and block copies."""
 
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+import pallas_kernels
 from models import ForwardBatch, KVCache, LoadedModel
 from paxkv.runner.bucketing import StepShape
 from paxkv.runner.packed_layout import PackedLayout
@@ -70,3 +71,15 @@ def make_step(model: LoadedModel, shape: StepShape) -> StepFunction:
         return kv_cache, pack_result(sampled), next_tokens
 
     return step
+
+
+def copy_blocks(
+    kv_cache: KVCache,
+    block_copies: jax.Array,  # i32[2, num_copies], sources and targets; num_blocks is padding
+) -> KVCache:
+    """Copies whole blocks in every row, all sources read before any target is written.
+
+    A program of its own, run before the step's: few steps copy anything.
+    """
+    k_cache, v_cache = pallas_kernels.block_copy(kv_cache.k, kv_cache.v, *block_copies)
+    return KVCache(k=k_cache, v=v_cache)

@@ -1,4 +1,4 @@
-"""Compiles the step for every bucket before the engine is ready, and counts compilations after."""
+"""Compiles every program that traffic can ask for before the engine is ready, and counts later."""
 
 import concurrent.futures
 import os
@@ -11,17 +11,16 @@ from jax.stages import Compiled
 from tqdm import tqdm
 
 from models import KVCache, LoadedModel
-from paxkv.runner.bucketing import StepBuckets, StepShape
+from paxkv.runner.bucketing import CopyShape, StepBuckets, StepShape
 from paxkv.runner.packed_layout import PackedLayout
-from paxkv.runner.step import Params, make_step
+from paxkv.runner.step import Params, copy_blocks, make_step
 
-_KV_CACHE_ARGNUM = 1
 # Tracing holds the interpreter; what XLA does after it can run beside other compilations.
 _MAX_COMPILE_THREADS = 8
 
 
 class StepPrograms:
-    """The compiled steps of a model, one per bucket.
+    """The compiled steps of a model and its block copies, one program per bucket.
 
     They are compiled ahead of time: such a program takes its own shapes, dtypes and shardings and
     raises for any other, so no call can compile behind our back and the count below is true.
@@ -41,23 +40,27 @@ class StepPrograms:
         self._buckets = buckets
         self._max_num_seqs = max_num_seqs
         self._sharding = NamedSharding(mesh, PartitionSpec())
-        self._programs: dict[StepShape, Compiled] = {}
+        self._programs: dict[StepShape | CopyShape, Compiled] = {}
         self._is_ready = False
         self.num_compiles_after_ready = 0
 
-    def compile(self, shape: StepShape, kv_cache: KVCache) -> Compiled:
+    def compile(self, shape: StepShape | CopyShape, kv_cache: KVCache) -> Compiled:
         """The program of `shape`, not kept; `kv_cache` may be abstract."""
-        step = jax.jit(make_step(self._model, shape), donate_argnums=_KV_CACHE_ARGNUM)
+        if isinstance(shape, CopyShape):
+            copies = self._abstract_int32(2, shape.num_copies)
+            return jax.jit(copy_blocks, donate_argnums=0).lower(kv_cache, copies).compile()
+        step = jax.jit(make_step(self._model, shape), donate_argnums=1)
         packed = self._abstract_int32(PackedLayout(shape).num_words)
         prev_tokens = self._abstract_int32(self._max_num_seqs)
         return step.lower(self._params, kv_cache, packed, prev_tokens).compile()
 
     def warm_up(self, kv_cache: KVCache, *, show_progress: bool) -> None:
         """Compiles every bucket, several at a time, the largest first."""
-        missing = [shape for shape in self._buckets.shapes[::-1] if shape not in self._programs]
+        shapes = (*self._buckets.shapes[::-1], *self._buckets.copy_shapes)
+        missing = [shape for shape in shapes if shape not in self._programs]
         progress = tqdm(
             total=len(missing),
-            desc="compiling steps",
+            desc="compiling programs",
             unit="shape",
             file=sys.stderr,
             disable=not show_progress,
@@ -70,12 +73,12 @@ class StepPrograms:
                 progress.update()
         self._is_ready = True
 
-    def get(self, shape: StepShape, kv_cache: KVCache) -> Compiled:
+    def get(self, shape: StepShape | CopyShape, kv_cache: KVCache) -> Compiled:
         """The program of `shape`; compiles it if the warm-up was left out or missed it."""
         if shape not in self._programs:
             self._programs[shape] = self.compile(shape, kv_cache)
             self.num_compiles_after_ready += self._is_ready
         return self._programs[shape]
 
-    def _abstract_int32(self, num_words: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((num_words,), jnp.int32, sharding=self._sharding)
+    def _abstract_int32(self, *dims: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, jnp.int32, sharding=self._sharding)

@@ -1,14 +1,12 @@
 """Checks at the scheduler's door: requests that could wait forever are refused."""
 
+import bisect
 import dataclasses
 
+from paxkv.config import SchedulerConfig
 from paxkv.contracts.engine_request import EngineRequest
+from paxkv.contracts.kv_cache_spec import CrossAttentionSpec, KVCacheConfig, KVCacheSpec
 from paxkv.errors import InvalidRequestError, NeverFitsError, PromptTooLongError
-
-
-def required_blocks(num_tokens: int, *, block_size: int, num_kv_cache_groups: int = 1) -> int:
-    """Blocks that the K and V of `num_tokens` tokens need, over all KV cache groups."""
-    return num_kv_cache_groups * -(-num_tokens // block_size)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,19 +15,48 @@ class RequestLimits:
 
     Args:
         max_prompt_tokens: Longest prompt that one step can take on; None is any, in pieces.
-        num_usable_blocks: Blocks of the pool without the null block.
+        max_num_batched_tokens: Most tokens of one step: with a sliding window, what a request
+            holds at once.
+        num_usable_blocks: Blocks of the pool that requests can get.
+        kv_cache_specs: One per KV cache group.
+        num_lookahead_tokens: Slots that a running request has beyond its tokens.
+        max_encoder_tokens: Largest image or the like that can be encoded; all of a request's
+            together for an encoder-decoder model.
     """
 
     max_model_len: int
     max_prompt_tokens: int | None
+    max_num_batched_tokens: int
     num_usable_blocks: int
-    block_size: int
-    num_kv_cache_groups: int
+    kv_cache_specs: tuple[KVCacheSpec, ...]
+    num_lookahead_tokens: int = 0
+    max_encoder_tokens: int = 0
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether all of a request's items are encoded before its first token."""
+        return any(isinstance(spec, CrossAttentionSpec) for spec in self.kv_cache_specs)
 
     @property
     def max_tokens_that_fit(self) -> int:
-        """Most token positions that one request can hold in the whole pool."""
-        return self.num_usable_blocks // self.num_kv_cache_groups * self.block_size
+        """Most token positions that one request can hold in the whole pool.
+
+        Where every group has a window the pool sets no limit; then it is at least max_model_len.
+        """
+        # Blocks of the largest size for every position: no request can have more.
+        most_tokens = self.num_usable_blocks * max(spec.block_size for spec in self.kv_cache_specs)
+        candidates = range(1, max(most_tokens, self.max_model_len) + 1)
+        return bisect.bisect_right(candidates, self.num_usable_blocks, key=self.required_blocks)
+
+    def required_blocks(self, num_tokens: int) -> int:
+        """Most blocks that a request of `num_tokens` cached tokens holds at once, in all groups."""
+        return sum(
+            spec.max_held_blocks(
+                max_model_len=num_tokens,
+                max_num_batched_tokens=self.max_num_batched_tokens + self.num_lookahead_tokens,
+            )
+            for spec in self.kv_cache_specs
+        )
 
     def max_num_tokens(self, request: EngineRequest) -> int:
         """Number of prompt and output tokens at which the request ends by its length."""
@@ -45,8 +72,35 @@ class RequestLimits:
             InvalidRequestError: The prompt is empty, or too long for one step where it must not
                 be split.
             PromptTooLongError: The prompt leaves no room for a token within max_model_len.
-            NeverFitsError: Even alone it would run out of KV blocks, and preempt itself forever.
+            NeverFitsError: Even alone it would run out of KV blocks, and preempt itself forever;
+                or what must be encoded in one step is more than can be.
         """
+        self._check_prompt(request)
+        lengths = [feature.length for feature in request.mm_features]
+        num_encoder_tokens = sum(lengths) if self.is_encoder_decoder else max(lengths, default=0)
+        if num_encoder_tokens > self.max_encoder_tokens:
+            raise NeverFitsError(
+                f"{num_encoder_tokens} encoder tokens must be computed in one step, more than the "
+                f"{self.max_encoder_tokens} that the encoder's budget, its cache and the model "
+                "allow. Send a smaller item, or raise --max-num-encoder-input-tokens and "
+                "--encoder-cache-size.",
+                param="prompt",
+            )
+        # The last token of all is never fed back, so it needs no slot.
+        num_cache_tokens = min(
+            self.max_num_tokens(request) - 1 + self.num_lookahead_tokens, self.max_model_len
+        )
+        num_blocks = self.required_blocks(num_cache_tokens)
+        if num_blocks > self.num_usable_blocks:
+            raise NeverFitsError(
+                f"prompt of {len(request.prompt_token_ids)} tokens with max_tokens="
+                f"{request.sampling_params.max_tokens} may need {num_blocks} KV cache blocks; "
+                f"there are {self.num_usable_blocks}, for {self.max_tokens_that_fit} tokens. "
+                "Lower max_tokens, shorten the prompt or give the KV cache more memory.",
+                param="max_tokens",
+            )
+
+    def _check_prompt(self, request: EngineRequest) -> None:
         num_prompt_tokens = len(request.prompt_token_ids)
         if num_prompt_tokens == 0:
             raise InvalidRequestError("the prompt has no tokens; send at least 1.", param="prompt")
@@ -57,25 +111,45 @@ class RequestLimits:
                 "Shorten the prompt or start the server with a larger --max-model-len.",
                 param="prompt",
             )
-        if self.max_prompt_tokens is not None and num_prompt_tokens > self.max_prompt_tokens:
+        # A fork goes on where another request ended. Where its blocks are gone it is computed
+        # again, and split, like a request that resumes with its output.
+        may_split = self.max_prompt_tokens is None or request.fork_from is not None
+        if not may_split and num_prompt_tokens > self.max_prompt_tokens:
             raise InvalidRequestError(
                 f"prompt has {num_prompt_tokens} tokens; without chunked prefill a prompt must "
                 f"fit in one step of {self.max_prompt_tokens} tokens. Shorten the prompt, or "
                 "start the server with chunked prefill or a larger --max-num-batched-tokens.",
                 param="prompt",
             )
-        # The last token of all is never fed back, so it needs no slot.
-        num_cache_tokens = self.max_num_tokens(request) - 1
-        num_blocks = required_blocks(
-            num_cache_tokens,
-            block_size=self.block_size,
-            num_kv_cache_groups=self.num_kv_cache_groups,
-        )
-        if num_blocks > self.num_usable_blocks:
-            raise NeverFitsError(
-                f"prompt of {num_prompt_tokens} tokens with max_tokens="
-                f"{request.sampling_params.max_tokens} may need {num_blocks} KV cache blocks; "
-                f"there are {self.num_usable_blocks}, for {self.max_tokens_that_fit} tokens. "
-                "Lower max_tokens, shorten the prompt or give the KV cache more memory.",
-                param="max_tokens",
-            )
+
+
+def make_request_limits(
+    scheduler_config: SchedulerConfig,
+    kv_cache_config: KVCacheConfig,
+    *,
+    max_model_len: int,
+    num_usable_blocks: int,
+    num_lookahead_tokens: int,
+) -> RequestLimits:
+    """The limits that follow from settings and the pool; see `RequestLimits`."""
+    specs = tuple(group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
+    return RequestLimits(
+        max_model_len=max_model_len,
+        max_prompt_tokens=_max_prompt_tokens(scheduler_config),
+        max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
+        num_usable_blocks=num_usable_blocks,
+        kv_cache_specs=specs,
+        num_lookahead_tokens=num_lookahead_tokens,
+        max_encoder_tokens=min(
+            scheduler_config.max_num_encoder_input_tokens,
+            scheduler_config.encoder_cache_size,
+            *(spec.max_encoder_tokens for spec in specs if isinstance(spec, CrossAttentionSpec)),
+        ),
+    )
+
+
+def _max_prompt_tokens(config: SchedulerConfig) -> int | None:
+    """Longest prompt that one step can take on; None where prompts are split over steps."""
+    threshold = config.long_prefill_token_threshold
+    is_split = config.enable_chunked_prefill or 0 < threshold <= config.max_num_batched_tokens
+    return None if is_split else config.max_num_batched_tokens

@@ -1,29 +1,54 @@
 """Request: the scheduler's own record of one request, from arrival to end."""
 
 import enum
+import sys
+from typing import Literal
 
+from paxkv.config import CacheConfig
 from paxkv.contracts.engine_output import FinishReason
 from paxkv.contracts.engine_request import EngineRequest
+from paxkv.contracts.kv_cache_spec import KVCacheConfig
 from paxkv.kv_cache.block_hash import BlockHash, BlockHasher
+from paxkv.kv_cache.extra_keys import extra_key_sources
 
 
 class RequestStatus(enum.IntEnum):
     """Where a request stands; every value after PREEMPTED is an end."""
 
     WAITING = 0
-    RUNNING = 1
-    PREEMPTED = 2
-    FINISHED_STOPPED = 3
-    FINISHED_LENGTH_CAPPED = 4
-    FINISHED_ABORTED = 5
-    FINISHED_ERROR = 6
+    # Its tokens are bound by a grammar (a finite state machine) that is not compiled yet.
+    WAITING_FOR_FSM = 1
+    # Its blocks are being loaded by the KV connector.
+    WAITING_FOR_REMOTE_KVS = 2
+    # What it shares with the request it is forked from is not computed yet.
+    WAITING_FOR_FORK = 3
+    RUNNING = 4
+    PREEMPTED = 5
+    FINISHED_STOPPED = 6
+    FINISHED_LENGTH_CAPPED = 7
+    FINISHED_ABORTED = 8
+    FINISHED_ERROR = 9
+    # Ended without having been run, because it never could be.
+    FINISHED_IGNORED = 10
 
 
-_FINISHED_STATUS: dict[FinishReason, RequestStatus] = {
+# How a request may end. Clients know an ignored one by its length, as in vLLM.
+EndReason = FinishReason | Literal["ignored"]
+
+_FINISHED_STATUS: dict[EndReason, RequestStatus] = {
     "stop": RequestStatus.FINISHED_STOPPED,
     "length": RequestStatus.FINISHED_LENGTH_CAPPED,
     "abort": RequestStatus.FINISHED_ABORTED,
     "error": RequestStatus.FINISHED_ERROR,
+    "ignored": RequestStatus.FINISHED_IGNORED,
+}
+
+_FINISH_REASON: dict[RequestStatus, FinishReason] = {
+    RequestStatus.FINISHED_STOPPED: "stop",
+    RequestStatus.FINISHED_LENGTH_CAPPED: "length",
+    RequestStatus.FINISHED_ABORTED: "abort",
+    RequestStatus.FINISHED_ERROR: "error",
+    RequestStatus.FINISHED_IGNORED: "length",
 }
 
 
@@ -40,20 +65,32 @@ class Request:
 
     __slots__ = (
         "_block_hasher",
+        "_extra_key_sources",
+        "_num_tokens_to_hash_at",
         "all_token_ids",
         "arrival_time",
         "block_hashes",
         "cache_salt",
+        "ending_token_ids",
         "eos_token_ids",
+        "fork_source",
+        "keep_blocks",
+        "lora_name",
         "max_num_tokens",
+        "min_tokens",
+        "mm_features",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_output_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_tokens_before_block_work",
         "priority",
+        "prompt_embeds",
         "prompt_token_ids",
         "request_id",
         "sampling_params",
+        "spec_token_ids",
         "status",
         "stop_reason",
         "stop_token_ids",
@@ -74,26 +111,51 @@ class Request:
         self.arrival_time = engine_request.arrival_time
         self.priority = engine_request.priority
         self.cache_salt = engine_request.cache_salt
+        self.lora_name = engine_request.lora_name
+        self.mm_features = engine_request.mm_features
+        self.prompt_embeds = engine_request.prompt_embeds
+        self.keep_blocks = engine_request.keep_blocks
+        # Whose blocks it is to share when it is first admitted; None when there is nobody.
+        self.fork_source: Request | None = None
 
         self.max_num_tokens = max_num_tokens
         self.eos_token_ids = frozenset(() if params.ignore_eos else engine_request.eos_token_ids)
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
+        # A token that is in neither costs one look-up.
+        self.ending_token_ids = self.eos_token_ids | self.stop_token_ids
+        self.min_tokens = params.min_tokens
 
-        self.status = RequestStatus.WAITING
+        self.status = (
+            RequestStatus.WAITING_FOR_FSM if engine_request.needs_grammar else RequestStatus.WAITING
+        )
         self.stop_reason: int | None = None
         self.all_token_ids = list(engine_request.prompt_token_ids)
         self.num_computed_tokens = 0
+        # Drafts to be verified in its next step, behind `all_token_ids`.
+        self.spec_token_ids: list[int] = []
+        # Tokens that steps still in flight will add to `all_token_ids`.
+        self.num_output_placeholders = 0
+        # Up to so many tokens its blocks need no work; see `KVCacheManager`. The scheduler's note.
+        self.num_tokens_before_block_work = 0
         self.num_preemptions = 0
         # Prompt tokens found in the prefix cache when it was first admitted.
         self.num_cached_tokens = 0
 
         self.block_hashes: list[BlockHash] = []
         self._block_hasher = block_hasher
-        self._hash_full_blocks()
+        self._extra_key_sources = extra_key_sources(engine_request)
+        # `num_tokens` at which the next block is full: a decode step compares one number.
+        self._num_tokens_to_hash_at = sys.maxsize if block_hasher is None else 0
+        if self.num_tokens >= self._num_tokens_to_hash_at:
+            self._hash_full_blocks()
 
     @property
     def num_tokens(self) -> int:
         return len(self.all_token_ids)
+
+    @property
+    def num_tokens_with_spec(self) -> int:
+        return len(self.all_token_ids) + len(self.spec_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
@@ -101,11 +163,18 @@ class Request:
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
-        return self.sampling_params.skip_reading_prefix_cache
+        # Prompt logprobs need the logits of every prompt token, and a hit has none.
+        params = self.sampling_params
+        return params.skip_reading_prefix_cache or params.prompt_logprobs is not None
 
     @property
     def is_finished(self) -> bool:
         return self.status > RequestStatus.PREEMPTED
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ended; None while it has not."""
+        return _FINISH_REASON.get(self.status)
 
     @property
     def sort_key(self) -> tuple[int, float, str]:
@@ -115,15 +184,18 @@ class Request:
     def append_output_token(self, token_id: int) -> None:
         """Adds a sampled token, and the hash of the block that it may fill."""
         self.all_token_ids.append(token_id)
-        self._hash_full_blocks()
+        if len(self.all_token_ids) >= self._num_tokens_to_hash_at:
+            self._hash_full_blocks()
 
-    def finish(self, finish_reason: FinishReason, stop_reason: int | None = None) -> None:
-        self.status = _FINISHED_STATUS[finish_reason]
+    def finish(self, reason: EndReason, stop_reason: int | None = None) -> None:
+        self.status = _FINISHED_STATUS[reason]
         self.stop_reason = stop_reason
 
     def _hash_full_blocks(self) -> None:
-        if self._block_hasher is not None:
-            self._block_hasher.extend(self.block_hashes, self.all_token_ids, self.cache_salt)
+        hasher = self._block_hasher
+        assert hasher is not None
+        hasher.extend(self.block_hashes, self.all_token_ids, self._extra_key_sources)
+        self._num_tokens_to_hash_at = (len(self.block_hashes) + 1) * hasher.block_size
 
     def __repr__(self) -> str:
         return (
@@ -131,3 +203,16 @@ class Request:
             f"num_prompt_tokens={self.num_prompt_tokens}, num_tokens={self.num_tokens}, "
             f"num_computed_tokens={self.num_computed_tokens})"
         )
+
+
+def make_block_hasher(
+    cache_config: CacheConfig, kv_cache_config: KVCacheConfig
+) -> BlockHasher | None:
+    """What names the blocks of an engine's requests; None without prefix caching."""
+    if not cache_config.enable_prefix_caching:
+        return None
+    return BlockHasher(
+        block_size=kv_cache_config.resolved_hash_block_size,
+        seed=cache_config.prefix_caching_seed,
+        algorithm=cache_config.prefix_caching_hash_algo,
+    )

@@ -3,7 +3,7 @@
 import heapq
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from paxkv.config import SchedulerPolicy
 from paxkv.scheduler.request import Request
@@ -19,6 +19,10 @@ class RequestQueue(ABC):
     @abstractmethod
     def prepend_request(self, request: Request) -> None:
         """Puts back a preempted request, before those that have not run yet."""
+
+    @abstractmethod
+    def prepend_requests(self, requests: Iterable[Request]) -> None:
+        """Puts back requests that were popped in this order, so that they stand in it again."""
 
     @abstractmethod
     def peek_request(self) -> Request:
@@ -52,6 +56,9 @@ class FCFSRequestQueue(RequestQueue):
     def prepend_request(self, request: Request) -> None:
         self._queue.appendleft(request)
 
+    def prepend_requests(self, requests: Iterable[Request]) -> None:
+        self._queue.extendleft(reversed(list(requests)))
+
     def peek_request(self) -> Request:
         return self._queue[0]
 
@@ -80,6 +87,10 @@ class PriorityRequestQueue(RequestQueue):
 
     def prepend_request(self, request: Request) -> None:
         self.add_request(request)
+
+    def prepend_requests(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self.add_request(request)
 
     def peek_request(self) -> Request:
         return self._heap[0][1]

@@ -1,29 +1,53 @@
 """Scheduler: one token budget a step, shared by prompts being computed and tokens being decoded."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from paxkv.config import CacheConfig, SchedulerConfig
-from paxkv.contracts.engine_output import EngineCoreOutput, FinishReason, SchedulerStats
+from paxkv.contracts.engine_output import EngineCoreOutput, SchedulerStats
 from paxkv.contracts.engine_request import EngineRequest
+from paxkv.contracts.grammar_gate import GrammarGate
 from paxkv.contracts.kv_cache_spec import KVCacheConfig
-from paxkv.contracts.runner_output import ModelRunnerOutput
+from paxkv.contracts.kv_connector import KVConnector
+from paxkv.contracts.kv_events import KVCacheEvent
+from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
+from paxkv.contracts.runner_output import ModelRunnerOutput, TokenLogprobs
 from paxkv.contracts.scheduler_output import SchedulerOutput
-from paxkv.errors import InvalidRequestError, InvariantError
-from paxkv.kv_cache.block_hash import BlockHasher
-from paxkv.kv_cache.manager import KVCacheBlocks, KVCacheManager
-from paxkv.scheduler.invariants import check_requests
-from paxkv.scheduler.limits import RequestLimits
-from paxkv.scheduler.request import Request, RequestStatus
+from paxkv.errors import ConfigError, InvalidRequestError, InvariantError
+from paxkv.kv_cache.manager import KVCacheManager
+from paxkv.kv_cache.metrics_collector import make_metrics_collector
+from paxkv.scheduler.admission import AdmissionGate
+from paxkv.scheduler.encoder_inputs import EncoderInputs
+from paxkv.scheduler.forks import KeptRequests
+from paxkv.scheduler.invariants import check_blocks, check_requests
+from paxkv.scheduler.limits import make_request_limits
+from paxkv.scheduler.remote_kv import RemoteKV
+from paxkv.scheduler.request import EndReason, Request, RequestStatus, make_block_hasher
 from paxkv.scheduler.request_queue import create_request_queue
+from paxkv.scheduler.running_scheduler import RunningScheduler
+from paxkv.scheduler.scheduler_stats import make_scheduler_stats
+from paxkv.scheduler.spare_blocks import SpareBlocks
 from paxkv.scheduler.step_plan import StepPlan
-from paxkv.scheduler.update import append_until_stop
+from paxkv.scheduler.steps_in_flight import StepsInFlight
+from paxkv.scheduler.update import append_until_stop, num_rejected_tokens
+from paxkv.scheduler.waiting_scheduler import WaitingScheduler
 
 
 class Scheduler:
     """Decides who runs in each step and owns every request until it ends.
 
-    `schedule` and `update_from_output` alternate; requests may be added and finished at any
-    moment between them.
+    `update_from_output` is called once for each `schedule`, in the same order; a step may be
+    scheduled before the one before it has come back. Requests may be added and finished at any
+    moment between the calls.
+
+    Args:
+        connector: Loads and saves keys and values elsewhere; None is nowhere.
+        grammar_gate: Says whose grammar is compiled; without it no request may have one.
+        num_lookahead_tokens: Slots that a running request gets beyond its tokens, for drafts that
+            the step itself makes.
+        use_eagle: The last block of a prefix hit is computed again, as the drafter needs its
+            hidden states.
+        count_common_prefix_blocks: Fill `SchedulerOutput.num_common_prefix_blocks`, for attention
+            that computes a prefix shared by all requests once.
 
     Source: vLLM `v1/core/sched/scheduler.py`.
     """
@@ -35,54 +59,89 @@ class Scheduler:
         cache_config: CacheConfig,
         kv_cache_config: KVCacheConfig,
         max_model_len: int,
+        connector: KVConnector | None = None,
+        grammar_gate: GrammarGate | None = None,
+        num_lookahead_tokens: int = 0,
+        use_eagle: bool = False,
+        count_common_prefix_blocks: bool = False,
     ) -> None:
         self.scheduler_config = scheduler_config
         self.max_model_len = max_model_len
+        self.num_lookahead_tokens = num_lookahead_tokens
+        self._count_common_prefix_blocks = count_common_prefix_blocks
+        self.metrics_collector = make_metrics_collector(cache_config.kv_cache_metrics_sample)
         self.kv_cache_manager = KVCacheManager(
             kv_cache_config=kv_cache_config,
             max_model_len=max_model_len,
             enable_caching=cache_config.enable_prefix_caching,
+            use_eagle=use_eagle,
+            enable_kv_cache_events=cache_config.kv_events is not None,
+            metrics_collector=self.metrics_collector,
         )
-        self.limits = RequestLimits(
+        self.limits = make_request_limits(
+            scheduler_config,
+            kv_cache_config,
             max_model_len=max_model_len,
-            max_prompt_tokens=_max_prompt_tokens(scheduler_config),
-            num_usable_blocks=kv_cache_config.num_blocks - 1,
-            block_size=self.kv_cache_manager.block_size,
-            num_kv_cache_groups=self.kv_cache_manager.num_kv_cache_groups,
+            # Those that sinks hold are gone already.
+            num_usable_blocks=self.kv_cache_manager.block_pool.get_num_free_blocks(),
+            num_lookahead_tokens=num_lookahead_tokens,
         )
-        self._block_hasher = (
-            BlockHasher(
-                block_size=self.kv_cache_manager.block_size, seed=cache_config.prefix_caching_seed
-            )
-            if cache_config.enable_prefix_caching
-            else None
-        )
+        if self.limits.is_encoder_decoder and connector is not None:
+            raise ConfigError("a KV connector does not know the blocks of cross-attention layers.")
+        self._block_hasher = make_block_hasher(cache_config, kv_cache_config)
         # Unfinished requests; each is in `running` or in `waiting`.
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         self.waiting = create_request_queue(scheduler_config.policy)
-        # Ended since the last step; the next one tells the runner.
+        # Finished ones whose blocks stay for forks.
+        self.kept_requests = KeptRequests()
+        self.encoder_inputs = EncoderInputs(
+            max_num_encoder_input_tokens=scheduler_config.max_num_encoder_input_tokens,
+            cache_size=scheduler_config.encoder_cache_size,
+            is_encoder_decoder=self.limits.is_encoder_decoder,
+        )
+        self.remote_kv = None if connector is None else RemoteKV(connector, self.kv_cache_manager)
+        self.spare_blocks = SpareBlocks(
+            self.kv_cache_manager, self.kept_requests, self.waiting, self.remote_kv
+        )
+        self._has_grammar_gate = grammar_gate is not None
+        self.steps_in_flight = StepsInFlight()
+        self._running_scheduler, self._waiting_scheduler = self._make_halves(grammar_gate)
+        # Ended, or preempted by a reset, since the last step; the next one tells the runner.
         self.finished_req_ids: set[str] = set()
-        self.num_preemptions = 0
+        self._reset_req_ids: set[str] = set()
         self.num_steps = 0
         self.num_scheduled_tokens = 0
+        self._slot_counts = (0, 0)
+        # Whether the last step met a request whose connector did not know its tokens yet.
+        self._has_asked_later = False
 
     @property
     def max_tokens_that_fit(self) -> int:
         """Most token positions that one request can ever hold in the pool."""
         return self.limits.max_tokens_that_fit
 
+    @property
+    def num_preemptions(self) -> int:
+        return self._running_scheduler.num_preemptions
+
     def add_request(self, request: EngineRequest) -> None:
         """Takes in a request, at the end of the waiting queue or by its priority.
 
         Raises:
             InvalidRequestError: It could never run to its end (see `RequestLimits.check`), or
-                an unfinished request has its id.
+                an unfinished request has its id, or it has a grammar and nobody compiles it.
         """
-        if request.request_id in self.requests:
+        req_id = request.request_id
+        is_saved = self.remote_kv is not None and req_id in self.remote_kv.delayed
+        if req_id in self.requests or is_saved:
             raise InvalidRequestError(
-                f"request_id={request.request_id!r} is taken by an unfinished request.",
-                param="request_id",
+                f"request_id={req_id!r} is taken by an unfinished request.", param="request_id"
+            )
+        if request.needs_grammar and not self._has_grammar_gate:
+            raise InvalidRequestError(
+                "this engine compiles no grammars; send the request without one.",
+                param="needs_grammar",
             )
         self.limits.check(request)
         added = Request(
@@ -90,30 +149,32 @@ class Scheduler:
             max_num_tokens=self.limits.max_num_tokens(request),
             block_hasher=self._block_hasher,
         )
-        self.requests[added.request_id] = added
+        if request.fork_from is not None:
+            added.fork_source = self.requests.get(request.fork_from) or self.kept_requests.get(
+                request.fork_from
+            )
+        # Blocks are held under ids: a finished request gives its own up to the new one.
+        self.spare_blocks.release_kept(req_id)
+        self.requests[req_id] = added
         self.waiting.add_request(added)
 
     def schedule(self) -> SchedulerOutput:
         """Decides one step.
 
         There is no prefill or decode phase: each request gets tokens, so that its
-        `num_computed_tokens` catches up with its `num_tokens`. While there are unfinished
-        requests, someone gets at least one.
+        `num_computed_tokens` catches up with its `num_tokens` and its drafts. While there are
+        unfinished requests that wait for nothing outside, someone gets at least one.
         """
         plan = StepPlan(self.scheduler_config.max_num_batched_tokens)
-        self._schedule_running(plan)
+        self.encoder_inputs.start_step()
+        self._running_scheduler.schedule(plan)
         # Whoever was preempted waits in front: admitting would only move the shortage on.
         if not plan.preempted_req_ids:
-            self._schedule_waiting(plan)
-        output = plan.build_output(frozenset(self.finished_req_ids))
-        self.finished_req_ids.clear()
-
-        # The step is as good as done: steps run in order, so its K and V are written before
-        # any later step reads them.
-        for req_id, num_tokens in plan.num_scheduled_tokens.items():
-            self.requests[req_id].num_computed_tokens += num_tokens
-        self.num_steps += 1 if plan.num_scheduled_tokens else 0
-        self.num_scheduled_tokens += output.total_num_scheduled_tokens
+            self._waiting_scheduler.schedule(plan)
+        self._has_asked_later = plan.has_asked_later
+        requests = plan.requests()
+        output = self._build_output(plan, requests)
+        self._advance(output, requests)
         return output
 
     def update_from_output(
@@ -121,51 +182,78 @@ class Scheduler:
     ) -> list[EngineCoreOutput]:
         """Appends sampled tokens and ends the requests that they end.
 
-        Tokens of requests that were finished while the step ran are dropped. A request without
-        tokens has more of its prompt to compute, and gets no output.
+        Tokens of requests that were finished or preempted while the step ran are dropped. A
+        request without tokens has more of its prompt to compute, and gets no output.
 
         Raises:
-            InvariantError: The runner sampled for a request it was not asked to compute, or
-                before all its tokens were computed.
+            InvariantError: The step was not scheduled here, or steps came back out of order; or
+                the runner sampled for a request it was not asked to compute, or before all its
+                tokens were computed.
         """
+        requests = self.steps_in_flight.get_requests(scheduler_output)
+        transfers = runner_output.kv_connector_output
+        if transfers is not None and transfers.invalid_block_ids:
+            self._reset_req_ids |= self._running_scheduler.recompute_invalid(
+                transfers.invalid_block_ids
+            )
+        spec_decode_tokens = scheduler_output.scheduled_spec_decode_tokens
         outputs: list[EngineCoreOutput] = []
+        finished: list[Request] = []
         for req_id, token_ids, logprobs in zip(
             runner_output.req_ids,
             runner_output.sampled_token_ids,
             runner_output.logprobs,
             strict=True,
         ):
-            if req_id not in scheduler_output.num_scheduled_tokens:
-                raise InvariantError(f"{req_id=} was computed but not scheduled.")
-            request = self.requests.get(req_id)
-            # A new request may have taken the id of a finished one; it waits, so far.
-            if request is None or request.status is not RequestStatus.RUNNING or not token_ids:
+            request = requests.get(req_id)
+            if request is None:
+                if req_id not in scheduler_output.num_scheduled_tokens:
+                    raise InvariantError(f"{req_id=} was computed but not scheduled.")
                 continue
-            if request.num_computed_tokens < request.num_tokens:
+            if not token_ids:
+                continue
+            if spec_decode_tokens:
+                request.num_computed_tokens -= num_rejected_tokens(
+                    spec_decode_tokens.get(req_id), token_ids
+                )
+            if request.num_computed_tokens < len(request.all_token_ids):
                 raise InvariantError(f"{request!r} got a token before its last was computed.")
-            outputs.append(append_until_stop(request, token_ids, logprobs))
-            if request.is_finished:
-                self._free_request(request)
-        if any(output.finish_reason is not None for output in outputs):
-            self.running = [request for request in self.running if not request.is_finished]
+            output = self._append_tokens(request, token_ids, logprobs)
+            outputs.append(output)
+            if output.finish_reason is not None:
+                finished.append(request)
+        self.steps_in_flight.remove(scheduler_output)
+        if finished:
+            for request in finished:
+                self._end_request(request)
+            self._remove_finished()
+        if runner_output.draft_token_ids:
+            self._take_drafts(runner_output.draft_token_ids, outputs)
+        if transfers is not None and self.remote_kv is not None:
+            self.remote_kv.update(transfers)
         return outputs
 
     def finish_requests(
-        self, request_ids: Iterable[str], finish_reason: FinishReason = "abort"
+        self, request_ids: Iterable[str], finish_reason: EndReason = "abort"
     ) -> None:
-        """Ends requests at once, running or not; ids of no unfinished request are ignored."""
+        """Ends requests at once, running or not, and releases kept blocks of finished ones.
+
+        Ids of neither are ignored.
+        """
         # In the order given, each once: the order of freeing decides what is evicted first.
-        finished = [
-            request
-            for req_id in dict.fromkeys(request_ids)
-            if (request := self.requests.get(req_id)) is not None
-        ]
+        finished: list[Request] = []
+        for req_id in dict.fromkeys(request_ids):
+            request = self.requests.get(req_id)
+            if request is None:
+                self.spare_blocks.release_kept(req_id)
+            else:
+                finished.append(request)
         if not finished:
             return
         for request in finished:
             request.finish(finish_reason)
-            self._free_request(request)
-        self.running = [request for request in self.running if not request.is_finished]
+            self._end_request(request)
+        self._remove_finished()
         self.waiting.remove_requests({request.request_id for request in finished})
 
     def has_unfinished_requests(self) -> bool:
@@ -178,29 +266,93 @@ class Scheduler:
         """Whether requests ended that the runner does not know of yet."""
         return bool(self.finished_req_ids)
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets every cached block; False, and nothing changed, while a block is in use."""
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forgets every cached block; False, and nothing changed, while a request holds blocks.
+
+        Blocks kept for forks are given up.
+
+        Args:
+            reset_running_requests: Preempts those that run, and takes loaded blocks from those
+                that wait. Only a transfer that is under way still holds blocks then.
+        """
+        is_transferring = self.remote_kv is not None and self.remote_kv.has_transfers()
+        loaded = self.spare_blocks.loaded_requests()
+        if is_transferring or ((self.running or loaded) and not reset_running_requests):
+            return False
+        for request in reversed(loaded):
+            self.spare_blocks.drop_loaded(request)
+        # From the last on, so that they stand in the queue as they ran.
+        while self.running:
+            request = self.running.pop()
+            self._running_scheduler.preempt(request)
+            self._reset_req_ids.add(request.request_id)
+        while self.spare_blocks.release_oldest_kept():
+            pass
         return self.kv_cache_manager.reset_prefix_cache()
 
-    def make_stats(self) -> SchedulerStats:
-        """A snapshot, in O(running requests); the runner's own counters stay 0."""
-        pool = self.kv_cache_manager.block_pool
-        prefix_cache_stats = self.kv_cache_manager.prefix_cache_stats
-        num_allocated_slots, num_used_slots = self.kv_cache_manager.count_slots(self.running)
-        return SchedulerStats(
+    def take_events(self) -> list[KVCacheEvent]:
+        """KV cache events since the last call."""
+        return self.kv_cache_manager.take_events()
+
+    def explain_prefix_cache_miss(self, request_id: str) -> PrefixCacheMiss:
+        """Why a request did not find more of its prompt in the prefix cache.
+
+        Raises:
+            InvalidRequestError: There is no such request, nor was one admitted lately.
+        """
+        request = self.requests.get(request_id)
+        if request is not None:
+            return self.kv_cache_manager.explain_miss(request)
+        answer = self.kv_cache_manager.explain_admission(request_id)
+        if answer is None:
+            raise InvalidRequestError(
+                f"{request_id=} is no unfinished request, nor was it admitted lately.",
+                param="request_id",
+            )
+        return answer
+
+    def make_stats(self, *, count_slots: bool = True) -> SchedulerStats:
+        """A snapshot; the runner's own counters stay 0.
+
+        Args:
+            count_slots: Count used slots anew, in O(running requests); else repeat the last count.
+        """
+        if count_slots:
+            self._slot_counts = self.kv_cache_manager.count_slots(self._holders())
+        return make_scheduler_stats(
+            self.kv_cache_manager,
+            self.metrics_collector,
+            slot_counts=self._slot_counts,
             num_running_reqs=len(self.running),
             num_waiting_reqs=len(self.waiting),
-            kv_cache_usage=pool.get_usage(),
-            num_blocks=pool.num_blocks,
-            num_free_blocks=pool.get_num_free_blocks(),
             num_preemptions=self.num_preemptions,
-            prefix_cache_queries=prefix_cache_stats.num_queries,
-            prefix_cache_hits=prefix_cache_stats.num_hits,
-            num_allocated_slots=num_allocated_slots,
-            num_used_slots=num_used_slots,
             num_steps=self.num_steps,
             num_scheduled_tokens=self.num_scheduled_tokens,
         )
+
+    def is_waiting_for_outside(self) -> bool:
+        """Whether a step may find nothing to do, as tokens, transfers or grammars are on their way.
+
+        To be asked after `schedule`.
+        """
+        return (
+            len(self.steps_in_flight) > 0
+            or self._has_asked_later
+            or (self.remote_kv is not None and self.remote_kv.has_transfers())
+            or any(request.status is RequestStatus.WAITING_FOR_FSM for request in self.waiting)
+        )
+
+    def check_progress(self, output: SchedulerOutput) -> None:
+        """Checks, right after `schedule`, that the step has work where there was some to give.
+
+        Raises:
+            InvariantError: Nothing was scheduled, though unfinished requests wait for nothing
+                outside.
+        """
+        if self.requests and not output.num_scheduled_tokens and not self.is_waiting_for_outside():
+            raise InvariantError(
+                f"nothing runs, though something could: {list(self.requests.values())!r}."
+            )
 
     def check_invariants(self) -> None:
         """Checks the block pool, the block tables and the queues, in O(n).
@@ -209,121 +361,134 @@ class Scheduler:
             InvariantError: A rule is broken.
         """
         self.kv_cache_manager.check_invariants()
-        check_requests(self.requests, self.running, self.waiting)
+        self.encoder_inputs.cache_manager.check_invariants(self.requests)
+        check_requests(
+            self.requests,
+            self.running,
+            self.waiting,
+            self.steps_in_flight.count_drafts(),
+            has_connector=self.remote_kv is not None,
+        )
+        delayed = () if self.remote_kv is None else self.remote_kv.delayed.values()
+        check_blocks(
+            self.kv_cache_manager, self.running, self.waiting, (*self.kept_requests, *delayed)
+        )
         if len(self.running) > self.scheduler_config.max_num_seqs:
             raise InvariantError(f"{len(self.running)} requests run, over max_num_seqs.")
-        for request in self.waiting:
-            if not self.kv_cache_manager.get_blocks(request.request_id).is_empty():
-                raise InvariantError(f"{request!r} waits and holds blocks.")
-        for request in self.running:
-            for blocks in self.kv_cache_manager.get_blocks(request.request_id).blocks:
-                if len(blocks) * self.kv_cache_manager.block_size < request.num_computed_tokens:
-                    raise InvariantError(f"{request!r} has only {len(blocks)} blocks.")
 
-    def _schedule_running(self, plan: StepPlan) -> None:
-        threshold = self.scheduler_config.long_prefill_token_threshold
-        # A copy: preemption takes requests out while we go through.
-        for request in self.running.copy():
-            if plan.token_budget == 0:
-                return
-            if request.status is not RequestStatus.RUNNING:
-                continue  # preempted in this step, by an earlier one
-            num_new_tokens = request.num_tokens - request.num_computed_tokens
-            if 0 < threshold < num_new_tokens:
-                num_new_tokens = threshold
-            # The last position of all is only sampled, never computed.
-            num_new_tokens = min(
-                num_new_tokens,
-                plan.token_budget,
-                self.max_model_len - 1 - request.num_computed_tokens,
+    def _make_halves(
+        self, grammar_gate: GrammarGate | None
+    ) -> tuple[RunningScheduler, WaitingScheduler]:
+        """The two halves of `schedule`, which work on this object's queues and blocks."""
+        shared = {
+            "scheduler_config": self.scheduler_config,
+            "num_lookahead_tokens": self.num_lookahead_tokens,
+            "kv_cache_manager": self.kv_cache_manager,
+            "encoder_inputs": self.encoder_inputs,
+            "spare_blocks": self.spare_blocks,
+            "remote_kv": self.remote_kv,
+            "running": self.running,
+            "waiting": self.waiting,
+        }
+        admission_gate = AdmissionGate(
+            kv_cache_manager=self.kv_cache_manager,
+            kept_requests=self.kept_requests,
+            remote_kv=self.remote_kv,
+            grammar_gate=grammar_gate,
+        )
+        return (
+            RunningScheduler(**shared, steps_in_flight=self.steps_in_flight),
+            WaitingScheduler(**shared, admission_gate=admission_gate),
+        )
+
+    def _build_output(self, plan: StepPlan, requests: dict[str, Request]) -> SchedulerOutput:
+        """The decision as the runner gets it; no request has advanced yet."""
+        manager = self.kv_cache_manager
+        num_common_prefix_blocks: list[int] = []
+        if self._count_common_prefix_blocks and self.running:
+            num_common_prefix_blocks = manager.get_num_common_prefix_blocks(
+                self.running[0].request_id
             )
-            if num_new_tokens <= 0:
-                continue  # its next token is still on its way; others may have work
-            new_blocks = self._allocate_or_preempt(request, num_new_tokens, plan)
-            if new_blocks is not None:
-                plan.add_running(request, num_new_tokens, new_blocks)
+        output = SchedulerOutput(
+            scheduled_new_reqs=plan.build_new(),
+            scheduled_cached_reqs=plan.build_cached(),
+            num_scheduled_tokens=plan.num_scheduled_tokens,
+            total_num_scheduled_tokens=sum(plan.num_scheduled_tokens.values()),
+            preempted_req_ids=frozenset(plan.preempted_req_ids | self._reset_req_ids),
+            finished_req_ids=frozenset(self.finished_req_ids),
+            scheduled_spec_decode_tokens=plan.spec_decode_tokens,
+            scheduled_encoder_inputs=self.encoder_inputs.take_scheduled(),
+            free_encoder_mm_hashes=self.encoder_inputs.cache_manager.take_freed_identifiers(),
+            num_common_prefix_blocks=num_common_prefix_blocks,
+            block_copies=manager.take_block_copies(),
+            new_block_ids_to_zero=manager.take_new_block_ids(),
+            kv_connector_metadata=(
+                None
+                if self.remote_kv is None
+                else self.remote_kv.build_metadata(plan.num_scheduled_tokens, requests)
+            ),
+        )
+        self.finished_req_ids.clear()
+        self._reset_req_ids.clear()
+        return output
 
-    def _allocate_or_preempt(
-        self, request: Request, num_new_tokens: int, plan: StepPlan
-    ) -> KVCacheBlocks | None:
-        """Room for a running request, taken from others if need be; None if it fell itself."""
-        while request.status is RequestStatus.RUNNING:
-            new_blocks = self.kv_cache_manager.allocate_slots(request, num_new_tokens)
-            if new_blocks is not None:
-                return new_blocks
-            if self.scheduler_config.policy == "priority":
-                victim = max(self.running, key=lambda running: running.sort_key)
-                self.running.remove(victim)
-            else:
-                victim = self.running.pop()
-            self._preempt(victim, plan)
-        return None
+    def _advance(self, output: SchedulerOutput, requests: dict[str, Request]) -> None:
+        """Counts the step as done.
 
-    def _preempt(self, victim: Request, plan: StepPlan) -> None:
-        """Takes a request's blocks and puts it back in the queue, to be computed anew.
-
-        Its `num_computed_tokens` does not count this step yet: blocks that it was given earlier
-        in this step under the priority policy are withdrawn from the prefix cache by `free`.
+        It is as good as that: steps run in order, so its K and V are written before any later
+        step reads them.
         """
-        self.kv_cache_manager.free(victim)
-        victim.status = RequestStatus.PREEMPTED
-        victim.num_computed_tokens = 0
-        victim.num_preemptions += 1
-        self.num_preemptions += 1
-        plan.add_preempted(victim)
-        self.waiting.prepend_request(victim)
+        for req_id, num_tokens in output.num_scheduled_tokens.items():
+            requests[req_id].num_computed_tokens += num_tokens
+        self.encoder_inputs.end_step()
+        self.steps_in_flight.add(output, requests)
+        self.num_steps += 1 if requests else 0
+        self.num_scheduled_tokens += output.total_num_scheduled_tokens
 
-    def _schedule_waiting(self, plan: StepPlan) -> None:
-        config = self.scheduler_config
-        threshold = config.long_prefill_token_threshold
-        while self.waiting and plan.token_budget > 0 and len(self.running) < config.max_num_seqs:
-            request = self.waiting.peek_request()
-            hits, num_hit_tokens = self.kv_cache_manager.get_computed_blocks(request)
-            num_new_tokens = request.num_tokens - num_hit_tokens
-            if 0 < threshold < num_new_tokens:
-                num_new_tokens = threshold
-            # More than a whole step: no prompt (see `RequestLimits`), but a request that
-            # resumes with its output. It is split, or it would wait forever.
-            may_split = (
-                config.enable_chunked_prefill or num_new_tokens > config.max_num_batched_tokens
-            )
-            if num_new_tokens > plan.token_budget and not may_split:
-                return
-            num_new_tokens = min(num_new_tokens, plan.token_budget)
-            new_blocks = self.kv_cache_manager.allocate_slots(
-                request,
-                num_new_tokens,
-                num_new_computed_tokens=num_hit_tokens,
-                new_computed_blocks=hits,
-            )
-            # Whoever waits never preempts who runs, and nobody overtakes the one in front.
-            if new_blocks is None:
-                return
-            self.waiting.pop_request()
-            self._admit(request, num_hit_tokens, num_new_tokens, plan)
+    def _append_tokens(
+        self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None
+    ) -> EngineCoreOutput:
+        """Adds a step's tokens; `AsyncScheduler` does more."""
+        return append_until_stop(request, token_ids, logprobs)
 
-    def _admit(
-        self, request: Request, num_hit_tokens: int, num_new_tokens: int, plan: StepPlan
+    def _take_drafts(
+        self, draft_token_ids: dict[str, list[int]], outputs: list[EngineCoreOutput]
     ) -> None:
-        all_blocks = self.kv_cache_manager.get_blocks(request.request_id)
-        request.num_computed_tokens = num_hit_tokens
-        if request.status is RequestStatus.WAITING:
-            request.num_cached_tokens = num_hit_tokens
-            plan.add_new(request, num_new_tokens, all_blocks)
-        else:
-            plan.add_resumed(request, num_new_tokens, all_blocks)
-        request.status = RequestStatus.RUNNING
-        self.running.append(request)
+        """Keeps drafts for the next step of those who got tokens: a prompt in pieces has none."""
+        for output in outputs:
+            drafts = draft_token_ids.get(output.request_id)
+            request = self.requests.get(output.request_id)
+            # With a further step in flight they come late: they follow a token that it computes.
+            if drafts and request is not None and request.num_computed_tokens < request.num_tokens:
+                request.spec_token_ids = list(drafts)
 
-    def _free_request(self, request: Request) -> None:
-        """Forgets a finished request; the caller takes it out of its queue."""
-        self.kv_cache_manager.free(request)
+    def _end_request(self, request: Request) -> None:
+        """Forgets a finished request; the caller takes it out of its queue.
+
+        Its blocks are freed, unless they are kept for forks or a transfer still uses them.
+        """
+        # See `RunningScheduler.preempt`.
+        request.num_computed_tokens = self.steps_in_flight.num_sure_tokens(request)
+        is_delayed = self.remote_kv is not None and self.remote_kv.must_delay_free(request)
+        if not is_delayed:
+            if request.keep_blocks and request.finish_reason in ("stop", "length"):
+                self.kept_requests.add(request)
+            else:
+                self.kv_cache_manager.free(request)
+        self.encoder_inputs.release(request)
+        self.steps_in_flight.discard(request)
         del self.requests[request.request_id]
         self.finished_req_ids.add(request.request_id)
+        self._reset_req_ids.discard(request.request_id)
 
+    def _remove_finished(self) -> None:
+        # In place: the list is shared with those who schedule it.
+        self.running[:] = [request for request in self.running if not request.is_finished]
 
-def _max_prompt_tokens(config: SchedulerConfig) -> int | None:
-    """Longest prompt that one step can take on; None where prompts are split over steps."""
-    threshold = config.long_prefill_token_threshold
-    is_split = config.enable_chunked_prefill or 0 < threshold <= config.max_num_batched_tokens
-    return None if is_split else config.max_num_batched_tokens
+    def _holders(self) -> Iterator[Request]:
+        """Every request that holds blocks."""
+        yield from self.running
+        yield from self.kept_requests
+        if self.remote_kv is not None:
+            yield from self.waiting
+            yield from self.remote_kv.delayed.values()

@@ -1,12 +1,15 @@
 """StepPlan: one step's decision while it is being made."""
 
-from paxkv.contracts.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from paxkv.contracts.scheduler_output import CachedRequestData, NewRequestData
 from paxkv.kv_cache.manager import KVCacheBlocks
 from paxkv.scheduler.request import Request
 
 
 class StepPlan:
     """Who runs in this step, with how many tokens, in which blocks.
+
+    The scheduler's loop over running requests writes `running`, `num_scheduled_tokens` and
+    `token_budget` itself: a call for each request would cost as much as all the rest of it.
 
     Args:
         token_budget: Tokens that the step may still give out.
@@ -15,67 +18,98 @@ class StepPlan:
     def __init__(self, token_budget: int) -> None:
         self.token_budget = token_budget
         self.num_scheduled_tokens: dict[str, int] = {}
+        self.spec_decode_tokens: dict[str, list[int]] = {}
         self.preempted_req_ids: set[str] = set()
-        self._new: list[Request] = []
-        self._resumed: list[Request] = []
-        self._running: dict[str, Request] = {}
-        # New blocks of a running request, all blocks of the others.
-        self._blocks: dict[str, KVCacheBlocks] = {}
+        # Requests that ran before, in their order; then those that start or come back.
+        self.running: dict[str, Request] = {}
+        self.new: list[Request] = []
+        self.resumed: list[Request] = []
+        # Whether a waiting request is to be asked for again: its connector does not know yet.
+        self.has_asked_later = False
+        # New blocks of a running request that got some; all blocks of the others.
+        self.blocks: dict[str, KVCacheBlocks] = {}
 
-    def add_running(self, request: Request, num_new_tokens: int, new_blocks: KVCacheBlocks) -> None:
-        self._running[request.request_id] = request
-        self._spend(request, num_new_tokens, new_blocks)
+    def requests(self) -> dict[str, Request]:
+        """All scheduled requests."""
+        if not self.new and not self.resumed:
+            return self.running
+        admitted = (*self.resumed, *self.new)
+        return self.running | {request.request_id: request for request in admitted}
 
-    def add_new(self, request: Request, num_new_tokens: int, all_blocks: KVCacheBlocks) -> None:
-        self._new.append(request)
-        self._spend(request, num_new_tokens, all_blocks)
+    def is_admitted(self, request: Request) -> bool:
+        """Whether the request starts, or comes back, in this step."""
+        return any(admitted is request for admitted in (*self.new, *self.resumed))
 
-    def add_resumed(self, request: Request, num_new_tokens: int, all_blocks: KVCacheBlocks) -> None:
-        self._resumed.append(request)
-        self._spend(request, num_new_tokens, all_blocks)
+    def add_admitted(
+        self, request: Request, num_new_tokens: int, all_blocks: KVCacheBlocks, *, is_new: bool
+    ) -> None:
+        """Adds a request that starts, or one that comes back after a preemption."""
+        (self.new if is_new else self.resumed).append(request)
+        self.num_scheduled_tokens[request.request_id] = num_new_tokens
+        self.token_budget -= num_new_tokens
+        self.blocks[request.request_id] = all_blocks
+
+    def take_drafts(self, request: Request, num_new_tokens: int) -> None:
+        """Takes those of a request's drafts that fit among its `num_new_tokens`; others are lost.
+
+        Drafts stand behind the tokens that are known or, with a step in flight, to be known.
+        """
+        num_drafts = (
+            request.num_computed_tokens
+            + num_new_tokens
+            - request.num_tokens
+            - request.num_output_placeholders
+        )
+        if num_drafts > 0:
+            self.spec_decode_tokens[request.request_id] = request.spec_token_ids[:num_drafts]
+        request.spec_token_ids = []
 
     def add_preempted(self, request: Request) -> None:
         """Notes a preemption; what a victim was given earlier in this step, it gives back."""
-        self.preempted_req_ids.add(request.request_id)
-        if self._running.pop(request.request_id, None) is not None:
-            self.token_budget += self.num_scheduled_tokens.pop(request.request_id)
-            del self._blocks[request.request_id]
+        req_id = request.request_id
+        self.preempted_req_ids.add(req_id)
+        if self.running.pop(req_id, None) is not None:
+            self.token_budget += self.num_scheduled_tokens.pop(req_id)
+            self.blocks.pop(req_id, None)
+            self.spec_decode_tokens.pop(req_id, None)
 
-    def build_output(self, finished_req_ids: frozenset[str]) -> SchedulerOutput:
-        """The decision as the runner gets it; to be built before any request advances."""
-        cached = [*self._running.values(), *self._resumed]
-        return SchedulerOutput(
-            scheduled_new_reqs=[
-                NewRequestData(
-                    req_id=request.request_id,
-                    prompt_token_ids=request.prompt_token_ids,
-                    sampling_params=request.sampling_params,
-                    block_ids=self._blocks[request.request_id].get_block_ids(),
-                    num_computed_tokens=request.num_computed_tokens,
-                )
-                for request in self._new
+    def build_new(self) -> list[NewRequestData]:
+        """What the runner gets of requests that it does not know."""
+        return [
+            NewRequestData(
+                req_id=request.request_id,
+                prompt_token_ids=request.prompt_token_ids,
+                sampling_params=request.sampling_params,
+                block_ids=self.blocks[request.request_id].get_block_ids(),
+                num_computed_tokens=request.num_computed_tokens,
+                lora_name=request.lora_name,
+                mm_features=request.mm_features,
+            )
+            for request in self.new
+        ]
+
+    def build_cached(self) -> CachedRequestData:
+        """What the runner gets of those that it knows; to be built before any of them advances."""
+        cached = [*self.running.values(), *self.resumed]
+        req_ids = [request.request_id for request in cached]
+        return CachedRequestData(
+            req_ids=req_ids,
+            resumed_req_ids=frozenset(request.request_id for request in self.resumed),
+            new_block_ids=self._new_block_ids(req_ids),
+            num_computed_tokens=[request.num_computed_tokens for request in cached],
+            num_output_tokens=[
+                len(request.all_token_ids)
+                - request.num_prompt_tokens
+                + request.num_output_placeholders
+                for request in cached
             ],
-            scheduled_cached_reqs=CachedRequestData(
-                req_ids=[request.request_id for request in cached],
-                resumed_req_ids=frozenset(request.request_id for request in self._resumed),
-                new_block_ids=[self._new_block_ids(request) for request in cached],
-                num_computed_tokens=[request.num_computed_tokens for request in cached],
-                num_output_tokens=[request.num_output_tokens for request in cached],
-                all_token_ids={
-                    request.request_id: request.all_token_ids.copy() for request in self._resumed
-                },
-            ),
-            num_scheduled_tokens=self.num_scheduled_tokens,
-            total_num_scheduled_tokens=sum(self.num_scheduled_tokens.values()),
-            preempted_req_ids=frozenset(self.preempted_req_ids),
-            finished_req_ids=finished_req_ids,
+            all_token_ids={
+                request.request_id: request.all_token_ids.copy() for request in self.resumed
+            },
         )
 
-    def _spend(self, request: Request, num_new_tokens: int, blocks: KVCacheBlocks) -> None:
-        self.num_scheduled_tokens[request.request_id] = num_new_tokens
-        self.token_budget -= num_new_tokens
-        self._blocks[request.request_id] = blocks
-
-    def _new_block_ids(self, request: Request) -> tuple[list[int], ...] | None:
-        blocks = self._blocks[request.request_id]
-        return None if blocks.is_empty() else blocks.get_block_ids()
+    def _new_block_ids(self, req_ids: list[str]) -> list[tuple[list[int], ...] | None]:
+        if not self.blocks:
+            return [None] * len(req_ids)
+        found = map(self.blocks.get, req_ids)
+        return [None if blocks is None else blocks.get_block_ids() for blocks in found]

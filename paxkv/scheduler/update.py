@@ -1,7 +1,5 @@
 """What sampled tokens do to a request: it grows, and perhaps stops."""
 
-from collections.abc import Sequence
-
 from paxkv.contracts.engine_output import EngineCoreOutput, FinishReason
 from paxkv.contracts.runner_output import TokenLogprobs
 from paxkv.scheduler.request import Request
@@ -15,21 +13,23 @@ def check_stop(request: Request) -> tuple[FinishReason, int | None] | None:
     Returns:
         Finish reason and stop reason; None when the request goes on.
     """
+    all_token_ids = request.all_token_ids
+    num_tokens = len(all_token_ids)
     # Length is checked also below min_tokens: there is no room for another token.
-    if request.num_output_tokens >= request.sampling_params.min_tokens:
-        last_token_id = request.all_token_ids[-1]
-        if last_token_id in request.eos_token_ids:
-            return "stop", None
-        if last_token_id in request.stop_token_ids:
-            return "stop", last_token_id
-    if request.num_tokens >= request.max_num_tokens:
+    if (
+        all_token_ids[-1] in request.ending_token_ids
+        and num_tokens - request.num_prompt_tokens >= request.min_tokens
+    ):
+        last_token_id = all_token_ids[-1]
+        return "stop", None if last_token_id in request.eos_token_ids else last_token_id
+    if num_tokens >= request.max_num_tokens:
         return "length", None
     return None
 
 
 def append_until_stop(
     request: Request,
-    sampled_token_ids: Sequence[int],
+    sampled_token_ids: list[int],
     logprobs: list[TokenLogprobs] | None,
 ) -> EngineCoreOutput:
     """Adds a step's tokens to a request, up to and with the one that ends it.
@@ -41,19 +41,32 @@ def append_until_stop(
         logprobs: One entry per sampled token, or None.
     """
     finish_reason, stop_reason = None, None
-    num_kept = 0
-    for token_id in sampled_token_ids:
+    for num_kept, token_id in enumerate(sampled_token_ids, 1):
         request.append_output_token(token_id)
-        num_kept += 1
-        if (stop := check_stop(request)) is not None:
+        stop = check_stop(request)
+        if stop is not None:
             finish_reason, stop_reason = stop
             request.finish(finish_reason, stop_reason)
+            if num_kept < len(sampled_token_ids):
+                sampled_token_ids = sampled_token_ids[:num_kept]
+                logprobs = None if logprobs is None else logprobs[:num_kept]
             break
     return EngineCoreOutput(
         request_id=request.request_id,
-        new_token_ids=list(sampled_token_ids[:num_kept]),
-        logprobs=None if logprobs is None else logprobs[:num_kept],
+        new_token_ids=sampled_token_ids,
+        logprobs=logprobs,
         finish_reason=finish_reason,
         stop_reason=stop_reason,
         num_cached_tokens=request.num_cached_tokens,
     )
+
+
+def num_rejected_tokens(spec_token_ids: list[int] | None, sampled_token_ids: list[int]) -> int:
+    """Drafts of a step that were not right: of k drafts, all but the first are kept of m tokens.
+
+    A step with drafts samples the accepted ones and one token more: drafts [7, 8, 9] and tokens
+    [7, 4] -> 1 accepted, 2 rejected.
+    """
+    if not spec_token_ids or not sampled_token_ids:
+        return 0
+    return max(len(spec_token_ids) - (len(sampled_token_ids) - 1), 0)

@@ -6,7 +6,7 @@ from typing import Protocol
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.model_info import ModelInfo
 from paxkv.contracts.request_output import RequestOutput
-from paxkv.sampling_params import SamplingParams
+from paxkv.sampling_params import BeamSearchParams, SamplingParams
 
 # "text", [1, 2, 3], or {"prompt": "text", "add_special_tokens": False, "cache_salt": "tenant"}
 Prompt = str | list[int] | Mapping[str, object]
@@ -62,13 +62,19 @@ class EngineClient(Protocol):
         """Runs one request; closing the iterator early aborts it in the engine.
 
         Args:
-            stream: True yields the new part of text and tokens each time; False yields once, at
-                the end.
+            stream: True yields the new part of text and tokens each time, of those completions
+                that have one; False yields once, at the end.
 
         Raises:
             InvalidRequestError: Before the first item.
             EngineDeadError: The engine ended.
         """
+        ...
+
+    def beam_search(
+        self, prompt: Prompt, params: BeamSearchParams, *, request_id: str, priority: int = 0
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Runs one beam search and yields once, at the end; else as `generate`."""
         ...
 
     async def get_stats(self) -> SchedulerStats:

@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 from paxkv.contracts.request_output import RequestOutput
 from paxkv.errors import InvariantError
-from paxkv.sampling_params import SamplingParams
+from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.server.engine_protocol import EngineClient, Prompt
 from paxkv.server.metrics import ServerMetrics
 
@@ -33,12 +33,16 @@ class Generator:
     async def generate(
         self,
         prompts: Sequence[Prompt],
-        sampling_params: SamplingParams,
+        sampling_params: SamplingParams | BeamSearchParams,
         *,
         priority: int,
         stream: bool,
     ) -> IndexedOutputs:
-        """Outputs of all prompts as they come. Closing this, or one failure, aborts all of them."""
+        """Outputs of all prompts as they come. Closing this, or one failure, aborts all of them.
+
+        Args:
+            stream: A beam search has its one output at the end all the same.
+        """
         runs = [
             self._run(prompt, sampling_params, priority=priority, stream=stream)
             for prompt in prompts
@@ -69,19 +73,18 @@ class Generator:
     async def _run(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams,
+        sampling_params: SamplingParams | BeamSearchParams,
         *,
         priority: int,
         stream: bool,
     ) -> AsyncGenerator[RequestOutput, None]:
-        timer = self._metrics.start_request(is_stream=stream)
-        outputs = self._engine.generate(
-            prompt,
-            sampling_params,
-            request_id=uuid.uuid4().hex,
-            priority=priority,
-            stream=stream,
-        )
+        is_search = isinstance(sampling_params, BeamSearchParams)
+        timer = self._metrics.start_request(is_stream=stream and not is_search)
+        named = {"request_id": uuid.uuid4().hex, "priority": priority}
+        if is_search:
+            outputs = self._engine.beam_search(prompt, sampling_params, **named)
+        else:
+            outputs = self._engine.generate(prompt, sampling_params, stream=stream, **named)
         async with aclosing(outputs):
             async for output in outputs:
                 timer.observe(output)

@@ -1,12 +1,18 @@
 """Prometheus metrics under vLLM's names, so that its dashboards work here."""
 
+import itertools
 import time
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.metrics_core import Metric
 
+from paxkv.contracts.block_residency import RESIDENCY_BUCKETS_S, ResidencyHistogram
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.request_output import RequestOutput
 
@@ -20,6 +26,16 @@ _LABELS = ("model_name",)
 _ENGINE_COUNTERS = (
     ("vllm:prefix_cache_queries", "prefix_cache_queries", "prompt tokens looked up in the cache"),
     ("vllm:prefix_cache_hits", "prefix_cache_hits", "prompt tokens found in the prefix cache"),
+    (
+        "paxkv_prefix_cache_preempted_queries",
+        "prefix_cache_preempted_queries",
+        "tokens looked up for requests that came back from a preemption",
+    ),
+    (
+        "paxkv_prefix_cache_preempted_hits",
+        "prefix_cache_preempted_hits",
+        "those of them found in the prefix cache",
+    ),
     ("vllm:num_preemptions", "num_preemptions", "requests that lost their KV blocks"),
     ("paxkv_steps", "num_steps", "engine steps"),
     ("paxkv_scheduled_tokens", "num_scheduled_tokens", "tokens computed"),
@@ -34,10 +50,33 @@ _ENGINE_GAUGES = (
     ("vllm:num_requests_running", "num_running_reqs", "requests in the running batch"),
     ("vllm:num_requests_waiting", "num_waiting_reqs", "requests that wait for their turn"),
     ("vllm:kv_cache_usage_perc", "kv_cache_usage", "share of KV blocks in use, 1 is all"),
+    (
+        "paxkv_prefix_cache_hit_rate",
+        "prefix_cache_hit_rate",
+        "share of the most recent requests' prompt tokens found in the prefix cache",
+    ),
     ("paxkv_kv_blocks", "num_blocks", "KV blocks of the pool"),
     ("paxkv_kv_blocks_free", "num_free_blocks", "KV blocks that are free"),
     ("paxkv_kv_slots_allocated", "num_allocated_slots", "token positions in held blocks"),
     ("paxkv_kv_slots_used", "num_used_slots", "token positions that hold a token"),
+)
+# Name, field of BlockResidency, help; of the sampled share of blocks.
+_BLOCK_HISTOGRAMS = (
+    (
+        "vllm:kv_block_lifetime_seconds",
+        "lifetime",
+        "from a KV block being handed out until its content is forgotten",
+    ),
+    (
+        "vllm:kv_block_idle_before_evict_seconds",
+        "idle_before_evict",
+        "the last part of a KV block's life, in which nobody held it",
+    ),
+    (
+        "vllm:kv_block_reuse_gap_seconds",
+        "reuse_gap",
+        "from one use of a KV block to the next prefix hit on it",
+    ),
 )
 
 
@@ -124,31 +163,30 @@ class RequestTimer:
         self._metrics = metrics
         self._is_stream = is_stream
         self._start_time = time.perf_counter()
-        self._last_token_time: float | None = None
+        # Index of a completion -> when its last token came.
+        self._last_token_times: dict[int, float] = {}
 
     def observe(self, output: RequestOutput) -> None:
         """Counts one output; the finished one ends the clock."""
         now = time.perf_counter()
-        num_tokens = sum(len(c.token_ids) for c in output.outputs)
-        if num_tokens:
-            self._metrics.count_new_tokens(num_tokens)
-            if self._is_stream:
-                self._observe_tokens(num_tokens, now)
         if output.finished:
             self._metrics.count_prompt_tokens(len(output.prompt_token_ids))
-            for completion in output.outputs:
-                self._metrics.observe_finish(
-                    completion.finish_reason or "unknown", now - self._start_time
-                )
+        for completion in output.outputs:
+            num_tokens = len(completion.token_ids)
+            self._metrics.count_new_tokens(num_tokens)
+            if num_tokens and self._is_stream:
+                self._observe_tokens(completion.index, num_tokens, now)
+            if completion.finish_reason is not None:
+                self._metrics.observe_finish(completion.finish_reason, now - self._start_time)
 
-    def _observe_tokens(self, num_tokens: int, now: float) -> None:
-        if self._last_token_time is None:
+    def _observe_tokens(self, index: int, num_tokens: int, now: float) -> None:
+        if not self._last_token_times:
             self._metrics.observe_first_token(now - self._start_time)
-        else:
+        elif index in self._last_token_times:
             # Several tokens at once took as long as they took, each its share.
-            seconds = (now - self._last_token_time) / num_tokens
+            seconds = (now - self._last_token_times[index]) / num_tokens
             self._metrics.observe_tokens(num_tokens, seconds)
-        self._last_token_time = now
+        self._last_token_times[index] = now
 
 
 class _EngineCollector:
@@ -170,3 +208,16 @@ class _EngineCollector:
             gauge = GaugeMetricFamily(name, help_text, labels=_LABELS)
             gauge.add_metric(labels, getattr(self._metrics.stats, field))
             yield gauge
+        residency = self._metrics.stats.kv_block_residency
+        for name, field, help_text in _BLOCK_HISTOGRAMS:
+            histogram = HistogramMetricFamily(name, help_text, labels=_LABELS)
+            counts: ResidencyHistogram = getattr(residency, field)
+            histogram.add_metric(labels, _cumulative_buckets(counts), counts.sum_s)
+            yield histogram
+
+
+def _cumulative_buckets(histogram: ResidencyHistogram) -> list[tuple[str, float]]:
+    """Upper bound and count of everything up to it, as Prometheus wants them."""
+    bounds = [*map(str, RESIDENCY_BUCKETS_S), "+Inf"]
+    cumulative = itertools.accumulate(histogram.bucket_counts)
+    return [(bound, float(count)) for bound, count in zip(bounds, cumulative, strict=True)]

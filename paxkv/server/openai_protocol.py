@@ -6,21 +6,25 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from paxkv.errors import InvalidRequestError
-from paxkv.sampling_params import MAX_LOGPROBS, SamplingParams
+from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.sampling_params import MAX_BEAM_WIDTH, MAX_LOGPROBS, BeamSearchParams, SamplingParams
 from paxkv.server.engine_protocol import Prompt
 from paxkv.server.error_response import UnknownModelError
 from paxkv.server.json_body import convert_fields
 from paxkv.server.middleware import MAX_REQUEST_ID_CHARS
 from paxkv.server.unsupported_fields import (
+    BEAM_SEARCH_FIELDS,
     CHAT_FIELDS,
     COMPLETION_FIELDS,
     MESSAGE_FIELDS,
+    NO_BEAM_SEARCH_FIELDS,
     STREAM_OPTIONS_FIELDS,
     refuse_unsupported,
 )
 
 MAX_PROMPTS_PER_REQUEST = 256
+# Prompts times n.
+MAX_CHOICES_PER_REQUEST = 1024
 # The length of a completion when the request names none, as OpenAI has it. A chat goes on to
 # max_model_len instead.
 DEFAULT_COMPLETION_TOKENS = 16
@@ -39,6 +43,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
+    n: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = False
+    length_penalty: float | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -59,6 +67,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def num_choices(self) -> int:
+        """Choices of each prompt."""
+        return 1 if self.n is None else self.n
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
@@ -87,6 +100,7 @@ def parse_completion(fields: Mapping[str, object]) -> CompletionRequest:
     """
     refuse_unsupported(fields, COMPLETION_FIELDS)
     _check_stream_options(fields)
+    _check_beam_search(fields)
     return convert_fields(fields, CompletionRequest)
 
 
@@ -94,6 +108,7 @@ def parse_chat(fields: Mapping[str, object]) -> ChatCompletionRequest:
     """Same as `parse_completion`, for a chat."""
     refuse_unsupported(fields, CHAT_FIELDS)
     _check_stream_options(fields)
+    _check_beam_search(fields)
     return convert_fields(fields, ChatCompletionRequest)
 
 
@@ -110,18 +125,34 @@ def check_model(requested: str | None, served_model_name: str) -> None:
         )
 
 
-def completion_sampling_params(request: CompletionRequest) -> SamplingParams:
-    """How to sample a completion.
+def check_num_choices(num_prompts: int, num_choices: int) -> None:
+    """A request may ask for so many choices in all.
+
+    Raises:
+        InvalidRequestError: It asks for more.
+    """
+    if num_prompts * num_choices > MAX_CHOICES_PER_REQUEST:
+        raise InvalidRequestError(
+            f"{num_prompts} prompts with n={num_choices} are {num_prompts * num_choices} choices; "
+            f"at most {MAX_CHOICES_PER_REQUEST} fit in one request.",
+            param="n",
+        )
+
+
+def completion_sampling_params(request: CompletionRequest) -> SamplingParams | BeamSearchParams:
+    """How to find a completion.
 
     Raises:
         InvalidRequestError: A value is out of range.
     """
     max_tokens = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    if request.use_beam_search:
+        return _beam_search_params(request, max_tokens, "logprobs", request.logprobs)
     return _sampling_params(request, max_tokens=max_tokens, logprobs=request.logprobs)
 
 
-def chat_sampling_params(request: ChatCompletionRequest) -> SamplingParams:
-    """How to sample an answer; without a limit it may fill what is left of max_model_len.
+def chat_sampling_params(request: ChatCompletionRequest) -> SamplingParams | BeamSearchParams:
+    """How to find an answer; without a limit it may fill what is left of max_model_len.
 
     Raises:
         InvalidRequestError: A value is out of range, or `top_logprobs` comes without `logprobs`.
@@ -137,6 +168,8 @@ def chat_sampling_params(request: ChatCompletionRequest) -> SamplingParams:
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     max_tokens = request.max_completion_tokens
     max_tokens = request.max_tokens if max_tokens is None else max_tokens
+    if request.use_beam_search:
+        return _beam_search_params(request, max_tokens, "top_logprobs", logprobs)
     return _sampling_params(request, max_tokens=max_tokens, logprobs=logprobs)
 
 
@@ -241,9 +274,11 @@ def _content_text(path: str, content: object) -> str:
 def _sampling_params(
     request: GenerationRequest, *, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
+    _check_best_of(request)
     given = {
         name: getattr(request, name)
         for name in (
+            "n",
             "temperature",
             "top_p",
             "top_k",
@@ -259,6 +294,43 @@ def _sampling_params(
         if getattr(request, name) is not None
     }
     return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+
+
+def _beam_search_params(
+    request: GenerationRequest, max_tokens: int | None, logprobs_name: str, logprobs: int | None
+) -> BeamSearchParams:
+    """The beam width is `n`, as in vLLM; the temperature is 0 unless told otherwise."""
+    _check_best_of(request)
+    if max_tokens is None:
+        raise InvalidRequestError(
+            "use_beam_search needs max_tokens: a search goes on to that length.",
+            param="max_tokens",
+        )
+    _check_range("n", request.n, low=1, high=MAX_BEAM_WIDTH)
+    # Those are the candidates that a search sees.
+    _check_range(logprobs_name, logprobs, low=0, high=2 * request.num_choices)
+    given = {
+        name: getattr(request, name)
+        for name in ("temperature", "ignore_eos", "length_penalty", "include_stop_str_in_output")
+        if getattr(request, name) is not None
+    }
+    return BeamSearchParams(beam_width=request.num_choices, max_tokens=max_tokens, **given)
+
+
+def _check_best_of(request: GenerationRequest) -> None:
+    if request.best_of not in (None, request.num_choices):
+        raise UnsupportedFeatureError(
+            f"best_of={request.best_of} with n={request.num_choices} is not supported: every "
+            "completion that is found is returned. Leave best_of out, or send it equal to n.",
+            param="best_of",
+        )
+
+
+def _check_beam_search(fields: Mapping[str, object]) -> None:
+    if fields.get("use_beam_search") is True:
+        refuse_unsupported(fields, BEAM_SEARCH_FIELDS, when="with use_beam_search")
+    else:
+        refuse_unsupported(fields, NO_BEAM_SEARCH_FIELDS, when="without use_beam_search")
 
 
 def _check_stream_options(fields: Mapping[str, object]) -> None:

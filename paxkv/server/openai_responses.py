@@ -125,8 +125,18 @@ class UsageCounter:
         )
 
 
+def choice_index(prompt_idx: int, completion: CompletionOutput, num_choices: int) -> int:
+    """Two prompts with n=3 -> choices 0, 1, 2 of the first and 3, 4, 5 of the second."""
+    return prompt_idx * num_choices + completion.index
+
+
+def has_news(completion: CompletionOutput) -> bool:
+    """False for half a character, or the start of what may be a stop string."""
+    return bool(completion.text or completion.logprobs or completion.finished)
+
+
 def completion_logprobs(
-    completion: CompletionOutput, num_top: int, text_offset: int
+    completion: CompletionOutput, num_top: int | None, text_offset: int
 ) -> CompletionLogprobs | None:
     """Logprobs in the form of /v1/completions.
 
@@ -134,9 +144,10 @@ def completion_logprobs(
     of the `num_top` most likely.
 
     Args:
+        num_top: None when they were not asked for; a beam search has them all the same.
         text_offset: Characters of this choice's tokens that earlier chunks reported.
     """
-    if completion.logprobs is None:
+    if completion.logprobs is None or num_top is None:
         return None
     formatted = CompletionLogprobs([], [], [], [])
     for token_id, position in zip(completion.token_ids, completion.logprobs, strict=True):
@@ -152,9 +163,9 @@ def completion_logprobs(
     return formatted
 
 
-def chat_logprobs(completion: CompletionOutput, num_top: int) -> ChatLogprobs | None:
-    """Logprobs in the form of /v1/chat/completions."""
-    if completion.logprobs is None:
+def chat_logprobs(completion: CompletionOutput, num_top: int | None) -> ChatLogprobs | None:
+    """Logprobs in the form of /v1/chat/completions; `num_top` as in `completion_logprobs`."""
+    if completion.logprobs is None or num_top is None:
         return None
     content = []
     for token_id, position in zip(completion.token_ids, completion.logprobs, strict=True):

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from paxkv.contracts.request_output import CompletionOutput
 from paxkv.server.chat_prompt import render_chat
 from paxkv.server.engine_protocol import EngineClient
 from paxkv.server.generation import Generator, IndexedOutputs
@@ -29,6 +30,7 @@ from paxkv.server.openai_responses import (
     ChatMessage,
     UsageCounter,
     chat_logprobs,
+    has_news,
 )
 from paxkv.server.sse import EventStreamResponse
 
@@ -76,19 +78,13 @@ class ChatRoutes:
         usage = UsageCounter()
         choices: list[ChatChoice] = []
         async with aclosing(outputs):
-            async for prompt_idx, output in outputs:
+            async for _, output in outputs:
                 usage.add_prompt(output)
                 usage.add_tokens(output)
-                completion = output.outputs[0]
-                choices.append(
-                    ChatChoice(
-                        index=prompt_idx,
-                        message=ChatMessage(content=completion.text),
-                        logprobs=chat_logprobs(completion, body.top_logprobs or 0),
-                        finish_reason=completion.finish_reason,
-                        stop_reason=completion.stop_reason,
-                    )
-                )
+                choices += [
+                    _choice(completion, body, message=ChatMessage(content=completion.text))
+                    for completion in output.outputs
+                ]
         return ChatBody(
             id=chat_id,
             object="chat.completion",
@@ -110,28 +106,34 @@ class ChatRoutes:
             choices=[],
             usage=None if body.include_usage else UNSET,
         )
-        is_first = True
+        roles = [
+            ChatChoice(index=index, delta=ChatDelta(role="assistant", content=""))
+            for index in range(body.num_choices)
+        ]
         async with aclosing(outputs):
-            async for prompt_idx, output in outputs:
-                if is_first:
-                    is_first = False
-                    role = ChatChoice(
-                        index=prompt_idx, delta=ChatDelta(role="assistant", content="")
-                    )
-                    yield msgspec.structs.replace(chunk, choices=[role])
+            async for _, output in outputs:
+                while roles:
+                    yield msgspec.structs.replace(chunk, choices=[roles.pop(0)])
                 usage.add_tokens(output)
                 if output.finished:
                     usage.add_prompt(output)
-                completion = output.outputs[0]
-                if not (completion.text or completion.logprobs or completion.finished):
-                    continue  # half a character, or the start of what may be a stop string
-                choice = ChatChoice(
-                    index=prompt_idx,
-                    delta=ChatDelta(content=completion.text),
-                    logprobs=chat_logprobs(completion, body.top_logprobs or 0),
-                    finish_reason=completion.finish_reason,
-                    stop_reason=completion.stop_reason,
-                )
-                yield msgspec.structs.replace(chunk, choices=[choice])
+                for completion in filter(has_news, output.outputs):
+                    choice = _choice(completion, body, delta=ChatDelta(content=completion.text))
+                    yield msgspec.structs.replace(chunk, choices=[choice])
         if body.include_usage:
             yield msgspec.structs.replace(chunk, usage=usage.usage())
+
+
+def _choice(
+    completion: CompletionOutput,
+    body: ChatCompletionRequest,
+    **content: ChatMessage | ChatDelta,
+) -> ChatChoice:
+    num_top = (body.top_logprobs or 0) if body.logprobs else None
+    return ChatChoice(
+        index=completion.index,
+        logprobs=chat_logprobs(completion, num_top),
+        finish_reason=completion.finish_reason,
+        stop_reason=completion.stop_reason,
+        **content,
+    )

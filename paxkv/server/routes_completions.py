@@ -17,6 +17,7 @@ from paxkv.server.json_body import read_json_object
 from paxkv.server.openai_protocol import (
     CompletionRequest,
     check_model,
+    check_num_choices,
     completion_prompts,
     completion_sampling_params,
     parse_completion,
@@ -26,7 +27,9 @@ from paxkv.server.openai_responses import (
     CompletionBody,
     CompletionChoice,
     UsageCounter,
+    choice_index,
     completion_logprobs,
+    has_news,
 )
 from paxkv.server.sse import EventStreamResponse
 
@@ -48,16 +51,18 @@ class CompletionRoutes:
         body = parse_completion(fields)
         check_model(body.model, self._engine.model_info.served_model_name)
         prompts = completion_prompts(body.prompt)
+        sampling_params = completion_sampling_params(body)
+        check_num_choices(len(prompts), body.num_choices)
         outputs = self._generator.generate(
             [prompt_with_options(p, body, add_special_tokens=True) for p in prompts],
-            completion_sampling_params(body),
+            sampling_params,
             priority=body.priority or 0,
             stream=bool(body.stream),
         )
         completion_id = f"cmpl-{body.request_id or request.state.request_id}"
         if body.stream:
             return await EventStreamResponse.start(
-                self._chunks(outputs, body, completion_id, len(prompts))
+                self._chunks(outputs, body, completion_id, len(prompts) * body.num_choices)
             )
         whole = await self._whole(outputs, body, completion_id)
         return Response(msgspec.json.encode(whole), media_type="application/json")
@@ -71,7 +76,7 @@ class CompletionRoutes:
             async for prompt_idx, output in outputs:
                 usage.add_prompt(output)
                 usage.add_tokens(output)
-                choices.append(_choice(prompt_idx, output.outputs[0], body, text_offset=0))
+                choices += [_choice(prompt_idx, c, body, text_offset=0) for c in output.outputs]
         return CompletionBody(
             id=completion_id,
             created=int(time.time()),
@@ -85,10 +90,10 @@ class CompletionRoutes:
         outputs: IndexedOutputs,
         body: CompletionRequest,
         completion_id: str,
-        num_prompts: int,
+        num_choices: int,
     ) -> AsyncGenerator[CompletionBody, None]:
         usage = UsageCounter()
-        text_offsets = [0] * num_prompts
+        text_offsets = [0] * num_choices
         chunk = CompletionBody(
             id=completion_id,
             created=int(time.time()),
@@ -101,13 +106,13 @@ class CompletionRoutes:
                 usage.add_tokens(output)
                 if output.finished:
                     usage.add_prompt(output)
-                completion = output.outputs[0]
-                if not (completion.text or completion.logprobs or completion.finished):
-                    continue  # half a character, or the start of what may be a stop string
-                choice = _choice(prompt_idx, completion, body, text_offset=text_offsets[prompt_idx])
-                if choice.logprobs is not None:
-                    text_offsets[prompt_idx] += sum(map(len, choice.logprobs.tokens))
-                yield msgspec.structs.replace(chunk, choices=[choice])
+                for completion in filter(has_news, output.outputs):
+                    index = choice_index(prompt_idx, completion, body.num_choices)
+                    text_offset = text_offsets[index]
+                    choice = _choice(prompt_idx, completion, body, text_offset=text_offset)
+                    if choice.logprobs is not None:
+                        text_offsets[index] += sum(map(len, choice.logprobs.tokens))
+                    yield msgspec.structs.replace(chunk, choices=[choice])
         if body.include_usage:
             yield msgspec.structs.replace(chunk, usage=usage.usage())
 
@@ -116,9 +121,9 @@ def _choice(
     prompt_idx: int, completion: CompletionOutput, body: CompletionRequest, *, text_offset: int
 ) -> CompletionChoice:
     return CompletionChoice(
-        index=prompt_idx,
+        index=choice_index(prompt_idx, completion, body.num_choices),
         text=completion.text,
-        logprobs=completion_logprobs(completion, body.logprobs or 0, text_offset),
+        logprobs=completion_logprobs(completion, body.logprobs, text_offset),
         finish_reason=completion.finish_reason,
         stop_reason=completion.stop_reason,
     )

@@ -10,15 +10,11 @@ from paxkv.errors import UnsupportedFeatureError
 NeutralValues = Mapping[str, tuple[object, ...]]
 
 _BOTH_ENDPOINTS: NeutralValues = {
-    "n": (1,),
-    "best_of": (1,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
-    "length_penalty": (1,),
     "logit_bias": ({},),
     "min_tokens": (0,),
-    "use_beam_search": (False,),
     "bad_words": ([],),
     "allowed_token_ids": (),
     "prompt_logprobs": (),
@@ -61,6 +57,18 @@ TOKENIZE_FIELDS: NeutralValues = {
     "continue_final_message": (False,),
     "mm_processor_kwargs": ({},),
 }
+# A beam search ranks tokens by the model's own probabilities and ends at EOS or max_tokens alone.
+BEAM_SEARCH_FIELDS: NeutralValues = {
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "seed": (),
+    "stop": ([],),
+    "stop_token_ids": ([],),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+}
+NO_BEAM_SEARCH_FIELDS: NeutralValues = {"length_penalty": (1,)}
 STREAM_OPTIONS_FIELDS: NeutralValues = {"continuous_usage_stats": (False,)}
 MESSAGE_FIELDS: NeutralValues = {
     "tool_calls": ([],),
@@ -70,9 +78,17 @@ MESSAGE_FIELDS: NeutralValues = {
 
 
 def refuse_unsupported(
-    fields: Mapping[str, object], neutral_values: NeutralValues, *, path: str = ""
+    fields: Mapping[str, object],
+    neutral_values: NeutralValues,
+    *,
+    path: str = "",
+    when: str = "by this version of paxkv",
 ) -> None:
-    """Checks that no field asks for what this version cannot do.
+    """Checks that no field asks for what cannot be done.
+
+    Args:
+        path: What the fields' names are shown behind.
+        when: Ends the sentence "x is not supported ...".
 
     Raises:
         UnsupportedFeatureError: One does; `param` names it.
@@ -83,7 +99,7 @@ def refuse_unsupported(
             continue
         remedy = f" or send {msgspec.json.encode(neutral[0]).decode()}" if neutral else ""
         raise UnsupportedFeatureError(
-            f"{path}{name} is not supported by this version of paxkv; leave it out{remedy}.",
+            f"{path}{name} is not supported {when}; leave it out{remedy}.",
             param=f"{path}{name}",
         )
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -23,7 +23,7 @@ from paxkv.scheduler.scheduler import Scheduler
 MAX_MODEL_LEN = 128
 MAX_NUM_SEQS = 8
 # Blocks in the device arrays of every runner; a run's scheduler may be given fewer.
-MAX_NUM_BLOCKS = 160
+MAX_NUM_BLOCKS = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,8 @@ class EngineSettings:
     num_blocks: int = 64
     # Steps between two arrivals; 0 is all at once.
     arrival_gap: int = 0
+    # Off, unlike in the engine: a tiny pool is there to preempt.
+    full_sequence_must_fit: bool = False
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -61,17 +63,25 @@ class RecordingRunner:
     that each run starts on a cache full of the previous run's keys and values.
     """
 
-    def __init__(self, checkpoint: Path, block_size: int) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        block_size: int,
+        *,
+        max_model_len: int = MAX_MODEL_LEN,
+        has_unified_kv: bool = False,
+    ) -> None:
+        self.max_model_len = max_model_len
         with _logits_behind_result():
             self.runner = ModelRunner(
-                load_model(checkpoint, dtype="float32", load_format="auto", seed=0),
+                load_model(checkpoint, dtype="float32", has_unified_kv=has_unified_kv),
                 cache_config=CacheConfig(
                     block_size=block_size, num_gpu_blocks_override=MAX_NUM_BLOCKS
                 ),
                 scheduler_config=SchedulerConfig(
                     max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=2048
                 ),
-                max_model_len=MAX_MODEL_LEN,
+                max_model_len=max_model_len,
                 seed=0,
             )
 
@@ -105,20 +115,28 @@ def run_engine(
     settings: EngineSettings,
     *,
     sampling_params: Sequence[SamplingParams],
+    watch: Callable[[Scheduler], None] = lambda scheduler: None,
 ) -> RunResult:
-    """Generates for all prompts under the given settings; the pool must end whole."""
+    """Generates for all prompts under the given settings; the pool must end whole.
+
+    Args:
+        watch: Called after every step.
+    """
     kv_cache_config = recording.runner.kv_cache_config
+    assert settings.num_blocks <= kv_cache_config.num_blocks
     assert kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size == settings.block_size
     scheduler = Scheduler(
         scheduler_config=SchedulerConfig(
-            max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=settings.max_num_batched_tokens
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            full_sequence_must_fit=settings.full_sequence_must_fit,
         ),
         cache_config=CacheConfig(
             block_size=settings.block_size,
             enable_prefix_caching=settings.enable_prefix_caching,
         ),
         kv_cache_config=dataclasses.replace(kv_cache_config, num_blocks=settings.num_blocks),
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=recording.max_model_len,
     )
     waiting = [
         EngineRequest(request_id=str(i), prompt_token_ids=list(prompt), sampling_params=params)
@@ -138,6 +156,7 @@ def run_engine(
                 scheduler.add_request(waiting.pop(0))
                 is_arrival = settings.arrival_gap == 0
             _run_step(scheduler, recording.runner, result)
+            watch(scheduler)
             step += 1
     stats = scheduler.make_stats()
     result.num_preemptions = stats.num_preemptions

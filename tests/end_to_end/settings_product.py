@@ -1,8 +1,10 @@
 """The settings that must not change an answer: the full product and a pairwise selection."""
 
 import itertools
+from collections.abc import Callable, Sequence
 from random import Random
 
+from paxkv.contracts.kv_cache_spec import KVCacheSpec
 from tests.end_to_end.engine_harness import EngineSettings
 
 # Longest request: 101 prompt tokens and 12 new ones, the last of which is never cached.
@@ -21,8 +23,9 @@ SHUFFLE_SEED = 3
 Combination = tuple[object, ...]
 
 
-def full_product() -> list[Combination]:
-    return list(itertools.product(*FACTORS.values()))
+def full_product(**levels: tuple[object, ...]) -> list[Combination]:
+    """Every combination of `FACTORS`, some of which may be given other levels."""
+    return list(itertools.product(*(FACTORS | levels).values()))
 
 
 def pairs_of(combination: Combination) -> set[tuple[int, object, int, object]]:
@@ -33,9 +36,9 @@ def pairs_of(combination: Combination) -> set[tuple[int, object, int, object]]:
     }
 
 
-def pairwise_selection() -> list[Combination]:
+def pairwise_selection(**levels: tuple[object, ...]) -> list[Combination]:
     """A small part of the product in which every two settings meet, chosen greedily."""
-    candidates = full_product()
+    candidates = full_product(**levels)
     Random(SHUFFLE_SEED).shuffle(candidates)
     missing = set().union(*(pairs_of(c) for c in candidates))
     chosen: list[Combination] = []
@@ -46,15 +49,26 @@ def pairwise_selection() -> list[Combination]:
     return chosen
 
 
-def settings_of(combination: Combination) -> tuple[str, EngineSettings]:
-    """The recipe's name and the engine settings of a combination."""
+def settings_of(
+    combination: Combination, specs_of: Callable[[str, int], Sequence[KVCacheSpec]]
+) -> tuple[str, EngineSettings]:
+    """The recipe's name and the engine settings of a combination.
+
+    Args:
+        specs_of: Recipe and block size -> the formats of the KV cache groups.
+    """
     values = dict(zip(FACTORS, combination, strict=True))
-    block_size = values["block_size"]
+    block_size, budget = values["block_size"], values["max_num_batched_tokens"]
+    specs = specs_of(values["recipe"], block_size)
+    longest = sum(
+        spec.max_held_blocks(max_model_len=LONGEST_REQUEST, max_num_batched_tokens=budget)
+        for spec in specs
+    )
     # Room for the longest request and little more: everything else has to wait or be preempted.
-    tiny = 1 + -(-LONGEST_REQUEST // block_size) + max(1, 24 // block_size)
+    tiny = 1 + longest + len(specs) * max(1, 24 // block_size)
     settings = EngineSettings(
         enable_prefix_caching=values["enable_prefix_caching"],
-        max_num_batched_tokens=values["max_num_batched_tokens"],
+        max_num_batched_tokens=budget,
         block_size=block_size,
         num_blocks=tiny if values["has_tiny_pool"] else 8 * tiny,
         arrival_gap=values["arrival_gap"],

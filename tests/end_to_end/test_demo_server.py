@@ -111,6 +111,46 @@ def test_killing_half_of_the_clients_leaves_no_block_behind(server, offline_answ
     assert metric(server, "paxkv_steps_total") - steps_before < LONG_ANSWER
 
 
+def test_n_choices_are_those_of_separate_requests_whole_and_streamed(server) -> None:
+    def complete(**fields: object):
+        return client.completions.create(
+            model=MODEL, prompt=["The block", "A request"], max_tokens=20, **fields
+        )
+
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        # Choice 3 * p + i is completion i of prompt p, and is drawn with the seed 7 + i.
+        alone = [complete(seed=7 + i).choices for i in range(3)]
+        wanted = [alone[i][p].text for p in range(2) for i in range(3)]
+        whole = complete(n=3, seed=7)
+        assert [choice.index for choice in whole.choices] == list(range(6))
+        assert [choice.text for choice in whole.choices] == wanted
+        texts = [""] * 6
+        num_ends = [0] * 6
+        for chunk in complete(n=3, seed=7, stream=True):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+                num_ends[choice.index] += choice.finish_reason is not None
+        assert (texts, num_ends) == (wanted, [1] * 6)
+    assert metric(server, "vllm:kv_cache_usage_perc") == 0
+    assert metric(server, "paxkv_compiles_after_ready_total") == 0
+
+
+def test_beam_search_finds_the_right_sum_first(server) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        answer = client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "What is 23 + 58?"}],
+            n=4,
+            max_tokens=20,
+            extra_body={"use_beam_search": True},
+        )
+    contents = [choice.message.content for choice in answer.choices]
+    assert contents[0] == "23 + 58 = 81"
+    assert len(set(contents)) == 4
+    assert metric(server, "vllm:kv_cache_usage_perc") == 0
+    assert metric(server, "paxkv_compiles_after_ready_total") == 0
+
+
 def post(server: RealServer, content: bytes) -> httpx.Response:
     headers = {"Content-Type": "application/json"}
     return httpx.post(f"{server.url}/v1/completions", content=content, headers=headers, timeout=60)
@@ -136,7 +176,8 @@ def body(**fields: object) -> bytes:
         (body(max_tokens=10**30), 400, "max_tokens"),
         (body(temperature="warm"), 400, "temperature"),
         (body(stop=[[1]]), 400, "stop"),
-        (body(n=3), 400, "n is not supported"),
+        (body(n=129), 400, "[1, 128]"),
+        (body(n=11, use_beam_search=True), 400, "[1, 10]"),
         (b"[1, 2]", 400, ""),
         (body(prompt="x" * MAX_BODY_BYTES), 413, str(MAX_BODY_BYTES)),
     ],
@@ -218,7 +259,8 @@ def test_sigterm_lets_a_running_stream_finish() -> None:
 
 
 def test_readme_offline_examples_run() -> None:
-    for holding, answer in (("LLM()", "block"), ("CompiledGenerator", "[[")):
+    examples = (("What is a block?", "block"), ("CompiledGenerator", "[["), ("beam_search", "', -"))
+    for holding, answer in examples:
         program = readme_block("python", holding)
         done = subprocess.run(
             [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True

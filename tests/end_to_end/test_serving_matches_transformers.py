@@ -1,85 +1,34 @@
 """The engine's logits and greedy tokens are transformers', whatever the serving settings are."""
 
-import functools
-from collections.abc import Callable
-
-import numpy as np
 import pytest
 
-from tests.end_to_end.engine_harness import (
-    EngineSettings,
-    RecordingRunner,
-    RunResult,
-    greedy,
-    run_engine,
+from tests.end_to_end.engine_harness import EngineSettings, RecordingRunner, run_engine
+from tests.end_to_end.golden_runs import (
+    GREEDY,
+    Runners,
+    check_against,
+    make_runners,
+    run_combination,
 )
 from tests.end_to_end.settings_product import (
     FACTORS,
     full_product,
     pairs_of,
     pairwise_selection,
-    settings_of,
 )
-from tests.oracles.serving_golden import (
-    NUM_NEW_TOKENS,
-    SHARED_PREFIXES,
-    ServingGolden,
-    load_serving_golden,
-    write_serving_recipe,
-)
-
-GREEDY = greedy(len(SHARED_PREFIXES), NUM_NEW_TOKENS)
-Runners = Callable[[str, int], RecordingRunner]
-# Largest difference of a logit, as a share of the largest logit.
-LOGIT_BOUND = 1e-4
+from tests.oracles.serving_golden import load_serving_golden, write_serving_recipe
 
 
 @pytest.fixture(scope="module")
-def runners(tmp_path_factory) -> Callable[[str, int], RecordingRunner]:
-    """One runner for each recipe and block size, made on first use."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-
-    @functools.cache
-    def runner(recipe: str, block_size: int) -> RecordingRunner:
-        checkpoint = write_serving_recipe(folder / f"{recipe}_{block_size}", recipe)
-        return RecordingRunner(checkpoint, block_size)
-
-    return runner
-
-
-def check_against(golden: list[ServingGolden], result: RunResult) -> float:
-    """Compares a run with its golden one; returns the largest relative difference of a logit."""
-    assert result.token_ids == [g.new_tokens for g in golden]
-    largest = max(np.abs(g.logits).max() for g in golden)
-    worst = 0.0
-    for g, rows in zip(golden, result.logits, strict=True):
-        # A preempted request computes its prompt again and draws no token twice.
-        assert len(rows) == NUM_NEW_TOKENS
-        worst = max(worst, float(np.abs(np.stack(rows) - g.logits).max() / largest))
-    assert worst < LOGIT_BOUND
-    return worst
-
-
-def run_combination(runners: Runners, combination: tuple) -> int:
-    """Checks one combination; returns how often a request was preempted."""
-    recipe, settings = settings_of(combination)
-    golden = load_serving_golden(recipe)
-    prompts = [g.prompt for g in golden]
-    runner = runners(recipe, settings.block_size)
-    result = run_engine(runner, prompts, settings, sampling_params=GREEDY)
-    worst = check_against(golden, result)
-    hits = sum(result.num_cached_tokens)
-    print(f"{combination}: {worst:.1e}, {result.num_preemptions} preemptions, {hits} tokens hit")
-    if not settings.enable_prefix_caching:
-        assert hits == 0
-    return result.num_preemptions
+def runners(tmp_path_factory) -> Runners:
+    return make_runners(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.mark.parametrize("combination", pairwise_selection(), ids=str)
 def test_answer_does_not_depend_on_settings(runners, combination: tuple) -> None:
-    num_preemptions = run_combination(runners, combination)
+    result = run_combination(runners, combination)
     has_tiny_pool = combination[list(FACTORS).index("has_tiny_pool")]
-    assert (num_preemptions > 0) == has_tiny_pool
+    assert (result.num_preemptions > 0) == has_tiny_pool
 
 
 @pytest.mark.slow
@@ -107,6 +56,23 @@ def test_tiny_pool_preempts_several_times_and_answers_the_same(
     result = run_engine(runners("llama", 8), prompts, settings, sampling_params=GREEDY)
     check_against(golden, result)
     assert result.num_preemptions >= min_preemptions
+
+
+def test_admitting_whole_prompts_only_preempts_less_and_answers_the_same(runners) -> None:
+    golden = load_serving_golden("llama")
+    num_preemptions = []
+    for full_sequence_must_fit in (False, True):
+        settings = EngineSettings(
+            block_size=8,
+            num_blocks=18,
+            enable_prefix_caching=False,
+            full_sequence_must_fit=full_sequence_must_fit,
+        )
+        prompts = [g.prompt for g in golden]
+        result = run_engine(runners("llama", 8), prompts, settings, sampling_params=GREEDY)
+        check_against(golden, result)
+        num_preemptions.append(result.num_preemptions)
+    assert num_preemptions[1] < num_preemptions[0]
 
 
 def test_second_prompt_with_the_same_prefix_hits_it(runners) -> None:

@@ -2,8 +2,9 @@
 
 import pytest
 
-from models.config import FAMILY_TRAITS, ModelConfig
+from models.config import ModelConfig
 from models.errors import ModelConfigError, UnsupportedModelError
+from models.family_traits import FAMILY_TRAITS
 
 
 def hf_config(architecture: str = "LlamaForCausalLM", **fields: object) -> dict[str, object]:
@@ -106,30 +107,99 @@ def test_several_end_of_sequence_ids_are_kept():
 
 
 @pytest.mark.parametrize(
-    ("architecture", "fields"),
+    ("architecture", "fields", "windows"),
     [
-        ("MistralForCausalLM", {"sliding_window": 1024}),
-        ("MistralForCausalLM", {"max_position_embeddings": 32768}),  # 4096 where it is left out
-        ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 1024}),
-        ("Qwen3ForCausalLM", {"use_sliding_window": True, "sliding_window": 1024}),
+        ("MistralForCausalLM", {"sliding_window": 1024}, [1024, 1024]),
+        # 4096 where it is left out.
+        ("MistralForCausalLM", {"max_position_embeddings": 32768}, [4096, 4096]),
+        ("MistralForCausalLM", {"sliding_window": None}, [None, None]),
+        ("Qwen2ForCausalLM", {"use_sliding_window": False, "sliding_window": 1024}, [None, None]),
+        # Llama has none, whatever is written.
+        ("LlamaForCausalLM", {"sliding_window": 1024}, [None, None]),
+        ("Gemma2ForCausalLM", {"sliding_window": 1024}, [1024, None]),
+        # As long as the model's whole range: no token feels it.
+        ("MistralForCausalLM", {"sliding_window": 2048}, [None, None]),
+        ("Gemma2ForCausalLM", {"sliding_window": 2048}, [None, None]),
     ],
 )
-def test_active_sliding_window_is_refused(architecture, fields):
-    with pytest.raises(UnsupportedModelError, match="sliding window of"):
-        ModelConfig.from_hf(hf_config(architecture, **fields))
+def test_window_of_each_layer(architecture, fields, windows):
+    config = ModelConfig.from_hf(hf_config(architecture, **fields))
+    assert [config.layer_window(layer_idx) for layer_idx in range(2)] == windows
 
 
-@pytest.mark.parametrize(
-    ("architecture", "fields"),
-    [
-        ("MistralForCausalLM", {"sliding_window": None, "max_position_embeddings": 32768}),
-        ("MistralForCausalLM", {"sliding_window": 2048}),  # as long as the model's whole range
-        ("Qwen2ForCausalLM", {"use_sliding_window": False, "sliding_window": 1024}),
-        ("LlamaForCausalLM", {"sliding_window": 1024}),  # Llama has none, whatever is written
-    ],
-)
-def test_inactive_sliding_window_is_accepted(architecture, fields):
-    ModelConfig.from_hf(hf_config(architecture, **fields))
+def test_window_counts_where_scaled_positions_outgrow_it():
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    fields = {"sliding_window": 2048, "rope_scaling": yarn}
+    config = ModelConfig.from_hf(hf_config("MistralForCausalLM", **fields))
+    assert config.max_scaled_positions == 8192
+    assert config.sliding_window == 2048
+
+
+def test_gemma3_as_its_smallest_release_writes_it():
+    config = ModelConfig.from_hf(
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            "model_type": "gemma3_text",
+            "attention_bias": False,
+            "attn_logit_softcapping": None,
+            "bos_token_id": 2,
+            "eos_token_id": [1, 106],
+            "final_logit_softcapping": None,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "max_position_embeddings": 32768,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 26,
+            "num_key_value_heads": 1,
+            "query_pre_attn_scalar": 256,
+            "rms_norm_eps": 1e-06,
+            "rope_local_base_freq": 10000,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "torch_dtype": "bfloat16",
+            "vocab_size": 262144,
+        }
+    )
+    # Layers 5, 11, 17 and 23 are full.
+    assert [idx for idx in range(26) if config.layer_window(idx) is None] == [5, 11, 17, 23]
+    assert config.layer_window(0) == 512
+    assert (config.layer_rope(0).theta, config.layer_rope(5).theta) == (1e4, 1e6)
+    assert config.ropes == (config.sliding_rope, config.rope)
+    assert config.tie_word_embeddings  # its default, which the release leaves out
+    assert config.attention_scale == 1 / 16
+    assert config.embedding_scale == 1152**0.5
+    assert config.hidden_act == "gelu_pytorch_tanh"
+    assert (config.use_qk_norm, config.norm_weight_is_offset) == (True, True)
+    assert (config.attention_soft_cap, config.logits_soft_cap) == (None, None)
+
+
+def test_gemma2_caps_and_scale_where_they_are_left_out_and_where_they_are_null():
+    config = ModelConfig.from_hf(hf_config("Gemma2ForCausalLM", head_dim=32))
+    assert (config.attention_soft_cap, config.logits_soft_cap) == (50.0, 30.0)
+    assert config.attention_scale == 256**-0.5  # not head_dim's
+    assert config.ropes == (config.rope,)
+    nulls = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    config = ModelConfig.from_hf(hf_config("Gemma2ForCausalLM", **nulls))
+    assert (config.attention_soft_cap, config.logits_soft_cap) == (None, None)
+
+
+def test_other_families_have_no_caps_and_their_own_scale():
+    fields = {"final_logit_softcapping": 5.0, "query_pre_attn_scalar": 64, "head_dim": 16}
+    config = ModelConfig.from_hf(hf_config(**fields))
+    assert (config.attention_soft_cap, config.logits_soft_cap) == (None, None)
+    assert (config.attention_scale, config.embedding_scale) == (0.25, 1.0)
+
+
+def test_positions_reach_as_far_as_the_least_scaled_layer():
+    # The published length of Gemma 3 is the one after its global embedding is scaled.
+    linear = {"rope_type": "linear", "factor": 8.0}
+    config = ModelConfig.from_hf(hf_config("Gemma3ForCausalLM", rope_scaling=linear))
+    assert config.rope.factor == 8.0
+    assert config.max_scaled_positions == 2048
 
 
 def test_unknown_architecture_is_refused_and_known_ones_are_named():
@@ -144,12 +214,18 @@ def test_unknown_architecture_is_refused_and_known_ones_are_named():
     [
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method='awq'"),
     ],
 )
 def test_what_is_not_built_is_refused(fields, message):
     with pytest.raises(UnsupportedModelError, match=message):
         ModelConfig.from_hf(hf_config(**fields))
+
+
+def test_attention_cap_of_gemma3_is_refused():
+    with pytest.raises(UnsupportedModelError, match="attn_logit_softcapping=50"):
+        ModelConfig.from_hf(hf_config("Gemma3ForCausalLM", attn_logit_softcapping=50.0))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from models.param_sharding import param_spec
 from tests.oracles.recipes import write_recipe
 
 
-@pytest.mark.parametrize("recipe", ["llama_biases", "llama_tied", "qwen2", "qwen3"])
+@pytest.mark.parametrize("recipe", ["llama_biases", "llama_tied", "qwen2", "qwen3", "gemma3"])
 def test_every_parameter_is_split_along_axes_it_has(tmp_path, recipe) -> None:
     model = load_model(write_recipe(tmp_path / recipe, recipe), dtype="float32")
     for name, param, spec in zip(model.param_names, model.params, model.param_specs, strict=True):

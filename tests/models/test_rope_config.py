@@ -3,7 +3,7 @@
 import pytest
 
 from models.errors import ModelConfigError, UnsupportedModelError
-from models.rope_config import RopeConfig, parse_rope_config
+from models.rope_config import RopeConfig, parse_rope_config, parse_ropes_by_layer_type
 
 LLAMA3_FIELDS = {
     "factor": 8.0,
@@ -78,6 +78,52 @@ def test_unknown_kind_is_refused_and_known_ones_are_named():
 def test_rope_per_layer_type_is_refused():
     with pytest.raises(UnsupportedModelError, match="full_attention"):
         parse(rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 1e6}})
+
+
+LINEAR = RopeConfig(kind="linear", theta=1e6, factor=8.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "full", "sliding"),
+    [
+        # The bases where they are left out.
+        ({}, RopeConfig(theta=1e6), RopeConfig(theta=1e4)),
+        # transformers 4: the scaling is of the full layers only.
+        (
+            {
+                "rope_theta": 1e6,
+                "rope_local_base_freq": 2e4,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            },
+            LINEAR,
+            RopeConfig(theta=2e4),
+        ),
+        # transformers 5.
+        (
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+                }
+            },
+            LINEAR,
+            RopeConfig(theta=2e4),
+        ),
+        (
+            {"rope_parameters": {"full_attention": None, "sliding_attention": {"rope_theta": 3e4}}},
+            RopeConfig(theta=1e6),
+            RopeConfig(theta=3e4),
+        ),
+    ],
+)
+def test_embeddings_by_layer_type_in_both_spellings(fields, full, sliding):
+    assert parse_ropes_by_layer_type(fields, max_position_embeddings=4096) == (full, sliding)
+
+
+def test_one_embedding_for_all_layers_is_refused_where_two_are_wanted():
+    fields = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    with pytest.raises(ModelConfigError, match="rope_type, rope_theta for all layers"):
+        parse_ropes_by_layer_type(fields, max_position_embeddings=4096)
 
 
 def test_partial_rotation_is_refused():

@@ -12,7 +12,10 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
 }
+GEMMA_FAMILIES = ("gemma2", "gemma3_text")
 NUMPY_DTYPES = {
     "float32": np.float32,
     "float16": np.float16,
@@ -47,11 +50,13 @@ def write_random_checkpoint(
     The same arguments always give the same weights, so that golden numbers need only store them.
 
     Args:
-        family: A key of `ARCHITECTURES`.
+        family: A key of `ARCHITECTURES`, as config.json spells `model_type`.
         rope: What config.json calls `rope_scaling`; None is the plain embedding.
         tie: The vocabulary head is the embedding; no head is written.
         bias: Llama's `attention_bias` and `mlp_bias`, Qwen3's `attention_bias`.
-        std: Of every weight; norms get 1 plus that.
+        std: Of every weight; norms get 1 plus that, but for Gemma's, which add the 1 themselves.
+        extra_config: Further fields of config.json, or others than those above; sliding windows,
+            soft caps and the like.
         num_shards: More than one writes an index and that many files.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,17 +78,21 @@ def write_random_checkpoint(
         "attention_bias": bias,
         "mlp_bias": bias,
         "sliding_window": None,
-        "hidden_act": "silu",
+        "hidden_act": "gelu_pytorch_tanh" if family in GEMMA_FAMILIES else "silu",
         "torch_dtype": dtype,
         "bos_token_id": 1,
         "eos_token_id": 2,
-    } | (extra_config or {})
+    }
+    if family in GEMMA_FAMILIES:
+        config["hidden_activation"] = config["hidden_act"]
+    config |= extra_config or {}
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
     # RandomState's stream is frozen for good; default_rng's may change with NumPy.
     rng = np.random.RandomState(seed)
+    norm_mean = 0.0 if family in GEMMA_FAMILIES else 1.0
     weights = {
-        name: _draw_weight(rng, name, shape, std).astype(NUMPY_DTYPES[dtype])
+        name: _draw_weight(rng, name, shape, std, norm_mean).astype(NUMPY_DTYPES[dtype])
         for name, shape in weight_shapes(config).items()
     }
     _write_weights(folder, weights, num_shards)
@@ -96,7 +105,8 @@ def weight_shapes(config: dict[str, object]) -> dict[str, tuple[int, ...]]:
     family, head_dim = config["model_type"], config["head_dim"]
     q_width = config["num_attention_heads"] * head_dim
     kv_width = config["num_key_value_heads"] * head_dim
-    has_attention_bias = family in ("llama", "qwen3") and config["attention_bias"]
+    may_have_bias = family in ("llama", "qwen3", *GEMMA_FAMILIES)
+    has_attention_bias = may_have_bias and config["attention_bias"]
     has_qkv_bias = has_attention_bias or family == "qwen2"
     has_mlp_bias = family == "llama" and config["mlp_bias"]
     # projection -> (out, in, has bias)
@@ -116,7 +126,10 @@ def weight_shapes(config: dict[str, object]) -> dict[str, tuple[int, ...]]:
         prefix = f"model.layers.{layer_idx}"
         shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
         shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
-        if family == "qwen3":
+        if family in GEMMA_FAMILIES:
+            shapes[f"{prefix}.pre_feedforward_layernorm.weight"] = (hidden,)
+            shapes[f"{prefix}.post_feedforward_layernorm.weight"] = (hidden,)
+        if family in ("qwen3", "gemma3_text"):
             shapes[f"{prefix}.self_attn.q_norm.weight"] = (head_dim,)
             shapes[f"{prefix}.self_attn.k_norm.weight"] = (head_dim,)
         for name, (num_out, num_in, has_bias) in projections.items():
@@ -130,9 +143,9 @@ def weight_shapes(config: dict[str, object]) -> dict[str, tuple[int, ...]]:
 
 
 def _draw_weight(
-    rng: np.random.RandomState, name: str, shape: tuple[int, ...], std: float
+    rng: np.random.RandomState, name: str, shape: tuple[int, ...], std: float, norm_mean: float
 ) -> np.ndarray:
-    mean = 1.0 if "norm" in name else 0.0
+    mean = norm_mean if "norm" in name else 0.0
     return mean + std * rng.standard_normal(shape)
 
 

@@ -6,13 +6,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tests.oracles.make_golden import MIN_RELATIVE_GAP, load_hf_model
+from tests.oracles.make_golden import MIN_RELATIVE_GAP, hf_greedy, load_hf_model
 from tests.oracles.serving_golden import (
+    LONG_FILE,
+    LONG_NUM_NEW_TOKENS,
+    LONG_PROMPT_LEN,
     NUM_NEW_TOKENS,
     SERVING_RECIPES,
     ServingGolden,
     draw_prompts,
     serving_golden_file,
+    write_long_recipe,
     write_serving_recipe,
 )
 
@@ -37,10 +41,25 @@ def make_sequences(model: torch.nn.Module, seed: int) -> list[ServingGolden]:
         for prompt in draw_prompts(model.config.vocab_size, rng):
             new_tokens, logits = greedy_without_cache(model, prompt)
             golden.append(ServingGolden(prompt=prompt, new_tokens=new_tokens, logits=logits))
-        top_two = np.sort(np.stack([g.logits for g in golden]), axis=-1)[..., -2:]
-        largest = np.abs([g.logits for g in golden]).max()
-        if (top_two[..., 1] - top_two[..., 0]).min() > MIN_RELATIVE_GAP * largest:
+        if _is_clear(np.stack([g.logits for g in golden])):
             return golden
+
+
+def make_long_sequence(model: torch.nn.Module) -> ServingGolden:
+    """The same for the long prompt, generated with a cache."""
+    rng = np.random.RandomState(0)
+    while True:
+        prompt = rng.randint(3, model.config.vocab_size, LONG_PROMPT_LEN).tolist()
+        new_tokens, logits = hf_greedy(model, prompt, LONG_NUM_NEW_TOKENS)
+        if _is_clear(logits[-LONG_NUM_NEW_TOKENS:]):
+            return ServingGolden(
+                prompt=prompt, new_tokens=new_tokens, logits=logits[-LONG_NUM_NEW_TOKENS:]
+            )
+
+
+def _is_clear(logits: np.ndarray) -> bool:
+    top_two = np.sort(logits, axis=-1)[..., -2:]
+    return (top_two[..., 1] - top_two[..., 0]).min() > MIN_RELATIVE_GAP * np.abs(logits).max()
 
 
 def main() -> None:
@@ -55,6 +74,14 @@ def main() -> None:
                 arrays[f"{i}/logits"] = golden.logits
             np.savez_compressed(serving_golden_file(recipe), **arrays)
             print(serving_golden_file(recipe).name, *(g.new_tokens for g in sequences), sep="\n")
+        long = make_long_sequence(load_hf_model(write_long_recipe(Path(folder) / "long")))
+    np.savez_compressed(
+        LONG_FILE,
+        prompt=np.array(long.prompt, np.int32),
+        new_tokens=np.array(long.new_tokens, np.int32),
+        logits=long.logits,
+    )
+    print(LONG_FILE.name, long.new_tokens, sep="\n")
 
 
 if __name__ == "__main__":

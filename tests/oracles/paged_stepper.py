@@ -1,10 +1,13 @@
 """Drives a `LoadedModel` by hand, without scheduler or runner: chunks of tokens in, logits out."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from models.forward_batch import ForwardBatch, KVCache
+from models.kv_layers import kv_cache_layers, place_layers
 from models.loading.loaded_model import LoadedModel
 
 NUM_TOKENS = 48  # of every step, so that one compiled program serves prompts, chunks and decodes
@@ -14,11 +17,20 @@ BLOCK_SIZE = 8
 
 
 class PagedStepper:
-    """Three requests over one cache whose blocks are handed out in shuffled order."""
+    """Three requests over one cache whose blocks are handed out in shuffled order.
+
+    Every group of layers has block tables of its own. In those of sliding layers, blocks that no
+    later token sees are replaced by the null block.
+    """
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
         self.params = loaded.params
+        layers = kv_cache_layers(loaded.config)
+        placements = place_layers(layers)
+        # Window of each group; None is full attention.
+        self._windows = {placements[layer.name].group_idx: layer.sliding_window for layer in layers}
+        self._num_rows = 1 + max(placement.row for placement in placements.values())
         self._step = jax.jit(self._forward_and_logits, donate_argnums=(1,))
         self.num_traces = 0
         self.reset()
@@ -27,16 +39,12 @@ class PagedStepper:
         """Forgets all requests. Old memory is NaN: whoever reads it shows it."""
         config = self._loaded.config
         # Block 0 is the null block, which nobody owns.
-        block_ids = 1 + np.random.RandomState(0).permutation(NUM_REQS * MAX_BLOCKS_PER_REQ)
-        self._block_tables = block_ids.reshape(1, NUM_REQS, MAX_BLOCKS_PER_REQ).astype(np.int32)
-        self._seq_lens = np.zeros((1, NUM_REQS), np.int32)
-        shape = (
-            config.num_layers,
-            block_ids.size + 1,
-            config.num_kv_heads,
-            BLOCK_SIZE,
-            config.head_dim,
-        )
+        tables_shape = (len(self._windows), NUM_REQS, MAX_BLOCKS_PER_REQ)
+        num_blocks = 1 + math.prod(tables_shape)
+        block_ids = 1 + np.random.RandomState(0).permutation(num_blocks - 1)
+        self._block_tables = block_ids.reshape(tables_shape).astype(np.int32)
+        self._seq_lens = np.zeros(NUM_REQS, np.int32)
+        shape = (self._num_rows, num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
         dtype = self.params[0].dtype
         self._kv_cache = KVCache(k=jnp.full(shape, np.nan, dtype), v=jnp.full(shape, np.nan, dtype))
 
@@ -56,16 +64,17 @@ class PagedStepper:
         for row, chunk in chunks.items():
             own = slice(query_start_loc[row], query_start_loc[row + 1])
             token_ids[own] = chunk
-            positions[own] = self._seq_lens[0, row] + np.arange(len(chunk))
-            self._seq_lens[0, row] += len(chunk)
+            positions[own] = self._seq_lens[row] + np.arange(len(chunk))
+            self._drop_blocks_out_of_window(row)
+            self._seq_lens[row] += len(chunk)
         # Rows that run nothing in this step are shown as empty.
         seq_lens = np.where(counts > 0, self._seq_lens, 0).astype(np.int32)
         batch = ForwardBatch(
             token_ids=token_ids,
             positions=positions,
             query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            block_tables=self._block_tables,
+            seq_lens=np.tile(seq_lens, (len(self._windows), 1)),
+            block_tables=self._block_tables.copy(),
             logits_indices=np.arange(NUM_TOKENS, dtype=np.int32),
         )
         logits, self._kv_cache = self._step(self.params, self._kv_cache, jax.device_put(batch))
@@ -74,6 +83,13 @@ class PagedStepper:
             row: logits_np[query_start_loc[row] : query_start_loc[row + 1]]
             for row in sorted(chunks)
         }
+
+    def _drop_blocks_out_of_window(self, row: int) -> None:
+        for group_idx, window in self._windows.items():
+            if window is not None:
+                # The next token stands at seq_lens[row] and sees `window - 1` tokens before it.
+                first_seen = max(0, self._seq_lens[row] - window + 1)
+                self._block_tables[group_idx, row, : first_seen // BLOCK_SIZE] = 0
 
     def _forward_and_logits(
         self, params: tuple[jax.Array, ...], kv_cache: KVCache, batch: ForwardBatch

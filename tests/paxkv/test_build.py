@@ -1,6 +1,7 @@
 """What is built fits the settings; settings that do not fit the model are refused."""
 
 import asyncio
+import socket
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from paxkv.build import DEMO_MODEL_NAME, build_async_client, build_engine, build
 from paxkv.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from paxkv.errors import ConfigError, InvalidRequestError
 from paxkv.sampling_params import SamplingParams
+from paxkv.scheduler.trace.replayer import replay
+from paxkv.scheduler.trace.trace_file import TraceReader
 from tests.paxkv.fake_build import MAX_POSITIONS, FakeRunner, fake_model_parts, save_tokenizer
 
 BOS_ID, EOS_ID = 256, 257
@@ -82,6 +85,75 @@ def test_settings_reach_the_runner(tmp_path: Path, runner_class: type[FakeRunner
     assert engine.model_info.max_fitting_tokens == 64
     with pytest.raises(InvalidRequestError, match="chunked prefill"):
         engine.input_processor.process([1] * 65, SamplingParams(max_tokens=1), request_id="r")
+
+
+def test_trace_file_records_an_engine_so_that_it_replays(
+    tmp_path: Path, runner_class: type[FakeRunner]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    config = EngineConfig(
+        model=ModelConfig(model=str(tmp_path)), scheduler=SchedulerConfig(trace_file=str(trace))
+    )
+    engine = build_engine(config)
+    try:
+        request = engine.input_processor.process(
+            [1, 2, 3], SamplingParams(max_tokens=4), request_id="r"
+        )
+        client = build_llm_client(engine)
+        client.add_request(request)
+        while client.num_unfinished_requests:
+            client.wait_for_outputs()
+        assert client.call("reset_prefix_cache") == "true"
+    finally:
+        engine.transport.close()
+    reader = TraceReader.open(trace)
+    assert reader.header.max_model_len == MAX_POSITIONS
+    # Drawn for this engine: without it no hash would be the same again.
+    assert reader.header.cache_config.prefix_caching_seed is not None
+    summary = replay(reader)
+    assert (summary.num_requests, summary.num_output_tokens, summary.difference) == (1, 4, None)
+
+
+def test_trace_file_that_cannot_be_written_is_refused(
+    tmp_path: Path, runner_class: type[FakeRunner]
+) -> None:
+    config = EngineConfig(
+        model=ModelConfig(model=str(tmp_path)),
+        scheduler=SchedulerConfig(trace_file=str(tmp_path / "missing" / "t")),
+    )
+    with pytest.raises(ConfigError, match="trace_file="):
+        build_engine(config)
+    assert not runner_class.instances, "known before anything is loaded"
+
+
+def test_taken_event_port_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, runner_class: type[FakeRunner]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(ConfigError, match="cannot be bound"):
+            build_engine(config_with_events(tmp_path, taken.getsockname()[1]))
+    assert not runner_class.instances
+
+
+def test_event_port_is_free_again_after_a_model_that_does_not_load(
+    tmp_path: Path, runner_class: type[FakeRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ConfigError("no model")
+
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    monkeypatch.setattr("paxkv.build.load_model", fail)
+    with pytest.raises(ConfigError, match="no model"):
+        build_engine(config_with_events(tmp_path, port))
+    socket.create_server(("127.0.0.1", port)).close()
+
+
+def config_with_events(folder: Path, port: int) -> EngineConfig:
+    events = f'{{"endpoint": "tcp://127.0.0.1:{port}"}}'
+    return EngineConfig(
+        model=ModelConfig(model=str(folder)), cache=CacheConfig(kv_events_config=events)
+    )
 
 
 def test_model_left_out_is_the_demo(

@@ -2,7 +2,14 @@
 
 import pytest
 
-from paxkv.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+from paxkv.config import (
+    CacheConfig,
+    EngineConfig,
+    KVEventsConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
 from paxkv.errors import ConfigError
 
 
@@ -40,3 +47,60 @@ def test_defaults_are_valid() -> None:
 def test_bad_setting_names_itself(make, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         make()
+
+
+def test_kv_events_are_what_the_json_says_and_off_without_it() -> None:
+    assert CacheConfig().kv_events is None
+    text = '{"endpoint": "tcp://127.0.0.1:1", "replay_endpoint": "ipc:///tmp/r", "topic": "kv"}'
+    assert CacheConfig(kv_events_config=text).kv_events == KVEventsConfig(
+        endpoint="tcp://127.0.0.1:1", replay_endpoint="ipc:///tmp/r", topic="kv"
+    )
+    assert CacheConfig(kv_events_config="{}").kv_events == KVEventsConfig()
+    for off in ('{"enable_kv_cache_events": false}', '{"publisher": "null"}'):
+        assert CacheConfig(kv_events_config=off).kv_events is None
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://*:0", "tcp://127.0.0.1:*", "tcp://[::1]:65535"])
+def test_kv_events_config_takes_any_port_that_is_one(endpoint: str) -> None:
+    assert KVEventsConfig(endpoint=endpoint).endpoint == endpoint
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("tcp://127.0.0.1:5557", "not JSON"),
+        ("[1]", "JSON object"),
+        ('{"endpont": 1, "hwn": 2}', "has no endpont, hwn; it has enable_kv_cache_events"),
+        ('{"enable_kv_cache_events": "yes"}', "enable_kv_cache_events must be true or false"),
+        ('{"publisher": "kafka"}', "publisher must be one of zmq, null"),
+        ('{"publisher": null}', "publisher must be one of zmq, null"),
+        ('{"endpoint": null}', "endpoint must be a ZeroMQ address"),
+        ('{"endpoint": "127.0.0.1:5557"}', "endpoint must be a ZeroMQ address"),
+        ('{"replay_endpoint": "udp://x"}', "replay_endpoint must be a ZeroMQ address"),
+        ('{"endpoint": "tcp://127.0.0.1"}', "endpoint must end in a port"),
+        ('{"endpoint": "tcp://127.0.0.1:port"}', "endpoint must end in a port"),
+        ('{"replay_endpoint": "tcp://*:65536"}', "replay_endpoint must end in a port"),
+        ('{"buffer_steps": 0}', "buffer_steps must be an integer"),
+        ('{"hwm": 1.5}', "hwm must be an integer"),
+        ('{"max_queue_size": true}', "max_queue_size must be an integer"),
+        ('{"hwm": 2147483648}', "hwm must be an integer"),
+        ('{"topic": 7}', "topic must be a string"),
+    ],
+)
+def test_kv_events_config_is_refused_with_what_is_wrong(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match="kv_events_config") as error:
+        CacheConfig(kv_events_config=text)
+    assert words in str(error.value)
+
+
+def test_kv_events_need_prefix_caching() -> None:
+    with pytest.raises(ConfigError, match="enable_prefix_caching"):
+        CacheConfig(kv_events_config="{}", enable_prefix_caching=False)
+    config = CacheConfig(kv_events_config='{"publisher": "null"}', enable_prefix_caching=False)
+    assert config.kv_events is None
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, "some", True, float("nan")])
+def test_the_sampled_share_of_blocks_is_a_share(share: object) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_metrics_sample"):
+        CacheConfig(kv_cache_metrics_sample=share)

@@ -33,6 +33,21 @@ def test_greedy_tokens_are_transformers(generator: CompiledGenerator) -> None:
     assert tokens == [g.new_tokens for g in golden]
 
 
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "gemma3_shallow",
+        *(pytest.param(r, marks=pytest.mark.slow) for r in ("gemma3", "qwen2_window")),
+    ],
+)
+def test_greedy_tokens_of_several_groups_are_transformers(recipe, tmp_path) -> None:
+    golden = load_serving_golden(recipe)
+    model = load_model(write_serving_recipe(tmp_path / recipe, recipe), dtype="float32")
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS)
+    tokens = CompiledGenerator(model, SHAPE).generate([g.prompt for g in golden], params)
+    assert tokens == [g.new_tokens for g in golden]
+
+
 def test_seeded_draws_are_the_engines(generator: CompiledGenerator, checkpoint) -> None:
     prompts = [g.prompt for g in load_serving_golden("llama")]
     settings = [
@@ -108,6 +123,7 @@ def test_empty_rows_generate_nothing(checkpoint) -> None:
         ([[1, 160]], {}, InvalidRequestError, "160"),
         ([[1]], {"max_tokens": 13}, InvalidRequestError, "max_new_tokens=12"),
         ([[1]] * 9, {}, InvalidRequestError, "batch_size=8"),
+        ([[1]], {"n": 2}, InvalidRequestError, "n=2"),
         ([[1]], {"stop": "x"}, InvalidRequestError, "stop strings"),
         ([[1]], {"stop_token_ids": list(range(9))}, InvalidRequestError, "max_stop_ids=8"),
     ],

@@ -160,6 +160,92 @@ def test_prefix_cache_is_used_and_reset(make_llm: Callable[..., LLM]) -> None:
     assert llm.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens == 0
 
 
+def test_n_completions_of_each_prompt_come_by_index(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(max_num_seqs=3)
+    outputs = llm.generate(["ab", "cd"], SamplingParams(n=4, max_tokens=6), use_tqdm=False)
+    for output, prompt in zip(outputs, ["ab", "cd"], strict=True):
+        assert output.prompt == prompt
+        assert [c.index for c in output.outputs] == [0, 1, 2, 3]
+        assert {tuple(c.token_ids) for c in output.outputs} == {(BOS_ID, *prompt.encode()) * 2}
+    assert until_idle(llm)
+
+
+def test_beam_search_finds_sequences_for_each_prompt(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    params = paxkv.BeamSearchParams(beam_width=2, max_tokens=4)
+    # The fake's only candidates are the first token of the prompt at -0.5 and "a" at -2.
+    prompts = [[120], {"prompt_token_ids": [121, 122]}, *([[98]] * 20)]
+    outputs = llm.beam_search(prompts, params)
+    assert len(outputs) == 22
+    best, second = outputs[0].sequences
+    assert (best.text, best.tokens, best.cum_logprob) == ("xxxxx", [120] * 5, -2.0)
+    assert (second.cum_logprob, second.finish_reason) == (-3.5, "length")
+    assert outputs[1].sequences[0].text == "yzyyyy"
+    assert {output.sequences[0].text for output in outputs[2:]} == {"bbbbb"}
+    assert llm.beam_search(prompts, params, concurrency_limit=3) == outputs
+    assert llm.beam_search([], params) == []
+    assert until_idle(llm)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"prompts": ["a", []]},
+        {"prompts": ["a"], "params": SamplingParams()},
+        {"prompts": ["a" * 200]},
+        {"prompts": ["a", "b"], "priority": [1]},
+        {"prompts": ["a"], "concurrency_limit": 0},
+    ],
+    ids=repr,
+)
+def test_mistake_in_a_beam_search_raises_before_anything_runs(
+    make_llm: Callable[..., LLM], arguments: dict
+) -> None:
+    llm = make_llm()
+    with pytest.raises(InvalidRequestError):
+        llm.beam_search(
+            **{"params": paxkv.BeamSearchParams(beam_width=2, max_tokens=4), **arguments}
+        )
+    assert llm.get_stats().num_steps == 0
+
+
+def test_interrupted_beam_search_leaves_nothing(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    wait = llm._client.wait_for_outputs
+    for num_steps in range(4):
+        left = [num_steps]
+
+        def interrupted(left: list[int] = left) -> list[paxkv.RequestOutput]:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            return wait()
+
+        llm._client.wait_for_outputs = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            llm.beam_search(["ab", "cd"], paxkv.BeamSearchParams(beam_width=2, max_tokens=50))
+        assert until_idle(llm)
+    llm._client.wait_for_outputs = wait
+    assert llm._client.num_unfinished_requests == 0
+
+
+def until_idle(llm: LLM) -> bool:
+    """True when no request is left and no block is held, kept ones included."""
+    while llm.get_stats().num_free_blocks != llm.get_stats().num_blocks - 1:
+        pass
+    stats = llm.get_stats()
+    return (stats.num_running_reqs, stats.num_waiting_reqs) == (0, 0)
+
+
+def test_miss_of_the_prefix_cache_is_explained(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    (output,) = llm.generate([[97] * 40], SamplingParams(max_tokens=1), use_tqdm=False)
+    miss = llm.explain_prefix_cache_miss(output.request_id)
+    assert (miss.reason, miss.num_tokens, miss.num_hit_tokens) == ("first_block_differs", 40, 0)
+    with pytest.raises(paxkv.errors.PaxkvError, match="explain_prefix_cache_miss failed"):
+        llm.explain_prefix_cache_miss("nobody")
+
+
 def test_interrupt_aborts_what_is_queued(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm()
     wait = llm._client.wait_for_outputs

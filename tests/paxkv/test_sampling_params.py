@@ -8,7 +8,7 @@ import pytest
 from paxkv.contracts import wire
 from paxkv.contracts.engine_request import AddRequest, EngineRequest
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
-from paxkv.sampling_params import MAX_LOGPROBS, SamplingParams
+from paxkv.sampling_params import MAX_LOGPROBS, BeamSearchParams, SamplingParams
 
 
 def test_defaults_are_vllms() -> None:
@@ -21,6 +21,10 @@ def test_defaults_are_vllms() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("n", 0),
+        ("n", 129),
+        ("n", True),
+        ("n", 1.0),
         ("temperature", -0.1),
         ("temperature", math.nan),
         ("temperature", math.inf),
@@ -64,9 +68,6 @@ def test_bad_value_names_the_field(field: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
-        ("n", True),
-        ("n", 1.0),
         ("presence_penalty", 0.5),
         ("presence_penalty", False),
         ("repetition_penalty", 1.1),
@@ -103,6 +104,44 @@ def test_what_passes_the_door_crosses_to_the_engine(fields: dict[str, object]) -
 def test_stop_strings_need_text() -> None:
     with pytest.raises(InvalidRequestError, match="stop_token_ids"):
         SamplingParams(stop="END", detokenize=False)
+
+
+def test_several_completions_need_a_temperature() -> None:
+    assert SamplingParams(n=128).n == 128
+    assert SamplingParams(n=1, temperature=0).n == 1
+    with pytest.raises(
+        InvalidRequestError, match="n must be 1 when the temperature is 0"
+    ) as caught:
+        SamplingParams(n=2, temperature=0)
+    assert caught.value.param == "n"
+
+
+def test_beam_search_params_have_vllms_defaults() -> None:
+    params = BeamSearchParams(beam_width=4, max_tokens=8)
+    assert (params.ignore_eos, params.temperature, params.length_penalty) == (False, 0.0, 1.0)
+    assert not params.include_stop_str_in_output
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("beam_width", 0),
+        ("beam_width", 11),
+        ("beam_width", 2.0),
+        ("max_tokens", 0),
+        ("max_tokens", None),
+        ("temperature", -1),
+        ("temperature", math.nan),
+        ("length_penalty", 11),
+        ("length_penalty", math.inf),
+        ("ignore_eos", 1),
+        ("include_stop_str_in_output", None),
+    ],
+)
+def test_bad_beam_search_value_names_the_field(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequestError, match=field) as caught:
+        BeamSearchParams(**{"beam_width": 2, "max_tokens": 3, field: value})
+    assert caught.value.param == field
 
 
 def test_tiny_temperature_is_greedy() -> None:

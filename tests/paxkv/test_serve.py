@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import dataclasses
+import logging
 import re
 import socket
 
@@ -82,6 +83,17 @@ def test_mistake_is_one_line_and_exit_code_1(monkeypatch, capsys, arguments, err
     assert output.err.startswith("paxkv: error: ")
     assert words in output.err
     assert output.err.count("\n") == 1
+
+
+def test_what_the_engine_says_about_its_memory_is_shown(monkeypatch, caplog):
+    def build(*_, **__):
+        logging.getLogger("paxkv.build").info("KV cache: 7 blocks")
+        raise ConfigError("enough")
+
+    caplog.set_level(logging.NOTSET, logger="paxkv")  # put back after the test
+    monkeypatch.setattr(serve, "build_async_client", build)
+    assert serve.main(["--port", "0"]) == 1
+    assert "KV cache: 7 blocks" in caplog.text
 
 
 def test_taken_port_is_known_before_the_model_is_loaded(monkeypatch, capsys):

@@ -31,3 +31,14 @@ def test_tied_head_scores_tokens_with_their_embeddings():
     assert embedding(jnp.array([2, 0])).tolist() == [[2.0, 3.0], [1.0, 0.0]]
     scores = embedding.attend(jnp.array([[1.0, 10.0]]))
     np.testing.assert_array_equal(scores, [[1.0, 10.0, 32.0]])
+
+
+def test_embedding_scale_is_rounded_to_the_tables_dtype_and_not_in_the_head():
+    # sqrt(3072) is 55.43; bfloat16 has 55.25 and 55.5 around it.
+    for dtype, scale in ((jnp.float32, 3072**0.5), (jnp.bfloat16, 55.5)):
+        embedding = Embedding(2, 1, dtype=dtype, scale=3072**0.5)
+        embedding.embedding[...] = jnp.array([[0.0], [2.0]], dtype)
+        np.testing.assert_array_equal(
+            embedding(jnp.array([1]))[0, 0], jnp.asarray(2 * scale, dtype)
+        )
+        assert embedding.attend(jnp.ones((1, 1), dtype)).tolist() == [[0.0, 2.0]]

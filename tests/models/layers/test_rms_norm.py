@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from models.layers.rms_norm import RMSNorm
+from models.layers.rms_norm import OffsetRMSNorm, RMSNorm
 
 
 def test_norm_by_hand():
@@ -25,3 +25,20 @@ def test_bfloat16_is_normed_in_float32_and_returned_as_it_came():
     out = RMSNorm(1024, eps=1e-6, dtype=jnp.bfloat16)(x)
     assert out.dtype == jnp.bfloat16
     assert out.astype(jnp.float32).tolist() == [[1.0] * 1024]
+
+
+def test_offset_is_added_to_one():
+    norm = OffsetRMSNorm(2, eps=0.0, dtype=jnp.float32)
+    norm.offset[...] = jnp.array([0.0, 9.0])
+    np.testing.assert_allclose(
+        norm(jnp.array([[3.0, 4.0]])), [[3 / 12.5**0.5, 40 / 12.5**0.5]], rtol=1e-6
+    )
+
+
+def test_bfloat16_offset_is_added_in_float32_and_rounded_once():
+    norm = OffsetRMSNorm(2, eps=0.0, dtype=jnp.bfloat16)
+    norm.offset[...] = jnp.full(2, 1 / 512, jnp.bfloat16)
+    out = norm(jnp.array([[3.0, 4.0]], jnp.bfloat16))
+    # 3 / sqrt(12.5) * (1 + 1/512) is 217.6 steps of 1/256. With 1 + 1/512 rounded to 1, or with
+    # 3 / sqrt(12.5) rounded first, it would be 217.2 or 217.4.
+    assert float(out[0, 0]) == 218 / 256

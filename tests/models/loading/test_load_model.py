@@ -13,6 +13,7 @@ from models.loading.load_model import load_model
 from tests.oracles.dense_model import dense_logits
 from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.oracles.paged_stepper import PagedStepper
+from tests.oracles.recipes import write_recipe
 
 
 def rewrite_weights(folder, change):
@@ -85,6 +86,16 @@ def test_dummy_weights_need_only_the_config_and_depend_on_the_seed(tmp_path):
     assert np.std(first[embed_idx]) == pytest.approx(0.05, rel=0.05)
     assert np.all(first[loaded.param_names.index("norm.scale")] == 1)
     assert np.all(first[loaded.param_names.index("layers.0.self_attn.q_proj.bias")] == 0)
+
+
+def test_dummy_norms_of_gemma_scale_by_one(tmp_path):
+    folder = write_random_checkpoint(tmp_path, "gemma3_text", num_layers=1, tie=True)
+    loaded = load_model(folder, load_format="dummy")
+    params = dict(zip(loaded.param_names, loaded.params, strict=True))
+    assert not np.any(params["norm.offset"])
+    assert not np.any(params["layers.0.self_attn.q_norm.offset"])
+    # Embedding, head, seven products and seven norms; the CPU keeps a head of its own.
+    assert len(params) == 15 + (jax.default_backend() == "cpu")
 
 
 def test_missing_weights_are_named(tmp_path):
@@ -173,3 +184,20 @@ def test_folder_without_weights_says_what_is_there(tmp_path):
 def test_unknown_choice_is_refused(tmp_path, argument):
     with pytest.raises(ModelError, match="wanted one of auto"):
         load_model(tmp_path, **argument)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("recipe", ["mistral_window", "qwen2_window", "gemma2", "gemma3"])
+def test_checkpoint_that_transformers_saved_is_the_same_model(tmp_path, recipe):
+    """Its config.json is in the spelling of the installed version, with every field written."""
+    make_golden = pytest.importorskip("tests.oracles.make_golden")  # needs torch and transformers
+    original = write_recipe(tmp_path / "original", recipe)
+    make_golden.load_hf_model(original).save_pretrained(tmp_path / "saved")
+    ours, saved = load_model(original), load_model(tmp_path / "saved")
+    assert saved.param_names == ours.param_names
+    for one, other in zip(ours.params, saved.params, strict=True):
+        np.testing.assert_array_equal(one, other)
+    for fact in ("layer_types", "sliding_window", "ropes", "attention_scale", "hidden_act"):
+        assert getattr(saved.config, fact) == getattr(ours.config, fact), fact
+    for fact in ("attention_soft_cap", "logits_soft_cap", "tie_word_embeddings", "head_dim"):
+        assert getattr(saved.config, fact) == getattr(ours.config, fact), fact

@@ -32,6 +32,15 @@ from models.loading.weight_names import WeightSource, weight_source
             (64,),
             WeightSource(name="model.norm.weight", shape=(64,), is_transposed=False),
         ),
+        (
+            "layers.3.pre_feedforward_layernorm.offset",
+            (64,),
+            WeightSource(
+                name="model.layers.3.pre_feedforward_layernorm.weight",
+                shape=(64,),
+                is_transposed=False,
+            ),
+        ),
     ],
 )
 def test_parameter_finds_its_weight(param_name, shape, expected):

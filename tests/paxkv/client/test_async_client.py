@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Coroutine
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from paxkv.client.async_client import AsyncEngineClient
 from paxkv.client.input_processor import InputProcessor
 from paxkv.client.output_processor import OutputProcessor
+from paxkv.contracts.engine_request import AddRequest
 from paxkv.contracts.model_info import ModelInfo
 from paxkv.contracts.request_output import RequestOutput
 from paxkv.engine.core_thread import CoreThread
@@ -18,7 +20,7 @@ from paxkv.errors import (
     InvariantError,
     PromptTooLongError,
 )
-from paxkv.sampling_params import SamplingParams
+from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.text.tokenizer import LONG_TEXT_CHARS
 from tests.paxkv.engine.fake_engine import make_engine_core
 from tests.paxkv.text.small_tokenizers import byte_level_tokenizer
@@ -256,6 +258,180 @@ async def test_stats_and_reset_come_from_the_engine() -> None:
         assert await client.reset_prefix_cache() is True
         again = await collect(client, "abcdefgh" * 3, SamplingParams(max_tokens=1), "r")
         assert again[-1].num_cached_tokens == 0
+
+
+@in_loop
+async def test_reset_may_preempt_what_runs() -> None:
+    async with running(step_s=0.01) as client:
+        task = asyncio.create_task(collect(client, "abc", LONG, "r", stream=False))
+        while not (await client.get_stats()).num_running_reqs:
+            await asyncio.sleep(0.01)
+        assert await client.reset_prefix_cache() is False
+        assert await client.reset_prefix_cache(reset_running_requests=True) is True
+        (output,) = await task
+        assert output.outputs[0].text == ("abc" * 99)[:250]
+
+
+@in_loop
+async def test_miss_is_explained_under_the_callers_id() -> None:
+    async with running(step_s=0.01) as client:
+        for params in (LONG, SamplingParams(max_tokens=250, n=2)):
+            generated = client.generate("abcdefgh" * 3, params, request_id="r", stream=True)
+            await anext(generated)
+            miss = await client.explain_prefix_cache_miss("r")
+            assert (miss.request_id, miss.num_tokens) == ("r", 24)
+            await generated.aclose()
+        with pytest.raises(InvalidRequestError, match="none of the last"):
+            await client.explain_prefix_cache_miss("unknown")
+
+
+@in_loop
+async def test_several_completions_stream_side_by_side() -> None:
+    async with running() as client:
+        params = SamplingParams(max_tokens=5, n=3)
+        outputs = await collect(client, "abc", params, "r")
+        for index in range(3):
+            parts = [c for o in outputs for c in o.outputs if c.index == index]
+            assert "".join(part.text for part in parts) == "abcab"
+            assert [part.finished for part in parts] == [False] * 4 + [True]
+        assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
+        assert {o.request_id for o in outputs} == {"r"}
+        (output,) = await collect(client, "abc", params, "r", stream=False)
+        assert [(c.index, c.text) for c in output.outputs] == [(i, "abcab") for i in range(3)]
+        await until_idle(client)
+
+
+@in_loop
+async def test_several_completions_end_together_when_aborted() -> None:
+    async with running(step_s=0.01) as client:
+        params = SamplingParams(max_tokens=250, n=3)
+        generated = client.generate("abc", params, request_id="r", stream=True)
+        await anext(generated)
+        await generated.aclose()
+        await until_idle(client)
+        task = asyncio.create_task(collect(client, "abc", params, "r", stream=False))
+        while not (await client.get_stats()).num_running_reqs:
+            await asyncio.sleep(0.01)
+        await client.abort("r")
+        (output,) = await task
+        assert [c.finish_reason for c in output.outputs] == ["abort"] * 3
+        await until_idle(client)
+        assert client.num_unfinished_requests == 0
+
+
+@in_loop
+async def test_child_that_the_engine_refuses_does_not_hang_the_request() -> None:
+    async with running() as client:
+        send = client._transport.send
+
+        def send_refused(message: object) -> None:
+            if isinstance(message, AddRequest) and message.request.request_id.startswith("1_"):
+                bad = dataclasses.replace(message.request, prompt_token_ids=[97] * 1000)
+                message = AddRequest(request=bad)
+            send(message)
+
+        client._transport.send = send_refused
+        params = SamplingParams(max_tokens=5, n=3)
+        (output,) = await collect(client, "abc", params, "r", stream=False)
+        assert [c.finish_reason for c in output.outputs] == ["length", "error", "length"]
+        await until_idle(client)
+
+
+@in_loop
+async def test_request_that_cannot_be_sent_whole_leaves_nothing_behind() -> None:
+    async with running(step_s=0.01) as client:
+        send = client._transport.send
+
+        def send_some(message: object) -> None:
+            if isinstance(message, AddRequest) and message.request.request_id.startswith("2_"):
+                raise ValueError("cannot be written")
+            send(message)
+
+        client._transport.send = send_some
+        with pytest.raises(ValueError, match="cannot be written"):
+            await collect(client, "abc", SamplingParams(max_tokens=250, n=3), "r")
+        await until_idle(client)
+        assert client.num_unfinished_requests == 0
+
+
+async def search(
+    client: AsyncEngineClient, prompt: object, request_id: str = "r", **params: object
+) -> RequestOutput:
+    beam_params = BeamSearchParams(**{"beam_width": 2, "max_tokens": 6, **params})
+    (output,) = [o async for o in client.beam_search(prompt, beam_params, request_id=request_id)]
+    return output
+
+
+@in_loop
+async def test_beam_search_yields_its_sequences_as_completions() -> None:
+    async with running() as client:
+        # The fake's only candidates are the first token of the prompt at -0.5 and "a" at -2.
+        output = await search(client, "xyz")
+        assert (output.request_id, output.prompt, output.finished) == ("r", "xyz", True)
+        assert output.prompt_token_ids == list(b"xyz")
+        best, second = output.outputs
+        assert (best.index, best.text, best.cumulative_logprob) == (0, "xxxxxx", -3.0)
+        # One "a" in it; all places are equal, and the first found stays.
+        assert (second.index, second.cumulative_logprob) == (1, -4.5)
+        assert sorted(second.text) == sorted("axxxxx")
+        assert {c.finish_reason for c in output.outputs} == {"length"}
+        await until_idle(client)
+        outputs = await asyncio.gather(*(search(client, "xyz", str(i)) for i in range(8)))
+        assert {o.outputs[0].text for o in outputs} == {"xxxxxx"}
+        await until_idle(client)
+
+
+@in_loop
+async def test_beam_search_given_up_at_any_moment_leaves_nothing() -> None:
+    async with running(step_s=0.002) as client:
+        for pause in range(12):
+            task = asyncio.create_task(search(client, "xyz", max_tokens=100))
+            await asyncio.sleep(0.002 * pause)
+            if pause % 2:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+            else:
+                await asyncio.sleep(0.01)
+                await client.abort("r")
+                output = await task
+                assert {c.finish_reason for c in output.outputs} == {"abort"}
+            await until_idle(client)
+        assert client.num_unfinished_requests == 0
+        assert not client._streams_by_engine_id
+
+
+@in_loop
+async def test_beam_search_takes_its_own_params_and_its_prompt_must_fit() -> None:
+    async with running() as client:
+        with pytest.raises(PromptTooLongError):
+            await search(client, "x" * 300)
+        with pytest.raises(InvalidRequestError, match="BeamSearchParams"):
+            async for _ in client.beam_search("x", SamplingParams(), request_id="r"):
+                pass
+        with pytest.raises(InvalidRequestError, match="got BeamSearchParams"):
+            await collect(client, "x", BeamSearchParams(beam_width=1, max_tokens=1), "r")
+        assert client.num_unfinished_requests == 0
+
+
+@in_loop
+async def test_dead_engine_ends_a_beam_search() -> None:
+    async with running(fails_at_step=3) as client:
+        with pytest.raises(EngineDeadError):
+            await search(client, "xyz", max_tokens=100)
+        assert client.num_unfinished_requests == 0
+
+
+@in_loop
+async def test_beam_search_ends_at_its_next_step_when_the_engine_drains() -> None:
+    async with running(step_s=0.01) as client:
+        task = asyncio.create_task(search(client, "xyz", max_tokens=100))
+        while not (await client.get_stats()).num_steps:
+            await asyncio.sleep(0.01)
+        closing = asyncio.create_task(client.close(drain_timeout_s=30))
+        with pytest.raises(EngineDeadError):
+            await task
+        await closing
 
 
 @in_loop

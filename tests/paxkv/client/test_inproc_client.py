@@ -84,6 +84,40 @@ def test_abort_reaches_the_engine_when_only_the_engine_runs_on(client: InprocCli
     assert '"num_waiting_reqs":0' in stats
 
 
+def test_several_completions_are_one_answer_and_leave_nothing_kept(client: InprocClient) -> None:
+    request = make_request("a", list(b"0123456789"), max_tokens=20, n=5)
+    client.add_request(request, prompt="p")
+    (output,) = run(client).values()
+    assert [(c.index, c.text) for c in output.outputs] == [
+        (i, "01234567890123456789"[:20]) for i in range(5)
+    ]
+    until_idle(client)
+
+
+def test_abort_of_several_completions_ends_all_of_them(client: InprocClient) -> None:
+    client.add_request(make_request("a", list(b"0123456789"), max_tokens=240, n=5))
+    (output,) = client.abort(["a"])
+    assert [c.finish_reason for c in output.outputs] == ["abort"] * 5
+    until_idle(client)
+
+
+def test_abort_ends_the_children_when_only_the_engine_runs_on(client: InprocClient) -> None:
+    client.add_request(make_request("a", list(b"0123456789"), max_tokens=240, n=5))
+    client._output_processor.abort(["a"])
+    client.abort(["a"])
+    until_idle(client)
+
+
+def until_idle(client: InprocClient) -> None:
+    """Returns when no request is left and no block is held, kept ones included."""
+    while '"num_free_blocks":64' not in client.call("get_stats"):
+        pass
+    stats = client.call("get_stats")
+    assert '"num_running_reqs":0' in stats
+    assert '"num_waiting_reqs":0' in stats
+    assert client.call("check_invariants") == "null"
+
+
 def test_failed_call_raises_what_the_engine_said(client: InprocClient) -> None:
     with pytest.raises(PaxkvError, match="unknown method"):
         client.call("fly")

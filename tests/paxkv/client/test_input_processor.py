@@ -84,9 +84,39 @@ def test_prompt_that_is_none_is_refused(prompt: object) -> None:
     assert caught.value.param in ("prompt", "cache_salt")
 
 
-def test_unknown_key_of_a_prompt_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedFeatureError, match="multi_modal_data"):
-        process(make(), {"prompt": "a", "multi_modal_data": {}})
+@pytest.mark.parametrize(
+    "key",
+    [
+        "multi_modal_data",
+        "mm_features",
+        "prompt_embeds",
+        "lora_name",
+        "lora_request",
+        "needs_grammar",
+        "fork_from",
+        "keep_blocks",
+    ],
+)
+def test_unknown_key_of_a_prompt_is_refused_by_name(key: str) -> None:
+    with pytest.raises(UnsupportedFeatureError, match=key):
+        process(make(), {"prompt": "a", key: {}})
+
+
+def test_request_asks_for_nothing_that_no_caller_can_ask_for() -> None:
+    """Fields of `EngineRequest` without a public door keep their defaults."""
+    request = process(make(), {"prompt": "a", "cache_salt": "s"}, n=2)
+    set_here = {
+        "request_id",
+        "prompt_token_ids",
+        "sampling_params",
+        "eos_token_ids",
+        "arrival_time",
+        "priority",
+        "cache_salt",
+    }
+    for field in dataclasses.fields(request):
+        if field.name not in set_here:
+            assert getattr(request, field.name) == field.default, field.name
 
 
 def test_token_that_only_the_tokenizer_knows_is_refused() -> None:

@@ -12,6 +12,7 @@ from paxkv.sampling_params import SamplingParams
 from tests.paxkv.text.small_tokenizers import byte_level_tokenizer
 
 EOS_ID = 257
+NOTHING = ProcessedOutputs(request_outputs=[], request_ids_to_abort=[])
 
 
 class Caller:
@@ -76,7 +77,7 @@ def test_stop_string_ends_the_request_here_and_asks_to_abort_it_there() -> None:
     # Tokens after the stop string do not count.
     assert (completion.text, completion.token_ids) == ("", [89])
     # A step that was on its way is ignored.
-    assert caller.step(b"more") == ProcessedOutputs(request_outputs=[], request_ids_to_abort=[])
+    assert caller.step(b"more") == NOTHING
 
 
 def test_stop_string_in_the_last_step_needs_no_abort() -> None:
@@ -131,10 +132,12 @@ def test_detokenize_false_makes_no_text() -> None:
 def test_abort_returns_the_output_so_far_and_forgets_the_request() -> None:
     caller = Caller("final_only")
     caller.step(b"a\xc3")
-    (output,) = caller.processor.abort(["r", "unknown"])
+    processed = caller.processor.abort(["r", "unknown"])
+    assert processed.request_ids_to_abort == ["r"]
+    (output,) = processed.request_outputs
     assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("a�", "abort")
     assert output.finished
-    assert caller.processor.abort(["r"]) == []
+    assert caller.processor.abort(["r"]) == NOTHING
     assert caller.step(b"b").request_outputs == []
 
 

@@ -2,18 +2,68 @@
 
 import pytest
 
-from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from paxkv.contracts.kv_cache_spec import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+)
 from paxkv.errors import ConfigError
 
-
-def spec(dtype: str = "float32") -> FullAttentionSpec:
-    return FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=dtype)
+FIELDS = {"block_size": 16, "num_kv_heads": 2, "head_size": 32}
 
 
-def test_page_holds_k_and_v_of_every_position() -> None:
-    # K and V, 16 positions, 2 heads, 32 wide, 4 bytes: 2 * 16 * 2 * 32 * 4.
-    assert spec().page_size_bytes == 8192
-    assert spec("bfloat16").page_size_bytes == 4096
+def spec(dtype: str = "float32", **fields: object) -> FullAttentionSpec:
+    return FullAttentionSpec(**(FIELDS | fields), dtype=dtype)
+
+
+def mamba(**fields: object) -> MambaSpec:
+    # A convolution of 4 x 6 in bf16 and a recurrence of 4 x 8 in f32: 48 + 128 bytes.
+    shapes = {"shapes": ((4, 6), (4, 8)), "dtypes": ("bfloat16", "float32")}
+    return MambaSpec(**({"block_size": 64} | shapes | fields))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_bytes"),
+    [
+        ("float32", 4),
+        ("bfloat16", 2),
+        ("float16", 2),
+        ("float8_e4m3fn", 1),
+        ("float8_e5m2", 1),
+        ("int8", 1),
+    ],
+)
+def test_page_holds_k_and_v_of_every_position(dtype: str, num_bytes: int) -> None:
+    # K and V, 16 positions, 2 heads, 32 wide: 2 * 16 * 2 * 32 numbers.
+    assert spec(dtype).page_size_bytes == 2048 * num_bytes
+
+
+def test_v_heads_may_be_of_another_width() -> None:
+    # 16 positions, 2 heads, 32 + 16 wide, 2 bytes.
+    assert spec("bfloat16", head_size_v=16).page_size_bytes == 16 * 2 * 48 * 2
+
+
+def test_latent_attention_stores_no_v() -> None:
+    latent = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype="bfloat16")
+    assert latent.page_size_bytes == 16 * 576 * 2
+
+
+def test_a_state_is_all_its_arrays() -> None:
+    assert mamba().page_size_bytes == 48 + 128
+
+
+@pytest.mark.parametrize("make", [lambda **pad: spec("bfloat16", **pad), mamba])
+def test_a_page_may_be_filled_up_but_never_cut(make) -> None:
+    assert make(page_size_padded=8192).page_size_bytes == 8192
+    with pytest.raises(ConfigError, match="page_size_padded=100 must be at least"):
+        make(page_size_padded=100)
 
 
 def test_last_block_of_a_request_may_be_partly_filled() -> None:
@@ -21,14 +71,63 @@ def test_last_block_of_a_request_may_be_partly_filled() -> None:
     assert spec().max_blocks_per_req(32) == 2
 
 
+# max_model_len 1000 and steps of 100 tokens, blocks of 16.
+@pytest.mark.parametrize(
+    ("spec_class", "fields", "expected"),
+    [
+        (FullAttentionSpec, {}, 63),
+        (SinkFullAttentionSpec, {"sink_len": 16}, 63),
+        # 63 tokens before the step and 100 in it, 11 blocks, may begin within a block.
+        (SlidingWindowSpec, {"sliding_window": 64}, 12),
+        # Never more than the whole request.
+        (SlidingWindowSpec, {"sliding_window": 2000}, 63),
+        (ChunkedLocalAttentionSpec, {"attention_chunk_size": 128}, 16),
+        # 150 encoder tokens, whatever the decoder's length.
+        (CrossAttentionSpec, {"max_encoder_tokens": 150}, 10),
+    ],
+)
+def test_a_request_holds_what_its_kind_needs_at_once(
+    spec_class: type[AttentionSpec], fields: dict[str, int], expected: int
+) -> None:
+    made = spec_class(**FIELDS, **fields, dtype="float32")
+    assert made.max_held_blocks(max_model_len=1000, max_num_batched_tokens=100) == expected
+
+
+def test_a_state_layer_holds_the_last_state_and_those_of_the_step() -> None:
+    # A step of 100 tokens passes 2 boundaries of 64; one state to go on from; 3 not accepted yet.
+    made = mamba(num_speculative_blocks=3)
+    assert made.max_held_blocks(max_model_len=1000, max_num_batched_tokens=100) == 2 + 1 + 3
+    assert made.max_blocks_per_req(1000) == 16 + 3
+
+
+def group(*names: str, **fields: object) -> KVCacheGroupSpec:
+    return KVCacheGroupSpec(layer_names=names, kv_cache_spec=spec(**fields))
+
+
 def test_rows_are_the_layers_of_the_largest_group() -> None:
-    groups = tuple(
-        KVCacheGroupSpec(layer_names=names, kv_cache_spec=spec())
-        for names in (("a", "b", "c"), ("d",))
-    )
-    assert KVCacheConfig(num_blocks=10, kv_cache_groups=groups).num_rows == 3
+    config = KVCacheConfig(num_blocks=10, kv_cache_groups=(group("a", "b", "c"), group("d")))
+    assert config.num_rows == 3
 
 
-def test_unknown_dtype_is_refused() -> None:
+def test_hashes_are_as_fine_as_every_group_needs() -> None:
+    groups = (group("a", block_size=48), group("b", block_size=32))
+    assert KVCacheConfig(num_blocks=10, kv_cache_groups=groups).resolved_hash_block_size == 16
+    finer = KVCacheConfig(num_blocks=10, kv_cache_groups=groups, hash_block_size=8)
+    assert finer.resolved_hash_block_size == 8
+
+
+def test_hash_of_no_token_is_refused() -> None:
+    with pytest.raises(ConfigError, match="hash_block_size must be at least 1, got 0"):
+        KVCacheConfig(num_blocks=10, kv_cache_groups=(group("a"),), hash_block_size=0)
+
+
+def test_unknown_dtypes_are_refused() -> None:
     with pytest.raises(ConfigError, match="float13"):
         spec("float13")
+    with pytest.raises(ConfigError, match="float13"):
+        mamba(dtypes=("float13", "float32"))
+
+
+def test_a_layer_has_a_window_or_chunks() -> None:
+    with pytest.raises(ConfigError, match="sliding_window=8"):
+        spec(sliding_window=8, attention_chunk_size=8)

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -14,8 +15,19 @@ from paxkv.contracts.engine_output import EngineDead, EngineOutput, StepOutputs,
 from paxkv.contracts.engine_request import AbortRequests, AddRequest, Shutdown, UtilityCall
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.engine.core_thread import CoreThread
+from paxkv.engine.engine_core import EngineCore
 from paxkv.errors import EngineDeadError
-from tests.paxkv.engine.fake_engine import FakeStep, make_engine_core, make_request
+from paxkv.scheduler.trace.calls import ScheduleCall
+from paxkv.scheduler.trace.recorder import record_scheduler
+from paxkv.scheduler.trace.replayer import replay
+from paxkv.scheduler.trace.trace_file import TraceReader
+from tests.paxkv.engine.fake_engine import (
+    FakeExecutor,
+    FakeStep,
+    make_engine_core,
+    make_request,
+)
+from tests.paxkv.scheduler.trace.small_traces import make_header
 
 TIMEOUT_S = 20.0
 
@@ -168,3 +180,17 @@ def test_thread_does_not_keep_its_transport_alive() -> None:
     assert thread.is_alive() and thread.daemon and thread in threading.enumerate()
     inputs.put(b"")
     thread.join(TIMEOUT_S)
+
+
+def test_step_in_which_the_device_failed_is_the_last_of_the_trace(tmp_path: Path) -> None:
+    header = make_header()
+    scheduler = record_scheduler(header, tmp_path / "t")
+    executor = FakeExecutor(header.kv_cache_config, fails_at_step=1)
+    transport = CoreThread(EngineCore(scheduler, executor))
+    transport.send(AddRequest(request=make_request("a", [5], max_tokens=9)))
+    while not isinstance(transport.receive(TIMEOUT_S), EngineDead):
+        pass
+    transport.close()
+    *_, last = TraceReader.open(tmp_path / "t").lines()
+    assert [(type(call), call.step) for call in last.calls] == [(ScheduleCall, 2)]
+    assert replay(TraceReader.open(tmp_path / "t")).num_steps == 2

@@ -1,14 +1,17 @@
 """The engine core obeys messages, steps, and keeps one request's trouble from the others."""
 
+import dataclasses
 import json
 
 import pytest
 
+from paxkv.config import CacheConfig
 from paxkv.contracts.engine_output import EngineCoreOutput, StepOutputs, UtilityReply
 from paxkv.contracts.engine_request import AbortRequests, AddRequest, Shutdown, UtilityCall
 from paxkv.contracts.scheduler_output import CachedRequestData, SchedulerOutput
 from paxkv.engine.engine_core import MAX_EMPTY_STEPS, EngineCore
 from paxkv.errors import InvariantError
+from paxkv.scheduler.scheduler import Scheduler
 from tests.paxkv.engine.fake_engine import make_engine_core, make_request
 
 
@@ -99,7 +102,7 @@ def test_broken_invariant_is_reported_and_not_fatal() -> None:
         def check_invariants(self) -> None:
             raise InvariantError("a block is lost")
 
-        reset_prefix_cache = check_invariants
+        reset_prefix_cache = explain_prefix_cache_miss = check_invariants
 
     reply = EngineCore(BrokenScheduler(), None).handle(
         UtilityCall(call_id=1, method="check_invariants")
@@ -148,3 +151,55 @@ def test_scheduler_that_schedules_nothing_for_ever_is_a_bug_that_is_seen() -> No
         core.step()
     with pytest.raises(InvariantError, match="1 requests wait"):
         core.step()
+
+
+def test_utility_calls_pass_their_arguments_and_wrong_ones_are_an_error_reply() -> None:
+    core = make_engine_core()
+    core.handle(AddRequest(request=make_request("a", [5] * 20)))
+    core.step()
+    reply = core.handle(UtilityCall(call_id=1, method="reset_prefix_cache", arguments=(True,)))
+    assert reply == UtilityReply(call_id=1, result_json="true")
+    assert tokens_of(run_until_idle(core), "a") == [5] * 3
+    call = UtilityCall(call_id=2, method="explain_prefix_cache_miss", arguments=("a",))
+    assert json.loads(core.handle(call).result_json)["num_tokens"] == 20
+    for arguments in ((), ("a", "b")):
+        call = UtilityCall(call_id=3, method="explain_prefix_cache_miss", arguments=arguments)
+        reply = core.handle(call)
+        assert (reply.call_id, reply.result_json) == (3, None)
+        assert "explain_prefix_cache_miss got" in reply.error
+
+
+def test_requests_that_wait_for_something_outside_may_wait_long() -> None:
+    class Grammars:
+        is_open = False
+
+        def is_ready(self, request_id: str) -> bool:
+            return self.is_open
+
+    core = make_engine_core()
+    gate = Grammars()
+    scheduler = core._scheduler
+    core._scheduler = Scheduler(
+        scheduler_config=scheduler.scheduler_config,
+        cache_config=CacheConfig(block_size=8),
+        kv_cache_config=core._executor.kv_cache_config,
+        max_model_len=64,
+        grammar_gate=gate,
+    )
+    request = dataclasses.replace(make_request("a", [5], max_tokens=2), needs_grammar=True)
+    core.handle(AddRequest(request=request))
+    for _ in range(3 * MAX_EMPTY_STEPS):
+        assert core.step().outputs == []
+    gate.is_open = True
+    assert tokens_of(run_until_idle(core), "a") == [5, 5]
+
+
+def test_used_slots_are_counted_now_and_then_and_when_asked() -> None:
+    core = make_engine_core()
+    core.handle(AddRequest(request=make_request("a", [5], max_tokens=40)))
+    used = [core.step().stats.num_used_slots for _ in range(33)]
+    assert used == [0] * 15 + [16] * 16 + [32] * 2
+    assert core.make_stats().num_used_slots == 33
+    run_until_idle(core)
+    core.handle(AddRequest(request=make_request("b", [5], max_tokens=1)))
+    assert core.step().stats.num_used_slots == 0

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from paxkv.errors import ConfigError, InvariantError
+from paxkv.kv_cache.block_movements import BlockMovementLog
 from paxkv.kv_cache.block_pool import BlockHashToBlockMap, BlockPool
 
 
@@ -21,6 +22,7 @@ def cache(pool, blocks, block_hashes, *, num_cached_blocks=0, group_id=0):
         blocks=blocks,
         num_cached_blocks=num_cached_blocks,
         num_full_blocks=len(block_hashes),
+        block_size=16,
         kv_cache_group_id=group_id,
     )
 
@@ -116,6 +118,30 @@ def test_a_hit_needs_a_block_of_every_group():
     assert block_ids(pool.get_cached_block(b"a", [1])) == [2]
 
 
+def test_a_run_of_a_group_ends_at_its_first_gap():
+    pool = BlockPool(num_blocks=8, enable_caching=True)
+    blocks = pool.get_new_blocks(5)
+    cache(pool, blocks[:3], [b"a", b"b", b"d"])
+    cache(pool, blocks[3:], [b"a", b"c"], group_id=1)
+    assert pool.get_cached_run([b"a", b"b", b"c", b"d"], 0) == blocks[:2]
+    assert pool.get_cached_run([b"d", b"b"], 0) == [blocks[2], blocks[1]]
+    assert pool.get_cached_run([b"a", b"b"], 1) == blocks[3:4]
+    assert pool.get_cached_run([b"b"], 1) == pool.get_cached_run([], 0) == []
+    # Of equal blocks the first is found.
+    cache(pool, pool.get_new_blocks(1), [b"a"])
+    assert pool.get_cached_run([b"a"], 0) == blocks[:1]
+
+
+def test_a_block_that_is_evicted_twice_in_one_call_is_forgotten_once():
+    pool = BlockPool(num_blocks=4, enable_caching=True)
+    pool.movement_log = BlockMovementLog()
+    cache(pool, pool.get_new_blocks(2), [b"a", b"b"])
+    pool.evict_blocks([2, 1, 2])
+    assert pool.movement_log.take().evicted == [2, 1]
+    assert pool.evicted_hashes.num_evicted == 2
+    pool.check_invariants()
+
+
 def test_evicted_block_is_no_longer_found_and_still_held():
     pool = BlockPool(num_blocks=4, enable_caching=True)
     blocks = pool.get_new_blocks(2)
@@ -125,6 +151,69 @@ def test_evicted_block_is_no_longer_found_and_still_held():
     assert pool.get_cached_block(b"a", [0]) == blocks[:1]
     assert blocks[1].ref_cnt == 1
     pool.check_invariants()
+
+
+def test_blocks_are_evicted_by_id_and_equal_ones_stay():
+    pool = BlockPool(num_blocks=4, enable_caching=True)
+    blocks = pool.get_new_blocks(2)
+    cache(pool, blocks[:1], [b"a"])
+    cache(pool, blocks[1:], [b"a"])
+    # Of equal blocks the first is found.
+    assert pool.get_cached_block(b"a", [0]) == blocks[:1]
+    pool.evict_blocks([1])
+    assert pool.get_cached_block(b"a", [0]) == blocks[1:]
+    pool.evict_blocks({1, 2, 3})
+    assert pool.get_cached_block(b"a", [0]) is None
+    pool.check_invariants()
+
+
+def test_larger_blocks_are_found_by_the_hash_that_ends_with_them():
+    pool = BlockPool(num_blocks=4, enable_caching=True, hash_block_size=8)
+    blocks = pool.get_new_blocks(2)
+    pool.cache_full_blocks(
+        request=types.SimpleNamespace(block_hashes=[b"a", b"b", b"c", b"d", b"e"]),
+        blocks=blocks,
+        num_cached_blocks=0,
+        num_full_blocks=2,
+        block_size=16,
+        kv_cache_group_id=0,
+    )
+    found = {name: pool.get_cached_block(name, [0]) for name in (b"a", b"b", b"c", b"d", b"e")}
+    assert found == {b"a": None, b"b": blocks[:1], b"c": None, b"d": blocks[1:], b"e": None}
+
+
+def test_without_caching_nothing_is_looked_for_in_blocks_handed_out():
+    pool = BlockPool(num_blocks=3, enable_caching=False)
+    pool.free_blocks(pool.get_new_blocks(2))
+    assert block_ids(pool.get_new_blocks(2)) == [1, 2]
+    assert pool.evicted_hashes.num_evicted == 0
+    pool.check_invariants()
+
+
+def test_every_movement_is_logged_in_its_order():
+    pool = BlockPool(num_blocks=4, enable_caching=True)
+    pool.movement_log = BlockMovementLog()
+    blocks = pool.get_new_blocks(2)
+    cache(pool, blocks, [b"a", b"b"])
+    pool.touch(blocks[:1])
+    pool.free_blocks([blocks[1], blocks[0]])
+    moved = pool.movement_log.take()
+    assert (moved.allocated, moved.cached, moved.shared) == ([1, 2], [1, 2], [1])
+    assert (moved.freed, moved.evicted) == ([2], [])
+    pool.get_new_blocks(2)
+    pool.free_blocks([blocks[0]])
+    moved = pool.movement_log.take()
+    assert (moved.allocated, moved.evicted, moved.freed) == ([3, 2], [2], [1])
+
+
+def test_reset_logs_what_is_found_no_more():
+    pool = BlockPool(num_blocks=4, enable_caching=True)
+    pool.movement_log = BlockMovementLog()
+    blocks = pool.get_new_blocks(2)
+    cache(pool, blocks[1:], [b"a"])
+    pool.free_blocks(blocks)
+    assert pool.reset_prefix_cache()
+    assert pool.movement_log.take().evicted == [2]
 
 
 def test_reset_is_refused_while_a_block_is_in_use():
@@ -142,8 +231,8 @@ def test_reset_is_refused_while_a_block_is_in_use():
 def test_map_keeps_equal_blocks_apart():
     blocks = BlockPool(num_blocks=4, enable_caching=True).blocks
     cached = BlockHashToBlockMap()
-    for block in blocks[1:]:
-        cached.insert(b"a", block)
+    assert [cached.insert(b"a", block) for block in blocks[1:]] == [True, False, False]
+    assert b"a" in cached
     assert len(cached) == 1
     assert cached.get_one_block(b"a") is blocks[1]
     assert cached.pop(b"a", 1) is blocks[1]
@@ -262,13 +351,14 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(hash_byte=st.integers(0, 3))
     def hit(self, hash_byte):
-        equal = {block_id for block_id, name in self.hash_of.items() if name == bytes([hash_byte])}
+        # In the order in which they were cached: the first is found.
+        equal = [block_id for block_id, name in self.hash_of.items() if name == bytes([hash_byte])]
         found = self.pool.get_cached_block(bytes([hash_byte]), [0])
         if not equal:
             assert found is None
             return
         (block,) = found
-        assert block.block_id in equal
+        assert block.block_id == equal[0]
         self.pool.touch(found)
         if block.block_id in self.free:
             self.free.remove(block.block_id)

@@ -1,87 +1,124 @@
 """Coordinators: all groups do together what one group does, over one pool."""
 
-import dataclasses
 import types
 
-import pytest
-
-from paxkv.contracts.kv_cache_spec import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheSpec,
-)
-from paxkv.errors import ConfigError
 from paxkv.kv_cache.coordinator import (
     KVCacheCoordinatorNoPrefixCache,
     UnitaryKVCacheCoordinator,
-    get_kv_cache_coordinator,
 )
-
-SPEC = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
-
-
-def make_config(specs, num_blocks=10):
-    groups = tuple(KVCacheGroupSpec(layer_names=(f"l{i}",), kv_cache_spec=s) for i, s in specs)
-    return KVCacheConfig(num_blocks=num_blocks, kv_cache_groups=groups)
+from tests.paxkv.kv_cache.cache_fakes import cross, full, ids, make_config, mamba, window
 
 
-def config_of(*specs):
-    return make_config(list(enumerate(specs)))
+def group_ids(blocks):
+    return tuple(ids(group) for group in blocks)
 
 
-def ids(blocks):
-    return tuple([block.block_id for block in group] for group in blocks)
+def plain(*specs, num_blocks=10):
+    return KVCacheCoordinatorNoPrefixCache(
+        make_config(*specs, num_blocks=num_blocks), enable_caching=False
+    )
 
 
-def test_the_coordinator_fits_groups_and_caching():
-    one, two = config_of(SPEC), config_of(SPEC, SPEC)
-    cached = get_kv_cache_coordinator(one, enable_caching=True)
-    assert isinstance(cached, UnitaryKVCacheCoordinator)
-    for config in (one, two):
-        plain = get_kv_cache_coordinator(config, enable_caching=False)
-        assert isinstance(plain, KVCacheCoordinatorNoPrefixCache)
+def unitary(spec, **settings):
+    return UnitaryKVCacheCoordinator(make_config(spec), enable_caching=True, **settings)
 
 
-def test_what_this_version_cannot_do_is_refused():
-    with pytest.raises(ConfigError, match="one KV cache group, got 2"):
-        get_kv_cache_coordinator(config_of(SPEC, SPEC), enable_caching=True)
-    with pytest.raises(ConfigError, match="no groups"):
-        get_kv_cache_coordinator(config_of(), enable_caching=False)
-    with pytest.raises(ConfigError, match=r"\[4, 8\]"):
-        wide = dataclasses.replace(SPEC, block_size=8)
-        get_kv_cache_coordinator(config_of(SPEC, wide), enable_caching=False)
-    with pytest.raises(ConfigError, match="no KV cache manager for KVCacheSpec"):
-        get_kv_cache_coordinator(config_of(KVCacheSpec(block_size=4)), enable_caching=False)
+def num_to_allocate(coordinator, num_tokens, *, num_encoder_tokens=0):
+    nothing = tuple(() for _ in coordinator.single_type_managers)
+    return coordinator.get_num_blocks_to_allocate(
+        "r", num_tokens, nothing, num_encoder_tokens, 0, num_tokens
+    )
+
+
+def new_blocks(coordinator, num_tokens, *, num_encoder_tokens=0):
+    return coordinator.allocate_new_blocks("r", num_tokens, num_encoder_tokens, 0, num_tokens)
+
+
+def hashed(block_hashes):
+    return types.SimpleNamespace(request_id="r", block_hashes=block_hashes)
 
 
 def test_each_group_gets_its_own_blocks_of_one_pool():
-    coordinator = get_kv_cache_coordinator(config_of(SPEC, SPEC, SPEC), enable_caching=False)
-    assert coordinator.get_num_blocks_to_allocate("r", 5, ((), (), ())) == 6
-    assert ids(coordinator.allocate_new_blocks("r", 5)) == ([1, 2], [3, 4], [5, 6])
-    assert coordinator.get_num_blocks_to_allocate("r", 9, ((), (), ())) == 3
-    assert ids(coordinator.allocate_new_blocks("r", 9)) == ([7], [8], [9])
-    assert ids(coordinator.get_blocks("r")) == ([1, 2, 7], [3, 4, 8], [5, 6, 9])
+    coordinator = plain(full(), full(), full())
+    assert num_to_allocate(coordinator, 5) == 6
+    assert group_ids(new_blocks(coordinator, 5)) == ([1, 2], [3, 4], [5, 6])
+    assert num_to_allocate(coordinator, 9) == 3
+    assert group_ids(new_blocks(coordinator, 9)) == ([7], [8], [9])
+    assert group_ids(coordinator.get_blocks("r")) == ([1, 2, 7], [3, 4, 8], [5, 6, 9])
     assert coordinator.block_pool.get_num_free_blocks() == 0
     coordinator.free("r", 9)
     assert coordinator.block_pool.get_num_free_blocks() == 9
-    assert ids(coordinator.get_blocks("r")) == ([], [], [])
+    assert group_ids(coordinator.get_blocks("r")) == ([], [], [])
+
+
+def test_blocks_are_freed_in_reverse_group_by_group():
+    coordinator = plain(full(), full(), num_blocks=7)
+    new_blocks(coordinator, 9)
+    coordinator.free("r", 9)
+    free_blocks = coordinator.block_pool.free_block_queue.get_all_free_blocks()
+    assert ids(free_blocks) == [3, 2, 1, 6, 5, 4]
+
+
+def test_groups_may_have_blocks_of_different_sizes():
+    coordinator = plain(full(4), window(100, block_size=8), mamba(16))
+    assert num_to_allocate(coordinator, 17) == 5 + 3 + 2
+    coordinator = plain(full(4), full(8))
+    assert group_ids(new_blocks(coordinator, 9)) == ([1, 2, 3], [4, 5])
+
+
+def test_cross_attention_counts_encoder_tokens():
+    coordinator = plain(cross(), full())
+    assert num_to_allocate(coordinator, 5, num_encoder_tokens=9) == 3 + 2
+    assert group_ids(new_blocks(coordinator, 5, num_encoder_tokens=9)) == ([1, 2, 3], [4, 5])
+    nothing = ((), ())
+    assert coordinator.get_num_blocks_for_full_sequence("s", 40, nothing, 9, 0, 4) == 3 + 10
 
 
 def test_without_prefix_cache_nothing_is_ever_found():
-    coordinator = get_kv_cache_coordinator(config_of(SPEC), enable_caching=False)
-    request = types.SimpleNamespace(request_id="r", block_hashes=[b"a"])
-    coordinator.allocate_new_blocks("r", 4)
-    coordinator.cache_blocks(request, 4)
+    coordinator = plain(full())
+    new_blocks(coordinator, 4)
+    coordinator.cache_blocks(hashed([b"a"]), 4)
     assert coordinator.find_longest_cache_hit([b"a"], 100) == (((),), 0)
     coordinator.block_pool.check_invariants()
 
 
 def test_unitary_hit_counts_its_tokens():
-    coordinator = get_kv_cache_coordinator(config_of(SPEC), enable_caching=True)
-    request = types.SimpleNamespace(request_id="r", block_hashes=[b"a", b"b"])
-    coordinator.allocate_new_blocks("r", 8)
-    coordinator.cache_blocks(request, 8)
+    coordinator = unitary(full())
+    new_blocks(coordinator, 8)
+    coordinator.cache_blocks(hashed([b"a", b"b"]), 8)
     blocks, num_tokens = coordinator.find_longest_cache_hit([b"a", b"b", b"c"], 100)
-    assert (ids(blocks), num_tokens) == (([1, 2],), 8)
+    assert (group_ids(blocks), num_tokens) == (([1, 2],), 8)
     assert coordinator.get_num_common_prefix_blocks("r") == [2]
+
+
+def test_a_hash_may_cover_less_than_a_block():
+    # Hashes of 2 tokens: a block of 4 is named by every second of them.
+    coordinator = UnitaryKVCacheCoordinator(
+        make_config(full(), hash_block_size=2), enable_caching=True
+    )
+    new_blocks(coordinator, 8)
+    coordinator.cache_blocks(hashed([b"0", b"1", b"2", b"3"]), 8)
+    blocks, num_tokens = coordinator.find_longest_cache_hit([b"x", b"1", b"y", b"3", b"z"], 100)
+    assert (group_ids(blocks), num_tokens) == (([1, 2],), 8)
+    assert coordinator.find_longest_cache_hit([b"0", b"x"], 100)[1] == 0
+
+
+def test_with_context_parallelism_a_hit_is_blocks_of_all_ranks():
+    coordinator = unitary(full(), dcp_world_size=2)
+    new_blocks(coordinator, 16)
+    coordinator.cache_blocks(hashed([b"0", b"1", b"2", b"3"]), 15)
+    blocks, num_tokens = coordinator.find_longest_cache_hit([b"0", b"1", b"2", b"3"], 100)
+    assert (group_ids(blocks), num_tokens) == (([1],), 8)
+
+
+def test_with_eagle_a_block_less_is_hit():
+    coordinator = unitary(full(), use_eagle=True)
+    new_blocks(coordinator, 8)
+    coordinator.cache_blocks(hashed([b"a", b"b"]), 8)
+    assert coordinator.find_longest_cache_hit([b"a", b"b"], 100)[1] == 4
+
+
+def test_block_work_comes_when_the_first_group_has_some():
+    coordinator = plain(full(4), full(8))
+    new_blocks(coordinator, 3)
+    assert coordinator.get_num_tokens_before_block_work("r") == 4

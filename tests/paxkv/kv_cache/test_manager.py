@@ -1,80 +1,32 @@
 """KVCacheManager: hits, room or None, and memory that always reads back what was written."""
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from paxkv.errors import InvariantError
-from paxkv.kv_cache.block_hash import BlockHasher
-from paxkv.kv_cache.manager import KVCacheManager
-
-BLOCK_SIZE = 4
-
-
-class FakeRequest:
-    """A `CacheRequest` that a test changes by hand."""
-
-    def __init__(self, request_id, token_ids, *, salt=None, skip_reading_prefix_cache=False):
-        self.request_id = request_id
-        self.token_ids = list(token_ids)
-        self.salt = salt
-        self.num_computed_tokens = 0
-        self.num_preemptions = 0
-        self.skip_reading_prefix_cache = skip_reading_prefix_cache
-
-    @property
-    def num_tokens(self):
-        return len(self.token_ids)
-
-    @property
-    def block_hashes(self):
-        hashes = []
-        hasher = BlockHasher(block_size=BLOCK_SIZE, seed="test")
-        hasher.extend(hashes, self.token_ids, self.salt)
-        return hashes
-
-
-def make_manager(num_blocks=10, *, num_groups=1, enable_caching=True, max_model_len=64):
-    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype="float32")
-    group = KVCacheGroupSpec(layer_names=("layer",), kv_cache_spec=spec)
-    config = KVCacheConfig(num_blocks=num_blocks, kv_cache_groups=(group,) * num_groups)
-    return KVCacheManager(
-        kv_cache_config=config, max_model_len=max_model_len, enable_caching=enable_caching
-    )
-
-
-def admit(manager, request, num_new_tokens=None):
-    """Prefix lookup and allocation, as at admission; True when it fitted."""
-    hits, num_hits = manager.get_computed_blocks(request)
-    num_new_tokens = num_new_tokens or request.num_tokens - num_hits
-    if manager.allocate_slots(request, num_new_tokens, num_hits, hits) is None:
-        return False
-    request.num_computed_tokens = num_hits
-    return True
-
-
-def finish_step(request, num_tokens=None):
-    request.num_computed_tokens = num_tokens or request.num_tokens
-
-
-def state(manager):
-    """Everything that a failed allocation must leave alone."""
-    pool = manager.block_pool
-    return (
-        [block.block_id for block in pool.free_block_queue.get_all_free_blocks()],
-        [(block.ref_cnt, block.block_hash) for block in pool.blocks],
-        [
-            (dict(m.num_cached_blocks), {r: list(b) for r, b in m.req_to_blocks.items()})
-            for m in manager.coordinator.single_type_managers
-        ],
-        str(manager.prefix_cache_stats),
-    )
+from paxkv.kv_cache.manager import KVCacheBlocks
+from tests.paxkv.kv_cache.cache_fakes import (
+    BLOCK_SIZE,
+    FakeRequest,
+    admit,
+    copies,
+    count_slots_block_by_block,
+    finish_step,
+    fork,
+    full,
+    make_manager,
+    mamba,
+    run_alone,
+    state,
+    table,
+    window,
+)
 
 
 def test_the_request_of_the_architecture_document_in_numbers():
-    manager = make_manager()
+    manager = make_manager(num_blocks=10)
     first = FakeRequest("first", [1, 2, 3, 4])
     assert admit(manager, first)
     finish_step(first)
@@ -92,7 +44,7 @@ def test_the_request_of_the_architecture_document_in_numbers():
 
 
 def test_the_last_token_is_never_a_hit():
-    manager = make_manager()
+    manager = make_manager(num_blocks=10)
     first = FakeRequest("first", range(8))
     admit(manager, first)
     finish_step(first)
@@ -102,7 +54,7 @@ def test_the_last_token_is_never_a_hit():
 
 
 def test_equal_prompts_in_one_step_share_blocks():
-    manager = make_manager()
+    manager = make_manager(num_blocks=10)
     first, second = FakeRequest("first", range(10)), FakeRequest("second", range(10))
     admit(manager, first)
     admit(manager, second)
@@ -116,7 +68,7 @@ def test_equal_prompts_in_one_step_share_blocks():
 
 
 def test_only_tokens_that_exist_are_cached():
-    manager = make_manager()
+    manager = make_manager(num_blocks=10)
     request = FakeRequest("r", range(7))
     # The 8th slot is for a draft token, which may yet be rejected.
     manager.allocate_slots(request, 8)
@@ -124,16 +76,16 @@ def test_only_tokens_that_exist_are_cached():
 
 
 def test_lookahead_reserves_room_up_to_max_model_len():
-    manager = make_manager(max_model_len=12)
+    manager = make_manager(num_blocks=10, max_model_len=12)
     request = FakeRequest("r", range(7))
     assert len(manager.allocate_slots(request, 7, num_lookahead_tokens=2).blocks[0]) == 3
     finish_step(request)
-    request.token_ids += range(4)
+    request.all_token_ids += range(4)
     assert manager.allocate_slots(request, 4, num_lookahead_tokens=9).is_empty()
 
 
 def test_caching_can_be_left_for_later():
-    manager = make_manager()
+    manager = make_manager(num_blocks=10)
     request = FakeRequest("r", range(8))
     manager.allocate_slots(request, 8, delay_cache_blocks=True)
     assert manager.get_computed_blocks(FakeRequest("s", range(9)))[1] == 0
@@ -168,7 +120,7 @@ def test_free_hits_count_as_blocks_to_allocate():
 
 
 def test_blocks_allocated_but_not_computed_are_not_found_after_free():
-    manager = make_manager()
+    manager = make_manager(num_blocks=10)
     request = FakeRequest("r", range(12))
     admit(manager, request, num_new_tokens=6)
     finish_step(request, 6)
@@ -189,7 +141,7 @@ def test_freed_tail_is_evicted_before_prefix():
 
 
 def test_salted_prompts_share_only_with_their_own_salt():
-    manager = make_manager()
+    manager = make_manager(num_blocks=10)
     request = FakeRequest("r", range(8), salt="tenant")
     admit(manager, request)
     finish_step(request)
@@ -198,7 +150,7 @@ def test_salted_prompts_share_only_with_their_own_salt():
 
 
 def test_a_request_may_decline_hits_but_still_fills_the_cache():
-    manager = make_manager()
+    manager = make_manager(num_blocks=10)
     for request_id in ("first", "second"):
         request = FakeRequest(request_id, range(9), skip_reading_prefix_cache=True)
         assert manager.get_computed_blocks(request)[1] == 0
@@ -227,9 +179,9 @@ def test_stats_count_admissions_and_keep_resumed_requests_apart():
 
 
 def test_several_groups_work_without_prefix_caching():
-    manager = make_manager(num_blocks=7, num_groups=2, enable_caching=False)
+    manager = make_manager(full(), full(), num_blocks=7, enable_caching=False)
     request = FakeRequest("r", range(9))
-    assert manager.get_computed_blocks(request) == (manager.empty_kv_cache_blocks, 0)
+    assert manager.get_computed_blocks(request) == (KVCacheBlocks(((), ())), 0)
     assert admit(manager, request)
     assert manager.get_block_ids("r") == ([1, 2, 3], [4, 5, 6])
     finish_step(request)
@@ -242,7 +194,7 @@ def test_several_groups_work_without_prefix_caching():
 
 
 def test_reset_forgets_everything_once_nothing_is_held():
-    manager = make_manager()
+    manager = make_manager(num_blocks=10)
     request = FakeRequest("r", range(8))
     admit(manager, request)
     finish_step(request)
@@ -254,16 +206,150 @@ def test_reset_forgets_everything_once_nothing_is_held():
 
 def test_scheduling_no_tokens_raises():
     with pytest.raises(InvariantError, match="num_new_tokens=0"):
-        make_manager().allocate_slots(FakeRequest("r", range(3)), 0)
+        make_manager(num_blocks=10).allocate_slots(FakeRequest("r", range(3)), 0)
 
 
 def test_check_invariants_sees_a_reference_that_no_table_has():
-    manager = make_manager()
+    manager = make_manager(num_blocks=10)
     admit(manager, FakeRequest("r", range(8)))
     manager.check_invariants()
     manager.block_pool.touch(manager.get_blocks("r").blocks[0][:1])
     with pytest.raises(InvariantError, match="stands in 1 block tables"):
         manager.check_invariants()
+
+
+def test_the_five_parts_of_a_request_in_numbers():
+    manager = make_manager(full(), window(6), num_blocks=30)
+    first = run_alone(manager, "first", range(8))
+    assert manager.get_block_ids("first") == ([1, 2], [3, 4])
+    # 8 tokens hit, 6 from outside, 5 computed now, 3 slots more: 22 positions, 6 blocks.
+    request = FakeRequest("r", range(30))
+    hits, num_hits = manager.get_computed_blocks(request)
+    new_blocks = manager.allocate_slots(
+        request, 5, num_hits, hits, num_lookahead_tokens=3, num_external_computed_tokens=6
+    )
+    # The token at 14 sees 9..14: of the window's group blocks 0 and 1 are never needed.
+    assert manager.get_block_ids("r") == ([1, 2, 5, 6, 7, 8], [0, 0, 9, 10, 11, 12])
+    assert new_blocks.get_block_ids() == ([5, 6, 7, 8], [9, 10, 11, 12])
+    # 19 tokens exist and are computed: 4 blocks are full, and can be found.
+    assert manager.get_computed_blocks(FakeRequest("s", range(30)))[1] == 16
+    assert first.num_computed_tokens == 8
+    manager.check_invariants()
+
+
+def test_the_whole_sequence_must_fit_where_that_is_asked():
+    manager = make_manager(num_blocks=5)
+    request = FakeRequest("r", range(20))
+    before = state(manager)
+    assert manager.allocate_slots(request, 4, full_sequence_must_fit=True) is None
+    assert state(manager) == before
+    # 17 tokens would need a fifth block too; 16 fit. Without the demand the first part is enough.
+    assert not manager.allocate_slots(FakeRequest("t", range(17)), 4, full_sequence_must_fit=True)
+    fits = FakeRequest("u", range(16))
+    assert manager.allocate_slots(fits, 4, full_sequence_must_fit=True)
+    assert len(table(manager, fits)) == 1
+    assert manager.allocate_slots(request, 4) is not None
+
+
+def test_hits_count_in_what_the_whole_sequence_needs():
+    manager = make_manager(num_blocks=6)
+    first = run_alone(manager, "first", range(8))
+    request = FakeRequest("r", range(20))
+    # 5 blocks, of which 2 are hits that another one holds: 3 are free.
+    hits, num_hits = manager.get_computed_blocks(request)
+    assert manager.allocate_slots(request, 1, num_hits, hits, full_sequence_must_fit=True)
+    manager.free(request)
+    manager.free(first)
+    longer = FakeRequest("longer", range(21))
+    hits, num_hits = manager.get_computed_blocks(longer)
+    # 6 blocks; the hits are free now and count as well, so 5 free ones are too few.
+    assert not manager.allocate_slots(longer, 1, num_hits, hits, full_sequence_must_fit=True)
+
+
+def test_a_request_whose_blocks_were_loaded_is_counted_once():
+    manager = make_manager()
+    request = FakeRequest("r", range(9))
+    hits, _ = manager.get_computed_blocks(request)
+    manager.allocate_slots(
+        request, 0, 0, hits, num_external_computed_tokens=8, delay_cache_blocks=True
+    )
+    finish_step(request, 8)
+    manager.allocate_slots(request, 1, 0, manager.empty_kv_cache_blocks)
+    assert manager.prefix_cache_stats.num_requests == 1
+    assert manager.prefix_cache_stats.num_queries == 9
+
+
+def test_evicted_blocks_are_not_found_and_stay_with_their_holder():
+    manager = make_manager()
+    request = run_alone(manager, "r", range(9))
+    manager.evict_blocks([2])
+    assert manager.get_computed_blocks(FakeRequest("s", range(9)))[1] == 4
+    assert table(manager, request) == [1, 2, 3]
+    manager.check_invariants()
+
+
+def test_the_miss_of_an_admission_can_be_asked_for():
+    manager = make_manager()
+    run_alone(manager, "first", range(9))
+    request = FakeRequest("r", [*range(6), 50, 51, 52])
+    assert manager.explain_miss(request).reason == "block_differs"
+    admit(manager, request)
+    # Its own blocks are cached now; the answer is of the moment when it was admitted.
+    answer = manager.explain_miss(request)
+    assert (answer.reason, answer.block_idx, answer.num_hit_tokens) == ("block_differs", 1, 4)
+
+
+def test_events_are_recorded_where_they_are_asked_for():
+    manager = make_manager(enable_kv_cache_events=True)
+    run_alone(manager, "r", range(9))
+    (event,) = manager.take_events()
+    assert event.token_ids == list(range(8))
+    assert manager.take_events() == []
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(
+    specs=st.sampled_from(
+        [(full(),), (full(4), window(6, 8)), (window(5), window(9), window(5)), (full(8), mamba(4))]
+    ),
+    enable_caching=st.booleans(),
+    data=st.data(),
+)
+def test_slots_are_counted_right_and_idle_calls_are_idle(specs, enable_caching, data):
+    manager = make_manager(*specs, num_blocks=60, enable_caching=enable_caching)
+    requests = []
+    for step in range(data.draw(st.integers(1, 12))):
+        action = data.draw(st.sampled_from(["admit", "fork", "go on", "go on", "go on", "free"]))
+        request = data.draw(st.sampled_from(requests)) if requests else None
+        if action == "admit" or request is None:
+            request = FakeRequest(f"r{step}", [0] * data.draw(st.integers(1, 20)))
+            if admit(manager, request):
+                finish_step(request)
+                requests.append(request)
+        elif action == "fork":
+            num_shared = data.draw(st.integers(1, request.num_computed_tokens))
+            if manager.get_forked_blocks(request, num_shared) is not None:
+                forked = fork(manager, request, f"r{step}", num_shared)
+                if forked is not None:
+                    finish_step(forked)
+                    requests.append(forked)
+        elif action == "free":
+            requests.remove(request)
+            manager.free(request)
+        else:
+            num_new = data.draw(st.integers(1, 6))
+            limit = manager.get_num_tokens_before_block_work(request)
+            before = state(manager)
+            request.all_token_ids += [1] * num_new
+            if manager.allocate_slots(request, num_new) is None:
+                del request.all_token_ids[-num_new:]
+            else:
+                if request.num_tokens <= limit:
+                    assert state(manager) == before
+                finish_step(request)
+        copies(manager)
+        manager.check_invariants()
+        assert manager.count_slots(requests) == count_slots_block_by_block(manager, requests)
 
 
 class ManagerMachine(RuleBasedStateMachine):
@@ -278,7 +364,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.manager = make_manager(self.NUM_BLOCKS, max_model_len=20)
+        self.manager = make_manager(num_blocks=self.NUM_BLOCKS, max_model_len=20)
         self.live = {}
         self.scheduled = {}  # request id -> tokens allocated and not yet written
         self.memory = {}
@@ -289,7 +375,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return self.manager.get_block_ids(request.request_id)[0]
 
     def prefix(self, request, length):
-        return (request.salt, tuple(request.token_ids[:length]))
+        return (request.cache_salt, tuple(request.all_token_ids[:length]))
 
     def allocate(self, request, num_new_tokens, num_hits, hits):
         """Allocates and compares with the model; True when it fitted."""
@@ -360,7 +446,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if request.num_computed_tokens == request.num_tokens:
             if request.num_tokens == 20:
                 return
-            request.token_ids.append(token_id)
+            request.all_token_ids.append(token_id)
         self.allocate(request, request.num_tokens - request.num_computed_tokens, 0, None)
 
     @precondition(lambda self: set(self.live) - set(self.scheduled))

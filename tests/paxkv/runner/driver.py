@@ -1,27 +1,39 @@
 """Plays the scheduler for a `ModelRunner`: the test says who runs, the driver keeps the books."""
 
 import random
+from collections import Counter
 
 from paxkv.contracts.runner_output import ModelRunnerOutput
-from paxkv.contracts.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from paxkv.contracts.scheduler_output import (
+    BlockCopy,
+    CachedRequestData,
+    NewRequestData,
+    SchedulerOutput,
+)
 from paxkv.runner import ModelRunner
 from paxkv.sampling_params import SamplingParams
 
 
 class RunnerDriver:
-    """Requests, their tokens and their blocks; blocks are handed out in a shuffled order."""
+    """Requests, their tokens and their blocks; blocks are handed out in a shuffled order.
+
+    A group with a sliding window gives blocks back as soon as they have left it, and they are the
+    first to be handed out again: whoever read or wrote them at their old place would show it.
+    """
 
     def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
         self.runner = runner
-        group = runner.kv_cache_config.kv_cache_groups[0]
-        self.block_size = group.kv_cache_spec.block_size
+        specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
+        self.block_size = specs[0].block_size
+        self.windows = [getattr(spec, "sliding_window", None) for spec in specs]
         self.free_blocks = list(range(1, runner.kv_cache_config.num_blocks))
         random.Random(seed).shuffle(self.free_blocks)
+        self.num_holders: Counter[int] = Counter()
         self.params: dict[str, SamplingParams] = {}
         self.tokens: dict[str, list[int]] = {}
         self.num_prompt_tokens: dict[str, int] = {}
         self.num_computed: dict[str, int] = {}
-        self.blocks: dict[str, list[int]] = {}
+        self.blocks: dict[str, list[list[int]]] = {}  # per group; 0 where one was given back
         self.known: set[str] = set()
         self.preempted: set[str] = set()
         self.finished: set[str] = set()
@@ -32,20 +44,32 @@ class RunnerDriver:
         self.tokens[req_id] = list(prompt)
         self.num_prompt_tokens[req_id] = len(prompt)
         self.num_computed[req_id] = 0
-        self.blocks[req_id] = []
+        self.blocks[req_id] = [[] for _ in self.windows]
+
+    def fork(self, source: str, req_id: str) -> list[BlockCopy]:
+        """Adds a request with another's tokens, its full blocks, and copies of its last ones."""
+        self.add(req_id, self.tokens[source], self.params[source])
+        self.num_computed[req_id] = len(self.tokens[source]) - 1
+        copies = []
+        for own, blocks in zip(self.blocks[req_id], self.blocks[source], strict=True):
+            own += blocks[:-1]
+            self.num_holders.update(own)
+            own.append(self.take_block())
+            copies.append(BlockCopy(source_block_id=blocks[-1], target_block_id=own[-1]))
+        return copies
 
     def output_of(self, req_id: str) -> list[int]:
         return self.tokens[req_id][self.num_prompt_tokens[req_id] :]
 
     def preempt(self, req_id: str) -> None:
-        self.free_blocks += self.blocks[req_id]
-        self.blocks[req_id] = []
+        self._free_all(self.blocks[req_id])
+        self.blocks[req_id] = [[] for _ in self.windows]
         self.num_computed[req_id] = 0
         self.preempted.add(req_id)
         self.newly_preempted.add(req_id)
 
     def finish(self, req_id: str) -> None:
-        self.free_blocks += self.blocks.pop(req_id)
+        self._free_all(self.blocks.pop(req_id))
         self.finished.add(req_id)
         self.known.discard(req_id)
         self.preempted.discard(req_id)
@@ -60,12 +84,10 @@ class RunnerDriver:
         resumed = frozenset(self.preempted & set(num_scheduled))
         for req_id, num_tokens in num_scheduled.items():
             computed = self.num_computed[req_id]
-            num_missing = -(-(computed + num_tokens) // self.block_size) - len(self.blocks[req_id])
-            added = [self.free_blocks.pop() for _ in range(num_missing)]
-            self.blocks[req_id] += added
+            added = self._hold_blocks(req_id, computed, num_tokens)
             if req_id in self.known:
                 cached_ids.append(req_id)
-                new_blocks.append((added,) if added else None)
+                new_blocks.append(added if any(added) else None)
                 num_computed.append(computed)
             else:
                 self.known.add(req_id)
@@ -74,7 +96,7 @@ class RunnerDriver:
                         req_id=req_id,
                         prompt_token_ids=self.tokens[req_id],
                         sampling_params=self.params[req_id],
-                        block_ids=(added,),
+                        block_ids=tuple(map(list, self.blocks[req_id])),
                         num_computed_tokens=computed,
                     )
                 )
@@ -98,6 +120,29 @@ class RunnerDriver:
         self.newly_preempted.clear()
         self.finished.clear()
         return output
+
+    def _hold_blocks(self, req_id: str, computed: int, num_tokens: int) -> tuple[list[int], ...]:
+        """Gives back what left the window, takes what is missing; returns the new ones a group."""
+        added = []
+        for blocks, window in zip(self.blocks[req_id], self.windows, strict=True):
+            num_passed = max(computed - window + 1, 0) // self.block_size if window else 0
+            self._free_all([blocks[:num_passed]])
+            blocks[:num_passed] = [0] * len(blocks[:num_passed])
+            num_missing = -(-(computed + num_tokens) // self.block_size) - len(blocks)
+            added.append([self.take_block() for _ in range(num_missing)])
+            blocks += added[-1]
+        return tuple(added)
+
+    def take_block(self) -> int:
+        block = self.free_blocks.pop()
+        self.num_holders[block] = 1
+        return block
+
+    def _free_all(self, blocks_per_group: list[list[int]]) -> None:
+        for block in (block for blocks in blocks_per_group for block in blocks if block):
+            self.num_holders[block] -= 1
+            if not self.num_holders[block]:
+                self.free_blocks.append(block)
 
     def step(self, num_scheduled: dict[str, int]) -> ModelRunnerOutput:
         """Schedules, computes, and appends what came back."""

@@ -22,12 +22,12 @@ NO_CACHED = CachedRequestData(
 )
 
 
-def make_batch_and_builder():
+def make_batch_and_builder(block_sizes=(BLOCK_SIZE,)):
     batch = InputBatch.create(
         max_num_seqs=MAX_NUM_SEQS,
         max_model_len=MAX_MODEL_LEN,
         max_blocks_per_req=MAX_BLOCKS,
-        num_groups=1,
+        num_groups=len(block_sizes),
         num_blocks=20,
         vocab_size=100,
         seed=0,
@@ -35,11 +35,14 @@ def make_batch_and_builder():
     buckets = StepBuckets(
         max_num_batched_tokens=16,
         max_num_seqs=MAX_NUM_SEQS,
-        num_groups=1,
+        num_groups=len(block_sizes),
         max_blocks_per_req=MAX_BLOCKS,
     )
     builder = BatchBuilder(
-        buckets=buckets, input_batch=batch, max_num_seqs=MAX_NUM_SEQS, block_size=BLOCK_SIZE
+        buckets=buckets,
+        input_batch=batch,
+        max_num_seqs=MAX_NUM_SEQS,
+        block_sizes=block_sizes,
     )
     return batch, builder
 
@@ -55,12 +58,12 @@ def output(num_scheduled, new_reqs=(), cached=NO_CACHED):
     )
 
 
-def new(req_id, tokens, blocks, num_computed=0, **params):
+def new(req_id, tokens, blocks, num_computed=0, other_groups=(), **params):
     return NewRequestData(
         req_id=req_id,
         prompt_token_ids=list(tokens),
         sampling_params=SamplingParams(**params),
-        block_ids=(list(blocks),),
+        block_ids=(list(blocks), *map(list, other_groups)),
         num_computed_tokens=num_computed,
     )
 
@@ -150,5 +153,33 @@ def test_step_over_tokens_that_do_not_exist_is_a_bug(num_scheduled, message):
 def test_step_over_positions_without_a_block_is_a_bug():
     batch, builder = make_batch_and_builder()
     scheduled = output({"a": 9}, [new("a", range(9), [1])])
-    with pytest.raises(InvariantError, match=r"\[1\] blocks of 8"):
+    with pytest.raises(InvariantError, match=r"\[1\] blocks of \[8\]"):
         build(builder, batch, scheduled)
+
+
+def test_groups_have_block_tables_and_block_sizes_of_their_own():
+    """The second group's blocks are twice as long, and its first has left a window."""
+    batch, builder = make_batch_and_builder(block_sizes=(BLOCK_SIZE, 2 * BLOCK_SIZE))
+    new_req = new("a", range(20), [5, 6, 7], 18, other_groups=[[0, 9]])
+    _, views = build(builder, batch, output({"a": 2}, [new_req]))
+    assert views["block_tables"][:, 0].tolist() == [[5, 6, 7, 0], [0, 9, 0, 0]]
+    assert views["seq_lens"][:, 0].tolist() == [20, 20]
+
+
+def test_missing_block_of_any_group_is_a_bug():
+    batch, builder = make_batch_and_builder(block_sizes=(BLOCK_SIZE, 2 * BLOCK_SIZE))
+    scheduled = output({"a": 17}, [new("a", range(17), [5, 6, 7], other_groups=[[9]])])
+    batch.update(scheduled)
+    with pytest.raises(InvariantError, match=r"\[3, 1\] blocks of \[8, 16\]"):
+        builder.build(scheduled)
+
+
+def test_write_to_the_null_block_is_a_bug():
+    batch, builder = make_batch_and_builder(block_sizes=(BLOCK_SIZE, BLOCK_SIZE))
+    new_reqs = [new("b", [1], [1], other_groups=[[2]])]
+    new_reqs.append(new("a", range(12), [5, 6], 7, other_groups=[[0, 9]]))
+    scheduled = output({"b": 1, "a": 3}, new_reqs)
+    batch.update(scheduled)
+    message = "'a' would write position 7 to the null block in KV cache group 1"
+    with pytest.raises(InvariantError, match=message):
+        builder.build(scheduled)

@@ -3,14 +3,14 @@
 import pytest
 
 from paxkv.errors import InvariantError
-from paxkv.runner.bucketing import StepBuckets, token_buckets
+from paxkv.runner.bucketing import StepBuckets, copy_buckets, token_buckets
 
 
-def make_buckets(max_num_batched_tokens=48, max_num_seqs=6):
+def make_buckets(max_num_batched_tokens=48, max_num_seqs=6, num_groups=1):
     return StepBuckets(
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
-        num_groups=1,
+        num_groups=num_groups,
         max_blocks_per_req=5,
     )
 
@@ -41,3 +41,16 @@ def test_largest_shape_is_the_budget():
 def test_step_outside_the_budget_is_a_bug(num_tokens):
     with pytest.raises(InvariantError, match=f"got {num_tokens}"):
         make_buckets().shape_for(num_tokens)
+
+
+def test_copy_buckets_are_few_and_the_largest_is_exact():
+    assert copy_buckets(100) == (8, 64, 100)
+    assert copy_buckets(512) == (8, 64, 512)
+    assert copy_buckets(3) == (3,)
+
+
+def test_copies_get_the_smallest_shape_that_holds_one_a_request_and_group():
+    buckets = make_buckets(max_num_seqs=6, num_groups=2)
+    counts = {n: buckets.copy_shape_for(n).num_copies for n in (1, 8, 9, 12, 13)}
+    assert counts == {1: 8, 8: 8, 9: 12, 12: 12, 13: 12}
+    assert [shape.num_copies for shape in buckets.copy_shapes] == [8, 12]

@@ -4,8 +4,15 @@ import jax
 import numpy as np
 import pytest
 
-from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from paxkv.errors import ConfigError, InvariantError
+from paxkv.contracts.kv_cache_spec import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from paxkv.errors import ConfigError
 from paxkv.runner.kv_cache_arrays import (
     abstract_kv_cache,
     allocate_kv_cache,
@@ -42,9 +49,48 @@ def test_more_slots_than_int32_counts_is_a_config_error():
         abstract_kv_cache(make_config(num_blocks=2**26), device_mesh(jax.devices()[0]))
 
 
-def test_groups_with_different_pages_are_not_supported():
-    with pytest.raises(InvariantError, match="one attention spec"):
+def test_groups_share_one_pair_of_arrays_as_tall_as_the_largest():
+    full = make_config().kv_cache_groups[0]
+    sliding = SlidingWindowSpec(
+        block_size=8, num_kv_heads=2, head_size=16, dtype="float32", sliding_window=9
+    )
+    groups = (full, KVCacheGroupSpec(layer_names=("d", "e"), kv_cache_spec=sliding))
+    config = KVCacheConfig(num_blocks=6, kv_cache_groups=groups)
+    kv_cache = abstract_kv_cache(config, device_mesh(jax.devices()[0]))
+    assert kv_cache.k.shape == kv_cache.v.shape == (3, 6, 2, 8, 16)
+
+
+def test_v_heads_may_be_of_another_size():
+    spec = FullAttentionSpec(
+        block_size=8, num_kv_heads=2, head_size=16, head_size_v=4, dtype="float32"
+    )
+    group = KVCacheGroupSpec(layer_names=("a",), kv_cache_spec=spec)
+    config = KVCacheConfig(num_blocks=6, kv_cache_groups=(group,))
+    kv_cache = abstract_kv_cache(config, device_mesh(jax.devices()[0]))
+    assert (kv_cache.k.shape[-1], kv_cache.v.shape[-1]) == (16, 4)
+
+
+def test_groups_with_different_pages_cannot_be_computed_with():
+    with pytest.raises(ConfigError, match=r"one format .*\(8, 2, 16, .*\(8, 2, 32, "):
         abstract_kv_cache(make_config(head_sizes=(16, 32)), device_mesh(jax.devices()[0]))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        MLAAttentionSpec(block_size=8, num_kv_heads=1, head_size=16, dtype="float32"),
+        MambaSpec(block_size=8, shapes=((4,),), dtypes=("float32",)),
+        FullAttentionSpec(
+            block_size=8, num_kv_heads=2, head_size=16, dtype="float32", page_size_padded=8192
+        ),
+    ],
+)
+def test_kinds_without_k_and_v_of_their_own_cannot_be_computed_with(spec):
+    group = KVCacheGroupSpec(layer_names=("layer.3",), kv_cache_spec=spec)
+    with pytest.raises(ConfigError, match=r"layers \['layer.3'\] .* cannot be computed"):
+        abstract_kv_cache(
+            KVCacheConfig(num_blocks=6, kv_cache_groups=(group,)), device_mesh(jax.devices()[0])
+        )
 
 
 def test_half_precision_is_stored_as_float32_on_the_cpu_only():

@@ -7,26 +7,37 @@ import pytest
 
 from models import LayerKVSpec
 from paxkv.config import CacheConfig
-from paxkv.errors import ConfigError, InvariantError
+from paxkv.errors import ConfigError
+from paxkv.runner.kv_cache_groups import groups_of_layers
 from paxkv.runner.memory_plan import (
     GPU_SHARE_VARIABLE,
     DeviceMemory,
-    kv_cache_group,
     measure_device_memory,
     plan_memory,
 )
 
+
 # 4 layers x (K and V) x 16 tokens x 2 heads x 32 x 2 bytes = 16,384 bytes a block.
-GROUP = kv_cache_group(
-    tuple(LayerKVSpec(name=f"layer.{i}", num_kv_heads=2, head_dim=32) for i in range(4)),
-    block_size=16,
-    dtype="bfloat16",
-)
+def make_groups(windows):
+    layers = tuple(
+        LayerKVSpec(name=f"layer.{i}", num_kv_heads=2, head_dim=32, sliding_window=window)
+        for i, window in enumerate(windows)
+    )
+    return groups_of_layers(layers, block_size=16, dtype="bfloat16")
+
+
+GROUPS = make_groups([None] * 4)
 BLOCK_BYTES = 16_384
 
 
-def plan(cache_config, memory=None, max_model_len=100):
-    return plan_memory(GROUP, cache_config, max_model_len=max_model_len, device_memory=memory)
+def plan(cache_config, memory=None, max_model_len=100, groups=GROUPS):
+    return plan_memory(
+        groups,
+        cache_config,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=32,
+        device_memory=memory,
+    )
 
 
 def device_memory(total_bytes, *, limit_bytes=None, used_bytes=0, activation_bytes=0):
@@ -108,10 +119,43 @@ def test_override_smaller_than_one_longest_request_is_taken_at_its_word():
     assert (result.kv_cache_config.num_blocks, result.num_longest_reqs) == (7, 0)
 
 
-def test_layers_that_cache_differently_are_no_group():
-    layers = tuple(LayerKVSpec(name=str(n), num_kv_heads=n, head_dim=32) for n in (1, 2))
-    with pytest.raises(InvariantError, match="alike"):
-        kv_cache_group(layers, block_size=16, dtype="float32")
+# Ten sliding and two full layers: groups of two, five sliding ones and a full one. A block of the
+# pool is two pages of 4,096 bytes. Of 1,024 tokens a sliding group holds at most 63 + 32 tokens:
+# 6 blocks, and one more because a window need not begin where a block does.
+HYBRID = make_groups(([64] * 5 + [None]) * 2)
+NUM_BLOCKS_OF_LONGEST_HYBRID = 5 * 7 + 64
+
+
+def test_sliding_groups_need_their_window_and_one_step():
+    too_few = CacheConfig(cpu_kv_cache_bytes=NUM_BLOCKS_OF_LONGEST_HYBRID * 8192)
+    with pytest.raises(ConfigError, match="got 99 blocks .* at least 100 blocks"):
+        plan(too_few, max_model_len=1024, groups=HYBRID)
+    enough = CacheConfig(cpu_kv_cache_bytes=(NUM_BLOCKS_OF_LONGEST_HYBRID + 1) * 8192)
+    result = plan(enough, max_model_len=1024, groups=HYBRID)
+    assert result.kv_cache_config.num_blocks == 100
+    assert (result.block_bytes, result.num_longest_reqs) == (8192, 1)
+
+
+def test_report_of_several_groups_says_what_a_late_token_costs():
+    result = plan(CacheConfig(num_gpu_blocks_override=301), max_model_len=1024, groups=HYBRID)
+    # A block of each of six groups per 16 tokens; past the window only the full group grows.
+    assert (result.token_bytes, result.late_token_bytes) == (6 * 512, 512)
+    assert result.num_tokens == 300 * 16 // 6
+    assert result.num_longest_reqs == 300 // NUM_BLOCKS_OF_LONGEST_HYBRID
+    report = result.report()
+    for part in (
+        "301 blocks of 16 tokens in 6 groups",
+        "3072 bytes a token, 512 past the window of a long sequence",
+        "800 tokens",
+        "3 requests of 1024",
+    ):
+        assert part in report
+
+
+def test_int32_slots_count_all_rows_of_the_largest_group():
+    memory = device_memory(2**50)
+    num_blocks = plan(CacheConfig(), memory, groups=HYBRID).kv_cache_config.num_blocks
+    assert 2**31 - 200 < 2 * 2 * num_blocks * 16 < 2**31
 
 
 def test_device_memory_counts_whatever_is_in_use(monkeypatch):

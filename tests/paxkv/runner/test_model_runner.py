@@ -38,6 +38,22 @@ def warm_runner():
     return runner
 
 
+WINDOW = 5
+
+
+@pytest.fixture(scope="module")
+def warm_hybrid_runner():
+    """A sliding layer and a full one, so two groups."""
+    runner = make_runner(TinyModel(windows=(WINDOW, None)))
+    runner.warm_up()
+    return runner
+
+
+@pytest.fixture(params=["warm_runner", "warm_hybrid_runner"], ids=["one_group", "two_groups"])
+def any_runner(request):
+    return request.getfixturevalue(request.param)
+
+
 @pytest.fixture
 def runner(warm_runner):
     """A warm runner without requests; a test must end its own."""
@@ -48,8 +64,8 @@ def prompt(seed, length):
     return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
 
 
-def dense_greedy(prompt_ids, num_tokens):
-    model, token_ids = TinyModel(), list(prompt_ids)
+def dense_greedy(prompt_ids, num_tokens, windows=(None, None)):
+    model, token_ids = TinyModel(windows=windows), list(prompt_ids)
     for _ in range(num_tokens):
         token_ids.append(int(model.dense_logits(token_ids)[-1].argmax()))
     return token_ids[len(prompt_ids) :]
@@ -131,8 +147,9 @@ def count_compilations(record):
     )
 
 
-def test_random_traffic_gives_each_request_the_tokens_it_gets_alone(runner):
+def test_random_traffic_gives_each_request_the_tokens_it_gets_alone(any_runner):
     """Chunks, order, neighbours, preemption and reused blocks change nothing; nothing compiles."""
+    runner = any_runner
     rng = random.Random(7)
     requests = {
         f"req-{i}": (prompt(100 + i, rng.randint(1, 20)), random_params(rng), rng.randint(1, 12))
@@ -241,7 +258,7 @@ def test_step_that_only_ends_requests_computes_nothing(runner):
     assert runner.num_padded_tokens == num_padded_tokens
     with pytest.raises(InvariantError, match="unknown"):
         driver.known.add("a")
-        driver.blocks["a"] = [1]
+        driver.blocks["a"] = [[1]]
         driver.step({"a": 1})
 
 
@@ -265,11 +282,108 @@ def test_tokens_are_fetched_once(runner):
     driver.finish_all()
 
 
-def test_block_copies_are_refused_until_they_exist(runner):
+def test_two_groups_equal_a_dense_computation_with_a_window(warm_hybrid_runner):
+    """Prompts in chunks and decodes, several windows long; left blocks are someone else's."""
+    driver = RunnerDriver(warm_hybrid_runner)
+    lengths = {"a": 3, "b": 8, "c": 14}
+    for req_id, length in lengths.items():
+        driver.add(req_id, prompt(length, length), GREEDY)
+    with jax.transfer_guard("disallow"):
+        driver.step({"a": 3, "c": 5})
+        driver.step({"c": 7, "a": 1})
+        driver.step({"b": 4, "c": 2, "a": 1})
+        driver.step({"b": 4, "a": 1})
+        for _ in range(20):
+            driver.step({"b": 1, "c": 1, "a": 1})
+    for req_id, length in lengths.items():
+        num_tokens = len(driver.output_of(req_id))
+        expected = dense_greedy(prompt(length, length), num_tokens, windows=(WINDOW, None))
+        assert driver.output_of(req_id) == expected
+        assert expected != dense_greedy(prompt(length, length), num_tokens)  # the window is felt
+        # Of the sliding group the blocks of the last window are held, and no more.
+        assert sum(block > 0 for block in driver.blocks[req_id][0]) <= 2
+    driver.finish_all()
+
+
+def test_two_groups_with_a_window_that_nobody_feels_equal_one_group(runner):
+    wide = make_runner(TinyModel(windows=(10 * MAX_MODEL_LEN, None)))
+    outputs = []
+    for each in (runner, wide):
+        driver = RunnerDriver(each)
+        driver.add("a", prompt(5, 12), SamplingParams(temperature=0.0, logprobs=20))
+        driver.step({"a": 8})
+        outputs.append([driver.step({"a": n}).logprobs[0][0] for n in (4, 1, 1)])
+        driver.finish_all()
+    for one_group, two_groups in zip(*outputs, strict=True):
+        assert one_group.top_token_ids == two_groups.top_token_ids
+        np.testing.assert_allclose(one_group.top_logprobs, two_groups.top_logprobs, atol=1e-5)
+
+
+def test_copies_come_before_the_steps_writes(any_runner):
+    """Both write on in the step of the copy; each goes its own way as if it were alone."""
+    model = any_runner
+    windows = (None, None) if len(model.kv_cache_config.kv_cache_groups) == 1 else (WINDOW, None)
+    driver = RunnerDriver(model)
+    driver.add("a", prompt(9, 11), GREEDY)
+    driver.step({"a": 8})
+    driver.step({"a": 3})
+    copies = driver.fork("a", "b")
+    driver.tokens["b"][-1] = (driver.tokens["a"][-1] + 1) % VOCAB  # they differ from here on
+    scheduler_output = driver.schedule({"a": 1, "b": 1})
+    scheduler_output.block_copies.extend(copies)
+    with jax.transfer_guard("disallow"):
+        collect(driver, model.execute_model(scheduler_output))
+    for _ in range(6):
+        driver.step({"a": 1, "b": 1})
+    for req_id in ("a", "b"):
+        expected = dense_greedy(driver.tokens[req_id][:12], 7, windows)
+        assert driver.tokens[req_id][12:] == expected
+    assert model.num_compiles_after_ready == 0
+    driver.finish_all()
+
+
+def test_step_without_tokens_still_copies(runner):
+    driver = RunnerDriver(runner)
+    driver.add("a", prompt(9, 5), GREEDY)
+    driver.step({"a": 5})
+    source = driver.blocks["a"][0][0]
+    scheduler_output = driver.schedule({})
+    target = driver.free_blocks[-1]
+    scheduler_output.block_copies.append(BlockCopy(source_block_id=source, target_block_id=target))
+    assert runner.execute_model(scheduler_output).sample_tokens().req_ids == []
+    k_np = read_k(runner)
+    assert k_np[:, source].any()
+    np.testing.assert_array_equal(k_np[:, target], k_np[:, source])
+    driver.finish_all()
+
+
+def read_k(runner):
+    return np.asarray(jax.device_get(runner._kv_cache.k))
+
+
+def test_blocks_are_zeroed_from_the_null_block_that_nobody_writes(any_runner):
+    driver = RunnerDriver(any_runner)
+    num_blocks = any_runner.kv_cache_config.num_blocks
+    for i in range(6):
+        driver.add(f"req-{i}", prompt(i, 20), SamplingParams(temperature=1.0))
+        driver.run_alone(f"req-{i}", 10, MAX_NUM_BATCHED_TOKENS)
+        driver.finish(f"req-{i}")
+    k_np = read_k(any_runner)
+    assert k_np[:, 1:].any(axis=(0, 2, 3, 4)).sum() > 10  # many blocks hold something
+    assert not k_np[:, 0].any()
+    scheduler_output = driver.schedule({})
+    scheduler_output.new_block_ids_to_zero.extend(range(1, num_blocks))
+    any_runner.execute_model(scheduler_output)
+    assert not read_k(any_runner).any()
+    assert any_runner.num_compiles_after_ready == 0
+    driver.finish_all()
+
+
+def test_what_is_not_built_is_refused_before_anything_changes(runner):
     driver = RunnerDriver(runner)
     scheduler_output = driver.schedule({})
-    scheduler_output.block_copies.append(BlockCopy(source_block_id=1, target_block_id=2))
-    with pytest.raises(InvariantError, match="not implemented, got 1"):
+    scheduler_output.scheduled_spec_decode_tokens["a"] = [1]
+    with pytest.raises(InvariantError, match="draft tokens"):
         runner.execute_model(scheduler_output)
 
 

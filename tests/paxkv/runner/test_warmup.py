@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from paxkv.runner.bucketing import StepBuckets
+from paxkv.runner.bucketing import CopyShape, StepBuckets
 from paxkv.runner.kv_cache_arrays import abstract_kv_cache, device_mesh
 from paxkv.runner.warmup import StepPrograms
 from tests.paxkv.runner.tiny_model import HEAD_DIM, NUM_HEADS, TinyModel
@@ -40,15 +40,16 @@ def make_programs(mesh, max_num_batched_tokens=4):
 def test_warm_up_compiles_all_buckets_once(mesh, kv_cache, capsys):
     buckets, programs = make_programs(mesh)
     programs.warm_up(kv_cache, show_progress=True)
-    first = {shape: programs.get(shape, kv_cache) for shape in buckets.shapes}
+    shapes = (*buckets.shapes, *buckets.copy_shapes)
+    first = {shape: programs.get(shape, kv_cache) for shape in shapes}
     programs.warm_up(kv_cache, show_progress=False)
-    assert all(programs.get(shape, kv_cache) is first[shape] for shape in buckets.shapes)
+    assert all(programs.get(shape, kv_cache) is first[shape] for shape in shapes)
     cache_bytes = 2 * kv_cache.k.size * kv_cache.k.dtype.itemsize
     for program in first.values():
         assert program.memory_analysis().alias_size_in_bytes >= cache_bytes  # it is donated
     assert programs.num_compiles_after_ready == 0
     out, err = capsys.readouterr()
-    assert out == "" and "2/2" in err
+    assert out == "" and "3/3" in err
 
 
 def test_shape_that_the_warm_up_missed_is_counted_once(mesh, kv_cache, capsys):
@@ -58,3 +59,5 @@ def test_shape_that_the_warm_up_missed_is_counted_once(mesh, kv_cache, capsys):
     other = make_programs(mesh)[0].largest
     assert programs.get(other, kv_cache) is programs.get(other, kv_cache)
     assert programs.num_compiles_after_ready == 1
+    assert programs.get(CopyShape(num_copies=5), kv_cache) is not None
+    assert programs.num_compiles_after_ready == 2

@@ -80,3 +80,13 @@ def test_an_empty_queue_has_no_front(policy):
         queue.peek_request()
     with pytest.raises(IndexError):
         queue.pop_request()
+
+
+def test_skipped_requests_go_back_to_the_head_in_their_old_order():
+    for policy in ("fcfs", "priority"):
+        queue = create_request_queue(policy)
+        for arrival_time, request_id in enumerate("abcd"):
+            queue.add_request(make_request(request_id, arrival_time=float(arrival_time)))
+        skipped = [queue.pop_request(), queue.pop_request()]
+        queue.prepend_requests(iter(skipped))
+        assert drain(queue) == "abcd"

@@ -4,24 +4,50 @@ import pytest
 
 from paxkv.config import CacheConfig, SchedulerConfig
 from paxkv.contracts.engine_request import EngineRequest
-from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from paxkv.contracts.kv_cache_spec import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from paxkv.contracts.runner_output import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from paxkv.errors import InvalidRequestError, InvariantError, NeverFitsError
 from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.request import RequestStatus
 from paxkv.scheduler.scheduler import Scheduler
 
+FULL = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
+
 
 def make_scheduler(
-    *, num_blocks=100, max_model_len=64, enable_prefix_caching=True, num_groups=1, **config
+    *,
+    num_blocks=100,
+    max_model_len=64,
+    enable_prefix_caching=True,
+    num_groups=1,
+    specs=None,
+    more_specs=(),
+    count_common_prefix_blocks=False,
+    kv_events_config=None,
+    **config,
 ):
-    spec = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
-    group = KVCacheGroupSpec(layer_names=("layer",), kv_cache_spec=spec)
+    specs = (*(specs or (FULL,) * num_groups), *more_specs)
+    groups = tuple(KVCacheGroupSpec(layer_names=("layer",), kv_cache_spec=spec) for spec in specs)
     return Scheduler(
         scheduler_config=SchedulerConfig(**({"max_num_seqs": 4} | config)),
-        cache_config=CacheConfig(enable_prefix_caching=enable_prefix_caching),
-        kv_cache_config=KVCacheConfig(num_blocks=num_blocks, kv_cache_groups=(group,) * num_groups),
+        cache_config=CacheConfig(
+            enable_prefix_caching=enable_prefix_caching, kv_events_config=kv_events_config
+        ),
+        kv_cache_config=KVCacheConfig(num_blocks=num_blocks, kv_cache_groups=groups),
         max_model_len=max_model_len,
+        count_common_prefix_blocks=count_common_prefix_blocks,
+    )
+
+
+def window(num_tokens):
+    return SlidingWindowSpec(
+        block_size=4, num_kv_heads=1, head_size=8, dtype="float32", sliding_window=num_tokens
     )
 
 
@@ -249,6 +275,16 @@ def test_under_priority_a_request_that_falls_itself_does_not_stop_those_behind_i
     assert (counts(output), output.preempted_req_ids) == ({"high": 1}, {"low"})
 
 
+def test_under_priority_the_latest_arrival_among_equals_falls():
+    scheduler = make_scheduler(num_blocks=5, policy="priority")
+    add(scheduler, "late", 7, arrival_time=2.0, max_tokens=4)
+    step(scheduler)
+    add(scheduler, "early", 8, arrival_time=1.0, max_tokens=4)
+    assert counts(step(scheduler)) == {"late": 1, "early": 8}
+    output = step(scheduler)
+    assert (counts(output), output.preempted_req_ids) == ({"early": 1}, {"late"})
+
+
 def test_a_request_without_work_is_passed_over():
     scheduler = make_scheduler()
     add(scheduler, "a", 3)
@@ -387,3 +423,66 @@ def test_check_invariants_sees_a_waiting_request_that_holds_blocks():
     scheduler.kv_cache_manager.allocate_slots(scheduler.requests["b"], 5)
     with pytest.raises(InvariantError, match="waits and holds blocks"):
         scheduler.check_invariants()
+
+
+def test_common_prefix_blocks_are_counted_where_asked_for():
+    for is_asked, expected in ((True, [[2], [2]]), (False, [[], []])):
+        scheduler = make_scheduler(count_common_prefix_blocks=is_asked)
+        for request_id in "ab":
+            add(scheduler, request_id, [*range(8), 90 + ord(request_id)])
+        outputs = [step(scheduler), step(scheduler)]
+        assert [output.num_common_prefix_blocks for output in outputs] == expected
+        assert scheduler.schedule().num_common_prefix_blocks == expected[0]
+
+
+def test_blocks_to_be_cleared_are_named_where_groups_read_one_memory_differently():
+    state = MambaSpec(block_size=64, shapes=((64,),), dtypes=("float32",))
+    scheduler = make_scheduler(more_specs=(state,))
+    add(scheduler, "a", 6)
+    first, second = step(scheduler), step(scheduler)
+    # Two blocks of attention; the state's own is written whole.
+    attention_blocks, _ = first.scheduled_new_reqs[0].block_ids
+    assert first.new_block_ids_to_zero == attention_blocks
+    assert second.new_block_ids_to_zero == []
+    scheduler = make_scheduler()
+    add(scheduler, "a", 6)
+    assert step(scheduler).new_block_ids_to_zero == []
+
+
+def test_events_are_taken_once():
+    scheduler = make_scheduler(kv_events_config='{"endpoint": "tcp://127.0.0.1:*"}')
+    add(scheduler, "a", list(range(9)))
+    step(scheduler)
+    (event,) = scheduler.take_events()
+    assert (type(event).__name__, event.token_ids) == ("BlockStored", list(range(8)))
+    assert scheduler.take_events() == []
+
+
+def test_a_miss_is_explained_also_after_the_end():
+    scheduler = make_scheduler()
+    add(scheduler, "a", [1, 2], max_tokens=1)
+    assert scheduler.explain_prefix_cache_miss("a").reason == "too_short"
+    step(scheduler)
+    assert scheduler.explain_prefix_cache_miss("a").reason == "too_short"
+    with pytest.raises(InvalidRequestError, match="unknown"):
+        scheduler.explain_prefix_cache_miss("unknown")
+
+
+def test_slots_are_counted_when_asked_and_repeated_otherwise():
+    scheduler = make_scheduler()
+    add(scheduler, "a", 5)
+    step(scheduler)
+    assert scheduler.make_stats().num_used_slots == 5
+    step(scheduler)
+    assert scheduler.make_stats(count_slots=False).num_used_slots == 5
+    assert scheduler.make_stats().num_used_slots == 6
+
+
+def test_a_window_bounds_what_a_long_request_holds():
+    scheduler = make_scheduler(num_blocks=6, specs=(window(5),), max_num_batched_tokens=8)
+    # 40 tokens would need 10 blocks; a window of 5 and a chunk of 8 need 4 at once.
+    add(scheduler, "a", 30, max_tokens=10)
+    for _ in range(20):
+        step(scheduler)
+    assert not scheduler.has_unfinished_requests()
+    assert scheduler.num_preemptions == 0

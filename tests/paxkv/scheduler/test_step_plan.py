@@ -25,22 +25,31 @@ def blocks(*block_ids):
     return KVCacheBlocks(([KVCacheBlock(block_id) for block_id in block_ids],))
 
 
+def run(plan, request, num_new_tokens, new_blocks=None):
+    """What the scheduler does for a running request."""
+    plan.running[request.request_id] = request
+    plan.num_scheduled_tokens[request.request_id] = num_new_tokens
+    plan.token_budget -= num_new_tokens
+    if new_blocks is not None:
+        plan.blocks[request.request_id] = new_blocks
+
+
 def test_each_kind_of_request_is_reported_in_its_way():
     plan = StepPlan(10)
-    plan.add_running(make_request("a", num_computed_tokens=3, num_output_tokens=1), 1, blocks())
-    plan.add_running(make_request("b", num_computed_tokens=4, num_output_tokens=2), 1, blocks(5))
-    plan.add_new(make_request("c", num_computed_tokens=2), 1, blocks(6, 7))
-    plan.add_resumed(make_request("d", num_computed_tokens=2, num_output_tokens=1), 2, blocks(8, 9))
+    run(plan, make_request("a", num_computed_tokens=3, num_output_tokens=1), 1)
+    run(plan, make_request("b", num_computed_tokens=4, num_output_tokens=2), 1, blocks(5))
+    new = make_request("c", num_computed_tokens=2)
+    plan.add_admitted(new, 1, blocks(6, 7), is_new=True)
+    resumed = make_request("d", num_computed_tokens=2, num_output_tokens=1)
+    plan.add_admitted(resumed, 2, blocks(8, 9), is_new=False)
     assert plan.token_budget == 5
-    output = plan.build_output(frozenset({"z"}))
+    assert plan.num_scheduled_tokens == {"a": 1, "b": 1, "c": 1, "d": 2}
+    assert set(plan.requests()) == {"a", "b", "c", "d"}
 
-    assert output.num_scheduled_tokens == {"a": 1, "b": 1, "c": 1, "d": 2}
-    assert output.total_num_scheduled_tokens == 5
-    assert (output.finished_req_ids, output.preempted_req_ids) == ({"z"}, frozenset())
-    (new,) = output.scheduled_new_reqs
+    (new,) = plan.build_new()
     assert (new.req_id, new.prompt_token_ids, new.num_computed_tokens) == ("c", [1, 2, 3], 2)
     assert new.block_ids == ([6, 7],)
-    cached = output.scheduled_cached_reqs
+    cached = plan.build_cached()
     assert cached.req_ids == ["a", "b", "d"]
     assert cached.resumed_req_ids == {"d"}
     assert cached.new_block_ids == [None, ([5],), ([8, 9],)]
@@ -49,24 +58,47 @@ def test_each_kind_of_request_is_reported_in_its_way():
     assert cached.all_token_ids == {"d": [1, 2, 3, 9]}
 
 
-def test_a_victim_gives_back_its_tokens_and_is_not_reported_as_scheduled():
+def test_outputs_on_their_way_count_as_outputs():
     plan = StepPlan(10)
-    victim, other = make_request("a"), make_request("b")
-    plan.add_running(victim, 4, blocks(1))
-    plan.add_running(other, 1, blocks())
+    request = make_request("a", num_computed_tokens=4, num_output_tokens=1)
+    request.num_output_placeholders = 1
+    run(plan, request, 1)
+    assert plan.build_cached().num_output_tokens == [2]
+
+
+def test_a_victim_gives_back_all_it_was_given_and_is_not_reported_as_scheduled():
+    plan = StepPlan(10)
+    victim = make_request("a", num_computed_tokens=3, num_output_tokens=1)
+    victim.spec_token_ids = [5, 6, 7]
+    run(plan, victim, 4, blocks(1))
+    plan.take_drafts(victim, 4)
+    assert plan.spec_decode_tokens == {"a": [5, 6, 7]}
+    other = make_request("b")
+    run(plan, other, 1)
     plan.add_preempted(victim)
     plan.add_preempted(make_request("never scheduled"))
-    assert plan.token_budget == 9
-    output = plan.build_output(frozenset())
-    assert output.num_scheduled_tokens == {"b": 1}
-    assert output.scheduled_cached_reqs.req_ids == ["b"]
-    assert output.preempted_req_ids == {"a", "never scheduled"}
+    assert (plan.token_budget, plan.num_scheduled_tokens) == (9, {"b": 1})
+    assert (plan.spec_decode_tokens, plan.blocks, plan.requests()) == ({}, {}, {"b": other})
+    assert plan.build_cached().req_ids == ["b"]
+    assert plan.preempted_req_ids == {"a", "never scheduled"}
 
 
-def test_the_output_does_not_change_with_the_request():
+def test_drafts_past_the_scheduled_tokens_are_cut():
+    plan = StepPlan(10)
+    request = make_request("a", num_computed_tokens=3, num_output_tokens=1)
+    request.spec_token_ids = [5, 6, 7]
+    plan.take_drafts(request, 2)
+    assert (plan.spec_decode_tokens, request.spec_token_ids) == ({"a": [5]}, [])
+    request.spec_token_ids = [5]
+    plan = StepPlan(10)
+    plan.take_drafts(request, 1)
+    assert (plan.spec_decode_tokens, request.spec_token_ids) == ({}, [])
+
+
+def test_what_is_built_does_not_change_with_the_request():
     plan = StepPlan(10)
     request = make_request("a", num_output_tokens=1)
-    plan.add_resumed(request, 4, blocks(1))
-    output = plan.build_output(frozenset())
+    plan.add_admitted(request, 4, blocks(1), is_new=False)
+    cached = plan.build_cached()
     request.append_output_token(8)
-    assert output.scheduled_cached_reqs.all_token_ids == {"a": [1, 2, 3, 9]}
+    assert cached.all_token_ids == {"a": [1, 2, 3, 9]}

@@ -6,7 +6,7 @@ from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.runner_output import TokenLogprobs
 from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.request import Request, RequestStatus
-from paxkv.scheduler.update import append_until_stop, check_stop
+from paxkv.scheduler.update import append_until_stop, check_stop, num_rejected_tokens
 
 EOS = 2
 
@@ -82,3 +82,33 @@ def test_logprobs_are_cut_with_their_tokens():
     ]
     result = append_until_stop(make_request(), [7, EOS, 8], logprobs)
     assert result.logprobs == logprobs[:2]
+
+
+@pytest.mark.parametrize(
+    ("token_id", "num_tokens", "expected"),
+    [(EOS, 1, None), (9, 1, None), (EOS, 2, ("stop", None)), (9, 2, ("stop", 9))],
+)
+def test_below_min_tokens_only_the_length_ends_a_request(token_id, num_tokens, expected):
+    request = make_request(stop_token_ids=[9])
+    request.min_tokens = 2
+    for _ in range(num_tokens - 1):
+        request.append_output_token(7)
+    request.append_output_token(token_id)
+    assert check_stop(request) == expected
+    request.min_tokens, request.max_num_tokens = 9, request.num_tokens
+    assert check_stop(request) == ("length", None)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "sampled", "expected"),
+    [
+        (None, [7], 0),
+        ([7, 8, 9], [7, 8, 9, 5], 0),
+        ([7, 8, 9], [7, 4], 2),
+        ([7, 8, 9], [4], 3),
+        ([7], [], 0),
+        ([7], [7, 8, 9], 0),
+    ],
+)
+def test_drafts_behind_the_first_wrong_one_are_rejected(drafts, sampled, expected):
+    assert num_rejected_tokens(drafts, sampled) == expected

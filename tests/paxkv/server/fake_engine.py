@@ -7,7 +7,7 @@ from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.model_info import ModelInfo
 from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput
 from paxkv.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
-from paxkv.sampling_params import SamplingParams
+from paxkv.sampling_params import BeamSearchParams, SamplingParams
 
 MODEL_NAME = "org/fake"
 MAX_MODEL_LEN = 512
@@ -46,9 +46,13 @@ class FakeChatTemplate:
         )
 
 
-def answer_token_ids(prompt_token_ids: list[int], max_tokens: int) -> list[int]:
-    """Letters that depend on the prompt: [97], 3 tokens -> "tuv" (97 % 26 is 19, a "t")."""
-    first = sum(prompt_token_ids)
+def answer_token_ids(prompt_token_ids: list[int], max_tokens: int, *, index: int = 0) -> list[int]:
+    """Letters that depend on the prompt: [97], 3 tokens -> "tuv" (97 % 26 is 19, a "t").
+
+    Completion `index` begins as many letters later, and is as many tokens shorter, but has one.
+    """
+    first = sum(prompt_token_ids) + index
+    max_tokens = max(max_tokens - index, 1)
     return [ord("a") + (first + i) % 26 for i in range(max_tokens)]
 
 
@@ -111,27 +115,45 @@ class FakeEngine:
         self.most_running = max(self.most_running, len(self.running))
         is_done = False
         most = MAX_MODEL_LEN - len(prompt_token_ids)
-        token_ids = answer_token_ids(
-            prompt_token_ids, min(sampling_params.max_tokens or most, most)
-        )
+        max_tokens = min(sampling_params.max_tokens or most, most)
+        answers = [
+            answer_token_ids(prompt_token_ids, max_tokens, index=index)
+            for index in range(sampling_params.n)
+        ]
         num_sent = 0
         try:
-            for i in range(len(token_ids)):
+            for i in range(max_tokens):
                 await self._compute(text, num_done=i)
-                is_done = i + 1 == len(token_ids)
+                is_done = i + 1 == max_tokens
                 if stream or is_done:
-                    yield _output(
-                        request_id,
-                        prompt_token_ids,
-                        token_ids[num_sent : i + 1],
-                        sampling_params,
-                        is_done=is_done,
-                    )
+                    completions = [
+                        _completion(index, answer, num_sent, i + 1, sampling_params.logprobs)
+                        for index, answer in enumerate(answers)
+                        if len(answer) > num_sent
+                    ]
+                    yield _output(request_id, prompt_token_ids, completions, is_done=is_done)
                     num_sent = i + 1
         finally:
             self.running.discard(request_id)
             if not is_done:
                 self.aborted.append(request_id)
+
+    async def beam_search(
+        self, prompt: object, params: BeamSearchParams, *, request_id: str, priority: int = 0
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Its sequences are those that `generate` would make, with logprobs nobody asked for."""
+        self.seen_params.append(params)
+        prompt_token_ids = self._token_ids(prompt)
+        answers = [
+            answer_token_ids(prompt_token_ids, params.max_tokens, index=index)
+            for index in range(params.beam_width)
+        ]
+        await self._compute(str(prompt), num_done=0)
+        completions = [
+            _completion(index, answer, 0, len(answer), 2 * params.beam_width)
+            for index, answer in enumerate(answers)
+        ]
+        yield _output(request_id, prompt_token_ids, completions, is_done=True)
 
     async def _compute(self, text: str, *, num_done: int) -> None:
         if NO_TOKENS in text:
@@ -162,29 +184,32 @@ class FakeEngine:
         return token_ids
 
 
+def _completion(
+    index: int, answer: list[int], first: int, end: int, num_logprobs: int | None
+) -> CompletionOutput:
+    """The tokens `first` to `end` of an answer."""
+    token_ids = answer[first:end]
+    return CompletionOutput(
+        index=index,
+        text="".join(map(chr, token_ids)),
+        token_ids=token_ids,
+        logprobs=None if num_logprobs is None else [_logprobs(i, num_logprobs) for i in token_ids],
+        finish_reason="length" if end >= len(answer) else None,
+    )
+
+
 def _output(
     request_id: str,
     prompt_token_ids: list[int],
-    token_ids: list[int],
-    sampling_params: SamplingParams,
+    completions: list[CompletionOutput],
     *,
     is_done: bool,
 ) -> RequestOutput:
-    logprobs = None
-    if sampling_params.logprobs is not None:
-        logprobs = [_logprobs(i, sampling_params.logprobs) for i in token_ids]
-    completion = CompletionOutput(
-        index=0,
-        text="".join(map(chr, token_ids)),
-        token_ids=token_ids,
-        logprobs=logprobs,
-        finish_reason="length" if is_done else None,
-    )
     return RequestOutput(
         request_id=request_id,
         prompt=None,
         prompt_token_ids=prompt_token_ids,
-        outputs=[completion],
+        outputs=completions,
         finished=is_done,
         num_cached_tokens=2,
     )

@@ -5,6 +5,7 @@ from contextlib import aclosing
 
 import pytest
 
+from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.errors import EngineDeadError, InvalidRequestError
 from paxkv.sampling_params import SamplingParams
 from paxkv.server.generation import Generator
@@ -60,6 +61,30 @@ def test_one_failure_ends_all_with_its_error():
     asyncio.run(run(_prompt(999), InvalidRequestError))
     dying = {"prompt": DIE_AFTER_3, "add_special_tokens": False}
     asyncio.run(run(dying, EngineDeadError))
+
+
+def test_every_completion_is_counted_when_it_ends_and_each_prompt_once():
+    async def run():
+        metrics = ServerMetrics("m")
+        params = SamplingParams(max_tokens=6, n=3)
+        outputs = Generator(FakeEngine(), metrics).generate(
+            [_prompt(1), _prompt(2, 3)], params, priority=0, stream=True
+        )
+        async for _ in outputs:
+            pass
+        return metrics.render(SchedulerStats()).decode()
+
+    lines = asyncio.run(run()).splitlines()
+    samples = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#")]
+    value = {name: float(number) for name, number in samples}
+    assert value['vllm:prompt_tokens_total{model_name="m"}'] == 3
+    # The fake's completion i is i tokens shorter.
+    assert value['vllm:generation_tokens_total{model_name="m"}'] == 2 * (6 + 5 + 4)
+    name = 'vllm:request_success_total{finished_reason="length",model_name="m"}'
+    assert value[name] == 6
+    # One first token of each prompt; 5 + 4 + 3 gaps within the completions of each.
+    assert value['vllm:time_to_first_token_seconds_count{model_name="m"}'] == 2
+    assert value['vllm:inter_token_latency_seconds_count{model_name="m"}'] == 24
 
 
 def test_slow_reader_holds_the_engine_back_instead_of_filling_memory():

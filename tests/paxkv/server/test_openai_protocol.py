@@ -3,6 +3,7 @@
 import pytest
 
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.sampling_params import BeamSearchParams
 from paxkv.server.openai_protocol import (
     chat_messages,
     chat_sampling_params,
@@ -35,15 +36,51 @@ def test_chat_logprobs_without_alternatives_ask_for_the_drawn_token_alone():
     assert logprobs(logprobs=True, top_logprobs=4) == 4
 
 
-@pytest.mark.parametrize("neutral", [{"n": 1}, {"tools": []}, {"tools": None}, {"n": 1.0}])
+@pytest.mark.parametrize(
+    "neutral", [{"echo": False}, {"tools": []}, {"tools": None}, {"frequency_penalty": 0.0}]
+)
 def test_neutral_value_of_an_unsupported_field_passes(neutral):
     parse_chat({"messages": [USER]} | neutral)
 
 
-@pytest.mark.parametrize("asking", [{"n": True}, {"n": 0}, {"n": "1"}, {"tools": {}}])
+@pytest.mark.parametrize(
+    "asking", [{"echo": 0}, {"frequency_penalty": False}, {"n": True, "tools": {}}]
+)
 def test_value_that_only_looks_neutral_is_refused(asking):
     with pytest.raises(UnsupportedFeatureError):
         parse_chat({"messages": [USER]} | asking)
+
+
+def test_n_reaches_the_sampling_params_and_best_of_may_repeat_it():
+    request = parse_completion({"prompt": "a", "n": 3, "best_of": 3})
+    assert completion_sampling_params(request).n == 3
+    assert completion_sampling_params(parse_completion({"prompt": "a", "best_of": 1})).n == 1
+    assert chat_sampling_params(parse_chat({"messages": [USER], "n": None})).n == 1
+
+
+def test_beam_search_takes_its_width_from_n_and_draws_nothing_unless_told():
+    fields = {"use_beam_search": True, "n": 4, "length_penalty": 0.5, "ignore_eos": True}
+    assert completion_sampling_params(
+        parse_completion({"prompt": "a"} | fields)
+    ) == BeamSearchParams(
+        beam_width=4, max_tokens=16, temperature=0.0, length_penalty=0.5, ignore_eos=True
+    )
+    fields = {"use_beam_search": True, "max_tokens": 7, "temperature": 1.0, "top_p": 1}
+    assert chat_sampling_params(parse_chat({"messages": [USER]} | fields)) == BeamSearchParams(
+        beam_width=1, max_tokens=7, temperature=1.0
+    )
+
+
+# What only the engine's own requests may say.
+INTERNAL_FIELDS = ("lora_name", "mm_features", "needs_grammar", "fork_from", "keep_blocks")
+
+
+@pytest.mark.parametrize("name", INTERNAL_FIELDS)
+def test_internal_fields_of_a_request_cannot_be_sent(name):
+    request = parse_completion({"prompt": "a", name: "x"})
+    assert not hasattr(request, name)
+    prompt = prompt_with_options("a", request, add_special_tokens=True)
+    assert set(prompt) == {"prompt", "add_special_tokens"}
 
 
 @pytest.mark.parametrize(

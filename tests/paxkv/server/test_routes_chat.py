@@ -13,10 +13,10 @@ MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content
 PROMPT = "<system>be brief<user>hi<assistant>"
 
 
-def _answer(prompt, max_tokens):
+def _answer(prompt, max_tokens, *, index=0):
     # The template has written its special tokens: no BOS in front.
     token_ids = FakeTokenizer().encode(prompt, add_special_tokens=False)
-    return "".join(map(chr, answer_token_ids(token_ids, max_tokens)))
+    return "".join(map(chr, answer_token_ids(token_ids, max_tokens, index=index)))
 
 
 def _post(server, **fields):
@@ -67,6 +67,33 @@ def test_stream_begins_with_the_role_and_says_the_same_as_the_whole(shared_serve
     assert reasons == [None] * (len(chunks) - 1) + ["length"]
     assert (last["choices"], last["usage"]) == ([], whole["usage"])
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+
+
+@pytest.mark.parametrize("fields", [{}, {"use_beam_search": True}], ids=["drawn", "searched"])
+def test_n_answers_are_n_choices_whole_and_streamed(shared_server, fields):
+    whole = _post(shared_server, n=3, **fields)
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+    contents = [choice["message"]["content"] for choice in whole["choices"]]
+    assert contents == [_answer(PROMPT, 8, index=index) for index in range(3)]
+    assert whole["usage"]["prompt_tokens"] == len(PROMPT)
+    assert whole["usage"]["completion_tokens"] == 8 + 7 + 6
+    *chunks, last = _stream(shared_server, n=3, stream_options={"include_usage": True}, **fields)
+    assert last["usage"] == whole["usage"]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    for index, content in enumerate(contents):
+        first, *parts = [choice for choice in choices if choice["index"] == index]
+        assert first["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(part["delta"]["content"] for part in parts) == content
+        reasons = [part["finish_reason"] for part in parts]
+        assert reasons == [None] * (len(parts) - 1) + ["length"]
+
+
+def test_beam_search_shows_logprobs_only_when_asked(shared_server):
+    fields = {"use_beam_search": True, "n": 2, "max_tokens": 1}
+    assert _post(shared_server, **fields)["choices"][0]["logprobs"] is None
+    answer = _post(shared_server, logprobs=True, top_logprobs=3, **fields)
+    (position,) = answer["choices"][0]["logprobs"]["content"]
+    assert len(position["top_logprobs"]) == 3
 
 
 def test_max_completion_tokens_wins_and_without_a_limit_the_context_is_filled(shared_server):

@@ -10,8 +10,8 @@ from paxkv.server.routes_completions import CompletionRoutes
 from tests.paxkv.server.fake_engine import BOS, MODEL_NAME, answer_token_ids
 
 
-def _answer(prompt_token_ids, max_tokens):
-    return "".join(map(chr, answer_token_ids(prompt_token_ids, max_tokens)))
+def _answer(prompt_token_ids, max_tokens, *, index=0):
+    return "".join(map(chr, answer_token_ids(prompt_token_ids, max_tokens, index=index)))
 
 
 def _events(response):
@@ -65,6 +65,41 @@ def test_stream_says_the_same_as_the_whole(shared_server, prompt):
     assert last["usage"] == whole["usage"]
     assert all(chunk["usage"] is None for chunk in chunks)
     assert len({event["id"] for event in events}) == 1
+    for choice in whole["choices"]:
+        parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        reasons = [part["finish_reason"] for part in parts]
+        assert reasons == [None] * (len(parts) - 1) + ["length"]
+        for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            joined = [value for part in parts for value in part["logprobs"][key]]
+            assert joined == choice["logprobs"][key]
+
+
+@pytest.mark.parametrize("fields", [{}, {"use_beam_search": True}], ids=["drawn", "searched"])
+def test_n_choices_of_each_prompt_count_the_prompt_once(shared_server, fields):
+    body = {"prompt": [[1], [2, 3]], "n": 3, "max_tokens": 5} | fields
+    whole = shared_server.client.post("/v1/completions", json=body).json()
+    # Choice 3 is the first of the second prompt; answer i is i tokens shorter than max_tokens.
+    answers = [(ids, i) for ids in ([1], [2, 3]) for i in range(3)]
+    assert [choice["index"] for choice in whole["choices"]] == list(range(6))
+    assert [choice["text"] for choice in whole["choices"]] == [
+        _answer(ids, 5, index=i) for ids, i in answers
+    ]
+    assert {choice["finish_reason"] for choice in whole["choices"]} == {"length"}
+    assert whole["usage"]["prompt_tokens"] == 3
+    assert whole["usage"]["completion_tokens"] == 2 * (5 + 4 + 3)
+    assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+    assert all(choice["logprobs"] is None for choice in whole["choices"])
+
+
+@pytest.mark.parametrize("fields", [{}, {"use_beam_search": True}], ids=["drawn", "searched"])
+def test_stream_of_n_choices_says_the_same_as_the_whole(shared_server, fields):
+    body = {"prompt": [[1], [2, 3]], "n": 3, "max_tokens": 5, "logprobs": 2} | fields
+    whole = shared_server.client.post("/v1/completions", json=body).json()
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    with shared_server.client.stream("POST", "/v1/completions", json=body) as response:
+        *chunks, last = _events(response)
+    assert last["usage"] == whole["usage"]
     for choice in whole["choices"]:
         parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
         assert "".join(part["text"] for part in parts) == choice["text"]

@@ -1,0 +1,52 @@
+"""AsyncScheduler: schedules a step before the tokens of the one before it are known."""
+
+from paxkv.contracts.engine_output import EngineCoreOutput
+from paxkv.contracts.runner_output import TokenLogprobs
+from paxkv.contracts.scheduler_output import SchedulerOutput
+from paxkv.errors import InvariantError
+from paxkv.scheduler.request import Request
+from paxkv.scheduler.scheduler import Scheduler
+
+
+class AsyncScheduler(Scheduler):
+    """A scheduler that counts on one token of every step in flight.
+
+    A token whose value is not known has a placeholder: the next step computes it, from the
+    device's own memory, but its block cannot be hashed before it comes home.
+
+        prompt of 5     schedule 1: computes 0..4, then 1 placeholder
+                        schedule 2: computes 5, whose token is not known, then 2 placeholders
+                        update 1: 1 token known, 1 placeholder
+
+    A step that verifies drafts brings home an unknown number of tokens, so a request with one in
+    flight is passed over until it is back.
+
+    Source: vLLM `v1/core/sched/async_scheduler.py`.
+    """
+
+    def _advance(self, output: SchedulerOutput, requests: dict[str, Request]) -> None:
+        super()._advance(output, requests)
+        for request in requests.values():
+            num_known_or_sure = request.num_tokens + request.num_output_placeholders
+            # Less is a prompt in pieces, more has drafts.
+            if request.num_computed_tokens == num_known_or_sure:
+                request.num_output_placeholders += 1
+
+    def _append_tokens(
+        self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None
+    ) -> EngineCoreOutput:
+        if request.num_output_placeholders > 0:
+            if len(token_ids) != 1:
+                raise InvariantError(
+                    f"{request!r} got {len(token_ids)} tokens; a step without drafts that others "
+                    "follow before it is back must sample 1."
+                )
+            request.num_output_placeholders -= 1
+        num_hashes = len(request.block_hashes)
+        output = super()._append_tokens(request, token_ids, logprobs)
+        # When the block was filled, on the device, its last token was not known yet.
+        if len(request.block_hashes) > num_hashes and output.finish_reason is None:
+            self.kv_cache_manager.cache_blocks(
+                request, min(request.num_computed_tokens, request.num_tokens)
+            )
+        return output

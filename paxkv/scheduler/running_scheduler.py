@@ -1,0 +1,192 @@
+"""RunningScheduler: the next tokens of requests that run, and who falls when blocks run out."""
+
+from collections.abc import Collection
+
+from paxkv.config import SchedulerConfig
+from paxkv.kv_cache.manager import KVCacheManager
+from paxkv.scheduler.encoder_inputs import EncoderDemand, EncoderInputs
+from paxkv.scheduler.invalid_blocks import block_ids_from, can_go_on_from, num_valid_tokens
+from paxkv.scheduler.remote_kv import RemoteKV
+from paxkv.scheduler.request import Request, RequestStatus
+from paxkv.scheduler.request_queue import RequestQueue
+from paxkv.scheduler.spare_blocks import SpareBlocks
+from paxkv.scheduler.step_plan import StepPlan
+from paxkv.scheduler.steps_in_flight import StepsInFlight
+
+
+class RunningScheduler:
+    """The first half of a step. The queues are the scheduler's own; both change them.
+
+    Args:
+        running: In the order of admission.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler_config: SchedulerConfig,
+        num_lookahead_tokens: int,
+        kv_cache_manager: KVCacheManager,
+        encoder_inputs: EncoderInputs,
+        spare_blocks: SpareBlocks,
+        remote_kv: RemoteKV | None,
+        steps_in_flight: StepsInFlight,
+        running: list[Request],
+        waiting: RequestQueue,
+    ) -> None:
+        self._scheduler_config = scheduler_config
+        self._num_lookahead_tokens = num_lookahead_tokens
+        self._kv_cache_manager = kv_cache_manager
+        self._encoder_inputs = encoder_inputs
+        self._spare_blocks = spare_blocks
+        self._remote_kv = remote_kv
+        self._steps_in_flight = steps_in_flight
+        self._running = running
+        self._waiting = waiting
+        self.num_preemptions = 0
+
+    def schedule(self, plan: StepPlan) -> None:
+        """Gives running requests their next tokens, preempting where blocks run out.
+
+        The loop is the host's cost of a decode step: a request in the middle of a block takes no
+        call at all.
+        """
+        lookahead = self._num_lookahead_tokens
+        num_scheduled_tokens, scheduled = plan.num_scheduled_tokens, plan.running
+        running_status = RequestStatus.RUNNING
+        # A copy: preemption takes requests out while we go through.
+        for request in self._running.copy():
+            if plan.token_budget == 0:
+                break
+            if request.status is not running_status:
+                continue  # preempted in this step, by an earlier one
+            num_computed_tokens = request.num_computed_tokens
+            num_new_tokens = len(request.all_token_ids) - num_computed_tokens
+            demand = None
+            # A single token is within every limit: an unfinished request may compute it.
+            if num_new_tokens != 1 or request.spec_token_ids or request.mm_features:
+                num_new_tokens, demand = self._cut_chunk(request, plan.token_budget)
+                if num_new_tokens <= 0:
+                    continue  # its next token is still on its way; others may have work
+            num_slots = num_computed_tokens + num_new_tokens + lookahead
+            if num_slots > request.num_tokens_before_block_work and not self._allocate_or_preempt(
+                request, num_new_tokens, plan
+            ):
+                # vLLM ends the scan here; but those behind it have work, and blocks for it now.
+                continue
+            req_id = request.request_id
+            scheduled[req_id] = request
+            num_scheduled_tokens[req_id] = num_new_tokens
+            plan.token_budget -= num_new_tokens
+            if request.spec_token_ids:
+                plan.take_drafts(request, num_new_tokens)
+            if demand is not None:
+                self._encoder_inputs.commit(request, demand)
+
+    def preempt(self, victim: Request) -> None:
+        """Takes a request's blocks and puts it back in the queue, to be computed anew.
+
+        Its `num_computed_tokens` does not count this step yet: blocks that it was given earlier
+        in this step under the priority policy are withdrawn from the prefix cache by `free`.
+        Tokens that are on their way to it are dropped: it samples them again.
+        """
+        # Of a load that fails later nobody would hold the blocks, to take them out of the cache.
+        victim.num_computed_tokens = self._steps_in_flight.num_sure_tokens(victim)
+        self._kv_cache_manager.free(victim)
+        self._encoder_inputs.give_back(victim)
+        self._forget_next_tokens(victim)
+        victim.status = RequestStatus.PREEMPTED
+        victim.num_computed_tokens = 0
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+        self._waiting.prepend_request(victim)
+
+    def recompute_invalid(self, invalid_block_ids: Collection[int]) -> set[str]:
+        """Takes back what was computed from blocks that could not be loaded.
+
+        A request goes on from its first invalid block in its own blocks; where it cannot, it is
+        preempted. One whose load still goes on is cut when that ends.
+
+        Returns:
+            Ids of those preempted, which the runner is to hear of.
+        """
+        invalid = set(invalid_block_ids)
+        victims: list[Request] = []
+        # In the order of admission: what a request computed after an invalid block is invalid
+        # for those who came later and share it.
+        for request in (*self._running, *self._waiting):
+            num_valid = num_valid_tokens(self._kv_cache_manager, request, invalid)
+            if num_valid is None:
+                continue
+            if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+                self._remote_kv.note_invalid(request, num_valid)
+                continue
+            num_valid = min(num_valid, request.num_computed_tokens)
+            invalid |= block_ids_from(self._kv_cache_manager, request, num_valid)
+            request.num_computed_tokens = num_valid
+            if request.status is not RequestStatus.RUNNING:
+                self._spare_blocks.drop_loaded(request)
+                continue
+            self._forget_next_tokens(request)
+            if not can_go_on_from(self._kv_cache_manager, request, num_valid):
+                victims.append(request)
+        self._kv_cache_manager.evict_blocks(invalid)
+        # From the last on, so that they stand in the queue as they ran.
+        for victim in reversed(victims):
+            self._running.remove(victim)
+            self.preempt(victim)
+        return {victim.request_id for victim in victims}
+
+    def _forget_next_tokens(self, request: Request) -> None:
+        """Drops tokens on their way to a request, as it goes back, and notes about its blocks."""
+        self._steps_in_flight.discard(request)
+        request.spec_token_ids = []
+        request.num_output_placeholders = 0
+        request.num_tokens_before_block_work = 0
+
+    def _cut_chunk(self, request: Request, token_budget: int) -> tuple[int, EncoderDemand | None]:
+        """Tokens that a running request may compute now, possibly none, and items to encode."""
+        num_computed_tokens = request.num_computed_tokens
+        num_new_tokens = (
+            request.num_tokens_with_spec + request.num_output_placeholders - num_computed_tokens
+        )
+        threshold = self._scheduler_config.long_prefill_token_threshold
+        if 0 < threshold < num_new_tokens:
+            num_new_tokens = threshold
+        # Its last token is only sampled, never computed; so max_model_len - 1 is not passed
+        # either, and drafts that could not be kept get no slots.
+        num_new_tokens = min(
+            num_new_tokens, token_budget, request.max_num_tokens - 1 - num_computed_tokens
+        )
+        if num_new_tokens <= 0 or not request.mm_features:
+            return num_new_tokens, None
+        demand = self._encoder_inputs.fit(request, num_computed_tokens, num_new_tokens)
+        return demand.num_new_tokens, demand
+
+    def _allocate_or_preempt(self, request: Request, num_new_tokens: int, plan: StepPlan) -> bool:
+        """Gets a running request room, from others if need be; False if it fell itself."""
+        manager = self._kv_cache_manager
+        while request.status is RequestStatus.RUNNING:
+            new_blocks = manager.allocate_slots(
+                request, num_new_tokens, num_lookahead_tokens=self._num_lookahead_tokens
+            )
+            if new_blocks is not None:
+                request.num_tokens_before_block_work = manager.get_num_tokens_before_block_work(
+                    request
+                )
+                if not new_blocks.is_empty():
+                    plan.blocks[request.request_id] = new_blocks
+                return True
+            if self._spare_blocks.release_oldest_kept():
+                continue
+            # Alone, it may lack what others loaded while they wait behind it.
+            if len(self._running) == 1 and self._spare_blocks.drop_last_loaded(request):
+                continue
+            if self._scheduler_config.policy == "priority":
+                victim = max(self._running, key=lambda running: running.sort_key)
+                self._running.remove(victim)
+            else:
+                victim = self._running.pop()
+            self.preempt(victim)
+            plan.add_preempted(victim)
+        return False

@@ -1,0 +1,65 @@
+"""SpareBlocks: blocks that are held, but not by anyone who runs, and can be given up for room."""
+
+from paxkv.kv_cache.manager import KVCacheManager
+from paxkv.scheduler.forks import KeptRequests
+from paxkv.scheduler.remote_kv import RemoteKV
+from paxkv.scheduler.request import Request, RequestStatus
+from paxkv.scheduler.request_queue import RequestQueue
+
+
+class SpareBlocks:
+    """Blocks of finished requests kept for forks, and those loaded for requests that wait."""
+
+    def __init__(
+        self,
+        kv_cache_manager: KVCacheManager,
+        kept_requests: KeptRequests,
+        waiting: RequestQueue,
+        remote_kv: RemoteKV | None,
+    ) -> None:
+        self._manager = kv_cache_manager
+        self._kept_requests = kept_requests
+        self._waiting = waiting
+        self._remote_kv = remote_kv
+
+    def release_kept(self, request_id: str) -> None:
+        """Frees what a finished request kept; any other id is ignored."""
+        request = self._kept_requests.pop(request_id)
+        if request is not None:
+            self._manager.free(request)
+
+    def release_oldest_kept(self) -> bool:
+        """Frees what the first of the kept requests holds; False when there is none."""
+        request = self._kept_requests.pop_oldest()
+        if request is None:
+            return False
+        self._manager.free(request)
+        return True
+
+    def loaded_requests(self) -> list[Request]:
+        """Waiting requests whose blocks were loaded from elsewhere, in the order of the queue."""
+        return [request for request in self._waiting if self._is_loaded(request)]
+
+    def drop_loaded(self, request: Request) -> None:
+        """Takes a waiting request's loaded blocks; it begins anew when it is admitted."""
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self._remote_kv.forget_loaded(request)
+            has_run = request.num_preemptions > 0
+            request.status = RequestStatus.PREEMPTED if has_run else RequestStatus.WAITING
+        self._manager.free(request)
+        request.num_computed_tokens = 0
+
+    def _is_loaded(self, request: Request) -> bool:
+        # The end of a load is seen when the scan of the queue comes by, which it may never do
+        # while what was loaded keeps the request in front from its blocks.
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            return self._remote_kv is not None and self._remote_kv.has_loaded(request)
+        return request.num_computed_tokens > 0
+
+    def drop_last_loaded(self, spared: Request) -> bool:
+        """The same for the last in the queue; False when only `spared` or nobody has any."""
+        loaded = [request for request in self.loaded_requests() if request is not spared]
+        if not loaded:
+            return False
+        self.drop_loaded(loaded[-1])
+        return True

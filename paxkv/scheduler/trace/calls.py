@@ -1,0 +1,255 @@
+"""Calls that a scheduler gets and what it answers, as a trace file holds them.
+
+A scheduler is a function of its calls, and of what it hears while one is made. So a trace is a list
+of calls, each with what went in, what was asked and answered meanwhile, what came out, and which
+blocks moved.
+"""
+
+import dataclasses
+from typing import Literal
+
+import msgspec
+
+from paxkv.contracts.engine_output import EngineCoreOutput, FinishReason
+from paxkv.contracts.engine_request import EngineRequest
+from paxkv.contracts.runner_output import KVConnectorOutput, ModelRunnerOutput
+from paxkv.contracts.scheduler_output import SchedulerOutput
+from paxkv.errors import TraceFileError
+from paxkv.kv_cache.block_movements import BlockMovements
+from paxkv.scheduler.request import EndReason
+from paxkv.scheduler.trace.json_errors import JSON_ERRORS
+from paxkv.scheduler.trace.outside import Question
+
+ControlMethod = Literal["reset_prefix_cache"]
+
+
+class NewRow(msgspec.Struct, array_like=True, frozen=True):
+    """A request that runs for the first time: `[id, tokens, computed tokens, blocks by group]`.
+
+    Computed tokens are its prefix hits, or what it shares with the request it was forked from.
+    """
+
+    req_id: str
+    num_scheduled_tokens: int
+    num_computed_tokens: int
+    block_ids: list[list[int]]
+
+
+class CachedRow(msgspec.Struct, array_like=True, frozen=True):
+    """A request that ran before: `[id, tokens, computed tokens, output tokens, new blocks]`.
+
+    New blocks are null where there are none, and all blocks of a request that resumes.
+    """
+
+    req_id: str
+    num_scheduled_tokens: int
+    num_computed_tokens: int
+    num_output_tokens: int
+    new_block_ids: list[list[int]] | None
+
+
+class Decision(msgspec.Struct, omit_defaults=True, frozen=True, forbid_unknown_fields=True):
+    """A `SchedulerOutput` without what follows from the requests; empty fields are left out.
+
+    Args:
+        order: Request ids in the order of `num_scheduled_tokens`, where it is not that of
+            `running`, `resumed` and `new`.
+        block_copies: `[source, target]` pairs.
+
+    The connector's transfers are in its answers; see `outside.py`.
+    """
+
+    running: list[CachedRow] = []
+    resumed: list[CachedRow] = []
+    new: list[NewRow] = []
+    preempted: list[str] = []
+    finished: list[str] = []
+    order: list[str] = []
+    spec_decode_tokens: dict[str, list[int]] = {}
+    encoder_inputs: dict[str, list[int]] = {}
+    free_encoder_mm_hashes: list[str] = []
+    num_common_prefix_blocks: list[int] = []
+    block_copies: list[tuple[int, int]] = []
+    new_block_ids_to_zero: list[int] = []
+
+    @classmethod
+    def from_output(cls, output: SchedulerOutput) -> "Decision":
+        """The decision in a `SchedulerOutput`; sets are sorted, as their order means nothing."""
+        num_tokens = output.num_scheduled_tokens
+        cached = output.scheduled_cached_reqs
+        rows = [
+            CachedRow(req_id, num_tokens[req_id], num_computed, num_output, _as_lists(blocks))
+            for req_id, num_computed, num_output, blocks in zip(
+                cached.req_ids,
+                cached.num_computed_tokens,
+                cached.num_output_tokens,
+                cached.new_block_ids,
+                strict=True,
+            )
+        ]
+        new = [
+            NewRow(r.req_id, num_tokens[r.req_id], r.num_computed_tokens, list(r.block_ids))
+            for r in output.scheduled_new_reqs
+        ]
+        running = [row for row in rows if row.req_id not in cached.resumed_req_ids]
+        resumed = [row for row in rows if row.req_id in cached.resumed_req_ids]
+        usual_order = [row.req_id for rows in (running, resumed, new) for row in rows]
+        order = list(num_tokens)
+        return cls(
+            running=running,
+            resumed=resumed,
+            new=new,
+            preempted=sorted(output.preempted_req_ids),
+            finished=sorted(output.finished_req_ids),
+            order=[] if order == usual_order else order,
+            spec_decode_tokens=output.scheduled_spec_decode_tokens,
+            encoder_inputs=output.scheduled_encoder_inputs,
+            free_encoder_mm_hashes=output.free_encoder_mm_hashes,
+            num_common_prefix_blocks=output.num_common_prefix_blocks,
+            block_copies=[(c.source_block_id, c.target_block_id) for c in output.block_copies],
+            new_block_ids_to_zero=output.new_block_ids_to_zero,
+        )
+
+
+class OutputRow(msgspec.Struct, array_like=True, frozen=True):
+    """An `EngineCoreOutput` without log-probabilities, which decide nothing."""
+
+    req_id: str
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    num_cached_tokens: int
+
+    @classmethod
+    def from_output(cls, output: EngineCoreOutput) -> "OutputRow":
+        return cls(
+            output.request_id,
+            output.new_token_ids,
+            output.finish_reason,
+            output.stop_reason,
+            output.num_cached_tokens,
+        )
+
+
+class SampledRow(msgspec.Struct, array_like=True, frozen=True):
+    """What the runner answered for one request: `[id, tokens]`."""
+
+    req_id: str
+    token_ids: list[int]
+
+
+class _Call(msgspec.Struct, omit_defaults=True, kw_only=True, tag_field="call", frozen=True):
+    """What every call has.
+
+    Args:
+        at_s: Seconds from the recorder's start to the call. Not compared.
+        took_s: Seconds that it took. Not compared.
+        error: `Type: message` of the error that it raised.
+        questions: What it asked the KV connector and the grammar gate.
+        moved: Blocks that it moved; None where it moved none.
+    """
+
+    at_s: float = 0.0
+    took_s: float = 0.0
+    error: str | None = None
+    questions: list[Question] = []
+    moved: BlockMovements | None = None
+
+
+class AddRequestCall(_Call, tag="add_request", forbid_unknown_fields=True, frozen=True):
+    """A request arrives.
+
+    Args:
+        request: Fields of its `EngineRequest` that are not the defaults, as JSON.
+    """
+
+    request: msgspec.Raw
+
+    def engine_request(self) -> EngineRequest:
+        """The request as it came.
+
+        Raises:
+            TraceFileError: It is none.
+        """
+        try:
+            return msgspec.json.decode(self.request, type=EngineRequest)
+        except JSON_ERRORS as error:
+            raise TraceFileError(f"a recorded request cannot be read: {error}.") from error
+
+
+class FinishRequestsCall(_Call, tag="finish_requests", forbid_unknown_fields=True, frozen=True):
+    """Requests are ended from outside."""
+
+    request_ids: list[str]
+    finish_reason: EndReason
+
+
+class ControlCall(_Call, tag="control", forbid_unknown_fields=True, frozen=True):
+    """Any other call that changes something, by its method's name."""
+
+    method: ControlMethod
+    arguments: list[bool] = []
+    result: bool | None = None
+
+
+class ScheduleCall(_Call, tag="schedule", forbid_unknown_fields=True, frozen=True):
+    """A step is decided.
+
+    Args:
+        step: Counts from 1.
+        decision: None where the call raised.
+        num_running_reqs: Counts are those after the decision.
+    """
+
+    step: int
+    decision: Decision | None = None
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    num_free_blocks: int = 0
+
+
+class UpdateCall(_Call, tag="update", forbid_unknown_fields=True, frozen=True):
+    """A step's tokens come back.
+
+    Args:
+        step: Number of the step whose tokens these are.
+    """
+
+    step: int
+    sampled: list[SampledRow] = []
+    draft_token_ids: dict[str, list[int]] = {}
+    kv_connector_output: KVConnectorOutput | None = None
+    outputs: list[OutputRow] = []
+
+    def runner_output(self) -> ModelRunnerOutput:
+        """What the runner had answered, without log-probabilities."""
+        return ModelRunnerOutput(
+            req_ids=[row.req_id for row in self.sampled],
+            sampled_token_ids=[row.token_ids for row in self.sampled],
+            logprobs=[None] * len(self.sampled),
+            draft_token_ids=self.draft_token_ids,
+            kv_connector_output=self.kv_connector_output,
+        )
+
+
+Call = AddRequestCall | FinishRequestsCall | ControlCall | ScheduleCall | UpdateCall
+
+
+def encode_request(request: EngineRequest) -> msgspec.Raw:
+    """A request as JSON, without fields that have their default; see `AddRequestCall`."""
+    fields = _fields_to_write(request)
+    fields["sampling_params"] = _fields_to_write(request.sampling_params)
+    return msgspec.Raw(msgspec.json.encode(fields))
+
+
+def _fields_to_write(instance: object) -> dict[str, object]:
+    values = ((field, getattr(instance, field.name)) for field in dataclasses.fields(instance))
+    return {
+        field.name: value
+        for field, value in values
+        if field.default is dataclasses.MISSING or value != field.default
+    }
+
+
+def _as_lists(blocks: tuple[list[int], ...] | None) -> list[list[int]] | None:
+    return None if blocks is None else list(blocks)

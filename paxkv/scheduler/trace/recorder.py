@@ -1,0 +1,258 @@
+"""TraceRecorder: a scheduler whose every call is reported, with what it answered."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+from paxkv.contracts.engine_output import EngineCoreOutput
+from paxkv.contracts.engine_request import EngineRequest
+from paxkv.contracts.grammar_gate import GrammarGate
+from paxkv.contracts.kv_connector import KVConnector
+from paxkv.contracts.runner_output import ModelRunnerOutput
+from paxkv.contracts.scheduler_output import SchedulerOutput
+from paxkv.errors import InvariantError
+from paxkv.kv_cache.block_movements import BlockMovementLog, BlockMovements
+from paxkv.scheduler.async_scheduler import AsyncScheduler
+from paxkv.scheduler.request import EndReason
+from paxkv.scheduler.scheduler import Scheduler
+from paxkv.scheduler.trace.calls import (
+    AddRequestCall,
+    Call,
+    ControlCall,
+    ControlMethod,
+    Decision,
+    FinishRequestsCall,
+    OutputRow,
+    SampledRow,
+    ScheduleCall,
+    UpdateCall,
+    encode_request,
+)
+from paxkv.scheduler.trace.header import TraceHeader, with_fixed_seed
+from paxkv.scheduler.trace.outside import AskedConnector, AskedGrammarGate, QuestionLog
+from paxkv.scheduler.trace.trace_file import TraceWriter
+
+_ResultT = TypeVar("_ResultT")
+_NOTHING_MOVED = BlockMovements()
+_TIME_DIGITS = 7  # a tenth of a microsecond; more only makes files longer
+
+
+def make_scheduler(
+    header: TraceHeader,
+    *,
+    connector: KVConnector | None = None,
+    grammar_gate: GrammarGate | None = None,
+) -> Scheduler:
+    """A fresh scheduler of this build; a header that was read back builds an equal one."""
+    scheduler_class = AsyncScheduler if header.is_async else Scheduler
+    return scheduler_class(
+        scheduler_config=header.scheduler_config,
+        cache_config=header.cache_config,
+        kv_cache_config=header.kv_cache_config,
+        max_model_len=header.max_model_len,
+        connector=connector,
+        grammar_gate=grammar_gate,
+        num_lookahead_tokens=header.num_lookahead_tokens,
+        use_eagle=header.use_eagle,
+        count_common_prefix_blocks=header.count_common_prefix_blocks,
+    )
+
+
+def make_recorder(
+    header: TraceHeader,
+    report: Callable[[Call], None],
+    *,
+    on_close: Callable[[], None] | None = None,
+    connector: KVConnector | None = None,
+    grammar_gate: GrammarGate | None = None,
+) -> "TraceRecorder":
+    """A fresh scheduler whose calls, and whatever it asks in them, are reported."""
+    questions = QuestionLog()
+    scheduler = make_scheduler(
+        header,
+        connector=None if connector is None else AskedConnector(connector, questions),
+        grammar_gate=None if grammar_gate is None else AskedGrammarGate(grammar_gate, questions),
+    )
+    return TraceRecorder(scheduler, report, questions, on_close)
+
+
+def record_scheduler(
+    header: TraceHeader,
+    file: Path,
+    *,
+    connector: KVConnector | None = None,
+    grammar_gate: GrammarGate | None = None,
+) -> "TraceRecorder":
+    """A fresh scheduler whose calls are written to a trace; one that was there is overwritten.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    header = dataclasses.replace(
+        header,
+        cache_config=with_fixed_seed(header.cache_config),
+        has_connector=connector is not None,
+        has_grammar_gate=grammar_gate is not None,
+    )
+    writer = TraceWriter(file, header)
+    return make_recorder(
+        header,
+        writer.write,
+        on_close=writer.close,
+        connector=connector,
+        grammar_gate=grammar_gate,
+    )
+
+
+class TraceRecorder:
+    """Stands where its scheduler stood: same methods, same answers.
+
+    Methods that change nothing are not reported; they are the scheduler's own.
+
+    Args:
+        scheduler: Fresh: nobody has called it yet, and nobody but the recorder does from here on.
+        report: Gets each call when it is done, also one that raised.
+        questions: What the scheduler asks others.
+        on_close: Called when no more calls will come.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        report: Callable[[Call], None],
+        questions: QuestionLog,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._report = report
+        self._on_close = on_close
+        self._questions = questions
+        self._block_pool = scheduler.kv_cache_manager.block_pool
+        self._movement_log = BlockMovementLog()
+        self._block_pool.movement_log = self._movement_log
+        self._start_s = time.perf_counter()
+        self._num_steps = 0
+        # Steps whose tokens have not come back yet, by their number.
+        self._steps_in_flight: dict[int, SchedulerOutput] = {}
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._scheduler, name)
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Reported also when it is refused; see `Scheduler.add_request`."""
+        # Before the call, so that nothing in it can have changed the request.
+        encoded = encode_request(request)
+        self._observe(
+            lambda: self._scheduler.add_request(request),
+            lambda _, common: AddRequestCall(request=encoded, **common),
+        )
+
+    def finish_requests(
+        self, request_ids: Iterable[str], finish_reason: EndReason = "abort"
+    ) -> None:
+        """See `Scheduler.finish_requests`."""
+        ids = list(request_ids)
+        self._observe(
+            lambda: self._scheduler.finish_requests(ids, finish_reason),
+            lambda _, common: FinishRequestsCall(
+                request_ids=ids, finish_reason=finish_reason, **common
+            ),
+        )
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """See `Scheduler.reset_prefix_cache`."""
+        return self._control("reset_prefix_cache", reset_running_requests)
+
+    def schedule(self) -> SchedulerOutput:
+        """See `Scheduler.schedule`."""
+        self._num_steps += 1
+        output = self._observe(self._scheduler.schedule, self._describe_schedule)
+        self._steps_in_flight[self._num_steps] = output
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
+    ) -> list[EngineCoreOutput]:
+        """See `Scheduler.update_from_output`.
+
+        Raises:
+            InvariantError: `scheduler_output` is of no step that waits for its tokens.
+        """
+        step = self._take_step(scheduler_output)
+        sampled = [
+            SampledRow(req_id, list(token_ids))
+            for req_id, token_ids in zip(
+                runner_output.req_ids, runner_output.sampled_token_ids, strict=True
+            )
+        ]
+        return self._observe(
+            lambda: self._scheduler.update_from_output(scheduler_output, runner_output),
+            lambda outputs, common: UpdateCall(
+                step=step,
+                sampled=sampled,
+                draft_token_ids=runner_output.draft_token_ids,
+                kv_connector_output=runner_output.kv_connector_output,
+                outputs=[OutputRow.from_output(output) for output in outputs or ()],
+                **common,
+            ),
+        )
+
+    def close(self) -> None:
+        """Ends the trace; nothing may be called afterwards. May be repeated."""
+        if self._on_close is not None:
+            self._on_close()
+
+    def _control(self, method: ControlMethod, *arguments: object) -> object:
+        return self._observe(
+            lambda: getattr(self._scheduler, method)(*arguments),
+            lambda result, common: ControlCall(
+                method=method, arguments=list(arguments), result=result, **common
+            ),
+        )
+
+    def _observe(
+        self,
+        method: Callable[[], _ResultT],
+        describe: Callable[[_ResultT | None, dict[str, object]], Call],
+    ) -> _ResultT:
+        """Calls `method` and reports what `describe` makes of its result, None if it raised."""
+        start_s = time.perf_counter()
+        try:
+            result = method()
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+            self._report(describe(None, self._common_fields(start_s, error=message)))
+            raise
+        self._report(describe(result, self._common_fields(start_s)))
+        return result
+
+    def _common_fields(self, start_s: float, error: str | None = None) -> dict[str, object]:
+        moved = self._movement_log.take()
+        return {
+            "at_s": round(start_s - self._start_s, _TIME_DIGITS),
+            "took_s": round(time.perf_counter() - start_s, _TIME_DIGITS),
+            "error": error,
+            "questions": self._questions.take(),
+            "moved": None if moved == _NOTHING_MOVED else moved,
+        }
+
+    def _describe_schedule(
+        self, output: SchedulerOutput | None, common: dict[str, object]
+    ) -> ScheduleCall:
+        return ScheduleCall(
+            step=self._num_steps,
+            decision=None if output is None else Decision.from_output(output),
+            num_running_reqs=len(self._scheduler.running),
+            num_waiting_reqs=len(self._scheduler.waiting),
+            num_free_blocks=self._block_pool.get_num_free_blocks(),
+            **common,
+        )
+
+    def _take_step(self, scheduler_output: SchedulerOutput) -> int:
+        for step, output in self._steps_in_flight.items():
+            if output is scheduler_output:
+                del self._steps_in_flight[step]
+                return step
+        raise InvariantError("tokens came back for a step that was not scheduled here.")

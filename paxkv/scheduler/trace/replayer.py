@@ -1,0 +1,141 @@
+"""Replays a trace on a scheduler built anew, and finds the first step that goes another way."""
+
+import dataclasses
+
+import msgspec
+
+from paxkv.contracts.scheduler_output import SchedulerOutput
+from paxkv.errors import ConfigError, TraceFileError
+from paxkv.scheduler.trace.calls import (
+    AddRequestCall,
+    Call,
+    ControlCall,
+    Decision,
+    FinishRequestsCall,
+    ScheduleCall,
+    UpdateCall,
+)
+from paxkv.scheduler.trace.difference import Difference, first_difference
+from paxkv.scheduler.trace.header import TraceHeader
+from paxkv.scheduler.trace.outside import RecordedAnswers
+from paxkv.scheduler.trace.recorder import make_recorder
+from paxkv.scheduler.trace.trace_file import TraceReader
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class ReplaySummary:
+    """What was replayed, up to and with the first difference.
+
+    Args:
+        num_hit_tokens: Prompt tokens found in the prefix cache or in a forked request's blocks.
+        num_output_tokens: Tokens that requests got, those after their end not counted.
+        failure: The last error that the scheduler raised itself.
+        difference: None where everything was as recorded.
+        difference_at: The step and the call of `difference`.
+    """
+
+    num_steps: int = 0
+    num_requests: int = 0
+    num_preemptions: int = 0
+    num_scheduled_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_output_tokens: int = 0
+    failure: str | None = None
+    difference: Difference | None = None
+    difference_at: str = ""
+
+
+def replay(reader: TraceReader) -> ReplaySummary:
+    """Makes every recorded call again and compares the answers, up to the first difference.
+
+    Raises:
+        TraceFileError: The trace cannot be read, or has a call that cannot be made.
+    """
+    player = _Player(reader.header)
+    summary = ReplaySummary()
+    for line in reader.lines():
+        for recorded in line.calls:
+            got = player.play(recorded)
+            _count(summary, got)
+            difference = _first_difference(got, recorded)
+            if difference is not None:
+                step = getattr(recorded, "step", summary.num_steps)
+                name = recorded.__struct_config__.tag
+                summary.difference, summary.difference_at = difference, f"step {step}, {name}"
+                return summary
+    return summary
+
+
+class _Player:
+    """Makes recorded calls on a fresh scheduler."""
+
+    def __init__(self, header: TraceHeader) -> None:
+        self._reported: list[Call] = []
+        self._answers = RecordedAnswers()
+        try:
+            self._scheduler = make_recorder(
+                header,
+                self._reported.append,
+                connector=self._answers if header.has_connector else None,
+                grammar_gate=self._answers if header.has_grammar_gate else None,
+            )
+        except ConfigError as error:
+            raise TraceFileError(f"line 1, the header, builds no scheduler: {error}") from error
+        # Decided steps whose tokens have not come yet, by their number.
+        self._steps_in_flight: dict[int, SchedulerOutput] = {}
+
+    def play(self, recorded: Call) -> Call:
+        """Makes a call again; returns it with the answer that it gets now."""
+        self._answers.expect(recorded.questions)
+        try:
+            self._play(recorded)
+        except Exception:
+            # An error of the scheduler has been reported, and is an answer like any other.
+            if not self._reported:
+                raise
+        return self._reported.pop()
+
+    def _play(self, recorded: Call) -> None:
+        match recorded:
+            case AddRequestCall():
+                self._scheduler.add_request(recorded.engine_request())
+            case FinishRequestsCall():
+                self._scheduler.finish_requests(recorded.request_ids, recorded.finish_reason)
+            case ControlCall():
+                getattr(self._scheduler, recorded.method)(*recorded.arguments)
+            case ScheduleCall():
+                self._steps_in_flight[recorded.step] = self._scheduler.schedule()
+            case UpdateCall():
+                if recorded.step not in self._steps_in_flight:
+                    raise TraceFileError(f"tokens of step {recorded.step}, which never began.")
+                output = self._steps_in_flight.pop(recorded.step)
+                self._scheduler.update_from_output(output, recorded.runner_output())
+
+
+def _first_difference(got: Call, recorded: Call) -> Difference | None:
+    """Of two calls apart from their times. An error first: it leaves the answer out."""
+    if got.error != recorded.error:
+        return Difference("error", got.error, recorded.error)
+    # The fields that all calls have come last, block movements at the very end.
+    return first_difference(_without_times(got), _without_times(recorded))
+
+
+def _without_times(call: Call) -> Call:
+    return msgspec.structs.replace(call, at_s=0.0, took_s=0.0)
+
+
+def _count(summary: ReplaySummary, call: Call) -> None:
+    match call:
+        case AddRequestCall():
+            summary.num_requests += 1
+        case ScheduleCall(decision=Decision() as decision):
+            summary.num_steps += 1
+            summary.num_preemptions += len(decision.preempted)
+            rows = (*decision.running, *decision.resumed, *decision.new)
+            summary.num_scheduled_tokens += sum(row.num_scheduled_tokens for row in rows)
+            summary.num_hit_tokens += sum(row.num_computed_tokens for row in decision.new)
+        case UpdateCall():
+            summary.num_output_tokens += sum(len(row.new_token_ids) for row in call.outputs)
+    # A refused request is an answer, not the trace's end.
+    if call.error is not None and not isinstance(call, AddRequestCall):
+        summary.failure = call.error

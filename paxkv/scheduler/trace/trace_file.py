@@ -1,0 +1,157 @@
+"""A trace as a file: one header line, then one JSON line a step, each written when it is done."""
+
+import dataclasses
+import io
+import logging
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from paxkv.errors import ConfigError, TraceFileError
+from paxkv.scheduler.trace.calls import Call, ScheduleCall, UpdateCall
+from paxkv.scheduler.trace.header import TraceHeader, decode_header, encode_header
+from paxkv.scheduler.trace.json_errors import JSON_ERRORS
+
+logger = logging.getLogger(__name__)
+
+
+class StepLine(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """One line: the calls since the line before it, the last of them a step's update.
+
+    The last line of a trace may end otherwise: by a call that raised, or because it was closed.
+    """
+
+    calls: list[Call]
+
+
+_ENCODER = msgspec.json.Encoder()
+_DECODER = msgspec.json.Decoder(StepLine)
+
+
+def check_trace_file(file: Path) -> None:
+    """Whether a trace can be written there, asked early; a trace that is there stays as it is.
+
+    Raises:
+        ConfigError: The file cannot be made.
+    """
+    _open(file, "ab").close()
+
+
+class TraceWriter:
+    """Writes calls to a file, which always holds whole lines up to the last complete step.
+
+    Raises:
+        ConfigError: The file cannot be made.
+    """
+
+    def __init__(self, file: Path, header: TraceHeader) -> None:
+        self._out = _open(file, "wb")
+        # Encoded when they come: what a call refers to may change before its line is written.
+        self._calls: list[bytes] = []
+        # Who never calls `close` loses only the calls that no step has ended.
+        self._close_file = weakref.finalize(self, self._out.close)
+        self._write_line(encode_header(header))
+
+    def write(self, call: Call) -> None:
+        """Adds a call. An update ends the line, and so does a decision that failed."""
+        self._calls.append(_ENCODER.encode(call))
+        if isinstance(call, UpdateCall) or (isinstance(call, ScheduleCall) and call.error):
+            self._end_line()
+
+    def close(self) -> None:
+        """Writes calls that no step has ended, and closes the file; may be repeated.
+
+        The last of them is a step's decision, where the device failed in that step.
+        """
+        if self._calls:
+            self._end_line()
+        self._close_file()
+
+    def _end_line(self) -> None:
+        # A `StepLine`.
+        line = b'{"calls":[' + b",".join(self._calls) + b"]}"
+        self._calls.clear()
+        self._write_line(line)
+
+    def _write_line(self, line: bytes) -> None:
+        if self._out.closed:
+            return
+        try:
+            rest = memoryview(line + b"\n")
+            while rest:
+                rest = rest[self._out.write(rest) :]
+        except OSError as error:
+            # A full disk must not end requests that need none.
+            logger.error("the trace ends here, it cannot be written: %s", error)
+            self._close_file()
+
+
+@dataclasses.dataclass(slots=True)
+class TraceReader:
+    """Reads a trace line by line.
+
+    Args:
+        cut_off_line: Number of the last line, where it was read and found cut off: its writer
+            ended in the middle of it.
+    """
+
+    file: Path
+    header: TraceHeader
+    cut_off_line: int | None = None
+
+    @classmethod
+    def open(cls, file: Path) -> "TraceReader":
+        """Reads the header.
+
+        Raises:
+            TraceFileError: The file cannot be read, or its first line is no header.
+        """
+        if file.is_fifo():
+            # Read more than once: what has gone through a pipe would be missed in silence.
+            raise TraceFileError(f"{file} is a pipe. Write the trace to a file first.")
+        first = next(_lines(file), b"")
+        if not first.endswith(b"\n"):
+            raise TraceFileError(
+                f"{file} has no complete first line, so it is not a trace. Record one with "
+                "--trace-file."
+            )
+        return cls(file, decode_header(first))
+
+    def lines(self) -> Iterator[StepLine]:
+        """The complete lines after the header.
+
+        Raises:
+            TraceFileError: One is not a step; the message names it.
+        """
+        for number, line in enumerate(_lines(self.file), start=1):
+            if number == 1:
+                continue
+            if not line.endswith(b"\n"):
+                self.cut_off_line = number
+                return
+            try:
+                yield _DECODER.decode(line)
+            except JSON_ERRORS as error:
+                raise TraceFileError(f"{self.file}, line {number}: not a step: {error}.") from error
+
+
+def _open(file: Path, mode: Literal["wb", "ab"]) -> io.FileIO:
+    try:
+        # Unbuffered: what is written is in the file, whatever happens to this process.
+        return file.open(mode, buffering=0)
+    except OSError as error:
+        raise ConfigError(
+            f"trace_file={str(file)!r} cannot be written: {error.strerror}. Name a file in a "
+            "folder that exists, or leave it out."
+        ) from error
+
+
+def _lines(file: Path) -> Iterator[bytes]:
+    try:
+        with file.open("rb") as lines:
+            yield from lines
+    except OSError as error:
+        raise TraceFileError(f"{file} cannot be read: {error.strerror}.") from error

@@ -1,0 +1,105 @@
+"""Forks share the blocks of sliding layers too, as far as those are still held."""
+
+import random
+
+import pytest
+
+from paxkv.contracts.request_output import BeamSearchOutput
+from paxkv.sampling_params import BeamSearchParams, SamplingParams
+from tests.end_to_end.checked_engine import (
+    VOCAB_SIZE,
+    CheckedCore,
+    EngineSettings,
+    completions_alone,
+    make_llm,
+    make_runner,
+)
+from tests.oracles.make_checkpoint import write_random_checkpoint
+
+# The longest sequence is over four windows long; windows and blocks begin at different places.
+WINDOW = 12
+MAX_TOKENS = 18
+PROMPTS = [
+    [random.Random(i).randrange(VOCAB_SIZE) for _ in range(length)]
+    for i, length in enumerate((5, 13, 24, 37))
+]
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory):
+    """The first layer is full, the second slides: two groups."""
+    checkpoint = write_random_checkpoint(
+        tmp_path_factory.mktemp("checkpoint"),
+        "qwen2",
+        seed=33,
+        std=0.2,
+        num_layers=2,
+        extra_config={
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "max_window_layers": 1,
+        },
+    )
+    runner = make_runner(checkpoint)
+    assert len(runner.kv_cache_config.kv_cache_groups) == 2
+    return runner
+
+
+@pytest.fixture(scope="module")
+def params() -> SamplingParams:
+    return SamplingParams(n=4, seed=5, temperature=0.8, max_tokens=MAX_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def alone(runner, params: SamplingParams) -> list[list[list[int]]]:
+    return [completions_alone(runner, prompt, params) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+@pytest.mark.parametrize("num_blocks", [160, 18])
+@pytest.mark.parametrize("max_num_batched_tokens", [8, 5])
+def test_completions_are_those_of_separate_requests(
+    runner,
+    params: SamplingParams,
+    alone: list[list[list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+    enable_prefix_caching: bool,
+    num_blocks: int,
+    max_num_batched_tokens: int,
+) -> None:
+    settings = EngineSettings(
+        enable_prefix_caching=enable_prefix_caching,
+        num_blocks=num_blocks,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+    core = CheckedCore(runner, settings)
+    llm = make_llm(monkeypatch, core)
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert [[c.token_ids for c in output.outputs] for output in outputs] == alone
+    llm.close()
+    assert core.num_held_blocks == 0
+    assert core.observed.num_block_copies > 0
+    assert (core.num_preemptions > 0) == (num_blocks == 18)
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+@pytest.mark.parametrize("num_blocks", [160, 30])
+def test_beams_are_those_of_requests_that_share_nothing(
+    runner, monkeypatch: pytest.MonkeyPatch, enable_prefix_caching: bool, num_blocks: int
+) -> None:
+    def search(settings: EngineSettings) -> list[BeamSearchOutput]:
+        core = CheckedCore(runner, settings)
+        llm = make_llm(monkeypatch, core)
+        outputs = llm.beam_search(PROMPTS, BeamSearchParams(beam_width=4, max_tokens=9))
+        llm.close()
+        assert core.num_held_blocks == 0
+        assert (core.observed.num_block_copies > 0) == settings.is_sharing
+        return outputs
+
+    settings = EngineSettings(enable_prefix_caching=enable_prefix_caching, num_blocks=num_blocks)
+    shared, apart = search(settings), search(EngineSettings(is_sharing=False))
+    for one, other in zip(shared, apart, strict=True):
+        assert [s.tokens for s in one.sequences] == [s.tokens for s in other.sequences]
+        assert [s.cum_logprob for s in one.sequences] == pytest.approx(
+            [s.cum_logprob for s in other.sequences], abs=1e-4
+        )

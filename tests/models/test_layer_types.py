@@ -1,0 +1,104 @@
+"""Sliding windows and layer types are read as transformers reads them."""
+
+import pytest
+
+from models.errors import ModelConfigError, UnsupportedModelError
+from models.family_traits import FAMILY_TRAITS
+from models.layer_types import read_layer_types, read_sliding_window
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+QWEN2 = FAMILY_TRAITS["Qwen2ForCausalLM"]
+MISTRAL = FAMILY_TRAITS["MistralForCausalLM"]
+GEMMA3 = FAMILY_TRAITS["Gemma3ForCausalLM"]
+
+
+def read(traits, num_layers: int, **fields: object) -> str:
+    """The layer types in short: "SSF" is two sliding layers and a full one."""
+    window = read_sliding_window(fields, traits)
+    types = read_layer_types(fields, traits, num_layers=num_layers, sliding_window=window)
+    return "".join({FULL: "F", SLIDING: "S"}[layer_type] for layer_type in types)
+
+
+def test_every_layer_of_mistral_slides_if_there_is_a_window():
+    assert read(MISTRAL, 3, sliding_window=16) == "SSS"
+    assert read(MISTRAL, 3) == "SSS"
+    assert read(MISTRAL, 3, sliding_window=None) == "FFF"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"max_window_layers": 1}, "FSSS"),
+        ({"max_window_layers": 0}, "SSSS"),
+        ({"max_window_layers": 4}, "FFFF"),
+        ({}, "FFFF"),  # 28 where it is left out
+        ({"max_window_layers": 1, "use_sliding_window": False}, "FFFF"),
+        ({"max_window_layers": 1, "sliding_window": None}, "FFFF"),
+        ({"max_window_layers": 1, "layer_types": [SLIDING, FULL, SLIDING, FULL]}, "SFSF"),
+    ],
+)
+def test_layers_of_qwen_slide_from_max_window_layers_on(fields, expected):
+    assert (
+        read(QWEN2, 4, **({"use_sliding_window": True, "sliding_window": 8} | fields)) == expected
+    )
+
+
+def test_every_sixth_layer_of_gemma3_is_full():
+    assert read(GEMMA3, 13) == "SSSSSFSSSSSFS"
+    assert read(GEMMA3, 7, sliding_window_pattern=3) == "SSFSSFS"
+    assert read(GEMMA3, 3, layer_types=[FULL, FULL, SLIDING]) == "FFS"
+
+
+def test_every_second_layer_of_gemma2_is_full():
+    assert read(FAMILY_TRAITS["Gemma2ForCausalLM"], 5) == "SFSFS"
+
+
+def test_layer_types_of_another_length_are_refused():
+    with pytest.raises(ModelConfigError, match="list of 3 names"):
+        read(GEMMA3, 3, layer_types=[FULL, SLIDING])
+
+
+def test_other_kinds_of_attention_are_refused():
+    with pytest.raises(UnsupportedModelError, match="'chunked_attention'"):
+        read(GEMMA3, 2, layer_types=[FULL, "chunked_attention"])
+
+
+@pytest.mark.parametrize("fields", [{"use_sliding_window": False}, {"use_sliding_window": True}])
+def test_sliding_layers_without_a_window_are_refused(fields):
+    with pytest.raises(ModelConfigError, match="there is no window"):
+        read(QWEN2, 2, layer_types=[FULL, SLIDING], **({"sliding_window": None} | fields))
+
+
+def test_mistral_with_layers_of_two_kinds_is_refused():
+    assert read(MISTRAL, 2, sliding_window=8, layer_types=[SLIDING, SLIDING]) == "SS"
+    with pytest.raises(UnsupportedModelError, match="Leave layer_types out"):
+        read(MISTRAL, 2, sliding_window=8, layer_types=[FULL, SLIDING])
+
+
+@pytest.mark.parametrize("fields", [{"sliding_window": 0}, {"sliding_window": "16"}])
+def test_malformed_window_is_named(fields):
+    with pytest.raises(ModelConfigError, match="sliding_window is"):
+        read(MISTRAL, 2, **fields)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config_class", "fields"),
+    [
+        ("Gemma3ForCausalLM", "Gemma3TextConfig", {}),
+        ("Gemma3ForCausalLM", "Gemma3TextConfig", {"sliding_window_pattern": 4}),
+        ("Gemma3ForCausalLM", "Gemma3TextConfig", {"layer_types": [FULL] * 3 + [SLIDING] * 10}),
+        ("Gemma2ForCausalLM", "Gemma2Config", {}),
+        ("Qwen2ForCausalLM", "Qwen2Config", {"use_sliding_window": True, "max_window_layers": 5}),
+        ("Qwen2ForCausalLM", "Qwen2Config", {"use_sliding_window": True, "sliding_window": None}),
+        ("Qwen3ForCausalLM", "Qwen3Config", {"use_sliding_window": True}),
+        ("Qwen3ForCausalLM", "Qwen3Config", {"max_window_layers": 5}),
+    ],
+)
+def test_layer_types_equal_live_transformers(architecture, config_class, fields):
+    transformers = pytest.importorskip("transformers")
+    theirs = getattr(transformers, config_class)(num_hidden_layers=13, **fields)
+    expected = "".join("S" if name == SLIDING else "F" for name in theirs.layer_types)
+    assert read(FAMILY_TRAITS[architecture], 13, **fields) == expected
+    if SLIDING in theirs.layer_types:
+        window = read_sliding_window(fields, FAMILY_TRAITS[architecture])
+        assert window == theirs.sliding_window

@@ -1,0 +1,249 @@
+"""Beam search finds what its definition says, and asks for no blocks that it does not release."""
+
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paxkv.client.beam_search import BeamSearch, prompt_params
+from paxkv.contracts.engine_request import EngineRequest
+from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput
+from paxkv.errors import InvalidRequestError, InvariantError
+from paxkv.sampling_params import BeamSearchParams, SamplingParams
+from tests.paxkv.text.small_tokenizers import byte_level_tokenizer
+
+EOS = 0
+
+
+def next_logprobs(tokens: list[int], vocab_size: int, seed: int) -> list[float]:
+    """A made-up model: log-probabilities of the next token that depend on all tokens so far."""
+    rng = random.Random(f"{seed} {tokens}")
+    weights = [rng.random() + 0.01 for _ in range(vocab_size)]
+    total = sum(weights)
+    return [math.log(weight / total) for weight in weights]
+
+
+def answer(request: EngineRequest, vocab_size: int, seed: int) -> RequestOutput:
+    """What the engine says to one step of a search."""
+    logprobs = next_logprobs(request.prompt_token_ids, vocab_size, seed)
+    ranked = sorted(range(vocab_size), key=lambda token: -logprobs[token])
+    found = {
+        token: Logprob(logprob=logprobs[token], rank=rank, decoded_token="")
+        for rank, token in enumerate(ranked[: request.sampling_params.logprobs], start=1)
+    }
+    completion = CompletionOutput(
+        index=0, text="", token_ids=[ranked[0]], logprobs=[found], finish_reason="length"
+    )
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt=None,
+        prompt_token_ids=request.prompt_token_ids,
+        outputs=[completion],
+        finished=True,
+        num_cached_tokens=len(request.prompt_token_ids) - 1,
+    )
+
+
+def make_search(prompt: list[int], vocab_size: int, params: BeamSearchParams) -> BeamSearch:
+    request = EngineRequest(
+        request_id="7",
+        prompt_token_ids=prompt,
+        sampling_params=prompt_params(params),
+        eos_token_ids=(EOS,),
+        priority=3,
+    )
+    return BeamSearch(request, params, vocab_size=vocab_size)
+
+
+def run(search: BeamSearch, vocab_size: int, seed: int) -> list[list[EngineRequest]]:
+    """Brings a search to its end; returns its steps. What it forks from must still be held."""
+    steps = []
+    held: set[str] = set()
+    while requests := search.next_requests():
+        steps.append(requests)
+        for request in requests:
+            assert request.fork_from is None or request.fork_from in held
+            assert request.keep_blocks
+        held |= {request.request_id for request in requests}
+        for request in random.Random(seed).sample(requests, len(requests)):
+            is_last = search.take(answer(request, vocab_size, seed))
+        assert is_last
+        assert set(search.released_ids) <= held
+        held -= set(search.released_ids)
+        search.note_released()
+        assert held == set(search.request_ids)
+    assert not held
+    return steps
+
+
+def search_by_definition(
+    prompt: list[int], vocab_size: int, seed: int, params: BeamSearchParams
+) -> list[tuple[list[int], float]]:
+    """Every step: extend each live sequence by its 2 * width likeliest tokens, keep the best."""
+
+    def score(found: tuple[list[int], float]) -> float:
+        tokens, cum_logprob = found
+        length = len(tokens)
+        if tokens[-1] == EOS and not params.ignore_eos:
+            length -= 1
+        return cum_logprob / length**params.length_penalty
+
+    live, done = [(prompt, 0.0)], []
+    for _ in range(params.max_tokens):
+        extended = []
+        for tokens, cum_logprob in live:
+            logprobs = next_logprobs(tokens, vocab_size, seed)
+            ranked = sorted(range(vocab_size), key=lambda token: -logprobs[token])
+            for token in ranked[: 2 * params.beam_width]:
+                extended.append(([*tokens, token], cum_logprob + logprobs[token]))
+        if not params.ignore_eos:
+            done += [found for found in extended if found[0][-1] == EOS]
+            extended = [found for found in extended if found[0][-1] != EOS]
+        live = sorted(extended, key=score, reverse=True)[: params.beam_width]
+    return sorted(done + live, key=score, reverse=True)[: params.beam_width]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    prompt=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    vocab_size=st.integers(1, 12),
+    seed=st.integers(0, 10**6),
+    beam_width=st.integers(1, 4),
+    max_tokens=st.integers(1, 5),
+    ignore_eos=st.booleans(),
+    length_penalty=st.sampled_from([-1.0, 0.0, 0.7, 1.0, 2.0]),
+)
+def test_search_is_its_definition(prompt, vocab_size, seed, **fields) -> None:
+    params = BeamSearchParams(**fields)
+    search = make_search(prompt, vocab_size, params)
+    run(search, vocab_size, seed)
+    found = search.output(None).sequences
+    wanted = search_by_definition(prompt, vocab_size, seed, params)
+    assert [s.tokens for s in found] == [tokens for tokens, _ in wanted]
+    assert [s.cum_logprob for s in found] == pytest.approx([logprob for _, logprob in wanted])
+    for sequence in found:
+        has_eos = sequence.tokens[-1] == EOS and not params.ignore_eos
+        assert sequence.finish_reason == ("stop" if has_eos else "length")
+        new_tokens = sequence.tokens[len(prompt) :]
+        drawn = [p[token].logprob for p, token in zip(sequence.logprobs, new_tokens, strict=True)]
+        assert sum(drawn) == pytest.approx(sequence.cum_logprob)
+
+
+def test_wide_enough_beam_finds_the_most_likely_of_all_sequences() -> None:
+    vocab_size, seed = 3, 11
+    params = BeamSearchParams(beam_width=9, max_tokens=3, ignore_eos=True, length_penalty=0.0)
+    search = make_search([1], vocab_size, params)
+    run(search, vocab_size, seed)
+
+    def cum_logprob(tokens: tuple[int, ...]) -> float:
+        return sum(
+            next_logprobs([1, *tokens[:i]], vocab_size, seed)[tokens[i]] for i in range(len(tokens))
+        )
+
+    everything = itertools.product(range(vocab_size), repeat=3)
+    best = sorted(everything, key=cum_logprob, reverse=True)[:9]
+    assert [tuple(s.tokens[1:]) for s in search.output(None).sequences] == best
+
+
+def test_beam_forks_from_its_parent_and_computes_one_token() -> None:
+    search = make_search([1, 2], 8, BeamSearchParams(beam_width=2, max_tokens=3, ignore_eos=True))
+    first, second, third = run(search, 8, seed=5)
+    assert [(r.request_id, r.prompt_token_ids, r.fork_from) for r in first] == [
+        ("0_0_7", [1, 2], None)
+    ]
+    assert [r.request_id for r in second] == ["1_0_7", "1_1_7"]
+    assert [r.fork_from for r in second] == ["0_0_7", "0_0_7"]
+    prompts = {r.request_id: r.prompt_token_ids for r in (*first, *second, *third)}
+    for request in (*second, *third):
+        assert request.prompt_token_ids[:-1] == prompts[request.fork_from]
+    assert first[0].sampling_params == SamplingParams(
+        max_tokens=1, temperature=0.0, logprobs=4, ignore_eos=True, detokenize=False
+    )
+    assert first[0].priority == 3
+
+
+def test_parents_are_released_when_all_their_forks_are_computed() -> None:
+    search = make_search([1, 2], 8, BeamSearchParams(beam_width=2, max_tokens=2, ignore_eos=True))
+    (first,) = search.next_requests()
+    search.take(answer(first, 8, seed=5))
+    assert search.released_ids == []
+    second = search.next_requests()
+    assert not search.take(answer(second[1], 8, seed=5))
+    assert search.released_ids == []
+    assert sorted(search.request_ids) == ["0_0_7", "1_0_7", "1_1_7"]
+    assert search.take(answer(second[0], 8, seed=5))
+    assert sorted(search.released_ids) == ["0_0_7", "1_0_7", "1_1_7"]
+    assert search.next_requests() == []
+
+
+def test_candidates_are_no_more_than_there_are_tokens() -> None:
+    search = make_search([1], 3, BeamSearchParams(beam_width=4, max_tokens=2))
+    (request,) = search.next_requests()
+    assert request.sampling_params.logprobs == 3
+
+
+def test_drawn_token_is_a_candidate_too() -> None:
+    search = make_search([1], 8, BeamSearchParams(beam_width=1, max_tokens=1, temperature=2.0))
+    (request,) = search.next_requests()
+    assert request.sampling_params.temperature == 2.0
+    output = answer(request, 8, seed=1)
+    output.outputs[0].logprobs[0][6] = Logprob(logprob=1.0, rank=7, decoded_token="")
+    search.take(output)
+    assert search.output(None).sequences[0].tokens == [1, 6]
+
+
+def test_search_ends_when_every_beam_has_reached_eos() -> None:
+    search = make_search([1], 1, BeamSearchParams(beam_width=2, max_tokens=9))
+    steps = run(search, 1, seed=0)
+    assert len(steps) == 1
+    (sequence,) = search.output(None).sequences
+    assert (sequence.tokens, sequence.finish_reason) == ([1, EOS], "stop")
+
+
+@pytest.mark.parametrize(("is_shown", "text"), [(False, "a"), (True, "a</s>")])
+def test_text_is_of_all_tokens_and_completion_of_the_new_ones(is_shown: bool, text: str) -> None:
+    eos = 257
+    params = BeamSearchParams(beam_width=1, max_tokens=2, include_stop_str_in_output=is_shown)
+    request = EngineRequest(
+        request_id="7",
+        prompt_token_ids=[ord("p")],
+        sampling_params=prompt_params(params),
+        eos_token_ids=(eos,),
+    )
+    search = BeamSearch(request, params, vocab_size=258)
+    for token in (ord("a"), eos):
+        (step,) = search.next_requests()
+        output = answer(step, 3, seed=0)
+        found = {token: Logprob(logprob=-0.5, rank=1, decoded_token="")}
+        output.outputs[0].logprobs[0] = found
+        search.take(output)
+    tokenizer = byte_level_tokenizer()
+    (sequence,) = search.output(tokenizer).sequences
+    assert (sequence.tokens, sequence.text) == ([ord("p"), ord("a"), eos], "p" + text)
+    (completion,) = search.completions(tokenizer)
+    assert (completion.token_ids, completion.text) == ([ord("a"), eos], text)
+    assert (completion.index, completion.cumulative_logprob) == (0, -1.0)
+    assert completion.finish_reason == "stop"
+
+
+def test_refused_step_is_an_error_of_ours() -> None:
+    search = make_search([1], 3, BeamSearchParams(beam_width=1, max_tokens=2))
+    (request,) = search.next_requests()
+    completion = CompletionOutput(index=0, text="", token_ids=[], finish_reason="error")
+    output = RequestOutput(
+        request_id=request.request_id,
+        prompt=None,
+        prompt_token_ids=[1],
+        outputs=[completion],
+        finished=True,
+    )
+    with pytest.raises(InvariantError, match="refused"):
+        search.take(output)
+
+
+def test_other_params_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="BeamSearchParams"):
+        prompt_params(SamplingParams())

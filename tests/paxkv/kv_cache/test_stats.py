@@ -1,0 +1,49 @@
+"""Prefix cache numbers: totals, a window of requests, and preempted ones apart."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paxkv.kv_cache.stats import CachingMetrics, PrefixCacheStats
+
+
+def test_requests_that_resume_count_apart():
+    stats = PrefixCacheStats()
+    stats.record(num_tokens=10, num_hits=4, is_resumed=False)
+    stats.record(num_tokens=20, num_hits=16, is_resumed=True)
+    assert (stats.num_requests, stats.num_queries, stats.num_hits) == (1, 10, 4)
+    assert stats.num_preempted_requests == 1
+    assert (stats.num_preempted_queries, stats.num_preempted_hits) == (20, 16)
+    assert (stats.recent.num_queries, stats.recent.num_hits) == (10, 4)
+
+
+def test_the_window_lets_go_of_the_oldest_request():
+    window = CachingMetrics(max_recent_requests=2)
+    assert window.hit_rate == 0.0
+    window.observe(100, 100)
+    window.observe(10, 0)
+    assert (window.num_requests, window.hit_rate) == (2, 100 / 110)
+    window.observe(30, 20)
+    assert (window.num_requests, window.num_queries, window.num_hits) == (2, 40, 20)
+    assert window.hit_rate == 0.5
+
+
+def test_a_reset_cache_starts_a_new_window_and_keeps_the_totals():
+    stats = PrefixCacheStats()
+    stats.record(num_tokens=10, num_hits=4, is_resumed=False)
+    stats.on_reset()
+    assert stats.num_queries == 10
+    assert (stats.recent.num_requests, stats.recent.num_queries, stats.recent.num_hits) == (0, 0, 0)
+
+
+@settings(max_examples=50, derandomize=True, database=None, deadline=None)
+@given(
+    size=st.integers(1, 5),
+    requests=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=20),
+)
+def test_the_window_is_the_sum_of_the_last_requests(size, requests):
+    window = CachingMetrics(max_recent_requests=size)
+    for queries, hits in requests:
+        window.observe(queries, hits)
+    assert window.num_queries == sum(queries for queries, _ in requests[-size:])
+    assert window.num_hits == sum(hits for _, hits in requests[-size:])
+    assert window.num_requests == len(requests[-size:])

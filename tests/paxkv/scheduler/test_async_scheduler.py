@@ -1,0 +1,251 @@
+"""A step may be scheduled before the one before it is back; the tokens are the same."""
+
+import random
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paxkv.errors import InvariantError
+from paxkv.scheduler.async_scheduler import AsyncScheduler
+from paxkv.scheduler.request import RequestStatus
+from tests.paxkv.scheduler.stepping import (
+    FunctionRunner,
+    add,
+    answer,
+    continuation,
+    counts,
+    make_scheduler,
+    window,
+)
+
+
+class LateExecutor:
+    """Computes at once, as a device does in its own order, and brings tokens home later."""
+
+    def __init__(self, scheduler, *, depth):
+        self.scheduler = scheduler
+        self.runner = FunctionRunner()
+        self.depth = depth
+        self.in_flight = deque()
+        self.outputs = {}
+
+    def step(self, drafts=None):
+        """Schedules one step, and takes home as many as leaves `depth - 1` of them out."""
+        output = self.scheduler.schedule()
+        self.scheduler.check_invariants()
+        self.scheduler.check_progress(output)
+        self.in_flight.append((output, self.runner.execute(output, drafts=drafts)))
+        while len(self.in_flight) >= self.depth:
+            self.bring_home()
+        return output
+
+    def bring_home(self):
+        for result in self.scheduler.update_from_output(*self.in_flight.popleft()):
+            self.outputs.setdefault(result.request_id, []).extend(result.new_token_ids)
+        self.scheduler.check_invariants()
+
+    def run(self, max_num_steps=500):
+        for _ in range(max_num_steps):
+            if not self.scheduler.has_unfinished_requests():
+                break
+            self.step()
+        while self.in_flight:
+            self.bring_home()
+
+
+def test_placeholders_stand_for_tokens_on_their_way():
+    scheduler = make_scheduler(AsyncScheduler)
+    request = add(scheduler, "a", range(5))
+    executor = LateExecutor(scheduler, depth=3)
+    assert counts(executor.step()) == {"a": 5}
+    assert (request.num_computed_tokens, request.num_output_placeholders) == (5, 1)
+    output = executor.step()
+    assert counts(output) == {"a": 1}
+    assert output.scheduled_cached_reqs.num_computed_tokens == [5]
+    # The device has the token; the scheduler has not seen it.
+    assert output.scheduled_cached_reqs.num_output_tokens == [1]
+    assert (request.num_tokens, request.num_output_placeholders) == (5, 2)
+    executor.bring_home()
+    assert (request.num_tokens, request.num_output_placeholders) == (6, 1)
+    assert request.all_token_ids[5:] == continuation(range(5), 1)
+
+
+def test_a_prompt_in_pieces_expects_no_token():
+    scheduler = make_scheduler(AsyncScheduler, max_num_batched_tokens=4)
+    request = add(scheduler, "a", 9)
+    executor = LateExecutor(scheduler, depth=4)
+    assert [counts(executor.step()) for _ in range(3)] == [{"a": 4}, {"a": 4}, {"a": 1}]
+    assert request.num_output_placeholders == 1
+
+
+def test_a_block_is_cached_when_its_last_token_is_known():
+    scheduler = make_scheduler(AsyncScheduler)
+    request = add(scheduler, "a", range(7))
+    executor = LateExecutor(scheduler, depth=3)
+    executor.step()
+    executor.step()  # computes position 7, which fills block 1
+    (blocks,) = scheduler.kv_cache_manager.get_blocks("a").blocks
+    assert request.num_computed_tokens == 8
+    assert [block.block_hash is not None for block in blocks] == [True, False]
+    executor.bring_home()
+    assert [block.block_hash is not None for block in blocks] == [True, True]
+
+
+def test_no_step_is_wasted_on_a_request_that_is_sure_to_end():
+    scheduler = make_scheduler(AsyncScheduler)
+    add(scheduler, "a", 5, max_tokens=2)
+    executor = LateExecutor(scheduler, depth=4)
+    assert [counts(executor.step()) for _ in range(3)] == [{"a": 5}, {"a": 1}, {}]
+    executor.run()
+    assert executor.outputs["a"] == continuation(executor.runner.token_ids["a"][:5], 2)
+
+
+def test_tokens_of_steps_after_the_end_are_dropped():
+    tokens = continuation(range(5), 3)
+    scheduler = make_scheduler(AsyncScheduler)
+    add(scheduler, "a", range(5), params={"stop_token_ids": [tokens[1]]})
+    executor = LateExecutor(scheduler, depth=3)
+    executor.run()
+    assert executor.outputs["a"] == tokens[:2]
+    assert scheduler.make_stats().kv_cache_usage == 0
+
+
+def test_an_aborted_request_drops_what_is_on_its_way_also_when_its_id_comes_again():
+    scheduler = make_scheduler(AsyncScheduler)
+    add(scheduler, "a", range(5))
+    executor = LateExecutor(scheduler, depth=3)
+    executor.step()
+    scheduler.finish_requests(["a"])
+    add(scheduler, "a", range(20, 28), max_tokens=3)
+    executor.step()  # the new one already runs when the old one's token comes home
+    executor.run()
+    assert executor.outputs["a"] == continuation(range(20, 28), 3)
+
+
+def test_a_preempted_request_drops_what_is_on_its_way_and_samples_it_again():
+    scheduler = make_scheduler(AsyncScheduler)
+    request = add(scheduler, "a", range(5), max_tokens=4)
+    executor = LateExecutor(scheduler, depth=3)
+    executor.step()
+    executor.step()
+    assert scheduler.reset_prefix_cache(True)
+    assert request.status is RequestStatus.PREEMPTED
+    assert (request.num_output_placeholders, request.num_tokens) == (0, 5)
+    output = executor.step()
+    assert output.scheduled_cached_reqs.all_token_ids == {"a": list(range(5))}
+    executor.run()
+    assert executor.outputs["a"] == continuation(range(5), 4)
+
+
+def test_a_request_whose_drafts_are_being_verified_waits_for_the_answer():
+    scheduler = make_scheduler(AsyncScheduler)
+    request = add(scheduler, "a", range(5))
+    executor = LateExecutor(scheduler, depth=2)
+    right = continuation(range(5), 6)
+    executor.step()
+    executor.bring_home()
+    request.spec_token_ids = [right[1], 999]
+    assert counts(executor.step()) == {"a": 3}
+    output = scheduler.schedule()
+    assert counts(output) == {}
+    scheduler.check_progress(output)
+    scheduler.check_invariants()
+    executor.bring_home()
+    assert request.all_token_ids[5:] == right[:3]
+    assert (request.num_computed_tokens, request.num_output_placeholders) == (7, 0)
+
+
+def test_drafts_in_flight_move_no_window():
+    scheduler = make_scheduler(AsyncScheduler, specs=(window(5),))
+    request = add(scheduler, "a", range(8))
+    executor = LateExecutor(scheduler, depth=2)
+    executor.step()
+    executor.bring_home()
+    request.spec_token_ids = [990, 991, 992, 993, 994, 995]
+    assert counts(executor.step()) == {"a": 7}
+    # Were they right, token 15 would see 11 to 15. They are not, and token 9 sees 5 to 9.
+    assert request.num_computed_tokens == 15
+    assert counts(scheduler.schedule()) == {}
+    executor.bring_home()
+    assert request.num_computed_tokens == 9
+    executor.step()
+    (table,) = scheduler.kv_cache_manager.get_block_ids("a")
+    assert [block_id == 0 for block_id in table] == [True, False, False, False]
+
+
+def test_drafts_that_come_late_are_not_kept():
+    scheduler = make_scheduler(AsyncScheduler)
+    request = add(scheduler, "a", range(5))
+    executor = LateExecutor(scheduler, depth=3)
+    executor.step(drafts={"a": [1, 2]})
+    executor.step()
+    executor.bring_home()
+    assert request.spec_token_ids == []
+
+
+def test_steps_come_back_in_order_and_with_one_token():
+    scheduler = make_scheduler(AsyncScheduler)
+    add(scheduler, "a", range(5))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    with pytest.raises(InvariantError, match="not the oldest of the 2 in flight"):
+        scheduler.update_from_output(second, answer({"a": [7]}))
+    with pytest.raises(InvariantError, match="must sample 1"):
+        scheduler.update_from_output(first, answer({"a": [7, 8]}))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(
+    seed=st.integers(0, 2**32),
+    policy=st.sampled_from(["fcfs", "priority"]),
+    caching=st.booleans(),
+    must_fit=st.booleans(),
+    num_blocks=st.integers(9, 20),
+    specs=st.sampled_from([None, (window(6),)]),
+    depth=st.integers(1, 4),
+)
+def test_late_tokens_are_those_of_the_sequential_order(
+    seed, policy, caching, must_fit, num_blocks, specs, depth
+):
+    draw = random.Random(seed)
+    scheduler = make_scheduler(
+        AsyncScheduler,
+        num_blocks=num_blocks,
+        max_model_len=30,
+        caching=caching,
+        policy=policy,
+        full_sequence_must_fit=must_fit,
+        max_num_batched_tokens=draw.randint(6, 20),
+        max_num_seqs=3,
+        **({} if specs is None else {"specs": specs}),
+    )
+    executor = LateExecutor(scheduler, depth=depth)
+    prompts = {}
+    for i in range(6):
+        prompts[f"r{i}"] = prompt = [0, 1, 2, 3, 4] * draw.choice([0, 1]) + [draw.randrange(9)]
+        params = {"stop_token_ids": [draw.randrange(97)]}
+        max_tokens = draw.randint(1, 12)
+        add(
+            scheduler,
+            f"r{i}",
+            prompt,
+            max_tokens=max_tokens,
+            params=params,
+            priority=-i * draw.choice([0, 1]),
+        )
+        for _ in range(draw.randint(0, 4)):
+            if scheduler.has_unfinished_requests():
+                executor.step()
+        if draw.random() < 0.1:
+            scheduler.reset_prefix_cache(True)
+        prompts[f"r{i}"] = (prompt, max_tokens, params["stop_token_ids"][0])
+    executor.run()
+    assert not scheduler.has_unfinished_requests()
+    for request_id, (prompt, max_tokens, stop) in prompts.items():
+        wanted = continuation(prompt, max_tokens)
+        if stop in wanted:
+            wanted = wanted[: wanted.index(stop) + 1]
+        assert executor.outputs[request_id] == wanted
+    assert scheduler.make_stats().kv_cache_usage == 0
+    assert scheduler.reset_prefix_cache()

@@ -1,0 +1,231 @@
+"""Running requests: drafts, lookahead, encoder items, and who falls when blocks run out."""
+
+import pytest
+
+from paxkv.contracts.engine_request import MultiModalFeature
+from paxkv.scheduler.running_scheduler import RunningScheduler
+from tests.paxkv.scheduler.stepping import (
+    FunctionRunner,
+    add,
+    continuation,
+    counts,
+    ids,
+    make_scheduler,
+    step,
+    window,
+)
+
+
+def make_decoding(prompt=range(5), **settings):
+    """One request "a" whose prompt is computed, and that has one token more."""
+    scheduler, runner = make_scheduler(**settings), FunctionRunner()
+    request = add(scheduler, "a", list(prompt))
+    step(scheduler, runner)
+    return scheduler, runner, request
+
+
+def test_drafts_are_verified_and_the_wrong_ones_taken_back():
+    scheduler, runner, request = make_decoding()
+    right = continuation(range(5), 8)
+    step(scheduler, runner, drafts={"a": [right[2], right[3], 999]})
+    assert request.num_tokens_with_spec == 7 + 3
+    output = step(scheduler, runner)
+    assert output.scheduled_spec_decode_tokens == {"a": [right[2], right[3], 999]}
+    assert counts(output) == {"a": 4}
+    # 7 known tokens; positions 6, 7 and 8 hold right ones, position 9 a wrong one.
+    assert request.all_token_ids[5:] == right[:5]
+    assert request.num_computed_tokens == 9
+    output = step(scheduler, runner)
+    assert (counts(output), output.scheduled_spec_decode_tokens) == ({"a": 1}, {})
+
+
+def test_drafts_are_never_cached():
+    scheduler, runner, request = make_decoding(prompt=range(6))
+    step(scheduler, runner, drafts={"a": [901, 902, 903, 904]})
+    # 8 known tokens and 4 drafts: blocks 0 and 1 are full of known tokens, block 2 is not.
+    output = scheduler.schedule()
+    assert counts(output) == {"a": 5}
+    (blocks,) = scheduler.kv_cache_manager.get_blocks("a").blocks
+    assert [block.block_hash is not None for block in blocks] == [True, True, False]
+    scheduler.check_invariants()
+    scheduler.update_from_output(output, runner.execute(output))
+    assert request.num_computed_tokens == 8
+    scheduler.check_invariants()
+
+
+def test_drafts_past_the_budget_or_the_last_token_are_cut():
+    scheduler, runner, _ = make_decoding(max_num_batched_tokens=6)
+    add(scheduler, "b", 9)
+    drafts = {"a": [91, 92, 93, 94, 95, 96, 97]}
+    step(scheduler, runner, drafts=drafts)
+    output = step(scheduler, runner)
+    assert output.scheduled_spec_decode_tokens == {"a": [91, 92, 93, 94, 95]}
+    assert counts(output) == {"a": 6}
+
+    scheduler, runner, request = make_decoding(max_model_len=9)
+    step(scheduler, runner, drafts=drafts)
+    output = step(scheduler, runner)
+    # Position 7 is the last that is computed: position 8 would only be sampled.
+    assert output.scheduled_spec_decode_tokens == {"a": [91]}
+    assert request.num_computed_tokens <= 8
+
+
+def test_drafts_of_a_finished_request_and_of_a_prompt_in_pieces_are_not_kept():
+    scheduler, runner = make_scheduler(max_num_batched_tokens=4), FunctionRunner()
+    long = add(scheduler, "long", 9)
+    step(scheduler, runner, drafts={"long": [1, 2]})
+    assert long.spec_token_ids == []
+    scheduler, runner = make_scheduler(), FunctionRunner()
+    request = add(scheduler, "a", 3, max_tokens=1)
+    step(scheduler, runner, drafts={"a": [1, 2]})
+    assert request.is_finished
+    assert request.spec_token_ids == []
+
+
+def test_tokens_after_a_stop_among_accepted_drafts_are_dropped():
+    right = continuation(range(5), 8)
+    scheduler, runner = make_scheduler(), FunctionRunner()
+    add(scheduler, "a", range(5), params={"stop_token_ids": [right[3]]}, keep_blocks=True)
+    step(scheduler, runner)
+    step(scheduler, runner, drafts={"a": right[2:6]})
+    output = scheduler.schedule()
+    (result,) = scheduler.update_from_output(output, runner.execute(output))
+    assert (result.new_token_ids, result.stop_reason) == (right[2:4], right[3])
+    # What was computed past the end counts for nobody who forks from it.
+    (kept,) = scheduler.kept_requests
+    assert kept.num_computed_tokens == kept.num_tokens == 9
+    scheduler.check_invariants()
+
+
+def test_a_victim_loses_its_drafts():
+    scheduler = make_scheduler(num_blocks=5)
+    runner = FunctionRunner()
+    add(scheduler, "a", 7, max_tokens=6)
+    victim = add(scheduler, "b", 7, max_tokens=6)
+    step(scheduler, runner)
+    step(scheduler, runner, drafts={"b": [1, 2]})
+    output = step(scheduler, runner)
+    assert output.preempted_req_ids == {"b"}
+    assert victim.spec_token_ids == []
+    assert "b" not in output.scheduled_spec_decode_tokens
+
+
+def test_running_requests_have_slots_for_lookahead():
+    scheduler, runner, _ = make_decoding(num_lookahead_tokens=4)
+    # Its first step has no drafts yet: 5 tokens in 2 blocks.
+    assert [len(table) for table in scheduler.kv_cache_manager.get_block_ids("a")] == [2]
+    step(scheduler, runner)
+    # 6 tokens and 4 slots: 3 blocks of 4.
+    assert [len(table) for table in scheduler.kv_cache_manager.get_block_ids("a")] == [3]
+
+
+@pytest.mark.parametrize("settings", [{}, {"specs": (window(5),)}, {"caching": False}])
+def test_a_request_in_the_middle_of_a_block_takes_no_call(settings, monkeypatch):
+    scheduler, runner = make_scheduler(**settings), FunctionRunner()
+    request = add(scheduler, "a", 5, max_tokens=40)
+    called_at = []
+    allocate_slots = scheduler.kv_cache_manager.allocate_slots
+
+    def count(asked, num_new_tokens, **arguments):
+        called_at.append(asked.num_computed_tokens)
+        return allocate_slots(asked, num_new_tokens, **arguments)
+
+    monkeypatch.setattr(scheduler.kv_cache_manager, "allocate_slots", count)
+    for _ in range(30):
+        step(scheduler, runner)
+    assert request.num_computed_tokens == 34
+    # A block begins at each multiple of 4, and fills 3 later; the rest has nothing to do.
+    wanted = {8, 12, 16, 20, 24, 28, 32}
+    assert wanted <= set(called_at)
+    assert not {at for at in called_at if at % 4 == 2}
+
+
+def test_an_item_that_cannot_be_encoded_ends_the_chunk_and_waits():
+    items = (
+        MultiModalFeature(identifier="x", offset=1, length=4),
+        MultiModalFeature(identifier="y", offset=6, length=5),
+    )
+    scheduler = make_scheduler(
+        max_num_encoder_input_tokens=5, encoder_cache_size=5, max_num_batched_tokens=8
+    )
+    runner = FunctionRunner()
+    add(scheduler, "a", 13, mm_features=items)
+    outputs = [step(scheduler, runner) for _ in range(4)]
+    # 0..5 with "x"; 6..12 with "y", when the cache has room again.
+    assert [counts(output).get("a") for output in outputs] == [6, 7, 1, 1]
+    assert [output.scheduled_encoder_inputs for output in outputs[:3]] == [
+        {"a": [0]},
+        {"a": [1]},
+        {},
+    ]
+    assert [output.free_encoder_mm_hashes for output in outputs[:2]] == [[], ["x"]]
+
+
+def test_a_victim_gives_its_encoder_budget_back_and_its_item_to_who_shares_it():
+    shared = MultiModalFeature(identifier="x", offset=4, length=4)
+    scheduler = make_scheduler(
+        num_blocks=9,
+        policy="priority",
+        max_num_batched_tokens=17,
+        long_prefill_token_threshold=4,
+        max_num_encoder_input_tokens=4,
+    )
+    runner = FunctionRunner()
+    add(scheduler, "low", 24, priority=5, max_tokens=1, mm_features=(shared,))
+    add(scheduler, "mid", 24, priority=1, max_tokens=1, mm_features=(shared,))
+    add(scheduler, "high", 7, priority=0, max_tokens=2)
+    step_1 = scheduler.schedule()
+    scheduler.update_from_output(step_1, runner.execute(step_1))
+    assert ids(scheduler.running) == ["high", "mid", "low"]
+    # "low" is asked first: it gets to encode "x" and "mid" counts on that.
+    scheduler.running.reverse()
+    taken = scheduler.kv_cache_manager.block_pool.get_new_blocks(3)
+    output = scheduler.schedule()
+    assert output.preempted_req_ids == {"low"}
+    assert output.scheduled_encoder_inputs == {"mid": [0]}
+    scheduler.encoder_inputs.cache_manager.check_invariants(scheduler.requests)
+    scheduler.kv_cache_manager.block_pool.free_blocks(taken)
+
+
+def test_an_item_that_a_victim_was_to_encode_is_encoded_for_who_preempts_it():
+    shared = MultiModalFeature(identifier="x", offset=4, length=4)
+    scheduler = make_scheduler(
+        num_blocks=9,
+        policy="priority",
+        long_prefill_token_threshold=4,
+        max_num_encoder_input_tokens=4,
+    )
+    runner = FunctionRunner()
+    add(scheduler, "low", 24, priority=5, max_tokens=1, mm_features=(shared,))
+    add(scheduler, "mid", 24, priority=1, max_tokens=1, mm_features=(shared,))
+    step(scheduler, runner)
+    # "low" is asked first, and takes the one block that is free.
+    scheduler.running.reverse()
+    pool = scheduler.kv_cache_manager.block_pool
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - 1)
+    output = scheduler.schedule()
+    assert (counts(output), output.preempted_req_ids) == ({"mid": 4}, {"low"})
+    assert output.scheduled_encoder_inputs == {"mid": [0]}
+    pool.free_blocks(taken)
+
+
+def test_a_reset_takes_nothing_back_from_a_step_on_its_way():
+    item = MultiModalFeature(identifier="x", offset=0, length=4)
+    scheduler, runner = make_scheduler(), FunctionRunner()
+    add(scheduler, "a", 5, max_tokens=2, mm_features=(item,))
+    output = scheduler.schedule()
+    assert scheduler.reset_prefix_cache(True)
+    assert output.scheduled_encoder_inputs == {"a": [0]}
+    scheduler.update_from_output(output, runner.execute(output))
+    # The runner has it already.
+    assert step(scheduler, runner).scheduled_encoder_inputs == {}
+
+
+def test_the_halves_share_the_queues_of_the_scheduler():
+    scheduler = make_scheduler()
+    assert isinstance(scheduler._running_scheduler, RunningScheduler)
+    assert scheduler._running_scheduler._running is scheduler.running
+    runner = FunctionRunner()
+    add(scheduler, "a", 3, max_tokens=1)
+    step(scheduler, runner)
+    assert scheduler._waiting_scheduler._running is scheduler.running == []

@@ -1,0 +1,128 @@
+"""A header builds the same scheduler again, or says why it cannot."""
+
+import dataclasses
+import inspect
+
+import msgspec
+import pytest
+
+from paxkv.config import CacheConfig, SchedulerConfig
+from paxkv.contracts import kv_cache_spec
+from paxkv.contracts.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+from paxkv.errors import TraceFileError
+from paxkv.scheduler.trace.header import (
+    SPEC_CLASSES,
+    VERSION,
+    TraceHeader,
+    decode_header,
+    encode_header,
+    with_fixed_seed,
+)
+
+ATTENTION = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": "bfloat16"}
+ARGUMENTS = {
+    "FullAttentionSpec": ATTENTION | {"sliding_window": 7, "head_size_v": 4},
+    "MLAAttentionSpec": ATTENTION,
+    "SlidingWindowSpec": ATTENTION | {"sliding_window": 40},
+    "ChunkedLocalAttentionSpec": ATTENTION | {"attention_chunk_size": 64},
+    "MambaSpec": {"block_size": 16, "shapes": ((2, 3), (4,)), "dtypes": ("float32", "int8")},
+    "CrossAttentionSpec": ATTENTION | {"max_encoder_tokens": 100},
+    "SinkFullAttentionSpec": ATTENTION | {"sink_len": 16},
+}
+
+
+def make_header() -> TraceHeader:
+    groups = tuple(
+        KVCacheGroupSpec(layer_names=(name, name + "'"), kv_cache_spec=SPEC_CLASSES[name](**given))
+        for name, given in ARGUMENTS.items()
+    )
+    return TraceHeader(
+        scheduler_config=SchedulerConfig(policy="priority", max_num_seqs=3),
+        cache_config=CacheConfig(prefix_caching_seed="é", prefix_caching_hash_algo="xxhash"),
+        kv_cache_config=KVCacheConfig(
+            num_blocks=11,
+            kv_cache_groups=groups,
+            kv_sharing_targets=(("a", "b"),),
+            hash_block_size=8,
+        ),
+        max_model_len=99,
+        is_async=True,
+        num_lookahead_tokens=3,
+        use_eagle=True,
+        count_common_prefix_blocks=True,
+        has_connector=True,
+        has_grammar_gate=True,
+    )
+
+
+def changed(line: bytes, **changes: object) -> bytes:
+    return msgspec.json.encode(msgspec.json.decode(line) | changes)
+
+
+def test_header_with_every_spec_comes_back_as_it_went() -> None:
+    header = make_header()
+    assert decode_header(encode_header(header)) == header
+
+
+def test_every_spec_of_the_contract_is_known() -> None:
+    concrete = {
+        name
+        for name, spec in inspect.getmembers(kv_cache_spec, inspect.isclass)
+        if issubclass(spec, KVCacheSpec) and name not in ("KVCacheSpec", "AttentionSpec")
+    }
+    assert concrete == set(SPEC_CLASSES) == set(ARGUMENTS)
+
+
+def test_header_forgets_where_the_trace_was() -> None:
+    header = make_header()
+    config = dataclasses.replace(header.scheduler_config, trace_file="/somewhere/else")
+    line = encode_header(dataclasses.replace(header, scheduler_config=config))
+    assert decode_header(line) == header
+
+
+def test_seed_is_drawn_once_and_kept_if_given() -> None:
+    first, second = with_fixed_seed(CacheConfig()), with_fixed_seed(CacheConfig())
+    assert first.prefix_caching_seed is not None
+    assert first.prefix_caching_seed != second.prefix_caching_seed
+    assert with_fixed_seed(first) is first
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"not JSON", "not the header"),
+        (b"[1]", "not the header"),
+        (b'{"calls":[]}', "not the header"),
+        (changed(encode_header(make_header()), version=VERSION + 1), "version 2, written by paxkv"),
+        (changed(encode_header(make_header()), format="other"), "format 'other'"),
+        (changed(encode_header(make_header()), max_model_len="x"), "max_model_len"),
+        (changed(encode_header(make_header()), surprise=1), "surprise"),
+    ],
+)
+def test_what_is_no_header_of_this_version_is_refused(line: bytes, message: str) -> None:
+    with pytest.raises(TraceFileError, match=message):
+        decode_header(line)
+
+
+def test_settings_of_another_version_are_refused() -> None:
+    """An unknown one would be dropped, a missing one would get today's default."""
+    line = encode_header(make_header())
+    config = msgspec.json.decode(line)["scheduler_config"]
+    with pytest.raises(TraceFileError, match=r"unknown \['new_rule'\], missing \[\]"):
+        decode_header(changed(line, scheduler_config=config | {"new_rule": True}))
+    del config["policy"]
+    with pytest.raises(TraceFileError, match=r"unknown \[\], missing \['policy'\]"):
+        decode_header(changed(line, scheduler_config=config))
+
+
+def test_value_that_no_setting_may_have_is_refused() -> None:
+    line = encode_header(make_header())
+    config = msgspec.json.decode(line)["scheduler_config"] | {"max_num_seqs": 0}
+    with pytest.raises(TraceFileError, match="max_num_seqs"):
+        decode_header(changed(line, scheduler_config=config))
+
+
+def test_unknown_spec_is_refused() -> None:
+    line = encode_header(make_header()).replace(b"MambaSpec", b"OtherSpec")
+    with pytest.raises(TraceFileError, match="'OtherSpec'; known are FullAttentionSpec"):
+        decode_header(line)

@@ -1,0 +1,429 @@
+"""ManagerMachine: the KV cache manager and SlowKVCache side by side, with the memory beneath them.
+
+Requests are admitted, forked, continued, rejected, freed in the middle of a step, and each step
+really writes and reads: what a block table names must hold what the request's tokens wrote.
+"""
+
+import dataclasses
+import random
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from paxkv.contracts.kv_events import AllBlocksCleared, BlockStored
+from paxkv.kv_cache.block_hash import (
+    BlockHasher,
+    get_block_hash,
+    get_group_id,
+    make_block_hash_with_group_id,
+)
+from paxkv.kv_cache.extra_keys import ExtraKeySources
+from paxkv.kv_cache.manager import KVCacheManager
+from tests.slow_model.attention_kinds import num_blocks_left_behind
+from tests.slow_model.kv_memory import KVMemory, chain
+from tests.slow_model.slow_kv_cache import SlowKVCache
+from tests.slow_model.slow_scheduler import SlowRequest
+from tests.slow_model.specs import MAX_ENCODER_TOKENS, full, make_config
+
+MAX_MODEL_LEN = 24
+
+
+class RealRequest:
+    """What the manager reads of a request; its numbers are those of the slow one."""
+
+    def __init__(self, slow, hasher):
+        self.slow = slow
+        self.hasher = hasher
+        self.sources = ExtraKeySources(cache_salt=slow.scope)
+        self.request_id = slow.request_id
+        self.block_hashes = []
+        self.num_preemptions = 0
+        self.lora_name = None
+        self.cache_salt = slow.scope
+        self.skip_reading_prefix_cache = slow.skips_reading
+        self.hash()
+
+    def hash(self):
+        if self.hasher is not None:
+            self.hasher.extend(self.block_hashes, self.slow.tokens, self.sources)
+
+    @property
+    def all_token_ids(self):
+        return self.slow.tokens
+
+    @property
+    def num_tokens(self):
+        return len(self.slow.tokens)
+
+    @property
+    def num_computed_tokens(self):
+        return self.slow.num_computed
+
+
+@dataclasses.dataclass
+class Pending:
+    """What a request computes in the step being put together.
+
+    Args:
+        num_requests: How many there were so far; those that come later may share what it writes.
+    """
+
+    start: int
+    end: int
+    drafts: list
+    num_requests: int
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """One family of groups; `KINDS` are the combinations that an example may draw."""
+
+    KINDS = ((full(2),),)
+    CACHING = (True,)
+    # A state cannot be taken back, so these groups get no drafts.
+    MAX_DRAFTS = 2
+
+    @initialize(
+        data=st.data(),
+        num_tokens=st.integers(12, 60),
+        use_eagle=st.booleans(),
+        hash_block_size=st.sampled_from([None, None, 1]),
+    )
+    def start(self, data, num_tokens, use_eagle, hash_block_size):
+        self.kinds = data.draw(st.sampled_from(self.KINDS))
+        # Block hashes do not name what the encoder saw.
+        has_encoder = any(kind.name == "cross" for kind in self.kinds)
+        self.caching = data.draw(st.sampled_from(self.CACHING)) and not has_encoder
+        self.use_eagle = use_eagle
+        num_blocks = 1 + sum(-(-num_tokens // kind.block_size) for kind in self.kinds)
+        config = make_config(self.kinds, num_blocks, hash_block_size=hash_block_size)
+        self.real = KVCacheManager(
+            kv_cache_config=config,
+            max_model_len=MAX_MODEL_LEN,
+            enable_caching=self.caching,
+            use_eagle=self.use_eagle,
+            enable_kv_cache_events=True,
+        )
+        self.hasher = None
+        if self.caching:
+            self.hasher = BlockHasher(block_size=config.resolved_hash_block_size, seed="test")
+        self.slow = SlowKVCache(
+            self.kinds,
+            num_blocks,
+            max_model_len=MAX_MODEL_LEN,
+            caching=self.caching,
+            use_eagle=self.use_eagle,
+        )
+        self.memory = KVMemory(self.kinds)
+        self.requests = {}
+        self.real_requests = {}
+        self.encoder_tokens = {}
+        self.pending = {}
+        self.loads = {}
+        self.key_of_hash = {}
+        self.known_outside = set()
+        self.num_requests = 0
+
+    # -- requests ---------------------------------------------------------------------------
+
+    def make_request(self, draw):
+        self.num_requests += 1
+        start = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11][: draw.choice([0, 3, 4, 8, 11, 12])]
+        tokens = start + [draw.randrange(2) for _ in range(draw.randint(1, 6))]
+        return SlowRequest(
+            request_id=f"r{self.num_requests}",
+            tokens=tokens,
+            num_prompt=len(tokens),
+            scope=draw.choice([None, None, None, "tenant"]),
+            max_tokens=MAX_MODEL_LEN,
+            skips_reading=draw.random() < 0.1,
+        )
+
+    def keep(self, request, real, num_new, drafts):
+        self.requests[request.request_id] = request
+        self.real_requests[request.request_id] = real
+        self.plan(request, num_new, drafts)
+
+    def plan(self, request, num_new, drafts):
+        computed = request.num_computed
+        self.pending[request.request_id] = Pending(
+            computed, computed + num_new, drafts, self.num_requests
+        )
+
+    def note_hashes(self, request, real):
+        """Which content each hash stands for, as far as the slow model knows it."""
+        for group, kind in enumerate(self.kinds):
+            if kind.name == "cross" or not self.caching:
+                continue
+            ratio = kind.block_size // self.hasher.block_size
+            for i in range(len(request.tokens) // kind.block_size):
+                block_hash = real.block_hashes[(i + 1) * ratio - 1]
+                full_key = make_block_hash_with_group_id(block_hash, group)
+                key = self.slow.key(request, group, i)
+                assert self.key_of_hash.setdefault(full_key, key) == key
+
+    @rule(seed=st.integers(0, 2**32), must_fit=st.booleans(), chunked=st.booleans())
+    def admit(self, seed, must_fit, chunked):
+        draw = random.Random(seed)
+        request = self.make_request(draw)
+        real = RealRequest(request, self.hasher)
+        self.note_hashes(request, real)
+        found, num_found = self.real.get_computed_blocks(real)
+        hits, num_hit = self.slow.get_computed(request)
+        assert num_found == num_hit
+        if num_hit:
+            assert list(found.get_block_ids()) == hits
+        external = draw.choice([0, 0, 0, draw.randint(0, 4)])
+        external = min(external, len(request.tokens) - 1 - num_hit)
+        num_new = len(request.tokens) - num_hit - external
+        if chunked:
+            num_new = draw.randint(1, num_new)
+        self.allocate_new(request, real, found, hits, num_hit, num_new, external, must_fit, draw)
+
+    @precondition(lambda self: self.requests)
+    @rule(seed=st.integers(0, 2**32), must_fit=st.booleans())
+    def fork(self, seed, must_fit):
+        """A request that begins like another one takes over its blocks, the last one in part.
+
+        Not one that came in this step: what it hit may be there only after the step, and copies
+        are made before it.
+        """
+        draw = random.Random(seed)
+        source = self.requests[draw.choice(sorted(self.requests))]
+        if source.request_id in self.pending and not source.has_run:
+            return
+        self.num_requests += 1
+        num_shared = draw.randint(1, len(source.tokens))
+        if draw.random() < 0.5:
+            num_shared = max(1, source.num_computed)
+        num_shared = min(num_shared, MAX_MODEL_LEN - 3)
+        tokens = source.tokens[:num_shared] + [draw.randrange(2) for _ in range(2)]
+        request = SlowRequest(
+            request_id=f"r{self.num_requests}",
+            tokens=tokens,
+            num_prompt=len(tokens),
+            scope=source.scope,
+            max_tokens=MAX_MODEL_LEN,
+            fork_from=source.request_id,
+        )
+        real = RealRequest(request, self.hasher)
+        self.note_hashes(request, real)
+        blocks = self.slow.forked(source.request_id, num_shared, source.num_computed)
+        found = self.real.get_forked_blocks(self.real_requests[source.request_id], num_shared)
+        assert (found is None) == (blocks is None), (num_shared, source, blocks)
+        if blocks is None:
+            return
+        assert list(found.get_block_ids()) == blocks
+        num_new = draw.randint(1, len(tokens) - num_shared)
+        self.allocate_new(request, real, found, blocks, num_shared, num_new, 0, must_fit, draw)
+
+    def allocate_new(self, request, real, found, hits, num_hit, num_new, external, must_fit, draw):
+        encoder = 0
+        if any(kind.name == "cross" for kind in self.kinds):
+            encoder = draw.randint(1, MAX_ENCODER_TOKENS)
+            encoder = self.encoder_tokens.get(request.fork_from, encoder)
+        options = dict(encoder=encoder, must_fit=must_fit)
+        expected = self.slow.allocate(
+            request, num_new, num_hit=num_hit, hits=hits, external=external, **options
+        )
+        got = self.real.allocate_slots(
+            real,
+            num_new,
+            num_new_computed_tokens=num_hit,
+            new_computed_blocks=found,
+            num_external_computed_tokens=external,
+            num_encoder_tokens=options["encoder"],
+            full_sequence_must_fit=must_fit,
+        )
+        assert (got is not None) == expected
+        if not expected:
+            return
+        request.num_computed = num_hit
+        self.encoder_tokens[request.request_id] = encoder
+        self.check_tables(request)
+        request.num_computed += external
+        self.loads[request.request_id] = (num_hit, num_hit + external)
+        self.keep(request, real, num_new, [])
+
+    @precondition(lambda self: self.requests)
+    @rule(which=st.integers(0, 100), num_new=st.integers(1, 9), num_drafts=st.integers(0, 2))
+    def continue_one(self, which, num_new, num_drafts):
+        idle = sorted(set(self.requests) - set(self.pending))
+        if not idle:
+            return
+        req_id = idle[which % len(idle)]
+        request, real = self.requests[req_id], self.real_requests[req_id]
+        left = len(request.tokens) - request.num_computed
+        num_new = min(num_new, left)
+        drafts = []
+        if num_new == left:
+            room = MAX_MODEL_LEN - 1 - len(request.tokens)
+            drafts = [0, 1][: min(num_drafts, self.MAX_DRAFTS, max(room, 0))]
+        num_new += len(drafts)
+        num_new = min(num_new, MAX_MODEL_LEN - 1 - request.num_computed)
+        if num_new < 1:
+            return
+        limit = self.real.get_num_tokens_before_block_work(real)
+        lookahead = min(num_drafts, self.MAX_DRAFTS)
+        before = self.slow_state()
+        expected = self.slow.allocate(request, num_new, lookahead=lookahead)
+        if request.num_computed + num_new + lookahead <= limit:
+            # The scheduler would not even have asked.
+            assert expected and self.slow_state() == before, "there was block work to do"
+            self.plan(request, num_new, drafts)
+            return
+        got = self.real.allocate_slots(real, num_new, num_lookahead_tokens=lookahead)
+        assert (got is not None) == expected
+        if expected:
+            self.check_tables(request)
+            self.plan(request, num_new, drafts)
+
+    def slow_state(self):
+        pool = self.slow.pool
+        tables = {r: [list(t) for t in tables] for r, tables in self.slow.tables.items()}
+        return list(pool.free), dict(pool.refs), list(pool.cached), tables, list(self.slow.copies)
+
+    # -- a step -----------------------------------------------------------------------------
+
+    def execute_copies(self):
+        copies = [(c.source_block_id, c.target_block_id) for c in self.real.take_block_copies()]
+        assert copies == self.slow.copies
+        self.slow.copies = []
+        self.slow.start_step()
+        self.memory.copy(copies)
+
+    def execute_loads(self):
+        for req_id, (start, end) in self.loads.items():
+            if req_id in self.requests:
+                request = self.requests[req_id]
+                contents = chain(request.tokens, request.scope)
+                self.memory.load(self.slow.tables[req_id], contents, start, end)
+        self.loads = {}
+
+    @rule(seed=st.integers(0, 2**32))
+    def execute(self, seed):
+        draw = random.Random(seed)
+        self.execute_copies()
+        new_ids = self.real.take_new_block_ids()
+        assert len(set(new_ids)) == len(new_ids)
+        self.memory.zero(new_ids)
+        self.execute_loads()
+        work = []
+        for req_id, step in self.pending.items():
+            request = self.requests[req_id]
+            tokens = request.tokens + step.drafts
+            work.append((self.slow.tables[req_id], chain(tokens, request.scope), step))
+        for tables, contents, step in work:
+            self.memory.read_states(tables, contents, step.start)
+        written = set()
+        for tables, contents, step in work:
+            self.memory.write(tables, contents, step.start, step.end, written)
+        for tables, contents, step in work:
+            self.memory.read(tables, contents, step.start, step.end)
+        for req_id, step in self.pending.items():
+            self.finish_step(req_id, step, draw)
+        self.pending = {}
+        self.check_contents()
+
+    def finish_step(self, req_id, step, draw):
+        request, real = self.requests[req_id], self.real_requests[req_id]
+        num_accepted = draw.randint(0, len(step.drafts))
+        request.has_run = True
+        request.num_computed = step.end - len(step.drafts) + num_accepted
+        if request.num_computed >= len(request.tokens):
+            request.tokens += step.drafts[:num_accepted]
+            if len(request.tokens) < MAX_MODEL_LEN:
+                request.tokens.append(draw.randrange(3))
+            real.hash()
+            self.note_hashes(request, real)
+
+    # -- the end of requests ----------------------------------------------------------------
+
+    @precondition(lambda self: self.requests)
+    @rule(which=st.integers(0, 100))
+    def free(self, which):
+        """Also in the middle of a step: then what the step was to compute is never there.
+
+        But not when others may have hit it: a scheduler lets nobody in before it preempts; nor
+        when it was let in with tokens to be loaded.
+        """
+        req_id = sorted(self.requests)[which % len(self.requests)]
+        if req_id in self.loads:
+            return
+        if req_id in self.pending and self.pending[req_id].num_requests < self.num_requests:
+            return
+        self.free_request(req_id)
+
+    def free_request(self, req_id):
+        self.pending.pop(req_id, None)
+        request = self.requests.pop(req_id)
+        real = self.real_requests.pop(req_id)
+        self.real.free(real)
+        self.slow.free(request)
+
+    @rule()
+    def reset(self):
+        num_permanent = sum(map(len, self.slow.sinks))
+        assert self.real.reset_prefix_cache() == self.slow.pool.reset(num_permanent)
+
+    # -- comparison -------------------------------------------------------------------------
+
+    def check_tables(self, request):
+        tables = self.real.get_block_ids(request.request_id)
+        assert list(tables) == self.slow.tables[request.request_id]
+
+    def check_contents(self):
+        """Whatever can be found has been written, and is what its key says."""
+        for (group, scope, tokens), block_id in self.slow.pool.cached:
+            i = len(tokens) // self.kinds[group].block_size - 1
+            assert self.memory.holds(group, block_id, chain(tokens, scope), i)
+
+    @invariant()
+    def is_the_same(self):
+        if not hasattr(self, "real"):
+            return
+        self.real.check_invariants()
+        pool, slow = self.real.block_pool, self.slow.pool
+        assert [b.block_id for b in pool.free_block_queue.get_all_free_blocks()] == slow.free
+        assert [block.ref_cnt for block in pool.blocks] == list(slow.refs.values())
+        found = [
+            (self.key_of_hash[key], block.block_id)
+            for key, block in pool.cached_block_hash_to_block.items()
+        ]
+        assert sorted(found, key=repr) == sorted(slow.cached, key=repr)
+        for request in self.requests.values():
+            self.check_tables(request)
+        self.check_events()
+
+    def check_events(self):
+        for event in self.real.take_events():
+            if isinstance(event, AllBlocksCleared):
+                self.known_outside.clear()
+                continue
+            keys = {make_block_hash_with_group_id(h, event.group_id) for h in event.block_hashes}
+            if not isinstance(event, BlockStored):
+                self.known_outside -= keys
+                continue
+            self.known_outside |= keys
+            last = self.key_of_hash[
+                make_block_hash_with_group_id(event.block_hashes[-1], event.group_id)
+            ]
+            assert last[2][-len(event.token_ids) :] == tuple(event.token_ids)
+        known = {self.key_of_hash[key] for key in self.known_outside}
+        assert known == {key for key, _ in self.slow.pool.cached}
+        assert all(get_block_hash(key) and get_group_id(key) >= 0 for key in self.known_outside)
+
+    def teardown(self):
+        if not hasattr(self, "real"):
+            return
+        self.execute(0)
+        for req_id in sorted(self.requests):
+            request = self.requests[req_id]
+            for table, kind in zip(self.slow.tables[req_id], self.kinds, strict=True):
+                if kind.name == "cross":
+                    continue
+                left = num_blocks_left_behind(kind, request.num_computed)
+                assert all(table[left : request.num_computed // kind.block_size])
+            self.free_request(req_id)
+        self.is_the_same()
+        assert self.real.usage == 0
+        assert self.real.reset_prefix_cache()

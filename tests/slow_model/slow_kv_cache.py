@@ -1,0 +1,268 @@
+"""SlowKVCache: block tables of several groups over one pool, by building each table anew."""
+
+from tests.slow_model.attention_kinds import longest_hit, num_blocks_left_behind
+from tests.slow_model.slow_pool import SlowPool
+
+NULL = SlowPool.NULL
+NEW = ("new", None)
+
+
+def blocks_for(num_tokens, block_size):
+    return len(range(0, num_tokens, block_size))
+
+
+def most_blocks_at_once(kind, num_tokens, num_new):
+    """Most blocks that a request of `num_tokens` holds if it computes `num_new` a step.
+
+    What it reads before a step's tokens, and these, may begin anywhere in a block.
+    """
+    if kind.name == "mamba":
+        return 1 + blocks_for(num_new, kind.block_size)
+    if kind.name not in ("window", "chunk"):
+        return blocks_for(num_tokens, kind.block_size)
+    num_before = kind.size - 1 if kind.name == "window" else kind.size
+    num_held = min(num_before + num_new, num_tokens)
+    return min(blocks_for(num_held, kind.block_size) + 1, blocks_for(num_tokens, kind.block_size))
+
+
+class SlowKVCache:
+    """Block tables per request and group. A request has `request_id`, `tokens`, `scope` (salt,
+    adapter: whatever separates equal tokens), `num_computed` and `skips_reading`.
+
+    `copies` collects (source, target) of copy-on-write until the test takes them; all are done at
+    once, before the step's writes.
+    """
+
+    def __init__(self, kinds, num_blocks, *, max_model_len, caching, use_eagle=False):
+        self.kinds = kinds
+        self.pool = SlowPool(num_blocks)
+        # Sinks belong to the layers: they are taken first, and stand in no request's table.
+        self.sinks = [
+            self.pool.get_new(kind.size // kind.block_size) for kind in kinds if kind.name == "sink"
+        ]
+        self.max_model_len = max_model_len
+        self.caching = caching
+        self.use_eagle = use_eagle
+        self.tables = {}
+        # Per request and group: leading blocks that were made findable, or were found.
+        self.num_registered = {}
+        # Tokens that were there when it was admitted, in hits or in another's blocks.
+        self.num_found = {}
+        self.copies = []
+        # States that the step being decided writes. Layers read states before they write any, so
+        # nobody can go on from these before the next step.
+        self.fresh_states = set()
+
+    def key(self, request, group, block_idx):
+        end = (block_idx + 1) * self.kinds[group].block_size
+        return (group, request.scope, tuple(request.tokens[:end]))
+
+    def get_computed(self, request):
+        """Block ids per group of the longest hit, and its tokens; the last token is computed."""
+        nothing = [[] for _ in self.kinds]
+        if not self.caching or request.skips_reading:
+            return nothing, 0
+
+        def found(group, block_idx):
+            return self.pool.find(self.key(request, group, block_idx))
+
+        length = longest_hit(
+            self.kinds,
+            len(request.tokens) - 1,
+            lambda group, i: found(group, i) is not None,
+            use_eagle=self.use_eagle,
+        )
+        blocks = []
+        for group, kind in enumerate(self.kinds):
+            left = num_blocks_left_behind(kind, length)
+            num = length // kind.block_size
+            blocks.append([NULL if i < left else found(group, i) for i in range(num)])
+        return blocks, length
+
+    def forked(self, source_id, num_tokens, num_computed):
+        """The source's blocks of its first `num_tokens` tokens; None where some are not there."""
+        tables = self.tables.get(source_id)
+        if tables is None or num_tokens > num_computed:
+            return None
+        blocks = []
+        for kind, table in zip(self.kinds, tables, strict=True):
+            if kind.name == "cross":
+                blocks.append(list(table))
+                continue
+            part = table[: blocks_for(num_tokens, kind.block_size)]
+            left = num_blocks_left_behind(kind, num_tokens)
+            if any(block_id == NULL for block_id in part[left:]):
+                return None
+            # A state is that of the last token computed, and of no earlier one in its block.
+            in_its_block = num_tokens % kind.block_size != 0
+            if kind.name == "mamba" and in_its_block and num_tokens != num_computed:
+                return None
+            blocks.append([NULL] * left + part[left:])
+        return blocks
+
+    def planned_tables(self, request, computed, end, hits, encoder):
+        """Each group's table after the allocation.
+
+        An entry is a block id, or NEW, or ("copy", block id): a new block that begins with the
+        content of that one, or ("replace", block id): a new block instead of that one.
+
+        Args:
+            computed: Tokens whose keys and values are there before the step.
+            end: Tokens that must have a slot.
+        """
+        planned = []
+        for group, kind in enumerate(self.kinds):
+            old = (
+                self.tables[request.request_id][group] if request.request_id in self.tables else []
+            )
+            if kind.name == "cross":
+                # The encoder's tokens are all there from the start, and nobody writes them again.
+                held = old or hits[group]
+                planned.append(held + [NEW] * (blocks_for(encoder, kind.block_size) - len(held)))
+                continue
+            left = num_blocks_left_behind(kind, computed)
+            table = []
+            for i in range(max(len(old), blocks_for(end, kind.block_size))):
+                if i < left:
+                    table.append(NULL)
+                elif i < len(old):
+                    table.append(old[i])
+                elif i < len(hits[group]):
+                    table.append(hits[group][i])
+                else:
+                    table.append(NEW)
+            for i in range(computed // kind.block_size, blocks_for(end, kind.block_size)):
+                block_id = table[i]
+                if block_id not in (NEW, NULL) and self.is_shared(block_id, i < len(old)):
+                    is_empty = i * kind.block_size >= computed
+                    table[i] = ("replace" if is_empty else "copy", block_id)
+            planned.append(table)
+        return planned
+
+    def is_shared(self, block_id, is_own):
+        num_others = self.pool.refs[block_id] - (1 if is_own else 0)
+        return num_others > 0 or self.pool.key_of(block_id) is not None
+
+    def cost(self, table):
+        """Free blocks that it takes: new ones, copies, and hits that nobody holds."""
+        num_new = sum(isinstance(entry, tuple) for entry in table)
+        named = {entry[1] if isinstance(entry, tuple) else entry for entry in table}
+        return num_new + sum(self.pool.refs[block_id] == 0 for block_id in named - {None, NULL})
+
+    def leave_behind(self, request, computed):
+        """Gives up what no later token reads: the newest first, group by group."""
+        for kind, table in zip(self.kinds, self.tables.get(request.request_id, ()), strict=False):
+            left = min(num_blocks_left_behind(kind, computed), len(table))
+            if kind.name == "cross":
+                continue
+            self.pool.give_back([table[i] for i in reversed(range(left))])
+            for i in range(left):
+                table[i] = NULL
+
+    def allocate(
+        self,
+        request,
+        num_new,
+        *,
+        num_hit=0,
+        hits=None,
+        lookahead=0,
+        external=0,
+        delay=False,
+        encoder=0,
+        must_fit=False,
+    ):
+        """True if there was room. If not, nothing changed but what left the window."""
+        hits = hits or [[] for _ in self.kinds]
+        computed = request.num_computed + num_hit + external
+        end = min(computed + num_new + lookahead, self.max_model_len)
+        self.leave_behind(request, computed)
+        if any(blocks and blocks[-1] in self.fresh_states for blocks in hits):
+            return False
+        planned = self.planned_tables(request, computed, end, hits, encoder)
+        if sum(map(self.cost, planned)) > len(self.pool.free):
+            return False
+        if must_fit and not self.whole_sequence_fits(request, computed, num_new, hits, encoder):
+            return False
+        self.execute(request, planned, computed - external)
+        if self.caching and not delay:
+            self.register(request, min(computed + num_new, len(request.tokens)), written_now=True)
+        return True
+
+    def whole_sequence_fits(self, request, computed, num_new, hits, encoder):
+        """Whether all tokens that are known could be computed, `num_new` of them a step."""
+        whole = min(max(computed + num_new, len(request.tokens)), self.max_model_len)
+        planned = self.planned_tables(request, computed, whole, hits, encoder)
+        num_needed = 0
+        for kind, table in zip(self.kinds, planned, strict=True):
+            most = most_blocks_at_once(kind, whole, max(num_new, 1))
+            num_needed += self.cost(table) if kind.name == "cross" else min(self.cost(table), most)
+        return num_needed <= len(self.pool.free)
+
+    def execute(self, request, planned, num_found):
+        """Takes the blocks of `planned`.
+
+        Args:
+            num_found: Tokens whose keys and values were in blocks before: held, hit or forked.
+        """
+        is_first = request.request_id not in self.tables
+        if is_first:
+            self.tables[request.request_id] = [[] for _ in self.kinds]
+            self.num_found[request.request_id] = num_found
+            self.num_registered[request.request_id] = [
+                0 if kind.name == "cross" else num_found // kind.block_size for kind in self.kinds
+            ]
+        tables = self.tables[request.request_id]
+        # Hits of all groups come first: a new block must not be one of them.
+        for old, table in zip(tables, planned, strict=True):
+            entries = [entry[1] if isinstance(entry, tuple) else entry for entry in table]
+            self.pool.touch([entry for entry in entries[len(old) :] if entry is not None])
+        for group, table in enumerate(planned):
+            dropped = []
+            for i, entry in enumerate(table):
+                if isinstance(entry, tuple):
+                    (table[i],) = self.pool.get_new(1)
+                    if entry[0] == "copy":
+                        # What is still to be copied there is what it will hold.
+                        source = {target: first for first, target in self.copies}
+                        self.copies.append((source.get(entry[1], entry[1]), table[i]))
+                    if entry != NEW:
+                        dropped.append(entry[1])
+            self.pool.give_back(dropped)
+            tables[group] = table
+
+    def register(self, request, num_tokens, *, written_now=False):
+        """Makes findable what the first `num_tokens` tokens fill.
+
+        Args:
+            written_now: By the step being decided; else it is there already.
+        """
+        for group, kind in enumerate(self.kinds):
+            if kind.name == "cross":
+                continue
+            done = self.num_registered[request.request_id][group]
+            num_full = num_tokens // kind.block_size
+            for i in range(done, num_full):
+                block_id = self.tables[request.request_id][group][i]
+                if block_id != NULL:
+                    self.pool.cache(block_id, self.key(request, group, i))
+                    if kind.name == "mamba" and written_now:
+                        self.fresh_states.add(block_id)
+            self.num_registered[request.request_id][group] = max(done, num_full)
+
+    def start_step(self):
+        self.fresh_states = set()
+
+    def free(self, request):
+        """Gives all up, the last block first; what was never computed cannot be found any more."""
+        tables = self.tables.pop(request.request_id, None)
+        if tables is None:
+            return
+        registered = self.num_registered.pop(request.request_id)
+        num_there = max(request.num_computed, self.num_found.pop(request.request_id))
+        for kind, table, num in zip(self.kinds, tables, registered, strict=True):
+            for i in range(num_there // kind.block_size, num):
+                self.pool.forget(table[i])
+            self.pool.give_back(table[::-1])
+        # Nobody needs what nobody holds.
+        self.copies = [copy for copy in self.copies if self.pool.refs[copy[1]] > 0]

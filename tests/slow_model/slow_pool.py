@@ -1,0 +1,76 @@
+"""SlowPool: the rules of the block pool, written with lists and dicts, in O(n) everywhere."""
+
+
+class SlowPool:
+    """Who holds which block, in which order free blocks are handed out, and what can be found.
+
+    `free` holds the ids of blocks that nobody holds, the next to be handed out in front. `cached`
+    holds (key, block id) pairs in the order in which they became findable: a look-up takes the
+    first. A key is whatever names a block's content; here it is the content itself.
+    """
+
+    NULL = 0
+
+    def __init__(self, num_blocks):
+        self.num_blocks = num_blocks
+        self.free = list(range(1, num_blocks))
+        self.refs = dict.fromkeys(range(num_blocks), 0)
+        self.cached = []
+
+    def get_new(self, num_blocks):
+        """The first free blocks; what they cached is forgotten now, not when they were freed."""
+        assert num_blocks <= len(self.free), "more blocks than are free"
+        taken = self.free[:num_blocks]
+        self.free = self.free[num_blocks:]
+        for block_id in taken:
+            self.forget(block_id)
+            self.refs[block_id] = 1
+        return taken
+
+    def touch(self, block_ids):
+        for block_id in block_ids:
+            if block_id == self.NULL:
+                continue
+            if self.refs[block_id] == 0:
+                self.free.remove(block_id)
+            self.refs[block_id] += 1
+
+    def give_back(self, block_ids):
+        """Takes a holder from each; those that nobody holds now queue up in the order given."""
+        freed = []
+        for block_id in block_ids:
+            if block_id == self.NULL:
+                continue
+            assert self.refs[block_id] > 0, "nobody holds it"
+            self.refs[block_id] -= 1
+            if self.refs[block_id] == 0:
+                freed.append(block_id)
+        self.free += freed
+
+    def cache(self, block_id, key):
+        assert block_id != self.NULL
+        assert self.key_of(block_id) is None
+        self.cached.append((key, block_id))
+
+    def find(self, key):
+        """The block that became findable under `key` first, or None."""
+        for cached_key, block_id in self.cached:
+            if cached_key == key:
+                return block_id
+        return None
+
+    def key_of(self, block_id):
+        for key, cached_id in self.cached:
+            if cached_id == block_id:
+                return key
+        return None
+
+    def forget(self, block_id):
+        self.cached = [entry for entry in self.cached if entry[1] != block_id]
+
+    def reset(self, num_permanent=0):
+        """Forgets all that can be found, if nobody holds a block but for permanent ones."""
+        if sum(self.refs.values()) > num_permanent:
+            return False
+        self.cached = []
+        return True

@@ -1,0 +1,169 @@
+"""SlowRunner: does what a SchedulerOutput says on a KVMemory, and fails when a read is wrong."""
+
+import dataclasses
+
+from paxkv.contracts.runner_output import KVConnectorOutput, ModelRunnerOutput
+from tests.slow_model.kv_memory import KVMemory, chain
+
+VOCAB_SIZE = 20
+
+
+def next_token(content):
+    """The model: the token after a prefix is a function of what the cache holds for it."""
+    return content % 9973 % VOCAB_SIZE
+
+
+@dataclasses.dataclass
+class Row:
+    """One request as the runner knows it."""
+
+    token_ids: list
+    num_prompt_tokens: int
+    tables: list
+    num_computed: int
+    scope: object
+
+    @property
+    def contents(self):
+        return chain(self.token_ids, self.scope)
+
+
+class SlowRunner:
+    """The device's half of a step. Scopes of requests are registered in `scope_of`.
+
+    Args:
+        max_model_len: No position at or past it is ever computed or sampled.
+    """
+
+    def __init__(self, kinds, *, num_blocks, max_model_len):
+        self.kinds = kinds
+        self.num_blocks = num_blocks
+        self.max_model_len = max_model_len
+        self.memory = KVMemory(kinds)
+        self.scope_of = {}
+        self.rows = {}
+        # Loads under way: request id -> transfer; and what is to be loaded.
+        self.loading = {}
+        self.tokens_to_load = {}
+
+    def execute(self, output, *, draw, num_drafts=0, tokens_per_sample=1, load_done=True):
+        """Runs one step.
+
+        Args:
+            draw: random.Random, for drafts right and wrong.
+            num_drafts: Most draft tokens that a request gets for its next step.
+            tokens_per_sample: Tokens that a request without drafts samples in one step.
+            load_done: Whether loads under way end in this step.
+        """
+        self.update_rows(output)
+        self.memory.copy([(c.source_block_id, c.target_block_id) for c in output.block_copies])
+        self.memory.zero(output.new_block_ids_to_zero)
+        connector_output = self.load(output, load_done)
+        work = []
+        for req_id, num_tokens in output.num_scheduled_tokens.items():
+            row = self.rows[req_id]
+            drafts = output.scheduled_spec_decode_tokens.get(req_id, [])
+            start, end = row.num_computed, row.num_computed + num_tokens
+            assert end <= self.max_model_len - 1, "a position that is only ever sampled"
+            assert len(drafts) == max(0, end - len(row.token_ids)), "drafts and tokens scheduled"
+            work.append((row, start, end, drafts, chain(row.token_ids + drafts, row.scope)))
+        for row, start, _end, _drafts, contents in work:
+            self.memory.read_states(row.tables, contents, start)
+        written = set()
+        for row, start, end, _drafts, contents in work:
+            self.memory.write(row.tables, contents, start, end, written)
+        for row, start, end, _drafts, contents in work:
+            self.memory.read(row.tables, contents, start, end)
+        sampled, proposals = {}, {}
+        for req_id, (row, _start, end, drafts, _contents) in zip(
+            output.num_scheduled_tokens, work, strict=True
+        ):
+            sampled[req_id] = self.sample(row, end, drafts, tokens_per_sample)
+            if num_drafts and sampled[req_id]:
+                proposals[req_id] = self.propose(row, draw, num_drafts)
+        # The runner's order is its own.
+        req_ids = list(sampled)[::-1]
+        return ModelRunnerOutput(
+            req_ids=req_ids,
+            sampled_token_ids=[sampled[req_id] for req_id in req_ids],
+            logprobs=[None] * len(req_ids),
+            draft_token_ids=proposals,
+            kv_connector_output=connector_output,
+        )
+
+    def sample(self, row, end, drafts, tokens_per_sample):
+        """Accepts drafts as far as they are right, and adds the token behind them."""
+        if end < len(row.token_ids):
+            row.num_computed = end
+            return []
+        num_known = len(row.token_ids)
+        row.token_ids.append(next_token(row.contents[-1]))
+        while drafts and row.token_ids[-1] == drafts[0]:
+            drafts = drafts[1:]
+            row.token_ids.append(next_token(row.contents[-1]))
+        while len(row.token_ids) < num_known + tokens_per_sample:
+            row.token_ids.append(next_token(row.contents[-1]))
+        sampled = row.token_ids[num_known:]
+        row.num_computed = end - len(drafts)
+        return sampled
+
+    def propose(self, row, draw, num_drafts):
+        """Drafts for the next step: each right, but now and then one is wrong."""
+        token_ids = list(row.token_ids)
+        for _ in range(draw.randint(0, num_drafts)):
+            token = next_token(chain(token_ids, row.scope)[-1])
+            token_ids.append(token if draw.random() < 0.7 else (token + 1) % VOCAB_SIZE)
+        return token_ids[len(row.token_ids) :]
+
+    def load(self, output, load_done):
+        """Fills blocks from outside; what is loaded is what the tokens would have written."""
+        metadata = output.kv_connector_metadata
+        if metadata is None:
+            return None
+        for transfer in metadata.loads:
+            self.loading[transfer.request_id] = transfer
+        finished = set()
+        for req_id, transfer in list(self.loading.items()):
+            if req_id not in output.num_scheduled_tokens and not load_done:
+                continue
+            self.loading.pop(req_id)
+            start = transfer.start_token_idx
+            contents = chain(self.tokens_to_load[req_id], self.scope_of[req_id])
+            tables = transfer.block_ids
+            self.memory.load(tables, contents, start, start + transfer.num_tokens)
+            if req_id not in output.num_scheduled_tokens:
+                finished.add(req_id)
+        return KVConnectorOutput(finished_recving=frozenset(finished))
+
+    def update_rows(self, output):
+        for req_id in output.finished_req_ids | output.preempted_req_ids:
+            self.rows.pop(req_id, None)
+        for new in output.scheduled_new_reqs:
+            assert new.req_id not in self.rows
+            self.rows[new.req_id] = Row(
+                list(new.prompt_token_ids),
+                len(new.prompt_token_ids),
+                [list(table) for table in new.block_ids],
+                new.num_computed_tokens,
+                self.scope_of[new.req_id],
+            )
+        cached = output.scheduled_cached_reqs
+        assert set(cached.all_token_ids) == cached.resumed_req_ids
+        for i, req_id in enumerate(cached.req_ids):
+            new_block_ids = cached.new_block_ids[i]
+            computed = cached.num_computed_tokens[i]
+            if req_id in cached.resumed_req_ids:
+                assert req_id not in self.rows
+                token_ids = list(cached.all_token_ids[req_id])
+                num_prompt_tokens = len(token_ids) - cached.num_output_tokens[i]
+                tables = [list(table) for table in new_block_ids]
+                scope = self.scope_of[req_id]
+                self.rows[req_id] = Row(token_ids, num_prompt_tokens, tables, computed, scope)
+            elif new_block_ids is not None:
+                assert any(new_block_ids)
+                for table, new in zip(self.rows[req_id].tables, new_block_ids, strict=True):
+                    table += new
+            row = self.rows[req_id]
+            # Positions are scheduled one after the other, without a gap or a repetition.
+            assert computed == row.num_computed
+            assert cached.num_output_tokens[i] == len(row.token_ids) - row.num_prompt_tokens

@@ -1,0 +1,480 @@
+"""SlowScheduler: the rules of scheduling, over SlowKVCache, one request after the other."""
+
+import dataclasses
+
+from tests.slow_model.slow_kv_cache import SlowKVCache
+
+
+@dataclasses.dataclass
+class SlowRequest:
+    """One request. `status` is "waiting", "remote", "running", "preempted" or "finished".
+
+    Args:
+        scope: What separates equal tokens of two requests: salt, adapter.
+        max_tokens: Prompt and output tokens at which it ends by its length.
+        stop_at: Tokens that end it.
+        external: Tokens that the connector has of its prompt; None while it does not know.
+        is_async: Whether they are loaded while other steps run.
+    """
+
+    request_id: str
+    tokens: list
+    num_prompt: int
+    scope: object
+    max_tokens: int
+    stop_at: frozenset = frozenset()
+    min_output: int = 0
+    priority: int = 0
+    arrival: float = 0.0
+    skips_reading: bool = False
+    fork_from: str | None = None
+    keep_blocks: bool = False
+    external: int | None = 0
+    is_async: bool = False
+    status: str = "waiting"
+    num_computed: int = 0
+    num_cached: int = 0
+    has_run: bool = False
+    num_loading: int = 0
+    is_loaded: bool = False
+    source: "SlowRequest | None" = None
+    drafts: list = dataclasses.field(default_factory=list)
+    # Tokens of its own that steps in flight bring.
+    num_on_their_way: int = 0
+
+    @property
+    def order(self):
+        return (self.priority, self.arrival, self.request_id)
+
+
+@dataclasses.dataclass
+class Prediction:
+    """What one step must look like.
+
+    Args:
+        wanted: Requests by id that its tokens are for: not those that ended or fell since.
+    """
+
+    num_scheduled: dict
+    computed_before: dict
+    drafts: dict
+    preempted: list
+    new: list
+    resumed: list
+    wanted: dict = dataclasses.field(default_factory=dict)
+    # Request id -> first token that the step loads for it.
+    loads: dict = dataclasses.field(default_factory=dict)
+
+
+class SlowScheduler:
+    """Predicts each step of the scheduler. `running` and `waiting` are plain lists."""
+
+    def __init__(
+        self,
+        kinds,
+        num_blocks,
+        *,
+        max_model_len,
+        caching,
+        policy,
+        max_num_seqs,
+        budget,
+        chunked,
+        threshold,
+        must_fit,
+        lookahead=0,
+        use_eagle=False,
+        is_async=False,
+    ):
+        self.kv = SlowKVCache(
+            kinds, num_blocks, max_model_len=max_model_len, caching=caching, use_eagle=use_eagle
+        )
+        self.max_model_len = max_model_len
+        self.policy = policy
+        self.max_num_seqs = max_num_seqs
+        self.max_budget = budget
+        self.chunked = chunked
+        self.threshold = threshold
+        self.must_fit = must_fit
+        self.lookahead = lookahead
+        # Whether a step may be decided before the tokens of the one before it are known.
+        self.is_async = is_async
+        self.in_flight = []
+        self.running = []
+        self.waiting = []
+        # Ended, but their blocks are kept for forks, or a load still writes into them.
+        self.kept = {}
+        self.loading_for_nobody = {}
+        # Preempted by a reset since the last step.
+        self.taken_by_reset = []
+
+    def add(self, request):
+        if request.fork_from is not None:
+            request.source = self.find(request.fork_from)
+        self.waiting.append(request)
+        self.sort_waiting()
+
+    def sort_waiting(self):
+        if self.policy == "priority":
+            self.waiting.sort(key=lambda request: request.order)
+
+    def schedule(self):
+        self.budget = self.max_budget
+        self.step = Prediction({}, {}, {}, [], [], [])
+        self.kv.start_step()
+        self.schedule_running()
+        # Who has just lost blocks goes first: nobody new is let in.
+        if not self.step.preempted:
+            self.schedule_waiting()
+        self.step.preempted += self.taken_by_reset
+        self.taken_by_reset = []
+        for request in self.running:
+            req_id = request.request_id
+            if req_id in self.step.num_scheduled:
+                self.step.computed_before[req_id] = request.num_computed
+                request.num_computed += self.step.num_scheduled[req_id]
+                self.step.wanted[req_id] = request
+                num_sure = len(request.tokens) + request.num_on_their_way
+                if self.is_async and request.num_computed == num_sure:
+                    request.num_on_their_way += 1
+        self.in_flight.append(self.step)
+        return self.step
+
+    def schedule_running(self):
+        for request in list(self.running):
+            if self.budget == 0:
+                break
+            if request not in self.running:
+                continue
+            num_new = len(request.tokens) + len(request.drafts) - request.num_computed
+            num_new += request.num_on_their_way
+            num_new = self.within_threshold(num_new)
+            num_new = min(num_new, self.budget)
+            # Its last token is only ever sampled: no draft that could not be kept is computed,
+            # and nothing at max_model_len - 1.
+            num_new = min(num_new, request.max_tokens - 1 - request.num_computed)
+            if num_new <= 0:
+                continue
+            while request in self.running:
+                if self.kv.allocate(request, num_new, lookahead=self.lookahead):
+                    self.give(request, num_new)
+                    break
+                is_alone = len(self.running) == 1
+                if not self.release_oldest_kept() and not (
+                    is_alone and self.drop_last_loaded(request)
+                ):
+                    self.preempt(self.victim())
+
+    def within_threshold(self, num_new):
+        return min(num_new, self.threshold) if self.threshold else num_new
+
+    def give(self, request, num_new):
+        self.step.num_scheduled[request.request_id] = num_new
+        self.budget -= num_new
+        end = request.num_computed + num_new
+        num_drafts = max(0, end - len(request.tokens) - request.num_on_their_way)
+        if num_drafts:
+            self.step.drafts[request.request_id] = request.drafts[:num_drafts]
+        request.drafts = []
+
+    def victim(self):
+        if self.policy == "priority":
+            return max(self.running, key=lambda request: request.order)
+        return self.running[-1]
+
+    def preempt(self, victim):
+        self.take_back(victim)
+        self.step.preempted.append(victim.request_id)
+        self.budget += self.step.num_scheduled.pop(victim.request_id, 0)
+        self.step.drafts.pop(victim.request_id, None)
+
+    def take_back(self, victim):
+        """Takes a running request's blocks; it starts anew, in front of those that never ran."""
+        self.running.remove(victim)
+        self.trust_no_load_on_its_way(victim)
+        self.kv.free(victim)
+        victim.status = "preempted"
+        victim.num_computed = 0
+        victim.is_loaded = False
+        victim.drafts = []
+        self.forget_tokens_on_their_way(victim)
+        self.waiting.insert(0, victim)
+        self.sort_waiting()
+
+    def trust_no_load_on_its_way(self, request):
+        """It may fail, so what came from it is not to be found when the request is gone."""
+        for step in self.in_flight:
+            if step.wanted.get(request.request_id) is request:
+                first = step.loads.get(request.request_id, request.num_computed)
+                request.num_computed = min(request.num_computed, first)
+
+    def forget_tokens_on_their_way(self, request):
+        request.num_on_their_way = 0
+        for step in self.in_flight:
+            if step.wanted.get(request.request_id) is request:
+                del step.wanted[request.request_id]
+
+    def schedule_waiting(self):
+        """Lets requests in from the front, until one must stop the scan.
+
+        One that cannot start for reasons of its own stays where it is, and blocks nobody.
+        """
+        for request in list(self.waiting):
+            if self.budget == 0 or len(self.running) == self.max_num_seqs:
+                return
+            if not self.try_to_admit(request):
+                return
+
+    def try_to_admit(self, request):
+        """False where the scan ends with this request."""
+        if request.status == "remote":
+            if not request.is_loaded:
+                return True
+            self.take_loaded(request)
+        hits, num_hit, external, is_async = None, 0, 0, False
+        forked = None
+        # Otherwise its blocks were loaded while it waited.
+        if request.num_computed == 0:
+            if self.waits_for_source(request):
+                return True
+            hits, num_hit = self.kv.get_computed(request)
+            forked = self.forked(request, num_hit)
+            if forked is not None:
+                hits, num_hit = forked
+            else:
+                external = self.external_tokens(request, num_hit)
+                if external is None:
+                    return True
+                is_async = external > 0 and request.is_async
+        computed = request.num_computed + num_hit + external
+        num_new = 0
+        if not is_async:
+            num_new = self.within_threshold(len(request.tokens) - computed)
+            # More than any step has is always split, or it would wait forever.
+            may_split = self.chunked or num_new > self.max_budget
+            if num_new > self.budget and not may_split:
+                return False
+            num_new = min(num_new, self.budget)
+        while not self.kv.allocate(
+            request,
+            num_new,
+            num_hit=num_hit,
+            hits=hits,
+            lookahead=self.admission_lookahead(request),
+            external=external,
+            delay=is_async,
+            # It protects those who run.
+            must_fit=self.must_fit and bool(self.running),
+        ):
+            # Nobody who runs gives way, but blocks that nobody runs on do.
+            if self.release_oldest_kept():
+                continue
+            if self.running:
+                return False
+            if self.drop_last_loaded(request):
+                continue
+            if forked is None:
+                return False
+            # All blocks are free, but a copy of a shared one would be one too many.
+            request.source = None
+            return self.try_to_admit(request)
+        if is_async:
+            request.status = "remote"
+            request.num_loading = computed
+            return True
+        request.num_computed = computed
+        if external > 0:
+            self.step.loads[request.request_id] = num_hit
+        self.admit(request, num_new)
+        return True
+
+    def admission_lookahead(self, request):
+        return self.lookahead if request.num_computed else 0
+
+    def admit(self, request, num_new):
+        self.waiting.remove(request)
+        self.running.append(request)
+        if request.has_run:
+            self.step.resumed.append(request.request_id)
+        else:
+            self.step.new.append(request.request_id)
+            request.num_cached = request.num_computed
+        request.has_run = True
+        request.source = None
+        request.status = "running"
+        self.give(request, num_new)
+
+    def external_tokens(self, request, num_hit):
+        """What the connector has beyond the hits, but for the last token, which is computed.
+
+        None while it does not know.
+        """
+        if request.external is None:
+            return None
+        return max(0, min(request.external, len(request.tokens) - 1) - num_hit)
+
+    def waits_for_source(self, request):
+        """Whether a fork should wait; a source that cannot be waited for is forgotten."""
+        source = request.source
+        if source is None or (source.status == "finished" and source in self.kept.values()):
+            return False
+        if source.status in ("finished", "preempted"):
+            request.source = None
+            return False
+        # What it hit may be written in this very step, after a fork's copies.
+        if source.request_id in self.step.new + self.step.resumed:
+            return True
+        return source.num_computed < self.num_shared(request)
+
+    def num_shared(self, request):
+        """Tokens at the start that are the same in the source; the fork's last is its own."""
+        if request.skips_reading or request.scope != request.source.scope:
+            return 0
+        num_shared = 0
+        for mine, theirs in zip(request.tokens[:-1], request.source.tokens, strict=False):
+            if mine != theirs:
+                break
+            num_shared += 1
+        return num_shared
+
+    def forked(self, request, num_hit):
+        """Blocks and tokens of the source, where they are more than the prefix hit; or None."""
+        if request.source is None:
+            return None
+        num_shared = min(self.num_shared(request), request.source.num_computed)
+        if num_shared <= num_hit:
+            return None
+        source = request.source
+        blocks = self.kv.forked(source.request_id, num_shared, source.num_computed)
+        return None if blocks is None else (blocks, num_shared)
+
+    def find(self, request_id):
+        for request in [*self.running, *self.waiting, *self.kept.values()]:
+            if request.request_id == request_id:
+                return request
+        return None
+
+    def loaded(self, request_ids):
+        """The connector has filled these requests' blocks."""
+        for request_id in list(self.loading_for_nobody):
+            if request_id in request_ids:
+                self.kv.free(self.loading_for_nobody.pop(request_id))
+        for request in self.waiting:
+            if request.request_id in request_ids:
+                request.is_loaded = True
+
+    def take_loaded(self, request):
+        """What was loaded counts, and others may hit it, from when the scan comes by."""
+        request.status = "preempted" if request.has_run else "waiting"
+        request.num_computed = request.num_loading
+        if self.kv.caching:
+            self.kv.register(request, request.num_computed)
+
+    def update(self, sampled, proposals):
+        """Takes the sampled tokens of the oldest step in flight, in the runner's order.
+
+        Returns:
+            request id -> (tokens kept, "stop", "length" or None).
+        """
+        step = self.in_flight[0]
+        results = {}
+        for req_id, tokens in sampled.items():
+            request = step.wanted.get(req_id)
+            if request is None or not tokens:
+                continue
+            num_drafts = len(step.drafts.get(req_id, []))
+            if num_drafts:
+                request.num_computed -= num_drafts + 1 - len(tokens)
+            request.num_on_their_way = max(0, request.num_on_their_way - 1)
+            kept, reason = [], None
+            for token in tokens:
+                request.tokens.append(token)
+                kept.append(token)
+                reason = self.reason_to_end(request)
+                if reason is not None:
+                    break
+            results[req_id] = (kept, reason)
+            if reason is None and self.is_async and self.kv.caching:
+                # Blocks that were full before their last token was known.
+                self.kv.register(request, min(request.num_computed, len(request.tokens)))
+            if reason is None and request.num_computed < len(request.tokens):
+                request.drafts = list(proposals.get(req_id, []))
+        self.in_flight.pop(0)
+        for req_id, (_, reason) in results.items():
+            if reason is not None:
+                self.end(step.wanted[req_id])
+        return results
+
+    def reason_to_end(self, request):
+        num_output = len(request.tokens) - request.num_prompt
+        if num_output >= request.min_output and request.tokens[-1] in request.stop_at:
+            return "stop"
+        return "length" if len(request.tokens) >= request.max_tokens else None
+
+    def end(self, request):
+        for queue in (self.running, self.waiting):
+            if request in queue:
+                queue.remove(request)
+        if request.request_id in self.taken_by_reset:
+            self.taken_by_reset.remove(request.request_id)
+        is_loading = request.status == "remote" and not request.is_loaded
+        self.trust_no_load_on_its_way(request)
+        self.forget_tokens_on_their_way(request)
+        request.status = "finished"
+        if is_loading:
+            self.loading_for_nobody[request.request_id] = request
+        elif request.keep_blocks:
+            # A step may have been sent off for drafts past its end.
+            request.num_computed = min(request.num_computed, len(request.tokens))
+            self.kept[request.request_id] = request
+        else:
+            self.kv.free(request)
+
+    def reset(self, reset_running):
+        """Forgets all that can be found, if nobody holds a block or those may lose theirs."""
+        loaded = self.loaded_requests()
+        if self.loading_for_nobody or any(r.status == "remote" for r in self.waiting):
+            return False
+        if (self.running or loaded) and not reset_running:
+            return False
+        for request in reversed(loaded):
+            self.drop_loaded(request)
+        for request in reversed(list(self.running)):
+            self.taken_by_reset.append(request.request_id)
+            self.take_back(request)
+        while self.release_oldest_kept():
+            pass
+        return self.kv.pool.reset()
+
+    def release_oldest_kept(self):
+        if not self.kept:
+            return False
+        oldest = next(iter(self.kept))
+        self.kv.free(self.kept.pop(oldest))
+        return True
+
+    def loaded_requests(self):
+        """Those that wait and hold blocks that nothing is loaded into any more."""
+        return [request for request in self.waiting if request.is_loaded]
+
+    def drop_last_loaded(self, spared):
+        loaded = [request for request in self.loaded_requests() if request is not spared]
+        if not loaded:
+            return False
+        self.drop_loaded(loaded[-1])
+        return True
+
+    def drop_loaded(self, request):
+        if request.status == "remote":
+            request.status = "preempted" if request.has_run else "waiting"
+        self.kv.free(request)
+        request.num_computed = 0
+        request.is_loaded = False
+
+    def abort(self, request_id):
+        request = self.find(request_id)
+        if request is None:
+            return
+        request.keep_blocks = False
+        self.kept.pop(request_id, None)
+        self.end(request)

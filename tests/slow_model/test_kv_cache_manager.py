@@ -1,0 +1,101 @@
+"""The KV cache manager is the slow model of it, over every kind of group."""
+
+import pytest
+
+from tests.slow_model.manager_machine import ManagerMachine
+from tests.slow_model.specs import chunk, cross, full, mamba, sink, window
+from tests.slow_model.state_machine_settings import long, quick
+
+
+class FullMachine(ManagerMachine):
+    KINDS = ((full(2),), (full(4),))
+    CACHING = (True, True, True, False)
+
+
+class WindowMachine(ManagerMachine):
+    KINDS = tuple((window(size, 2),) for size in (2, 3, 4, 5, 6, 9)) + ((window(6, 4),),)
+    CACHING = (True, True, True, False)
+
+
+class ChunkMachine(ManagerMachine):
+    KINDS = tuple((chunk(size, 2),) for size in (2, 4, 6, 8))
+
+
+class MambaMachine(ManagerMachine):
+    KINDS = ((mamba(2),), (mamba(4),), (full(2), mamba(2)), (full(2), mamba(4)))
+    MAX_DRAFTS = 0
+
+
+class HybridMachine(ManagerMachine):
+    KINDS = (
+        (full(2), window(4, 2)),
+        (full(2), window(3, 2), window(3, 2)),
+        (window(5, 2), full(2)),
+        (full(4), window(4, 2)),
+        (full(2), window(7, 4)),
+        (full(2), window(3, 2), window(7, 4)),
+        (full(2), chunk(4, 2)),
+        (window(4, 2), window(8, 4)),
+        (window(4, 2), chunk(8, 4)),
+        (full(2), full(4)),
+    )
+    CACHING = (True, True, True, True, False)
+
+
+class CrossAndSinkMachine(ManagerMachine):
+    KINDS = ((full(2), cross(2)), (cross(4), full(4)), (sink(2, 2),), (sink(8, 4), window(5, 2)))
+    CACHING = (True, False)
+
+
+class TestFull(FullMachine.TestCase):
+    settings = quick(80)
+
+
+class TestWindow(WindowMachine.TestCase):
+    settings = quick(80)
+
+
+class TestChunk(ChunkMachine.TestCase):
+    settings = quick(60)
+
+
+class TestMamba(MambaMachine.TestCase):
+    settings = quick(60)
+
+
+class TestCrossAndSink(CrossAndSinkMachine.TestCase):
+    settings = quick(80)
+
+
+class TestHybrid(HybridMachine.TestCase):
+    settings = quick(100)
+
+
+@pytest.mark.slow
+class TestFullForLong(FullMachine.TestCase):
+    settings = long(1000)
+
+
+@pytest.mark.slow
+class TestWindowForLong(WindowMachine.TestCase):
+    settings = long(1000)
+
+
+@pytest.mark.slow
+class TestChunkForLong(ChunkMachine.TestCase):
+    settings = long(1000)
+
+
+@pytest.mark.slow
+class TestMambaForLong(MambaMachine.TestCase):
+    settings = long(1000)
+
+
+@pytest.mark.slow
+class TestCrossAndSinkForLong(CrossAndSinkMachine.TestCase):
+    settings = long(1000)
+
+
+@pytest.mark.slow
+class TestHybridForLong(HybridMachine.TestCase):
+    settings = long(2000)

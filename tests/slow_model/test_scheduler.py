@@ -1,0 +1,92 @@
+"""The scheduler is the slow model of it, and each request gets the tokens that it gets alone."""
+
+import pytest
+
+from paxkv.scheduler.async_scheduler import AsyncScheduler
+from tests.slow_model.scheduler_machine import SchedulerMachine
+from tests.slow_model.specs import chunk, full, mamba, window
+from tests.slow_model.state_machine_settings import long, quick
+
+
+class PriorityMachine(SchedulerMachine):
+    POLICY = "priority"
+
+
+class HybridMachine(SchedulerMachine):
+    KINDS = (
+        (full(2), window(4, 2)),
+        (full(2), window(3, 2), window(3, 2)),
+        (full(4), window(4, 2)),
+        (full(2), window(7, 4)),
+        (full(2), mamba(4)),
+        (full(2), chunk(4, 2)),
+        (window(5, 2),),
+    )
+
+
+class HybridPriorityMachine(HybridMachine):
+    POLICY = "priority"
+
+
+class AsyncMachine(HybridMachine):
+    KINDS = (*SchedulerMachine.KINDS, *HybridMachine.KINDS)
+    SCHEDULER = AsyncScheduler
+    NUM_STEPS_IN_FLIGHT = 2
+
+
+class AsyncPriorityMachine(AsyncMachine):
+    POLICY = "priority"
+
+
+class TestFCFS(SchedulerMachine.TestCase):
+    settings = quick(60)
+
+
+class TestPriority(PriorityMachine.TestCase):
+    settings = quick(60)
+
+
+class TestHybrid(HybridMachine.TestCase):
+    settings = quick(60)
+
+
+class TestHybridPriority(HybridPriorityMachine.TestCase):
+    settings = quick(60)
+
+
+class TestAsync(AsyncMachine.TestCase):
+    settings = quick(40)
+
+
+class TestAsyncPriority(AsyncPriorityMachine.TestCase):
+    settings = quick(40)
+
+
+@pytest.mark.slow
+class TestFCFSForLong(SchedulerMachine.TestCase):
+    settings = long(1000)
+
+
+@pytest.mark.slow
+class TestPriorityForLong(PriorityMachine.TestCase):
+    settings = long(1000)
+
+
+@pytest.mark.slow
+class TestHybridForLong(HybridMachine.TestCase):
+    settings = long(1000)
+
+
+@pytest.mark.slow
+class TestHybridPriorityForLong(HybridPriorityMachine.TestCase):
+    settings = long(1000)
+
+
+@pytest.mark.slow
+class TestAsyncForLong(AsyncMachine.TestCase):
+    settings = long(1000)
+
+
+@pytest.mark.slow
+class TestAsyncPriorityForLong(AsyncPriorityMachine.TestCase):
+    settings = long(1000)
