@@ -1,6 +1,7 @@
 """`LLM`: the offline door: the same engine as the server's, called from Python."""
 
 import contextlib
+import dataclasses
 import sys
 import threading
 import weakref
@@ -47,7 +48,9 @@ class LLM:
         seed: Of random weights and of requests that bring no seed.
         max_model_len: Most tokens of prompt and output together; None is the model's own limit.
 
-    The other arguments are fields of `paxkv.config`, explained there.
+        scheduling_policy: `SchedulerConfig.policy`, under vLLM's name.
+        settings: Any field of `CacheConfig` and `SchedulerConfig`, as in
+            `LLM(block_size=32, enable_prefix_caching=False)`.
 
     Raises:
         TypeError: An argument of another name.
@@ -63,42 +66,17 @@ class LLM:
         seed: int = 0,
         max_model_len: int | None = None,
         load_format: LoadFormat = "auto",
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 512,
-        enable_chunked_prefill: bool = True,
-        long_prefill_token_threshold: int = 0,
         scheduling_policy: SchedulerPolicy = "fcfs",
-        block_size: int = 16,
-        enable_prefix_caching: bool = True,
-        num_gpu_blocks_override: int | None = None,
-        gpu_memory_utilization: float = 0.9,
-        cpu_kv_cache_bytes: int = 256 * 2**20,
-        prefix_caching_seed: str | None = None,
+        **settings: int | float | bool | str | None,
     ) -> None:
-        config = EngineConfig(
-            model=ModelConfig(
-                model=None if model is None else str(model),
-                dtype=dtype,
-                seed=seed,
-                max_model_len=max_model_len,
-                load_format=load_format,
-            ),
-            cache=CacheConfig(
-                block_size=block_size,
-                enable_prefix_caching=enable_prefix_caching,
-                num_gpu_blocks_override=num_gpu_blocks_override,
-                gpu_memory_utilization=gpu_memory_utilization,
-                cpu_kv_cache_bytes=cpu_kv_cache_bytes,
-                prefix_caching_seed=prefix_caching_seed,
-            ),
-            scheduler=SchedulerConfig(
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                enable_chunked_prefill=enable_chunked_prefill,
-                long_prefill_token_threshold=long_prefill_token_threshold,
-                policy=scheduling_policy,
-            ),
+        model_config = ModelConfig(
+            model=None if model is None else str(model),
+            dtype=dtype,
+            seed=seed,
+            max_model_len=max_model_len,
+            load_format=load_format,
         )
+        config = _engine_config(model_config, {"policy": scheduling_policy} | settings)
         self._engine = build_engine(config, show_progress=sys.stderr.isatty())
         self._client = build_llm_client(self._engine)
         self._lock = threading.Lock()
@@ -392,3 +370,20 @@ def _check_completed(output: RequestOutput) -> None:
             f"the engine refused request {output.request_id}, which was checked before; its log "
             "says why."
         )
+
+
+def _engine_config(model_config: ModelConfig, settings: Mapping[str, object]) -> EngineConfig:
+    """The config in which each setting stands where its name does."""
+    cache_names = {field.name for field in dataclasses.fields(CacheConfig)}
+    scheduler_names = {field.name for field in dataclasses.fields(SchedulerConfig)}
+    unknown = sorted(set(settings) - cache_names - scheduler_names)
+    if unknown:
+        raise TypeError(
+            f"LLM() has no argument {', '.join(unknown)}; settings are "
+            f"{', '.join(sorted(cache_names | scheduler_names))}."
+        )
+    return EngineConfig(
+        model=model_config,
+        cache=CacheConfig(**{k: v for k, v in settings.items() if k in cache_names}),
+        scheduler=SchedulerConfig(**{k: v for k, v in settings.items() if k in scheduler_names}),
+    )

@@ -338,3 +338,20 @@ def test_interpreter_ends_though_nobody_closed(tmp_path: Path) -> None:
     )
     assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
     assert "Processed prompts: 100%" in result.stderr
+
+
+def test_settings_of_cache_and_scheduler_reach_the_engine(
+    make_llm: Callable[..., LLM], tmp_path: Path
+) -> None:
+    trace = tmp_path / "steps.jsonl"
+    llm = make_llm(trace_file=str(trace), num_gpu_blocks_override=33, scheduling_policy="priority")
+    llm.generate("ab", SamplingParams(max_tokens=2), use_tqdm=False)
+    assert llm.get_stats().num_blocks == 33
+    llm.close()
+    header = trace.read_text().splitlines()[0]
+    assert '"policy":"priority"' in header
+
+
+def test_unknown_setting_is_named(make_llm: Callable[..., LLM]) -> None:
+    with pytest.raises(TypeError, match="no argument block_sizes; settings are .*block_size"):
+        make_llm(block_sizes=8)

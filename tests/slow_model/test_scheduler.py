@@ -39,7 +39,7 @@ class AsyncPriorityMachine(AsyncMachine):
 
 
 class TestFCFS(SchedulerMachine.TestCase):
-    settings = quick(60)
+    settings = quick(45)
 
 
 class TestPriority(PriorityMachine.TestCase):
@@ -47,19 +47,19 @@ class TestPriority(PriorityMachine.TestCase):
 
 
 class TestHybrid(HybridMachine.TestCase):
-    settings = quick(60)
+    settings = quick(45)
 
 
 class TestHybridPriority(HybridPriorityMachine.TestCase):
-    settings = quick(60)
+    settings = quick(45)
 
 
 class TestAsync(AsyncMachine.TestCase):
-    settings = quick(40)
+    settings = quick(30)
 
 
 class TestAsyncPriority(AsyncPriorityMachine.TestCase):
-    settings = quick(40)
+    settings = quick(30)
 
 
 @pytest.mark.slow
