@@ -1,6 +1,7 @@
 """The rules of paxkv/STYLE.md and paxkv/ARCHITECTURE.md that a program can check."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -177,6 +178,30 @@ def test_top_level_names_are_the_agreed_ones() -> None:
         pytest.skip("not a git checkout")
     names = {line.split("/")[0] for line in tracked.stdout.splitlines()}
     assert {n for n in names if not n.startswith(".")} <= TOP_LEVEL_NAMES
+
+
+def named_file(path: str, *, is_test: bool) -> Path | None:
+    """The file that the document means; it names them below paxkv/ and tests/paxkv/, mostly."""
+    below = (ROOT / "tests" / "paxkv", ROOT / "tests") if is_test else (ROOT / "paxkv",)
+    roots = (*below, ROOT)
+    exact = [root / path for root in roots if (root / path).is_file()]
+    # A bare name is one of the few files that are talked about around it.
+    anywhere = [p for p in SOURCES + TESTS if p.name == path]
+    return next(iter(exact + anywhere), None)
+
+
+def test_files_and_tests_that_the_architecture_names_exist() -> None:
+    text = (ROOT / "paxkv" / "ARCHITECTURE.md").read_text()
+    named = re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", text)
+    assert len(named) > 200
+    missing = []
+    for path, test in named:
+        is_test = bool(test) or Path(path).name.startswith("test_")
+        found = named_file(path, is_test=is_test)
+        pattern = rf"^(async )?(def|class) {test}\b|^{test} = "
+        if found is None or (test and not re.search(pattern, found.read_text(), re.M)):
+            missing.append(f"{path}::{test}")
+    assert missing == []
 
 
 def test_the_import_rule_finds_a_planted_violation(tmp_path: Path, monkeypatch) -> None:

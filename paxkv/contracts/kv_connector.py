@@ -11,7 +11,8 @@ class KVTransfer:
     """Blocks of one request to load or to save, whole or in part.
 
     Args:
-        block_ids: One list per KV cache group, from the request's first block on.
+        block_ids: One list per KV cache group, from the request's first block on; 0, the null
+            block, where the group needs none any more: nothing is moved there.
         start_token_idx: First token position to move.
         num_tokens: Token positions to move.
     """

@@ -39,7 +39,7 @@ class AsyncPriorityMachine(AsyncMachine):
 
 
 class TestFCFS(SchedulerMachine.TestCase):
-    settings = quick(45)
+    settings = quick(60)
 
 
 class TestPriority(PriorityMachine.TestCase):
@@ -55,7 +55,7 @@ class TestHybridPriority(HybridPriorityMachine.TestCase):
 
 
 class TestAsync(AsyncMachine.TestCase):
-    settings = quick(30)
+    settings = quick(80)
 
 
 class TestAsyncPriority(AsyncPriorityMachine.TestCase):
