@@ -289,7 +289,7 @@ def _at_least(name: str, value: int | None, low: int) -> None:
 def _zmq_endpoint(name: str, value: object) -> None:
     if not (isinstance(value, str) and value.startswith(("tcp://", "ipc://"))):
         raise ConfigError(
-            f"{name} must be a ZeroMQ address such as tcp://127.0.0.1:5557 or ipc:///tmp/events, "
+            f"{name} must be a ZeroMQ address such as tcp://127.0.0.1:5557 or ipc:///run/events, "
             f"got {value!r}."
         )
     port = value.rpartition(":")[2]

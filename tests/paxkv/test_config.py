@@ -51,9 +51,9 @@ def test_bad_setting_names_itself(make, word: str) -> None:
 
 def test_kv_events_are_what_the_json_says_and_off_without_it() -> None:
     assert CacheConfig().kv_events is None
-    text = '{"endpoint": "tcp://127.0.0.1:1", "replay_endpoint": "ipc:///tmp/r", "topic": "kv"}'
+    text = '{"endpoint": "tcp://127.0.0.1:1", "replay_endpoint": "ipc:///run/r", "topic": "kv"}'
     assert CacheConfig(kv_events_config=text).kv_events == KVEventsConfig(
-        endpoint="tcp://127.0.0.1:1", replay_endpoint="ipc:///tmp/r", topic="kv"
+        endpoint="tcp://127.0.0.1:1", replay_endpoint="ipc:///run/r", topic="kv"
     )
     assert CacheConfig(kv_events_config="{}").kv_events == KVEventsConfig()
     for off in ('{"enable_kv_cache_events": false}', '{"publisher": "null"}'):
