@@ -2,9 +2,11 @@
 
 import dataclasses
 import datetime
+import functools
 import importlib.metadata
 import json
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -81,8 +83,14 @@ def _versions() -> dict[str, str]:
     return versions
 
 
+@functools.cache
 def _commit() -> str:
-    """Short hash of the commit, with "+" where tracked files differ from it."""
+    """Short hash of the commit, with "+" where tracked files differ from it; "unknown" without git.
+
+    Of the moment when it is first asked for: a run is of the code that it started with.
+    """
+    if shutil.which("git") is None:
+        return "unknown"
     root = Path(__file__).resolve().parents[1]
 
     def git(*arguments: str) -> str:

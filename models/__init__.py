@@ -10,6 +10,7 @@ from models.errors import (
     WeightMismatchError,
 )
 from models.forward_batch import ForwardBatch, KVCache
+from models.kernel_settings import KernelSettings
 from models.kv_layers import LayerKVSpec, LayerPlacement, kv_cache_layers, place_layers
 from models.loading.load_model import load_model
 from models.loading.loaded_model import LoadedModel
@@ -21,6 +22,7 @@ __all__ = [
     "CheckpointNotFoundError",
     "ForwardBatch",
     "KVCache",
+    "KernelSettings",
     "LayerKVSpec",
     "LayerPlacement",
     "LoadedModel",

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-import pallas_kernels
 from models.config import ModelConfig
 from models.forward_batch import ForwardBatch, KVCache
+from models.kernel_settings import KernelSettings
 from models.kv_layers import LayerPlacement, kv_cache_layers, place_layers
 from models.layers.attention import Attention, AttentionContext
 from models.layers.linear import Embedding, Linear, dot_float32
@@ -76,10 +76,10 @@ class DecoderForCausalLM(nnx.Module):
         )
 
     def __call__(
-        self, batch: ForwardBatch, kv_cache: KVCache
+        self, batch: ForwardBatch, kv_cache: KVCache, kernels: KernelSettings
     ) -> tuple[jax.Array, KVCache]:  # f[num_tokens, hidden]
         """Runs one step's tokens through all layers; returns hidden states after the last norm."""
-        context = self._make_context(batch, kv_cache)
+        context = self._make_context(batch, kv_cache, kernels)
         hidden = self.embed_tokens(batch.token_ids)
         for layer in self.layers:
             hidden, kv_cache = layer(hidden, kv_cache, context)
@@ -95,18 +95,18 @@ class DecoderForCausalLM(nnx.Module):
             logits = dot_float32(hidden, self.lm_head.kernel[...])
         return soft_cap_logits(logits, self.config.logits_soft_cap)
 
-    def _make_context(self, batch: ForwardBatch, kv_cache: KVCache) -> AttentionContext:
-        num_rows, num_blocks, _, block_size, _ = kv_cache.k.shape
+    def _make_context(
+        self, batch: ForwardBatch, kv_cache: KVCache, kernels: KernelSettings
+    ) -> AttentionContext:
         num_groups = batch.block_tables.shape[0]
-        slots = pallas_kernels.slot_mapping(
+        slots = kernels.slot_mapping(
             jnp.broadcast_to(batch.positions, (num_groups, *batch.positions.shape)),
             batch.block_tables,
             batch.query_start_loc,
-            block_size=block_size,
-            pad_slot=pallas_kernels.pad_slot(num_rows, num_blocks, block_size),
+            cache_shape=kv_cache.k.shape,
         )
         cos_sin = tuple(
             rotary_cos_sin(batch.positions, rope, self.config.head_dim)
             for rope in self.config.ropes
         )
-        return AttentionContext(batch=batch, slots=slots, cos_sin=cos_sin)
+        return AttentionContext(batch=batch, kernels=kernels, slots=slots, cos_sin=cos_sin)

@@ -15,12 +15,15 @@ name:
     num_q_heads         query heads
     num_kv_heads        key and value heads
     head_dim            width of a head
+    v_head_dim          width of a head's values, where it differs
+    latent_dim          width of the latent that MLA caches in place of keys and values
+    rope_dim            width of the rotary part beside it
     hidden              width of the residual stream
     intermediate        inner width of the MLP
     vocab               vocabulary entries
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 
@@ -65,3 +68,6 @@ class ForwardBatch:
     # Per group, a pytree that the attention backend owns and the runner builds for it; empty for a
     # backend that needs none.
     attention_plan: tuple = ()
+    # Static: no request has more query tokens than this; None promises nothing. With 1, attention
+    # compiles no part for prompts.
+    max_query_len: int | None = field(default=None, metadata={"static": True})

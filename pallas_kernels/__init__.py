@@ -5,18 +5,32 @@ The names below are the ops themselves, so a file of an op is reached with `from
 """
 
 from pallas_kernels.block_copy.api import block_copy
+from pallas_kernels.block_gather.api import block_gather
+from pallas_kernels.block_scatter.api import block_scatter
 from pallas_kernels.cache_layout import pad_slot
+from pallas_kernels.cascade_attention.api import cascade_attention
 from pallas_kernels.dispatch import IMPLEMENTATIONS, Implementation
 from pallas_kernels.kv_scatter.api import kv_scatter
+from pallas_kernels.merge_attention_states.api import merge_attention_states
+from pallas_kernels.mla_decode.api import mla_decode
 from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.slot_mapping.api import slot_mapping
+from pallas_kernels.target import Target, default_target, target_of
 
 __all__ = [
     "IMPLEMENTATIONS",
     "Implementation",
+    "Target",
     "block_copy",
+    "block_gather",
+    "block_scatter",
+    "cascade_attention",
+    "default_target",
     "kv_scatter",
+    "merge_attention_states",
+    "mla_decode",
     "pad_slot",
     "paged_attention",
     "slot_mapping",
+    "target_of",
 ]

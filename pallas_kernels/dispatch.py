@@ -1,28 +1,162 @@
-"""Which body runs an op: the names of the implementations, and the rule that picks one."""
+"""Which body runs an op: the names of the implementations, and the rule that picks one.
 
-from collections.abc import Mapping
-from typing import Literal, TypeVar, get_args
+The rule, for `implementation=None`: the Mosaic body of the target's platform, if the op has one,
+the target is a chip it is written for, JAX is new enough, and the body says nothing against the
+arguments; otherwise plain XLA, with the reason logged once.
+"""
 
-Implementation = Literal["reference", "xla", "pallas_interpret"]
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import jax
+
+from pallas_kernels.target import Target, default_target
+
+Implementation = Literal[
+    "reference",
+    "xla",
+    "mosaic_gpu",
+    "mosaic_gpu_interpret",
+    "mosaic_tpu",
+    "mosaic_tpu_interpret",
+]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
-Body = TypeVar("Body")
+# Before 0.11.2 `plgpu.kernel` cannot take a Ref under jit, and interpret mode is not public.
+MIN_JAX_FOR_MOSAIC_GPU = (0, 11, 2)
+_MOSAIC_OF_PLATFORM = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
+# v5e and v6e, under both names that JAX knows them by: their memories are what the TPU bodies plan
+# with. A v4 has 16 MiB of VMEM, an eighth, and the compiler refuses large tiles there.
+_TPU_KINDS = ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
+
+_logger = logging.getLogger(__name__)
 
 
-def select_body(op_name: str, bodies: Mapping[str, Body], implementation: str | None) -> Body:
-    """Picks one of an op's bodies by name; `None` means the fastest one on this platform.
+@dataclass(frozen=True, slots=True)
+class LateBody:
+    """A body whose module is imported when it is first looked at: Mosaic takes 0.3 s to import.
 
-    Today that is the plain XLA body on every platform: it is the only one that is both compiled
-    and fast. Every op has it. This function is where a Mosaic body becomes a platform's default.
+    Beside the body its module has `misfit`, a function of the same arguments: why the body cannot
+    take them, or None. It looks at shapes, dtypes and static arguments only.
+    """
+
+    module: str
+    function: str
+    is_interpreted: bool = False  # the body is called with interpret=True
+
+    def load(self) -> Callable[..., Any]:
+        body = getattr(importlib.import_module(self.module), self.function)
+        return functools.partial(body, interpret=True) if self.is_interpreted else body
+
+    def misfit(self, *args: object, **kwargs: object) -> str | None:
+        return importlib.import_module(self.module).misfit(*args, **kwargs)
+
+
+Body = Callable[..., Any] | LateBody
+
+
+def mosaic_bodies(package: str, function: str, *platforms: str) -> dict[str, LateBody]:
+    """The entries of an op's Mosaic bodies: `<package>.mosaic_gpu.<function>_mosaic_gpu`, ...
+
+    Each comes twice, compiled and interpreted (for tests, without the device).
+    """
+    return {
+        f"mosaic_{platform}{suffix}": LateBody(
+            module=f"{package}.mosaic_{platform}",
+            function=f"{function}_mosaic_{platform}",
+            is_interpreted=bool(suffix),
+        )
+        for platform in platforms
+        for suffix in ("", "_interpret")
+    }
+
+
+def run_op(
+    op_name: str,
+    bodies: Mapping[str, Body],
+    implementation: str | None,
+    target: Target | None,
+    *args: object,
+    **kwargs: object,
+) -> Any:
+    """Picks one of an op's bodies and calls it.
+
+    Args:
+        implementation: A body's name; `None` means the fastest one for `target`.
+        target: What the program is compiled for; `None` means JAX's default device.
 
     Raises:
-        ValueError: The op has no body of this name.
+        ValueError: The op has no body of this name, or the named body cannot do this call.
     """
-    if implementation is None:
-        return bodies["xla"]
-    if implementation not in bodies:
+    name = implementation
+    if name is None:
+        name = preferred_body(op_name, bodies, target or default_target(), *args, **kwargs)
+    if name not in bodies:
         raise ValueError(
-            f"{op_name} has no such implementation: got {implementation!r}, "
+            f"{op_name} has no such implementation: got {name!r}, "
             f"wanted None or one of {sorted(bodies)}."
         )
-    return bodies[implementation]
+    body = bodies[name]
+    if not isinstance(body, LateBody):
+        return body(*args, **kwargs)
+    reason = _old_jax_misfit(name) or body.misfit(*args, **kwargs)
+    if reason is not None:
+        raise ValueError(
+            f"{op_name}: the body {name!r} cannot do this call: {reason}. "
+            "Leave implementation at None to have one chosen that can."
+        )
+    return body.load()(*args, **kwargs)
+
+
+def preferred_body(
+    op_name: str,
+    bodies: Mapping[str, Body],
+    target: Target,
+    *args: object,
+    **kwargs: object,
+) -> str:
+    """The name of the fastest body for a call on a target; says once why it is not Mosaic."""
+    name = _MOSAIC_OF_PLATFORM.get(target.platform)
+    if name not in bodies:
+        return "xla"
+    reason = target_misfit(target) or bodies[name].misfit(*args, **kwargs)
+    if reason is None:
+        return name
+    _say_once(f"{op_name} runs as plain XLA, not as {name}: {reason}.")
+    return "xla"
+
+
+def target_misfit(target: Target) -> str | None:
+    """Why no Mosaic body can run on this target with this JAX; None if nothing speaks against it.
+
+    Raises nothing: a platform without Mosaic has a reason like any other.
+    """
+    name = _MOSAIC_OF_PLATFORM.get(target.platform)
+    if name is None:
+        return f"no Mosaic body is written for the platform {target.platform!r}"
+    if name == "mosaic_gpu" and target.compute_capability != "9.0":
+        return (
+            f"its instructions are those of compute capability 9.0 (H100, H200), "
+            f"this is {target.device_kind!r} with {target.compute_capability}"
+        )
+    if name == "mosaic_tpu" and target.device_kind not in _TPU_KINDS:
+        return (
+            f"its tiles are planned for the memory of {_TPU_KINDS}, this is {target.device_kind!r}"
+        )
+    return _old_jax_misfit(name)
+
+
+def _old_jax_misfit(name: str) -> str | None:
+    if name.startswith("mosaic_gpu") and jax.__version_info__ < MIN_JAX_FOR_MOSAIC_GPU:
+        wanted = ".".join(map(str, MIN_JAX_FOR_MOSAIC_GPU))
+        return f"it needs JAX {wanted} or newer (Python 3.12 or newer), this is {jax.__version__}"
+    return None
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    _logger.warning(message)

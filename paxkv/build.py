@@ -96,6 +96,7 @@ def _build_engine(
         scheduler_config=config.scheduler,
         max_model_len=max_model_len,
         seed=config.model.seed,
+        runner_config=config.runner,
         show_progress=show_progress,
     )
     logger.info("%s", runner.memory_plan.report())

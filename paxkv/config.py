@@ -12,6 +12,7 @@ LoadFormat = Literal["auto", "safetensors", "dummy"]
 SchedulerPolicy = Literal["fcfs", "priority"]
 PrefixCachingHashAlgo = Literal["sha256", "sha256_cbor", "xxhash"]
 KVEventPublisherKind = Literal["zmq", "null"]
+Kernels = Literal["auto", "xla"]
 
 
 def setting(help_text: str, default: object) -> object:
@@ -249,12 +250,27 @@ class SchedulerConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerConfig:
+    """How the device computes a step."""
+
+    kernels: Kernels = setting(
+        "what computes on the KV cache: auto is the kernels written for this device, where it has "
+        "some and they give XLA's results at the start; xla is plain XLA, which runs everywhere",
+        "auto",
+    )
+
+    def __post_init__(self) -> None:
+        _one_of("kernels", self.kernels, Kernels.__args__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything an engine needs to be built."""
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
+    runner: RunnerConfig = dataclasses.field(default_factory=RunnerConfig)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -138,6 +138,7 @@ def make_generate(
             seq_lens=jnp.broadcast_to(positions + 1, (num_groups, shape.batch_size)),
             block_tables=jnp.asarray(block_tables),
             logits_indices=jnp.asarray(row_ids),
+            max_query_len=1,
         )
 
     def generate(params: Params, inputs: GenerateInputs) -> GenerateOutputs:

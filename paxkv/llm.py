@@ -20,6 +20,7 @@ from paxkv.config import (
     EngineConfig,
     LoadFormat,
     ModelConfig,
+    RunnerConfig,
     SchedulerConfig,
     SchedulerPolicy,
 )
@@ -49,7 +50,7 @@ class LLM:
         max_model_len: Most tokens of prompt and output together; None is the model's own limit.
 
         scheduling_policy: `SchedulerConfig.policy`, under vLLM's name.
-        settings: Any field of `CacheConfig` and `SchedulerConfig`, as in
+        settings: Any field of `CacheConfig`, `SchedulerConfig` and `RunnerConfig`, as in
             `LLM(block_size=32, enable_prefix_caching=False)`.
 
     Raises:
@@ -374,16 +375,21 @@ def _check_completed(output: RequestOutput) -> None:
 
 def _engine_config(model_config: ModelConfig, settings: Mapping[str, object]) -> EngineConfig:
     """The config in which each setting stands where its name does."""
-    cache_names = {field.name for field in dataclasses.fields(CacheConfig)}
-    scheduler_names = {field.name for field in dataclasses.fields(SchedulerConfig)}
-    unknown = sorted(set(settings) - cache_names - scheduler_names)
+    parts = {"cache": CacheConfig, "scheduler": SchedulerConfig, "runner": RunnerConfig}
+    names = {
+        part: {field.name for field in dataclasses.fields(config_class)}
+        for part, config_class in parts.items()
+    }
+    known = set().union(*names.values())
+    unknown = sorted(set(settings) - known)
     if unknown:
         raise TypeError(
-            f"LLM() has no argument {', '.join(unknown)}; settings are "
-            f"{', '.join(sorted(cache_names | scheduler_names))}."
+            f"LLM() has no argument {', '.join(unknown)}; settings are {', '.join(sorted(known))}."
         )
     return EngineConfig(
         model=model_config,
-        cache=CacheConfig(**{k: v for k, v in settings.items() if k in cache_names}),
-        scheduler=SchedulerConfig(**{k: v for k, v in settings.items() if k in scheduler_names}),
+        **{
+            part: config_class(**{k: v for k, v in settings.items() if k in names[part]})
+            for part, config_class in parts.items()
+        },
     )

@@ -17,6 +17,7 @@ from paxkv.config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
+    RunnerConfig,
     SchedulerConfig,
     ServerConfig,
 )
@@ -35,7 +36,7 @@ from models.errors import ModelError
 from paxkv.build import build_async_client
 
 _ConfigT = TypeVar("_ConfigT")
-_CONFIG_CLASSES = (ModelConfig, CacheConfig, SchedulerConfig, ServerConfig)
+_CONFIG_CLASSES = (ModelConfig, CacheConfig, SchedulerConfig, RunnerConfig, ServerConfig)
 _INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
@@ -50,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             model=config_from_arguments(ModelConfig, namespace),
             cache=config_from_arguments(CacheConfig, namespace),
             scheduler=config_from_arguments(SchedulerConfig, namespace),
+            runner=config_from_arguments(RunnerConfig, namespace),
         )
         server_config = config_from_arguments(ServerConfig, namespace)
         # Before the engine: a taken port is known at once, not after minutes of warm-up. The

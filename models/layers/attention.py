@@ -9,6 +9,7 @@ from flax import nnx
 import pallas_kernels
 from models.config import ModelConfig
 from models.forward_batch import ForwardBatch, KVCache
+from models.kernel_settings import CACHE_BY_HEAD, TOKENS_BY_HEAD, WHOLE, KernelSettings
 from models.kv_layers import LayerPlacement
 from models.layers.linear import Linear
 from models.layers.rms_norm import make_norm
@@ -20,6 +21,7 @@ class AttentionContext:
     """What all layers of a step share, computed once."""
 
     batch: ForwardBatch
+    kernels: KernelSettings
     slots: jax.Array  # i32[num_groups, num_tokens], where each token's key and value are written
     # For each of the model's `ropes`: cosine and sine, f32[num_tokens, head_dim // 2].
     cos_sin: tuple[tuple[jax.Array, jax.Array], ...]
@@ -69,21 +71,50 @@ class Attention(nnx.Module):
         cos, sin = context.cos_sin[self.rope_idx]
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
 
-        batch = context.batch
-        k_cache, v_cache = pallas_kernels.kv_scatter(
-            kv_cache.k, kv_cache.v, k, v, context.slots[self.group_idx], self.row
-        )
-        attended = pallas_kernels.paged_attention(
-            q,
-            k_cache,
-            v_cache,
-            self.row,
+        attended, kv_cache = self._write_and_attend(q, k, v, kv_cache, context)
+        out = self.o_proj(attended.reshape(num_tokens, self.num_q_heads * self.head_dim))
+        return out, kv_cache
+
+    def _write_and_attend(
+        self,
+        q: jax.Array,  # f[num_tokens, num_q_heads, head_dim]
+        k: jax.Array,  # f[num_tokens, num_kv_heads, head_dim]
+        v: jax.Array,  # f[num_tokens, num_kv_heads, head_dim]
+        kv_cache: KVCache,
+        context: AttentionContext,
+    ) -> tuple[jax.Array, KVCache]:  # f[num_tokens, num_q_heads, head_dim]
+        batch, kernels = context.batch, context.kernels
+        chosen = {"implementation": kernels.implementation, "target": kernels.target}
+
+        def of_own_heads(
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            k_cache: jax.Array,
+            v_cache: jax.Array,
+            slots: jax.Array,
+            *sequences: jax.Array,
+        ) -> tuple[jax.Array, jax.Array, jax.Array]:
+            k_cache, v_cache = pallas_kernels.kv_scatter(
+                k_cache, v_cache, k, v, slots, self.row, **chosen
+            )
+            attended = pallas_kernels.paged_attention(
+                *(q, k_cache, v_cache, self.row, *sequences),
+                scale=self.scale,
+                sliding_window=self.sliding_window,
+                soft_cap=self.soft_cap,
+                max_query_len=batch.max_query_len,
+                **chosen,
+            )
+            return attended, k_cache, v_cache
+
+        attended, k_cache, v_cache = kernels.by_head(
+            *(of_own_heads, q, k, v, kv_cache.k, kv_cache.v),
+            context.slots[self.group_idx],
             batch.block_tables[self.group_idx],
             batch.seq_lens[self.group_idx],
             batch.query_start_loc,
-            scale=self.scale,
-            sliding_window=self.sliding_window,
-            soft_cap=self.soft_cap,
+            in_specs=(*[TOKENS_BY_HEAD] * 3, *[CACHE_BY_HEAD] * 2, *[WHOLE] * 4),
+            out_specs=(TOKENS_BY_HEAD, CACHE_BY_HEAD, CACHE_BY_HEAD),
         )
-        out = self.o_proj(attended.reshape(num_tokens, self.num_q_heads * self.head_dim))
-        return out, KVCache(k=k_cache, v=v_cache)
+        return attended, KVCache(k=k_cache, v=v_cache)

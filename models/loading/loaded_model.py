@@ -1,5 +1,6 @@
 """`LoadedModel`: a model split into static structure and a flat tuple of arrays."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import jax
@@ -8,6 +9,7 @@ from jax.sharding import PartitionSpec
 
 from models.config import ModelConfig
 from models.forward_batch import ForwardBatch, KVCache
+from models.kernel_settings import KernelSettings
 from models.param_sharding import param_spec
 
 
@@ -26,11 +28,21 @@ class LoadedModel:
     params_treedef: jax.tree_util.PyTreeDef  # of the nnx.State that `params` are the leaves of
     param_names: tuple[str, ...]  # "layers.0.self_attn.q_proj.kernel", one for each of `params`
     params: tuple[jax.Array, ...]
+    kernels: KernelSettings = KernelSettings()
 
     @property
     def param_specs(self) -> tuple[PartitionSpec, ...]:
         """How each of `params` is split over a mesh with the axis `MODEL_AXIS`."""
         return tuple(param_spec(name) for name in self.param_names)
+
+    def with_kernels(self, kernels: KernelSettings) -> "LoadedModel":
+        """The same model calling the ops on the KV cache in another way.
+
+        Raises:
+            ModelError: Its KV heads cannot be split over the mesh.
+        """
+        kernels.check_heads(self.config.num_kv_heads)
+        return dataclasses.replace(self, kernels=kernels)
 
     def forward(
         self, params: tuple[jax.Array, ...], kv_cache: KVCache, batch: ForwardBatch
@@ -41,7 +53,7 @@ class LoadedModel:
             Final hidden states f[num_tokens, hidden], after the last norm, and the cache with this
             step's keys and values written.
         """
-        return self._merge(params)(batch, kv_cache)
+        return self._merge(params)(batch, kv_cache, self.kernels)
 
     def compute_logits(
         self,

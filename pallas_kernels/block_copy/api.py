@@ -3,16 +3,16 @@
 import jax
 
 from pallas_kernels.argument_checks import require_int32, require_shape
-from pallas_kernels.block_copy.pallas_portable import block_copy_pallas
 from pallas_kernels.block_copy.reference import block_copy_reference
 from pallas_kernels.block_copy.xla import block_copy_xla
 from pallas_kernels.cache_layout import check_kv_caches
-from pallas_kernels.dispatch import select_body
+from pallas_kernels.dispatch import Body, mosaic_bodies, run_op
+from pallas_kernels.target import Target
 
-_BODIES = {
+_BODIES: dict[str, Body] = {
     "reference": block_copy_reference,
     "xla": block_copy_xla,
-    "pallas_interpret": block_copy_pallas,
+    **mosaic_bodies("pallas_kernels.block_copy", "block_copy", "gpu"),
 }
 
 
@@ -23,19 +23,21 @@ def block_copy(
     target_block_ids: jax.Array,  # i32[num_copies]
     *,
     implementation: str | None = None,
+    target: Target | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # the two caches
     """Copies whole blocks over others, in every row, all of them at once.
 
     Every source is read as it was before the call: copies (A -> B) and (B -> C) leave the old B in
-    C. In place when the caller donates the caches and rebinds them (on the CPU in float32 or
-    float16, see `kv_scatter`); what is read waits in a buffer of `num_copies` blocks of one row.
-    Values are copied as they are, of any dtype.
+    C. In place when the caller donates the caches and rebinds them (on the CPU in float32, float16
+    or int8, see `kv_scatter`); what is read waits in a buffer of at most `num_copies` blocks of one
+    row. Values are copied as they are, of any dtype.
 
     Args:
         source_block_ids: Blocks to copy, in `[0, num_blocks)`; one may be copied several times.
         target_block_ids: Blocks to copy over, in `[0, num_blocks)`, no two alike. An entry from
             `num_blocks` on is padding and copies nothing, whatever its source is.
-        implementation: `None` picks the fastest body on this platform.
+        implementation: `None` picks the fastest body on `target`.
+        target: What the program is compiled for; `None` is JAX's default device.
 
     Raises:
         ValueError: A shape, a dtype or the implementation's name does not fit. Values are traced,
@@ -43,7 +45,6 @@ def block_copy(
 
     Source: `copy_blocks` in vllm/csrc/cache_kernels.cu.
     """
-    body = select_body("block_copy", _BODIES, implementation)
     check_kv_caches("block_copy", k_cache, v_cache)
     require_shape("block_copy", "source_block_ids", source_block_ids, ("num_copies",))
     wanted_targets = source_block_ids.shape
@@ -51,4 +52,5 @@ def block_copy(
     require_int32(
         "block_copy", source_block_ids=source_block_ids, target_block_ids=target_block_ids
     )
-    return body(k_cache, v_cache, source_block_ids, target_block_ids)
+    arguments = (k_cache, v_cache, source_block_ids, target_block_ids)
+    return run_op("block_copy", _BODIES, implementation, target, *arguments)

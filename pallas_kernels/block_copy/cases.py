@@ -48,6 +48,7 @@ CASES: tuple[BlockCopyCase, ...] = (
     BlockCopyCase(name="padding_only", copies=(), num_padding_copies=4),
     BlockCopyCase(name="one_padding", copies=(), num_padding_copies=1),
     BlockCopyCase(name="v_narrower_than_k", copies=5, num_padding_copies=3, v_head_dim=8),
+    BlockCopyCase(name="mla_without_v", copies=3, num_kv_heads=1, head_dim=576, v_head_dim=0),
     BlockCopyCase(name="bfloat16", copies=5, dtype="bfloat16"),
 )
 

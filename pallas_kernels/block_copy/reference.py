@@ -12,6 +12,8 @@ def block_copy_reference(
     target_block_ids: jax.Array,  # i32[num_copies]
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.block_copy`."""
+    if not source_block_ids.size:  # the loop is traced, even for no turn
+        return k_cache, v_cache
     num_blocks = k_cache.shape[1]
 
     def copy_one(

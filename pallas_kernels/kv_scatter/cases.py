@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cache_layout import pad_slot
+from pallas_kernels.quantised_cache import LARGEST_STORED, quantise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,7 @@ class KVScatterCase:
     block_size: int = 16
     head_dim: int = 32
     v_head_dim: int = 32
-    dtype: str = "float32"
+    dtype: str = "float32"  # of the caches; the new tokens are float32 where it is quantised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,25 @@ class KVScatterInputs:
     v: jax.Array  # f[num_tokens + num_padding_tokens, num_kv_heads, v_head_dim]
     slots: jax.Array  # i32[num_tokens + num_padding_tokens]
     row: int
+    k_scale: jax.Array | None  # f32[num_kv_heads]
+    v_scale: jax.Array | None  # f32[num_kv_heads]
+
+    @property
+    def arguments(self) -> tuple[jax.Array | int, ...]:
+        """Arguments of the op by position."""
+        return self.k_cache, self.v_cache, self.k, self.v, self.slots, self.row
+
+    @property
+    def scales(self) -> dict[str, jax.Array | None]:
+        """Arguments of the op by name."""
+        return {"k_scale": self.k_scale, "v_scale": self.v_scale}
+
+    @property
+    def body_arguments(self) -> tuple[jax.Array | int, ...]:
+        """What the op hands to a body: new tokens as the cache stores them."""
+        k = quantise(self.k, self.k_scale, self.k_cache.dtype)
+        v = quantise(self.v, self.v_scale, self.v_cache.dtype)
+        return self.k_cache, self.v_cache, k, v, self.slots, self.row
 
 
 CASES: tuple[KVScatterCase, ...] = (
@@ -43,9 +63,12 @@ CASES: tuple[KVScatterCase, ...] = (
     KVScatterCase(name="first_row_block_8", row=0, block_size=8, num_kv_heads=1, head_dim=80),
     KVScatterCase(name="last_row_block_32", row=2, block_size=32, num_kv_heads=8, head_dim=64),
     KVScatterCase(name="v_narrower_than_k", block_size=64, head_dim=128, v_head_dim=64),
+    KVScatterCase(name="mla_without_v", num_kv_heads=1, head_dim=576, v_head_dim=0),
     KVScatterCase(name="no_padding_every_slot", num_tokens=96, num_padding_tokens=0),
     KVScatterCase(name="padding_only", num_tokens=0, num_padding_tokens=8),
     KVScatterCase(name="bfloat16", dtype="bfloat16"),
+    KVScatterCase(name="int8", dtype="int8", num_kv_heads=4),
+    KVScatterCase(name="float8", dtype="float8_e4m3fn", num_kv_heads=4, v_head_dim=16),
 )
 
 
@@ -59,14 +82,28 @@ def build_inputs(case: KVScatterCase) -> KVScatterInputs:
     slots_np[real_tokens] = rng.permutation(num_slots)[: case.num_tokens]
 
     def draw(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape), case.dtype)
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
+    def draw_cache(*shape: int) -> jax.Array:
+        largest = LARGEST_STORED.get(case.dtype, 1.0)
+        return jnp.asarray(rng.uniform(-largest, largest, shape), jnp.float32).astype(case.dtype)
+
+    def draw_scale() -> jax.Array | None:
+        # Each head has its own; beyond 2.0 to 3.5 new numbers are clipped, which some are.
+        if case.dtype not in LARGEST_STORED:
+            return None
+        largest = rng.uniform(2.0, 3.5, case.num_kv_heads)
+        return jnp.asarray(largest / LARGEST_STORED[case.dtype], jnp.float32)
+
+    token_dtype = "float32" if case.dtype in LARGEST_STORED else case.dtype
     leading = (case.num_rows, case.num_blocks, case.num_kv_heads, case.block_size)
     return KVScatterInputs(
-        k_cache=draw(*leading, case.head_dim),
-        v_cache=draw(*leading, case.v_head_dim),
-        k=draw(num_all, case.num_kv_heads, case.head_dim),
-        v=draw(num_all, case.num_kv_heads, case.v_head_dim),
+        k_cache=draw_cache(*leading, case.head_dim),
+        v_cache=draw_cache(*leading, case.v_head_dim),
+        k=draw(num_all, case.num_kv_heads, case.head_dim).astype(token_dtype),
+        v=draw(num_all, case.num_kv_heads, case.v_head_dim).astype(token_dtype),
         slots=jnp.asarray(slots_np, jnp.int32),
         row=case.row,
+        k_scale=draw_scale(),
+        v_scale=draw_scale(),
     )

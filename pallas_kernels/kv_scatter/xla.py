@@ -7,8 +7,8 @@ import jax.numpy as jnp
 def kv_scatter_xla(
     k_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
     v_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, v_head_dim]
-    k: jax.Array,  # f[num_tokens, num_kv_heads, head_dim]
-    v: jax.Array,  # f[num_tokens, num_kv_heads, v_head_dim]
+    k: jax.Array,  # of the cache's dtype, [num_tokens, num_kv_heads, head_dim]
+    v: jax.Array,  # likewise, [num_tokens, num_kv_heads, v_head_dim]
     slots: jax.Array,  # i32[num_tokens]
     row: jax.Array | int,  # i32[]
 ) -> tuple[jax.Array, jax.Array]:
@@ -37,7 +37,8 @@ def _scatter(
     offset: jax.Array,  # i32[num_tokens], in [0, block_size)
     new: jax.Array,  # f[num_tokens, num_kv_heads, head_dim]
 ) -> jax.Array:
-    # Merging the two leading axes is free. Indexing the row instead would slice it: a copy.
-    flat_cache = cache.reshape(-1, *cache.shape[2:])
-    written = flat_cache.at[flat_block, :, offset].set(new.astype(cache.dtype), mode="drop")
-    return written.reshape(cache.shape)
+    # Row and block as two indices of one scatter. With the two axes merged, XLA on the CPU copies a
+    # cache of one KV head: back in five axes it has another layout. Slicing the row is a copy too.
+    num_blocks = cache.shape[1]
+    where = (flat_block // num_blocks, flat_block % num_blocks, slice(None), offset)
+    return cache.at[where].set(new, mode="drop")

@@ -10,92 +10,144 @@ from pallas_kernels.argument_checks import (
     require_shape,
 )
 from pallas_kernels.cache_layout import check_kv_caches, check_row
-from pallas_kernels.dispatch import select_body
-from pallas_kernels.paged_attention.pallas_portable import paged_attention_pallas
+from pallas_kernels.dispatch import Body, mosaic_bodies, run_op
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.xla import paged_attention_xla
+from pallas_kernels.quantised_cache import check_scales
+from pallas_kernels.target import Target
 
-_BODIES = {
+_OP = "paged_attention"
+_BODIES: dict[str, Body] = {
     "reference": paged_attention_reference,
     "xla": paged_attention_xla,
-    "pallas_interpret": paged_attention_pallas,
+    **mosaic_bodies("pallas_kernels.paged_attention", "paged_attention", "gpu", "tpu"),
 }
 
 
 def paged_attention(
     q: jax.Array,  # f[num_tokens, num_q_heads, head_dim]
-    k_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
-    v_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, v_head_dim]
+    k_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim] or quantised
+    v_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, v_head_dim] likewise
     row: jax.Array | int,  # i32[]
     block_tables: jax.Array,  # i32[num_reqs, max_blocks_per_req]
     seq_lens: jax.Array,  # i32[num_reqs]
     query_start_loc: jax.Array,  # i32[num_reqs + 1]
     *,
     scale: float,
+    is_causal: bool = True,
     sliding_window: int | None = None,
+    chunk_size: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,  # f32[num_q_heads]
+    k_scale: jax.Array | None = None,  # f32[num_kv_heads]
+    v_scale: jax.Array | None = None,  # f32[num_kv_heads]
+    max_query_len: int | None = None,
+    return_lse: bool = False,
     implementation: str | None = None,
-) -> jax.Array:  # f[num_tokens, num_q_heads, v_head_dim], q.dtype
+    target: Target | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attends each request's query tokens, causally by position, to its own cached tokens.
 
     The batch is ragged: prompts, chunks of prompts, single decode tokens and empty requests in
     any order. A request's query tokens are the last positions of its sequence: with seq_len 10 and
     3 query tokens they stand at positions 7, 8, 9. A token at position p reads positions j <= p,
-    and with a window w only j > p - w. Query head h reads KV head
-    `h // (num_q_heads // num_kv_heads)`.
+    with a window w only j > p - w, with chunks of c only those of its own chunk, j // c == p // c.
+    Query head h reads KV head `h // (num_q_heads // num_kv_heads)`.
 
     Args:
         row: Which row of the cache (the layer's index in its group), in `[0, num_rows)`.
         block_tables: Physical block of each logical block, in `[0, num_blocks)`. Entries past a
-            sequence's end, or wholly left of its window, may hold anything, and so may all memory
-            that was never written, NaN included: none of it reaches the result.
+            sequence's end, or wholly left of its window or chunk, may hold anything, and so may all
+            memory that was never written, NaN included: none of it reaches the result.
         seq_lens: Tokens in the cache after this step's write, in
             `[0, max_blocks_per_req * block_size]`; 0 is an empty request.
         query_start_loc: Starts at 0, non-decreasing; request r owns tokens
-            `[query_start_loc[r], query_start_loc[r + 1])`, at most `seq_lens[r]` of them. Tokens
-            from the last entry on are padding.
+            `[query_start_loc[r], query_start_loc[r + 1])`, where causal at most `seq_lens[r]` of
+            them. Tokens from the last entry on are padding.
         scale: Factor of the logits, usually `head_dim ** -0.5`.
+        is_causal: If not, every token of a request reads all its `seq_lens[r]` positions, and there
+            is neither window nor chunk.
         sliding_window: Positions a token sees, itself included; `None` is all.
+        chunk_size: Length of the chunks of chunked local attention, counted from position 0; `None`
+            is no chunks. At most one of the two.
         soft_cap: `logits = soft_cap * tanh(logits / soft_cap)`, after the scale, before the mask.
         sinks: One more logit a head in the softmax's denominator, with no value.
-        implementation: `None` picks the fastest body on this platform.
+        k_scale: What one step of a quantised key is worth, per KV head, as `kv_scatter` wrote it;
+            `None` where the cache is not quantised. `v_scale` likewise for values.
+        max_query_len: A promise that no request has more query tokens, so that a body may leave out
+            the part for longer ones; with 1 this is decode attention. `None` promises nothing.
+        return_lse: Whether to return the second result too.
+        implementation: `None` picks the fastest body on `target`.
+        target: What the program is compiled for; `None` is JAX's default device.
 
     Returns:
-        Attention output; zero for padding tokens and for tokens of empty requests.
+        The output, f[num_tokens, num_q_heads, v_head_dim] in q's dtype, zero for padding tokens and
+        for tokens that see nothing. With `return_lse` a pair: the output, and the logarithm of the
+        softmax's denominator (of the sum of exp(logit) over all keys seen and the sink),
+        f32[num_tokens, num_q_heads], -inf for these tokens. `merge_attention_states` joins such
+        pairs.
 
     Raises:
         ValueError: A shape, a dtype, a static argument or the implementation's name does not fit.
             Values are traced, so they are not checked here.
 
-    Source: PagedAttention, arXiv:2309.06180, section 4.1; sinks: gpt-oss.
+    Source: PagedAttention, arXiv:2309.06180, section 4.1; sinks: gpt-oss; chunks: Llama 4.
     """
-    body = select_body("paged_attention", _BODIES, implementation)
     _check_arrays(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc)
-    check_row("paged_attention", row, num_rows=k_cache.shape[0])
-    if sliding_window is not None:
-        require_at_least("paged_attention", "sliding_window", sliding_window, 1)
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(
-            f"paged_attention: soft_cap is out of range: got {soft_cap}, "
-            "wanted more than 0 or None."
-        )
+    check_row(_OP, row, num_rows=k_cache.shape[0])
+    check_scales(_OP, k_cache, v_cache, k_scale, v_scale)
+    _check_rules(is_causal, sliding_window, chunk_size, soft_cap, max_query_len)
     if sinks is not None:
-        require_shape("paged_attention", "sinks", sinks, (q.shape[1],))
-        require_float("paged_attention", sinks=sinks)
-    return body(
-        q,
-        k_cache,
-        v_cache,
-        jnp.asarray(row, jnp.int32),
-        block_tables,
-        seq_lens,
-        query_start_loc,
+        require_shape(_OP, "sinks", sinks, (q.shape[1],))
+        require_float(_OP, sinks=sinks)
+    if 0 in (*q.shape, *block_tables.shape):
+        return _empty_result(q, v_cache, return_lse)
+    row = jnp.asarray(row, jnp.int32)
+    out, lse = run_op(
+        *(_OP, _BODIES, implementation, target),
+        *(q, k_cache, v_cache, row, block_tables, seq_lens, query_start_loc),
         scale=scale,
+        is_causal=is_causal,
         sliding_window=sliding_window,
+        chunk_size=chunk_size,
         soft_cap=soft_cap,
         sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        max_query_len=max_query_len,
     )
+    return (out, lse) if return_lse else out
+
+
+def _empty_result(
+    q: jax.Array, v_cache: jax.Array, return_lse: bool
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """What tokens get where there are no tokens, no requests, or no blocks: nothing is seen."""
+    out = jnp.zeros((*q.shape[:2], v_cache.shape[-1]), q.dtype)
+    return (out, jnp.full(q.shape[:2], -jnp.inf, jnp.float32)) if return_lse else out
+
+
+def _check_rules(
+    is_causal: bool,
+    sliding_window: int | None,
+    chunk_size: int | None,
+    soft_cap: float | None,
+    max_query_len: int | None,
+) -> None:
+    limits = {"sliding_window": sliding_window, "chunk_size": chunk_size}
+    given = {name: value for name, value in limits.items() if value is not None}
+    for name, value in {**given, "max_query_len": max_query_len}.items():
+        if value is not None:
+            require_at_least(_OP, name, value, 1)
+    if len(given) > (1 if is_causal else 0):
+        raise ValueError(
+            f"{_OP}: too many limits on what a token sees: got {given} with {is_causal=}, wanted "
+            "at most one, and none where attention is not causal."
+        )
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(
+            f"{_OP}: soft_cap is out of range: got {soft_cap}, wanted more than 0 or None."
+        )
 
 
 def _check_arrays(
@@ -106,20 +158,24 @@ def _check_arrays(
     seq_lens: jax.Array,
     query_start_loc: jax.Array,
 ) -> None:
-    op_name = "paged_attention"
-    check_kv_caches(op_name, k_cache, v_cache)
+    check_kv_caches(_OP, k_cache, v_cache)
     _, _, num_kv_heads, _, head_dim = k_cache.shape
-    require_shape(op_name, "q", q, ("num_tokens", "num_q_heads", head_dim))
+    require_shape(_OP, "q", q, ("num_tokens", "num_q_heads", head_dim))
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if 0 in cache.shape:
+            raise ValueError(
+                f"{_OP}: {name} is empty: got {list(cache.shape)}, wanted no axis of size 0."
+            )
     if q.shape[1] % num_kv_heads:
         raise ValueError(
-            f"{op_name}: q has the wrong number of heads: got {q.shape[1]}, "
+            f"{_OP}: q has the wrong number of heads: got {q.shape[1]}, "
             f"wanted a multiple of the cache's num_kv_heads={num_kv_heads}."
         )
-    require_shape(op_name, "block_tables", block_tables, ("num_reqs", "max_blocks_per_req"))
+    require_shape(_OP, "block_tables", block_tables, ("num_reqs", "max_blocks_per_req"))
     num_reqs = block_tables.shape[0]
-    require_shape(op_name, "seq_lens", seq_lens, (num_reqs,))
-    require_shape(op_name, "query_start_loc", query_start_loc, (num_reqs + 1,))
-    require_float(op_name, q=q, k_cache=k_cache, v_cache=v_cache)
+    require_shape(_OP, "seq_lens", seq_lens, (num_reqs,))
+    require_shape(_OP, "query_start_loc", query_start_loc, (num_reqs + 1,))
+    require_float(_OP, q=q)
     require_int32(
-        op_name, block_tables=block_tables, seq_lens=seq_lens, query_start_loc=query_start_loc
+        _OP, block_tables=block_tables, seq_lens=seq_lens, query_start_loc=query_start_loc
     )

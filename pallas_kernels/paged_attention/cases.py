@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.quantised_cache import LARGEST_STORED
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedAttentionCase:
@@ -27,9 +29,13 @@ class PagedAttentionCase:
     v_head_dim: int | None = None  # None: head_dim
     block_size: int = 16
     dtype: str = "float32"
+    cache_dtype: str | None = None  # None: dtype; an 8-bit one has a scale per KV head
+    is_causal: bool = True
     sliding_window: int | None = None
+    chunk_size: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
+    scale: float | None = None  # None: head_dim ** -0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +49,13 @@ class PagedAttentionInputs:
     block_tables: jax.Array  # i32[num_reqs, max_blocks_per_req]
     seq_lens: jax.Array  # i32[num_reqs]
     query_start_loc: jax.Array  # i32[num_reqs + 1]
-    scale: float
-    sliding_window: int | None
-    soft_cap: float | None
+    rules: dict[str, float | int | bool | None]  # the static keyword arguments of a body
     sinks: jax.Array | None  # f32[num_q_heads]
-    keys_np: tuple[np.ndarray, ...]  # of each request, f32[seq_len, num_kv_heads, head_dim]
-    values_np: tuple[np.ndarray, ...]  # of each request, f32[seq_len, num_kv_heads, v_head_dim]
+    k_scale: jax.Array | None  # f32[num_kv_heads]
+    v_scale: jax.Array | None  # f32[num_kv_heads]
+    # What is stored of each request, quantisation undone.
+    keys_np: tuple[np.ndarray, ...]  # f32[seq_len, num_kv_heads, head_dim]
+    values_np: tuple[np.ndarray, ...]  # f32[seq_len, num_kv_heads, v_head_dim]
 
     @property
     def arrays(self) -> tuple[jax.Array | int, ...]:
@@ -62,6 +69,11 @@ class PagedAttentionInputs:
             self.seq_lens,
             self.query_start_loc,
         )
+
+    @property
+    def traced_options(self) -> dict[str, jax.Array | None]:
+        """The keyword arguments that are arrays."""
+        return {"sinks": self.sinks, "k_scale": self.k_scale, "v_scale": self.v_scale}
 
 
 _MIXED = ((1, 40), (20, 70), (1, 1), (7, 7), (1, 64))
@@ -123,6 +135,37 @@ CASES: tuple[PagedAttentionCase, ...] = (
         requests=((0, 0), (3, 17), (0, 0)),
         num_padding_tokens=0,
     ),
+    PagedAttentionCase(name="mixed_chunks", requests=_MIXED, block_size=8, chunk_size=24),
+    PagedAttentionCase(
+        name="long_chunks",
+        requests=((100, 400), (1, 129), (1, 128), (150, 150)),
+        block_size=64,
+        chunk_size=128,
+    ),
+    PagedAttentionCase(name="custom_scale", requests=_MIXED, scale=0.37),
+    PagedAttentionCase(
+        name="not_causal", requests=((5, 40), (1, 70), (9, 3), (0, 8), (2, 0)), is_causal=False
+    ),
+    *(
+        PagedAttentionCase(
+            name=f"head_dim_{head_dim}_block_{block_size}",
+            requests=((1, 40), (20, 70), (1, 300)),
+            num_kv_heads=1,
+            head_dim=head_dim,
+            block_size=block_size,
+        )
+        for head_dim, block_size in ((80, 8), (96, 16), (128, 64), (192, 128), (256, 256))
+    ),
+    PagedAttentionCase(name="mixed_int8", requests=_MIXED, cache_dtype="int8"),
+    PagedAttentionCase(
+        name="everything_float8",
+        requests=((1, 40), (0, 0), (20, 70), (0, 5), (1, 1), (33, 33)),
+        num_q_heads=8,
+        cache_dtype="float8_e4m3fn",
+        sliding_window=24,
+        soft_cap=5.0,
+        has_sinks=True,
+    ),
     PagedAttentionCase(name="mixed_bfloat16", requests=_MIXED, dtype="bfloat16"),
     PagedAttentionCase(name="mixed_float16", requests=_MIXED, dtype="float16", head_dim=64),
     PagedAttentionCase(
@@ -137,6 +180,29 @@ CASES: tuple[PagedAttentionCase, ...] = (
     ),
 )
 
+# The greatest length, cut into few blocks and into many. Heads are few and small, because the
+# reference gives each token its own copy of its keys.
+LONG_CASES: tuple[PagedAttentionCase, ...] = (
+    PagedAttentionCase(
+        name="decode_131072",
+        requests=((1, 131_072), (1, 3)),
+        num_padding_tokens=0,
+        num_q_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        block_size=256,
+        has_sinks=True,
+    ),
+    PagedAttentionCase(
+        name="prompt_end_131072",
+        requests=((2, 131_072), (1, 100)),
+        num_padding_tokens=1,
+        num_q_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+    ),
+)
+
 
 def build_inputs(case: PagedAttentionCase, seed: int = 0) -> PagedAttentionInputs:
     """Draws sequences, lays them into scattered blocks, and poisons everything else."""
@@ -148,44 +214,91 @@ def build_inputs(case: PagedAttentionCase, seed: int = 0) -> PagedAttentionInput
     max_blocks_per_req = case.max_blocks_per_req or int(num_needed_np.max()) + 1
     num_blocks = int(num_needed_np.sum()) + 3
     cache_shape = (case.num_rows, num_blocks, case.num_kv_heads, case.block_size)
-    k_cache_np = np.full((*cache_shape, case.head_dim), np.nan, np.float32)
-    v_cache_np = np.full((*cache_shape, v_head_dim), np.nan, np.float32)
+    # int8 has no NaN; its largest number, times any scale, is far from what is drawn.
+    poison = 127 if case.cache_dtype == "int8" else np.nan
+    k_cache_np = np.full((*cache_shape, case.head_dim), poison, np.float32)
+    v_cache_np = np.full((*cache_shape, v_head_dim), poison, np.float32)
     garbage_ids = np.array([0, num_blocks - 1, -7, num_blocks + 1000])
     block_tables_np = rng.choice(garbage_ids, (len(case.requests), max_blocks_per_req))
 
     free_blocks = list(1 + rng.permutation(num_blocks - 1))
+    scales_np = {name: _draw_scales(rng, case) for name in ("k", "v")}
     keys_np, values_np = [], []
     for req_idx, (num_query, seq_len) in enumerate(case.requests):
-        keys_np.append(_draw(rng, case.dtype, seq_len, case.num_kv_heads, case.head_dim))
-        values_np.append(_draw(rng, case.dtype, seq_len, case.num_kv_heads, v_head_dim))
-        window = case.sliding_window or seq_len
-        first_seen = max(0, seq_len - num_query - window + 1)
-        for position in range(first_seen, seq_len):
-            logical_block, offset = divmod(position, case.block_size)
-            if offset == 0 or position == first_seen:
-                block_tables_np[req_idx, logical_block] = free_blocks.pop()
-            block_id = block_tables_np[req_idx, logical_block]
-            k_cache_np[case.row, block_id, :, offset] = keys_np[-1][position]
-            v_cache_np[case.row, block_id, :, offset] = values_np[-1][position]
+        k_np = _draw(rng, case.dtype, seq_len, case.num_kv_heads, case.head_dim)
+        v_np = _draw(rng, case.dtype, seq_len, case.num_kv_heads, v_head_dim)
+        keys_np.append(_store(k_np, scales_np["k"], case))
+        values_np.append(_store(v_np, scales_np["v"], case))
+        first_seen = _first_seen(case, num_query, seq_len)
+        for logical_block in range(first_seen // case.block_size, int(num_needed_np[req_idx])):
+            block_id = free_blocks.pop()
+            block_tables_np[req_idx, logical_block] = block_id
+            # The first block keeps its poison left of what is seen.
+            start = max(first_seen, logical_block * case.block_size)
+            end = min(seq_len, (logical_block + 1) * case.block_size)
+            offsets = slice(start % case.block_size, (end - 1) % case.block_size + 1)
+            for cache_np, stored_np in ((k_cache_np, keys_np), (v_cache_np, values_np)):
+                written = stored_np[-1][start:end].transpose(1, 0, 2)
+                cache_np[case.row, block_id, :, offsets] = written
 
     num_tokens = int(num_query_np.sum()) + case.num_padding_tokens
     q_np = _draw(rng, case.dtype, num_tokens, case.num_q_heads, case.head_dim)
     sinks_np = rng.standard_normal(case.num_q_heads)
+    k_scale, v_scale = (None if s is None else jnp.asarray(s) for s in scales_np.values())
     return PagedAttentionInputs(
         q=jnp.asarray(q_np, case.dtype),
-        k_cache=jnp.asarray(k_cache_np, case.dtype),
-        v_cache=jnp.asarray(v_cache_np, case.dtype),
+        k_cache=jnp.asarray(k_cache_np, case.cache_dtype or case.dtype),
+        v_cache=jnp.asarray(v_cache_np, case.cache_dtype or case.dtype),
         row=case.row,
         block_tables=jnp.asarray(block_tables_np, jnp.int32),
         seq_lens=jnp.asarray(seq_lens_np, jnp.int32),
         query_start_loc=jnp.asarray(np.concatenate([[0], np.cumsum(num_query_np)]), jnp.int32),
-        scale=case.head_dim**-0.5,
-        sliding_window=case.sliding_window,
-        soft_cap=case.soft_cap,
+        rules={
+            "scale": case.head_dim**-0.5 if case.scale is None else case.scale,
+            "is_causal": case.is_causal,
+            "sliding_window": case.sliding_window,
+            "chunk_size": case.chunk_size,
+            "soft_cap": case.soft_cap,
+            "max_query_len": max(1, int(num_query_np.max(initial=0))),
+        },
         sinks=jnp.asarray(sinks_np, jnp.float32) if case.has_sinks else None,
-        keys_np=tuple(keys_np),
-        values_np=tuple(values_np),
+        k_scale=k_scale,
+        v_scale=v_scale,
+        keys_np=tuple(_read(keys, scales_np["k"]) for keys in keys_np),
+        values_np=tuple(_read(values, scales_np["v"]) for values in values_np),
     )
+
+
+def _first_seen(case: PagedAttentionCase, num_query: int, seq_len: int) -> int:
+    """The leftmost position that any query token of a request reads."""
+    first_query = max(0, seq_len - num_query)
+    if case.chunk_size is not None:
+        return first_query // case.chunk_size * case.chunk_size
+    if case.sliding_window is not None:
+        return max(0, first_query - case.sliding_window + 1)
+    return 0
+
+
+def _draw_scales(rng: np.random.Generator, case: PagedAttentionCase) -> np.ndarray | None:
+    """A scale a KV head that lets numbers up to 4 fill the dtype; None if it is not quantised."""
+    largest = LARGEST_STORED.get(case.cache_dtype or case.dtype)
+    if largest is None:
+        return None
+    return (rng.uniform(2.0, 4.0, case.num_kv_heads) / largest).astype(np.float32)
+
+
+def _store(x_np: np.ndarray, scale_np: np.ndarray | None, case: PagedAttentionCase) -> np.ndarray:
+    """What the cache holds for `x_np` (f32[seq_len, num_kv_heads, head_dim]), as float32."""
+    if scale_np is None:
+        return x_np
+    dtype = jnp.dtype(case.cache_dtype or case.dtype)
+    largest = LARGEST_STORED[dtype.name]
+    scaled = np.clip(x_np / scale_np[:, None], -largest, largest)
+    return (np.rint(scaled) if dtype == np.int8 else scaled).astype(dtype).astype(np.float32)
+
+
+def _read(stored_np: np.ndarray, scale_np: np.ndarray | None) -> np.ndarray:
+    return stored_np if scale_np is None else stored_np * scale_np[:, None]
 
 
 def _draw(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:

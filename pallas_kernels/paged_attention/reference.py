@@ -15,11 +15,17 @@ def paged_attention_reference(
     query_start_loc: jax.Array,  # i32[num_reqs + 1]
     *,
     scale: float,
+    is_causal: bool,
     sliding_window: int | None,
+    chunk_size: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,  # f32[num_q_heads]
-) -> jax.Array:  # f[num_tokens, num_q_heads, v_head_dim]
+    k_scale: jax.Array | None,  # f32[num_kv_heads]
+    v_scale: jax.Array | None,  # f32[num_kv_heads]
+    max_query_len: int | None,
+) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, v_head_dim], f32[num_tokens, ...]
     """See `api.paged_attention`."""
+    del max_query_len  # every token is computed alike
     num_tokens, num_q_heads, _ = q.shape
     num_reqs = block_tables.shape[0]
     group_size = num_q_heads // k_cache.shape[2]
@@ -33,13 +39,17 @@ def paged_attention_reference(
     position = seq_lens[req_idx] - tokens_after  # i32[num_tokens]
 
     # f32[num_tokens, num_q_heads, max_len, head_dim]: each token's own copy of its keys.
-    keys = _read_sequences(k_cache, row, block_tables, group_size)[req_idx]
-    values = _read_sequences(v_cache, row, block_tables, group_size)[req_idx]
+    keys = _read_sequences(k_cache, k_scale, row, block_tables, group_size)[req_idx]
+    values = _read_sequences(v_cache, v_scale, row, block_tables, group_size)[req_idx]
 
     key_position = jnp.arange(keys.shape[2])
-    is_seen = key_position[None, :] <= position[:, None]  # bool[num_tokens, max_len]
+    is_seen = key_position[None, :] < seq_lens[req_idx][:, None]  # bool[num_tokens, max_len]
+    if is_causal:
+        is_seen &= key_position[None, :] <= position[:, None]
     if sliding_window is not None:
         is_seen &= key_position[None, :] > position[:, None] - sliding_window
+    if chunk_size is not None:
+        is_seen &= key_position[None, :] // chunk_size == position[:, None] // chunk_size
     is_seen &= ~is_padding[:, None]
 
     # Unwritten memory may hold NaN, and 0 * NaN is NaN: values are masked, not only their weights.
@@ -55,13 +65,19 @@ def paged_attention_reference(
         logits = jnp.concatenate([logits, sink_logit], axis=-1)
 
     sees_any = jnp.any(is_seen, axis=-1)[:, None, None]
-    weights = jax.nn.softmax(jnp.where(sees_any, logits, 0.0), axis=-1)[..., : keys.shape[2]]
+    logits = jnp.where(sees_any, logits, 0.0)
+    weights = jax.nn.softmax(logits, axis=-1)[..., : keys.shape[2]]
     out = jnp.einsum("thk,thkd->thd", weights, values, precision=lax.Precision.HIGHEST)
-    return jnp.where(sees_any, out, 0.0).astype(q.dtype)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    return (
+        jnp.where(sees_any, out, 0.0).astype(q.dtype),
+        jnp.where(sees_any[..., 0], lse, -jnp.inf),
+    )
 
 
 def _read_sequences(
-    cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
+    cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim] or quantised
+    scale: jax.Array | None,  # f32[num_kv_heads]
     row: jax.Array,  # i32[]
     block_tables: jax.Array,  # i32[num_reqs, max_blocks_per_req]
     group_size: int,
@@ -70,5 +86,7 @@ def _read_sequences(
     num_reqs = block_tables.shape[0]
     _, num_blocks, num_kv_heads, _, head_dim = cache.shape
     blocks = cache[row][jnp.clip(block_tables, 0, num_blocks - 1)].astype(jnp.float32)
+    if scale is not None:
+        blocks *= scale[:, None, None]
     by_head = blocks.transpose(0, 2, 1, 3, 4).reshape(num_reqs, num_kv_heads, -1, head_dim)
     return jnp.repeat(by_head, group_size, axis=1)

@@ -1,8 +1,8 @@
 """Fast plain-JAX body of `paged_attention`: two loops whose trip counts follow the real work.
 
 Requests with one query token share a loop over the blocks that exist; longer ones go through a
-loop over tiles. Both find their work in cumulative sums, on the device, so the cost does not depend
-on the longest context, and one compiled program serves every mix.
+loop over tiles. Both find their work on the device, so the cost does not depend on the longest
+context, and one compiled program serves every mix.
 """
 
 import jax
@@ -15,18 +15,23 @@ from pallas_kernels.paged_attention.xla_problem import AttentionProblem
 
 def paged_attention_xla(
     q: jax.Array,  # f[num_tokens, num_q_heads, head_dim]
-    k_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
-    v_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, v_head_dim]
+    k_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim] or quantised
+    v_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, v_head_dim] likewise
     row: jax.Array,  # i32[]
     block_tables: jax.Array,  # i32[num_reqs, max_blocks_per_req]
     seq_lens: jax.Array,  # i32[num_reqs]
     query_start_loc: jax.Array,  # i32[num_reqs + 1]
     *,
     scale: float,
+    is_causal: bool,
     sliding_window: int | None,
+    chunk_size: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,  # f[num_q_heads]
-) -> jax.Array:  # f[num_tokens, num_q_heads, v_head_dim]
+    k_scale: jax.Array | None,  # f32[num_kv_heads]
+    v_scale: jax.Array | None,  # f32[num_kv_heads]
+    max_query_len: int | None,
+) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, v_head_dim], f32[num_tokens, ...]
     """See `api.paged_attention`."""
     num_tokens, num_q_heads, head_dim = q.shape
     num_blocks, num_kv_heads = k_cache.shape[1:3]
@@ -40,12 +45,22 @@ def paged_attention_xla(
         seq_lens=seq_lens,
         query_start_loc=query_start_loc,
         scale=scale,
+        is_causal=is_causal,
         sliding_window=sliding_window,
+        chunk_size=chunk_size,
         soft_cap=soft_cap,
         sinks=None if sinks is None else sinks.reshape(heads),
+        k_scale=k_scale,
     )
-    out = attend_prefill_rows(problem)
-    decode_out, is_decode = attend_decode_rows(problem)
+    if max_query_len == 1:
+        out = jnp.zeros((num_tokens, *heads, v_cache.shape[-1]), jnp.float32)
+        lse = jnp.full((num_tokens, *heads), -jnp.inf, jnp.float32)
+    else:
+        out, lse = attend_prefill_rows(problem)
+    decode_out, decode_lse, is_decode = attend_decode_rows(problem)
     query_token = jnp.where(is_decode, query_start_loc[:-1], num_tokens)
     out = out.at[query_token].set(decode_out, mode="drop")
-    return out.reshape(num_tokens, num_q_heads, -1).astype(q.dtype)
+    lse = lse.at[query_token].set(decode_lse, mode="drop")
+    if v_scale is not None:
+        out *= v_scale[:, None, None]
+    return out.reshape(num_tokens, num_q_heads, -1).astype(q.dtype), lse.reshape(num_tokens, -1)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.paged_attention.xla_block_list import list_blocks
 from pallas_kernels.paged_attention.xla_problem import (
     AttentionProblem,
     RunningSoftmax,
@@ -17,15 +18,12 @@ CHUNK_TOKENS = 1024
 
 def attend_decode_rows(
     problem: AttentionProblem,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Attends the query token of every request that has exactly one.
 
-    The list of blocks exists only as a cumulative sum. Blocks of each request [2, 0, 3] -> ends
-    [2, 2, 5] -> request of entries 0..5: [0, 0, 2, 2, 2, 3], where 3 = num_reqs is past the end.
-
     Returns:
-        Output f32[num_reqs, num_kv_heads, group_size, v_head_dim], zero for other requests, and
-        bool[num_reqs], which requests it is for.
+        Output f32[num_reqs, num_kv_heads, group_size, v_head_dim] and lse f32[num_reqs,
+        num_kv_heads, group_size], and bool[num_reqs], which requests they are for.
     """
     num_reqs, max_blocks_per_req = problem.block_tables.shape
     block_size = problem.block_size
@@ -35,63 +33,59 @@ def attend_decode_rows(
     position = problem.seq_lens - 1  # i32[num_reqs]
     first_needed = problem.first_seen(position) // block_size
     num_needed = jnp.where(is_decode, position // block_size + 1 - first_needed, 0)
-    entry_ends = jnp.cumsum(num_needed, dtype=jnp.int32)  # i32[num_reqs]
-    # Entry e of request r is its logical block e + entry_to_logical[r].
-    entry_to_logical = first_needed - (entry_ends - num_needed)
+    blocks = list_blocks(problem.block_tables, first_needed, num_needed, problem.k_blocks.shape[0])
 
     query_token = jnp.clip(problem.query_start_loc[:-1], 0, problem.q.shape[0] - 1)
     q = problem.q[query_token]  # f[num_reqs, num_kv_heads, group_size, head_dim]
 
     def add_chunk(chunk_idx: jax.Array, softmax: RunningSoftmax) -> RunningSoftmax:
-        entry = chunk_idx * chunk_blocks + jnp.arange(chunk_blocks, dtype=jnp.int32)
-        req_idx = jnp.searchsorted(entry_ends, entry, side="right", method="compare_all")
-        is_real = req_idx < num_reqs
-        # An entry past the end reads as the last request; its sums are dropped at req_idx.
-        readable_req = jnp.minimum(req_idx, num_reqs - 1)
-        logical_block = jnp.clip(entry + entry_to_logical[readable_req], 0, max_blocks_per_req - 1)
-        block_ids = problem.block_tables[readable_req, logical_block]
+        req_idx, logical_block, is_real = blocks.chunk(
+            chunk_idx * chunk_blocks, chunk_blocks, max_blocks_per_req
+        )
+        block_ids = problem.block_tables[req_idx, logical_block]
         key_position = logical_block[:, None] * block_size + jnp.arange(block_size)
-        query_position = position[readable_req][:, None]
+        query_position = position[req_idx][:, None]
         is_seen = key_position <= query_position  # bool[chunk_blocks, block_size]
         is_seen &= key_position >= problem.first_seen(query_position)
-        return _add_blocks(problem, softmax, q, req_idx, readable_req, block_ids, is_real, is_seen)
+        return _add_blocks(problem, softmax, q, req_idx, block_ids, is_real, is_seen)
 
-    num_chunks = (entry_ends[-1] + chunk_blocks - 1) // chunk_blocks
+    num_chunks = (blocks.num_entries + chunk_blocks - 1) // chunk_blocks
     softmax = lax.fori_loop(0, num_chunks, add_chunk, problem.empty_softmax((num_reqs,), ()))
-    return softmax.result(), is_decode
+    return *softmax.result(), is_decode
 
 
 def _add_blocks(
     problem: AttentionProblem,
     softmax: RunningSoftmax,  # f32[num_reqs, num_kv_heads, group_size]
     q: jax.Array,  # f[num_reqs, num_kv_heads, group_size, head_dim]
-    req_idx: jax.Array,  # i32[chunk_blocks], num_reqs for entries that are not real
-    readable_req: jax.Array,  # i32[chunk_blocks]
+    req_idx: jax.Array,  # i32[chunk_blocks]
     block_ids: jax.Array,  # i32[chunk_blocks]
     is_real: jax.Array,  # bool[chunk_blocks]
     is_seen: jax.Array,  # bool[chunk_blocks, block_size]
 ) -> RunningSoftmax:
     """Adds each block to the running softmax of its request."""
     k, v = problem.gather_blocks(block_ids, is_real)
+    # What is not real reads as somebody's, and its sums are dropped.
+    written_req = jnp.where(is_real, req_idx, problem.seq_lens.shape[0])
     # Unwritten memory may hold NaN, and a weight of 0 times NaN is NaN.
     v = jnp.where(is_seen[:, None, :, None], v, 0)
-    block_q = q[readable_req]  # f[chunk_blocks, num_kv_heads, group_size, head_dim]
+    block_q = q[req_idx]  # f[chunk_blocks, num_kv_heads, group_size, head_dim]
     group = range(q.shape[2])
     # One small product a query head: XLA:CPU runs these in half the time of one stacked product.
     products = [product_f32("nhd,nhpd->nhp", block_q[:, :, g], k) for g in group]
     # f32[chunk_blocks, num_kv_heads, group_size, block_size]
-    logits = problem.logits(jnp.stack(products, axis=2), is_seen[:, None, None, :])
+    logits = problem.logits(jnp.stack(products, axis=2), is_seen[:, None, None, :], head_axis=1)
 
-    largest = softmax.largest.at[req_idx].max(logits.max(axis=-1), mode="drop")
+    largest = softmax.largest.at[written_req].max(logits.max(axis=-1), mode="drop")
     rescale = jnp.exp(softmax.largest - largest)
     # A block on the list has a key that is seen, so `largest` is a true logit and masked weights
     # underflow to 0.
-    weights = jnp.exp(logits - largest[readable_req][..., None])
+    weights = jnp.exp(logits - largest[req_idx][..., None])
     sums = [product_f32("nhp,nhpd->nhd", weights[:, :, g].astype(v.dtype), v) for g in group]
     return RunningSoftmax(
         largest,
-        (softmax.denominator * rescale).at[req_idx].add(weights.sum(axis=-1), mode="drop"),
+        (softmax.denominator * rescale).at[written_req].add(weights.sum(axis=-1), mode="drop"),
         (softmax.weighted_values * rescale[..., None])
-        .at[req_idx]
+        .at[written_req]
         .add(jnp.stack(sums, axis=2), mode="drop"),
     )

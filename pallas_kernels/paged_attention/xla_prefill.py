@@ -17,14 +17,15 @@ QUERY_TILE_TOKENS = 64
 KV_TILE_TOKENS = 128
 
 
-def attend_prefill_rows(problem: AttentionProblem) -> jax.Array:
+def attend_prefill_rows(problem: AttentionProblem) -> tuple[jax.Array, jax.Array]:
     """Attends the query tokens of every request that has more than one.
 
     A tile never crosses requests. Query tokens of each request [70, 1, 64] -> tiles [2, 0, 1] ->
     ends [2, 2, 3] -> request of tiles 0..2: [0, 0, 2].
 
     Returns:
-        f32[num_tokens, num_kv_heads, group_size, v_head_dim], zero for all other tokens.
+        Output f32[num_tokens, num_kv_heads, group_size, v_head_dim] and lse f32[num_tokens,
+        num_kv_heads, group_size], zero and -inf for all other tokens.
     """
     num_tokens, num_kv_heads, group_size, _ = problem.q.shape
     query_tile = min(QUERY_TILE_TOKENS, num_tokens)
@@ -32,18 +33,29 @@ def attend_prefill_rows(problem: AttentionProblem) -> jax.Array:
     num_tiles = jnp.where(num_query > 1, (num_query + query_tile - 1) // query_tile, 0)
     tile_ends = jnp.cumsum(num_tiles, dtype=jnp.int32)  # i32[num_reqs]
 
-    def add_tile(tile_idx: jax.Array, out: jax.Array) -> jax.Array:
+    def add_tile(
+        tile_idx: jax.Array, results: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         req_idx = jnp.searchsorted(tile_ends, tile_idx, side="right", method="compare_all")
         tile_of_req = tile_idx - (tile_ends[req_idx] - num_tiles[req_idx])
         query_idx = tile_of_req * query_tile + jnp.arange(query_tile, dtype=jnp.int32)
         is_query = query_idx < num_query[req_idx]  # bool[query_tile]
         token_idx = problem.query_start_loc[req_idx] + query_idx
-        position = problem.seq_lens[req_idx] - num_query[req_idx] + query_idx
-        tile_out = _attend_tile(problem, req_idx, token_idx, position)
-        return out.at[jnp.where(is_query, token_idx, num_tokens)].set(tile_out, mode="drop")
+        # Where attention is not causal, every token sees what the last one sees.
+        offset = query_idx - num_query[req_idx] if problem.is_causal else -jnp.ones_like(query_idx)
+        position = problem.seq_lens[req_idx] + offset
+        written_idx = jnp.where(is_query, token_idx, num_tokens)
+        tile_results = _attend_tile(problem, req_idx, token_idx, position)
+        out, lse = (
+            result.at[written_idx].set(tile_result, mode="drop")
+            for result, tile_result in zip(results, tile_results, strict=True)
+        )
+        return out, lse
 
-    out_shape = (num_tokens, num_kv_heads, group_size, problem.v_blocks.shape[-1])
-    return lax.fori_loop(0, tile_ends[-1], add_tile, jnp.zeros(out_shape, jnp.float32))
+    shape = (num_tokens, num_kv_heads, group_size)
+    out = jnp.zeros((*shape, problem.v_blocks.shape[-1]), jnp.float32)
+    lse = jnp.full(shape, -jnp.inf, jnp.float32)
+    return lax.fori_loop(0, tile_ends[-1], add_tile, (out, lse))
 
 
 def _attend_tile(
@@ -51,8 +63,13 @@ def _attend_tile(
     req_idx: jax.Array,  # i32[]
     token_idx: jax.Array,  # i32[query_tile], may run past the request's tokens
     position: jax.Array,  # i32[query_tile], may run past the sequence
-) -> jax.Array:  # f32[query_tile, num_kv_heads, group_size, v_head_dim]
-    """Attends one tile of one request's query tokens to its cached tokens."""
+) -> tuple[jax.Array, jax.Array]:
+    """Attends one tile of one request's query tokens to its cached tokens.
+
+    Returns:
+        f32[query_tile, num_kv_heads, group_size, v_head_dim], f32[query_tile, num_kv_heads,
+        group_size].
+    """
     num_tokens, num_kv_heads, group_size, head_dim = problem.q.shape
     max_blocks_per_req = problem.block_tables.shape[1]
     block_size = problem.block_size
@@ -80,8 +97,8 @@ def _attend_tile(
     first_tile = problem.first_seen(position[0]) // kv_tile
     end_tile = (end_position + kv_tile - 1) // kv_tile
     empty = problem.empty_softmax((), (query_tile,))
-    out = lax.fori_loop(first_tile, end_tile, add_kv_tile, empty).result()
-    return out.transpose(2, 0, 1, 3)
+    out, lse = lax.fori_loop(first_tile, end_tile, add_kv_tile, empty).result()
+    return out.transpose(2, 0, 1, 3), lse.transpose(2, 0, 1)
 
 
 def _add_kv_tile(
@@ -108,7 +125,7 @@ def _add_kv_tile(
     is_seen = key_position[None, :] <= position[:, None]  # bool[query_tile, kv_tile]
     is_seen &= key_position[None, :] >= problem.first_seen(position)[:, None]
     products = product_f32("hqd,hkd->hqk", q, k).reshape(*shape, kv_tile)
-    logits = problem.logits(products, is_seen)
+    logits = problem.logits(products, is_seen, head_axis=0)
 
     largest = jnp.maximum(softmax.largest, logits.max(axis=-1))
     rescale = jnp.exp(softmax.largest - largest)

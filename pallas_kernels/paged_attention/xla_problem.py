@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.quantised_cache import is_quantised
+
 # Masked logits and empty running maxima. Finite, because -inf minus -inf is NaN.
 MASKED_LOGIT = -1e30
 
@@ -18,10 +20,12 @@ class RunningSoftmax(NamedTuple):
     denominator: jax.Array  # f32[...]
     weighted_values: jax.Array  # f32[..., v_head_dim]
 
-    def result(self) -> jax.Array:  # f32[..., v_head_dim]
-        """The attention output; zero where nothing was seen."""
+    def result(self) -> tuple[jax.Array, jax.Array]:  # f32[..., v_head_dim], f32[...]
+        """The attention output and lse; zero and -inf where nothing was seen."""
         seen = self.denominator > 0
-        return self.weighted_values / jnp.where(seen, self.denominator, 1.0)[..., None]
+        denominator = jnp.where(seen, self.denominator, 1.0)
+        lse = jnp.where(seen, self.largest + jnp.log(denominator), -jnp.inf)
+        return self.weighted_values / denominator[..., None], lse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,16 +33,19 @@ class AttentionProblem:
     """One call of the op, heads grouped by KV head, and the rows of the cache laid end to end."""
 
     q: jax.Array  # f[num_tokens, num_kv_heads, group_size, head_dim]
-    k_blocks: jax.Array  # f[num_rows * num_blocks, num_kv_heads, block_size, head_dim]
-    v_blocks: jax.Array  # f[num_rows * num_blocks, num_kv_heads, block_size, v_head_dim]
+    k_blocks: jax.Array  # f or 8-bit[num_rows * num_blocks, num_kv_heads, block_size, head_dim]
+    v_blocks: jax.Array  # likewise, [..., v_head_dim]
     first_block: jax.Array  # i32[], where the row begins: row * num_blocks
     block_tables: jax.Array  # i32[num_reqs, max_blocks_per_req]
     seq_lens: jax.Array  # i32[num_reqs]
     query_start_loc: jax.Array  # i32[num_reqs + 1]
     scale: float
+    is_causal: bool
     sliding_window: int | None
+    chunk_size: int | None
     soft_cap: float | None
     sinks: jax.Array | None  # f[num_kv_heads, group_size]
+    k_scale: jax.Array | None  # f32[num_kv_heads]
 
     @property
     def block_size(self) -> int:
@@ -52,26 +59,35 @@ class AttentionProblem:
 
     def first_seen(self, query_position: jax.Array) -> jax.Array:
         """The leftmost position that a token at `query_position` may see."""
-        if self.sliding_window is None:
-            return jnp.zeros_like(query_position)
-        return jnp.maximum(query_position - self.sliding_window + 1, 0)
+        if self.chunk_size is not None:
+            return query_position // self.chunk_size * self.chunk_size
+        if self.sliding_window is not None:
+            return jnp.maximum(query_position - self.sliding_window + 1, 0)
+        return jnp.zeros_like(query_position)
 
     def gather_blocks(
         self, block_ids: jax.Array, is_real: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Reads blocks of the row; an id that is not real may be anything, and reads block 0.
 
-        The cache is gathered from as a whole: slicing the row out first would copy the row.
+        The cache is gathered from as a whole: slicing the row out first would copy the row. Stored
+        8-bit numbers come out as numbers of q's dtype, which holds them all, without their scales.
         """
         flat_ids = jnp.where(is_real, block_ids + self.first_block, 0)
-        return (
-            self.k_blocks.at[flat_ids].get(mode="promise_in_bounds"),
-            self.v_blocks.at[flat_ids].get(mode="promise_in_bounds"),
+        blocks = (
+            cache.at[flat_ids].get(mode="promise_in_bounds")
+            for cache in (self.k_blocks, self.v_blocks)
         )
+        k, v = (x.astype(self.q.dtype) if is_quantised(x.dtype) else x for x in blocks)
+        return k, v
 
-    def logits(self, products: jax.Array, is_seen: jax.Array) -> jax.Array:
+    def logits(self, products: jax.Array, is_seen: jax.Array, head_axis: int) -> jax.Array:
         """Scales, caps and masks products of queries and keys, in this order."""
-        logits = products * self.scale
+        scale = self.scale
+        if self.k_scale is not None:
+            trailing = products.ndim - 1 - head_axis
+            scale = scale * self.k_scale.reshape(-1, *(1 for _ in range(trailing)))
+        logits = products * scale
         if self.soft_cap is not None:
             logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
         return jnp.where(is_seen, logits, MASKED_LOGIT)

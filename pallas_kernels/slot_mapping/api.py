@@ -1,18 +1,19 @@
 """Public op `slot_mapping`: its contract, checks, and choice of implementation."""
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.argument_checks import require_at_least, require_int32, require_shape
 from pallas_kernels.cache_layout import INT32_MAX
-from pallas_kernels.dispatch import select_body
-from pallas_kernels.slot_mapping.pallas_portable import slot_mapping_pallas
+from pallas_kernels.dispatch import Body, mosaic_bodies, run_op
 from pallas_kernels.slot_mapping.reference import slot_mapping_reference
 from pallas_kernels.slot_mapping.xla import slot_mapping_xla
+from pallas_kernels.target import Target
 
-_BODIES = {
+_BODIES: dict[str, Body] = {
     "reference": slot_mapping_reference,
     "xla": slot_mapping_xla,
-    "pallas_interpret": slot_mapping_pallas,
+    **mosaic_bodies("pallas_kernels.slot_mapping", "slot_mapping", "gpu"),
 }
 
 
@@ -27,6 +28,7 @@ def slot_mapping(
     cp_rank: int = 0,
     cp_interleave: int = 1,
     implementation: str | None = None,
+    target: Target | None = None,
 ) -> jax.Array:  # i32[num_groups, num_tokens]
     """Finds the slot of every token in every KV cache group.
 
@@ -52,7 +54,8 @@ def slot_mapping(
         cp_world_size: Ranks that a request's tokens are dealt out to; 1 is no context parallelism.
         cp_rank: Whose slots to find, in `[0, cp_world_size)`.
         cp_interleave: Neighbouring positions that a rank holds; it divides `block_size`.
-        implementation: `None` picks the fastest body on this platform.
+        implementation: `None` picks the fastest body on `target`.
+        target: What the program is compiled for; `None` is JAX's default device.
 
     Raises:
         ValueError: A shape, a dtype, a static integer or the implementation's name does not fit.
@@ -60,7 +63,6 @@ def slot_mapping(
 
     Source: `BlockTable.compute_slot_mapping` in vllm/v1/worker/block_table.py.
     """
-    body = select_body("slot_mapping", _BODIES, implementation)
     require_shape("slot_mapping", "positions", positions, ("num_groups", "num_tokens"))
     num_groups = positions.shape[0]
     wanted_tables = (num_groups, "num_reqs", "max_blocks_per_req")
@@ -81,7 +83,13 @@ def slot_mapping(
             f"wanted at most {INT32_MAX}."
         )
     _check_context_parallel(block_size, cp_world_size, cp_rank, cp_interleave)
-    return body(
+    if not block_tables.size:  # no request, or none with a block: all tokens are padding
+        return jnp.full(positions.shape, pad_slot, jnp.int32)
+    return run_op(
+        "slot_mapping",
+        _BODIES,
+        implementation,
+        target,
         positions,
         block_tables,
         query_start_loc,

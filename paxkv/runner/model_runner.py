@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models import LoadedModel, kv_cache_layers
-from paxkv.config import CacheConfig, SchedulerConfig
+from models import KernelSettings, LoadedModel, kv_cache_layers
+from paxkv.config import CacheConfig, RunnerConfig, SchedulerConfig
 from paxkv.contracts.executor import StepHandle
 from paxkv.contracts.kv_cache_spec import KVCacheConfig
 from paxkv.contracts.runner_output import (
@@ -19,6 +19,7 @@ from paxkv.runner.batch_builder import BatchBuilder, BuiltStep
 from paxkv.runner.block_copies import build_block_copies
 from paxkv.runner.bucketing import CopyShape, StepBuckets
 from paxkv.runner.input_batch import InputBatch
+from paxkv.runner.kernel_check import choose_implementation
 from paxkv.runner.kv_cache_arrays import (
     abstract_kv_cache,
     allocate_kv_cache,
@@ -36,6 +37,8 @@ from paxkv.runner.memory_plan import (
 from paxkv.runner.sampled_tokens import read_logprobs
 from paxkv.runner.unbuilt import refuse_unbuilt
 from paxkv.runner.warmup import StepPrograms
+
+DEFAULT_RUNNER_CONFIG = RunnerConfig()
 
 
 class ModelRunner:
@@ -59,6 +62,7 @@ class ModelRunner:
         scheduler_config: SchedulerConfig,
         max_model_len: int,
         seed: int,
+        runner_config: RunnerConfig = DEFAULT_RUNNER_CONFIG,
         show_progress: bool = False,
     ) -> None:
         max_num_seqs = scheduler_config.max_num_seqs
@@ -70,7 +74,10 @@ class ModelRunner:
             dtype=kv_cache_dtype(model.params[0].dtype.name, device.platform),
         )
         # All groups must have one, or the arrays cannot be made.
-        block_size = page_spec(groups.kv_cache_groups).block_size
+        spec = page_spec(groups.kv_cache_groups)
+        block_size = spec.block_size
+        implementation = choose_implementation(runner_config.kernels, model.config, spec, device)
+        model = model.with_kernels(KernelSettings.for_mesh(mesh, implementation=implementation))
         num_groups = len(groups.kv_cache_groups)
         max_blocks_per_req = max(
             group.kv_cache_spec.max_blocks_per_req(max_model_len)

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-import pallas_kernels
 from models import ForwardBatch, KVCache, LoadedModel
 from paxkv.runner.bucketing import StepShape
 from paxkv.runner.packed_layout import PackedLayout
@@ -43,6 +42,7 @@ def unpack_batch(
         seq_lens=fields["seq_lens"],
         block_tables=fields["block_tables"],
         logits_indices=fields["logits_indices"],
+        max_query_len=1 if fields["token_ids"].shape == (1,) else None,
     )
 
 
@@ -73,13 +73,10 @@ def make_step(model: LoadedModel, shape: StepShape) -> StepFunction:
     return step
 
 
-def copy_blocks(
-    kv_cache: KVCache,
-    block_copies: jax.Array,  # i32[2, num_copies], sources and targets; num_blocks is padding
-) -> KVCache:
-    """Copies whole blocks in every row, all sources read before any target is written.
+def make_block_copies(model: LoadedModel) -> Callable[[KVCache, jax.Array], KVCache]:
+    """The program of `KernelSettings.copy_blocks`; apart from the step, since few copy anything."""
 
-    A program of its own, run before the step's: few steps copy anything.
-    """
-    k_cache, v_cache = pallas_kernels.block_copy(kv_cache.k, kv_cache.v, *block_copies)
-    return KVCache(k=k_cache, v=v_cache)
+    def copy_blocks(kv_cache: KVCache, block_copies: jax.Array) -> KVCache:
+        return model.kernels.copy_blocks(kv_cache, block_copies)
+
+    return copy_blocks

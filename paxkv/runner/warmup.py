@@ -7,15 +7,15 @@ import sys
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.stages import Compiled
+from jax.stages import Compiled, Lowered
 from tqdm import tqdm
 
 from models import KVCache, LoadedModel
 from paxkv.runner.bucketing import CopyShape, StepBuckets, StepShape
 from paxkv.runner.packed_layout import PackedLayout
-from paxkv.runner.step import Params, copy_blocks, make_step
+from paxkv.runner.step import Params, make_block_copies, make_step
 
-# Tracing holds the interpreter; what XLA does after it can run beside other compilations.
+# What XLA does after lowering runs beside other compilations, and beside the next lowering.
 _MAX_COMPILE_THREADS = 8
 
 
@@ -46,13 +46,17 @@ class StepPrograms:
 
     def compile(self, shape: StepShape | CopyShape, kv_cache: KVCache) -> Compiled:
         """The program of `shape`, not kept; `kv_cache` may be abstract."""
+        return self._lower(shape, kv_cache).compile()
+
+    def _lower(self, shape: StepShape | CopyShape, kv_cache: KVCache) -> Lowered:
         if isinstance(shape, CopyShape):
             copies = self._abstract_int32(2, shape.num_copies)
-            return jax.jit(copy_blocks, donate_argnums=0).lower(kv_cache, copies).compile()
+            copy_blocks = make_block_copies(self._model)
+            return jax.jit(copy_blocks, donate_argnums=0).lower(kv_cache, copies)
         step = jax.jit(make_step(self._model, shape), donate_argnums=1)
         packed = self._abstract_int32(PackedLayout(shape).num_words)
         prev_tokens = self._abstract_int32(self._max_num_seqs)
-        return step.lower(self._params, kv_cache, packed, prev_tokens).compile()
+        return step.lower(self._params, kv_cache, packed, prev_tokens)
 
     def warm_up(self, kv_cache: KVCache, *, show_progress: bool) -> None:
         """Compiles every bucket, several at a time, the largest first."""
@@ -67,7 +71,11 @@ class StepPrograms:
         )
         num_threads = min(os.cpu_count() or 1, _MAX_COMPILE_THREADS)
         with progress, concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
-            compiling = {threads.submit(self.compile, shape, kv_cache): shape for shape in missing}
+            # Lowered one after the other: Mosaic numbers kernels in the order in which a process
+            # lowers them (JAX 0.11), so that another order would be another program to a cache.
+            compiling = {
+                threads.submit(self._lower(shape, kv_cache).compile): shape for shape in missing
+            }
             for done in concurrent.futures.as_completed(compiling):
                 self._programs[compiling[done]] = done.result()
                 progress.update()

@@ -18,3 +18,34 @@ def run_jitted():
         return jax.jit(bound, compiler_options=QUICK_COMPILE)(*args)
 
     return run
+
+
+@pytest.fixture
+def run_simulated(capfd):
+    """Runs `body(*args)`, a Mosaic GPU body, in interpret mode; asserts that no accesses race.
+
+    JAX 0.12 raises at a race, 0.11.2 prints it and carries on.
+    """
+
+    def run(body, *args, **static_kwargs):
+        import jax.experimental.pallas.mosaic_gpu as plgpu
+
+        params = plgpu.InterpretGPUParams(detect_races=True)
+        jitted = jax.jit(functools.partial(body, interpret=params, **static_kwargs))
+        result = jax.block_until_ready(jitted(*args))
+        printed = capfd.readouterr()
+        assert "RACE DETECTED" not in printed.out + printed.err
+        return result
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def lower_for_cuda():
+    """Lowers `function(*args)` for an NVIDIA GPU, without one; returns the text of the program."""
+
+    def lower(function, *args, **static_kwargs):
+        bound = functools.partial(function, **static_kwargs)
+        return jax.jit(bound).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+    return lower

@@ -1,24 +1,216 @@
-"""Tests of `dispatch.py`."""
+"""Tests of `dispatch.py`, with bodies that only say their names."""
 
+import logging
+import sys
+import types
+
+import jax
 import pytest
 
-from pallas_kernels.dispatch import IMPLEMENTATIONS, select_body
+from pallas_kernels.dispatch import (
+    IMPLEMENTATIONS,
+    MIN_JAX_FOR_MOSAIC_GPU,
+    LateBody,
+    mosaic_bodies,
+    preferred_body,
+    run_op,
+    target_misfit,
+)
+from pallas_kernels.target import Target
 
-BODIES = {"reference": "slow", "xla": "fast"}
+CPU = Target(platform="cpu", device_kind="cpu")
+TPU = Target(platform="tpu", device_kind="TPU v6 lite")
+OLD_TPU = Target(platform="tpu", device_kind="TPU v4")
+HOPPER = Target(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
+AMPERE = Target(platform="gpu", device_kind="NVIDIA A100", compute_capability="8.0")
+BLACKWELL = Target(platform="gpu", device_kind="NVIDIA B200", compute_capability="10.0")
 
 
-def test_none_is_the_plain_jax_body():
-    assert select_body("op", BODIES, None) == "fast"
+@pytest.fixture
+def new_jax(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", MIN_JAX_FOR_MOSAIC_GPU)
 
 
-def test_a_name_selects_its_body():
-    assert select_body("op", BODIES, "reference") == "slow"
+@pytest.fixture
+def bodies(monkeypatch):
+    """The bodies of an op `fake`: each returns its name and its arguments; -1 is a misfit."""
+
+    def misfit(x, **options):
+        return "x is negative" if x < 0 else None
+
+    for platform in ("gpu", "tpu"):
+        module = types.ModuleType(f"fake.mosaic_{platform}")
+        module.misfit = misfit
+
+        def body(x, *, interpret=False, platform=platform, **options):
+            return f"mosaic_{platform}", x, interpret, options
+
+        setattr(module, f"fake_mosaic_{platform}", body)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return {
+        "reference": lambda x, **options: ("reference", x, options),
+        "xla": lambda x, **options: ("xla", x, options),
+        **mosaic_bodies("fake", "fake", "gpu", "tpu"),
+    }
 
 
-def test_an_unknown_name_is_refused_with_the_allowed_ones():
-    with pytest.raises(ValueError, match=r"op .* got 'triton', .* \['reference', 'xla'\]"):
-        select_body("op", BODIES, "triton")
+def test_every_implementation_has_one_name():
+    assert IMPLEMENTATIONS == (
+        "reference",
+        "xla",
+        "mosaic_gpu",
+        "mosaic_gpu_interpret",
+        "mosaic_tpu",
+        "mosaic_tpu_interpret",
+    )
 
 
-def test_implementations_are_named():
-    assert IMPLEMENTATIONS == ("reference", "xla", "pallas_interpret")
+@pytest.mark.parametrize(
+    ("target", "wanted"),
+    [
+        (CPU, "xla"),
+        (HOPPER, "mosaic_gpu"),
+        (AMPERE, "xla"),
+        (BLACKWELL, "xla"),
+        (TPU, "mosaic_tpu"),
+        (Target(platform="tpu", device_kind="TPU v5 lite"), "mosaic_tpu"),
+        (OLD_TPU, "xla"),
+    ],
+    ids=lambda value: getattr(value, "device_kind", value),
+)
+def test_none_means_the_body_written_for_the_chip(bodies, new_jax, target, wanted):
+    assert preferred_body("fake", bodies, target, 1) == wanted
+    assert run_op("fake", bodies, None, target, 1, scale=2)[0] == wanted
+
+
+def test_arguments_and_options_reach_the_body(bodies, new_jax):
+    assert run_op("fake", bodies, "xla", CPU, 7, scale=2) == ("xla", 7, {"scale": 2})
+    got = run_op("fake", bodies, None, HOPPER, 7, scale=2)
+    assert got == ("mosaic_gpu", 7, False, {"scale": 2})
+
+
+def test_without_a_target_the_default_device_counts(bodies):
+    # The tests run on the CPU.
+    assert run_op("fake", bodies, None, None, 1)[0] == "xla"
+
+
+def test_old_jax_runs_xla_on_a_gpu_and_mosaic_on_a_tpu(bodies, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    assert preferred_body("fake", bodies, HOPPER, 1) == "xla"
+    assert preferred_body("fake", bodies, TPU, 1) == "mosaic_tpu"
+
+
+def test_arguments_that_a_body_cannot_take_go_to_xla(bodies, new_jax):
+    assert preferred_body("fake", bodies, HOPPER, -1) == "xla"
+    assert preferred_body("fake", bodies, TPU, -1) == "xla"
+
+
+def test_an_op_without_a_mosaic_body_is_xla_and_silent(bodies, new_jax, caplog):
+    bodies = {name: bodies[name] for name in ("reference", "xla")}
+    with caplog.at_level(logging.WARNING):
+        assert preferred_body("bodiless", bodies, HOPPER, 1) == "xla"
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        (HOPPER, None),
+        (TPU, None),
+        (AMPERE, "compute capability 9.0 .* this is 'NVIDIA A100' with 8.0"),
+        (BLACKWELL, "compute capability 9.0 .* this is 'NVIDIA B200' with 10.0"),
+        (Target(platform="gpu"), "this is '' with None"),
+        (
+            Target(platform="gpu", device_kind="AMD Instinct MI300X", compute_capability="gfx942"),
+            "this is 'AMD Instinct MI300X' with gfx942",
+        ),
+        (OLD_TPU, "planned for the memory of .*TPU v5 lite.*, this is 'TPU v4'"),
+        (CPU, "no Mosaic body is written for the platform 'cpu'"),
+    ],
+    ids=str,
+)
+def test_target_misfit_says_why(new_jax, target, reason):
+    got = target_misfit(target)
+    if reason is None:
+        assert got is None
+    else:
+        pytest.raises(ValueError, _raise, got).match(reason)
+
+
+def _raise(message):
+    raise ValueError(message)
+
+
+def test_target_misfit_names_the_jax_that_is_wanted(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 1))
+    assert "it needs JAX 0.11.2 or newer" in target_misfit(HOPPER)
+    assert target_misfit(TPU) is None
+
+
+def test_the_reason_is_said_once_for_each_op_and_reason(bodies, new_jax, caplog):
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            preferred_body("op_said_once", bodies, HOPPER, -1)
+        preferred_body("op_said_once", bodies, AMPERE, 1)
+        preferred_body("another_op_said_once", bodies, HOPPER, -1)
+        preferred_body("op_said_once", bodies, HOPPER, 1)
+    said = [message for message in caplog.messages if "op_said_once" in message]
+    assert said == [
+        "op_said_once runs as plain XLA, not as mosaic_gpu: x is negative.",
+        "op_said_once runs as plain XLA, not as mosaic_gpu: its instructions are those of compute "
+        "capability 9.0 (H100, H200), this is 'NVIDIA A100' with 8.0.",
+        "another_op_said_once runs as plain XLA, not as mosaic_gpu: x is negative.",
+    ]
+
+
+def test_the_cpu_runs_xla_without_a_word(bodies, new_jax, caplog):
+    with caplog.at_level(logging.WARNING):
+        preferred_body("op_on_a_cpu", bodies, CPU, 1)
+    assert caplog.messages == []
+
+
+def test_an_unknown_name_is_refused_with_the_allowed_ones(bodies):
+    with pytest.raises(ValueError, match=r"fake .* got 'triton', wanted None or one of \['mosaic_"):
+        run_op("fake", bodies, "triton", CPU, 1)
+
+
+def test_a_named_body_that_cannot_do_the_call_refuses_it(bodies, new_jax):
+    message = "fake: the body 'mosaic_gpu' cannot do this call: x is negative. Leave implementation"
+    with pytest.raises(ValueError, match=message):
+        run_op("fake", bodies, "mosaic_gpu", CPU, -1)
+
+
+def test_a_named_gpu_body_refuses_old_jax_before_it_is_imported(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    bodies = mosaic_bodies("no_such_package", "op", "gpu")
+    for name in ("mosaic_gpu", "mosaic_gpu_interpret"):
+        with pytest.raises(ValueError, match="it needs JAX 0.11.2 or newer"):
+            run_op("fake", bodies, name, CPU, 1)
+
+
+def test_a_named_body_runs_whatever_the_target_is(bodies, new_jax):
+    # To be compiled ahead of time, or lowered for another platform.
+    assert run_op("fake", bodies, "mosaic_gpu", CPU, 1)[0] == "mosaic_gpu"
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_the_interpreted_body_is_called_with_interpret(bodies, new_jax, platform):
+    got = run_op("fake", bodies, f"mosaic_{platform}_interpret", CPU, 1, scale=2)
+    assert got == (f"mosaic_{platform}", 1, True, {"scale": 2})
+
+
+def test_mosaic_bodies_are_named_by_convention():
+    assert mosaic_bodies("pallas_kernels.fake", "fake", "gpu") == {
+        "mosaic_gpu": LateBody("pallas_kernels.fake.mosaic_gpu", "fake_mosaic_gpu"),
+        "mosaic_gpu_interpret": LateBody(
+            "pallas_kernels.fake.mosaic_gpu", "fake_mosaic_gpu", is_interpreted=True
+        ),
+    }
+
+
+def test_a_late_body_is_imported_only_when_it_is_looked_at():
+    body = LateBody("no_such_package.mosaic_gpu", "op_mosaic_gpu")
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        body.load()
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        body.misfit(1)

@@ -7,6 +7,7 @@ from paxkv.config import (
     EngineConfig,
     KVEventsConfig,
     ModelConfig,
+    RunnerConfig,
     SchedulerConfig,
     ServerConfig,
 )
@@ -34,6 +35,7 @@ def test_defaults_are_valid() -> None:
         (lambda: SchedulerConfig(max_num_seqs=0), "max_num_seqs"),
         (lambda: SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=4), "max_num_seqs=8"),
         (lambda: SchedulerConfig(policy="lottery"), "fcfs, priority"),
+        (lambda: RunnerConfig(kernels="triton"), "kernels must be one of auto, xla"),
         (lambda: ModelConfig(dtype="int3"), "float32"),
         (lambda: ModelConfig(max_model_len=1), "max_model_len"),
         (lambda: ModelConfig(seed=2**63), "seed"),

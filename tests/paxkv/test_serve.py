@@ -11,11 +11,11 @@ import pytest
 
 from models.errors import CheckpointNotFoundError
 from paxkv import serve
-from paxkv.config import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig
+from paxkv.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig, ServerConfig
 from paxkv.errors import ConfigError, EngineDeadError
 from tests.paxkv.server.fake_engine import FakeEngine
 
-CONFIG_CLASSES = (ModelConfig, CacheConfig, SchedulerConfig, ServerConfig)
+CONFIG_CLASSES = (ModelConfig, CacheConfig, SchedulerConfig, RunnerConfig, ServerConfig)
 
 
 def _config(config_class, *arguments):

@@ -19,13 +19,11 @@ def scatter_in_numpy(cache, new, slots, row):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_a_loop_over_tokens(case, run_jitted):
-    inputs = build_inputs(case)
-    k_cache, v_cache = run_jitted(
-        kv_scatter_reference,
-        *(inputs.k_cache, inputs.v_cache, inputs.k, inputs.v, inputs.slots, inputs.row),
-    )
-    expected_k = scatter_in_numpy(inputs.k_cache, inputs.k, inputs.slots, inputs.row)
-    expected_v = scatter_in_numpy(inputs.v_cache, inputs.v, inputs.slots, inputs.row)
+    arguments = build_inputs(case).body_arguments
+    k_cache, v_cache, k, v, slots, row = arguments
+    expected_k = scatter_in_numpy(k_cache, k, slots, row)
+    expected_v = scatter_in_numpy(v_cache, v, slots, row)
+    k_cache, v_cache = run_jitted(kv_scatter_reference, *arguments)
     np.testing.assert_array_equal(np.asarray(k_cache), expected_k)
     np.testing.assert_array_equal(np.asarray(v_cache), expected_v)
 

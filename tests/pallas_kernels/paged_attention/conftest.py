@@ -11,24 +11,19 @@ from pallas_kernels.paged_attention.reference import paged_attention_reference
 
 @pytest.fixture(scope="session")
 def attend(run_jitted):
-    """Runs one body on inputs from `build_inputs`, as float32 NumPy."""
+    """Runs one body on inputs from `build_inputs`: output and lse, as float32 NumPy."""
 
-    def run(inputs, body):
-        def call(sinks, *arrays):
-            return body(
-                *arrays,
-                scale=inputs.scale,
-                sliding_window=inputs.sliding_window,
-                soft_cap=inputs.soft_cap,
-                sinks=sinks,
-            )
+    def run(inputs, body, **options):
+        def call(traced_options, *arrays):
+            return body(*arrays, **inputs.rules, **traced_options, **options)
 
-        return np.asarray(run_jitted(call, inputs.sinks, *inputs.arrays)).astype(np.float32)
+        pair = run_jitted(call, inputs.traced_options, *inputs.arrays)
+        return tuple(np.asarray(array).astype(np.float32) for array in pair)
 
     return run
 
 
 @pytest.fixture(scope="session")
 def attend_by_reference(attend):
-    """The reference's output on a case, computed once a test run."""
+    """The reference's output and lse on a case, computed once a test run."""
     return functools.cache(lambda case: attend(build_inputs(case), paged_attention_reference))

@@ -41,9 +41,19 @@ def test_result_has_the_head_dim_of_v():
     assert shape_of_result({"v_cache": ((2, 5, 2, 16, 8), jnp.float32)}).shape == (6, 4, 8)
 
 
-@pytest.mark.parametrize("implementation", [None, "reference", "xla", "pallas_interpret"])
-def test_every_implementation_gives_the_same_shape(implementation):
+@pytest.mark.parametrize("implementation", [None, "reference", "xla"])
+def test_every_implementation_gives_the_same_shapes(implementation):
     assert shape_of_result({}, implementation=implementation).shape == (6, 4, 32)
+    out, lse = shape_of_result({}, implementation=implementation, return_lse=True)
+    assert out.shape == (6, 4, 32)
+    assert (lse.shape, lse.dtype) == ((6, 4), jnp.float32)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_a_quantised_cache_gives_the_dtype_of_q(dtype):
+    changes = {"k_cache": ((2, 5, 2, 16, 32), dtype), "v_cache": ((2, 5, 2, 16, 32), dtype)}
+    scales = {"k_scale": np.ones(2, np.float32), "v_scale": np.ones(2, np.float32)}
+    assert shape_of_result(changes, **scales).dtype == jnp.float32
 
 
 @pytest.mark.parametrize(
@@ -75,7 +85,20 @@ def test_arrays_that_do_not_fit_are_refused(changes, message):
     ("options", "message"),
     [
         ({"sliding_window": 0}, "sliding_window is too small: got 0, wanted at least 1"),
+        ({"chunk_size": 0}, "chunk_size is too small: got 0, wanted at least 1"),
+        ({"max_query_len": 0}, "max_query_len is too small: got 0, wanted at least 1"),
+        (
+            {"sliding_window": 4, "chunk_size": 8},
+            r"too many limits .* got {'sliding_window': 4, 'chunk_size': 8} .* wanted at most one",
+        ),
+        (
+            {"sliding_window": 4, "is_causal": False},
+            r"too many limits .* with is_causal=False, wanted .* none where attention is not",
+        ),
+        ({"chunk_size": 4, "is_causal": False}, r"too many limits .* got {'chunk_size': 4}"),
         ({"soft_cap": 0.0}, "soft_cap is out of range: got 0.0"),
+        ({"soft_cap": float("nan")}, "soft_cap is out of range: got nan"),
+        ({"k_scale": np.ones(2, np.float32)}, "k_scale belongs to a quantised cache"),
         ({"sinks": np.zeros(3, np.float32)}, r"sinks .* got \[3\], wanted \[4\]"),
         ({"sinks": np.zeros(4, np.int32)}, "sinks has the wrong dtype: got int32"),
         ({"implementation": "triton"}, "got 'triton', wanted None or one of .*'xla'"),
@@ -84,6 +107,27 @@ def test_arrays_that_do_not_fit_are_refused(changes, message):
 def test_options_that_do_not_fit_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         shape_of_result({}, **options)
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        ({}, r"a cache of int8 needs k_scale: got None, wanted f32\[2\]"),
+        ({"k_scale": np.ones(2, np.float32)}, "a cache of int8 needs v_scale: got None"),
+        (
+            {"k_scale": np.ones(4, np.float32), "v_scale": np.ones(2, np.float32)},
+            r"k_scale has the wrong shape: got \[4\], wanted \[2\]",
+        ),
+        (
+            {"k_scale": np.ones(2, np.float32), "v_scale": np.ones(2, np.int32)},
+            "v_scale has the wrong dtype: got int32",
+        ),
+    ],
+)
+def test_scales_of_a_quantised_cache_that_do_not_fit_are_refused(scales, message):
+    cache = ((2, 5, 2, 16, 32), jnp.int8)
+    with pytest.raises(ValueError, match=message):
+        shape_of_result({"k_cache": cache, "v_cache": cache}, **scales)
 
 
 @pytest.mark.parametrize("row", [-1, 2])
@@ -97,7 +141,8 @@ def test_signature_names_no_backend():
     parameters = list(inspect.signature(paged_attention).parameters)
     assert parameters == [
         *SHAPES,
-        *("scale", "sliding_window", "soft_cap", "sinks", "implementation"),
+        *("scale", "is_causal", "sliding_window", "chunk_size", "soft_cap", "sinks"),
+        *("k_scale", "v_scale", "max_query_len", "return_lse", "implementation", "target"),
     ]
 
 
@@ -137,3 +182,30 @@ def test_a_prompt_in_chunks_equals_the_prompt_at_once(chunks):
     weights = np.exp(np.where(np.tri(seq_len, dtype=bool), logits, -np.inf))
     expected = np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v)
     np.testing.assert_allclose(np.concatenate(outputs), expected, atol=5e-6, rtol=5e-6)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", None])
+@pytest.mark.parametrize(
+    "sizes", [(0, 2, 3), (4, 0, 3), (4, 2, 0)], ids=["no tokens", "no requests", "no blocks"]
+)
+def test_where_there_is_nothing_to_see_the_result_says_so(implementation, sizes):
+    num_tokens, num_reqs, max_blocks_per_req = sizes
+    cache = jnp.full((1, 5, 2, 8, 16), jnp.nan)
+    out, lse = paged_attention(
+        *(jnp.ones((num_tokens, 4, 16)), cache, cache, 0),
+        jnp.zeros((num_reqs, max_blocks_per_req), jnp.int32),
+        jnp.zeros(num_reqs, jnp.int32),
+        jnp.zeros(num_reqs + 1, jnp.int32),
+        scale=1.0,
+        return_lse=True,
+        implementation=implementation,
+    )
+    np.testing.assert_array_equal(out, np.zeros((num_tokens, 4, 16)))
+    np.testing.assert_array_equal(lse, np.full((num_tokens, 4), -np.inf))
+
+
+def test_an_empty_cache_is_refused():
+    cache = jnp.zeros((1, 5, 2, 8, 16))
+    indices = (jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32), jnp.zeros(2, jnp.int32))
+    with pytest.raises(ValueError, match=r"v_cache is empty: got \[1, 5, 2, 8, 0\]"):
+        paged_attention(jnp.ones((1, 4, 16)), cache, cache[..., :0], 0, *indices, scale=1.0)

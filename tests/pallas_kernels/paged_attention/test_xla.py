@@ -1,5 +1,8 @@
 """Tests of `paged_attention/xla.py`: against the reference, and its promises on memory."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,25 +11,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import kv_scatter, paged_attention
-from pallas_kernels.paged_attention.cases import CASES, PagedAttentionCase, build_inputs
+from pallas_kernels.paged_attention.cases import (
+    CASES,
+    LONG_CASES,
+    PagedAttentionCase,
+    build_inputs,
+)
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 
 TOLERANCES = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 2e-2}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES + LONG_CASES, ids=lambda case: case.name)
 def test_equals_reference(case, attend, attend_by_reference):
-    out = attend(build_inputs(case), paged_attention_xla)
+    out, lse = attend(build_inputs(case), paged_attention_xla)
+    expected_out, expected_lse = attend_by_reference(case)
     tolerance = TOLERANCES[case.dtype]
-    np.testing.assert_allclose(out, attend_by_reference(case), atol=tolerance, rtol=tolerance)
+    np.testing.assert_allclose(out, expected_out, atol=tolerance, rtol=tolerance)
+    np.testing.assert_allclose(lse, expected_lse, atol=5e-6, rtol=5e-6)
 
 
 # One padded shape for all drawn batches, so that each body compiles once a rule.
 MAX_TOKENS, MAX_REQS, MAX_BLOCKS, NUM_BLOCKS, BLOCK_SIZE = 96, 5, 8, 48, 8
 RULES = (
-    {"sliding_window": None, "soft_cap": None},
+    {},
     {"sliding_window": 11, "soft_cap": 2.0},
+    {"chunk_size": 12, "cache_dtype": "int8"},
+    {"is_causal": False, "cache_dtype": "float8_e4m3fn", "num_kv_heads": 1},
 )
 
 
@@ -45,23 +57,28 @@ def ragged_requests(draw):
 
 @pytest.fixture(scope="module")
 def compiled_bodies():
-    def compile_body(body, rule):
-        def call(sinks, *arrays):
-            return body(*arrays, scale=0.3, sinks=sinks, **rule)
+    """Both bodies of each rule, compiled once: `rules` is alike for all batches of one rule."""
 
-        return jax.jit(call, compiler_options={"xla_backend_optimization_level": 0})
+    @functools.cache
+    def compile_bodies(*rules):
+        def compile_body(body):
+            def call(traced_options, *arrays):
+                return body(*arrays, **dict(rules), **traced_options)
 
-    bodies = (paged_attention_xla, paged_attention_reference)
-    return [[compile_body(body, rule) for body in bodies] for rule in RULES]
+            return jax.jit(call, compiler_options={"xla_backend_optimization_level": 0})
+
+        return compile_body(paged_attention_xla), compile_body(paged_attention_reference)
+
+    return compile_bodies
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     requests=ragged_requests(),
-    rule_idx=st.sampled_from([0, 1]),
+    rule=st.sampled_from(RULES),
     seed=st.integers(0, 1000),
 )
-def test_equals_reference_on_any_ragged_batch(compiled_bodies, requests, rule_idx, seed):
+def test_equals_reference_on_any_ragged_batch(compiled_bodies, requests, rule, seed):
     num_query = sum(num_query for num_query, _ in requests)
     case = PagedAttentionCase(
         name="drawn",
@@ -71,18 +88,48 @@ def test_equals_reference_on_any_ragged_batch(compiled_bodies, requests, rule_id
         block_size=BLOCK_SIZE,
         head_dim=8,
         has_sinks=True,
-        **RULES[rule_idx],
+        **rule,
     )
     inputs = build_inputs(case, seed)
+    # The last block is nobody's: poison, of which there can be more.
     pad_blocks = ((0, 0), (0, NUM_BLOCKS - inputs.k_cache.shape[1]), (0, 0), (0, 0), (0, 0))
     k_cache, v_cache = (
-        jnp.asarray(np.pad(np.asarray(cache), pad_blocks, constant_values=np.nan))
+        jnp.asarray(np.pad(np.asarray(cache), pad_blocks, mode="edge"))
         for cache in (inputs.k_cache, inputs.v_cache)
     )
-    arguments = (inputs.sinks, inputs.q, k_cache, v_cache, jnp.int32(1), *inputs.arrays[4:])
-    xla, reference = (body(*arguments) for body in compiled_bodies[rule_idx])
-    np.testing.assert_allclose(xla, reference, atol=5e-6, rtol=5e-6)
-    assert not np.asarray(xla)[num_query:].any()
+    rules = inputs.rules | {"max_query_len": None}
+    arrays = (inputs.q, k_cache, v_cache, jnp.int32(1), *inputs.arrays[4:])
+    results = [body(inputs.traced_options, *arrays) for body in compiled_bodies(*rules.items())]
+    for got, wanted in zip(*results, strict=True):
+        np.testing.assert_allclose(got, wanted, atol=5e-6, rtol=5e-6)
+    out, lse = results[0]
+    assert not np.asarray(out)[num_query:].any()
+    assert np.isneginf(np.asarray(lse)[num_query:]).all()
+
+
+DECODE_CASES = tuple(case for case in CASES if case.name in ("decode_mha", "padding_only"))
+
+
+@pytest.mark.parametrize("case", DECODE_CASES, ids=lambda case: case.name)
+def test_decode_program_equals_the_program_for_any_batch(case, attend):
+    inputs = build_inputs(case)
+    assert inputs.rules["max_query_len"] == 1
+    got = attend(inputs, paged_attention_xla)
+    any_batch = dataclasses.replace(inputs, rules=inputs.rules | {"max_query_len": None})
+    for got_array, wanted in zip(got, attend(any_batch, paged_attention_xla), strict=True):
+        np.testing.assert_array_equal(got_array, wanted)
+
+
+def test_decode_program_has_no_loop_for_prompts():
+    inputs = build_inputs(next(case for case in CASES if case.name == "decode_mha"))
+
+    def num_loops(max_query_len):
+        rules = inputs.rules | inputs.traced_options | {"max_query_len": max_query_len}
+        call = functools.partial(paged_attention_xla, **rules)
+        return jax.jit(call).lower(*inputs.arrays).as_text().count("stablehlo.while")
+
+    assert num_loops(1) == 1
+    assert num_loops(2) == num_loops(None) > 1
 
 
 NUM_LAYERS = 3

@@ -22,10 +22,23 @@ def shape_of_result(changes, **options):
     return jax.eval_shape(lambda arguments: slot_mapping(**arguments, **options), arguments)
 
 
-@pytest.mark.parametrize("implementation", [None, "reference", "xla", "pallas_interpret"])
+@pytest.mark.parametrize("implementation", [None, "reference", "xla"])
 def test_every_implementation_returns_a_slot_for_each_token(implementation):
     result = shape_of_result({}, implementation=implementation)
     assert (result.shape, result.dtype) == ((2, 6), jnp.int32)
+
+
+@pytest.mark.parametrize(("num_reqs", "max_blocks_per_req"), [(0, 4), (3, 0)])
+def test_without_a_block_to_look_up_all_tokens_are_padding(num_reqs, max_blocks_per_req):
+    slots = slot_mapping(
+        jnp.zeros((2, 6), jnp.int32),
+        jnp.zeros((2, num_reqs, max_blocks_per_req), jnp.int32),
+        jnp.zeros(num_reqs + 1, jnp.int32),
+        block_size=8,
+        pad_slot=100,
+    )
+    assert slots.dtype == jnp.int32
+    assert slots.tolist() == [[100] * 6] * 2
 
 
 @pytest.mark.parametrize(

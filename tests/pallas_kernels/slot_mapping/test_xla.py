@@ -1,12 +1,19 @@
 """Tests of `slot_mapping/xla.py` against the reference."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pallas_kernels.slot_mapping.cases import CASES, build_inputs
 from pallas_kernels.slot_mapping.reference import slot_mapping_reference
 from pallas_kernels.slot_mapping.xla import slot_mapping_xla
+
+STATIC = ("block_size", "pad_slot", "cp_world_size", "cp_rank", "cp_interleave")
+JITTED = jax.jit(slot_mapping_xla, static_argnames=STATIC)
+JITTED_REFERENCE = jax.jit(slot_mapping_reference, static_argnames=STATIC)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -51,3 +58,23 @@ def test_ranks_together_hold_each_token_exactly_once(world_size, interleave, run
             assert (stripe * world_size + rank) * interleave + place == position
     assert sorted(held) == list(range(num_tokens))
     assert is_held_np.sum() == num_tokens
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_batch_equals_reference(data):
+    num_reqs, num_tokens, max_blocks_per_req, block_size = 3, 12, 4, 4
+    world_size, rank, interleave = data.draw(st.sampled_from([(1, 0, 1), (2, 1, 4), (4, 2, 2)]))
+    ends = sorted(data.draw(st.tuples(*[st.integers(0, num_tokens)] * num_reqs)))
+    position = st.integers(0, max_blocks_per_req * block_size * world_size - 1)
+    positions = data.draw(st.lists(position, min_size=num_tokens, max_size=num_tokens))
+    positions[ends[-1] :] = [-(2**31)] * (num_tokens - ends[-1])  # padding holds anything
+    tables = np.random.default_rng(0).permutation(100)[: 2 * num_reqs * max_blocks_per_req]
+    arrays = (
+        np.array([positions, positions], np.int32),
+        tables.reshape(2, num_reqs, max_blocks_per_req).astype(np.int32),
+        np.array([0, *ends], np.int32),
+    )
+    options = {"cp_world_size": world_size, "cp_rank": rank, "cp_interleave": interleave}
+    options |= {"block_size": block_size, "pad_slot": 10_000}
+    np.testing.assert_array_equal(JITTED(*arrays, **options), JITTED_REFERENCE(*arrays, **options))

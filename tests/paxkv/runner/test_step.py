@@ -10,7 +10,7 @@ import pytest
 from models import KVCache, load_model
 from paxkv.runner.bucketing import StepShape
 from paxkv.runner.packed_layout import PackedLayout
-from paxkv.runner.step import copy_blocks, make_step, unpack_batch
+from paxkv.runner.step import make_block_copies, make_step, unpack_batch
 from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.paxkv.runner.tiny_model import HEAD_DIM, NUM_HEADS, TinyModel
 
@@ -67,7 +67,7 @@ def test_step_of_two_groups_writes_their_one_cache_in_place(shape):
 def test_block_copies_write_the_cache_in_place():
     array = abstract(3, 2048, 2, 8, 16, dtype=jnp.float32)
     cache_bytes = 2 * array.size * array.dtype.itemsize
-    lowered = jax.jit(copy_blocks, donate_argnums=0).lower(
+    lowered = jax.jit(make_block_copies(TinyModel()), donate_argnums=0).lower(
         KVCache(k=array, v=array), abstract(2, 8)
     )
     analysis = lowered.compile().memory_analysis()
@@ -84,3 +84,10 @@ def test_token_source_chooses_between_host_and_device():
     prev_tokens = jnp.array([50, 51, 52, 53], jnp.int32)
     batch = jax.jit(lambda p, t: unpack_batch(layout.unpack(p), t))(packed_np, prev_tokens)
     assert batch.token_ids.tolist() == [10, 50, 53, 13, 14, 51, 16, 17]
+    assert batch.max_query_len is None  # some of the 8 may be of one prompt
+
+
+def test_step_of_one_token_promises_that_no_request_has_more():
+    layout = PackedLayout(TINY_SHAPE)
+    unpack = lambda packed: unpack_batch(layout.unpack(packed), jnp.zeros(4, jnp.int32))  # noqa: E731
+    assert jax.eval_shape(unpack, abstract(layout.num_words)).max_query_len == 1

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 import pallas_kernels
-from models import ForwardBatch, KVCache, kv_cache_layers
+from models import ForwardBatch, KernelSettings, KVCache, kv_cache_layers
 from models.kv_layers import place_layers
 
 VOCAB, HIDDEN, NUM_LAYERS, NUM_HEADS, HEAD_DIM = 50, 8, 2, 2, 4
@@ -44,6 +44,7 @@ class TinyModel:
         windows: tuple[int | None, ...] = (None,) * NUM_LAYERS,
     ) -> None:
         self.config = TinyConfig(windows)
+        self.kernels = KernelSettings()
         self._places = list(place_layers(kv_cache_layers(self.config)).values())
         rng = np.random.default_rng(seed)
         shapes = [(VOCAB, HIDDEN), (MAX_POSITIONS, HIDDEN), (HIDDEN, VOCAB)]
@@ -51,6 +52,10 @@ class TinyModel:
         self.params = tuple(
             jax.device_put(rng.normal(size=s).astype(np.float32)).astype(dtype) for s in shapes
         )
+
+    def with_kernels(self, kernels: KernelSettings) -> "TinyModel":
+        self.kernels = kernels
+        return self
 
     @property
     def param_specs(self) -> tuple[PartitionSpec, ...]:

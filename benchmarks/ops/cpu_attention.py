@@ -1,0 +1,164 @@
+"""Batches of the CPU half's attention: the cache, our body, and its check against float64."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.ops.gpu_float64 import SeenRule, attend
+from pallas_kernels import paged_attention
+
+NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 4, 64
+SCALE = HEAD_DIM**-0.5
+# Blocks in the pool for one that a sequence owns: a pool is seldom full.
+POOL_PER_OWNED_BLOCK = 1.25
+MAX_RELATIVE_ERROR = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuBatch:
+    """One shape of batch. `requests` holds (query tokens, seq_len) of each request."""
+
+    name: str
+    requests: tuple[tuple[int, int], ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(num_query for num_query, _ in self.requests)
+
+    @property
+    def max_query_len(self) -> int:
+        return max(num_query for num_query, _ in self.requests)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values that the batch has to read, each once."""
+        num_keys = sum(seq_len for _, seq_len in self.requests)
+        return num_keys * 2 * NUM_KV_HEADS * HEAD_DIM * 4
+
+
+def batches() -> tuple[CpuBatch, ...]:
+    """64 decodes at several contexts, and one prompt's chunk beside 32 decodes."""
+    ragged = np.random.default_rng(0).permutation(np.linspace(32, 512, 64).astype(int))
+    return (
+        *(
+            CpuBatch(name=f"64 decodes at {context}", requests=((1, context),) * 64)
+            for context in (64, 128, 256, 512)
+        ),
+        CpuBatch(
+            name="64 decodes at 32 to 512",
+            requests=tuple((1, int(context)) for context in ragged),
+        ),
+        CpuBatch(
+            name="chunk of 512 at 1,024 beside 32 decodes at 256",
+            requests=((512, 1024), *((1, 256),) * 32),
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedData:
+    """Arguments of `paged_attention`; every row of the cache is a data set of its own."""
+
+    batch: CpuBatch
+    q: jax.Array  # f32[num_tokens, num_q_heads, head_dim]
+    k_cache: jax.Array  # f32[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
+    v_cache: jax.Array  # f32[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
+    block_tables: jax.Array  # i32[num_reqs, max_blocks_per_req]
+    seq_lens: jax.Array  # i32[num_reqs]
+    query_start_loc: jax.Array  # i32[num_reqs + 1]
+
+
+def build_paged_data(
+    batch: CpuBatch,
+    *,
+    block_size: int,
+    num_rows: int,
+    is_in_order: bool = False,
+    columns_per_needed: int = 1,
+    seed: int = 0,
+) -> PagedData:
+    """Lays the batch's sequences into blocks drawn from a pool.
+
+    Args:
+        is_in_order: Whether each sequence owns blocks that follow one another, as a pool hands
+            them out that nothing was returned to; if not, every block lies anywhere.
+        columns_per_needed: Columns of the block table for one that the longest request needs.
+    """
+    rng = np.random.default_rng(seed)
+    num_query_np, seq_lens_np = np.array(batch.requests).T
+    num_owned_np = -(-seq_lens_np // block_size)
+    num_owned = int(num_owned_np.sum())
+    num_blocks = int(num_owned * POOL_PER_OWNED_BLOCK) + 1
+    ids_np = rng.permutation(num_blocks)[:num_owned]
+    if is_in_order:
+        ids_np = np.arange(num_owned)
+    block_tables_np = np.zeros(
+        (len(num_owned_np), int(num_owned_np.max()) * columns_per_needed), np.int32
+    )
+    ends = np.cumsum(num_owned_np)
+    for req_idx, (end, owned) in enumerate(zip(ends, num_owned_np, strict=True)):
+        block_tables_np[req_idx, :owned] = ids_np[end - owned : end]
+    shape = (num_rows, num_blocks, NUM_KV_HEADS, block_size, HEAD_DIM)
+    k_cache, v_cache = (jnp.asarray(rng.standard_normal(shape, np.float32)) for _ in range(2))
+    q_shape = (batch.num_tokens, NUM_Q_HEADS, HEAD_DIM)
+    query_start_loc_np = np.concatenate([[0], np.cumsum(num_query_np)])
+    return PagedData(
+        batch=batch,
+        q=jnp.asarray(rng.standard_normal(q_shape, np.float32)),
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_tables=jnp.asarray(block_tables_np),
+        seq_lens=jnp.asarray(seq_lens_np, jnp.int32),
+        query_start_loc=jnp.asarray(query_start_loc_np, jnp.int32),
+    )
+
+
+def paged_call(data: PagedData, compiler_options: dict[str, str]) -> Callable[[int], jax.Array]:
+    """Our body on one row, compiled as a part of a step would be."""
+
+    @jax.jit
+    def plain(row: jax.Array, *arrays: jax.Array) -> jax.Array:
+        q, k_cache, v_cache, *sequences = arrays
+        return paged_attention(
+            *(q, k_cache, v_cache, row, *sequences),
+            scale=SCALE,
+            max_query_len=data.batch.max_query_len,
+            implementation="xla",
+        )
+
+    arrays = (data.q, data.k_cache, data.v_cache)
+    arrays += (data.block_tables, data.seq_lens, data.query_start_loc)
+    rows = [jnp.int32(row) for row in range(data.k_cache.shape[0])]
+    compiled = plain.lower(rows[0], *arrays).compile(compiler_options=compiler_options)
+    return lambda row: compiled(rows[row], *arrays).block_until_ready()
+
+
+def gathered(data: PagedData, row: int, req_idx: int) -> tuple[np.ndarray, np.ndarray]:
+    """One request's keys and values in one piece, f32[seq_len, num_kv_heads, head_dim] each."""
+    seq_len = data.batch.requests[req_idx][1]
+    block_size = data.k_cache.shape[3]
+    ids_np = np.asarray(data.block_tables)[req_idx, : -(-seq_len // block_size)]
+
+    def one(cache: jax.Array) -> np.ndarray:
+        blocks_np = np.asarray(cache)[row, ids_np].transpose(0, 2, 1, 3)
+        return blocks_np.reshape(-1, *blocks_np.shape[2:])[:seq_len]
+
+    return one(data.k_cache), one(data.v_cache)
+
+
+def relative_error(data: PagedData, out: jax.Array, row: int) -> float:
+    """The norm of what differs from float64, over the norm of what is right."""
+    q_np, out_np = np.asarray(data.q), np.asarray(out).astype(np.float64)
+    starts_np = np.asarray(data.query_start_loc)
+    expected_np = np.zeros_like(out_np)
+    for req_idx, (num_query, seq_len) in enumerate(data.batch.requests):
+        tokens = slice(int(starts_np[req_idx]), int(starts_np[req_idx + 1]))
+        positions_np = np.arange(seq_len - num_query, seq_len)
+        keys_np, values_np = gathered(data, row, req_idx)
+        expected_np[tokens], _ = attend(
+            *(q_np[tokens], keys_np, values_np, positions_np), SeenRule(scale=SCALE)
+        )
+    return float(np.linalg.norm(out_np - expected_np) / np.linalg.norm(expected_np))

@@ -1,0 +1,125 @@
+"""`KernelSettings`: how a model calls the ops on the KV cache, on one device or over a mesh."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+import pallas_kernels
+from models.errors import ModelError
+from models.forward_batch import KVCache
+from models.param_sharding import MODEL_AXIS
+
+# f[num_tokens, heads, head_dim] and the cache, each device with some of the heads.
+TOKENS_BY_HEAD = PartitionSpec(None, MODEL_AXIS, None)
+CACHE_BY_HEAD = PartitionSpec(None, None, MODEL_AXIS, None, None)
+WHOLE = PartitionSpec()
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSettings:
+    """What dispatch looks at, and the mesh that heads are split over. Hashable, so static.
+
+    Args:
+        implementation: The body of every op; `None` means the fastest one for `target`.
+        target: What programs are compiled for; `None` means JAX's default device.
+        mesh: With an axis `MODEL_AXIS`; `None` means one device.
+    """
+
+    implementation: str | None = None
+    target: pallas_kernels.Target | None = None
+    mesh: Mesh | None = None
+
+    @classmethod
+    def for_mesh(cls, mesh: Mesh, *, implementation: str | None = None) -> "KernelSettings":
+        """The settings of programs that run on a mesh of devices of one kind."""
+        target = pallas_kernels.target_of(mesh.devices.flat[0])
+        return cls(implementation=implementation, target=target, mesh=mesh)
+
+    @property
+    def num_shards(self) -> int:
+        """Devices that heads are split over."""
+        return 1 if self.mesh is None else self.mesh.shape[MODEL_AXIS]
+
+    def check_heads(self, num_kv_heads: int) -> None:
+        """Checks that every device gets the same number of KV heads.
+
+        Raises:
+            ModelError: It would not.
+        """
+        if num_kv_heads % self.num_shards:
+            raise ModelError(
+                f"KV heads cannot be split evenly: got {num_kv_heads} heads over "
+                f"{self.num_shards} devices, wanted a multiple. Use fewer devices."
+            )
+
+    def by_head(
+        self,
+        function: Callable[..., Result],
+        *args: jax.Array,
+        in_specs: tuple[PartitionSpec, ...],
+        out_specs: PartitionSpec | tuple[PartitionSpec, ...],
+    ) -> Result:
+        """Runs `function(*args)` on each device with its own heads, without communication.
+
+        A kernel is opaque to the compiler: left to itself it would gather the whole cache on every
+        device first.
+        """
+        if self.num_shards == 1:
+            return function(*args)
+        mapped = jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+        return mapped(*args)
+
+    def slot_mapping(
+        self,
+        positions: jax.Array,  # i32[num_groups, num_tokens]
+        block_tables: jax.Array,  # i32[num_groups, num_reqs, max_blocks_per_req]
+        query_start_loc: jax.Array,  # i32[num_reqs + 1]
+        *,
+        cache_shape: tuple[int, ...],
+    ) -> jax.Array:  # i32[num_groups, num_tokens]
+        """The slot of every token in every group of a cache of that shape; alike on all devices."""
+        num_rows, num_blocks, _, block_size, _ = cache_shape
+        find_slots = functools.partial(
+            pallas_kernels.slot_mapping,
+            block_size=block_size,
+            pad_slot=pallas_kernels.pad_slot(num_rows, num_blocks, block_size),
+            implementation=self.implementation,
+            target=self.target,
+        )
+        return self.by_head(
+            *(find_slots, positions, block_tables, query_start_loc),
+            in_specs=(WHOLE, WHOLE, WHOLE),
+            out_specs=WHOLE,
+        )
+
+    def copy_blocks(self, kv_cache: KVCache, block_copies: jax.Array) -> KVCache:
+        """Copies whole blocks in every row, all sources read before any target is written.
+
+        Args:
+            block_copies: i32[2, num_copies], sources and targets; a target of num_blocks or more is
+                padding.
+        """
+
+        def copy(
+            k_cache: jax.Array, v_cache: jax.Array, block_copies: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
+            return pallas_kernels.block_copy(
+                *(k_cache, v_cache, *block_copies),
+                implementation=self.implementation,
+                target=self.target,
+            )
+
+        k_cache, v_cache = self.by_head(
+            *(copy, kv_cache.k, kv_cache.v, block_copies),
+            in_specs=(CACHE_BY_HEAD, CACHE_BY_HEAD, WHOLE),
+            out_specs=(CACHE_BY_HEAD, CACHE_BY_HEAD),
+        )
+        return KVCache(k=k_cache, v=v_cache)

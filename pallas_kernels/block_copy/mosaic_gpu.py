@@ -1,0 +1,132 @@
+"""Mosaic GPU body of `block_copy`: a CTA takes one chunk of all blocks, reads it, then writes it.
+
+Every block is cut into the same chunks, and a CTA does all the copies of one chunk of one row. What
+one CTA writes no other reads, so waiting for its own reads is all it takes to read before writing:
+no second kernel, and no buffer but shared memory.
+"""
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.tma_boxes import (
+    CTA_TILE_BYTES,
+    MAX_CTA_BYTES,
+    blocks_misfit,
+    cut_blocks,
+    without_empty,
+)
+
+# A chunk of K and V together below which a copy has too little to do. A guess, not measured.
+_SMALL_CHUNK_BYTES = 2048
+
+
+def misfit(
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    source_block_ids: jax.Array,
+    target_block_ids: jax.Array,
+) -> str | None:
+    """Why TMA cannot copy these blocks; None if it can."""
+    limits = _chunk_bytes(source_block_ids.size)
+    return blocks_misfit(without_empty(k_cache, v_cache), source_block_ids, limits)
+
+
+def block_copy_mosaic_gpu(
+    k_cache: jax.Array,  # [num_rows, num_blocks, num_kv_heads, block_size, head_dim]
+    v_cache: jax.Array,  # [num_rows, num_blocks, num_kv_heads, block_size, v_head_dim]
+    source_block_ids: jax.Array,  # i32[num_copies]
+    target_block_ids: jax.Array,  # i32[num_copies]
+    *,
+    interpret: bool | plgpu.InterpretGPUParams = False,
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.block_copy`."""
+    num_rows, num_blocks = k_cache.shape[:2]
+    (num_copies,) = source_block_ids.shape
+    caches = without_empty(k_cache, v_cache)
+    chunks = cut_blocks(caches, _chunk_bytes(num_copies))
+    num_chunks = chunks.num_chunks
+
+    def copy_chunk(
+        sources_ref: jax.Ref,  # i32[num_copies], in GMEM
+        targets_ref: jax.Ref,  # i32[num_copies], in GMEM
+        cache_refs: tuple[jax.Ref, ...],  # [num_rows * num_blocks * num_chunks, *box], in GMEM
+        in_smem: tuple[jax.Ref, ...],  # [num_copies, *box], in SMEM
+        has_arrived: jax.Ref,  # barrier
+    ) -> None:
+        first_block, chunk = lax.axis_index("row") * num_blocks, lax.axis_index("chunk")
+
+        def is_real(i: jax.Array) -> jax.Array:
+            return (targets_ref[i] >= 0) & (targets_ref[i] < num_blocks)
+
+        @pl.loop(0, num_copies)
+        def _(i: jax.Array) -> None:
+            @pl.when(is_real(i))
+            def _() -> None:
+                source = (first_block + sources_ref[i]) * num_chunks + chunk
+                for cache_ref, chunks_ref in zip(cache_refs, in_smem, strict=True):
+                    plgpu.copy_gmem_to_smem(cache_ref.at[source], chunks_ref.at[i], has_arrived)
+
+            @pl.when(jnp.logical_not(is_real(i)))
+            def _() -> None:
+                for _ in caches:  # the barrier counts the copies of padding too
+                    plgpu.barrier_arrive(has_arrived)
+
+        plgpu.barrier_wait(has_arrived)
+        # All reads are over. The race detector of interpret mode takes a TMA store as ordered after
+        # a TMA load of the same global memory only with this fence between; it costs little.
+        plgpu.commit_smem()
+
+        @pl.loop(0, num_copies)
+        def _(i: jax.Array) -> None:
+            @pl.when(is_real(i))
+            def _() -> None:
+                target = (first_block + targets_ref[i]) * num_chunks + chunk
+                for chunks_ref, cache_ref in zip(in_smem, cache_refs, strict=True):
+                    plgpu.copy_smem_to_gmem(chunks_ref.at[i], cache_ref.at[target])
+
+        # Shared memory must outlive the copies that read it; the kernel's end waits for the rest.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    cache_refs = tuple(
+        jax.new_ref(cache.reshape(-1, *box))
+        for cache, box in zip(caches, chunks.boxes, strict=True)
+    )
+    plgpu.kernel(
+        copy_chunk,
+        out_type=(),
+        scratch_types=[
+            tuple(
+                plgpu.SMEM((num_copies, *box), cache.dtype)
+                for box, cache in zip(chunks.boxes, caches, strict=True)
+            ),
+            plgpu.Barrier(num_arrivals=len(caches) * num_copies),
+        ],
+        # The last axis is CUDA's x, the only one that may exceed 65,535.
+        grid=(num_rows, num_chunks),
+        grid_names=("row", "chunk"),
+        kernel_name="block_copy",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        interpret=plgpu.InterpretGPUParams() if interpret is True else interpret,
+    )(source_block_ids, target_block_ids, cache_refs)
+    written = map(jax.freeze, cache_refs)
+    return tuple(
+        next(written).reshape(cache.shape) if cache.size else cache for cache in (k_cache, v_cache)
+    )
+
+
+def _chunk_bytes(num_copies: int) -> tuple[int, ...]:
+    """Limits for a chunk of K and of V together, of which a CTA holds `num_copies`.
+
+    The wanted one first, then its doubles, up to what fits a CTA. Example: 40 copies are wanted in
+    2 KiB each, else 4 KiB, else 5,734 bytes.
+    """
+    most = MAX_CTA_BYTES // max(num_copies, 1)
+    wanted = max(CTA_TILE_BYTES // max(num_copies, 1), _SMALL_CHUNK_BYTES)
+    limits = []
+    while wanted < most:
+        limits.append(wanted)
+        wanted *= 2
+    return *limits, most

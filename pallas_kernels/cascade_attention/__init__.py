@@ -1,0 +1,1 @@
+"""The op `cascade_attention`: paged attention that reads a batch's common prefix once."""

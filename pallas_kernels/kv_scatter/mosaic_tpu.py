@@ -1,0 +1,324 @@
+"""Mosaic TPU body of `kv_scatter`: reads tiles of the cache, merges the new rows, writes them back.
+
+HBM is tiled on a TPU: 8 rows (token positions) of a head lie interleaved, so one row cannot be
+written alone. What is read and written is a strip: `strip_rows` rows of one block, of every head.
+
+XLA lists the segments before the launch: tokens beside each other in the batch whose slots are
+beside each other in one strip. With strips of 8 rows, slots [5, 6, 7, 8, 30, 31] are the segments
+5:8, 8:9 and 30:32. They are sorted by slot, so that segments of one strip follow each other: they
+share its buffer, and a strip is read once and written once, whatever the order of the tokens.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+LANES = 128
+ROW_TILE = 8  # rows that lie interleaved in HBM
+
+# Guesses, measured on nothing. Short strips read and write less beside a decode token; long ones
+# need fewer copies for a prompt.
+MAX_STRIP_ROWS = 64
+NUM_TOKENS_FOR_LONG_STRIPS = 512
+MAX_STRIPS_UNDER_WAY = 8
+BUFFER_BYTES = 16 * 2**20
+
+MAX_BUFFER_BYTES = 48 * 2**20
+VMEM_LIMIT_BYTES = 96 * 2**20
+# Segments are scalars in SMEM, which is 1 MiB on v5e and v6e: three numbers a token, half of it.
+MAX_TOKENS = 2**19 // (3 * 4)
+
+
+class _Refs(NamedTuple):
+    """The refs of one launch, in the order in which Pallas hands them over; pairs are K and V."""
+
+    # Scalars, in SMEM. Segments that do not exist come last.
+    row: jax.Ref  # i32[1]
+    num_segments: jax.Ref  # i32[1]
+    first_slots: jax.Ref  # i32[num_tokens]
+    first_tokens: jax.Ref  # i32[num_tokens]
+    counts: jax.Ref  # i32[num_tokens]
+    # In HBM; the caches that come in are the ones that go out.
+    k: jax.Ref  # [num_kv_heads, num_tokens, head_dim]
+    v: jax.Ref  # [num_kv_heads, num_tokens, v_head_dim]
+    k_cache_in: jax.Ref
+    v_cache_in: jax.Ref
+    k_cache: jax.Ref  # [num_rows, num_blocks, num_kv_heads, block_size, head_dim]
+    v_cache: jax.Ref  # [num_rows, num_blocks, num_kv_heads, block_size, v_head_dim]
+    # Rings of buffers in VMEM.
+    k_strips: jax.Ref  # [ring, num_kv_heads, strip_rows, head_dim]
+    v_strips: jax.Ref  # [ring, num_kv_heads, strip_rows, v_head_dim]
+    k_news: jax.Ref  # [ring, num_kv_heads, strip_rows + ROW_TILE, head_dim]
+    v_news: jax.Ref  # [ring, num_kv_heads, strip_rows + ROW_TILE, v_head_dim]
+    read_sems: jax.Ref  # one DMA semaphore a buffer, for K and V together
+    write_sems: jax.Ref
+    new_sems: jax.Ref
+
+
+def kv_scatter_mosaic_tpu(
+    k_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
+    v_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, v_head_dim]
+    k: jax.Array,  # of the cache's dtype, [num_tokens, num_kv_heads, head_dim]
+    v: jax.Array,  # likewise, [num_tokens, num_kv_heads, v_head_dim]
+    slots: jax.Array,  # i32[num_tokens]
+    row: jax.Array | int,  # i32[]
+    *,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.kv_scatter`; `interpret` is what `pl.pallas_call` takes under this name."""
+    num_tokens = slots.shape[0]
+    if num_tokens == 0:
+        return k_cache, v_cache
+    _, num_blocks, num_kv_heads, block_size, _ = k_cache.shape
+    strip_rows = _strip_rows(num_tokens, block_size)
+    num_new_rows = strip_rows + ROW_TILE
+    segments = _list_segments(slots, num_blocks * block_size, strip_rows)
+    ring = _ring_length(k_cache, v_cache, strip_rows)
+
+    buffers = [
+        pltpu.VMEM((ring, num_kv_heads, num_rows, cache.shape[-1]), cache.dtype)
+        for num_rows in (strip_rows, num_new_rows)
+        for cache in (k_cache, v_cache)
+    ]
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    num_scalars = 5
+    return pl.pallas_call(
+        functools.partial(_scatter_segments, strip_rows=strip_rows, ring=ring),
+        out_shape=tuple(jax.ShapeDtypeStruct(c.shape, c.dtype) for c in (k_cache, v_cache)),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=num_scalars,
+            grid=(1,),
+            in_specs=[in_hbm] * 4,
+            out_specs=(in_hbm, in_hbm),
+            scratch_shapes=[
+                *buffers,
+                *[pltpu.SemaphoreType.DMA((ring,)) for _ in range(3)],
+            ],
+        ),
+        input_output_aliases={num_scalars + 2: 0, num_scalars + 3: 1},
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_LIMIT_BYTES),
+        interpret=interpret,
+        name="kv_scatter",
+    )(
+        *(jnp.asarray(row, jnp.int32).reshape(1), *segments),
+        *(_rows_by_head(k, num_new_rows), _rows_by_head(v, num_new_rows), k_cache, v_cache),
+    )
+
+
+def misfit(
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    slots: jax.Array,
+    row: jax.Array | int,
+) -> str | None:
+    """Why the kernel cannot take these arguments, or None."""
+    del k, v, row
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.dtype == jnp.float16:
+            return f"{name} is float16, which a TPU has no arithmetic for"
+        if not cache.shape[-1] or cache.shape[-1] % LANES:
+            # XLA would lay such a cache out with the blocks innermost, and copy it for the kernel.
+            return f"{name} has head_dim {cache.shape[-1]}, it needs a multiple of {LANES}"
+        if cache.shape[3] % ROW_TILE:
+            return f"block_size is {cache.shape[3]}, strips need a multiple of {ROW_TILE}"
+    if slots.shape[0] > MAX_TOKENS:
+        return f"{slots.shape[0]} tokens are more than SMEM has scalars for, {MAX_TOKENS}"
+    strip_rows = _strip_rows(slots.shape[0], k_cache.shape[3])
+    num_bytes = 2 * _bytes_of_one(k_cache, v_cache, strip_rows)
+    if num_bytes > MAX_BUFFER_BYTES:
+        return f"two buffers would take {num_bytes} bytes of VMEM, more than {MAX_BUFFER_BYTES}"
+    return None
+
+
+def _strip_rows(num_tokens: int, block_size: int) -> int:
+    if num_tokens < NUM_TOKENS_FOR_LONG_STRIPS:
+        return ROW_TILE
+    return math.gcd(block_size, MAX_STRIP_ROWS)
+
+
+def _ring_length(k_cache: jax.Array, v_cache: jax.Array, strip_rows: int) -> int:
+    """How many buffers of each kind: one is merged while the others are read or written."""
+    fitting = BUFFER_BYTES // _bytes_of_one(k_cache, v_cache, strip_rows)
+    return max(2, min(1 + MAX_STRIPS_UNDER_WAY, fitting))
+
+
+def _bytes_of_one(k_cache: jax.Array, v_cache: jax.Array, strip_rows: int) -> int:
+    """VMEM bytes of one strip of K and of V, and of the new rows for it."""
+    num_rows = k_cache.shape[2] * (2 * strip_rows + ROW_TILE)
+    return num_rows * sum(cache.shape[-1] * cache.dtype.itemsize for cache in (k_cache, v_cache))
+
+
+def _rows_by_head(new: jax.Array, min_rows: int) -> jax.Array:
+    """[num_kv_heads, num_tokens, head_dim], padded to whole row tiles and to `min_rows`."""
+    num_tokens = new.shape[0]
+    num_rows = max(-(-num_tokens // ROW_TILE) * ROW_TILE, min_rows)
+    return jnp.pad(new, ((0, num_rows - num_tokens), (0, 0), (0, 0))).transpose(1, 0, 2)
+
+
+def _list_segments(
+    slots: jax.Array,  # i32[num_tokens]
+    num_slots: int,
+    strip_rows: int,
+) -> tuple[jax.Array, ...]:
+    """Returns i32[1], how many segments, and their first slots, first tokens, numbers of tokens."""
+    num_tokens = slots.shape[0]
+    token_idx = jnp.arange(num_tokens, dtype=jnp.int32)
+    is_real = (slots >= 0) & (slots < num_slots)
+    goes_on = (slots[1:] == slots[:-1] + 1) & (slots[1:] % strip_rows != 0)
+    goes_on = jnp.pad(goes_on & is_real[1:] & is_real[:-1], (1, 0))
+    # Where the segment that a token begins would end: at the next token that does not go on.
+    next_end = lax.cummin(jnp.where(goes_on, num_tokens, token_idx), reverse=True)
+    next_end = jnp.append(next_end[1:], jnp.int32(num_tokens))
+
+    is_first = is_real & ~goes_on
+    key = jnp.where(is_first, slots, jnp.iinfo(jnp.int32).max)
+    fields = lax.sort((key, token_idx, next_end - token_idx), num_keys=1)
+    return jnp.sum(is_first, dtype=jnp.int32).reshape(1), *fields
+
+
+def _scatter_segments(*refs: jax.Ref, strip_rows: int, ring: int) -> None:
+    """Body: one loop over the segments, reading ahead by all buffers but the one being merged.
+
+    The n-th strip uses buffer n % ring, so before it is read the strip `ring` before it must have
+    been written. New rows have a ring of their own, by segment.
+    """
+    refs = _Refs(*refs)
+    num_segments = refs.num_segments[0]
+    block_size = refs.k_cache.shape[3]
+
+    def strip_of(segment: jax.Array) -> jax.Array:
+        return refs.first_slots[segment] // strip_rows
+
+    def is_new_strip(segment: jax.Array) -> jax.Array:
+        before = strip_of(jnp.maximum(segment - 1, 0))
+        return (segment == 0) | (strip_of(segment) != before)
+
+    def is_read(segment: jax.Array) -> jax.Array:
+        """A segment that fills its strip needs nothing of what is there."""
+        return is_new_strip(segment) & (refs.counts[segment] < strip_rows)
+
+    def strip_copies(segment: jax.Array, strip_idx: jax.Array, is_write: bool) -> list:
+        slot = refs.first_slots[segment] // strip_rows * strip_rows
+        start = pl.multiple_of(slot % block_size, strip_rows)
+        buffer = strip_idx % ring
+        sem = (refs.write_sems if is_write else refs.read_sems).at[buffer]
+        pairs = [
+            (cache.at[refs.row[0], slot // block_size, :, pl.ds(start, strip_rows)], strips)
+            for cache, strips in ((refs.k_cache, refs.k_strips), (refs.v_cache, refs.v_strips))
+        ]
+        if is_write:
+            return [pltpu.make_async_copy(s.at[buffer], place, sem) for place, s in pairs]
+        return [pltpu.make_async_copy(place, s.at[buffer], sem) for place, s in pairs]
+
+    def new_start(segment: jax.Array) -> jax.Array:
+        """First row, on a whole row tile, of the new rows to fetch."""
+        last_start = refs.k.shape[1] - refs.k_news.shape[2]
+        start = jnp.minimum(refs.first_tokens[segment] // ROW_TILE * ROW_TILE, last_start)
+        return pl.multiple_of(start, ROW_TILE)
+
+    def new_copies(segment: jax.Array) -> list:
+        rows = pl.ds(new_start(segment), refs.k_news.shape[2])
+        buffer = segment % ring
+        return [
+            pltpu.make_async_copy(new.at[:, rows], news.at[buffer], refs.new_sems.at[buffer])
+            for new, news in ((refs.k, refs.k_news), (refs.v, refs.v_news))
+        ]
+
+    def fetch(segment: jax.Array, num_strips: jax.Array) -> jax.Array:
+        """Starts the copies of a segment if there is one; returns the strips begun so far."""
+        exists = segment < num_segments
+        segment = jnp.minimum(segment, num_segments - 1)
+        begins = exists & is_new_strip(segment)
+
+        @pl.when(begins & (num_strips >= ring))
+        def _wait_for_buffer() -> None:
+            for copy in strip_copies(segment, num_strips, is_write=True):
+                copy.wait()
+
+        @pl.when(exists & is_read(segment))
+        def _read_strip() -> None:
+            for copy in strip_copies(segment, num_strips, is_write=False):
+                copy.start()
+
+        @pl.when(exists)
+        def _fetch_new() -> None:
+            for copy in new_copies(segment):
+                copy.start()
+
+        return num_strips + begins.astype(jnp.int32)
+
+    def merge(segment: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple:
+        num_strips_begun, num_strips_done = carry
+        num_strips_begun = fetch(segment + ring - 1, num_strips_begun)
+        strip_idx = num_strips_done
+        for copy in new_copies(segment):
+            copy.wait()
+
+        @pl.when(is_read(segment))
+        def _wait_for_strip() -> None:
+            for copy in strip_copies(segment, strip_idx, is_write=False):
+                copy.wait()
+
+        first_row = refs.first_slots[segment] % strip_rows
+        shift = first_row - (refs.first_tokens[segment] - new_start(segment))
+        for strips, news in ((refs.k_strips, refs.k_news), (refs.v_strips, refs.v_news)):
+            _merge_rows(
+                strips.at[strip_idx % ring],
+                news.at[segment % ring],
+                first_row=first_row,
+                count=refs.counts[segment],
+                shift=shift,
+            )
+        after = jnp.minimum(segment + 1, num_segments - 1)
+        ends = (segment == num_segments - 1) | is_new_strip(after)
+
+        @pl.when(ends)
+        def _write_strip() -> None:
+            for copy in strip_copies(segment, strip_idx, is_write=True):
+                copy.start()
+
+        return num_strips_begun, num_strips_done + ends.astype(jnp.int32)
+
+    @pl.when(num_segments > 0)
+    def _scatter() -> None:
+        begun = lax.fori_loop(0, ring - 1, fetch, jnp.int32(0))
+        _, num_strips = lax.fori_loop(0, num_segments, merge, (begun, jnp.int32(0)))
+
+        def wait_for_write(strip_idx: jax.Array, _: None) -> None:
+            # All strips have the same number of bytes, which is all that a wait looks at.
+            for copy in strip_copies(0, strip_idx, is_write=True):
+                copy.wait()
+
+        lax.fori_loop(jnp.maximum(num_strips - ring, 0), num_strips, wait_for_write, None)
+
+
+def _merge_rows(
+    strip: jax.Ref,  # [num_kv_heads, strip_rows, head_dim]
+    new: jax.Ref,  # [num_kv_heads, strip_rows + ROW_TILE, head_dim]
+    *,
+    first_row: jax.Array,
+    count: jax.Array,
+    shift: jax.Array,
+) -> None:
+    """Puts `count` rows of `new` into `strip` from `first_row` on, moved down by `shift` rows."""
+    strip_rows, num_new_rows = strip.shape[1], new.shape[1]
+    # Rows move in 32 bits; every number of a narrower dtype survives the way there and back.
+    wide = jnp.float32 if jnp.issubdtype(strip.dtype, jnp.floating) else jnp.int32
+    shift = jnp.where(shift < 0, shift + num_new_rows, shift)
+
+    def merge_head(head: jax.Array, _: None) -> None:
+        moved = pltpu.roll(new[head].astype(wide), shift, axis=0)[:strip_rows]
+        row = lax.broadcasted_iota(jnp.int32, moved.shape, 0)
+        is_new = (row >= first_row) & (row < first_row + count)
+        old = strip[head].astype(wide)
+        strip[head] = jnp.where(is_new, moved, old).astype(strip.dtype)
+
+    lax.fori_loop(0, strip.shape[0], merge_head, None)

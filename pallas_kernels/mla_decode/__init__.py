@@ -1,0 +1,1 @@
+"""The op `mla_decode`: multi-head latent attention of decode tokens, over the latent cache."""

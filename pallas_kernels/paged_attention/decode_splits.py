@@ -1,0 +1,48 @@
+"""Single pass or split-KV: how many shares the decode kernel's work is cut into.
+
+Single pass: one program for each (request, KV head), which writes the final result. Split-KV: as
+many programs as the device runs at once, each with an equal share of all the KV tiles, and then a
+merge of the partial results in plain JAX, a handful of small kernels more.
+
+The rule looks at shapes only, since what it chooses is compiled in:
+
+1. Sequences of at most 8 tiles (512 tokens): single pass. The longest program is over before a
+   merge would be.
+2. At least 4 times as many (request, KV head) pairs as programs that run at once, and sequences of
+   at most 64 tiles (4,096 tokens): single pass. The last round of programs leaves less than a
+   quarter of the time unused even if it is nearly empty, and no single program lasts long.
+3. Anything else is split: few requests, which would leave SMs idle, and long block tables, where
+   one long sequence among short ones would keep one program busy long after all others.
+
+Since a share is a share of the sequences that are there, a block table that is wide enough for
+131,072 tokens costs nothing while sequences are short; no program is launched for its empty end.
+
+The three numbers are guesses: nothing was measured. On an H200 with two programs an SM (264):
+
+    64 requests x 8,192 tokens, 8 KV heads     512 pairs, 128 tiles    split
+    8 x 32,768                                  64 pairs, 512 tiles    split
+    256 x 1,024                              2,048 pairs,  16 tiles    single pass
+    8 x 512                                     64 pairs,   8 tiles    single pass
+"""
+
+SHORT_TILES = 8
+ROUNDS = 4
+LONG_TILES = 64
+
+
+def choose_num_shares(
+    *, num_reqs: int, num_kv_heads: int, max_tiles: int, num_programs: int
+) -> int | None:
+    """Into how many shares the work is cut; None is a single pass.
+
+    Args:
+        max_tiles: KV tiles of the longest sequence that the block table has room for.
+        num_programs: Programs that the device runs at once.
+    """
+    num_pairs = num_reqs * num_kv_heads
+    if max_tiles <= SHORT_TILES:
+        return None
+    if num_pairs >= ROUNDS * num_programs and max_tiles <= LONG_TILES:
+        return None
+    # No more shares than there can be tiles.
+    return min(num_programs, num_pairs * max_tiles)

@@ -1,0 +1,145 @@
+"""Decode attention on Hopper: what is computed around the kernel, in plain JAX.
+
+Before it, the schedule: which tiles of which request go to which program. After it, the merge of
+partial results, where the work was cut. How the kernel works is told in
+`mosaic_gpu_decode_kernel.py`.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.paged_attention.decode_schedule import (
+    equal_shares,
+    merge_partials,
+    num_partials,
+    one_share_per_head,
+    schedule_requests,
+)
+from pallas_kernels.paged_attention.decode_splits import choose_num_shares
+from pallas_kernels.paged_attention.mosaic_gpu_decode_kernel import DecodeKernel
+from pallas_kernels.paged_attention.tuned_blocks import (
+    DecodeConfig,
+    decode_config,
+    max_group_size,
+    padded_rows,
+)
+
+MAX_HEAD_DIM = 256
+_DTYPES = ("bfloat16", "float16")
+
+
+def decode_misfit(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> str | None:
+    """Why the kernel cannot do a call; None if it can. Looks at shapes and dtypes only."""
+    head_dim, v_head_dim, block_size = q.shape[-1], v_cache.shape[-1], k_cache.shape[3]
+    group_size = q.shape[1] // k_cache.shape[2]
+    if q.dtype.name not in _DTYPES:
+        return f"wgmma multiplies {' and '.join(_DTYPES)}, q is {q.dtype.name}"
+    if k_cache.dtype != q.dtype or v_cache.dtype != q.dtype:
+        return f"the cache's dtype ({k_cache.dtype.name}) is not q's ({q.dtype.name})"
+    for name, width in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
+        if width % 16 or width > MAX_HEAD_DIM:
+            return f"{name} {width} is not a multiple of 16 up to {MAX_HEAD_DIM}"
+    if group_size > (limit := max_group_size(v_head_dim)):
+        return f"{group_size} query heads share a KV head, more than {limit} do not fit registers"
+    kv_tile = decode_config(q.dtype, head_dim, v_head_dim, group_size).kv_tile
+    if block_size % 8 or (kv_tile % block_size and block_size % kv_tile):
+        return f"blocks of {block_size} tokens do not fill tiles of {kv_tile} keys"
+    return None
+
+
+def decode_rows_mosaic_gpu(
+    q: jax.Array,  # f[num_reqs, num_q_heads, head_dim], the one query token of each request
+    k_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
+    v_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, v_head_dim]
+    row: jax.Array,  # i32[]
+    block_tables: jax.Array,  # i32[num_reqs, max_blocks_per_req]
+    seq_lens: jax.Array,  # i32[num_reqs], 0 for requests to leave out
+    *,
+    scale: float,
+    sliding_window: int | None,
+    chunk_size: int | None,
+    soft_cap: float | None,
+    config: DecodeConfig | None = None,
+    num_shares: int | None | Literal["auto"] = "auto",
+    interpret: object = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Attends each request's token at position seq_len - 1 to the positions up to its own.
+
+    Args:
+        config: Sizes of tiles; None is the tuned ones.
+        num_shares: Into how many shares the work is cut; None is a single pass; "auto" leaves it
+            to `decode_splits.py`.
+        interpret: False or `plgpu.InterpretGPUParams`.
+
+    Returns:
+        The output f32[num_reqs, num_q_heads, v_head_dim] and the logarithm of the softmax's
+        denominator, natural, f32[num_reqs, num_q_heads]; both hold anything, NaN included, for
+        requests left out.
+    """
+    num_reqs, num_q_heads, head_dim = q.shape
+    _, num_blocks, num_kv_heads, block_size, _ = k_cache.shape
+    group_size, v_head_dim = num_q_heads // num_kv_heads, v_cache.shape[-1]
+    config = config or decode_config(q.dtype, head_dim, v_head_dim, group_size)
+    if num_shares == "auto":
+        num_shares = choose_num_shares(
+            num_reqs=num_reqs,
+            num_kv_heads=num_kv_heads,
+            max_tiles=-(-block_tables.shape[1] * block_size // config.kv_tile),
+            num_programs=config.num_programs,
+        )
+    requests = schedule_requests(
+        _first_seen(seq_lens, sliding_window, chunk_size),
+        seq_lens,
+        num_kv_heads=num_kv_heads,
+        kv_tile=config.kv_tile,
+    )
+    if num_shares is None:
+        schedule = one_share_per_head(requests, num_kv_heads)
+    else:
+        schedule = equal_shares(
+            requests, num_kv_heads, num_shares=num_shares, min_share=config.min_share
+        )
+    kernel = DecodeKernel(
+        config=config,
+        group_rows=padded_rows(group_size),
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        num_blocks=num_blocks,
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+        scale=scale,
+        soft_cap=soft_cap,
+        has_left_edge=sliding_window is not None or chunk_size is not None,
+        is_cut=num_shares is not None,
+        is_interpreted=bool(interpret),
+    )
+    heads_q = q.reshape(num_reqs * num_kv_heads, group_size, head_dim)
+    pad_rows = (0, kernel.group_rows - group_size)
+    out, lse = kernel.launch(
+        jnp.pad(heads_q, ((0, 0), pad_rows, (0, 0))),
+        *(k_cache, v_cache, row, block_tables, schedule),
+        num_slots=num_partials(num_reqs, num_kv_heads, num_shares),
+        interpret=interpret,
+    )
+    out, lse = merge_partials(
+        schedule, out[:, :v_head_dim, :group_size], lse[:, :group_size], num_kv_heads
+    )
+    return (
+        out.swapaxes(1, 2).reshape(num_reqs, num_q_heads, v_head_dim),
+        lse.reshape(num_reqs, num_q_heads),
+    )
+
+
+def _first_seen(
+    seq_lens: jax.Array,  # i32[num_reqs]
+    sliding_window: int | None,
+    chunk_size: int | None,
+) -> jax.Array:  # i32[num_reqs]
+    """The leftmost position that the last token of each sequence sees."""
+    if sliding_window is not None:
+        return jnp.maximum(seq_lens - sliding_window, 0)
+    if chunk_size is not None:
+        return jnp.maximum(seq_lens - 1, 0) // chunk_size * chunk_size
+    return jnp.zeros_like(seq_lens)

@@ -1,0 +1,412 @@
+"""The ragged Mosaic GPU kernel of `mosaic_gpu_ragged`: what one CTA does.
+
+A CTA computes one tile: 128 rows, which are some query tokens of one request times some query heads
+of one KV head (see `ragged_tiles`). Its three warpgroups, of 128 threads each, are specialised:
+
+    memory      copies K and V by TMA, block by block, into two rings of swizzled tiles
+    compute 0   rows 0..63:   S = Q K^T, softmax, O += P V, for one KV tile after the other
+    compute 1   rows 64..127: the same, half a step later
+
+The two swap turns (`turn`, a barrier at which both meet) so that the tensor core multiplies for one
+while the other exponentiates:
+
+    compute 0   | S 0 | softmax 0    | PV 0, S 1 | softmax 1    | PV 1, S 2 | ...
+    compute 1   |     | S 0          | softmax 0 | PV 0, S 1    | softmax 1 | ...
+                      ^ turn         ^ turn      ^ turn         ^ turn
+
+A tile of K (and so of V) goes around: the memory warpgroup waits for `k_free`, starts the copies,
+which arrive at `k_landed`; both compute warpgroups wait there, multiply, and arrive at `k_free`.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.paged_attention.mosaic_gpu_ragged_rows import RowTransfer
+from pallas_kernels.paged_attention.ragged_tiles import (
+    NUM_COMPUTE_WARPGROUPS,
+    ROWS_PER_WARPGROUP,
+    PlanField,
+    RaggedConfig,
+    SeenKeys,
+)
+
+_MEMORY_WARPGROUP = NUM_COMPUTE_WARPGROUPS
+# A row's largest logit before it has seen any. Finite: -inf minus -inf is NaN.
+_NOTHING_SEEN = -1e30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaggedKernel:
+    """The static facts of one call, and the kernel that is built from them."""
+
+    config: RaggedConfig
+    seen: SeenKeys
+    num_blocks: int
+    num_kv_heads: int
+    block_size: int
+    group_size: int
+    head_dim: int
+    max_blocks_per_req: int
+    dtype: str
+    tanh_factor: float | None  # None: no soft cap
+    exponent_factor: float
+    is_interpreted: bool
+
+    @property
+    def copies_per_tile(self) -> int:
+        """TMA copies that fill a K (or V) tile; each arrives once at the tile's barrier."""
+        return max(1, self.config.kv_tile // self.block_size)
+
+    @property
+    def rows(self) -> RowTransfer:
+        return RowTransfer(config=self.config, head_dim=self.head_dim, dtype=self.dtype)
+
+    @property
+    def num_head_groups(self) -> int:
+        return self.num_kv_heads * self.group_size // self.config.heads_per_tile
+
+    def launch(
+        self,
+        q: jax.Array,  # f[num_tokens, num_q_heads, head_dim]
+        k_blocks: jax.Array,  # f[num_rows * num_blocks * num_kv_heads, block_size, head_dim]
+        v_blocks: jax.Array,  # likewise
+        row: jax.Array,  # i32[1]
+        block_tables: jax.Array,  # i32[num_reqs, max_blocks_per_req]
+        plan: jax.Array,  # i32[num_tiles, len(PlanField)]
+        *,
+        interpret: object,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Runs a CTA for each tile and group of heads; heads side by side, to share K and V in L2.
+
+        CTAs start in the order of the plan, the longest first, and one an SM at a time: which CTA
+        runs where is left to the hardware, which balances better than a fixed (persistent) split.
+        """
+        num_tiles = plan.shape[0]
+        lse_shape = (num_tiles, self.num_head_groups, NUM_COMPUTE_WARPGROUPS, ROWS_PER_WARPGROUP)
+        call = plgpu.kernel(
+            self._tile,
+            out_type=(
+                jax.ShapeDtypeStruct(q.shape, q.dtype),
+                jax.ShapeDtypeStruct(lse_shape, jnp.float32),
+            ),
+            scratch_types=self._scratch(),
+            grid=(num_tiles, self.num_head_groups),
+            grid_names=("tile", "head_group"),
+            num_threads=NUM_COMPUTE_WARPGROUPS + 1,
+            thread_name="warpgroup",
+            kernel_name="paged_attention_ragged",
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True,
+                lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            ),
+            interpret=interpret,
+        )
+        return call(q, k_blocks, v_blocks, row, block_tables, plan)
+
+    def _scratch(self) -> dict[str, object]:
+        config, dtype = self.config, jnp.dtype(self.dtype)
+        # wgmma reads operands in groups of 8 rows x `swizzle` bytes: 128 where head_dim is 64, 128,
+        # 192 or 256, 64 for 96, 32 for 80.
+        swizzle = plgpu.find_swizzle(self.head_dim * dtype.itemsize * 8)
+        tiled = (
+            plgpu.TilingTransform((8, swizzle // dtype.itemsize)),
+            plgpu.SwizzleTransform(swizzle),
+        )
+        kv_shape = (config.num_stages, config.kv_tile, self.head_dim)
+        landed = plgpu.Barrier(num_arrivals=self.copies_per_tile, num_barriers=config.num_stages)
+        free = plgpu.Barrier(num_arrivals=NUM_COMPUTE_WARPGROUPS, num_barriers=config.num_stages)
+        return {
+            "q_and_out": self.rows.scratch(tiled, self.is_interpreted),
+            "k_ring": plgpu.SMEM(kv_shape, dtype, transforms=tiled),
+            "v_ring": plgpu.SMEM(kv_shape, dtype, transforms=tiled),
+            "q_landed": plgpu.Barrier(
+                num_arrivals=self.rows.boxes_per_warpgroup, num_barriers=NUM_COMPUTE_WARPGROUPS
+            ),
+            "k_landed": landed,
+            "v_landed": landed,
+            "v_clean": plgpu.Barrier(num_barriers=2),
+            "k_free": free,
+            "v_free": free,
+            "turn": plgpu.Barrier(num_arrivals=NUM_COMPUTE_WARPGROUPS),
+        }
+
+    def _tile(self, q_ref, k_ref, v_ref, row_ref, tables_ref, plan_ref, out_ref, lse_ref, **smem):  # noqa: ANN001, ANN202
+        """What a CTA does."""
+        tile = lax.axis_index("tile")
+        warpgroup = lax.axis_index("warpgroup")
+
+        def plan(field):  # noqa: ANN001, ANN202
+            """Reads a column of the plan, each time anew: registers are scarcer than reads."""
+            return plan_ref[tile, int(field)]
+
+        has_work = plan(PlanField.NUM_TOKENS) > 0
+        # Of an SM's 65,536: 2 x 128 threads x 232 + 128 x 40. With fewer, either side spills, but
+        # that the tiles of head_dim 256 have half the keys, so fewer block ids to hold.
+        compute_registers, memory_registers = (232, 40) if self.head_dim <= 192 else (240, 24)
+
+        @pl.when(has_work & (warpgroup < NUM_COMPUTE_WARPGROUPS))
+        def _compute():  # noqa: ANN202
+            plgpu.set_max_registers(compute_registers, action="increase")
+            self._compute(plan, q_ref, out_ref, lse_ref, smem)
+
+        @pl.when(has_work & (warpgroup == _MEMORY_WARPGROUP))
+        def _memory():  # noqa: ANN202
+            plgpu.set_max_registers(memory_registers, action="decrease")
+            self._copy_keys_and_values(plan, k_ref, v_ref, row_ref, tables_ref, smem)
+
+    def _kv_tile_at(self, plan, step):  # noqa: ANN001, ANN202
+        """The KV tile of a step: first those that need no mask, then the left edge, then the right.
+
+        The edges come last: what they cost beside multiplying then delays no copy.
+        """
+        if not self.seen.has_left_edge:
+            return step  # the full ones begin at 0, and the right edge follows them
+        num_full = plan(PlanField.FULL_END) - plan(PlanField.FULL_START)
+        num_left = plan(PlanField.FULL_START) - plan(PlanField.KV_START)
+        edge = step - num_full
+        right = plan(PlanField.FULL_END) + edge - num_left
+        edge_tile = jnp.where(edge < num_left, plan(PlanField.KV_START) + edge, right)
+        return jnp.where(edge < 0, plan(PlanField.FULL_START) + step, edge_tile)
+
+    def _compute(self, plan, q_ref, out_ref, lse_ref, smem):  # noqa: ANN001, ANN202
+        """A compute warpgroup's part of a tile: its 64 rows against all KV tiles."""
+        config = self.config
+        warpgroup = lax.axis_index("warpgroup")
+        q_tile, chunks = (ref.at[warpgroup] for ref in smem["q_and_out"])
+        k_ring, v_ring = smem["k_ring"], smem["v_ring"]  # f[num_stages, kv_tile, head_dim]
+        num_full = plan(PlanField.FULL_END) - plan(PlanField.FULL_START)
+        num_steps = plan(PlanField.KV_END) - plan(PlanField.KV_START)
+        tokens = config.tokens_per_warpgroup
+
+        def swap_turns():  # noqa: ANN202
+            """Both warpgroups meet: who used the tensor core hands it over."""
+            plgpu.barrier_arrive(smem["turn"])
+            plgpu.barrier_wait(smem["turn"])
+
+        def stage_of(step):  # noqa: ANN001, ANN202
+            return lax.rem(step, jnp.int32(config.num_stages))
+
+        def v_clean_of(step):  # noqa: ANN001, ANN202
+            # Of even and of odd steps: the first warpgroup may be a step ahead of the second.
+            return smem["v_clean"].at[lax.rem(step, 2)]
+
+        def scores(step):  # noqa: ANN001, ANN202
+            """Q K^T, f32[64, kv_tile], of a K tile that has landed."""
+
+            def multiply(accumulator):  # noqa: ANN001, ANN202
+                keys = k_ring.at[stage_of(step)].transpose((1, 0))
+                plgpu.wgmma(accumulator, q_tile, keys)
+                swap_turns()
+                return accumulator[...]
+
+            shape = (ROWS_PER_WARPGROUP, config.kv_tile)
+            return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+
+        def add_weighted_values(out, weights, step):  # noqa: ANN001, ANN202
+            """out + P V; meanwhile waits for the next step's K."""
+            values = v_ring.at[stage_of(step)]
+
+            def wait_for_next_keys():  # noqa: ANN202
+                @pl.when(step + 1 < num_steps)
+                def _wait():  # noqa: ANN202
+                    plgpu.barrier_wait(smem["k_landed"].at[stage_of(step + 1)])
+
+            if self.is_interpreted:
+                # Interpret mode has no wgmma with an operand in registers. To its race detector
+                # this is a read by threads, which `commit_smem` orders before the next TMA write.
+                product = jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
+                plgpu.commit_smem()
+                wait_for_next_keys()
+                return out + product
+
+            def multiply(accumulator):  # noqa: ANN001, ANN202
+                plgpu.wgmma(accumulator, weights, values)
+                wait_for_next_keys()
+
+            return pl.run_state(multiply)(plgpu.ACC.init(out))
+
+        def attend(step, carry, is_edge):  # noqa: ANN001, ANN202
+            """One KV tile. In the carry the maximum counts in powers of two."""
+            out, largest, denominator = carry
+            if is_edge:
+                plgpu.barrier_wait(smem["v_landed"].at[stage_of(step)])
+                is_dirty = self._clean_values(
+                    plan, v_ring.at[stage_of(step)], v_clean_of(step), step
+                )
+            logits = scores(step)
+            plgpu.barrier_arrive(smem["k_free"].at[stage_of(step)])
+            if self.tanh_factor is not None:
+                logits = jnp.tanh(logits * self.tanh_factor)
+            if is_edge:
+                logits = self._mask(plan, logits, step)
+            new_largest = jnp.maximum(largest, logits.max(axis=1) * self.exponent_factor)
+            shrink = jnp.exp2(largest - new_largest)
+            shift = lax.broadcast_in_dim(new_largest, logits.shape, [0])
+            weights = jnp.exp2(logits * self.exponent_factor - shift)
+            out *= lax.broadcast_in_dim(shrink, out.shape, [0])
+            denominator = denominator * shrink + weights.sum(axis=1)
+            weights = weights.astype(self.dtype)
+            # The softmax must be over before the turn is handed on, not be moved after it.
+            out, new_largest, denominator, weights = lax.optimization_barrier(
+                (out, new_largest, denominator, weights)
+            )
+            plgpu.barrier_arrive(smem["turn"])
+            if is_edge:
+
+                @pl.when(is_dirty & (warpgroup == 1))
+                def _wait_for_clean_values():  # noqa: ANN202
+                    plgpu.barrier_wait(v_clean_of(step))
+
+            else:
+                plgpu.barrier_wait(smem["v_landed"].at[stage_of(step)])
+            plgpu.barrier_wait(smem["turn"])
+            out = add_weighted_values(out, weights, step)
+            plgpu.barrier_arrive(smem["v_free"].at[stage_of(step)])
+            return out, new_largest, denominator
+
+        first_token = plan(PlanField.FIRST_TOKEN) + warpgroup * tokens
+        self.rows.load_queries(first_token, q_ref, chunks, q_tile, smem["q_landed"].at[warpgroup])
+
+        @pl.when(num_steps > 0)
+        def _wait_for_first_keys():  # noqa: ANN202
+            plgpu.barrier_wait(smem["k_landed"].at[0])
+
+        def filled(value, *dims, layout):  # noqa: ANN001, ANN202
+            return plgpu.layout_cast(jnp.full(dims, value, jnp.float32), layout)
+
+        rows, per_row = ROWS_PER_WARPGROUP, plgpu.Layout.WGMMA.reduce(1)
+        carry = (
+            filled(0.0, rows, self.head_dim, layout=plgpu.Layout.WGMMA),
+            filled(_NOTHING_SEEN, rows, layout=per_row),
+            filled(0.0, rows, layout=per_row),
+        )
+        # The second warpgroup starts by giving the turn away, the first ends so: as many meetings
+        # for both, and half a step between them.
+        pl.when(warpgroup == 1)(swap_turns)
+        carry = lax.fori_loop(0, num_full, functools.partial(attend, is_edge=False), carry)
+        carry = lax.fori_loop(num_full, num_steps, functools.partial(attend, is_edge=True), carry)
+        pl.when(warpgroup == 0)(swap_turns)
+        self.rows.store_rows(plan, carry, out_ref, lse_ref, chunks)
+
+    def _mask(self, plan, logits, step):  # noqa: ANN001, ANN202
+        """-inf where a row's token does not see the key."""
+        tokens = self.config.tokens_per_warpgroup
+        column = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
+        key = column + self._kv_tile_at(plan, step) * self.config.kv_tile
+        last_key = plan(PlanField.SEQ_LEN) - 1
+        if not self.seen.is_causal:
+            return jnp.where(key <= last_key, logits, -jnp.inf)
+        # Rows go by head, then token: with 16 tokens, row 35 is head 2, token 3.
+        row = plgpu.broadcasted_iota(
+            jnp.int32, (ROWS_PER_WARPGROUP,), 0, layout=plgpu.Layout.WGMMA.reduce(1)
+        )
+        first_position = plan(PlanField.FIRST_POSITION) + lax.axis_index("warpgroup") * tokens
+        position = first_position + lax.rem(row, jnp.full_like(row, tokens))
+        last_key = jnp.minimum(position, last_key)
+        is_seen = key <= lax.broadcast_in_dim(last_key, logits.shape, [0])
+        if self.seen.has_left_edge:
+            first_key = self.seen.start(position)
+            is_seen &= key >= lax.broadcast_in_dim(first_key, logits.shape, [0])
+        return jnp.where(is_seen, logits, -jnp.inf)
+
+    def _clean_values(self, plan, v_tile, v_clean, step):  # noqa: ANN001, ANN202
+        """Sets the rows of V that nobody sees to zero, if a tile has such; says whether it has.
+
+        Keys that nobody sees may be NaN, and are masked in the scores. Values cannot be masked
+        by a weight of 0, as 0 * NaN is NaN. The first warpgroup, which is half a step ahead of
+        the other, does it for both.
+        """
+        first_key = self._kv_tile_at(plan, step) * self.config.kv_tile
+        start = plan(PlanField.SEEN_START) - first_key
+        end = plan(PlanField.SEQ_LEN) - first_key
+        is_dirty = (start > 0) | (end < self.config.kv_tile)
+
+        @pl.when(is_dirty & (lax.axis_index("warpgroup") == 0))
+        def _clean():  # noqa: ANN202
+            _zero_rows_outside(v_tile, start, end)
+            plgpu.barrier_arrive(v_clean)
+
+        return is_dirty
+
+    def _copy_keys_and_values(self, plan, k_ref, v_ref, row_ref, tables_ref, smem):  # noqa: ANN001, ANN202
+        """The memory warpgroup's part: keeps the rings of K and V tiles full."""
+        config = self.config
+        num_steps = plan(PlanField.KV_END) - plan(PlanField.KV_START)
+        first_query_head = lax.axis_index("head_group") * config.heads_per_tile
+        kv_head = lax.div(first_query_head, jnp.int32(self.group_size))
+        first_block = row_ref[0] * self.num_blocks
+        keys_per_copy = min(config.kv_tile, self.block_size)
+
+        def boxes_of(kv_tile_idx):  # noqa: ANN001, ANN202
+            """The pieces of the cache that make a tile, as indices of (block, KV head)."""
+            boxes = []
+            for copy in range(self.copies_per_tile):
+                first_key = kv_tile_idx * config.kv_tile + copy * keys_per_copy
+                block_idx = lax.div(first_key, jnp.int32(self.block_size))
+                # Past the sequence's end and left of what is seen a table holds garbage.
+                block_idx = jnp.minimum(block_idx, self.max_blocks_per_req - 1)
+                block_id = tables_ref[plan(PlanField.REQ_IDX), block_idx]
+                block_id = jnp.minimum(jnp.maximum(block_id, 0), self.num_blocks - 1)
+                boxes.append((first_block + block_id) * self.num_kv_heads + kv_head)
+            return boxes
+
+        def copy_tile(blocks_ref, boxes, kv_tile_idx, tile_ref, barrier):  # noqa: ANN001, ANN202
+            # Where a block is longer than a tile: of blocks of 256 and tiles of 128, the second
+            # half for odd tiles.
+            tile_of_block = lax.rem(
+                kv_tile_idx, jnp.int32(max(1, self.block_size // config.kv_tile))
+            )
+            for copy, box in enumerate(boxes):
+                source = blocks_ref.at[box]
+                if keys_per_copy < self.block_size:
+                    source = source.at[pl.ds(tile_of_block * config.kv_tile, keys_per_copy)]
+                target = tile_ref.at[pl.ds(copy * keys_per_copy, keys_per_copy)]
+                plgpu.copy_gmem_to_smem(source, target, barrier)
+
+        @pl.loop(0, num_steps)
+        def _copy_step(step):  # noqa: ANN001, ANN202
+            stage = lax.rem(step, jnp.int32(config.num_stages))
+            kv_tile_idx = self._kv_tile_at(plan, step)
+            boxes = boxes_of(kv_tile_idx)
+
+            @pl.when(step >= config.num_stages)
+            def _wait_for_free_k():  # noqa: ANN202
+                plgpu.barrier_wait(smem["k_free"].at[stage])
+
+            copy_tile(
+                *(k_ref, boxes, kv_tile_idx),
+                *(smem["k_ring"].at[stage], smem["k_landed"].at[stage]),
+            )
+
+            @pl.when(step >= config.num_stages)
+            def _wait_for_free_v():  # noqa: ANN202
+                plgpu.barrier_wait(smem["v_free"].at[stage])
+
+            copy_tile(
+                *(v_ref, boxes, kv_tile_idx),
+                *(smem["v_ring"].at[stage], smem["v_landed"].at[stage]),
+            )
+
+
+def _zero_rows_outside(tile_ref, start, end):  # noqa: ANN001, ANN202
+    """Sets the rows of a V tile (f[kv_tile, head_dim], in SMEM) outside [start, end) to zero.
+
+    In pieces of 64 rows by one swizzle width, so that few registers hold one.
+    """
+    num_rows, num_columns = tile_ref.shape
+    width = plgpu.find_swizzle(num_columns * tile_ref.dtype.itemsize * 8) // tile_ref.dtype.itemsize
+    for first_row in range(0, num_rows, 64):
+        for first_column in range(0, num_columns, width):
+            piece_ref = tile_ref.at[pl.ds(first_row, 64), pl.ds(first_column, width)]
+            row = first_row + plgpu.broadcasted_iota(
+                jnp.int32, piece_ref.shape, 0, layout=plgpu.Layout.WGMMA
+            )
+            piece = plgpu.load(piece_ref, layout=plgpu.Layout.WGMMA)
+            piece_ref[...] = jnp.where((row >= start) & (row < end), piece, jnp.zeros_like(piece))
+    plgpu.commit_smem()

@@ -1,0 +1,170 @@
+"""How the 64 rows of a compute warpgroup of the ragged kernel come in (Q) and go out.
+
+A row is a query token of one head: with 4 heads a tile, rows 0..15 are 16 tokens of the first head,
+rows 16..31 the same tokens of the second. Tokens begin anywhere in the batch. TMA could copy to the
+tiles that wgmma reads, of 8 rows, only from every 8th token, so Q lands in chunks of 64 columns,
+untiled, and the threads lay it out. The output goes the same way back.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.paged_attention.ragged_tiles import (
+    CHUNK,
+    NUM_COMPUTE_WARPGROUPS,
+    ROWS_PER_WARPGROUP,
+    PlanField,
+    RaggedConfig,
+)
+
+# The softmax is computed in powers of two.
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowTransfer:
+    """Copies rows of Q into shared memory and rows of the output out of it."""
+
+    config: RaggedConfig
+    head_dim: int
+    dtype: str
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks that hold a head; the last may be filled in part."""
+        return pl.cdiv(self.head_dim, CHUNK)
+
+    def chunk_columns(self, chunk: int) -> int:
+        """Columns of a chunk that are filled."""
+        return min(CHUNK, self.head_dim - chunk * CHUNK)
+
+    @property
+    def boxes_per_warpgroup(self) -> int:
+        """TMA copies that bring a warpgroup's Q."""
+        return self.config.heads_per_tile * self.num_chunks
+
+    def scratch(self, tiled: tuple[object, ...], is_interpreted: bool) -> object:
+        """Memory of all compute warpgroups' Q and output: as wgmma reads it, and in chunks.
+
+        Args:
+            tiled: The transforms of what wgmma reads.
+            is_interpreted: Whether for interpret mode, which thinks that two warpgroups race if
+                they use different members of a union, though each keeps to its own part.
+
+        Returns:
+            Two of a kind: f[NUM_COMPUTE_WARPGROUPS, 64, head_dim], f[.., num_chunks, 64, CHUNK].
+        """
+        dtype = jnp.dtype(self.dtype)
+        num, rows = NUM_COMPUTE_WARPGROUPS, ROWS_PER_WARPGROUP
+        swizzled = (plgpu.SwizzleTransform(CHUNK * dtype.itemsize),)
+        q_tiles = plgpu.SMEM((num, rows, self.head_dim), dtype, transforms=tiled)
+        chunks = plgpu.SMEM((num, self.num_chunks, rows, CHUNK), dtype, transforms=swizzled)
+        # One memory for both, if a warpgroup's part begins at the same place in both.
+        if self.head_dim % CHUNK == 0 and not is_interpreted:
+            return plgpu.RefUnion(q_tiles, chunks)
+        return q_tiles, chunks
+
+    def _for_each_box(  # noqa: ANN202
+        self,
+        copy,  # noqa: ANN001
+        tokens_ref,  # noqa: ANN001
+        chunks,  # noqa: ANN001
+        *,
+        first_token,  # noqa: ANN001
+        num_tokens,  # noqa: ANN001
+        first_row=0,  # noqa: ANN001
+    ):
+        """Calls copy(GMEM, SMEM) for boxes of `num_tokens` tokens, by heads, 64 columns at a time.
+
+        Token t of head h stands in row h * tokens_per_warpgroup + t of each chunk.
+        """
+        first_head = lax.axis_index("head_group") * self.config.heads_per_tile
+        for head in range(self.config.heads_per_tile):
+            rows = pl.ds(head * self.config.tokens_per_warpgroup + first_row, num_tokens)
+            for chunk in range(self.num_chunks):
+                columns = pl.ds(chunk * CHUNK, CHUNK)
+                copy(
+                    tokens_ref.at[pl.ds(first_token, num_tokens), first_head + head, columns],
+                    chunks.at[chunk, rows],
+                )
+
+    def load_queries(self, first_token, q_ref, chunks, q_tile, landed) -> None:  # noqa: ANN001
+        """Brings a warpgroup's 64 rows of Q into the order that wgmma reads."""
+
+        def copy(source, target):  # noqa: ANN001, ANN202
+            plgpu.copy_gmem_to_smem(source, target, landed)
+
+        tokens = self.config.tokens_per_warpgroup
+        self._for_each_box(copy, q_ref, chunks, first_token=first_token, num_tokens=tokens)
+        plgpu.barrier_wait(landed)
+        # Maybe the same memory in another order: all is read before the first is written.
+        values = [
+            plgpu.load(chunks.at[chunk], layout=plgpu.Layout.WGMMA)
+            for chunk in range(self.num_chunks)
+        ]
+        for chunk, value in enumerate(values):
+            num_columns = self.chunk_columns(chunk)
+            q_tile[:, pl.ds(chunk * CHUNK, num_columns)] = value[:, :num_columns]
+        plgpu.commit_smem()
+
+    def store_rows(self, plan, carry, out_ref, lse_ref, chunks) -> None:  # noqa: ANN001
+        """Writes a warpgroup's rows: all tokens at once, or one by one where the request ends.
+
+        There is no masked store, and what follows the last token belongs to another request.
+        """
+        out, largest, denominator = carry
+        has_seen = denominator > 0.0
+        denominator = jnp.where(has_seen, denominator, 1.0)
+        for chunk in range(self.num_chunks):
+            num_columns = self.chunk_columns(chunk)
+            piece = out[:, chunk * CHUNK : chunk * CHUNK + num_columns]
+            piece *= lax.broadcast_in_dim(1.0 / denominator, piece.shape, [0])
+            piece = piece.astype(self.dtype)
+            if num_columns < CHUNK:
+                unused = jnp.zeros((piece.shape[0], CHUNK - num_columns), piece.dtype)
+                piece = jnp.concatenate([piece, unused], axis=1)
+            chunks[chunk] = piece
+        plgpu.commit_smem()
+
+        tokens = self.config.tokens_per_warpgroup
+        warpgroup = lax.axis_index("warpgroup")
+        first_token = plan(PlanField.FIRST_TOKEN) + warpgroup * tokens
+        num_left = plan(PlanField.NUM_TOKENS) - warpgroup * tokens
+
+        def copy(target, source):  # noqa: ANN001, ANN202
+            plgpu.copy_smem_to_gmem(source, target)
+
+        @pl.when(num_left >= tokens)
+        def _store_all():  # noqa: ANN202
+            self._for_each_box(copy, out_ref, chunks, first_token=first_token, num_tokens=tokens)
+
+        @pl.when((num_left > 0) & (num_left < tokens))
+        def _store_one_by_one():  # noqa: ANN202
+            @pl.loop(0, num_left)
+            def _store_token(token):  # noqa: ANN001, ANN202
+                # One row of a swizzled chunk is a box too: TMA swizzles by the address.
+                boxes = {"first_token": first_token + token, "num_tokens": 1, "first_row": token}
+                self._for_each_box(copy, out_ref, chunks, **boxes)
+
+        lse = jnp.where(has_seen, largest / LOG2_E + jnp.log(denominator), -jnp.inf)
+        _store_to_gmem(
+            lse_ref.at[plan(PlanField.TILE_IDX), lax.axis_index("head_group"), warpgroup], lse
+        )
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _store_to_gmem(ref, value):  # noqa: ANN001, ANN202
+    """Stores registers straight to global memory.
+
+    TODO: drop when JAX >= 0.12; before, a plain store does this and there is no `plgpu.store`.
+    """
+    if jax.__version_info__ < (0, 12):
+        ref[...] = value
+    else:
+        plgpu.store(ref, value, optimized=False)

@@ -1,0 +1,223 @@
+"""Mosaic TPU body of `paged_attention`: arrangement of the arguments, launch, and what fits it.
+
+`mosaic_tpu_plan.py` says how the batch is cut into tiles and passes, `mosaic_tpu_kernel.py` what
+one pass does.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.paged_attention.mosaic_tpu_kernel import (
+    AttentionRules,
+    attend_pass,
+)
+from pallas_kernels.paged_attention.mosaic_tpu_plan import (
+    HBM_ROW_TILE,
+    LANES,
+    MAX_SCALAR_BYTES,
+    MAX_SCRATCH_BYTES,
+    VMEM_LIMIT_BYTES,
+    PassField,
+    TilePlan,
+    make_passes,
+    make_plan,
+    round_up,
+    scalar_bytes,
+    scratch_bytes,
+)
+
+
+def paged_attention_mosaic_tpu(
+    q: jax.Array,  # f[num_tokens, num_q_heads, head_dim]
+    k_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim] or quantised
+    v_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, v_head_dim] likewise
+    row: jax.Array,  # i32[]
+    block_tables: jax.Array,  # i32[num_reqs, max_blocks_per_req]
+    seq_lens: jax.Array,  # i32[num_reqs]
+    query_start_loc: jax.Array,  # i32[num_reqs + 1]
+    *,
+    scale: float,
+    is_causal: bool,
+    sliding_window: int | None,
+    chunk_size: int | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,  # f32[num_q_heads]
+    k_scale: jax.Array | None,  # f32[num_kv_heads]
+    v_scale: jax.Array | None,  # f32[num_kv_heads]
+    max_query_len: int | None,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, v_head_dim], f32[num_tokens, ...]
+    """See `api.paged_attention`; `interpret` is what `pl.pallas_call` takes under this name."""
+    num_tokens, num_q_heads, _ = q.shape
+    plan = make_plan(q, k_cache, v_cache)
+    rules = AttentionRules(
+        scale=scale,
+        is_causal=is_causal,
+        sliding_window=sliding_window,
+        chunk_size=chunk_size,
+        soft_cap=soft_cap,
+        max_query_len=max_query_len,
+    )
+    passes, num_passes = make_passes(
+        seq_lens,
+        query_start_loc,
+        num_tokens,
+        plan.tile_tokens,
+        is_causal=is_causal,
+        sliding_window=sliding_window,
+        chunk_size=chunk_size,
+    )
+    ones = jnp.ones(plan.num_kv_heads, jnp.float32)
+    scales = [ones if s is None else s.astype(jnp.float32) for s in (k_scale, v_scale)]
+    out, lse = _launch(
+        *(jnp.asarray(row, jnp.int32).reshape(1), num_passes, passes, jnp.stack(scales)),
+        *(_whole_lanes(block_tables), k_cache, v_cache, _rows_by_kv_head(q, plan)),
+        plan=plan,
+        rules=rules,
+        interpret=interpret,
+    )
+    out = _tokens_by_head(out, plan)[:num_tokens]
+    # f32[num_tiles, num_kv_heads, tile_tokens, group_size] -> f32[num_tokens, num_q_heads]
+    lse = lse.reshape(-1, plan.num_kv_heads, plan.tile_tokens, plan.group_size)
+    lse = lse.transpose(0, 2, 1, 3).reshape(-1, num_q_heads)[:num_tokens]
+
+    # Padding is in no pass: nothing wrote its rows.
+    is_real = jnp.arange(num_tokens) < query_start_loc[-1]
+    out = jnp.where(is_real[:, None, None], out, 0)
+    lse = jnp.where(is_real[:, None], lse, -jnp.inf)
+    return (out, lse) if sinks is None else _add_sinks(out, lse, sinks)
+
+
+def misfit(
+    q: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    row: jax.Array,
+    block_tables: jax.Array,
+    *args: object,
+    **kwargs: object,
+) -> str | None:
+    """Why the kernel cannot take these arguments, or None."""
+    del row, args, kwargs
+    if q.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"q is {q.dtype}, it computes in bfloat16 or float32"
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.dtype == jnp.float16:
+            return f"{name} is float16, which a TPU has no arithmetic for"
+        if not cache.shape[-1] or cache.shape[-1] % LANES:
+            # XLA would lay such a cache out with the blocks innermost, and copy it for the kernel.
+            return f"{name} has head_dim {cache.shape[-1]}, it needs a multiple of {LANES}"
+        if cache.shape[3] % HBM_ROW_TILE:
+            return f"block_size is {cache.shape[3]}, copies need a multiple of {HBM_ROW_TILE}"
+    plan = make_plan(q, k_cache, v_cache)
+    num_bytes = scalar_bytes(plan, q, block_tables)
+    if num_bytes > MAX_SCALAR_BYTES:
+        return f"its scalars would take {num_bytes} bytes of SMEM, more than {MAX_SCALAR_BYTES}"
+    num_bytes = scratch_bytes(plan, q, k_cache, v_cache)
+    if num_bytes > MAX_SCRATCH_BYTES:
+        return f"its tiles would take {num_bytes} bytes of VMEM, more than {MAX_SCRATCH_BYTES}"
+    return None
+
+
+def _launch(
+    *operands: jax.Array,
+    plan: TilePlan,
+    rules: AttentionRules,
+    interpret: bool | pltpu.InterpretParams,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs the kernel on arguments in the order of `KernelRefs`."""
+    passes, _, block_tables, k_cache, v_cache, q = operands[2:]
+    num_kv_heads, num_rows, head_dim = q.shape
+    v_head_dim = v_cache.shape[-1]
+    num_tiles = num_rows // plan.tile_rows
+
+    def tile_spec(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec(
+            (num_kv_heads, plan.tile_rows, width),
+            lambda pass_idx, row, num, passes: (0, passes[PassField.TILE, pass_idx], 0),
+        )
+
+    lse_spec = pl.BlockSpec(
+        (1, num_kv_heads, 1, plan.tile_rows),
+        lambda pass_idx, row, num, passes: (passes[PassField.TILE, pass_idx], 0, 0, 0),
+    )
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    rows = (num_kv_heads, plan.tile_rows)
+    kv_tiles = (2, plan.tile_blocks, num_kv_heads, plan.block_size)
+    return pl.pallas_call(
+        functools.partial(attend_pass, plan=plan, rules=rules),
+        out_shape=(
+            jax.ShapeDtypeStruct((num_kv_heads, num_rows, v_head_dim), q.dtype),
+            jax.ShapeDtypeStruct((num_tiles, num_kv_heads, 1, plan.tile_rows), jnp.float32),
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(passes.shape[1],),
+            in_specs=[
+                pl.BlockSpec(memory_space=pltpu.SMEM),
+                in_hbm,
+                in_hbm,
+                in_hbm,
+                tile_spec(head_dim),
+            ],
+            out_specs=(tile_spec(v_head_dim), lse_spec),
+            scratch_shapes=[
+                pltpu.VMEM((*kv_tiles, head_dim), k_cache.dtype),
+                pltpu.VMEM((*kv_tiles, v_head_dim), v_cache.dtype),
+                pltpu.SMEM((2, *block_tables.shape[1:]), jnp.int32),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.VMEM((*rows, v_head_dim), jnp.float32),
+                pltpu.VMEM((*rows, LANES), jnp.float32),
+                pltpu.VMEM((*rows, LANES), jnp.float32),
+                pltpu.VMEM((*rows, LANES), jnp.float32),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SemaphoreType.DMA((2,)),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            # In order: the KV tiles and the running softmax pass from one step to the next.
+            dimension_semantics=("arbitrary",),
+            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+        ),
+        interpret=interpret,
+        name="paged_attention_ragged",
+    )(*operands)
+
+
+def _whole_lanes(block_tables: jax.Array) -> jax.Array:  # i32[num_reqs, 1, max_blocks_per_req]
+    """One line a request, that a copy can take alone, of whole lanes."""
+    padding = round_up(block_tables.shape[1], LANES) - block_tables.shape[1]
+    return jnp.pad(block_tables, ((0, 0), (0, padding)))[:, None]
+
+
+def _rows_by_kv_head(q: jax.Array, plan: TilePlan) -> jax.Array:
+    """f[num_kv_heads, num_tiles * tile_rows, head_dim], the rows of a token beside each other."""
+    num_tokens, _, head_dim = q.shape
+    padding = round_up(num_tokens, plan.tile_tokens) - num_tokens
+    q = jnp.pad(q, ((0, padding), (0, 0), (0, 0)))
+    q = q.reshape(-1, plan.num_kv_heads, plan.group_size, head_dim)
+    return q.transpose(1, 0, 2, 3).reshape(plan.num_kv_heads, -1, head_dim)
+
+
+def _tokens_by_head(rows: jax.Array, plan: TilePlan) -> jax.Array:
+    """The inverse of `_rows_by_kv_head`: f[num_tokens, num_q_heads, v_head_dim], padded."""
+    v_head_dim = rows.shape[-1]
+    rows = rows.reshape(plan.num_kv_heads, -1, plan.group_size, v_head_dim)
+    return rows.transpose(1, 0, 2, 3).reshape(-1, plan.num_kv_heads * plan.group_size, v_head_dim)
+
+
+def _add_sinks(
+    out: jax.Array,  # f[num_tokens, num_q_heads, v_head_dim]
+    lse: jax.Array,  # f32[num_tokens, num_q_heads]
+    sinks: jax.Array,  # f32[num_q_heads]
+) -> tuple[jax.Array, jax.Array]:
+    """Adds one more logit a head to softmaxes that are already finished."""
+    with_sink = jnp.logaddexp(lse, sinks.astype(jnp.float32))
+    sees_any = lse > -jnp.inf
+    share = jnp.where(sees_any, jnp.exp(lse - with_sink), 0.0)
+    out = (out.astype(jnp.float32) * share[..., None]).astype(out.dtype)
+    return out, jnp.where(sees_any, with_sink, -jnp.inf)

@@ -1,0 +1,134 @@
+"""Sizes of the Mosaic GPU decode kernel: a table of chosen ones, and a rule for everything else.
+
+Nothing here was measured: every number is a guess from what fits (registers, shared memory) and
+from the reckoning in `mosaic_gpu_decode_kernel.py`. Whoever measures one writes the device, the JAX
+version and the command beside it.
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from pallas_kernels.target import default_target
+
+# Query heads that may share a KV head, by the padded v_head_dim. Their logits, weights and outputs
+# stay in registers: larger groups spill. With up to `_GROUP_OF_TWO_CTAS` a thread needs at most 128
+# registers, so that two CTAs fit an SM. Found by compiling for sm_90a with JAX 0.11.2 and 0.12.0.
+_MAX_GROUP_SIZE = {64: 64, 128: 64, 192: 40, 256: 32}
+_GROUP_OF_TWO_CTAS = {64: 24, 128: 16, 192: 16, 256: 8}
+# Source: CUDA C++ Programming Guide, compute capability 9.0: shared memory of an SM and of a CTA,
+# of which the system takes 1 KiB a CTA.
+_SMEM_PER_SM, _SMEM_PER_CTA, _SMEM_RESERVED = 233_472, 232_448, 1_024
+# Barriers, and rounding up to what a swizzled tile is aligned to.
+_SMEM_SLACK = 2_048
+_NUM_SMS = {"NVIDIA H200": 132, "NVIDIA H100 80GB HBM3": 132, "NVIDIA H100 PCIe": 114}
+_USUAL_NUM_SMS = 132
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeConfig:
+    """Sizes of the decode kernel."""
+
+    kv_tile: int  # keys of a tile, a multiple of 64
+    num_stages: int  # K and V tiles that are loaded ahead
+    ctas_per_sm: int  # that the sizes above let an SM hold; what is launched counts on it
+    num_sms: int  # of the device
+    min_share: int  # tiles that a share of a split has at least
+
+    @property
+    def num_programs(self) -> int:
+        """Programs that run at once."""
+        return self.num_sms * self.ctas_per_sm
+
+    def reduction_bytes(self, group_rows: int) -> int:
+        """Shared memory for maxima over four warps: 1 KiB for every 8 columns."""
+        return group_rows // 8 * 1_024
+
+    def smem_bytes(self, itemsize: int, head_dim: int, v_head_dim: int, group_size: int) -> int:
+        """Shared memory of a CTA, at most."""
+        group_rows = padded_rows(group_size)
+        widths = head_dim + padded_v_head_dim(v_head_dim)
+        tiles = self.num_stages * self.kv_tile * widths
+        queries_and_weights = group_rows * (head_dim + self.kv_tile)
+        return (
+            (tiles + queries_and_weights) * itemsize
+            + self.reduction_bytes(group_rows)
+            + _SMEM_SLACK
+        )
+
+
+def padded_rows(group_size: int) -> int:
+    """Query rows of a KV head as the kernel holds them: wgmma takes multiples of 8."""
+    return -(-group_size // 8) * 8
+
+
+def padded_v_head_dim(v_head_dim: int) -> int:
+    """Columns of a V tile in shared memory: they are rows of wgmma's result, which has 64 each."""
+    return -(-v_head_dim // 64) * 64
+
+
+def swizzle_width(head_dim: int) -> int:
+    """Columns of the widest swizzle (128, 64 or 32 bytes of 2-byte numbers) that fills head_dim."""
+    return next(width for width in (64, 32, 16) if head_dim % width == 0)
+
+
+def max_group_size(v_head_dim: int) -> int:
+    """How many query heads may share a KV head."""
+    return _MAX_GROUP_SIZE[padded_v_head_dim(v_head_dim)]
+
+
+_KV_TILE = 64
+_MIN_SHARE = 4
+_MAX_STAGES = 6
+
+# (device kind, head_dim of K and V) -> (num_stages, ctas_per_sm), 2-byte numbers, groups that
+# leave room for two CTAs. Guesses, all of them.
+_TUNED = {
+    ("NVIDIA H200", 64): (6, 2),  # stages of 16 KiB
+    ("NVIDIA H200", 128): (3, 2),  # of 32 KiB
+    ("NVIDIA H200", 192): (2, 2),  # of 48 KiB
+    ("NVIDIA H200", 256): (3, 1),  # of 64 KiB: two CTAs would have one stage each
+}
+
+
+def decode_config(
+    dtype: jnp.dtype,
+    head_dim: int,
+    v_head_dim: int,
+    group_size: int,
+    device_kind: str | None = None,
+) -> DecodeConfig:
+    """The sizes for a call: tuned ones where there are any, otherwise as many stages as fit.
+
+    Args:
+        device_kind: As JAX names it; `None` is JAX's default device. One without an entry (a CPU
+            that compiles for a GPU, say) has the H200's.
+    """
+    if device_kind is None:
+        device_kind = default_target().device_kind
+    num_sms = _NUM_SMS.get(device_kind, _USUAL_NUM_SMS)
+    itemsize = jnp.dtype(dtype).itemsize
+    key_kind = device_kind if (device_kind, head_dim) in _TUNED else "NVIDIA H200"
+    tuned = _TUNED.get((key_kind, head_dim))
+    has_room_for_two = group_size <= _GROUP_OF_TWO_CTAS.get(padded_v_head_dim(v_head_dim), 0)
+    if tuned is not None and v_head_dim == head_dim and itemsize == 2 and has_room_for_two:
+        candidates = [tuned]
+    else:
+        # Two CTAs an SM if they have two stages each; in any case the most stages that fit.
+        candidates = [(n, 2) for n in range(_MAX_STAGES, 1, -1) if has_room_for_two]
+        candidates += [(n, 1) for n in range(_MAX_STAGES, 0, -1)]
+    for num_stages, ctas_per_sm in candidates:
+        config = DecodeConfig(
+            kv_tile=_KV_TILE,
+            num_stages=num_stages,
+            ctas_per_sm=ctas_per_sm,
+            num_sms=num_sms,
+            min_share=_MIN_SHARE,
+        )
+        room = _SMEM_PER_CTA if ctas_per_sm == 1 else _SMEM_PER_SM // 2 - _SMEM_RESERVED
+        if config.smem_bytes(itemsize, head_dim, v_head_dim, group_size) <= room:
+            return config
+    raise ValueError(
+        f"no decode tile fits shared memory: got {head_dim=}, {v_head_dim=}, {group_size=}, "
+        f"{dtype=}, wanted at most {_SMEM_PER_CTA} bytes. Use another implementation."
+    )

@@ -1,0 +1,174 @@
+"""Before anything is served: do this device's own kernels give what plain XLA gives?
+
+Most checks of a kernel run without the device it is written for, and cannot see what only the
+device does. So the engine asks once, at the start, with small random inputs in the model's own
+shapes, and falls back to plain XLA with an error in the log if the answer is no.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels
+from models import ModelConfig
+from pallas_kernels.dispatch import target_misfit
+from paxkv.contracts.kv_cache_spec import AttentionSpec
+
+logger = logging.getLogger(__name__)
+
+# (query tokens, tokens in the cache): decodes, a prompt, a chunk, and a row of nobody.
+REQUESTS = ((1, 1), (1, 150), (40, 40), (0, 0), (70, 200))
+NUM_PADDING_TOKENS = 3
+# Small inputs would not feel a window of 4,096 tokens or a soft cap of 50: larger ones are tried as
+# these, which a kernel that forgets them does not pass.
+MAX_WINDOW = 60
+MAX_SOFT_CAP = 1.0
+# Two roundings of a 16-bit result are apart by less; a wrong mask or a lost tile by far more.
+MAX_RELATIVE_ERROR = 2e-2
+
+
+def choose_implementation(
+    kernels: str, config: ModelConfig, spec: AttentionSpec, device: jax.Device
+) -> str | None:
+    """The `implementation` that the model passes to every op.
+
+    Args:
+        kernels: `RunnerConfig.kernels`.
+        spec: The page format of the KV cache.
+
+    Returns:
+        "xla", or None where each op may choose for itself.
+    """
+    target = pallas_kernels.target_of(device)
+    if kernels == "xla":
+        return "xla"
+    if target_misfit(target) is not None:
+        return None  # dispatch takes XLA by itself and says why
+    reason = why_kernels_differ(config, spec, target)
+    if reason is None:
+        return None
+    logger.error(
+        "the kernels for %s are not used, plain XLA is: %s. Please report this.",
+        target.device_kind,
+        reason,
+    )
+    return "xla"
+
+
+def why_kernels_differ(
+    config: ModelConfig,
+    spec: AttentionSpec,
+    target: pallas_kernels.Target,
+    *,
+    implementation: str | None = None,
+) -> str | None:
+    """Runs one layer of each kind, and a block copy, with `implementation` and with XLA.
+
+    Returns:
+        What differs; None if nothing does.
+    """
+    soft_cap = config.attention_soft_cap
+    windows = {config.layer_window(idx) or 0 for idx in range(config.num_layers)}
+    for window in sorted({min(window, MAX_WINDOW) for window in windows}):
+        rules = {
+            "scale": config.attention_scale,
+            "sliding_window": window or None,
+            "soft_cap": None if soft_cap is None else min(soft_cap, MAX_SOFT_CAP),
+        }
+        inputs = _random_layer(config, spec, seed=window)
+        expected = _run_layer(inputs, rules, {"implementation": "xla", "target": target})
+        chosen = {"implementation": implementation, "target": target}
+        try:
+            got = _run_layer(inputs, rules, chosen)
+        # Whatever goes wrong in a compiler or on the device, plain XLA can still serve.
+        except Exception as error:
+            logger.exception("a kernel failed")
+            return f"running them raised {type(error).__name__}"
+        for name, got_np, expected_np in zip(("K", "V"), got[1:], expected[1:], strict=True):
+            if not np.array_equal(got_np, expected_np):
+                return f"{name} was not written where XLA writes it"
+        difference = relative_error(got[0], expected[0])
+        if not difference <= MAX_RELATIVE_ERROR:  # NaN is not
+            return (
+                f"attention with {rules} differs from XLA's by {difference:.3g} of its norm, "
+                f"more than {MAX_RELATIVE_ERROR}"
+            )
+    return None
+
+
+def relative_error(
+    got_np: np.ndarray,
+    expected_np: np.ndarray,
+) -> float:
+    """`|got - expected| / |expected|`, norms over all entries."""
+    norm = float(np.linalg.norm(expected_np))
+    return float(np.linalg.norm(got_np - expected_np)) / (norm or 1.0)
+
+
+def _random_layer(config: ModelConfig, spec: AttentionSpec, *, seed: int) -> dict[str, jax.Array]:
+    """A cache of one row full of random numbers, and a ragged batch over it."""
+    rng = np.random.default_rng(seed)
+    block_size, dtype = spec.block_size, jnp.dtype(spec.dtype)
+    num_query = np.array([num_query for num_query, _ in REQUESTS])
+    seq_lens = np.array([seq_len for _, seq_len in REQUESTS], np.int32)
+    max_blocks_per_req = -(-int(seq_lens.max()) // block_size)
+    num_blocks = 1 + len(REQUESTS) * max_blocks_per_req
+    tables = 1 + rng.permutation(num_blocks - 1).reshape(len(REQUESTS), -1).astype(np.int32)
+    cache_shape = (1, num_blocks, config.num_kv_heads, block_size, config.head_dim)
+    num_tokens = int(num_query.sum()) + NUM_PADDING_TOKENS
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
+
+    return {
+        "k_cache": normal(*cache_shape),
+        "v_cache": normal(*cache_shape),
+        "q": normal(num_tokens, config.num_q_heads, config.head_dim),
+        "k": normal(num_tokens, config.num_kv_heads, config.head_dim),
+        "v": normal(num_tokens, config.num_kv_heads, config.head_dim),
+        "positions": jnp.asarray(_positions(num_query, seq_lens, num_tokens)),
+        "block_tables": jnp.asarray(tables),
+        "seq_lens": jnp.asarray(seq_lens),
+        "query_start_loc": jnp.asarray(np.concatenate([[0], np.cumsum(num_query)]), jnp.int32),
+    }
+
+
+def _positions(
+    num_query: Sequence[int], seq_lens: Sequence[int], num_tokens: int
+) -> np.ndarray:  # i32[num_tokens]
+    positions = np.zeros(num_tokens, np.int32)
+    own = [np.arange(n - q, n) for q, n in zip(num_query, seq_lens, strict=True)]
+    positions[: sum(num_query)] = np.concatenate(own)
+    return positions
+
+
+def _run_layer(
+    inputs: dict[str, jax.Array], rules: dict[str, object], chosen: dict[str, object]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Attention's output, and the cache after one layer and a block copy, as float32."""
+
+    def layer(inputs: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        num_rows, num_blocks, _, block_size, _ = inputs["k_cache"].shape
+        sequences = (inputs["block_tables"], inputs["seq_lens"], inputs["query_start_loc"])
+        slots = pallas_kernels.slot_mapping(
+            *(inputs["positions"][None], sequences[0][None], sequences[2]),
+            block_size=block_size,
+            pad_slot=pallas_kernels.pad_slot(num_rows, num_blocks, block_size),
+            **chosen,
+        )[0]
+        k_cache, v_cache = pallas_kernels.kv_scatter(
+            *(inputs["k_cache"], inputs["v_cache"], inputs["k"], inputs["v"], slots, 0), **chosen
+        )
+        out = pallas_kernels.paged_attention(
+            *(inputs["q"], k_cache, v_cache, 0, *sequences), **rules, **chosen
+        )
+        # A chain, to be read before it is written, and padding.
+        sources, targets = jnp.array([1, 2, 0]), jnp.array([2, 3, num_blocks])
+        k_cache, v_cache = pallas_kernels.block_copy(k_cache, v_cache, sources, targets, **chosen)
+        return out, k_cache, v_cache
+
+    results = jax.device_get(jax.jit(layer)(inputs))
+    return tuple(np.asarray(array, np.float32) for array in results)

@@ -1,0 +1,192 @@
+"""`CompiledProgram`: what tests ask of a program that was compiled for H200s."""
+
+import dataclasses
+import functools
+from typing import Any
+
+from tests.aot.hlo_text import Instruction, MosaicCall, mosaic_calls, parse_instructions
+from tests.aot.kernel_resources import KernelResources
+from tests.aot.thunk_sequence import Thunk
+
+_COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+# Their results lie where an operand lies, or are counted inside the computations that they run.
+_WITHOUT_BUFFER = {
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "while",
+    "conditional",
+    "call",
+    "opt-barrier",
+    "after-all",
+    "async-start",
+    "async-update",
+    "async-done",
+    "copy-done",
+    "fusion-done",
+    "all-reduce-done",
+    "all-gather-done",
+    "collective-permute-done",
+}
+_UPDATES_IN_PLACE = {"dynamic-update-slice", "scatter"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One exchange between devices."""
+
+    kind: str  # "all-reduce", "all-gather", ...
+    num_bytes: int  # of the largest array that it takes or makes, on one device
+    op_name: str  # where in the traced function it comes from
+    computation: str  # of the compiled text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompiledProgram:
+    """A program compiled for one or more H200s; sizes are those on one device."""
+
+    text: str  # the compiled, scheduled HLO
+    memory: Any  # `jax.stages.Compiled.memory_analysis()`
+    thunks: list[Thunk]  # what is launched, and inside what
+    kernels: dict[str, KernelResources]  # by their hashes
+
+    @functools.cached_property
+    def instructions(self) -> list[Instruction]:
+        return parse_instructions(self.text)
+
+    @functools.cached_property
+    def mosaic_calls(self) -> list[MosaicCall]:
+        """The calls of Mosaic kernels, in the order of launching; those of a loop come once."""
+        launched = [thunk.instruction for thunk in self.thunks]
+        calls = mosaic_calls(self.instructions)
+        return sorted(calls, key=lambda call: launched.index(self._launcher_of[call.instruction]))
+
+    @property
+    def kernel_names(self) -> list[str]:
+        """The Mosaic kernels called, by their `kernel_name=`, in the order of `mosaic_calls`."""
+        return [call.kernel for call in self.mosaic_calls]
+
+    @property
+    def ptxas(self) -> list[KernelResources]:
+        """Registers, spills, shared memory of each Mosaic call, in the order of `kernel_names`."""
+        return [self.kernels[call.kernel_hash] for call in self.mosaic_calls]
+
+    @property
+    def aliased_bytes(self) -> int:
+        """Bytes of the outputs that lie where donated inputs lay."""
+        return self.memory.alias_size_in_bytes
+
+    @property
+    def temp_bytes(self) -> int:
+        """Temporary memory of the program."""
+        return self.memory.temp_size_in_bytes
+
+    def cache_copies(self, min_bytes: int) -> list[str]:
+        """Every instruction that fills a fresh buffer of at least `min_bytes`.
+
+        That is a copy, a transpose, a select between an old and a new cache, a gathered cache, and
+        a fusion that does such a thing; not a write in place: a scatter or dynamic update slice,
+        alone or as a fusion's root, or a kernel whose result lies on its operand. Choose a cache
+        larger than the program's other arrays.
+        """
+        return [
+            f"{instruction.computation}: {instruction.line[:200]}"
+            for instruction in self._launched
+            if self._fresh_bytes(instruction) >= min_bytes
+        ]
+
+    @functools.cached_property
+    def collectives(self) -> list[Collective]:
+        """All exchanges between devices; one inside a loop is listed once."""
+        return [
+            Collective(
+                kind=kind,
+                num_bytes=max(instruction.array_bytes),
+                op_name=instruction.op_name,
+                computation=instruction.computation,
+            )
+            for instruction in self._launched
+            if (kind := instruction.opcode.removesuffix("-start")) in _COLLECTIVES
+        ]
+
+    @property
+    def in_command_buffer(self) -> list[str]:
+        """The Mosaic kernels that are launched from inside a command buffer (a CUDA graph)."""
+        inside = {t.instruction for t in self.thunks if t.is_in_command_buffer}
+        return [c.kernel for c in self.mosaic_calls if self._launcher_of[c.instruction] in inside]
+
+    @property
+    def loops_in_command_buffer(self) -> list[str]:
+        """The while loops that are in a command buffer as a whole, by instruction."""
+        return [t.instruction for t in self.thunks if t.is_loop_in_command_buffer]
+
+    @functools.cached_property
+    def _by_computation(self) -> dict[str, list[Instruction]]:
+        computations: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions:
+            computations.setdefault(instruction.computation, []).append(instruction)
+        return computations
+
+    @functools.cached_property
+    def _callers(self) -> dict[str, Instruction]:
+        """Computation -> the fusion or reduction that it belongs to; others are not in it."""
+        return {
+            called: instruction
+            for instruction in self.instructions
+            if instruction.opcode not in ("while", "conditional", "call")
+            for called in instruction.called
+        }
+
+    @functools.cached_property
+    def _launched(self) -> list[Instruction]:
+        """The instructions that run on their own."""
+        return [i for i in self.instructions if i.computation not in self._callers]
+
+    @functools.cached_property
+    def _launcher_of(self) -> dict[str, str]:
+        """Instruction -> the one that runs on its own, itself or the fusion around it.
+
+        XLA puts a kernel whose operand is a slice into one fusion with the slice.
+        """
+        launchers = {}
+        for instruction in self.instructions:
+            launcher = instruction
+            while launcher.computation in self._callers:
+                launcher = self._callers[launcher.computation]
+            launchers[instruction.name] = launcher.name
+        return launchers
+
+    def _fresh_bytes(self, instruction: Instruction) -> int:
+        """Size of the largest array that an instruction makes beside its operands."""
+        if instruction.opcode in _WITHOUT_BUFFER | _UPDATES_IN_PLACE:
+            return 0
+        if "output_to_operand_aliasing" in instruction.line:
+            return 0
+        if not instruction.opcode.startswith("fusion"):
+            return max(instruction.array_bytes, default=0)
+        (called,) = instruction.called
+        return max((self._fresh_bytes(result) for result in self._results_of(called)), default=0)
+
+    def _results_of(self, computation: str) -> list[Instruction]:
+        """What a fusion returns, seen through tuples and bitcasts."""
+        instructions = self._by_computation[computation]
+        by_name = {i.name: i for i in instructions}
+        pending = [i for i in instructions if i.is_root]
+        results = []
+        while pending:
+            instruction = pending.pop()
+            if instruction.opcode in ("tuple", "bitcast", "get-tuple-element"):
+                pending += [by_name[name] for name in instruction.operands]
+            else:
+                results.append(instruction)
+        return results

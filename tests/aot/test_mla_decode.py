@@ -1,0 +1,123 @@
+"""`mla_decode` compiled for H200s: what its kernels take of an SM, and what programs do with it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import pallas_kernels
+from models.param_sharding import MODEL_AXIS
+
+NUM_REQS, NUM_ROWS, SEQ_LEN = 64, 2, 8192
+LATENT_DIM, CACHE_DIM = 512, 576
+KERNELS = ["mla_decode", "mla_decode_merge"]
+SMALLEST_GRAPH = {"xla_gpu_graph_min_graph_size": 1}
+RULES = {"latent_dim": LATENT_DIM, "scale": 192**-0.5}
+
+
+def args_of(gpus, *, block_size=64, num_q_heads=64, dtype=jnp.bfloat16, heads_axis=None):
+    """Arguments of `mla_decode` for 64 requests of up to 8,192 tokens, the cache second."""
+    blocks_per_req = SEQ_LEN // block_size
+    cache_dims = (NUM_ROWS, NUM_REQS * blocks_per_req, 1, block_size, CACHE_DIM)
+    return (
+        gpus.array((NUM_REQS, num_q_heads, CACHE_DIM), dtype, None, heads_axis),
+        gpus.array(cache_dims, dtype),
+        gpus.array((), jnp.int32),
+        gpus.array((NUM_REQS, blocks_per_req), jnp.int32),
+        gpus.array((NUM_REQS,), jnp.int32),
+        gpus.array((NUM_REQS + 1,), jnp.int32),
+    )
+
+
+def attend_on(gpus):
+    return functools.partial(
+        pallas_kernels.mla_decode, **RULES, return_lse=True, target=gpus.target
+    )
+
+
+def row_bytes(cache):
+    return cache.size // NUM_ROWS * cache.dtype.itemsize
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *({"block_size": block_size} for block_size in (8, 16, 256)),
+        {"num_q_heads": 128},
+        {"dtype": jnp.float16},
+    ],
+    ids=str,
+)
+def test_kernels_fit_an_sm_without_spills(h200, compile_for_h200, sizes):
+    program = compile_for_h200(
+        attend_on(h200), *args_of(h200, **sizes), compiler_options=SMALLEST_GRAPH
+    )
+    assert program.kernel_names == KERNELS
+    assert program.in_command_buffer == KERNELS
+    attend, merge = program.ptxas
+    assert (attend.spill_bytes, attend.remarks) == (0, ())
+    assert (merge.spill_bytes, merge.remarks) == (0, ())
+    # Four warpgroups start at 128 registers a thread, all of an SM, and then share them anew.
+    assert (attend.num_threads, attend.registers, attend.ctas_per_sm) == (512, 128, 1)
+    # Q and two tiles of 64 x 576 numbers, statistics, barriers; a CTA may have 232,448 bytes.
+    assert 3 * 64 * CACHE_DIM * 2 + 1024 <= attend.shared_bytes <= 224_000
+    assert merge.ctas_per_sm >= 2
+
+
+def test_nothing_as_large_as_the_cache_is_made(h200, compile_for_h200):
+    args = args_of(h200)
+    program = compile_for_h200(attend_on(h200), *args)
+    assert program.cache_copies(min_bytes=row_bytes(args[1])) == []
+    # Two partial results a share, of 64 x 512 float32, and little else.
+    assert program.temp_bytes < 2 * 132 * 64 * LATENT_DIM * 4 * 1.1
+
+
+def test_a_burst_of_steps_writes_and_reads_one_donated_cache(h200, compile_for_h200):
+    def burst(q, kv_cache, no_v_cache, slots, row, block_tables, seq_lens, query_start_loc):
+        no_v = jnp.zeros((NUM_REQS, 1, 0), q.dtype)
+
+        def step(_, carry):
+            q, kv_cache, no_v_cache = carry
+            for layer_idx in range(NUM_ROWS):
+                kv_cache, no_v_cache = pallas_kernels.kv_scatter(
+                    *(kv_cache, no_v_cache, q[:, :1], no_v, slots, layer_idx), target=h200.target
+                )
+                out, _ = attend_on(h200)(
+                    q, kv_cache, layer_idx, block_tables, seq_lens, query_start_loc
+                )
+                q = q.at[..., :LATENT_DIM].add(out)
+            return q, kv_cache, no_v_cache
+
+        return lax.fori_loop(0, 4, step, (q, kv_cache, no_v_cache))
+
+    q, kv_cache, *others = args_of(h200)
+    no_v_cache = h200.array((*kv_cache.shape[:4], 0), kv_cache.dtype)
+    slots = h200.array((NUM_REQS,), jnp.int32)
+    program = compile_for_h200(
+        burst, q, kv_cache, no_v_cache, slots, *others, donate_argnums=(1, 2)
+    )
+    assert program.cache_copies(min_bytes=row_bytes(kv_cache)) == []
+    assert program.aliased_bytes >= NUM_ROWS * row_bytes(kv_cache)
+    # The loop's body is compiled once, with two layers.
+    assert program.kernel_names == ["kv_scatter", *KERNELS] * 2
+
+
+def test_query_heads_split_over_devices_exchange_nothing(four_h200s, compile_for_h200):
+    gpus = four_h200s
+    q, *others = args_of(gpus, num_q_heads=128, heads_axis=MODEL_AXIS)
+    by_head, whole = PartitionSpec(None, MODEL_AXIS), PartitionSpec()
+    # A device has its own query heads, and all of the cache: there is one KV head.
+    split = jax.shard_map(
+        attend_on(gpus),
+        mesh=gpus.mesh,
+        in_specs=(by_head, *[whole] * len(others)),
+        out_specs=(by_head, by_head),
+        check_vma=False,
+    )
+    program = compile_for_h200(split, q, *others, mesh=gpus.mesh)
+    assert program.collectives == []
+    assert program.kernel_names == KERNELS
+    assert program.cache_copies(min_bytes=row_bytes(others[0])) == []

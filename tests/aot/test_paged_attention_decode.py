@@ -1,0 +1,107 @@
+"""The decode kernel compiled for an H200: registers, shared memory, what it copies and launches."""
+
+import functools
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import paged_attention
+from pallas_kernels.paged_attention.tuned_blocks import decode_config
+
+NUM_ROWS, NUM_BLOCKS, NUM_KV_HEADS = 2, 4096, 8
+
+
+def decode_arguments(
+    h200,
+    head_dim=128,
+    v_head_dim=None,
+    block_size=16,
+    group_size=4,
+    num_reqs=64,
+    max_len=8192,
+    dtype=jnp.bfloat16,
+):
+    """Arguments of the op for one query token a request; the cache is far larger than the rest."""
+    caches = [
+        h200.array((NUM_ROWS, NUM_BLOCKS, NUM_KV_HEADS, block_size, width), dtype)
+        for width in (head_dim, v_head_dim or head_dim)
+    ]
+    integers = [
+        h200.array(dims, jnp.int32)
+        for dims in ((), (num_reqs, max_len // block_size), (num_reqs,), (num_reqs + 1,))
+    ]
+    q = h200.array((num_reqs, NUM_KV_HEADS * group_size, head_dim), dtype)
+    return (q, *caches, *integers)
+
+
+@pytest.fixture
+def compile_decode(h200, compile_for_h200):
+    def run(sizes, **rules):
+        call = functools.partial(
+            paged_attention, scale=0.1, max_query_len=1, target=h200.target, **rules
+        )
+        return compile_for_h200(call, *decode_arguments(h200, **sizes))
+
+    return run
+
+
+def assert_as_planned(program, sizes):
+    """No spills, no remarks of ptxas, and as many CTAs an SM as the sizes were chosen for."""
+    head_dim = sizes.get("head_dim", 128)
+    config = decode_config(
+        sizes.get("dtype", jnp.bfloat16),
+        *(head_dim, sizes.get("v_head_dim", head_dim), sizes.get("group_size", 4)),
+    )
+    assert program.kernel_names == ["paged_attention_decode"]
+    [kernel] = program.ptxas
+    assert (kernel.spill_bytes, kernel.stack_bytes, kernel.remarks) == (0, 0, ())
+    assert kernel.ctas_per_sm >= config.ctas_per_sm
+    assert kernel.registers <= (128 if config.ctas_per_sm == 2 else 255)
+    return kernel
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("num_reqs, max_len", [(64, 8192), (8, 32_768), (256, 1024)])
+def test_two_ctas_share_an_sm_at_head_dim_128(compile_decode, block_size, num_reqs, max_len):
+    sizes = {"block_size": block_size, "num_reqs": num_reqs, "max_len": max_len}
+    kernel = assert_as_planned(compile_decode(sizes), sizes)
+    assert kernel.ctas_per_sm == 2
+    assert kernel.registers <= 128
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *({"head_dim": head_dim} for head_dim in (32, 64, 80, 96, 192, 256)),
+        *({"block_size": block_size} for block_size in (8, 32, 128, 256)),
+        {"dtype": jnp.float16},
+        {"head_dim": 192, "v_head_dim": 128},
+        # The largest groups with two CTAs an SM, and the largest that do not spill.
+        *({"group_size": group_size} for group_size in (1, 16, 64)),
+        *({"head_dim": 64, "group_size": group_size} for group_size in (24, 64)),
+        *({"head_dim": 192, "group_size": group_size} for group_size in (16, 40)),
+        {"head_dim": 256, "group_size": 32},
+    ],
+    ids=str,
+)
+def test_other_sizes_are_as_planned(compile_decode, sizes):
+    assert_as_planned(compile_decode(sizes), sizes)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [{"sliding_window": 4096}, {"chunk_size": 8192}, {"sliding_window": 1024, "soft_cap": 50.0}],
+    ids=str,
+)
+def test_rules_are_as_planned(compile_decode, rule):
+    assert_as_planned(compile_decode({}, **rule), {})
+
+
+@pytest.mark.parametrize("max_len", [512, 131_072])
+def test_nothing_of_the_cache_is_copied_and_memory_does_not_follow_the_table(
+    compile_decode, max_len
+):
+    """The longest table's program needs no more memory than partial results of its shares."""
+    program = compile_decode({"max_len": max_len})
+    assert program.cache_copies(min_bytes=NUM_BLOCKS * 16 * 128 * 2) == []
+    assert program.temp_bytes < 16 << 20

@@ -1,0 +1,177 @@
+"""The checks of this folder can fail: each finds the bug that is planted for it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_kernels
+from models import KernelSettings
+from models.kernel_settings import CACHE_BY_HEAD, TOKENS_BY_HEAD, WHOLE
+from models.param_sharding import MODEL_AXIS
+
+CACHE_DIMS = (2, 4096, 8, 16, 128)
+ROW_BYTES = 4096 * 8 * 16 * 128 * 2
+NUM_TOKENS = 64
+SMALLEST_GRAPH = {"xla_gpu_graph_min_graph_size": 1}
+
+
+def scatter_args_of(gpus):
+    cache = gpus.array(CACHE_DIMS, jnp.bfloat16, *CACHE_BY_HEAD)
+    new = gpus.array((NUM_TOKENS, 8, 128), jnp.bfloat16, *TOKENS_BY_HEAD)
+    slots = gpus.array((NUM_TOKENS,), jnp.int32)
+    return cache, cache, new, new, slots
+
+
+@pytest.fixture
+def scatter_args(h200):
+    return scatter_args_of(h200)
+
+
+def scatter(target, implementation=None):
+    def run(k_cache, v_cache, k, v, slots):
+        return pallas_kernels.kv_scatter(
+            k_cache, v_cache, k, v, slots, 1, target=target, implementation=implementation
+        )
+
+    return run
+
+
+def assert_in_place(program):
+    assert program.cache_copies(min_bytes=ROW_BYTES) == []
+    assert program.aliased_bytes >= 2 * 2 * ROW_BYTES
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+def test_without_bug_nothing_is_reported(h200, compile_for_h200, scatter_args, implementation):
+    run = scatter(h200.target, implementation)
+    assert_in_place(compile_for_h200(run, *scatter_args, donate_argnums=(0, 1)))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+def test_a_cache_that_is_not_donated_is_seen(h200, compile_for_h200, scatter_args, implementation):
+    program = compile_for_h200(scatter(h200.target, implementation), *scatter_args)
+    assert len(program.cache_copies(min_bytes=ROW_BYTES)) == 2
+    assert program.aliased_bytes == 0
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+def test_a_read_of_the_old_cache_after_the_write_is_seen(
+    h200, compile_for_h200, scatter_args, implementation
+):
+    def run(k_cache, v_cache, k, v, slots):
+        written = scatter(h200.target, implementation)(k_cache, v_cache, k, v, slots)
+        # Depends on the write, so that the compiler cannot read first.
+        block_idx = written[0][0, 0, 0, 0, 0].astype(jnp.int32)
+        return written, k_cache[0, block_idx]
+
+    program = compile_for_h200(run, *scatter_args, donate_argnums=(0, 1))
+    assert program.cache_copies(min_bytes=ROW_BYTES)
+
+
+def test_a_cache_updated_by_a_select_is_seen(compile_for_h200, scatter_args):
+    """A fusion that makes a new cache of the old one, though the output is aliased."""
+
+    def run(k_cache, v_cache, k, v, slots):
+        is_written = jax.lax.broadcasted_iota(jnp.int32, k_cache.shape, 1) == slots[0]
+        return jnp.where(is_written, k[0, 0, 0], k_cache), v_cache
+
+    program = compile_for_h200(run, *scatter_args, donate_argnums=(0, 1))
+    assert len(program.cache_copies(min_bytes=ROW_BYTES)) == 1
+
+
+def test_a_row_that_is_sliced_out_of_the_cache_is_seen(compile_for_h200, scatter_args):
+    def run(k_cache, v_cache, k, v, slots):
+        k_row = k_cache[1].at[slots // 16, :, slots % 16].set(k, mode="drop")
+        return k_cache.at[1].set(k_row), v_cache
+
+    program = compile_for_h200(run, *scatter_args, donate_argnums=(0, 1))
+    assert program.cache_copies(min_bytes=ROW_BYTES)
+
+
+def test_a_kernel_that_was_not_chosen_is_seen(h200, compile_for_h200, scatter_args):
+    """As where dispatch does not know what it compiles for, and takes the body of the CPU."""
+    chosen = compile_for_h200(scatter(h200.target), *scatter_args, donate_argnums=(0, 1))
+    assert chosen.kernel_names == ["kv_scatter"]
+    not_chosen = compile_for_h200(scatter(None), *scatter_args, donate_argnums=(0, 1))
+    assert not_chosen.kernel_names == []
+
+
+def test_a_sharded_cache_that_is_gathered_is_seen(four_h200s, compile_for_h200):
+    """A kernel is opaque to the compiler: without `shard_map` each device gets the whole cache."""
+    args, mesh = scatter_args_of(four_h200s), four_h200s.mesh
+    run = scatter(four_h200s.target)
+    gathered = compile_for_h200(run, *args, mesh=mesh, donate_argnums=(0, 1))
+    sizes = [c.num_bytes for c in gathered.collectives if c.kind == "all-gather"]
+    assert sizes.count(2 * ROW_BYTES) == 2
+    assert gathered.aliased_bytes == 0
+
+    by_head = functools.partial(
+        KernelSettings.for_mesh(mesh).by_head,
+        run,
+        in_specs=(CACHE_BY_HEAD, CACHE_BY_HEAD, TOKENS_BY_HEAD, TOKENS_BY_HEAD, WHOLE),
+        out_specs=(CACHE_BY_HEAD, CACHE_BY_HEAD),
+    )
+    sharded = compile_for_h200(by_head, *args, mesh=mesh, donate_argnums=(0, 1))
+    assert sharded.collectives == []
+    assert sharded.aliased_bytes == 2 * 2 * ROW_BYTES // 4
+
+
+def test_a_projection_split_along_the_wrong_axis_is_seen(four_h200s, compile_for_h200):
+    def collectives(*spec_of_second):
+        x = four_h200s.array((NUM_TOKENS, 256), jnp.bfloat16)
+        first = four_h200s.array((256, 512), jnp.bfloat16, None, MODEL_AXIS)
+        second = four_h200s.array((512, 256), jnp.bfloat16, *spec_of_second)
+        program = compile_for_h200(
+            lambda x, a, b: x @ a @ b, x, first, second, mesh=four_h200s.mesh
+        )
+        return [c.kind for c in program.collectives]
+
+    assert collectives(MODEL_AXIS, None) == ["all-reduce"]
+    assert collectives(None, MODEL_AXIS) != ["all-reduce"]
+
+
+def test_a_kernel_outside_a_command_buffer_is_seen(h200, compile_for_h200, scatter_args):
+    run = functools.partial(compile_for_h200, scatter(h200.target), *scatter_args)
+    inside = run(donate_argnums=(0, 1), compiler_options=SMALLEST_GRAPH)
+    assert inside.in_command_buffer == ["kv_scatter"]
+    # No kind of launch may be part of one: as if it needed something that graphs cannot hold.
+    outside = run(
+        donate_argnums=(0, 1),
+        compiler_options={**SMALLEST_GRAPH, "xla_gpu_enable_command_buffer": "FUSION"},
+    )
+    assert outside.kernel_names == ["kv_scatter"]
+    assert outside.in_command_buffer == []
+
+
+def test_a_loop_that_the_host_drives_is_seen(compile_for_h200):
+    def run(num_steps):
+        return jax.lax.fori_loop(0, num_steps, lambda _, x: x * x + 1, jnp.float32(0))
+
+    driven_by = functools.partial(compile_for_h200, run, jnp.int32(0))
+    assert driven_by(compiler_options=SMALLEST_GRAPH).loops_in_command_buffer == []
+    with_loops = {**SMALLEST_GRAPH, "xla_gpu_enable_command_buffer": "FUSION,WHILE"}
+    assert len(driven_by(compiler_options=with_loops).loops_in_command_buffer) == 1
+
+
+@pytest.mark.parametrize(("values_per_thread", "is_too_much"), [(32, False), (512, True)])
+def test_spills_are_seen(h200, compile_for_h200, values_per_thread, is_too_much):
+    """A thread has 255 registers for what it must hold at once: here, all values over a barrier."""
+    plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
+
+    def copy_at_once(x_ref, out_ref):
+        x = x_ref[...]
+        plgpu.commit_smem()
+        out_ref[...] = x
+
+    dims = (128 * values_per_thread,)
+    kernel = plgpu.kernel(
+        copy_at_once,
+        out_type=jax.ShapeDtypeStruct(dims, jnp.float32),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        kernel_name="copy_at_once",
+    )
+    (resources,) = compile_for_h200(kernel, h200.array(dims, jnp.float32)).ptxas
+    assert resources.name == "copy_at_once"
+    assert (resources.spill_bytes > 0) == is_too_much

@@ -1,0 +1,147 @@
+"""Whole steps compiled for H200s: the cache stays in place, and our kernels run, in CUDA graphs."""
+
+import collections
+import functools
+
+import pytest
+
+from tests.aot.step_programs import (
+    MODELS,
+    NUM_LAYERS,
+    NUM_REQS,
+    build_model,
+    burst,
+    decode_step,
+    mixed_step,
+)
+
+NUM_MIXED_TOKENS = 256
+# Everything that XLA puts into command buffers by itself, and loops.
+WITH_LOOPS_IN_COMMAND_BUFFERS = {
+    "xla_gpu_enable_command_buffer": "CONDITIONAL,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
+    "DYNAMIC_SLICE_FUSION,FUSION,WHILE"
+}
+# Attention's kernels by the kind of step. A mixed step may hold rows of either kind.
+ATTENTION_KERNELS = {
+    "decode": ("paged_attention_decode",),
+    "burst": ("paged_attention_decode",),
+    "mixed": ("paged_attention_decode", "paged_attention_ragged"),
+}
+
+# (model, kind of step, number of devices). Each takes seconds to compile, so not all combinations.
+DECODES = [(name, "decode", 1) for name in MODELS]
+MIXED = [(name, "mixed", 1) for name in ("llama", "gemma3_256")]
+BURSTS = [(name, "burst", 1) for name in ("llama", "gemma3_128")]
+SHARDED_DECODES = [(name, "decode", 4) for name in ("llama", "gemma3_256")]
+SHARDED = [*SHARDED_DECODES, ("llama", "mixed", 4), ("llama", "burst", 4)]
+ALL = [*DECODES, *MIXED, *BURSTS, *SHARDED]
+
+
+def each(steps):
+    return pytest.mark.parametrize("step", steps, ids=lambda step: "_".join(map(str, step)))
+
+
+@pytest.fixture(scope="module")
+def compiled(h200, four_h200s, compile_for_h200, tmp_path_factory):
+    """Makes a step's `StepProgram` and its `CompiledProgram`, once for all tests."""
+    folder = tmp_path_factory.mktemp("models")
+    model = functools.cache(functools.partial(build_model, folder))
+    makers = {
+        "decode": decode_step,
+        "mixed": functools.partial(mixed_step, num_tokens=NUM_MIXED_TOKENS),
+        "burst": burst,
+    }
+
+    @functools.cache
+    def compile_step(step):
+        name, kind, num_devices = step
+        mesh = {1: h200, 4: four_h200s}[num_devices].mesh
+        program = makers[kind](model(name), mesh)
+        options = WITH_LOOPS_IN_COMMAND_BUFFERS if kind == "burst" else None
+        return program, compile_for_h200(
+            program.function,
+            *program.args,
+            mesh=mesh,
+            donate_argnums=1,
+            compiler_options=options,
+        )
+
+    return compile_step
+
+
+@each(ALL)
+def test_the_whole_cache_is_written_in_place(compiled, step):
+    program, result = compiled(step)
+    assert result.aliased_bytes >= program.cache_bytes
+    assert result.cache_copies(min_bytes=program.row_bytes) == []
+    assert result.temp_bytes < program.row_bytes
+
+
+@each(ALL)
+def test_every_layer_writes_and_attends_by_our_kernels(compiled, step):
+    wanted = dict.fromkeys(("kv_scatter", *ATTENTION_KERNELS[step[1]]), NUM_LAYERS)
+    calls = collections.Counter(compiled(step)[1].kernel_names)
+    assert calls == {"slot_mapping": 1, **wanted}
+
+
+@each(ALL)
+def test_no_kernel_spills(compiled, step):
+    resources = compiled(step)[1].ptxas
+    assert {
+        (kernel.name, kernel.spill_bytes) for kernel in resources if kernel.spill_bytes
+    } == set()
+    assert {(kernel.name, kernel.remarks) for kernel in resources if kernel.remarks} == set()
+
+
+@each([step for step in ALL if MODELS[step[0]]["head_dim"] == 128])
+def test_two_ctas_of_decode_attention_fit_a_multiprocessor(compiled, step):
+    """While one waits for memory, the other computes."""
+    decode = [k for k in compiled(step)[1].ptxas if k.name == "paged_attention_decode"]
+    assert {kernel.ctas_per_sm for kernel in decode} == {2}
+
+
+@each(ALL)
+def test_every_kernel_runs_inside_a_command_buffer(compiled, step):
+    result = compiled(step)[1]
+    assert result.in_command_buffer == result.kernel_names
+
+
+@each(BURSTS)
+def test_a_burst_is_one_command_buffer(compiled, step):
+    """The loop over steps too, so that the host launches once a burst."""
+    launched = [thunk for thunk in compiled(step)[1].thunks if not thunk.inside]
+    assert [thunk.kind for thunk in launched] == ["kCommandBuffer"]
+    assert compiled(step)[1].loops_in_command_buffer
+
+
+@each(SHARDED)
+def test_a_layer_over_four_devices_has_two_all_reduces(compiled, step):
+    """The sum of attention's output projection and that of the MLP's, each over all tokens."""
+    program, result = compiled(step)
+    num_tokens = NUM_MIXED_TOKENS if step[1] == "mixed" else NUM_REQS
+    num_bytes = num_tokens * program.model.config.hidden_size * 4  # summed in float32
+    sums = [c for c in result.collectives if c.op_name.endswith("/dot_general")]
+    assert [(c.kind, c.num_bytes) for c in sums] == [("all-reduce", num_bytes)] * 2 * NUM_LAYERS
+
+
+@each(SHARDED_DECODES)
+def test_a_decode_over_four_devices_also_sums_embeddings_and_compares_logits(compiled, step):
+    """Each device has some rows of the embedding, and finds the best token of its own."""
+    program, result = compiled(step)
+    embedded_bytes = NUM_REQS * program.model.config.hidden_size * 2
+    others = [c for c in result.collectives if not c.op_name.endswith("/dot_general")]
+    assert [(c.kind, c.num_bytes) for c in others] == [
+        ("all-reduce", embedded_bytes),
+        ("all-gather", 4 * NUM_REQS * 4),  # a token and its logit of each device, or one of both
+    ]
+
+
+@each(SHARDED)
+def test_nothing_as_large_as_the_logits_is_gathered(compiled, step):
+    """Neither the cache nor K, V or the logits go to other devices."""
+    program, result = compiled(step)
+    logits_bytes = NUM_REQS * program.model.config.vocab_size * 4
+    assert [
+        c for c in result.collectives if c.kind == "all-gather" and c.num_bytes >= logits_bytes
+    ] == []
+    assert max(c.num_bytes for c in result.collectives) < program.row_bytes

@@ -1,0 +1,243 @@
+"""Compiles the Mosaic TPU bodies for v5e and v6e: what they accept, and that no cache is copied."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import block_copy, kv_scatter, paged_attention
+from pallas_kernels.kv_scatter import mosaic_tpu as scatter_body
+from pallas_kernels.paged_attention import mosaic_tpu as attention_body
+from tests.aot.tpu_topology import describe_tpu, missing_for_tpu
+
+pytestmark = pytest.mark.skipif(missing_for_tpu() is not None, reason=str(missing_for_tpu()))
+
+BF16, F32, INT8, FLOAT8 = jnp.bfloat16, jnp.float32, jnp.int8, jnp.float8_e4m3fn
+
+
+@pytest.fixture(scope="module", params=["v5e:2x2", "v6e:2x2"])
+def tpu(request):
+    return describe_tpu(request.param)
+
+
+NUM_ROWS = 2
+# One row of a cache: more than any other array, so that no copy of one can hide.
+ROW_BYTES = 2**28
+
+
+def kv_caches(tpu, num_kv_heads=8, head_dim=128, v_head_dim=None, block_size=16, dtype=BF16):
+    narrow = min(head_dim, v_head_dim or head_dim)
+    block_bytes = num_kv_heads * block_size * narrow * jnp.dtype(dtype).itemsize
+    dims = (NUM_ROWS, -(-ROW_BYTES // block_bytes), num_kv_heads, block_size)
+    return (
+        tpu.array((*dims, head_dim), dtype),
+        tpu.array((*dims, v_head_dim or head_dim), dtype),
+    )
+
+
+def attention_arrays(
+    tpu,
+    num_tokens=64,
+    num_q_heads=32,
+    dtype=BF16,
+    cache_dtype=None,
+    num_reqs=8,
+    max_blocks=64,
+    **cache_sizes,
+):
+    k_cache, v_cache = kv_caches(tpu, dtype=cache_dtype or dtype, **cache_sizes)
+    return (
+        tpu.array((num_tokens, num_q_heads, k_cache.shape[-1]), dtype),
+        *(k_cache, v_cache, tpu.array((), jnp.int32)),
+        tpu.array((num_reqs, max_blocks), jnp.int32),
+        tpu.array((num_reqs,), jnp.int32),
+        tpu.array((num_reqs + 1,), jnp.int32),
+    )
+
+
+def array_bytes(array):
+    return int(np.prod(array.shape)) * array.dtype.itemsize
+
+
+# Name -> sizes of the arrays, rules of the call.
+ATTENTION = {
+    "plain": ({}, {}),
+    "decode": ({}, {"max_query_len": 1}),
+    "float32": ({"dtype": F32}, {}),
+    "float32_over_bfloat16": ({"dtype": F32, "cache_dtype": BF16}, {}),
+    "window_soft_cap_sinks": ({}, {"sliding_window": 100, "soft_cap": 30.0, "has_sinks": True}),
+    "chunks": ({}, {"chunk_size": 96}),
+    "not_causal": ({}, {"is_causal": False}),
+    "mha": ({"num_q_heads": 32, "num_kv_heads": 32}, {}),
+    "mqa": ({"num_kv_heads": 1}, {}),
+    "one_head": ({"num_q_heads": 1, "num_kv_heads": 1, "dtype": F32}, {}),
+    "group_of_3": ({"num_q_heads": 24}, {}),
+    "group_of_7": ({"num_q_heads": 28, "num_kv_heads": 4}, {"max_query_len": 1}),
+    "head_dim_256": ({"head_dim": 256}, {}),
+    "narrow_v": ({"head_dim": 256, "v_head_dim": 128}, {}),
+    **{f"block_{n}": ({"block_size": n}, {}) for n in (8, 32, 48, 64, 128, 256)},
+    "block_8_float32": ({"block_size": 8, "dtype": F32}, {}),
+    "int8": ({"cache_dtype": INT8}, {}),
+    "int8_block_8": ({"cache_dtype": INT8, "block_size": 8}, {}),
+    "float8": ({"cache_dtype": FLOAT8, "block_size": 32}, {}),
+    "few_tokens": ({"num_tokens": 3, "num_reqs": 3}, {}),
+    "many_tokens": ({"num_tokens": 4096, "num_reqs": 256, "max_blocks": 8192}, {}),
+    # Near the limits that `misfit` names.
+    "long_tables": ({"max_blocks": 90_000}, {}),
+    "many_requests": ({"num_tokens": 16_384, "num_reqs": 16_384}, {}),
+    "much_vmem": (
+        {
+            "num_q_heads": 36,
+            "num_kv_heads": 36,
+            "head_dim": 256,
+            "block_size": 256,
+            "dtype": F32,
+        },
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_compiles_wherever_nothing_misfits(name, tpu):
+    sizes, rules = ATTENTION[name]
+    rules = dict(rules)
+    arrays = attention_arrays(tpu, **sizes)
+    num_kv_heads = arrays[1].shape[2]
+    traced_options = {"sinks": None, "k_scale": None, "v_scale": None}
+    if rules.pop("has_sinks", False):
+        traced_options["sinks"] = tpu.array((arrays[0].shape[1],), F32)
+    if arrays[1].dtype.itemsize == 1:
+        traced_options["k_scale"] = traced_options["v_scale"] = tpu.array((num_kv_heads,), F32)
+    rules = {
+        "scale": 0.1,
+        "is_causal": True,
+        "sliding_window": None,
+        "chunk_size": None,
+        "soft_cap": None,
+        "max_query_len": None,
+        **rules,
+    }
+    assert attention_body.misfit(*arrays, **rules, **traced_options) is None
+
+    def call(traced_options, *arrays):
+        return attention_body.paged_attention_mosaic_tpu(*arrays, **rules, **traced_options)
+
+    program = tpu.compile(call, traced_options, *arrays)
+    assert program.mosaic_kernels == ["paged_attention_ragged"]
+    assert program.buffers_of(ROW_BYTES) == []
+
+
+SCATTER = {
+    "decode": {},
+    "one_token": {"num_tokens": 1},
+    "prompt": {"num_tokens": 2048, "block_size": 64},
+    "prompt_float32": {"num_tokens": 2048, "dtype": F32},
+    "prompt_int8": {"num_tokens": 1024, "dtype": INT8, "block_size": 32},
+    "float8": {"dtype": FLOAT8, "block_size": 32},
+    "int8_block_8": {"dtype": INT8, "block_size": 8},
+    "block_8": {"block_size": 8},
+    "prompt_block_48": {"num_tokens": 1024, "block_size": 48},
+    "prompt_block_256": {"num_tokens": 1024, "block_size": 256},
+    "one_head_narrow_v": {"num_kv_heads": 1, "head_dim": 256, "v_head_dim": 128},
+    "mha": {"num_kv_heads": 32},
+    # Near the limit of VMEM that `misfit` names.
+    "much_vmem": {
+        "num_tokens": 512,
+        "num_kv_heads": 80,
+        "head_dim": 256,
+        "block_size": 64,
+        "dtype": F32,
+    },
+}
+
+
+def scatter_arrays(tpu, num_tokens=64, **cache):
+    k_cache, v_cache = kv_caches(tpu, **cache)
+    num_kv_heads = k_cache.shape[2]
+    return (
+        *(k_cache, v_cache),
+        tpu.array((num_tokens, num_kv_heads, k_cache.shape[-1]), k_cache.dtype),
+        tpu.array((num_tokens, num_kv_heads, v_cache.shape[-1]), v_cache.dtype),
+        tpu.array((num_tokens,), jnp.int32),
+        tpu.array((), jnp.int32),
+    )
+
+
+@pytest.mark.parametrize("name", SCATTER)
+def test_scatter_writes_in_place_wherever_nothing_misfits(name, tpu):
+    arrays = scatter_arrays(tpu, **SCATTER[name])
+    assert scatter_body.misfit(*arrays) is None
+    program = tpu.compile(scatter_body.kv_scatter_mosaic_tpu, *arrays, donate_argnums=(0, 1))
+    assert program.mosaic_kernels == ["kv_scatter"]
+    assert program.buffers_of(ROW_BYTES) == []
+    assert program.memory.alias_size_in_bytes == array_bytes(arrays[0]) + array_bytes(arrays[1])
+
+
+NUM_LAYERS = 2
+
+
+def step(k_cache, v_cache, q, slots, block_tables, seq_lens, query_start_loc, *, target):
+    """Layers that write to their row of the cache and then read it, as a model does."""
+    num_kv_heads = k_cache.shape[2]
+    for layer_idx in range(NUM_LAYERS):
+        k, v = jnp.sin(q[:, :num_kv_heads]), jnp.cos(q[:, -num_kv_heads:])
+        k_cache, v_cache = kv_scatter(k_cache, v_cache, k, v, slots, layer_idx, target=target)
+        q = paged_attention(
+            *(q, k_cache, v_cache, layer_idx, block_tables, seq_lens, query_start_loc),
+            scale=0.1,
+            target=target,
+        )
+    return k_cache, v_cache, q
+
+
+def burst(k_cache, v_cache, q, slots, block_tables, seq_lens, query_start_loc, *, target):
+    """Several steps in one loop, as many as the first sequence is long."""
+
+    def body(state):
+        step_idx, *state = state
+        state = step(*state, slots, block_tables, seq_lens, query_start_loc, target=target)
+        return step_idx + 1, *state
+
+    state = (jnp.int32(0), k_cache, v_cache, q)
+    return jax.lax.while_loop(lambda state: state[0] < seq_lens[0], body, state)[1:]
+
+
+@pytest.mark.parametrize("function", [step, burst], ids=["step", "burst"])
+def test_step_picks_the_kernels_and_copies_no_cache(function, tpu):
+    q, k_cache, v_cache, _, *tables = attention_arrays(tpu)
+    slots = tpu.array((q.shape[0],), jnp.int32)
+    function = functools.partial(function, target=tpu.target)
+    program = tpu.compile(function, k_cache, v_cache, q, slots, *tables, donate_argnums=(0, 1))
+    assert program.mosaic_kernels == ["kv_scatter", "paged_attention_ragged"] * NUM_LAYERS
+    assert program.buffers_of(ROW_BYTES) == []
+    assert program.memory.alias_size_in_bytes >= 2 * array_bytes(k_cache)
+    # The segments of `kv_scatter` are listed once for all layers.
+    assert program.num_sorts == 1
+
+
+def test_a_narrow_head_would_copy_the_cache(tpu):
+    """Why `misfit` refuses it: XLA lays such a cache out with its blocks innermost."""
+    q, k_cache, v_cache, row, *tables = attention_arrays(tpu, head_dim=64)
+    rules = {
+        **{"scale": 0.1, "is_causal": True, "sliding_window": None, "chunk_size": None},
+        **{"soft_cap": None, "sinks": None, "k_scale": None, "v_scale": None},
+        "max_query_len": None,
+    }
+    arrays = (q, k_cache, v_cache, row, *tables)
+    assert "head_dim 64" in attention_body.misfit(*arrays, **rules)
+    body = functools.partial(attention_body.paged_attention_mosaic_tpu, **rules)
+    assert len(tpu.compile(body, *arrays).buffers_of(NUM_ROWS * ROW_BYTES)) >= 2
+
+
+def test_block_copy_needs_no_kernel_to_stay_in_place(tpu):
+    k_cache, v_cache = kv_caches(tpu)
+    ids = tpu.array((8,), jnp.int32)
+    function = functools.partial(block_copy, target=tpu.target)
+    program = tpu.compile(function, k_cache, v_cache, ids, ids, donate_argnums=(0, 1))
+    assert program.mosaic_kernels == []
+    assert program.memory.alias_size_in_bytes == 2 * array_bytes(k_cache)
+    # XLA's scatter updates its operand, so the text shows no more than the sum of temporaries.
+    assert program.memory.temp_size_in_bytes < ROW_BYTES // 100

@@ -1,0 +1,131 @@
+"""Compiles programs for TPU chips on a machine without one, with libtpu and JAX's topology API.
+
+It needs the libtpu that this JAX is made for, or a newer one (`pip install "jax[tpu]"` installs
+it): an older one cannot read what Mosaic writes ("unknown attribute code").
+"""
+
+import dataclasses
+import importlib.metadata
+import os
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+
+from pallas_kernels.target import Target, target_of
+from tests.aot.hlo_text import Instruction, parse_instructions
+
+# What has no buffer of its own: it names, or runs, what others hold.
+_WITHOUT_BUFFER = {
+    "parameter",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "while",
+    "call",
+    "constant",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TpuProgram:
+    """A program compiled for one TPU chip."""
+
+    text: str  # the compiled, scheduled HLO
+    memory: Any  # `jax.stages.Compiled.memory_analysis()`
+
+    @property
+    def mosaic_kernels(self) -> list[str]:
+        """The `name=` of each Mosaic call, in the order of the text; in a loop it comes once."""
+        calls = [i for i in parse_instructions(self.text) if _is_mosaic(i)]
+        return [call.name.split(".")[0] for call in calls]
+
+    @property
+    def num_sorts(self) -> int:
+        """Sorts in the program; one in a loop counts once."""
+        return sum(i.opcode == "sort" for i in parse_instructions(self.text))
+
+    def buffers_of(self, num_bytes: int) -> list[str]:
+        """Instructions that make an array of this size or larger; none may copy a cache.
+
+        A Mosaic call that writes in place has its operand's buffer and does not count.
+        """
+        instructions = parse_instructions(self.text)
+        inside_fusions = {name for i in instructions if i.opcode == "fusion" for name in i.called}
+        return [
+            instruction.line[:200]
+            for instruction in instructions
+            if max(instruction.array_bytes, default=0) >= num_bytes
+            and instruction.opcode not in _WITHOUT_BUFFER
+            and instruction.computation not in inside_fusions
+            and not (_is_mosaic(instruction) and "output_to_operand_aliasing" in instruction.line)
+        ]
+
+
+def _is_mosaic(instruction: Instruction) -> bool:
+    return 'custom_call_target="tpu_custom_call"' in instruction.line
+
+
+@dataclasses.dataclass(frozen=True)
+class DescribedTpu:
+    """One TPU chip that is described, not attached."""
+
+    device: jax.Device
+
+    @property
+    def target(self) -> Target:
+        return target_of(self.device)
+
+    def array(self, dims: tuple[int, ...], dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+        """An array on the chip, as an argument to compile with."""
+        sharding = jax.sharding.SingleDeviceSharding(self.device)
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+
+    def compile(self, function, *args, donate_argnums: tuple[int, ...] = ()) -> TpuProgram:
+        """Compiles `function(*args)` as one program."""
+        chip = jax.sharding.AbstractDevice(
+            device_kind=self.device.device_kind,
+            num_cores=self.device.num_cores,
+            platform=self.device.platform,
+        )
+        # Lowering a Mosaic kernel asks which chip it is for, and would find the CPU.
+        mesh = jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=chip)
+        with jax.sharding.use_abstract_mesh(mesh):
+            lowered = jax.jit(function, donate_argnums=donate_argnums).lower(*args)
+        compiled = lowered.compile()
+        return TpuProgram(text=compiled.as_text(), memory=compiled.memory_analysis())
+
+
+def missing_for_tpu() -> str | None:
+    """Why programs cannot be compiled for a TPU here, or None; `.ci/aot` fails where it says so."""
+    try:
+        installed = importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        return "nothing can be compiled for a TPU: libtpu is not installed"
+    wanted = [
+        found[1]
+        for line in importlib.metadata.requires("jax") or []
+        if (found := re.match(r"libtpu==([\d.]+?)(?:\.\*)?\s*;", line))
+    ]
+    if wanted and _numbers(installed) < _numbers(wanted[0]):
+        return (
+            f"nothing can be compiled for a TPU: JAX {jax.__version__} needs libtpu {wanted[0]} "
+            f"or newer, this is {installed}"
+        )
+    return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version))
+
+
+def describe_tpu(topology: str) -> DescribedTpu:
+    """The first chip of a topology such as "v5e:2x2"."""
+    # libtpu would ask the cloud's metadata server what it runs on, and wait for the answer.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    # It would let one process a machine use a TPU; here there is none to quarrel about.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    return DescribedTpu(described.devices[0])

@@ -1,0 +1,108 @@
+"""`KernelSettings` splits heads over a mesh without changing any result or moving the cache."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import pallas_kernels
+from models import ModelError
+from models.kernel_settings import KernelSettings
+from models.param_sharding import MODEL_AXIS
+from tests.oracles.make_checkpoint import write_random_checkpoint
+
+# Runs in a process of its own: the number of CPU devices is settled when JAX starts.
+COMPARE = """
+import re, sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from models import ForwardBatch, KernelSettings, KVCache, load_model
+from models.kernel_settings import CACHE_BY_HEAD
+from models.param_sharding import MODEL_AXIS
+
+loaded = load_model(sys.argv[1])
+config = loaded.config
+mesh = Mesh(np.array(jax.devices()), (MODEL_AXIS,))
+num_blocks, block_size = 300, 8
+rng = np.random.default_rng(0)
+shape = (config.num_layers, num_blocks, config.num_kv_heads, block_size, config.head_dim)
+batch = ForwardBatch(
+    token_ids=jnp.asarray(rng.integers(0, config.vocab_size, 16), jnp.int32),
+    positions=jnp.asarray([*range(9), 20, *range(3, 7), 0, 0], jnp.int32),
+    query_start_loc=jnp.asarray([0, 9, 10, 14], jnp.int32),
+    seq_lens=jnp.asarray([[9, 21, 7]], jnp.int32),
+    block_tables=jnp.asarray(1 + rng.permutation(12).reshape(1, 3, 4), jnp.int32),
+    logits_indices=jnp.asarray([8, 9, 13], jnp.int32),
+)
+cache_np = rng.standard_normal(shape).astype(np.float32)
+
+def run(model, params, cache):
+    def step(params, cache, batch):
+        hidden, cache = model.forward(params, cache, batch)
+        cache = model.kernels.copy_blocks(cache, jnp.asarray([[1, 2], [20, num_blocks]]))
+        return model.compute_logits(params, hidden[batch.logits_indices]), cache
+
+    compiled = jax.jit(step, donate_argnums=1).lower(params, cache, batch).compile()
+    logits, cache = compiled(params, cache, batch)
+    return compiled, np.asarray(logits), np.asarray(cache.k), np.asarray(cache.v)
+
+def put(sharding):
+    return KVCache(k=jax.device_put(cache_np, sharding), v=jax.device_put(-cache_np, sharding))
+
+alone = run(loaded, loaded.params, put(None))
+model = loaded.with_kernels(KernelSettings.for_mesh(mesh))
+params = tuple(
+    jax.device_put(param, NamedSharding(mesh, spec))
+    for param, spec in zip(loaded.params, loaded.param_specs)
+)
+batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec()))
+split = run(model, params, put(NamedSharding(mesh, CACHE_BY_HEAD)))
+for one, many in zip(alone[1:], split[1:]):
+    np.testing.assert_allclose(one, many, atol=2e-5)
+largest = max(
+    (np.prod([int(n) for n in dims.split(",")]) for dims in re.findall(
+        r"= f32\\[([0-9,]+)\\]\\S* (?:all-gather|all-to-all)", split[0].as_text())), default=0)
+assert largest < cache_np.size / 8, f"gathers {largest} numbers, the cache has {cache_np.size}"
+print("same")
+"""
+
+
+def test_four_devices_give_the_answer_of_one_and_gather_no_cache(tmp_path):
+    folder = write_random_checkpoint(tmp_path, num_layers=2, num_kv_heads=4)
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", COMPARE, str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.stdout == "same\n", result.stderr
+
+
+class FakeMesh:
+    shape = {MODEL_AXIS: 4}
+
+
+def test_heads_that_cannot_be_split_evenly_are_refused():
+    settings = KernelSettings(mesh=FakeMesh())
+    settings.check_heads(8)
+    with pytest.raises(ModelError, match="got 6 heads over 4 devices, wanted a multiple"):
+        settings.check_heads(6)
+
+
+def test_settings_of_a_mesh_know_their_target_and_are_hashable():
+    mesh = Mesh(np.array(jax.devices("cpu")[:1]), (MODEL_AXIS,))
+    settings = KernelSettings.for_mesh(mesh, implementation="xla")
+    assert settings.target == pallas_kernels.target_of(jax.devices("cpu")[0])
+    assert (settings.num_shards, settings.implementation) == (1, "xla")
+    assert hash(settings) == hash(KernelSettings.for_mesh(mesh, implementation="xla"))

@@ -1,0 +1,126 @@
+"""Tests of `block_copy/mosaic_gpu.py`, simulated and lowered: no GPU is needed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.block_copy.api import _BODIES, block_copy
+from pallas_kernels.block_copy.cases import CASES, build_inputs
+from pallas_kernels.block_copy.reference import block_copy_reference
+from pallas_kernels.dispatch import MIN_JAX_FOR_MOSAIC_GPU, preferred_body
+from pallas_kernels.target import Target
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < MIN_JAX_FOR_MOSAIC_GPU,
+    reason="Mosaic GPU bodies need JAX 0.11.2 or newer",
+)
+H200 = Target(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
+
+
+@pytest.fixture
+def mosaic_gpu():
+    """The module, imported only where JAX is new enough."""
+    from pallas_kernels.block_copy import mosaic_gpu
+
+    return mosaic_gpu
+
+
+def assert_caches_equal(got, wanted):
+    for got_cache, wanted_cache in zip(got, wanted, strict=True):
+        assert got_cache.dtype == wanted_cache.dtype
+        np.testing.assert_array_equal(np.asarray(got_cache), np.asarray(wanted_cache))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_reference(case, mosaic_gpu, run_simulated, run_jitted):
+    inputs = build_inputs(case)
+    ids = (inputs.source_block_ids, inputs.target_block_ids)
+    assert mosaic_gpu.misfit(inputs.k_cache, inputs.v_cache, *ids) is None
+    got = run_simulated(mosaic_gpu.block_copy_mosaic_gpu, inputs.k_cache, inputs.v_cache, *ids)
+    assert_caches_equal(got, run_jitted(block_copy_reference, inputs.k_cache, inputs.v_cache, *ids))
+
+
+def test_many_copies_in_small_chunks_equal_reference(mosaic_gpu, run_simulated, run_jitted):
+    # 20 copies are wanted in 2 KiB a pair of chunks; a pair of blocks has 8 KiB.
+    rng = np.random.default_rng(0)
+    cache = jnp.asarray(rng.standard_normal((1, 30, 1, 8, 128)), jnp.float32)
+    sources = jnp.asarray(rng.integers(0, 30, 20), jnp.int32)
+    targets = jnp.asarray(rng.permutation(30)[:20], jnp.int32).at[7].set(30)
+    arguments = cache, -cache, sources, targets
+    assert mosaic_gpu._chunk_bytes(20) == (2048, 4096, 8192, 11_468)
+    got = run_simulated(mosaic_gpu.block_copy_mosaic_gpu, *arguments)
+    assert_caches_equal(got, run_jitted(block_copy_reference, *arguments))
+
+
+def sized(num_copies=8, num_kv_heads=8, block_size=16, head_dim=128, v_head_dim=None, dtype=None):
+    """Arguments of a body, without their values; the cache has 2 rows x 10 blocks."""
+    k_cache, v_cache = (
+        jax.ShapeDtypeStruct((2, 10, num_kv_heads, block_size, width), dtype or "bfloat16")
+        for width in (head_dim, head_dim if v_head_dim is None else v_head_dim)
+    )
+    ids = jax.ShapeDtypeStruct((num_copies,), jnp.int32)
+    return k_cache, v_cache, ids, ids
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *({"num_copies": num_copies} for num_copies in (1, 64, 112, 448)),
+        *({"head_dim": head_dim} for head_dim in (64, 80, 96, 192, 256)),
+        *({"dtype": dtype} for dtype in ("float32", "float16", "int8", "float8_e4m3fn")),
+        {"num_kv_heads": 1, "block_size": 8, "head_dim": 80},
+        {"num_kv_heads": 1, "block_size": 64, "head_dim": 576, "v_head_dim": 512},
+        {"num_kv_heads": 1, "head_dim": 576, "v_head_dim": 0},
+    ],
+    ids=str,
+)
+def test_lowers_for_cuda(sizes, mosaic_gpu, lower_for_cuda):
+    text = lower_for_cuda(mosaic_gpu.block_copy_mosaic_gpu, *sized(**sizes))
+    assert text.count("@mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"num_copies": 0}, "there is nothing to copy"),
+        ({"num_copies": 1000}, "at most 229 bytes together (for 1000 block ids)"),
+        ({"dtype": "int32"}, "got int32"),
+        ({"num_kv_heads": 1, "block_size": 1, "head_dim": 64}, "cannot be cut into TMA boxes"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_has_a_reason_and_runs_as_xla(sizes, reason, mosaic_gpu):
+    arguments = sized(**sizes)
+    assert reason in mosaic_gpu.misfit(*arguments)
+    assert preferred_body("block_copy", _BODIES, H200, *arguments) == "xla"
+
+
+def test_a_gpu_runs_the_kernel_by_itself(lower_for_cuda):
+    assert lower_for_cuda(block_copy, *sized(), target=H200).count("@mosaic_gpu") == 1
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_copies_equal_numpy_that_reads_first(data):
+    num_rows, num_blocks, num_copies = 2, 6, 5
+    ids = st.lists(st.integers(0, 12), min_size=num_copies, max_size=num_copies, unique=True)
+    targets = np.array(data.draw(ids), np.int32)
+    block = st.lists(st.integers(0, num_blocks - 1), min_size=num_copies, max_size=num_copies)
+    sources = np.array(data.draw(block), np.int32)
+    cache = np.arange(num_rows * num_blocks * 128, dtype=np.float32)
+    cache = cache.reshape(num_rows, num_blocks, 1, 8, 16)
+    expected = cache.copy()
+    is_real = targets < num_blocks
+    expected[:, targets[is_real]] = cache[:, sources[is_real]]
+    k_cache, v_cache = _copy_simulated(cache, -cache, sources, targets)
+    np.testing.assert_array_equal(k_cache, expected)
+    np.testing.assert_array_equal(v_cache, -expected)
+
+
+@jax.jit
+def _copy_simulated(*arguments):  # one compilation for all that hypothesis draws
+    return block_copy(*arguments, implementation="mosaic_gpu_interpret")

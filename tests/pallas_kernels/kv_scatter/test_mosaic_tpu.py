@@ -1,0 +1,193 @@
+"""Tests of `kv_scatter/mosaic_tpu.py`, interpreted and lowered: no TPU is needed.
+
+`tests/aot/test_tpu.py` compiles the kernel for real chips.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import kv_scatter
+from pallas_kernels.kv_scatter.cases import CASES, KVScatterCase, build_inputs
+from pallas_kernels.kv_scatter.mosaic_tpu import (
+    MAX_TOKENS,
+    NUM_TOKENS_FOR_LONG_STRIPS,
+    kv_scatter_mosaic_tpu,
+    misfit,
+)
+from pallas_kernels.kv_scatter.reference import kv_scatter_reference
+
+QUICK_CASES = {"middle_row", "v_narrower_than_k", "int8"}
+
+
+def assert_caches_equal(got, wanted):
+    for got_cache, wanted_cache in zip(got, wanted, strict=True):
+        assert got_cache.dtype == wanted_cache.dtype
+        np.testing.assert_array_equal(np.asarray(got_cache), np.asarray(wanted_cache))
+
+
+def slow_unless_quick(cases):
+    return [
+        pytest.param(case, id=case.name, marks=[] if case.name in QUICK_CASES else pytest.mark.slow)
+        for case in cases
+    ]
+
+
+@pytest.mark.parametrize("case", slow_unless_quick(CASES))
+def test_equals_reference(case, run_jitted):
+    arguments = build_inputs(case).body_arguments
+    got = run_jitted(kv_scatter_mosaic_tpu, *arguments, interpret=True)
+    assert_caches_equal(got, run_jitted(kv_scatter_reference, *arguments))
+
+
+# More strips than buffers, several segments in one strip, and padding among them.
+SIMULATED_CASES = [
+    KVScatterCase(name="scattered", num_tokens=60, dtype="bfloat16", head_dim=128, v_head_dim=128),
+    pytest.param(
+        KVScatterCase(
+            name="every_slot", num_tokens=576, num_padding_tokens=0, num_blocks=9, block_size=64
+        ),
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize("case", SIMULATED_CASES, ids=lambda case: case.name)
+def test_nothing_races_where_copies_finish_late(case, run_jitted, capfd):
+    """Copies happen when they are waited for, and memory holds NaN until then."""
+    arguments = build_inputs(case).body_arguments
+    pltpu.reset_tpu_interpret_mode_state()
+    params = pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait")
+    body = functools.partial(kv_scatter_mosaic_tpu, interpret=params)
+    got = jax.block_until_ready(jax.jit(body)(*arguments))
+    # JAX 0.12 raises at a race, older ones print it and carry on.
+    printed = capfd.readouterr()
+    assert "RACE DETECTED" not in printed.out + printed.err
+    assert_caches_equal(got, run_jitted(kv_scatter_reference, *arguments))
+
+
+NUM_BLOCKS, BLOCK_SIZE, MAX_SLOTS = 8, 16, 40
+
+
+@st.composite
+def slots_of_a_batch(draw):
+    """Draws runs of slots beside each other (prompts), single slots (decodes) and padding."""
+    num_slots = NUM_BLOCKS * BLOCK_SIZE
+    slots = []
+    for _ in range(draw(st.integers(0, 8))):
+        first, length = draw(st.integers(0, num_slots - 1)), draw(st.sampled_from([1, 2, 8, 23]))
+        slots += [
+            slot for slot in range(first, min(first + length, num_slots)) if slot not in slots
+        ]
+        slots += [2 * num_slots] * draw(st.integers(0, 1))
+    slots = slots[:MAX_SLOTS]
+    return np.array(slots + [2 * num_slots] * (MAX_SLOTS - len(slots)), np.int32)
+
+
+@pytest.fixture(scope="module")
+def compiled_body():
+    body = functools.partial(kv_scatter_mosaic_tpu, interpret=True)
+    return jax.jit(body, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(slots_np=slots_of_a_batch())
+def test_equals_numpy_on_any_slots(compiled_body, slots_np):
+    rng = np.random.default_rng(0)
+    cache_np = rng.standard_normal((2, NUM_BLOCKS, 3, BLOCK_SIZE, 4)).astype(np.float32)
+    new_np = rng.standard_normal((MAX_SLOTS, 3, 4)).astype(np.float32)
+    wanted = cache_np.copy()
+    for slot, new in zip(slots_np, new_np, strict=True):
+        if slot < NUM_BLOCKS * BLOCK_SIZE:
+            wanted[1, slot // BLOCK_SIZE, :, slot % BLOCK_SIZE] = new
+    k_cache, v_cache = compiled_body(cache_np, -cache_np, new_np, -new_np, slots_np, jnp.int32(1))
+    np.testing.assert_array_equal(k_cache, wanted)
+    np.testing.assert_array_equal(v_cache, -wanted)
+
+
+def test_no_tokens_change_nothing():
+    cache = jnp.ones((1, 2, 1, 8, 128))
+    none = jnp.zeros((0, 1, 128))
+    caches = kv_scatter_mosaic_tpu(cache, cache, none, none, jnp.zeros(0, jnp.int32), 0)
+    assert_caches_equal(caches, (cache, cache))
+
+
+def test_not_a_number_stays_in_its_own_token(run_jitted):
+    cache = jnp.zeros((1, 2, 1, 8, 128), jnp.bfloat16)
+    token = jnp.ones((2, 1, 128), jnp.bfloat16).at[0].set(jnp.nan)
+    slots = jnp.array([3, 5], jnp.int32)
+    k_cache, _ = run_jitted(
+        kv_scatter_mosaic_tpu, cache, cache, token, token, slots, 0, interpret=True
+    )
+    assert np.isnan(k_cache[0, 0, 0, :, 0]).tolist() == [i == 3 for i in range(8)]
+    assert k_cache[0, 0, 0, 5, 0] == 1
+
+
+def described(
+    num_tokens=64, num_kv_heads=8, head_dim=128, block_size=16, dtype=jnp.bfloat16, v_head_dim=None
+):
+    """Arrays of a call, by shape and dtype alone."""
+    array, v_head_dim = jax.ShapeDtypeStruct, v_head_dim or head_dim
+    cache_dims = (2, 512, num_kv_heads, block_size)
+    return (
+        array((*cache_dims, head_dim), dtype),
+        array((*cache_dims, v_head_dim), dtype),
+        array((num_tokens, num_kv_heads, head_dim), dtype),
+        array((num_tokens, num_kv_heads, v_head_dim), dtype),
+        array((num_tokens,), jnp.int32),
+        array((), jnp.int32),
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"dtype": jnp.float16}, "k_cache is float16"),
+        ({"head_dim": 80}, "k_cache has head_dim 80"),
+        ({"v_head_dim": 64}, "v_cache has head_dim 64"),
+        ({"block_size": 12}, "block_size is 12"),
+        ({"num_tokens": MAX_TOKENS + 1}, "more than SMEM"),
+        (
+            {"num_tokens": 1024, "num_kv_heads": 256, "head_dim": 256, "block_size": 64},
+            "bytes of VMEM",
+        ),
+    ],
+    ids=str,
+)
+def test_misfit_names_what_does_not_fit(sizes, reason):
+    assert reason in misfit(*described(**sizes))
+
+
+@pytest.mark.parametrize("device_kind", ["TPU v5 lite", "TPU v6 lite"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"num_tokens": NUM_TOKENS_FOR_LONG_STRIPS, "dtype": jnp.float32, "block_size": 256},
+        {"dtype": jnp.int8, "num_kv_heads": 1, "v_head_dim": 256, "block_size": 8},
+    ],
+    ids=str,
+)
+def test_lowers_for_tpu_in_place(sizes, device_kind):
+    arrays = described(**sizes)
+    assert misfit(*arrays) is None
+    chip = jax.sharding.AbstractDevice(device_kind=device_kind, num_cores=1, platform="tpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=chip)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(kv_scatter_mosaic_tpu).trace(*arrays)
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    (call,) = [line for line in text.splitlines() if "@tpu_custom_call" in line]
+    assert call.count("output_operand_alias<") == 2
+
+
+def test_op_runs_it_by_name(run_jitted):
+    case = KVScatterCase(name="by_name", head_dim=128, v_head_dim=128, dtype="bfloat16")
+    inputs = build_inputs(case)
+    got = kv_scatter(*inputs.arguments, implementation="mosaic_tpu_interpret")
+    assert_caches_equal(got, run_jitted(kv_scatter_reference, *inputs.body_arguments))

@@ -1,0 +1,80 @@
+"""Tests of `merge_attention_states/xla.py`: against the reference, and its algebra."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.merge_attention_states.cases import CASES, build_inputs
+from pallas_kernels.merge_attention_states.reference import merge_attention_states_reference
+from pallas_kernels.merge_attention_states.xla import merge_attention_states_xla
+
+TOLERANCES = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 1e-2}
+
+merge = jax.jit(merge_attention_states_xla)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_reference(case, run_jitted):
+    arrays = build_inputs(case).arrays
+    out, lse = run_jitted(merge_attention_states_xla, *arrays)
+    expected_out, expected_lse = run_jitted(merge_attention_states_reference, *arrays)
+    assert out.dtype == expected_out.dtype
+    tolerance = TOLERANCES[case.dtype]
+    np.testing.assert_allclose(
+        *(np.asarray(array).astype(np.float32) for array in (out, expected_out)),
+        atol=tolerance,
+        rtol=tolerance,
+    )
+    np.testing.assert_allclose(lse, expected_lse, atol=2e-6, rtol=2e-6)
+
+
+def attention(logits, values):
+    """Softmax attention in float64: output [1, 1, 2] and lse [1, 1] as float32."""
+    if len(logits) == 0:
+        return jnp.full((1, 1, 2), jnp.nan), jnp.full((1, 1), -jnp.inf)
+    weights = np.exp(logits - logits.max())
+    out = weights @ values / weights.sum()
+    lse = logits.max() + np.log(weights.sum())
+    return jnp.asarray(out[None, None], jnp.float32), jnp.full((1, 1), lse, jnp.float32)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(
+    parts=st.lists(st.integers(0, 4), min_size=3, max_size=3).filter(any),
+    spread=st.sampled_from([0.1, 3.0, 60.0]),
+    seed=st.integers(0, 1000),
+)
+def test_attention_over_parts_merges_into_attention_over_all(parts, spread, seed):
+    rng = np.random.default_rng(seed)
+    logits = spread * rng.standard_normal(sum(parts))
+    values = rng.standard_normal((sum(parts), 2))
+    ends = np.cumsum(parts)[:-1]
+    a, b, c = (
+        attention(*part)
+        for part in zip(np.split(logits, ends), np.split(values, ends), strict=True)
+    )
+    expected = attention(logits, values)
+    orders = (merge(*merge(*a, *b), *c), merge(*a, *merge(*b, *c)), merge(*c, *merge(*b, *a)))
+    for got in orders:
+        for got_array, wanted in zip(got, expected, strict=True):
+            np.testing.assert_allclose(got_array, wanted, atol=5e-6, rtol=5e-6)
+
+
+def test_a_state_merged_with_no_keys_is_unchanged():
+    out, lse = jnp.full((1, 1, 3), 1.7), jnp.full((1, 1), -123.25)
+    nothing = jnp.full((1, 1, 3), jnp.nan), jnp.full((1, 1), -jnp.inf)
+    for got_out, got_lse in (merge(out, lse, *nothing), merge(*nothing, out, lse)):
+        np.testing.assert_array_equal(got_out, out)
+        np.testing.assert_array_equal(got_lse, lse)
+
+
+def test_two_states_without_keys_make_no_nan_on_the_way():
+    """Somebody may look for NaN in every operation."""
+    out, lse = jnp.ones((1, 1, 3)), jnp.full((1, 1), -jnp.inf)
+    with jax.debug_nans(True), jax.disable_jit():
+        merged_out, merged_lse = merge_attention_states_xla(out, lse, out, lse)
+    assert not merged_out.any()
+    assert jnp.isneginf(merged_lse).all()

@@ -1,0 +1,26 @@
+"""Fixtures shared by the tests of the `mla_decode` bodies."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from pallas_kernels.mla_decode.cases import build_inputs
+from pallas_kernels.mla_decode.reference import mla_decode_reference
+
+
+@pytest.fixture(scope="session")
+def attend(run_jitted):
+    """Runs one body on inputs from `build_inputs`: output and lse, as float32 NumPy."""
+
+    def run(inputs, body):
+        pair = run_jitted(body, *inputs.arrays, **inputs.rules)
+        return tuple(np.asarray(array).astype(np.float32) for array in pair)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def attend_by_reference(attend):
+    """The reference's output and lse on a case, computed once a test run."""
+    return functools.cache(lambda case: attend(build_inputs(case), mla_decode_reference))

@@ -1,0 +1,148 @@
+"""Tests of `mla_decode/mosaic_gpu.py`, simulated and lowered: no GPU is needed.
+
+The simulation knows no registers, no swizzling and no products of tensor cores, but barriers,
+copies, and who reads what another writes.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.dispatch import MIN_JAX_FOR_MOSAIC_GPU, preferred_body
+from pallas_kernels.mla_decode.api import _BODIES
+from pallas_kernels.mla_decode.cases import MLADecodeCase, build_inputs
+from pallas_kernels.mla_decode.tuned_blocks import DEFAULT_CONFIG, MLADecodeConfig
+from pallas_kernels.target import Target
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < MIN_JAX_FOR_MOSAIC_GPU,
+    reason="Mosaic GPU bodies need JAX 0.11.2 or newer",
+)
+H200 = Target(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
+
+
+@pytest.fixture
+def mosaic_gpu():
+    """The module, imported only where JAX is new enough."""
+    from pallas_kernels.mla_decode import mosaic_gpu
+
+    return mosaic_gpu
+
+
+def few_shares(num_shares, min_share=1):
+    return MLADecodeConfig(num_sms=num_shares, min_share=min_share, merge_columns=32, merge_batch=3)
+
+
+def small(name, *requests, **sizes):
+    """Narrow latents, because simulating takes its time; bfloat16 and a true rotary width."""
+    defaults = {"latent_dim": 128, "rope_dim": 64, "num_q_heads": 4, "dtype": "bfloat16"}
+    return MLADecodeCase(name=name, requests=requests, **(defaults | sizes))
+
+
+# Tiles are 64 tokens. A quick run takes those that differ most; the slow ones the rest.
+SIMULATED = [
+    # 3 + 0 + 1 + 2 + 0 + 4 tiles in 3 shares of 4: the third and the last request are cut.
+    (small("ragged", (1, 130), (0, 0), (1, 9), (1, 65), (0, 40), (1, 200)), few_shares(3)),
+    # 8 tiles, one a share: the merge reads 3 parts, 3 parts, 1 and 1.
+    (small("one_request", (1, 500), block_size=128, num_padding_tokens=0), few_shares(8)),
+]
+SIMULATED_SLOWLY = [
+    (
+        small("two_head_tiles", (1, 100), (1, 64), block_size=64, num_q_heads=72, dtype="float16"),
+        few_shares(4),
+    ),
+    (small("sums_of_two_widths", (1, 129), (1, 1), latent_dim=384, block_size=32), few_shares(2)),
+    (small("whole_requests", (1, 64), (1, 3), (1, 128), block_size=8), few_shares(1)),
+    (small("padding_only", (0, 0), (0, 70), (1, 0), num_padding_tokens=3), DEFAULT_CONFIG),
+    (small("default_shares", (1, 600), (1, 10), block_size=256), DEFAULT_CONFIG),
+    (
+        small("deepseek", (1, 200), (1, 70), latent_dim=512, num_q_heads=16, scale=192**-0.5),
+        few_shares(2),
+    ),
+]
+
+
+def check_simulated(case, config, mosaic_gpu, run_simulated, attend_by_reference):
+    inputs = build_inputs(case)
+    arguments = (*inputs.arrays[:2], jnp.int32(inputs.row), *inputs.arrays[3:])
+    assert mosaic_gpu.misfit(*arguments, **inputs.rules) is None
+    pair = run_simulated(
+        mosaic_gpu.mla_decode_mosaic_gpu, *arguments, **inputs.rules, config=config
+    )
+    out, lse = (np.asarray(array).astype(np.float32) for array in pair)
+    wanted_out, wanted_lse = attend_by_reference(case)
+    # Weights are rounded to the cache's dtype before they meet the values.
+    tolerance = {"bfloat16": 2e-2, "float16": 3e-3}[case.dtype]
+    np.testing.assert_allclose(out, wanted_out, atol=tolerance, rtol=tolerance)
+    np.testing.assert_allclose(lse, wanted_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("case", "config"), SIMULATED, ids=lambda x: getattr(x, "name", ""))
+def test_equals_reference_without_races(
+    case, config, mosaic_gpu, run_simulated, attend_by_reference
+):
+    check_simulated(case, config, mosaic_gpu, run_simulated, attend_by_reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "config"), SIMULATED_SLOWLY, ids=lambda x: getattr(x, "name", ""))
+def test_more_cases_equal_reference_without_races(
+    case, config, mosaic_gpu, run_simulated, attend_by_reference
+):
+    check_simulated(case, config, mosaic_gpu, run_simulated, attend_by_reference)
+
+
+def sized(
+    num_q_heads=64, latent_dim=512, rope_dim=64, block_size=64, dtype="bfloat16", q_dtype=None
+):
+    """Arguments of a body, without their values, and its keyword arguments."""
+    cache_dim, num_reqs = latent_dim + rope_dim, 64
+    int32 = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)  # noqa: E731
+    arrays = (
+        jax.ShapeDtypeStruct((num_reqs + 1, num_q_heads, cache_dim), q_dtype or dtype),
+        jax.ShapeDtypeStruct((2, 8192, 1, block_size, cache_dim), dtype),
+        *(int32(), int32(num_reqs, 8192 // block_size), int32(num_reqs), int32(num_reqs + 1)),
+    )
+    return arrays, {"latent_dim": latent_dim, "scale": 192**-0.5}
+
+
+FITTING = [
+    {"block_size": 8},
+    {"num_q_heads": 128, "block_size": 256},
+    {"latent_dim": 384, "num_q_heads": 1, "dtype": "float16"},
+    *(
+        pytest.param(sizes, marks=pytest.mark.slow)
+        for sizes in (
+            *({"block_size": block_size} for block_size in (16, 32, 64, 128)),
+            *({"latent_dim": latent_dim} for latent_dim in (128, 256)),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("sizes", FITTING, ids=str)
+def test_both_kernels_lower_for_cuda(sizes, mosaic_gpu, lower_for_cuda):
+    arrays, rules = sized(**sizes)
+    assert preferred_body("mla_decode", _BODIES, H200, *arrays, **rules) == "mosaic_gpu"
+    text = lower_for_cuda(mosaic_gpu.mla_decode_mosaic_gpu, *arrays, **rules)
+    assert text.count("@mosaic_gpu") == 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"dtype": "float32"}, "16 bits, got a cache of float32"),
+        ({"q_dtype": "float16"}, "one dtype, got float16 and bfloat16"),
+        ({"latent_dim": 192}, "multiple of 128, at most 512, got latent_dim=192"),
+        ({"latent_dim": 640}, "multiple of 128, at most 512, got latent_dim=640"),
+        ({"rope_dim": 32}, "rotary part must be 64 wide, got 32"),
+        ({"block_size": 48}, "multiple of 64, got block_size=48"),
+        ({"block_size": 4}, "multiple of 64, got block_size=4"),
+        ({"num_q_heads": 0}, "an array is empty"),
+    ],
+)
+def test_what_the_kernels_cannot_do_goes_to_xla(sizes, reason, mosaic_gpu):
+    arrays, rules = sized(**sizes)
+    assert reason in mosaic_gpu.misfit(*arrays, **rules)
+    assert preferred_body("mla_decode", _BODIES, H200, *arrays, **rules) == "xla"

@@ -1,0 +1,127 @@
+"""Tests of `mla_decode/xla.py`: against the reference, and its promises on memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import block_copy, kv_scatter, mla_decode
+from pallas_kernels.mla_decode.cases import CASES, MLADecodeCase, build_inputs
+from pallas_kernels.mla_decode.reference import mla_decode_reference
+from pallas_kernels.mla_decode.xla import mla_decode_xla
+
+TOLERANCES = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 2e-2}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_reference(case, attend, attend_by_reference):
+    pair = attend(build_inputs(case), mla_decode_xla)
+    for got, wanted in zip(pair, attend_by_reference(case), strict=True):
+        tolerance = TOLERANCES[case.dtype]
+        np.testing.assert_allclose(got, wanted, atol=tolerance, rtol=tolerance)
+
+
+# One padded shape for all drawn batches, so that each body compiles once.
+MAX_REQS, MAX_BLOCKS, NUM_BLOCKS, BLOCK_SIZE = 6, 8, 60, 8
+
+
+@pytest.fixture(scope="module")
+def compiled_bodies():
+    options = {"xla_backend_optimization_level": 0}
+    return [
+        jax.jit(body, compiler_options=options, static_argnames=("latent_dim", "scale"))
+        for body in (mla_decode_xla, mla_decode_reference)
+    ]
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(0, 1), st.integers(0, MAX_BLOCKS * BLOCK_SIZE)),
+        min_size=MAX_REQS,
+        max_size=MAX_REQS,
+    ),
+    seed=st.integers(0, 1000),
+)
+def test_equals_reference_on_any_batch(compiled_bodies, requests, seed):
+    num_query = sum(num_query for num_query, _ in requests)
+    case = MLADecodeCase(
+        name="drawn",
+        requests=tuple(requests),
+        num_padding_tokens=MAX_REQS + 2 - num_query,
+        max_blocks_per_req=MAX_BLOCKS,
+        block_size=BLOCK_SIZE,
+        latent_dim=8,
+        rope_dim=4,
+    )
+    inputs = build_inputs(case, seed)
+    num_missing = NUM_BLOCKS - inputs.kv_cache.shape[1]
+    pad_blocks = ((0, 0), (0, num_missing), (0, 0), (0, 0), (0, 0))
+    kv_cache = jnp.pad(inputs.kv_cache, pad_blocks, constant_values=np.nan)
+    arguments = (inputs.q, kv_cache, jnp.int32(1), *inputs.arrays[3:])
+    xla, reference = (body(*arguments, **inputs.rules) for body in compiled_bodies)
+    for got, wanted in zip(xla, reference, strict=True):
+        np.testing.assert_allclose(got, wanted, atol=5e-6, rtol=5e-6)
+
+
+NUM_LAYERS, LATENT_DIM, ROPE_DIM = 3, 32, 16
+
+
+def step(kv_cache, no_v_cache, q, slots, block_tables, seq_lens, query_start_loc):
+    """Copies a block, then three layers that write to their row of the cache and read it."""
+    no_v = jnp.zeros((slots.shape[0], 1, 0))
+    kv_cache, no_v_cache = block_copy(kv_cache, no_v_cache, slots[:2], slots[2:])
+    for layer_idx in range(NUM_LAYERS):
+        # As in a model, what a layer writes depends on what the layer before it read.
+        latents = jnp.sin(q[:, :1])
+        kv_cache, no_v_cache = kv_scatter(kv_cache, no_v_cache, latents, no_v, slots, layer_idx)
+        out = mla_decode(
+            *(q, kv_cache, layer_idx, block_tables, seq_lens, query_start_loc),
+            latent_dim=LATENT_DIM,
+            scale=1.0,
+        )
+        q = q.at[..., :LATENT_DIM].add(out)
+    return kv_cache, no_v_cache, q
+
+
+def memory_of_donated_step(num_blocks):
+    """Compiles `step`, donating the caches; returns its memory analysis and the cache's bytes."""
+    num_tokens, num_reqs, block_size, cache_dim = 4, 4, 16, LATENT_DIM + ROPE_DIM
+    cache_dims = (NUM_LAYERS, num_blocks, 1, block_size)
+    arguments = (
+        jax.ShapeDtypeStruct((*cache_dims, cache_dim), jnp.float32),
+        jax.ShapeDtypeStruct((*cache_dims, 0), jnp.float32),
+        jax.ShapeDtypeStruct((num_tokens, 4, cache_dim), jnp.float32),
+        *(
+            jax.ShapeDtypeStruct(dims, jnp.int32)
+            for dims in ((num_tokens,), (num_reqs, 5), (num_reqs,), (num_reqs + 1,))
+        ),
+    )
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile()
+    return compiled.memory_analysis(), 4 * int(np.prod(arguments[0].shape))
+
+
+def test_a_donated_cache_is_updated_in_place():
+    small, small_bytes = memory_of_donated_step(num_blocks=64)
+    large, large_bytes = memory_of_donated_step(num_blocks=4096)
+    assert small.alias_size_in_bytes >= small_bytes
+    assert large.alias_size_in_bytes >= large_bytes
+    assert large.temp_size_in_bytes == small.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_latents_are_written_and_copied_beside_a_v_cache_without_columns(implementation):
+    # Two tokens of width 3 go to slots 1 and 2 (block 0, block 1 of size 2); then block 1 -> 2.
+    kv_cache, no_v_cache = jnp.zeros((2, 3, 1, 2, 3)), jnp.zeros((2, 3, 1, 2, 0))
+    latents = jnp.array([[[1.0, 2, 3]], [[4, 5, 6]]])
+    caches = kv_scatter(
+        *(kv_cache, no_v_cache, latents, jnp.zeros((2, 1, 0)), jnp.array([1, 2]), 1),
+        implementation=implementation,
+    )
+    caches = block_copy(*caches, jnp.array([1]), jnp.array([2]), implementation=implementation)
+    wanted = np.zeros((2, 3, 2, 3))
+    wanted[1] = [[[0, 0, 0], [1, 2, 3]], [[4, 5, 6], [0, 0, 0]], [[4, 5, 6], [0, 0, 0]]]
+    np.testing.assert_array_equal(caches[0][:, :, 0], wanted)
+    assert caches[1].shape == no_v_cache.shape

@@ -1,0 +1,160 @@
+"""Tests of `paged_attention/mosaic_gpu_ragged.py`, simulated and lowered: no GPU is needed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.dispatch import MIN_JAX_FOR_MOSAIC_GPU
+from pallas_kernels.paged_attention.cases import PagedAttentionCase, build_inputs
+from pallas_kernels.paged_attention.ragged_tiles import RaggedConfig
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < MIN_JAX_FOR_MOSAIC_GPU,
+    reason="Mosaic GPU bodies need JAX 0.11.2 or newer",
+)
+KERNEL = "paged_attention_ragged"
+# 16 tokens and 8 heads a tile, and rings of two tiles of 64 keys: each goes around in a short case.
+SMALL_TILES = RaggedConfig(heads_per_tile=8, kv_tile=64, num_stages=2)
+
+
+@pytest.fixture
+def mosaic_gpu_ragged():
+    """The module, imported only where JAX is new enough."""
+    from pallas_kernels.paged_attention import mosaic_gpu_ragged
+
+    return mosaic_gpu_ragged
+
+
+def case_of(name, requests, **options):
+    defaults = {"head_dim": 64, "dtype": "bfloat16", "num_q_heads": 8, "num_kv_heads": 1}
+    return PagedAttentionCase(name=name, requests=requests, **{**defaults, **options})
+
+
+def check_equals_reference(
+    case, module, run_simulated, attend_by_reference, *, config=None, skip_single=False
+):
+    """Compares the rows that the kernel promises; the cache is NaN wherever nothing was written."""
+    inputs = build_inputs(case)
+    rules = {name: rule for name, rule in inputs.rules.items() if name != "max_query_len"}
+    arrays = [jnp.asarray(array) for array in inputs.arrays]
+    assert module.ragged_misfit(*arrays[:3], scale=rules["scale"]) is None
+    out, lse = run_simulated(
+        module.ragged_rows_mosaic_gpu, *arrays, **rules, config=config, skip_single=skip_single
+    )
+    assert out.shape == inputs.q.shape and out.dtype == inputs.q.dtype
+    assert lse.shape == inputs.q.shape[:2] and lse.dtype == jnp.float32
+    num_query = np.array([num for num, _ in case.requests])
+    is_promised = np.repeat((num_query > 1) | (not skip_single), num_query)
+    wanted_out, wanted_lse = (x[: len(is_promised)] for x in attend_by_reference(case))
+    out, lse = (np.asarray(x, np.float32)[: len(is_promised)] for x in (out, lse))
+    tolerance = {"atol": 1e-2, "rtol": 2e-2}
+    np.testing.assert_allclose(out[is_promised], wanted_out[is_promised], **tolerance)
+    np.testing.assert_allclose(lse[is_promised], wanted_lse[is_promised], atol=1e-4)
+
+
+SMALL_TILE_CASES = [
+    # 20 tokens: a whole tile, and one that ends inside a warpgroup's rows; 5 KV tiles.
+    case_of("causal", ((20, 300), (0, 0), (1, 30), (5, 5), (0, 40))),
+    # The window begins and ends inside KV tiles, and both have rows of V that are NaN.
+    case_of("window_soft_cap", ((18, 200), (1, 70)), sliding_window=70, soft_cap=3.0),
+    case_of("chunks", ((20, 200),), chunk_size=50, block_size=64),
+    case_of("not_causal", ((3, 150), (2, 0), (17, 64)), is_causal=False, num_padding_tokens=0),
+]
+
+
+@pytest.mark.parametrize("case", SMALL_TILE_CASES, ids=lambda case: case.name)
+def test_equals_reference(case, mosaic_gpu_ragged, run_simulated, attend_by_reference):
+    common = (mosaic_gpu_ragged, run_simulated, attend_by_reference)
+    check_equals_reference(case, *common, config=SMALL_TILES)
+
+
+DEFAULT_TILE_CASES = [
+    # Blocks longer than a KV tile; single tokens are left to the decode kernel.
+    case_of("blocks_of_256", ((9, 400), (1, 3), (2, 2)), block_size=256),
+    case_of("group_of_3", ((9, 40),), num_q_heads=6, num_kv_heads=2, scale=0.3),
+    case_of("head_dim_96", ((9, 140),), head_dim=96, num_q_heads=2, dtype="float16"),
+    case_of("head_dim_256", ((9, 140),), head_dim=256, num_q_heads=2, block_size=8),
+]
+
+
+@pytest.mark.parametrize("case", DEFAULT_TILE_CASES, ids=lambda case: case.name)
+def test_equals_reference_in_default_tiles(
+    case, mosaic_gpu_ragged, run_simulated, attend_by_reference
+):
+    common = (mosaic_gpu_ragged, run_simulated, attend_by_reference)
+    check_equals_reference(case, *common, skip_single=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_equals_reference_on_random_batches(
+    seed, mosaic_gpu_ragged, run_simulated, attend_by_reference
+):
+    rng = np.random.default_rng(seed)
+    requests = []
+    for _ in range(rng.integers(1, 5)):
+        num_query = int(rng.integers(0, 40))
+        requests.append((num_query, num_query + int(rng.integers(0, 250))))
+    limit = ({}, {"sliding_window": int(rng.integers(1, 150))}, {"chunk_size": 90})[seed % 3]
+    case = case_of(
+        f"random_{seed}", tuple(requests), block_size=int(rng.choice([8, 16, 32, 64, 128])), **limit
+    )
+    common = (mosaic_gpu_ragged, run_simulated, attend_by_reference)
+    check_equals_reference(case, *common, config=SMALL_TILES, skip_single=bool(seed % 2))
+
+
+def call_of(**sizes):
+    """Arguments of the body, without values of the arrays, and the rules of the call."""
+    head_dim, dtype = sizes.get("head_dim", 128), sizes.get("dtype", "bfloat16")
+    num_q_heads, num_kv_heads = sizes.get("heads", (32, 8))
+    cache_dims = (2, 50, num_kv_heads, sizes.get("block_size", 16))
+    k_cache, v_cache = (
+        jax.ShapeDtypeStruct((*cache_dims, width), sizes.get("cache_dtype", dtype))
+        for width in (head_dim, sizes.get("v_head_dim", head_dim))
+    )
+    num_tokens = sizes.get("num_tokens", 64)
+    q = jax.ShapeDtypeStruct((num_tokens, num_q_heads, head_dim), dtype)
+    integers = [jax.ShapeDtypeStruct(dims, jnp.int32) for dims in ((), (8, 32), (8,), (9,))]
+    rules = {
+        **{"scale": 0.1, "is_causal": True, "skip_single": True},
+        **dict.fromkeys(("sliding_window", "chunk_size", "soft_cap")),
+    }
+    rules |= {name: sizes[name] for name in rules if name in sizes}
+    return (q, k_cache, v_cache, *integers), rules
+
+
+FITTING = [
+    *({"head_dim": head_dim} for head_dim in (64, 80, 96, 128, 192, 256)),
+    *({"block_size": block_size} for block_size in (8, 32, 64, 128, 256)),
+    *({"head_dim": 256, "block_size": block_size} for block_size in (8, 256)),
+    *({"heads": heads} for heads in ((1, 1), (8, 8), (71, 1), (40, 8), (12, 2))),
+    {"head_dim": 80, "dtype": "float16", "sliding_window": 100, "soft_cap": 30.0},
+    {"chunk_size": 8192, "num_tokens": 8192},
+    {"is_causal": False, "num_tokens": 3, "skip_single": False},
+]
+
+
+@pytest.mark.parametrize("sizes", FITTING, ids=str)
+def test_lowers_for_cuda(sizes, mosaic_gpu_ragged, lower_for_cuda):
+    arrays, rules = call_of(**sizes)
+    assert mosaic_gpu_ragged.ragged_misfit(*arrays[:3], scale=rules["scale"]) is None
+    assert KERNEL in lower_for_cuda(mosaic_gpu_ragged.ragged_rows_mosaic_gpu, *arrays, **rules)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"dtype": "float32"}, "wgmma multiplies"),
+        ({"cache_dtype": "int8"}, "the cache's dtype"),
+        ({"head_dim": 112}, "head_dim 112"),
+        ({"v_head_dim": 64}, "values of width 64"),
+        ({"block_size": 48}, "blocks of 48"),
+        ({"block_size": 4}, "blocks of 4"),
+        ({"scale": 0.0}, "a scale of 0.0"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_said(sizes, reason, mosaic_gpu_ragged):
+    arrays, rules = call_of(**sizes)
+    assert reason in mosaic_gpu_ragged.ragged_misfit(*arrays[:3], scale=rules["scale"])

@@ -1,0 +1,262 @@
+"""Tests of `paged_attention/mosaic_tpu.py`, interpreted and lowered: no TPU is needed.
+
+`tests/aot/test_tpu.py` compiles the kernel for real chips.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import paged_attention
+from pallas_kernels.paged_attention.cases import CASES, PagedAttentionCase, build_inputs
+from pallas_kernels.paged_attention.mosaic_tpu import misfit, paged_attention_mosaic_tpu
+from pallas_kernels.paged_attention.reference import paged_attention_reference
+from pallas_kernels.target import Target
+
+TOLERANCES = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 2e-2}
+# With the other tests these cover every rule; each compiles a program, which takes seconds.
+QUICK_CASES = {"empty_requests", "mixed_chunks", "not_causal", "everything_float8"}
+
+
+def slow_unless_quick(cases):
+    return [
+        pytest.param(case, id=case.name, marks=[] if case.name in QUICK_CASES else pytest.mark.slow)
+        for case in cases
+    ]
+
+
+def assert_close(got, wanted, dtype):
+    tolerance = TOLERANCES[dtype]
+    for got_array, wanted_array in zip(got, wanted, strict=True):
+        got_array, wanted_array = (np.asarray(x, np.float32) for x in (got_array, wanted_array))
+        np.testing.assert_allclose(got_array, wanted_array, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("case", slow_unless_quick(CASES))
+def test_equals_reference(case, attend, attend_by_reference):
+    got = attend(build_inputs(case), paged_attention_mosaic_tpu, interpret=True)
+    assert_close(got, attend_by_reference(case), case.dtype)
+
+
+# Several KV tiles (of 512 keys at most), query tiles that requests share, and windows around one
+# token beside whole tiles: what a pass leaves to the next shows here.
+LONG_CASE = PagedAttentionCase(
+    name="long",
+    requests=((1, 1100), (70, 700), (1, 520), (1, 3), (0, 0), (30, 30)),
+    num_q_heads=8,
+    head_dim=128,
+    dtype="bfloat16",
+    block_size=32,
+    soft_cap=20.0,
+    has_sinks=True,
+)
+SIMULATED_CASES = [
+    LONG_CASE,
+    PagedAttentionCase(
+        name="window_of_decodes",
+        requests=((1, 1100), (1, 600), (0, 0), (1, 2)),
+        num_q_heads=6,
+        head_dim=128,
+        block_size=64,
+        sliding_window=530,
+    ),
+]
+
+
+@pytest.mark.parametrize("case", SIMULATED_CASES, ids=lambda case: case.name)
+def test_nothing_races_where_copies_finish_late(case, attend_by_reference, capfd):
+    """Copies happen when they are waited for, and memory holds NaN until then."""
+    inputs = build_inputs(case)
+    pltpu.reset_tpu_interpret_mode_state()
+    body = functools.partial(
+        paged_attention_mosaic_tpu,
+        **inputs.rules,
+        interpret=pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait"),
+    )
+    got = jax.block_until_ready(jax.jit(body)(*inputs.arrays, **inputs.traced_options))
+    # JAX 0.12 raises at a race, older ones print it and carry on.
+    printed = capfd.readouterr()
+    assert "RACE DETECTED" not in printed.out + printed.err
+    assert_close(got, attend_by_reference(case), case.dtype)
+
+
+# One padded shape for all drawn batches, so that each body compiles once a rule.
+MAX_TOKENS, MAX_REQS, MAX_BLOCKS, NUM_BLOCKS, BLOCK_SIZE = 150, 5, 20, 120, 32
+RULES = (
+    {"sliding_window": None, "soft_cap": None, "chunk_size": None},
+    {"sliding_window": 140, "soft_cap": 2.0, "chunk_size": None},
+)
+
+
+@st.composite
+def ragged_requests(draw):
+    """Draws (query tokens, seq_len) of up to MAX_REQS requests that fit MAX_TOKENS."""
+    requests, room = [], MAX_TOKENS
+    for _ in range(draw(st.integers(0, MAX_REQS))):
+        seq_len = draw(st.integers(0, MAX_BLOCKS * BLOCK_SIZE))
+        num_query = draw(st.sampled_from([0, 1, 2, 17, 40, 150]))
+        num_query = min(num_query, seq_len, room)
+        room -= num_query
+        requests.append((num_query, seq_len))
+    return tuple(requests) + ((0, 0),) * (MAX_REQS - len(requests))
+
+
+@pytest.fixture(scope="module")
+def compiled_bodies():
+    def compile_body(body, rule):
+        def call(sinks, *arrays):
+            return body(
+                *arrays,
+                scale=0.3,
+                sinks=sinks,
+                is_causal=True,
+                k_scale=None,
+                v_scale=None,
+                max_query_len=None,
+                **rule,
+            )
+
+        return jax.jit(call, compiler_options={"xla_backend_optimization_level": 0})
+
+    interpreted = functools.partial(paged_attention_mosaic_tpu, interpret=True)
+    bodies = (interpreted, paged_attention_reference)
+    return [[compile_body(body, rule) for body in bodies] for rule in RULES]
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    requests=ragged_requests(),
+    rule_idx=st.sampled_from([0, 1]),
+    seed=st.integers(0, 1000),
+)
+def test_equals_reference_on_any_ragged_batch(compiled_bodies, requests, rule_idx, seed):
+    num_query = sum(num_query for num_query, _ in requests)
+    case = PagedAttentionCase(
+        name="drawn",
+        requests=requests,
+        num_padding_tokens=MAX_TOKENS - num_query,
+        max_blocks_per_req=MAX_BLOCKS,
+        block_size=BLOCK_SIZE,
+        num_q_heads=6,
+        head_dim=8,
+        has_sinks=True,
+        **RULES[rule_idx],
+    )
+    inputs = build_inputs(case, seed)
+    pad_blocks = ((0, 0), (0, NUM_BLOCKS - inputs.k_cache.shape[1]), (0, 0), (0, 0), (0, 0))
+    k_cache, v_cache = (
+        jnp.asarray(np.pad(np.asarray(cache), pad_blocks, constant_values=np.nan))
+        for cache in (inputs.k_cache, inputs.v_cache)
+    )
+    arguments = (inputs.sinks, inputs.q, k_cache, v_cache, jnp.int32(1), *inputs.arrays[4:])
+    got, wanted = (body(*arguments) for body in compiled_bodies[rule_idx])
+    assert_close(got, wanted, "float32")
+
+
+def described(
+    num_tokens=64,
+    num_q_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    v_head_dim=None,
+    block_size=16,
+    dtype=jnp.bfloat16,
+    cache_dtype=None,
+    max_blocks_per_req=64,
+    num_reqs=8,
+):
+    """Arrays of a call, by shape and dtype alone."""
+    array, cache_dtype = jax.ShapeDtypeStruct, cache_dtype or dtype
+    cache_dims = (2, 512, num_kv_heads, block_size)
+    return (
+        array((num_tokens, num_q_heads, head_dim), dtype),
+        array((*cache_dims, head_dim), cache_dtype),
+        array((*cache_dims, v_head_dim or head_dim), cache_dtype),
+        array((), jnp.int32),
+        array((num_reqs, max_blocks_per_req), jnp.int32),
+        array((num_reqs,), jnp.int32),
+        array((num_reqs + 1,), jnp.int32),
+    )
+
+
+PLAIN_RULES = {
+    "scale": 0.1,
+    "is_causal": True,
+    "sliding_window": None,
+    "chunk_size": None,
+    "soft_cap": None,
+    "sinks": None,
+    "k_scale": None,
+    "v_scale": None,
+    "max_query_len": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"dtype": jnp.float16}, "q is float16"),
+        ({"cache_dtype": jnp.float16}, "k_cache is float16"),
+        ({"head_dim": 64}, "k_cache has head_dim 64"),
+        ({"v_head_dim": 192}, "v_cache has head_dim 192"),
+        ({"block_size": 12}, "block_size is 12"),
+        ({"max_blocks_per_req": 2**17}, "bytes of SMEM"),
+        (
+            {"num_q_heads": 64, "num_kv_heads": 64, "block_size": 512, "dtype": jnp.float32},
+            "bytes of VMEM",
+        ),
+    ],
+    ids=str,
+)
+def test_misfit_names_what_does_not_fit(sizes, reason):
+    assert reason in misfit(*described(**sizes), **PLAIN_RULES)
+
+
+CONFIGURATIONS = {
+    "base": ({}, {}),
+    "everything_decode_float32": (
+        {"dtype": jnp.float32, "num_q_heads": 24, "block_size": 8, "v_head_dim": 256},
+        {"max_query_len": 1, "sliding_window": 100, "soft_cap": 30.0},
+    ),
+    "chunks_int8": ({"cache_dtype": jnp.int8, "block_size": 256}, {"chunk_size": 96}),
+}
+
+
+@pytest.mark.parametrize("device_kind", ["TPU v5 lite", "TPU v6 lite"])
+@pytest.mark.parametrize(("sizes", "rules"), CONFIGURATIONS.values(), ids=CONFIGURATIONS)
+def test_op_picks_it_for_a_tpu_and_it_lowers(sizes, rules, device_kind):
+    arrays = described(**sizes)
+    scales = {}
+    if arrays[1].dtype.itemsize == 1:
+        scale = jax.ShapeDtypeStruct(arrays[1].shape[2:3], jnp.float32)
+        scales = {"k_scale": scale, "v_scale": scale}
+    target = Target(platform="tpu", device_kind=device_kind)
+
+    def call(scales, *arrays):
+        return paged_attention(*arrays, **{**PLAIN_RULES, **rules, **scales}, target=target)
+
+    chip = jax.sharding.AbstractDevice(device_kind=device_kind, num_cores=1, platform="tpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=chip)
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(call).trace(scales, *arrays).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("stablehlo.custom_call @tpu_custom_call") == 1
+
+
+def test_op_runs_it_by_name(attend_by_reference):
+    case = PagedAttentionCase(
+        name="by_name", requests=((1, 20), (0, 0), (9, 9)), head_dim=128, dtype="bfloat16"
+    )
+    inputs = build_inputs(case)
+    got = paged_attention(
+        *inputs.arrays,
+        **inputs.rules,
+        return_lse=True,
+        implementation="mosaic_tpu_interpret",
+    )
+    assert_close(got, attend_by_reference(case), case.dtype)
