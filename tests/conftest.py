@@ -9,6 +9,6 @@ _compilation_cache = tempfile.TemporaryDirectory(prefix="paxkv-test-compilations
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compilation_cache.name)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
-# Threads of XLA's CPU client. A simulated GPU kernel blocks up to three of them at barriers, one a
+# Threads of XLA's CPU client. A simulated GPU kernel blocks up to four of them at barriers, one a
 # warpgroup; on a machine of two cores nobody would be left to release them.
-os.environ.setdefault("NPROC", str(max(4, os.cpu_count() or 1)))
+os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))

@@ -84,6 +84,11 @@ def ragged_rows_mosaic_gpu(
         config = default_ragged_config(
             head_dim=head_dim, group_size=group_size, itemsize=q.dtype.itemsize
         )
+    if group_size % config.heads_per_tile:
+        raise ValueError(
+            f"ragged_rows_mosaic_gpu: got {config.heads_per_tile=} for groups of {group_size} "
+            "query heads, wanted a divisor. Leave config at None to have one chosen that fits."
+        )
     seen = SeenKeys(is_causal=is_causal, sliding_window=sliding_window, chunk_size=chunk_size)
     plan, token_rows = plan_tiles(
         query_start_loc,

@@ -393,6 +393,13 @@ class RaggedKernel:
                 *(smem["v_ring"].at[stage], smem["v_landed"].at[stage]),
             )
 
+        # Every phase of a barrier must be seen by who waits there, the last ones too.
+        @pl.loop(jnp.maximum(0, num_steps - config.num_stages), num_steps)
+        def _wait_for_the_last(step):  # noqa: ANN001, ANN202
+            stage = lax.rem(step, jnp.int32(config.num_stages))
+            plgpu.barrier_wait(smem["k_free"].at[stage])
+            plgpu.barrier_wait(smem["v_free"].at[stage])
+
 
 def _zero_rows_outside(tile_ref, start, end):  # noqa: ANN001, ANN202
     """Sets the rows of a V tile (f[kv_tile, head_dim], in SMEM) outside [start, end) to zero.

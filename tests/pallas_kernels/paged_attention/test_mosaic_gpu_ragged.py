@@ -54,8 +54,9 @@ def check_equals_reference(
 
 
 SMALL_TILE_CASES = [
-    # 20 tokens: a whole tile, and one that ends inside a warpgroup's rows; 5 KV tiles.
-    case_of("causal", ((20, 300), (0, 0), (1, 30), (5, 5), (0, 40))),
+    # 20 tokens: a whole tile, and one that ends inside a warpgroup's rows; 5 KV tiles, of which the
+    # last reaches past the end of the block table.
+    case_of("causal", ((20, 300), (0, 0), (1, 30), (5, 5), (0, 40)), max_blocks_per_req=19),
     # The window begins and ends inside KV tiles, and both have rows of V that are NaN.
     case_of("window_soft_cap", ((18, 200), (1, 70)), sliding_window=70, soft_cap=3.0),
     case_of("chunks", ((20, 200),), chunk_size=50, block_size=64),
@@ -158,3 +159,11 @@ def test_lowers_for_cuda(sizes, mosaic_gpu_ragged, lower_for_cuda):
 def test_what_does_not_fit_is_said(sizes, reason, mosaic_gpu_ragged):
     arrays, rules = call_of(**sizes)
     assert reason in mosaic_gpu_ragged.ragged_misfit(*arrays[:3], scale=rules["scale"])
+
+
+def test_a_config_for_other_groups_raises(mosaic_gpu_ragged, lower_for_cuda):
+    arrays, rules = call_of(heads=(32, 8))  # groups of 4
+    with pytest.raises(ValueError, match="groups of 4 query heads"):
+        lower_for_cuda(
+            mosaic_gpu_ragged.ragged_rows_mosaic_gpu, *arrays, **rules, config=SMALL_TILES
+        )
