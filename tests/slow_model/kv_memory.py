@@ -67,6 +67,8 @@ class KVMemory:
     def load(self, tables, contents, start, end):
         """Fills positions from outside, but for those that no token reads: their block is null."""
         for group, (kind, table) in enumerate(zip(self.kinds, tables, strict=True)):
+            if kind.name == "cross":  # its blocks hold the encoder's tokens, which nothing loads
+                continue
             for position in range(start, end):
                 slot = self.slot(group, table, position)
                 if slot[0] == 0:
