@@ -29,17 +29,25 @@ class KernelSettings:
         implementation: The body of every op; `None` means the fastest one for `target`.
         target: What programs are compiled for; `None` means JAX's default device.
         mesh: With an axis `MODEL_AXIS`; `None` means one device.
+        batch_invariant: A token's attention must have the same bits in every batch.
     """
 
     implementation: str | None = None
     target: pallas_kernels.Target | None = None
     mesh: Mesh | None = None
+    batch_invariant: bool = False
 
     @classmethod
-    def for_mesh(cls, mesh: Mesh, *, implementation: str | None = None) -> "KernelSettings":
+    def for_mesh(
+        cls, mesh: Mesh, *, implementation: str | None = None, batch_invariant: bool = False
+    ) -> "KernelSettings":
         """The settings of programs that run on a mesh of devices of one kind."""
-        target = pallas_kernels.target_of(mesh.devices.flat[0])
-        return cls(implementation=implementation, target=target, mesh=mesh)
+        return cls(
+            implementation=implementation,
+            target=pallas_kernels.target_of(mesh.devices.flat[0]),
+            mesh=mesh,
+            batch_invariant=batch_invariant,
+        )
 
     @property
     def num_shards(self) -> int:

@@ -104,6 +104,7 @@ class Attention(nnx.Module):
                 sliding_window=self.sliding_window,
                 soft_cap=self.soft_cap,
                 max_query_len=batch.max_query_len,
+                batch_invariant=kernels.batch_invariant,
                 **chosen,
             )
             return attended, k_cache, v_cache

@@ -73,6 +73,11 @@ def cascade_attention(
         "implementation": implementation,
         "target": target,
     }
+    if not block_tables.size:  # no request, or none with a block: nothing is common
+        options = rules | {"return_lse": return_lse, "sinks": sinks, "max_query_len": max_query_len}
+        return paged_attention(
+            *(q, k_cache, v_cache, row, block_tables, seq_lens, query_start_loc), **options
+        )
     max_blocks_per_req = block_tables.shape[1]
     block_size = k_cache.shape[3]
     num_query = query_start_loc[1:] - query_start_loc[:-1]

@@ -97,6 +97,9 @@ def mla_decode(
     )
     check_row(_OP, row, num_rows=kv_cache.shape[0])
     _check_static(kv_cache, latent_dim)
+    if 0 in (*q.shape, *block_tables.shape):  # no tokens, requests or blocks: nothing is seen
+        out = jnp.zeros((*q.shape[:2], latent_dim), q.dtype)
+        return (out, jnp.full(q.shape[:2], -jnp.inf, jnp.float32)) if return_lse else out
     out, lse = run_op(
         *(_OP, _BODIES, implementation, target),
         *(q, kv_cache, jnp.asarray(row, jnp.int32), block_tables, seq_lens, query_start_loc),

@@ -13,6 +13,7 @@ from pallas_kernels.cache_layout import check_kv_caches, check_row
 from pallas_kernels.dispatch import Body, mosaic_bodies, run_op
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.xla import paged_attention_xla
+from pallas_kernels.paged_attention.xla_batch_invariant import paged_attention_batch_invariant
 from pallas_kernels.quantised_cache import check_scales
 from pallas_kernels.target import Target
 
@@ -22,6 +23,8 @@ _BODIES: dict[str, Body] = {
     "xla": paged_attention_xla,
     **mosaic_bodies("pallas_kernels.paged_attention", "paged_attention", "gpu", "tpu"),
 }
+# Where a token's bits must not depend on the batch there is one body, for every device.
+_BATCH_INVARIANT_BODIES: dict[str, Body] = {"xla": paged_attention_batch_invariant}
 
 
 def paged_attention(
@@ -43,6 +46,7 @@ def paged_attention(
     v_scale: jax.Array | None = None,  # f32[num_kv_heads]
     max_query_len: int | None = None,
     return_lse: bool = False,
+    batch_invariant: bool = False,
     implementation: str | None = None,
     target: Target | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -77,6 +81,9 @@ def paged_attention(
         max_query_len: A promise that no request has more query tokens, so that a body may leave out
             the part for longer ones; with 1 this is decode attention. `None` promises nothing.
         return_lse: Whether to return the second result too.
+        batch_invariant: A promise to the caller: a token's result has the same bits whatever other
+            tokens and requests are in the call, wherever its blocks lie, and however its request's
+            tokens are split over calls of the same shapes. Slower.
         implementation: `None` picks the fastest body on `target`.
         target: What the program is compiled for; `None` is JAX's default device.
 
@@ -104,7 +111,7 @@ def paged_attention(
         return _empty_result(q, v_cache, return_lse)
     row = jnp.asarray(row, jnp.int32)
     out, lse = run_op(
-        *(_OP, _BODIES, implementation, target),
+        *(_OP, _BATCH_INVARIANT_BODIES if batch_invariant else _BODIES, implementation, target),
         *(q, k_cache, v_cache, row, block_tables, seq_lens, query_start_loc),
         scale=scale,
         is_causal=is_causal,

@@ -36,7 +36,8 @@ def choose_num_shares(
     """Into how many shares the work is cut; None is a single pass.
 
     Args:
-        max_tiles: KV tiles of the longest sequence that the block table has room for.
+        max_tiles: KV tiles of the longest sequence that the block table has room for, those wholly
+            left of a window or chunk not counted.
         num_programs: Programs that the device runs at once.
     """
     num_pairs = num_reqs * num_kv_heads

@@ -86,7 +86,9 @@ def decode_rows_mosaic_gpu(
         num_shares = choose_num_shares(
             num_reqs=num_reqs,
             num_kv_heads=num_kv_heads,
-            max_tiles=-(-block_tables.shape[1] * block_size // config.kv_tile),
+            max_tiles=_max_tiles(
+                block_tables.shape[1] * block_size, config.kv_tile, sliding_window, chunk_size
+            ),
             num_programs=config.num_programs,
         )
     requests = schedule_requests(
@@ -130,6 +132,21 @@ def decode_rows_mosaic_gpu(
         out.swapaxes(1, 2).reshape(num_reqs, num_q_heads, v_head_dim),
         lse.reshape(num_reqs, num_q_heads),
     )
+
+
+def _max_tiles(
+    max_len: int, kv_tile: int, sliding_window: int | None, chunk_size: int | None
+) -> int:
+    """The most KV tiles that a sequence of up to `max_len` tokens has in sight.
+
+    Of tiles of 64, a window of 65 may touch 2 and one of 66 may touch 3: the last key of a tile,
+    all of the next, the first of the third.
+    """
+    num_tiles = -(-max_len // kv_tile)
+    num_seen = sliding_window if sliding_window is not None else chunk_size
+    if num_seen is None:
+        return num_tiles
+    return min(num_tiles, (num_seen + kv_tile - 2) // kv_tile + 1)
 
 
 def _first_seen(

@@ -396,8 +396,9 @@ class DecodeKernel:
     def _store_weights(self, smem: _Smem, weights: jax.Array) -> None:
         """Puts the weights, f32[kv_tile, group_rows], where wgmma can read them.
 
-        wgmma takes its second operand from shared memory only, with the contracted axis, the keys,
-        contiguous: so they are stored as their transpose.
+        wgmma takes its second operand from shared memory only. The keys are made its contiguous
+        axis, as 8 query rows would not fill the narrowest swizzle, 16 numbers: so the weights are
+        stored as their transpose.
         """
         weights = weights.astype(smem.weights.dtype)
         weights = plgpu.layout_cast(weights, plgpu.Layout.WGMMA_TRANSPOSED)

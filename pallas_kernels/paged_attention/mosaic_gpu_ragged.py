@@ -71,7 +71,7 @@ def ragged_rows_mosaic_gpu(
     Args:
         skip_single: Whether requests with one query token are left out.
         config: Sizes of the tiles; None is the default rule.
-        interpret: False, True or `plgpu.InterpretGPUParams`.
+        interpret: False or `plgpu.InterpretGPUParams`.
 
     Returns:
         The output and the logarithm of the softmax's denominator, natural, as `api.paged_attention`

@@ -34,13 +34,13 @@ def paged_attention_xla(
 ) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, v_head_dim], f32[num_tokens, ...]
     """See `api.paged_attention`."""
     num_tokens, num_q_heads, head_dim = q.shape
-    num_blocks, num_kv_heads = k_cache.shape[1:3]
+    num_kv_heads = k_cache.shape[2]
     heads = (num_kv_heads, num_q_heads // num_kv_heads)
     problem = AttentionProblem(
         q=q.reshape(num_tokens, *heads, head_dim),
-        k_blocks=k_cache.reshape(-1, *k_cache.shape[2:]),
-        v_blocks=v_cache.reshape(-1, *v_cache.shape[2:]),
-        first_block=row * num_blocks,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        row=row,
         block_tables=block_tables,
         seq_lens=seq_lens,
         query_start_loc=query_start_loc,

@@ -33,7 +33,7 @@ def attend_decode_rows(
     position = problem.seq_lens - 1  # i32[num_reqs]
     first_needed = problem.first_seen(position) // block_size
     num_needed = jnp.where(is_decode, position // block_size + 1 - first_needed, 0)
-    blocks = list_blocks(problem.block_tables, first_needed, num_needed, problem.k_blocks.shape[0])
+    blocks = list_blocks(problem.block_tables, first_needed, num_needed, problem.k_cache.shape[1])
 
     query_token = jnp.clip(problem.query_start_loc[:-1], 0, problem.q.shape[0] - 1)
     q = problem.q[query_token]  # f[num_reqs, num_kv_heads, group_size, head_dim]

@@ -53,7 +53,7 @@ def attend_prefill_rows(problem: AttentionProblem) -> tuple[jax.Array, jax.Array
         return out, lse
 
     shape = (num_tokens, num_kv_heads, group_size)
-    out = jnp.zeros((*shape, problem.v_blocks.shape[-1]), jnp.float32)
+    out = jnp.zeros((*shape, problem.v_cache.shape[-1]), jnp.float32)
     lse = jnp.full(shape, -jnp.inf, jnp.float32)
     return lax.fori_loop(0, tile_ends[-1], add_tile, (out, lse))
 

@@ -30,12 +30,12 @@ class RunningSoftmax(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionProblem:
-    """One call of the op, heads grouped by KV head, and the rows of the cache laid end to end."""
+    """One call of the op, heads grouped by KV head."""
 
     q: jax.Array  # f[num_tokens, num_kv_heads, group_size, head_dim]
-    k_blocks: jax.Array  # f or 8-bit[num_rows * num_blocks, num_kv_heads, block_size, head_dim]
-    v_blocks: jax.Array  # likewise, [..., v_head_dim]
-    first_block: jax.Array  # i32[], where the row begins: row * num_blocks
+    k_cache: jax.Array  # f or 8-bit[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
+    v_cache: jax.Array  # likewise, [..., v_head_dim]
+    row: jax.Array  # i32[]
     block_tables: jax.Array  # i32[num_reqs, max_blocks_per_req]
     seq_lens: jax.Array  # i32[num_reqs]
     query_start_loc: jax.Array  # i32[num_reqs + 1]
@@ -50,7 +50,7 @@ class AttentionProblem:
     @property
     def block_size(self) -> int:
         """Tokens in a block."""
-        return self.k_blocks.shape[2]
+        return self.k_cache.shape[3]
 
     def num_query(self) -> jax.Array:  # i32[num_reqs]
         """Query tokens of each request; none for a request whose sequence is empty."""
@@ -70,13 +70,15 @@ class AttentionProblem:
     ) -> tuple[jax.Array, jax.Array]:
         """Reads blocks of the row; an id that is not real may be anything, and reads block 0.
 
-        The cache is gathered from as a whole: slicing the row out first would copy the row. Stored
-        8-bit numbers come out as numbers of q's dtype, which holds them all, without their scales.
+        Row and block are two indices of one gather: slicing the row out first would copy the row,
+        and with the two axes merged, XLA on the CPU copies a cache of one KV head that the same
+        program writes. Stored 8-bit numbers come out as numbers of q's dtype, which holds them
+        all, without their scales.
         """
-        flat_ids = jnp.where(is_real, block_ids + self.first_block, 0)
+        readable_ids = jnp.where(is_real, block_ids, 0)
         blocks = (
-            cache.at[flat_ids].get(mode="promise_in_bounds")
-            for cache in (self.k_blocks, self.v_blocks)
+            cache.at[self.row, readable_ids].get(mode="promise_in_bounds")
+            for cache in (self.k_cache, self.v_cache)
         )
         k, v = (x.astype(self.q.dtype) if is_quantised(x.dtype) else x for x in blocks)
         return k, v
@@ -99,7 +101,7 @@ class AttentionProblem:
         """
         heads = self.q.shape[1:3]
         shape = (*leading, *heads, *trailing)
-        weighted_values = jnp.zeros((*shape, self.v_blocks.shape[-1]), jnp.float32)
+        weighted_values = jnp.zeros((*shape, self.v_cache.shape[-1]), jnp.float32)
         if self.sinks is None:
             largest = jnp.full(shape, MASKED_LOGIT, jnp.float32)
             return RunningSoftmax(largest, jnp.zeros(shape, jnp.float32), weighted_values)

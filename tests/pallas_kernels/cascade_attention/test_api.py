@@ -153,3 +153,24 @@ def test_arguments_that_do_not_fit_are_refused(changes, message):
     arguments = dict(zip(names, inputs.arrays, strict=True)) | {"num_common_blocks": jnp.int32(1)}
     with pytest.raises(ValueError, match=message):
         cascade_attention(**(arguments | {"scale": 1.0} | changes))
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize(
+    "sizes", [(0, 2, 3), (4, 0, 3), (4, 2, 0)], ids=["no tokens", "no requests", "no blocks"]
+)
+def test_where_there_is_nothing_to_see_the_result_says_so(sizes, return_lse):
+    num_tokens, num_reqs, max_blocks_per_req = sizes
+    cache = jnp.full((1, 5, 2, 8, 16), jnp.nan)
+    result = cascade_attention(
+        *(jnp.ones((num_tokens, 4, 16)), cache, cache, 0),
+        jnp.zeros((num_reqs, max_blocks_per_req), jnp.int32),
+        jnp.zeros(num_reqs, jnp.int32),
+        jnp.zeros(num_reqs + 1, jnp.int32),
+        jnp.int32(2),
+        scale=1.0,
+        return_lse=return_lse,
+    )
+    out, lse = result if return_lse else (result, jnp.full((num_tokens, 4), -jnp.inf))
+    np.testing.assert_array_equal(out, np.zeros((num_tokens, 4, 16)))
+    np.testing.assert_array_equal(lse, np.full((num_tokens, 4), -np.inf))

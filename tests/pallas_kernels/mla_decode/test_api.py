@@ -101,3 +101,23 @@ def test_tokens_to_verify_are_requests_of_their_own():
     together = attend(inputs.q[:2], [seq_len - 1, seq_len])
     apart = [attend(inputs.q[i : i + 1], [seq_len - 1 + i])[0] for i in range(2)]
     np.testing.assert_allclose(together, jnp.stack(apart), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", None])
+@pytest.mark.parametrize(
+    "sizes", [(0, 2, 3), (4, 0, 3), (4, 2, 0)], ids=["no tokens", "no requests", "no blocks"]
+)
+def test_where_there_is_nothing_to_see_the_result_says_so(implementation, sizes):
+    num_tokens, num_reqs, max_blocks_per_req = sizes
+    out, lse = mla_decode(
+        *(jnp.ones((num_tokens, 4, 24)), jnp.full((1, 5, 1, 8, 24), jnp.nan), 0),
+        jnp.zeros((num_reqs, max_blocks_per_req), jnp.int32),
+        jnp.zeros(num_reqs, jnp.int32),
+        jnp.zeros(num_reqs + 1, jnp.int32),
+        latent_dim=16,
+        scale=1.0,
+        return_lse=True,
+        implementation=implementation,
+    )
+    np.testing.assert_array_equal(out, np.zeros((num_tokens, 4, 16)))
+    np.testing.assert_array_equal(lse, np.full((num_tokens, 4), -np.inf))

@@ -4,6 +4,9 @@ The simulation knows no registers, no swizzling and no products of tensor cores,
 copies, and who reads what another writes.
 """
 
+import functools
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -146,3 +149,41 @@ def test_what_the_kernels_cannot_do_goes_to_xla(sizes, reason, mosaic_gpu):
     arrays, rules = sized(**sizes)
     assert reason in mosaic_gpu.misfit(*arrays, **rules)
     assert preferred_body("mla_decode", _BODIES, H200, *arrays, **rules) == "xla"
+
+
+def equations_of(value):
+    """The equations of a traced function, and of all functions in it, in order."""
+    jaxpr = getattr(value, "jaxpr", value)
+    for eqn in getattr(jaxpr, "eqns", ()):
+        yield eqn
+        for param in eqn.params.values():
+            for part in param if isinstance(param, (tuple, list)) else (param,):
+                yield from equations_of(part)
+
+
+def is_store_to_smem(eqn):
+    return eqn.primitive.name == "swap" and "smem" in str(eqn.invars[0].aval.memory_space).lower()
+
+
+def test_what_is_stored_is_committed_before_wgmma_or_a_copy_reads_it(mosaic_gpu):
+    """A simulation does not see all of this: its stand-in for wgmma reads like any other code."""
+    arrays, rules = sized()
+    call = functools.partial(mosaic_gpu.mla_decode_mosaic_gpu, **rules)
+    read_or_handed_over = ("commit_smem", "wgmma_ref", "copy_smem_to_gmem", "barrier_arrive")
+    order = [
+        "store" if is_store_to_smem(eqn) else eqn.primitive.name
+        for eqn in equations_of(jax.make_jaxpr(call)(*arrays))
+        if is_store_to_smem(eqn) or eqn.primitive.name in read_or_handed_over
+    ]
+    stored = ["store", "commit_smem"]
+    # Logits, room for Q, then the weights, which are handed to the value warpgroups.
+    scores = ["wgmma_ref", "barrier_arrive", *stored, "barrier_arrive"]
+    # Rows of V cleared, weighted values, the tile's room; then the output, through a tile.
+    values = [*stored, "wgmma_ref", "barrier_arrive", *stored, "copy_smem_to_gmem"]
+    merge = [*stored, "copy_smem_to_gmem"]
+    assert [name for name, _ in itertools.groupby(order)] == [
+        *scores,
+        *(*values, "barrier_arrive"),
+        *(*values, "barrier_arrive"),
+        *merge,
+    ]

@@ -142,7 +142,8 @@ def test_signature_names_no_backend():
     assert parameters == [
         *SHAPES,
         *("scale", "is_causal", "sliding_window", "chunk_size", "soft_cap", "sinks"),
-        *("k_scale", "v_scale", "max_query_len", "return_lse", "implementation", "target"),
+        *("k_scale", "v_scale", "max_query_len", "return_lse", "batch_invariant"),
+        *("implementation", "target"),
     ]
 
 

@@ -193,6 +193,25 @@ def test_rules_lower_for_cuda(rule, decode, lower_for_cuda):
 
 
 @pytest.mark.parametrize(
+    "rule, is_cut",
+    [
+        ({}, True),
+        # The most that lies in 64 tiles wherever it begins, and one position more.
+        ({"sliding_window": 63 * 64 + 1}, False),
+        ({"sliding_window": 63 * 64 + 2}, True),
+        ({"chunk_size": 2048}, False),
+    ],
+    ids=str,
+)
+def test_only_what_is_in_sight_counts_as_long(rule, is_cut, decode):
+    """256 requests x 8 heads are a single pass, unless single programs would last long."""
+    call = functools.partial(decode.decode_rows_mosaic_gpu, scale=0.1, **{**LOOKS_BACK, **rule})
+    text = str(jax.make_jaxpr(call)(*sized(num_reqs=256, max_len=131_072)))
+    num_partials = 2048 + 2 * 132 - 1 if is_cut else 2048
+    assert f"f32[{num_partials},128,8]" in text
+
+
+@pytest.mark.parametrize(
     "sizes, reason",
     [
         ({"dtype": "float32"}, "wgmma multiplies"),

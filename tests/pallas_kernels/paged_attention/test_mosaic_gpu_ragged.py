@@ -1,5 +1,8 @@
 """Tests of `paged_attention/mosaic_gpu_ragged.py`, simulated and lowered: no GPU is needed."""
 
+import functools
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -167,3 +170,53 @@ def test_a_config_for_other_groups_raises(mosaic_gpu_ragged, lower_for_cuda):
         lower_for_cuda(
             mosaic_gpu_ragged.ragged_rows_mosaic_gpu, *arrays, **rules, config=SMALL_TILES
         )
+
+
+def equations_of(value):
+    """The equations of a traced function, and of all functions in it, in order."""
+    jaxpr = getattr(value, "jaxpr", value)
+    for eqn in getattr(jaxpr, "eqns", ()):
+        yield eqn
+        for param in eqn.params.values():
+            for part in param if isinstance(param, (tuple, list)) else (param,):
+                yield from equations_of(part)
+
+
+def is_store_to_smem(eqn):
+    return eqn.primitive.name == "swap" and "smem" in str(eqn.invars[0].aval.memory_space).lower()
+
+
+def test_what_is_stored_is_committed_before_wgmma_or_a_copy_reads_it(mosaic_gpu_ragged):
+    """A simulation does not see all of this: its stand-in for wgmma reads like any other code."""
+    arrays, rules = call_of()
+    call = functools.partial(mosaic_gpu_ragged.ragged_rows_mosaic_gpu, **rules)
+    read_or_handed_over = ("commit_smem", "wgmma_ref", "copy_smem_to_gmem", "barrier_arrive")
+    order = [
+        "store" if is_store_to_smem(eqn) else eqn.primitive.name
+        for eqn in equations_of(jax.make_jaxpr(call)(*arrays))
+        if is_store_to_smem(eqn) or eqn.primitive.name in read_or_handed_over
+    ]
+    stored = ["store", "commit_smem"]
+    # Logits, then weighted values; each arrival says that a tile or the turn is free.
+    tile = ["wgmma_ref", "barrier_arrive", "wgmma_ref", "barrier_arrive"]
+    assert [name for name, _ in itertools.groupby(order)] == [
+        *(*stored, "barrier_arrive"),  # Q, and the second warpgroup's first turn
+        *tile,
+        *(*stored, "barrier_arrive", *tile),  # a tile at an edge, its V cleared
+        *(*stored, "copy_smem_to_gmem"),  # the output
+    ]
+
+
+def test_a_soft_cap_is_more_precise_than_the_hardware_tanh(mosaic_gpu_ragged):
+    """That one is wrong by 2^-11: with a cap of 50 and large logits, weights by 2 percent."""
+    arrays, rules = call_of(soft_cap=50.0)
+    call = functools.partial(mosaic_gpu_ragged.ragged_rows_mosaic_gpu, **rules)
+    names = {eqn.primitive.name for eqn in equations_of(jax.make_jaxpr(call)(*arrays))}
+    assert "tanh" not in names and "wgmma_ref" in names
+
+
+def test_the_tanh_of_a_soft_cap_is_one():
+    from pallas_kernels.paged_attention.mosaic_gpu_ragged_kernel import _tanh
+
+    x = np.concatenate([np.linspace(-20, 20, 2001), [-1e30, 1e30, -np.inf, np.inf]])
+    np.testing.assert_allclose(_tanh(jnp.asarray(x, jnp.float32)), np.tanh(x), atol=4e-7)

@@ -140,7 +140,8 @@ def step(k_cache, v_cache, q, slots, block_tables, seq_lens, query_start_loc):
     for layer_idx in range(NUM_LAYERS):
         # As in a model, what a layer writes depends on what the layer before it read. Otherwise
         # nothing orders this write after that read, and XLA keeps a copy to be safe.
-        k, v = jnp.sin(q[:, :2]), jnp.cos(q[:, 2:])
+        num_kv_heads = k_cache.shape[2]
+        k, v = jnp.sin(q[:, :num_kv_heads]), jnp.cos(q[:, -num_kv_heads:])
         k_cache, v_cache = kv_scatter(k_cache, v_cache, k, v, slots, layer_idx)
         q = paged_attention(
             *(q, k_cache, v_cache, layer_idx, block_tables, seq_lens, query_start_loc), scale=1.0
@@ -148,9 +149,9 @@ def step(k_cache, v_cache, q, slots, block_tables, seq_lens, query_start_loc):
     return k_cache, v_cache, q
 
 
-def memory_of_donated_step(num_blocks, function=step):
+def memory_of_donated_step(num_blocks, num_kv_heads, function=step):
     """Compiles a step that donates both caches; returns its memory analysis and their bytes."""
-    num_tokens, num_reqs, num_kv_heads, block_size, head_dim = 8, 4, 2, 16, 32
+    num_tokens, num_reqs, block_size, head_dim = 8, 4, 16, 32
     cache = jax.ShapeDtypeStruct(
         (NUM_LAYERS, num_blocks, num_kv_heads, block_size, head_dim), jnp.float32
     )
@@ -174,9 +175,10 @@ def burst(k_cache, v_cache, q, slots, block_tables, seq_lens, query_start_loc):
 
 
 @pytest.mark.parametrize("function", [step, burst])
-def test_donated_caches_are_updated_in_place(function):
-    small, small_bytes = memory_of_donated_step(num_blocks=64, function=function)
-    large, large_bytes = memory_of_donated_step(num_blocks=4096, function=function)
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_donated_caches_are_updated_in_place(num_kv_heads, function):
+    small, small_bytes = memory_of_donated_step(64, num_kv_heads, function)
+    large, large_bytes = memory_of_donated_step(4096, num_kv_heads, function)
     assert small.alias_size_in_bytes >= small_bytes
     assert large.alias_size_in_bytes >= large_bytes
     assert large.temp_size_in_bytes == small.temp_size_in_bytes

@@ -1,0 +1,156 @@
+"""Plain-JAX body of `paged_attention` whose result for a token never depends on the other tokens.
+
+Rounding depends on the order of sums and on the shape of products. So every token attends alone, to
+its own keys in the order of their positions, in tiles that begin at multiples of a fixed number of
+positions; and every product has the same shape, whatever the batch. A tile of which a token sees
+nothing changes none of its bits: it adds zeros and multiplies by one.
+
+The cost: the tokens of a prompt do not share what they read.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.paged_attention.xla_problem import (
+    AttentionProblem,
+    RunningSoftmax,
+    product_f32,
+)
+
+# Tokens that attend beside each other, and positions of keys that they read at a time. Guesses.
+QUERY_TILE = 32
+MIN_KEY_TILE = 64
+
+
+def paged_attention_batch_invariant(
+    q: jax.Array,  # f[num_tokens, num_q_heads, head_dim]
+    k_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim] or quantised
+    v_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, v_head_dim] likewise
+    row: jax.Array,  # i32[]
+    block_tables: jax.Array,  # i32[num_reqs, max_blocks_per_req]
+    seq_lens: jax.Array,  # i32[num_reqs]
+    query_start_loc: jax.Array,  # i32[num_reqs + 1]
+    *,
+    scale: float,
+    is_causal: bool,
+    sliding_window: int | None,
+    chunk_size: int | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,  # f[num_q_heads]
+    k_scale: jax.Array | None,  # f32[num_kv_heads]
+    v_scale: jax.Array | None,  # f32[num_kv_heads]
+    max_query_len: int | None,
+) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, v_head_dim], f32[num_tokens, ...]
+    """See `api.paged_attention`; here `max_query_len` promises nothing that could be used."""
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_kv_heads = k_cache.shape[2]
+    heads = (num_kv_heads, num_q_heads // num_kv_heads)
+    # Whole tiles: tokens behind the last belong to nobody.
+    padding = -num_tokens % QUERY_TILE
+    problem = AttentionProblem(
+        q=jnp.pad(q, ((0, padding), (0, 0), (0, 0))).reshape(-1, *heads, head_dim),
+        k_cache=k_cache,
+        v_cache=v_cache,
+        row=row,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        query_start_loc=query_start_loc,
+        scale=scale,
+        is_causal=is_causal,
+        sliding_window=sliding_window,
+        chunk_size=chunk_size,
+        soft_cap=soft_cap,
+        sinks=None if sinks is None else sinks.reshape(heads),
+        k_scale=k_scale,
+    )
+    out = jnp.zeros((*problem.q.shape[:3], v_cache.shape[-1]), jnp.float32)
+    lse = jnp.full(problem.q.shape[:3], -jnp.inf, jnp.float32)
+
+    def attend_tile(
+        tile_idx: jax.Array, results: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        start = tile_idx * QUERY_TILE
+        tile = _attend_tile(problem, start)
+        return tuple(
+            lax.dynamic_update_slice_in_dim(result, part, start, 0)
+            for result, part in zip(results, tile, strict=True)
+        )
+
+    num_tiles = (query_start_loc[-1] + QUERY_TILE - 1) // QUERY_TILE
+    out, lse = lax.fori_loop(0, num_tiles, attend_tile, (out, lse))
+    out, lse = out[:num_tokens], lse[:num_tokens]
+    if v_scale is not None:
+        out *= v_scale[:, None, None]
+    return out.reshape(num_tokens, num_q_heads, -1).astype(q.dtype), lse.reshape(num_tokens, -1)
+
+
+def _attend_tile(
+    problem: AttentionProblem, start: jax.Array
+) -> tuple[jax.Array, jax.Array]:  # f32[QUERY_TILE, num_kv_heads, group_size, v_head_dim], f32[...]
+    """Attends tokens `start` to `start + QUERY_TILE`, all of them by the same instructions."""
+    num_reqs, max_blocks_per_req = problem.block_tables.shape
+    token_idx = start + jnp.arange(QUERY_TILE)
+    q = lax.dynamic_slice_in_dim(problem.q, start, QUERY_TILE)
+    starts = problem.query_start_loc
+    req_idx = jnp.searchsorted(starts, token_idx, side="right") - 1
+    req_idx = jnp.clip(req_idx, 0, num_reqs - 1)
+    seq_len = problem.seq_lens[req_idx]
+    is_used = (token_idx < starts[-1]) & (seq_len > 0)
+    position = seq_len - 1 - (starts[req_idx + 1] - 1 - token_idx)
+    last_seen = position if problem.is_causal else seq_len - 1
+    first_seen = problem.first_seen(position)
+
+    block_size = problem.block_size
+    tile_blocks = max(1, MIN_KEY_TILE // block_size)
+    key_tile = tile_blocks * block_size
+    block_tables = problem.block_tables[req_idx]  # i32[QUERY_TILE, max_blocks_per_req]
+    first_tile = jnp.where(is_used, first_seen // key_tile, max_blocks_per_req).min()
+    end_tile = jnp.where(is_used, last_seen // key_tile + 1, 0).max()
+
+    def add_keys(tile_idx: jax.Array, softmax: RunningSoftmax) -> RunningSoftmax:
+        key_position = tile_idx * key_tile + jnp.arange(key_tile)
+        is_seen = is_used[:, None] & (key_position <= last_seen[:, None])
+        is_seen &= key_position >= first_seen[:, None]  # bool[QUERY_TILE, key_tile]
+        logical_block = tile_idx * tile_blocks + jnp.arange(tile_blocks)
+        block_ids = block_tables[:, jnp.minimum(logical_block, max_blocks_per_req - 1)]
+        has_seen = is_seen.reshape(QUERY_TILE, tile_blocks, block_size).any(axis=2)
+        return _add_keys(problem, softmax, q, block_ids, has_seen, is_seen)
+
+    empty = problem.empty_softmax((QUERY_TILE,), ())
+    out, lse = lax.fori_loop(first_tile, end_tile, add_keys, empty).result()
+    return jnp.where(is_used[:, None, None, None], out, 0), jnp.where(
+        is_used[:, None, None], lse, -jnp.inf
+    )
+
+
+def _add_keys(
+    problem: AttentionProblem,
+    softmax: RunningSoftmax,  # f32[QUERY_TILE, num_kv_heads, group_size]
+    q: jax.Array,  # f[QUERY_TILE, num_kv_heads, group_size, head_dim]
+    block_ids: jax.Array,  # i32[QUERY_TILE, tile_blocks]
+    has_seen: jax.Array,  # bool[QUERY_TILE, tile_blocks], whether a key of the block is seen
+    is_seen: jax.Array,  # bool[QUERY_TILE, key_tile]
+) -> RunningSoftmax:
+    k, v = (_by_position(x) for x in problem.gather_blocks(block_ids, has_seen))
+    # Unwritten memory may hold NaN, and a weight of 0 times NaN is NaN.
+    v = jnp.where(is_seen[:, None, :, None], v, 0)
+    products = product_f32("thgd,thpd->thgp", q, k)
+    logits = problem.logits(products, is_seen[:, None, None, :], head_axis=1)
+    largest = jnp.maximum(softmax.largest, logits.max(axis=-1))
+    rescale = jnp.exp(softmax.largest - largest)
+    # Where nothing has been seen yet `largest` is no logit, and these would be ones.
+    weights = jnp.where(is_seen[:, None, None, :], jnp.exp(logits - largest[..., None]), 0.0)
+    return RunningSoftmax(
+        largest,
+        softmax.denominator * rescale + weights.sum(axis=-1),
+        softmax.weighted_values * rescale[..., None]
+        + product_f32("thgp,thpd->thgd", weights.astype(v.dtype), v),
+    )
+
+
+def _by_position(
+    blocks: jax.Array,  # f[QUERY_TILE, tile_blocks, num_kv_heads, block_size, head_dim]
+) -> jax.Array:  # f[QUERY_TILE, num_kv_heads, key_tile, head_dim]
+    num_tokens, _, num_kv_heads, _, head_dim = blocks.shape
+    return jnp.swapaxes(blocks, 1, 2).reshape(num_tokens, num_kv_heads, -1, head_dim)
