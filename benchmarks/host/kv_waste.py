@@ -7,10 +7,12 @@ max_model_len for each request, as a contiguous cache does, is printed beside it
 
 import argparse
 import random
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
 from paxkv.config import CacheConfig, SchedulerConfig
+from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from paxkv.contracts.runner_output import ModelRunnerOutput
@@ -21,11 +23,13 @@ from paxkv.scheduler.scheduler import Scheduler
 MAX_MODEL_LEN = 2048
 
 
-def make_scheduler(block_size: int, num_tokens_in_pool: int) -> Scheduler:
+def make_scheduler(
+    block_size: int, num_tokens_in_pool: int, *, max_num_seqs: int = 64
+) -> Scheduler:
     """A scheduler over a pool of `num_tokens_in_pool` token positions, one attention layer."""
     spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=64, dtype="float32")
     return Scheduler(
-        scheduler_config=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=2048),
+        scheduler_config=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=2048),
         cache_config=CacheConfig(block_size=block_size),
         kv_cache_config=KVCacheConfig(
             num_blocks=num_tokens_in_pool // block_size + 1,
@@ -64,23 +68,30 @@ def answer(output: SchedulerOutput, scheduler: Scheduler, rng: random.Random) ->
     )
 
 
-def measure(block_size: int, num_requests: int, min_tokens: int, seed: int) -> tuple[float, float]:
-    """Waste in percent of paged allocation and of contiguous reservation, over all steps."""
-    scheduler = make_scheduler(block_size, num_tokens_in_pool=40_000)
-    for request in make_requests(num_requests, min_tokens, seed):
+def run_steps(
+    scheduler: Scheduler, requests: Sequence[EngineRequest], seed: int
+) -> Iterator[SchedulerStats]:
+    """Runs requests to their ends; yields the scheduler's numbers after every step."""
+    for request in requests:
         scheduler.add_request(request)
     rng = random.Random(seed)
-    allocated = used = reserved = held = 0
     while scheduler.has_unfinished_requests():
         output = scheduler.schedule()
         scheduler.update_from_output(output, answer(output, scheduler, rng))
-        stats = scheduler.make_stats()
+        yield scheduler.make_stats()
+    scheduler.check_invariants()
+
+
+def measure(block_size: int, num_requests: int, min_tokens: int, seed: int) -> tuple[float, float]:
+    """Waste in percent of paged allocation and of contiguous reservation, over all steps."""
+    scheduler = make_scheduler(block_size, num_tokens_in_pool=40_000)
+    allocated = used = reserved = held = 0
+    for stats in run_steps(scheduler, make_requests(num_requests, min_tokens, seed), seed):
         allocated += stats.num_allocated_slots
         used += stats.num_used_slots
         # A contiguous cache shares nothing: each request holds all its tokens itself.
         reserved += stats.num_running_reqs * MAX_MODEL_LEN
         held += sum(request.num_computed_tokens for request in scheduler.running)
-    scheduler.check_invariants()
     return 100 * (1 - used / allocated), 100 * (1 - held / reserved)
 
 

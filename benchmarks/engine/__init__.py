@@ -1,0 +1,1 @@
+"""Offline throughput of engines that run as processes of their own."""

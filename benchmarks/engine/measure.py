@@ -1,0 +1,122 @@
+"""Runs engines in turn, repetition by repetition, and makes rows and tables of what they did."""
+
+import dataclasses
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+
+from benchmarks.engine.offline_engine import EngineRun, Setting
+from benchmarks.engine.process import EngineProcess
+from benchmarks.result_rows import ResultRow
+
+# An engine that burns more than this share of a processor while others run disturbs them.
+MAX_IDLE_SHARE = 0.02
+# Shorter waits than this say nothing of it.
+MIN_IDLE_WALL_S = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """An engine with the settings that it is to run with.
+
+    Args:
+        label: Its name in tables and rows, such as `static-8`.
+    """
+
+    label: str
+    process: EngineProcess
+    settings: Mapping[str, Setting]
+
+
+def run_in_turn(
+    contenders: Sequence[Contender], num_repetitions: int
+) -> dict[str, list[EngineRun]]:
+    """Runs A B C A B C, so that what changes while the machine is busy hits all of them alike.
+
+    Raises:
+        EngineProcessError: An engine failed.
+    """
+    runs: dict[str, list[EngineRun]] = {contender.label: [] for contender in contenders}
+    for _ in range(num_repetitions):
+        for contender in contenders:
+            runs[contender.label].append(contender.process.run(contender.settings))
+    return runs
+
+
+def restless(runs: Mapping[str, Sequence[EngineRun]]) -> list[str]:
+    """What is to be said of engines that used the processor while they were to wait."""
+    lines = []
+    for label, of_label in runs.items():
+        shares = [
+            run.idle_cpu_s / run.idle_wall_s
+            for run in of_label
+            if run.idle_wall_s >= MIN_IDLE_WALL_S
+        ]
+        if shares and max(shares) > MAX_IDLE_SHARE:
+            lines.append(
+                f"UNFAIR: {label} took {100 * max(shares):.1f} % of a processor while others ran."
+            )
+    return lines
+
+
+def ratios(ours: Sequence[EngineRun], others: Sequence[EngineRun], figure: str) -> list[float]:
+    """Ours over theirs, repetition by repetition.
+
+    Args:
+        figure: A property of `EngineRun`.
+    """
+    pairs = zip(ours, others, strict=True)
+    return [getattr(our, figure) / getattr(other, figure) for our, other in pairs]
+
+
+def speed_rows(
+    benchmark: str, case: str, runs: Sequence[EngineRun], device: str
+) -> list[ResultRow]:
+    """Tokens by both clocks, and every figure that the engine counted."""
+    values = {
+        "tokens_per_cpu_s": [run.tokens_per_cpu_s for run in runs],
+        "tokens_per_s": [run.tokens_per_s for run in runs],
+    }
+    for name in runs[0].figures:
+        values[name] = [run.figures[name] for run in runs if name in run.figures]
+    return [
+        ResultRow(benchmark=benchmark, case=case, metric=metric, values=of_metric, device=device)
+        for metric, of_metric in values.items()
+    ]
+
+
+def case_fields(case: str) -> list[str]:
+    """ "hash runs=[1, 2] size=3" -> ["hash", "runs=[1, 2]", "size=3"]."""
+    return re.split(r" (?=\w+=)", case)
+
+
+def short_cases(cases: Sequence[str]) -> tuple[str, list[str]]:
+    """What all cases have in common, and what is left of each.
+
+    One case alone has nothing to be set apart from: it is all in common.
+    """
+    fields = [case_fields(case) for case in cases]
+    common = set(fields[0]).intersection(*fields)
+    left = [" ".join(f for f in of_case if f not in common) for of_case in fields]
+    return " ".join(f for f in fields[0] if f in common), left
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """ "median (least to most)", or the one value there is."""
+    middle = f"{statistics.median(values):,.{digits}f}"
+    if min(values) == max(values):
+        return middle
+    return f"{middle} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
+
+
+def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table with aligned columns, the first to the left and all others to the right."""
+    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
+
+    def written(cells: Sequence[str]) -> str:
+        first, *others = zip(cells, widths, strict=True)
+        padded = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
+        return "| " + " | ".join(padded) + " |"
+
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return "\n".join([written(head), written(rule), *map(written, lines)])

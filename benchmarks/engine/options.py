@@ -1,0 +1,130 @@
+"""Command line options that the offline benchmarks share, and what they stand for."""
+
+import argparse
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.engine.offline_engine import EngineSpec, Setting
+from benchmarks.random_checkpoint import MODEL_SHAPES, NUMPY_DTYPES, write_checkpoint
+from benchmarks.workloads import WORKLOADS, Workload, make_workload
+
+PAXKV_MODULE = "benchmarks.engine.paxkv_engine"
+
+
+def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """A parser with the options of every offline benchmark."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--workload", choices=list(WORKLOADS), default="mixed")
+    parser.add_argument(
+        "--model", choices=list(MODEL_SHAPES), default="small", help="shape of the random model"
+    )
+    parser.add_argument(
+        "--threads",
+        type=_positive,
+        default=1,
+        help="processors that an engine may use; its process is pinned to as many",
+    )
+    parser.add_argument("--repetitions", type=_positive, default=3)
+    parser.add_argument("--dtype", choices=list(NUMPY_DTYPES), default="float32")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and the workload")
+    parser.add_argument(
+        "--num-requests", type=_positive, help="only the first ones of the workload"
+    )
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        metavar="NAME=VALUE",
+        type=_setting,
+        action="append",
+        default=[],
+        help="a setting of paxkv's, such as block_size=32 or max_num_batched_tokens=1024",
+    )
+    parser.add_argument("--block-size", type=int, help="paxkv's; its default if left out")
+    parser.add_argument("--max-num-seqs", type=int, help="paxkv's; its default if left out")
+    parser.add_argument("--out", type=Path, help="file of JSON lines that rows are appended to")
+    return parser
+
+
+def paxkv_settings(arguments: argparse.Namespace) -> dict[str, Setting]:
+    """paxkv's settings, those with an option of their own among them."""
+    settings = dict(arguments.settings)
+    for name in ("block_size", "max_num_seqs"):
+        if getattr(arguments, name) is not None:
+            settings[name] = getattr(arguments, name)
+    return settings
+
+
+def chosen_workload(arguments: argparse.Namespace) -> Workload:
+    vocab_size = MODEL_SHAPES[arguments.model].vocab_size
+    workload = make_workload(arguments.workload, vocab_size=vocab_size, seed=arguments.seed)
+    if arguments.num_requests is None:
+        return workload
+    return workload.first(arguments.num_requests)
+
+
+@contextlib.contextmanager
+def work_folder(arguments: argparse.Namespace, workload: Workload) -> Iterator[Path]:
+    """A folder with `checkpoint/` and `workload.json`, for as long as engines run."""
+    with tempfile.TemporaryDirectory(prefix="paxkv-benchmark-") as name:
+        folder = Path(name)
+        workload.write(folder / "workload.json")
+        write_checkpoint(
+            folder / "checkpoint",
+            MODEL_SHAPES[arguments.model],
+            seed=arguments.seed,
+            dtype=arguments.dtype,
+        )
+        yield folder
+
+
+def engine_spec(
+    arguments: argparse.Namespace, folder: Path, module: str, settings: dict[str, Setting]
+) -> EngineSpec:
+    return EngineSpec(
+        module=module,
+        checkpoint=str(folder / "checkpoint"),
+        dtype=arguments.dtype,
+        num_threads=arguments.threads,
+        settings=settings,
+    )
+
+
+def case_of(arguments: argparse.Namespace, engine: str, settings: dict[str, Setting]) -> str:
+    """ "model=small workload=mixed ... engine=paxkv ...", everything that the work depends on."""
+    fields: dict[str, Setting] = {
+        "model": arguments.model,
+        "workload": arguments.workload,
+        "threads": arguments.threads,
+        "dtype": arguments.dtype,
+        "seed": arguments.seed,
+        "engine": engine,
+    }
+    if arguments.num_requests is not None:
+        fields["num_requests"] = arguments.num_requests
+    return " ".join(f"{name}={value}" for name, value in (fields | settings).items())
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _setting(text: str) -> tuple[str, Setting]:
+    """ "block_size=32" -> ("block_size", 32); what is no JSON value is a string."""
+    name, sign, value = text.partition("=")
+    if not sign or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"wanted NAME=VALUE, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value

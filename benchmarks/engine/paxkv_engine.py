@@ -1,0 +1,204 @@
+"""paxkv as an offline engine, through its synchronous client; also counts what the engine tells."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.engine.offline_engine import EngineOutput, EngineSpec, Setting
+from benchmarks.workloads import Workload
+from models import read_model_config
+from paxkv.build import build_engine, build_llm_client
+from paxkv.config import EngineConfig, SchedulerConfig
+from paxkv.contracts.engine_client import EngineTransport
+from paxkv.contracts.engine_output import EngineOutput as EngineMessage
+from paxkv.contracts.engine_output import SchedulerStats, StepOutputs
+from paxkv.contracts.engine_request import EngineInput
+from paxkv.sampling_params import SamplingParams
+
+BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2, "float16": 2}
+# A request may hold slots for a burst of tokens that it has not made, and part of a block.
+SPARE_TOKENS_PER_REQUEST = 64
+# The null block, and what is lost to rounding.
+SPARE_TOKENS = 512
+
+
+def load_engine(spec: EngineSpec, workload: Workload) -> "PaxkvEngine":
+    """Builds the engine; its cache holds as many of the longest requests as may run at once.
+
+    Settings are fields of the parts of `EngineConfig`; `cpu_kv_cache_bytes` overrules the above.
+
+    Raises:
+        ValueError: No part has a setting of that name.
+    """
+    parts = settings_by_part(spec.settings)
+    parts["model"] |= {"model": spec.checkpoint, "dtype": spec.dtype}
+    defaults = {"cpu_kv_cache_bytes": kv_cache_bytes(spec, workload, parts["scheduler"])}
+    parts["cache"] = defaults | parts["cache"]
+    return PaxkvEngine(
+        EngineConfig(**{name: _part_class(name)(**fields) for name, fields in parts.items()})
+    )
+
+
+def settings_by_part(settings: Mapping[str, Setting]) -> dict[str, dict[str, Setting]]:
+    """Each setting under the part of `EngineConfig` whose field it is.
+
+    Raises:
+        ValueError: No part has it.
+    """
+    names = {
+        part.name: {field.name for field in dataclasses.fields(_part_class(part.name))}
+        for part in dataclasses.fields(EngineConfig)
+    }
+    unknown = sorted(set(settings) - set().union(*names.values()))
+    if unknown:
+        raise ValueError(f"paxkv has no setting {', '.join(unknown)}; see paxkv/config.py.")
+    return {
+        part: {name: value for name, value in settings.items() if name in known}
+        for part, known in names.items()
+    }
+
+
+def _part_class(name: str) -> type:
+    field = next(f for f in dataclasses.fields(EngineConfig) if f.name == name)
+    return field.default_factory
+
+
+def kv_cache_bytes(
+    spec: EngineSpec, workload: Workload, scheduler_settings: Mapping[str, Setting]
+) -> int:
+    """Room for the longest requests, as many as run at once: none has to be preempted."""
+    model = read_model_config(Path(spec.checkpoint))
+    max_num_seqs = SchedulerConfig(**scheduler_settings).max_num_seqs
+    longest = sorted((r.num_tokens for r in workload.requests), reverse=True)[:max_num_seqs]
+    num_tokens = sum(longest) + SPARE_TOKENS_PER_REQUEST * len(longest)
+    # paxkv refuses a cache that could not hold the longest request of the model.
+    num_tokens = max(num_tokens, model.max_position_embeddings) + SPARE_TOKENS
+    values_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+    return num_tokens * values_per_token * BYTES_PER_VALUE[spec.dtype]
+
+
+class PaxkvEngine:
+    """An engine in this process, which compiles nothing after it is built."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        engine = build_engine(config)
+        self._input_processor = engine.input_processor
+        self._tap = OutputTap(engine.transport)
+        self._client = build_llm_client(dataclasses.replace(engine, transport=self._tap))
+        self._num_runs = 0
+
+    def prepare(self) -> None:
+        """Forgets cached prefixes."""
+        if self._client.call("reset_prefix_cache", False) != "true":
+            raise RuntimeError("the prefix cache could not be reset: requests still hold blocks.")
+
+    def run(self, workload: Workload) -> EngineOutput:
+        """All requests at once, as `LLM.generate` runs them."""
+        self._num_runs += 1
+        before = self._tap.start()
+        for idx, request in enumerate(workload.requests):
+            params = SamplingParams(
+                temperature=0.0,
+                max_tokens=request.num_output_tokens,
+                ignore_eos=True,
+                detokenize=False,
+            )
+            self._client.add_request(
+                self._input_processor.process(
+                    request.prompt_token_ids, params, request_id=f"{self._num_runs}.{idx}"
+                )
+            )
+        token_ids: dict[str, list[int]] = {}
+        while len(token_ids) < len(workload.requests):
+            for output in self._client.wait_for_outputs():
+                token_ids[output.request_id] = output.outputs[0].token_ids
+        figures = self._tap.figures() | _counted(before, self._tap.stats)
+        return EngineOutput(
+            token_ids=[token_ids[f"{self._num_runs}.{i}"] for i in range(len(token_ids))],
+            figures=figures,
+        )
+
+    def logit_gap(self, token_ids: list[int], first: int, second: int) -> float:
+        raise NotImplementedError("paxkv reports no logits; another engine judges.")
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class OutputTap:
+    """A transport that notes when each request's first token came, and the engine's statistics.
+
+    Reading them here costs a run next to nothing, whereas streaming would make an output a token.
+    """
+
+    def __init__(self, transport: EngineTransport) -> None:
+        self._transport = transport
+        self._stats = SchedulerStats()
+        self._start_s = 0.0
+        self._first_token_s: dict[str, float] = {}
+        # Token positions that requests held, and used, summed over steps.
+        self._num_allocated_slots = 0
+        self._num_used_slots = 0
+
+    def start(self) -> SchedulerStats:
+        """Begins a run; returns the counters as of now."""
+        self._start_s = time.perf_counter()
+        self._first_token_s = {}
+        self._num_allocated_slots = self._num_used_slots = 0
+        return self._stats
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """Those of the last step."""
+        return self._stats
+
+    def figures(self) -> dict[str, float]:
+        """Of the run since `start`."""
+        waits_ms = [1000 * (s - self._start_s) for s in self._first_token_s.values()]
+        figures = {
+            "ttft_p50_ms": statistics.median(waits_ms),
+            "ttft_p99_ms": float(np.percentile(waits_ms, 99)),
+        }
+        # The engine counts slots every few steps only: a short run may see none counted.
+        if self._num_allocated_slots:
+            share_used = self._num_used_slots / self._num_allocated_slots
+            figures["kv_waste_percent"] = 100 * (1 - share_used)
+        return figures
+
+    def send(self, message: EngineInput) -> None:
+        self._transport.send(message)
+
+    def receive(self, timeout_s: float | None = None) -> EngineMessage | None:
+        message = self._transport.receive(timeout_s)
+        if isinstance(message, StepOutputs):
+            now = time.perf_counter()
+            for output in message.outputs:
+                if output.new_token_ids and output.request_id not in self._first_token_s:
+                    self._first_token_s[output.request_id] = now
+            self._stats = message.stats
+            self._num_allocated_slots += message.stats.num_allocated_slots
+            self._num_used_slots += message.stats.num_used_slots
+        return message
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+def _counted(before: SchedulerStats, after: SchedulerStats) -> dict[str, float]:
+    """Figures of a run from the engine's counters on both of its sides."""
+    num_padded = after.num_padded_tokens - before.num_padded_tokens
+    num_scheduled = after.num_scheduled_tokens - before.num_scheduled_tokens
+    num_queries = after.prefix_cache_queries - before.prefix_cache_queries
+    num_hits = after.prefix_cache_hits - before.prefix_cache_hits
+    return {
+        "steps": after.num_steps - before.num_steps,
+        "preemptions": after.num_preemptions - before.num_preemptions,
+        "padding_waste_ratio": num_padded / (num_padded + num_scheduled),
+        "prefix_hit_percent": 100 * num_hits / num_queries if num_queries else 0.0,
+        # Since the engine is ready, the warm-up and earlier runs included.
+        "compiles_after_ready": after.num_compiles_after_ready,
+    }

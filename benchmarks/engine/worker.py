@@ -1,0 +1,107 @@
+"""The process of one engine: loads it, then runs the workload whenever a line on stdin says so.
+
+Started by `process.py`, pinned already. A line in is a JSON object, and so is each line out; what
+libraries print goes to stderr. Between commands it waits for a line, and burns nothing.
+"""
+
+import dataclasses
+import gc
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TextIO
+
+from benchmarks.engine.offline_engine import EngineRun, EngineSpec, OfflineEngine
+from benchmarks.workloads import Workload
+
+# Of a run that only warms up: as many requests, with outputs of so many tokens.
+WARM_UP_REQUESTS = 16
+WARM_UP_OUTPUT_TOKENS = 4
+
+
+class Worker:
+    """Obeys commands for one engine."""
+
+    def __init__(self, engine: OfflineEngine, workload: Workload) -> None:
+        self._engine = engine
+        self._workload = workload
+        self._idle_since = (time.perf_counter(), time.process_time())
+
+    def obey(self, command: dict[str, object]) -> dict[str, object]:
+        """One command's answer."""
+        if command["command"] == "run":
+            run = self._run(command["settings"], is_warm_up=command["is_warm_up"])
+            return dataclasses.asdict(run)
+        if command["command"] == "logit_gap":
+            tokens = command["token_ids"]
+            gap = self._engine.logit_gap(tokens, command["first"], command["second"])
+            return {"logit_gap": gap}
+        raise ValueError(f"got command {command['command']!r}; wanted run or logit_gap.")
+
+    def _run(self, settings: dict[str, object], *, is_warm_up: bool) -> EngineRun:
+        wall, cpu = time.perf_counter(), time.process_time()
+        idle_wall_s, idle_cpu_s = wall - self._idle_since[0], cpu - self._idle_since[1]
+        workload = self._workload
+        if is_warm_up:
+            workload = workload.first(WARM_UP_REQUESTS, WARM_UP_OUTPUT_TOKENS)
+        self._engine.prepare()
+        gc.collect()
+        wall, cpu = time.perf_counter(), time.process_time()
+        output = self._engine.run(workload, **settings)
+        wall_s, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
+        _check_lengths(workload, output.token_ids)
+        self._idle_since = (time.perf_counter(), time.process_time())
+        return EngineRun(
+            token_ids=output.token_ids,
+            figures=output.figures,
+            wall_s=wall_s,
+            cpu_s=cpu_s,
+            idle_wall_s=idle_wall_s,
+            idle_cpu_s=idle_cpu_s,
+        )
+
+
+def _check_lengths(workload: Workload, token_ids: list[list[int]]) -> None:
+    """Every request got what it wanted: the work is the same for all engines."""
+    wanted = [request.num_output_tokens for request in workload.requests]
+    got = list(map(len, token_ids))
+    if got != wanted:
+        raise ValueError(f"output lengths are wrong: got {got}, wanted {wanted}.")
+
+
+def _serve(commands: TextIO, answers: TextIO) -> None:
+    start = json.loads(commands.readline())
+    spec = EngineSpec(**start["spec"])
+    workload = Workload.read(Path(start["workload"]))
+    engine = importlib.import_module(spec.module).load_engine(spec, workload)
+    worker = Worker(engine, workload)
+    _answer(answers, {"ready": True})
+    for line in commands:
+        try:
+            answer = worker.obey(json.loads(line))
+        # A peer that cannot run here is a result, and the reason is to be told.
+        except Exception as error:
+            traceback.print_exception(error)
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        _answer(answers, answer)
+    engine.close()
+
+
+def _answer(answers: TextIO, answer: dict[str, object]) -> None:
+    answers.write(json.dumps(answer) + "\n")
+    answers.flush()
+
+
+def main() -> None:
+    # Where the parent reads must be nothing but answers.
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        _serve(sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""Makes a Markdown table and PNG plots of result rows.
+
+    python -m benchmarks.report benchmarks/results/*.jsonl --out report
+
+writes report/report.md, which shows every figure and links the plots beside it. Of figures that
+were taken again, the file's last row counts. Rows with an engine and a workload in their case
+become bars of tokens per second, engine by engine, one plot for each workload; any other metric
+becomes a bar a case. A thin line on a bar goes from the least to the most of its repetitions.
+"""
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.engine.measure import case_fields, markdown_table, short_cases
+
+SPEED_METRICS = {
+    "tokens_per_cpu_s": "output tokens per CPU-second",
+    "tokens_per_s": "output tokens per second",
+}
+# Speed metric -> metric of the same case that says how many times as fast paxkv is.
+RATIO_METRICS = {
+    "tokens_per_cpu_s": "paxkv_times_per_cpu_s",
+    "tokens_per_s": "paxkv_times_per_s",
+}
+OURS = "paxkv"
+# Told apart by readers who do not see red and green, and in grey.
+OUR_COLOR, OTHER_COLOR, LINE_COLOR = "#0072b2", "#b8c4ce", "#333333"
+# A case's fields that make a plot of their own, and those that are said elsewhere in it.
+FIGURE_FIELDS = ("model", "threads", "dtype", "num_requests")
+MAX_PLOTS_A_ROW = 3
+BAR_INCHES = 0.38
+# Past so many characters a case is drawn on two lines.
+MAX_LABEL_CHARS = 60
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A result row as its file has it; `result_rows.py` says what the fields are."""
+
+    date: str
+    benchmark: str
+    case: str
+    metric: str
+    median: float
+    min: float
+    max: float
+    num_repetitions: int
+    device: str
+    commit: str
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """The "name=value" fields of the case."""
+        pairs = (field.partition("=") for field in case_fields(self.case))
+        return {name: value for name, sign, value in pairs if sign}
+
+    @property
+    def is_of_an_engine(self) -> bool:
+        return self.metric in SPEED_METRICS and {"engine", "workload"} <= set(self.fields)
+
+
+def read_rows(files: Sequence[Path]) -> list[Row]:
+    """The rows of all files, the last of each benchmark, case and metric, in order of appearance.
+
+    Raises:
+        ValueError: A line is no result row.
+    """
+    names = [field.name for field in dataclasses.fields(Row)]
+    found: dict[tuple[str, str, str], Row] = {}
+    for file in files:
+        for number, line in enumerate(file.read_text().splitlines(), start=1):
+            try:
+                fields = json.loads(line)
+                row = Row(**{name: fields[name] for name in names})
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{file}:{number} is no result row: {error!r}.") from error
+            found[row.benchmark, row.case, row.metric] = row
+    return list(found.values())
+
+
+def write_report(rows: Sequence[Row], folder: Path) -> Path:
+    """Writes report.md and its plots into a folder, which is made if it is missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = ["# Results", ""]
+    for benchmark in dict.fromkeys(row.benchmark for row in rows):
+        of_benchmark = [row for row in rows if row.benchmark == benchmark]
+        text += [f"## {benchmark}", ""]
+        for plot in _write_plots(of_benchmark, folder):
+            text += [f"![{plot.stem}]({plot.name})", ""]
+        text += [_table(of_benchmark), ""]
+    report = folder / "report.md"
+    report.write_text("\n".join(text))
+    return report
+
+
+def _table(rows: Sequence[Row]) -> str:
+    head = ["case", "metric", "median", "least", "most", "repetitions", "device", "date", "commit"]
+    lines = [
+        [
+            row.case,
+            row.metric,
+            _number(row.median),
+            _number(row.min),
+            _number(row.max),
+            str(row.num_repetitions),
+            row.device,
+            row.date,
+            row.commit,
+        ]
+        for row in rows
+    ]
+    # A "|" would end its cell.
+    return markdown_table(head, [[cell.replace("|", "\\|") for cell in line] for line in lines])
+
+
+def _number(value: float) -> str:
+    """With three digits or more, as 12.3 for 12.345 and 12,345 for 12345.6."""
+    if value == 0 or abs(value) >= 100 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def _write_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """All plots of one benchmark."""
+    plots = []
+    ratios = {(row.case, row.metric): row.median for row in rows}
+    engine_rows = [row for row in rows if row.is_of_an_engine]
+    by_figure: dict[tuple[str, ...], list[Row]] = {}
+    for row in engine_rows:
+        fields = (f"{name}={row.fields[name]}" for name in FIGURE_FIELDS if name in row.fields)
+        by_figure.setdefault((row.metric, *fields), []).append(row)
+    for key, of_figure in by_figure.items():
+        plots.append(_save(_plot_engines(of_figure, ratios), folder, rows[0].benchmark, *key))
+    by_metric: dict[str, list[Row]] = {}
+    for row in rows:
+        # Ratios stand beside the bars of the engines that they are of.
+        if not row.is_of_an_engine and not (engine_rows and row.metric in RATIO_METRICS.values()):
+            by_metric.setdefault(row.metric, []).append(row)
+    # Metrics of the same cases share a figure.
+    by_cases: dict[tuple[str, ...], list[list[Row]]] = {}
+    for of_metric in by_metric.values():
+        # Nothing to see where nothing happened; the table says so.
+        if not any(row.max for row in of_metric):
+            continue
+        by_cases.setdefault(tuple(row.case for row in of_metric), []).append(of_metric)
+    for panels in by_cases.values():
+        plots.append(_save(_plot_cases(panels), folder, rows[0].benchmark, panels[0][0].metric))
+    return plots
+
+
+def _save(figure: Figure, folder: Path, *name: str) -> Path:
+    file = folder / (re.sub(r"[^\w.=-]+", "_", "-".join(name)) + ".png")
+    figure.savefig(file, dpi=120, bbox_inches="tight")
+    return file
+
+
+def _panels(
+    num_panels: int, num_bars: int, label_inches: float, *, sharey: bool = False
+) -> tuple[Figure, list[Axes]]:
+    """A figure with room for `num_panels` sets of bars, and their axes."""
+    num_columns = min(num_panels, MAX_PLOTS_A_ROW)
+    num_rows = -(-num_panels // num_columns)
+    size = (label_inches + 4.2 * num_columns, 0.5 + num_rows * (0.9 + BAR_INCHES * num_bars))
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(num_rows, num_columns, squeeze=False, sharey=sharey)
+    for axes in grid.flat[num_panels:]:
+        axes.set_axis_off()
+    return figure, list(grid.flat[:num_panels])
+
+
+def _plot_engines(rows: Sequence[Row], ratios: dict[tuple[str, str], float]) -> Figure:
+    """A set of bars for each workload, a bar for each engine.
+
+    Args:
+        ratios: (case, metric) -> how many times as fast paxkv is, where it was measured.
+    """
+    workloads = list(dict.fromkeys(row.fields["workload"] for row in rows))
+    of_workload = {
+        name: [row for row in rows if row.fields["workload"] == name] for name in workloads
+    }
+    figure, panels = _panels(len(workloads), max(map(len, of_workload.values())), 1.5)
+    metric = rows[0].metric
+    for axes, (workload, of_axes) in zip(panels, of_workload.items(), strict=True):
+        notes = []
+        for row in of_axes:
+            ratio = ratios.get((row.case, RATIO_METRICS[metric]))
+            note = "" if ratio is None else f"   ({OURS} {ratio:.1f}×)"
+            notes.append(_number(row.median) + note)
+        _draw_bars(axes, of_axes, _engine_labels(of_axes), notes)
+        axes.set_title(workload, loc="left", fontsize=10, fontweight="bold")
+        axes.set_xlabel(SPEED_METRICS[metric], fontsize=9)
+        axes.invert_yaxis()
+    named = (f"{name} {rows[0].fields[name]}" for name in FIGURE_FIELDS if name in rows[0].fields)
+    figure.suptitle(f"{rows[0].benchmark}: {', '.join(named)}", fontsize=11)
+    return figure
+
+
+def _engine_labels(rows: Sequence[Row]) -> list[str]:
+    """The engine of each row, with whatever else sets it apart from the others."""
+    _, left = short_cases([row.case for row in rows])
+    labels = []
+    for row, case in zip(rows, left, strict=True):
+        others = [field for field in case_fields(case) if not field.startswith("engine=")]
+        labels.append("\n".join([row.fields["engine"], *filter(None, others)]))
+    return labels
+
+
+def _plot_cases(metrics: Sequence[Sequence[Row]]) -> Figure:
+    """A bar a case, and a set of them for each metric; all metrics have the same cases."""
+    cases = [row.case for row in metrics[0]]
+    common, labels = short_cases(cases)
+    # One case alone is the title. A case that has no more than the common fields stays whole.
+    if len(cases) > 1 and not all(labels):
+        common, labels = "", cases
+    labels = [_in_two_lines(label) for label in labels]
+    widest = max(len(line) for label in labels for line in label.split("\n"))
+    figure, panels = _panels(len(metrics), len(cases), 0.5 + 0.07 * widest, sharey=True)
+    for axes, rows in zip(panels, metrics, strict=True):
+        _draw_bars(axes, rows, labels, [_number(row.median) for row in rows])
+        axes.set_title(rows[0].metric.replace("_", " "), loc="left", fontsize=10)
+    # Shared, so that one call turns them all.
+    panels[0].invert_yaxis()
+    figure.suptitle("\n".join(filter(None, [metrics[0][0].benchmark, common])), fontsize=11)
+    return figure
+
+
+def _in_two_lines(label: str) -> str:
+    if len(label) <= MAX_LABEL_CHARS:
+        return label
+    spaces = [place for place, char in enumerate(label) if char == " "]
+    middle = min(spaces, key=lambda place: abs(place - len(label) / 2), default=None)
+    return label if middle is None else f"{label[:middle]}\n{label[middle + 1 :]}"
+
+
+def _draw_bars(
+    axes: Axes, rows: Sequence[Row], labels: Sequence[str], notes: Sequence[str]
+) -> None:
+    """Horizontal bars, each with its spread and a note behind it.
+
+    From the bottom up: whoever calls turns the axis around.
+    """
+    places = range(len(rows))
+    is_peer = [row.fields.get("engine", OURS).partition("-")[0] != OURS for row in rows]
+    colors = [OTHER_COLOR if peer else OUR_COLOR for peer in is_peer]
+    axes.barh(places, [row.median for row in rows], color=colors, height=0.62)
+    for place, row in zip(places, rows, strict=True):
+        if row.min == row.max:
+            continue
+        axes.errorbar(
+            row.median,
+            place,
+            xerr=[[row.median - row.min], [row.max - row.median]],
+            fmt="none",
+            ecolor=LINE_COLOR,
+            elinewidth=1,
+            capsize=2.5,
+        )
+    for place, row, note in zip(places, rows, notes, strict=True):
+        axes.annotate(
+            note,
+            (max(row.max, 0), place),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8.5,
+        )
+    axes.set_yticks(places, labels, fontsize=8.5)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.xaxis.set_major_formatter(lambda value, _: _number(value))
+    axes.grid(axis="x", color="#e4e4e4", linewidth=0.8)
+    axes.set_axisbelow(True)
+    # Room for the notes.
+    low, high = min(0.0, *(row.min for row in rows)), max(row.max for row in rows)
+    longest = max(map(len, notes))
+    axes.set_xlim(low, (high or 1.0) * (1.08 + 0.017 * longest))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("files", nargs="+", type=Path, help="files of JSON lines")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write into")
+    arguments = parser.parse_args(argv)
+    report = write_report(read_rows(arguments.files), arguments.out)
+    print(report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,279 @@
+"""How long a server takes from the start of its process to its first token, cold and warm.
+
+    python -m benchmarks.startup
+    python -m benchmarks.startup --num-repetitions 5 -- --model FOLDER --max-num-seqs 16
+
+Each repetition starts `python -m paxkv.serve` twice on a free port, with an empty folder for the
+compiled programs (cold), then with what the first start left there (warm), asks for one token as
+soon as the server is ready, and ends it. What stands behind `--` goes to the server as it is; with
+`--compiled-dir FOLDER`, both starts load what `python -m paxkv.compile` wrote.
+
+Milestones, all in seconds from the start of the process:
+
+    imports      Python has imported everything
+    model        weights are loaded and the KV cache is allocated
+    programs     every program is compiled, or loaded
+    ready        the port is open
+    first token  the first piece of an answer has come over HTTP
+
+Cold means that there is no compiled program. The system may have the files in memory: before the
+first measurement one process imports everything and ends. The cache folder is a fresh
+XDG_CACHE_HOME; JAX_COMPILATION_CACHE_DIR is taken out of the server's environment.
+"""
+
+import argparse
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+import httpx
+
+from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
+
+ROOT = Path(__file__).resolve().parents[1]
+MILESTONES = ("imports", "model", "programs", "ready", "first token")
+STARTS = ("cold", "warm")
+_IMPORTS_DONE = "benchmarks.startup: imports done"
+# As `python -m paxkv.serve`, with one line more: nothing else tells when the imports are done.
+_SERVE = f"""
+import sys
+from paxkv import serve
+print({_IMPORTS_DONE!r}, file=sys.stderr, flush=True)
+sys.exit(serve.main())
+"""
+_IMPORT = "from paxkv import serve"
+# What the server prints at each milestone; the first two groups of "programs" are counts.
+_LINES = {
+    "imports": re.compile(re.escape(_IMPORTS_DONE)),
+    "model": re.compile(r"KV cache: \d+ blocks"),
+    "programs": re.compile(r"programs: (\d+) loaded.*, (\d+) compiled"),
+    "ready": re.compile(r" is ready at (\S+)/v1"),
+}
+_STOP_TIMEOUT_S = 60.0
+_NUM_SHOWN_LINES = 20
+
+
+class StartError(Exception):
+    """The server did not get as far as its first token; the message shows what it said."""
+
+
+def measure_start(
+    serve_arguments: Sequence[str], cache_home: Path, timeout_s: float
+) -> dict[str, float]:
+    """Seconds to each of `MILESTONES`, and "num_loaded" and "num_compiled" programs.
+
+    Raises:
+        StartError: The server ended early, took too long, or gave no token.
+    """
+    command = [sys.executable, "-c", _SERVE, "--port", "0", *serve_arguments]
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=server_environment(os.environ, cache_home),
+        stdout=subprocess.PIPE,
+        # One pipe for both keeps their lines in order.
+        stderr=subprocess.STDOUT,
+    )
+    # Ends it where it hangs, so that reading what it prints ends, too.
+    watchdog = threading.Timer(timeout_s, process.kill)
+    watchdog.start()
+    try:
+        figures, url = _read_milestones(process, start)
+        figures["first token"] = _first_token_time(url, timeout_s) - start
+        return figures
+    finally:
+        watchdog.cancel()
+        _stop(process)
+
+
+def server_environment(environment: Mapping[str, str], cache_home: Path) -> dict[str, str]:
+    """An environment in which compiled programs lie below `cache_home` alone."""
+    changed = {k: v for k, v in environment.items() if k != "JAX_COMPILATION_CACHE_DIR"}
+    old_cache_home = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    # Models of the hub are to be found where they were.
+    changed.setdefault("HF_HOME", str(Path(old_cache_home) / "huggingface"))
+    return changed | {"XDG_CACHE_HOME": str(cache_home)}
+
+
+def _read_milestones(
+    process: subprocess.Popen[bytes], start: float
+) -> tuple[dict[str, float], str]:
+    """Waits until the server is ready; returns the figures so far and its address."""
+    figures: dict[str, float] = {}
+    said: list[str] = []
+    for line, now in _timed_lines(process.stdout):
+        said.append(line)
+        for name, pattern in _LINES.items():
+            if name in figures or (found := pattern.search(line)) is None:
+                continue
+            figures[name] = now - start
+            if name == "programs":
+                figures["num_loaded"], figures["num_compiled"] = map(int, found.groups())
+            if name == "ready":
+                return _all_of(figures, said), found.group(1)
+    raise StartError(
+        f"the server ended with code {process.wait()} before it was ready. {_last_of(said)}"
+    )
+
+
+def _timed_lines(pipe: IO[bytes]) -> Iterator[tuple[str, float]]:
+    r"""Each line with the time when its end was read; a progress bar's lines end in "\r"."""
+    rest = b""
+    while data := os.read(pipe.fileno(), 2**16):
+        now = time.perf_counter()
+        *whole, rest = re.split(rb"[\r\n]", rest + data)
+        for line in whole:
+            yield line.decode("utf-8", errors="replace"), now
+
+
+def _all_of(figures: dict[str, float], said: Sequence[str]) -> dict[str, float]:
+    missing = [name for name in _LINES if name not in figures]
+    if missing:
+        raise StartError(
+            f"the server is ready, but no line of it tells of {', '.join(missing)}. "
+            f"{_last_of(said)}"
+        )
+    return figures
+
+
+def _last_of(said: Sequence[str]) -> str:
+    lines = [line for line in said if line.strip()]
+    return "\n    ".join(["Its last lines:", *lines[-_NUM_SHOWN_LINES:]])
+
+
+def _first_token_time(url: str, timeout_s: float) -> float:
+    """When the first piece of an answer is there.
+
+    Raises:
+        StartError: None comes.
+    """
+    # Token ids, for models without a tokenizer; any model has these.
+    body = {"prompt": [3, 4, 5, 6, 7, 8, 9, 10], "max_tokens": 1, "stream": True}
+    try:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=timeout_s) as answer:
+            answer.raise_for_status()
+            for data in answer.iter_bytes():
+                if b"choices" in data:
+                    return time.perf_counter()
+    except httpx.HTTPError as error:
+        raise StartError(f"no first token: {type(error).__name__}: {error}") from error
+    raise StartError("no first token: the answer was empty.")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        # Reads on: a process whose pipe is full would never end.
+        process.communicate(timeout=_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+
+
+def measure_starts(
+    serve_arguments: Sequence[str], num_repetitions: int, timeout_s: float
+) -> dict[str, dict[str, list[float]]]:
+    """Start -> figure -> one value a repetition.
+
+    Raises:
+        StartError: A start failed.
+    """
+    figures: dict[str, dict[str, list[float]]] = {start: {} for start in STARTS}
+    for _ in range(num_repetitions):
+        with tempfile.TemporaryDirectory(prefix="paxkv-startup-") as folder:
+            for start in STARTS:
+                measured = measure_start(serve_arguments, Path(folder), timeout_s)
+                for name, value in measured.items():
+                    figures[start].setdefault(name, []).append(value)
+    return figures
+
+
+def result_rows(
+    figures: Mapping[str, Mapping[str, Sequence[float]]],
+    serve_arguments: Sequence[str],
+    device: str,
+) -> list[ResultRow]:
+    flags = " ".join(serve_arguments) or "none"
+    return [
+        ResultRow(
+            benchmark="benchmarks.startup",
+            case=f"start={start} flags={flags}",
+            metric=f"{name.replace(' ', '_')}_s" if name in MILESTONES else name,
+            values=values,
+            device=device,
+        )
+        for start, by_name in figures.items()
+        for name, values in by_name.items()
+    ]
+
+
+def table(figures: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+    """Medians with their range as Markdown."""
+    lines = [f"| s since process start | {' | '.join(figures)} |", "| --- " + "| ---: " * 2 + "|"]
+    for name in MILESTONES:
+        cells = [
+            f"{statistics.median(v):.2f} ({min(v):.2f} to {max(v):.2f})"
+            for v in (by_name[name] for by_name in figures.values())
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    for name in ("num_compiled", "num_loaded"):
+        cells = [f"{statistics.median(by_name[name]):g}" for by_name in figures.values()]
+        lines.append(f"| programs {name.removeprefix('num_')} | {' | '.join(cells)} |")
+    if max(figures["warm"]["num_compiled"]) > 0:
+        lines += [
+            "",
+            "A WARM START COMPILED: it did not find all programs of the cold one. Was a source "
+            "file changed between them, or the cache switched off?",
+        ]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = make_parser().parse_args(argv)
+    subprocess.run([sys.executable, "-c", _IMPORT], cwd=ROOT, check=True)
+    try:
+        figures = measure_starts(
+            arguments.serve_arguments, arguments.num_repetitions, arguments.timeout_s
+        )
+    except StartError as error:
+        print(f"benchmarks.startup: error: {error}", file=sys.stderr)
+        return 1
+    print(table(figures))
+    append_rows(result_rows(figures, arguments.serve_arguments, arguments.device), arguments.out)
+    if arguments.plot is not None:
+        # Figures need no matplotlib, which only the `bench` extra brings.
+        from benchmarks.startup_plot import draw_starts  # noqa: PLC0415
+
+        draw_starts(figures, MILESTONES, arguments.plot)
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.startup",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--num-repetitions", type=int, default=3, metavar="N")
+    parser.add_argument("--timeout-s", type=float, default=600.0, metavar="S", help="of a start")
+    parser.add_argument("--device", default=processor_name(), help="chip, for the rows")
+    parser.add_argument("--out", type=Path, default=RESULTS_FOLDER / "startup.jsonl")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="needs matplotlib")
+    parser.add_argument(
+        "serve_arguments", nargs="*", metavar="-- FLAG", help="flags of python -m paxkv.serve"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

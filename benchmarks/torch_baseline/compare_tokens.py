@@ -1,0 +1,69 @@
+"""Whether two engines made the same greedy tokens; if not, where, and how clear the choice was."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from benchmarks.workloads import Workload
+
+# (tokens before, one token, another) -> logit of the one minus logit of the other.
+LogitGap = Callable[[list[int], int, int], float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TokenDifference:
+    """The first token in which an engine differs, of one request.
+
+    Args:
+        position: Among the request's new tokens.
+        logit_gap: Logit of `wanted` minus that of `got` after all tokens before; None if nobody can
+            tell. Where it is as small as rounding, either choice is right.
+    """
+
+    request_idx: int
+    position: int
+    wanted: int
+    got: int
+    logit_gap: float | None
+
+    def is_tie(self, tie_gap: float) -> bool:
+        return self.logit_gap is not None and abs(self.logit_gap) <= tie_gap
+
+    def __str__(self) -> str:
+        gap = "unknown" if self.logit_gap is None else f"{self.logit_gap:.2e}"
+        return (
+            f"request {self.request_idx}, new token {self.position}: got {self.got}, wanted "
+            f"{self.wanted}, whose logit is higher by {gap}"
+        )
+
+
+def differences(
+    workload: Workload,
+    wanted: Sequence[Sequence[int]],
+    got: Sequence[Sequence[int]],
+    logit_gap: LogitGap | None,
+) -> list[TokenDifference]:
+    """The first difference of every request that has one.
+
+    Args:
+        wanted, got: New tokens of every request.
+        logit_gap: Judges how clear a choice was.
+    """
+    found = []
+    requests = zip(workload.requests, wanted, got, strict=True)
+    for request_idx, (request, wanted_ids, got_ids) in enumerate(requests):
+        pairs = enumerate(zip(wanted_ids, got_ids, strict=True))
+        position = next((idx for idx, (w, g) in pairs if w != g), None)
+        if position is None:
+            continue
+        before = [*request.prompt_token_ids, *wanted_ids[:position]]
+        choice = wanted_ids[position], got_ids[position]
+        found.append(
+            TokenDifference(
+                request_idx=request_idx,
+                position=position,
+                wanted=choice[0],
+                got=choice[1],
+                logit_gap=None if logit_gap is None else logit_gap(before, *choice),
+            )
+        )
+    return found

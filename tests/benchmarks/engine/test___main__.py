@@ -1,0 +1,77 @@
+"""The command measures paxkv with and without its prefix cache, and writes rows."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.engine.__main__ import main
+from benchmarks.engine.offline_engine import EngineRun, EngineSpec
+from benchmarks.workloads import Workload
+
+OPTIONS = ["--model", "tiny", "--workload", "prefix", "--num-requests", "4", "--repetitions", "2"]
+BOTH = ["--prefix-caching", "both", "--block-size", "16"]
+
+
+class FakeProcess:
+    """Stands for paxkv's process; with a cache it takes half the time."""
+
+    def __init__(self, spec: EngineSpec, workload_file: Path, log_file: Path) -> None:
+        assert (spec.settings["block_size"], spec.num_threads) == (16, 1)
+        self._is_cached = spec.settings["enable_prefix_caching"]
+        self._workload = Workload.read(workload_file)
+
+    def run(self, settings: dict[str, int], *, is_warm_up: bool = False) -> EngineRun:
+        return EngineRun(
+            token_ids=[[0] * r.num_output_tokens for r in self._workload.requests],
+            figures={"prefix_hit_percent": 90.0 if self._is_cached else 0.0},
+            wall_s=2.0 if self._is_cached else 4.0,
+            cpu_s=1.0 if self._is_cached else 4.0,
+            idle_wall_s=1.0,
+            idle_cpu_s=0.5,
+        )
+
+    def __enter__(self) -> "FakeProcess":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
+
+
+def read(file: Path) -> dict[tuple[str, str], dict]:
+    """(metric, what the case says of the prefix cache) -> row."""
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    found = {(r["metric"], r["case"].partition("enable_prefix_caching=")[2]): r for r in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+def test_cache_on_and_off_become_rows_and_a_ratio(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("benchmarks.engine.__main__.EngineProcess", FakeProcess)
+    out = tmp_path / "rows.jsonl"
+    assert main([*OPTIONS, *BOTH, "--out", str(out)]) == 0
+    rows = read(out)
+    assert rows["tokens_per_s", "True"]["median"] == 4 * 16 / 2
+    assert rows["tokens_per_cpu_s", "False"]["median"] == 4 * 16 / 4
+    assert rows["prefix_hit_percent", "True"]["median"] == 90
+    assert rows["cache_on_times_off_per_cpu_s", ""]["median"] == 4
+    assert rows["cache_on_times_off_per_s", ""]["median"] == 2
+    text = " ".join(capsys.readouterr().out.split())
+    # The columns are headed by what sets them apart.
+    assert "| metric | enable_prefix_caching=True | enable_prefix_caching=False | value |" in text
+    assert "UNFAIR: on took 50.0 % of a processor while others ran." in text
+
+
+@pytest.mark.slow
+def test_command_runs_both_engines(tmp_path) -> None:
+    out = tmp_path / "rows.jsonl"
+    assert main([*OPTIONS, *BOTH, "--out", str(out)]) == 0
+    rows = read(out)
+    for cached in ("True", "False"):
+        for metric in ("tokens_per_s", "tokens_per_cpu_s", "ttft_p99_ms", "padding_waste_ratio"):
+            assert rows[metric, cached]["median"] > 0
+        for metric in ("preemptions", "compiles_after_ready"):
+            assert rows[metric, cached]["median"] == 0
+    assert rows["prefix_hit_percent", "True"]["median"] > 50
+    assert rows["prefix_hit_percent", "False"]["median"] == 0
+    assert rows["cache_on_times_off_per_cpu_s", ""]["num_repetitions"] == 2

@@ -1,0 +1,66 @@
+"""An engine's process is pinned, is timed alone, and says why it failed."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from benchmarks.engine.offline_engine import EngineSpec
+from benchmarks.engine.process import EngineProcess, EngineProcessError
+from benchmarks.workloads import Workload, WorkloadRequest
+
+
+def start(folder: Path, num_requests: int = 2, **settings: object) -> EngineProcess:
+    request = WorkloadRequest(prompt_token_ids=[1, 2], num_output_tokens=9)
+    Workload(name="two", requests=[request] * num_requests).write(folder / "workload.json")
+    spec = EngineSpec(
+        module="tests.benchmarks.engine.counting_engine",
+        checkpoint="none",
+        dtype="float32",
+        num_threads=1,
+        settings=settings,
+    )
+    return EngineProcess(spec, folder / "workload.json", folder / "log")
+
+
+def test_runs_are_timed_alone_on_one_processor(tmp_path) -> None:
+    before = os.sched_getaffinity(0)
+    with start(tmp_path, prepare_s=0.5) as process:
+        first = process.run({"cpu_s": 0.05, "sleep_s": 0.2})
+        second = process.run({})
+        assert process.logit_gap([1, 2], 3, 4) == 37
+    assert os.sched_getaffinity(0) == before
+    assert first.token_ids == [list(range(9))] * 2
+    assert (first.figures["processors"], first.figures["omp_threads"]) == (1, 1)
+    assert (first.figures["prepared"], second.figures["prepared"]) == (1, 2)
+    assert 0.05 <= first.cpu_s < 0.2 <= first.wall_s
+    # Preparing is not of the run.
+    assert second.wall_s < 0.5
+    assert first.tokens_per_s == pytest.approx(18 / first.wall_s)
+    assert first.tokens_per_cpu_s == pytest.approx(18 / first.cpu_s)
+    # It slept until it was told to go on.
+    assert second.idle_cpu_s < 0.05
+
+
+def test_warm_up_is_a_small_part_of_the_workload(tmp_path) -> None:
+    with start(tmp_path, num_requests=20) as process:
+        assert process.run({}, is_warm_up=True).token_ids == [[0, 1, 2, 3]] * 16
+        assert len(process.run({}).token_ids) == 20
+
+
+def test_an_engine_that_makes_too_few_tokens_is_refused(tmp_path) -> None:
+    with start(tmp_path) as process:
+        with pytest.raises(EngineProcessError, match=r"got \[8, 8\], wanted \[9, 9\]"):
+            process.run({"lacks_one": True})
+
+
+def test_a_failed_run_says_why_and_the_engine_goes_on(tmp_path) -> None:
+    with start(tmp_path) as process:
+        with pytest.raises(EngineProcessError, match="RuntimeError: cannot do this here"):
+            process.run({"fails": True})
+        assert process.run({}).num_output_tokens == 18
+
+
+def test_an_engine_that_dies_says_why(tmp_path) -> None:
+    with pytest.raises(EngineProcessError, match="MemoryError: no room for the model"):
+        start(tmp_path, dies=True)

@@ -1,0 +1,79 @@
+"""Waste is what was counted by hand, and ordered as allocation schemes are."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import memory
+from paxkv.contracts.engine_request import EngineRequest
+from paxkv.sampling_params import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "num_held", "num_allocated", "num_power_of_two"),
+    [
+        # Steps hold 16 and 17 tokens in one block, then two; the third output is only sampled, and
+        # its request is gone after that step.
+        (16, 16 + 17, 16 + 32, 2 * 32),
+        # 13 and 14 tokens of 16.
+        (13, 13 + 14, 2 * 16, 2 * 16),
+    ],
+)
+def test_waste_of_one_request_is_that_by_hand(
+    num_prompt_tokens: int, num_held: int, num_allocated: int, num_power_of_two: int
+) -> None:
+    request = EngineRequest(
+        request_id="r",
+        prompt_token_ids=list(range(num_prompt_tokens)),
+        sampling_params=SamplingParams(max_tokens=3, ignore_eos=True),
+    )
+    figures = memory.measure([request], block_size=16, pool_tokens=256, seed=0)
+    num_reserved = {
+        "paged": num_allocated,
+        "contiguous exact": 2 * (num_prompt_tokens + 3),
+        "contiguous power of two": num_power_of_two,
+        "contiguous max_model_len": 2 * 2048,
+    }
+    waste = {name: 100 * (1 - num_held / num) for name, num in num_reserved.items()}
+    memory_percent = 100 * num_allocated / 4096
+    assert figures == pytest.approx(waste | {"memory": memory_percent, "requests at once": 1})
+
+
+@pytest.mark.parametrize("name", memory.DISTRIBUTIONS)
+def test_every_distribution_fits_and_wastes_least_when_paged(name: str) -> None:
+    requests = memory.make_distribution(name, seed=0)[:24]
+    assert len(requests) == 24
+    figures = memory.measure(requests, block_size=16, pool_tokens=20_000, seed=0)
+    reserved = [figures[scheme] for scheme in memory.RESERVATIONS]
+    assert reserved == sorted(reserved, reverse=True)
+    assert 0 < figures["paged"] < reserved[1]
+
+
+def test_sharing_shows_in_the_memory_that_is_held() -> None:
+    requests = memory.make_distribution("prefix", seed=0)
+    figures = memory.measure(requests, block_size=16, pool_tokens=40_000, seed=0)
+    # 64 requests with 544 tokens each, of which 512 are there once.
+    assert figures["memory"] < 100 - figures["contiguous max_model_len"]
+
+
+def test_command_prints_a_table_and_writes_rows(tmp_path: Path, capsys) -> None:
+    out = tmp_path / "rows.jsonl"
+    flags = ["--lengths", "mixed", "--seeds", "0", "1", "--out", str(out)]
+    assert memory.main(flags) == 0
+    header, _, line, *_ = capsys.readouterr().out.splitlines()
+    assert header.count("|") == line.count("|") and "paged, blocks of 64" in header
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    of_schemes = [row for row in rows if row["metric"] == "waste_percent"]
+    waste = {row["case"].partition(" scheme=")[2]: row for row in of_schemes}
+    assert set(waste) == {*memory.RESERVATIONS, "paged, blocks of 16", "paged, blocks of 64"}
+    assert waste["paged, blocks of 16"]["median"] < waste["paged, blocks of 64"]["median"]
+    assert {row["num_repetitions"] for row in rows} == {2}
+
+
+def test_plot_is_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "memory.png"
+    flags = ["--lengths", "mixed", "--seeds", "0", "--out", str(tmp_path / "r"), "--plot"]
+    assert memory.main([*flags, str(plot)]) == 0
+    assert plot.read_bytes().startswith(b"\x89PNG")

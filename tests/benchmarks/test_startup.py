@@ -1,0 +1,130 @@
+"""Milestones are read from what the server prints; a start that fails says what it printed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import startup
+
+# Prints as the server does, in the same order, and answers one request over HTTP.
+FAKE_SERVER = """
+import http.server, os, sys
+from pathlib import Path
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'data: {"choices": []}')
+        server.is_done = True
+
+    def log_message(self, *arguments):
+        pass
+
+def say(line, end="\\n"):
+    print(line, file=sys.stderr, end=end, flush=True)
+
+cache = Path(os.environ["XDG_CACHE_HOME"]) / "programs"
+num_loaded = 7 * cache.exists()
+cache.touch()
+say("benchmarks.startup: imports done")
+say("INFO paxkv.build: KV cache: 65 blocks of 16 tokens")
+for done in range(3):
+    say(f"compiling programs: {done}/7", end="\\r")
+say(f"INFO x: programs: {num_loaded} loaded from {cache}, {7 - num_loaded} compiled, in 0.1 s")
+server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+print(f"paxkv is ready at http://127.0.0.1:{server.server_address[1]}/v1", flush=True)
+server.serve_forever()
+"""
+
+
+def test_milestones_come_in_their_order_and_only_the_first_start_compiles(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(startup, "_SERVE", FAKE_SERVER)
+    monkeypatch.setattr(startup, "_IMPORT", "pass")
+    out = tmp_path / "rows.jsonl"
+    assert startup.main(["--num-repetitions", "2", "--out", str(out), "--", "--seed", "3"]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    for start, num_loaded in (("cold", 0), ("warm", 7)):
+        figures = {r["metric"]: r for r in rows if r["case"] == f"start={start} flags=--seed 3"}
+        times_s = [figures[f"{name.replace(' ', '_')}_s"]["median"] for name in startup.MILESTONES]
+        assert times_s == sorted(times_s) and times_s[0] > 0
+        assert figures["num_loaded"]["median"] == num_loaded
+        assert figures["num_compiled"]["median"] == 7 - num_loaded
+        assert figures["ready_s"]["num_repetitions"] == 2
+    printed = capsys.readouterr().out
+    assert "| programs compiled | 7 | 0 |" in printed
+    assert "WARM START COMPILED" not in printed
+
+
+def test_warm_start_that_compiled_is_pointed_at() -> None:
+    times_s = {name: [1.0] for name in startup.MILESTONES}
+    figures = {
+        "cold": times_s | {"num_compiled": [7], "num_loaded": [0]},
+        "warm": times_s | {"num_compiled": [2], "num_loaded": [5]},
+    }
+    assert "A WARM START COMPILED" in startup.table(figures)
+
+
+@pytest.mark.parametrize(
+    ("server", "words"),
+    [
+        ("print('no such model'); raise SystemExit(3)", ["code 3", "no such model"]),
+        (
+            "print('paxkv is ready at http://127.0.0.1:1/v1')",
+            ["no line", "imports, model, programs"],
+        ),
+    ],
+)
+def test_start_that_fails_says_what_was_printed(
+    tmp_path: Path, monkeypatch, server: str, words: list[str]
+) -> None:
+    monkeypatch.setattr(startup, "_SERVE", server)
+    with pytest.raises(startup.StartError) as raised:
+        startup.measure_start([], tmp_path, timeout_s=20)
+    assert [word for word in words if word not in str(raised.value)] == []
+
+
+def test_hanging_start_is_ended(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(startup, "_SERVE", "import time; time.sleep(60)")
+    with pytest.raises(startup.StartError, match="code -9"):
+        startup.measure_start([], tmp_path, timeout_s=0.3)
+
+
+def test_only_the_chosen_folder_can_hold_programs() -> None:
+    environment = {
+        "JAX_COMPILATION_CACHE_DIR": "/a",
+        "XDG_CACHE_HOME": "/b",
+        "X": "kept",
+    }
+    changed = startup.server_environment(environment, Path("/new"))
+    assert changed == {
+        "XDG_CACHE_HOME": "/new",
+        "HF_HOME": "/b/huggingface",
+        "X": "kept",
+    }
+
+
+def test_plot_is_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.startup_plot import draw_starts
+
+    figures = {
+        start: {name: [scale * (i + 1.0)] for i, name in enumerate(startup.MILESTONES)}
+        for start, scale in (("cold", 3.0), ("warm", 1.0))
+    }
+    draw_starts(figures, startup.MILESTONES, tmp_path / "startup.png")
+    assert (tmp_path / "startup.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_second_start_of_the_real_server_compiles_nothing(tmp_path: Path) -> None:
+    flags = ["--max-num-seqs", "4", "--max-num-batched-tokens", "16"]
+    figures = startup.measure_starts(flags, 1, timeout_s=300)
+    assert figures["cold"]["num_compiled"][0] > 0
+    assert figures["warm"]["num_compiled"] == [0]
+    assert figures["warm"]["num_loaded"] == figures["cold"]["num_compiled"]
+    assert figures["warm"]["first token"][0] < figures["cold"]["first token"][0]
