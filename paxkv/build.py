@@ -7,11 +7,13 @@ import os
 import time
 from pathlib import Path
 
+import jax
+
 from paxkv.client.async_client import AsyncEngineClient
 from paxkv.client.inproc_client import InprocClient
 from paxkv.client.input_processor import InputProcessor
 from paxkv.client.output_processor import OutputProcessor
-from paxkv.config import EngineConfig
+from paxkv.config import CacheConfig, EngineConfig
 from paxkv.contracts.engine_client import EngineTransport
 from paxkv.contracts.kv_cache_spec import KVCacheConfig
 from paxkv.contracts.model_info import ModelInfo
@@ -30,10 +32,16 @@ from paxkv.text.tokenizer import Tokenizer
 # Before the imports below: with a foreign `models` they would fail without saying why.
 check_package_origin()
 
-from models import ModelConfig, load_model  # noqa: E402
+from models import LoadedModel, ModelConfig, load_model  # noqa: E402
 from models.loading.source import resolve_model_folder  # noqa: E402
 from paxkv.runner.memory_plan import GPU_SHARE_VARIABLE  # noqa: E402
 from paxkv.runner.model_runner import ModelRunner  # noqa: E402
+from paxkv.runner.program_store import (  # noqa: E402
+    CompiledPrograms,
+    NewCompiledPrograms,
+    ProgramStore,
+    choose_store,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -73,33 +81,33 @@ def build_engine(config: EngineConfig, *, show_progress: bool = False) -> BuiltE
         raise
 
 
+def compile_programs(config: EngineConfig, path: Path, *, show_progress: bool = False) -> int:
+    """Compiles every program of an engine into a folder for `RunnerConfig.compiled_dir`.
+
+    Returns:
+        The number of programs.
+
+    Raises:
+        ConfigError: The folder cannot be used, or the settings do not fit the model or the device.
+        ModelError: The model cannot be loaded.
+    """
+    store = NewCompiledPrograms(path)  # first, because it fails at once
+    model = _load_model(config, _model_folder(config))
+    runner = _make_runner(config, model, store, show_progress=show_progress)
+    return runner.warm_up()
+
+
 def _build_engine(
     config: EngineConfig, kv_event_publisher: KVEventPublisher | None, *, show_progress: bool
 ) -> BuiltEngine:
-    # Read by JAX when it first touches a GPU, and the only way to tell it how much memory to take.
-    os.environ.setdefault(GPU_SHARE_VARIABLE, f"{config.cache.gpu_memory_utilization:g}")
+    store = choose_store(config.runner)
     folder = _model_folder(config)
     tokenizer = _load_tokenizer(folder)
     special_tokens = tokenizer.special_tokens if tokenizer is not None else {}
     chat_template = ChatTemplate.from_folder(folder, special_tokens=special_tokens)
-    model = load_model(
-        folder,
-        dtype=config.model.dtype,
-        load_format=config.model.load_format,
-        seed=config.model.seed,
-        has_unified_kv=config.cache.disable_hybrid_kv_cache_manager,
-    )
+    model = _load_model(config, folder)
     max_model_len = _max_model_len(config, model.config)
-    runner = ModelRunner(
-        model,
-        cache_config=config.cache,
-        scheduler_config=config.scheduler,
-        max_model_len=max_model_len,
-        seed=config.model.seed,
-        runner_config=config.runner,
-        show_progress=show_progress,
-    )
-    logger.info("%s", runner.memory_plan.report())
+    runner = _make_runner(config, model, store, show_progress=show_progress)
     runner.warm_up()
     scheduler = _make_scheduler(config, runner.kv_cache_config, max_model_len)
     input_processor = InputProcessor(
@@ -112,7 +120,7 @@ def _build_engine(
         eos_token_ids=model.config.eos_token_ids,
     )
     return BuiltEngine(
-        transport=CoreThread(EngineCore(scheduler, runner, kv_event_publisher)),
+        transport=CoreThread(_make_core(config, scheduler, runner, kv_event_publisher)),
         input_processor=input_processor,
         tokenizer=tokenizer,
         chat_template=chat_template,
@@ -152,6 +160,46 @@ def _model_folder(config: EngineConfig) -> Path:
     return resolve_model_folder(config.model.model, with_weights=with_weights)
 
 
+def _load_model(config: EngineConfig, folder: Path) -> LoadedModel:
+    # Read by JAX when it first touches a GPU, and the only way to tell it how much memory to take.
+    os.environ.setdefault(GPU_SHARE_VARIABLE, f"{config.cache.gpu_memory_utilization:g}")
+    return load_model(
+        folder,
+        dtype=config.model.dtype,
+        load_format=config.model.load_format,
+        seed=config.model.seed,
+        has_unified_kv=config.cache.disable_hybrid_kv_cache_manager,
+    )
+
+
+def _make_runner(
+    config: EngineConfig, model: LoadedModel, store: ProgramStore | None, *, show_progress: bool
+) -> ModelRunner:
+    runner = ModelRunner(
+        model,
+        cache_config=_cache_config(config.cache, store),
+        scheduler_config=config.scheduler,
+        max_model_len=_max_model_len(config, model.config),
+        seed=config.model.seed,
+        runner_config=config.runner,
+        program_store=store,
+        show_progress=show_progress,
+    )
+    logger.info("%s", runner.memory_plan.report())
+    return runner
+
+
+def _cache_config(config: CacheConfig, store: ProgramStore | None) -> CacheConfig:
+    """With as many blocks as the compiled programs have, where memory would be measured instead.
+
+    Measuring compiles the largest programs, and may give another number at every start.
+    """
+    is_measured = config.num_gpu_blocks_override is None and jax.default_backend() != "cpu"
+    if is_measured and isinstance(store, CompiledPrograms):
+        return dataclasses.replace(config, num_gpu_blocks_override=store.num_blocks)
+    return config
+
+
 def _served_model_name(config: EngineConfig) -> str:
     return config.model.served_model_name or config.model.model or DEMO_MODEL_NAME
 
@@ -173,10 +221,26 @@ def _make_scheduler(
         cache_config=config.cache,
         kv_cache_config=kv_cache_config,
         max_model_len=max_model_len,
+        is_async=config.scheduler.async_scheduling,
     )
     if config.scheduler.trace_file is None:
         return make_scheduler(build)
     return record_scheduler(build, Path(config.scheduler.trace_file))
+
+
+def _make_core(
+    config: EngineConfig,
+    scheduler: Scheduler | TraceRecorder,
+    runner: ModelRunner,
+    kv_event_publisher: KVEventPublisher | None,
+) -> EngineCore:
+    return EngineCore(
+        scheduler,
+        runner,
+        kv_event_publisher,
+        max_steps_in_flight=2 if config.scheduler.async_scheduling else 1,
+        max_decode_burst=1 if config.runner.batch_invariant else config.scheduler.max_decode_burst,
+    )
 
 
 def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:

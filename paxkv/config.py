@@ -120,7 +120,11 @@ class KVEventsConfig:
 class CacheConfig:
     """The paged KV cache."""
 
-    block_size: int = setting("token positions in a block of KV memory", 16)
+    block_size: int | None = setting(
+        "token positions in a block of KV memory; if left out 16, and 64 on the CPU, which reads "
+        "small blocks more slowly",
+        None,
+    )
     enable_prefix_caching: bool = setting("share KV blocks between equal prompt prefixes", True)
     disable_hybrid_kv_cache_manager: bool = setting(
         "keep all KV blocks of sliding-window layers, so that all layers share one block table: "
@@ -160,7 +164,8 @@ class CacheConfig:
         _true_or_false("enable_prefix_caching", self.enable_prefix_caching)
         _true_or_false("disable_hybrid_kv_cache_manager", self.disable_hybrid_kv_cache_manager)
         # A float 16.0 would pass as 16, and make floats of block numbers.
-        if type(self.block_size) is not int or self.block_size not in (8, 16, 32, 64, 128, 256):
+        is_known = type(self.block_size) is int and self.block_size in (8, 16, 32, 64, 128, 256)
+        if self.block_size is not None and not is_known:
             raise ConfigError(
                 f"block_size must be 8, 16, 32, 64, 128 or 256, got {self.block_size!r}."
             )
@@ -227,6 +232,16 @@ class SchedulerConfig:
         "encoder tokens of images and the like that one step may compute", 2048
     )
     encoder_cache_size: int = setting("encoder tokens whose outputs are kept", 2048)
+    async_scheduling: bool = setting(
+        "decide the next step while the device computes this one; answers are the same without",
+        True,
+    )
+    max_decode_burst: int = setting(
+        "most decode steps that the device computes at once, without the host, while no request "
+        "waits; the engine takes fewer while requests arrive, and where clients would see tokens "
+        "come in lumps",
+        8,
+    )
     trace_file: str | None = setting(
         "write every arrival, decision and block movement to this file, a JSON line a step, for "
         "`python -m paxkv.replay`",
@@ -236,6 +251,8 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         _true_or_false("enable_chunked_prefill", self.enable_chunked_prefill)
         _true_or_false("full_sequence_must_fit", self.full_sequence_must_fit)
+        _true_or_false("async_scheduling", self.async_scheduling)
+        _at_least("max_decode_burst", self.max_decode_burst, 1)
         _at_least("max_num_encoder_input_tokens", self.max_num_encoder_input_tokens, 0)
         _at_least("encoder_cache_size", self.encoder_cache_size, 0)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
@@ -258,9 +275,45 @@ class RunnerConfig:
         "some and they give XLA's results at the start; xla is plain XLA, which runs everywhere",
         "auto",
     )
+    batch_invariant: bool = setting(
+        "give a request the same bits whatever runs beside it, and whether its tokens are found in "
+        "the prefix cache, split over steps or computed again; every step is computed in tiles of "
+        "32 tokens, without bursts, which takes longer",
+        False,
+    )
+    enable_compilation_cache: bool = setting(
+        "keep compiled programs in a folder, so that the next start with the same model, settings, "
+        "device and versions loads them instead of compiling",
+        True,
+    )
+    compilation_cache_dir: str | None = setting(
+        "that folder; it must be writable by you alone, because what lies there is run. If left "
+        "out: paxkv in JAX_COMPILATION_CACHE_DIR if that is set, or else paxkv/compiled in the "
+        "user's cache folder, ~/.cache or XDG_CACHE_HOME",
+        None,
+    )
+    compiled_dir: str | None = setting(
+        "folder that `python -m paxkv.compile` wrote: its programs are loaded, none is compiled, "
+        "and the start is refused if they are not for this model, these settings, this device and "
+        "these versions. What lies there is run: take such folders from people you trust",
+        None,
+    )
 
     def __post_init__(self) -> None:
         _one_of("kernels", self.kernels, Kernels.__args__)
+        _true_or_false("batch_invariant", self.batch_invariant)
+        _true_or_false("enable_compilation_cache", self.enable_compilation_cache)
+        if self.compilation_cache_dir is not None and not self.enable_compilation_cache:
+            raise ConfigError(
+                f"compilation_cache_dir={self.compilation_cache_dir!r} is set, but "
+                "enable_compilation_cache is off. Leave one of them out."
+            )
+        if self.compilation_cache_dir is not None and self.compiled_dir is not None:
+            raise ConfigError(
+                f"compiled_dir={self.compiled_dir!r} and compilation_cache_dir="
+                f"{self.compilation_cache_dir!r} are both set, but nothing is compiled with "
+                "compiled_dir. Leave one of them out."
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,17 +2,14 @@
 
 import argparse
 import asyncio
-import dataclasses
 import logging
 import socket
 import sys
-import types
-import typing
 from collections.abc import Sequence
-from typing import TypeVar
 
 import paxkv
 from paxkv.client.async_client import AsyncEngineClient
+from paxkv.command_line import add_config_flags, config_from_arguments
 from paxkv.config import (
     CacheConfig,
     EngineConfig,
@@ -35,7 +32,6 @@ except ConfigError as error:
 from models.errors import ModelError
 from paxkv.build import build_async_client
 
-_ConfigT = TypeVar("_ConfigT")
 _CONFIG_CLASSES = (ModelConfig, CacheConfig, SchedulerConfig, RunnerConfig, ServerConfig)
 _INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
@@ -90,62 +86,8 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     for config_class in _CONFIG_CLASSES:
-        summary = (config_class.__doc__ or "").partition("\n")[0]
-        group = parser.add_argument_group(config_class.__name__, summary)
-        for field, field_type in _typed_fields(config_class):
-            _add_flag(group, field, field_type)
+        add_config_flags(parser, config_class)
     return parser
-
-
-def config_from_arguments(config_class: type[_ConfigT], namespace: argparse.Namespace) -> _ConfigT:
-    """The config that the flags describe.
-
-    Raises:
-        ConfigError: A value cannot work.
-    """
-    names = [field.name for field, _ in _typed_fields(config_class)]
-    return config_class(**{name: getattr(namespace, name) for name in names})
-
-
-def _add_flag(
-    group: argparse._ArgumentGroup, field: dataclasses.Field[object], field_type: object
-) -> None:
-    flag = "--" + field.name.replace("_", "-")
-    # In argparse's help texts a % begins a placeholder.
-    help_text = str(field.metadata.get("help", "")).replace("%", "%%")
-    if field.default is not None:
-        help_text += " (default: %(default)s)"
-    if field_type is bool:
-        group.add_argument(
-            flag, action=argparse.BooleanOptionalAction, default=field.default, help=help_text
-        )
-    elif typing.get_origin(field_type) is typing.Literal:
-        choices = typing.get_args(field_type)
-        group.add_argument(flag, choices=choices, default=field.default, help=help_text)
-    else:
-        assert isinstance(field_type, type)
-        group.add_argument(
-            flag,
-            type=field_type,
-            default=field.default,
-            metavar=field_type.__name__.upper(),
-            help=help_text,
-        )
-
-
-def _typed_fields(config_class: type) -> list[tuple[dataclasses.Field[object], object]]:
-    """Fields with their types; `int | None` counts as `int`, because a flag left out is None."""
-    types_by_name = typing.get_type_hints(config_class)
-    return [
-        (field, _without_none(types_by_name[field.name]))
-        for field in dataclasses.fields(config_class)
-    ]
-
-
-def _without_none(field_type: object) -> object:
-    if isinstance(field_type, types.UnionType):
-        (field_type,) = (t for t in typing.get_args(field_type) if t is not types.NoneType)
-    return field_type
 
 
 def _banner(engine: AsyncEngineClient, url: str) -> str:

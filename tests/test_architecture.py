@@ -31,6 +31,7 @@ MAX_KERNEL_FUNCTION_LINES = 150
 COMPOSITION_ROOTS = {
     "paxkv/build.py",
     "paxkv/serve.py",
+    "paxkv/compile.py",
     "paxkv/llm.py",
     "paxkv/generate.py",
     "paxkv/replay.py",
@@ -41,6 +42,7 @@ PAXKV_TOP = {
     "paxkv",
     "paxkv.errors",
     "paxkv.config",
+    "paxkv.command_line",
     "paxkv.package_origin",
     "paxkv.sampling_params",
 }

@@ -151,6 +151,7 @@ class AsyncEngineClient:
             request = await self._process_input(
                 prompt, sampling_params, request_id=outputs.engine_request_id, priority=priority
             )
+            request = dataclasses.replace(request, is_streamed=stream)
             output_kind = "delta" if stream else "final_only"
             first_id = self._send_request(outputs, request, text_of_prompt(prompt), output_kind)
             self._remember(request_id, first_id)

@@ -73,6 +73,12 @@ class SchedulerStats:
     kv_block_residency: BlockResidency = BlockResidency()
 
     @property
+    def padding_waste_ratio(self) -> float:
+        """Share of all computed tokens that were padding, since the start; 0 before the first."""
+        num_computed = self.num_scheduled_tokens + self.num_padded_tokens
+        return self.num_padded_tokens / num_computed if num_computed else 0.0
+
+    @property
     def prefix_cache_hit_rate(self) -> float:
         """Share of the most recent requests' tokens that were found; 0 before the first."""
         if self.prefix_cache_recent_queries == 0:

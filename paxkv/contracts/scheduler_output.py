@@ -14,6 +14,8 @@ class NewRequestData:
     Args:
         block_ids: One list of physical block ids per KV cache group, prefix hits included.
         num_computed_tokens: Tokens whose K and V are in those blocks already.
+        ending_token_ids: Sampled tokens that end the request, from `min_tokens` outputs on. In a
+            burst the runner stops there.
     """
 
     req_id: str
@@ -21,6 +23,7 @@ class NewRequestData:
     sampling_params: SamplingParams
     block_ids: tuple[list[int], ...]
     num_computed_tokens: int
+    ending_token_ids: tuple[int, ...] = ()
     lora_name: str | None = None
     mm_features: tuple[MultiModalFeature, ...] = ()
 
@@ -65,7 +68,11 @@ class SchedulerOutput:
 
     Args:
         num_scheduled_tokens: Tokens to compute now, per request id; at least 1 each.
-        total_num_scheduled_tokens: Their sum, at most `max_num_batched_tokens`.
+        total_num_scheduled_tokens: Their sum, at most `max_num_batched_tokens` but in a burst.
+        num_decode_steps: More than 1 is a burst: that many decode steps, computed as one. Every
+            request has one token that is known, or on the device, and computes it and those that
+            the burst itself samples: `num_scheduled_tokens` of them, at most one a step. It ends
+            earlier where a sampled token ends the request, as `Request` would.
         preempted_req_ids: Requests that lost their blocks in this step.
         finished_req_ids: Requests that ended since the last step; the runner drops their rows.
         scheduled_spec_decode_tokens: Draft tokens to verify, per request that has any; they count
@@ -86,6 +93,7 @@ class SchedulerOutput:
     total_num_scheduled_tokens: int
     preempted_req_ids: frozenset[str]
     finished_req_ids: frozenset[str]
+    num_decode_steps: int = 1
     scheduled_spec_decode_tokens: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     scheduled_encoder_inputs: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     free_encoder_mm_hashes: list[str] = dataclasses.field(default_factory=list)

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -23,8 +24,10 @@ from paxkv.contracts.engine_request import (
     Shutdown,
     UtilityCall,
 )
-from paxkv.contracts.executor import Executor
+from paxkv.contracts.executor import Executor, StepHandle
 from paxkv.contracts.kv_events import KVEventBatch
+from paxkv.contracts.scheduler_output import SchedulerOutput
+from paxkv.engine.burst_length import BurstLength
 from paxkv.engine.kv_event_publisher import KVEventPublisher
 from paxkv.errors import InvalidRequestError, InvariantError, PaxkvError
 from paxkv.scheduler.scheduler import Scheduler
@@ -41,10 +44,31 @@ _WAIT_S = 0.001
 _STEPS_PER_SLOT_COUNT = 16
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepInFlight:
+    """A step that was given to the executor and whose tokens have not been fetched."""
+
+    scheduler_output: SchedulerOutput
+    handle: StepHandle
+    start_s: float
+
+    @property
+    def is_burst(self) -> bool:
+        """Whether all decoded, in one step or several: so that its time tells that of a step."""
+        scheduled = self.scheduler_output.num_scheduled_tokens
+        num_steps = self.scheduler_output.num_decode_steps
+        return num_steps > 1 or 0 < self.scheduler_output.total_num_scheduled_tokens == len(
+            scheduled
+        )
+
+
 class EngineCore:
     """One engine. Not safe for threads: whoever runs it calls everything from one.
 
     Args:
+        max_steps_in_flight: 2 decides the next step while the device computes one, for which the
+            scheduler must be an `AsyncScheduler`.
+        max_decode_burst: Most decode steps that the device computes as one.
         kv_event_publisher: Told of KV cache events, where the scheduler records them; belongs to
             the engine, and ends with it.
     """
@@ -54,10 +78,17 @@ class EngineCore:
         scheduler: Scheduler | TraceRecorder,
         executor: Executor,
         kv_event_publisher: KVEventPublisher | None = None,
+        *,
+        max_steps_in_flight: int = 1,
+        max_decode_burst: int = 1,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._kv_event_publisher = kv_event_publisher
+        self._max_steps_in_flight = max_steps_in_flight
+        self._burst_length = BurstLength(max_decode_burst)
+        self._in_flight: deque[StepInFlight] = deque()
+        self._last_fetch_s = 0.0
         self._num_steps = 0
         self._num_empty_steps = 0
         self._shutdown: Shutdown | None = None
@@ -70,8 +101,12 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step has something to do: compute, or tell the executor who ended."""
-        return self._scheduler.has_unfinished_requests() or self._scheduler.has_finished_requests()
+        """Whether a step has something to do: compute, fetch, or tell the executor who ended."""
+        return (
+            self._scheduler.has_unfinished_requests()
+            or self._scheduler.has_finished_requests()
+            or bool(self._in_flight)
+        )
 
     @property
     def is_finished(self) -> bool:
@@ -105,16 +140,14 @@ class EngineCore:
         raise InvariantError(f"unknown message {type(message).__name__}.")
 
     def step(self) -> StepOutputs:
-        """Schedules, computes and samples one step.
+        """Starts as many steps as may be in flight, then waits for the oldest and takes it home.
 
         Raises:
             InvariantError: Requests wait, but the scheduler gives none of them a token.
         """
-        scheduler_output = self._scheduler.schedule()
-        self._check_progress(scheduler_output.total_num_scheduled_tokens)
-        # An empty step too: the executor hears who ended.
-        handle = self._executor.execute_model(scheduler_output)
-        outputs = self._scheduler.update_from_output(scheduler_output, handle.sample_tokens())
+        while len(self._in_flight) < self._max_steps_in_flight and self._start_step():
+            pass
+        outputs = self._fetch_oldest()
         self._publish_kv_events()
         self._num_steps += 1
         # Also when all have ended: nobody may come to correct the last numbers for a long time.
@@ -124,6 +157,35 @@ class EngineCore:
         )
         stats = self.make_stats(count_slots=count_slots)
         return StepOutputs(outputs=outputs, stats=stats, timestamp=time.time())
+
+    def _start_step(self) -> bool:
+        """Decides a step and gives it to the executor; False where it has nothing to compute."""
+        if self._in_flight and not self._scheduler.has_unfinished_requests():
+            return False
+        # The one to wait longest is whoever reads along.
+        is_streamed = any(request.is_streamed for request in self._scheduler.running)
+        max_decode_steps = self._burst_length.next_length(is_streamed=is_streamed)
+        start_s = time.perf_counter()
+        scheduler_output = self._scheduler.schedule(max_decode_steps)
+        num_scheduled_tokens = scheduler_output.total_num_scheduled_tokens
+        self._check_progress(num_scheduled_tokens)
+        # An empty step too: the executor hears who ended.
+        handle = self._executor.execute_model(scheduler_output)
+        self._in_flight.append(
+            StepInFlight(scheduler_output=scheduler_output, handle=handle, start_s=start_s)
+        )
+        return num_scheduled_tokens > 0
+
+    def _fetch_oldest(self) -> list[EngineCoreOutput]:
+        step = self._in_flight.popleft()
+        runner_output = step.handle.sample_tokens()
+        if step.is_burst:
+            # It began when it was started, or when the device had done the one before it.
+            now_s = time.perf_counter()
+            took_s = now_s - max(step.start_s, self._last_fetch_s)
+            self._burst_length.note_burst(step.scheduler_output.num_decode_steps, took_s)
+        self._last_fetch_s = time.perf_counter()
+        return self._scheduler.update_from_output(step.scheduler_output, runner_output)
 
     def make_stats(self, *, count_slots: bool = True) -> SchedulerStats:
         """A snapshot of both halves.
@@ -157,6 +219,7 @@ class EngineCore:
             if self._shutdown is not None:
                 raise InvalidRequestError("the engine is shutting down.")
             self._scheduler.add_request(request)
+            self._burst_length.note_arrival()
             return None
         except InvalidRequestError as error:
             # `InputProcessor` should have refused it; only this request ends with it.
@@ -186,7 +249,9 @@ class EngineCore:
         return UtilityReply(call_id=call.call_id, result_json=result_json)
 
     def _check_progress(self, num_scheduled_tokens: int) -> None:
-        if num_scheduled_tokens > 0 or not self._scheduler.has_unfinished_requests():
+        is_idle = not self._scheduler.has_unfinished_requests()
+        # Those in flight bring all that is left, or make room for it.
+        if num_scheduled_tokens > 0 or is_idle or self._in_flight:
             self._num_empty_steps = 0
             return
         if self._scheduler.is_waiting_for_outside():

@@ -204,6 +204,35 @@ class KVCacheManager:
             coordinator.cache_blocks(request, min(num_main_tokens, request.num_tokens))
         return new_blocks
 
+    def get_num_blocks_to_reserve(self, request: CacheRequest, num_tokens: int) -> int:
+        """Free blocks that `reserve_slots` would take."""
+        return self.coordinator.get_num_blocks_to_allocate(
+            request.request_id,
+            num_tokens,
+            self.empty_kv_cache_blocks.blocks,
+            0,
+            num_tokens,
+            num_tokens,
+        )
+
+    def reserve_slots(self, request: CacheRequest, num_tokens: int) -> KVCacheBlocks:
+        """Gives slots for its first `num_tokens` tokens to a request that has those of a step.
+
+        What lies behind the step's tokens is its own and empty, and a token that is not known
+        fills no block that could be found: so nothing is copied, cached or given up. There must
+        be room.
+
+        Returns:
+            The new blocks.
+        """
+        if self.get_num_blocks_to_reserve(request, num_tokens) == 0:
+            return self.empty_kv_cache_blocks
+        return KVCacheBlocks(
+            self.coordinator.allocate_new_blocks(
+                request.request_id, num_tokens, 0, num_tokens, num_tokens
+            )
+        )
+
     def get_num_tokens_before_block_work(self, request: CacheRequest) -> int:
         """Most tokens for which `allocate_slots` would do nothing for a running request.
 

@@ -309,9 +309,12 @@ class SingleTypeKVCacheManager(ABC):
     def get_num_unused_slots(self, request_id: str, num_computed_tokens: int) -> int:
         """Slots of the request's last blocks that hold no computed token."""
         num_slots = len(self.req_to_blocks.get(request_id, ())) * self.block_size
-        # Of a request that waits for a load, the hits before it are filled.
+        # Of a request that waits for a load, the hits before it are filled. Of one that ended
+        # while further steps were in flight, blocks may be gone that those would not have read.
         num_found_tokens = self.num_found_blocks.get(request_id, 0) * self.block_size
-        return max(num_slots - max(num_computed_tokens, num_found_tokens), 0)
+        num_gone_tokens = self.num_skipped_blocks.get(request_id, 0) * self.block_size
+        num_used = max(num_computed_tokens, num_found_tokens, num_gone_tokens)
+        return max(num_slots - num_used, 0)
 
     def get_permanent_blocks(self) -> Sequence[KVCacheBlock]:
         """Blocks that the group itself holds, whichever requests there are."""

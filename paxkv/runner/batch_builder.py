@@ -7,7 +7,7 @@ import numpy as np
 
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.errors import InvariantError
-from paxkv.runner.bucketing import StepBuckets, StepShape
+from paxkv.runner.bucketing import BurstShape, StepBuckets, StepShape
 from paxkv.runner.input_batch import InputBatch
 from paxkv.runner.packed_layout import PackedLayout
 
@@ -20,15 +20,17 @@ class BuiltStep:
         packed_np: i32[num_words], owned by nobody else.
         req_ids: Requests of the step; request r is row r of the step's arrays.
         rows_np: i32[len(req_ids)], their rows in the `InputBatch`.
-        is_sampled_np: bool[len(req_ids)], whether the step draws a token for the request; False
-            while its prompt is not finished.
+        num_drawn_np: i32[len(req_ids)], tokens that the step draws for the request, or fewer where
+            one of them ends it; 0 while its prompt is not finished.
+        num_padded_tokens: Tokens that it computes for nobody.
     """
 
-    shape: StepShape
+    shape: StepShape | BurstShape
     packed_np: np.ndarray
     req_ids: list[str]
     rows_np: np.ndarray
-    is_sampled_np: np.ndarray
+    num_drawn_np: np.ndarray
+    num_padded_tokens: int
 
 
 class BatchBuilder:
@@ -54,6 +56,8 @@ class BatchBuilder:
     def build(self, scheduler_output: SchedulerOutput) -> BuiltStep:
         """Packs one step; the rows must have been updated with `scheduler_output` before.
 
+        Where every request computes one token it is a burst of one step, as no prompt is in it.
+
         Example: num_scheduled [2, 5, 3] -> query_start_loc [0, 2, 7, 10]
         -> request of each token [0, 0, 1, 1, 1, 1, 1, 2, 2, 2].
 
@@ -62,54 +66,81 @@ class BatchBuilder:
                 would write to the null block.
         """
         req_ids = list(scheduler_output.num_scheduled_tokens)
-        num_scheduled_np = np.array(
-            list(scheduler_output.num_scheduled_tokens.values()), dtype=np.int32
+        num_steps = scheduler_output.num_decode_steps
+        rows = _ScheduledRows(
+            req_ids,
+            rows_np=self._rows.rows_of(req_ids),
+            num_scheduled_np=np.array(
+                list(scheduler_output.num_scheduled_tokens.values()), dtype=np.int32
+            ),
+            num_computed_tokens_np=self._rows.num_computed_tokens_np,
         )
-        rows_np = self._rows.rows_of(req_ids)
-        num_computed_np = self._rows.num_computed_tokens_np[rows_np]
-        seq_lens_np = num_computed_np + num_scheduled_np
-        num_reqs, num_tokens = len(req_ids), int(num_scheduled_np.sum())
-        self._check(req_ids, rows_np, num_scheduled_np, seq_lens_np)
+        self._check(rows, is_burst=num_steps > 1)
+        self._check_written_blocks(rows)
+        if num_steps > 1 or (self._buckets.has_bursts and (rows.num_scheduled_np == 1).all()):
+            return self._build_burst(rows, num_steps)
+        return self._build_step(rows)
 
+    def _build_step(self, rows: "_ScheduledRows") -> BuiltStep:
+        num_reqs, num_tokens = len(rows.req_ids), len(rows.positions_np)
         shape = self._buckets.shape_for(num_tokens)
-        layout = PackedLayout(shape)
-        # Fresh for every step: on the CPU the device reads this very memory while the step runs.
-        packed_np = np.zeros(layout.num_words, np.int32)
-        views = layout.views(packed_np)
-
-        query_start_loc_np = views["query_start_loc"]
-        np.cumsum(num_scheduled_np, out=query_start_loc_np[1 : num_reqs + 1])
-        query_start_loc_np[num_reqs + 1 :] = num_tokens
-        req_of_token_np = np.repeat(np.arange(num_reqs, dtype=np.int32), num_scheduled_np)
-        # Position = place in the step + (tokens computed before - start of the token's request).
-        shift_np = num_computed_np - query_start_loc_np[:num_reqs]
-        positions_np = views["positions"][:num_tokens]
-        np.add(np.arange(num_tokens, dtype=np.int32), shift_np[req_of_token_np], out=positions_np)
-        row_of_token_np = rows_np[req_of_token_np]
-        self._check_written_blocks(req_ids, req_of_token_np, row_of_token_np, positions_np)
-        self._fill_tokens(views, row_of_token_np, positions_np)
-
+        packed_np, views = _make_buffer(shape)
+        self._fill(views, rows, rows.row_of_token_np, rows.positions_np)
+        views["query_start_loc"][1 : num_reqs + 1] = rows.ends_np
+        views["query_start_loc"][num_reqs + 1 :] = num_tokens
+        seq_lens_np = rows.num_computed_np + rows.num_scheduled_np
         views["seq_lens"][:, :num_reqs] = seq_lens_np
-        for group_np, table in zip(
-            views["block_tables"], self._rows.block_tables.tables, strict=True
-        ):
-            group_np[:num_reqs] = table.block_ids_np[rows_np]
-        views["logits_indices"][:num_reqs] = query_start_loc_np[1 : num_reqs + 1] - 1
-        views["sampling_rows"][:num_reqs] = self._rows.sampling_rows_np[rows_np]
+        views["logits_indices"][:num_reqs] = rows.ends_np - 1
         # The drawn token's own position: the draw must not depend on how the prompt was split.
         views["draw_position"][:num_reqs] = seq_lens_np
+        is_drawn_np = seq_lens_np >= self._rows.num_tokens_np[rows.rows_np]
         return BuiltStep(
             shape=shape,
             packed_np=packed_np,
-            req_ids=req_ids,
-            rows_np=rows_np,
-            is_sampled_np=seq_lens_np >= self._rows.num_tokens_np[rows_np],
+            req_ids=rows.req_ids,
+            rows_np=rows.rows_np,
+            num_drawn_np=is_drawn_np.astype(np.int32),
+            num_padded_tokens=shape.num_computed(num_tokens) - num_tokens,
         )
 
-    def _fill_tokens(
-        self, views: dict[str, np.ndarray], row_of_token_np: np.ndarray, positions_np: np.ndarray
+    def _build_burst(self, rows: "_ScheduledRows", num_steps: int) -> BuiltStep:
+        num_reqs = len(rows.req_ids)
+        shape = self._buckets.burst_shape_for(num_reqs)
+        if num_steps > shape.max_steps:
+            raise InvariantError(f"a burst has at most {shape.max_steps} steps, got {num_steps}.")
+        packed_np, views = _make_buffer(shape)
+        self._fill(views, rows, rows.rows_np, rows.num_computed_np)
+        views["num_steps"][:] = num_steps
+        views["num_tokens"][:num_reqs] = rows.num_scheduled_np
+        views["ending_ids"][:num_reqs] = self._rows.ending_ids_np[rows.rows_np]
+        views["first_end"][:num_reqs] = self._rows.first_end_np[rows.rows_np]
+        # The single token of a step may be one within a prompt: then nothing is drawn.
+        is_drawn_np = rows.num_computed_np + 1 >= self._rows.num_tokens_np[rows.rows_np]
+        return BuiltStep(
+            shape=shape,
+            packed_np=packed_np,
+            req_ids=rows.req_ids,
+            rows_np=rows.rows_np,
+            num_drawn_np=rows.num_scheduled_np * is_drawn_np,
+            num_padded_tokens=shape.num_reqs * num_steps - len(rows.positions_np),
+        )
+
+    def _fill(
+        self,
+        views: dict[str, np.ndarray],
+        rows: "_ScheduledRows",
+        row_of_token_np: np.ndarray,  # i32[num_tokens]
+        positions_np: np.ndarray,  # i32[num_tokens]
     ) -> None:
-        num_tokens = len(positions_np)
+        """What both kinds of step have: tokens to compute first, block tables, settings."""
+        num_reqs, num_tokens = len(rows.req_ids), len(positions_np)
+        views["positions"][:num_tokens] = positions_np
+        for group_np, table in zip(
+            views["block_tables"], self._rows.block_tables.tables, strict=True
+        ):
+            group_np[:num_reqs] = table.block_ids_np[rows.rows_np]
+        views["sampling_rows"][:num_reqs] = self._rows.sampling_rows_np[rows.rows_np]
+
         token_source_np = views["token_source"]
         token_source_np[:] = self._host_token
         is_on_device_np = positions_np >= self._rows.num_tokens_np[row_of_token_np]
@@ -123,36 +154,36 @@ class BatchBuilder:
                 is_on_device_np, prev_sampled_idx_np, self._host_token
             )
 
-    def _check(
-        self,
-        req_ids: list[str],
-        rows_np: np.ndarray,
-        num_scheduled_np: np.ndarray,
-        seq_lens_np: np.ndarray,
-    ) -> None:
+    def _check(self, rows: "_ScheduledRows", *, is_burst: bool) -> None:
+        rows_np, num_scheduled_np = rows.rows_np, rows.num_scheduled_np
         num_tokens_np = self._rows.num_tokens_np[rows_np]
-        # Known on the host, and one more if the last step has just sampled it.
-        num_available_np = num_tokens_np + (self._rows.prev_sampled_idx_np[rows_np] >= 0)
-        is_bad_np = (num_scheduled_np < 1) | (seq_lens_np > num_available_np)
+        # Known on the host, and those drawn since if the step before this drew the last of them.
+        is_on_device_np = self._rows.prev_sampled_idx_np[rows_np] >= 0
+        num_available_np = num_tokens_np + self._rows.num_pending_np[rows_np] * is_on_device_np
+        # What a burst computes behind its first token it draws itself, and so it must be the last.
+        num_given_np = np.minimum(num_scheduled_np, 1) if is_burst else num_scheduled_np
+        given_ends_np = rows.num_computed_np + num_given_np
+        is_bad_np = (num_scheduled_np < 1) | (given_ends_np > num_available_np)
+        if is_burst:
+            is_bad_np |= given_ends_np < num_available_np
+        # Of tokens that the host does not know, the device keeps the last.
+        num_from_device_np = given_ends_np - np.maximum(rows.num_computed_np, num_tokens_np)
+        is_bad_np |= (num_from_device_np > 0) & (rows.num_computed_np < num_available_np - 1)
         tables = self._rows.block_tables.tables
+        seq_lens_np = rows.num_computed_np + num_scheduled_np
         for table, block_size in zip(tables, self._block_sizes, strict=True):
             is_bad_np |= seq_lens_np > table.num_blocks_np[rows_np] * block_size
         if is_bad_np.any():
             bad = int(is_bad_np.argmax())
             num_blocks = [int(table.num_blocks_np[rows_np[bad]]) for table in tables]
             raise InvariantError(
-                f"request {req_ids[bad]!r} cannot compute {num_scheduled_np[bad]} tokens up to "
-                f"position {seq_lens_np[bad]}: it has {num_available_np[bad]} tokens and "
-                f"{num_blocks} blocks of {list(self._block_sizes)} tokens per group."
+                f"request {rows.req_ids[bad]!r} cannot compute {num_scheduled_np[bad]} tokens up "
+                f"to position {seq_lens_np[bad]}: it has {num_tokens_np[bad]} tokens on the host, "
+                f"{num_available_np[bad]} in all and {num_blocks} blocks of "
+                f"{list(self._block_sizes)} tokens per group."
             )
 
-    def _check_written_blocks(
-        self,
-        req_ids: list[str],
-        req_of_token_np: np.ndarray,  # i32[num_tokens]
-        row_of_token_np: np.ndarray,  # i32[num_tokens]
-        positions_np: np.ndarray,  # i32[num_tokens]
-    ) -> None:
+    def _check_written_blocks(self, rows: "_ScheduledRows") -> None:
         """No token is written to the null block, whose zeros are copied where memory must be clean.
 
         Left of a window the table has null blocks, or blocks that the request has given back and
@@ -163,10 +194,46 @@ class BatchBuilder:
         for group_idx, (table, block_size) in enumerate(
             zip(tables, self._block_sizes, strict=True)
         ):
-            block_ids_np = table.block_ids_np[row_of_token_np, positions_np // block_size]
+            block_ids_np = table.block_ids_np[rows.row_of_token_np, rows.positions_np // block_size]
             if not block_ids_np.all():
                 bad = int((block_ids_np == 0).argmax())
                 raise InvariantError(
-                    f"request {req_ids[req_of_token_np[bad]]!r} would write position "
-                    f"{positions_np[bad]} to the null block in KV cache group {group_idx}."
+                    f"request {rows.req_ids[rows.req_of_token_np[bad]]!r} would write position "
+                    f"{rows.positions_np[bad]} to the null block in KV cache group {group_idx}."
                 )
+
+
+class _ScheduledRows:
+    """The requests of a step, and all tokens that it computes, one request behind the other."""
+
+    def __init__(
+        self,
+        req_ids: list[str],
+        *,
+        rows_np: np.ndarray,  # i32[num_reqs], rows in the `InputBatch`
+        num_scheduled_np: np.ndarray,  # i32[num_reqs]
+        num_computed_tokens_np: np.ndarray,  # i32[max_num_seqs], of all rows
+    ) -> None:
+        self.req_ids = req_ids
+        self.rows_np = rows_np
+        self.num_scheduled_np = num_scheduled_np
+        self.num_computed_np = num_computed_tokens_np[rows_np]  # i32[num_reqs]
+        self.ends_np = np.cumsum(num_scheduled_np, dtype=np.int32)  # i32[num_reqs]
+        num_reqs = len(req_ids)
+        # i32[num_tokens] from here on.
+        self.req_of_token_np = np.repeat(np.arange(num_reqs, dtype=np.int32), num_scheduled_np)
+        self.row_of_token_np = rows_np[self.req_of_token_np]
+        # Position = place in the step + (tokens computed before - start of the token's request).
+        shift_np = self.num_computed_np - (self.ends_np - num_scheduled_np)
+        num_tokens = len(self.req_of_token_np)
+        self.positions_np = np.arange(num_tokens, dtype=np.int32) + shift_np[self.req_of_token_np]
+
+
+def _make_buffer(shape: StepShape | BurstShape) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """A step's buffer i32[num_words] and its fields; rows of nobody stay zero.
+
+    Fresh for every step: on the CPU the device reads this very memory while the step runs.
+    """
+    layout = PackedLayout(shape)
+    packed_np = np.zeros(layout.num_words, np.int32)
+    return packed_np, layout.views(packed_np)

@@ -8,11 +8,33 @@ from paxkv.errors import InvariantError
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """Every dimension of one compiled step; dimension names as in `models/forward_batch.py`."""
+    """Every dimension of one compiled step; dimension names as in `models/forward_batch.py`.
+
+    Args:
+        tile_tokens: The step goes through its tokens so many at a time, and not through tiles
+            without any; None is all at once. Divides `num_tokens`.
+    """
 
     num_tokens: int
     num_reqs: int
     num_logits: int
+    num_groups: int
+    max_blocks_per_req: int
+    tile_tokens: int | None = None
+
+    def num_computed(self, num_tokens: int) -> int:
+        """Tokens that a step of `num_tokens` computes, padding included."""
+        if self.tile_tokens is None:
+            return self.num_tokens
+        return -(-num_tokens // self.tile_tokens) * self.tile_tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BurstShape:
+    """Every dimension of one compiled burst: up to `max_steps` steps of one token a request."""
+
+    max_steps: int
+    num_reqs: int
     num_groups: int
     max_blocks_per_req: int
 
@@ -24,22 +46,45 @@ class CopyShape:
     num_copies: int
 
 
-# Between a single token and this there is no bucket: on the CPU the demo model decodes 1 request as
-# one of 8 in 1.4 times the time, and every bucket is a program to compile before the start.
-MIN_BATCHED_TOKENS = 8
+ProgramShape = StepShape | BurstShape | CopyShape
+
+# Tokens that batch-invariant steps compute at a time. Fewer make a single request faster, more make
+# prompts and large batches so.
+INVARIANT_TILE_TOKENS = 32
+
+# Every bucket is a program to compile before the start, of several CPU-seconds; but with steps four
+# times as large as the one before, half of what short prompts compute would be padding. A step that
+# is no burst has a prompt in it, and computing a few tokens takes on the CPU as long as 16: reading
+# the weights.
+MIN_BATCHED_TOKENS = 16
+# A single request decodes as one of 8 in 1.4 times the time (CPU, demo model), so it has its own.
+MIN_DECODED_REQS = 4
 
 
 def token_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
-    """Padded token counts: one, powers of two from 8 on, and the largest step exactly.
+    """Padded token counts: powers of two from 16 on, and the largest step exactly.
 
-    Example: 48 -> (1, 8, 16, 32, 48). From 5 tokens on, at most half of a step is padding.
+    Example: 48 -> (16, 32, 48). From 9 tokens on, at most half of a step is padding.
     """
-    counts = [1]
-    num_tokens = MIN_BATCHED_TOKENS
-    while num_tokens < max_num_batched_tokens:
-        counts.append(num_tokens)
-        num_tokens *= 2
-    return tuple(sorted({*counts, max_num_batched_tokens}))
+    return _growing(MIN_BATCHED_TOKENS, max_num_batched_tokens, growth=2)
+
+
+def decode_buckets(max_num_seqs: int) -> tuple[int, ...]:
+    """Padded numbers of requests in a burst: one, powers of two from 4 on, and all exactly.
+
+    Example: 24 -> (1, 4, 8, 16, 24). From 3 requests on, at most half of a burst is padding.
+    """
+    return tuple(sorted({1, *_growing(MIN_DECODED_REQS, max_num_seqs, growth=2)}))
+
+
+def _growing(smallest: int, largest: int, *, growth: int) -> tuple[int, ...]:
+    """`smallest` and what follows it below `largest`, each `growth` times the last; `largest`."""
+    counts = []
+    count = smallest
+    while count < largest:
+        counts.append(count)
+        count *= growth
+    return (*counts, largest)
 
 
 # Block copies come with forks, a few at a time: three programs serve up to 512 of them.
@@ -49,20 +94,22 @@ COPIES_GROWTH = 8
 
 def copy_buckets(max_num_copies: int) -> tuple[int, ...]:
     """Padded numbers of block copies; the largest is exact. Example: 100 -> (8, 64, 100)."""
-    counts = []
-    num_copies = MIN_COPIES
-    while num_copies < max_num_copies:
-        counts.append(num_copies)
-        num_copies *= COPIES_GROWTH
-    return (*counts, max_num_copies)
+    return _growing(MIN_COPIES, max_num_copies, growth=COPIES_GROWTH)
 
 
 class StepBuckets:
-    """The shapes of an engine, smallest first. Only the token count of a step has buckets.
+    """The shapes of an engine, smallest first. Steps have buckets of their token count alone.
 
     The other dimensions follow from it: a scheduled request has at least one token, so a step of
     `num_tokens` never needs more request rows than that, and each row wants one token's logits.
+    Steps in which every request has one token are bursts, of one step or more: they pay for no
+    prompt, and have buckets of their request count.
     Block copies have shapes of their own: at most one a request and group, its partly filled block.
+
+    Args:
+        max_decode_burst: Most steps of a burst.
+        batch_invariant: All steps have one shape, and go through their tokens in tiles: there is
+            one program, so that every token is computed by the same instructions.
     """
 
     def __init__(
@@ -70,40 +117,78 @@ class StepBuckets:
         *,
         max_num_batched_tokens: int,
         max_num_seqs: int,
+        max_decode_burst: int,
         num_groups: int,
         max_blocks_per_req: int,
+        batch_invariant: bool = False,
     ) -> None:
+        tile_tokens = INVARIANT_TILE_TOKENS if batch_invariant else None
         self._num_tokens = token_buckets(max_num_batched_tokens)
-        self.shapes = tuple(
+        if tile_tokens is not None:
+            self._num_tokens = (-(-max_num_batched_tokens // tile_tokens) * tile_tokens,)
+        self.step_shapes = tuple(
             StepShape(
                 num_tokens=num_tokens,
                 num_reqs=min(num_tokens, max_num_seqs),
                 num_logits=min(num_tokens, max_num_seqs),
                 num_groups=num_groups,
                 max_blocks_per_req=max_blocks_per_req,
+                tile_tokens=tile_tokens,
             )
             for num_tokens in self._num_tokens
+        )
+        self._num_reqs = () if batch_invariant else decode_buckets(max_num_seqs)
+        self.burst_shapes = tuple(
+            BurstShape(
+                max_steps=max_decode_burst,
+                num_reqs=num_reqs,
+                num_groups=num_groups,
+                max_blocks_per_req=max_blocks_per_req,
+            )
+            for num_reqs in self._num_reqs
         )
         self._num_copies = copy_buckets(max_num_seqs * num_groups)
         self.copy_shapes = tuple(CopyShape(num_copies=count) for count in self._num_copies)
 
     @property
-    def largest(self) -> StepShape:
-        return self.shapes[-1]
+    def largest_first(self) -> tuple[ProgramShape, ...]:
+        """Every shape, in an order in which the longest compilations begin first."""
+        return (*self.step_shapes[::-1], *self.burst_shapes[::-1], *self.copy_shapes[::-1])
+
+    @property
+    def largest(self) -> tuple[ProgramShape, ...]:
+        """The largest shape of each kind."""
+        return (self.step_shapes[-1], *self.burst_shapes[-1:], self.copy_shapes[-1])
+
+    @property
+    def has_bursts(self) -> bool:
+        """Whether steps of one token a request are bursts."""
+        return bool(self.burst_shapes)
 
     def shape_for(self, num_tokens: int) -> StepShape:
-        """The smallest shape that holds `num_tokens`.
+        """The smallest step that holds `num_tokens`.
 
         Raises:
             InvariantError: The scheduler went over its budget, or scheduled nothing.
         """
-        if not 1 <= num_tokens <= self._num_tokens[-1]:
-            raise InvariantError(
-                f"a step must have 1 to {self._num_tokens[-1]} tokens, got {num_tokens}."
-            )
-        return self.shapes[bisect.bisect_left(self._num_tokens, num_tokens)]
+        return self.step_shapes[_find_bucket(self._num_tokens, num_tokens, "tokens")]
+
+    def burst_shape_for(self, num_reqs: int) -> BurstShape:
+        """The smallest burst that holds `num_reqs`.
+
+        Raises:
+            InvariantError: There are more requests than may run, or none.
+        """
+        return self.burst_shapes[_find_bucket(self._num_reqs, num_reqs, "requests")]
 
     def copy_shape_for(self, num_copies: int) -> CopyShape:
         """The smallest shape that holds `num_copies`, or the largest: then several are needed."""
         num_smaller = bisect.bisect_left(self._num_copies, num_copies)
         return self.copy_shapes[min(num_smaller, len(self.copy_shapes) - 1)]
+
+
+def _find_bucket(buckets: tuple[int, ...], count: int, what: str) -> int:
+    """Index of the smallest bucket that holds `count`."""
+    if not 1 <= count <= buckets[-1]:
+        raise InvariantError(f"a step must have 1 to {buckets[-1]} {what}, got {count}.")
+    return bisect.bisect_left(buckets, count)

@@ -8,6 +8,8 @@ import numpy as np
 from paxkv.contracts.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from paxkv.errors import InvariantError
 from paxkv.runner.block_table import BlockTable, MultiGroupBlockTable
+from paxkv.runner.packed_layout import MAX_ENDING_IDS
+from paxkv.runner.sampled_tokens import NO_TOKEN
 from paxkv.runner.sampling_columns import NUM_COLUMNS, encode_sampling_params, seed_of_request
 from paxkv.sampling_params import SamplingParams
 
@@ -19,7 +21,11 @@ class CachedRequestState:
     req_id: str
     sampling_params: SamplingParams
     sampling_row_np: np.ndarray  # i32[NUM_COLUMNS]
+    ending_ids_np: np.ndarray  # i32[MAX_ENDING_IDS]
+    first_end: int  # position of the first drawn token that may end it
     row_idx: int | None  # None while it is preempted
+    # How often it got a row: tokens drawn for an earlier one are not for the next.
+    num_starts: int = 0
 
 
 class InputBatch:
@@ -41,11 +47,15 @@ class InputBatch:
         self.requests: dict[str, CachedRequestState] = {}
         self.block_tables = block_tables
         self.token_ids_np = np.zeros((max_num_seqs, max_model_len), np.int32)
-        # Tokens whose value the host knows; the one behind them may be on the device still.
+        # Tokens whose value the host knows, and those behind them that are drawn on the device by
+        # steps whose tokens are not home yet.
         self.num_tokens_np = np.zeros(max_num_seqs, np.int32)
+        self.num_pending_np = np.zeros(max_num_seqs, np.int32)
         self.num_computed_tokens_np = np.zeros(max_num_seqs, np.int32)
         self.sampling_rows_np = np.zeros((max_num_seqs, NUM_COLUMNS), np.int32)
-        # Place of the row's token among those that the last step sampled; -1 if it sampled none.
+        self.ending_ids_np = np.full((max_num_seqs, MAX_ENDING_IDS), NO_TOKEN, np.int32)
+        self.first_end_np = np.zeros(max_num_seqs, np.int32)
+        # Place of the row's last token among those that the last step drew; -1 if it drew none.
         self.prev_sampled_idx_np = np.full(max_num_seqs, -1, np.int32)
         self._free_rows = list(range(max_num_seqs))  # a heap: the lowest free row is taken first
         self._vocab_size = vocab_size
@@ -106,40 +116,44 @@ class InputBatch:
             raise InvariantError(f"request {req_ids[rows.index(None)]!r} is preempted: no row.")
         return np.array(rows, np.int32)
 
-    def note_sampled(self, rows_np: np.ndarray, is_sampled_np: np.ndarray) -> None:
-        """Remembers which rows' next token is among those that a step has just sampled.
-
-        Args:
-            rows_np: i32[num_reqs], rows in the order of the step.
-            is_sampled_np: bool[num_reqs], which of them it drew a token for.
-        """
+    def note_drawn(
+        self,
+        rows_np: np.ndarray,  # i32[num_reqs], rows in the order of the step
+        num_drawn_np: np.ndarray,  # i32[num_reqs], tokens that it draws for each
+    ) -> None:
+        """Remembers whose last token is among those that a step which was started draws."""
         self.prev_sampled_idx_np[:] = -1
         step_idx_np = np.arange(len(rows_np), dtype=np.int32)
-        self.prev_sampled_idx_np[rows_np] = np.where(is_sampled_np, step_idx_np, -1)
+        self.prev_sampled_idx_np[rows_np] = np.where(num_drawn_np > 0, step_idx_np, -1)
+        self.num_pending_np[rows_np] += num_drawn_np
 
-    def append_tokens(self, req_ids: list[str], token_ids: list[int]) -> None:
-        """Writes one sampled token behind each request's; a request without a row needs none.
-
-        A preempted request gets all its tokens from the scheduler when it resumes.
+    def append_tokens(
+        self,
+        rows_np: np.ndarray,  # i32[num_reqs], each once
+        drawn_np: np.ndarray,  # i32[max_steps, num_reqs], NO_TOKEN behind the last of each
+        num_drawn_np: np.ndarray,  # i32[num_reqs], as `note_drawn` was told: maybe fewer came
+    ) -> None:
+        """Writes a step's tokens behind those of each row.
 
         Raises:
             InvariantError: A row is full: the scheduler let a request pass max_model_len.
         """
-        rows, kept_token_ids = [], []
-        for req_id, token_id in zip(req_ids, token_ids, strict=True):
-            state = self.requests.get(req_id)
-            if state is not None and state.row_idx is not None:
-                rows.append(state.row_idx)
-                kept_token_ids.append(token_id)
-        rows_np = np.array(rows, np.int32)
-        positions_np = self.num_tokens_np[rows_np]
-        if (positions_np >= self.token_ids_np.shape[1]).any():
+        num_new_np = (drawn_np != NO_TOKEN).sum(axis=0, dtype=np.int32)
+        ends_np = self.num_tokens_np[rows_np] + num_new_np
+        max_model_len = self.token_ids_np.shape[1]
+        if (ends_np > max_model_len).any():
             raise InvariantError(
-                f"a request would pass max_model_len={self.token_ids_np.shape[1]}; "
-                f"got a token for each of {req_ids}."
+                f"a request would pass max_model_len={max_model_len}; got {num_new_np.tolist()} "
+                f"tokens, with which rows {rows_np.tolist()} have {ends_np.tolist()}."
             )
-        self.token_ids_np[rows_np, positions_np] = kept_token_ids
-        self.num_tokens_np[rows_np] += 1
+        for tokens_np in drawn_np[: num_new_np.max(initial=0)]:
+            has_token_np = tokens_np != NO_TOKEN
+            kept_rows_np = rows_np[has_token_np]
+            self.token_ids_np[kept_rows_np, self.num_tokens_np[kept_rows_np]] = tokens_np[
+                has_token_np
+            ]
+            self.num_tokens_np[kept_rows_np] += 1
+        self.num_pending_np[rows_np] -= num_drawn_np
 
     def _add_new(self, new_req: NewRequestData) -> None:
         if new_req.req_id in self.requests:
@@ -150,6 +164,8 @@ class InputBatch:
             req_id=new_req.req_id,
             sampling_params=params,
             sampling_row_np=encode_sampling_params(params, seed=seed, vocab_size=self._vocab_size),
+            ending_ids_np=_first_ending_ids(new_req.ending_token_ids),
+            first_end=len(new_req.prompt_token_ids) + params.min_tokens - 1,
             row_idx=None,
         )
         self.requests[new_req.req_id] = state
@@ -183,14 +199,19 @@ class InputBatch:
         state.row_idx = row_idx
         self.token_ids_np[row_idx, : len(token_ids)] = token_ids
         self.num_tokens_np[row_idx] = len(token_ids)
+        self.num_pending_np[row_idx] = 0
         self.sampling_rows_np[row_idx] = state.sampling_row_np
+        self.ending_ids_np[row_idx] = state.ending_ids_np
+        self.first_end_np[row_idx] = state.first_end
         self.prev_sampled_idx_np[row_idx] = -1
+        state.num_starts += 1
 
     def _release_row(self, state: CachedRequestState) -> None:
         if state.row_idx is None:
             return
         self.block_tables.clear_row(state.row_idx)
         self.num_tokens_np[state.row_idx] = 0
+        self.num_pending_np[state.row_idx] = 0
         self.num_computed_tokens_np[state.row_idx] = 0
         self.prev_sampled_idx_np[state.row_idx] = -1
         heapq.heappush(self._free_rows, state.row_idx)
@@ -200,3 +221,11 @@ class InputBatch:
         if req_id not in self.requests:
             raise InvariantError(f"request {req_id!r} was scheduled, but is unknown to the runner.")
         return self.requests[req_id]
+
+
+def _first_ending_ids(token_ids: tuple[int, ...]) -> np.ndarray:  # i32[MAX_ENDING_IDS]
+    """As many as there is room for; the scheduler ends the request at any of the others."""
+    ending_ids_np = np.full(MAX_ENDING_IDS, NO_TOKEN, np.int32)
+    kept = token_ids[:MAX_ENDING_IDS]
+    ending_ids_np[: len(kept)] = kept
+    return ending_ids_np

@@ -6,35 +6,29 @@ import math
 import jax
 import numpy as np
 
-from paxkv.runner.bucketing import StepShape
+from paxkv.runner.bucketing import BurstShape, StepShape
 from paxkv.runner.sampling_columns import NUM_COLUMNS
+
+# Tokens that end a request and that a burst looks for; of more, the scheduler finds the others.
+MAX_ENDING_IDS = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """Layout of the buffer of one `StepShape`: NumPy fills `views`, `jit` reads `unpack`.
+    """Layout of the buffer of one shape: NumPy fills `views`, `jit` reads `unpack`.
 
     One buffer, because putting 14 small arrays costs 193 microseconds where one costs 5.
     """
 
-    shape: StepShape
+    shape: StepShape | BurstShape
 
     def fields(self) -> dict[str, tuple[int, ...]]:
         """Shape of each field, in the order of the buffer; all are int32."""
         s = self.shape
-        return {
-            "token_ids": (s.num_tokens,),
-            # Which token to take: an index into the previous step's tokens, still on the device,
-            # or max_num_seqs for the one in `token_ids`.
-            "token_source": (s.num_tokens,),
-            "positions": (s.num_tokens,),
-            "query_start_loc": (s.num_reqs + 1,),
-            "seq_lens": (s.num_groups, s.num_reqs),
-            "block_tables": (s.num_groups, s.num_reqs, s.max_blocks_per_req),
-            "logits_indices": (s.num_logits,),
-            "sampling_rows": (s.num_logits, NUM_COLUMNS),
-            "draw_position": (s.num_logits,),
-        }
+        tables = {"block_tables": (s.num_groups, s.num_reqs, s.max_blocks_per_req)}
+        if isinstance(s, BurstShape):
+            return _tokens(s.num_reqs) | tables | _burst_fields(s)
+        return _tokens(s.num_tokens) | tables | _step_fields(s)
 
     @property
     def num_words(self) -> int:
@@ -59,3 +53,36 @@ class PackedLayout:
             arrays[name] = jax.lax.slice(packed, (start,), (end,)).reshape(dims)
             start = end
         return arrays
+
+
+def _tokens(num_tokens: int) -> dict[str, tuple[int, ...]]:
+    return {
+        "token_ids": (num_tokens,),
+        # Which token to take: an index into the previous step's tokens, still on the device,
+        # or max_num_seqs for the one in `token_ids`.
+        "token_source": (num_tokens,),
+        "positions": (num_tokens,),
+    }
+
+
+def _step_fields(s: StepShape) -> dict[str, tuple[int, ...]]:
+    return {
+        "query_start_loc": (s.num_reqs + 1,),
+        "seq_lens": (s.num_groups, s.num_reqs),
+        "logits_indices": (s.num_logits,),
+        "sampling_rows": (s.num_logits, NUM_COLUMNS),
+        "draw_position": (s.num_logits,),
+    }
+
+
+def _burst_fields(s: BurstShape) -> dict[str, tuple[int, ...]]:
+    return {
+        "num_steps": (1,),
+        # Tokens that the row computes, at most one a step; 0 is a row without a request.
+        "num_tokens": (s.num_reqs,),
+        "sampling_rows": (s.num_reqs, NUM_COLUMNS),
+        # Tokens that end the row's request where they are drawn for `first_end` or later; unused
+        # places have -1, which is no token.
+        "ending_ids": (s.num_reqs, MAX_ENDING_IDS),
+        "first_end": (s.num_reqs,),
+    }

@@ -11,6 +11,8 @@ from paxkv.sampling_params import MAX_LOGPROBS
 
 # token, its logprob, its rank, then the most likely tokens and their logprobs.
 RESULT_WIDTH = 3 + 2 * MAX_LOGPROBS
+# In the token's place where a row of a burst has ended and drew none.
+NO_TOKEN = -1
 
 
 @jax.tree_util.register_dataclass

@@ -1,4 +1,4 @@
-"""The compiled programs: a step of one pure `forward` and one pure `sample`, and block copies."""
+"""The compiled step of one pure `forward` and one pure `sample`, and the one of block copies."""
 
 from collections.abc import Callable
 
@@ -32,24 +32,32 @@ def unpack_batch(
     prev_tokens: jax.Array,  # i32[max_num_seqs]
 ) -> ForwardBatch:
     """The model's input; each token comes from the host or from `prev_tokens`."""
-    max_num_seqs = prev_tokens.shape[0]
-    token_source = fields["token_source"]
-    on_device = prev_tokens[jnp.minimum(token_source, max_num_seqs - 1)]
     return ForwardBatch(
-        token_ids=jnp.where(token_source < max_num_seqs, on_device, fields["token_ids"]),
+        token_ids=take_tokens(fields, prev_tokens),
         positions=fields["positions"],
         query_start_loc=fields["query_start_loc"],
         seq_lens=fields["seq_lens"],
         block_tables=fields["block_tables"],
         logits_indices=fields["logits_indices"],
-        max_query_len=1 if fields["token_ids"].shape == (1,) else None,
     )
+
+
+def take_tokens(
+    fields: dict[str, jax.Array],
+    prev_tokens: jax.Array,  # i32[max_num_seqs]
+) -> jax.Array:  # i32[num_tokens]
+    """Each token from where its `token_source` says: the host or `prev_tokens`."""
+    max_num_seqs = prev_tokens.shape[0]
+    token_source = fields["token_source"]
+    on_device = prev_tokens[jnp.minimum(token_source, max_num_seqs - 1)]
+    return jnp.where(token_source < max_num_seqs, on_device, fields["token_ids"])
 
 
 def make_step(model: LoadedModel, shape: StepShape) -> StepFunction:
     """The step of one shape, not yet compiled.
 
-    Its result holds a row per logit (`pack_result`). `next_tokens` i32[max_num_seqs] are the drawn
+    Its result i32[1, num_logits, RESULT_WIDTH] holds a row per logit (`pack_result`), as a burst of
+    one step would. `next_tokens` i32[max_num_seqs] are the drawn
     tokens by their place in the step, for the next step's `prev_tokens`: so it can start before
     the host has seen them.
     """
@@ -68,7 +76,7 @@ def make_step(model: LoadedModel, shape: StepShape) -> StepFunction:
         sampled = sample(logits, inputs)
         num_unused = prev_tokens.shape[0] - shape.num_logits
         next_tokens = jnp.pad(sampled.token_ids, (0, num_unused))
-        return kv_cache, pack_result(sampled), next_tokens
+        return kv_cache, pack_result(sampled)[None], next_tokens
 
     return step
 

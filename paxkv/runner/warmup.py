@@ -1,8 +1,11 @@
-"""Compiles every program that traffic can ask for before the engine is ready, and counts later."""
+"""Has every program that traffic can ask for before the engine is ready, and counts later ones."""
 
 import concurrent.futures
-import os
+import contextlib
+import logging
 import sys
+import time
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +14,49 @@ from jax.stages import Compiled, Lowered
 from tqdm import tqdm
 
 from models import KVCache, LoadedModel
-from paxkv.runner.bucketing import CopyShape, StepBuckets, StepShape
+from paxkv.runner.bucketing import BurstShape, CopyShape, ProgramShape, StepBuckets
+from paxkv.runner.burst import make_burst
+from paxkv.runner.invariant_step import make_invariant_step
 from paxkv.runner.packed_layout import PackedLayout
+from paxkv.runner.program_identity import num_cores, program_identity
+from paxkv.runner.program_store import ProgramFolder, ProgramStore, without_jax_cache
 from paxkv.runner.step import Params, make_block_copies, make_step
+
+logger = logging.getLogger(__name__)
 
 # What XLA does after lowering runs beside other compilations, and beside the next lowering.
 _MAX_COMPILE_THREADS = 8
+
+
+def compiler_options(platform: str, dtype: str, *, num_cores: int) -> dict[str, str]:
+    """What XLA is told for every program of a device whose model computes in `dtype`.
+
+    Args:
+        num_cores: Of the processor, as many as this process may use.
+    """
+    if (platform, dtype, num_cores) == ("cpu", "float32", 1):
+        # On one core products of 64 tokens by YNNPACK take 1.3 to 1.5 times as long as XLA's own,
+        # of 256 tokens 1.1 to 1.3. On two cores it is the other way round: 0.7 to 0.8 with 256
+        # tokens, about the same with fewer (JAX 0.10.2 and 0.12.0.1, hidden 512, busy machine).
+        return {"xla_cpu_experimental_ynn_fusion_type": ""}
+    if platform == "gpu":
+        # What XLA puts into CUDA graphs by itself, and loops: so that the host launches a burst
+        # once, and does not wait for the loop's condition.
+        return {
+            "xla_gpu_enable_command_buffer": "CONDITIONAL,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
+            "DYNAMIC_SLICE_FUSION,FUSION,WHILE"
+        }
+    return {}
 
 
 class StepPrograms:
     """The compiled steps of a model and its block copies, one program per bucket.
 
     They are compiled ahead of time: such a program takes its own shapes, dtypes and shardings and
-    raises for any other, so no call can compile behind our back and the count below is true.
+    raises for any other, so no call can compile behind our back and the counts below are true.
+
+    Args:
+        store: Where programs are looked for before they are compiled, and kept afterwards.
     """
 
     def __init__(
@@ -34,54 +67,157 @@ class StepPrograms:
         buckets: StepBuckets,
         max_num_seqs: int,
         mesh: Mesh,
+        store: ProgramStore | None = None,
     ) -> None:
         self._model = model
         self._params = params
         self._buckets = buckets
         self._max_num_seqs = max_num_seqs
+        self._mesh = mesh
+        self._store = store
         self._sharding = NamedSharding(mesh, PartitionSpec())
-        self._programs: dict[StepShape | CopyShape, Compiled] = {}
+        self._compiler_options = compiler_options(
+            mesh.devices.flat[0].platform, params[0].dtype.name, num_cores=num_cores()
+        )
+        self._programs: dict[ProgramShape, Compiled] = {}
         self._is_ready = False
+        self.num_loaded = 0
+        self.num_compiles = 0
         self.num_compiles_after_ready = 0
 
-    def compile(self, shape: StepShape | CopyShape, kv_cache: KVCache) -> Compiled:
+    def compile(self, shape: ProgramShape, kv_cache: KVCache) -> Compiled:
         """The program of `shape`, not kept; `kv_cache` may be abstract."""
-        return self._lower(shape, kv_cache).compile()
+        return self._finish(self._lower(shape, kv_cache))
 
-    def _lower(self, shape: StepShape | CopyShape, kv_cache: KVCache) -> Lowered:
+    def measure_temp_bytes(self, kv_cache: KVCache) -> int:
+        """Most temporary memory that a program takes; `kv_cache` may be abstract.
+
+        Raises:
+            ConfigError: As `warm_up`.
+        """
+        shapes = self._buckets.largest
+        folder = self._open_store(shapes, kv_cache)
+        return max(
+            self._find(shape, kv_cache, folder).memory_analysis().temp_size_in_bytes
+            for shape in shapes
+        )
+
+    def _find(
+        self, shape: ProgramShape, kv_cache: KVCache, folder: ProgramFolder | None
+    ) -> Compiled:
+        if folder is None:
+            return self.compile(shape, kv_cache)
+        program = folder.load(shape)
+        if program is None:
+            with without_jax_cache():
+                program = self.compile(shape, kv_cache)
+            folder.save(shape, program)
+        return program
+
+    def _lower(self, shape: ProgramShape, kv_cache: KVCache) -> Lowered:
         if isinstance(shape, CopyShape):
             copies = self._abstract_int32(2, shape.num_copies)
             copy_blocks = make_block_copies(self._model)
             return jax.jit(copy_blocks, donate_argnums=0).lower(kv_cache, copies)
-        step = jax.jit(make_step(self._model, shape), donate_argnums=1)
+        if isinstance(shape, BurstShape):
+            make = make_burst
+        else:
+            make = make_step if shape.tile_tokens is None else make_invariant_step
+        step = jax.jit(make(self._model, shape), donate_argnums=1)
         packed = self._abstract_int32(PackedLayout(shape).num_words)
         prev_tokens = self._abstract_int32(self._max_num_seqs)
         return step.lower(self._params, kv_cache, packed, prev_tokens)
 
-    def warm_up(self, kv_cache: KVCache, *, show_progress: bool) -> None:
-        """Compiles every bucket, several at a time, the largest first."""
-        shapes = (*self._buckets.shapes[::-1], *self._buckets.copy_shapes)
-        missing = [shape for shape in shapes if shape not in self._programs]
+    def _finish(self, lowered: Lowered) -> Compiled:
+        self.num_compiles += 1
+        return lowered.compile(self._compiler_options)
+
+    def warm_up(self, kv_cache: KVCache, *, show_progress: bool) -> int:
+        """Loads or compiles every bucket, several at a time, the largest first.
+
+        Returns:
+            The number of programs.
+
+        Raises:
+            ConfigError: The store may not be used, or does not fit.
+        """
+        start = time.monotonic()
+        shapes = [shape for shape in self._buckets.largest_first if shape not in self._programs]
+        folder = self._open_store(shapes, kv_cache)
+        num_threads = min(num_cores(), _MAX_COMPILE_THREADS)
+        with concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
+            if folder is not None:
+                self._load_all(shapes, folder, threads)
+            missing = [shape for shape in shapes if shape not in self._programs]
+            self._compile_all(missing, kv_cache, folder, threads, show_progress=show_progress)
+        self._is_ready = True
+        where = "" if folder is None else f" from {folder.path}"
+        logger.info(
+            "programs: %d loaded%s, %d compiled, in %.1f s",
+            *(len(shapes) - len(missing), where, len(missing), time.monotonic() - start),
+        )
+        return len(self._programs)
+
+    def _open_store(
+        self, shapes: Sequence[ProgramShape], kv_cache: KVCache
+    ) -> ProgramFolder | None:
+        if self._store is None:
+            return None
+        identity = program_identity(
+            model=self._model,
+            params=self._params,
+            kv_cache=kv_cache,
+            mesh=self._mesh,
+            max_num_seqs=self._max_num_seqs,
+            compiler_options=self._compiler_options,
+        )
+        return self._store.open(identity, shapes, list(self._mesh.devices.flat))
+
+    def _load_all(
+        self,
+        shapes: Sequence[ProgramShape],
+        folder: ProgramFolder,
+        threads: concurrent.futures.Executor,
+    ) -> None:
+        for shape, program in zip(shapes, threads.map(folder.load, shapes), strict=True):
+            if program is not None:
+                self._programs[shape] = program
+                self.num_loaded += 1
+
+    def _compile_all(
+        self,
+        shapes: Sequence[ProgramShape],
+        kv_cache: KVCache,
+        folder: ProgramFolder | None,
+        threads: concurrent.futures.Executor,
+        *,
+        show_progress: bool,
+    ) -> None:
+        def finish(shape: ProgramShape, lowered: Lowered) -> Compiled:
+            program = self._finish(lowered)
+            if folder is not None:
+                folder.save(shape, program)
+            return program
+
         progress = tqdm(
-            total=len(missing),
+            total=len(shapes),
             desc="compiling programs",
             unit="shape",
             file=sys.stderr,
-            disable=not show_progress,
+            disable=not show_progress or not shapes,
         )
-        num_threads = min(os.cpu_count() or 1, _MAX_COMPILE_THREADS)
-        with progress, concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
+        with progress, contextlib.nullcontext() if folder is None else without_jax_cache():
             # Lowered one after the other: Mosaic numbers kernels in the order in which a process
             # lowers them (JAX 0.11), so that another order would be another program to a cache.
             compiling = {
-                threads.submit(self._lower(shape, kv_cache).compile): shape for shape in missing
+                threads.submit(finish, shape, self._lower(shape, kv_cache)): shape
+                for shape in shapes
             }
             for done in concurrent.futures.as_completed(compiling):
                 self._programs[compiling[done]] = done.result()
                 progress.update()
-        self._is_ready = True
 
-    def get(self, shape: StepShape | CopyShape, kv_cache: KVCache) -> Compiled:
+    def get(self, shape: ProgramShape, kv_cache: KVCache) -> Compiled:
         """The program of `shape`; compiles it if the warm-up was left out or missed it."""
         if shape not in self._programs:
             self._programs[shape] = self.compile(shape, kv_cache)

@@ -9,7 +9,7 @@ from paxkv.scheduler.scheduler import Scheduler
 
 
 class AsyncScheduler(Scheduler):
-    """A scheduler that counts on one token of every step in flight.
+    """A scheduler that counts on the tokens of every step in flight.
 
     A token whose value is not known has a placeholder: the next step computes it, from the
     device's own memory, but its block cannot be hashed before it comes home.
@@ -17,6 +17,8 @@ class AsyncScheduler(Scheduler):
         prompt of 5     schedule 1: computes 0..4, then 1 placeholder
                         schedule 2: computes 5, whose token is not known, then 2 placeholders
                         update 1: 1 token known, 1 placeholder
+
+    A burst brings one token for each that it computes, or ends its request with fewer.
 
     A step that verifies drafts brings home an unknown number of tokens, so a request with one in
     flight is passed over until it is back.
@@ -26,6 +28,10 @@ class AsyncScheduler(Scheduler):
 
     def _advance(self, output: SchedulerOutput, requests: dict[str, Request]) -> None:
         super()._advance(output, requests)
+        if output.num_decode_steps > 1:
+            for req_id, num_tokens in output.num_scheduled_tokens.items():
+                requests[req_id].num_output_placeholders += num_tokens
+            return
         for request in requests.values():
             num_known_or_sure = request.num_tokens + request.num_output_placeholders
             # Less is a prompt in pieces, more has drafts.
@@ -33,17 +39,21 @@ class AsyncScheduler(Scheduler):
                 request.num_output_placeholders += 1
 
     def _append_tokens(
-        self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None
+        self,
+        request: Request,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        num_wanted: int,
     ) -> EngineCoreOutput:
         if request.num_output_placeholders > 0:
-            if len(token_ids) != 1:
+            if len(token_ids) > num_wanted:
                 raise InvariantError(
                     f"{request!r} got {len(token_ids)} tokens; a step without drafts that others "
-                    "follow before it is back must sample 1."
+                    f"follow before it is back must sample {num_wanted}."
                 )
-            request.num_output_placeholders -= 1
+            request.num_output_placeholders -= len(token_ids)
         num_hashes = len(request.block_hashes)
-        output = super()._append_tokens(request, token_ids, logprobs)
+        output = super()._append_tokens(request, token_ids, logprobs, num_wanted)
         # When the block was filled, on the device, its last token was not known yet.
         if len(request.block_hashes) > num_hashes and output.finish_reason is None:
             self.kv_cache_manager.cache_blocks(

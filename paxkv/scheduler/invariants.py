@@ -21,14 +21,15 @@ def check_requests(
     requests: Mapping[str, Request],
     running: Iterable[Request],
     waiting: Iterable[Request],
-    num_drafts_in_flight: Mapping[str, int] | None = None,
+    num_unknown_tokens: Mapping[str, int] | None = None,
     *,
     has_connector: bool = False,
 ) -> None:
     """Checks that each unfinished request is in one queue, in a status that fits it.
 
     Args:
-        num_drafts_in_flight: Drafts that a step verifies whose tokens have not come back.
+        num_unknown_tokens: What steps in flight compute of drafts and, without placeholders, of
+            tokens that they sample themselves.
         has_connector: Waiting requests may have tokens that were loaded for them.
 
     Raises:
@@ -40,12 +41,12 @@ def check_requests(
     for request in queued:
         if requests.get(request.request_id) is not request:
             raise InvariantError(f"{request!r} is queued but not known.")
-    drafts = num_drafts_in_flight or {}
+    unknown = num_unknown_tokens or {}
     for request in running:
         if request.status is not RequestStatus.RUNNING:
             raise InvariantError(f"{request!r} is among the running.")
         # Drafts and tokens on their way are computed before they are known.
-        num_unknown = request.num_output_placeholders + drafts.get(request.request_id, 0)
+        num_unknown = request.num_output_placeholders + unknown.get(request.request_id, 0)
         most = request.num_tokens + num_unknown
         if not 0 < request.num_computed_tokens <= most:
             raise InvariantError(f"{request!r} has computed more than there is, or nothing.")

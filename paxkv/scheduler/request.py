@@ -74,6 +74,7 @@ class Request:
         "ending_token_ids",
         "eos_token_ids",
         "fork_source",
+        "is_streamed",
         "keep_blocks",
         "lora_name",
         "max_num_tokens",
@@ -115,6 +116,7 @@ class Request:
         self.mm_features = engine_request.mm_features
         self.prompt_embeds = engine_request.prompt_embeds
         self.keep_blocks = engine_request.keep_blocks
+        self.is_streamed = engine_request.is_streamed
         # Whose blocks it is to share when it is first admitted; None when there is nobody.
         self.fork_source: Request | None = None
 

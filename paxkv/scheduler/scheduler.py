@@ -16,6 +16,7 @@ from paxkv.errors import ConfigError, InvalidRequestError, InvariantError
 from paxkv.kv_cache.manager import KVCacheManager
 from paxkv.kv_cache.metrics_collector import make_metrics_collector
 from paxkv.scheduler.admission import AdmissionGate
+from paxkv.scheduler.decode_burst import DecodeBursts
 from paxkv.scheduler.encoder_inputs import EncoderInputs
 from paxkv.scheduler.forks import KeptRequests
 from paxkv.scheduler.invariants import check_blocks, check_requests
@@ -28,7 +29,7 @@ from paxkv.scheduler.scheduler_stats import make_scheduler_stats
 from paxkv.scheduler.spare_blocks import SpareBlocks
 from paxkv.scheduler.step_plan import StepPlan
 from paxkv.scheduler.steps_in_flight import StepsInFlight
-from paxkv.scheduler.update import append_until_stop, num_rejected_tokens
+from paxkv.scheduler.update import append_until_stop, keep_drafts, num_rejected_tokens
 from paxkv.scheduler.waiting_scheduler import WaitingScheduler
 
 
@@ -104,6 +105,7 @@ class Scheduler:
         self.spare_blocks = SpareBlocks(
             self.kv_cache_manager, self.kept_requests, self.waiting, self.remote_kv
         )
+        self._decode_bursts = DecodeBursts(self.kv_cache_manager, num_lookahead_tokens, connector)
         self._has_grammar_gate = grammar_gate is not None
         self.steps_in_flight = StepsInFlight()
         self._running_scheduler, self._waiting_scheduler = self._make_halves(grammar_gate)
@@ -158,12 +160,15 @@ class Scheduler:
         self.requests[req_id] = added
         self.waiting.add_request(added)
 
-    def schedule(self) -> SchedulerOutput:
-        """Decides one step.
+    def schedule(self, max_decode_steps: int = 1) -> SchedulerOutput:
+        """Decides one step, or a burst of decode steps where nobody waits.
 
         There is no prefill or decode phase: each request gets tokens, so that its
         `num_computed_tokens` catches up with its `num_tokens` and its drafts. While there are
         unfinished requests that wait for nothing outside, someone gets at least one.
+
+        Args:
+            max_decode_steps: Longest burst that may be decided now.
         """
         plan = StepPlan(self.scheduler_config.max_num_batched_tokens)
         self.encoder_inputs.start_step()
@@ -172,6 +177,7 @@ class Scheduler:
         if not plan.preempted_req_ids:
             self._waiting_scheduler.schedule(plan)
         self._has_asked_later = plan.has_asked_later
+        self._decode_bursts.extend(plan, self.waiting, max_decode_steps)
         requests = plan.requests()
         output = self._build_output(plan, requests)
         self._advance(output, requests)
@@ -197,6 +203,7 @@ class Scheduler:
                 transfers.invalid_block_ids
             )
         spec_decode_tokens = scheduler_output.scheduled_spec_decode_tokens
+        is_burst = scheduler_output.num_decode_steps > 1
         outputs: list[EngineCoreOutput] = []
         finished: list[Request] = []
         for req_id, token_ids, logprobs in zip(
@@ -218,17 +225,20 @@ class Scheduler:
                 )
             if request.num_computed_tokens < len(request.all_token_ids):
                 raise InvariantError(f"{request!r} got a token before its last was computed.")
-            output = self._append_tokens(request, token_ids, logprobs)
+            num_wanted = scheduler_output.num_scheduled_tokens[req_id] if is_burst else 1
+            output = self._append_tokens(request, token_ids, logprobs, num_wanted)
             outputs.append(output)
             if output.finish_reason is not None:
                 finished.append(request)
+            if is_burst:
+                self._decode_bursts.take_answer(request, len(token_ids), num_wanted)
         self.steps_in_flight.remove(scheduler_output)
         if finished:
             for request in finished:
                 self._end_request(request)
             self._remove_finished()
         if runner_output.draft_token_ids:
-            self._take_drafts(runner_output.draft_token_ids, outputs)
+            keep_drafts(self.requests, runner_output.draft_token_ids, outputs)
         if transfers is not None and self.remote_kv is not None:
             self.remote_kv.update(transfers)
         return outputs
@@ -366,7 +376,7 @@ class Scheduler:
             self.requests,
             self.running,
             self.waiting,
-            self.steps_in_flight.count_drafts(),
+            self.steps_in_flight.count_unknown_tokens(),
             has_connector=self.remote_kv is not None,
         )
         delayed = () if self.remote_kv is None else self.remote_kv.delayed.values()
@@ -416,6 +426,7 @@ class Scheduler:
             total_num_scheduled_tokens=sum(plan.num_scheduled_tokens.values()),
             preempted_req_ids=frozenset(plan.preempted_req_ids | self._reset_req_ids),
             finished_req_ids=frozenset(self.finished_req_ids),
+            num_decode_steps=plan.num_decode_steps,
             scheduled_spec_decode_tokens=plan.spec_decode_tokens,
             scheduled_encoder_inputs=self.encoder_inputs.take_scheduled(),
             free_encoder_mm_hashes=self.encoder_inputs.cache_manager.take_freed_identifiers(),
@@ -446,21 +457,14 @@ class Scheduler:
         self.num_scheduled_tokens += output.total_num_scheduled_tokens
 
     def _append_tokens(
-        self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None
+        self,
+        request: Request,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        num_wanted: int,
     ) -> EngineCoreOutput:
-        """Adds a step's tokens; `AsyncScheduler` does more."""
+        """Adds a step's tokens; `AsyncScheduler` does more, and compares them with those wanted."""
         return append_until_stop(request, token_ids, logprobs)
-
-    def _take_drafts(
-        self, draft_token_ids: dict[str, list[int]], outputs: list[EngineCoreOutput]
-    ) -> None:
-        """Keeps drafts for the next step of those who got tokens: a prompt in pieces has none."""
-        for output in outputs:
-            drafts = draft_token_ids.get(output.request_id)
-            request = self.requests.get(output.request_id)
-            # With a further step in flight they come late: they follow a token that it computes.
-            if drafts and request is not None and request.num_computed_tokens < request.num_tokens:
-                request.spec_token_ids = list(drafts)
 
     def _end_request(self, request: Request) -> None:
         """Forgets a finished request; the caller takes it out of its queue.

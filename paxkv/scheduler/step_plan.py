@@ -18,6 +18,7 @@ class StepPlan:
     def __init__(self, token_budget: int) -> None:
         self.token_budget = token_budget
         self.num_scheduled_tokens: dict[str, int] = {}
+        self.num_decode_steps = 1
         self.spec_decode_tokens: dict[str, list[int]] = {}
         self.preempted_req_ids: set[str] = set()
         # Requests that ran before, in their order; then those that start or come back.
@@ -82,6 +83,7 @@ class StepPlan:
                 sampling_params=request.sampling_params,
                 block_ids=self.blocks[request.request_id].get_block_ids(),
                 num_computed_tokens=request.num_computed_tokens,
+                ending_token_ids=tuple(request.ending_token_ids),
                 lora_name=request.lora_name,
                 mm_features=request.mm_features,
             )

@@ -47,20 +47,34 @@ class StepsInFlight:
         """Its computed tokens but those from a load on that is in flight and may fail yet.
 
         A load beside other steps does not count: the request is in no step before it has ended.
+        When it has finished, what a burst in flight was to compute does not count either: the
+        device may know of the end.
         """
         num_tokens = request.num_computed_tokens
         for output, requests in self._steps:
+            if requests.get(request.request_id) is not request:
+                continue
+            if output.num_decode_steps > 1 and request.is_finished:
+                num_tokens = min(num_tokens, request.num_tokens - 1)
             metadata = output.kv_connector_metadata
-            if metadata is not None and requests.get(request.request_id) is request:
+            if metadata is not None:
                 for load in metadata.loads:
                     if load.request_id == request.request_id:
                         num_tokens = min(num_tokens, load.start_token_idx)
         return num_tokens
 
-    def count_drafts(self) -> dict[str, int]:
-        """Drafts that are being verified, per request that waits for the answer."""
+    def count_unknown_tokens(self) -> dict[str, int]:
+        """Tokens that are computed before anyone here knows them, per request that waits for them.
+
+        Drafts being verified, and what bursts compute of their own; not where there are
+        placeholders for these.
+        """
         counts: dict[str, int] = {}
         for output, requests in self._steps:
+            if output.num_decode_steps > 1:
+                for req_id, request in requests.items():
+                    if request.num_output_placeholders == 0:
+                        counts[req_id] = output.num_scheduled_tokens[req_id] - 1
             for req_id, token_ids in output.scheduled_spec_decode_tokens.items():
                 if req_id in requests:
                     counts[req_id] = counts.get(req_id, 0) + len(token_ids)

@@ -1,5 +1,7 @@
 """What sampled tokens do to a request: it grows, and perhaps stops."""
 
+from collections.abc import Iterable, Mapping
+
 from paxkv.contracts.engine_output import EngineCoreOutput, FinishReason
 from paxkv.contracts.runner_output import TokenLogprobs
 from paxkv.scheduler.request import Request
@@ -70,3 +72,17 @@ def num_rejected_tokens(spec_token_ids: list[int] | None, sampled_token_ids: lis
     if not spec_token_ids or not sampled_token_ids:
         return 0
     return max(len(spec_token_ids) - (len(sampled_token_ids) - 1), 0)
+
+
+def keep_drafts(
+    requests: Mapping[str, Request],
+    draft_token_ids: Mapping[str, list[int]],
+    outputs: Iterable[EngineCoreOutput],
+) -> None:
+    """Keeps drafts for the next step of those who got tokens: a prompt in pieces has none."""
+    for output in outputs:
+        drafts = draft_token_ids.get(output.request_id)
+        request = requests.get(output.request_id)
+        # With a further step in flight they come late: they follow a token that it computes.
+        if drafts and request is not None and request.num_computed_tokens < request.num_tokens:
+            request.spec_token_ids = list(drafts)

@@ -55,6 +55,11 @@ _ENGINE_GAUGES = (
         "prefix_cache_hit_rate",
         "share of the most recent requests' prompt tokens found in the prefix cache",
     ),
+    (
+        "paxkv_padding_waste_ratio",
+        "padding_waste_ratio",
+        "share of all computed tokens that were padding",
+    ),
     ("paxkv_kv_blocks", "num_blocks", "KV blocks of the pool"),
     ("paxkv_kv_blocks_free", "num_free_blocks", "KV blocks that are free"),
     ("paxkv_kv_slots_allocated", "num_allocated_slots", "token positions in held blocks"),

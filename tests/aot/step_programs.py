@@ -7,16 +7,16 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models import ForwardBatch, KernelSettings, KVCache, LoadedModel, kv_cache_layers, load_model
+from models import KernelSettings, KVCache, LoadedModel, kv_cache_layers, load_model
 from paxkv.contracts.kv_cache_spec import KVCacheConfig
-from paxkv.runner.bucketing import StepShape
+from paxkv.runner.bucketing import BurstShape, StepShape
+from paxkv.runner.burst import make_burst
 from paxkv.runner.kv_cache_arrays import abstract_kv_cache, kv_cache_dtype
 from paxkv.runner.kv_cache_groups import groups_of_layers
 from paxkv.runner.packed_layout import PackedLayout
-from paxkv.runner.step import forward, make_step, unpack_batch
+from paxkv.runner.step import make_step
 from tests.oracles.make_checkpoint import write_random_checkpoint
 
 NUM_LAYERS = 2
@@ -87,88 +87,39 @@ def build_model(folder: Path, name: str) -> LoadedModel:
 
 def mixed_step(model: LoadedModel, mesh: Mesh, *, num_tokens: int) -> StepProgram:
     """The step that the runner compiles for a bucket: any mix of prompts, chunks and decodes."""
-    return _step_program(
-        model, mesh, num_tokens, lambda model, shape: make_step(model, shape), num_others=0
-    )
-
-
-def decode_step(model: LoadedModel, mesh: Mesh) -> StepProgram:
-    """A step of one token a request, which says so; greedy."""
-
-    def make(model: LoadedModel, shape: StepShape) -> Callable[..., object]:
-        def step(params, kv_cache, packed, prev_tokens):
-            batch = _decode_batch(shape, packed, prev_tokens)
-            logits, kv_cache = forward(model, params, kv_cache, batch)
-            return kv_cache, jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-        return step
-
-    return _step_program(model, mesh, NUM_REQS, make)
-
-
-def burst(model: LoadedModel, mesh: Mesh) -> StepProgram:
-    """Decode steps in one program, as many as its last argument says, each fed by the last."""
-
-    def make(model: LoadedModel, shape: StepShape) -> Callable[..., object]:
-        def run(params, kv_cache, packed, prev_tokens, num_steps):
-            first = _decode_batch(shape, packed, prev_tokens)
-
-            def body(state):
-                step_idx, batch, kv_cache, tokens = state
-                logits, kv_cache = forward(model, params, kv_cache, batch)
-                next_ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-                batch = dataclasses.replace(
-                    batch,
-                    token_ids=next_ids,
-                    positions=batch.positions + 1,
-                    seq_lens=batch.seq_lens + (batch.seq_lens > 0),
-                )
-                return step_idx + 1, batch, kv_cache, tokens.at[step_idx].set(next_ids)
-
-            tokens = jnp.zeros((MAX_BURST_STEPS, NUM_REQS), jnp.int32)
-            state = (jnp.int32(0), first, kv_cache, tokens)
-            state = lax.while_loop(lambda state: state[0] < num_steps, body, state)
-            return state[2], state[3]
-
-        return run
-
-    return _step_program(model, mesh, NUM_REQS, make, num_others=1)
-
-
-def _decode_batch(shape: StepShape, packed: jax.Array, prev_tokens: jax.Array) -> ForwardBatch:
-    batch = unpack_batch(PackedLayout(shape).unpack(packed), prev_tokens)
-    return dataclasses.replace(batch, max_query_len=1)
-
-
-def _step_program(
-    model: LoadedModel,
-    mesh: Mesh,
-    num_tokens: int,
-    make: Callable[[LoadedModel, StepShape], Callable[..., object]],
-    *,
-    num_others: int = 0,
-) -> StepProgram:
-    """Args: num_others: int32 scalars after the arguments that every step has."""
-    cache_config = _cache_config(model)
     shape = StepShape(
-        num_tokens=num_tokens,
-        num_reqs=NUM_REQS,
-        num_logits=NUM_REQS,
-        num_groups=len(cache_config.kv_cache_groups),
-        max_blocks_per_req=MAX_MODEL_LEN // BLOCK_SIZE,
+        num_tokens=num_tokens, num_reqs=NUM_REQS, num_logits=NUM_REQS, **_table_dims(model)
     )
+    return _step_program(model, mesh, shape)
+
+
+def burst(model: LoadedModel, mesh: Mesh, *, max_steps: int = MAX_BURST_STEPS) -> StepProgram:
+    """The burst that the runner compiles for a bucket; with one step there is no loop in it."""
+    shape = BurstShape(max_steps=max_steps, num_reqs=NUM_REQS, **_table_dims(model))
+    return _step_program(model, mesh, shape)
+
+
+def _table_dims(model: LoadedModel) -> dict[str, int]:
+    num_groups = len(_cache_config(model).kv_cache_groups)
+    return {"num_groups": num_groups, "max_blocks_per_req": MAX_MODEL_LEN // BLOCK_SIZE}
+
+
+def _step_program(model: LoadedModel, mesh: Mesh, shape: StepShape | BurstShape) -> StepProgram:
     model = model.with_kernels(KernelSettings.for_mesh(mesh))
     params = tuple(
         jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=NamedSharding(mesh, spec))
         for param, spec in zip(model.params, model.param_specs, strict=True)
     )
-    cache = abstract_kv_cache(cache_config, mesh)
-    int_dims = [(PackedLayout(shape).num_words,), (NUM_REQS,), *[()] * num_others]
+    cache = abstract_kv_cache(_cache_config(model), mesh)
     whole = NamedSharding(mesh, PartitionSpec())
-    ints = [jax.ShapeDtypeStruct(dims, jnp.int32, sharding=whole) for dims in int_dims]
+    packed, prev_tokens = (
+        jax.ShapeDtypeStruct((length,), jnp.int32, sharding=whole)
+        for length in (PackedLayout(shape).num_words, NUM_REQS)
+    )
+    make = make_burst if isinstance(shape, BurstShape) else make_step
     return StepProgram(
         function=make(model, shape),
-        args=(params, cache, *ints),
+        args=(params, cache, packed, prev_tokens),
         mesh=mesh,
         cache=cache,
         model=model,

@@ -5,22 +5,17 @@ import functools
 
 import pytest
 
+from paxkv.runner.warmup import compiler_options
 from tests.aot.step_programs import (
     MODELS,
     NUM_LAYERS,
     NUM_REQS,
     build_model,
     burst,
-    decode_step,
     mixed_step,
 )
 
 NUM_MIXED_TOKENS = 256
-# Everything that XLA puts into command buffers by itself, and loops.
-WITH_LOOPS_IN_COMMAND_BUFFERS = {
-    "xla_gpu_enable_command_buffer": "CONDITIONAL,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
-    "DYNAMIC_SLICE_FUSION,FUSION,WHILE"
-}
 # Attention's kernels by the kind of step. A mixed step may hold rows of either kind.
 ATTENTION_KERNELS = {
     "decode": ("paged_attention_decode",),
@@ -47,7 +42,7 @@ def compiled(h200, four_h200s, compile_for_h200, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     model = functools.cache(functools.partial(build_model, folder))
     makers = {
-        "decode": decode_step,
+        "decode": functools.partial(burst, max_steps=1),
         "mixed": functools.partial(mixed_step, num_tokens=NUM_MIXED_TOKENS),
         "burst": burst,
     }
@@ -57,13 +52,12 @@ def compiled(h200, four_h200s, compile_for_h200, tmp_path_factory):
         name, kind, num_devices = step
         mesh = {1: h200, 4: four_h200s}[num_devices].mesh
         program = makers[kind](model(name), mesh)
-        options = WITH_LOOPS_IN_COMMAND_BUFFERS if kind == "burst" else None
         return program, compile_for_h200(
             program.function,
             *program.args,
             mesh=mesh,
             donate_argnums=1,
-            compiler_options=options,
+            compiler_options=compiler_options("gpu", "bfloat16", num_cores=1),
         )
 
     return compile_step

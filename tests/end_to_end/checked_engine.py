@@ -27,6 +27,7 @@ from paxkv.engine.engine_core import EngineCore
 from paxkv.llm import LLM
 from paxkv.runner.model_runner import ModelRunner
 from paxkv.sampling_params import SamplingParams
+from paxkv.scheduler.async_scheduler import AsyncScheduler
 from paxkv.scheduler.scheduler import Scheduler
 
 MAX_MODEL_LEN = 128
@@ -57,6 +58,7 @@ class EngineSettings:
     """What a test varies.
 
     Args:
+        is_ahead: Steps are decided while others run, and decodes come in bursts.
         is_sharing: False takes the forks out of all requests: each computes all its tokens.
     """
 
@@ -64,6 +66,7 @@ class EngineSettings:
     num_blocks: int = MAX_NUM_BLOCKS
     max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS
     is_sharing: bool = True
+    is_ahead: bool = False
 
 
 class ObservedRunner:
@@ -98,7 +101,7 @@ class CheckedCore(EngineCore):
         kv_cache_config = dataclasses.replace(
             runner.kv_cache_config, num_blocks=settings.num_blocks
         )
-        self.scheduler = Scheduler(
+        self.scheduler = (AsyncScheduler if settings.is_ahead else Scheduler)(
             scheduler_config=SchedulerConfig(
                 max_num_seqs=min(MAX_NUM_SEQS, settings.max_num_batched_tokens),
                 max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -110,7 +113,12 @@ class CheckedCore(EngineCore):
             max_model_len=MAX_MODEL_LEN,
         )
         self.observed = ObservedRunner(runner, self.scheduler)
-        super().__init__(self.scheduler, self.observed)
+        super().__init__(
+            self.scheduler,
+            self.observed,
+            max_steps_in_flight=2 if settings.is_ahead else 1,
+            max_decode_burst=4 if settings.is_ahead else 1,
+        )
         self._is_sharing = settings.is_sharing
 
     def handle(self, message: EngineInput) -> EngineOutput | None:

@@ -2,26 +2,33 @@
 
 import contextlib
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from models import load_model
-from paxkv.config import CacheConfig, SchedulerConfig
+from paxkv.config import CacheConfig, RunnerConfig, SchedulerConfig
 from paxkv.contracts.engine_request import EngineRequest
+from paxkv.contracts.scheduler_output import SchedulerOutput
+from paxkv.runner import burst as burst_module
+from paxkv.runner import invariant_step as invariant_step_module
 from paxkv.runner import step as step_module
-from paxkv.runner.model_runner import ModelRunner
+from paxkv.runner.model_runner import DeviceStep, ModelRunner
 from paxkv.runner.sampled_tokens import RESULT_WIDTH, SampledTokens, pack_result
 from paxkv.runner.sampler import sample
 from paxkv.runner.sampling_columns import SamplingInputs
 from paxkv.sampling_params import SamplingParams
+from paxkv.scheduler.async_scheduler import AsyncScheduler
 from paxkv.scheduler.scheduler import Scheduler
 
 MAX_MODEL_LEN = 128
 MAX_NUM_SEQS = 8
+MAX_DECODE_BURST = 5
 # Blocks in the device arrays of every runner; a run's scheduler may be given fewer.
 MAX_NUM_BLOCKS = 1024
 
@@ -34,8 +41,11 @@ class EngineSettings:
     max_num_batched_tokens: int = 64
     block_size: int = 16
     num_blocks: int = 64
-    # Steps between two arrivals; 0 is all at once.
+    # Steps between two arrivals, those of a burst too; 0 is all at once.
     arrival_gap: int = 0
+    # With 2 the scheduler is an AsyncScheduler.
+    max_steps_in_flight: int = 1
+    max_decode_burst: int = 1
     # Off, unlike in the engine: a tiny pool is there to preempt.
     full_sequence_must_fit: bool = False
 
@@ -70,24 +80,30 @@ class RecordingRunner:
         *,
         max_model_len: int = MAX_MODEL_LEN,
         has_unified_kv: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         self.max_model_len = max_model_len
-        with _logits_behind_result():
+        model = load_model(checkpoint, dtype="float32", has_unified_kv=has_unified_kv)
+        self.vocab_size = model.config.vocab_size
+        with _logits_behind_result(self.vocab_size):
             self.runner = ModelRunner(
-                load_model(checkpoint, dtype="float32", has_unified_kv=has_unified_kv),
+                model,
                 cache_config=CacheConfig(
                     block_size=block_size, num_gpu_blocks_override=MAX_NUM_BLOCKS
                 ),
                 scheduler_config=SchedulerConfig(
-                    max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=2048
+                    max_num_seqs=MAX_NUM_SEQS,
+                    max_num_batched_tokens=2048,
+                    max_decode_burst=MAX_DECODE_BURST,
                 ),
                 max_model_len=max_model_len,
                 seed=0,
+                runner_config=RunnerConfig(batch_invariant=batch_invariant),
             )
 
 
 @contextlib.contextmanager
-def _logits_behind_result() -> Iterator[None]:
+def _logits_behind_result(vocab_size: int) -> Iterator[None]:
     """Inside, a step that is traced appends its logits to its packed result.
 
     One trace at a time: `warm_up`, which traces in several threads, must not run inside.
@@ -102,11 +118,12 @@ def _logits_behind_result() -> Iterator[None]:
         bits = jax.lax.bitcast_convert_type(last_logits.pop(), jnp.int32)
         return jnp.concatenate([pack_result(sampled), bits], axis=1)
 
-    step_module.sample, step_module.pack_result = recording_sample, recording_pack
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (step_module, burst_module, invariant_step_module):
+            patch.setattr(module, "sample", recording_sample)
+            patch.setattr(module, "pack_result", recording_pack)
+        patch.setattr(burst_module, "RESULT_WIDTH", RESULT_WIDTH + vocab_size)
         yield
-    finally:
-        step_module.sample, step_module.pack_result = sample, pack_result
 
 
 def run_engine(
@@ -125,7 +142,8 @@ def run_engine(
     kv_cache_config = recording.runner.kv_cache_config
     assert settings.num_blocks <= kv_cache_config.num_blocks
     assert kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size == settings.block_size
-    scheduler = Scheduler(
+    scheduler_class = AsyncScheduler if settings.max_steps_in_flight > 1 else Scheduler
+    scheduler = scheduler_class(
         scheduler_config=SchedulerConfig(
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -148,31 +166,48 @@ def run_engine(
         num_cached_tokens=[0] * len(prompts),
         num_preemptions=0,
     )
-    step = 0
-    with _logits_behind_result():
-        while waiting or scheduler.has_unfinished_requests() or scheduler.has_finished_requests():
-            is_arrival = settings.arrival_gap == 0 or step % settings.arrival_gap == 0
-            while waiting and is_arrival:
+    step = num_arrivals = 0
+    in_flight: deque[tuple[SchedulerOutput, DeviceStep]] = deque()
+    with _logits_behind_result(recording.vocab_size):
+        while (
+            waiting
+            or in_flight
+            or scheduler.has_unfinished_requests()
+            or scheduler.has_finished_requests()
+        ):
+            while waiting and num_arrivals * settings.arrival_gap <= step:
                 scheduler.add_request(waiting.pop(0))
-                is_arrival = settings.arrival_gap == 0
-            _run_step(scheduler, recording.runner, result)
+                num_arrivals += 1
+            scheduler_output = scheduler.schedule(settings.max_decode_burst)
+            in_flight.append((scheduler_output, recording.runner.execute_model(scheduler_output)))
+            scheduler.check_invariants()
             watch(scheduler)
-            step += 1
+            # Nothing is scheduled where all that is left is on its way.
+            while len(in_flight) == settings.max_steps_in_flight or (
+                in_flight and not scheduler_output.num_scheduled_tokens
+            ):
+                _take_home(scheduler, *in_flight.popleft(), result)
+            step += scheduler_output.num_decode_steps
     stats = scheduler.make_stats()
     result.num_preemptions = stats.num_preemptions
     assert stats.num_free_blocks == settings.num_blocks - 1
     return result
 
 
-def _run_step(scheduler: Scheduler, runner: ModelRunner, result: RunResult) -> None:
-    scheduler_output = scheduler.schedule()
-    handle = runner.execute_model(scheduler_output)
+def _take_home(
+    scheduler: Scheduler, scheduler_output: SchedulerOutput, step: DeviceStep, result: RunResult
+) -> None:
     if scheduler_output.num_scheduled_tokens:
-        bits_np = jax.device_get(handle._result)[:, RESULT_WIDTH:]
-    runner_output = handle.sample_tokens()
-    for row, req_id in enumerate(runner_output.req_ids):
-        if runner_output.sampled_token_ids[row]:
-            result.logits[int(req_id)].append(bits_np[row].copy().view(np.float32))
+        bits_np = jax.device_get(step._result)[:, :, RESULT_WIDTH:]
+    runner_output = step.sample_tokens()
+    wanted = scheduler.steps_in_flight.get_requests(scheduler_output)
+    for row, (req_id, token_ids) in enumerate(
+        zip(runner_output.req_ids, runner_output.sampled_token_ids, strict=True)
+    ):
+        if req_id in wanted:
+            result.logits[int(req_id)] += [
+                logits_np.copy().view(np.float32) for logits_np in bits_np[: len(token_ids), row]
+            ]
     for output in scheduler.update_from_output(scheduler_output, runner_output):
         result.token_ids[int(output.request_id)] += output.new_token_ids
         result.num_cached_tokens[int(output.request_id)] = output.num_cached_tokens

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from paxkv.contracts.kv_cache_spec import KVCacheSpec
-from tests.end_to_end.engine_harness import EngineSettings
+from tests.end_to_end.engine_harness import MAX_DECODE_BURST, EngineSettings
 
 # Longest request: 101 prompt tokens and 12 new ones, the last of which is never cached.
 LONGEST_REQUEST = 112
@@ -17,6 +17,8 @@ FACTORS: dict[str, tuple[object, ...]] = {
     "block_size": (8, 16, 32, 64),
     "has_tiny_pool": (False, True),
     "arrival_gap": (0, 3),
+    # One step after the other; or the next is decided while one runs, and decodes come in bursts.
+    "is_ahead": (False, True),
 }
 # Among equally good candidates the first is taken; this order gives a short selection.
 SHUFFLE_SEED = 3
@@ -72,5 +74,7 @@ def settings_of(
         block_size=block_size,
         num_blocks=tiny if values["has_tiny_pool"] else 8 * tiny,
         arrival_gap=values["arrival_gap"],
+        max_steps_in_flight=2 if values["is_ahead"] else 1,
+        max_decode_burst=MAX_DECODE_BURST if values["is_ahead"] else 1,
     )
     return values["recipe"], settings

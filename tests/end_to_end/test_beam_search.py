@@ -101,7 +101,11 @@ def test_search_is_that_of_a_model_without_a_cache(
     length_penalty: float,
     eos: tuple[int, ...],
 ) -> None:
-    settings = EngineSettings(enable_prefix_caching=enable_prefix_caching, num_blocks=num_blocks)
+    settings = EngineSettings(
+        enable_prefix_caching=enable_prefix_caching,
+        num_blocks=num_blocks,
+        is_ahead=enable_prefix_caching,
+    )
     core = CheckedCore(runner, settings)
     llm = make_llm(monkeypatch, core, eos)
     params = BeamSearchParams(

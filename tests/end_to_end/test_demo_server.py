@@ -207,8 +207,9 @@ def test_half_a_request_then_silence_is_ended(server) -> None:
 
 def test_request_that_never_fits_the_pool_is_refused_at_the_door() -> None:
     # 8 usable blocks hold 128 tokens, fewer than max_model_len.
-    settings = ("--num-gpu-blocks-override", "9", "--max-model-len", "512", "--max-num-seqs", "1")
-    with running_server(*settings, "--max-num-batched-tokens", "8") as small:
+    pool = ("--num-gpu-blocks-override", "9", "--block-size", "16")
+    settings = ("--max-model-len", "512", "--max-num-seqs", "1", "--max-num-batched-tokens", "8")
+    with running_server(*pool, *settings) as small:
         refused = post(small, body(prompt=[20] * 100, max_tokens=100))
         assert refused.status_code == 400
         assert "128" in refused.json()["error"]["message"]

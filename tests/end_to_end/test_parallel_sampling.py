@@ -64,7 +64,13 @@ def tokens_of(output: RequestOutput) -> Tokens:
 
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
 @pytest.mark.parametrize(
-    ("num_blocks", "max_num_batched_tokens"), [(160, 8), (160, 5), (TINY_POOL, 8), (TINY_POOL, 5)]
+    ("num_blocks", "max_num_batched_tokens", "is_ahead"),
+    [
+        (160, 8, False),
+        (160, 5, True),
+        (TINY_POOL, 8, True),
+        (TINY_POOL, 5, False),
+    ],
 )
 def test_completions_are_those_of_separate_requests(
     runner,
@@ -73,9 +79,11 @@ def test_completions_are_those_of_separate_requests(
     enable_prefix_caching: bool,
     num_blocks: int,
     max_num_batched_tokens: int,
+    is_ahead: bool,
 ) -> None:
     settings = EngineSettings(
         enable_prefix_caching=enable_prefix_caching,
+        is_ahead=is_ahead,
         num_blocks=num_blocks,
         max_num_batched_tokens=max_num_batched_tokens,
     )

@@ -41,8 +41,10 @@ def runners(tmp_path_factory) -> Runners:
 @pytest.mark.parametrize("combination", QUICK_SELECTION, ids=str)
 def test_answer_does_not_depend_on_settings(runners, combination: tuple) -> None:
     result = run_combination(runners, combination)
-    has_tiny_pool = combination[list(FACTORS).index("has_tiny_pool")]
-    assert (result.num_preemptions > 0) == has_tiny_pool
+    values = dict(zip(FACTORS, combination, strict=True))
+    # In a tiny pool a shared prefix may leave room for all.
+    if not (values["has_tiny_pool"] and values["enable_prefix_caching"]):
+        assert (result.num_preemptions > 0) == values["has_tiny_pool"]
 
 
 @pytest.mark.slow

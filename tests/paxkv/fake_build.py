@@ -25,7 +25,10 @@ class FakeRunner(FakeExecutor):
         self.is_warm = False
         cache_config = arguments["cache_config"]
         spec = FullAttentionSpec(
-            block_size=cache_config.block_size, num_kv_heads=1, head_size=8, dtype="float32"
+            block_size=cache_config.block_size or 16,
+            num_kv_heads=1,
+            head_size=8,
+            dtype="float32",
         )
         group = KVCacheGroupSpec(layer_names=("layers.0",), kv_cache_spec=spec)
         kv_cache_config = KVCacheConfig(

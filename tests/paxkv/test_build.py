@@ -4,11 +4,13 @@ import asyncio
 import socket
 from pathlib import Path
 
+import jax
 import pytest
 
 from paxkv.build import DEMO_MODEL_NAME, build_async_client, build_engine, build_llm_client
-from paxkv.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from paxkv.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from paxkv.errors import ConfigError, InvalidRequestError
+from paxkv.runner.program_store import CompiledPrograms, NewCompiledPrograms
 from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.trace.replayer import replay
 from paxkv.scheduler.trace.trace_file import TraceReader
@@ -85,6 +87,39 @@ def test_settings_reach_the_runner(tmp_path: Path, runner_class: type[FakeRunner
     assert engine.model_info.max_fitting_tokens == 64
     with pytest.raises(InvalidRequestError, match="chunked prefill"):
         engine.input_processor.process([1] * 65, SamplingParams(max_tokens=1), request_id="r")
+
+
+def test_store_of_programs_reaches_the_runner(
+    tmp_path: Path, runner_class: type[FakeRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory is measured, compiled programs say how many blocks there are."""
+    identity = {"number of KV blocks": "77"}
+    NewCompiledPrograms(tmp_path / "out").open(identity, [], jax.devices())
+
+    def cache_config(platform: str, **cache: object) -> CacheConfig:
+        monkeypatch.setattr(jax, "default_backend", lambda: platform)
+        config = EngineConfig(
+            model=ModelConfig(model=str(tmp_path)),
+            cache=CacheConfig(**cache),
+            runner=RunnerConfig(compiled_dir=str(tmp_path / "out")),
+        )
+        build_engine(config).transport.close()
+        arguments = runner_class.instances[-1].arguments
+        assert isinstance(arguments["program_store"], CompiledPrograms)
+        return arguments["cache_config"]
+
+    assert cache_config("gpu").num_gpu_blocks_override == 77
+    assert cache_config("gpu", num_gpu_blocks_override=5).num_gpu_blocks_override == 5
+    assert cache_config("cpu").num_gpu_blocks_override is None
+
+
+def test_folder_without_programs_is_refused_before_anything_is_loaded(
+    tmp_path: Path, runner_class: type[FakeRunner]
+) -> None:
+    config = EngineConfig(runner=RunnerConfig(compiled_dir=str(tmp_path)))
+    with pytest.raises(ConfigError, match="holds no compiled programs"):
+        build_engine(config)
+    assert not runner_class.instances
 
 
 def test_trace_file_records_an_engine_so_that_it_replays(

@@ -36,6 +36,15 @@ def test_defaults_are_valid() -> None:
         (lambda: SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=4), "max_num_seqs=8"),
         (lambda: SchedulerConfig(policy="lottery"), "fcfs, priority"),
         (lambda: RunnerConfig(kernels="triton"), "kernels must be one of auto, xla"),
+        (lambda: RunnerConfig(enable_compilation_cache=1), "enable_compilation_cache must be"),
+        (
+            lambda: RunnerConfig(enable_compilation_cache=False, compilation_cache_dir="a"),
+            "compilation_cache_dir='a' is set, but",
+        ),
+        (
+            lambda: RunnerConfig(compiled_dir="a", compilation_cache_dir="b"),
+            "compiled_dir='a' and compilation_cache_dir='b' are both set",
+        ),
         (lambda: ModelConfig(dtype="int3"), "float32"),
         (lambda: ModelConfig(max_model_len=1), "max_model_len"),
         (lambda: ModelConfig(seed=2**63), "seed"),

@@ -22,7 +22,7 @@ from paxkv.kv_cache.manager import KVCacheManager
 from tests.slow_model.attention_kinds import num_blocks_left_behind
 from tests.slow_model.kv_memory import KVMemory, chain
 from tests.slow_model.slow_kv_cache import SlowKVCache
-from tests.slow_model.slow_scheduler import SlowRequest
+from tests.slow_model.slow_request import SlowRequest
 from tests.slow_model.specs import MAX_ENCODER_TOKENS, full, make_config
 
 MAX_MODEL_LEN = 24

@@ -189,6 +189,25 @@ class SlowKVCache:
             self.register(request, min(computed + num_new, len(request.tokens)), written_now=True)
         return True
 
+    def extend(self, requests, ends):
+        """Gives each request empty blocks up to its end, or none to anybody where they are short.
+
+        All of them have the slots of the step being decided.
+        """
+        missing = [
+            [
+                max(0, blocks_for(end, kind.block_size) - len(table))
+                for kind, table in zip(self.kinds, self.tables[request.request_id], strict=True)
+            ]
+            for request, end in zip(requests, ends, strict=True)
+        ]
+        if sum(map(sum, missing)) > len(self.pool.free):
+            return False
+        for request, nums in zip(requests, missing, strict=True):
+            for table, num in zip(self.tables[request.request_id], nums, strict=True):
+                table += self.pool.get_new(num)
+        return True
+
     def whole_sequence_fits(self, request, computed, num_new, hits, encoder):
         """Whether all tokens that are known could be computed, `num_new` of them a step."""
         whole = min(max(computed + num_new, len(request.tokens)), self.max_model_len)

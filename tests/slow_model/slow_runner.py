@@ -15,13 +15,20 @@ def next_token(content):
 
 @dataclasses.dataclass
 class Row:
-    """One request as the runner knows it."""
+    """One request as the runner knows it.
+
+    Args:
+        ends_at: Tokens that end it.
+        has_ended: One did, in a burst; what the scheduler sent off before it knew is for nobody.
+    """
 
     token_ids: list
     num_prompt_tokens: int
     tables: list
     num_computed: int
     scope: object
+    ends_at: frozenset
+    has_ended: bool = False
 
     @property
     def contents(self):
@@ -42,6 +49,8 @@ class SlowRunner:
         self.memory = KVMemory(kinds)
         self.scope_of = {}
         self.rows = {}
+        # Tokens that end a request, also one that is preempted.
+        self.ends_of = {}
         # Loads under way: request id -> transfer; and what is to be loaded.
         self.loading = {}
         self.tokens_to_load = {}
@@ -59,28 +68,73 @@ class SlowRunner:
         self.memory.copy([(c.source_block_id, c.target_block_id) for c in output.block_copies])
         self.memory.zero(output.new_block_ids_to_zero)
         connector_output = self.load(output, load_done)
-        work = []
+        if output.num_decode_steps > 1:
+            sampled = self.decode(output, draw)
+            return self.answer(sampled, {}, connector_output)
+        work, written = [], set()
         for req_id, num_tokens in output.num_scheduled_tokens.items():
             row = self.rows[req_id]
             drafts = output.scheduled_spec_decode_tokens.get(req_id, [])
             start, end = row.num_computed, row.num_computed + num_tokens
             assert end <= self.max_model_len - 1, "a position that is only ever sampled"
+            if row.has_ended:
+                self.write_garbage(row, num_tokens, written)
+                continue
             assert len(drafts) == max(0, end - len(row.token_ids)), "drafts and tokens scheduled"
-            work.append((row, start, end, drafts, chain(row.token_ids + drafts, row.scope)))
-        for row, start, _end, _drafts, contents in work:
+            contents = chain(row.token_ids + drafts, row.scope)
+            work.append((req_id, row, start, end, drafts, contents))
+        for _req_id, row, start, _end, _drafts, contents in work:
             self.memory.read_states(row.tables, contents, start)
-        written = set()
-        for row, start, end, _drafts, contents in work:
+        for _req_id, row, start, end, _drafts, contents in work:
             self.memory.write(row.tables, contents, start, end, written)
-        for row, start, end, _drafts, contents in work:
+        for _req_id, row, start, end, _drafts, contents in work:
             self.memory.read(row.tables, contents, start, end)
-        sampled, proposals = {}, {}
-        for req_id, (row, _start, end, drafts, _contents) in zip(
-            output.num_scheduled_tokens, work, strict=True
-        ):
+        sampled, proposals = dict.fromkeys(output.num_scheduled_tokens, []), {}
+        for req_id, row, _start, end, drafts, _contents in work:
             sampled[req_id] = self.sample(row, end, drafts, tokens_per_sample)
             if num_drafts and sampled[req_id]:
                 proposals[req_id] = self.propose(row, draw, num_drafts)
+        return self.answer(sampled, proposals, connector_output)
+
+    def decode(self, output, draw):
+        """A burst: a token a step, each computed when the one before it is sampled.
+
+        Where a token ends a request the burst is over for it; but now and then the runner does
+        not know of that token, and goes on.
+        """
+        sampled = {req_id: [] for req_id in output.num_scheduled_tokens}
+        knows_end = {req_id: draw.random() < 0.8 for req_id in sampled}
+        written = set()
+        for i in range(output.num_decode_steps):
+            work = []
+            for req_id, num_tokens in output.num_scheduled_tokens.items():
+                row = self.rows[req_id]
+                if i == 0 and row.has_ended:
+                    self.write_garbage(row, num_tokens, written)
+                if i >= num_tokens or row.has_ended:
+                    continue
+                assert row.num_computed == len(row.token_ids) - 1, "not the last token"
+                assert row.num_computed < self.max_model_len - 1
+                work.append((req_id, row, row.contents))
+            for _req_id, row, contents in work:
+                start = row.num_computed
+                self.memory.write(row.tables, contents, start, start + 1, written)
+            for req_id, row, contents in work:
+                start = row.num_computed
+                self.memory.read(row.tables, contents, start, start + 1)
+                row.num_computed += 1
+                row.token_ids.append(next_token(contents[-1]))
+                sampled[req_id].append(row.token_ids[-1])
+                row.has_ended = row.token_ids[-1] in row.ends_at and knows_end[req_id]
+        return sampled
+
+    def write_garbage(self, row, num_tokens, written):
+        """What the device may do for a request of whose end the scheduler has not heard."""
+        start, end = row.num_computed, row.num_computed + num_tokens
+        self.memory.write(row.tables, ["garbage"] * end, start, end, written)
+        row.num_computed = end
+
+    def answer(self, sampled, proposals, connector_output):
         # The runner's order is its own.
         req_ids = list(sampled)[::-1]
         return ModelRunnerOutput(
@@ -140,12 +194,14 @@ class SlowRunner:
             self.rows.pop(req_id, None)
         for new in output.scheduled_new_reqs:
             assert new.req_id not in self.rows
+            self.ends_of[new.req_id] = frozenset(new.ending_token_ids)
             self.rows[new.req_id] = Row(
                 list(new.prompt_token_ids),
                 len(new.prompt_token_ids),
                 [list(table) for table in new.block_ids],
                 new.num_computed_tokens,
                 self.scope_of[new.req_id],
+                self.ends_of[new.req_id],
             )
         cached = output.scheduled_cached_reqs
         assert set(cached.all_token_ids) == cached.resumed_req_ids
@@ -157,13 +213,17 @@ class SlowRunner:
                 token_ids = list(cached.all_token_ids[req_id])
                 num_prompt_tokens = len(token_ids) - cached.num_output_tokens[i]
                 tables = [list(table) for table in new_block_ids]
-                scope = self.scope_of[req_id]
-                self.rows[req_id] = Row(token_ids, num_prompt_tokens, tables, computed, scope)
+                scope, ends = self.scope_of[req_id], self.ends_of[req_id]
+                self.rows[req_id] = Row(token_ids, num_prompt_tokens, tables, computed, scope, ends)
             elif new_block_ids is not None:
                 assert any(new_block_ids)
                 for table, new in zip(self.rows[req_id].tables, new_block_ids, strict=True):
                     table += new
             row = self.rows[req_id]
+            if row.has_ended:
+                # The scheduler counts on tokens that do not come.
+                row.num_computed = computed
+                continue
             # Positions are scheduled one after the other, without a gap or a repetition.
             assert computed == row.num_computed
             assert cached.num_output_tokens[i] == len(row.token_ids) - row.num_prompt_tokens

@@ -1,69 +1,7 @@
 """SlowScheduler: the rules of scheduling, over SlowKVCache, one request after the other."""
 
-import dataclasses
-
 from tests.slow_model.slow_kv_cache import SlowKVCache
-
-
-@dataclasses.dataclass
-class SlowRequest:
-    """One request. `status` is "waiting", "remote", "running", "preempted" or "finished".
-
-    Args:
-        scope: What separates equal tokens of two requests: salt, adapter.
-        max_tokens: Prompt and output tokens at which it ends by its length.
-        stop_at: Tokens that end it.
-        external: Tokens that the connector has of its prompt; None while it does not know.
-        is_async: Whether they are loaded while other steps run.
-    """
-
-    request_id: str
-    tokens: list
-    num_prompt: int
-    scope: object
-    max_tokens: int
-    stop_at: frozenset = frozenset()
-    min_output: int = 0
-    priority: int = 0
-    arrival: float = 0.0
-    skips_reading: bool = False
-    fork_from: str | None = None
-    keep_blocks: bool = False
-    external: int | None = 0
-    is_async: bool = False
-    status: str = "waiting"
-    num_computed: int = 0
-    num_cached: int = 0
-    has_run: bool = False
-    num_loading: int = 0
-    is_loaded: bool = False
-    source: "SlowRequest | None" = None
-    drafts: list = dataclasses.field(default_factory=list)
-    # Tokens of its own that steps in flight bring.
-    num_on_their_way: int = 0
-
-    @property
-    def order(self):
-        return (self.priority, self.arrival, self.request_id)
-
-
-@dataclasses.dataclass
-class Prediction:
-    """What one step must look like.
-
-    Args:
-        wanted: Requests by id that its tokens are for: not those that ended or fell since.
-    """
-
-    num_scheduled: dict
-    computed_before: dict
-    drafts: dict
-    preempted: list
-    new: list
-    resumed: list
-    wanted: dict = dataclasses.field(default_factory=dict)
-    # Request id -> first token that the step loads for it.
-    loads: dict = dataclasses.field(default_factory=dict)
+from tests.slow_model.slow_request import Prediction
 
 
 class SlowScheduler:
@@ -85,6 +23,7 @@ class SlowScheduler:
         lookahead=0,
         use_eagle=False,
         is_async=False,
+        has_connector=False,
     ):
         self.kv = SlowKVCache(
             kinds, num_blocks, max_model_len=max_model_len, caching=caching, use_eagle=use_eagle
@@ -99,6 +38,10 @@ class SlowScheduler:
         self.lookahead = lookahead
         # Whether a step may be decided before the tokens of the one before it are known.
         self.is_async = is_async
+        # Who drafts, or saves what each step wrote, sees every step; and a state that went on
+        # after the end that nobody knew of cannot be taken back.
+        has_states = any(kind.name == "mamba" for kind in kinds)
+        self.may_burst = not (lookahead or has_connector or has_states)
         self.in_flight = []
         self.running = []
         self.waiting = []
@@ -118,7 +61,7 @@ class SlowScheduler:
         if self.policy == "priority":
             self.waiting.sort(key=lambda request: request.order)
 
-    def schedule(self):
+    def schedule(self, max_decode_steps=1):
         self.budget = self.max_budget
         self.step = Prediction({}, {}, {}, [], [], [])
         self.kv.start_step()
@@ -126,6 +69,7 @@ class SlowScheduler:
         # Who has just lost blocks goes first: nobody new is let in.
         if not self.step.preempted:
             self.schedule_waiting()
+        self.make_burst(max_decode_steps)
         self.step.preempted += self.taken_by_reset
         self.taken_by_reset = []
         for request in self.running:
@@ -135,10 +79,37 @@ class SlowScheduler:
                 request.num_computed += self.step.num_scheduled[req_id]
                 self.step.wanted[req_id] = request
                 num_sure = len(request.tokens) + request.num_on_their_way
-                if self.is_async and request.num_computed == num_sure:
+                if self.is_async and self.step.num_decode_steps > 1:
+                    request.num_on_their_way += self.step.num_scheduled[req_id]
+                elif self.is_async and request.num_computed == num_sure:
                     request.num_on_their_way += 1
         self.in_flight.append(self.step)
         return self.step
+
+    def make_burst(self, max_decode_steps):
+        """Gives more steps to those who decode, where they are alone with nobody else to serve.
+
+        Nobody gives a block up for it: where there are too few, half as many steps are tried.
+        """
+        step = self.step
+        scheduled = [r for r in self.running if r.request_id in step.num_scheduled]
+        is_quiet = not (self.waiting or step.new or step.resumed or step.preempted or step.drafts)
+        if not (self.may_burst and is_quiet and scheduled):
+            return
+        if any(r.num_computed + 1 != len(r.tokens) + r.num_on_their_way for r in scheduled):
+            return
+        # A request's last token is sampled and not computed.
+        most = {r.request_id: r.max_tokens - r.num_computed - 1 for r in scheduled}
+        num_steps = min(max_decode_steps, max(most.values()))
+        while num_steps > 1:
+            ends = [r.num_computed + min(num_steps, most[r.request_id]) for r in scheduled]
+            if self.kv.extend(scheduled, ends):
+                step.num_decode_steps = num_steps
+                step.num_scheduled = {
+                    r.request_id: min(num_steps, most[r.request_id]) for r in scheduled
+                }
+                return
+            num_steps = num_steps // 2
 
     def schedule_running(self):
         for request in list(self.running):
@@ -385,7 +356,8 @@ class SlowScheduler:
             num_drafts = len(step.drafts.get(req_id, []))
             if num_drafts:
                 request.num_computed -= num_drafts + 1 - len(tokens)
-            request.num_on_their_way = max(0, request.num_on_their_way - 1)
+            num_awaited = len(tokens) if step.num_decode_steps > 1 else 1
+            request.num_on_their_way = max(0, request.num_on_their_way - num_awaited)
             kept, reason = [], None
             for token in tokens:
                 request.tokens.append(token)
@@ -396,6 +368,12 @@ class SlowScheduler:
             results[req_id] = (kept, reason)
             if reason is None and self.is_async and self.kv.caching:
                 # Blocks that were full before their last token was known.
+                self.kv.register(request, min(request.num_computed, len(request.tokens)))
+            if step.num_decode_steps > 1 and reason is not None:
+                # The token that ended it may not have been computed, nor anything after it.
+                request.num_computed = min(request.num_computed, len(request.tokens) - 1)
+            if step.num_decode_steps > 1 and self.kv.caching:
+                # So too in a burst.
                 self.kv.register(request, min(request.num_computed, len(request.tokens)))
             if reason is None and request.num_computed < len(request.tokens):
                 request.drafts = list(proposals.get(req_id, []))
@@ -418,6 +396,12 @@ class SlowScheduler:
         if request.request_id in self.taken_by_reset:
             self.taken_by_reset.remove(request.request_id)
         is_loading = request.status == "remote" and not request.is_loaded
+        if any(
+            step.num_decode_steps > 1 and step.wanted.get(request.request_id) is request
+            for step in self.in_flight
+        ):
+            # Nothing of it may be computed any more.
+            request.num_computed = min(request.num_computed, len(request.tokens) - 1)
         self.trust_no_load_on_its_way(request)
         self.forget_tokens_on_their_way(request)
         request.status = "finished"

@@ -12,7 +12,7 @@ from paxkv.kv_cache.block_hash import BlockHasher
 from paxkv.kv_cache.manager import KVCacheManager
 from tests.slow_model.attention_kinds import Kind, longest_hit, num_blocks_left_behind
 from tests.slow_model.manager_machine import RealRequest
-from tests.slow_model.slow_scheduler import SlowRequest
+from tests.slow_model.slow_request import SlowRequest
 from tests.slow_model.specs import chunk, full, make_config, mamba, window
 from tests.slow_model.state_machine_settings import long, quick
 

@@ -38,6 +38,15 @@ class AsyncPriorityMachine(AsyncMachine):
     POLICY = "priority"
 
 
+class QuietMachine(HybridPriorityMachine):
+    KINDS = (*SchedulerMachine.KINDS, *HybridMachine.KINDS)
+    QUIET_SHARE = 1
+
+
+class QuietAsyncMachine(AsyncMachine):
+    QUIET_SHARE = 1
+
+
 class TestFCFS(SchedulerMachine.TestCase):
     settings = quick(60)
 
@@ -60,6 +69,14 @@ class TestAsync(AsyncMachine.TestCase):
 
 class TestAsyncPriority(AsyncPriorityMachine.TestCase):
     settings = quick(30)
+
+
+class TestQuiet(QuietMachine.TestCase):
+    settings = quick(40)
+
+
+class TestQuietAsync(QuietAsyncMachine.TestCase):
+    settings = quick(60)
 
 
 @pytest.mark.slow
@@ -89,4 +106,14 @@ class TestAsyncForLong(AsyncMachine.TestCase):
 
 @pytest.mark.slow
 class TestAsyncPriorityForLong(AsyncPriorityMachine.TestCase):
+    settings = long(1000)
+
+
+@pytest.mark.slow
+class TestQuietForLong(QuietMachine.TestCase):
+    settings = long(1000)
+
+
+@pytest.mark.slow
+class TestQuietAsyncForLong(QuietAsyncMachine.TestCase):
     settings = long(1000)

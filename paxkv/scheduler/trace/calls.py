@@ -59,6 +59,7 @@ class Decision(msgspec.Struct, omit_defaults=True, frozen=True, forbid_unknown_f
     The connector's transfers are in its answers; see `outside.py`.
     """
 
+    num_decode_steps: int = 1
     running: list[CachedRow] = []
     resumed: list[CachedRow] = []
     new: list[NewRow] = []
@@ -96,6 +97,7 @@ class Decision(msgspec.Struct, omit_defaults=True, frozen=True, forbid_unknown_f
         usual_order = [row.req_id for rows in (running, resumed, new) for row in rows]
         order = list(num_tokens)
         return cls(
+            num_decode_steps=output.num_decode_steps,
             running=running,
             resumed=resumed,
             new=new,
@@ -197,11 +199,13 @@ class ScheduleCall(_Call, tag="schedule", forbid_unknown_fields=True, frozen=Tru
 
     Args:
         step: Counts from 1.
+        max_decode_steps: What the caller allowed.
         decision: None where the call raised.
         num_running_reqs: Counts are those after the decision.
     """
 
     step: int
+    max_decode_steps: int = 1
     decision: Decision | None = None
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0

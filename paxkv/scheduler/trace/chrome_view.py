@@ -182,6 +182,8 @@ class _ViewBuilder:
             "waiting": decided.num_waiting_reqs,
             "free blocks": decided.num_free_blocks,
         }
+        if decision.num_decode_steps > 1:
+            args["decode steps"] = decision.num_decode_steps
         tid = FIRST_STEP_TID + self._free_step_row(start_s, end_s)
         self._slice(ENGINE_PID, tid, f"step {decided.step}", start_s, end_s, args)
 

@@ -24,7 +24,7 @@ from paxkv.scheduler.trace.json_errors import JSON_ERRORS
 
 FORMAT = "paxkv-trace"
 # Raise it with every change of what a trace says or of what a scheduler is built from.
-VERSION = 1
+VERSION = 2
 
 SPEC_CLASSES = {
     spec_class.__name__: spec_class

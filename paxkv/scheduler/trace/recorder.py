@@ -165,10 +165,13 @@ class TraceRecorder:
         """See `Scheduler.reset_prefix_cache`."""
         return self._control("reset_prefix_cache", reset_running_requests)
 
-    def schedule(self) -> SchedulerOutput:
+    def schedule(self, max_decode_steps: int = 1) -> SchedulerOutput:
         """See `Scheduler.schedule`."""
         self._num_steps += 1
-        output = self._observe(self._scheduler.schedule, self._describe_schedule)
+        output = self._observe(
+            lambda: self._scheduler.schedule(max_decode_steps),
+            lambda output, common: self._describe_schedule(output, max_decode_steps, common),
+        )
         self._steps_in_flight[self._num_steps] = output
         return output
 
@@ -239,10 +242,11 @@ class TraceRecorder:
         }
 
     def _describe_schedule(
-        self, output: SchedulerOutput | None, common: dict[str, object]
+        self, output: SchedulerOutput | None, max_decode_steps: int, common: dict[str, object]
     ) -> ScheduleCall:
         return ScheduleCall(
             step=self._num_steps,
+            max_decode_steps=max_decode_steps,
             decision=None if output is None else Decision.from_output(output),
             num_running_reqs=len(self._scheduler.running),
             num_waiting_reqs=len(self._scheduler.waiting),

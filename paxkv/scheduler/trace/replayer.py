@@ -104,7 +104,8 @@ class _Player:
             case ControlCall():
                 getattr(self._scheduler, recorded.method)(*recorded.arguments)
             case ScheduleCall():
-                self._steps_in_flight[recorded.step] = self._scheduler.schedule()
+                output = self._scheduler.schedule(recorded.max_decode_steps)
+                self._steps_in_flight[recorded.step] = output
             case UpdateCall():
                 if recorded.step not in self._steps_in_flight:
                     raise TraceFileError(f"tokens of step {recorded.step}, which never began.")

@@ -22,7 +22,7 @@ def test_hub_name_is_downloaded_without_weights_in_other_formats(tmp_path, monke
         calls.append((name, allow_patterns))
         return str(tmp_path)
 
-    monkeypatch.setattr(source, "snapshot_download", fake_download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake_download)
     assert source.resolve_model_folder("some-org/some-model") == tmp_path
     source.resolve_model_folder("some-org/some-model", with_weights=False)
     [(name, patterns), (_, small_patterns)] = calls
@@ -38,7 +38,7 @@ def test_unreachable_hub_says_what_to_check(monkeypatch):
     def offline(name, allow_patterns):
         raise huggingface_hub.errors.LocalEntryNotFoundError("no network and not cached")
 
-    monkeypatch.setattr(source, "snapshot_download", offline)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(CheckpointNotFoundError) as error:
         source.resolve_model_folder("some-org/some-model")
     for part in ("some-org/some-model", "no network and not cached", "Check the spelling"):
@@ -49,7 +49,7 @@ def test_failure_without_a_message_is_reported_too(monkeypatch):
     def broken(name, allow_patterns):
         raise TimeoutError
 
-    monkeypatch.setattr(source, "snapshot_download", broken)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", broken)
     with pytest.raises(CheckpointNotFoundError, match="TimeoutError: no message"):
         source.resolve_model_folder("some-org/some-model")
 

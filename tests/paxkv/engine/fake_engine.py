@@ -9,6 +9,7 @@ from paxkv.contracts.runner_output import ModelRunnerOutput, TokenLogprobs
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.engine.engine_core import EngineCore
 from paxkv.sampling_params import SamplingParams
+from paxkv.scheduler.async_scheduler import AsyncScheduler
 from paxkv.scheduler.scheduler import Scheduler
 
 BLOCK_SIZE = 8
@@ -31,6 +32,8 @@ class FakeExecutor:
         self.kv_cache_config = kv_cache_config
         self.rows: dict[str, EngineRequest] = {}
         self.num_steps = 0
+        self.num_decode_steps: list[int] = []
+        self.num_in_flight = self.most_in_flight = 0
         self._step_s = step_s
         self._fails_at_step = fails_at_step
 
@@ -38,6 +41,7 @@ class FakeExecutor:
         if self.num_steps == self._fails_at_step:
             raise RuntimeError("the device is on fire")
         self.num_steps += 1
+        self.num_decode_steps.append(scheduler_output.num_decode_steps)
         time.sleep(self._step_s)
         for req_id in scheduler_output.finished_req_ids:
             self.rows.pop(req_id, None)
@@ -51,16 +55,24 @@ class FakeExecutor:
         for req_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             prompt = self.rows[req_id].prompt_token_ids
             num_known = len(prompt) + num_outputs[req_id]
-            is_sampled = num_computed[req_id] + num_scheduled == num_known
-            token_id = prompt[num_outputs[req_id] % len(prompt)]
-            tokens.append([token_id] if is_sampled else [])
+            is_burst = scheduler_output.num_decode_steps > 1
+            num_given = 1 if is_burst else num_scheduled
+            is_sampled = num_computed[req_id] + num_given == num_known
+            num_sampled = num_scheduled if is_burst else 1
+            first = num_outputs[req_id]
+            # In a burst it does not look whether a token ends the request: the scheduler does.
+            drawn = [prompt[(first + i) % len(prompt)] for i in range(num_sampled)]
+            tokens.append(drawn if is_sampled else [])
             logprobs.append(self._logprobs(req_id, tokens[-1]))
+        self.num_in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
         return FakeStep(
+            self,
             ModelRunnerOutput(
                 req_ids=list(scheduler_output.num_scheduled_tokens),
                 sampled_token_ids=tokens,
                 logprobs=logprobs,
-            )
+            ),
         )
 
     def _logprobs(self, req_id: str, token_ids: list[int]) -> list[TokenLogprobs] | None:
@@ -77,10 +89,12 @@ class FakeExecutor:
 class FakeStep:
     """A step whose tokens were known before it ran."""
 
-    def __init__(self, output: ModelRunnerOutput) -> None:
+    def __init__(self, executor: FakeExecutor, output: ModelRunnerOutput) -> None:
+        self._executor = executor
         self._output = output
 
     def sample_tokens(self) -> ModelRunnerOutput:
+        self._executor.num_in_flight -= 1
         return self._output
 
 
@@ -91,20 +105,25 @@ def make_engine_core(
     max_model_len: int = 256,
     step_s: float = 0.0,
     fails_at_step: int | None = None,
+    max_steps_in_flight: int = 1,
+    max_decode_burst: int = 1,
 ) -> EngineCore:
     spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype="float32")
     kv_cache_config = KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_groups=(KVCacheGroupSpec(layer_names=("layers.0",), kv_cache_spec=spec),),
     )
-    scheduler = Scheduler(
+    scheduler = (AsyncScheduler if max_steps_in_flight > 1 else Scheduler)(
         scheduler_config=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=64),
         cache_config=CacheConfig(block_size=BLOCK_SIZE),
         kv_cache_config=kv_cache_config,
         max_model_len=max_model_len,
     )
     return EngineCore(
-        scheduler, FakeExecutor(kv_cache_config, step_s=step_s, fails_at_step=fails_at_step)
+        scheduler,
+        FakeExecutor(kv_cache_config, step_s=step_s, fails_at_step=fails_at_step),
+        max_steps_in_flight=max_steps_in_flight,
+        max_decode_burst=max_decode_burst,
     )
 
 

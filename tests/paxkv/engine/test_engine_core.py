@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import random
 
 import pytest
 
@@ -26,14 +27,71 @@ def tokens_of(outputs: list[EngineCoreOutput], request_id: str) -> list[int]:
     return [t for o in outputs if o.request_id == request_id for t in o.new_token_ids]
 
 
-def test_requests_run_to_their_ends_together() -> None:
-    core = make_engine_core()
+# One step after the other; one ahead; bursts; both.
+MODES = [(1, 1), (2, 1), (1, 4), (2, 4)]
+every_mode = pytest.mark.parametrize(("max_steps_in_flight", "max_decode_burst"), MODES)
+
+
+@every_mode
+def test_requests_run_to_their_ends_together(
+    max_steps_in_flight: int, max_decode_burst: int
+) -> None:
+    core = make_engine_core(
+        max_steps_in_flight=max_steps_in_flight, max_decode_burst=max_decode_burst
+    )
     assert core.handle(AddRequest(request=make_request("a", [5, 6, 7], max_tokens=5))) is None
     assert core.handle(AddRequest(request=make_request("b", [8], max_tokens=2))) is None
     outputs = run_until_idle(core)
     assert tokens_of(outputs, "a") == [5, 6, 7, 5, 6]
     assert tokens_of(outputs, "b") == [8, 8]
     assert [o.finish_reason for o in outputs if o.finish_reason] == ["length", "length"]
+
+
+@every_mode
+def test_traffic_gets_the_same_tokens_in_every_mode(
+    max_steps_in_flight: int, max_decode_burst: int
+) -> None:
+    """Arrivals and aborts between the steps, in a pool so small that requests are preempted."""
+    core = make_engine_core(
+        num_blocks=14,
+        max_num_seqs=4,
+        max_steps_in_flight=max_steps_in_flight,
+        max_decode_burst=max_decode_burst,
+    )
+    draw, outputs, expected = random.Random(3), [], {}
+    for i in range(30):
+        prompt = [draw.randint(1, 50) for _ in range(draw.randint(1, 30))]
+        prompt[draw.randrange(len(prompt))] = draw.choice([0, 7, 8, 9])  # 0 is EOS
+        max_tokens = draw.randint(1, 40)
+        core.handle(AddRequest(request=make_request(f"r{i}", prompt, max_tokens=max_tokens)))
+        tokens = (prompt * 40)[:max_tokens]
+        expected[f"r{i}"] = tokens[: tokens.index(0) + 1] if 0 in tokens else tokens
+        for _ in range(draw.randint(0, 6)):
+            outputs += core.step().outputs if core.has_work else []
+            core._scheduler.check_invariants()
+        if i % 7 == 3:
+            core.handle(AbortRequests(request_ids=[f"r{i}"]))
+            del expected[f"r{i}"]
+    outputs += run_until_idle(core)
+    assert {req_id: tokens_of(outputs, req_id) for req_id in expected} == expected
+    stats = core.make_stats()
+    assert stats.num_preemptions > 0
+    assert (stats.kv_cache_usage, core._executor.num_in_flight) == (0.0, 0)
+    assert core._executor.most_in_flight == max_steps_in_flight
+    assert (max(core._executor.num_decode_steps) > 1) == (max_decode_burst > 1)
+    assert core._executor.rows == {}
+
+
+def test_step_is_started_before_the_one_before_it_is_fetched() -> None:
+    core = make_engine_core(max_steps_in_flight=2)
+    core.handle(AddRequest(request=make_request("a", [5, 6], max_tokens=3)))
+    assert tokens_of(core.step().outputs, "a") == [5]
+    assert (core._executor.num_steps, core._executor.num_in_flight) == (2, 1)
+    core.handle(AbortRequests(request_ids=["a"]))
+    assert core.has_work  # a step is still out
+    assert core.step().outputs == []
+    run_until_idle(core)
+    assert core._executor.rows == {} and core._executor.num_in_flight == 0
 
 
 def test_eos_ends_a_request() -> None:
@@ -146,7 +204,7 @@ def test_scheduler_that_schedules_nothing_for_ever_is_a_bug_that_is_seen() -> No
     )
     core = make_engine_core()
     core.handle(AddRequest(request=make_request("a", [5])))
-    core._scheduler.schedule = lambda: nothing
+    core._scheduler.schedule = lambda max_decode_steps: nothing
     for _ in range(MAX_EMPTY_STEPS):
         core.step()
     with pytest.raises(InvariantError, match="1 requests wait"):

@@ -2,11 +2,26 @@
 
 import types
 
+import pytest
+
 from paxkv.kv_cache.coordinator import (
     KVCacheCoordinatorNoPrefixCache,
     UnitaryKVCacheCoordinator,
 )
-from tests.paxkv.kv_cache.cache_fakes import cross, full, ids, make_config, mamba, window
+from tests.paxkv.kv_cache.cache_fakes import (
+    FakeRequest,
+    admit,
+    copies,
+    cross,
+    finish_step,
+    full,
+    ids,
+    make_config,
+    make_manager,
+    mamba,
+    state,
+    window,
+)
 
 
 def group_ids(blocks):
@@ -122,3 +137,28 @@ def test_block_work_comes_when_the_first_group_has_some():
     coordinator = plain(full(4), full(8))
     new_blocks(coordinator, 3)
     assert coordinator.get_num_tokens_before_block_work("r") == 4
+
+
+@pytest.mark.parametrize("enable_caching", [True, False])
+def test_slots_are_reserved_behind_those_of_a_step(enable_caching):
+    manager = make_manager(full(), window(5), full(8), enable_caching=enable_caching)
+    request = FakeRequest("r", range(8))
+    admit(manager, request, 7)
+    finish_step(request, 7)
+    # The last token that is known fills blocks, which can be found from now on.
+    assert manager.allocate_slots(request, 1).is_empty()
+    before = state(manager)
+    tables = manager.get_block_ids("r")
+    assert manager.get_num_blocks_to_reserve(request, 8) == 0
+    assert manager.reserve_slots(request, 8).is_empty()
+    assert state(manager) == before
+    # 15 tokens: 4 blocks of 4, and 2 of 8.
+    assert manager.get_num_blocks_to_reserve(request, 15) == 2 + 2 + 1
+    new = manager.reserve_slots(request, 15).get_block_ids()
+    assert [len(group) for group in new] == [2, 2, 1]
+    assert manager.get_block_ids("r") == tuple(map(list.__add__, tables, new))
+    assert copies(manager) == []
+    assert manager.get_num_blocks_to_reserve(request, 15) == 0
+    hit = manager.get_computed_blocks(FakeRequest("s", range(20)))[1]
+    assert hit == (8 if enable_caching else 0)
+    manager.check_invariants()

@@ -93,3 +93,13 @@ def test_a_finished_request_leaves_nothing():
     manager.free(FakeRequest("r", ()))
     assert manager.usage == 0
     assert manager.count_slots([FakeRequest("r", ())]) == (0, 0)
+
+
+def test_only_the_decoders_tokens_have_slots_reserved():
+    manager = make_manager(full(), cross())
+    request = FakeRequest("r", range(4))
+    manager.allocate_slots(request, 4, num_encoder_tokens=9)
+    finish_step(request)
+    assert manager.get_num_blocks_to_reserve(request, 9) == 2
+    assert [len(group) for group in manager.reserve_slots(request, 9).blocks] == [2, 0]
+    assert len(table(manager, request, group=1)) == 3

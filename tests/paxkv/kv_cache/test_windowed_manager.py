@@ -13,6 +13,8 @@ from paxkv.kv_cache.windowed_manager import WindowedManager
 from tests.paxkv.kv_cache.cache_fakes import (
     FakeRequest,
     chunked,
+    count_slots_block_by_block,
+    finish_step,
     full,
     ids,
     make_group,
@@ -138,3 +140,19 @@ def test_blocks_that_left_the_window_stay_freed_when_the_rest_does_not_fit():
     assert table(manager, other) != []
     manager.check_invariants()
     assert manager.allocate_slots(request, 8) is not None
+
+
+def test_slots_are_counted_where_the_window_moved_past_what_was_computed():
+    manager = make_manager(window(5), num_blocks=20)
+    request = run_alone(manager, "r", range(16))
+    request.all_token_ids += range(100, 108)
+    manager.allocate_slots(request, 8)
+    finish_step(request)
+    request.all_token_ids += [1]
+    manager.allocate_slots(request, 1)
+    # Tokens 20 to 24 are left. The last step ran for nobody: the request had ended at token 9.
+    finish_step(request, 9)
+    assert [block_id == 0 for block_id in table(manager, request)] == [True] * 5 + [False] * 2
+    assert (
+        manager.count_slots([request]) == (8, 0) == count_slots_block_by_block(manager, [request])
+    )

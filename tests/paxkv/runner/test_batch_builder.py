@@ -1,5 +1,7 @@
 """Rows become the packed arrays of a step, with padding that the device ignores."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -35,6 +37,7 @@ def make_batch_and_builder(block_sizes=(BLOCK_SIZE,)):
     buckets = StepBuckets(
         max_num_batched_tokens=16,
         max_num_seqs=MAX_NUM_SEQS,
+        max_decode_burst=4,
         num_groups=len(block_sizes),
         max_blocks_per_req=MAX_BLOCKS,
     )
@@ -47,7 +50,7 @@ def make_batch_and_builder(block_sizes=(BLOCK_SIZE,)):
     return batch, builder
 
 
-def output(num_scheduled, new_reqs=(), cached=NO_CACHED):
+def output(num_scheduled, new_reqs=(), cached=NO_CACHED, num_decode_steps=1):
     return SchedulerOutput(
         scheduled_new_reqs=list(new_reqs),
         scheduled_cached_reqs=cached,
@@ -55,6 +58,19 @@ def output(num_scheduled, new_reqs=(), cached=NO_CACHED):
         total_num_scheduled_tokens=sum(num_scheduled.values()),
         preempted_req_ids=frozenset(),
         finished_req_ids=frozenset(),
+        num_decode_steps=num_decode_steps,
+    )
+
+
+def running(*rows):
+    """Requests `(req_id, num_computed_tokens)` that ran before and get no block."""
+    return CachedRequestData(
+        req_ids=[req_id for req_id, _ in rows],
+        resumed_req_ids=frozenset(),
+        new_block_ids=[None] * len(rows),
+        num_computed_tokens=[num_computed for _, num_computed in rows],
+        num_output_tokens=[0] * len(rows),
+        all_token_ids={},
     )
 
 
@@ -75,7 +91,7 @@ def build(builder, batch, scheduler_output):
 
 
 def test_worked_example():
-    """A whole prompt of 3, a chunk (2 of 9 tokens, 4 cached), a decode: 6 tokens, padded to 8."""
+    """A whole prompt of 3, a chunk (2 of 9 tokens, 4 cached), a decode: 6 tokens, padded to 16."""
     batch, builder = make_batch_and_builder()
     new_reqs = [
         new("prompt", [11, 12, 13], [5]),
@@ -86,10 +102,11 @@ def test_worked_example():
     num_scheduled = {"decode": 1, "prompt": 3, "chunk": 2}
     built, views = build(builder, batch, output(num_scheduled, new_reqs))
     assert built.req_ids == ["decode", "prompt", "chunk"]
-    assert built.shape.num_tokens == 8 and built.shape.num_reqs == 4
-    assert views["token_ids"].tolist() == [51, 11, 12, 13, 24, 25, 0, 0]
-    assert views["token_source"].tolist() == [MAX_NUM_SEQS] * 8
-    assert views["positions"].tolist() == [11, 0, 1, 2, 4, 5, 0, 0]
+    assert built.shape.num_tokens == 16 and built.shape.num_reqs == 4
+    assert built.num_padded_tokens == 10
+    assert views["token_ids"].tolist() == [51, 11, 12, 13, 24, 25] + [0] * 10
+    assert views["token_source"].tolist() == [MAX_NUM_SEQS] * 16
+    assert views["positions"].tolist() == [11, 0, 1, 2, 4, 5] + [0] * 10
     assert views["query_start_loc"].tolist() == [0, 1, 4, 6, 6]
     assert views["seq_lens"].tolist() == [[12, 3, 6, 0]]
     assert views["block_tables"].tolist() == [
@@ -97,7 +114,7 @@ def test_worked_example():
     ]
     assert views["logits_indices"].tolist() == [0, 3, 5, 0]
     assert views["draw_position"].tolist() == [12, 3, 6, 0]
-    assert built.is_sampled_np.tolist() == [True, True, False]
+    assert built.num_drawn_np.tolist() == [1, 1, 0]
     np.testing.assert_array_equal(
         views["sampling_rows"][2], batch.requests["chunk"].sampling_row_np
     )
@@ -113,33 +130,96 @@ def test_every_step_has_a_buffer_of_its_own():
     assert not np.shares_memory(first.packed_np, batch.token_ids_np)
 
 
+def test_step_of_one_token_each_is_a_burst_of_one_step():
+    """A decode, and one token in the middle of a prompt, of which nothing is drawn."""
+    batch, builder = make_batch_and_builder()
+    new_reqs = [new("decode", [4, 5, 6], [7], 2), new("chunk", range(20, 29), [8, 9], 3)]
+    built, views = build(builder, batch, output({"decode": 1, "chunk": 1}, new_reqs))
+    assert built.shape == builder._buckets.burst_shape_for(2)
+    assert built.num_padded_tokens == 2
+    assert views["num_steps"].tolist() == [1]
+    assert views["num_tokens"].tolist() == [1, 1, 0, 0]
+    assert views["token_ids"].tolist() == [6, 23, 0, 0]
+    assert views["positions"].tolist() == [2, 3, 0, 0]
+    assert built.num_drawn_np.tolist() == [1, 0]
+
+
+def test_burst():
+    """Rows with 3 and 1 tokens left, one of them with tokens that end it."""
+    batch, builder = make_batch_and_builder()
+    ending = dataclasses.replace(new("a", [4, 5, 6], [7], 2), ending_token_ids=(30, 31))
+    new_reqs = [ending, new("b", range(20, 27), [8], 6)]
+    scheduled = output({"a": 3, "b": 1}, new_reqs, num_decode_steps=3)
+    built, views = build(builder, batch, scheduled)
+    assert built.shape == builder._buckets.burst_shape_for(2)
+    assert built.num_padded_tokens == 3 * 4 - 4
+    assert views["num_steps"].tolist() == [3]
+    assert views["num_tokens"].tolist() == [3, 1, 0, 0]
+    assert views["token_ids"].tolist() == [6, 26, 0, 0]
+    assert views["positions"].tolist() == [2, 6, 0, 0]
+    assert views["ending_ids"][:2].tolist() == [[30, 31] + [-1] * 6, [-1] * 8]
+    assert views["first_end"][:2].tolist() == [2, 6]
+    assert built.num_drawn_np.tolist() == [3, 1]
+
+
 def test_token_that_only_the_device_knows_is_taken_from_there():
     batch, builder = make_batch_and_builder()
     first, _ = build(
         builder, batch, output({"a": 1, "b": 2}, [new("a", [1, 2], [1]), new("b", [3, 4], [2])])
     )
-    assert first.is_sampled_np.tolist() == [False, True]
-    batch.note_sampled(first.rows_np, first.is_sampled_np)
-    cached = CachedRequestData(
-        req_ids=["a", "b"],
-        resumed_req_ids=frozenset(),
-        new_block_ids=[None, None],
-        num_computed_tokens=[1, 2],
-        num_output_tokens=[0, 0],
-        all_token_ids={},
-    )
+    assert first.num_drawn_np.tolist() == [0, 1]
+    batch.note_drawn(first.rows_np, first.num_drawn_np)
+    cached = running(("a", 1), ("b", 2))
     built, views = build(builder, batch, output({"a": 1, "b": 1}, cached=cached))
     # "a" computes its last prompt token, "b" the token that was drawn at place 1 of the last step.
     assert views["token_source"][:2].tolist() == [MAX_NUM_SEQS, 1]
     assert views["token_ids"][0] == 2
     assert views["positions"][:2].tolist() == [1, 2]
-    assert built.is_sampled_np.all()
+    assert built.num_drawn_np.tolist() == [1, 1]
+
+
+def test_last_token_of_a_burst_is_on_the_device_and_those_before_it_are_nowhere():
+    batch, builder = make_batch_and_builder()
+    first, _ = build(builder, batch, output({"a": 3}, [new("a", [1], [1])], num_decode_steps=3))
+    batch.note_drawn(first.rows_np, first.num_drawn_np)
+    for num_computed in (1, 2, 4):
+        scheduled = output({"a": 1}, cached=running(("a", num_computed)))
+        with pytest.raises(InvariantError, match="it has 1 tokens on the host, 4 in all"):
+            build(builder, batch, scheduled)
+    _, views = build(builder, batch, output({"a": 1}, cached=running(("a", 3))))
+    assert views["token_source"][0] == 0 and views["positions"][0] == 3
+
+
+@pytest.mark.parametrize(
+    ("num_scheduled", "num_computed", "message"),
+    [
+        (2, 0, "it has 2 tokens on the host"),  # the burst begins before the last token
+        (5, 1, "a burst has at most 4 steps, got 5"),
+        (9, 1, r"\[1\] blocks of \[8\]"),
+    ],
+)
+def test_burst_that_cannot_be_computed_is_a_bug(num_scheduled, num_computed, message):
+    batch, builder = make_batch_and_builder()
+    scheduled = output(
+        {"a": num_scheduled},
+        [new("a", [1, 2], [1], num_computed)],
+        num_decode_steps=num_scheduled,
+    )
+    with pytest.raises(InvariantError, match=message):
+        build(builder, batch, scheduled)
+
+
+def test_burst_that_would_pass_into_the_null_block_is_a_bug():
+    batch, builder = make_batch_and_builder()
+    scheduled = output({"a": 3}, [new("a", range(7), [4, 0], 6)], num_decode_steps=3)
+    with pytest.raises(InvariantError, match="'a' would write position 8 to the null block"):
+        build(builder, batch, scheduled)
 
 
 @pytest.mark.parametrize(
     ("num_scheduled", "message"),
     [
-        (3, "it has 2 tokens"),  # a token that nobody knows
+        (3, "it has 2 tokens on the host"),  # a token that nobody knows
         (0, "cannot compute 0 tokens"),
     ],
 )

@@ -12,7 +12,13 @@ from paxkv.runner.bucketing import StepBuckets
 
 NUM_BLOCKS = 40
 # Shapes of 8 and of 3 x 4 = 12 copies.
-BUCKETS = StepBuckets(max_num_batched_tokens=8, max_num_seqs=3, num_groups=4, max_blocks_per_req=5)
+BUCKETS = StepBuckets(
+    max_num_batched_tokens=8,
+    max_num_seqs=3,
+    max_decode_burst=1,
+    num_groups=4,
+    max_blocks_per_req=5,
+)
 
 
 def output(copies=(), zeroed=()):

@@ -3,44 +3,75 @@
 import pytest
 
 from paxkv.errors import InvariantError
-from paxkv.runner.bucketing import StepBuckets, copy_buckets, token_buckets
+from paxkv.runner.bucketing import StepBuckets, copy_buckets, decode_buckets, token_buckets
 
 
 def make_buckets(max_num_batched_tokens=48, max_num_seqs=6, num_groups=1):
     return StepBuckets(
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
+        max_decode_burst=8,
         num_groups=num_groups,
         max_blocks_per_req=5,
     )
 
 
-def test_buckets_are_one_powers_of_two_and_the_largest_step():
-    assert token_buckets(48) == (1, 8, 16, 32, 48)
-    assert token_buckets(64) == (1, 8, 16, 32, 64)
-    assert token_buckets(3) == (1, 3)
+def test_token_buckets_are_powers_of_two_and_the_largest_step():
+    assert token_buckets(48) == (16, 32, 48)
+    assert token_buckets(64) == (16, 32, 64)
+    assert token_buckets(3) == (3,)
     assert token_buckets(1) == (1,)
+
+
+def test_decode_buckets_are_one_powers_of_two_and_all_requests():
+    assert decode_buckets(24) == (1, 4, 8, 16, 24)
+    assert decode_buckets(64) == (1, 4, 8, 16, 32, 64)
+    assert decode_buckets(3) == (1, 3)
+    assert decode_buckets(1) == (1,)
+
+
+@pytest.mark.parametrize(("budget", "max_num_seqs"), [(512, 64), (2048, 256)])
+def test_programs_are_few(budget, max_num_seqs):
+    buckets = make_buckets(max_num_batched_tokens=budget, max_num_seqs=max_num_seqs)
+    assert len(buckets.largest_first) <= 20
+    assert len(set(buckets.largest_first)) == len(buckets.largest_first)
 
 
 @pytest.mark.parametrize("num_tokens", range(1, 49))
 def test_step_gets_smallest_shape_that_holds_its_tokens_and_requests(num_tokens):
     buckets = make_buckets()
     shape = buckets.shape_for(num_tokens)
-    assert num_tokens <= shape.num_tokens < 2 * num_tokens or shape.num_tokens == 8
+    assert num_tokens <= shape.num_tokens < 2 * num_tokens or shape.num_tokens == 16
     # As many requests as tokens may be scheduled, up to max_num_seqs.
     assert shape.num_reqs == shape.num_logits >= min(num_tokens, 6)
     assert shape.max_blocks_per_req == 5
-    assert shape in buckets.shapes
+    assert shape in buckets.step_shapes
 
 
-def test_largest_shape_is_the_budget():
-    assert make_buckets().largest.num_tokens == 48
+@pytest.mark.parametrize("num_reqs", range(1, 7))
+def test_burst_gets_smallest_shape_that_holds_its_requests(num_reqs):
+    buckets = make_buckets()
+    shape = buckets.burst_shape_for(num_reqs)
+    assert num_reqs <= shape.num_reqs
+    assert not any(num_reqs <= s.num_reqs < shape.num_reqs for s in buckets.burst_shapes)
+    assert (shape.max_steps, shape.max_blocks_per_req) == (8, 5)
+
+
+def test_largest_shapes_are_the_budget_and_all_requests():
+    step, burst, copies = make_buckets().largest
+    assert (step.num_tokens, burst.num_reqs, copies.num_copies) == (48, 6, 6)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 49])
 def test_step_outside_the_budget_is_a_bug(num_tokens):
-    with pytest.raises(InvariantError, match=f"got {num_tokens}"):
+    with pytest.raises(InvariantError, match=f"1 to 48 tokens, got {num_tokens}"):
         make_buckets().shape_for(num_tokens)
+
+
+@pytest.mark.parametrize("num_reqs", [0, 7])
+def test_more_requests_than_may_run_are_a_bug(num_reqs):
+    with pytest.raises(InvariantError, match=f"1 to 6 requests, got {num_reqs}"):
+        make_buckets().burst_shape_for(num_reqs)
 
 
 def test_copy_buckets_are_few_and_the_largest_is_exact():

@@ -1,5 +1,7 @@
 """Rows follow the scheduler: added, extended, preempted, resumed, dropped."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,6 +10,8 @@ from hypothesis import strategies as st
 from paxkv.contracts.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from paxkv.errors import InvariantError
 from paxkv.runner.input_batch import InputBatch
+from paxkv.runner.packed_layout import MAX_ENDING_IDS
+from paxkv.runner.sampled_tokens import NO_TOKEN
 from paxkv.sampling_params import SamplingParams
 
 MAX_NUM_SEQS, MAX_MODEL_LEN, MAX_BLOCKS, NUM_BLOCKS = 4, 12, 6, 40
@@ -55,6 +59,13 @@ def output(new_reqs=(), cached=(), resumed=None, preempted=(), finished=()):
     )
 
 
+def append(batch, req_id, *token_ids):
+    """Draws the tokens on the device and takes them home at once."""
+    rows_np, num_drawn_np = batch.rows_of([req_id]), np.array([len(token_ids)], np.int32)
+    batch.note_drawn(rows_np, num_drawn_np)
+    batch.append_tokens(rows_np, np.array(token_ids, np.int32)[:, None], num_drawn_np)
+
+
 def row_contents(batch, req_id):
     """(tokens, computed, blocks) of a request, read back from its row."""
     row = int(batch.rows_of([req_id])[0])
@@ -80,7 +91,7 @@ def test_request_keeps_its_row_while_others_come_and_go():
 def test_running_request_gets_its_blocks_appended_and_its_tokens_written():
     batch = make_batch()
     batch.update(output([new("a", [5, 6], [3])]))
-    batch.append_tokens(["a"], [7])
+    append(batch, "a", 7)
     batch.update(output(cached=[("a", [9], 2)]))
     assert row_contents(batch, "a") == ([5, 6, 7], 2, [3, 9])
     batch.update(output(cached=[("a", None, 3)]))
@@ -94,7 +105,6 @@ def test_resumed_request_gets_a_new_table_and_all_its_tokens():
     batch.update(output(preempted=["a"]))
     with pytest.raises(InvariantError, match="preempted"):
         batch.rows_of(["a"])
-    batch.append_tokens(["a"], [1])  # a late token of a preempted request is not needed
     batch.update(output([new("b")]))
     batch.update(output(cached=[("a", [8], 1)], resumed={"a": [5, 6, 7]}))
     assert row_contents(batch, "a") == ([5, 6, 7], 1, [8])
@@ -119,7 +129,6 @@ def test_full_batch_swaps_requests_in_one_step():
 def test_finished_request_that_never_ran_is_ignored():
     batch = make_batch()
     batch.update(output(finished=["never-seen"]))
-    batch.append_tokens(["never-seen"], [1])
     assert batch.requests == {}
 
 
@@ -148,7 +157,41 @@ def test_token_past_max_model_len_is_a_bug():
     batch = make_batch()
     batch.update(output([new("a", range(MAX_MODEL_LEN))]))
     with pytest.raises(InvariantError, match="max_model_len=12"):
-        batch.append_tokens(["a"], [1])
+        append(batch, "a", 1)
+    batch = make_batch()
+    batch.update(output([new("a", range(MAX_MODEL_LEN - 2))]))
+    with pytest.raises(InvariantError, match=r"got \[3\] tokens"):
+        append(batch, "a", 1, 2, 3)
+
+
+def test_tokens_of_a_step_are_pending_until_they_are_home_though_fewer_come():
+    batch = make_batch()
+    batch.update(output([new("a", [5, 6]), new("b", [7]), new("c", [8])]))
+    rows_np = batch.rows_of(["c", "a"])
+    batch.note_drawn(rows_np, np.array([3, 2], np.int32))
+    assert batch.num_pending_np[batch.rows_of(["a", "b", "c"])].tolist() == [2, 0, 3]
+    assert batch.prev_sampled_idx_np[batch.rows_of(["a", "b", "c"])].tolist() == [1, -1, 0]
+    drawn_np = np.array([[30, 31], [32, NO_TOKEN], [34, NO_TOKEN]], np.int32)
+    batch.append_tokens(rows_np, drawn_np, np.array([3, 2], np.int32))
+    assert not batch.num_pending_np.any()
+    assert row_contents(batch, "c")[0] == [8, 30, 32, 34]
+    assert row_contents(batch, "a")[0] == [5, 6, 31]
+
+
+def test_row_knows_what_ends_its_request_also_when_it_resumes():
+    batch = make_batch()
+    ending = tuple(range(50, 50 + MAX_ENDING_IDS + 1))  # one more than a burst looks for
+    new_req = dataclasses.replace(new("a", [5, 6], min_tokens=0), ending_token_ids=ending)
+    batch.update(output([new_req, new("b")]))
+    row = batch.rows_of(["a"])[0]
+    assert batch.ending_ids_np[row].tolist() == list(ending[:-1])
+    assert batch.first_end_np[row] == 1  # its first drawn token has position 2
+    assert (batch.ending_ids_np[batch.rows_of(["b"])[0]] == NO_TOKEN).all()
+    batch.update(output(preempted=["a"]))
+    batch.update(output(cached=[("a", [8], 1)], resumed={"a": [5, 6, 7]}))
+    row = batch.rows_of(["a"])[0]
+    assert batch.ending_ids_np[row].tolist() == list(ending[:-1])
+    assert batch.first_end_np[row] == 1
 
 
 def test_request_without_a_seed_draws_by_engine_seed_and_id():
@@ -181,7 +224,7 @@ def test_rows_match_a_plain_dict_under_random_traffic(data):
             batch.update(output(cached=[(some, [block], step)]))
             running[some] = (running[some][0], step, [*running[some][2], block])
         elif kind == "append" and len(running[some][0]) < MAX_MODEL_LEN:
-            batch.append_tokens([some], [step])
+            append(batch, some, step)
             running[some][0].append(step)
         elif kind == "finish":
             batch.update(output(finished=[some]))

@@ -21,7 +21,7 @@ def abstract(*dims, dtype=jnp.int32):
     return jax.ShapeDtypeStruct(dims, dtype)
 
 
-# The smallest step and one with prompts: XLA rewrites tiny scatters and gathers in other ways.
+# The smallest step and a larger one: XLA rewrites tiny scatters and gathers in other ways.
 TINY_SHAPE = dataclasses.replace(SHAPE, num_tokens=1, num_reqs=1, num_logits=1)
 
 
@@ -84,10 +84,3 @@ def test_token_source_chooses_between_host_and_device():
     prev_tokens = jnp.array([50, 51, 52, 53], jnp.int32)
     batch = jax.jit(lambda p, t: unpack_batch(layout.unpack(p), t))(packed_np, prev_tokens)
     assert batch.token_ids.tolist() == [10, 50, 53, 13, 14, 51, 16, 17]
-    assert batch.max_query_len is None  # some of the 8 may be of one prompt
-
-
-def test_step_of_one_token_promises_that_no_request_has_more():
-    layout = PackedLayout(TINY_SHAPE)
-    unpack = lambda packed: unpack_batch(layout.unpack(packed), jnp.zeros(4, jnp.int32))  # noqa: E731
-    assert jax.eval_shape(unpack, abstract(layout.num_words)).max_query_len == 1

@@ -6,7 +6,7 @@ import pytest
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from paxkv.runner.bucketing import CopyShape, StepBuckets
 from paxkv.runner.kv_cache_arrays import abstract_kv_cache, device_mesh
-from paxkv.runner.warmup import StepPrograms
+from paxkv.runner.warmup import StepPrograms, compiler_options
 from tests.paxkv.runner.tiny_model import HEAD_DIM, NUM_HEADS, TinyModel
 
 
@@ -28,6 +28,7 @@ def make_programs(mesh, max_num_batched_tokens=4):
     buckets = StepBuckets(
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=2,
+        max_decode_burst=3,
         num_groups=1,
         max_blocks_per_req=4,
     )
@@ -40,7 +41,7 @@ def make_programs(mesh, max_num_batched_tokens=4):
 def test_warm_up_compiles_all_buckets_once(mesh, kv_cache, capsys):
     buckets, programs = make_programs(mesh)
     programs.warm_up(kv_cache, show_progress=True)
-    shapes = (*buckets.shapes, *buckets.copy_shapes)
+    shapes = buckets.largest_first
     first = {shape: programs.get(shape, kv_cache) for shape in shapes}
     programs.warm_up(kv_cache, show_progress=False)
     assert all(programs.get(shape, kv_cache) is first[shape] for shape in shapes)
@@ -49,15 +50,30 @@ def test_warm_up_compiles_all_buckets_once(mesh, kv_cache, capsys):
         assert program.memory_analysis().alias_size_in_bytes >= cache_bytes  # it is donated
     assert programs.num_compiles_after_ready == 0
     out, err = capsys.readouterr()
-    assert out == "" and "3/3" in err
+    assert out == "" and "4/4" in err
 
 
 def test_shape_that_the_warm_up_missed_is_counted_once(mesh, kv_cache, capsys):
     _, programs = make_programs(mesh, max_num_batched_tokens=2)
     programs.warm_up(kv_cache, show_progress=False)
     assert capsys.readouterr() == ("", "")
-    other = make_programs(mesh)[0].largest
+    other = make_programs(mesh)[0].step_shapes[-1]
     assert programs.get(other, kv_cache) is programs.get(other, kv_cache)
     assert programs.num_compiles_after_ready == 1
     assert programs.get(CopyShape(num_copies=5), kv_cache) is not None
     assert programs.num_compiles_after_ready == 2
+
+
+def test_xla_takes_the_options_of_this_platform():
+    platform = jax.default_backend()
+    for num_cores in (1, 2):
+        options = compiler_options(platform, "float32", num_cores=num_cores)
+        assert jax.jit(lambda x: x @ x).lower(jax.numpy.ones((4, 4))).compile(options) is not None
+
+
+def test_ynnpack_is_left_out_on_one_core_alone():
+    option = "xla_cpu_experimental_ynn_fusion_type"
+    assert compiler_options("cpu", "float32", num_cores=1) == {option: ""}
+    assert compiler_options("cpu", "float32", num_cores=2) == {}
+    assert compiler_options("cpu", "bfloat16", num_cores=1) == {}
+    assert option not in compiler_options("gpu", "float32", num_cores=1)

@@ -78,10 +78,19 @@ def continuation(prompt, num_tokens):
 
 
 class FunctionRunner:
-    """Keeps the tokens of each request itself, as a device does, and samples from them alone."""
+    """Keeps the tokens of each request itself, as a device does, and samples from them alone.
 
-    def __init__(self):
+    Args:
+        knows_ends: Whether a burst is over for a request when a token ends it; else all its
+            tokens are sampled.
+    """
+
+    def __init__(self, *, knows_ends=True):
+        self.knows_ends = knows_ends
         self.token_ids = {}
+        self.ending_token_ids = {}
+        # Those that a burst has ended, which the scheduler may not know yet.
+        self.ended = set()
 
     def execute(self, output, *, drafts=None, transfers=None):
         """The answer to one step.
@@ -91,20 +100,41 @@ class FunctionRunner:
         """
         for new in output.scheduled_new_reqs:
             self.token_ids[new.req_id] = list(new.prompt_token_ids)
+            self.ending_token_ids[new.req_id] = new.ending_token_ids
+            self.ended.discard(new.req_id)
         cached = output.scheduled_cached_reqs
         for req_id, token_ids in cached.all_token_ids.items():
             self.token_ids[req_id] = list(token_ids)
+            self.ended.discard(req_id)
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         sampled = {}
         for req_id, num_tokens in output.num_scheduled_tokens.items():
             row = self.token_ids[req_id]
+            if req_id in self.ended:
+                sampled[req_id] = []
+                continue
+            if output.num_decode_steps > 1:
+                assert num_tokens <= output.num_decode_steps
+                assert computed[req_id] == len(row) - 1
+                sampled[req_id] = self.decode(req_id, row, num_tokens)
+                continue
             proposed = output.scheduled_spec_decode_tokens.get(req_id, [])
             assert computed[req_id] + num_tokens <= len(row) + len(proposed)
             sampled[req_id] = []
             if computed[req_id] + num_tokens >= len(row):
                 sampled[req_id] = self.verify(row, proposed)
         return answer(sampled, drafts=drafts, transfers=transfers)
+
+    def decode(self, req_id, row, num_tokens):
+        """Tokens of a burst, up to the one that ends the request."""
+        sampled = []
+        while len(sampled) < num_tokens and req_id not in self.ended:
+            sampled.append(next_token(row))
+            row.append(sampled[-1])
+            if self.knows_ends and sampled[-1] in self.ending_token_ids[req_id]:
+                self.ended.add(req_id)
+        return sampled
 
     def verify(self, row, proposed):
         """The right drafts, and the token behind them."""
@@ -127,9 +157,9 @@ def answer(sampled, *, drafts=None, transfers=None):
     )
 
 
-def step(scheduler, runner, **answers):
+def step(scheduler, runner, max_decode_steps=1, **answers):
     """One step, checked before and after its tokens come."""
-    output = scheduler.schedule()
+    output = scheduler.schedule(max_decode_steps)
     scheduler.check_invariants()
     scheduler.check_progress(output)
     scheduler.update_from_output(output, runner.execute(output, **answers))

@@ -24,16 +24,16 @@ from tests.paxkv.scheduler.stepping import (
 class LateExecutor:
     """Computes at once, as a device does in its own order, and brings tokens home later."""
 
-    def __init__(self, scheduler, *, depth):
+    def __init__(self, scheduler, *, depth, knows_ends=True):
         self.scheduler = scheduler
-        self.runner = FunctionRunner()
+        self.runner = FunctionRunner(knows_ends=knows_ends)
         self.depth = depth
         self.in_flight = deque()
         self.outputs = {}
 
-    def step(self, drafts=None):
+    def step(self, max_decode_steps=1, drafts=None):
         """Schedules one step, and takes home as many as leaves `depth - 1` of them out."""
-        output = self.scheduler.schedule()
+        output = self.scheduler.schedule(max_decode_steps)
         self.scheduler.check_invariants()
         self.scheduler.check_progress(output)
         self.in_flight.append((output, self.runner.execute(output, drafts=drafts)))
@@ -46,11 +46,11 @@ class LateExecutor:
             self.outputs.setdefault(result.request_id, []).extend(result.new_token_ids)
         self.scheduler.check_invariants()
 
-    def run(self, max_num_steps=500):
+    def run(self, max_num_steps=500, max_decode_steps=1):
         for _ in range(max_num_steps):
             if not self.scheduler.has_unfinished_requests():
                 break
-            self.step()
+            self.step(max_decode_steps)
         while self.in_flight:
             self.bring_home()
 
@@ -195,6 +195,147 @@ def test_steps_come_back_in_order_and_with_one_token():
         scheduler.update_from_output(first, answer({"a": [7, 8]}))
 
 
+def test_a_burst_brings_a_token_for_each_that_it_computes():
+    scheduler = make_scheduler(AsyncScheduler)
+    request = add(scheduler, "a", range(5))
+    executor = LateExecutor(scheduler, depth=4)
+    executor.step(8)
+    assert counts(executor.step(3)) == {"a": 3}
+    assert (request.num_computed_tokens, request.num_output_placeholders) == (8, 4)
+    output = executor.step(2)
+    assert output.scheduled_cached_reqs.num_computed_tokens == [8]
+    assert output.scheduled_cached_reqs.num_output_tokens == [4]
+    assert (request.num_computed_tokens, request.num_output_placeholders) == (10, 6)
+    executor.bring_home()
+    executor.bring_home()
+    assert (request.num_tokens, request.num_output_placeholders) == (9, 2)
+    executor.run(max_decode_steps=3)
+    assert executor.outputs["a"] == continuation(range(5), 20)
+
+
+def test_bursts_behind_each_other_give_each_request_its_own_tokens():
+    scheduler = make_scheduler(AsyncScheduler)
+    executor = LateExecutor(scheduler, depth=2)
+    lengths = {"a": (5, 20), "b": (7, 11), "c": (3, 2)}
+    for name, (num_prompt_tokens, max_tokens) in lengths.items():
+        add(scheduler, name, range(num_prompt_tokens), max_tokens=max_tokens)
+    steps = [executor.step(4) for _ in range(6)]
+    assert [counts(output) for output in steps] == [
+        {"a": 5, "b": 3, "c": 3},  # "b" shares a block with "a"
+        {"a": 4, "b": 4, "c": 1},
+        {"a": 4, "b": 4},
+        {"a": 4, "b": 2},
+        {"a": 4},
+        {"a": 3},
+    ]
+    executor.run()
+    for name, (num_prompt_tokens, max_tokens) in lengths.items():
+        assert executor.outputs[name] == continuation(range(num_prompt_tokens), max_tokens)
+
+
+@pytest.mark.parametrize("max_decode_steps", [1, 4])
+def test_what_was_sent_off_behind_a_burst_that_ends_early_is_for_nobody(max_decode_steps):
+    tokens = continuation(range(5), 4)
+    scheduler = make_scheduler(AsyncScheduler)
+    add(scheduler, "a", range(5), params={"stop_token_ids": [tokens[2]]}, keep_blocks=True)
+    add(scheduler, "b", range(6))
+    executor = LateExecutor(scheduler, depth=2)
+    executor.step()
+    executor.step(4)
+    assert counts(executor.step(max_decode_steps)) == {
+        "a": max_decode_steps,
+        "b": max_decode_steps,
+    }
+    assert executor.outputs["a"] == tokens[:3]
+    (kept,) = scheduler.kept_requests
+    # The last token was to be computed by the step behind, and the device knew better.
+    assert (kept.num_tokens, kept.num_computed_tokens) == (8, 7)
+    add(scheduler, "fork", [*range(5), *tokens[:3], 99], max_tokens=2, fork_from="a")
+    assert executor.step().scheduled_new_reqs[0].num_computed_tokens == 7
+    executor.run(max_decode_steps=4)
+    assert executor.outputs["a"] == tokens[:3]
+    assert executor.outputs["b"] == continuation(range(6), 20)
+
+
+def test_a_single_step_that_ends_a_request_leaves_its_last_token_to_the_burst_behind():
+    tokens = continuation(range(5), 1)
+    scheduler = make_scheduler(AsyncScheduler)
+    add(scheduler, "a", range(5), params={"stop_token_ids": tokens}, keep_blocks=True)
+    executor = LateExecutor(scheduler, depth=2)
+    executor.step()
+    assert counts(executor.step(4)) == {"a": 4}
+    (kept,) = scheduler.kept_requests
+    assert (kept.num_tokens, kept.num_computed_tokens) == (6, 5)
+
+
+def test_an_aborted_request_drops_its_burst_also_when_its_id_comes_again():
+    scheduler = make_scheduler(AsyncScheduler)
+    add(scheduler, "a", range(5))
+    executor = LateExecutor(scheduler, depth=3)
+    executor.step()
+    assert counts(executor.step(4)) == {"a": 4}
+    scheduler.finish_requests(["a"])
+    assert scheduler.make_stats().kv_cache_usage == 0
+    add(scheduler, "a", range(20, 28), max_tokens=3)
+    executor.run(max_decode_steps=4)
+    assert executor.outputs["a"] == continuation(range(20, 28), 3)
+
+
+def test_a_preempted_request_samples_its_burst_again():
+    scheduler = make_scheduler(AsyncScheduler)
+    request = add(scheduler, "a", range(5), max_tokens=9)
+    executor = LateExecutor(scheduler, depth=3)
+    executor.step()
+    executor.step(4)
+    assert scheduler.reset_prefix_cache(True)
+    assert (request.num_output_placeholders, request.num_tokens) == (0, 5)
+    assert counts(executor.step(4)) == {"a": 5}
+    executor.run(max_decode_steps=4)
+    assert executor.outputs["a"] == continuation(range(5), 9)
+
+
+def test_a_burst_in_flight_gives_way_where_blocks_run_out():
+    # 7 blocks: 3 and 3 after the burst, and then there is one for both.
+    scheduler = make_scheduler(AsyncScheduler, num_blocks=8, caching=False)
+    first = add(scheduler, "a", range(6), max_tokens=10)
+    second = add(scheduler, "b", range(7), max_tokens=10)
+    executor = LateExecutor(scheduler, depth=3)
+    executor.step()
+    assert counts(executor.step(5)) == {"a": 5, "b": 5}
+    outputs = [executor.step() for _ in range(2)]
+    assert outputs[-1].preempted_req_ids == {"b"}
+    assert (first.num_output_placeholders, second.num_output_placeholders) == (2, 0)
+    executor.run(max_decode_steps=5)
+    assert executor.outputs["a"] == continuation(range(6), 10)
+    assert executor.outputs["b"] == continuation(range(7), 10)
+
+
+def test_blocks_that_fill_up_in_a_burst_are_cached_when_it_is_home():
+    scheduler = make_scheduler(AsyncScheduler)
+    add(scheduler, "a", range(5))
+    executor = LateExecutor(scheduler, depth=3)
+    executor.step()
+    executor.step(8)
+    (blocks,) = scheduler.kv_cache_manager.get_blocks("a").blocks
+    executor.bring_home()
+    assert [block.block_hash is not None for block in blocks] == [True, False, False, False]
+    executor.bring_home()
+    assert [block.block_hash is not None for block in blocks] == [True, True, True, False]
+
+
+@pytest.mark.parametrize(("num_tokens", "message"), [(2, "of a burst; 3"), (4, "must sample 3")])
+def test_a_burst_brings_neither_fewer_tokens_nor_more(num_tokens, message):
+    scheduler = make_scheduler(AsyncScheduler)
+    add(scheduler, "a", range(5))
+    executor = LateExecutor(scheduler, depth=2)
+    executor.step()
+    output = scheduler.schedule(3)
+    scheduler.schedule(3)
+    executor.bring_home()
+    with pytest.raises(InvariantError, match=message):
+        scheduler.update_from_output(output, answer({"a": list(range(500, 500 + num_tokens))}))
+
+
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(
     seed=st.integers(0, 2**32),
@@ -204,9 +345,11 @@ def test_steps_come_back_in_order_and_with_one_token():
     num_blocks=st.integers(9, 20),
     specs=st.sampled_from([None, (window(6),)]),
     depth=st.integers(1, 4),
+    max_decode_steps=st.sampled_from([1, 4, 8]),
+    knows_ends=st.booleans(),
 )
 def test_late_tokens_are_those_of_the_sequential_order(
-    seed, policy, caching, must_fit, num_blocks, specs, depth
+    seed, policy, caching, must_fit, num_blocks, specs, depth, max_decode_steps, knows_ends
 ):
     draw = random.Random(seed)
     scheduler = make_scheduler(
@@ -220,7 +363,7 @@ def test_late_tokens_are_those_of_the_sequential_order(
         max_num_seqs=3,
         **({} if specs is None else {"specs": specs}),
     )
-    executor = LateExecutor(scheduler, depth=depth)
+    executor = LateExecutor(scheduler, depth=depth, knows_ends=knows_ends)
     prompts = {}
     for i in range(6):
         prompts[f"r{i}"] = prompt = [0, 1, 2, 3, 4] * draw.choice([0, 1]) + [draw.randrange(9)]
@@ -236,11 +379,11 @@ def test_late_tokens_are_those_of_the_sequential_order(
         )
         for _ in range(draw.randint(0, 4)):
             if scheduler.has_unfinished_requests():
-                executor.step()
+                executor.step(draw.randint(1, max_decode_steps))
         if draw.random() < 0.1:
             scheduler.reset_prefix_cache(True)
         prompts[f"r{i}"] = (prompt, max_tokens, params["stop_token_ids"][0])
-    executor.run()
+    executor.run(max_decode_steps=max_decode_steps)
     assert not scheduler.has_unfinished_requests()
     for request_id, (prompt, max_tokens, stop) in prompts.items():
         wanted = continuation(prompt, max_tokens)

@@ -4,9 +4,10 @@ import pytest
 
 from paxkv.errors import InvariantError
 from paxkv.scheduler.async_scheduler import AsyncScheduler
+from paxkv.scheduler.scheduler import Scheduler
 from paxkv.scheduler.steps_in_flight import StepsInFlight
 from tests.paxkv.scheduler.in_memory_connector import InMemoryConnector
-from tests.paxkv.scheduler.stepping import add, make_scheduler
+from tests.paxkv.scheduler.stepping import FunctionRunner, add, make_scheduler, step
 
 
 def make_steps(num_steps=2):
@@ -56,6 +57,41 @@ def test_tokens_from_a_load_in_flight_on_are_not_sure_until_its_step_is_back():
     assert steps.num_sure_tokens(hit) == hit.num_computed_tokens
     steps.remove(outputs[1])
     assert steps.num_sure_tokens(request) == 15
+
+
+@pytest.mark.parametrize(("scheduler_class", "num_unknown"), [(AsyncScheduler, 0), (Scheduler, 3)])
+def test_tokens_of_a_burst_are_unknown_where_no_placeholder_stands_for_them(
+    scheduler_class, num_unknown
+):
+    scheduler, runner = make_scheduler(scheduler_class), FunctionRunner()
+    add(scheduler, "a", 5)
+    step(scheduler, runner)
+    output = scheduler.schedule(4)
+    unknown = scheduler.steps_in_flight.count_unknown_tokens()
+    assert unknown == ({"a": num_unknown} if num_unknown else {})
+    scheduler.check_invariants()
+    scheduler.update_from_output(output, runner.execute(output))
+    assert scheduler.steps_in_flight.count_unknown_tokens() == {}
+
+
+def test_drafts_are_unknown_until_they_are_verified():
+    scheduler, runner = make_scheduler(), FunctionRunner()
+    add(scheduler, "a", 5)
+    step(scheduler, runner, drafts={"a": [1, 2]})
+    scheduler.schedule()
+    assert scheduler.steps_in_flight.count_unknown_tokens() == {"a": 2}
+
+
+def test_when_a_request_has_ended_what_a_burst_behind_computes_is_not_sure():
+    scheduler = make_scheduler(AsyncScheduler)
+    request = add(scheduler, "a", 5)
+    outputs = [scheduler.schedule(), scheduler.schedule(4)]
+    steps = scheduler.steps_in_flight
+    assert outputs[1].num_decode_steps == 4
+    assert steps.num_sure_tokens(request) == request.num_computed_tokens == 9
+    request.append_output_token(7)
+    request.finish("stop")
+    assert steps.num_sure_tokens(request) == 5
 
 
 def test_a_step_without_requests_is_no_step():

@@ -41,8 +41,14 @@ def make_request(
 
 
 def answer(scheduler: Scheduler | TraceRecorder, output: SchedulerOutput) -> ModelRunnerOutput:
-    """One token for each request that is computed to its end."""
+    """One token for each request that is computed to its end, or as many as a burst is to bring."""
     req_ids = list(output.num_scheduled_tokens)
+    if output.num_decode_steps > 1:
+        return ModelRunnerOutput(
+            req_ids=req_ids,
+            sampled_token_ids=[[TOKEN] * num for num in output.num_scheduled_tokens.values()],
+            logprobs=[None] * len(req_ids),
+        )
     requests = [scheduler.requests.get(req_id) for req_id in req_ids]
     return ModelRunnerOutput(
         req_ids=req_ids,

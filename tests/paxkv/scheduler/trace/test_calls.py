@@ -38,6 +38,7 @@ FULL_REQUEST = EngineRequest(
     needs_grammar=True,
     fork_from="other",
     keep_blocks=True,
+    is_streamed=True,
 )
 
 
@@ -90,6 +91,7 @@ def test_decision_says_everything_that_a_scheduler_output_says() -> None:
         total_num_scheduled_tokens=6,
         preempted_req_ids=frozenset({"y", "x"}),
         finished_req_ids=frozenset({"z"}),
+        num_decode_steps=4,
         scheduled_spec_decode_tokens={"a": [8]},
         scheduled_encoder_inputs={"n": [0]},
         free_encoder_mm_hashes=["image"],
@@ -98,6 +100,7 @@ def test_decision_says_everything_that_a_scheduler_output_says() -> None:
         new_block_ids_to_zero=[2],
     )
     assert Decision.from_output(output) == Decision(
+        num_decode_steps=4,
         running=[CachedRow("a", 2, 10, 3, None)],
         resumed=[CachedRow("b", 3, 0, 1, [[1, 2], [3]])],
         new=[NewRow("n", 1, 1, [[4], [5]])],

@@ -144,6 +144,25 @@ def test_steps_and_host_calls_are_slices_with_their_numbers(tmp_path: Path) -> N
     assert [e["ts"] for e in events if e["name"] == "reset_prefix_cache"] == [52_000]
 
 
+def test_a_burst_is_a_step_that_says_so(tmp_path: Path) -> None:
+    calls = [
+        AddRequestCall(request=encode_request(make_request("a", 4)), at_s=0.0),
+        ScheduleCall(step=1, at_s=0.01, decision=Decision(new=[NewRow("a", 4, 0, [[1]])])),
+        UpdateCall(step=1, at_s=0.02),
+        ScheduleCall(
+            step=2,
+            at_s=0.02,
+            decision=Decision(num_decode_steps=8, running=[CachedRow("a", 8, 4, 1, None)]),
+        ),
+        UpdateCall(step=2, at_s=0.05),
+    ]
+    events = view_of_calls(tmp_path / "t", calls)
+    assert slices(events, "a")[-1] == ("decode", 20, 50)
+    (single, burst) = (e["args"] for e in events if e["name"] in ("step 1", "step 2"))
+    assert (burst["tokens"], burst["decode steps"]) == (8, 8)
+    assert "decode steps" not in single
+
+
 def test_steps_in_flight_together_have_rows_of_their_own(tmp_path: Path) -> None:
     calls = [
         ScheduleCall(step=1, at_s=0.0, decision=Decision()),

@@ -93,7 +93,10 @@ def test_seed_is_drawn_once_and_kept_if_given() -> None:
         (b"not JSON", "not the header"),
         (b"[1]", "not the header"),
         (b'{"calls":[]}', "not the header"),
-        (changed(encode_header(make_header()), version=VERSION + 1), "version 2, written by paxkv"),
+        (
+            changed(encode_header(make_header()), version=VERSION + 1),
+            f"version {VERSION + 1}, written by paxkv",
+        ),
         (changed(encode_header(make_header()), format="other"), "format 'other'"),
         (changed(encode_header(make_header()), max_model_len="x"), "max_model_len"),
         (changed(encode_header(make_header()), surprise=1), "surprise"),

@@ -70,6 +70,22 @@ def test_one_request_from_arrival_to_end(recorder: TraceRecorder, calls: list[Ca
     assert second_update.moved == BlockMovements(freed=[2, 1])
 
 
+def test_bursts_are_reported_with_what_was_allowed(
+    recorder: TraceRecorder, calls: list[Call]
+) -> None:
+    recorder.add_request(make_request("r", 9, max_tokens=5))
+    run_step(recorder)
+    output = recorder.schedule(8)
+    assert output.num_decode_steps == 4
+    recorder.update_from_output(output, answer(recorder, output))
+    decided, updated = calls[-2:]
+    assert (decided.max_decode_steps, decided.decision.num_decode_steps) == (8, 4)
+    assert decided.decision.running[0].num_scheduled_tokens == 4
+    assert updated.outputs == [OutputRow("r", [TOKEN] * 4, "length", None, 0)]
+    single = calls[1]
+    assert (single.max_decode_steps, single.decision.num_decode_steps) == (1, 1)
+
+
 def test_prefix_hits_and_evictions_are_reported(recorder: TraceRecorder, calls: list[Call]) -> None:
     recorder.add_request(make_request("a", 9, max_tokens=1))
     run_step(recorder)

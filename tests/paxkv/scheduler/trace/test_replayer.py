@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from collections import deque
 from pathlib import Path
 
 import msgspec
@@ -9,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.errors import InvalidRequestError, InvariantError, TraceFileError
+from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.trace.calls import (
     AddRequestCall,
     Call,
@@ -23,6 +26,7 @@ from paxkv.scheduler.trace.calls import (
 from paxkv.scheduler.trace.recorder import record_scheduler
 from paxkv.scheduler.trace.replayer import ReplaySummary, replay
 from paxkv.scheduler.trace.trace_file import TraceReader, TraceWriter
+from tests.paxkv.scheduler.stepping import FunctionRunner
 from tests.paxkv.scheduler.trace.small_traces import (
     answer,
     make_header,
@@ -97,6 +101,64 @@ def test_steps_that_overlap_replay_exactly(tmp_path: Path) -> None:
     assert [line.calls[-1].step for line in lines] == [1, 2, 3]
     summary = replay_file(tmp_path / "t")
     assert (summary.num_steps, summary.difference) == (3, None)
+
+
+def record_bursts(file: Path, seed: int, *, is_async: bool) -> list[SchedulerOutput]:
+    """Requests that come and are aborted while bursts run, two steps in flight if `is_async`."""
+    header = dataclasses.replace(make_header(num_blocks=30), is_async=is_async)
+    scheduler, runner, rng = record_scheduler(header, file), FunctionRunner(), random.Random(seed)
+    in_flight: deque = deque()
+    outputs: list[SchedulerOutput] = []
+
+    def bring_home() -> None:
+        scheduler.update_from_output(*in_flight.popleft())
+
+    for i in range(40):
+        if i % 7 == 0:
+            request = make_request(f"r{i}", rng.randint(1, 16), max_tokens=rng.randint(5, 40))
+            params = SamplingParams(max_tokens=40, stop_token_ids=[rng.randrange(97)])
+            scheduler.add_request(dataclasses.replace(request, sampling_params=params))
+        outputs.append(scheduler.schedule(rng.choice([1, 2, 4, 8])))
+        in_flight.append((outputs[-1], runner.execute(outputs[-1])))
+        if i % 11 == 0:
+            scheduler.finish_requests([f"r{rng.randint(0, i)}"])
+        if i % 13 == 0:
+            scheduler.reset_prefix_cache(True)
+        while len(in_flight) > is_async:
+            bring_home()
+    while in_flight:
+        bring_home()
+    return outputs
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_bursts_replay_exactly_also_behind_each_other(
+    tmp_path: Path, seed: int, is_async: bool
+) -> None:
+    outputs = record_bursts(tmp_path / "t", seed, is_async=is_async)
+    assert sum(output.num_decode_steps > 1 for output in outputs) > 10
+    summary = replay_file(tmp_path / "t")
+    assert (summary.num_steps, summary.failure, summary.difference) == (40, None, None)
+    assert summary.num_scheduled_tokens == sum(o.total_num_scheduled_tokens for o in outputs)
+    # Each step is a line, with the number of its decision also where another one came between.
+    lines = list(TraceReader.open(tmp_path / "t").lines())
+    assert [line.calls[-1].step for line in lines] == list(range(1, 41))
+
+
+def test_a_burst_that_was_allowed_less_is_a_difference(tmp_path: Path) -> None:
+    outputs = record_bursts(tmp_path / "t", 0, is_async=True)
+    first = next(i for i, output in enumerate(outputs, 1) if output.num_decode_steps > 1)
+
+    def change(call: Call) -> Call:
+        if isinstance(call, ScheduleCall) and call.step == first:
+            return msgspec.structs.replace(call, max_decode_steps=1)
+        return call
+
+    rewrite(tmp_path / "t", change)
+    summary = replay_file(tmp_path / "t")
+    assert summary.difference_at == f"step {first}, schedule"
+    assert (summary.difference.path, summary.difference.got) == ("decision.num_decode_steps", 1)
 
 
 def changed_block(call: Call) -> Call:

@@ -1,0 +1,67 @@
+"""`python -m paxkv.compile`: compiles an engine's programs ahead of its starts, into a folder."""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from paxkv.command_line import add_config_flags, config_from_arguments
+from paxkv.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from paxkv.errors import ConfigError
+from paxkv.package_origin import check_package_origin
+
+# Before the imports below: with a foreign `models` they would fail without saying why.
+try:
+    check_package_origin()
+except ConfigError as error:
+    raise SystemExit(f"paxkv: error: {error}") from None
+
+from models.errors import ModelError
+from paxkv.build import compile_programs
+
+_CONFIG_CLASSES = (ModelConfig, CacheConfig, SchedulerConfig, RunnerConfig)
+# `--out` says it here.
+_WHERE_PROGRAMS_LIE = ("enable_compilation_cache", "compilation_cache_dir", "compiled_dir")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compiles, says what to start with, and returns the exit code of the process."""
+    namespace = make_parser().parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("paxkv").setLevel(logging.INFO)
+    try:
+        config = EngineConfig(
+            model=config_from_arguments(ModelConfig, namespace),
+            cache=config_from_arguments(CacheConfig, namespace),
+            scheduler=config_from_arguments(SchedulerConfig, namespace),
+            runner=config_from_arguments(RunnerConfig, namespace),
+        )
+        num_programs = compile_programs(config, namespace.out, show_progress=True)
+    except (ConfigError, ModelError) as error:
+        print("paxkv: error:", *str(error).splitlines(), file=sys.stderr)
+        return 1
+    print(f"{num_programs} programs are in {namespace.out}: start with --compiled-dir")
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The server's flags without those of HTTP, and where the programs go."""
+    parser = argparse.ArgumentParser(
+        prog="python -m paxkv.compile",
+        description="Compiles every program that a server with the same flags needs. It then "
+        "starts with `--compiled-dir` and compiles none; on another device or with other versions, "
+        "another model or other settings it refuses to. Flags that shape no program change "
+        "nothing here. Weights do not matter: `--load-format dummy` needs config.json alone.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="new or empty folder for them"
+    )
+    for config_class in _CONFIG_CLASSES:
+        add_config_flags(parser, config_class, without=_WHERE_PROGRAMS_LIE)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

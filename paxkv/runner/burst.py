@@ -1,0 +1,125 @@
+"""The compiled burst: decode steps of the same requests in one loop on the device."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from models import ForwardBatch, KVCache, LoadedModel
+from paxkv.runner.bucketing import BurstShape
+from paxkv.runner.packed_layout import PackedLayout
+from paxkv.runner.sampled_tokens import NO_TOKEN, RESULT_WIDTH, pack_result
+from paxkv.runner.sampler import sample
+from paxkv.runner.sampling_columns import decode_sampling_rows
+from paxkv.runner.step import Params, StepFunction, forward, take_tokens
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BurstState:
+    """What one decode step of a burst leaves to the next.
+
+    A row that has ended stands still: it computes its last token again, at the same position, and
+    so writes what is there already.
+    """
+
+    step_idx: jax.Array  # i32[]
+    token_ids: jax.Array  # i32[num_reqs], to be computed next
+    positions: jax.Array  # i32[num_reqs], of those
+    is_alive: jax.Array  # bool[num_reqs], whether the row takes part in the next step
+    drawn_ids: jax.Array  # i32[num_reqs], the last token that each row drew
+    kv_cache: KVCache
+    result: jax.Array  # i32[max_steps, num_reqs, RESULT_WIDTH]
+
+
+def make_burst(model: LoadedModel, shape: BurstShape) -> StepFunction:
+    """The burst of one shape, not yet compiled; called like a step (`make_step`).
+
+    It takes up to `num_steps` steps. A row takes part in the first `num_tokens` of them, and in
+    none after it has drawn a token that ends its request; the burst ends when no row is left.
+    Its result i32[max_steps, num_reqs, RESULT_WIDTH] has `NO_TOKEN` where a row drew nothing.
+    `next_tokens` i32[max_num_seqs] are the last tokens drawn.
+    """
+    layout = PackedLayout(shape)
+
+    def burst(
+        params: Params,
+        kv_cache: KVCache,
+        packed: jax.Array,  # i32[num_words]
+        prev_tokens: jax.Array,  # i32[max_num_seqs]
+    ) -> tuple[KVCache, jax.Array, jax.Array]:
+        fields = layout.unpack(packed)
+        num_steps = fields["num_steps"][0]
+
+        def is_running(state: BurstState) -> jax.Array:
+            return (state.step_idx < num_steps) & jnp.any(state.is_alive)
+
+        def run_step(state: BurstState) -> BurstState:
+            return _run_step(model, params, fields, state)
+
+        state = _first_state(shape, fields, kv_cache, take_tokens(fields, prev_tokens))
+        if shape.max_steps == 1:
+            state = run_step(state)
+        else:
+            state = jax.lax.while_loop(is_running, run_step, state)
+        num_unused = prev_tokens.shape[0] - shape.num_reqs
+        return state.kv_cache, state.result, jnp.pad(state.drawn_ids, (0, num_unused))
+
+    return burst
+
+
+def _first_state(
+    shape: BurstShape,
+    fields: dict[str, jax.Array],
+    kv_cache: KVCache,
+    token_ids: jax.Array,  # i32[num_reqs]
+) -> BurstState:
+    return BurstState(
+        step_idx=jnp.int32(0),
+        token_ids=token_ids,
+        positions=fields["positions"],
+        is_alive=fields["num_tokens"] > 0,
+        drawn_ids=token_ids,
+        kv_cache=kv_cache,
+        result=jnp.full((shape.max_steps, shape.num_reqs, RESULT_WIDTH), NO_TOKEN, jnp.int32),
+    )
+
+
+def _run_step(
+    model: LoadedModel, params: Params, fields: dict[str, jax.Array], state: BurstState
+) -> BurstState:
+    logits, kv_cache = forward(model, params, state.kv_cache, _batch_of(fields, state))
+    # The drawn token's own position: the draw must not depend on how steps are put together.
+    draw_position = state.positions + 1
+    sampled = sample(logits, decode_sampling_rows(fields["sampling_rows"], draw_position))
+    drawn_ids = jnp.where(state.is_alive, sampled.token_ids, state.drawn_ids)
+    is_ending_id = jnp.any(drawn_ids[:, None] == fields["ending_ids"], axis=1)
+    has_ended = is_ending_id & (draw_position >= fields["first_end"])
+    is_alive = state.is_alive & ~has_ended & (state.step_idx + 1 < fields["num_tokens"])
+    rows = jnp.where(state.is_alive[:, None], pack_result(sampled), NO_TOKEN)
+    return BurstState(
+        step_idx=state.step_idx + 1,
+        token_ids=jnp.where(is_alive, drawn_ids, state.token_ids),
+        positions=jnp.where(is_alive, draw_position, state.positions),
+        is_alive=is_alive,
+        drawn_ids=drawn_ids,
+        kv_cache=kv_cache,
+        result=jax.lax.dynamic_update_index_in_dim(state.result, rows, state.step_idx, 0),
+    )
+
+
+def _batch_of(fields: dict[str, jax.Array], state: BurstState) -> ForwardBatch:
+    """One token a request; the rows without one come last, and their tokens belong to nobody."""
+    is_used = fields["num_tokens"] > 0
+    row_idx = jnp.arange(is_used.shape[0] + 1, dtype=jnp.int32)
+    seq_lens = jnp.where(is_used, state.positions + 1, 0)
+    num_groups = fields["block_tables"].shape[0]
+    return ForwardBatch(
+        token_ids=state.token_ids,
+        positions=state.positions,
+        query_start_loc=jnp.minimum(row_idx, is_used.sum(dtype=jnp.int32)),
+        seq_lens=jnp.broadcast_to(seq_lens, (num_groups, *seq_lens.shape)),
+        block_tables=fields["block_tables"],
+        logits_indices=row_idx[:-1],
+        max_query_len=1,
+    )

@@ -1,0 +1,92 @@
+"""The compiled step whose numbers do not depend on the batch, for `--batch-invariant`."""
+
+import jax
+import jax.numpy as jnp
+
+from models import ForwardBatch, KVCache, LoadedModel
+from paxkv.runner.bucketing import StepShape
+from paxkv.runner.packed_layout import PackedLayout
+from paxkv.runner.sampled_tokens import pack_result
+from paxkv.runner.sampler import sample
+from paxkv.runner.sampling_columns import decode_sampling_rows
+from paxkv.runner.step import Params, StepFunction, take_tokens
+
+
+def make_invariant_step(model: LoadedModel, shape: StepShape) -> StepFunction:
+    """The step of one shape with `tile_tokens`, not yet compiled; called like `make_step`'s.
+
+    Its tokens go through the model a tile at a time, in order, and each as a request of its own
+    that has one token: so every product and every sum has one shape, whatever the step holds, and
+    a token's numbers depend on the keys and values before it alone. Those of its own tile are
+    written before any token of the tile reads.
+    """
+    layout = PackedLayout(shape)
+    tile_tokens = shape.tile_tokens
+    assert tile_tokens is not None, "a batch-invariant step has tiles"
+
+    def step(
+        params: Params,
+        kv_cache: KVCache,
+        packed: jax.Array,  # i32[num_words]
+        prev_tokens: jax.Array,  # i32[max_num_seqs]
+    ) -> tuple[KVCache, jax.Array, jax.Array]:
+        fields = layout.unpack(packed)
+        fields["token_ids"] = take_tokens(fields, prev_tokens)
+        logits_row = _logits_rows(fields)
+
+        def run_tile(
+            tile_idx: jax.Array, state: tuple[KVCache, jax.Array]
+        ) -> tuple[KVCache, jax.Array]:
+            kv_cache, logits = state
+            start = tile_idx * tile_tokens
+            batch = _batch_of_tile(fields, start, tile_tokens)
+            hidden, kv_cache = model.forward(params, kv_cache, batch)
+            tile_rows = jax.lax.dynamic_slice_in_dim(logits_row, start, tile_tokens)
+            tile_logits = model.compute_logits(params, hidden)
+            return kv_cache, logits.at[tile_rows].set(tile_logits, mode="drop")
+
+        num_tokens = fields["query_start_loc"][-1]
+        num_tiles = (num_tokens + tile_tokens - 1) // tile_tokens
+        logits = jnp.zeros((shape.num_logits, model.config.vocab_size), jnp.float32)
+        kv_cache, logits = jax.lax.fori_loop(0, num_tiles, run_tile, (kv_cache, logits))
+        sampled = sample(
+            logits, decode_sampling_rows(fields["sampling_rows"], fields["draw_position"])
+        )
+        num_unused = prev_tokens.shape[0] - shape.num_logits
+        return kv_cache, pack_result(sampled)[None], jnp.pad(sampled.token_ids, (0, num_unused))
+
+    return step
+
+
+def _logits_rows(fields: dict[str, jax.Array]) -> jax.Array:  # i32[num_tokens]
+    """Row of the logits that each token's go to; num_logits, which is none, for most of them."""
+    num_tokens, num_logits = fields["token_ids"].shape[0], fields["logits_indices"].shape[0]
+    starts = fields["query_start_loc"]
+    is_used = starts[1:] > starts[:-1]  # bool[num_reqs], and there are as many logits
+    token_idx = jnp.where(is_used, fields["logits_indices"], num_tokens)
+    rows = jnp.full(num_tokens, num_logits, jnp.int32)
+    return rows.at[token_idx].set(jnp.arange(num_logits, dtype=jnp.int32), mode="drop")
+
+
+def _batch_of_tile(
+    fields: dict[str, jax.Array],
+    start: jax.Array,  # i32[], the tile's first token
+    tile_tokens: int,
+) -> ForwardBatch:
+    starts, block_tables = fields["query_start_loc"], fields["block_tables"]
+    token_idx = start + jnp.arange(tile_tokens, dtype=jnp.int32)
+    num_reqs = block_tables.shape[1]
+    req_idx = jnp.searchsorted(starts, token_idx, side="right").astype(jnp.int32) - 1
+    positions = jax.lax.dynamic_slice_in_dim(fields["positions"], start, tile_tokens)
+    num_used = jnp.clip(starts[-1] - start, 0, tile_tokens)
+    row_idx = jnp.arange(tile_tokens + 1, dtype=jnp.int32)
+    seq_lens = jnp.where(row_idx[:-1] < num_used, positions + 1, 0)
+    return ForwardBatch(
+        token_ids=jax.lax.dynamic_slice_in_dim(fields["token_ids"], start, tile_tokens),
+        positions=positions,
+        query_start_loc=jnp.minimum(row_idx, num_used),
+        seq_lens=jnp.broadcast_to(seq_lens, (block_tables.shape[0], tile_tokens)),
+        block_tables=block_tables[:, jnp.clip(req_idx, 0, num_reqs - 1)],
+        logits_indices=row_idx[:-1],
+        max_query_len=1,
+    )

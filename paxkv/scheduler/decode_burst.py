@@ -1,0 +1,111 @@
+"""Decode bursts: several decode steps of the same requests, decided at once and computed as one."""
+
+from paxkv.contracts.kv_cache_spec import MambaSpec
+from paxkv.contracts.kv_connector import KVConnector
+from paxkv.errors import InvariantError
+from paxkv.kv_cache.manager import KVCacheBlocks, KVCacheManager
+from paxkv.scheduler.request import Request
+from paxkv.scheduler.request_queue import RequestQueue
+from paxkv.scheduler.step_plan import StepPlan
+
+
+class DecodeBursts:
+    """Makes bursts of steps in which nothing but decoding goes on.
+
+    Args:
+        num_lookahead_tokens: For a drafter, which wants to see every step.
+        connector: So does whoever saves what a step has written.
+
+    Attributes:
+        are_possible: Never with Mamba layers either: a state moves on with each token, and where
+            a burst ended before its time, no one here knows how far it went, so that no fork
+            could go on from it.
+    """
+
+    def __init__(
+        self, manager: KVCacheManager, num_lookahead_tokens: int, connector: KVConnector | None
+    ) -> None:
+        self._manager = manager
+        has_states = any(
+            isinstance(group_manager.kv_cache_spec, MambaSpec)
+            for group_manager in manager.coordinator.single_type_managers
+        )
+        self.are_possible = num_lookahead_tokens == 0 and connector is None and not has_states
+
+    def extend(self, plan: StepPlan, waiting: RequestQueue, max_decode_steps: int) -> None:
+        """Makes a step in which all decode one token a burst of up to `max_decode_steps` of them.
+
+        Every request gets slots for all tokens that it may compute in the burst, which may be
+        fewer than the burst has steps: those it has left before its end by length. Nobody is
+        preempted for a burst; it is as long as the free blocks allow.
+        """
+        if max_decode_steps <= 1 or not self.are_possible or waiting:
+            return
+        if plan.new or plan.resumed or plan.spec_decode_tokens or plan.preempted_req_ids:
+            return
+        requests = list(plan.running.values())
+        if not requests or not all(map(_decodes_last_token, requests)):
+            return
+        # Its last token is only sampled, never computed.
+        num_left = [
+            request.max_num_tokens - 1 - request.num_computed_tokens for request in requests
+        ]
+        num_steps = min(max_decode_steps, max(num_left))
+        while num_steps > 1 and not self._has_room(requests, num_left, num_steps):
+            num_steps //= 2
+        if num_steps > 1:
+            plan.num_decode_steps = num_steps
+            for request, num_left_tokens in zip(requests, num_left, strict=True):
+                self._give_slots(plan, request, min(num_steps, num_left_tokens))
+
+    def take_answer(self, request: Request, num_sampled_tokens: int, num_wanted: int) -> None:
+        """Takes note of the tokens that a request got of a burst.
+
+        Blocks that filled up in the burst become findable now: their tokens were not known before.
+
+        Raises:
+            InvariantError: The request goes on, but did not get all tokens that it counts on: its
+                next step would follow a token that nobody has.
+        """
+        if not request.is_finished and num_sampled_tokens != num_wanted:
+            raise InvariantError(
+                f"{request!r} got {num_sampled_tokens} tokens of a burst; {num_wanted} were "
+                "scheduled, and none of them ends it."
+            )
+        if request.is_finished:
+            # What was to be computed after the token that ended it may not have been.
+            request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        num_known_tokens = min(request.num_computed_tokens, request.num_tokens)
+        self._manager.cache_blocks(request, num_known_tokens)
+
+    def _has_room(self, requests: list[Request], num_left: list[int], num_steps: int) -> bool:
+        num_blocks = 0
+        for request, num_left_tokens in zip(requests, num_left, strict=True):
+            num_tokens = request.num_computed_tokens + min(num_steps, num_left_tokens)
+            if num_tokens > request.num_tokens_before_block_work:
+                num_blocks += self._manager.get_num_blocks_to_reserve(request, num_tokens)
+        return num_blocks <= self._manager.block_pool.get_num_free_blocks()
+
+    def _give_slots(self, plan: StepPlan, request: Request, num_new_tokens: int) -> None:
+        req_id = request.request_id
+        plan.num_scheduled_tokens[req_id] = num_new_tokens
+        num_tokens = request.num_computed_tokens + num_new_tokens
+        if num_tokens <= request.num_tokens_before_block_work:
+            return
+        new_blocks = self._manager.reserve_slots(request, num_tokens)
+        if new_blocks.is_empty():
+            return
+        # The step itself may have taken a block already.
+        first = plan.blocks.get(req_id, self._manager.empty_kv_cache_blocks)
+        plan.blocks[req_id] = KVCacheBlocks(
+            tuple(
+                (*first_group, *new_group)
+                for first_group, new_group in zip(first.blocks, new_blocks.blocks, strict=True)
+            )
+        )
+
+
+def _decodes_last_token(request: Request) -> bool:
+    """Whether the one token that it computes now is its last: so the step samples the next."""
+    num_known_or_sure = request.num_tokens + request.num_output_placeholders
+    return request.num_computed_tokens + 1 == num_known_or_sure

@@ -1,0 +1,281 @@
+"""A step in which all decode may be a burst: whose, how long, in which blocks, and how it ends."""
+
+import pytest
+
+from paxkv.contracts.kv_cache_spec import MambaSpec
+from paxkv.errors import InvariantError
+from paxkv.scheduler.decode_burst import DecodeBursts
+from tests.paxkv.scheduler.in_memory_connector import InMemoryConnector
+from tests.paxkv.scheduler.stepping import (
+    FULL,
+    FunctionRunner,
+    add,
+    answer,
+    continuation,
+    counts,
+    make_scheduler,
+    step,
+    window,
+)
+
+STATE = MambaSpec(block_size=4, shapes=((8,),), dtypes=("float32",), page_size_padded=256)
+
+
+def make_decoding(lengths=(5,), *, max_tokens=20, runner=None, params=None, **settings):
+    """Requests "a", "b" and so on, whose prompts are computed, and that have one token more."""
+    scheduler = make_scheduler(**settings)
+    runner = FunctionRunner() if runner is None else runner
+    for name, length in zip("abcd", lengths, strict=False):
+        add(scheduler, name, range(length), max_tokens=max_tokens, params=params)
+    step(scheduler, runner)
+    return scheduler, runner
+
+
+def new_block_ids(output):
+    cached = output.scheduled_cached_reqs
+    return dict(zip(cached.req_ids, cached.new_block_ids, strict=True))
+
+
+def test_where_all_decode_a_step_is_a_burst_that_may_pass_the_budget():
+    scheduler, runner = make_decoding((5, 7), max_num_batched_tokens=12)
+    output = step(scheduler, runner, 8)
+    assert output.num_decode_steps == 8
+    assert counts(output) == {"a": 8, "b": 8}
+    assert output.total_num_scheduled_tokens == 16
+    assert output.scheduled_cached_reqs.num_computed_tokens == [5, 7]
+    for name, length in (("a", 5), ("b", 7)):
+        request = scheduler.requests[name]
+        assert request.all_token_ids[length:] == continuation(range(length), 9)
+        # The last one is the next step's.
+        assert request.num_computed_tokens == length + 8
+    output = step(scheduler, runner)
+    assert (output.num_decode_steps, counts(output)) == (1, {"a": 1, "b": 1})
+
+
+def test_no_more_steps_than_were_allowed():
+    scheduler, runner = make_decoding()
+    for max_decode_steps in (1, 2, 3, 5):
+        output = step(scheduler, runner, max_decode_steps)
+        assert output.num_decode_steps == counts(output)["a"] == max_decode_steps
+
+
+def test_who_waits_does_not_wait_for_a_burst():
+    scheduler, runner = make_decoding((5, 5), max_tokens=3, max_num_seqs=1)
+    assert step(scheduler, runner, 8).num_decode_steps == 1
+    step(scheduler, runner, 8)
+    assert list(scheduler.requests) == ["b"]
+    # In the step in which "b" is admitted there is none either, and then there is.
+    assert [step(scheduler, runner, 8).num_decode_steps for _ in range(2)] == [1, 2]
+
+
+def test_a_prompt_that_is_being_computed_keeps_all_to_single_steps():
+    scheduler, runner = make_decoding((5,), max_num_batched_tokens=6)
+    add(scheduler, "b", 12)
+    steps = [step(scheduler, runner, 4) for _ in range(4)]
+    assert [counts(output) for output in steps] == [
+        {"a": 1, "b": 5},
+        {"a": 1, "b": 5},
+        {"a": 1, "b": 2},
+        {"a": 4, "b": 4},
+    ]
+
+
+def test_a_request_that_comes_back_is_computed_first():
+    scheduler, runner = make_decoding()
+    assert scheduler.reset_prefix_cache(True)
+    output = step(scheduler, runner, 4)
+    assert (output.num_decode_steps, counts(output)) == (1, {"a": 6})
+    assert step(scheduler, runner, 4).num_decode_steps == 4
+
+
+def test_drafts_are_verified_in_a_step_of_their_own():
+    scheduler, runner = make_decoding()
+    step(scheduler, runner, drafts={"a": [1]})
+    output = step(scheduler, runner, 4)
+    assert (output.num_decode_steps, counts(output)) == (1, {"a": 2})
+    # The draft was wrong, and its slot is used again.
+    assert counts(step(scheduler, runner, 4)) == {"a": 4}
+
+
+def test_a_step_that_preempts_is_no_burst():
+    # All 10 blocks are full, and both want another: "b" gives up its 6.
+    scheduler, runner = make_decoding((16, 24), max_tokens=9, num_blocks=11, caching=False)
+    output = step(scheduler, runner, 4)
+    assert output.preempted_req_ids == {"b"}
+    assert (output.num_decode_steps, counts(output)) == (1, {"a": 1})
+
+
+@pytest.mark.parametrize(
+    ("settings", "are_possible"),
+    [
+        ({}, True),
+        ({"specs": (FULL, window(5))}, True),
+        ({"caching": False}, True),
+        ({"num_lookahead_tokens": 1}, False),
+        ({"connector": InMemoryConnector()}, False),
+        ({"specs": (STATE,)}, False),
+    ],
+)
+def test_drafters_connectors_and_states_never_have_bursts(settings, are_possible):
+    scheduler, runner = make_decoding(**settings)
+    bursts = DecodeBursts(
+        scheduler.kv_cache_manager,
+        settings.get("num_lookahead_tokens", 0),
+        settings.get("connector"),
+    )
+    assert bursts.are_possible is are_possible
+    answers = {"transfers": {}} if "connector" in settings else {}
+    output = step(scheduler, runner, 4, **answers)
+    assert output.num_decode_steps == counts(output)["a"] == (4 if are_possible else 1)
+
+
+def test_nobody_gets_more_tokens_than_are_left_to_its_end():
+    scheduler, runner = make_scheduler(), FunctionRunner()
+    for name, max_tokens in (("a", 4), ("b", 20), ("c", 2)):
+        add(scheduler, name, range(5), max_tokens=max_tokens)
+    step(scheduler, runner)
+    output = step(scheduler, runner, 8)
+    # One is there, and the last is only sampled.
+    assert counts(output) == {"a": 3, "b": 8, "c": 1}
+    assert output.num_decode_steps == 8
+    assert list(scheduler.requests) == ["b"]
+    assert counts(step(scheduler, runner, 8)) == {"b": 8}
+    output = step(scheduler, runner, 8)
+    # 20 - 1 - 8 - 8: no step is computed for nobody.
+    assert (output.num_decode_steps, counts(output)) == (3, {"b": 3})
+    assert not scheduler.requests
+
+
+def test_a_burst_ends_where_the_context_does():
+    scheduler, runner = make_decoding((12,), max_tokens=None, max_model_len=16)
+    output = step(scheduler, runner, 8)
+    # Token 15 is sampled, and that is all; 13 tokens are there.
+    assert (output.num_decode_steps, counts(output)) == (3, {"a": 3})
+    assert not scheduler.requests
+
+
+@pytest.mark.parametrize(("num_free_blocks", "num_steps"), [(4, 8), (3, 4), (2, 4), (1, 2), (0, 2)])
+def test_where_blocks_are_short_a_burst_is_and_nobody_falls(num_free_blocks, num_steps):
+    # 8 of 16 slots are used by each; 3 of them are left.
+    scheduler, runner = make_decoding(
+        (13, 13), max_tokens=9, caching=False, num_blocks=9 + num_free_blocks
+    )
+    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == num_free_blocks
+    output = step(scheduler, runner, 8)
+    assert output.num_decode_steps == num_steps
+    assert counts(output) == {"a": num_steps, "b": num_steps}
+    assert scheduler.num_preemptions == 0
+
+
+def test_blocks_kept_for_forks_are_not_given_up_for_a_burst():
+    scheduler, runner = make_scheduler(num_blocks=6, caching=False), FunctionRunner()
+    add(scheduler, "kept", range(9), max_tokens=1, keep_blocks=True)
+    step(scheduler, runner)
+    add(scheduler, "a", range(5), max_tokens=9)
+    step(scheduler, runner)
+    # No block is free; 3 slots of "a" are, and 4 tokens would want a block.
+    assert step(scheduler, runner, 8).num_decode_steps == 2
+    assert len(scheduler.kept_requests) == 1
+
+
+def test_blocks_of_the_step_and_of_the_burst_come_in_order():
+    scheduler, runner = make_decoding((8, 5), specs=(FULL, window(6)))
+    tables = {name: scheduler.kv_cache_manager.get_block_ids(name) for name in "ab"}
+    # Token 8 of "a" is the first of a block, which the step takes; the burst takes the other.
+    output = scheduler.schedule(7)
+    new = new_block_ids(output)
+    assert new == {"a": ([7, 9], [8, 10]), "b": ([11], [12])}
+    for name in "ab":
+        for group, table in enumerate(scheduler.kv_cache_manager.get_block_ids(name)):
+            num_before = len(tables[name][group])
+            # The runner appends what it gets, and has the same table.
+            assert table[num_before:] == new[name][group]
+    scheduler.update_from_output(output, runner.execute(output))
+    # The burst has filled the last block of "b".
+    assert new_block_ids(scheduler.schedule()) == {"a": None, "b": ([13], [14])}
+
+
+def test_a_block_that_the_known_token_fills_is_cached_and_not_copied():
+    scheduler, runner = make_decoding((7,))
+    output = step(scheduler, runner, 3)
+    assert counts(output) == {"a": 3}
+    assert output.block_copies == []
+    assert new_block_ids(output)["a"] == ([3],)
+    (blocks,) = scheduler.kv_cache_manager.get_blocks("a").blocks
+    assert [block.block_id for block in blocks] == [1, 2, 3]
+    assert [block.block_hash is not None for block in blocks] == [True, True, False]
+
+
+def test_blocks_that_fill_up_in_a_burst_are_findable_when_its_tokens_are_there():
+    scheduler, runner = make_decoding((5,))
+    output = scheduler.schedule(8)
+    (blocks,) = scheduler.kv_cache_manager.get_blocks("a").blocks
+    assert [block.block_hash is not None for block in blocks] == [True, False, False, False]
+    scheduler.update_from_output(output, runner.execute(output))
+    # 14 tokens, 13 of them computed.
+    assert [block.block_hash is not None for block in blocks] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("knows_ends", [True, False])
+def test_a_token_that_ends_a_request_ends_its_burst(knows_ends):
+    tokens = continuation(range(5), 12)
+    stop = tokens[4]
+    assert stop not in tokens[:4]
+    scheduler, runner = make_decoding(
+        runner=FunctionRunner(knows_ends=knows_ends), params={"stop_token_ids": [stop]}
+    )
+    output = scheduler.schedule(8)
+    runner_output = runner.execute(output)
+    assert len(runner_output.sampled_token_ids[0]) == (4 if knows_ends else 8)
+    (result,) = scheduler.update_from_output(output, runner_output)
+    assert result.new_token_ids == tokens[1:5]
+    assert (result.finish_reason, result.stop_reason) == ("stop", stop)
+    scheduler.check_invariants()
+    assert scheduler.make_stats().kv_cache_usage == 0
+    assert scheduler.schedule().finished_req_ids == {"a"}
+    # 9 of its 10 tokens are surely computed: 2 blocks.
+    add(scheduler, "b", [*range(5), *tokens[:5], 1])
+    output = scheduler.schedule()
+    assert output.scheduled_new_reqs[0].num_computed_tokens == 8
+
+
+def test_the_others_go_on_where_one_ends():
+    tokens = continuation(range(5), 3)
+    scheduler, runner = make_scheduler(), FunctionRunner()
+    add(scheduler, "a", range(5), params={"stop_token_ids": [tokens[2]]})
+    add(scheduler, "b", range(6))
+    step(scheduler, runner)
+    step(scheduler, runner, 8)
+    assert list(scheduler.requests) == ["b"]
+    step(scheduler, runner, 8)
+    assert scheduler.requests["b"].all_token_ids[6:] == continuation(range(6), 17)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 5])
+def test_a_request_that_goes_on_must_have_got_all_its_tokens(num_tokens):
+    scheduler, _ = make_decoding()
+    output = scheduler.schedule(4)
+    with pytest.raises(InvariantError, match="of a burst; 4 were scheduled"):
+        scheduler.update_from_output(output, answer({"a": [500 + i for i in range(num_tokens)]}))
+
+
+def test_nobody_is_scheduled_again_before_a_burst_is_back():
+    scheduler, runner = make_decoding()
+    output = scheduler.schedule(4)
+    scheduler.check_invariants()
+    assert counts(scheduler.schedule(4)) == {}
+    scheduler.update_from_output(output, runner.execute(output))
+    assert counts(scheduler.schedule(4)) == {"a": 4}
+
+
+def test_a_window_moves_when_the_burst_is_over():
+    scheduler, runner = make_decoding((8,), specs=(window(5),))
+    output = step(scheduler, runner, 8)
+    assert counts(output) == {"a": 8}
+    (table,) = scheduler.kv_cache_manager.get_block_ids("a")
+    # Token 8 sees 4 to 8, so block 0 was left behind when the burst began.
+    assert [block_id == 0 for block_id in table] == [True, False, False, False]
+    step(scheduler, runner)
+    (table,) = scheduler.kv_cache_manager.get_block_ids("a")
+    # Token 16 sees 12 to 16.
+    assert [block_id == 0 for block_id in table] == [True, True, True, False, False]

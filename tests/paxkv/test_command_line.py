@@ -1,0 +1,59 @@
+"""Flags are the fields of config classes, and what they say becomes a config."""
+
+import argparse
+import dataclasses
+from typing import Literal
+
+import pytest
+
+from paxkv.command_line import add_config_flags, config_from_arguments
+from paxkv.config import setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Oven:
+    """How the bread is baked."""
+
+    degrees: int = setting("heat in %", 220)
+    steam_share: float | None = setting("share of steam", None)
+    door_is_open: bool = setting("whether heat gets out", False)
+    shelf: Literal["top", "bottom"] = setting("where the bread lies", "top")
+
+
+def parse(*arguments: str, **flags: object) -> Oven:
+    parser = argparse.ArgumentParser()
+    add_config_flags(parser, Oven, **flags)
+    parser.add_argument("--baker", default="nobody")
+    return config_from_arguments(Oven, parser.parse_args(arguments))
+
+
+def test_a_flag_sets_a_field_of_each_type():
+    assert parse() == Oven()
+    assert parse("--degrees", "180").degrees == 180
+    assert parse("--steam-share", "0.5").steam_share == 0.5
+    assert parse("--door-is-open").door_is_open
+    assert not parse("--door-is-open", "--no-door-is-open").door_is_open
+    assert parse("--shelf", "bottom").shelf == "bottom"
+
+
+@pytest.mark.parametrize("arguments", [("--degrees", "hot"), ("--shelf", "middle")])
+def test_a_value_of_another_type_is_a_usage_error(arguments, capsys):
+    with pytest.raises(SystemExit) as raised:
+        parse(*arguments)
+    assert raised.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_a_field_may_have_no_flag_and_then_has_its_default(capsys):
+    assert parse("--degrees", "180", without=("shelf",)) == Oven(degrees=180)
+    with pytest.raises(SystemExit):
+        parse("--shelf", "bottom", without=("shelf",))
+    assert "--shelf" in capsys.readouterr().err
+
+
+def test_help_shows_fields_defaults_and_the_class():
+    parser = argparse.ArgumentParser()
+    add_config_flags(parser, Oven)
+    text = parser.format_help()
+    assert "How the bread is baked." in text
+    assert "heat in % (default: 220)" in text

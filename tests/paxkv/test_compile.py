@@ -1,0 +1,139 @@
+"""What is compiled ahead of time serves the same tokens, and nothing but what it was made for."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from jax import monitoring
+
+from paxkv import LLM, SamplingParams, compile
+from paxkv.errors import ConfigError
+from paxkv.runner.program_identity import identity_digest
+from tests.oracles.make_checkpoint import write_random_checkpoint
+
+PROMPTS = [[5, 6, 7], list(range(1, 20)), [9] * 4]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=3, max_tokens=6, ignore_eos=True),
+    SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True),
+]
+SETTINGS = {
+    "max_model_len": 64,
+    "block_size": 16,
+    "num_gpu_blocks_override": 24,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 16,
+}
+FLAGS = [
+    text for name, value in SETTINGS.items() for text in (f"--{name.replace('_', '-')}", str(value))
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return write_random_checkpoint(tmp_path_factory.mktemp("model"), num_layers=1)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory, checkpoint) -> Path:
+    """Programs compiled without the weights, which change nothing in them."""
+    out = tmp_path_factory.mktemp("compiled")
+    arguments = ["--out", str(out), "--model", str(checkpoint), "--load-format", "dummy", *FLAGS]
+    assert compile.main(arguments) == 0
+    return out
+
+
+def answers(llm: LLM) -> list[list[int]]:
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint) -> list[list[int]]:
+    with LLM(str(checkpoint), enable_compilation_cache=False, **SETTINGS) as llm:
+        return answers(llm)
+
+
+@pytest.fixture
+def num_compilations(expected):
+    """Counts XLA's compilations from here on; what loading weights takes is compiled before."""
+    events = []
+
+    def listen(event: str, duration: float, **kwargs: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            events.append(event)
+
+    monitoring.register_event_duration_secs_listener(listen)
+    yield lambda: len(events)
+    monitoring.unregister_event_duration_listener(listen)
+
+
+def test_compiled_ahead_gives_the_same_tokens_and_compiles_nothing(
+    checkpoint, compiled, expected, num_compilations
+):
+    with LLM(str(checkpoint), compiled_dir=str(compiled), **SETTINGS) as llm:
+        assert answers(llm) == expected
+        assert llm.get_stats().num_compiles_after_ready == 0
+    assert num_compilations() == 0
+
+
+def test_a_start_with_the_cache_gives_the_same_tokens_and_compiles_nothing(
+    checkpoint, compiled, expected, tmp_path, num_compilations
+):
+    # As an earlier start would have left it.
+    identity = json.loads((compiled / "programs.json").read_text())["identity"]
+    shutil.copytree(compiled, tmp_path / identity_digest(identity))
+    with LLM(str(checkpoint), compilation_cache_dir=str(tmp_path), **SETTINGS) as llm:
+        assert answers(llm) == expected
+        assert llm.get_stats().num_compiles_after_ready == 0
+    assert num_compilations() == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ({"max_num_seqs": 2}, "max_num_seqs: compiled with '1', now '2'"),
+        ({"max_num_batched_tokens": 32}, "num_tokens: compiled with 16, now also 32"),
+        ({"max_decode_burst": 3}, "max_steps: compiled with 8, now also 3"),
+        ({"max_model_len": 32}, "max_blocks_per_req: compiled with 4, now also 2"),
+        ({"block_size": 8}, "block_size: compiled with '16', now '8'"),
+        ({"num_gpu_blocks_override": 25}, "number of KV blocks: compiled with '24', now '25'"),
+        ({"dtype": "bfloat16"}, "dtype: compiled with 'float32', now 'bfloat16'"),
+        ({"kernels": "xla"}, "kernels' implementation: compiled with 'None', now 'xla'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_start_with_other_settings_is_refused_by_name(checkpoint, compiled, setting, told):
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        LLM(str(checkpoint), compiled_dir=str(compiled), **SETTINGS | setting)
+
+
+def test_another_model_is_refused_by_what_differs(tmp_path, compiled):
+    other = write_random_checkpoint(tmp_path, num_layers=2)
+    with pytest.raises(ConfigError, match="model's num_layers: compiled with '1', now '2'"):
+        LLM(str(other), compiled_dir=str(compiled), **SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "."], "Choose a new or an empty folder"),
+        (["--block-size", "7"], "block_size must be"),
+    ],
+)
+def test_mistake_is_one_line_and_exit_code_1(tmp_path, capsys, arguments, words):
+    (tmp_path / "letter.txt").write_text("dear")
+    assert compile.main(["--out", str(tmp_path), *arguments]) == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("paxkv: error: ") and words in output.err
+    assert output.err.count("\n") == 1
+
+
+def test_where_programs_lie_is_said_by_out_alone(capsys):
+    assert "--out DIR" in compile.make_parser().format_help()
+    with pytest.raises(SystemExit):
+        compile.main(["--out", "x", "--compiled-dir", "y"])
+    assert "--compiled-dir" in capsys.readouterr().err

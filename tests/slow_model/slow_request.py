@@ -1,0 +1,66 @@
+"""What SlowScheduler knows of a request, and what it says of a step."""
+
+import dataclasses
+
+
+@dataclasses.dataclass
+class SlowRequest:
+    """One request. `status` is "waiting", "remote", "running", "preempted" or "finished".
+
+    Args:
+        scope: What separates equal tokens of two requests: salt, adapter.
+        max_tokens: Prompt and output tokens at which it ends by its length.
+        stop_at: Tokens that end it.
+        external: Tokens that the connector has of its prompt; None while it does not know.
+        is_async: Whether they are loaded while other steps run.
+    """
+
+    request_id: str
+    tokens: list
+    num_prompt: int
+    scope: object
+    max_tokens: int
+    stop_at: frozenset = frozenset()
+    min_output: int = 0
+    priority: int = 0
+    arrival: float = 0.0
+    skips_reading: bool = False
+    fork_from: str | None = None
+    keep_blocks: bool = False
+    external: int | None = 0
+    is_async: bool = False
+    status: str = "waiting"
+    num_computed: int = 0
+    num_cached: int = 0
+    has_run: bool = False
+    num_loading: int = 0
+    is_loaded: bool = False
+    source: "SlowRequest | None" = None
+    drafts: list = dataclasses.field(default_factory=list)
+    # Tokens of its own that steps in flight bring.
+    num_on_their_way: int = 0
+
+    @property
+    def order(self):
+        return (self.priority, self.arrival, self.request_id)
+
+
+@dataclasses.dataclass
+class Prediction:
+    """What one step must look like.
+
+    Args:
+        wanted: Requests by id that its tokens are for: not those that ended or fell since.
+        num_decode_steps: More than 1 in a burst.
+    """
+
+    num_scheduled: dict
+    computed_before: dict
+    drafts: dict
+    preempted: list
+    new: list
+    resumed: list
+    wanted: dict = dataclasses.field(default_factory=dict)
+    # Request id -> first token that the step loads for it.
+    loads: dict = dataclasses.field(default_factory=dict)
+    num_decode_steps: int = 1
