@@ -1,5 +1,7 @@
 """The decoder that all families share; what differs comes from the config, or is a layer class."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -32,9 +34,9 @@ class DecoderLayer(nnx.Module):
         hidden: jax.Array,  # f[num_tokens, hidden]
         kv_cache: KVCache,
         context: AttentionContext,
-    ) -> tuple[jax.Array, KVCache]:  # f[num_tokens, hidden]
+    ) -> tuple[jax.Array, KVCache]:  # f[num_queries, hidden]
         attended, kv_cache = self.self_attn(self.input_layernorm(hidden), kv_cache, context)
-        hidden = hidden + attended
+        hidden = context.queries_of(hidden) + attended
         return hidden + self.mlp(self.post_attention_layernorm(hidden)), kv_cache
 
 
@@ -77,12 +79,16 @@ class DecoderForCausalLM(nnx.Module):
 
     def __call__(
         self, batch: ForwardBatch, kv_cache: KVCache, kernels: KernelSettings
-    ) -> tuple[jax.Array, KVCache]:  # f[num_tokens, hidden]
+    ) -> tuple[jax.Array, KVCache]:  # f[num_tokens, hidden], or f[num_reqs, hidden]
         """Runs one step's tokens through all layers; returns hidden states after the last norm."""
         context = self._make_context(batch, kv_cache, kernels)
         hidden = self.embed_tokens(batch.token_ids)
-        for layer in self.layers:
+        *layers, last_layer = self.layers
+        for layer in layers:
             hidden, kv_cache = layer(hidden, kv_cache, context)
+        # Nobody reads what the last layer makes of the other tokens.
+        context = dataclasses.replace(context, only_last_tokens=batch.only_last_tokens)
+        hidden, kv_cache = last_layer(hidden, kv_cache, context)
         return self.norm(hidden), kv_cache
 
     def compute_logits(

@@ -8,6 +8,7 @@ name:
     num_groups          KV cache groups: layers of one kind that share block tables
     max_blocks_per_req  columns of a block table
     num_logits          tokens whose logits are wanted
+    num_queries         tokens that attend: all, or in the last layer the last of each request
     num_layers          decoder layers of the model
     num_rows            layers of the largest group; layer j of every group uses row j of the cache
     num_blocks          blocks in the pool, the null block (0) included
@@ -71,3 +72,7 @@ class ForwardBatch:
     # Static: no request has more query tokens than this; None promises nothing. With 1, attention
     # compiles no part for prompts.
     max_query_len: int | None = field(default=None, metadata={"static": True})
+    # Static: of each request the last token's hidden state alone is wanted, and `logits_indices`
+    # are these tokens, request by request; requests without tokens come last. Then the last layer
+    # computes no more than that, and the model returns f[num_reqs, hidden].
+    only_last_tokens: bool = field(default=False, metadata={"static": True})

@@ -35,9 +35,9 @@ class GemmaLayer(nnx.Module):
         hidden: jax.Array,  # f[num_tokens, hidden]
         kv_cache: KVCache,
         context: AttentionContext,
-    ) -> tuple[jax.Array, KVCache]:  # f[num_tokens, hidden]
+    ) -> tuple[jax.Array, KVCache]:  # f[num_queries, hidden]
         attended, kv_cache = self.self_attn(self.input_layernorm(hidden), kv_cache, context)
-        hidden = hidden + self.post_attention_layernorm(attended)
+        hidden = context.queries_of(hidden) + self.post_attention_layernorm(attended)
         out = self.mlp(self.pre_feedforward_layernorm(hidden))
         return hidden + self.post_feedforward_layernorm(out), kv_cache
 

@@ -25,6 +25,27 @@ class AttentionContext:
     slots: jax.Array  # i32[num_groups, num_tokens], where each token's key and value are written
     # For each of the model's `ropes`: cosine and sine, f32[num_tokens, head_dim // 2].
     cos_sin: tuple[tuple[jax.Array, jax.Array], ...]
+    # Whether only the last token of each request goes on from here, and attends; the others leave
+    # their keys and values.
+    only_last_tokens: bool = False
+
+    @property
+    def num_queries_per_req(self) -> int | None:
+        """No request has more tokens that attend; None promises nothing."""
+        return 1 if self.only_last_tokens else self.batch.max_query_len
+
+    @property
+    def query_start_loc(self) -> jax.Array:  # i32[num_reqs + 1]
+        """`ForwardBatch.query_start_loc` of the tokens that attend."""
+        starts = self.batch.query_start_loc
+        if not self.only_last_tokens:
+            return starts
+        num_used = (starts[1:] > starts[:-1]).sum(dtype=jnp.int32)
+        return jnp.minimum(jnp.arange(starts.shape[0], dtype=jnp.int32), num_used)
+
+    def queries_of(self, x: jax.Array) -> jax.Array:  # f[num_tokens, ...] -> f[num_queries, ...]
+        """What belongs to the tokens that attend."""
+        return x[self.batch.logits_indices] if self.only_last_tokens else x
 
 
 class Attention(nnx.Module):
@@ -60,29 +81,32 @@ class Attention(nnx.Module):
         x: jax.Array,  # f[num_tokens, hidden]
         kv_cache: KVCache,
         context: AttentionContext,
-    ) -> tuple[jax.Array, KVCache]:  # f[num_tokens, hidden]
+    ) -> tuple[jax.Array, KVCache]:  # f[num_queries, hidden]
         """Writes this step's keys and values, then attends to everything cached so far."""
         num_tokens = x.shape[0]
-        q = self.q_proj(x).reshape(num_tokens, self.num_q_heads, self.head_dim)
+        x_of_queries = context.queries_of(x)
+        num_queries = x_of_queries.shape[0]
+        q = self.q_proj(x_of_queries).reshape(num_queries, self.num_q_heads, self.head_dim)
         k = self.k_proj(x).reshape(num_tokens, self.num_kv_heads, self.head_dim)
         v = self.v_proj(x).reshape(num_tokens, self.num_kv_heads, self.head_dim)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         cos, sin = context.cos_sin[self.rope_idx]
-        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+        k = apply_rotary(k, cos, sin)
+        q = apply_rotary(q, context.queries_of(cos), context.queries_of(sin))
 
         attended, kv_cache = self._write_and_attend(q, k, v, kv_cache, context)
-        out = self.o_proj(attended.reshape(num_tokens, self.num_q_heads * self.head_dim))
+        out = self.o_proj(attended.reshape(num_queries, self.num_q_heads * self.head_dim))
         return out, kv_cache
 
     def _write_and_attend(
         self,
-        q: jax.Array,  # f[num_tokens, num_q_heads, head_dim]
+        q: jax.Array,  # f[num_queries, num_q_heads, head_dim]
         k: jax.Array,  # f[num_tokens, num_kv_heads, head_dim]
         v: jax.Array,  # f[num_tokens, num_kv_heads, head_dim]
         kv_cache: KVCache,
         context: AttentionContext,
-    ) -> tuple[jax.Array, KVCache]:  # f[num_tokens, num_q_heads, head_dim]
+    ) -> tuple[jax.Array, KVCache]:  # f[num_queries, num_q_heads, head_dim]
         batch, kernels = context.batch, context.kernels
         chosen = {"implementation": kernels.implementation, "target": kernels.target}
 
@@ -103,7 +127,7 @@ class Attention(nnx.Module):
                 scale=self.scale,
                 sliding_window=self.sliding_window,
                 soft_cap=self.soft_cap,
-                max_query_len=batch.max_query_len,
+                max_query_len=context.num_queries_per_req,
                 batch_invariant=kernels.batch_invariant,
                 **chosen,
             )
@@ -114,7 +138,7 @@ class Attention(nnx.Module):
             context.slots[self.group_idx],
             batch.block_tables[self.group_idx],
             batch.seq_lens[self.group_idx],
-            batch.query_start_loc,
+            context.query_start_loc,
             in_specs=(*[TOKENS_BY_HEAD] * 3, *[CACHE_BY_HEAD] * 2, *[WHOLE] * 4),
             out_specs=(TOKENS_BY_HEAD, CACHE_BY_HEAD, CACHE_BY_HEAD),
         )

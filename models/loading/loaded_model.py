@@ -50,8 +50,8 @@ class LoadedModel:
         """Runs the decoder over one step's tokens.
 
         Returns:
-            Final hidden states f[num_tokens, hidden], after the last norm, and the cache with this
-            step's keys and values written.
+            Final hidden states f[num_tokens, hidden], after the last norm, or f[num_reqs, hidden]
+            with `only_last_tokens`; and the cache with this step's keys and values written.
         """
         return self._merge(params)(batch, kv_cache, self.kernels)
 

@@ -24,7 +24,8 @@ def forward(
 ) -> tuple[jax.Array, KVCache]:
     """Runs the model: logits f32[num_logits, vocab] of the wanted tokens, and the written cache."""
     hidden, kv_cache = model.forward(params, kv_cache, batch)
-    return model.compute_logits(params, hidden[batch.logits_indices]), kv_cache
+    wanted = hidden if batch.only_last_tokens else hidden[batch.logits_indices]
+    return model.compute_logits(params, wanted), kv_cache
 
 
 def unpack_batch(
@@ -39,6 +40,7 @@ def unpack_batch(
         seq_lens=fields["seq_lens"],
         block_tables=fields["block_tables"],
         logits_indices=fields["logits_indices"],
+        only_last_tokens=True,
     )
 
 

@@ -74,6 +74,9 @@ def test_the_whole_cache_is_written_in_place(compiled, step):
 @each(ALL)
 def test_every_layer_writes_and_attends_by_our_kernels(compiled, step):
     wanted = dict.fromkeys(("kv_scatter", *ATTENTION_KERNELS[step[1]]), NUM_LAYERS)
+    if step[1] == "mixed":
+        # In the last layer only the last token of each request attends.
+        wanted["paged_attention_ragged"] = NUM_LAYERS - 1
     calls = collections.Counter(compiled(step)[1].kernel_names)
     assert calls == {"slot_mapping": 1, **wanted}
 
@@ -112,10 +115,14 @@ def test_a_burst_is_one_command_buffer(compiled, step):
 def test_a_layer_over_four_devices_has_two_all_reduces(compiled, step):
     """The sum of attention's output projection and that of the MLP's, each over all tokens."""
     program, result = compiled(step)
-    num_tokens = NUM_MIXED_TOKENS if step[1] == "mixed" else NUM_REQS
-    num_bytes = num_tokens * program.model.config.hidden_size * 4  # summed in float32
+    # In the last layer only the last token of each request goes on.
+    num_tokens = [NUM_MIXED_TOKENS if step[1] == "mixed" else NUM_REQS] * (NUM_LAYERS - 1)
+    num_tokens.append(NUM_REQS)
+    hidden_bytes = program.model.config.hidden_size * 4  # summed in float32
     sums = [c for c in result.collectives if c.op_name.endswith("/dot_general")]
-    assert [(c.kind, c.num_bytes) for c in sums] == [("all-reduce", num_bytes)] * 2 * NUM_LAYERS
+    assert sorted((c.kind, c.num_bytes) for c in sums) == sorted(
+        ("all-reduce", n * hidden_bytes) for n in num_tokens for _ in range(2)
+    )
 
 
 @each(SHARDED_DECODES)

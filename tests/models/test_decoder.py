@@ -109,6 +109,24 @@ def test_logits_of_every_position_equal_live_transformers(recipe):
     assert_close(greedy_in_one_go(recipe)[-1], hf_logits)
 
 
+@pytest.mark.parametrize("recipe", ["llama", "gemma2", "gemma3", "mistral_window"])
+def test_last_layer_may_compute_the_last_token_of_each_request_alone(recipe):
+    """The keys and values of the others are written all the same: later tokens read them."""
+    model = load_model(checkpoint_folder(recipe), dtype="float32")
+    stepper = PagedStepper(model, only_last_tokens=True)
+    fed = [fed_tokens(sequence) for sequence in load_golden(recipe)]
+    in_one_go = greedy_in_one_go(recipe)
+    ends = [0, 0, 0]
+    # Chunks, a decode beside a prompt, a step without the last request, all of the rest.
+    for lengths in ((3, 4, 13), (1, 2, 18), (1, 1), (99, 99, 99)):
+        chunks = {row: fed[row][ends[row] : ends[row] + n] for row, n in enumerate(lengths)}
+        out = stepper.step(chunks)
+        for row, chunk in chunks.items():
+            ends[row] += len(chunk)
+            assert_close(out[row], in_one_go[row][ends[row] - 1 : ends[row]])
+    assert ends == [len(tokens) for tokens in fed]
+
+
 def test_one_program_serves_prompts_chunks_and_decodes():
     greedy_in_one_go("llama")
     assert compiled_stepper("llama").num_traces == 1

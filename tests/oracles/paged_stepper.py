@@ -21,10 +21,14 @@ class PagedStepper:
 
     Every group of layers has block tables of its own. In those of sliding layers, blocks that no
     later token sees are replaced by the null block.
+
+    Args:
+        only_last_tokens: The logits of each chunk's last token are computed, and no others.
     """
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, *, only_last_tokens: bool = False) -> None:
         self._loaded = loaded
+        self._only_last_tokens = only_last_tokens
         self.params = loaded.params
         layers = kv_cache_layers(loaded.config)
         placements = place_layers(layers)
@@ -55,7 +59,7 @@ class PagedStepper:
             chunks: Row -> the next tokens of its sequence; rows that are left out have no tokens.
 
         Returns:
-            Row -> f32[len(chunk), vocab], the logits of each of its tokens.
+            Row -> f32[len(chunk), vocab], the logits of each of its tokens, or f32[1, vocab].
         """
         counts = np.array([len(chunks.get(row, ())) for row in range(NUM_REQS)])
         query_start_loc = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
@@ -75,10 +79,17 @@ class PagedStepper:
             query_start_loc=query_start_loc,
             seq_lens=np.tile(seq_lens, (len(self._windows), 1)),
             block_tables=self._block_tables.copy(),
-            logits_indices=np.arange(NUM_TOKENS, dtype=np.int32),
+            logits_indices=(
+                np.maximum(query_start_loc[1:] - 1, 0)
+                if self._only_last_tokens
+                else np.arange(NUM_TOKENS, dtype=np.int32)
+            ),
+            only_last_tokens=self._only_last_tokens,
         )
         logits, self._kv_cache = self._step(self.params, self._kv_cache, jax.device_put(batch))
         logits_np = np.asarray(logits)
+        if self._only_last_tokens:
+            return {row: logits_np[row : row + 1] for row in sorted(chunks)}
         return {
             row: logits_np[query_start_loc[row] : query_start_loc[row + 1]]
             for row in sorted(chunks)
@@ -96,5 +107,6 @@ class PagedStepper:
     ) -> tuple[jax.Array, KVCache]:
         self.num_traces += 1
         hidden, kv_cache = self._loaded.forward(params, kv_cache, batch)
-        logits = self._loaded.compute_logits(params, hidden[batch.logits_indices])
-        return logits, kv_cache
+        if not batch.only_last_tokens:
+            hidden = hidden[batch.logits_indices]
+        return self._loaded.compute_logits(params, hidden), kv_cache
