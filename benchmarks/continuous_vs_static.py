@@ -253,7 +253,12 @@ def table(repetitions: Sequence[dict[Mode, BatchingRun]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = make_parser().parse_args(argv)
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    num_known = len(make_workload("skewed", vocab_size=2).requests)
+    # Rows would tell of requests that nobody sent.
+    if arguments.num_requests > num_known:
+        parser.error(f"--num-requests must be at most {num_known}, got {arguments.num_requests}")
     config = EngineConfig(
         model=ModelConfig(model=arguments.model),
         cache=CacheConfig(enable_prefix_caching=False),

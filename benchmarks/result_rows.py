@@ -14,6 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 RESULTS_FOLDER = Path(__file__).parent / "results"
+_PACKAGES = ("paxkv", "jax", "numpy")
+# What paxkv is measured beside, on machines that have it.
+_PEER_PACKAGES = ("torch", "transformers")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,13 +76,15 @@ def append_rows(rows: Sequence[ResultRow], file: Path) -> None:
             out.write(json.dumps(row.as_dict()) + "\n")
 
 
+@functools.cache
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
-    for package in ("paxkv", "jax", "numpy"):
+    for package in (*_PACKAGES, *_PEER_PACKAGES):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
+            if package in _PACKAGES:
+                versions[package] = "not installed"
     return versions
 
 

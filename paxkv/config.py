@@ -287,9 +287,9 @@ class RunnerConfig:
         True,
     )
     compilation_cache_dir: str | None = setting(
-        "that folder; it must be writable by you alone, because what lies there is run. If left "
-        "out: paxkv in JAX_COMPILATION_CACHE_DIR if that is set, or else paxkv/compiled in the "
-        "user's cache folder, ~/.cache or XDG_CACHE_HOME",
+        "that folder; nobody else should be able to write to it, because what lies there is run. "
+        "If left out: paxkv in JAX_COMPILATION_CACHE_DIR if that is set, or else paxkv/compiled in "
+        "the user's cache folder, ~/.cache or XDG_CACHE_HOME",
         None,
     )
     compiled_dir: str | None = setting(

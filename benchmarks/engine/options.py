@@ -63,10 +63,17 @@ def paxkv_settings(arguments: argparse.Namespace) -> dict[str, Setting]:
 
 
 def chosen_workload(arguments: argparse.Namespace) -> Workload:
+    """The workload that the options name; ends the program if it has fewer requests."""
     vocab_size = MODEL_SHAPES[arguments.model].vocab_size
     workload = make_workload(arguments.workload, vocab_size=vocab_size, seed=arguments.seed)
     if arguments.num_requests is None:
         return workload
+    # Rows would tell of requests that nobody sent.
+    if arguments.num_requests > len(workload.requests):
+        raise SystemExit(
+            f"error: --num-requests must be at most {len(workload.requests)}, the requests of "
+            f"{workload.name}; got {arguments.num_requests}."
+        )
     return workload.first(arguments.num_requests)
 
 

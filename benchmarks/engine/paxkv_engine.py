@@ -17,6 +17,7 @@ from paxkv.contracts.engine_client import EngineTransport
 from paxkv.contracts.engine_output import EngineOutput as EngineMessage
 from paxkv.contracts.engine_output import SchedulerStats, StepOutputs
 from paxkv.contracts.engine_request import EngineInput
+from paxkv.runner.kv_cache_arrays import kv_cache_dtype
 from paxkv.sampling_params import SamplingParams
 
 BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -78,7 +79,9 @@ def kv_cache_bytes(
     # paxkv refuses a cache that could not hold the longest request of the model.
     num_tokens = max(num_tokens, model.max_position_embeddings) + SPARE_TOKENS
     values_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim
-    return num_tokens * values_per_token * BYTES_PER_VALUE[spec.dtype]
+    # Accelerators measure their memory instead.
+    dtype = kv_cache_dtype(spec.dtype, "cpu")
+    return num_tokens * values_per_token * BYTES_PER_VALUE[dtype]
 
 
 class PaxkvEngine:

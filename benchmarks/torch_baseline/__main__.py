@@ -80,6 +80,9 @@ def main(argv: list[str] | None = None) -> int:
         "if left out. Logits spread by about 1, and f32 rounds them by some 1e-6",
     )
     arguments = parser.parse_args(argv)
+    # Runs are kept by these names.
+    if len(set(arguments.engines)) < len(arguments.engines):
+        parser.error("--engines names one of them twice; name each once")
     workload = chosen_workload(arguments)
     with work_folder(arguments, workload) as folder, contextlib.ExitStack() as stack:
         try:

@@ -151,7 +151,7 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 
 
 class ContiguousEngine:
-    """Batches of `batch_size` over one cache, which is reserved at the first run."""
+    """Batches of `batch_size` over one cache, which is reserved at the first run of that size."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         self._model = Qwen3(folder, dtype)
@@ -164,9 +164,8 @@ class ContiguousEngine:
     @torch.inference_mode()
     def run(self, workload: Workload, batch_size: int) -> EngineOutput:
         if batch_size not in self._caches:
-            self._caches = {
-                batch_size: ContiguousCache(self._model.config, batch_size, self._dtype)
-            }
+            cache = ContiguousCache(self._model.config, batch_size, self._dtype)
+            self._caches[batch_size] = cache
         token_ids = []
         for start in range(0, len(workload.requests), batch_size):
             batch = workload.requests[start : start + batch_size]

@@ -2,8 +2,9 @@
 
 import math
 
-# A prompt that arrives waits for the burst that runs, and so may a stream's reader: longer than
-# this nobody is kept waiting, however fast steps would be in bursts. Guesses at what people feel.
+# A stream's reader waits for the burst that runs, which takes no longer than this, however fast
+# steps would be in bursts. A prompt that arrives waits for it too, and one step ahead also for the
+# burst behind it, which is decided already. Guesses at what people feel.
 MAX_BURST_S = 0.2
 MAX_STREAMED_BURST_S = 0.05
 # Weight of the newest step in the average: steps grow with their contexts, but slowly.

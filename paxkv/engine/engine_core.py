@@ -53,12 +53,15 @@ class StepInFlight:
     start_s: float
 
     @property
+    def num_scheduled_tokens(self) -> int:
+        return self.scheduler_output.total_num_scheduled_tokens
+
+    @property
     def is_burst(self) -> bool:
         """Whether all decoded, in one step or several: so that its time tells that of a step."""
-        scheduled = self.scheduler_output.num_scheduled_tokens
-        num_steps = self.scheduler_output.num_decode_steps
-        return num_steps > 1 or 0 < self.scheduler_output.total_num_scheduled_tokens == len(
-            scheduled
+        num_reqs = len(self.scheduler_output.num_scheduled_tokens)
+        return (
+            self.scheduler_output.num_decode_steps > 1 or 0 < self.num_scheduled_tokens == num_reqs
         )
 
 
@@ -250,8 +253,10 @@ class EngineCore:
 
     def _check_progress(self, num_scheduled_tokens: int) -> None:
         is_idle = not self._scheduler.has_unfinished_requests()
-        # Those in flight bring all that is left, or make room for it.
-        if num_scheduled_tokens > 0 or is_idle or self._in_flight:
+        # Those in flight bring all that is left, or make room for it; but an empty one, which was
+        # decided behind them, brings nothing.
+        is_computing = any(step.num_scheduled_tokens > 0 for step in self._in_flight)
+        if num_scheduled_tokens > 0 or is_idle or is_computing:
             self._num_empty_steps = 0
             return
         if self._scheduler.is_waiting_for_outside():

@@ -22,15 +22,26 @@ from models import KernelSettings, KVCache, LoadedModel
 _ROOT = Path(__file__).resolve().parents[2]
 # Any file of these may decide what a step computes.
 _SOURCE_PACKAGES = ("models", "pallas_kernels", "paxkv")
-# Settings of JAX that change what is traced or how it is compiled.
+# Settings of JAX that change what is traced or how it is compiled; no version has all of them.
 _JAX_SETTINGS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
     "jax_default_prng_impl",
     "jax_threefry_partitionable",
+    "jax_threefry_gpu_kernel_lowering",
     "jax_numpy_dtype_promotion",
-    "jax_optimization_level",
+    "jax_allow_f16_reductions",
+    "jax_use_hlo_logistic_lowering",
+    "jax_pallas_use_mosaic_gpu",
+    "jax_pallas_enable_debug_checks",
     "jax_debug_nans",
+    "jax_disable_most_optimizations",
+    "jax_optimization_level",
+    "jax_exec_time_optimization_effort",
+    "jax_memory_fitting_effort",
+    "jax_memory_fitting_level",
+    "jax_compiler_enable_remat_pass",
+    "jax_use_shardy_partitioner",
 )
 _COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _IMPORTED_AT = time.time()
@@ -55,6 +66,7 @@ def program_identity(
         kv_cache: May be abstract.
     """
     num_rows, num_blocks, num_kv_heads, block_size, head_dim = kv_cache.k.shape
+    jax_settings = jax.config.values  # not all of them are attributes
     return {
         "paxkv": f"{paxkv.__version__}, source {source_digest()[:16]}",
         "jax": jax.__version__,
@@ -74,7 +86,7 @@ def program_identity(
             f"{kv_cache.v.shape[-1]}"
         ),
         "compiler options": json.dumps(dict(compiler_options), sort_keys=True),
-        **{name: str(getattr(jax.config, name)) for name in _JAX_SETTINGS},
+        **{name: str(jax_settings.get(name, "not known")) for name in _JAX_SETTINGS},
         **{name: os.environ.get(name, "") for name in _COMPILER_VARIABLES},
     }
 

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import shutil
 import stat
 import tempfile
@@ -39,6 +40,8 @@ _DIGEST_BYTES = 32
 _NUM_BLOCKS = "number of KV blocks"
 # Folders of other versions and settings go when nobody has started with them for so long.
 _FORGET_AFTER_S = 30 * 24 * 3600
+# As `identity_digest` names them; what else lies beside them, others have put there.
+_IDENTITY_FOLDER = re.compile(r"[0-9a-f]{32}")
 
 
 class ProgramFolder:
@@ -150,11 +153,14 @@ class ProgramCache:
         path = self._root / identity_digest(identity)
         try:
             _make_folder(self._root)
-            _forget_unused(self._root)
+            # Not this one: a server may have run for longer than that since its last start.
+            _forget_unused(self._root, but=path)
             _make_folder(path)
             if not (path / _INDEX_FILE).is_file():
                 _write_index(path, identity, shapes)
-            os.utime(path)
+            # Whoever may only read it finds its programs all the same.
+            with contextlib.suppress(OSError):
+                os.utime(path)
         except OSError as error:
             message = f"no program can be kept in compilation_cache_dir={self._root}: {error}."
             if self._is_required:
@@ -216,9 +222,7 @@ class NewCompiledPrograms:
             _make_folder(path)
             foreign = [name for name in os.listdir(path) if not name.endswith(_OUR_FILES)]
         except OSError as error:
-            raise ConfigError(
-                f"programs cannot be written to {path}: {error}. Choose another folder."
-            ) from error
+            raise _cannot_write(path, error) from error
         if foreign:
             raise ConfigError(
                 f"programs cannot be written to {path}: it holds other files, as {foreign[0]!r}. "
@@ -232,10 +236,13 @@ class NewCompiledPrograms:
         devices: Sequence[jax.Device],
     ) -> ProgramFolder:
         """The folder, without programs. Raises as `ProgramStore.open` does."""
-        for path in self._path.iterdir():
-            if path.name.endswith(_OUR_FILES):
-                path.unlink()
-        _write_index(self._path, identity, shapes)
+        try:
+            for path in self._path.iterdir():
+                if path.name.endswith(_OUR_FILES):
+                    path.unlink()
+            _write_index(self._path, identity, shapes)
+        except OSError as error:
+            raise _cannot_write(self._path, error) from error
         return ProgramFolder(self._path, devices, has_all=False, must_keep=True)
 
 
@@ -254,13 +261,25 @@ def choose_store(config: RunnerConfig) -> ProgramStore | None:
     # JAX's may also be a bucket in the cloud, such as gs://name.
     if jax_cache_dir and "://" not in jax_cache_dir:
         return ProgramCache(Path(jax_cache_dir) / "paxkv", is_required=False)
-    return ProgramCache(user_cache_folder(), is_required=False)
+    folder = user_cache_folder()
+    if folder is None:
+        logger.warning(
+            "no program can be kept: this user has no home folder. Every start compiles all of "
+            "them, unless compilation_cache_dir or XDG_CACHE_HOME names a folder."
+        )
+        return None
+    return ProgramCache(folder, is_required=False)
 
 
-def user_cache_folder() -> Path:
-    """Where programs are kept if nothing else is said (XDG Base Directory Specification)."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "paxkv" / "compiled"
+def user_cache_folder() -> Path | None:
+    """Where programs are kept if nothing else is said (XDG Base Directory Specification).
+
+    None for a user without a home: "~" stays "~", and would be a folder wherever we are started.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():  # which the specification has us ignore
+        base = Path(os.path.expanduser("~"), ".cache")
+    return base / "paxkv" / "compiled" if base.is_absolute() else None
 
 
 @contextlib.contextmanager
@@ -309,6 +328,10 @@ def _values_of(name: str, kind: str, shapes: Sequence[dict[str, str | int]]) -> 
     return list(dict.fromkeys(str(s.get(name)) for s in shapes if s["shape"] == kind))
 
 
+def _cannot_write(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"programs cannot be written to {path}: {error}. Choose another folder.")
+
+
 def _compile_again(path: Path) -> str:
     return f"compile with this start's settings: python -m paxkv.compile --out {path} ..."
 
@@ -331,8 +354,10 @@ def _check_trusted(path: Path) -> None:
         )
 
 
-def _forget_unused(root: Path) -> None:
+def _forget_unused(root: Path, *, but: Path) -> None:
     for path in root.iterdir():
+        if path == but or not _IDENTITY_FOLDER.fullmatch(path.name):
+            continue
         with contextlib.suppress(FileNotFoundError):  # another process was faster
             is_old = path.stat().st_mtime < time.time() - _FORGET_AFTER_S
             if is_old and (path / _INDEX_FILE).is_file():

@@ -146,10 +146,16 @@ class StepPrograms:
         folder = self._open_store(shapes, kv_cache)
         num_threads = min(num_cores(), _MAX_COMPILE_THREADS)
         with concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
-            if folder is not None:
-                self._load_all(shapes, folder, threads)
-            missing = [shape for shape in shapes if shape not in self._programs]
-            self._compile_all(missing, kv_cache, folder, threads, show_progress=show_progress)
+            try:
+                if folder is not None:
+                    self._load_all(shapes, folder, threads)
+                missing = [shape for shape in shapes if shape not in self._programs]
+                self._compile_all(missing, kv_cache, folder, threads, show_progress=show_progress)
+            except BaseException:
+                # Whoever interrupts a start, or fills the disk, does not wait for the other
+                # programs: those that have not begun are left out.
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
         self._is_ready = True
         where = "" if folder is None else f" from {folder.path}"
         logger.info(

@@ -217,7 +217,8 @@ class Scheduler:
                 if req_id not in scheduler_output.num_scheduled_tokens:
                     raise InvariantError(f"{req_id=} was computed but not scheduled.")
                 continue
-            if not token_ids:
+            # A burst gives a token to everyone; `take_answer` misses it.
+            if not token_ids and not is_burst:
                 continue
             if spec_decode_tokens:
                 request.num_computed_tokens -= num_rejected_tokens(

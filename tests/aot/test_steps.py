@@ -126,15 +126,14 @@ def test_a_layer_over_four_devices_has_two_all_reduces(compiled, step):
 
 
 @each(SHARDED_DECODES)
-def test_a_decode_over_four_devices_also_sums_embeddings_and_compares_logits(compiled, step):
-    """Each device has some rows of the embedding, and finds the best token of its own."""
+def test_a_decode_over_four_devices_also_sums_embeddings_and_little_else(compiled, step):
+    """Each device has some rows of the embedding, and draws from the logits of its own."""
     program, result = compiled(step)
     embedded_bytes = NUM_REQS * program.model.config.hidden_size * 2
     others = [c for c in result.collectives if not c.op_name.endswith("/dot_general")]
-    assert [(c.kind, c.num_bytes) for c in others] == [
-        ("all-reduce", embedded_bytes),
-        ("all-gather", 4 * NUM_REQS * 4),  # a token and its logit of each device, or one of both
-    ]
+    assert ("all-reduce", embedded_bytes) in [(c.kind, c.num_bytes) for c in others]
+    # The sampler's: a few numbers a row, most in branches that a greedy batch does not take.
+    assert max(c.num_bytes for c in others) <= embedded_bytes
 
 
 @each(SHARDED)

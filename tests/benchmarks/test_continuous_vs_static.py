@@ -145,6 +145,13 @@ def check_both_modes(model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert "slot_occupancy_percent" in medians
 
 
+def test_more_requests_than_the_workload_has_are_refused(tmp_path: Path, capsys) -> None:
+    flags = ["--num-requests", "65", "--model", str(tmp_path)]
+    with pytest.raises(SystemExit):
+        continuous_vs_static.main([*flags, "--out", str(tmp_path / "rows.jsonl")])
+    assert "--num-requests must be at most 64, got 65" in capsys.readouterr().err
+
+
 def test_both_modes_run_all_requests(tmp_path: Path, monkeypatch, short_workload) -> None:
     fake_model_parts(monkeypatch)
     check_both_modes(tmp_path, tmp_path, monkeypatch)

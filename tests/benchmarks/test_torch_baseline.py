@@ -70,6 +70,22 @@ def test_peer_makes_the_tokens_of_each_request_alone(peer: str, checkpoint, want
     engine.close()
 
 
+def test_memory_of_each_batch_size_is_reserved_once(checkpoint, wanted, monkeypatch) -> None:
+    """Runs of two sizes take turns, and reserving it again would count as the run's."""
+    reserved = []
+
+    class WatchedCache(contiguous_cache.ContiguousCache):
+        def __init__(self, config, batch_size, dtype) -> None:
+            reserved.append(batch_size)
+            super().__init__(config, batch_size, dtype)
+
+    monkeypatch.setattr(contiguous_cache, "ContiguousCache", WatchedCache)
+    engine = contiguous_cache.load_engine(spec_of(checkpoint, "contiguous"), WORKLOAD)
+    for batch_size in (2, 3, 2, 3):
+        assert engine.run(WORKLOAD, batch_size=batch_size).token_ids == wanted
+    assert reserved == [2, 3]
+
+
 def test_judge_knows_which_logit_is_higher(checkpoint, wanted) -> None:
     engine = static_batches.load_engine(spec_of(checkpoint, "static"), WORKLOAD)
     prompt = WORKLOAD.requests[0].prompt_token_ids
@@ -151,6 +167,12 @@ def test_a_name_that_means_no_peer_is_refused(name: str, capsys) -> None:
     with pytest.raises(SystemExit):
         main(["--engines", name])
     assert f"as in static-8; got '{name}'" in capsys.readouterr().err
+
+
+def test_an_engine_that_is_named_twice_is_refused_before_anything_runs(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main([*OPTIONS, "--engines", "static-2", "static-4", "static-2"])
+    assert "--engines names one of them twice" in capsys.readouterr().err
 
 
 def test_a_peer_that_does_not_run_is_named(monkeypatch, capsys) -> None:

@@ -1,5 +1,6 @@
 """paxkv makes what the workload wants, and its figures are those of the run."""
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -89,3 +90,7 @@ def test_cache_has_room_for_all_that_may_run_at_once(spec: EngineSpec) -> None:
     # float32 keys and values of 2 layers with 2 heads of 16.
     num_tokens = kv_cache_bytes(spec, workload, {"max_num_seqs": 2}) / (2 * 2 * 2 * 16 * 4)
     assert sum(longest) + 2 * 16 <= num_tokens < sum(longest) + 1000
+    # On the CPU keys and values are float32, whatever the model computes in.
+    half = dataclasses.replace(spec, dtype="bfloat16")
+    sizes = [kv_cache_bytes(s, workload, {"max_num_seqs": 2}) for s in (spec, half)]
+    assert sizes[0] == sizes[1]

@@ -186,26 +186,40 @@ def test_shutdown_waits_for_requests_only_when_draining() -> None:
     assert core.is_finished
 
 
+NOTHING = SchedulerOutput(
+    scheduled_new_reqs=[],
+    scheduled_cached_reqs=CachedRequestData(
+        req_ids=[],
+        resumed_req_ids=frozenset(),
+        new_block_ids=[],
+        num_computed_tokens=[],
+        num_output_tokens=[],
+        all_token_ids={},
+    ),
+    num_scheduled_tokens={},
+    total_num_scheduled_tokens=0,
+    preempted_req_ids=frozenset(),
+    finished_req_ids=frozenset(),
+)
+
+
 def test_scheduler_that_schedules_nothing_for_ever_is_a_bug_that_is_seen() -> None:
-    nothing = SchedulerOutput(
-        scheduled_new_reqs=[],
-        scheduled_cached_reqs=CachedRequestData(
-            req_ids=[],
-            resumed_req_ids=frozenset(),
-            new_block_ids=[],
-            num_computed_tokens=[],
-            num_output_tokens=[],
-            all_token_ids={},
-        ),
-        num_scheduled_tokens={},
-        total_num_scheduled_tokens=0,
-        preempted_req_ids=frozenset(),
-        finished_req_ids=frozenset(),
-    )
     core = make_engine_core()
     core.handle(AddRequest(request=make_request("a", [5])))
-    core._scheduler.schedule = lambda max_decode_steps: nothing
+    core._scheduler.schedule = lambda max_decode_steps: NOTHING
     for _ in range(MAX_EMPTY_STEPS):
+        core.step()
+    with pytest.raises(InvariantError, match="1 requests wait"):
+        core.step()
+
+
+def test_so_it_is_when_the_first_empty_step_was_decided_behind_one_that_computes() -> None:
+    core = make_engine_core(max_steps_in_flight=2)
+    core.handle(AddRequest(request=make_request("a", [5], max_tokens=9)))
+    core.step()
+    core._scheduler.schedule = lambda max_decode_steps: NOTHING
+    # In the first of them the step that computes comes home.
+    for _ in range(1 + MAX_EMPTY_STEPS):
         core.step()
     with pytest.raises(InvariantError, match="1 requests wait"):
         core.step()

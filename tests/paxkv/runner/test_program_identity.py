@@ -100,6 +100,19 @@ def test_versions_device_and_compiler_settings_count(monkeypatch):
     assert "now '--xla_cpu_enable_fast_math=true'" in differences[1]
 
 
+@pytest.mark.parametrize(
+    "setting", ["jax_disable_most_optimizations", "jax_compiler_enable_remat_pass"]
+)
+def test_settings_that_jax_hands_to_the_compiler_count(setting):
+    identity, before = make_identity(), jax.config.values[setting]
+    jax.config.update(setting, not before)
+    try:
+        differences = identity_differences(identity, make_identity())
+    finally:
+        jax.config.update(setting, before)
+    assert differences == [f"{setting}: compiled with '{before}', now '{not before}'"]
+
+
 def test_differences_name_both_values_and_what_only_one_has():
     assert identity_differences({"a": "1", "b": "2"}, {"b": "3", "c": "4"}) == [
         "b: compiled with '2', now '3'",

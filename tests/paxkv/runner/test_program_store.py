@@ -339,6 +339,14 @@ def test_compiling_replaces_its_own_files_and_no_others(tmp_path):
         NewCompiledPrograms(out / "letter.txt")
 
 
+def test_folder_that_turns_out_not_to_be_writable_is_told(tmp_path):
+    store = NewCompiledPrograms(tmp_path / "out")
+    # Where the index is to go; rights would not keep root from writing.
+    (tmp_path / "out" / "programs.json").mkdir()
+    with pytest.raises(ConfigError, match="cannot be written to .*/out: .* Choose another folder"):
+        store.open(IDENTITY, SHAPES, jax.devices())
+
+
 @pytest.mark.skipif(os.name != "posix", reason="rights are POSIX's")
 def test_folder_that_everybody_may_write_to_is_refused(tmp_path):
     out = tmp_path / "out"
@@ -368,13 +376,45 @@ def test_what_nobody_used_for_a_month_is_forgotten(tmp_path):
     (old / "StepShape-0.program").write_bytes(b"")
     foreign = tmp_path / "foreign"
     foreign.mkdir()
-    long_ago = time.time() - 31 * 24 * 3600
-    for path in (old, foreign):
-        os.utime(path, (long_ago, long_ago))
+    # Somebody's programs, compiled ahead, in a folder beside the cache's.
+    delivered = tmp_path / "programs"
+    NewCompiledPrograms(delivered).open(IDENTITY, SHAPES, jax.devices())
+    for path in (old, foreign, delivered):
+        make_old(path)
     used = store.open({**IDENTITY, "jax": "2"}, SHAPES, jax.devices()).path
     store.open({**IDENTITY, "jax": "3"}, SHAPES, jax.devices())
     assert not old.exists()
     assert used.exists() and foreign.exists()
+    assert CompiledPrograms(delivered).open(IDENTITY, SHAPES, jax.devices()).path == delivered
+
+
+def make_old(path: Path) -> None:
+    """As if it had not been used for a month."""
+    long_ago = time.time() - 31 * 24 * 3600
+    os.utime(path, (long_ago, long_ago))
+
+
+def test_restart_after_a_long_run_finds_its_programs(tmp_path):
+    store = ProgramCache(tmp_path, is_required=True)
+    path = store.open(IDENTITY, SHAPES, jax.devices()).path
+    (path / "StepShape-0.program").write_bytes(b"")
+    make_old(path)
+    store.open(IDENTITY, SHAPES, jax.devices())
+    assert (path / "StepShape-0.program").exists()
+    # From now on it is young again.
+    store.open({**IDENTITY, "jax": "2"}, SHAPES, jax.devices())
+    assert path.exists()
+
+
+def test_cache_that_may_only_be_read_is_read(tmp_path, monkeypatch):
+    path = ProgramCache(tmp_path, is_required=True).open(IDENTITY, SHAPES, jax.devices()).path
+
+    def refuse(*args, **kwargs):
+        raise PermissionError("Read-only file system")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    folder = ProgramCache(tmp_path, is_required=False).open(IDENTITY, SHAPES, jax.devices())
+    assert folder is not None and folder.path == path
 
 
 def root_of(config: RunnerConfig) -> Path | None:
@@ -382,7 +422,15 @@ def root_of(config: RunnerConfig) -> Path | None:
     return None if store is None else store._root
 
 
-def test_settings_choose_the_store(tmp_path, monkeypatch):
+@pytest.fixture
+def jax_cache_dir():
+    """Sets JAX's own folder, and puts it back."""
+    before = jax.config.jax_compilation_cache_dir
+    yield lambda path: jax.config.update("jax_compilation_cache_dir", path)
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_settings_choose_the_store(tmp_path, monkeypatch, jax_cache_dir):
     NewCompiledPrograms(tmp_path / "out").open(IDENTITY, SHAPES, jax.devices())
     assert choose_store(RunnerConfig(enable_compilation_cache=False)) is None
     assert root_of(RunnerConfig(compilation_cache_dir=str(tmp_path))) == tmp_path
@@ -390,15 +438,23 @@ def test_settings_choose_the_store(tmp_path, monkeypatch):
     assert isinstance(choose_store(RunnerConfig(compiled_dir=out)), CompiledPrograms)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
-    users = jax.config.jax_compilation_cache_dir
-    try:
-        jax.config.update("jax_compilation_cache_dir", str(tmp_path / "jax"))
-        assert root_of(RunnerConfig()) == tmp_path / "jax" / "paxkv"
-        for elsewhere in (None, "gs://bucket/cache"):
-            jax.config.update("jax_compilation_cache_dir", elsewhere)
-            assert root_of(RunnerConfig()) == tmp_path / "mine" / "paxkv" / "compiled"
-    finally:
-        jax.config.update("jax_compilation_cache_dir", users)
-    monkeypatch.delenv("XDG_CACHE_HOME")
+    jax_cache_dir(str(tmp_path / "jax"))
+    assert root_of(RunnerConfig()) == tmp_path / "jax" / "paxkv"
+    for elsewhere in (None, "gs://bucket/cache"):
+        jax_cache_dir(elsewhere)
+        assert root_of(RunnerConfig()) == tmp_path / "mine" / "paxkv" / "compiled"
     monkeypatch.setenv("HOME", str(tmp_path))
+    for unset in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", unset)
+        assert user_cache_folder() == tmp_path / ".cache" / "paxkv" / "compiled"
+    monkeypatch.delenv("XDG_CACHE_HOME")
     assert user_cache_folder() == tmp_path / ".cache" / "paxkv" / "compiled"
+
+
+def test_without_a_home_nothing_is_kept(monkeypatch, caplog, jax_cache_dir):
+    jax_cache_dir(None)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    # As it answers for a user that the system does not know.
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert choose_store(RunnerConfig()) is None
+    assert "no home folder" in caplog.text and "compilation_cache_dir" in caplog.text

@@ -1,9 +1,14 @@
 """Every bucket is compiled before the engine is ready, and later compilations are counted."""
 
+import threading
+import time
+
 import jax
 import pytest
 
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from paxkv.errors import ConfigError
+from paxkv.runner import warmup
 from paxkv.runner.bucketing import CopyShape, StepBuckets
 from paxkv.runner.kv_cache_arrays import abstract_kv_cache, device_mesh
 from paxkv.runner.warmup import StepPrograms, compiler_options
@@ -62,6 +67,32 @@ def test_shape_that_the_warm_up_missed_is_counted_once(mesh, kv_cache, capsys):
     assert programs.num_compiles_after_ready == 1
     assert programs.get(CopyShape(num_copies=5), kv_cache) is not None
     assert programs.num_compiles_after_ready == 2
+
+
+def test_start_that_fails_begins_no_other_program(mesh, kv_cache, monkeypatch):
+    monkeypatch.setattr(warmup, "num_cores", lambda: 1)
+    buckets, programs = make_programs(mesh, max_num_batched_tokens=64)
+    shapes = buckets.largest_first
+    is_all_lowered, begun = threading.Event(), []
+
+    def lower(shape, kv_cache):
+        if shape == shapes[-1]:
+            is_all_lowered.set()
+        return shape
+
+    def finish(shape):
+        assert is_all_lowered.wait(10)
+        begun.append(shape)
+        if len(begun) > 1:  # the others are slow, so that there is time to leave them out
+            time.sleep(0.3)
+        raise ConfigError("the disk is full")
+
+    monkeypatch.setattr(programs, "_lower", lower)
+    monkeypatch.setattr(programs, "_finish", finish)
+    with pytest.raises(ConfigError, match="disk is full"):
+        programs.warm_up(kv_cache, show_progress=False)
+    # The only thread may begin a second one before it is told.
+    assert 1 <= len(begun) < len(shapes) - 2
 
 
 def test_xla_takes_the_options_of_this_platform():

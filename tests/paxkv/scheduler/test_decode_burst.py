@@ -251,7 +251,7 @@ def test_the_others_go_on_where_one_ends():
     assert scheduler.requests["b"].all_token_ids[6:] == continuation(range(6), 17)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 5])
+@pytest.mark.parametrize("num_tokens", [0, 1, 3, 5])
 def test_a_request_that_goes_on_must_have_got_all_its_tokens(num_tokens):
     scheduler, _ = make_decoding()
     output = scheduler.schedule(4)
