@@ -1,0 +1,1 @@
+"""Whole models on one GPU, paxkv beside transformers, with random weights."""
