@@ -10,6 +10,7 @@ from models.config import ModelConfig
 from models.forward_batch import ForwardBatch, KVCache
 from models.kernel_settings import KernelSettings
 from models.kv_layers import LayerPlacement, kv_cache_layers, place_layers
+from models.layer_loop import run_in_loop, run_in_turn
 from models.layers.attention import Attention, AttentionContext
 from models.layers.linear import Embedding, Linear, dot_float32
 from models.layers.mlp import GatedMLP
@@ -29,15 +30,21 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
         self.mlp = GatedMLP(config, dtype=dtype)
 
-    def __call__(
+    def before_attention(
         self,
         hidden: jax.Array,  # f[num_tokens, hidden]
-        kv_cache: KVCache,
         context: AttentionContext,
-    ) -> tuple[jax.Array, KVCache]:  # f[num_queries, hidden]
-        attended, kv_cache = self.self_attn(self.input_layernorm(hidden), kv_cache, context)
-        hidden = context.queries_of(hidden) + attended
-        return hidden + self.mlp(self.post_attention_layernorm(hidden)), kv_cache
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values, as `Attention.project_in`."""
+        return self.self_attn.project_in(self.input_layernorm(hidden), context)
+
+    def after_attention(
+        self,
+        hidden: jax.Array,  # f[num_queries, hidden]
+        attended: jax.Array,  # f[num_queries, num_q_heads, head_dim]
+    ) -> jax.Array:  # f[num_queries, hidden]
+        hidden = hidden + self.self_attn.project_out(attended)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class DecoderForCausalLM(nnx.Module):
@@ -83,12 +90,13 @@ class DecoderForCausalLM(nnx.Module):
         """Runs one step's tokens through all layers; returns hidden states after the last norm."""
         context = self._make_context(batch, kv_cache, kernels)
         hidden = self.embed_tokens(batch.token_ids)
-        *layers, last_layer = self.layers
-        for layer in layers:
-            hidden, kv_cache = layer(hidden, kv_cache, context)
+        run_layers = run_in_loop if kernels.loops_over_layers else run_in_turn
+        layers = list(self.layers)
         # Nobody reads what the last layer makes of the other tokens.
-        context = dataclasses.replace(context, only_last_tokens=batch.only_last_tokens)
-        hidden, kv_cache = last_layer(hidden, kv_cache, context)
+        last_layers = [layers.pop()] if batch.only_last_tokens else []
+        hidden, kv_cache = run_layers(layers, hidden, kv_cache, context)
+        context = dataclasses.replace(context, only_last_tokens=True)
+        hidden, kv_cache = run_in_turn(last_layers, hidden, kv_cache, context)
         return self.norm(hidden), kv_cache
 
     def compute_logits(

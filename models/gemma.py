@@ -6,7 +6,6 @@ from flax import nnx
 
 from models.config import ModelConfig
 from models.decoder import DecoderForCausalLM
-from models.forward_batch import KVCache
 from models.kv_layers import LayerPlacement
 from models.layers.attention import Attention, AttentionContext
 from models.layers.mlp import GatedMLP
@@ -30,16 +29,23 @@ class GemmaLayer(nnx.Module):
         self.mlp = GatedMLP(config, dtype=dtype)
         self.post_feedforward_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
 
-    def __call__(
+    def before_attention(
         self,
         hidden: jax.Array,  # f[num_tokens, hidden]
-        kv_cache: KVCache,
         context: AttentionContext,
-    ) -> tuple[jax.Array, KVCache]:  # f[num_queries, hidden]
-        attended, kv_cache = self.self_attn(self.input_layernorm(hidden), kv_cache, context)
-        hidden = context.queries_of(hidden) + self.post_attention_layernorm(attended)
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values, as `Attention.project_in`."""
+        return self.self_attn.project_in(self.input_layernorm(hidden), context)
+
+    def after_attention(
+        self,
+        hidden: jax.Array,  # f[num_queries, hidden]
+        attended: jax.Array,  # f[num_queries, num_q_heads, head_dim]
+    ) -> jax.Array:  # f[num_queries, hidden]
+        out = self.self_attn.project_out(attended)
+        hidden = hidden + self.post_attention_layernorm(out)
         out = self.mlp(self.pre_feedforward_layernorm(hidden))
-        return hidden + self.post_feedforward_layernorm(out), kv_cache
+        return hidden + self.post_feedforward_layernorm(out)
 
 
 class Gemma2ForCausalLM(DecoderForCausalLM):

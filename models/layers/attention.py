@@ -1,5 +1,6 @@
 """Self-attention over the paged KV cache."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import jax
@@ -83,6 +84,17 @@ class Attention(nnx.Module):
         context: AttentionContext,
     ) -> tuple[jax.Array, KVCache]:  # f[num_queries, hidden]
         """Writes this step's keys and values, then attends to everything cached so far."""
+        attended, kv_cache = self.attend(*self.project_in(x, context), self.row, kv_cache, context)
+        return self.project_out(attended), kv_cache
+
+    def project_in(
+        self,
+        x: jax.Array,  # f[num_tokens, hidden]
+        context: AttentionContext,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries f[num_queries, num_q_heads, head_dim], and keys and values
+        f[num_tokens, num_kv_heads, head_dim], normed and turned.
+        """
         num_tokens = x.shape[0]
         x_of_queries = context.queries_of(x)
         num_queries = x_of_queries.shape[0]
@@ -94,19 +106,29 @@ class Attention(nnx.Module):
         cos, sin = context.cos_sin[self.rope_idx]
         k = apply_rotary(k, cos, sin)
         q = apply_rotary(q, context.queries_of(cos), context.queries_of(sin))
+        return q, k, v
 
-        attended, kv_cache = self._write_and_attend(q, k, v, kv_cache, context)
-        out = self.o_proj(attended.reshape(num_queries, self.num_q_heads * self.head_dim))
-        return out, kv_cache
+    def project_out(
+        self,
+        attended: jax.Array,  # f[num_queries, num_q_heads, head_dim]
+    ) -> jax.Array:  # f[num_queries, hidden]
+        return self.o_proj(attended.reshape(-1, self.num_q_heads * self.head_dim))
 
-    def _write_and_attend(
+    @property
+    def kind(self) -> tuple[Hashable, ...]:
+        """All that `attend` depends on besides its arguments; layers may share one program."""
+        return (self.group_idx, self.sliding_window, self.scale, self.soft_cap)
+
+    def attend(
         self,
         q: jax.Array,  # f[num_queries, num_q_heads, head_dim]
         k: jax.Array,  # f[num_tokens, num_kv_heads, head_dim]
         v: jax.Array,  # f[num_tokens, num_kv_heads, head_dim]
+        row: int | jax.Array,  # i32[], of the cache
         kv_cache: KVCache,
         context: AttentionContext,
     ) -> tuple[jax.Array, KVCache]:  # f[num_queries, num_q_heads, head_dim]
+        """The part without weights: writes keys and values into a row, and attends to it."""
         batch, kernels = context.batch, context.kernels
         chosen = {"implementation": kernels.implementation, "target": kernels.target}
 
@@ -120,10 +142,10 @@ class Attention(nnx.Module):
             *sequences: jax.Array,
         ) -> tuple[jax.Array, jax.Array, jax.Array]:
             k_cache, v_cache = pallas_kernels.kv_scatter(
-                k_cache, v_cache, k, v, slots, self.row, **chosen
+                k_cache, v_cache, k, v, slots, row, **chosen
             )
             attended = pallas_kernels.paged_attention(
-                *(q, k_cache, v_cache, self.row, *sequences),
+                *(q, k_cache, v_cache, row, *sequences),
                 scale=self.scale,
                 sliding_window=self.sliding_window,
                 soft_cap=self.soft_cap,

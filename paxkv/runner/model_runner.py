@@ -209,6 +209,8 @@ def _kernel_settings(
         mesh,
         implementation=choose_implementation(kernels, model.config, spec, mesh.devices.flat[0]),
         batch_invariant=config.batch_invariant,
+        # A GPU launches every kernel of an unrolled step as one graph, and compiles few of them.
+        loops_over_layers=mesh.devices.flat[0].platform == "cpu",
     )
 
 
