@@ -2,8 +2,9 @@
 
 scanned:  `lax.scan` over stacked weights. The program holds one layer; at every step each layer's
           weights have to be taken out of the stack.
-switched: a loop over the layers that holds attention once, and the products with a layer's own
-          weights as the branches of a `lax.switch`. Weights stay where they are.
+looped:   a loop over the layers that holds attention once, and the products with a layer's own
+          weights as the branches of a `lax.switch`. Weights stay where they are: what paxkv does
+          on CPUs (`models/layer_loop.py`).
 
 For each model: CPU seconds to trace and lower, CPU seconds to compile, and milliseconds of a step
 (the fastest and the median of many, all ways in turns), for decoding and for a chunk of a prompt.
@@ -14,7 +15,6 @@ All ways give the same logits, which is checked.
 
 import argparse
 import dataclasses
-import functools
 import importlib.resources
 import statistics
 import tempfile
@@ -31,8 +31,7 @@ from jax.stages import Compiled
 from benchmarks.random_checkpoint import MODEL_SHAPES, write_checkpoint
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
 from models import ForwardBatch, KVCache, LoadedModel, load_model
-from models.layers.attention import AttentionContext
-from models.layers.rotary import apply_rotary
+from models.layer_loop import run_in_turn
 from paxkv.runner.program_identity import num_cores
 from paxkv.runner.warmup import compiler_options
 
@@ -85,91 +84,33 @@ def make_scanned(model: LoadedModel) -> Step:
         first_def, first_state = nnx.split(decoder.layers[0])
         layer_tree = jax.tree.structure(first_state)
 
-        def run_all_layers(
-            hidden: jax.Array, kv_cache: KVCache, context: AttentionContext
-        ) -> tuple[jax.Array, KVCache]:
-            def run_layer(
-                carry: tuple[jax.Array, KVCache], xs: tuple[Arrays, jax.Array]
-            ) -> tuple[tuple[jax.Array, KVCache], None]:
-                weights, row = xs
-                layer = nnx.merge(first_def, jax.tree.unflatten(layer_tree, weights))
-                # The one thing that tells the layers of such a model apart.
-                object.__setattr__(layer.self_attn, "row", row)
-                return layer(*carry, context), None
+        context = decoder.make_context(batch, kv_cache, model.kernels)
 
-            rows = jnp.arange(model.config.num_layers, dtype=jnp.int32)
-            carry, _ = jax.lax.scan(run_layer, (hidden, kv_cache), (stacked, rows))
-            return carry
+        def run_layer(
+            carry: tuple[jax.Array, KVCache], xs: tuple[Arrays, jax.Array]
+        ) -> tuple[tuple[jax.Array, KVCache], None]:
+            weights, row = xs
+            layer = nnx.merge(first_def, jax.tree.unflatten(layer_tree, weights))
+            # The one thing that tells the layers of such a model apart.
+            object.__setattr__(layer.self_attn, "row", row)
+            return run_in_turn([layer], *carry, context), None
 
-        # The decoder calls its layers in turn: here there is one, which is all of them.
-        object.__setattr__(decoder, "layers", (run_all_layers,))
-        hidden, kv_cache = decoder(batch, kv_cache, model.kernels)
+        rows = jnp.arange(model.config.num_layers, dtype=jnp.int32)
+        carry = (decoder.embed_tokens(batch.token_ids), kv_cache)
+        (hidden, kv_cache), _ = jax.lax.scan(run_layer, carry, (stacked, rows))
+        hidden = decoder.norm(hidden)
         return decoder.compute_logits(hidden[batch.logits_indices]), kv_cache
 
     return step
 
 
-def make_switched(model: LoadedModel) -> Step:
-    """The same with a loop over the layers; attention's rules must be those of every layer."""
-
-    def step(
-        params: Arrays, stacked: Arrays, kv_cache: KVCache, batch: ForwardBatch
-    ) -> tuple[jax.Array, KVCache]:
-        decoder = nnx.merge(model.graphdef, jax.tree.unflatten(model.params_treedef, params))
-        layers = list(decoder.layers)
-        attention = layers[0].self_attn
-
-        def run_all_layers(
-            hidden: jax.Array, kv_cache: KVCache, context: AttentionContext
-        ) -> tuple[jax.Array, KVCache]:
-            before = [functools.partial(_before_attention, layer, context) for layer in layers]
-            after = [functools.partial(_after_attention, layer) for layer in layers]
-
-            def run_layer(
-                layer_idx: jax.Array, carry: tuple[jax.Array, KVCache]
-            ) -> tuple[jax.Array, KVCache]:
-                hidden, kv_cache = carry
-                q, k, v = jax.lax.switch(layer_idx, before, hidden)
-                object.__setattr__(attention, "row", layer_idx)
-                # Of one layer: nothing else of `Attention` is free of weights.
-                attended, kv_cache = attention._write_and_attend(q, k, v, kv_cache, context)
-                return jax.lax.switch(layer_idx, after, hidden, attended), kv_cache
-
-            return jax.lax.fori_loop(0, len(layers), run_layer, (hidden, kv_cache))
-
-        object.__setattr__(decoder, "layers", (run_all_layers,))
-        hidden, kv_cache = decoder(batch, kv_cache, model.kernels)
-        return decoder.compute_logits(hidden[batch.logits_indices]), kv_cache
-
-    return step
+def make_looped(model: LoadedModel) -> Step:
+    """The model's own forward pass with its loop over the layers."""
+    kernels = dataclasses.replace(model.kernels, loops_over_layers=True)
+    return make_unrolled(model.with_kernels(kernels))
 
 
-def _before_attention(
-    layer: nnx.Module,
-    context: AttentionContext,
-    hidden: jax.Array,  # f[num_tokens, hidden]
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # f[num_tokens, num_heads, head_dim] each
-    attention, num_tokens = layer.self_attn, hidden.shape[0]
-    x = layer.input_layernorm(hidden)
-    q = attention.q_proj(x).reshape(num_tokens, attention.num_q_heads, attention.head_dim)
-    k = attention.k_proj(x).reshape(num_tokens, attention.num_kv_heads, attention.head_dim)
-    v = attention.v_proj(x).reshape(num_tokens, attention.num_kv_heads, attention.head_dim)
-    if attention.q_norm is not None:
-        q, k = attention.q_norm(q), attention.k_norm(k)
-    cos, sin = context.cos_sin[attention.rope_idx]
-    return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v
-
-
-def _after_attention(
-    layer: nnx.Module,
-    hidden: jax.Array,  # f[num_tokens, hidden]
-    attended: jax.Array,  # f[num_tokens, num_q_heads, head_dim]
-) -> jax.Array:  # f[num_tokens, hidden]
-    hidden = hidden + layer.self_attn.o_proj(attended.reshape(hidden.shape[0], -1))
-    return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-
-
-WAYS = {"unrolled": make_unrolled, "scanned": make_scanned, "switched": make_switched}
+WAYS = {"unrolled": make_unrolled, "scanned": make_scanned, "looped": make_looped}
 
 
 def split_params(model: LoadedModel) -> tuple[Arrays, Arrays]:

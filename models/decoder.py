@@ -88,7 +88,7 @@ class DecoderForCausalLM(nnx.Module):
         self, batch: ForwardBatch, kv_cache: KVCache, kernels: KernelSettings
     ) -> tuple[jax.Array, KVCache]:  # f[num_tokens, hidden], or f[num_reqs, hidden]
         """Runs one step's tokens through all layers; returns hidden states after the last norm."""
-        context = self._make_context(batch, kv_cache, kernels)
+        context = self.make_context(batch, kv_cache, kernels)
         hidden = self.embed_tokens(batch.token_ids)
         run_layers = run_in_loop if kernels.loops_over_layers else run_in_turn
         layers = list(self.layers)
@@ -109,9 +109,10 @@ class DecoderForCausalLM(nnx.Module):
             logits = dot_float32(hidden, self.lm_head.kernel[...])
         return soft_cap_logits(logits, self.config.logits_soft_cap)
 
-    def _make_context(
+    def make_context(
         self, batch: ForwardBatch, kv_cache: KVCache, kernels: KernelSettings
     ) -> AttentionContext:
+        """What the layers share in this step."""
         num_groups = batch.block_tables.shape[0]
         slots = kernels.slot_mapping(
             jnp.broadcast_to(batch.positions, (num_groups, *batch.positions.shape)),

@@ -52,6 +52,7 @@ class AttentionContext:
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions, and normed queries and keys where asked.
 
+    It comes in three parts, `project_in`, `attend` and `project_out`: only `attend` has no weights.
     What differs between the layers of a model is settled here: which block table and row of the
     cache, which rotary embedding, and how far a token sees.
     """
@@ -76,16 +77,6 @@ class Attention(nnx.Module):
         self.sliding_window = config.layer_window(layer_idx)
         self.scale = config.attention_scale
         self.soft_cap = config.attention_soft_cap
-
-    def __call__(
-        self,
-        x: jax.Array,  # f[num_tokens, hidden]
-        kv_cache: KVCache,
-        context: AttentionContext,
-    ) -> tuple[jax.Array, KVCache]:  # f[num_queries, hidden]
-        """Writes this step's keys and values, then attends to everything cached so far."""
-        attended, kv_cache = self.attend(*self.project_in(x, context), self.row, kv_cache, context)
-        return self.project_out(attended), kv_cache
 
     def project_in(
         self,
@@ -117,16 +108,18 @@ class Attention(nnx.Module):
     @property
     def kind(self) -> tuple[Hashable, ...]:
         """All that `attend` depends on besides its arguments; layers may share one program."""
-        return (self.group_idx, self.sliding_window, self.scale, self.soft_cap)
+        return (self.sliding_window, self.scale, self.soft_cap)
 
     def attend(
         self,
         q: jax.Array,  # f[num_queries, num_q_heads, head_dim]
         k: jax.Array,  # f[num_tokens, num_kv_heads, head_dim]
         v: jax.Array,  # f[num_tokens, num_kv_heads, head_dim]
-        row: int | jax.Array,  # i32[], of the cache
         kv_cache: KVCache,
         context: AttentionContext,
+        *,
+        group_idx: int | jax.Array,  # i32[], as in `LayerPlacement`
+        row: int | jax.Array,  # i32[], likewise
     ) -> tuple[jax.Array, KVCache]:  # f[num_queries, num_q_heads, head_dim]
         """The part without weights: writes keys and values into a row, and attends to it."""
         batch, kernels = context.batch, context.kernels
@@ -157,9 +150,9 @@ class Attention(nnx.Module):
 
         attended, k_cache, v_cache = kernels.by_head(
             *(of_own_heads, q, k, v, kv_cache.k, kv_cache.v),
-            context.slots[self.group_idx],
-            batch.block_tables[self.group_idx],
-            batch.seq_lens[self.group_idx],
+            context.slots[group_idx],
+            batch.block_tables[group_idx],
+            batch.seq_lens[group_idx],
             context.query_start_loc,
             in_specs=(*[TOKENS_BY_HEAD] * 3, *[CACHE_BY_HEAD] * 2, *[WHOLE] * 4),
             out_specs=(TOKENS_BY_HEAD, CACHE_BY_HEAD, CACHE_BY_HEAD),

@@ -57,8 +57,11 @@ INVARIANT_TILE_TOKENS = 32
 # is no burst has a prompt in it, and computing a few tokens takes on the CPU as long as 16: reading
 # the weights.
 MIN_BATCHED_TOKENS = 16
-# A single request decodes as one of 8 in 1.4 times the time (CPU, demo model), so it has its own.
-MIN_DECODED_REQS = 4
+# Two requests take as long as 8 (hidden 512, one core: 4.7 ms a step for one, 7.3 for 2, 8.2 for 8,
+# 11.2 for 12 or 16, 14 for 24, 18 for 32, 24 for 48, 30 for 64), and one has a program of its own.
+MIN_DECODED_REQS = 8
+# Halfway between two powers of two, where steps take long enough to be worth a program.
+HALFWAY_REQS = (24, 48)
 
 
 def token_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
@@ -70,11 +73,13 @@ def token_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
 
 
 def decode_buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """Padded numbers of requests in a burst: one, powers of two from 4 on, and all exactly.
+    """Padded numbers of requests in a burst: one, powers of two from 8 on, 24, 48, and all exactly.
 
-    Example: 24 -> (1, 4, 8, 16, 24). From 3 requests on, at most half of a burst is padding.
+    Example: 40 -> (1, 8, 16, 24, 32, 40).
     """
-    return tuple(sorted({1, *_growing(MIN_DECODED_REQS, max_num_seqs, growth=2)}))
+    powers = _growing(MIN_DECODED_REQS, max_num_seqs, growth=2)
+    halfway = [num_reqs for num_reqs in HALFWAY_REQS if num_reqs < max_num_seqs]
+    return tuple(sorted({1, *powers, *halfway}))
 
 
 def _growing(smallest: int, largest: int, *, growth: int) -> tuple[int, ...]:

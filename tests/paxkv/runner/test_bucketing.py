@@ -23,9 +23,11 @@ def test_token_buckets_are_powers_of_two_and_the_largest_step():
     assert token_buckets(1) == (1,)
 
 
-def test_decode_buckets_are_one_powers_of_two_and_all_requests():
-    assert decode_buckets(24) == (1, 4, 8, 16, 24)
-    assert decode_buckets(64) == (1, 4, 8, 16, 32, 64)
+def test_decode_buckets_are_one_powers_of_two_some_halfway_and_all_requests():
+    assert decode_buckets(20) == (1, 8, 16, 20)
+    assert decode_buckets(24) == (1, 8, 16, 24)
+    assert decode_buckets(64) == (1, 8, 16, 24, 32, 48, 64)
+    assert decode_buckets(256) == (1, 8, 16, 24, 32, 48, 64, 128, 256)
     assert decode_buckets(3) == (1, 3)
     assert decode_buckets(1) == (1,)
 
