@@ -187,7 +187,9 @@ def compile_variant(name: str, model: LoadedModel, work: Work) -> Variant:
     start = time.process_time()
     lowered = jax.jit(make_step(model), donate_argnums=2).lower(params, stacked, kv_cache, batch)
     lowered_at = time.process_time()
-    options = compiler_options(jax.default_backend(), params[0].dtype.name, num_cores=num_cores())
+    options = compiler_options(
+        jax.default_backend(), {param.dtype.name for param in params}, num_cores=num_cores()
+    )
     program = lowered.compile(options)
     return Variant(
         name=name,

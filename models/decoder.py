@@ -12,7 +12,7 @@ from models.kernel_settings import KernelSettings
 from models.kv_layers import LayerPlacement, kv_cache_layers, place_layers
 from models.layer_loop import run_in_loop, run_in_turn
 from models.layers.attention import Attention, AttentionContext
-from models.layers.linear import Embedding, Linear, dot_float32
+from models.layers.linear import Embedding, Linear
 from models.layers.mlp import GatedMLP
 from models.layers.rms_norm import make_norm
 from models.layers.rotary import rotary_cos_sin
@@ -106,7 +106,7 @@ class DecoderForCausalLM(nnx.Module):
         if self.lm_head is None:
             logits = self.embed_tokens.attend(hidden)
         else:
-            logits = dot_float32(hidden, self.lm_head.kernel[...])
+            logits = self.lm_head.product(hidden)
         return soft_cap_logits(logits, self.config.logits_soft_cap)
 
     def make_context(

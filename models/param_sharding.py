@@ -12,7 +12,7 @@ _SPLIT_OUT = PartitionSpec(None, MODEL_AXIS)  # kernel [in, out]: each device ma
 _SPLIT_IN = PartitionSpec(MODEL_AXIS, None)  # and this one sums over some inputs
 _SPLIT_VECTOR = PartitionSpec(MODEL_AXIS)
 
-# Module that holds the parameter -> specs of its kernel and bias.
+# Module that holds the parameter -> specs of its kernel and of a number for each output.
 _LINEAR_SPECS = {
     **dict.fromkeys(
         ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), (_SPLIT_OUT, _SPLIT_VECTOR)
@@ -35,6 +35,6 @@ def param_spec(name: str) -> PartitionSpec:
         return _REPLICATED
     if kind == "embedding":
         return _SPLIT_IN
-    if module in _LINEAR_SPECS and kind in ("kernel", "bias"):
-        return _LINEAR_SPECS[module][kind == "bias"]
+    if module in _LINEAR_SPECS and kind in ("kernel", "kernel_scale", "bias"):
+        return _LINEAR_SPECS[module][kind != "kernel"]
     raise ModelError(f"parameter {name!r} has no sharding; wanted a rule for {module}.{kind}.")

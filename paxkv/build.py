@@ -169,6 +169,7 @@ def _load_model(config: EngineConfig, folder: Path) -> LoadedModel:
         load_format=config.model.load_format,
         seed=config.model.seed,
         has_unified_kv=config.cache.disable_hybrid_kv_cache_manager,
+        product_dtype=config.model.product_dtype,
     )
 
 

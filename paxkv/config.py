@@ -9,6 +9,7 @@ from paxkv.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
+ProductDtype = Literal["auto", "bfloat16", "int8"]
 SchedulerPolicy = Literal["fcfs", "priority"]
 PrefixCachingHashAlgo = Literal["sha256", "sha256_cbor", "xxhash"]
 KVEventPublisherKind = Literal["zmq", "null"]
@@ -37,6 +38,12 @@ class ModelConfig:
         "own elsewhere",
         "auto",
     )
+    product_dtype: ProductDtype = setting(
+        "precision of the weights in matrix products, and of what is multiplied with them; auto is "
+        "that of --dtype. bfloat16 and int8 are faster on processors that have instructions for "
+        "them, and change answers: README.md says by how much",
+        "auto",
+    )
     seed: int = setting("seed of random weights and of requests that bring none", 0)
     max_model_len: int | None = setting(
         "most tokens of prompt and output together; the model's own limit if left out", None
@@ -45,6 +52,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, Dtype.__args__)
+        _one_of("product_dtype", self.product_dtype, ProductDtype.__args__)
         _one_of("load_format", self.load_format, LoadFormat.__args__)
         _at_least("max_model_len", self.max_model_len, 2)
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:

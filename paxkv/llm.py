@@ -20,6 +20,7 @@ from paxkv.config import (
     EngineConfig,
     LoadFormat,
     ModelConfig,
+    ProductDtype,
     RunnerConfig,
     SchedulerConfig,
     SchedulerPolicy,
@@ -48,7 +49,7 @@ class LLM:
         dtype: "auto" is float32 on the CPU and the checkpoint's own elsewhere.
         seed: Of random weights and of requests that bring no seed.
         max_model_len: Most tokens of prompt and output together; None is the model's own limit.
-
+        product_dtype: `ModelConfig.product_dtype`.
         scheduling_policy: `SchedulerConfig.policy`, under vLLM's name.
         settings: Any field of `CacheConfig`, `SchedulerConfig` and `RunnerConfig`, as in
             `LLM(block_size=32, enable_prefix_caching=False)`.
@@ -67,6 +68,7 @@ class LLM:
         seed: int = 0,
         max_model_len: int | None = None,
         load_format: LoadFormat = "auto",
+        product_dtype: ProductDtype = "auto",
         scheduling_policy: SchedulerPolicy = "fcfs",
         **settings: int | float | bool | str | None,
     ) -> None:
@@ -76,6 +78,7 @@ class LLM:
             seed=seed,
             max_model_len=max_model_len,
             load_format=load_format,
+            product_dtype=product_dtype,
         )
         config = _engine_config(model_config, {"policy": scheduling_policy} | settings)
         self._engine = build_engine(config, show_progress=sys.stderr.isatty())

@@ -5,6 +5,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+INT8_MAX = 127
+# XLA:CPU multiplies fewer rows of bfloat16 or int8 than this ten times as slowly as so many.
+MIN_ROUNDED_ROWS = 8
+
 
 def dot_float32(
     x: jax.Array,  # f[num_tokens, in_features]
@@ -19,28 +23,78 @@ def dot_float32(
     return jnp.dot(x, kernel, precision=precision, preferred_element_type=jnp.float32)
 
 
+def dot_rounded(
+    x: jax.Array,  # f[num_tokens, in_features]
+    kernel: jax.Array,  # bf16[in_features, out_features]
+) -> jax.Array:  # f32[num_tokens, out_features]
+    """`dot_float32` of x rounded to the kernel's dtype."""
+    return dot_float32(_at_least_min_rows(x.astype(kernel.dtype)), kernel)[: x.shape[0]]
+
+
+def dot_int8(
+    x: jax.Array,  # f[num_tokens, in_features]
+    kernel: jax.Array,  # i8[in_features, out_features]
+    kernel_scale: jax.Array,  # f32[out_features]
+) -> jax.Array:  # f32[num_tokens, out_features]
+    """Multiplies in integers: each token is rounded to 255 steps of its own largest number."""
+    x_q, x_scale = round_to_int8(x, axis=1)
+    sums = jnp.dot(_at_least_min_rows(x_q), kernel, preferred_element_type=jnp.int32)
+    return sums[: x.shape[0]].astype(jnp.float32) * x_scale[:, None] * kernel_scale
+
+
+def round_to_int8(
+    x: jax.Array,  # f[...]
+    *,
+    axis: int,
+) -> tuple[jax.Array, jax.Array]:  # i8[...], f32[... without axis]
+    """The nearest of 255 equal steps between the largest number along `axis` and its negative."""
+    scale = jnp.abs(x).max(axis=axis).astype(jnp.float32) / INT8_MAX
+    step = jnp.expand_dims(jnp.where(scale > 0, scale, 1.0), axis)
+    return jnp.round(x.astype(jnp.float32) / step).astype(jnp.int8), scale
+
+
+def _at_least_min_rows(x: jax.Array) -> jax.Array:  # [num_tokens, in] -> [>= num_tokens, in]
+    return jnp.pad(x, ((0, max(0, MIN_ROUNDED_ROWS - x.shape[0])), (0, 0)))
+
+
 class Linear(nnx.Module):
     """`x @ kernel + bias`, summed in float32 and returned in x's dtype.
 
     A checkpoint stores the transpose; the loader turns it once, since an [out, in] kernel costs
     several times the product on a CPU. A mesh shards `out_features` of q, k, v, gate and up, and
     `in_features` of o and down.
+
+    The kernel may be of fewer bits than x (`models/loading/product_dtype.py`): then x is rounded to
+    them as well.
     """
 
     def __init__(
         self, in_features: int, out_features: int, *, use_bias: bool, dtype: jnp.dtype
     ) -> None:
         self.kernel = nnx.Param(jnp.zeros((in_features, out_features), dtype))
+        # f32[out_features], what a column of an int8 kernel is to be multiplied by.
+        self.kernel_scale: nnx.Param | None = None
         self.bias = nnx.Param(jnp.zeros((out_features,), dtype)) if use_bias else None
 
     def __call__(
         self,
         x: jax.Array,  # f[num_tokens, in_features]
     ) -> jax.Array:  # f[num_tokens, out_features]
-        out = dot_float32(x, self.kernel[...])
+        out = self.product(x)
         if self.bias is not None:
             out = out + self.bias[...].astype(jnp.float32)
         return out.astype(x.dtype)
+
+    def product(
+        self,
+        x: jax.Array,  # f[num_tokens, in_features]
+    ) -> jax.Array:  # f32[num_tokens, out_features]
+        """`x @ kernel` alone."""
+        if self.kernel_scale is not None:
+            return dot_int8(x, self.kernel[...], self.kernel_scale[...])
+        if self.kernel[...].dtype != x.dtype:
+            return dot_rounded(x, self.kernel[...])
+        return dot_float32(x, self.kernel[...])
 
 
 class Embedding(nnx.Module):

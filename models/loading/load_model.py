@@ -13,6 +13,7 @@ from flax import nnx
 from models.config import ModelConfig, ModelDtype
 from models.errors import ModelError
 from models.loading.loaded_model import LoadedModel
+from models.loading.product_dtype import ProductDtype, with_product_dtype
 from models.loading.safetensors_reader import SafetensorsCheckpoint
 from models.loading.source import read_model_config, resolve_model_folder
 from models.loading.weight_names import check_weights, weight_source
@@ -29,6 +30,7 @@ def load_model(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     has_unified_kv: bool = False,
+    product_dtype: ProductDtype = "auto",
 ) -> LoadedModel:
     """Loads a model onto the default device.
 
@@ -40,6 +42,7 @@ def load_model(
             config.json and draws random weights.
         seed: Of the random weights.
         has_unified_kv: Layers with a sliding window keep all keys and values, as the others do.
+        product_dtype: What the weights of products are rounded to (`with_product_dtype`).
 
     Raises:
         ModelError: The model cannot be found, is not supported, or its weights do not fit; which of
@@ -47,6 +50,7 @@ def load_model(
     """
     _check_choice("dtype", dtype, get_args(LoadDtype))
     _check_choice("load_format", load_format, get_args(LoadFormat))
+    _check_choice("product_dtype", product_dtype, get_args(ProductDtype))
     folder = resolve_model_folder(model, with_weights=load_format != "dummy")
     config = dataclasses.replace(read_model_config(folder), has_unified_kv=has_unified_kv)
     structure = _Structure(config, _resolve_dtype(dtype, config))
@@ -54,13 +58,14 @@ def load_model(
         params = _random_params(structure, seed)
     else:
         params = _read_params(structure, folder)
-    return LoadedModel(
+    model = LoadedModel(
         config=config,
         graphdef=structure.graphdef,
         params_treedef=structure.treedef,
         param_names=structure.names,
         params=params,
     )
+    return with_product_dtype(model, product_dtype)
 
 
 class _Structure:

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -28,17 +28,18 @@ logger = logging.getLogger(__name__)
 _MAX_COMPILE_THREADS = 8
 
 
-def compiler_options(platform: str, dtype: str, *, num_cores: int) -> dict[str, str]:
-    """What XLA is told for every program of a device whose model computes in `dtype`.
+def compiler_options(platform: str, dtypes: Collection[str], *, num_cores: int) -> dict[str, str]:
+    """What XLA is told for every program of a device.
 
     Args:
+        dtypes: Of the model's weights.
         num_cores: Of the processor, as many as this process may use.
     """
     if platform == "cpu":
         # Of the levels 0 to 3, 2 if nobody says. With 1 programs compile in 0.85 of the time, and
         # steps take 0.96 of it; with 0 steps take 2.6 times as long (hidden 512, JAX 0.10.2).
         options = {"xla_backend_optimization_level": "1"}
-        if (dtype, num_cores) == ("float32", 1):
+        if set(dtypes) == {"float32"} and num_cores == 1:
             # On one core products of 64 tokens by YNNPACK take 1.3 to 1.5 times as long as XLA's
             # own, of 256 tokens 1.1 to 1.3. On two cores it is the other way round: 0.7 to 0.8 with
             # 256 tokens, about the same with fewer (JAX 0.10.2 and 0.12.0.1, hidden 512, busy
@@ -83,7 +84,9 @@ class StepPrograms:
         self._store = store
         self._sharding = NamedSharding(mesh, PartitionSpec())
         self._compiler_options = compiler_options(
-            mesh.devices.flat[0].platform, params[0].dtype.name, num_cores=num_cores()
+            mesh.devices.flat[0].platform,
+            {param.dtype.name for param in params},
+            num_cores=num_cores(),
         )
         self._programs: dict[ProgramShape, Compiled] = {}
         self._is_ready = False

@@ -57,7 +57,7 @@ def compiled(h200, four_h200s, compile_for_h200, tmp_path_factory):
             *program.args,
             mesh=mesh,
             donate_argnums=1,
-            compiler_options=compiler_options("gpu", "bfloat16", num_cores=1),
+            compiler_options=compiler_options("gpu", ["bfloat16"], num_cores=1),
         )
 
     return compile_step

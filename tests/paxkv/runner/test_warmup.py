@@ -98,13 +98,13 @@ def test_start_that_fails_begins_no_other_program(mesh, kv_cache, monkeypatch):
 def test_xla_takes_the_options_of_this_platform():
     platform = jax.default_backend()
     for num_cores in (1, 2):
-        options = compiler_options(platform, "float32", num_cores=num_cores)
+        options = compiler_options(platform, ["float32"], num_cores=num_cores)
         assert jax.jit(lambda x: x @ x).lower(jax.numpy.ones((4, 4))).compile(options) is not None
 
 
 def test_ynnpack_is_left_out_on_one_core_alone():
     option = "xla_cpu_experimental_ynn_fusion_type"
-    assert compiler_options("cpu", "float32", num_cores=1)[option] == ""
-    assert option not in compiler_options("cpu", "float32", num_cores=2)
-    assert option not in compiler_options("cpu", "bfloat16", num_cores=1)
-    assert option not in compiler_options("gpu", "float32", num_cores=1)
+    assert compiler_options("cpu", ["float32"], num_cores=1)[option] == ""
+    assert option not in compiler_options("cpu", ["float32"], num_cores=2)
+    assert option not in compiler_options("cpu", ["float32", "bfloat16"], num_cores=1)
+    assert option not in compiler_options("gpu", ["float32"], num_cores=1)

@@ -1,0 +1,58 @@
+"""Rounds the weights of a model's products, so that a device multiplies numbers of fewer bits."""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.layers.linear import Linear, round_to_int8
+from models.loading.loaded_model import LoadedModel
+
+# "auto" is the dtype of the model's other numbers.
+ProductDtype = Literal["auto", "bfloat16", "int8"]
+
+
+def with_product_dtype(model: LoadedModel, product_dtype: ProductDtype) -> LoadedModel:
+    """The model with the kernels of its `Linear` layers in fewer bits.
+
+    Activations are rounded where they meet such a kernel, sums are as wide as ever, and everything
+    else stays in the model's dtype. "int8" has a step for every output of a kernel, and one for
+    every token; nothing has to be calibrated.
+
+    Embeddings are not rounded, and neither is a head that reads the embedding.
+    """
+    if product_dtype == "auto":
+        return model
+    decoder = nnx.merge(model.graphdef, jax.tree.unflatten(model.params_treedef, model.params))
+    for _, module in nnx.iter_modules(decoder):
+        if isinstance(module, Linear):
+            _round_linear(module, product_dtype)
+    graphdef, state = nnx.split(decoder)
+    leaves_with_path, treedef = jax.tree.flatten_with_path(state)
+    return dataclasses.replace(
+        model,
+        graphdef=graphdef,
+        params_treedef=treedef,
+        # The last entry of a path is the Variable's own "value".
+        param_names=tuple(
+            ".".join(str(entry.key) for entry in path[:-1]) for path, _ in leaves_with_path
+        ),
+        params=tuple(leaf for _, leaf in leaves_with_path),
+    )
+
+
+def _round_linear(linear: Linear, product_dtype: ProductDtype) -> None:
+    kernel = linear.kernel[...]
+    if product_dtype == "bfloat16":
+        linear.kernel = nnx.Param(kernel.astype(jnp.bfloat16))
+        return
+    rounded, scale = _round_columns(kernel)
+    linear.kernel = nnx.Param(rounded)
+    linear.kernel_scale = nnx.data(nnx.Param(scale))
+
+
+@jax.jit
+def _round_columns(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return round_to_int8(kernel, axis=0)
