@@ -91,9 +91,9 @@ class BatchBuilder:
         seq_lens_np = rows.num_computed_np + rows.num_scheduled_np
         views["seq_lens"][:, :num_reqs] = seq_lens_np
         views["logits_indices"][:num_reqs] = rows.ends_np - 1
-        # The drawn token's own position: the draw must not depend on how the prompt was split.
-        views["draw_position"][:num_reqs] = seq_lens_np
         is_drawn_np = seq_lens_np >= self._rows.num_tokens_np[rows.rows_np]
+        # The drawn token's own position: the draw must not depend on how the prompt was split.
+        views["draw_position"][:num_reqs] = seq_lens_np * is_drawn_np
         return BuiltStep(
             shape=shape,
             packed_np=packed_np,

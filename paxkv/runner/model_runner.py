@@ -18,7 +18,7 @@ from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.errors import InvariantError
 from paxkv.runner.batch_builder import BatchBuilder, BuiltStep
 from paxkv.runner.block_copies import build_block_copies
-from paxkv.runner.bucketing import CopyShape, StepBuckets
+from paxkv.runner.bucketing import SAMPLED_CHUNK_ROWS, BurstShape, CopyShape, StepBuckets
 from paxkv.runner.input_batch import InputBatch
 from paxkv.runner.kernel_check import choose_implementation
 from paxkv.runner.kv_cache_arrays import (
@@ -94,6 +94,8 @@ class ModelRunner:
             num_groups=num_groups,
             max_blocks_per_req=max_blocks_per_req,
             batch_invariant=runner_config.batch_invariant,
+            # An accelerator takes all rows at once faster than it takes a loop's turns.
+            sampled_chunk_rows=SAMPLED_CHUNK_ROWS if device.platform == "cpu" else None,
         )
         self._params = tuple(
             jax.device_put(param, NamedSharding(mesh, spec))
@@ -108,6 +110,11 @@ class ModelRunner:
             mesh=mesh,
             store=program_store,
         )
+        self._sharding = NamedSharding(mesh, PartitionSpec())
+        # Before memory is measured: they stay.
+        self._logits = jnp.zeros(
+            (max_num_seqs, model.config.vocab_size), jnp.float32, device=self._sharding
+        )
         self.memory_plan: MemoryPlan = plan_memory(
             groups,
             cache_config,
@@ -116,7 +123,6 @@ class ModelRunner:
             device_memory=self._measure_memory(mesh, cache_config, groups),
         )
         self._kv_cache = allocate_kv_cache(self.kv_cache_config, mesh)
-        self._sharding = NamedSharding(mesh, PartitionSpec())
         self._prev_tokens = jnp.zeros(max_num_seqs, jnp.int32, device=self._sharding)
         self._rows = InputBatch.create(
             max_num_seqs=max_num_seqs,
@@ -168,14 +174,25 @@ class ModelRunner:
         if not scheduler_output.num_scheduled_tokens:
             return FinishedStep()
         built = self._builder.build(scheduler_output)
-        packed = jax.device_put(built.packed_np, self._sharding)
-        program = self._programs.get(built.shape, self._kv_cache)
-        self._kv_cache, result, self._prev_tokens = program(
-            self._params, self._kv_cache, packed, self._prev_tokens
-        )
+        result = self._launch(built)
         self._rows.note_drawn(built.rows_np, built.num_drawn_np)
         self._num_padded_tokens += built.num_padded_tokens
         return DeviceStep(result=result, built=built, rows=self._rows)
+
+    def _launch(self, built: BuiltStep) -> jax.Array:  # i32[max_steps, num_rows, RESULT_WIDTH]
+        packed = jax.device_put(built.packed_np, self._sharding)
+        program = self._programs.get(built.shape, self._kv_cache)
+        if isinstance(built.shape, BurstShape):
+            self._kv_cache, result, self._prev_tokens = program(
+                self._params, self._kv_cache, packed, self._prev_tokens
+            )
+            return result
+        self._kv_cache, self._logits, sampling = program(
+            self._params, self._kv_cache, packed, self._prev_tokens, self._logits
+        )
+        sampler = self._programs.get(self._buckets.sampler_shape, self._kv_cache)
+        self._logits, result, self._prev_tokens = sampler(self._logits, sampling)
+        return result
 
     def _copy_blocks(self, scheduler_output: SchedulerOutput) -> None:
         num_blocks = self.kv_cache_config.num_blocks
@@ -197,7 +214,8 @@ class ModelRunner:
         # Temporary memory does not depend on the cache's size, so a tiny one will do.
         tiny_cache = abstract_kv_cache(groups.config(num_blocks=2), mesh)
         activation_bytes = self._programs.measure_temp_bytes(tiny_cache)
-        return measure_device_memory(device, self._params, activation_bytes)
+        held = (*self._params, self._logits)
+        return measure_device_memory(device, held, activation_bytes)
 
 
 def _kernel_settings(

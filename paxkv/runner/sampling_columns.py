@@ -19,6 +19,8 @@ COLUMNS = (
     "wants_logprobs",
 )
 NUM_COLUMNS = len(COLUMNS)
+# What a step leaves for the sampler of each row: its columns, and the place of what it draws.
+STEP_ROW_WIDTH = NUM_COLUMNS + 1
 _NUM_FLOATS = 3
 
 
@@ -34,6 +36,11 @@ class SamplingInputs:
     seed: jax.Array  # u32[num_logits, 2]
     draw_position: jax.Array  # i32[num_logits], place in its sequence of the token to be drawn
     wants_logprobs: jax.Array  # bool[num_logits]
+
+    @property
+    def is_drawn(self) -> jax.Array:  # bool[num_logits]
+        """Whether the row draws at all: no token is drawn for the first place of a sequence."""
+        return self.draw_position > 0
 
 
 def seed_of_request(engine_seed: int, req_id: str) -> int:
@@ -79,3 +86,18 @@ def decode_sampling_rows(
         draw_position=draw_position,
         wants_logprobs=rows[:, 6] != 0,
     )
+
+
+def join_step_rows(
+    fields: dict[str, jax.Array], *, max_num_seqs: int
+) -> jax.Array:  # i32[max_num_seqs, STEP_ROW_WIDTH]
+    """A step's sampling rows for the sampler's program, under `jit`; rows of nobody are zeros."""
+    rows = jnp.concatenate([fields["sampling_rows"], fields["draw_position"][:, None]], axis=1)
+    return jnp.pad(rows, ((0, max_num_seqs - rows.shape[0]), (0, 0)))
+
+
+def decode_step_rows(
+    sampling: jax.Array,  # i32[num_rows, STEP_ROW_WIDTH]
+) -> SamplingInputs:
+    """Inverse of `join_step_rows`, under `jit`."""
+    return decode_sampling_rows(sampling[:, :NUM_COLUMNS], sampling[:, NUM_COLUMNS])

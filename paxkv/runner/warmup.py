@@ -14,12 +14,20 @@ from jax.stages import Compiled, Lowered
 from tqdm import tqdm
 
 from models import KVCache, LoadedModel
-from paxkv.runner.bucketing import BurstShape, CopyShape, ProgramShape, StepBuckets
+from paxkv.runner.bucketing import (
+    BurstShape,
+    CopyShape,
+    ProgramShape,
+    SamplerShape,
+    StepBuckets,
+)
 from paxkv.runner.burst import make_burst
 from paxkv.runner.invariant_step import make_invariant_step
 from paxkv.runner.packed_layout import PackedLayout
 from paxkv.runner.program_identity import num_cores, program_identity
 from paxkv.runner.program_store import ProgramFolder, ProgramStore, without_jax_cache
+from paxkv.runner.sampler_program import make_sampler
+from paxkv.runner.sampling_columns import STEP_ROW_WIDTH
 from paxkv.runner.step import Params, make_block_copies, make_step
 
 logger = logging.getLogger(__name__)
@@ -119,14 +127,18 @@ class StepPrograms:
             copies = self._abstract_int32(2, shape.num_copies)
             copy_blocks = make_block_copies(self._model)
             return jax.jit(copy_blocks, donate_argnums=0).lower(kv_cache, copies)
-        if isinstance(shape, BurstShape):
-            make = make_burst
-        else:
-            make = make_step if shape.tile_tokens is None else make_invariant_step
-        step = jax.jit(make(self._model, shape), donate_argnums=1)
+        logits = self._abstract_logits()
+        if isinstance(shape, SamplerShape):
+            sampling = self._abstract_int32(shape.num_rows, STEP_ROW_WIDTH)
+            return jax.jit(make_sampler(shape), donate_argnums=0).lower(logits, sampling)
         packed = self._abstract_int32(PackedLayout(shape).num_words)
         prev_tokens = self._abstract_int32(self._max_num_seqs)
-        return step.lower(self._params, kv_cache, packed, prev_tokens)
+        if isinstance(shape, BurstShape):
+            burst = jax.jit(make_burst(self._model, shape), donate_argnums=1)
+            return burst.lower(self._params, kv_cache, packed, prev_tokens)
+        make = make_step if shape.tile_tokens is None else make_invariant_step
+        step = jax.jit(make(self._model, shape), donate_argnums=(1, 4))
+        return step.lower(self._params, kv_cache, packed, prev_tokens, logits)
 
     def _finish(self, lowered: Lowered) -> Compiled:
         self.num_compiles += 1
@@ -229,6 +241,10 @@ class StepPrograms:
             self._programs[shape] = self.compile(shape, kv_cache)
             self.num_compiles_after_ready += self._is_ready
         return self._programs[shape]
+
+    def _abstract_logits(self) -> jax.ShapeDtypeStruct:
+        dims = (self._max_num_seqs, self._model.config.vocab_size)
+        return jax.ShapeDtypeStruct(dims, jnp.float32, sharding=self._sharding)
 
     def _abstract_int32(self, *dims: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, jnp.int32, sharding=self._sharding)

@@ -16,8 +16,7 @@ from paxkv.config import CacheConfig, RunnerConfig, SchedulerConfig
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.runner import burst as burst_module
-from paxkv.runner import invariant_step as invariant_step_module
-from paxkv.runner import step as step_module
+from paxkv.runner import sampler_program as sampler_program_module
 from paxkv.runner.model_runner import DeviceStep, ModelRunner
 from paxkv.runner.sampled_tokens import RESULT_WIDTH, SampledTokens, pack_result
 from paxkv.runner.sampler import sample
@@ -119,10 +118,10 @@ def _logits_behind_result(vocab_size: int) -> Iterator[None]:
         return jnp.concatenate([pack_result(sampled), bits], axis=1)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (step_module, burst_module, invariant_step_module):
+        for module in (burst_module, sampler_program_module):
             patch.setattr(module, "sample", recording_sample)
             patch.setattr(module, "pack_result", recording_pack)
-        patch.setattr(burst_module, "RESULT_WIDTH", RESULT_WIDTH + vocab_size)
+            patch.setattr(module, "RESULT_WIDTH", RESULT_WIDTH + vocab_size)
         yield
 
 

@@ -113,7 +113,7 @@ def test_worked_example():
         [[8, 9, 0, 0], [5, 0, 0, 0], [7, 3, 0, 0], [0, 0, 0, 0]]
     ]
     assert views["logits_indices"].tolist() == [0, 3, 5, 0]
-    assert views["draw_position"].tolist() == [12, 3, 6, 0]
+    assert views["draw_position"].tolist() == [12, 3, 0, 0]  # the last draws nothing
     assert built.num_drawn_np.tolist() == [1, 1, 0]
     np.testing.assert_array_equal(
         views["sampling_rows"][2], batch.requests["chunk"].sampling_row_np

@@ -3,16 +3,23 @@
 import pytest
 
 from paxkv.errors import InvariantError
-from paxkv.runner.bucketing import StepBuckets, copy_buckets, decode_buckets, token_buckets
+from paxkv.runner.bucketing import (
+    SamplerShape,
+    StepBuckets,
+    copy_buckets,
+    decode_buckets,
+    token_buckets,
+)
 
 
-def make_buckets(max_num_batched_tokens=48, max_num_seqs=6, num_groups=1):
+def make_buckets(max_num_batched_tokens=48, max_num_seqs=6, num_groups=1, **settings):
     return StepBuckets(
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
         max_decode_burst=8,
         num_groups=num_groups,
         max_blocks_per_req=5,
+        **settings,
     )
 
 
@@ -58,8 +65,19 @@ def test_burst_gets_smallest_shape_that_holds_its_requests(num_reqs):
 
 
 def test_largest_shapes_are_the_budget_and_all_requests():
-    step, burst, copies = make_buckets().largest
+    step, burst, copies, sampler = make_buckets().largest
     assert (step.num_tokens, burst.num_reqs, copies.num_copies) == (48, 6, 6)
+    assert sampler == make_buckets().sampler_shape
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "chunk_rows", "expected"), [(6, 4, 4), (6, 8, 6), (6, None, 6)]
+)
+def test_sampler_has_a_row_for_every_request_and_no_chunk_is_larger(
+    max_num_seqs, chunk_rows, expected
+):
+    buckets = make_buckets(max_num_seqs=max_num_seqs, sampled_chunk_rows=chunk_rows)
+    assert buckets.sampler_shape == SamplerShape(num_rows=max_num_seqs, chunk_rows=expected)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 49])

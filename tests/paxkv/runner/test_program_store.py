@@ -20,7 +20,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from paxkv.config import RunnerConfig
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from paxkv.errors import ConfigError
-from paxkv.runner.bucketing import StepBuckets
+from paxkv.runner.bucketing import CopyShape, SamplerShape, StepBuckets, StepShape
 from paxkv.runner.kv_cache_arrays import abstract_kv_cache, allocate_kv_cache, device_mesh
 from paxkv.runner.packed_layout import PackedLayout
 from paxkv.runner.program_store import (
@@ -31,8 +31,9 @@ from paxkv.runner.program_store import (
     user_cache_folder,
     without_jax_cache,
 )
+from paxkv.runner.sampling_columns import STEP_ROW_WIDTH
 from paxkv.runner.warmup import StepPrograms
-from tests.paxkv.runner.tiny_model import HEAD_DIM, NUM_HEADS, TinyModel
+from tests.paxkv.runner.tiny_model import HEAD_DIM, NUM_HEADS, VOCAB, TinyModel
 
 NUM_BLOCKS = 9
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -45,7 +46,7 @@ DIMENSIONS = {
     "max_blocks_per_req": 4,
 }
 BUCKETS = StepBuckets(**DIMENSIONS)
-SHAPES = BUCKETS.largest_first  # a step, a burst and block copies
+SHAPES = BUCKETS.largest_first  # a step, a burst, the sampler and block copies
 
 
 @pytest.fixture(scope="module")
@@ -92,13 +93,17 @@ def run(mesh, cache_config):
         for shape in SHAPES:
             kv_cache = allocate_kv_cache(cache_config, mesh)
             program = programs.get(shape, kv_cache)
-            if hasattr(shape, "num_copies"):
-                result = program(kv_cache, np.zeros((2, shape.num_copies), np.int32))
+            logits = jnp.ones((1, VOCAB))
+            if isinstance(shape, CopyShape):
+                arguments = (kv_cache, np.zeros((2, shape.num_copies), np.int32))
+            elif isinstance(shape, SamplerShape):
+                arguments = (logits, np.ones((1, STEP_ROW_WIDTH), np.int32))
             else:
                 packed_np = np.arange(PackedLayout(shape).num_words, dtype=np.int32) % 4
-                prev_tokens_np = np.zeros(1, np.int32)
-                result = program(params, kv_cache, packed_np, prev_tokens_np)
-            assert kv_cache.k.is_deleted(), "the cache is donated"
+                arguments = (params, kv_cache, packed_np, np.zeros(1, np.int32))
+                arguments += (logits,) if isinstance(shape, StepShape) else ()
+            result = program(*arguments)
+            assert isinstance(shape, SamplerShape) or kv_cache.k.is_deleted(), "it is donated"
             arrays_np += jax.device_get(jax.tree.leaves(result))
         return arrays_np
 
