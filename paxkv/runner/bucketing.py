@@ -52,14 +52,24 @@ class SamplerShape:
 
     Args:
         num_rows: Most rows of a step.
+        max_model_len: Tokens of a row that are kept on the device.
         chunk_rows: Rows that it draws at a time; at most `num_rows`.
     """
 
     num_rows: int
+    max_model_len: int
     chunk_rows: int
 
 
-ProgramShape = StepShape | BurstShape | CopyShape | SamplerShape
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowShape:
+    """The dimensions of the one compiled program that writes a request's row of the `RowState`."""
+
+    num_rows: int
+    max_model_len: int
+
+
+ProgramShape = StepShape | BurstShape | CopyShape | SamplerShape | RowShape
 
 # Tokens that batch-invariant steps compute at a time. Fewer make a single request faster, more make
 # prompts and large batches so.
@@ -138,6 +148,7 @@ class StepBuckets:
         max_decode_burst: int,
         num_groups: int,
         max_blocks_per_req: int,
+        max_model_len: int,
         batch_invariant: bool = False,
         sampled_chunk_rows: int | None = SAMPLED_CHUNK_ROWS,
     ) -> None:
@@ -169,8 +180,11 @@ class StepBuckets:
         self._num_copies = copy_buckets(max_num_seqs * num_groups)
         self.copy_shapes = tuple(CopyShape(num_copies=count) for count in self._num_copies)
         self.sampler_shape = SamplerShape(
-            num_rows=max_num_seqs, chunk_rows=min(sampled_chunk_rows or max_num_seqs, max_num_seqs)
+            num_rows=max_num_seqs,
+            max_model_len=max_model_len,
+            chunk_rows=min(sampled_chunk_rows or max_num_seqs, max_num_seqs),
         )
+        self.row_shape = RowShape(num_rows=max_num_seqs, max_model_len=max_model_len)
 
     @property
     def largest_first(self) -> tuple[ProgramShape, ...]:
@@ -179,6 +193,7 @@ class StepBuckets:
             *self.step_shapes[::-1],
             *self.burst_shapes[::-1],
             self.sampler_shape,
+            self.row_shape,
             *self.copy_shapes[::-1],
         )
 
@@ -190,6 +205,7 @@ class StepBuckets:
             *self.burst_shapes[-1:],
             self.copy_shapes[-1],
             self.sampler_shape,
+            self.row_shape,
         )
 
     @property

@@ -18,6 +18,7 @@ from paxkv.runner.bucketing import (
     BurstShape,
     CopyShape,
     ProgramShape,
+    RowShape,
     SamplerShape,
     StepBuckets,
 )
@@ -26,6 +27,7 @@ from paxkv.runner.invariant_step import make_invariant_step
 from paxkv.runner.packed_layout import PackedLayout
 from paxkv.runner.program_identity import num_cores, program_identity
 from paxkv.runner.program_store import ProgramFolder, ProgramStore, without_jax_cache
+from paxkv.runner.row_state import abstract_row_state, num_row_words, vocab_words, write_row
 from paxkv.runner.sampler_program import make_sampler
 from paxkv.runner.sampling_columns import STEP_ROW_WIDTH
 from paxkv.runner.step import Params, make_block_copies, make_step
@@ -79,7 +81,7 @@ class StepPrograms:
     ) -> None:
         self._model = model
         self._params = params
-        self._buckets = buckets
+        self.buckets = buckets
         self._max_num_seqs = max_num_seqs
         self._mesh = mesh
         self._store = store
@@ -103,7 +105,7 @@ class StepPrograms:
         Raises:
             ConfigError: As `warm_up`.
         """
-        shapes = self._buckets.largest
+        shapes = self.buckets.largest
         folder = self._open_store(shapes, kv_cache)
         return max(
             self._find(shape, kv_cache, folder).memory_analysis().temp_size_in_bytes
@@ -127,10 +129,8 @@ class StepPrograms:
             copies = self._abstract_int32(2, shape.num_copies)
             copy_blocks = make_block_copies(self._model)
             return jax.jit(copy_blocks, donate_argnums=0).lower(kv_cache, copies)
-        logits = self._abstract_logits()
-        if isinstance(shape, SamplerShape):
-            sampling = self._abstract_int32(shape.num_rows, STEP_ROW_WIDTH)
-            return jax.jit(make_sampler(shape), donate_argnums=0).lower(logits, sampling)
+        if isinstance(shape, (SamplerShape, RowShape)):
+            return self._lower_sampling(shape)
         packed = self._abstract_int32(PackedLayout(shape).num_words)
         prev_tokens = self._abstract_int32(self._max_num_seqs)
         if isinstance(shape, BurstShape):
@@ -138,7 +138,18 @@ class StepPrograms:
             return burst.lower(self._params, kv_cache, packed, prev_tokens)
         make = make_step if shape.tile_tokens is None else make_invariant_step
         step = jax.jit(make(self._model, shape), donate_argnums=(1, 4))
-        return step.lower(self._params, kv_cache, packed, prev_tokens, logits)
+        return step.lower(self._params, kv_cache, packed, prev_tokens, self._abstract_logits())
+
+    def _lower_sampling(self, shape: SamplerShape | RowShape) -> Lowered:
+        vocab_size = self._model.config.vocab_size
+        state = abstract_row_state(self.buckets.row_shape, vocab_size, self._sharding)
+        if isinstance(shape, RowShape):
+            packed = self._abstract_int32(num_row_words(shape.max_model_len, vocab_size))
+            return jax.jit(write_row, donate_argnums=0).lower(state, packed)
+        sampling = self._abstract_int32(shape.num_rows, STEP_ROW_WIDTH)
+        token_mask = self._abstract_int32(shape.num_rows, 1 + vocab_words(vocab_size))
+        sampler = jax.jit(make_sampler(shape), donate_argnums=(0, 1))
+        return sampler.lower(self._abstract_logits(), state, sampling, token_mask)
 
     def _finish(self, lowered: Lowered) -> Compiled:
         self.num_compiles += 1
@@ -154,7 +165,7 @@ class StepPrograms:
             ConfigError: The store may not be used, or does not fit.
         """
         start = time.monotonic()
-        shapes = [shape for shape in self._buckets.largest_first if shape not in self._programs]
+        shapes = [shape for shape in self.buckets.largest_first if shape not in self._programs]
         folder = self._open_store(shapes, kv_cache)
         num_threads = min(num_cores(), _MAX_COMPILE_THREADS)
         with concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
