@@ -188,7 +188,16 @@ class EngineCore:
             took_s = now_s - max(step.start_s, self._last_fetch_s)
             self._burst_length.note_burst(step.scheduler_output.num_decode_steps, took_s)
         self._last_fetch_s = time.perf_counter()
-        return self._scheduler.update_from_output(step.scheduler_output, runner_output)
+        outputs = self._scheduler.update_from_output(step.scheduler_output, runner_output)
+        if not runner_output.prompt_logprobs:
+            return outputs
+        # Of a request that lost its first token, to a preemption, they come again with the next.
+        return [
+            msgspec.structs.replace(
+                output, prompt_logprobs=runner_output.prompt_logprobs.get(output.request_id)
+            )
+            for output in outputs
+        ]
 
     def make_stats(self, *, count_slots: bool = True) -> SchedulerStats:
         """A snapshot of both halves.

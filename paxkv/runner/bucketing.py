@@ -13,6 +13,7 @@ class StepShape:
     Args:
         tile_tokens: The step goes through its tokens so many at a time, and not through tiles
             without any; None is all at once. Divides `num_tokens`.
+        has_prompt_logprobs: It finds log-probabilities of every token too.
     """
 
     num_tokens: int
@@ -21,6 +22,7 @@ class StepShape:
     num_groups: int
     max_blocks_per_req: int
     tile_tokens: int | None = None
+    has_prompt_logprobs: bool = False
 
     def num_computed(self, num_tokens: int) -> int:
         """Tokens that a step of `num_tokens` computes, padding included."""
@@ -46,7 +48,30 @@ class CopyShape:
     num_copies: int
 
 
-ProgramShape = StepShape | BurstShape | CopyShape
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerShape:
+    """The dimensions of the one compiled program that draws the tokens of steps.
+
+    Args:
+        num_rows: Most rows of a step.
+        max_model_len: Tokens of a row that are kept on the device.
+        chunk_rows: Rows that it draws at a time; at most `num_rows`.
+    """
+
+    num_rows: int
+    max_model_len: int
+    chunk_rows: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowShape:
+    """The dimensions of the one compiled program that writes a request's row of the `RowState`."""
+
+    num_rows: int
+    max_model_len: int
+
+
+ProgramShape = StepShape | BurstShape | CopyShape | SamplerShape | RowShape
 
 # Tokens that batch-invariant steps compute at a time. Fewer make a single request faster, more make
 # prompts and large batches so.
@@ -62,6 +87,10 @@ MIN_BATCHED_TOKENS = 16
 MIN_DECODED_REQS = 8
 # Halfway between two powers of two, where steps take long enough to be worth a program.
 HALFWAY_REQS = (24, 48)
+
+
+# Rows of a large vocabulary are long, and most steps with a prompt draw for few of their rows.
+SAMPLED_CHUNK_ROWS = 8
 
 
 def token_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
@@ -115,6 +144,7 @@ class StepBuckets:
         max_decode_burst: Most steps of a burst.
         batch_invariant: All steps have one shape, and go through their tokens in tiles: there is
             one program, so that every token is computed by the same instructions.
+        sampled_chunk_rows: Rows that the sampler of steps draws at a time; None is all at once.
     """
 
     def __init__(
@@ -125,7 +155,9 @@ class StepBuckets:
         max_decode_burst: int,
         num_groups: int,
         max_blocks_per_req: int,
+        max_model_len: int,
         batch_invariant: bool = False,
+        sampled_chunk_rows: int | None = SAMPLED_CHUNK_ROWS,
     ) -> None:
         tile_tokens = INVARIANT_TILE_TOKENS if batch_invariant else None
         self._num_tokens = token_buckets(max_num_batched_tokens)
@@ -142,6 +174,8 @@ class StepBuckets:
             )
             for num_tokens in self._num_tokens
         )
+        # Few ask for it: one shape for steps of any size.
+        self.prompt_step_shape = dataclasses.replace(self.step_shapes[-1], has_prompt_logprobs=True)
         self._num_reqs = () if batch_invariant else decode_buckets(max_num_seqs)
         self.burst_shapes = tuple(
             BurstShape(
@@ -154,16 +188,36 @@ class StepBuckets:
         )
         self._num_copies = copy_buckets(max_num_seqs * num_groups)
         self.copy_shapes = tuple(CopyShape(num_copies=count) for count in self._num_copies)
+        self.sampler_shape = SamplerShape(
+            num_rows=max_num_seqs,
+            max_model_len=max_model_len,
+            chunk_rows=min(sampled_chunk_rows or max_num_seqs, max_num_seqs),
+        )
+        self.row_shape = RowShape(num_rows=max_num_seqs, max_model_len=max_model_len)
 
     @property
     def largest_first(self) -> tuple[ProgramShape, ...]:
         """Every shape, in an order in which the longest compilations begin first."""
-        return (*self.step_shapes[::-1], *self.burst_shapes[::-1], *self.copy_shapes[::-1])
+        return (
+            self.prompt_step_shape,
+            *self.step_shapes[::-1],
+            *self.burst_shapes[::-1],
+            self.sampler_shape,
+            self.row_shape,
+            *self.copy_shapes[::-1],
+        )
 
     @property
     def largest(self) -> tuple[ProgramShape, ...]:
         """The largest shape of each kind."""
-        return (self.step_shapes[-1], *self.burst_shapes[-1:], self.copy_shapes[-1])
+        return (
+            self.step_shapes[-1],
+            self.prompt_step_shape,
+            *self.burst_shapes[-1:],
+            self.copy_shapes[-1],
+            self.sampler_shape,
+            self.row_shape,
+        )
 
     @property
     def has_bursts(self) -> bool:

@@ -3,8 +3,9 @@
 import contextlib
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,9 @@ from paxkv.config import CacheConfig, RunnerConfig, SchedulerConfig
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.runner import burst as burst_module
-from paxkv.runner import invariant_step as invariant_step_module
-from paxkv.runner import step as step_module
-from paxkv.runner.model_runner import DeviceStep, ModelRunner
+from paxkv.runner import sampler_program as sampler_program_module
+from paxkv.runner.device_step import DeviceStep
+from paxkv.runner.model_runner import ModelRunner
 from paxkv.runner.sampled_tokens import RESULT_WIDTH, SampledTokens, pack_result
 from paxkv.runner.sampler import sample
 from paxkv.runner.sampling_columns import SamplingInputs
@@ -110,19 +111,24 @@ def _logits_behind_result(vocab_size: int) -> Iterator[None]:
     """
     last_logits: list[jax.Array] = []
 
-    def recording_sample(logits: jax.Array, inputs: SamplingInputs) -> SampledTokens:
+    def recording_sample(
+        logits: jax.Array,
+        inputs: SamplingInputs,
+        *,
+        raw_logits: Callable[[], jax.Array] | None = None,
+    ) -> SampledTokens:
         last_logits[:] = [logits]
-        return sample(logits, inputs)
+        return sample(logits, inputs, raw_logits=raw_logits)
 
     def recording_pack(sampled: SampledTokens) -> jax.Array:
         bits = jax.lax.bitcast_convert_type(last_logits.pop(), jnp.int32)
         return jnp.concatenate([pack_result(sampled), bits], axis=1)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (step_module, burst_module, invariant_step_module):
+        for module in (burst_module, sampler_program_module):
             patch.setattr(module, "sample", recording_sample)
             patch.setattr(module, "pack_result", recording_pack)
-        patch.setattr(burst_module, "RESULT_WIDTH", RESULT_WIDTH + vocab_size)
+            patch.setattr(module, "RESULT_WIDTH", RESULT_WIDTH + vocab_size)
         yield
 
 
@@ -132,11 +138,13 @@ def run_engine(
     settings: EngineSettings,
     *,
     sampling_params: Sequence[SamplingParams],
+    bad_words_token_ids: Mapping[int, tuple[tuple[int, ...], ...]] = MappingProxyType({}),
     watch: Callable[[Scheduler], None] = lambda scheduler: None,
 ) -> RunResult:
     """Generates for all prompts under the given settings; the pool must end whole.
 
     Args:
+        bad_words_token_ids: Of some of the prompts, by index.
         watch: Called after every step.
     """
     kv_cache_config = recording.runner.kv_cache_config
@@ -157,7 +165,12 @@ def run_engine(
         max_model_len=recording.max_model_len,
     )
     waiting = [
-        EngineRequest(request_id=str(i), prompt_token_ids=list(prompt), sampling_params=params)
+        EngineRequest(
+            request_id=str(i),
+            prompt_token_ids=list(prompt),
+            sampling_params=params,
+            bad_words_token_ids=bad_words_token_ids.get(i, ()),
+        )
         for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True))
     ]
     result = RunResult(
@@ -198,7 +211,7 @@ def _take_home(
     scheduler: Scheduler, scheduler_output: SchedulerOutput, step: DeviceStep, result: RunResult
 ) -> None:
     if scheduler_output.num_scheduled_tokens:
-        bits_np = jax.device_get(step._result)[:, :, RESULT_WIDTH:]
+        bits_np = jax.device_get(step.result)[:, :, RESULT_WIDTH:]
     runner_output = step.sample_tokens()
     wanted = scheduler.steps_in_flight.get_requests(scheduler_output)
     for row, (req_id, token_ids) in enumerate(
