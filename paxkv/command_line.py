@@ -2,6 +2,8 @@
 
 import argparse
 import dataclasses
+import json
+import os
 import types
 import typing
 from collections.abc import Collection
@@ -31,35 +33,68 @@ def config_from_arguments(config_class: type[_ConfigT], namespace: argparse.Name
     Raises:
         ConfigError: A value cannot work.
     """
-    names = {field.name for field in dataclasses.fields(config_class)}
-    given = {name: value for name, value in vars(namespace).items() if name in names}
+    given = {}
+    for field, field_type in _typed_fields(config_class):
+        if not hasattr(namespace, field.name):
+            continue
+        value = getattr(namespace, field.name)
+        if _is_list(field_type):
+            value = tuple(value)
+            variable = field.metadata.get("environment")
+            if not value and variable is not None:
+                words = os.environ.get(variable, "").split(",")
+                value = tuple(word.strip() for word in words if word.strip())
+        given[field.name] = value
     return config_class(**given)
 
 
 def _add_flag(
     group: argparse._ArgumentGroup, field: dataclasses.Field[object], field_type: object
 ) -> None:
-    flag = "--" + field.name.replace("_", "-")
+    flags = ("--" + field.name.replace("_", "-"), *field.metadata.get("aliases", ()))
     # In argparse's help texts a % begins a placeholder.
     help_text = str(field.metadata.get("help", "")).replace("%", "%%")
-    if field.default is not None:
+    if field.default is not None and not _is_list(field_type):
         help_text += " (default: %(default)s)"
     if field_type is bool:
         group.add_argument(
-            flag, action=argparse.BooleanOptionalAction, default=field.default, help=help_text
+            *flags, action=argparse.BooleanOptionalAction, default=field.default, help=help_text
+        )
+    elif _is_list(field_type) and field.metadata.get("is_json"):
+        group.add_argument(
+            *flags, type=_json_list, default=field.default, metavar="JSON_LIST", help=help_text
+        )
+    elif _is_list(field_type):
+        metavar = field.name.rpartition("_")[2].upper()
+        group.add_argument(
+            *flags, nargs="+", default=field.default, metavar=metavar, help=help_text
         )
     elif typing.get_origin(field_type) is typing.Literal:
         choices = typing.get_args(field_type)
-        group.add_argument(flag, choices=choices, default=field.default, help=help_text)
+        group.add_argument(*flags, choices=choices, default=field.default, help=help_text)
     else:
         assert isinstance(field_type, type)
         group.add_argument(
-            flag,
+            *flags,
             type=field_type,
             default=field.default,
             metavar=field_type.__name__.upper(),
             help=help_text,
         )
+
+
+def _is_list(field_type: object) -> bool:
+    return typing.get_origin(field_type) is tuple
+
+
+def _json_list(text: str) -> list[str]:
+    try:
+        values = json.loads(text)
+    except ValueError:
+        values = None
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise argparse.ArgumentTypeError(f'wanted a JSON list as in \'["a", "b"]\', got {text!r}')
+    return values
 
 
 def _typed_fields(config_class: type) -> list[tuple[dataclasses.Field[object], object]]:

@@ -71,7 +71,9 @@ async def serve(engine: AsyncEngineClient, config: ServerConfig, bound: socket.s
             create_app(engine, config),
             engine,
             config,
-            on_ready=lambda: print(_banner(engine, socket_url(bound)), flush=True),
+            on_ready=lambda: print(
+                _banner(engine, socket_url(bound, is_tls=config.is_tls)), flush=True
+            ),
         )
         await server.serve(sockets=[bound])
     finally:

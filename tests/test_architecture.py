@@ -42,6 +42,8 @@ PAXKV_TOP = {
     "paxkv",
     "paxkv.errors",
     "paxkv.config",
+    "paxkv.server_config",
+    "paxkv.setting",
     "paxkv.command_line",
     "paxkv.package_origin",
     "paxkv.sampling_params",

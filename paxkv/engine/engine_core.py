@@ -100,6 +100,8 @@ class EngineCore:
             "get_stats": self.make_stats,
             "check_invariants": scheduler.check_invariants,
             "explain_prefix_cache_miss": scheduler.explain_prefix_cache_miss,
+            "start_profile": self._start_profile,
+            "stop_profile": self._stop_profile,
         }
 
     @property
@@ -250,6 +252,12 @@ class EngineCore:
         except PaxkvError as error:
             return UtilityReply(call_id=call.call_id, error=f"{type(error).__name__}: {error}")
         return UtilityReply(call_id=call.call_id, result_json=result_json)
+
+    def _start_profile(self, folder: str) -> bool:
+        return self._executor.start_profile(folder)
+
+    def _stop_profile(self) -> bool:
+        return self._executor.stop_profile()
 
     def _check_progress(self, num_scheduled_tokens: int) -> None:
         is_idle = not self._scheduler.has_unfinished_requests()

@@ -36,6 +36,7 @@ from paxkv.runner.memory_plan import (
     measure_device_memory,
     plan_memory,
 )
+from paxkv.runner.profiler import Profiler
 from paxkv.runner.program_store import ProgramStore
 from paxkv.runner.sampled_tokens import NO_TOKEN, read_logprobs
 from paxkv.runner.unbuilt import refuse_unbuilt
@@ -100,6 +101,7 @@ class ModelRunner:
             for param, spec in zip(model.params, model.param_specs, strict=True)
         )
         self._show_progress = show_progress
+        self._profiler = Profiler()
         self._programs = StepPrograms(
             model=model,
             params=self._params,
@@ -151,6 +153,12 @@ class ModelRunner:
     def warm_up(self) -> int:
         """Loads or compiles every program that traffic can ask for; returns their number."""
         return self._programs.warm_up(self._kv_cache, show_progress=self._show_progress)
+
+    def start_profile(self, folder: str) -> bool:
+        return self._profiler.start(folder)
+
+    def stop_profile(self) -> bool:
+        return self._profiler.stop()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> StepHandle:
         """Starts one step and returns without waiting for it.

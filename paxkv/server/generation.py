@@ -9,8 +9,10 @@ from contextlib import aclosing
 from paxkv.contracts.request_output import RequestOutput
 from paxkv.errors import InvariantError
 from paxkv.sampling_params import BeamSearchParams, SamplingParams
+from paxkv.server.admission import Admission, num_engine_requests
 from paxkv.server.engine_protocol import EngineClient, Prompt
 from paxkv.server.metrics import ServerMetrics
+from paxkv.server.request_names import RequestNames
 
 # (index of the prompt, its output)
 IndexedOutputs = AsyncGenerator[tuple[int, RequestOutput], None]
@@ -26,9 +28,13 @@ class _Ended:
 class Generator:
     """Sends prompts to the engine and times what comes back."""
 
-    def __init__(self, engine: EngineClient, metrics: ServerMetrics) -> None:
+    def __init__(
+        self, engine: EngineClient, metrics: ServerMetrics, admission: Admission | None = None
+    ) -> None:
         self._engine = engine
         self._metrics = metrics
+        self._admission = Admission(engine) if admission is None else admission
+        self.names = RequestNames()
 
     async def generate(
         self,
@@ -42,7 +48,30 @@ class Generator:
 
         Args:
             stream: A beam search has its one output at the end all the same.
+
+        Raises:
+            OverloadedError: Before the first output: too many requests wait. What is wrong with
+                the request itself is told first.
         """
+        num_requests = num_engine_requests(len(prompts), sampling_params)
+        if not self._admission.has_room(num_requests):
+            for prompt in prompts:
+                await self._engine.check(prompt, sampling_params)
+            raise self._admission.refusal()
+        with self._admission.place_for(num_requests):
+            all_outputs = self._run_all(prompts, sampling_params, priority=priority, stream=stream)
+            async with aclosing(all_outputs):
+                async for indexed in all_outputs:
+                    yield indexed
+
+    async def _run_all(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | BeamSearchParams,
+        *,
+        priority: int,
+        stream: bool,
+    ) -> IndexedOutputs:
         runs = [
             self._run(prompt, sampling_params, priority=priority, stream=stream)
             for prompt in prompts
@@ -81,6 +110,7 @@ class Generator:
         is_search = isinstance(sampling_params, BeamSearchParams)
         timer = self._metrics.start_request(is_stream=stream and not is_search)
         named = {"request_id": uuid.uuid4().hex, "priority": priority}
+        self.names.note(named["request_id"])
         if is_search:
             outputs = self._engine.beam_search(prompt, sampling_params, **named)
         else:

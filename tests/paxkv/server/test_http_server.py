@@ -3,10 +3,12 @@
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -15,6 +17,8 @@ from paxkv.config import ServerConfig
 from paxkv.errors import ConfigError
 from paxkv.server.http_server import bind_socket, socket_url
 
+# Certificate of localhost and its private key, signed by itself, for a hundred years.
+PEM = Path(__file__).with_name("self_signed.pem")
 # Streams of this server's engine take 0.05 s a token.
 SERVER_PROGRAM = """
 import asyncio, sys
@@ -170,3 +174,38 @@ def test_url_names_the_port_that_was_picked():
     with bind_socket(ServerConfig(port=0)) as bound:
         assert socket_url(bound) == f"http://127.0.0.1:{bound.getsockname()[1]}"
         assert bound.getsockname()[1] > 0
+
+
+def test_https_with_a_certificate_of_ones_own(start_server):
+    server = start_server(ssl_certfile=str(PEM))
+    assert server.url.startswith("https://127.0.0.1:")
+    assert server.client.get("/version").status_code == 200
+    with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+        httpx.get(f"{server.url}/version")
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(f"{server.url.replace('https', 'http')}/version")
+
+
+def test_client_certificate_can_be_required(start_server):
+    server = start_server(ssl_certfile=str(PEM), ssl_ca_certs=str(PEM), ssl_cert_reqs=2)
+    with pytest.raises(httpx.HTTPError):
+        server.client.get("/version")
+    context = ssl.create_default_context(cafile=PEM)
+    context.load_cert_chain(PEM)
+    with httpx.Client(verify=context) as client:
+        assert client.get(f"{server.url}/version").status_code == 200
+
+
+@pytest.mark.parametrize("setting", ["ssl_certfile", "ssl_keyfile", "ssl_ca_certs"])
+@pytest.mark.parametrize("text", [None, "no certificate"])
+def test_bad_file_for_https_is_known_before_the_port(tmp_path, setting, text):
+    path = tmp_path / "some.pem"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=r"HTTPS cannot be served with .*some\.pem"):
+        bind_socket(ServerConfig(port=0, **{"ssl_certfile": str(PEM), setting: str(path)}))
+
+
+def test_more_connections_than_the_process_may_have_are_known_before_the_port():
+    with pytest.raises(ConfigError, match="--max-connections"):
+        bind_socket(ServerConfig(port=0, max_connections=2**40))

@@ -16,7 +16,7 @@ def _values(text):
 
 
 def test_has_a_route_for_each_promise():
-    paths = {route.path for route in InfoRoutes(None, None, max_body_bytes=1).routes()}
+    paths = {route.path for route in InfoRoutes(None, None, None, max_body_bytes=1).routes()}
     promised = {"/v1/models", "/health", "/metrics", "/version", "/tokenize", "/detokenize"}
     assert promised <= paths
 
