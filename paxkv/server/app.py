@@ -37,7 +37,12 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
     The application neither starts nor ends the engine: whoever built it does. It limits how long a
     body may be; `http_server.py` limits how long one may take.
     """
-    metrics = ServerMetrics(engine.model_info.served_model_name)
+    info = engine.model_info
+    metrics = ServerMetrics(
+        info.served_model_name,
+        max_model_len=info.max_model_len,
+        cache_settings=info.cache_settings,
+    )
     admission = Admission(engine, config.max_waiting_requests)
     generator = Generator(engine, metrics, admission)
     admin_routes = []

@@ -108,19 +108,22 @@ class Generator:
         stream: bool,
     ) -> AsyncGenerator[RequestOutput, None]:
         is_search = isinstance(sampling_params, BeamSearchParams)
-        timer = self._metrics.start_request(is_stream=stream and not is_search)
         named = {"request_id": uuid.uuid4().hex, "priority": priority}
         self.names.note(named["request_id"])
         if is_search:
             outputs = self._engine.beam_search(prompt, sampling_params, **named)
         else:
             outputs = self._engine.generate(prompt, sampling_params, stream=stream, **named)
-        async with aclosing(outputs):
-            async for output in outputs:
-                timer.observe(output)
-                if any(c.finish_reason == "error" for c in output.outputs):
-                    raise InvariantError(f"the engine failed at request {output.request_id}")
-                yield output
+        timer = self._metrics.start_request(
+            is_stream=stream and not is_search, params=sampling_params
+        )
+        with timer:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    timer.observe(output)
+                    if any(c.finish_reason == "error" for c in output.outputs):
+                        raise InvariantError(f"the engine failed at request {output.request_id}")
+                    yield output
 
 
 async def _pump(

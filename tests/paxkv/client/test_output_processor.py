@@ -3,9 +3,14 @@
 import pytest
 
 from paxkv.client.output_processor import OutputProcessor, ProcessedOutputs
-from paxkv.contracts.engine_output import EngineCoreOutput, SchedulerStats, StepOutputs
+from paxkv.contracts.engine_output import (
+    EngineCoreOutput,
+    RequestTimes,
+    SchedulerStats,
+    StepOutputs,
+)
 from paxkv.contracts.engine_request import EngineRequest
-from paxkv.contracts.request_output import CompletionOutput, Logprob
+from paxkv.contracts.request_output import CompletionOutput, CompletionTimes, Logprob
 from paxkv.contracts.runner_output import TokenLogprobs
 from paxkv.errors import InvariantError
 from paxkv.sampling_params import SamplingParams
@@ -150,3 +155,25 @@ def test_request_id_is_followed_once() -> None:
     request = EngineRequest(request_id="r", prompt_token_ids=[1], sampling_params=SamplingParams())
     with pytest.raises(InvariantError):
         caller.processor.add_request(request, prompt=None, output_kind="delta")
+
+
+def test_finished_completion_says_where_its_time_went() -> None:
+    processor = OutputProcessor(None)
+    request = EngineRequest(
+        request_id="r", prompt_token_ids=[1], sampling_params=SamplingParams(), arrival_time=100.0
+    )
+    processor.add_request(request, prompt=None, output_kind="delta")
+
+    def step(timestamp: float, **fields: object) -> CompletionOutput:
+        times = fields.pop("times", {})
+        output = EngineCoreOutput(request_id="r", new_token_ids=[5], **fields)
+        outputs = StepOutputs(
+            outputs=[output], stats=SchedulerStats(), timestamp=timestamp, request_times=times
+        )
+        return processor.process(outputs).request_outputs[0].outputs[0]
+
+    assert step(103.0, times={"r": RequestTimes(queue_s=1.0, prefill_s=1.5)}).times is None
+    assert step(104.0, times={"other": RequestTimes(queue_s=9.0, prefill_s=9.0)}).times is None
+    assert step(107.0, finish_reason="length").times == CompletionTimes(
+        queue_s=1.0, prefill_s=1.5, decode_s=4.0, first_token_s=3.0
+    )
