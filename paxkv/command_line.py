@@ -10,6 +10,8 @@ from collections.abc import Collection
 from typing import TypeVar
 
 _ConfigT = TypeVar("_ConfigT")
+# What the help shows for the value of a flag that takes one.
+JSON_LIST = "JSON_LIST"
 
 
 def add_config_flags(
@@ -62,7 +64,7 @@ def _add_flag(
         )
     elif _is_list(field_type) and field.metadata.get("is_json"):
         group.add_argument(
-            *flags, type=_json_list, default=field.default, metavar="JSON_LIST", help=help_text
+            *flags, type=_json_list, default=field.default, metavar=JSON_LIST, help=help_text
         )
     elif _is_list(field_type):
         metavar = field.name.rpartition("_")[2].upper()

@@ -215,7 +215,9 @@ class SchedulerConfig:
         "most tokens of one request in one step; 0 is no limit", 0
     )
     policy: SchedulerPolicy = setting(
-        "order of waiting requests: by arrival, or by priority (lower first), then arrival", "fcfs"
+        "order of waiting requests: by arrival, or by priority (lower first), then arrival",
+        "fcfs",
+        aliases=("--scheduling-policy",),
     )
     full_sequence_must_fit: bool = setting(
         "admit a request only if its whole prompt, not its first part alone, fits the free KV "
