@@ -13,8 +13,8 @@ class ServerConfig:
 
     host: str = setting("address to listen on", "127.0.0.1")
     port: int = setting("port to listen on; 0 picks a free one", 8000)
-    root_path: str = setting(
-        "path in front of all of ours, which a proxy before the server takes off", ""
+    root_path: str | None = setting(
+        "path in front of all of ours, which a proxy before the server takes off", None
     )
     max_waiting_requests: int | None = setting(
         "requests that may wait for a place in the running batch; one more is answered with 503 "
@@ -114,8 +114,10 @@ class ServerConfig:
         return frozenset(path.strip() for path in paths if path.strip())
 
     def _check_paths(self) -> None:
-        is_path = self.root_path.startswith("/") and not self.root_path.endswith("/")
-        if self.root_path and not (is_path and self.root_path.isascii()):
+        path = self.root_path
+        if path is not None and not (
+            path.startswith("/") and not path.endswith("/") and path.isascii()
+        ):
             raise ConfigError(
                 f"root_path must begin with a slash and not end in one, as in /api, got "
                 f"{self.root_path!r}."

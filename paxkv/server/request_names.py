@@ -1,5 +1,6 @@
 """What clients call their requests, and what the engine does: names for the operator."""
 
+from collections import deque
 from contextvars import ContextVar
 
 MAX_NAMES = 1024
@@ -13,15 +14,13 @@ class RequestNames:
     """The engine's ids of the latest requests, by the `X-Request-Id` that they came with."""
 
     def __init__(self) -> None:
-        self._engine_ids: dict[str, list[str]] = {}
+        # Bounded as a whole: a client may send the same name for ever.
+        self._latest: deque[tuple[str, str]] = deque(maxlen=MAX_NAMES)
 
     def note(self, engine_request_id: str) -> None:
         """Notes a request of the call that is being served."""
-        name = client_request_id.get()
-        self._engine_ids.setdefault(name, []).append(engine_request_id)
-        if len(self._engine_ids) > MAX_NAMES:
-            del self._engine_ids[next(iter(self._engine_ids))]
+        self._latest.append((client_request_id.get(), engine_request_id))
 
     def engine_ids(self, name: str) -> list[str]:
         """In the order in which they were sent; none where the name is not known, or no more."""
-        return list(self._engine_ids.get(name, ()))
+        return [engine_id for known, engine_id in self._latest if known == name]

@@ -14,3 +14,11 @@ def test_a_name_has_the_ids_of_all_its_prompts_and_the_oldest_is_forgotten():
         names.note("e")
     assert names.engine_ids("mine") == []
     assert names.engine_ids(f"other-{MAX_NAMES - 1}") == ["e"]
+
+
+def test_a_name_that_comes_for_ever_takes_no_memory_for_ever():
+    names = RequestNames()
+    client_request_id.set("same")
+    for i in range(3 * MAX_NAMES):
+        names.note(f"e{i}")
+    assert names.engine_ids("same") == [f"e{i}" for i in range(2 * MAX_NAMES, 3 * MAX_NAMES)]
