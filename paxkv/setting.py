@@ -53,7 +53,7 @@ def true_or_false(name: str, value: object) -> None:
         raise ConfigError(f"{name} must be true or false, got {value!r}.")
 
 
-def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+def one_of(name: str, value: object, allowed: tuple[str | None, ...]) -> None:
     """Checks a choice."""
     if value not in allowed:
-        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
+        raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}.")

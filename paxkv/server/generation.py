@@ -59,45 +59,32 @@ class Generator:
                 await self._engine.check(prompt, sampling_params)
             raise self._admission.refusal()
         with self._admission.place_for(num_requests):
-            all_outputs = self._run_all(prompts, sampling_params, priority=priority, stream=stream)
-            async with aclosing(all_outputs):
-                async for indexed in all_outputs:
-                    yield indexed
-
-    async def _run_all(
-        self,
-        prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | BeamSearchParams,
-        *,
-        priority: int,
-        stream: bool,
-    ) -> IndexedOutputs:
-        runs = [
-            self._run(prompt, sampling_params, priority=priority, stream=stream)
-            for prompt in prompts
-        ]
-        if len(runs) == 1:
-            async with aclosing(runs[0]) as outputs:
-                async for output in outputs:
-                    yield 0, output
-            return
-        # As long as there are prompts: enough for each to hand over one output without waiting.
-        queue: asyncio.Queue[tuple[int, RequestOutput | _Ended]] = asyncio.Queue(len(runs))
-        pumps = [asyncio.ensure_future(_pump(i, run, queue)) for i, run in enumerate(runs)]
-        try:
-            num_unfinished = len(runs)
-            while num_unfinished:
-                prompt_idx, item = await queue.get()
-                if not isinstance(item, _Ended):
-                    yield prompt_idx, item
-                elif item.error is not None:
-                    raise item.error
-                else:
-                    num_unfinished -= 1
-        finally:
-            for pump in pumps:
-                pump.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
+            runs = [
+                self._run(prompt, sampling_params, priority=priority, stream=stream)
+                for prompt in prompts
+            ]
+            if len(runs) == 1:
+                async with aclosing(runs[0]) as outputs:
+                    async for output in outputs:
+                        yield 0, output
+                return
+            # As long as there are prompts: enough for each to hand over one output without waiting.
+            queue: asyncio.Queue[tuple[int, RequestOutput | _Ended]] = asyncio.Queue(len(runs))
+            pumps = [asyncio.ensure_future(_pump(i, run, queue)) for i, run in enumerate(runs)]
+            try:
+                num_unfinished = len(runs)
+                while num_unfinished:
+                    prompt_idx, item = await queue.get()
+                    if not isinstance(item, _Ended):
+                        yield prompt_idx, item
+                    elif item.error is not None:
+                        raise item.error
+                    else:
+                        num_unfinished -= 1
+            finally:
+                for pump in pumps:
+                    pump.cancel()
+                await asyncio.gather(*pumps, return_exceptions=True)
 
     async def _run(
         self,
