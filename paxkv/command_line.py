@@ -4,12 +4,16 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import types
 import typing
 from collections.abc import Collection
 from typing import TypeVar
 
 _ConfigT = TypeVar("_ConfigT")
+_SHORT_INTEGER = re.compile(
+    r"(?P<whole>-?\d+)(?:\.(?P<fraction>\d+)(?=[kmgt]))?(?P<suffix>[kmgtKMGT])?"
+)
 # What the help shows for the value of a flag that takes one.
 JSON_LIST = "JSON_LIST"
 
@@ -78,7 +82,7 @@ def _add_flag(
         assert isinstance(field_type, type)
         group.add_argument(
             *flags,
-            type=field_type,
+            type=_integer if field_type is int else field_type,
             default=field.default,
             metavar=field_type.__name__.upper(),
             help=help_text,
@@ -87,6 +91,23 @@ def _add_flag(
 
 def _is_list(field_type: object) -> bool:
     return typing.get_origin(field_type) is tuple
+
+
+def _integer(text: str) -> int:
+    """An integer, or vLLM's short forms: 8k is 8,000, 8K is 8,192, 25.6k is 25,600."""
+    match = _SHORT_INTEGER.fullmatch(text)
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"wanted an integer such as 8192, 8k (8,000) or 8K (8,192), got {text!r}"
+        )
+    whole, fraction, suffix = match["whole"], match["fraction"] or "", match["suffix"] or ""
+    power = "kmgt".find(suffix.lower()) + 1 if suffix else 0
+    unit = 1024**power if suffix.isupper() else 1000**power
+    # In integers: 25.6k is 256 * 1000 / 10, and 0.1234k is none.
+    value, rest = divmod(int(whole + fraction) * unit, 10 ** len(fraction))
+    if rest:
+        raise argparse.ArgumentTypeError(f"wanted a whole number, got {text!r}")
+    return value
 
 
 def _json_list(text: str) -> list[str]:

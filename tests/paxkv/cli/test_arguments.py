@@ -120,7 +120,9 @@ def test_mistakes_of_a_file_are_those_of_a_command_line(capsys, tmp_path):
     path.write_text('{"max-num-sequences": 1}')
     assert "did you mean --max-num-seqs?" in refused(capsys, "--config", str(path))
     path.write_text('{"max-num-seqs": "many"}')
-    assert "invalid int value: 'many'" in refused(capsys, "--config", str(path))
+    assert "such as 8192, 8k (8,000) or 8K (8,192), got 'many'" in refused(
+        capsys, "--config", str(path)
+    )
     path.write_text('{"tensor-parallel-size": 2}')
     assert "one device" in refused(capsys, "--config", str(path))
     assert "cannot read" in refused(capsys, "--config", str(tmp_path / "none.toml"))

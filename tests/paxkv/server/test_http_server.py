@@ -1,6 +1,9 @@
 """The port opens last; signals drain; a port that is taken is a clear error."""
 
+import contextlib
 import os
+import re
+import resource
 import signal
 import socket
 import ssl
@@ -209,3 +212,40 @@ def test_bad_file_for_https_is_known_before_the_port(tmp_path, setting, text):
 def test_more_connections_than_the_process_may_have_are_known_before_the_port():
     with pytest.raises(ConfigError, match="--max-connections"):
         bind_socket(ServerConfig(port=0, max_connections=2**40))
+
+
+# About 25 s; run with `pytest -m slow tests/paxkv/server/test_http_server.py`.
+@pytest.mark.slow
+def test_ten_thousand_connections_of_which_most_are_silent_keep_nobody_out(start_process):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 12_000:
+        pytest.skip(f"the hard limit of open files is {hard}; two processes need 12,000 each")
+    # The server's process raises its own limit.
+    process, url = start_process(5)
+    host, port = url.removeprefix("http://").split(":")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (12_000, hard))
+    try:
+        with contextlib.ExitStack() as stack:
+            for i in range(10_000):
+                connection = stack.enter_context(socket.create_connection((host, int(port))))
+                if i % 2:
+                    connection.sendall(b"POST /v1/completions HTTP/1.1\r\n")
+            assert _open_files(url) >= 10_000
+            start = time.monotonic()
+            body = {"prompt": "a", "max_tokens": 5}
+            assert httpx.post(f"{url}/v1/completions", json=body, timeout=20).is_success
+            assert time.monotonic() - start < 10
+            # Each has 15 s for its request.
+            deadline = time.monotonic() + 25
+            while _open_files(url) > 100:
+                assert time.monotonic() < deadline
+                time.sleep(1)
+            assert connection.recv(100).startswith(b"HTTP/1.1 408")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert process.poll() is None
+
+
+def _open_files(url):
+    text = httpx.get(f"{url}/metrics", timeout=20).text
+    return float(re.search(r"^process_open_fds (\S+)$", text, re.M).group(1))
