@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import signal
 import socket
 import ssl
@@ -97,6 +98,7 @@ class HttpServer(uvicorn.Server):
             )
         )
         self._engine = engine
+        self._request_timeout_s = config.request_timeout_s
         self._shutdown_timeout_s = config.shutdown_timeout_s
         self._on_ready = on_ready
 
@@ -107,7 +109,8 @@ class HttpServer(uvicorn.Server):
             ConfigError: Another server opened it since `bind_socket`.
         """
         try:
-            await super().startup(sockets)
+            with self._handshakes_in_time():
+                await super().startup(sockets)
         except OSError as error:
             raise _cannot_listen("the chosen address", error) from error
         self._on_ready()
@@ -121,6 +124,24 @@ class HttpServer(uvicorn.Server):
             ender.cancel()
             await asyncio.gather(ender, return_exceptions=True)
             self._cut_connections()
+
+    @contextlib.contextmanager
+    def _handshakes_in_time(self) -> Iterator[None]:
+        """Gives TLS handshakes, too, the time of a request, instead of asyncio's minute.
+
+        uvicorn passes no time on to `create_server`: so it is put in between while it asks.
+        """
+        if not self.config.is_ssl:
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        loop.create_server = functools.partial(
+            loop.create_server, ssl_handshake_timeout=self._request_timeout_s
+        )
+        try:
+            yield
+        finally:
+            del loop.create_server
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -189,6 +189,16 @@ def test_https_with_a_certificate_of_ones_own(start_server):
         httpx.get(f"{server.url.replace('https', 'http')}/version")
 
 
+def test_handshake_that_does_not_come_ends_in_time(start_server):
+    server = start_server(ssl_certfile=str(PEM), request_timeout_s=0.3)
+    start = time.monotonic()
+    with socket.create_connection(server.address, timeout=10) as connection:
+        connection.sendall(b"\x16\x03")
+        assert connection.recv(100) == b""
+    assert time.monotonic() - start < 5
+    assert server.client.get("/version").status_code == 200
+
+
 def test_client_certificate_can_be_required(start_server):
     server = start_server(ssl_certfile=str(PEM), ssl_ca_certs=str(PEM), ssl_cert_reqs=2)
     with pytest.raises(httpx.HTTPError):
