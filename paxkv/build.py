@@ -131,6 +131,8 @@ def _build_engine(
             vocab_size=model.config.vocab_size,
             max_fitting_tokens=scheduler.limits.max_tokens_that_fit,
             created=int(time.time()),
+            max_num_seqs=config.scheduler.max_num_seqs,
+            cache_settings=_cache_settings(config.cache, runner.kv_cache_config),
         ),
     )
 
@@ -199,6 +201,18 @@ def _cache_config(config: CacheConfig, store: ProgramStore | None) -> CacheConfi
     if is_measured and isinstance(store, CompiledPrograms):
         return dataclasses.replace(config, num_gpu_blocks_override=store.num_blocks)
     return config
+
+
+def _cache_settings(config: CacheConfig, kv_cache_config: KVCacheConfig) -> dict[str, str]:
+    """For the label values of `vllm:cache_config_info`, with what was decided at the start."""
+    block_sizes = {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
+    settings = dataclasses.asdict(config) | {
+        "block_size": min(block_sizes),
+        "num_gpu_blocks": kv_cache_config.num_blocks,
+    }
+    # Hashes are to be guessed by nobody who can read metrics; addresses are nobody's business.
+    hidden = {"prefix_caching_seed", "kv_events_config"}
+    return {name: str(value) for name, value in sorted(settings.items()) if name not in hidden}
 
 
 def _served_model_name(config: EngineConfig) -> str:

@@ -2,12 +2,20 @@
 
 import argparse
 import dataclasses
+import json
+import os
+import re
 import types
 import typing
 from collections.abc import Collection
 from typing import TypeVar
 
 _ConfigT = TypeVar("_ConfigT")
+_SHORT_INTEGER = re.compile(
+    r"(?P<whole>-?\d+)(?:\.(?P<fraction>\d+)(?=[kmgt]))?(?P<suffix>[kmgtKMGT])?"
+)
+# What the help shows for the value of a flag that takes one.
+JSON_LIST = "JSON_LIST"
 
 
 def add_config_flags(
@@ -31,35 +39,85 @@ def config_from_arguments(config_class: type[_ConfigT], namespace: argparse.Name
     Raises:
         ConfigError: A value cannot work.
     """
-    names = {field.name for field in dataclasses.fields(config_class)}
-    given = {name: value for name, value in vars(namespace).items() if name in names}
+    given = {}
+    for field, field_type in _typed_fields(config_class):
+        if not hasattr(namespace, field.name):
+            continue
+        value = getattr(namespace, field.name)
+        if _is_list(field_type):
+            value = tuple(value)
+            variable = field.metadata.get("environment")
+            if not value and variable is not None:
+                words = os.environ.get(variable, "").split(",")
+                value = tuple(word.strip() for word in words if word.strip())
+        given[field.name] = value
     return config_class(**given)
 
 
 def _add_flag(
     group: argparse._ArgumentGroup, field: dataclasses.Field[object], field_type: object
 ) -> None:
-    flag = "--" + field.name.replace("_", "-")
+    flags = ("--" + field.name.replace("_", "-"), *field.metadata.get("aliases", ()))
     # In argparse's help texts a % begins a placeholder.
     help_text = str(field.metadata.get("help", "")).replace("%", "%%")
-    if field.default is not None:
+    if field.default is not None and not _is_list(field_type):
         help_text += " (default: %(default)s)"
     if field_type is bool:
         group.add_argument(
-            flag, action=argparse.BooleanOptionalAction, default=field.default, help=help_text
+            *flags, action=argparse.BooleanOptionalAction, default=field.default, help=help_text
+        )
+    elif _is_list(field_type) and field.metadata.get("is_json"):
+        group.add_argument(
+            *flags, type=_json_list, default=field.default, metavar=JSON_LIST, help=help_text
+        )
+    elif _is_list(field_type):
+        metavar = field.name.rpartition("_")[2].upper()
+        group.add_argument(
+            *flags, nargs="+", default=field.default, metavar=metavar, help=help_text
         )
     elif typing.get_origin(field_type) is typing.Literal:
         choices = typing.get_args(field_type)
-        group.add_argument(flag, choices=choices, default=field.default, help=help_text)
+        group.add_argument(*flags, choices=choices, default=field.default, help=help_text)
     else:
         assert isinstance(field_type, type)
         group.add_argument(
-            flag,
-            type=field_type,
+            *flags,
+            type=_integer if field_type is int else field_type,
             default=field.default,
             metavar=field_type.__name__.upper(),
             help=help_text,
         )
+
+
+def _is_list(field_type: object) -> bool:
+    return typing.get_origin(field_type) is tuple
+
+
+def _integer(text: str) -> int:
+    """An integer, or vLLM's short forms: 8k is 8,000, 8K is 8,192, 25.6k is 25,600."""
+    match = _SHORT_INTEGER.fullmatch(text)
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"wanted an integer such as 8192, 8k (8,000) or 8K (8,192), got {text!r}"
+        )
+    whole, fraction, suffix = match["whole"], match["fraction"] or "", match["suffix"] or ""
+    power = "kmgt".find(suffix.lower()) + 1 if suffix else 0
+    unit = 1024**power if suffix.isupper() else 1000**power
+    # In integers: 25.6k is 256 * 1000 / 10, and 0.1234k is none.
+    value, rest = divmod(int(whole + fraction) * unit, 10 ** len(fraction))
+    if rest:
+        raise argparse.ArgumentTypeError(f"wanted a whole number, got {text!r}")
+    return value
+
+
+def _json_list(text: str) -> list[str]:
+    try:
+        values = json.loads(text)
+    except ValueError:
+        values = None
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise argparse.ArgumentTypeError(f'wanted a JSON list as in \'["a", "b"]\', got {text!r}')
+    return values
 
 
 def _typed_fields(config_class: type) -> list[tuple[dataclasses.Field[object], object]]:

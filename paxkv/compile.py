@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from paxkv.cli.arguments import add_serve_arguments, parse_arguments
 from paxkv.command_line import add_config_flags, config_from_arguments
 from paxkv.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from paxkv.errors import ConfigError
@@ -27,7 +28,7 @@ _WHERE_PROGRAMS_LIE = ("enable_compilation_cache", "compilation_cache_dir", "com
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compiles, says what to start with, and returns the exit code of the process."""
-    namespace = make_parser().parse_args(arguments)
+    namespace = parse_arguments(make_parser(), arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("paxkv").setLevel(logging.INFO)
     try:
@@ -60,6 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     for config_class in _CONFIG_CLASSES:
         add_config_flags(parser, config_class, without=_WHERE_PROGRAMS_LIE)
+    add_serve_arguments(parser)
     return parser
 
 

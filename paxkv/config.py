@@ -1,11 +1,12 @@
-"""Every setting of an engine and of a server: frozen, checked once, with its help text."""
+"""Every setting of an engine: frozen, checked once, with its help text."""
 
 import dataclasses
 import json
-import math
 from typing import Literal
 
 from paxkv.errors import ConfigError
+from paxkv.server_config import ServerConfig as ServerConfig
+from paxkv.setting import at_least, is_number, one_of, setting, true_or_false
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -14,11 +15,6 @@ SchedulerPolicy = Literal["fcfs", "priority"]
 PrefixCachingHashAlgo = Literal["sha256", "sha256_cbor", "xxhash"]
 KVEventPublisherKind = Literal["zmq", "null"]
 Kernels = Literal["auto", "xla"]
-
-
-def setting(help_text: str, default: object) -> object:
-    """A config field with the help text that the command line shows for it."""
-    return dataclasses.field(default=default, metadata={"help": help_text})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +47,10 @@ class ModelConfig:
     load_format: LoadFormat = setting("auto reads safetensors; dummy makes random weights", "auto")
 
     def __post_init__(self) -> None:
-        _one_of("dtype", self.dtype, Dtype.__args__)
-        _one_of("product_dtype", self.product_dtype, ProductDtype.__args__)
-        _one_of("load_format", self.load_format, LoadFormat.__args__)
-        _at_least("max_model_len", self.max_model_len, 2)
+        one_of("product_dtype", self.product_dtype, ProductDtype.__args__)
+        one_of("dtype", self.dtype, Dtype.__args__)
+        one_of("load_format", self.load_format, LoadFormat.__args__)
+        at_least("max_model_len", self.max_model_len, 2)
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed must be an integer of 64 bits, got {self.seed!r}.")
 
@@ -87,8 +83,8 @@ class KVEventsConfig:
     topic: str = ""
 
     def __post_init__(self) -> None:
-        _true_or_false("enable_kv_cache_events", self.enable_kv_cache_events)
-        _one_of("publisher", self.publisher, KVEventPublisherKind.__args__)
+        true_or_false("enable_kv_cache_events", self.enable_kv_cache_events)
+        one_of("publisher", self.publisher, KVEventPublisherKind.__args__)
         _zmq_endpoint("endpoint", self.endpoint)
         if self.replay_endpoint is not None:
             _zmq_endpoint("replay_endpoint", self.replay_endpoint)
@@ -169,22 +165,20 @@ class CacheConfig:
     )
 
     def __post_init__(self) -> None:
-        _true_or_false("enable_prefix_caching", self.enable_prefix_caching)
-        _true_or_false("disable_hybrid_kv_cache_manager", self.disable_hybrid_kv_cache_manager)
+        true_or_false("enable_prefix_caching", self.enable_prefix_caching)
+        true_or_false("disable_hybrid_kv_cache_manager", self.disable_hybrid_kv_cache_manager)
         # A float 16.0 would pass as 16, and make floats of block numbers.
         is_known = type(self.block_size) is int and self.block_size in (8, 16, 32, 64, 128, 256)
         if self.block_size is not None and not is_known:
             raise ConfigError(
                 f"block_size must be 8, 16, 32, 64, 128 or 256, got {self.block_size!r}."
             )
-        _one_of(
+        one_of(
             "prefix_caching_hash_algo",
             self.prefix_caching_hash_algo,
             PrefixCachingHashAlgo.__args__,
         )
-        if not (
-            _is_number(self.kv_cache_metrics_sample) and 0 <= self.kv_cache_metrics_sample <= 1
-        ):
+        if not (is_number(self.kv_cache_metrics_sample) and 0 <= self.kv_cache_metrics_sample <= 1):
             raise ConfigError(
                 f"kv_cache_metrics_sample must be in [0, 1], got {self.kv_cache_metrics_sample!r}."
             )
@@ -193,9 +187,9 @@ class CacheConfig:
                 "kv_events_config is set, but without enable_prefix_caching there are no events. "
                 "Leave one of them out."
             )
-        _at_least("num_gpu_blocks_override", self.num_gpu_blocks_override, 2)
-        _at_least("cpu_kv_cache_bytes", self.cpu_kv_cache_bytes, 1)
-        if not (_is_number(self.gpu_memory_utilization) and 0 < self.gpu_memory_utilization <= 1):
+        at_least("num_gpu_blocks_override", self.num_gpu_blocks_override, 2)
+        at_least("cpu_kv_cache_bytes", self.cpu_kv_cache_bytes, 1)
+        if not (is_number(self.gpu_memory_utilization) and 0 < self.gpu_memory_utilization <= 1):
             raise ConfigError(
                 f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}."
             )
@@ -229,7 +223,9 @@ class SchedulerConfig:
         "most tokens of one request in one step; 0 is no limit", 0
     )
     policy: SchedulerPolicy = setting(
-        "order of waiting requests: by arrival, or by priority (lower first), then arrival", "fcfs"
+        "order of waiting requests: by arrival, or by priority (lower first), then arrival",
+        "fcfs",
+        aliases=("--scheduling-policy",),
     )
     full_sequence_must_fit: bool = setting(
         "admit a request only if its whole prompt, not its first part alone, fits the free KV "
@@ -257,16 +253,16 @@ class SchedulerConfig:
     )
 
     def __post_init__(self) -> None:
-        _true_or_false("enable_chunked_prefill", self.enable_chunked_prefill)
-        _true_or_false("full_sequence_must_fit", self.full_sequence_must_fit)
-        _true_or_false("async_scheduling", self.async_scheduling)
-        _at_least("max_decode_burst", self.max_decode_burst, 1)
-        _at_least("max_num_encoder_input_tokens", self.max_num_encoder_input_tokens, 0)
-        _at_least("encoder_cache_size", self.encoder_cache_size, 0)
-        _at_least("max_num_seqs", self.max_num_seqs, 1)
-        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
-        _one_of("policy", self.policy, SchedulerPolicy.__args__)
+        true_or_false("enable_chunked_prefill", self.enable_chunked_prefill)
+        true_or_false("full_sequence_must_fit", self.full_sequence_must_fit)
+        true_or_false("async_scheduling", self.async_scheduling)
+        at_least("max_decode_burst", self.max_decode_burst, 1)
+        at_least("max_num_encoder_input_tokens", self.max_num_encoder_input_tokens, 0)
+        at_least("encoder_cache_size", self.encoder_cache_size, 0)
+        at_least("max_num_seqs", self.max_num_seqs, 1)
+        at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        one_of("policy", self.policy, SchedulerPolicy.__args__)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
@@ -308,9 +304,9 @@ class RunnerConfig:
     )
 
     def __post_init__(self) -> None:
-        _one_of("kernels", self.kernels, Kernels.__args__)
-        _true_or_false("batch_invariant", self.batch_invariant)
-        _true_or_false("enable_compilation_cache", self.enable_compilation_cache)
+        one_of("kernels", self.kernels, Kernels.__args__)
+        true_or_false("batch_invariant", self.batch_invariant)
+        true_or_false("enable_compilation_cache", self.enable_compilation_cache)
         if self.compilation_cache_dir is not None and not self.enable_compilation_cache:
             raise ConfigError(
                 f"compilation_cache_dir={self.compilation_cache_dir!r} is set, but "
@@ -334,35 +330,6 @@ class EngineConfig:
     runner: RunnerConfig = dataclasses.field(default_factory=RunnerConfig)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    """The HTTP door."""
-
-    host: str = setting("address to listen on", "127.0.0.1")
-    port: int = setting("port to listen on; 0 picks a free one", 8000)
-    max_body_bytes: int = setting("largest request body, in bytes", 4 * 2**20)
-    request_timeout_s: float = setting(
-        "seconds a client may take to send a whole request before it is dropped", 15.0
-    )
-    shutdown_timeout_s: float = setting(
-        "seconds that running requests may take to finish after SIGTERM", 30.0
-    )
-
-    def __post_init__(self) -> None:
-        if type(self.port) is not int or not 0 <= self.port <= 65535:
-            raise ConfigError(f"port must be in [0, 65535], got {self.port!r}.")
-        _at_least("max_body_bytes", self.max_body_bytes, 1)
-        for name in ("request_timeout_s", "shutdown_timeout_s"):
-            value = getattr(self, name)
-            if not (_is_number(value) and 0 < value < math.inf):
-                raise ConfigError(f"{name} must be a positive number of seconds, got {value!r}.")
-
-
-def _at_least(name: str, value: int | None, low: int) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
-        raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}.")
-
-
 def _zmq_endpoint(name: str, value: object) -> None:
     if not (isinstance(value, str) and value.startswith(("tcp://", "ipc://"))):
         raise ConfigError(
@@ -374,17 +341,3 @@ def _zmq_endpoint(name: str, value: object) -> None:
     is_port = port == "*" or (port.isdecimal() and int(port) <= 65535)
     if value.startswith("tcp://") and not is_port:
         raise ConfigError(f"{name} must end in a port in [0, 65535], got {value!r}.")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _true_or_false(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} must be true or false, got {value!r}.")
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import paxkv
+from paxkv.cli.arguments import add_serve_arguments, parse_arguments
 from paxkv.client.async_client import AsyncEngineClient
 from paxkv.command_line import add_config_flags, config_from_arguments
 from paxkv.config import (
@@ -38,7 +39,7 @@ _INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serves until a signal comes; returns the exit code of the process."""
-    namespace = make_parser().parse_args(arguments)
+    namespace = parse_arguments(make_parser(), arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     # Our own few lines: how memory was planned, and where events go.
     logging.getLogger("paxkv").setLevel(logging.INFO)
@@ -71,7 +72,9 @@ async def serve(engine: AsyncEngineClient, config: ServerConfig, bound: socket.s
             create_app(engine, config),
             engine,
             config,
-            on_ready=lambda: print(_banner(engine, socket_url(bound)), flush=True),
+            on_ready=lambda: print(
+                _banner(engine, socket_url(bound, is_tls=config.is_tls)), flush=True
+            ),
         )
         await server.serve(sockets=[bound])
     finally:
@@ -87,6 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     for config_class in _CONFIG_CLASSES:
         add_config_flags(parser, config_class)
+    add_serve_arguments(parser)
     return parser
 
 

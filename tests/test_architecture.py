@@ -35,6 +35,8 @@ COMPOSITION_ROOTS = {
     "paxkv/llm.py",
     "paxkv/generate.py",
     "paxkv/replay.py",
+    "paxkv/cli/generate.py",
+    "paxkv/cli/collect_env.py",
     # Names LLM and CompiledGenerator for type checkers; at run time they come late (see the file).
     "paxkv/__init__.py",
 }
@@ -42,6 +44,8 @@ PAXKV_TOP = {
     "paxkv",
     "paxkv.errors",
     "paxkv.config",
+    "paxkv.server_config",
+    "paxkv.setting",
     "paxkv.command_line",
     "paxkv.package_origin",
     "paxkv.sampling_params",
@@ -54,6 +58,7 @@ MAY_IMPORT = {
     "models": {"pallas_kernels"},
     "paxkv": set(),
     "paxkv.contracts": {"paxkv"},
+    "paxkv.cli": {"paxkv"},
     "paxkv.text": {"paxkv"},
     "paxkv.kv_cache": {"paxkv", "paxkv.contracts"},
     "paxkv.scheduler": {"paxkv", "paxkv.contracts", "paxkv.kv_cache"},

@@ -205,6 +205,16 @@ class AsyncEngineClient:
             self._forget(stream)
             self._abort_in_engine([] if search is None else search.request_ids)
 
+    async def check(self, prompt: Prompt, params: SamplingParams | BeamSearchParams) -> None:
+        """Looks for mistakes of the caller, and runs nothing.
+
+        Raises:
+            InvalidRequestError: `generate` or `beam_search` would raise it.
+        """
+        if isinstance(params, BeamSearchParams):
+            params = prompt_params(params)
+        await self._process_input(prompt, params, request_id="checked", priority=0)
+
     async def abort(self, request_id: str) -> None:
         """Ends a request; its iterator yields a last output with finish reason "abort".
 
@@ -244,6 +254,14 @@ class AsyncEngineClient:
         reply = await self._call("explain_prefix_cache_miss", engine_id)
         miss = msgspec.json.decode(reply, type=PrefixCacheMiss)
         return dataclasses.replace(miss, request_id=request_id)
+
+    async def start_profile(self, folder: str) -> bool:
+        """Begins to record with JAX's profiler; False while a recording runs."""
+        return msgspec.json.decode(await self._call("start_profile", folder), type=bool)
+
+    async def stop_profile(self) -> bool:
+        """Writes what was recorded; False where nothing was. No step is computed meanwhile."""
+        return msgspec.json.decode(await self._call("stop_profile"), type=bool)
 
     async def get_stats(self) -> SchedulerStats:
         """Statistics as of now."""

@@ -4,9 +4,19 @@ import dataclasses
 from collections.abc import Iterable
 
 from paxkv.client.parallel_sampling import OutputKind, ParentRequest, PromptLogprobs
-from paxkv.contracts.engine_output import EngineCoreOutput, FinishReason, StepOutputs
+from paxkv.contracts.engine_output import (
+    EngineCoreOutput,
+    FinishReason,
+    RequestTimes,
+    StepOutputs,
+)
 from paxkv.contracts.engine_request import EngineRequest
-from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput
+from paxkv.contracts.request_output import (
+    CompletionOutput,
+    CompletionTimes,
+    Logprob,
+    RequestOutput,
+)
 from paxkv.contracts.runner_output import TokenLogprobs
 from paxkv.errors import InvariantError
 from paxkv.text.detokenizer import IncrementalDetokenizer
@@ -80,7 +90,9 @@ class OutputProcessor:
             if state is None:
                 continue
             parents[state.parent.request_id] = state.parent
-            state.process(output)
+            if step_outputs.request_times:
+                state.note_first_token(step_outputs)
+            state.process(output, step_outputs.timestamp)
             if state.finish_reason is not None:
                 del self._completions[output.request_id]
                 if output.finish_reason is None:
@@ -132,6 +144,10 @@ class _CompletionState:
         tokenizer: Tokenizer | None,
     ) -> None:
         self.parent = parent
+        self._request_id = request.request_id
+        self._arrival_time = request.arrival_time
+        self._times: RequestTimes | None = None
+        self._first_token_time = self._last_token_time = 0.0
         self._index = index
         self._output_kind = output_kind
         self._tokenizer = tokenizer
@@ -152,10 +168,17 @@ class _CompletionState:
         self.finish_reason: FinishReason | None = None
         self._stop_reason: int | str | None = None
 
-    def process(self, output: EngineCoreOutput) -> None:
+    def note_first_token(self, step_outputs: StepOutputs) -> None:
+        """Notes the times that come with its first token."""
+        times = step_outputs.request_times.get(self._request_id)
+        if times is not None:
+            self._times, self._first_token_time = times, step_outputs.timestamp
+
+    def process(self, output: EngineCoreOutput, timestamp: float) -> None:
         """Takes one step's output, and hands its parent what the caller is to hear of it."""
         if output.prompt_logprobs is not None:
             self.parent.take_prompt_logprobs(self._to_prompt_logprobs(output.prompt_logprobs))
+        self._last_token_time = timestamp
         self._num_cached_tokens = output.num_cached_tokens
         self.finish_reason = output.finish_reason
         self._stop_reason = output.stop_reason
@@ -227,4 +250,16 @@ class _CompletionState:
             logprobs=None if self._logprobs is None else self._logprobs[first:],
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
+            times=None if self.finish_reason is None else self._completion_times(),
+        )
+
+    def _completion_times(self) -> CompletionTimes | None:
+        if self._times is None:
+            return None
+        # The clocks of two processes, and one that may be set: never less than 0.
+        return CompletionTimes(
+            queue_s=self._times.queue_s,
+            prefill_s=self._times.prefill_s,
+            decode_s=max(self._last_token_time - self._first_token_time, 0.0),
+            first_token_s=max(self._first_token_time - self._arrival_time, 0.0),
         )

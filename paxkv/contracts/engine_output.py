@@ -35,6 +35,22 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prompt_logprobs: list[TokenLogprobs] | None = None
 
 
+class RequestTimes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What a request waited for until its first token.
+
+    Args:
+        queue_s: Until the first step that it was part of.
+        prefill_s: From there to its first token.
+    """
+
+    queue_s: float
+    prefill_s: float
+
+
+# Upper bounds of the buckets in which steps are counted by their tokens; those of vLLM.
+STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
     """A snapshot after one step; counters run since the start.
@@ -53,6 +69,10 @@ class SchedulerStats:
             block counted once.
         num_used_slots: Those that hold a computed token. Both are counted every few steps only;
             between, they are those of the last count.
+        step_token_counts: Steps in each bucket alone of `STEP_TOKEN_BUCKETS`, and of more tokens;
+            a burst counts as its steps.
+        engine_start_time: Seconds since the epoch. Another one is another engine, whose counters
+            began at 0 again.
     """
 
     num_running_reqs: int = 0
@@ -74,12 +94,21 @@ class SchedulerStats:
     num_padded_tokens: int = 0
     num_compiles_after_ready: int = 0
     kv_block_residency: BlockResidency = BlockResidency()
+    step_token_counts: tuple[int, ...] = (0,) * (len(STEP_TOKEN_BUCKETS) + 1)
+    engine_start_time: float = 0.0
 
     @property
     def padding_waste_ratio(self) -> float:
         """Share of all computed tokens that were padding, since the start; 0 before the first."""
         num_computed = self.num_scheduled_tokens + self.num_padded_tokens
         return self.num_padded_tokens / num_computed if num_computed else 0.0
+
+    @property
+    def kv_waste_ratio(self) -> float:
+        """Share of the token positions in held blocks that hold no token; 0 without any."""
+        if self.num_allocated_slots == 0:
+            return 0.0
+        return 1.0 - self.num_used_slots / self.num_allocated_slots
 
     @property
     def prefix_cache_hit_rate(self) -> float:
@@ -91,11 +120,17 @@ class SchedulerStats:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutputs:
-    """All outputs of one step, for one client."""
+    """All outputs of one step, for one client.
+
+    Args:
+        timestamp: Seconds since the epoch.
+        request_times: By request id, of those who have their first token in this step.
+    """
 
     outputs: list[EngineCoreOutput]
     stats: SchedulerStats
     timestamp: float
+    request_times: dict[str, RequestTimes] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

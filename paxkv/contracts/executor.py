@@ -53,6 +53,14 @@ class Executor(Protocol):
         """Programs compiled after the warm-up said that all were ready; 0 is the promise."""
         ...
 
+    def start_profile(self, folder: str) -> bool:
+        """Begins to record a profile; False while a recording runs."""
+        ...
+
+    def stop_profile(self) -> bool:
+        """Writes what was recorded; False where nothing was."""
+        ...
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> StepHandle:
         """Starts one step and returns without waiting for the device."""
         ...

@@ -14,6 +14,8 @@ class ModelInfo:
         vocab_size: Token ids are in `[0, vocab_size)`.
         max_fitting_tokens: Token positions of the whole KV pool; no request can hold more.
         created: Seconds since the epoch.
+        max_num_seqs: Most requests that run at once.
+        cache_settings: The KV cache's settings by name, as text.
     """
 
     served_model_name: str
@@ -22,3 +24,5 @@ class ModelInfo:
     vocab_size: int
     max_fitting_tokens: int
     created: int
+    max_num_seqs: int
+    cache_settings: dict[str, str]

@@ -15,6 +15,23 @@ class Logprob:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionTimes:
+    """Where the time of a completion went, in seconds.
+
+    Args:
+        queue_s: From its arrival in the engine to its first step.
+        prefill_s: From there to its first token.
+        decode_s: From there to its last one.
+        first_token_s: From its arrival at the client to its first token.
+    """
+
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    first_token_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
     """One completion of a prompt.
 
@@ -24,6 +41,7 @@ class CompletionOutput:
         logprobs: Per token, `token id -> Logprob` of the drawn token and the most likely ones;
             None unless asked for.
         stop_reason: The stop string or stop token id that ended it; None for EOS.
+        times: Of a finished one that had a token.
     """
 
     index: int
@@ -33,6 +51,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    times: CompletionTimes | None = dataclasses.field(default=None, compare=False)
 
     @property
     def finished(self) -> bool:

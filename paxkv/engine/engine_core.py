@@ -1,5 +1,6 @@
 """`EngineCore`: steps and messages, between a deciding scheduler and a computing executor."""
 
+import bisect
 import dataclasses
 import inspect
 import logging
@@ -10,6 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from paxkv.contracts.engine_output import (
+    STEP_TOKEN_BUCKETS,
     EngineCoreOutput,
     EngineOutput,
     SchedulerStats,
@@ -29,6 +31,7 @@ from paxkv.contracts.kv_events import KVEventBatch
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.engine.burst_length import BurstLength
 from paxkv.engine.kv_event_publisher import KVEventPublisher
+from paxkv.engine.request_clock import RequestClock
 from paxkv.errors import InvalidRequestError, InvariantError, PaxkvError
 from paxkv.scheduler.scheduler import Scheduler
 from paxkv.scheduler.trace.recorder import TraceRecorder
@@ -95,11 +98,16 @@ class EngineCore:
         self._num_steps = 0
         self._num_empty_steps = 0
         self._shutdown: Shutdown | None = None
+        self._start_time = time.time()
+        self._request_clock = RequestClock()
+        self._step_token_counts = [0] * (len(STEP_TOKEN_BUCKETS) + 1)
         self._utilities: dict[str, Callable[..., object]] = {
             "reset_prefix_cache": scheduler.reset_prefix_cache,
             "get_stats": self.make_stats,
             "check_invariants": scheduler.check_invariants,
             "explain_prefix_cache_miss": scheduler.explain_prefix_cache_miss,
+            "start_profile": self._start_profile,
+            "stop_profile": self._stop_profile,
         }
 
     @property
@@ -134,6 +142,7 @@ class EngineCore:
                 return self._add_request(request)
             case AbortRequests(request_ids=request_ids):
                 self._scheduler.finish_requests(request_ids)
+                self._request_clock.forget(request_ids)
                 return None
             case UtilityCall():
                 return self._call(message)
@@ -159,7 +168,12 @@ class EngineCore:
             or not self._scheduler.has_unfinished_requests()
         )
         stats = self.make_stats(count_slots=count_slots)
-        return StepOutputs(outputs=outputs, stats=stats, timestamp=time.time())
+        return StepOutputs(
+            outputs=outputs,
+            stats=stats,
+            timestamp=time.time(),
+            request_times=self._request_clock.take_first_tokens(outputs),
+        )
 
     def _start_step(self) -> bool:
         """Decides a step and gives it to the executor; False where it has nothing to compute."""
@@ -172,12 +186,24 @@ class EngineCore:
         scheduler_output = self._scheduler.schedule(max_decode_steps)
         num_scheduled_tokens = scheduler_output.total_num_scheduled_tokens
         self._check_progress(num_scheduled_tokens)
+        self._note_step(scheduler_output)
         # An empty step too: the executor hears who ended.
         handle = self._executor.execute_model(scheduler_output)
         self._in_flight.append(
             StepInFlight(scheduler_output=scheduler_output, handle=handle, start_s=start_s)
         )
         return num_scheduled_tokens > 0
+
+    def _note_step(self, scheduler_output: SchedulerOutput) -> None:
+        new_reqs = scheduler_output.scheduled_new_reqs
+        if new_reqs:
+            self._request_clock.note_scheduled(new.req_id for new in new_reqs)
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        if num_tokens > 0:
+            # A burst of 4 steps with 12 tokens is 4 steps of 3.
+            num_steps = scheduler_output.num_decode_steps
+            bucket = bisect.bisect_left(STEP_TOKEN_BUCKETS, num_tokens / num_steps)
+            self._step_token_counts[bucket] += num_steps
 
     def _fetch_oldest(self) -> list[EngineCoreOutput]:
         step = self._in_flight.popleft()
@@ -209,6 +235,8 @@ class EngineCore:
             self._scheduler.make_stats(count_slots=count_slots),
             num_padded_tokens=self._executor.num_padded_tokens,
             num_compiles_after_ready=self._executor.num_compiles_after_ready,
+            step_token_counts=tuple(self._step_token_counts),
+            engine_start_time=self._start_time,
         )
 
     def close(self) -> None:
@@ -231,6 +259,7 @@ class EngineCore:
             if self._shutdown is not None:
                 raise InvalidRequestError("the engine is shutting down.")
             self._scheduler.add_request(request)
+            self._request_clock.note_added(request.request_id)
             self._burst_length.note_arrival()
             return None
         except InvalidRequestError as error:
@@ -259,6 +288,12 @@ class EngineCore:
         except PaxkvError as error:
             return UtilityReply(call_id=call.call_id, error=f"{type(error).__name__}: {error}")
         return UtilityReply(call_id=call.call_id, result_json=result_json)
+
+    def _start_profile(self, folder: str) -> bool:
+        return self._executor.start_profile(folder)
+
+    def _stop_profile(self) -> bool:
+        return self._executor.stop_profile()
 
     def _check_progress(self, num_scheduled_tokens: int) -> None:
         is_idle = not self._scheduler.has_unfinished_requests()

@@ -32,6 +32,7 @@ from paxkv.runner.memory_plan import (
     measure_device_memory,
     plan_memory,
 )
+from paxkv.runner.profiler import Profiler
 from paxkv.runner.program_store import ProgramStore
 from paxkv.runner.step_sampler import StepSampler
 from paxkv.runner.unbuilt import refuse_unbuilt
@@ -95,6 +96,7 @@ class ModelRunner:
         )
         self._params = _put_params(model, mesh)
         self._show_progress = show_progress
+        self._profiler = Profiler()
         self._programs = StepPrograms(
             model=model,
             params=self._params,
@@ -150,6 +152,12 @@ class ModelRunner:
     def warm_up(self) -> int:
         """Loads or compiles every program that traffic can ask for; returns their number."""
         return self._programs.warm_up(self._kv_cache, show_progress=self._show_progress)
+
+    def start_profile(self, folder: str) -> bool:
+        return self._profiler.start(folder)
+
+    def stop_profile(self) -> bool:
+        return self._profiler.stop()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> StepHandle:
         """Starts one step and returns without waiting for it.

@@ -3,10 +3,14 @@
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from paxkv.config import ServerConfig
 from paxkv.errors import PaxkvError
+from paxkv.server.access_log import AccessLogMiddleware
+from paxkv.server.admission import Admission
+from paxkv.server.api_keys import ApiKeyMiddleware
 from paxkv.server.engine_protocol import EngineClient
 from paxkv.server.error_response import (
     handle_bug,
@@ -16,7 +20,12 @@ from paxkv.server.error_response import (
 )
 from paxkv.server.generation import Generator
 from paxkv.server.metrics import ServerMetrics
-from paxkv.server.middleware import DisconnectMiddleware, RequestIdMiddleware
+from paxkv.server.middleware import (
+    DisconnectMiddleware,
+    HeaderLimitMiddleware,
+    RequestIdMiddleware,
+)
+from paxkv.server.routes_admin import ADMIN_PATHS, AdminRoutes
 from paxkv.server.routes_chat import ChatRoutes
 from paxkv.server.routes_completions import CompletionRoutes
 from paxkv.server.routes_info import InfoRoutes
@@ -28,16 +37,26 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
     The application neither starts nor ends the engine: whoever built it does. It limits how long a
     body may be; `http_server.py` limits how long one may take.
     """
-    metrics = ServerMetrics(engine.model_info.served_model_name)
-    generator = Generator(engine, metrics)
+    info = engine.model_info
+    metrics = ServerMetrics(
+        info.served_model_name,
+        max_model_len=info.max_model_len,
+        cache_settings=info.cache_settings,
+    )
+    admission = Admission(engine, config.max_waiting_requests)
+    generator = Generator(engine, metrics, admission)
+    admin_routes = []
+    if config.enable_admin:
+        admin_routes = AdminRoutes(engine, generator.names, profile_dir=config.profile_dir).routes()
     limit = config.max_body_bytes
     app = Starlette(
         routes=[
             *CompletionRoutes(engine, generator, max_body_bytes=limit).routes(),
             *ChatRoutes(engine, generator, max_body_bytes=limit).routes(),
-            *InfoRoutes(engine, metrics, max_body_bytes=limit).routes(),
+            *InfoRoutes(engine, metrics, admission, max_body_bytes=limit).routes(),
+            *admin_routes,
         ],
-        middleware=[Middleware(RequestIdMiddleware), Middleware(DisconnectMiddleware)],
+        middleware=_middleware(config),
         exception_handlers={
             PaxkvError: handle_paxkv_error,
             HTTPException: handle_http_error,
@@ -48,3 +67,31 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
     # A path with a slash too many is an unknown path, not a redirect that loses the body.
     app.router.redirect_slashes = False
     return app
+
+
+def _middleware(config: ServerConfig) -> list[Middleware]:
+    """The outermost first."""
+    layers = [Middleware(RequestIdMiddleware)]
+    if not config.disable_uvicorn_access_log:
+        layers.append(
+            Middleware(AccessLogMiddleware, without_paths=config.paths_without_access_log)
+        )
+    layers.append(Middleware(HeaderLimitMiddleware, max_header_bytes=config.max_header_bytes))
+    if config.allowed_origins:
+        # Around the keys: a browser asks for permission without one, and is to read a 401.
+        layers.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=config.allowed_origins,
+                allow_methods=config.allowed_methods,
+                allow_headers=config.allowed_headers,
+                allow_credentials=config.allow_credentials,
+                expose_headers=("X-Request-Id", "Retry-After"),
+            )
+        )
+    if config.api_key:
+        layers.append(
+            Middleware(ApiKeyMiddleware, api_keys=config.api_key, other_paths=ADMIN_PATHS)
+        )
+    layers.append(Middleware(DisconnectMiddleware))
+    return layers

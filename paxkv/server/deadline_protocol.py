@@ -1,6 +1,7 @@
 """uvicorn's HTTP protocol with a deadline: a whole request in time, or the connection ends."""
 
 import asyncio
+import sys
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -8,11 +9,16 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from paxkv.server.error_response import error_body
 
 
-def deadline_protocol(request_timeout_s: float) -> type[H11Protocol]:
-    """A protocol class for `uvicorn.Config(http=...)`, which takes no arguments of ours."""
-    return type(
-        "BoundDeadlineProtocol", (DeadlineProtocol,), {"request_timeout_s": request_timeout_s}
-    )
+def deadline_protocol(
+    request_timeout_s: float, *, max_connections: int | None = None
+) -> type[H11Protocol]:
+    """A protocol class for `uvicorn.Config(http=...)`, which takes no arguments of ours.
+
+    Args:
+        max_connections: One more is told so and closed; None is no limit.
+    """
+    settings = {"request_timeout_s": request_timeout_s, "max_connections": max_connections}
+    return type("BoundDeadlineProtocol", (DeadlineProtocol,), settings)
 
 
 class DeadlineProtocol(H11Protocol):
@@ -24,10 +30,14 @@ class DeadlineProtocol(H11Protocol):
     """
 
     request_timeout_s = 15.0
+    max_connections: int | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._deadline: asyncio.TimerHandle | None = None
+        if self.max_connections is not None and len(self.connections) > self.max_connections:
+            self._refuse(503, f"the server has {self.max_connections} connections open already.")
+            return
         # A connection that never sends a byte is no better than one that sends half a line.
         self._keep_deadline()
 
@@ -47,8 +57,12 @@ class DeadlineProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is not HTTP."""
-        self._refuse(400, msg)
+        """Answers what is not HTTP, or has headers without end."""
+        error = sys.exception()
+        if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431:
+            self._refuse(431, "the request's first line and headers are too long.")
+        else:
+            self._refuse(400, msg)
 
     def _keep_deadline(self) -> None:
         is_waiting = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
@@ -91,6 +105,8 @@ class DeadlineProtocol(H11Protocol):
             (b"content-length", str(len(body)).encode("ascii")),
             (b"connection", b"close"),
         ]
+        if status == 503:
+            headers.append((b"retry-after", b"1"))
         for event in (
             h11.Response(status_code=status, headers=headers),
             h11.Data(data=body),

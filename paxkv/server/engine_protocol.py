@@ -5,6 +5,7 @@ from typing import Protocol
 
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.model_info import ModelInfo
+from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
 from paxkv.contracts.request_output import RequestOutput
 from paxkv.sampling_params import BeamSearchParams, SamplingParams
 
@@ -75,6 +76,35 @@ class EngineClient(Protocol):
         self, prompt: Prompt, params: BeamSearchParams, *, request_id: str, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
         """Runs one beam search and yields once, at the end; else as `generate`."""
+        ...
+
+    async def check(self, prompt: Prompt, params: SamplingParams | BeamSearchParams) -> None:
+        """Looks for mistakes of the caller, and runs nothing.
+
+        Raises:
+            InvalidRequestError: `generate` or `beam_search` would raise it.
+        """
+        ...
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forgets all cached prefixes; False, and nothing changed, while blocks are in use."""
+        ...
+
+    async def explain_prefix_cache_miss(self, request_id: str) -> PrefixCacheMiss:
+        """Why a request did not find more of its prompt in the prefix cache.
+
+        Raises:
+            InvalidRequestError: It is not among the latest requests of `generate`.
+            PaxkvError: The engine does not know it, or not any more.
+        """
+        ...
+
+    async def start_profile(self, folder: str) -> bool:
+        """Begins to record with JAX's profiler; False while a recording runs."""
+        ...
+
+    async def stop_profile(self) -> bool:
+        """Writes what was recorded; False where nothing was."""
         ...
 
     async def get_stats(self) -> SchedulerStats:

@@ -40,14 +40,47 @@ class UnsupportedMediaTypeError(InvalidRequestError):
     http_status = 415
 
 
+class HeadersTooLargeError(InvalidRequestError):
+    """The request's headers are over `--max-header-bytes`."""
+
+    http_status = 431
+
+
+class UnauthorizedError(InvalidRequestError):
+    """The request brings none of the server's API keys."""
+
+    http_status = 401
+
+
+class ConflictError(InvalidRequestError):
+    """What is asked for cannot be done now."""
+
+    http_status = 409
+
+
+class OverloadedError(PaxkvError):
+    """As many requests wait as may."""
+
+    http_status = 503
+
+
 _CODES: dict[type[PaxkvError], str] = {
     UnknownModelError: "model_not_found",
     BodyTooLargeError: "body_too_large",
     UnsupportedMediaTypeError: "unsupported_media_type",
+    HeadersTooLargeError: "headers_too_large",
+    UnauthorizedError: "invalid_api_key",
     PromptTooLongError: "context_length_exceeded",
     NeverFitsError: "context_length_exceeded",
     UnsupportedFeatureError: "unsupported_parameter",
     EngineDeadError: "engine_dead",
+    OverloadedError: "overloaded",
+}
+# Statuses that come with a header.
+_HEADERS: dict[type[Exception], dict[str, str]] = {
+    UnauthorizedError: {"WWW-Authenticate": "Bearer"},
+    # A place may be free with the next request that ends. Seconds are whole here.
+    OverloadedError: {"Retry-After": "1"},
 }
 _INTERNAL_MESSAGE = "internal error of the server; its log says more."
 
@@ -82,10 +115,9 @@ def describe_error(error: Exception) -> tuple[int, bytes]:
         return error.http_status, error_body(
             error.http_status, str(error), param=error.param, code=code
         )
-    if isinstance(error, EngineDeadError):
-        return error.http_status, error_body(
-            error.http_status, str(error), code=_CODES[EngineDeadError]
-        )
+    if isinstance(error, (EngineDeadError, OverloadedError)):
+        code = _CODES.get(type(error))
+        return error.http_status, error_body(error.http_status, str(error), code=code)
     _logger.error("request failed", exc_info=error)
     return 500, error_body(500, _INTERNAL_MESSAGE, code="internal_error")
 
@@ -93,7 +125,7 @@ def describe_error(error: Exception) -> tuple[int, bytes]:
 def error_response(error: Exception) -> Response:
     """The HTTP response that an error becomes."""
     status, body = describe_error(error)
-    return Response(body, status, media_type="application/json")
+    return Response(body, status, headers=_HEADERS.get(type(error)), media_type="application/json")
 
 
 async def handle_paxkv_error(_request: Request, error: Exception) -> Response:

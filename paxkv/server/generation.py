@@ -9,8 +9,10 @@ from contextlib import aclosing
 from paxkv.contracts.request_output import RequestOutput
 from paxkv.errors import InvariantError
 from paxkv.sampling_params import BeamSearchParams, SamplingParams
+from paxkv.server.admission import Admission, num_engine_requests
 from paxkv.server.engine_protocol import EngineClient, Prompt
 from paxkv.server.metrics import ServerMetrics
+from paxkv.server.request_names import RequestNames
 
 # (index of the prompt, its output)
 IndexedOutputs = AsyncGenerator[tuple[int, RequestOutput], None]
@@ -26,9 +28,13 @@ class _Ended:
 class Generator:
     """Sends prompts to the engine and times what comes back."""
 
-    def __init__(self, engine: EngineClient, metrics: ServerMetrics) -> None:
+    def __init__(
+        self, engine: EngineClient, metrics: ServerMetrics, admission: Admission | None = None
+    ) -> None:
         self._engine = engine
         self._metrics = metrics
+        self._admission = Admission(engine) if admission is None else admission
+        self.names = RequestNames()
 
     async def generate(
         self,
@@ -42,33 +48,43 @@ class Generator:
 
         Args:
             stream: A beam search has its one output at the end all the same.
+
+        Raises:
+            OverloadedError: Before the first output: too many requests wait. What is wrong with
+                the request itself is told first.
         """
-        runs = [
-            self._run(prompt, sampling_params, priority=priority, stream=stream)
-            for prompt in prompts
-        ]
-        if len(runs) == 1:
-            async with aclosing(runs[0]) as outputs:
-                async for output in outputs:
-                    yield 0, output
-            return
-        # As long as there are prompts: enough for each to hand over one output without waiting.
-        queue: asyncio.Queue[tuple[int, RequestOutput | _Ended]] = asyncio.Queue(len(runs))
-        pumps = [asyncio.ensure_future(_pump(i, run, queue)) for i, run in enumerate(runs)]
-        try:
-            num_unfinished = len(runs)
-            while num_unfinished:
-                prompt_idx, item = await queue.get()
-                if not isinstance(item, _Ended):
-                    yield prompt_idx, item
-                elif item.error is not None:
-                    raise item.error
-                else:
-                    num_unfinished -= 1
-        finally:
-            for pump in pumps:
-                pump.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
+        num_requests = num_engine_requests(len(prompts), sampling_params)
+        if not self._admission.has_room(num_requests):
+            for prompt in prompts:
+                await self._engine.check(prompt, sampling_params)
+            raise self._admission.refusal()
+        with self._admission.place_for(num_requests):
+            runs = [
+                self._run(prompt, sampling_params, priority=priority, stream=stream)
+                for prompt in prompts
+            ]
+            if len(runs) == 1:
+                async with aclosing(runs[0]) as outputs:
+                    async for output in outputs:
+                        yield 0, output
+                return
+            # As long as there are prompts: enough for each to hand over one output without waiting.
+            queue: asyncio.Queue[tuple[int, RequestOutput | _Ended]] = asyncio.Queue(len(runs))
+            pumps = [asyncio.ensure_future(_pump(i, run, queue)) for i, run in enumerate(runs)]
+            try:
+                num_unfinished = len(runs)
+                while num_unfinished:
+                    prompt_idx, item = await queue.get()
+                    if not isinstance(item, _Ended):
+                        yield prompt_idx, item
+                    elif item.error is not None:
+                        raise item.error
+                    else:
+                        num_unfinished -= 1
+            finally:
+                for pump in pumps:
+                    pump.cancel()
+                await asyncio.gather(*pumps, return_exceptions=True)
 
     async def _run(
         self,
@@ -79,18 +95,22 @@ class Generator:
         stream: bool,
     ) -> AsyncGenerator[RequestOutput, None]:
         is_search = isinstance(sampling_params, BeamSearchParams)
-        timer = self._metrics.start_request(is_stream=stream and not is_search)
         named = {"request_id": uuid.uuid4().hex, "priority": priority}
+        self.names.note(named["request_id"])
         if is_search:
             outputs = self._engine.beam_search(prompt, sampling_params, **named)
         else:
             outputs = self._engine.generate(prompt, sampling_params, stream=stream, **named)
-        async with aclosing(outputs):
-            async for output in outputs:
-                timer.observe(output)
-                if any(c.finish_reason == "error" for c in output.outputs):
-                    raise InvariantError(f"the engine failed at request {output.request_id}")
-                yield output
+        timer = self._metrics.start_request(
+            is_stream=stream and not is_search, params=sampling_params
+        )
+        with timer:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    timer.observe(output)
+                    if any(c.finish_reason == "error" for c in output.outputs):
+                        raise InvariantError(f"the engine failed at request {output.request_id}")
+                    yield output
 
 
 async def _pump(

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import functools
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -15,6 +17,7 @@ from paxkv.config import ServerConfig
 from paxkv.errors import ConfigError
 from paxkv.server.deadline_protocol import deadline_protocol
 from paxkv.server.engine_protocol import EngineClient
+from paxkv.server.open_files import allow_connections
 
 # After the engine ended, time for handlers to tell their clients so.
 _LAST_WORDS_S = 2.0
@@ -28,8 +31,11 @@ def bind_socket(config: ServerConfig) -> socket.socket:
     """A socket on the configured address that does not listen yet: connections are refused.
 
     Raises:
-        ConfigError: The address does not exist or is taken.
+        ConfigError: The address does not exist or is taken, the files for HTTPS cannot be used,
+            or the process may not have as many connections open.
     """
+    allow_connections(config.max_connections)
+    _check_tls_files(config)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -46,10 +52,11 @@ def bind_socket(config: ServerConfig) -> socket.socket:
     return bound
 
 
-def socket_url(bound: socket.socket) -> str:
+def socket_url(bound: socket.socket, *, is_tls: bool = False) -> str:
     """The address that a client on this machine would use."""
+    scheme = "https" if is_tls else "http"
     host, port = bound.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class HttpServer(uvicorn.Server):
@@ -70,7 +77,16 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=deadline_protocol(config.request_timeout_s),
+                http=deadline_protocol(
+                    config.request_timeout_s,
+                    max_connections=allow_connections(config.max_connections),
+                ),
+                h11_max_incomplete_event_size=config.max_header_bytes,
+                root_path=config.root_path or "",
+                ssl_keyfile=config.ssl_keyfile,
+                ssl_certfile=config.ssl_certfile,
+                ssl_ca_certs=config.ssl_ca_certs,
+                ssl_cert_reqs=config.ssl_cert_reqs,
                 ws="none",
                 loop="asyncio",
                 lifespan="off",
@@ -82,6 +98,7 @@ class HttpServer(uvicorn.Server):
             )
         )
         self._engine = engine
+        self._request_timeout_s = config.request_timeout_s
         self._shutdown_timeout_s = config.shutdown_timeout_s
         self._on_ready = on_ready
 
@@ -92,7 +109,8 @@ class HttpServer(uvicorn.Server):
             ConfigError: Another server opened it since `bind_socket`.
         """
         try:
-            await super().startup(sockets)
+            with self._handshakes_in_time():
+                await super().startup(sockets)
         except OSError as error:
             raise _cannot_listen("the chosen address", error) from error
         self._on_ready()
@@ -106,6 +124,24 @@ class HttpServer(uvicorn.Server):
             ender.cancel()
             await asyncio.gather(ender, return_exceptions=True)
             self._cut_connections()
+
+    @contextlib.contextmanager
+    def _handshakes_in_time(self) -> Iterator[None]:
+        """Gives TLS handshakes, too, the time of a request, instead of asyncio's minute.
+
+        uvicorn passes no time on to `create_server`: so it is put in between while it asks.
+        """
+        if not self.config.is_ssl:
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        loop.create_server = functools.partial(
+            loop.create_server, ssl_handshake_timeout=self._request_timeout_s
+        )
+        try:
+            yield
+        finally:
+            del loop.create_server
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -145,6 +181,23 @@ class HttpServer(uvicorn.Server):
         """Ends what is left, as if the clients had gone: their handlers are cancelled quietly."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
+
+
+def _check_tls_files(config: ServerConfig) -> None:
+    if config.ssl_certfile is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+        if config.ssl_ca_certs is not None:
+            context.load_verify_locations(config.ssl_ca_certs)
+    except (OSError, ValueError) as error:
+        files = [config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs]
+        raise ConfigError(
+            f"HTTPS cannot be served with {', '.join(f for f in files if f is not None)}: {error}. "
+            "Wanted PEM files: --ssl-certfile with the certificate first, --ssl-keyfile with its "
+            "private key unless that lies in the same file."
+        ) from error
 
 
 def _cannot_listen(where: str, error: OSError) -> ConfigError:

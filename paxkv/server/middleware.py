@@ -1,4 +1,4 @@
-"""What surrounds every route: a request id, and an end to the work of a client that left."""
+"""What surrounds every route: a request id, a bound on headers, an end where the client left."""
 
 import asyncio
 import uuid
@@ -6,6 +6,9 @@ import uuid
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from paxkv.server.error_response import HeadersTooLargeError, error_response
+from paxkv.server.request_names import client_request_id
 
 MAX_REQUEST_ID_CHARS = 128
 
@@ -29,6 +32,7 @@ class RequestIdMiddleware:
         if not (is_usable and 0 < len(given) <= MAX_REQUEST_ID_CHARS):
             given = uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = given
+        client_request_id.set(given)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -36,6 +40,32 @@ class RequestIdMiddleware:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+class HeaderLimitMiddleware:
+    """Answers 431 to a request whose first line and headers are too long.
+
+    h11 refuses them while they are incomplete; what comes in one piece it takes whatever its size.
+    """
+
+    def __init__(self, app: ASGIApp, *, max_header_bytes: int) -> None:
+        self._app = app
+        self._max_header_bytes = max_header_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and _num_header_bytes(scope) > self._max_header_bytes:
+            error = HeadersTooLargeError(
+                f"the request's first line and headers are over {self._max_header_bytes} bytes."
+            )
+            await error_response(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _num_header_bytes(scope: Scope) -> int:
+    # Each header line has ": " and a line break besides.
+    num_bytes = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+    return num_bytes + len(scope.get("raw_path", b"")) + len(scope.get("query_string", b""))
 
 
 class DisconnectMiddleware:

@@ -11,6 +11,7 @@ from starlette.routing import Route
 import paxkv
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.errors import EngineDeadError, InvalidRequestError
+from paxkv.server.admission import Admission
 from paxkv.server.chat_prompt import render_chat
 from paxkv.server.engine_protocol import EngineClient, Tokenizer
 from paxkv.server.json_body import convert_fields, read_json_object
@@ -67,9 +68,15 @@ class InfoRoutes:
     """The routes that generate nothing."""
 
     def __init__(
-        self, engine: EngineClient, metrics: ServerMetrics, *, max_body_bytes: int
+        self,
+        engine: EngineClient,
+        metrics: ServerMetrics,
+        admission: Admission,
+        *,
+        max_body_bytes: int,
     ) -> None:
         self._engine = engine
+        self._admission = admission
         self._metrics = metrics
         self._max_body_bytes = max_body_bytes
 
@@ -79,6 +86,9 @@ class InfoRoutes:
             # A model's name may hold slashes.
             Route("/v1/models/{model:path}", self.get_model),
             Route("/health", self.health),
+            # Load balancers of some clouds ask here, with either method.
+            Route("/ping", self.health, methods=["GET", "POST"]),
+            Route("/load", self.load),
             Route("/metrics", self.metrics),
             Route("/version", self.version),
             Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -97,6 +107,10 @@ class InfoRoutes:
         if not self._engine.is_alive:
             raise EngineDeadError("the engine has ended; restart the server.")
         return Response()
+
+    async def load(self, _request: Request) -> Response:
+        """Calls of clients that are being answered by the engine, running and waiting."""
+        return _json({"server_load": self._admission.num_calls})
 
     async def metrics(self, _request: Request) -> Response:
         stats = await self._stats()

@@ -191,6 +191,8 @@ def built_engine(transport: EngineTransport, eos_token_ids: tuple[int, ...]) -> 
             vocab_size=VOCAB_SIZE,
             max_fitting_tokens=10**6,
             created=0,
+            max_num_seqs=8,
+            cache_settings={"block_size": "16"},
         ),
     )
 

@@ -79,7 +79,7 @@ def test_64_concurrent_streams_equal_the_offline_answers(server, offline_answers
 
 def test_killing_half_of_the_clients_leaves_no_block_behind(server, offline_answers) -> None:
     conversations = demo_conversations(NUM_STREAMS)
-    steps_before = metric(server, "paxkv_steps_total")
+    steps_before = metric(server, "paxkv:steps_total")
 
     async def run() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
@@ -108,7 +108,7 @@ def test_killing_half_of_the_clients_leaves_no_block_behind(server, offline_answ
     assert metric(server, "vllm:num_requests_waiting") == 0
     assert metric(server, "vllm:kv_cache_usage_perc") == 0
     # A request that nobody aborted would have run for a step a token.
-    assert metric(server, "paxkv_steps_total") - steps_before < LONG_ANSWER
+    assert metric(server, "paxkv:steps_total") - steps_before < LONG_ANSWER
 
 
 def test_n_choices_are_those_of_separate_requests_whole_and_streamed(server) -> None:

@@ -48,6 +48,20 @@ def test_engine_is_warm_and_knows_its_model(tmp_path: Path, runner_class: type[F
         engine.transport.close()
 
 
+def test_cache_settings_are_told_as_text_and_what_protects_the_cache_is_not(
+    tmp_path: Path, runner_class: type[FakeRunner]
+) -> None:
+    cache = CacheConfig(prefix_caching_seed="geheim", num_gpu_blocks_override=9)
+    engine = build_engine(EngineConfig(model=ModelConfig(model=str(tmp_path)), cache=cache))
+    engine.transport.close()
+    settings = engine.model_info.cache_settings
+    assert settings["block_size"] == "16"
+    assert settings["num_gpu_blocks"] == "9"
+    assert settings["enable_prefix_caching"] == "True"
+    assert "geheim" not in settings.values()
+    assert all(name.isidentifier() for name in settings)
+
+
 def test_max_model_len_is_the_models_unless_a_smaller_one_is_asked(
     tmp_path: Path, runner_class: type[FakeRunner]
 ) -> None:
@@ -85,6 +99,7 @@ def test_settings_reach_the_runner(tmp_path: Path, runner_class: type[FakeRunner
     assert arguments["cache_config"] is config.cache
     assert engine.model_info.served_model_name == "mine"
     assert engine.model_info.max_fitting_tokens == 64
+    assert engine.model_info.max_num_seqs == config.scheduler.max_num_seqs
     with pytest.raises(InvalidRequestError, match="chunked prefill"):
         engine.input_processor.process([1] * 65, SamplingParams(max_tokens=1), request_id="r")
 

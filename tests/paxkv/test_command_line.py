@@ -57,3 +57,27 @@ def test_help_shows_fields_defaults_and_the_class():
     text = parser.format_help()
     assert "How the bread is baked." in text
     assert "heat in % (default: 220)" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("180", 180),
+        ("-3", -3),
+        ("8k", 8000),
+        ("8K", 8192),
+        ("25.6k", 25_600),
+        ("1.5m", 1_500_000),
+        ("2G", 2 * 2**30),
+        ("0", 0),
+    ],
+)
+def test_integers_have_vllms_short_forms(text, value):
+    assert parse(f"--degrees={text}").degrees == value
+
+
+@pytest.mark.parametrize("text", ["8kb", "1.5", "1.5K", "0.1234k", "k", "1e3", "", "8 k", "0x10"])
+def test_other_forms_are_no_integers(text, capsys):
+    with pytest.raises(SystemExit):
+        parse(f"--degrees={text}")
+    assert "wanted a" in capsys.readouterr().err

@@ -48,7 +48,13 @@ def test_flags_set_fields_of_every_type():
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--max-num-seqs", "many"], ["--dtype", "int3"], ["--max-num", "3"], ["--nothing"], ["x"]],
+    [
+        ["--max-num-seqs", "many"],
+        ["--dtype", "int3"],
+        ["--max-num", "3"],
+        ["--nothing"],
+        ["x", "y"],
+    ],
 )
 def test_malformed_flag_is_a_usage_error(arguments, capsys):
     with pytest.raises(SystemExit) as raised:

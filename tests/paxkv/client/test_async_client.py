@@ -32,6 +32,8 @@ INFO = ModelInfo(
     vocab_size=300,
     max_fitting_tokens=512,
     created=0,
+    max_num_seqs=8,
+    cache_settings={"block_size": "16"},
 )
 LONG = SamplingParams(max_tokens=250)
 
@@ -464,3 +466,24 @@ async def test_prompts_of_token_ids_have_no_text() -> None:
         (output,) = await collect(client, [97, 98], SamplingParams(max_tokens=3), "r", stream=False)
         assert (output.prompt, output.prompt_token_ids) == (None, [97, 98])
         assert output.outputs[0].text == "aba"
+
+
+@in_loop
+async def test_check_finds_mistakes_and_runs_nothing() -> None:
+    async with running() as client:
+        await client.check([5, 6], SamplingParams(max_tokens=2))
+        await client.check([5, 6], BeamSearchParams(beam_width=2, max_tokens=2))
+        for params in (SamplingParams(max_tokens=2), BeamSearchParams(beam_width=2, max_tokens=2)):
+            with pytest.raises(InvalidRequestError):
+                await client.check([-1], params)
+        assert client.num_unfinished_requests == 0
+        assert (await client.get_stats()).num_steps == 0
+
+
+@in_loop
+async def test_profile_is_recorded_in_the_engine() -> None:
+    async with running() as client:
+        assert await client.start_profile("folder")
+        assert not await client.start_profile("folder")
+        assert await client.stop_profile()
+        assert not await client.stop_profile()

@@ -3,9 +3,14 @@
 import pytest
 
 from paxkv.client.output_processor import OutputProcessor, ProcessedOutputs
-from paxkv.contracts.engine_output import EngineCoreOutput, SchedulerStats, StepOutputs
+from paxkv.contracts.engine_output import (
+    EngineCoreOutput,
+    RequestTimes,
+    SchedulerStats,
+    StepOutputs,
+)
 from paxkv.contracts.engine_request import EngineRequest
-from paxkv.contracts.request_output import CompletionOutput, Logprob
+from paxkv.contracts.request_output import CompletionOutput, CompletionTimes, Logprob
 from paxkv.contracts.runner_output import TokenLogprobs
 from paxkv.errors import InvariantError
 from paxkv.sampling_params import SamplingParams
@@ -179,3 +184,25 @@ def test_logprobs_of_the_prompt_come_once_in_deltas_and_stay_in_all_other_output
     assert caller.step(b"a", prompt_logprobs=[]).request_outputs == []
     (last,) = caller.step(b"b", finish_reason="length").request_outputs
     assert last.prompt_logprobs == [None]
+
+
+def test_finished_completion_says_where_its_time_went() -> None:
+    processor = OutputProcessor(None)
+    request = EngineRequest(
+        request_id="r", prompt_token_ids=[1], sampling_params=SamplingParams(), arrival_time=100.0
+    )
+    processor.add_request(request, prompt=None, output_kind="delta")
+
+    def step(timestamp: float, **fields: object) -> CompletionOutput:
+        times = fields.pop("times", {})
+        output = EngineCoreOutput(request_id="r", new_token_ids=[5], **fields)
+        outputs = StepOutputs(
+            outputs=[output], stats=SchedulerStats(), timestamp=timestamp, request_times=times
+        )
+        return processor.process(outputs).request_outputs[0].outputs[0]
+
+    assert step(103.0, times={"r": RequestTimes(queue_s=1.0, prefill_s=1.5)}).times is None
+    assert step(104.0, times={"other": RequestTimes(queue_s=9.0, prefill_s=9.0)}).times is None
+    assert step(107.0, finish_reason="length").times == CompletionTimes(
+        queue_s=1.0, prefill_s=1.5, decode_s=4.0, first_token_s=3.0
+    )

@@ -34,8 +34,18 @@ class FakeExecutor:
         self.num_steps = 0
         self.num_decode_steps: list[int] = []
         self.num_in_flight = self.most_in_flight = 0
+        self.profile_folder: str | None = None
         self._step_s = step_s
         self._fails_at_step = fails_at_step
+
+    def start_profile(self, folder: str) -> bool:
+        was_idle = self.profile_folder is None
+        self.profile_folder = self.profile_folder or folder
+        return was_idle
+
+    def stop_profile(self) -> bool:
+        was_recording, self.profile_folder = self.profile_folder is not None, None
+        return was_recording
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> "FakeStep":
         if self.num_steps == self._fails_at_step:

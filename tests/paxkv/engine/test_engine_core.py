@@ -275,3 +275,16 @@ def test_used_slots_are_counted_now_and_then_and_when_asked() -> None:
     run_until_idle(core)
     core.handle(AddRequest(request=make_request("b", [5], max_tokens=1)))
     assert core.step().stats.num_used_slots == 0
+
+
+def test_profile_is_recorded_by_the_executor() -> None:
+    core = make_engine_core()
+
+    def call(method: str, *arguments: str) -> str | None:
+        message = UtilityCall(call_id=1, method=method, arguments=arguments)
+        return core.handle(message).result_json
+
+    assert call("stop_profile") == "false"
+    assert call("start_profile", "folder") == "true"
+    assert call("start_profile", "other") == "false"
+    assert call("stop_profile") == "true"

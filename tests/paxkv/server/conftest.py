@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 
@@ -32,13 +33,14 @@ class RunningServer:
 def run_server(engine: FakeEngine, config: ServerConfig) -> Iterator[RunningServer]:
     is_ready = threading.Event()
     bound = bind_socket(config)
-    url = socket_url(bound)
+    url = socket_url(bound, is_tls=config.is_tls)
     server = HttpServer(create_app(engine, config), engine, config, on_ready=is_ready.set)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])))
     thread.start()
     try:
         assert is_ready.wait(10)
-        with httpx.Client(base_url=url, timeout=10) as client:
+        verify = ssl.create_default_context(cafile=config.ssl_certfile) if config.is_tls else True
+        with httpx.Client(base_url=url, timeout=10, verify=verify) as client:
             yield RunningServer(engine, url, client)
     finally:
         server.should_exit = True
@@ -57,12 +59,14 @@ def start_server() -> Iterator[Callable[..., RunningServer]]:
             max_body_bytes: int = 100_000,
             request_timeout_s: float = 5.0,
             shutdown_timeout_s: float = 2.0,
+            **settings: object,
         ) -> RunningServer:
             config = ServerConfig(
                 port=0,
                 max_body_bytes=max_body_bytes,
                 request_timeout_s=request_timeout_s,
                 shutdown_timeout_s=shutdown_timeout_s,
+                **settings,
             )
             engine = FakeEngine(seconds_per_token=seconds_per_token)
             return stack.enter_context(run_server(engine, config))

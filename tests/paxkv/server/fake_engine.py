@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.model_info import ModelInfo
+from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
 from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput
 from paxkv.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
 from paxkv.sampling_params import BeamSearchParams, SamplingParams
@@ -67,6 +68,8 @@ class FakeEngine:
             vocab_size=VOCAB_SIZE,
             max_fitting_tokens=10_000,
             created=1_700_000_000,
+            max_num_seqs=8,
+            cache_settings={"block_size": "16"},
         )
         self.tokenizer = FakeTokenizer()
         self.chat_template = FakeChatTemplate()
@@ -78,6 +81,8 @@ class FakeEngine:
         self.seen_params: list[SamplingParams] = []
         self.seen_priorities: list[int] = []
         self.seen_prompts: list[object] = []
+        self.seen_request_ids: list[str] = []
+        self.calls: list[tuple[object, ...]] = []
 
     @property
     def latest_stats(self) -> SchedulerStats:
@@ -91,6 +96,30 @@ class FakeEngine:
 
     async def get_stats(self) -> SchedulerStats:
         return self.latest_stats
+
+    async def check(self, prompt: object, params: object) -> None:
+        self._token_ids(prompt)
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        self.calls.append(("reset_prefix_cache", reset_running_requests))
+        return reset_running_requests or not self.running
+
+    async def explain_prefix_cache_miss(self, request_id: str) -> PrefixCacheMiss:
+        if request_id not in self.seen_request_ids:
+            raise InvalidRequestError(f"unknown {request_id}", param="request_id")
+        return PrefixCacheMiss(
+            request_id=request_id,
+            reason="too_short",
+            num_tokens=7,
+        )
+
+    async def start_profile(self, folder: str) -> bool:
+        self.calls.append(("start_profile", folder))
+        return len(self.calls) == 1
+
+    async def stop_profile(self) -> bool:
+        self.calls.append(("stop_profile",))
+        return len(self.calls) < 4
 
     async def close(self, *, drain_timeout_s: float) -> None:
         self.is_alive = False
@@ -109,6 +138,7 @@ class FakeEngine:
         self.seen_params.append(sampling_params)
         self.seen_priorities.append(priority)
         self.seen_prompts.append(prompt)
+        self.seen_request_ids.append(request_id)
         self._check_alive()
         assert request_id not in self.running
         self.running.add(request_id)

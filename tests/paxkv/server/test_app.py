@@ -396,3 +396,49 @@ def test_every_app_has_its_own_metrics():
     # Prometheus' default registry refuses a name that is registered twice.
     create_app(FakeEngine(), ServerConfig())
     create_app(FakeEngine(), ServerConfig())
+
+
+ORIGIN = {"Origin": "https://a.org"}
+PREFLIGHT = ORIGIN | {"Access-Control-Request-Method": "POST"}
+
+
+def test_no_web_page_may_use_the_server_unless_asked_for(shared_server):
+    response = shared_server.client.options(COMPLETIONS, headers=PREFLIGHT)
+    assert response.status_code == 405
+    assert "access-control-allow-origin" not in response.headers
+
+
+def test_allowed_origin_may_and_another_may_not(start_server):
+    server = start_server(
+        allowed_origins=("https://a.org",),
+        allowed_methods=("POST",),
+        allowed_headers=("Content-Type", "Authorization"),
+        allow_credentials=True,
+        api_key=("key",),
+    )
+    response = server.client.options(COMPLETIONS, headers=PREFLIGHT)
+    assert response.status_code == 200
+    assert response.headers["access-control-allow-origin"] == "https://a.org"
+    assert response.headers["access-control-allow-credentials"] == "true"
+    other = server.client.options(COMPLETIONS, headers=PREFLIGHT | {"Origin": "https://b.org"})
+    assert other.status_code == 400
+    # A page can read why it was refused.
+    refused = server.client.post(COMPLETIONS, json={}, headers=ORIGIN)
+    assert refused.status_code == 401
+    assert refused.headers["access-control-allow-origin"] == "https://a.org"
+
+
+def test_root_path_of_a_proxy_changes_no_route(start_server):
+    server = start_server(root_path="/api", api_key=("key",))
+    assert server.client.get("/version").status_code == 200
+    assert server.client.get("/v1/models").status_code == 401
+    headers = {"Authorization": "Bearer key"}
+    assert server.client.get("/v1/models", headers=headers).status_code == 200
+    assert server.client.get("/api/v1/models", headers=headers).status_code == 404
+
+
+def test_ping_is_health_with_both_methods(start_server):
+    server = start_server()
+    assert server.client.get("/ping").status_code == server.client.post("/ping").status_code == 200
+    server.engine.is_alive = False
+    assert server.client.get("/ping").status_code == server.client.post("/ping").status_code == 503

@@ -132,3 +132,53 @@ def test_garbage_after_an_early_answer_closes_quietly(server, caplog, path, stat
     # One request, one answer, and no traceback in the log.
     assert b"HTTP/1.1" not in rest
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def _head_with_headers(num_bytes):
+    start, end = b"GET /version HTTP/1.1\r\nHost: x\r\nX-Long: ", b"\r\n\r\n"
+    return start + b"a" * (num_bytes - len(start) - len(end)) + end
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_headers_over_the_limit_are_431(start_server, in_pieces):
+    server = start_server(max_header_bytes=1000)
+    head = _head_with_headers(1100)
+    with socket.create_connection(server.address, timeout=5) as connection:
+        # What is not complete is refused by h11, what comes whole by us.
+        connection.sendall(head[:1050] if in_pieces else head)
+        connection.shutdown(socket.SHUT_WR)
+        answer, _ = _read_to_end(connection)
+    assert answer.startswith(b"HTTP/1.1 431")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+    with socket.create_connection(server.address, timeout=5) as connection:
+        connection.sendall(_head_with_headers(900))
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+
+
+def test_connection_over_the_limit_is_told_and_closed(start_server):
+    server = start_server(max_connections=2)
+    with socket.create_connection(server.address, timeout=5) as first:
+        with socket.create_connection(server.address, timeout=5) as second:
+            first.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert first.recv(4096).startswith(b"HTTP/1.1 200")
+            second.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert second.recv(4096).startswith(b"HTTP/1.1 200")
+            with socket.create_connection(server.address, timeout=5) as third:
+                answer, seconds = _read_to_end(third)
+            assert answer.startswith(b"HTTP/1.1 503")
+            assert b"retry-after: 1" in answer.lower()
+            assert b"2 connections open already" in answer
+            assert seconds < 1
+    assert server.client.get("/health").status_code == 200
+
+
+def test_silent_connections_do_not_keep_others_out(start_server):
+    server = start_server(request_timeout_s=30.0)
+    connections = [socket.create_connection(server.address, timeout=5) for _ in range(300)]
+    try:
+        assert server.client.post(
+            "/v1/completions", json={"prompt": "a", "max_tokens": 2}
+        ).is_success
+    finally:
+        for connection in connections:
+            connection.close()

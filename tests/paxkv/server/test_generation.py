@@ -77,14 +77,14 @@ def test_every_completion_is_counted_when_it_ends_and_each_prompt_once():
     lines = asyncio.run(run()).splitlines()
     samples = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#")]
     value = {name: float(number) for name, number in samples}
-    assert value['vllm:prompt_tokens_total{model_name="m"}'] == 3
+    assert value['vllm:prompt_tokens_total{engine="0",model_name="m"}'] == 3
     # The fake's completion i is i tokens shorter.
-    assert value['vllm:generation_tokens_total{model_name="m"}'] == 2 * (6 + 5 + 4)
-    name = 'vllm:request_success_total{finished_reason="length",model_name="m"}'
+    assert value['vllm:generation_tokens_total{engine="0",model_name="m"}'] == 2 * (6 + 5 + 4)
+    name = 'vllm:request_success_total{engine="0",finished_reason="length",model_name="m"}'
     assert value[name] == 6
     # One first token of each prompt; 5 + 4 + 3 gaps within the completions of each.
-    assert value['vllm:time_to_first_token_seconds_count{model_name="m"}'] == 2
-    assert value['vllm:inter_token_latency_seconds_count{model_name="m"}'] == 24
+    assert value['vllm:time_to_first_token_seconds_count{engine="0",model_name="m"}'] == 2
+    assert value['vllm:inter_token_latency_seconds_count{engine="0",model_name="m"}'] == 24
 
 
 def test_slow_reader_holds_the_engine_back_instead_of_filling_memory():

@@ -1,12 +1,17 @@
 """The port opens last; signals drain; a port that is taken is a clear error."""
 
+import contextlib
 import os
+import re
+import resource
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -15,6 +20,8 @@ from paxkv.config import ServerConfig
 from paxkv.errors import ConfigError
 from paxkv.server.http_server import bind_socket, socket_url
 
+# Certificate of localhost and its private key, signed by itself, for a hundred years.
+PEM = Path(__file__).with_name("self_signed.pem")
 # Streams of this server's engine take 0.05 s a token.
 SERVER_PROGRAM = """
 import asyncio, sys
@@ -170,3 +177,85 @@ def test_url_names_the_port_that_was_picked():
     with bind_socket(ServerConfig(port=0)) as bound:
         assert socket_url(bound) == f"http://127.0.0.1:{bound.getsockname()[1]}"
         assert bound.getsockname()[1] > 0
+
+
+def test_https_with_a_certificate_of_ones_own(start_server):
+    server = start_server(ssl_certfile=str(PEM))
+    assert server.url.startswith("https://127.0.0.1:")
+    assert server.client.get("/version").status_code == 200
+    with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+        httpx.get(f"{server.url}/version")
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(f"{server.url.replace('https', 'http')}/version")
+
+
+def test_handshake_that_does_not_come_ends_in_time(start_server):
+    server = start_server(ssl_certfile=str(PEM), request_timeout_s=0.3)
+    start = time.monotonic()
+    with socket.create_connection(server.address, timeout=10) as connection:
+        connection.sendall(b"\x16\x03")
+        assert connection.recv(100) == b""
+    assert time.monotonic() - start < 5
+    assert server.client.get("/version").status_code == 200
+
+
+def test_client_certificate_can_be_required(start_server):
+    server = start_server(ssl_certfile=str(PEM), ssl_ca_certs=str(PEM), ssl_cert_reqs=2)
+    with pytest.raises(httpx.HTTPError):
+        server.client.get("/version")
+    context = ssl.create_default_context(cafile=PEM)
+    context.load_cert_chain(PEM)
+    with httpx.Client(verify=context) as client:
+        assert client.get(f"{server.url}/version").status_code == 200
+
+
+@pytest.mark.parametrize("setting", ["ssl_certfile", "ssl_keyfile", "ssl_ca_certs"])
+@pytest.mark.parametrize("text", [None, "no certificate"])
+def test_bad_file_for_https_is_known_before_the_port(tmp_path, setting, text):
+    path = tmp_path / "some.pem"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=r"HTTPS cannot be served with .*some\.pem"):
+        bind_socket(ServerConfig(port=0, **{"ssl_certfile": str(PEM), setting: str(path)}))
+
+
+def test_more_connections_than_the_process_may_have_are_known_before_the_port():
+    with pytest.raises(ConfigError, match="--max-connections"):
+        bind_socket(ServerConfig(port=0, max_connections=2**40))
+
+
+# About 25 s; run with `pytest -m slow tests/paxkv/server/test_http_server.py`.
+@pytest.mark.slow
+def test_ten_thousand_connections_of_which_most_are_silent_keep_nobody_out(start_process):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 12_000:
+        pytest.skip(f"the hard limit of open files is {hard}; two processes need 12,000 each")
+    # The server's process raises its own limit.
+    process, url = start_process(5)
+    host, port = url.removeprefix("http://").split(":")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (12_000, hard))
+    try:
+        with contextlib.ExitStack() as stack:
+            for i in range(10_000):
+                connection = stack.enter_context(socket.create_connection((host, int(port))))
+                if i % 2:
+                    connection.sendall(b"POST /v1/completions HTTP/1.1\r\n")
+            assert _open_files(url) >= 10_000
+            start = time.monotonic()
+            body = {"prompt": "a", "max_tokens": 5}
+            assert httpx.post(f"{url}/v1/completions", json=body, timeout=20).is_success
+            assert time.monotonic() - start < 10
+            # Each has 15 s for its request.
+            deadline = time.monotonic() + 25
+            while _open_files(url) > 100:
+                assert time.monotonic() < deadline
+                time.sleep(1)
+            assert connection.recv(100).startswith(b"HTTP/1.1 408")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert process.poll() is None
+
+
+def _open_files(url):
+    text = httpx.get(f"{url}/metrics", timeout=20).text
+    return float(re.search(r"^process_open_fds (\S+)$", text, re.M).group(1))

@@ -16,7 +16,7 @@ def _values(text):
 
 
 def test_has_a_route_for_each_promise():
-    paths = {route.path for route in InfoRoutes(None, None, max_body_bytes=1).routes()}
+    paths = {route.path for route in InfoRoutes(None, None, None, max_body_bytes=1).routes()}
     promised = {"/v1/models", "/health", "/metrics", "/version", "/tokenize", "/detokenize"}
     assert promised <= paths
 
@@ -107,7 +107,7 @@ def test_metrics_count_what_was_served(start_server):
     response = server.client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
     values = _values(response.text)
-    label = f'{{model_name="{MODEL_NAME}"}}'
+    label = f'{{engine="0",model_name="{MODEL_NAME}"}}'
     assert values[f"vllm:prompt_tokens_total{label}"] == 6
     assert values[f"vllm:generation_tokens_total{label}"] == 10
     assert values[f"vllm:num_requests_running{label}"] == 0
@@ -117,14 +117,17 @@ def test_metrics_count_what_was_served(start_server):
     assert values[f"vllm:prefix_cache_hits_total{label}"] == 40
     assert values[f"vllm:num_preemptions_total{label}"] == 3
     assert values[f"paxkv_compiles_after_ready_total{label}"] == 0
-    finished = f'{{finished_reason="length",model_name="{MODEL_NAME}"}}'
+    finished = f'{{engine="0",finished_reason="length",model_name="{MODEL_NAME}"}}'
     assert values[f"vllm:request_success_total{finished}"] == 2
     assert values[f"vllm:e2e_request_latency_seconds_count{label}"] == 2
-    # Only the stream shows when its tokens came.
+    # Only the stream shows when its tokens came; this engine tells nothing of the other.
     assert values[f"vllm:time_to_first_token_seconds_count{label}"] == 1
     assert values[f"vllm:inter_token_latency_seconds_count{label}"] == 4
 
 
 def test_metrics_names_are_well_formed(shared_server):
     for name in _values(shared_server.client.get("/metrics").text):
-        assert re.match(r"(vllm:|paxkv_)[a-z0-9_]+\{", name)
+        ours = (
+            r"(vllm:|paxkv:)[a-z0-9_]+\{|(paxkv_compiles_after_ready_total|padding_waste_ratio)\{"
+        )
+        assert re.match(rf"{ours}|(process|python)_[a-z_]+", name)

@@ -1,0 +1,91 @@
+"""Reads a command line: a model without a flag, vLLM's flags, a config file, and misspellings."""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from paxkv.cli.config_file import read_config_file
+from paxkv.cli.vllm_flags import add_vllm_flags, take_warnings
+from paxkv.command_line import JSON_LIST
+from paxkv.errors import ConfigError
+
+# argparse has no public list of its flags: `_option_string_actions` is read here and there.
+_CONFIG_FILE, _MODEL_WORD = "config_file", "model_word"
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `vllm serve` takes besides flags of settings; to be called when those are there."""
+    parser.add_argument(_MODEL_WORD, nargs="?", metavar="MODEL", help="the same as --model MODEL")
+    parser.add_argument(
+        "--config",
+        dest=_CONFIG_FILE,
+        type=Path,
+        metavar="FILE",
+        help="flags from a .toml or .json file, as in `max-num-seqs = 32`; those of the command "
+        "line come before them",
+    )
+    add_vllm_flags(parser)
+
+
+def parse_arguments(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
+) -> argparse.Namespace:
+    """Reads a command line; a mistake ends the program with its usage, as argparse has it.
+
+    An unknown flag is answered with the nearest that exists. Its value is not repeated: it may be
+    a key.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    namespace = _parse(parser, arguments, argparse.Namespace())
+    path = getattr(namespace, _CONFIG_FILE, None)
+    if path is not None:
+        try:
+            words = read_config_file(path, json_flags=_json_flags(parser))
+        except ConfigError as error:
+            parser.error(str(error))
+        # What is set already is not set to its default again: the command line comes on top.
+        from_file = _parse(parser, words, argparse.Namespace())
+        namespace = _parse(parser, arguments, from_file)
+    model = vars(namespace).pop(_MODEL_WORD, None)
+    if model is not None:
+        is_flag_given = any(a == "--model" or a.startswith("--model=") for a in arguments)
+        if is_flag_given and namespace.model != model:
+            parser.error(f"two models: {model!r}, and --model {namespace.model!r}. Choose one.")
+        namespace.model = model
+    for warning in take_warnings(namespace, parser):
+        print("paxkv: warning:", warning, file=sys.stderr)
+    return namespace
+
+
+def _parse(
+    parser: argparse.ArgumentParser, words: list[str], namespace: argparse.Namespace
+) -> argparse.Namespace:
+    # Intermixed: else a model that follows flags would be nobody's.
+    namespace, unknown = parser.parse_known_intermixed_args(words, namespace)
+    if unknown:
+        flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+        parser.error(
+            "; ".join(_unknown_flag(parser, flag) for flag in flags)
+            if flags
+            else f"{len(unknown)} words more than there is a meaning for."
+        )
+    return namespace
+
+
+def _json_flags(parser: argparse.ArgumentParser) -> set[str]:
+    actions = parser._option_string_actions.items()
+    return {name for name, action in actions if action.metavar == JSON_LIST}
+
+
+def _unknown_flag(parser: argparse.ArgumentParser, flag: str) -> str:
+    # Those of vLLM that do nothing are not offered.
+    known = [
+        name
+        for name, action in parser._option_string_actions.items()
+        if action.help is not argparse.SUPPRESS
+    ]
+    nearest = difflib.get_close_matches(flag, known, n=1)
+    hint = f"did you mean {nearest[0]}?" if nearest else "--help lists what there is."
+    return f"unknown flag {flag}: {hint}"

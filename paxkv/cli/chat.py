@@ -1,0 +1,126 @@
+"""`paxkv chat`: a conversation with a running server, in a terminal."""
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+
+from paxkv.cli.arguments import parse_arguments
+from paxkv.cli.chat_client import ChatClient, ChatError
+
+_KEY_VARIABLE = "PAXKV_API_KEY"
+_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+Message = dict[str, str]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Talks until the input ends; returns the exit code of the process."""
+    namespace = parse_arguments(make_parser(), arguments)
+    try:
+        client = ChatClient(
+            namespace.url, api_key=_api_key(namespace), ca_certs=namespace.ssl_ca_certs
+        )
+        model = namespace.model_name or client.first_model()
+        params = {"temperature": namespace.temperature, "max_tokens": namespace.max_tokens}
+        params = {name: value for name, value in params.items() if value is not None}
+        system = namespace.system_prompt
+        history: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        if namespace.quick is not None:
+            answer(client, model, [*history, {"role": "user", "content": namespace.quick}], params)
+        else:
+            talk(client, model, history, params)
+    except ChatError as error:
+        print(f"paxkv: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return _INTERRUPTED
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """vLLM's flags of the same command, and a few of sampling."""
+    parser = argparse.ArgumentParser(
+        prog="paxkv chat",
+        description="Talks to a running server: a line is a message, Ctrl-D ends it, Ctrl-C stops "
+        "an answer. The conversation so far goes along with each message.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--url",
+        default="http://127.0.0.1:8000/v1",
+        metavar="URL",
+        help="of the API (default: %(default)s)",
+    )
+    parser.add_argument("--model-name", metavar="NAME", help="the server's first model if left out")
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help=f"{_KEY_VARIABLE} if left out, which other users cannot read",
+    )
+    parser.add_argument(
+        "--ssl-ca-certs", metavar="FILE", help="who signed the certificate of an https:// server"
+    )
+    parser.add_argument("--system-prompt", metavar="TEXT", help="begins the conversation")
+    parser.add_argument("-q", "--quick", metavar="TEXT", help="one message, one answer, no more")
+    parser.add_argument(
+        "--temperature", type=float, metavar="FLOAT", help="the server's if left out"
+    )
+    parser.add_argument("--max-tokens", type=int, metavar="INT", help="most tokens of an answer")
+    return parser
+
+
+def talk(
+    client: ChatClient, model: str, history: list[Message], params: dict[str, float | int]
+) -> None:
+    """Reads messages and prints answers. One that fails, or is stopped, is no part of what
+    follows.
+    """
+    is_terminal = sys.stdin.isatty()
+    while True:
+        if is_terminal:
+            print("> ", end="", flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            if is_terminal:
+                print()
+            return
+        if not line.strip():
+            continue
+        messages = [*history, {"role": "user", "content": line.strip()}]
+        try:
+            text = answer(client, model, messages, params)
+        except ChatError as error:
+            print(f"paxkv: error: {error}", file=sys.stderr)
+            continue
+        except KeyboardInterrupt:
+            print()
+            continue
+        history[:] = [*messages, {"role": "assistant", "content": text}]
+
+
+def answer(
+    client: ChatClient, model: str, messages: list[Message], params: dict[str, float | int]
+) -> str:
+    """Prints the answer as it comes, and returns it."""
+    text = ""
+    # Closed at once when it is stopped: the server then computes no further.
+    with contextlib.closing(client.stream(model, messages, **params)) as parts:
+        for part in parts:
+            print(part, end="", flush=True)
+            text += part
+    print()
+    return text
+
+
+def _api_key(namespace: argparse.Namespace) -> str:
+    if namespace.api_key is not None:
+        return namespace.api_key
+    # The server's may hold several.
+    return os.environ.get(_KEY_VARIABLE, "").partition(",")[0].strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

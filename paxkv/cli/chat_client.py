@@ -1,0 +1,142 @@
+"""A streaming client of /v1/chat/completions, of nothing but the standard library."""
+
+import http.client
+import json
+import ssl
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+from urllib.parse import urlsplit
+
+from paxkv.errors import PaxkvError
+
+
+class ChatError(PaxkvError):
+    """A server that cannot be reached, or says no."""
+
+
+class ChatClient:
+    """One server and one model; a connection a call.
+
+    Args:
+        url: Of the API, with its /v1.
+        api_key: Empty without.
+        ca_certs: PEM file of who signed the server's certificate; None is whom the system trusts.
+        timeout_s: Of silence: before the first token too.
+    """
+
+    def __init__(
+        self, url: str, *, api_key: str = "", ca_certs: str | None = None, timeout_s: float = 600.0
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ChatError(f"--url must be as http://127.0.0.1:8000/v1, got {url!r}.")
+        self._parts = parts
+        self._api_key = api_key
+        self._ca_certs = ca_certs
+        self._timeout_s = timeout_s
+
+    def first_model(self) -> str:
+        """The name of the server's model.
+
+        Raises:
+            ChatError: The server cannot be reached, or refuses.
+        """
+        with self._ask("GET", "/models", None) as response:
+            models = json.loads(response.read())["data"]
+        if not models:
+            raise ChatError("the server has no model.")
+        return models[0]["id"]
+
+    def stream(
+        self, model: str, messages: Sequence[Mapping[str, str]], **params: float | int
+    ) -> Iterator[str]:
+        """Parts of the answer's text, as they come.
+
+        Raises:
+            ChatError: The server cannot be reached, refuses, or ends in the middle.
+        """
+        body = {"model": model, "messages": list(messages), "stream": True} | params
+        with self._ask("POST", "/chat/completions", json.dumps(body).encode()) as response:
+            for line in response:
+                data = line.strip().removeprefix(b"data: ")
+                if data == b"[DONE]":
+                    return
+                if data:
+                    yield _text_of(json.loads(data))
+        raise ChatError("the server ended in the middle of its answer.")
+
+    def _ask(self, method: str, path: str, body: bytes | None) -> "_Response":
+        headers = {"Content-Type": "application/json", "Accept": "*/*"}
+        if self._api_key:
+            headers["Authorization"] = f"Bearer {self._api_key}"
+        connection = self._connect()
+        try:
+            connection.request(method, self._parts.path.rstrip("/") + path, body, headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise ChatError(_refusal(response))
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise ChatError(f"{self._parts.netloc} cannot be asked: {error}.") from error
+        except ChatError:
+            connection.close()
+            raise
+        return _Response(connection, response)
+
+    def _connect(self) -> http.client.HTTPConnection:
+        host, port = self._parts.hostname, self._parts.port
+        if self._parts.scheme == "http":
+            return http.client.HTTPConnection(host, port, timeout=self._timeout_s)
+        context = ssl.create_default_context(cafile=self._ca_certs)
+        return http.client.HTTPSConnection(host, port, timeout=self._timeout_s, context=context)
+
+
+class _Response:
+    """An answer, and the connection that ends with it."""
+
+    def __init__(
+        self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse
+    ) -> None:
+        self._connection = connection
+        self._response = response
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        _exc_type: type[BaseException] | None,
+        _exc: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        self._connection.close()
+
+    def read(self) -> bytes:
+        return self._response.read()
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Its lines.
+
+        Raises:
+            ChatError: The connection broke.
+        """
+        try:
+            yield from self._response
+        except (OSError, http.client.HTTPException) as error:
+            raise ChatError(f"the connection broke: {error}.") from error
+
+
+def _text_of(event: dict[str, object]) -> str:
+    if "error" in event:
+        raise ChatError(str(event["error"]["message"]))
+    return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+
+
+def _refusal(response: http.client.HTTPResponse) -> str:
+    text = response.read(65_536).decode("utf-8", "replace")
+    try:
+        text = json.loads(text)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        text = text[:200]
+    return f"the server answers {response.status}: {text}"

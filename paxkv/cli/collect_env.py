@@ -1,0 +1,85 @@
+"""`paxkv collect-env`: what a report of a problem should say of the machine and its software."""
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+
+import paxkv
+from paxkv.runner.program_store import user_cache_folder
+
+_PACKAGES = (
+    ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "safetensors", "huggingface_hub")
+    + ("tokenizers", "jinja2", "msgspec", "pyzmq", "starlette", "uvicorn", "prometheus_client")
+    + ("llguidance", "torch", "transformers", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
+)  # fmt: skip
+# Whose values are shown: none of them is a secret. Of other variables not even the names are.
+_VARIABLES = (
+    ("JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_X64", "XLA_FLAGS")
+    + ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_MEM_FRACTION", "CUDA_VISIBLE_DEVICES")
+    + ("OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "LIBTPU_INIT_ARGS")
+)  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints a line a fact; returns the exit code of the process."""
+    parser = argparse.ArgumentParser(
+        prog="paxkv collect-env",
+        description="Prints versions, devices and settings, for a report. No keys, no tokens.",
+        allow_abbrev=False,
+    )
+    parser.parse_args(arguments)
+    for name, value in facts():
+        print(f"{name + ':':<34} {value}")
+    return 0
+
+
+def facts() -> Iterator[tuple[str, str]]:
+    """Name and value of each fact."""
+    yield "paxkv", paxkv.__version__
+    yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
+    yield "platform", platform.platform()
+    yield "cpu", f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores for this process"
+    for package in _PACKAGES:
+        yield package, _version(package)
+    yield from _devices()
+    yield "cache of compiled programs", _cache_folder()
+    for variable in _VARIABLES:
+        if variable in os.environ:
+            yield variable, os.environ[variable]
+
+
+def _cache_folder() -> str:
+    """Where `program_store.py` keeps programs unless a flag says otherwise."""
+    jax_cache_dir = jax.config.jax_compilation_cache_dir
+    if jax_cache_dir and "://" not in jax_cache_dir:
+        return str(Path(jax_cache_dir) / "paxkv")
+    return str(user_cache_folder() or "none: the user has no home folder")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _devices() -> Iterator[tuple[str, str]]:
+    try:
+        devices = jax.devices()
+    # What JAX raises where a backend cannot start: just what a report is about.
+    except RuntimeError as error:
+        yield "devices", f"none: {error}"
+        return
+    yield "platform version", " ".join(devices[0].client.platform_version.split())
+    for device in devices:
+        yield f"device {device.id}", f"{device.platform} {device.device_kind}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""`paxkv generate`: completes prompts in this process, without a server."""
+
+import argparse
+import dataclasses
+import json
+import logging
+import sys
+from collections.abc import Sequence
+
+from paxkv.cli.arguments import add_serve_arguments, parse_arguments
+from paxkv.command_line import add_config_flags, config_from_arguments
+from paxkv.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from paxkv.contracts.request_output import RequestOutput
+from paxkv.errors import ConfigError, EngineDeadError, InvalidRequestError
+from paxkv.package_origin import check_package_origin
+from paxkv.sampling_params import SamplingParams
+
+# Before the imports below: with a foreign `models` they would fail without saying why.
+try:
+    check_package_origin()
+except ConfigError as error:
+    raise SystemExit(f"paxkv: error: {error}") from None
+
+from models.errors import ModelError
+from paxkv.llm import LLM
+
+_CONFIG_CLASSES = (ModelConfig, CacheConfig, SchedulerConfig, RunnerConfig)
+# LLM has no name in an API, and takes the policy under vLLM's name.
+_NOT_OF_LLM = ("served_model_name", "policy")
+# Field of SamplingParams, type, help.
+_SAMPLING = (
+    ("max_tokens", int, "most new tokens"),
+    ("temperature", float, "0 takes the most likely token"),
+    ("top_p", float, "share of the probability to draw from"),
+    ("top_k", int, "number of tokens to draw from; 0 is all"),
+    ("min_p", float, "least probability, as a share of the most likely token's"),
+    ("n", int, "completions of each prompt"),
+    ("seed", int, None),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the completions in the prompts' order; returns the exit code of the process."""
+    namespace = parse_arguments(make_parser(), arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    prompts = namespace.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    if not prompts:
+        print("paxkv: error: no prompt; use --prompt TEXT or write to stdin.", file=sys.stderr)
+        return 1
+    try:
+        params = _sampling_params(namespace)
+        with _make_llm(namespace) as llm:
+            if namespace.chat:
+                outputs = llm.chat(
+                    [_conversation(p, namespace.system_prompt) for p in prompts], params
+                )
+            else:
+                outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
+    except (ConfigError, ModelError, InvalidRequestError, EngineDeadError) as error:
+        print("paxkv: error:", *str(error).splitlines(), file=sys.stderr)
+        return 1
+    for prompt, output in zip(prompts, outputs, strict=True):
+        _show(prompt, output, is_json=namespace.json)
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The engine's flags, the prompts, and the most common sampling parameters."""
+    parser = argparse.ArgumentParser(
+        prog="paxkv generate",
+        description="Completes prompts here, without a server: those of --prompt, or each line of "
+        "stdin.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated")
+    parser.add_argument(
+        "--chat", action="store_true", help="put each prompt into the model's chat template"
+    )
+    parser.add_argument("--system-prompt", metavar="TEXT", help="in front of it, with --chat")
+    parser.add_argument(
+        "--json", action="store_true", help="print a JSON object a prompt, with all completions"
+    )
+    group = parser.add_argument_group("SamplingParams", "How tokens are drawn.")
+    defaults = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+    for name, value_type, help_text in _SAMPLING:
+        flag = "--sampling-seed" if name == "seed" else "--" + name.replace("_", "-")
+        help_text = help_text or "makes the draws repeatable; --seed is the engine's own"
+        group.add_argument(
+            flag,
+            dest=f"sampling_{name}",
+            type=value_type,
+            metavar=value_type.__name__.upper(),
+            help=f"{help_text} (default: {defaults[name]})",
+        )
+    for config_class in _CONFIG_CLASSES:
+        add_config_flags(parser, config_class, without=("served_model_name",))
+    add_serve_arguments(parser)
+    return parser
+
+
+def _sampling_params(namespace: argparse.Namespace) -> SamplingParams:
+    fields = {name: getattr(namespace, f"sampling_{name}") for name, _, _ in _SAMPLING}
+    return SamplingParams(**{name: value for name, value in fields.items() if value is not None})
+
+
+def _make_llm(namespace: argparse.Namespace) -> LLM:
+    settings = {}
+    for config_class in _CONFIG_CLASSES:
+        config = config_from_arguments(config_class, namespace)
+        settings |= {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    settings = {name: value for name, value in settings.items() if name not in _NOT_OF_LLM}
+    return LLM(scheduling_policy=namespace.policy, **settings)
+
+
+def _conversation(prompt: str, system_prompt: str | None) -> list[dict[str, str]]:
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    return [*system, {"role": "user", "content": prompt}]
+
+
+def _show(prompt: str, output: RequestOutput, *, is_json: bool) -> None:
+    if is_json:
+        completions = [
+            {"text": c.text, "finish_reason": c.finish_reason, "num_tokens": len(c.token_ids)}
+            for c in output.outputs
+        ]
+        print(json.dumps({"prompt": prompt, "completions": completions}, ensure_ascii=False))
+        return
+    for completion in output.outputs:
+        print(completion.text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

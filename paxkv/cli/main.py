@@ -1,0 +1,54 @@
+"""`paxkv`: serve, generate, chat, bench, compile, replay and collect-env in one command."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+import paxkv
+
+# Subcommand -> module with a `main`, and what it is for. Imported when asked for: a chat needs no
+# JAX, and help should come at once.
+_COMMANDS = {
+    "serve": ("paxkv.serve", "serve a model over an OpenAI-compatible HTTP API"),
+    "generate": ("paxkv.cli.generate", "complete prompts here, without a server"),
+    "chat": ("paxkv.cli.chat", "talk to a running server"),
+    "bench": ("paxkv.cli.bench", "run a benchmark, in a source checkout"),
+    "compile": ("paxkv.compile", "compile an engine's programs ahead of its starts"),
+    "replay": ("paxkv.replay", "decide a recorded trace again, and compare"),
+    "collect-env": ("paxkv.cli.collect_env", "print versions and devices, for a report"),
+}
+_USAGE_ERROR = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a subcommand; returns the exit code of the process."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    name = words[0] if words else "--help"
+    if name in ("-h", "--help"):
+        print(_help())
+        return 0 if words else _USAGE_ERROR
+    if name in ("-v", "--version"):
+        print(paxkv.__version__)
+        return 0
+    if name not in _COMMANDS:
+        print(f"paxkv: error: no command {name!r}.\n{_help()}", file=sys.stderr)
+        return _USAGE_ERROR
+    module, _ = _COMMANDS[name]
+    return importlib.import_module(module).main(words[1:])
+
+
+def _help() -> str:
+    lines = [f"  {name:<12} {purpose}" for name, (_, purpose) in _COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: paxkv COMMAND [...]",
+            "",
+            *lines,
+            "",
+            "paxkv COMMAND --help says more; paxkv --version prints the version.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

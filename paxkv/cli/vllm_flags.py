@@ -1,0 +1,187 @@
+"""vLLM's flags that paxkv does not have: what happens to a command line that brings one."""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+_SEEN = "vllm_flags"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VllmFlag:
+    """One flag of vLLM.
+
+    Args:
+        names: As vLLM has them, the long one first; with "--no-" too where it takes no value.
+        reason: Why it does nothing here, or what to do instead.
+        num_values: How many it takes; "+" is one or more.
+        accepted: Values that ask for what paxkv does anyway. None: it is for nothing here,
+            whatever its value, and is passed over with a warning. Empty: it is refused.
+    """
+
+    names: tuple[str, ...]
+    reason: str
+    num_values: Literal[0, 1, "+"] = 1
+    accepted: tuple[str, ...] | None = None
+
+
+_ONE_DEVICE = "the engine computes on one device"
+_COMPILED = "every step is a program that XLA compiled, before the port opens"
+_MODEL = "the checkpoint decides that; convert it, or choose another"
+_NO_MULTIMODAL = "models take text alone"
+_LOGS = "logs go to stderr, prompts and answers go into none"
+
+
+def _ignored(reason: str, *names: str, num_values: Literal[0, 1, "+"] = 1) -> list[VllmFlag]:
+    return [VllmFlag((name,), reason, num_values) for name in names]
+
+
+def _refused(reason: str, *names: str, num_values: Literal[0, 1, "+"] = 1) -> list[VllmFlag]:
+    return [VllmFlag((name,), reason, num_values, ()) for name in names]
+
+
+# A flag is passed over only if no answer and no reachability depends on it.
+VLLM_FLAGS: tuple[VllmFlag, ...] = (
+    VllmFlag(("--tensor-parallel-size", "-tp"), _ONE_DEVICE, accepted=("1",)),
+    VllmFlag(("--pipeline-parallel-size", "-pp"), _ONE_DEVICE, accepted=("1",)),
+    VllmFlag(("--data-parallel-size", "-dp"), _ONE_DEVICE, accepted=("1",)),
+    VllmFlag(("--decode-context-parallel-size", "-dcp"), _ONE_DEVICE, accepted=("1",)),
+    VllmFlag(("--prefill-context-parallel-size", "-pcp"), _ONE_DEVICE, accepted=("1",)),
+    VllmFlag(("--api-server-count", "-asc"), "one process speaks HTTP", accepted=("1",)),
+    *_ignored(_ONE_DEVICE, "--distributed-executor-backend", "--max-parallel-loading-workers"),
+    *_ignored(
+        _ONE_DEVICE, "--disable-custom-all-reduce", "--enable-expert-parallel", num_values=0
+    ),
+    *_refused(_ONE_DEVICE, "--nnodes", "--node-rank", "--master-addr", "--master-port"),
+    *_refused(_ONE_DEVICE, "--headless", num_values=0),
+    *_ignored(_COMPILED, "--enforce-eager", num_values=0),
+    *_ignored(_COMPILED, "--compilation-config", "--max-seq-len-to-capture"),
+    *_ignored(_COMPILED, "--optimization-level", "--cudagraph-capture-sizes"),
+    *_ignored("preempted requests are computed again, not swapped", "--swap-space"),
+    *_ignored("no code of a checkpoint is ever run", "--trust-remote-code", num_values=0),
+    *_ignored("see --kernels", "--attention-backend"),
+    *_ignored("cascade attention is not used", "--disable-cascade-attn", num_values=0),
+    *_ignored("set HF_HOME instead", "--download-dir"),
+    *_ignored("set HF_TOKEN instead", "--hf-token"),
+    *_ignored("only what is needed is loaded", "--ignore-patterns", num_values="+"),
+    *_ignored("loading shows no bar", "--use-tqdm-on-load", num_values=0),
+    *_ignored(_LOGS, "--disable-log-requests", "--enable-log-requests", num_values=0),
+    *_ignored(_LOGS, "--enable-log-outputs", "--enable-log-deltas", num_values=0),
+    *_ignored(_LOGS, "--max-log-len", "--uvicorn-log-level", "--log-config-file"),
+    *_ignored("errors of ours are always logged whole", "--log-error-stack", num_values=0),
+    *_ignored("/metrics always has them", "--disable-log-stats", num_values=0),
+    *_ignored("no name was renamed", "--show-hidden-metrics-for-version"),
+    *_ignored("see --kv-cache-metrics-sample", "--kv-cache-metrics", num_values=0),
+    *_ignored("traces are not sent anywhere", "--otlp-traces-endpoint"),
+    *_ignored("traces are not sent anywhere", "--collect-detailed-traces", num_values="+"),
+    *_ignored("every answer has an X-Request-Id", "--enable-request-id-headers", num_values=0),
+    *_ignored("/load always counts", "--enable-server-load-tracking", num_values=0),
+    *_ignored("usage always tells them", "--enable-prompt-tokens-details", num_values=0),
+    *_ignored(
+        "--max-header-bytes bounds headers, however many they are", "--h11-max-header-count"
+    ),
+    *_ignored("no page documents the API", "--disable-fastapi-docs", num_values=0),
+    *_ignored("see --max-waiting-requests", "--disable-frontend-multiprocessing", num_values=0),
+    *_ignored(_NO_MULTIMODAL, "--limit-mm-per-prompt", "--mm-processor-kwargs"),
+    *_ignored(_NO_MULTIMODAL, "--mm-processor-cache-gb", "--allowed-local-media-path"),
+    *_ignored(_NO_MULTIMODAL, "--mm-encoder-tp-mode"),
+    VllmFlag(("--tokenizer-mode",), "there is one tokenizer", accepted=("auto", "hf")),
+    VllmFlag(("--config-format",), "there is one format", accepted=("auto", "hf")),
+    VllmFlag(("--runner",), "the engine generates", accepted=("auto", "generate")),
+    VllmFlag(("--convert",), "models are not converted", accepted=("auto", "none")),
+    VllmFlag(("--task",), "the engine generates", accepted=("auto", "generate")),
+    VllmFlag(("--kv-cache-dtype",), "keys and values have the model's dtype", accepted=("auto",)),
+    VllmFlag(("--logprobs-mode",), "logprobs are raw ones", accepted=("raw_logprobs",)),
+    VllmFlag(("--max-logprobs",), "at most 20 are told", accepted=("20",)),
+    VllmFlag(("--max-num-partial-prefills",), "there may be any number", accepted=("1",)),
+    VllmFlag(("--max-long-partial-prefills",), "there may be any number", accepted=("1",)),
+    VllmFlag(("--stream-interval",), "every token is streamed when it comes", accepted=("1",)),
+    VllmFlag(("--cpu-offload-gb",), "weights stay on the device", accepted=("0",)),
+    VllmFlag(("--response-role",), "answers are the assistant's", accepted=("assistant",)),
+    VllmFlag(
+        ("--generation-config",),
+        "sampling defaults are vLLM's neutral ones, not the checkpoint's",
+        accepted=("vllm",),
+    ),
+    *_refused(_MODEL, "--tokenizer", "--hf-config-path", "--hf-overrides"),
+    *_refused(_MODEL, "--override-generation-config", "--model-loader-extra-config"),
+    *_refused(_MODEL, "--disable-sliding-window", "--skip-tokenizer-init", num_values=0),
+    *_refused(
+        "load it into a folder with huggingface_hub, and name the folder",
+        "--revision",
+        "--code-revision",
+        "--tokenizer-revision",
+    ),
+    VllmFlag(("--quantization", "-q"), "quantised weights are not supported", 1, ()),
+    *_refused("adapters are not supported", "--enable-lora", num_values=0),
+    *_refused("adapters are not supported", "--lora-modules", num_values="+"),
+    *_refused("speculative decoding is not supported", "--speculative-config"),
+    *_refused("KV cache transfer is not supported", "--kv-transfer-config"),
+    *_refused("KV cache offloading is not supported", "--kv-offloading-size"),
+    *_refused("use --num-gpu-blocks-override", "--kv-cache-memory-bytes"),
+    *_refused("prompts are text or token ids", "--enable-prompt-embeds", num_values=0),
+    *_refused("use --profile-dir with --enable-admin", "--profiler-config"),
+    *_refused("code is not loaded by name", "--scheduler-cls", "--worker-cls", "--middleware"),
+    *_refused("code is not loaded by name", "--logits-processors", num_values="+"),
+    *_refused("listen on --host and --port", "--uds"),
+    *_refused("restart to use new certificates", "--enable-ssl-refresh", num_values=0),
+    *_refused("ciphers are those of Python's defaults", "--ssl-ciphers"),
+    *_refused(
+        "tokens are told as the API says", "--return-tokens-as-token-ids", num_values=0
+    ),
+    *_refused(
+        "clients ask for it with stream_options", "--enable-force-include-usage", num_values=0
+    ),
+)  # fmt: skip
+
+
+def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
+    """Lets a parser read those flags of vLLM that it does not have itself, without showing them."""
+    for flag in VLLM_FLAGS:
+        names = [name for name in flag.names if name not in parser._option_string_actions]
+        if flag.num_values == 0:
+            names += [name.replace("--", "--no-", 1) for name in names if name.startswith("--")]
+        nargs = None if flag.num_values == 1 else flag.num_values
+        if names:
+            parser.add_argument(
+                *names,
+                nargs=nargs,
+                action=_NoteAction,
+                dest=argparse.SUPPRESS,
+                default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+                flag=flag,
+            )
+
+
+def take_warnings(namespace: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
+    """What to tell of the flags that are passed over; a refused one ends the program."""
+    warnings = []
+    for name, flag, values in vars(namespace).pop(_SEEN, []):
+        if flag.accepted is None:
+            warnings.append(f"{name} has no effect: {flag.reason}.")
+        elif not values or not set(values) <= set(flag.accepted):
+            got = f", got {' '.join(values)!r}" if values else ""
+            wanted = f"; wanted {' or '.join(flag.accepted)}" if flag.accepted else ""
+            parser.error(f"vLLM's {name} is not supported here: {flag.reason}{got}{wanted}.")
+    return warnings
+
+
+class _NoteAction(argparse.Action):
+    """Notes that a flag was there; whether that is right is decided when all have been read."""
+
+    def __init__(self, *, flag: VllmFlag, **named: object) -> None:
+        super().__init__(**named)
+        self._flag = flag
+
+    def __call__(
+        self,
+        _parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[str] | None,
+        option_string: str | None = None,
+    ) -> None:
+        values = [values] if isinstance(values, str) else list(values or ())
+        seen = getattr(namespace, _SEEN, [])
+        setattr(namespace, _SEEN, [*seen, (option_string, self._flag, values)])

@@ -1,0 +1,54 @@
+"""Open files: each connection is one, and the process must be allowed as many."""
+
+import logging
+import resource
+
+from paxkv.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# What the server opens besides: weights, logs, the engine's channels, the listening socket.
+NUM_OTHER_FILES = 512
+MOST_CONNECTIONS = 65_000
+# Fewer are worth a word: clients keep idle connections open.
+_FEW_CONNECTIONS = 10_000
+_UNLIMITED = resource.RLIM_INFINITY
+
+
+def allow_connections(max_connections: int | None) -> int:
+    """Raises the process' soft limit of open files as far as needed and allowed.
+
+    Args:
+        max_connections: Wanted; None is as many as there can be, up to `MOST_CONNECTIONS`.
+
+    Returns:
+        Connections that may be open at once.
+
+    Raises:
+        ConfigError: The hard limit is too low.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == _UNLIMITED:
+        return MOST_CONNECTIONS if max_connections is None else max_connections
+    num_wanted = (max_connections or MOST_CONNECTIONS) + NUM_OTHER_FILES
+    num_files = num_wanted if hard == _UNLIMITED else min(num_wanted, hard)
+    if num_files > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, hard))
+    num_connections = max(num_files, soft) - NUM_OTHER_FILES
+    if num_connections < (max_connections or 1):
+        raise ConfigError(
+            f"the process may have {max(num_files, soft)} files open, and {NUM_OTHER_FILES} are "
+            f"kept for others than connections; wanted {max_connections or 1} connections. Raise "
+            "the hard limit (ulimit -Hn, or LimitNOFILE of systemd) or set a smaller "
+            "--max-connections."
+        )
+    if max_connections is not None:
+        return max_connections
+    if num_connections < _FEW_CONNECTIONS:
+        logger.warning(
+            "at most %d connections may be open: the hard limit of open files is %d. Raise it "
+            "with ulimit -Hn, or LimitNOFILE of systemd.",
+            num_connections,
+            hard,
+        )
+    return min(num_connections, MOST_CONNECTIONS)

@@ -1,0 +1,151 @@
+"""Every setting of the HTTP server: frozen, checked once, with its help text."""
+
+import dataclasses
+import math
+
+from paxkv.errors import ConfigError
+from paxkv.setting import at_least, is_number, setting, true_or_false
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The HTTP door."""
+
+    host: str = setting("address to listen on", "127.0.0.1")
+    port: int = setting("port to listen on; 0 picks a free one", 8000)
+    root_path: str | None = setting(
+        "path in front of all of ours, which a proxy before the server takes off", None
+    )
+    max_waiting_requests: int | None = setting(
+        "requests that may wait for a place in the running batch; one more is answered with 503 "
+        "and Retry-After at once. Each prompt, and each of its n completions, counts as one. "
+        "Places are --max-num-seqs, or, while the engine has some waiting, as many as it runs. No "
+        "limit if left out",
+        None,
+    )
+    max_body_bytes: int = setting("largest request body, in bytes", 4 * 2**20)
+    max_header_bytes: int = setting(
+        "most bytes of a request's first line and headers",
+        64 * 2**10,
+        aliases=("--h11-max-incomplete-event-size",),
+    )
+    max_connections: int | None = setting(
+        "most open connections; one more is answered with 503 and closed. As many as the limit of "
+        "open files allows if left out, up to 65,000",
+        None,
+    )
+    request_timeout_s: float = setting(
+        "seconds a client may take to send a whole request before it is dropped", 15.0
+    )
+    shutdown_timeout_s: float = setting(
+        "seconds that running requests may take to finish after SIGTERM",
+        30.0,
+        aliases=("--shutdown-timeout",),
+    )
+    api_key: tuple[str, ...] = setting(
+        "keys, any of which a client must send as `Authorization: Bearer KEY` to use what lies "
+        "under /v1 and the admin routes. PAXKV_API_KEY, with commas between several, if left out; "
+        "other users of the machine can read flags, not variables",
+        (),
+        environment="PAXKV_API_KEY",
+        is_secret=True,
+    )
+    ssl_keyfile: str | None = setting("private key, for HTTPS", None)
+    ssl_certfile: str | None = setting("certificate, for HTTPS", None)
+    ssl_ca_certs: str | None = setting(
+        "certificates of who may sign a client's; see --ssl-cert-reqs", None
+    )
+    ssl_cert_reqs: int = setting(
+        "whether a client must show a certificate: 0 no, 1 it may, 2 it must", 0
+    )
+    allowed_origins: tuple[str, ...] = setting(
+        "web pages' origins that may use the server from a browser, as in '[\"https://a.org\"]'; "
+        '["*"] is all of them, and none if left out',
+        (),
+        is_json=True,
+    )
+    allowed_methods: tuple[str, ...] = setting("methods that they may use", ("*",), is_json=True)
+    allowed_headers: tuple[str, ...] = setting("headers that they may send", ("*",), is_json=True)
+    allow_credentials: bool = setting("let them send cookies and the like", False)
+    disable_uvicorn_access_log: bool = setting("log no line a request", False)
+    disable_access_log_for_endpoints: str | None = setting(
+        "paths that get none, with commas between: /health,/metrics,/ping", None
+    )
+    enable_admin: bool = setting(
+        "offer POST /reset_prefix_cache, POST /start_profile, POST /stop_profile and "
+        "GET /explain_prefix_cache_miss: for operators, and not for who may only generate",
+        False,
+    )
+    profile_dir: str | None = setting(
+        "folder for what POST /start_profile records, for TensorBoard or XProf", None
+    )
+
+    def __post_init__(self) -> None:
+        if type(self.port) is not int or not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be in [0, 65535], got {self.port!r}.")
+        at_least("max_waiting_requests", self.max_waiting_requests, 0)
+        at_least("max_body_bytes", self.max_body_bytes, 1)
+        at_least("max_header_bytes", self.max_header_bytes, 256)
+        at_least("max_connections", self.max_connections, 1)
+        for name in ("request_timeout_s", "shutdown_timeout_s"):
+            value = getattr(self, name)
+            if not (is_number(value) and 0 < value < math.inf):
+                raise ConfigError(f"{name} must be a positive number of seconds, got {value!r}.")
+        for name in ("allow_credentials", "disable_uvicorn_access_log", "enable_admin"):
+            true_or_false(name, getattr(self, name))
+        for name in ("api_key", "allowed_origins", "allowed_methods", "allowed_headers"):
+            _check_strings(name, getattr(self, name))
+        self._check_paths()
+        self._check_tls()
+        if self.profile_dir is not None and not self.enable_admin:
+            raise ConfigError(
+                "profile_dir is set, but the routes that record a profile need enable_admin."
+            )
+
+    @property
+    def is_tls(self) -> bool:
+        """Whether the server speaks HTTPS."""
+        return self.ssl_certfile is not None
+
+    @property
+    def paths_without_access_log(self) -> frozenset[str]:
+        """`disable_access_log_for_endpoints` as paths."""
+        paths = (self.disable_access_log_for_endpoints or "").split(",")
+        return frozenset(path.strip() for path in paths if path.strip())
+
+    def _check_paths(self) -> None:
+        path = self.root_path
+        if path is not None and not (
+            path.startswith("/") and not path.endswith("/") and path.isascii()
+        ):
+            raise ConfigError(
+                f"root_path must begin with a slash and not end in one, as in /api, got "
+                f"{self.root_path!r}."
+            )
+        for path in sorted(self.paths_without_access_log):
+            if not path.startswith("/"):
+                raise ConfigError(
+                    "disable_access_log_for_endpoints must be paths with commas between, as in "
+                    f"/health,/metrics, got {path!r}."
+                )
+
+    def _check_tls(self) -> None:
+        if self.ssl_certfile is None:
+            given = [n for n in ("ssl_keyfile", "ssl_ca_certs") if getattr(self, n) is not None]
+            if given or self.ssl_cert_reqs:
+                raise ConfigError(
+                    f"{', '.join(given) or 'ssl_cert_reqs'} is set, but HTTPS needs ssl_certfile."
+                )
+        if type(self.ssl_cert_reqs) is not int or self.ssl_cert_reqs not in (0, 1, 2):
+            raise ConfigError(f"ssl_cert_reqs must be 0, 1 or 2, got {self.ssl_cert_reqs!r}.")
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            raise ConfigError(
+                f"ssl_cert_reqs={self.ssl_cert_reqs} needs ssl_ca_certs: whose certificates are "
+                "to be believed."
+            )
+
+
+def _check_strings(name: str, value: object) -> None:
+    # No value is shown: one of these is secret.
+    if not isinstance(value, tuple) or not all(isinstance(item, str) and item for item in value):
+        raise ConfigError(f"{name} must be a list of strings that are not empty.")

@@ -1,0 +1,59 @@
+"""What config classes are made of: a field with its help text, and the checks of its value."""
+
+import dataclasses
+
+from paxkv.errors import ConfigError
+
+
+def setting(
+    help_text: str,
+    default: object,
+    *,
+    aliases: tuple[str, ...] = (),
+    is_json: bool = False,
+    environment: str | None = None,
+    is_secret: bool = False,
+) -> object:
+    """A config field with what the command line needs to know of it.
+
+    Args:
+        help_text: Shown with its flag.
+        aliases: Other names of the flag, as in `--shutdown-timeout`.
+        is_json: Whether the flag of a list takes one JSON list, instead of words.
+        environment: Variable that is read where the flag is left out.
+        is_secret: Leaves its value out of the config's `repr`.
+    """
+    metadata = {
+        "help": help_text,
+        "aliases": aliases,
+        "is_json": is_json,
+        "environment": environment,
+    }
+    return dataclasses.field(default=default, metadata=metadata, repr=not is_secret)
+
+
+def at_least(name: str, value: int | None, low: int) -> None:
+    """Checks a count, where there is one.
+
+    Raises:
+        ConfigError: It is not an integer, or below `low`; so do the checks below.
+    """
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
+        raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}.")
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a number, which True is not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def true_or_false(name: str, value: object) -> None:
+    """Checks a switch."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be true or false, got {value!r}.")
+
+
+def one_of(name: str, value: object, allowed: tuple[str | None, ...]) -> None:
+    """Checks a choice."""
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}.")

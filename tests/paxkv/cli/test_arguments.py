@@ -1,0 +1,128 @@
+"""A command line is read as vLLM's would be, and what is not understood is said."""
+
+import argparse
+
+import pytest
+
+from paxkv.cli.arguments import add_serve_arguments, parse_arguments
+from paxkv.command_line import add_config_flags, config_from_arguments
+from paxkv.config import CacheConfig, ModelConfig, SchedulerConfig
+from paxkv.server_config import ServerConfig
+
+
+def parse(*words):
+    parser = argparse.ArgumentParser(prog="paxkv", allow_abbrev=False)
+    for config_class in (ModelConfig, CacheConfig, SchedulerConfig, ServerConfig):
+        add_config_flags(parser, config_class)
+    add_serve_arguments(parser)
+    return parse_arguments(parser, words)
+
+
+def refused(capsys, *words):
+    with pytest.raises(SystemExit) as raised:
+        parse(*words)
+    assert raised.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("org/model", "--port", "1"),
+        ("--port", "1", "org/model"),
+        ("--no-enable-prefix-caching", "org/model", "--port", "1"),
+        ("--model", "org/model"),
+        ("org/model", "--model", "org/model"),
+    ],
+)
+def test_model_may_stand_without_its_flag_anywhere(words):
+    assert parse(*words).model == "org/model"
+
+
+def test_two_models_are_refused(capsys):
+    assert "two models: 'a', and --model 'b'" in refused(capsys, "a", "--model", "b")
+    assert "1 words more" in refused(capsys, "a", "b")
+
+
+@pytest.mark.parametrize(
+    ("word", "nearest"),
+    [
+        ("--max-num-sequences", "--max-num-seqs"),
+        ("--max_num_seqs", "--max-num-seqs"),
+        ("--ssl-cert-file", "--ssl-certfile"),
+        ("--served-model", "--served-model-name"),
+    ],
+)
+def test_unknown_flag_is_answered_with_the_nearest(capsys, word, nearest):
+    for words in ((word, "secret"), (f"{word}=secret",)):
+        error = refused(capsys, *words)
+        assert f"unknown flag {word}: did you mean {nearest}?" in error
+        assert "secret" not in error
+
+
+def test_flag_like_none_is_told_where_to_look(capsys):
+    assert "unknown flag --zzz: --help lists" in refused(capsys, "--zzz")
+
+
+def test_flags_of_vllm_are_warned_of_and_change_nothing(capsys):
+    words = ["--enforce-eager", "--swap-space", "4", "-tp", "1", "--no-enable-log-requests", "m"]
+    namespace = parse(*words)
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 3
+    assert errors[0].startswith("paxkv: warning: --enforce-eager has no effect: ")
+    assert errors[1].startswith("paxkv: warning: --swap-space has no effect: ")
+    assert vars(namespace) == vars(parse("m"))
+    assert namespace.model == "m"
+
+
+def test_vllms_names_of_our_flags_are_taken():
+    namespace = parse("--scheduling-policy", "priority", "--shutdown-timeout", "7")
+    assert config_from_arguments(SchedulerConfig, namespace).policy == "priority"
+    assert config_from_arguments(ServerConfig, namespace).shutdown_timeout_s == 7.0
+
+
+def test_several_keys_and_origins_are_lists(capsys, monkeypatch):
+    monkeypatch.delenv("PAXKV_API_KEY", raising=False)
+    namespace = parse("--api-key", "a", "b", "--allowed-origins", '["https://a.org"]')
+    config = config_from_arguments(ServerConfig, namespace)
+    assert (config.api_key, config.allowed_origins) == (("a", "b"), ("https://a.org",))
+    assert "wanted a JSON list" in refused(capsys, "--allowed-origins", "*")
+
+
+def test_keys_may_come_from_the_environment_and_are_in_no_help(capsys, monkeypatch):
+    monkeypatch.setenv("PAXKV_API_KEY", "geheim1, geheim2,")
+    assert config_from_arguments(ServerConfig, parse()).api_key == ("geheim1", "geheim2")
+    assert config_from_arguments(ServerConfig, parse("--api-key", "c")).api_key == ("c",)
+    with pytest.raises(SystemExit):
+        parse("--help")
+    text = capsys.readouterr().out
+    assert "--api-key KEY [KEY ...]" in text
+    assert "geheim" not in text
+
+
+def test_file_gives_flags_and_the_command_line_comes_before_it(tmp_path):
+    path = tmp_path / "serve.toml"
+    path.write_text(
+        'model = "org/model"\nmax-num-seqs = 32\nenable_prefix_caching = false\n'
+        'api-key = ["a", "b"]\nallowed-origins = ["*"]\nkv-cache-metrics-sample = 0.5\n'
+    )
+    namespace = parse("--config", str(path), "--max-num-seqs", "5")
+    assert (namespace.model, namespace.max_num_seqs) == ("org/model", 5)
+    assert namespace.kv_cache_metrics_sample == 0.5
+    assert not namespace.enable_prefix_caching
+    assert (namespace.api_key, namespace.allowed_origins) == (["a", "b"], ["*"])
+    assert parse("--config", str(path), "other").model == "other"
+    assert parse("--config", str(path), "--max-num-seqs", "64").max_num_seqs == 64
+
+
+def test_mistakes_of_a_file_are_those_of_a_command_line(capsys, tmp_path):
+    path = tmp_path / "serve.json"
+    path.write_text('{"max-num-sequences": 1}')
+    assert "did you mean --max-num-seqs?" in refused(capsys, "--config", str(path))
+    path.write_text('{"max-num-seqs": "many"}')
+    assert "such as 8192, 8k (8,000) or 8K (8,192), got 'many'" in refused(
+        capsys, "--config", str(path)
+    )
+    path.write_text('{"tensor-parallel-size": 2}')
+    assert "one device" in refused(capsys, "--config", str(path))
+    assert "cannot read" in refused(capsys, "--config", str(tmp_path / "none.toml"))

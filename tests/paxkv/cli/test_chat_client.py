@@ -1,0 +1,109 @@
+"""The client streams what a server says, and tells what went wrong."""
+
+import contextlib
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from paxkv.cli.chat_client import ChatClient, ChatError
+from paxkv.config import ServerConfig
+from tests.paxkv.server.conftest import run_server
+from tests.paxkv.server.fake_engine import (
+    DIE_AFTER_3,
+    MODEL_NAME,
+    FakeEngine,
+    FakeTokenizer,
+    answer_token_ids,
+)
+
+USER = {"role": "user", "content": "hi"}
+PEM = Path(__file__).parents[1] / "server" / "self_signed.pem"
+
+
+@pytest.fixture
+def start():
+    """Starts servers; the client's arguments after it."""
+    with contextlib.ExitStack() as stack:
+
+        def run(**settings):
+            config = ServerConfig(port=0, shutdown_timeout_s=1.0, **settings)
+            engine = FakeEngine(seconds_per_token=0.005)
+            return stack.enter_context(run_server(engine, config))
+
+        yield run
+
+
+def _expected(max_tokens):
+    prompt = FakeTokenizer().encode("<user>hi<assistant>", add_special_tokens=False)
+    return "".join(map(chr, answer_token_ids(prompt, max_tokens)))
+
+
+def test_parts_joined_are_the_answer(start):
+    client = ChatClient(f"{start().url}/v1")
+    assert client.first_model() == MODEL_NAME
+    parts = list(client.stream(MODEL_NAME, [USER], max_tokens=5))
+    assert len([part for part in parts if part]) == 5
+    assert "".join(parts) == _expected(5)
+
+
+def test_https_and_a_key(start):
+    url = f"{start(ssl_certfile=str(PEM), api_key=('k1', 'k2')).url}/v1/"
+    client = ChatClient(url, api_key="k2", ca_certs=str(PEM))
+    assert "".join(client.stream(MODEL_NAME, [USER], max_tokens=2)) == _expected(2)
+    with pytest.raises(ChatError, match="401: the API key is missing or wrong"):
+        ChatClient(url, ca_certs=str(PEM)).first_model()
+    with pytest.raises(ChatError, match="CERTIFICATE_VERIFY_FAILED"):
+        ChatClient(url, api_key="k2").first_model()
+
+
+def test_what_the_server_says_against_it_is_the_error(start):
+    client = ChatClient(f"{start().url}/v1")
+    with pytest.raises(ChatError, match="404.*other"):
+        next(client.stream("other", [USER]))
+    stream = client.stream(MODEL_NAME, [{"role": "user", "content": DIE_AFTER_3}])
+    with pytest.raises(ChatError, match="the engine has ended"):
+        list(stream)
+
+
+def test_stopped_answer_is_aborted_in_the_server(start):
+    server = start()
+    stream = ChatClient(f"{server.url}/v1").stream(MODEL_NAME, [USER], max_tokens=400)
+    next(stream)
+    stream.close()
+    for _ in range(500):
+        if server.engine.aborted:
+            break
+        threading.Event().wait(0.01)
+    assert len(server.engine.aborted) == 1
+
+
+def test_server_that_is_not_there_or_ends_early_is_an_error():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        with pytest.raises(ChatError, match="cannot be asked"):
+            ChatClient(url).first_model()
+        listener.listen()
+
+        def answer():
+            connection, _ = listener.accept()
+            with connection:
+                # All of it: closing with unread bytes would break the connection instead.
+                data = b""
+                while not data.endswith(b"}"):
+                    data += connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(ChatError, match="ended in the middle"):
+            list(ChatClient(url).stream("m", [USER]))
+        thread.join()
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000/v1", "ftp://x/v1", "http:///v1"])
+def test_address_that_is_none_is_refused(url):
+    with pytest.raises(ChatError, match="--url must be"):
+        ChatClient(url)

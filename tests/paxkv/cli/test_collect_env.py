@@ -1,0 +1,36 @@
+"""A report says what matters, and no secret."""
+
+import importlib.metadata
+
+import jax
+
+import paxkv
+from paxkv.cli import collect_env
+
+
+def test_versions_devices_and_folders_are_told(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    facts = dict(collect_env.facts())
+    assert facts["paxkv"] == paxkv.__version__
+    assert facts["jax"] == importlib.metadata.version("jax")
+    assert facts["device 0"].startswith(jax.devices()[0].platform)
+    assert facts["OMP_NUM_THREADS"] == "3"
+    assert "not installed" in facts.values()
+    assert facts["cache of compiled programs"].endswith(("paxkv", "paxkv/compiled"))
+
+
+def test_no_secret_is_told(monkeypatch, capsys):
+    for name in ("PAXKV_API_KEY", "HF_TOKEN", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "geheim")
+    assert collect_env.main([]) == 0
+    text = capsys.readouterr().out
+    assert "python: " in text
+    assert "geheim" not in text and "API_KEY" not in text
+
+
+def test_missing_device_is_a_fact_too(monkeypatch):
+    def fail():
+        raise RuntimeError("no TPU here")
+
+    monkeypatch.setattr(jax, "devices", fail)
+    assert dict(collect_env.facts())["devices"] == "none: no TPU here"

@@ -1,0 +1,78 @@
+"""Prompts from flags or lines are completed in their order, as text or as JSON."""
+
+import io
+import json
+
+import pytest
+
+from paxkv.cli import generate
+from tests.paxkv.fake_build import fake_model_parts, save_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}|{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs the command over an engine that echoes its prompts; exit code, lines, complaints."""
+    fake_model_parts(monkeypatch)
+    save_tokenizer(tmp_path, chat_template=TEMPLATE)
+
+    def call(*words, text=""):
+        monkeypatch.setattr(generate.sys, "stdin", io.StringIO(text))
+        code = generate.main([str(tmp_path), *words])
+        captured = capsys.readouterr()
+        return code, captured.out.splitlines(), captured.err
+
+    return call
+
+
+def test_each_prompt_is_completed_in_its_order(run):
+    # The engine draws <s> first, which has no text.
+    words = ("--prompt", "abc", "--prompt", "xyz", "--max-tokens", "4", "--temperature", "0")
+    assert run(*words)[:2] == (0, ["abc", "xyz"])
+    assert run("--max-tokens", "3", text="abc\n\nxyz\n")[:2] == (0, ["ab", "xy"])
+
+
+def test_json_holds_every_completion(run):
+    code, lines, _ = run("--prompt", "abc", "--max-tokens", "4", "--json", "--n", "2", "--seed=5")
+    assert code == 0
+    (row,) = map(json.loads, lines)
+    completion = {"text": "abc", "finish_reason": "length", "num_tokens": 4}
+    assert row == {"prompt": "abc", "completions": [completion] * 2}
+
+
+def test_chat_puts_the_prompt_into_the_template(run):
+    words = ("--chat", "--prompt", "ab", "--system-prompt", "s", "--max-tokens", "6")
+    assert run(*words)[1] == ["s|ab|>"]
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ((), "no prompt"),
+        (("--prompt", "a", "--temperature", "-1"), "temperature"),
+        (("--prompt", "a", "--block-size", "7"), "block_size"),
+        (("--prompt", "a" * 500), "501 tokens"),
+    ],
+)
+def test_mistake_is_one_line_and_exit_code_1(run, words, complaint):
+    code, lines, errors = run(*words)
+    assert (code, lines) == (1, [])
+    assert errors.startswith("paxkv: error: ") and errors.count("\n") == 1
+    assert complaint in errors
+
+
+def test_engines_flags_reach_the_engine(run, monkeypatch):
+    seen = {}
+
+    class SpyLLM(generate.LLM):
+        def __init__(self, **arguments):
+            seen.update(arguments)
+            super().__init__(**arguments)
+
+    monkeypatch.setattr(generate, "LLM", SpyLLM)
+    code, _, _ = run("--prompt", "a", "--policy", "priority", "--max-num-seqs", "3", "--seed", "9")
+    assert code == 0
+    assert (seen["scheduling_policy"], seen["max_num_seqs"], seen["seed"]) == ("priority", 3, 9)

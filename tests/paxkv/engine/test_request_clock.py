@@ -1,0 +1,70 @@
+"""Waits are told once, with the first token, and nobody is followed for ever."""
+
+import pytest
+
+from paxkv.contracts.engine_output import EngineCoreOutput
+from paxkv.contracts.engine_request import AbortRequests, AddRequest
+from paxkv.engine import request_clock
+from paxkv.engine.request_clock import RequestClock
+from tests.paxkv.engine.fake_engine import make_engine_core, make_request
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(request_clock.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def _output(request_id, *token_ids):
+    return EngineCoreOutput(request_id=request_id, new_token_ids=list(token_ids))
+
+
+def test_queue_ends_with_the_first_step_and_prefill_with_the_first_token(clock):
+    times = RequestClock()
+    times.note_added("a")
+    clock[0] = 2.0
+    times.note_scheduled(["a"])
+    clock[0] = 5.0
+    # Preempted and scheduled anew: it does not wait for its first step any more.
+    times.note_scheduled(["a"])
+    clock[0] = 7.0
+    (found,) = times.take_first_tokens([_output("a", 1), _output("b", 1)]).values()
+    assert (found.queue_s, found.prefill_s) == (2.0, 5.0)
+    assert times.take_first_tokens([_output("a", 2)]) == {}
+
+
+def test_refused_and_aborted_requests_have_no_times_and_are_forgotten(clock):
+    times = RequestClock()
+    for name in ("refused", "aborted"):
+        times.note_added(name)
+    times.note_scheduled(["aborted"])
+    assert times.take_first_tokens([_output("refused")]) == {}
+    times.forget(["aborted", "unknown"])
+    assert times.take_first_tokens([_output("aborted", 1), _output("refused", 1)]) == {}
+
+
+def test_engine_sends_the_times_with_the_first_token_alone():
+    core = make_engine_core()
+    core.handle(AddRequest(request=make_request("a", [5, 6, 7], max_tokens=3)))
+    core.handle(AddRequest(request=make_request("b", [5, 6, 7], max_tokens=3)))
+    core.handle(AbortRequests(request_ids=["b"]))
+    steps = []
+    while core.has_work:
+        steps.append(core.step())
+    with_times = [step for step in steps if step.request_times]
+    assert [list(step.request_times) for step in with_times] == [["a"]]
+    times = with_times[0].request_times["a"]
+    assert times.queue_s > 0 and times.prefill_s > 0
+
+
+def test_engine_counts_steps_by_their_tokens_and_says_when_it_started():
+    core = make_engine_core()
+    core.handle(AddRequest(request=make_request("a", [5] * 20, max_tokens=4)))
+    while core.has_work:
+        stats = core.step().stats
+    # One step of 20 tokens, in (16, 32], and three of one, in (0, 1].
+    assert stats.step_token_counts[:6] == (3, 0, 0, 1, 0, 0)
+    assert sum(stats.step_token_counts) == 4
+    assert stats.num_scheduled_tokens == 23
+    assert stats.engine_start_time > 1.7e9

@@ -1,0 +1,56 @@
+"""As many connections as the limit of open files allows, and a clear word where it does not."""
+
+import resource
+
+import pytest
+
+from paxkv.errors import ConfigError
+from paxkv.server import open_files
+from paxkv.server.open_files import MOST_CONNECTIONS, NUM_OTHER_FILES, allow_connections
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    """Limits that a test sets, instead of this process' own; what was set is its first item."""
+    values = [(1024, 4096)]
+
+    def set_limits(_resource, new):
+        values[0] = new
+
+    monkeypatch.setattr(open_files.resource, "getrlimit", lambda _: values[0])
+    monkeypatch.setattr(open_files.resource, "setrlimit", set_limits)
+    return values
+
+
+def test_soft_limit_is_raised_to_what_is_needed(limits):
+    limits[0] = (1024, 1_000_000)
+    assert allow_connections(10_000) == 10_000
+    assert limits[0] == (10_000 + NUM_OTHER_FILES, 1_000_000)
+
+
+def test_without_a_number_there_are_as_many_as_can_be(limits, caplog):
+    limits[0] = (1024, 1_000_000)
+    assert allow_connections(None) == MOST_CONNECTIONS
+    limits[0] = (1024, resource.RLIM_INFINITY)
+    assert allow_connections(None) == MOST_CONNECTIONS
+    limits[0] = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    assert allow_connections(None) == MOST_CONNECTIONS
+    assert allow_connections(5) == 5
+    assert not caplog.records
+
+
+def test_high_limit_is_left_alone(limits):
+    limits[0] = (200_000, 200_000)
+    assert allow_connections(100) == 100
+    assert limits[0] == (200_000, 200_000)
+
+
+def test_low_hard_limit_is_a_warning_or_an_error_that_names_the_remedy(limits, caplog):
+    assert allow_connections(None) == 4096 - NUM_OTHER_FILES
+    assert "hard limit of open files is 4096" in caplog.text
+    limits[0] = (1024, 4096)
+    with pytest.raises(ConfigError, match=r"4096 files.*wanted 4000 connections.*ulimit -Hn"):
+        allow_connections(4000)
+    limits[0] = (256, 256)
+    with pytest.raises(ConfigError, match="256 files"):
+        allow_connections(None)

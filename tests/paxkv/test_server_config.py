@@ -1,0 +1,47 @@
+"""Settings of the server that cannot work are refused, and keys are not shown."""
+
+import pytest
+
+from paxkv.config import ServerConfig as SameServerConfig
+from paxkv.errors import ConfigError
+from paxkv.server_config import ServerConfig
+
+
+def test_is_the_config_that_config_has():
+    assert SameServerConfig is ServerConfig
+
+
+def test_keys_are_shown_in_no_repr_and_no_error():
+    assert "geheim" not in repr(ServerConfig(api_key=("geheim",)))
+    for keys in (("geheim", ""), "geheim", ("geheim", 5)):
+        with pytest.raises(ConfigError, match="api_key must be a list of strings") as raised:
+            ServerConfig(api_key=keys)
+        assert "geheim" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"max_waiting_requests": -1}, "max_waiting_requests must be an integer of at least 0"),
+        ({"max_header_bytes": 10}, "at least 256, got 10"),
+        ({"max_connections": 0}, "at least 1, got 0"),
+        ({"root_path": "api"}, "begin with a slash.*'api'"),
+        ({"root_path": "/api/"}, "not end in one"),
+        ({"ssl_keyfile": "k.pem"}, "ssl_keyfile is set, but HTTPS needs ssl_certfile"),
+        ({"ssl_cert_reqs": 2}, "ssl_cert_reqs is set, but"),
+        ({"ssl_certfile": "c.pem", "ssl_cert_reqs": 3}, "0, 1 or 2, got 3"),
+        ({"ssl_certfile": "c.pem", "ssl_cert_reqs": 2}, "needs ssl_ca_certs"),
+        ({"allowed_origins": "*"}, "allowed_origins must be a list"),
+        ({"disable_access_log_for_endpoints": "/a,b"}, "got 'b'"),
+        ({"profile_dir": "p"}, "enable_admin"),
+        ({"enable_admin": 1}, "true or false"),
+    ],
+)
+def test_bad_setting_is_named(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        ServerConfig(**settings)
+
+
+def test_paths_without_a_log_line_are_a_list_with_commas():
+    config = ServerConfig(disable_access_log_for_endpoints="/health, /metrics,")
+    assert config.paths_without_access_log == {"/health", "/metrics"}
