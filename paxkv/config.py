@@ -339,12 +339,21 @@ class ServerConfig:
     shutdown_timeout_s: float = setting(
         "seconds that running requests may take to finish after SIGTERM", 30.0
     )
+    max_engine_restarts: int = setting(
+        "times in a row that an engine process that died is started again, before the server ends "
+        "with exit code 1; 0 ends it as soon as its engine dies",
+        3,
+    )
+    engine_restart_window_s: float = setting(
+        "seconds that an engine must have served for its restarts to be forgiven", 600.0
+    )
 
     def __post_init__(self) -> None:
         if type(self.port) is not int or not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in [0, 65535], got {self.port!r}.")
         _at_least("max_body_bytes", self.max_body_bytes, 1)
-        for name in ("request_timeout_s", "shutdown_timeout_s"):
+        _at_least("max_engine_restarts", self.max_engine_restarts, 0)
+        for name in ("request_timeout_s", "shutdown_timeout_s", "engine_restart_window_s"):
             value = getattr(self, name)
             if not (_is_number(value) and 0 < value < math.inf):
                 raise ConfigError(f"{name} must be a positive number of seconds, got {value!r}.")
