@@ -103,9 +103,7 @@ class CoreThread:
 class _QueueChannel:
     """The core's end."""
 
-    def __init__(
-        self, inputs: queue.SimpleQueue[bytes], outputs: queue.SimpleQueue[bytes]
-    ) -> None:
+    def __init__(self, inputs: queue.SimpleQueue[bytes], outputs: queue.SimpleQueue[bytes]) -> None:
         self._inputs = inputs
         self.send = outputs.put
 
