@@ -74,6 +74,8 @@ class EngineSupervisor:
         self._start_s = time.monotonic()
         self._ready_s = math.inf
         self._start_took_s = 1.0
+        # Why the last one failed.
+        self._start_error = ""
         self._process = EngineProcess(config, show_progress=show_progress, command=command)
 
     @property
@@ -124,7 +126,18 @@ class EngineSupervisor:
         self._thread.join()
 
     def _supervise(self) -> None:
-        """The thread's body: from the end of one process to the end of the next."""
+        """The thread's body."""
+        try:
+            self._supervise_to_the_end()
+        # Whatever it is, nobody would notice an engine's end any more.
+        except Exception as error:
+            logger.exception("engines cannot be started any more")
+            self._start_error = f"{type(error).__name__}: {error}"
+            self._process.end()
+        self._on_loop(self._on_end)
+
+    def _supervise_to_the_end(self) -> None:
+        """From the end of one process to the end of the next."""
         is_wanted = True
         while is_wanted:
             process = self._process
@@ -137,7 +150,6 @@ class EngineSupervisor:
                 if self._restart():
                     break
                 is_wanted = self._on_loop(self._on_failed_start)
-        self._on_loop(self._on_end)
 
     def _restart(self) -> bool:
         """Starts an engine; False if that failed and was not interrupted by `close`."""
@@ -159,6 +171,7 @@ class EngineSupervisor:
                 command=self._command,
             )
         except OSError as error:
+            self._start_error = f"{type(error).__name__}: {error}"
             logger.error("the engine process cannot be started: %s", error)
             return False
         self._process = process
@@ -168,6 +181,7 @@ class EngineSupervisor:
             ready = process.wait_until_ready()
         except (ConfigError, EngineDeadError, InvariantError) as error:
             if not self._is_closing.is_set():
+                self._start_error = str(error)
                 logger.error("the engine could not be started again: %s", error)
             process.end()
             process.release()
@@ -225,9 +239,7 @@ class EngineSupervisor:
         self._num_in_row += 1
         if self._may_restart():
             return True
-        self._tell_dead(
-            f"it could not be started again, {self._policy.max_restarts} times in a row"
-        )
+        self._tell_dead(f"it could not be started again: {self._start_error}")
         return False
 
     def _on_ready(self, process: EngineProcess, ready: EngineReady) -> bool:
@@ -239,7 +251,8 @@ class EngineSupervisor:
     def _on_end(self) -> bool:
         """On the loop: nothing is started any more."""
         if not self._is_end_told:
-            self._tell_dead("it was shut down")
+            self._is_closing.set()
+            self._tell_dead(self._start_error or "it was shut down")
         return False
 
     def _may_restart(self) -> bool:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,7 @@ def fake_config(**settings: object) -> EngineConfig:
     """A config of the fake; `settings` are those of `make_engine_core`, and:
 
     Args:
+        start_s: How long the start takes.
         mistake: The start is refused with this message.
         bug: The start fails with this message.
         exit_code: The process exits while it starts; below 0 it kills itself with that signal.
@@ -36,7 +38,7 @@ def build(
     config: EngineConfig, *, show_progress: bool, on_model_found: Callable[[Path], None]
 ) -> tuple[EngineCore, EngineReady]:
     settings = json.loads(config.model.model)
-    on_model_found(Path("/models/fake"))
+    time.sleep(settings.pop("start_s", 0))
     if "mistake" in settings:
         raise ConfigError(settings["mistake"])
     if "bug" in settings:
@@ -51,6 +53,7 @@ def build(
         if os.path.exists(healthy_file):
             raise ConfigError("the second start fails")
         Path(healthy_file).touch()
+    on_model_found(Path("/models/fake"))
     core = make_engine_core(**settings)
     ready = EngineReady(
         model_info=ModelInfo(
