@@ -140,7 +140,9 @@ def test_failed_start_says_why_and_leaves_nothing(
 def test_failing_step_is_told_before_the_process_ends(capfd: pytest.CaptureFixture) -> None:
     with running(fails_at_step=1) as process:
         process.send(AddRequest(request=make_request("a", [5], max_tokens=9)))
-        assert receive_besides_steps(process) == EngineDead(reason="RuntimeError: the device is on fire")
+        assert receive_besides_steps(process) == EngineDead(
+            reason="RuntimeError: the device is on fire"
+        )
         assert process.wait(TIMEOUT_S) == 0
     assert "Traceback" in capfd.readouterr().err
 
