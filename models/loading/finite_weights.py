@@ -39,7 +39,8 @@ def checked_finite(weight_np: np.ndarray, *, name: str, where: str) -> np.ndarra
             or chunk.view(unsigned).max() >= sign_bit | infinity
         )
         if is_bad:
-            num_bad = int(np.count_nonzero(~np.isfinite(flat)))
+            with np.errstate(invalid="ignore"):  # bfloat16 says it of what is asked for
+                num_bad = flat.size - int(np.count_nonzero(np.isfinite(flat)))
             raise CheckpointError(
                 f"{where}: weight {name!r} has {num_bad} of {flat.size} numbers that are NaN or "
                 "infinite; wanted finite ones. Download the checkpoint again, or save it again in "
