@@ -26,7 +26,12 @@ def build(
     return built.core, built.ready
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Does what standard input says; returns the exit code of the process."""
     leave_signals_to_parent()
     set_up_logging()
-    sys.exit(run_engine_process(build))
+    return run_engine_process(build)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
