@@ -266,6 +266,7 @@ class EngineSupervisor:
         self._on_message(EngineDead(reason=reason, retry_after_s=retry_after_s))
 
     def _note_ready(self) -> None:
+        self._start_error = ""
         self._ready_s = time.monotonic()
         self._start_took_s = self._ready_s - self._start_s
 
