@@ -144,9 +144,13 @@ class EngineProcess:
 
     def end(self) -> None:
         """Ends the process after the step that it computes now; may be repeated."""
-        if self._process.poll() is None:
-            self._ask_to_end()
-        self._process.stdin.close()  # which ends it at once
+        try:
+            self.send(Shutdown())
+            self.wait(CLOSE_TIMEOUT_S)
+        except EngineDeadError:
+            # It is still starting: nothing is lost with it.
+            self._process.kill()
+        self._process.stdin.close()  # which ends it without more ado
         if self.wait(_EXIT_TIMEOUT_S) is None:
             self._process.kill()
             self._process.wait()
@@ -249,14 +253,6 @@ class EngineProcess:
             self._process.kill()
         self._on_message(message)
         return True
-
-    def _ask_to_end(self) -> None:
-        try:
-            self.send(Shutdown())
-        except EngineDeadError:
-            # It is still starting: the end of its standard input ends it.
-            return
-        self.wait(CLOSE_TIMEOUT_S)
 
     def _release_sockets(self) -> None:
         with self._lock:
