@@ -10,7 +10,7 @@ soon as the server is ready, and ends it. What stands behind `--` goes to the se
 
 Milestones, all in seconds from the start of the process:
 
-    imports      Python has imported everything
+    imports      Python has imported everything, in the engine's process
     model        weights are loaded and the KV cache is allocated
     programs     every program is compiled, or loaded
     ready        the port is open
@@ -42,14 +42,23 @@ ROOT = Path(__file__).resolve().parents[1]
 MILESTONES = ("imports", "model", "programs", "ready", "first token")
 STARTS = ("cold", "warm")
 _IMPORTS_DONE = "benchmarks.startup: imports done"
-# As `python -m paxkv.serve`, with one line more: nothing else tells when the imports are done.
-_SERVE = f"""
+# As `python -m paxkv.engine_process` and `python -m paxkv.serve`, with one line more: nothing else
+# tells when the imports are done. Those of the engine's process take longer.
+_ENGINE = f"""
 import sys
-from paxkv import serve
+from paxkv import engine_process
 print({_IMPORTS_DONE!r}, file=sys.stderr, flush=True)
+sys.exit(engine_process.main())
+"""
+_SERVE = f"""
+import functools, sys
+from paxkv import build_client, serve
+build_client.EngineSupervisor = functools.partial(
+    build_client.EngineSupervisor, command=(sys.executable, "-P", "-c", {_ENGINE!r})
+)
 sys.exit(serve.main())
 """
-_IMPORT = "from paxkv import serve"
+_IMPORT = "from paxkv import engine_process, serve"
 # What the server prints at each milestone; the first two groups of "programs" are counts.
 _LINES = {
     "imports": re.compile(re.escape(_IMPORTS_DONE)),

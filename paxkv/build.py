@@ -1,20 +1,25 @@
-"""The one place where an engine's objects are constructed and wired."""
+"""The one place where an engine's objects are constructed and wired.
+
+`build_client.py` is the half of it that needs no JAX.
+"""
 
 import dataclasses
 import importlib.resources
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 
-from paxkv.client.async_client import AsyncEngineClient
+from paxkv.build_client import TextParts, load_text_parts, make_input_processor
 from paxkv.client.inproc_client import InprocClient
 from paxkv.client.input_processor import InputProcessor
 from paxkv.client.output_processor import OutputProcessor
 from paxkv.config import CacheConfig, EngineConfig
 from paxkv.contracts.engine_client import EngineTransport
+from paxkv.contracts.engine_start import EngineReady
 from paxkv.contracts.kv_cache_spec import KVCacheConfig
 from paxkv.contracts.model_info import ModelInfo
 from paxkv.engine.core_thread import CoreThread
@@ -49,6 +54,14 @@ DEMO_MODEL_NAME = "paxkv-demo"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltCore:
+    """An engine that nobody runs yet, and what its clients need to know of it."""
+
+    core: EngineCore
+    ready: EngineReady
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltEngine:
     """A running engine and what a client of it needs."""
 
@@ -60,10 +73,41 @@ class BuiltEngine:
 
 
 def build_engine(config: EngineConfig, *, show_progress: bool = False) -> BuiltEngine:
-    """Loads the model, compiles every step, and starts the engine's thread.
+    """Loads the model, compiles every step, and starts the engine in a thread of this process.
 
     Args:
         show_progress: Draws a bar on stderr while steps compile.
+
+    Raises:
+        ConfigError: The settings do not fit the model or the device.
+        ModelError: The model cannot be loaded.
+    """
+    found: list[TextParts] = []
+    built = build_core(
+        config,
+        show_progress=show_progress,
+        on_model_found=lambda folder: found.append(load_text_parts(folder)),
+    )
+    (text,) = found
+    return BuiltEngine(
+        transport=CoreThread(built.core),
+        input_processor=make_input_processor(built.ready, text.tokenizer),
+        tokenizer=text.tokenizer,
+        chat_template=text.chat_template,
+        model_info=built.ready.model_info,
+    )
+
+
+def build_core(
+    config: EngineConfig,
+    *,
+    show_progress: bool = False,
+    on_model_found: Callable[[Path], None] = lambda folder: None,
+) -> BuiltCore:
+    """Loads the model and compiles every step.
+
+    Args:
+        on_model_found: Called with the model's folder before its weights are loaded.
 
     Raises:
         ConfigError: The settings do not fit the model or the device.
@@ -74,7 +118,9 @@ def build_engine(config: EngineConfig, *, show_progress: bool = False) -> BuiltE
         check_trace_file(Path(config.scheduler.trace_file))
     kv_event_publisher = make_kv_event_publisher(config.cache.kv_events)
     try:
-        return _build_engine(config, kv_event_publisher, show_progress=show_progress)
+        return _build_core(
+            config, kv_event_publisher, show_progress=show_progress, on_model_found=on_model_found
+        )
     except BaseException:
         if kv_event_publisher is not None:
             kv_event_publisher.close()
@@ -97,62 +143,44 @@ def compile_programs(config: EngineConfig, path: Path, *, show_progress: bool = 
     return runner.warm_up()
 
 
-def _build_engine(
-    config: EngineConfig, kv_event_publisher: KVEventPublisher | None, *, show_progress: bool
-) -> BuiltEngine:
+def _build_core(
+    config: EngineConfig,
+    kv_event_publisher: KVEventPublisher | None,
+    *,
+    show_progress: bool,
+    on_model_found: Callable[[Path], None],
+) -> BuiltCore:
     store = choose_store(config.runner)
     folder = _model_folder(config)
-    tokenizer = _load_tokenizer(folder)
-    special_tokens = tokenizer.special_tokens if tokenizer is not None else {}
-    chat_template = ChatTemplate.from_folder(folder, special_tokens=special_tokens)
+    on_model_found(folder)
     model = _load_model(config, folder)
     max_model_len = _max_model_len(config, model.config)
     runner = _make_runner(config, model, store, show_progress=show_progress)
     runner.warm_up()
     scheduler = _make_scheduler(config, runner.kv_cache_config, max_model_len)
-    input_processor = InputProcessor(
-        tokenizer=tokenizer,
-        vocab_size=model.config.vocab_size,
+    core = _make_core(config, scheduler, runner, kv_event_publisher)
+    model_info = ModelInfo(
+        served_model_name=_served_model_name(config),
+        model=config.model.model or DEMO_MODEL_NAME,
         max_model_len=max_model_len,
+        vocab_size=model.config.vocab_size,
         max_fitting_tokens=scheduler.limits.max_tokens_that_fit,
+        created=int(time.time()),
+        max_num_seqs=config.scheduler.max_num_seqs,
+        cache_settings=_cache_settings(config.cache, runner.kv_cache_config),
+    )
+    ready = EngineReady(
+        model_info=model_info,
+        eos_token_ids=tuple(model.config.eos_token_ids),
         max_prompt_tokens=scheduler.limits.max_prompt_tokens,
-        # Those of config.json and generation_config.json.
-        eos_token_ids=model.config.eos_token_ids,
+        stats=core.make_stats(),
     )
-    return BuiltEngine(
-        transport=CoreThread(_make_core(config, scheduler, runner, kv_event_publisher)),
-        input_processor=input_processor,
-        tokenizer=tokenizer,
-        chat_template=chat_template,
-        model_info=ModelInfo(
-            served_model_name=_served_model_name(config),
-            model=config.model.model or DEMO_MODEL_NAME,
-            max_model_len=max_model_len,
-            vocab_size=model.config.vocab_size,
-            max_fitting_tokens=scheduler.limits.max_tokens_that_fit,
-            created=int(time.time()),
-            max_num_seqs=config.scheduler.max_num_seqs,
-            cache_settings=_cache_settings(config.cache, runner.kv_cache_config),
-        ),
-    )
+    return BuiltCore(core=core, ready=ready)
 
 
 def build_llm_client(engine: BuiltEngine) -> InprocClient:
     """The synchronous client of a built engine."""
     return InprocClient(engine.transport, OutputProcessor(engine.tokenizer))
-
-
-def build_async_client(config: EngineConfig, *, show_progress: bool = False) -> AsyncEngineClient:
-    """Builds an engine and its asyncio client; `start` the client on its loop."""
-    engine = build_engine(config, show_progress=show_progress)
-    return AsyncEngineClient(
-        engine.transport,
-        engine.input_processor,
-        OutputProcessor(engine.tokenizer),
-        engine.model_info,
-        tokenizer=engine.tokenizer,
-        chat_template=engine.chat_template,
-    )
 
 
 def _model_folder(config: EngineConfig) -> Path:
@@ -217,15 +245,6 @@ def _cache_settings(config: CacheConfig, kv_cache_config: KVCacheConfig) -> dict
 
 def _served_model_name(config: EngineConfig) -> str:
     return config.model.served_model_name or config.model.model or DEMO_MODEL_NAME
-
-
-def _load_tokenizer(folder: Path) -> Tokenizer | None:
-    if (folder / "tokenizer.json").is_file():
-        return Tokenizer.from_folder(folder)
-    logger.warning(
-        "%s has no tokenizer.json: prompts must be token ids, and no text is made.", folder
-    )
-    return None
 
 
 def _make_scheduler(

@@ -54,9 +54,17 @@ class TraceFileError(PaxkvError, ValueError):
 
 
 class EngineDeadError(PaxkvError, RuntimeError):
-    """The engine loop ended; nothing more can be computed."""
+    """The engine loop ended; nothing more can be computed.
+
+    Args:
+        retry_after_s: Another engine is being started and may be ready then; None: none is.
+    """
 
     http_status = 503
+
+    def __init__(self, message: str, *, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class InvariantError(PaxkvError, RuntimeError):

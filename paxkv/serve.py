@@ -1,13 +1,13 @@
-"""`python -m paxkv.serve`: builds an engine and serves it over HTTP."""
+"""`python -m paxkv.serve`: starts an engine process and serves it over HTTP."""
 
 import argparse
 import asyncio
-import logging
 import socket
 import sys
 from collections.abc import Sequence
 
 import paxkv
+from paxkv.build_client import build_async_client
 from paxkv.cli.arguments import add_serve_arguments, parse_arguments
 from paxkv.client.async_client import AsyncEngineClient
 from paxkv.command_line import add_config_flags, config_from_arguments
@@ -21,17 +21,9 @@ from paxkv.config import (
 )
 from paxkv.errors import ConfigError, EngineDeadError
 from paxkv.package_origin import check_package_origin
+from paxkv.process_logging import set_up_logging
 from paxkv.server.app import create_app
 from paxkv.server.http_server import HttpServer, bind_socket, socket_url
-
-# Before the imports below: with a foreign `models` they would fail without saying why.
-try:
-    check_package_origin()
-except ConfigError as error:
-    raise SystemExit(f"paxkv: error: {error}") from None
-
-from models.errors import ModelError
-from paxkv.build import build_async_client
 
 _CONFIG_CLASSES = (ModelConfig, CacheConfig, SchedulerConfig, RunnerConfig, ServerConfig)
 _INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -40,10 +32,10 @@ _INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serves until a signal comes; returns the exit code of the process."""
     namespace = parse_arguments(make_parser(), arguments)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    # Our own few lines: how memory was planned, and where events go.
-    logging.getLogger("paxkv").setLevel(logging.INFO)
+    set_up_logging()
     try:
+        # The engine process would fail without saying why.
+        check_package_origin()
         engine_config = EngineConfig(
             model=config_from_arguments(ModelConfig, namespace),
             cache=config_from_arguments(CacheConfig, namespace),
@@ -54,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Before the engine: a taken port is known at once, not after minutes of warm-up. The
         # port opens only when the engine is ready.
         with bind_socket(server_config) as bound:
-            engine = build_async_client(engine_config, show_progress=True)
+            engine = build_async_client(engine_config, server_config, show_progress=True)
             asyncio.run(serve(engine, server_config, bound))
-    except (ConfigError, ModelError, EngineDeadError) as error:
+    except (ConfigError, EngineDeadError) as error:
         print("paxkv: error:", *str(error).splitlines(), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -65,7 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def serve(engine: AsyncEngineClient, config: ServerConfig, bound: socket.socket) -> None:
-    """Starts the engine, serves it on a bound socket until a signal comes, and ends both."""
+    """Starts the engine, serves it on a bound socket until a signal comes, and ends both.
+
+    Raises:
+        EngineDeadError: The engine has ended, and none takes its place.
+    """
+    watcher: asyncio.Task[None] | None = None
     try:
         await engine.start()
         server = HttpServer(
@@ -76,9 +73,22 @@ async def serve(engine: AsyncEngineClient, config: ServerConfig, bound: socket.s
                 _banner(engine, socket_url(bound, is_tls=config.is_tls)), flush=True
             ),
         )
+        watcher = asyncio.create_task(_end_with_engine(engine, server))
         await server.serve(sockets=[bound])
+        if watcher.done():
+            watcher.result()
     finally:
+        if watcher is not None:
+            watcher.cancel()
         await engine.close(drain_timeout_s=0.0)
+
+
+async def _end_with_engine(engine: AsyncEngineClient, server: HttpServer) -> None:
+    reason = await engine.wait_until_ended()
+    # Not when the server is what ended it.
+    if not server.should_exit:
+        server.should_exit = True
+        raise EngineDeadError(f"the engine has ended: {reason}")
 
 
 def make_parser() -> argparse.ArgumentParser:

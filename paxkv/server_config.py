@@ -42,6 +42,14 @@ class ServerConfig:
         30.0,
         aliases=("--shutdown-timeout",),
     )
+    max_engine_restarts: int = setting(
+        "times in a row that an engine process that died is started again, before the server ends "
+        "with exit code 1; 0 ends it as soon as its engine dies",
+        3,
+    )
+    engine_restart_window_s: float = setting(
+        "seconds that an engine must have served for its restarts to be forgiven", 600.0
+    )
     api_key: tuple[str, ...] = setting(
         "keys, any of which a client must send as `Authorization: Bearer KEY` to use what lies "
         "under /v1 and the admin routes. PAXKV_API_KEY, with commas between several, if left out; "
@@ -87,7 +95,8 @@ class ServerConfig:
         at_least("max_body_bytes", self.max_body_bytes, 1)
         at_least("max_header_bytes", self.max_header_bytes, 256)
         at_least("max_connections", self.max_connections, 1)
-        for name in ("request_timeout_s", "shutdown_timeout_s"):
+        at_least("max_engine_restarts", self.max_engine_restarts, 0)
+        for name in ("request_timeout_s", "shutdown_timeout_s", "engine_restart_window_s"):
             value = getattr(self, name)
             if not (is_number(value) and 0 < value < math.inf):
                 raise ConfigError(f"{name} must be a positive number of seconds, got {value!r}.")

@@ -30,6 +30,8 @@ MAX_KERNEL_FUNCTION_LINES = 150
 # Composition roots build the objects of the other layers, so they may import everything of ours.
 COMPOSITION_ROOTS = {
     "paxkv/build.py",
+    "paxkv/build_client.py",
+    "paxkv/engine_process.py",
     "paxkv/serve.py",
     "paxkv/compile.py",
     "paxkv/llm.py",
@@ -48,6 +50,7 @@ PAXKV_TOP = {
     "paxkv.setting",
     "paxkv.command_line",
     "paxkv.package_origin",
+    "paxkv.process_logging",
     "paxkv.sampling_params",
 }
 # Names of `paxkv` that stand for composition roots: only those above may take them.

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_importing_paxkv_imports_no_jax() -> None:
     program = (
         "import sys, paxkv, paxkv.scheduler.scheduler, paxkv.client.async_client, "
-        "paxkv.engine.engine_core, paxkv.server.app, paxkv.replay, "
+        "paxkv.engine.engine_core, paxkv.server.app, paxkv.replay, paxkv.serve, "
         "paxkv.cli.main, paxkv.cli.chat, paxkv.cli.bench; "
         "sys.exit('jax' in sys.modules)"
     )

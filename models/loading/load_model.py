@@ -12,6 +12,7 @@ from flax import nnx
 
 from models.config import ModelConfig, ModelDtype
 from models.errors import ModelError
+from models.loading.finite_weights import checked_finite
 from models.loading.loaded_model import LoadedModel
 from models.loading.product_dtype import ProductDtype, with_product_dtype
 from models.loading.safetensors_reader import SafetensorsCheckpoint
@@ -100,9 +101,13 @@ def _read_params(structure: _Structure, folder: Path) -> tuple[jax.Array, ...]:
     )
     # One weight at a time, so that the host never holds a second copy of the model.
     return tuple(
-        _to_param(checkpoint.read(source.name), wanted.dtype, source.is_transposed)
+        _to_param(_read(checkpoint, source.name), wanted.dtype, source.is_transposed)
         for source, wanted in zip(sources, structure.shapes, strict=True)
     )
+
+
+def _read(checkpoint: SafetensorsCheckpoint, name: str) -> np.ndarray:
+    return checked_finite(checkpoint.read(name), name=name, where=str(checkpoint.folder))
 
 
 def _to_param(weight_np: np.ndarray, dtype: jnp.dtype, is_transposed: bool) -> jax.Array:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import threading
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -12,7 +11,7 @@ import msgspec
 from paxkv.client.beam_search import BeamSearch, prompt_params
 from paxkv.client.input_processor import InputProcessor, Prompt, text_of_prompt
 from paxkv.client.output_processor import OutputKind, OutputProcessor
-from paxkv.contracts.engine_client import EngineTransport
+from paxkv.contracts.engine_client import LoopTransport
 from paxkv.contracts.engine_output import (
     EngineDead,
     EngineOutput,
@@ -27,6 +26,7 @@ from paxkv.contracts.engine_request import (
     Shutdown,
     UtilityCall,
 )
+from paxkv.contracts.engine_start import EngineReady
 from paxkv.contracts.model_info import ModelInfo
 from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
 from paxkv.contracts.request_output import RequestOutput
@@ -38,7 +38,7 @@ from paxkv.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 logger = logging.getLogger(__name__)
 
 # The engine's last message is there when its transport is closed, unless its last step hangs.
-RECEIVER_JOIN_S = 5.0
+LAST_MESSAGE_S = 5.0
 # Requests whose prefix cache misses can be asked for.
 MAX_LATEST_REQUESTS = 1024
 
@@ -46,7 +46,8 @@ MAX_LATEST_REQUESTS = 1024
 class AsyncEngineClient:
     """The HTTP server's door to an engine. Every method is called on the loop of `start`.
 
-    A thread waits for the engine's messages and hands each to the loop, one per step.
+    When the engine dies, every request and call ends with EngineDeadError. Its transport may start
+    another engine; until that is ready, new requests are refused and told when to try again.
 
     Args:
         tokenizer: Of the model, or None when it was loaded without one.
@@ -55,7 +56,7 @@ class AsyncEngineClient:
 
     def __init__(
         self,
-        transport: EngineTransport,
+        transport: LoopTransport,
         input_processor: InputProcessor,
         output_processor: OutputProcessor,
         model_info: ModelInfo,
@@ -70,8 +71,9 @@ class AsyncEngineClient:
         self._output_processor = output_processor
         self._model_info = model_info
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._receiver: threading.Thread | None = None
-        self._dead_reason: str | None = None
+        self._dead: EngineDead | None = None
+        # Set when the engine has ended and none will take its place.
+        self._has_ended = asyncio.Event()
         self._is_closing = False
         # Callers' request ids -> where their outputs go.
         self._streams: dict[str, _Stream] = {}
@@ -96,7 +98,7 @@ class AsyncEngineClient:
     @property
     def is_alive(self) -> bool:
         """Whether new requests can be served."""
-        return self._loop is not None and self._dead_reason is None and not self._is_closing
+        return self._loop is not None and self._dead is None and not self._is_closing
 
     @property
     def num_unfinished_requests(self) -> int:
@@ -109,22 +111,29 @@ class AsyncEngineClient:
             EngineDeadError: The engine has ended already.
         """
         self._loop = asyncio.get_running_loop()
-        self._receiver = threading.Thread(
-            target=self._receive, args=(self._loop,), name="paxkv-receiver", daemon=True
-        )
-        self._receiver.start()
+        self._transport.deliver_on(self._loop, self._on_message)
         self._latest_stats = await self.get_stats()
+
+    async def wait_until_ended(self) -> str:
+        """Returns when the engine has ended and none will take its place; why it ended."""
+        await self._has_ended.wait()
+        assert self._dead is not None
+        return self._dead.reason
 
     async def close(self, *, drain_timeout_s: float) -> None:
         """Ends the engine; what is unfinished after `drain_timeout_s` ends with EngineDeadError."""
         self._is_closing = True
-        if self._dead_reason is None and self._receiver is not None and drain_timeout_s > 0:
+        if self._dead is None and self._loop is not None and drain_timeout_s > 0:
             with contextlib.suppress(EngineDeadError):
                 self._transport.send(Shutdown(drain=True))
-            await asyncio.to_thread(self._receiver.join, drain_timeout_s)
+            await self._wait_until_ended(drain_timeout_s)
         await asyncio.to_thread(self._transport.close)
-        if self._receiver is not None:
-            await asyncio.to_thread(self._receiver.join, RECEIVER_JOIN_S)
+        if self._loop is not None:
+            await self._wait_until_ended(LAST_MESSAGE_S)
+
+    async def _wait_until_ended(self, timeout_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._has_ended.wait(), timeout_s)
 
     async def generate(
         self,
@@ -313,8 +322,8 @@ class AsyncEngineClient:
         return self._input_processor.process(*arguments, **named)
 
     def _check_alive(self) -> None:
-        if self._dead_reason is not None:
-            raise EngineDeadError(f"the engine has ended: {self._dead_reason}")
+        if self._dead is not None:
+            raise _dead_error(self._dead)
         if self._loop is None or self._is_closing:
             raise EngineDeadError("the engine is shutting down or was not started.")
 
@@ -344,8 +353,8 @@ class AsyncEngineClient:
             self._transport.send(AbortRequests(request_ids=engine_request_ids))
 
     async def _call(self, method: str, *arguments: str | int | bool) -> str:
-        if self._dead_reason is not None:
-            raise EngineDeadError(f"the engine has ended: {self._dead_reason}")
+        if self._dead is not None:
+            raise _dead_error(self._dead)
         if self._loop is None:
             raise EngineDeadError("the engine was not started.")
         call_id, self._num_calls = self._num_calls, self._num_calls + 1
@@ -357,26 +366,7 @@ class AsyncEngineClient:
         finally:
             del self._calls[call_id]
 
-    def _receive(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Runs in the receiver thread until the engine's last message."""
-        while True:
-            try:
-                message = self._transport.receive()
-            # Whatever it is, nothing more will come, and callers would wait for ever.
-            except Exception as error:
-                logger.exception("the engine's messages cannot be read")
-                message = EngineDead(reason=f"{type(error).__name__}: {error}")
-            if message is None:
-                continue
-            try:
-                loop.call_soon_threadsafe(self._on_message, message)
-            except RuntimeError:
-                # The loop was closed without `close`: nobody is left to hear.
-                return
-            if isinstance(message, EngineDead):
-                return
-
-    def _on_message(self, message: EngineOutput) -> None:
+    def _on_message(self, message: EngineOutput | EngineReady) -> None:
         try:
             self._take(message)
         # The loop would only log it, and callers would wait for ever.
@@ -384,7 +374,7 @@ class AsyncEngineClient:
             logger.exception("a message of the engine could not be used")
             self._on_dead(EngineDead(reason=f"{type(error).__name__}: {error}"))
 
-    def _take(self, message: EngineOutput) -> None:
+    def _take(self, message: EngineOutput | EngineReady) -> None:
         if isinstance(message, StepOutputs):
             self._latest_stats = message.stats
             processed = self._output_processor.process(message)
@@ -392,6 +382,9 @@ class AsyncEngineClient:
             self._deliver(processed.request_outputs)
         elif isinstance(message, UtilityReply):
             self._on_reply(message)
+        elif isinstance(message, EngineReady):
+            self._dead = None
+            self._latest_stats = message.stats
         else:
             self._on_dead(message)
 
@@ -416,15 +409,29 @@ class AsyncEngineClient:
             future.set_result(reply.result_json)
 
     def _on_dead(self, message: EngineDead) -> None:
-        self._dead_reason = message.reason
+        self._dead = message
+        if message.retry_after_s is None:
+            self._has_ended.set()
         if not self._is_closing:
-            logger.error("the engine has ended: %s", message.reason)
-        error = f"the engine has ended: {message.reason}"
+            logger.error("%s", _dead_error(message))
+        # Nothing runs any more; what was counted stays.
+        self._latest_stats = dataclasses.replace(
+            self._latest_stats, num_running_reqs=0, num_waiting_reqs=0, kv_cache_usage=0.0
+        )
+        # The next engine knows none of its requests.
+        self._latest_engine_ids.clear()
         for future in self._calls.values():
             if not future.done():
-                future.set_exception(EngineDeadError(error))
+                future.set_exception(_dead_error(message))
         for stream in set(self._streams_by_engine_id.values()):
-            stream.queue.put_nowait(EngineDeadError(error))
+            stream.queue.put_nowait(_dead_error(message))
+
+
+def _dead_error(message: EngineDead) -> EngineDeadError:
+    text = f"the engine has ended: {message.reason}"
+    if message.retry_after_s is not None:
+        text = f"{text.rstrip('.')}. Another is being started: try again later."
+    return EngineDeadError(text, retry_after_s=message.retry_after_s)
 
 
 class _Stream:

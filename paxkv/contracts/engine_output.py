@@ -144,9 +144,15 @@ class UtilityReply:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineDead:
-    """The last message of an engine: why it ended."""
+    """The last message of an engine: why it ended.
+
+    Args:
+        retry_after_s: Another is being started in its place, and may be ready after so many
+            seconds; None where nobody will come.
+    """
 
     reason: str
+    retry_after_s: int | None = None
 
 
 # What an engine may send; `contracts/wire.py` writes them as bytes.

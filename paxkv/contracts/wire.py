@@ -6,6 +6,7 @@ import msgspec
 
 from paxkv.contracts.engine_output import EngineOutput
 from paxkv.contracts.engine_request import EngineInput
+from paxkv.contracts.engine_start import EngineStartOutput
 from paxkv.errors import InvariantError
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -14,11 +15,12 @@ _INPUT_DECODERS = {
     cls.__name__: msgspec.msgpack.Decoder(cls) for cls in typing.get_args(EngineInput)
 }
 _OUTPUT_DECODERS = {
-    cls.__name__: msgspec.msgpack.Decoder(cls) for cls in typing.get_args(EngineOutput)
+    cls.__name__: msgspec.msgpack.Decoder(cls)
+    for cls in typing.get_args(EngineOutput | EngineStartOutput)
 }
 
 
-def encode(message: EngineInput | EngineOutput) -> bytes:
+def encode(message: EngineInput | EngineOutput | EngineStartOutput) -> bytes:
     """Bytes of a message; `decode_input` and `decode_output` are its inverses."""
     return _ENCODER.encode((type(message).__name__, message))
 
@@ -32,7 +34,7 @@ def decode_input(data: bytes) -> EngineInput:
     return _decode(data, _INPUT_DECODERS)
 
 
-def decode_output(data: bytes) -> EngineOutput:
+def decode_output(data: bytes) -> EngineOutput | EngineStartOutput:
     """The engine's message in `data`.
 
     Raises:
@@ -43,7 +45,7 @@ def decode_output(data: bytes) -> EngineOutput:
 
 def _decode(
     data: bytes, decoders: dict[str, msgspec.msgpack.Decoder]
-) -> EngineInput | EngineOutput:
+) -> EngineInput | EngineOutput | EngineStartOutput:
     try:
         name, body = _HEADER_DECODER.decode(data)
         return decoders[name].decode(body)

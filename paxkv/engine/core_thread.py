@@ -1,13 +1,15 @@
 """`CoreThread`: runs an engine core in a thread, behind the messages it would get as a process."""
 
+import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from paxkv.contracts import wire
 from paxkv.contracts.engine_output import EngineDead, EngineOutput
 from paxkv.contracts.engine_request import EngineInput, Shutdown
+from paxkv.engine.core_loop import run_core
 from paxkv.engine.engine_core import EngineCore
 from paxkv.errors import EngineDeadError
 
@@ -32,8 +34,8 @@ class CoreThread:
         self._outputs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._is_dead = threading.Event()
         self._thread = threading.Thread(
-            target=_run_core,
-            args=(core, self._inputs, self._outputs, self._is_dead),
+            target=_run_in_thread,
+            args=(core, _QueueChannel(self._inputs, self._outputs), self._is_dead),
             name="paxkv-engine-core",
             daemon=True,
         )
@@ -60,6 +62,32 @@ class CoreThread:
             self._outputs.put(data)
         return message
 
+    def deliver_on(
+        self, loop: asyncio.AbstractEventLoop, on_message: Callable[[EngineOutput], None]
+    ) -> None:
+        """Calls `on_message` on the loop with every message from now on."""
+        threading.Thread(
+            target=self._deliver, args=(loop, on_message), name="paxkv-receiver", daemon=True
+        ).start()
+
+    def _deliver(
+        self, loop: asyncio.AbstractEventLoop, on_message: Callable[[EngineOutput], None]
+    ) -> None:
+        """Runs in the receiver thread until the engine's last message."""
+        message: EngineOutput | None = None
+        while not isinstance(message, EngineDead):
+            try:
+                message = self.receive()
+            # Whatever it is, nothing more will come, and callers would wait for ever.
+            except Exception as error:
+                logger.exception("the engine's messages cannot be read")
+                message = EngineDead(reason=f"{type(error).__name__}: {error}")
+            try:
+                loop.call_soon_threadsafe(on_message, message)
+            except RuntimeError:
+                # The loop was closed without `close`: nobody is left to hear.
+                return
+
     def close(self) -> None:
         """Ends the engine after the step that it computes now, and waits for it."""
         if not self._is_dead.is_set():
@@ -72,44 +100,29 @@ class CoreThread:
             logger.warning("the engine's last step takes over %g s; not waiting.", CLOSE_TIMEOUT_S)
 
 
-def _run_core(
-    core: EngineCore,
-    inputs: queue.SimpleQueue[bytes],
-    outputs: queue.SimpleQueue[bytes],
-    is_dead: threading.Event,
-) -> None:
+class _QueueChannel:
+    """The core's end."""
+
+    def __init__(self, inputs: queue.SimpleQueue[bytes], outputs: queue.SimpleQueue[bytes]) -> None:
+        self._inputs = inputs
+        self.send = outputs.put
+
+    def waiting_messages(self, *, is_blocking: bool) -> Iterator[bytes]:
+        if is_blocking:
+            yield self._inputs.get()
+        while True:
+            try:
+                yield self._inputs.get_nowait()
+            except queue.Empty:
+                return
+
+
+def _run_in_thread(core: EngineCore, channel: _QueueChannel, is_dead: threading.Event) -> None:
     """The thread's body. It holds no reference to `CoreThread`, which may go before it."""
-    reason = "it was stopped"
+    last_message = EngineDead(reason="it was stopped")
     try:
-        _run_until_shutdown(core, inputs, outputs)
-        reason = "it was shut down"
-    except Exception as error:
-        logger.exception("the engine died")
-        reason = f"{type(error).__name__}: {error}"
+        last_message = run_core(core, channel)
     finally:
         is_dead.set()
-        outputs.put(wire.encode(EngineDead(reason=reason)))
+        channel.send(wire.encode(last_message))
         core.close()
-
-
-def _run_until_shutdown(
-    core: EngineCore, inputs: queue.SimpleQueue[bytes], outputs: queue.SimpleQueue[bytes]
-) -> None:
-    while not core.is_finished:
-        for data in _waiting_messages(inputs, is_blocking=not core.has_work):
-            reply = core.handle(wire.decode_input(data))
-            if reply is not None:
-                outputs.put(wire.encode(reply))
-        if core.has_work and not core.is_finished:
-            outputs.put(wire.encode(core.step()))
-
-
-def _waiting_messages(inputs: queue.SimpleQueue[bytes], *, is_blocking: bool) -> Iterator[bytes]:
-    """All messages that wait now; with `is_blocking` waits for the first."""
-    if is_blocking:
-        yield inputs.get()
-    while True:
-        try:
-            yield inputs.get_nowait()
-        except queue.Empty:
-            return

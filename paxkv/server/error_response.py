@@ -125,7 +125,10 @@ def describe_error(error: Exception) -> tuple[int, bytes]:
 def error_response(error: Exception) -> Response:
     """The HTTP response that an error becomes."""
     status, body = describe_error(error)
-    return Response(body, status, headers=_HEADERS.get(type(error)), media_type="application/json")
+    headers = dict(_HEADERS.get(type(error), {}))
+    if isinstance(error, EngineDeadError) and error.retry_after_s is not None:
+        headers["Retry-After"] = str(error.retry_after_s)
+    return Response(body, status, headers=headers, media_type="application/json")
 
 
 async def handle_paxkv_error(_request: Request, error: Exception) -> Response:

@@ -105,7 +105,7 @@ class InfoRoutes:
     async def health(self, _request: Request) -> Response:
         """200 while the engine lives."""
         if not self._engine.is_alive:
-            raise EngineDeadError("the engine has ended; restart the server.")
+            raise EngineDeadError("the engine has ended, or another is not ready yet.")
         return Response()
 
     async def load(self, _request: Request) -> Response:

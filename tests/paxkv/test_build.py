@@ -1,20 +1,25 @@
 """What is built fits the settings; settings that do not fit the model are refused."""
 
-import asyncio
 import socket
 from pathlib import Path
 
 import jax
 import pytest
 
-from paxkv.build import DEMO_MODEL_NAME, build_async_client, build_engine, build_llm_client
+from paxkv.build import DEMO_MODEL_NAME, build_core, build_engine, build_llm_client
 from paxkv.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from paxkv.errors import ConfigError, InvalidRequestError
 from paxkv.runner.program_store import CompiledPrograms, NewCompiledPrograms
 from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.trace.replayer import replay
 from paxkv.scheduler.trace.trace_file import TraceReader
-from tests.paxkv.fake_build import MAX_POSITIONS, FakeRunner, fake_model_parts, save_tokenizer
+from tests.paxkv.fake_build import (
+    MAX_POSITIONS,
+    VOCAB_SIZE,
+    FakeRunner,
+    fake_model_parts,
+    save_tokenizer,
+)
 
 BOS_ID, EOS_ID = 256, 257
 
@@ -206,30 +211,23 @@ def config_with_events(folder: Path, port: int) -> EngineConfig:
     )
 
 
-def test_model_left_out_is_the_demo(
-    runner_class: type[FakeRunner], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_left_out_is_the_demo(runner_class: type[FakeRunner]) -> None:
     folders = []
-    monkeypatch.setattr(
-        "paxkv.build._load_tokenizer", lambda folder: folders.append(folder) or None
-    )
-    engine = build_engine(EngineConfig())
-    engine.transport.close()
-    assert engine.model_info.served_model_name == DEMO_MODEL_NAME
+    built = build_core(EngineConfig(), on_model_found=folders.append)
+    assert built.ready.model_info.served_model_name == DEMO_MODEL_NAME
     assert folders[0].parts[-3:] == ("models", "demo", "checkpoint")
 
 
-def test_async_client_serves_what_was_built(tmp_path: Path, runner_class: type[FakeRunner]) -> None:
-    save_tokenizer(tmp_path)
-
-    async def run() -> str:
-        client = build_async_client(config_for(tmp_path))
-        await client.start()
-        params = SamplingParams(max_tokens=4)
-        async for output in client.generate("ab", params, request_id="r", stream=False):
-            text = output.outputs[0].text
-        await client.close(drain_timeout_s=1)
-        return text
-
-    # The fake echoes BOS, "a", "b"; BOS has no text.
-    assert asyncio.run(run()) == "ab"
+def test_core_says_what_its_clients_need_to_know(
+    tmp_path: Path, runner_class: type[FakeRunner]
+) -> None:
+    ready = build_core(
+        EngineConfig(
+            model=ModelConfig(model=str(tmp_path)),
+            scheduler=SchedulerConfig(max_num_batched_tokens=64, enable_chunked_prefill=False),
+        )
+    ).ready
+    assert ready.model_info.vocab_size == VOCAB_SIZE
+    assert ready.eos_token_ids == (EOS_ID,)
+    assert ready.max_prompt_tokens == 64
+    assert (ready.stats.num_blocks, ready.stats.num_steps) == (65, 0)

@@ -9,7 +9,6 @@ import socket
 
 import pytest
 
-from models.errors import CheckpointNotFoundError
 from paxkv import serve
 from paxkv.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig, ServerConfig
 from paxkv.errors import ConfigError, EngineDeadError
@@ -64,7 +63,7 @@ def test_malformed_flag_is_a_usage_error(arguments, capsys):
 
 
 def _fail_with(error):
-    def build(config, *, show_progress):
+    def build(*_, **__):
         raise error
 
     return build
@@ -77,7 +76,7 @@ def _fail_with(error):
         (["--block-size", "7"], None, "block_size must be"),
         (["--host", "300.0.0.1"], None, "cannot listen on 300.0.0.1:0"),
         ([], ConfigError("too big"), "too big"),
-        ([], CheckpointNotFoundError("no\nsuch model"), "no such model"),
+        ([], ConfigError("no\nsuch model"), "no such model"),
         ([], EngineDeadError("it ended"), "it ended"),
     ],
 )
@@ -121,8 +120,12 @@ class StartableEngine(FakeEngine):
         self.was_closed = False
 
     async def start(self):
+        self.end = asyncio.get_running_loop().create_future()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(self.address, timeout=1).close()
+
+    async def wait_until_ended(self):
+        return await self.end
 
     async def close(self, *, drain_timeout_s):
         self.was_closed = True
@@ -150,6 +153,24 @@ def test_banner_names_the_port_that_was_picked_and_opens_after_the_start(monkeyp
     assert f"ready at http://127.0.0.1:{engine.address[1]}/v1\n" in out
     assert "org/fake (max_model_len 512)" in out
     assert "blocks, 10000 tokens" in out
+    assert engine.was_closed
+
+
+def test_server_ends_with_its_engine(capsys):
+    engine = StartableEngine()
+
+    async def run():
+        config = ServerConfig(port=0)
+        with serve.bind_socket(config) as bound:
+            engine.address = bound.getsockname()
+            serving = asyncio.ensure_future(serve.serve(engine, config, bound))
+            while not capsys.readouterr().out:
+                await asyncio.sleep(0.01)
+            engine.end.set_result("pulled the plug")
+            await serving
+
+    with pytest.raises(EngineDeadError, match="pulled the plug"):
+        asyncio.run(asyncio.wait_for(run(), 20))
     assert engine.was_closed
 
 

@@ -1,0 +1,289 @@
+"""`EngineProcess`: an engine in a process of its own, as the process that started it sees it."""
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from paxkv.config import EngineConfig
+from paxkv.contracts import wire
+from paxkv.contracts.engine_output import EngineDead, EngineOutput
+from paxkv.contracts.engine_request import EngineInput, Shutdown
+from paxkv.contracts.engine_start import (
+    CurveKeys,
+    EngineHello,
+    EngineOrder,
+    EngineReady,
+    EngineStartFailed,
+    EngineStartOutput,
+    ModelFound,
+)
+from paxkv.errors import ConfigError, EngineDeadError, InvariantError
+
+# A fresh interpreter: a fork of a process with threads, or of one that has a device, may hang. -P
+# leaves the working directory out of its path, which is ours.
+ENGINE_COMMAND = (sys.executable, "-P", "-m", "paxkv.engine_process")
+# The step that it computes now may take so long to end; then the process is killed.
+CLOSE_TIMEOUT_S = 10.0
+_EXIT_TIMEOUT_S = 5.0
+_START_POLL_MS = 100
+# Then the loop has a turn for others.
+_MAX_MESSAGES_AT_ONCE = 64
+# The address of a socket file may have 107 bytes on Linux, 103 on macOS.
+_MAX_IPC_PATH = 100
+_SIGNALS = {signal.SIGINT, signal.SIGTERM}
+
+
+class EngineProcess:
+    """One engine process, from its start to its end.
+
+    `send` and `end` may be called from any thread. `wait_until_ready` belongs to who made it;
+    afterwards messages are received on one loop alone.
+
+    Args:
+        show_progress: It draws a bar on stderr while steps compile.
+        command: What runs `run_engine_process`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        show_progress: bool,
+        command: Sequence[str] = ENGINE_COMMAND,
+    ) -> None:
+        self._context = zmq.Context()
+        self._lock = threading.Lock()
+        self._is_released = False
+        self._inputs: zmq.Socket | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_message: Callable[[EngineOutput | EngineStartOutput], None] = _drop
+        self._folder: str | None = None
+        try:
+            self._outputs = self._context.socket(zmq.PULL)
+            self._outputs.set_hwm(0)  # no limit: nothing may be lost
+            order = self._open_endpoints(config, show_progress=show_progress)
+            self._curve_keys = order.curve_keys
+            self._process = _spawn(command)
+        except BaseException:
+            self._release_sockets()
+            raise
+        self._give_order(order)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_until_ready(
+        self, on_model_found: Callable[[Path], None] = lambda folder: None
+    ) -> EngineReady:
+        """Waits until the engine takes requests.
+
+        Args:
+            on_model_found: Called with the model's folder, while the engine goes on starting.
+
+        Raises:
+            ConfigError: A setting or the model's files cannot work.
+            EngineDeadError: It ended before it was ready.
+        """
+        while True:
+            match self._next_start_message():
+                case EngineHello(input_endpoint=endpoint):
+                    self._connect_inputs(endpoint)
+                case ModelFound(folder=folder):
+                    on_model_found(Path(folder))
+                case EngineReady() as ready:
+                    return ready
+                case EngineStartFailed(message=message, is_mistake=is_mistake):
+                    raise ConfigError(message) if is_mistake else EngineDeadError(message)
+                case other:
+                    raise InvariantError(f"{type(other).__name__} came before EngineReady.")
+
+    def send(self, message: EngineInput) -> None:
+        """Queues a message; never waits.
+
+        Raises:
+            EngineDeadError: The engine has ended, or has not begun.
+        """
+        data = wire.encode(message)
+        # The client speaks on one thread; but whoever ends this comes from another.
+        with self._lock:
+            if self._inputs is None:
+                raise EngineDeadError("the engine has ended.")
+            self._inputs.send(data)
+
+    def deliver_on(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_message: Callable[[EngineOutput | EngineStartOutput], None],
+    ) -> None:
+        """Calls `on_message` with every message from now on. Called on the loop.
+
+        No thread stands between: it would compete with the loop for the interpreter at every step.
+        """
+        self._loop, self._on_message = loop, on_message
+        loop.add_reader(self._outputs.fd, self._take_waiting)
+        # The descriptor tells of what is new only.
+        loop.call_soon(self._take_waiting)
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """The process's exit code, below 0 for a signal; None while it lives after `timeout_s`."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def end(self) -> None:
+        """Ends the process after the step that it computes now; may be repeated."""
+        try:
+            self.send(Shutdown())
+            self.wait(CLOSE_TIMEOUT_S)
+        except EngineDeadError:
+            # It is still starting: nothing is lost with it.
+            self._process.kill()
+        self._process.stdin.close()  # which ends it without more ado
+        if self.wait(_EXIT_TIMEOUT_S) is None:
+            self._process.kill()
+            self._process.wait()
+
+    def release(self) -> None:
+        """Hands over what has come, and gives the sockets back. The process must have ended.
+
+        Called on the loop of `deliver_on`, if there was one.
+        """
+        if self._is_released:
+            return
+        if self._loop is not None:
+            while self._take_one():
+                pass
+            self._loop.remove_reader(self._outputs.fd)
+        self._process.stdin.close()
+        self._release_sockets()
+
+    def _open_endpoints(self, config: EngineConfig, *, show_progress: bool) -> EngineOrder:
+        """Binds the socket to hear on."""
+        if zmq.has("ipc"):
+            # Of this user alone, so that nobody else can connect.
+            self._folder = tempfile.mkdtemp(prefix="paxkv-engine-")
+            if len(self._folder) > _MAX_IPC_PATH - len("/outputs"):
+                shutil.rmtree(self._folder)
+                self._folder = None
+        if self._folder is not None:
+            input_endpoint, output_endpoint, keys = (
+                f"ipc://{self._folder}/inputs",
+                f"ipc://{self._folder}/outputs",
+                None,
+            )
+        else:
+            input_endpoint = output_endpoint = "tcp://127.0.0.1:*"
+            (input_public, input_secret), (output_public, output_secret) = (
+                (public.decode(), secret.decode())
+                for public, secret in (zmq.curve_keypair(), zmq.curve_keypair())
+            )
+            keys = CurveKeys(
+                input_public=input_public, input_secret=input_secret, output_public=output_public
+            )
+            self._outputs.curve_server = True
+            self._outputs.curve_secretkey = output_secret.encode()
+        self._outputs.bind(output_endpoint)
+        return EngineOrder(
+            config=config,
+            input_endpoint=input_endpoint,
+            output_endpoint=self._outputs.getsockopt_string(zmq.LAST_ENDPOINT),
+            folder=self._folder,
+            curve_keys=keys,
+            show_progress=show_progress,
+        )
+
+    def _give_order(self, order: EngineOrder) -> None:
+        data = msgspec.json.encode(order) + b"\n"
+        try:
+            while data:
+                data = data[os.write(self._process.stdin.fileno(), data) :]
+        except BrokenPipeError:
+            # It ended at once, which `wait_until_ready` says.
+            return
+
+    def _connect_inputs(self, endpoint: str) -> None:
+        """Only now: a socket that connects before the other listens looks again much later."""
+        socket = self._context.socket(zmq.PUSH)
+        socket.set_hwm(0)
+        if self._curve_keys is not None:
+            socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+            socket.curve_serverkey = self._curve_keys.input_public.encode()
+        socket.connect(endpoint)
+        with self._lock:
+            self._inputs = socket
+
+    def _next_start_message(self) -> EngineOutput | EngineStartOutput:
+        while True:
+            # Asked first: what it said before it ended is read all the same.
+            code = self._process.poll()
+            if self._outputs.poll(_START_POLL_MS):
+                return wire.decode_output(self._outputs.recv())
+            if code is not None:
+                raise EngineDeadError(f"the engine ended before it was ready: {describe_end(code)}")
+
+    def _take_waiting(self) -> None:
+        for _ in range(_MAX_MESSAGES_AT_ONCE):
+            if not self._take_one():
+                return
+        self._loop.call_soon(self._take_waiting)
+
+    def _take_one(self) -> bool:
+        """Hands over a message; False if there is none."""
+        if self._is_released:
+            return False
+        try:
+            message = wire.decode_output(self._outputs.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            return False
+        except InvariantError as error:
+            # Nothing that follows can be trusted.
+            message = EngineDead(reason=f"{type(error).__name__}: {error}")
+            self._process.kill()
+        self._on_message(message)
+        return True
+
+    def _release_sockets(self) -> None:
+        with self._lock:
+            self._is_released = True
+            self._context.destroy(linger=0)
+            self._inputs = None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def describe_end(code: int) -> str:
+    """What an exit code says of a process that nobody asked to end."""
+    if code == -signal.SIGKILL:
+        return "it was killed (SIGKILL), as the system does when memory runs out."
+    if code < 0:
+        return f"signal {-code} ({signal.Signals(-code).name}) ended it."
+    return f"it exited with code {code}; its log says more."
+
+
+def _spawn(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    # It finds the modules that this process finds.
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    # A Ctrl-C before it can ignore it must not end it: this mask goes along.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        environment = os.environ | {"PYTHONPATH": path}
+        # Without a buffer: the pipe stays open, and is never written to again.
+        return subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, env=environment)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _drop(_message: EngineOutput | EngineStartOutput) -> None:
+    """Before `deliver_on`."""

@@ -1,0 +1,84 @@
+"""Messages of an engine process's start: what it is told, and what its clients learn of it."""
+
+import dataclasses
+
+from paxkv.config import EngineConfig
+from paxkv.contracts.engine_output import SchedulerStats
+from paxkv.contracts.model_info import ModelInfo
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CurveKeys:
+    """Keys of the two sockets that are bound, for addresses that other users could reach.
+
+    Whoever does not know a socket's public key cannot talk to it; so they are secrets, too.
+    """
+
+    input_public: str
+    input_secret: str
+    output_public: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOrder:
+    """What an engine process is started with; the first line of its standard input.
+
+    Args:
+        input_endpoint: Where it is to listen; a port may be `*`.
+        output_endpoint: Where its client listens.
+        folder: Holds the sockets' files and goes with the last of both processes, if there is one.
+        show_progress: Draw a bar on stderr while steps compile.
+    """
+
+    config: EngineConfig
+    input_endpoint: str
+    output_endpoint: str
+    folder: str | None = None
+    curve_keys: CurveKeys | None = None
+    show_progress: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineHello:
+    """The first message of an engine process: where it listens."""
+
+    input_endpoint: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFound:
+    """The model's folder is known; its client can read the tokenizer while weights are loaded."""
+
+    folder: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReady:
+    """The engine takes requests from now on.
+
+    Args:
+        eos_token_ids: The model's own, from config.json and generation_config.json.
+        max_prompt_tokens: Longest prompt that a step can take on; None is any, in pieces.
+        stats: Before the first step.
+    """
+
+    model_info: ModelInfo
+    eos_token_ids: tuple[int, ...]
+    max_prompt_tokens: int | None
+    stats: SchedulerStats
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStartFailed:
+    """There will be no engine.
+
+    Args:
+        is_mistake: Of a setting or of the model's files; otherwise it is ours, or the machine's.
+    """
+
+    message: str
+    is_mistake: bool
+
+
+# What an engine process may send before and beside `EngineOutput`.
+EngineStartOutput = EngineHello | ModelFound | EngineReady | EngineStartFailed

@@ -1,0 +1,166 @@
+"""Runs an engine core in a process of its own, behind ZeroMQ sockets.
+
+The client's process starts this one, tells it what to build in a line on its standard input, and
+keeps that pipe open: when it ends, for whatever reason, so does this one. Signals of the terminal
+are the client's to answer.
+"""
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from paxkv.config import EngineConfig
+from paxkv.contracts import wire
+from paxkv.contracts.engine_output import EngineOutput
+from paxkv.contracts.engine_start import (
+    EngineHello,
+    EngineOrder,
+    EngineReady,
+    EngineStartFailed,
+    EngineStartOutput,
+    ModelFound,
+)
+from paxkv.engine.core_loop import run_core
+from paxkv.engine.engine_core import EngineCore
+from paxkv.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# Time for the last messages to reach a client that is busy.
+_LINGER_MS = 5000
+_PARENT_IS_GONE = 1
+
+
+class BuildCore(Protocol):
+    """Makes the engine that a process is to run.
+
+    Raises:
+        ConfigError: The caller's mistake, of which the message says all.
+    """
+
+    def __call__(
+        self,
+        config: EngineConfig,
+        *,
+        show_progress: bool,
+        on_model_found: Callable[[Path], None],
+    ) -> tuple[EngineCore, EngineReady]: ...
+
+
+class ZmqChannel:
+    """The engine's end: one socket to hear on, one to speak on. Neither drops a message."""
+
+    def __init__(self, order: EngineOrder) -> None:
+        self._context = zmq.Context()
+        self._inputs = self._socket(zmq.PULL)
+        self._outputs = self._socket(zmq.PUSH)
+        if order.curve_keys is not None:
+            keys = order.curve_keys
+            self._inputs.curve_server = True
+            self._inputs.curve_secretkey = keys.input_secret.encode()
+            self._outputs.curve_publickey, self._outputs.curve_secretkey = zmq.curve_keypair()
+            self._outputs.curve_serverkey = keys.output_public.encode()
+        self._inputs.bind(order.input_endpoint)
+        self._outputs.connect(order.output_endpoint)
+        self.say(EngineHello(input_endpoint=self._inputs.getsockopt_string(zmq.LAST_ENDPOINT)))
+
+    def say(self, message: EngineOutput | EngineStartOutput) -> None:
+        """Queues a message; never waits."""
+        self.send(wire.encode(message))
+
+    def send(self, data: bytes) -> None:
+        """Queues a message; never waits, because nothing limits the queue."""
+        self._outputs.send(data)
+
+    def waiting_messages(self, *, is_blocking: bool) -> Iterator[bytes]:
+        """All messages that wait now; with `is_blocking` waits for the first."""
+        if is_blocking:
+            yield self._inputs.recv()
+        while True:
+            try:
+                yield self._inputs.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+
+    def close(self) -> None:
+        """Ends when the client has every message."""
+        self._context.destroy(linger=_LINGER_MS)
+
+    def _socket(self, kind: int) -> zmq.Socket:
+        socket = self._context.socket(kind)
+        socket.set_hwm(0)  # no limit: a full queue would make a step wait, or lose a token
+        return socket
+
+
+def run_engine_process(build: BuildCore) -> int:
+    """Does what the order on standard input says; returns the exit code of the process."""
+    order = _read_order()
+    if order is None:
+        return _PARENT_IS_GONE
+    threading.Thread(
+        target=_end_with_parent, args=(order.folder,), name="paxkv-parent-watch", daemon=True
+    ).start()
+    channel = ZmqChannel(order)
+    try:
+        return _build_and_run(build, order, channel)
+    finally:
+        channel.close()
+
+
+def leave_signals_to_parent() -> None:
+    """Ctrl-C goes to every process of a terminal, and systemd's SIGTERM to all of a service.
+
+    The parent, which drains first, started this process with both blocked.
+    """
+    signals = {signal.SIGINT, signal.SIGTERM}
+    for number in signals:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+
+
+def _read_order() -> EngineOrder | None:
+    # Byte by byte in effect: nothing but one line ever comes.
+    line = sys.stdin.buffer.readline()
+    return msgspec.json.decode(line, type=EngineOrder) if line.endswith(b"\n") else None
+
+
+def _end_with_parent(folder: str | None) -> None:
+    """Runs in a thread. Nothing comes on standard input after the order, but its end."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+    # Nobody is left to read an output, and a step may take long.
+    os._exit(_PARENT_IS_GONE)
+
+
+def _build_and_run(build: BuildCore, order: EngineOrder, channel: ZmqChannel) -> int:
+    try:
+        core, ready = build(
+            order.config,
+            show_progress=order.show_progress,
+            on_model_found=lambda folder: channel.say(ModelFound(folder=str(folder))),
+        )
+    except ConfigError as error:
+        channel.say(EngineStartFailed(message=str(error), is_mistake=True))
+        return 1
+    except Exception as error:
+        logger.exception("the engine could not be built")
+        message = f"the engine could not be built: {type(error).__name__}: {error}"
+        channel.say(EngineStartFailed(message=message, is_mistake=False))
+        return 1
+    channel.say(ready)
+    try:
+        channel.say(run_core(core, channel))
+    finally:
+        core.close()
+    return 0

@@ -1,0 +1,37 @@
+"""`python -m paxkv.engine_process`: the engine's half of a server, which starts it."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from models.errors import ModelError
+from paxkv.build import build_core
+from paxkv.config import EngineConfig
+from paxkv.contracts.engine_start import EngineReady
+from paxkv.engine.core_process import leave_signals_to_parent, run_engine_process
+from paxkv.engine.engine_core import EngineCore
+from paxkv.errors import ConfigError
+from paxkv.process_logging import set_up_logging
+
+
+def build(
+    config: EngineConfig, *, show_progress: bool, on_model_found: Callable[[Path], None]
+) -> tuple[EngineCore, EngineReady]:
+    """The core that a process is to run. Raises as `BuildCore` does."""
+    try:
+        built = build_core(config, show_progress=show_progress, on_model_found=on_model_found)
+    except ModelError as error:
+        # Its class stays here: who started this process has no JAX, and so none of `models`.
+        raise ConfigError(str(error)) from error
+    return built.core, built.ready
+
+
+def main() -> int:
+    """Does what standard input says; returns the exit code of the process."""
+    leave_signals_to_parent()
+    set_up_logging()
+    return run_engine_process(build)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

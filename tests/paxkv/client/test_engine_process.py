@@ -1,0 +1,216 @@
+"""An engine in a process of its own: what crosses, how it starts, and how it ends."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+
+from paxkv.client import engine_process
+from paxkv.client.engine_process import EngineProcess, describe_end
+from paxkv.contracts import wire
+from paxkv.contracts.engine_output import EngineDead, EngineOutput, StepOutputs, UtilityReply
+from paxkv.contracts.engine_request import AddRequest, Shutdown, UtilityCall
+from paxkv.contracts.engine_start import EngineReady
+from paxkv.errors import ConfigError, EngineDeadError
+from tests.paxkv.engine.fake_engine import make_request
+from tests.paxkv.engine.fake_engine_process import COMMAND, fake_config
+
+ROOT = Path(__file__).resolve().parents[3]
+TIMEOUT_S = 20.0
+
+
+@contextmanager
+def starting(**settings: object) -> Iterator[EngineProcess]:
+    process = EngineProcess(fake_config(**settings), show_progress=False, command=COMMAND)
+    try:
+        yield process
+    finally:
+        process.end()
+        process.release()
+
+
+@contextmanager
+def running(**settings: object) -> Iterator[EngineProcess]:
+    with starting(**settings) as process:
+        process.wait_until_ready()
+        yield process
+
+
+def receive(process: EngineProcess) -> EngineOutput:
+    """The next message, without a loop."""
+    assert process._outputs.poll(TIMEOUT_S * 1000), "no message came"
+    return wire.decode_output(process._outputs.recv())
+
+
+def receive_besides_steps(process: EngineProcess) -> EngineOutput:
+    """The next message that is not a step's: the last step tells the executor who ended."""
+    while isinstance(message := receive(process), StepOutputs):
+        pass
+    return message
+
+
+def receive_until(process: EngineProcess, request_id: str) -> tuple[list[int], str]:
+    """Tokens and finish reason of a request."""
+    token_ids = []
+    while True:
+        message = receive(process)
+        assert isinstance(message, StepOutputs), message
+        for output in message.outputs:
+            if output.request_id == request_id:
+                token_ids += output.new_token_ids
+                if output.finish_reason is not None:
+                    return token_ids, output.finish_reason
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process computes: one that nobody has waited for yet does not."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_for_end(pid: int) -> float:
+    """Seconds until it has ended."""
+    start = time.monotonic()
+    while is_running(pid):
+        assert time.monotonic() - start < TIMEOUT_S, f"process {pid} goes on"
+        time.sleep(0.02)
+    return time.monotonic() - start
+
+
+def test_requests_and_calls_cross_and_signals_of_a_terminal_do_not_end_it() -> None:
+    found = []
+    with starting() as process:
+        # Before it can have heard of signals.
+        os.kill(process.pid, signal.SIGINT)
+        ready = process.wait_until_ready(found.append)
+        assert isinstance(ready, EngineReady)
+        assert (ready.model_info.max_fitting_tokens, ready.stats.num_blocks) == (512, 65)
+        assert found == [Path("/models/fake")]
+        folder = Path(process._folder)
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        os.kill(process.pid, signal.SIGINT)
+        os.kill(process.pid, signal.SIGTERM)
+        process.send(AddRequest(request=make_request("a", [5, 6], max_tokens=3)))
+        assert receive_until(process, "a") == ([5, 6, 5], "length")
+        for call_id, method in enumerate(("check_invariants", "reset_prefix_cache", "nonsense")):
+            process.send(UtilityCall(call_id=call_id, method=method))
+        replies = [receive_besides_steps(process) for _ in range(3)]
+        assert [type(reply) for reply in replies] == [UtilityReply] * 3
+        assert [reply.result_json for reply in replies] == ["null", "true", None]
+        process.send(Shutdown())
+        assert receive_besides_steps(process) == EngineDead(reason="it was shut down")
+        assert process.wait(TIMEOUT_S) == 0
+    assert not folder.exists()
+    with pytest.raises(EngineDeadError):
+        process.send(Shutdown())
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"mistake": "no such model"}, ConfigError, "^no such model$"),
+        ({"bug": "out of memory"}, EngineDeadError, "RuntimeError: out of memory"),
+        ({"exit_code": 7}, EngineDeadError, "exited with code 7"),
+        ({"exit_code": -9}, EngineDeadError, "SIGKILL"),
+    ],
+)
+def test_failed_start_says_why_and_leaves_nothing(
+    settings: dict[str, object], error: type[Exception], words: str, capfd: pytest.CaptureFixture
+) -> None:
+    with starting(**settings) as process:
+        folder = Path(process._folder)
+        with pytest.raises(error, match=words):
+            process.wait_until_ready()
+    assert not folder.exists() and not is_running(process.pid)
+    # A bug's traceback is all that can be said of it; a mistake needs none.
+    assert ("Traceback" in capfd.readouterr().err) == ("bug" in settings)
+
+
+def test_failing_step_is_told_before_the_process_ends(capfd: pytest.CaptureFixture) -> None:
+    with running(fails_at_step=1) as process:
+        process.send(AddRequest(request=make_request("a", [5], max_tokens=9)))
+        assert receive_besides_steps(process) == EngineDead(
+            reason="RuntimeError: the device is on fire"
+        )
+        assert process.wait(TIMEOUT_S) == 0
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_step_that_hangs_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "CLOSE_TIMEOUT_S", 0.2)
+    with running(step_s=3600) as process:
+        process.send(AddRequest(request=make_request("a", [5])))
+        start = time.monotonic()
+        process.end()
+        assert time.monotonic() - start < 5
+        assert not is_running(process.pid)
+
+
+# Prints the engine's process id, and whether it is ready.
+_PARENT = """
+import sys, time
+from paxkv.client.engine_process import EngineProcess
+from paxkv.contracts.engine_request import AddRequest
+from tests.paxkv.engine.fake_engine import make_request
+from tests.paxkv.engine.fake_engine_process import COMMAND, fake_config
+process = EngineProcess(fake_config(step_s=3600), show_progress=False, command=COMMAND)
+print(process.pid, process._folder, flush=True)
+process.wait_until_ready()
+process.send(AddRequest(request=make_request("a", [5])))
+print("ready", flush=True)
+time.sleep(3600)
+"""
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_engine_of_a_killed_parent_ends_by_itself(is_ready: bool) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        pid, folder = parent.stdout.readline().split()
+        if is_ready:
+            assert parent.stdout.readline() == "ready\n"
+        parent.kill()
+        assert wait_for_end(int(pid)) < 10
+    # Killed before it could read where its sockets are, it leaves an empty folder at most.
+    assert not is_ready or not Path(folder).exists()
+
+
+def test_without_socket_files_strangers_are_kept_out_by_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(zmq, "has", lambda capability: False)
+    endpoints = []
+    connect = EngineProcess._connect_inputs
+    monkeypatch.setattr(
+        EngineProcess,
+        "_connect_inputs",
+        lambda process, endpoint: (endpoints.append(endpoint), connect(process, endpoint)),
+    )
+    with running() as process, zmq.Context() as context:
+        assert endpoints[0].startswith("tcp://127.0.0.1:")
+        stranger = context.socket(zmq.PUSH)
+        stranger.linger = 0
+        stranger.connect(endpoints[0])
+        stranger.send(wire.encode(Shutdown()))
+        time.sleep(0.2)
+        process.send(AddRequest(request=make_request("a", [5, 6], max_tokens=3)))
+        assert receive_until(process, "a") == ([5, 6, 5], "length")
+        stranger.close()
+
+
+def test_end_of_a_process_is_put_into_words() -> None:
+    assert "memory" in describe_end(-signal.SIGKILL)
+    assert "SIGSEGV" in describe_end(-signal.SIGSEGV)
+    assert "code 3" in describe_end(3)

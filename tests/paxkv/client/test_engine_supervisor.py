@@ -1,0 +1,229 @@
+"""Engines that die under load: who is told what, and when another serves."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from paxkv.client.async_client import AsyncEngineClient
+from paxkv.client.engine_supervisor import EngineSupervisor, RestartPolicy
+from paxkv.client.input_processor import InputProcessor
+from paxkv.client.output_processor import OutputProcessor
+from paxkv.errors import EngineDeadError
+from paxkv.sampling_params import SamplingParams
+from tests.paxkv.client.test_async_client import LONG, collect, in_loop, until_idle
+from tests.paxkv.engine.fake_engine_process import COMMAND, VOCAB_SIZE, fake_config
+from tests.paxkv.text.small_tokenizers import byte_level_tokenizer
+
+
+@contextlib.asynccontextmanager
+async def running(
+    *, max_restarts: int = 3, window_s: float = 600.0, **settings: object
+) -> AsyncIterator[AsyncEngineClient]:
+    """A client of an engine process of its own."""
+    policy = RestartPolicy(max_restarts=max_restarts, window_s=window_s)
+    supervisor = EngineSupervisor(fake_config(**settings), policy, command=COMMAND)
+    try:
+        ready = supervisor.wait_until_ready(lambda folder: None)
+    except BaseException:
+        supervisor.close()
+        raise
+    tokenizer = byte_level_tokenizer()
+    client = AsyncEngineClient(
+        supervisor,
+        InputProcessor(
+            tokenizer=tokenizer,
+            vocab_size=VOCAB_SIZE,
+            max_model_len=ready.model_info.max_model_len,
+            max_fitting_tokens=ready.model_info.max_fitting_tokens,
+        ),
+        OutputProcessor(tokenizer),
+        ready.model_info,
+        tokenizer=tokenizer,
+    )
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.close(drain_timeout_s=0)
+        assert not supervisor._thread.is_alive()
+        assert not Path(f"/proc/{supervisor.pid}").exists()
+
+
+def kill_engine(client: AsyncEngineClient) -> None:
+    os.kill(client._transport.pid, signal.SIGKILL)
+
+
+async def until_alive(client: AsyncEngineClient) -> None:
+    while not client.is_alive:
+        await asyncio.sleep(0.01)
+
+
+async def until_dead(client: AsyncEngineClient) -> None:
+    while client.is_alive:
+        await asyncio.sleep(0.005)
+
+
+async def text_of(client: AsyncEngineClient, prompt: str, num_tokens: int, **more: object) -> str:
+    params = SamplingParams(max_tokens=num_tokens)
+    outputs = await collect(client, prompt, params, prompt, **more)
+    return "".join(o.outputs[0].text for o in outputs)
+
+
+@in_loop
+async def test_256_streams_and_bursts_of_requests_each_get_their_own() -> None:
+    async with running(max_num_seqs=64, num_blocks=1000) as client:
+        prompts = [f"<{number}>" for number in range(256)]
+        texts = await asyncio.gather(*(text_of(client, prompt, 20) for prompt in prompts))
+        assert texts == [(prompt * 20)[:20] for prompt in prompts]
+        prompts = [f"[{number}]" for number in range(1000)]
+        texts = await asyncio.gather(
+            *(text_of(client, prompt, 3, stream=False) for prompt in prompts)
+        )
+        assert texts == [prompt[:3] for prompt in prompts]
+        await until_idle(client)
+        assert client.num_unfinished_requests == 0
+
+
+@pytest.mark.slow  # pytest -m slow tests/paxkv/client/test_engine_supervisor.py
+@in_loop
+async def test_bursts_of_5000_requests_lose_none() -> None:
+    async with running(max_num_seqs=64, num_blocks=1000) as client:
+        for burst in range(2):
+            prompts = [f"[{burst}.{number}]" for number in range(5000)]
+            texts = await asyncio.gather(
+                *(text_of(client, prompt, 8, stream=False) for prompt in prompts)
+            )
+            assert texts == [(prompt * 8)[:8] for prompt in prompts]
+        await until_idle(client)
+
+
+@in_loop
+async def test_enormous_prompt_does_not_hold_up_a_stream() -> None:
+    length = 400_000
+    async with running(max_model_len=2 * length, num_blocks=60_000, step_s=0.002) as client:
+        stream = client.generate(
+            "abc", SamplingParams(max_tokens=100_000), request_id="a", stream=True
+        )
+        await anext(stream)
+        large = asyncio.create_task(
+            collect(client, [97] * length, SamplingParams(max_tokens=2), "b", stream=False)
+        )
+        gaps, last_s = [], time.monotonic()
+        for _ in range(200):
+            await anext(stream)
+            gaps.append(time.monotonic() - last_s)
+            last_s = time.monotonic()
+        large.cancel()
+        await stream.aclose()
+        await until_idle(client)
+    assert max(gaps) < 2.0
+
+
+@in_loop
+async def test_killed_engine_ends_its_requests_and_another_serves() -> None:
+    async with running(step_s=0.01) as client:
+        tasks = [
+            asyncio.create_task(collect(client, "abc", LONG, str(number), stream=number % 2 == 0))
+            for number in range(64)
+        ]
+        while (await client.get_stats()).num_steps < 5:
+            await asyncio.sleep(0.01)
+        call = asyncio.create_task(client.get_stats())
+        kill_engine(client)
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(result, EngineDeadError)
+            assert "SIGKILL" in str(result)
+        await asyncio.gather(call, return_exceptions=True)
+        assert not client.is_alive and client.num_unfinished_requests == 0
+        assert client.latest_stats.num_running_reqs == 0
+        with pytest.raises(EngineDeadError, match="try again") as raised:
+            await text_of(client, "late", 1)
+        assert raised.value.retry_after_s >= 1
+        with pytest.raises(EngineDeadError):
+            await client.get_stats()
+        await until_alive(client)
+        stats = await client.get_stats()
+        assert (stats.num_steps, stats.kv_cache_usage, stats.num_blocks) == (0, 0.0, 65)
+        assert await text_of(client, "xyz", 6) == "xyzxyz"
+        assert await client.reset_prefix_cache() is True
+        await until_idle(client)
+
+
+@in_loop
+async def test_failing_step_is_named_and_another_engine_serves() -> None:
+    async with running(fails_at_step=3) as client:
+        results = await asyncio.gather(
+            *(collect(client, "abc", LONG, str(number)) for number in range(4)),
+            return_exceptions=True,
+        )
+        assert all("the device is on fire" in str(result) for result in results)
+        await until_alive(client)
+        assert await text_of(client, "xyz", 3) == "xyz"
+
+
+@in_loop
+async def test_engine_that_may_not_be_started_again_ends_for_good() -> None:
+    async with running(max_restarts=0) as client:
+        kill_engine(client)
+        assert "SIGKILL" in await client.wait_until_ended()
+        with pytest.raises(EngineDeadError) as raised:
+            await text_of(client, "late", 1)
+        assert raised.value.retry_after_s is None
+
+
+@in_loop
+async def test_restarts_are_counted_in_a_row_and_forgiven_after_a_while() -> None:
+    async with running(max_restarts=1) as client:
+        kill_engine(client)
+        await until_dead(client)
+        await until_alive(client)
+        kill_engine(client)
+        assert "SIGKILL" in await client.wait_until_ended()
+    async with running(max_restarts=1, window_s=0.001) as client:
+        for _ in range(3):
+            kill_engine(client)
+            await until_dead(client)
+            await until_alive(client)
+            await asyncio.sleep(0.01)
+
+
+def test_starts_that_fail_use_up_the_tries(tmp_path: Path) -> None:
+    @in_loop
+    async def run() -> None:
+        healthy_file = str(tmp_path / "was-started")
+        async with running(max_restarts=2, healthy_file=healthy_file) as client:
+            kill_engine(client)
+            reason = await client.wait_until_ended()
+            assert reason == "it could not be started again: the second start fails"
+
+    run()
+
+
+@in_loop
+async def test_close_while_another_engine_starts_does_not_wait_for_it() -> None:
+    async with running(step_s=0.01) as client:
+        kill_engine(client)
+        await until_dead(client)
+        start = time.monotonic()
+        await client.close(drain_timeout_s=0)
+        assert time.monotonic() - start < 4
+        assert await client.wait_until_ended() == "it was shut down"
+
+
+@in_loop
+async def test_drain_lets_requests_finish_and_starts_no_other_engine() -> None:
+    async with running(step_s=0.005) as client:
+        generated = client.generate("a", SamplingParams(max_tokens=20), request_id="r", stream=True)
+        await anext(generated)
+        closing = asyncio.create_task(client.close(drain_timeout_s=30))
+        await asyncio.sleep(0)
+        assert len([output async for output in generated]) == 19
+        await closing
+        assert await client.wait_until_ended() == "it was shut down"
+        assert client._transport._num_restarts == 0

@@ -1,0 +1,88 @@
+"""`python -m paxkv.serve` over engine processes that need no device, started as a user would."""
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+from paxkv import build_client, serve
+from paxkv.client.engine_supervisor import EngineSupervisor
+from tests.paxkv.engine.fake_engine_process import COMMAND
+
+ROOT = Path(__file__).resolve().parents[2]
+END_TIMEOUT_S = 30
+
+
+class FakeServer:
+    """A server process; its engine echoes prompts of token ids."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        self.process = process
+        self.url = url
+
+    @property
+    def engine_pid(self) -> int:
+        return only_child(self.process.pid)
+
+    def health(self) -> int:
+        return httpx.get(f"{self.url}/health").status_code
+
+    def complete(self, prompt: list[int], max_tokens: int) -> httpx.Response:
+        body = {"prompt": prompt, "max_tokens": max_tokens}
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=END_TIMEOUT_S)
+
+    def wait(self) -> tuple[int, str]:
+        """Exit code, and what it said on stderr; call it once."""
+        _, said = self.process.communicate(timeout=END_TIMEOUT_S)
+        return self.process.returncode, said
+
+
+def only_child(pid: int) -> int:
+    """The one child of a process, whichever of its threads has started it."""
+    lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    (child,) = " ".join(lists).split()
+    return int(child)
+
+
+def start_process(*flags: str, **settings: object) -> subprocess.Popen[str]:
+    """A server process with the flags; `settings` are those of `fake_config`."""
+    command = [sys.executable, "-m", "tests.paxkv.fake_server", "--port", "0", *flags]
+    return subprocess.Popen(
+        [*command, "--model", json.dumps(settings)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A group of its own, so that a test can send a signal to all of it, as a terminal does.
+        start_new_session=True,
+    )
+
+
+@contextlib.contextmanager
+def running_fake_server(*flags: str, **settings: object) -> Iterator[FakeServer]:
+    """A server that is ready; what is left of it is killed when the block is left."""
+    process = start_process(*flags, **settings)
+    try:
+        line = process.stdout.readline()
+        if " is ready at " not in line:
+            raise RuntimeError(f"the server did not start: {process.communicate()[1]}")
+        url = line.split(" is ready at ")[1].strip().removesuffix("/v1")
+        yield FakeServer(process, url)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+
+if __name__ == "__main__":
+    build_client.EngineSupervisor = functools.partial(EngineSupervisor, command=COMMAND)
+    sys.exit(serve.main())

@@ -1,0 +1,174 @@
+"""A server of two processes: every way in which one of them can end, seen from outside."""
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from paxkv.build_client import load_text_parts
+from tests.paxkv.client.test_engine_process import wait_for_end
+from tests.paxkv.fake_build import save_tokenizer
+from tests.paxkv.fake_server import (
+    FakeServer,
+    only_child,
+    running_fake_server,
+    start_process,
+)
+
+TIMEOUT_S = 20.0
+
+
+def wait_for_health(server: FakeServer, status: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while server.health() != status:
+        assert time.monotonic() < deadline, f"/health never became {status}"
+        time.sleep(0.01)
+
+
+def wait_for_requests(server: FakeServer, num_requests: int) -> None:
+    """Until so many run in the engine."""
+    wanted = f'vllm:num_requests_running{{model_name="fake"}} {float(num_requests)}'
+    deadline = time.monotonic() + TIMEOUT_S
+    while wanted not in (text := httpx.get(f"{server.url}/metrics").text):
+        assert time.monotonic() < deadline, text
+        time.sleep(0.01)
+
+
+def test_text_of_a_model_is_read_without_its_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    empty = load_text_parts(tmp_path)
+    assert (empty.tokenizer, empty.chat_template) == (None, None)
+    assert "no tokenizer.json" in caplog.text
+    save_tokenizer(tmp_path, chat_template="{{ bos_token }}{{ messages[0].content }}")
+    text = load_text_parts(tmp_path)
+    assert text.chat_template.render([{"role": "user", "content": "a"}]) == "<s>a"
+    assert text.tokenizer.encode("a", add_special_tokens=False) == [97]
+
+
+def test_killed_engine_is_a_clear_error_then_503_then_service_again() -> None:
+    with running_fake_server(step_s=0.02) as server, ThreadPoolExecutor(8) as pool:
+        assert server.complete([97, 98], 3).json()["usage"]["completion_tokens"] == 3
+        answers = [pool.submit(server.complete, [97], 250) for _ in range(8)]
+        wait_for_requests(server, 8)
+        engine_pid = server.engine_pid
+        os.kill(engine_pid, signal.SIGKILL)
+        for answer in answers:
+            response = answer.result()
+            assert response.status_code == 503
+            error = response.json()["error"]
+            assert (error["code"], error["type"]) == ("engine_dead", "server_error")
+            assert "SIGKILL" in error["message"]
+        refused = server.complete([97], 1)
+        # It may have been quick.
+        assert refused.status_code == 200 or int(refused.headers["Retry-After"]) >= 1
+        wait_for_health(server, 200)
+        assert server.engine_pid != engine_pid
+        assert server.complete([97, 98], 3).status_code == 200
+        wait_for_requests(server, 0)
+        server.process.terminate()
+        assert server.wait()[0] == 0
+
+
+def test_engine_that_dies_ends_the_server_where_it_was_asked_to() -> None:
+    with running_fake_server("--max-engine-restarts", "0", fails_at_step=2) as server:
+        assert server.complete([97], 9).status_code == 503
+        code, said = server.wait()
+        assert code == 1
+        last_line = said.splitlines()[-1]
+        assert (
+            last_line == "paxkv: error: the engine has ended: RuntimeError: the device is on fire"
+        )
+
+
+def test_server_whose_engine_cannot_be_started_again_ends(tmp_path: Path) -> None:
+    flags = ("--max-engine-restarts", "1")
+    with running_fake_server(*flags, healthy_file=str(tmp_path / "f")) as server:
+        os.kill(server.engine_pid, signal.SIGKILL)
+        code, said = server.wait()
+        assert code == 1
+        assert said.splitlines()[-1].endswith(
+            "it could not be started again: the second start fails"
+        )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_to_all_processes_lets_requests_finish(number: signal.Signals) -> None:
+    with running_fake_server(step_s=0.02) as server, ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(server.complete, [97], 25) for _ in range(4)]
+        wait_for_requests(server, 4)
+        engine_pid = server.engine_pid
+        os.killpg(server.process.pid, number)
+        assert server.wait()[0] == 0
+        for answer in answers:
+            assert answer.result().json()["usage"]["completion_tokens"] == 25
+        wait_for_end(engine_pid)
+
+
+def test_what_does_not_finish_in_time_is_told_so_and_a_second_signal_ends_at_once() -> None:
+    flags = ("--shutdown-timeout-s", "0.2")
+    with running_fake_server(*flags, step_s=0.05) as server, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.complete, [97], 250)
+        wait_for_requests(server, 1)
+        server.process.terminate()
+        assert server.wait()[0] == 0
+        assert answer.result().status_code == 503
+    with running_fake_server(step_s=0.05) as server, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.complete, [97], 250)
+        wait_for_requests(server, 1)
+        engine_pid = server.engine_pid
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+        start = time.monotonic()
+        server.process.send_signal(signal.SIGINT)
+        assert server.wait()[0] == 0
+        assert time.monotonic() - start < 5
+        wait_for_end(engine_pid)
+        with pytest.raises(httpx.HTTPError):
+            answer.result()
+
+
+def test_engine_of_a_killed_server_ends() -> None:
+    with running_fake_server(step_s=0.05) as server, ThreadPoolExecutor(1) as pool:
+        pool.submit(server.complete, [97], 250)
+        wait_for_requests(server, 1)
+        engine_pid = server.engine_pid
+        server.process.kill()
+        assert wait_for_end(engine_pid) < 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"mistake": "no such\nmodel"}, "paxkv: error: no such model\n"),
+        (
+            {"exit_code": 3},
+            "paxkv: error: the engine ended before it was ready: it exited with code 3; its log "
+            "says more.\n",
+        ),
+    ],
+)
+def test_engine_that_cannot_start_is_one_line_and_exit_code_1(
+    settings: dict[str, object], error: str
+) -> None:
+    with start_process(**settings) as process:
+        out, said = process.communicate(timeout=TIMEOUT_S)
+        assert (process.returncode, out, said) == (1, "", error)
+
+
+def test_interrupted_start_leaves_no_engine() -> None:
+    with start_process(start_s=3600) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        deadline = time.monotonic() + TIMEOUT_S
+        while not children.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        engine_pid = only_child(process.pid)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(TIMEOUT_S) == 130
+        wait_for_end(engine_pid)
+        assert "Traceback" not in process.stderr.read()
