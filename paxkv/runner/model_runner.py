@@ -79,10 +79,7 @@ class ModelRunner:
         spec = page_spec(groups.kv_cache_groups)
         model = model.with_kernels(_kernel_settings(runner_config, model, spec, mesh))
         num_groups = len(groups.kv_cache_groups)
-        max_blocks_per_req = max(
-            group.kv_cache_spec.max_blocks_per_req(max_model_len)
-            for group in groups.kv_cache_groups
-        )
+        max_blocks_per_req = _max_blocks_per_req(groups, max_model_len)
         self._buckets = buckets = StepBuckets(
             max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
@@ -241,6 +238,12 @@ def _put_params(model: LoadedModel, mesh: Mesh) -> tuple[jax.Array, ...]:
         jax.device_put(param, NamedSharding(mesh, spec))
         for param, spec in zip(model.params, model.param_specs, strict=True)
     )
+
+
+def _max_blocks_per_req(groups: KVCacheGroups, max_model_len: int) -> int:
+    """The widest block table of any group."""
+    specs = [group.kv_cache_spec for group in groups.kv_cache_groups]
+    return max(spec.max_blocks_per_req(max_model_len) for spec in specs)
 
 
 def _kernel_settings(

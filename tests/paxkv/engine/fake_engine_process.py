@@ -63,6 +63,8 @@ def build(
             vocab_size=VOCAB_SIZE,
             max_fitting_tokens=(settings.get("num_blocks", 65) - 1) * 8,
             created=0,
+            max_num_seqs=settings.get("max_num_seqs", 8),
+            cache_settings={"block_size": "8"},
         ),
         eos_token_ids=(0,),
         max_prompt_tokens=None,
