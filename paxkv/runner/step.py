@@ -31,14 +31,16 @@ def unpack_batch(
     prev_tokens: jax.Array,  # i32[max_num_seqs]
 ) -> ForwardBatch:
     """The model's input; each token comes from the host or from `prev_tokens`."""
+    token_ids, logits_indices = take_tokens(fields, prev_tokens), fields["logits_indices"]
     return ForwardBatch(
-        token_ids=take_tokens(fields, prev_tokens),
+        token_ids=token_ids,
         positions=fields["positions"],
         query_start_loc=fields["query_start_loc"],
         seq_lens=fields["seq_lens"],
         block_tables=fields["block_tables"],
-        logits_indices=fields["logits_indices"],
-        only_last_tokens=True,
+        logits_indices=logits_indices,
+        # With as many rows either way, the last layer may as well be like the others.
+        only_last_tokens=logits_indices.shape[0] < token_ids.shape[0],
     )
 
 

@@ -46,8 +46,8 @@ def test_decode_buckets_are_one_powers_of_two_some_halfway_and_all_requests():
 def test_programs_are_few(budget, max_num_seqs):
     buckets = make_buckets(max_num_batched_tokens=budget, max_num_seqs=max_num_seqs)
     # Those with a model in them take seconds to compile, the others no more than one.
-    assert len(buckets.step_shapes) + len(buckets.burst_shapes) <= 16
-    assert len(buckets.largest_first) <= 22
+    assert len(buckets.step_shapes) + len(buckets.burst_shapes) <= 17
+    assert len(buckets.largest_first) <= 23
     assert len(set(buckets.largest_first)) == len(buckets.largest_first)
 
 
