@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -68,6 +69,7 @@ class EngineProcess:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_message: Callable[[EngineOutput | EngineStartOutput], None] = _drop
         self._folder: str | None = None
+        self._remove_folder: Callable[[], None] = lambda: None
         try:
             self._outputs = self._context.socket(zmq.PULL)
             self._outputs.set_hwm(0)  # no limit: nothing may be lost
@@ -178,6 +180,10 @@ class EngineProcess:
                 shutil.rmtree(self._folder)
                 self._folder = None
         if self._folder is not None:
+            # Also at the end of this process, whoever forgets `release`.
+            self._remove_folder = weakref.finalize(
+                self, shutil.rmtree, self._folder, ignore_errors=True
+            )
             input_endpoint, output_endpoint, keys = (
                 f"ipc://{self._folder}/inputs",
                 f"ipc://{self._folder}/outputs",
@@ -259,8 +265,7 @@ class EngineProcess:
             self._is_released = True
             self._context.destroy(linger=0)
             self._inputs = None
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove_folder()
 
 
 def describe_end(code: int) -> str:

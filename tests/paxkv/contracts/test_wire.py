@@ -17,6 +17,13 @@ from paxkv.contracts.engine_request import (
     Shutdown,
     UtilityCall,
 )
+from paxkv.contracts.engine_start import (
+    EngineHello,
+    EngineReady,
+    EngineStartFailed,
+    ModelFound,
+)
+from paxkv.contracts.model_info import ModelInfo
 from paxkv.contracts.runner_output import TokenLogprobs
 from paxkv.contracts.wire import decode_input, decode_output, encode
 from paxkv.errors import InvariantError
@@ -65,6 +72,22 @@ def test_input_survives_the_wire(message) -> None:
         ),
         UtilityReply(call_id=3, result_json="{}"),
         EngineDead(reason="out of memory"),
+        EngineHello(input_endpoint="ipc:///run/inputs"),
+        ModelFound(folder="/models/a"),
+        EngineReady(
+            model_info=ModelInfo(
+                served_model_name="a",
+                model="b",
+                max_model_len=8,
+                vocab_size=9,
+                max_fitting_tokens=10,
+                created=11,
+            ),
+            eos_token_ids=(2, 5),
+            max_prompt_tokens=None,
+            stats=SchedulerStats(num_blocks=3),
+        ),
+        EngineStartFailed(message="no such model", is_mistake=True),
     ],
 )
 def test_output_survives_the_wire(message) -> None:
