@@ -5,6 +5,7 @@ import importlib.resources
 import logging
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -104,7 +105,7 @@ def _build_engine(
     folder = _model_folder(config)
     tokenizer = _load_tokenizer(folder)
     special_tokens = tokenizer.special_tokens if tokenizer is not None else {}
-    chat_template = ChatTemplate.from_folder(folder, special_tokens=special_tokens)
+    chat_template = _load_chat_template(config, folder, special_tokens)
     model = _load_model(config, folder)
     max_model_len = _max_model_len(config, model.config)
     runner = _make_runner(config, model, store, show_progress=show_progress)
@@ -211,6 +212,18 @@ def _load_tokenizer(folder: Path) -> Tokenizer | None:
         "%s has no tokenizer.json: prompts must be token ids, and no text is made.", folder
     )
     return None
+
+
+def _load_chat_template(
+    config: EngineConfig, folder: Path, special_tokens: Mapping[str, str]
+) -> ChatTemplate | None:
+    options = {
+        "special_tokens": special_tokens,
+        "content_format": config.model.chat_template_content_format,
+    }
+    if config.model.chat_template is not None:
+        return ChatTemplate.from_setting(config.model.chat_template, **options)
+    return ChatTemplate.from_folder(folder, **options)
 
 
 def _make_scheduler(

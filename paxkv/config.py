@@ -13,6 +13,9 @@ SchedulerPolicy = Literal["fcfs", "priority"]
 PrefixCachingHashAlgo = Literal["sha256", "sha256_cbor", "xxhash"]
 KVEventPublisherKind = Literal["zmq", "null"]
 Kernels = Literal["auto", "xla"]
+ChatTemplateContentFormat = Literal["auto", "string", "openai"]
+ToolCallParser = Literal["hermes", "llama3_json"]
+ReasoningParserName = Literal["qwen3", "deepseek_r1"]
 
 
 def setting(help_text: str, default: object) -> object:
@@ -42,8 +45,23 @@ class ModelConfig:
         "most tokens of prompt and output together; the model's own limit if left out", None
     )
     load_format: LoadFormat = setting("auto reads safetensors; dummy makes random weights", "auto")
+    chat_template: str | None = setting(
+        "jinja template of chats, instead of the checkpoint's: a file, or the template itself in "
+        "a single line",
+        None,
+    )
+    chat_template_content_format: ChatTemplateContentFormat = setting(
+        "whether the chat template takes the contents of messages as strings, or as OpenAI's "
+        "lists of parts; auto looks at the template",
+        "auto",
+    )
 
     def __post_init__(self) -> None:
+        _one_of(
+            "chat_template_content_format",
+            self.chat_template_content_format,
+            ChatTemplateContentFormat.__args__,
+        )
         _one_of("dtype", self.dtype, Dtype.__args__)
         _one_of("load_format", self.load_format, LoadFormat.__args__)
         _at_least("max_model_len", self.max_model_len, 2)
@@ -339,8 +357,38 @@ class ServerConfig:
     shutdown_timeout_s: float = setting(
         "seconds that running requests may take to finish after SIGTERM", 30.0
     )
+    trust_request_chat_template: bool = setting(
+        "let a request bring its own chat template, which is a program", False
+    )
+    enable_auto_tool_choice: bool = setting(
+        "let the model decide whether to call tools; needs --tool-call-parser", False
+    )
+    tool_call_parser: ToolCallParser | None = setting(
+        "how the model writes tool calls: hermes (Qwen too) or llama3_json", None
+    )
+    exclude_tools_when_tool_choice_none: bool = setting(
+        'show the model no tools where tool_choice is "none"', False
+    )
+    reasoning_parser: ReasoningParserName | None = setting(
+        "how the model writes what it thinks, which then stands apart from its answer: qwen3 or "
+        "deepseek_r1",
+        None,
+    )
 
     def __post_init__(self) -> None:
+        for name in (
+            "trust_request_chat_template",
+            "enable_auto_tool_choice",
+            "exclude_tools_when_tool_choice_none",
+        ):
+            _true_or_false(name, getattr(self, name))
+        _one_of("tool_call_parser", self.tool_call_parser, (None, *ToolCallParser.__args__))
+        _one_of("reasoning_parser", self.reasoning_parser, (None, *ReasoningParserName.__args__))
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ConfigError(
+                "enable_auto_tool_choice needs tool_call_parser, which says how this model writes "
+                f"calls: {' or '.join(ToolCallParser.__args__)}."
+            )
         if type(self.port) is not int or not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in [0, 65535], got {self.port!r}.")
         _at_least("max_body_bytes", self.max_body_bytes, 1)
@@ -379,4 +427,4 @@ def _true_or_false(name: str, value: object) -> None:
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
+        raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}.")

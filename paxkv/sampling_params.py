@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.structured_outputs_params import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
 # Completions of one request, as many as OpenAI's API allows.
@@ -53,6 +54,7 @@ class SamplingParams:
         logprobs: Number of most likely tokens reported a position besides the drawn one, at most
             20; None reports none. They are taken before temperature and filters.
         detokenize: False skips making text (then `stop` is refused).
+        structured_outputs: The form that the tokens must have; None is any.
 
     Raises:
         InvalidRequestError: A value is out of range or of the wrong type.
@@ -83,6 +85,7 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = None
     logit_bias: dict[int, float] | None = None
     skip_reading_prefix_cache: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -95,6 +98,13 @@ class SamplingParams:
                     f"leave it out or send {neutral[0]!r}.",
                     param=name,
                 )
+
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise InvalidRequestError(
+                "structured_outputs must be StructuredOutputsParams or None, got "
+                f"{type(self.structured_outputs).__name__}.",
+                param="structured_outputs",
+            )
 
     def _check_numbers(self) -> None:
         _check_int("n", self.n, low=1, high=MAX_N)

@@ -45,6 +45,7 @@ PAXKV_TOP = {
     "paxkv.command_line",
     "paxkv.package_origin",
     "paxkv.sampling_params",
+    "paxkv.structured_outputs_params",
 }
 # Names of `paxkv` that stand for composition roots: only those above may take them.
 ROOT_NAMES = {"paxkv.LLM", "paxkv.CompiledGenerator"}

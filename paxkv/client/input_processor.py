@@ -16,7 +16,9 @@ from paxkv.text.tokenizer import Tokenizer
 
 # "text", [1, 2, 3], {"prompt": "text"} or {"prompt_token_ids": [1, 2, 3]}
 Prompt = str | Sequence[int] | Mapping[str, object]
-PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "add_special_tokens", "cache_salt"})
+PROMPT_KEYS = frozenset(
+    {"prompt", "prompt_token_ids", "add_special_tokens", "cache_salt", "truncate_prompt_tokens"}
+)
 MAX_PRIORITY = 2**63 - 1
 
 
@@ -76,6 +78,7 @@ class InputProcessor:
         _check_is_unicode("request_id", request_id)
         self._check_sampling_params(sampling_params)
         token_ids, cache_salt = self._tokenize(prompt)
+        token_ids = self._truncate(prompt, token_ids, sampling_params.max_tokens)
         self._check_prompt_length(len(token_ids))
         return EngineRequest(
             request_id=request_id,
@@ -89,6 +92,23 @@ class InputProcessor:
             priority=_checked_priority(priority),
             cache_salt=cache_salt,
         )
+
+    def _truncate(self, prompt: Prompt, token_ids: list[int], max_tokens: int | None) -> list[int]:
+        """The last tokens of a prompt, as many as `truncate_prompt_tokens` says.
+
+        -1 is as many as leave room for `max_tokens`.
+        """
+        num_kept = prompt.get("truncate_prompt_tokens") if isinstance(prompt, Mapping) else None
+        if num_kept is None:
+            return token_ids
+        if type(num_kept) is not int or not (num_kept == -1 or num_kept >= 1):
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens must be -1 or at least 1, got {num_kept!r}.",
+                param="truncate_prompt_tokens",
+            )
+        if num_kept == -1:
+            num_kept = max(self._max_model_len - (max_tokens or 1), 1)
+        return token_ids[-num_kept:]
 
     def _tokenize(self, prompt: Prompt) -> tuple[list[int], str | None]:
         """The prompt's token ids and cache salt."""

@@ -48,6 +48,8 @@ class RequestOutput:
         outputs: By index. A stream has only those that have something new.
         finished: Whether all its completions have ended.
         num_cached_tokens: Prompt tokens that came from the prefix cache.
+        prompt_logprobs: Per prompt token, as a completion's `logprobs`; None for the first token,
+            which nothing comes before, and for all unless asked for. A stream has them once.
     """
 
     request_id: str
@@ -56,6 +58,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
     app = Starlette(
         routes=[
             *CompletionRoutes(engine, generator, max_body_bytes=limit).routes(),
-            *ChatRoutes(engine, generator, max_body_bytes=limit).routes(),
+            *ChatRoutes(engine, generator, config).routes(),
             *InfoRoutes(engine, metrics, max_body_bytes=limit).routes(),
         ],
         middleware=[Middleware(RequestIdMiddleware), Middleware(DisconnectMiddleware)],

@@ -57,12 +57,14 @@ def start_server() -> Iterator[Callable[..., RunningServer]]:
             max_body_bytes: int = 100_000,
             request_timeout_s: float = 5.0,
             shutdown_timeout_s: float = 2.0,
+            **settings: object,
         ) -> RunningServer:
             config = ServerConfig(
                 port=0,
                 max_body_bytes=max_body_bytes,
                 request_timeout_s=request_timeout_s,
                 shutdown_timeout_s=shutdown_timeout_s,
+                **settings,
             )
             engine = FakeEngine(seconds_per_token=seconds_per_token)
             return stack.enter_context(run_server(engine, config))
