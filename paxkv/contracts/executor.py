@@ -2,13 +2,35 @@
 
 from typing import Protocol
 
+from paxkv.contracts.grammar_bitmask import GrammarBitmask
 from paxkv.contracts.kv_cache_spec import KVCacheConfig
 from paxkv.contracts.runner_output import ModelRunnerOutput
 from paxkv.contracts.scheduler_output import SchedulerOutput
 
 
 class StepHandle(Protocol):
-    """A step on its way: tokens may still be on the device."""
+    """A step on its way: tokens may still be on the device.
+
+    Where a request draws a token that a grammar binds (`NewRequestData.needs_grammar`), the device
+    computes the logits and then waits for `start_sampling`, so that the host finds out what the
+    grammars allow meanwhile. Other steps draw their tokens by themselves.
+    """
+
+    @property
+    def needs_bitmask(self) -> bool:
+        """Whether it waits for `start_sampling`."""
+        ...
+
+    def start_sampling(self, grammar_bitmask: GrammarBitmask) -> None:
+        """Has the device draw the tokens; returns without waiting for it.
+
+        Called once where `needs_bitmask`, before the next `execute_model` and `sample_tokens`.
+
+        Raises:
+            InvariantError: The step does not wait for it; or a row that it needs is missing, or is
+                that of a request which draws nothing in the step.
+        """
+        ...
 
     def sample_tokens(self) -> ModelRunnerOutput:
         """Waits for the device and brings the sampled tokens home, once."""
