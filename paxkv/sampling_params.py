@@ -14,6 +14,16 @@ MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_ALLOWED_TOKEN_IDS = 2**20
+MAX_LOGIT_BIASES = 1024
+MAX_LOGIT_BIAS = 100.0
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
+# Each bad word may be written with a space before it, and without.
+MAX_BAD_WORD_SEQUENCES = 2 * MAX_BAD_WORDS
+MAX_BAD_WORD_TOKENS = 16
+MAX_PENALTY = 2.0
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
 # Below this, dividing by the temperature overflows f32; such requests are drawn greedily.
 MIN_TEMPERATURE = 1e-5
 _MAX_SEED = 2**63 - 1
@@ -21,15 +31,8 @@ _MAX_SEED = 2**63 - 1
 # Fields of vLLM's SamplingParams whose effect this version does not implement yet, and the only
 # values that ask for nothing. Anything else is refused instead of being ignored.
 _NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
-    "min_tokens": (0,),
     "prompt_logprobs": (None,),
     "spaces_between_special_tokens": (True,),
-    "bad_words": (None, (), []),
-    "allowed_token_ids": (None,),
-    "logit_bias": (None, {}),
 }
 
 
@@ -47,12 +50,21 @@ class SamplingParams:
         seed: With a seed the draw depends only on the seed and the position, never on the batch.
             Completion i of several is drawn with `seed + i`, in 64 bits.
         max_tokens: Most new tokens, at least 1; None means up to max_model_len.
+        min_tokens: Before so many new tokens neither the model's EOS nor a stop token is drawn, and
+            no stop string is looked for. At most `max_tokens`.
         stop: Strings that end the text; the text is cut before them unless
             `include_stop_str_in_output`.
         stop_token_ids: Tokens that end the request, besides the model's EOS.
         ignore_eos: Go on after the model's EOS token.
         logprobs: Number of most likely tokens reported a position besides the drawn one, at most
             20; None reports none. They are taken before temperature and filters.
+        presence_penalty: Taken from the logit of each token that the output has, in [-2, 2].
+        frequency_penalty: The same, for each time that the output has it, in [-2, 2].
+        repetition_penalty: Divides positive logits of tokens that prompt or output have, and
+            multiplies the others, in [0.001, 1000].
+        bad_words: Strings whose tokens are not drawn one behind the other, at most 128.
+        allowed_token_ids: The only tokens that may be drawn; None is all.
+        logit_bias: Added to the logits of these tokens, in [-100, 100]; at most 1024.
         detokenize: False skips making text (then `stop` is refused).
         structured_outputs: The form that the tokens must have; None is any.
 
@@ -90,6 +102,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._check_numbers()
         self._check_stops()
+        self._check_penalties()
+        self._check_tokens()
         for name, neutral in _NEUTRAL_VALUES.items():
             value = getattr(self, name)
             if not any(_is_same(value, v) for v in neutral):
@@ -134,6 +148,52 @@ class SamplingParams:
         ):
             _check_bool(name, getattr(self, name))
 
+    def _check_penalties(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check_float(name, getattr(self, name), low=-MAX_PENALTY, high=MAX_PENALTY)
+        _check_float(
+            "repetition_penalty",
+            self.repetition_penalty,
+            low=MIN_REPETITION_PENALTY,
+            high=MAX_REPETITION_PENALTY,
+        )
+        high = 2**31 - 1 if self.max_tokens is None else self.max_tokens
+        _check_int("min_tokens", self.min_tokens, low=0, high=high)
+
+    def _check_tokens(self) -> None:
+        words = () if self.bad_words is None else self.bad_words
+        if (
+            not isinstance(words, (list, tuple))
+            or len(words) > MAX_BAD_WORDS
+            or not all(isinstance(w, str) and 0 < len(w) <= MAX_BAD_WORD_CHARS for w in words)
+        ):
+            raise InvalidRequestError(
+                f"bad_words must be a list of at most {MAX_BAD_WORDS} strings of 1 to "
+                f"{MAX_BAD_WORD_CHARS} characters, got {_shortened(self.bad_words)}.",
+                param="bad_words",
+            )
+        ids = self.allowed_token_ids
+        if ids is not None:
+            is_list = isinstance(ids, (list, tuple))
+            if not is_list or not 1 <= len(ids) <= MAX_ALLOWED_TOKEN_IDS:
+                raise InvalidRequestError(
+                    "allowed_token_ids must be a list of at least one token id, got "
+                    f"{_shortened(ids)}. Leave it out to allow all.",
+                    param="allowed_token_ids",
+                )
+            for token_id in ids:
+                _check_int("allowed_token_ids", token_id, low=0, high=2**31 - 1)
+        biases = {} if self.logit_bias is None else self.logit_bias
+        if not isinstance(biases, dict) or len(biases) > MAX_LOGIT_BIASES:
+            raise InvalidRequestError(
+                f"logit_bias must map at most {MAX_LOGIT_BIASES} token ids to numbers, got "
+                f"{_shortened(biases)}.",
+                param="logit_bias",
+            )
+        for token_id, bias in biases.items():
+            _check_int("logit_bias", token_id, low=0, high=2**31 - 1)
+            _check_float("logit_bias", bias, low=-MAX_LOGIT_BIAS, high=MAX_LOGIT_BIAS)
+
     def _check_stops(self) -> None:
         stops = self.stop_strings
         if not all(isinstance(s, str) and s for s in stops):
@@ -166,6 +226,28 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature < MIN_TEMPERATURE
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens before change the logits of the next one."""
+        return (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+        )
+
+    @property
+    def needs_single_steps(self) -> bool:
+        """Whether its logits are changed before every draw, which bursts of steps cannot do.
+
+        `min_tokens` needs them too, but only as long as it holds.
+        """
+        return (
+            self.has_penalties
+            or bool(self.bad_words)
+            or self.allowed_token_ids is not None
+            or bool(self.logit_bias)
+        )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -239,6 +321,12 @@ def _check_int(name: str, value: object, *, low: int, high: int) -> None:
         raise InvalidRequestError(
             f"{name} must be an integer in [{low}, {high}], got {value!r}.", param=name
         )
+
+
+def _shortened(value: object, max_chars: int = 200) -> str:
+    """A value as it is shown in an error."""
+    text = repr(value)
+    return text if len(text) <= max_chars else f"{text[:max_chars]}..."
 
 
 def _check_bool(name: str, value: object) -> None:

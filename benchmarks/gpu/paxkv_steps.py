@@ -196,7 +196,7 @@ class PaxkvSteps:
         """
         start_s = time.perf_counter()
         buckets, programs = self._runner._buckets, self._runner._programs
-        shapes = []
+        shapes = [buckets.sampler_shape]
         while (output := schedule.next_step(self._sizes.max_decode_burst)) is not None:
             num_tokens = output.num_scheduled_tokens.values()
             if output.num_decode_steps > 1 or max(num_tokens) == 1:

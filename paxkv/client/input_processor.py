@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.errors import (
@@ -11,7 +11,7 @@ from paxkv.errors import (
     PromptTooLongError,
     UnsupportedFeatureError,
 )
-from paxkv.sampling_params import SamplingParams
+from paxkv.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
 from paxkv.text.tokenizer import Tokenizer
 
 # "text", [1, 2, 3], {"prompt": "text"} or {"prompt_token_ids": [1, 2, 3]}
@@ -91,6 +91,7 @@ class InputProcessor:
             arrival_time=time.time(),
             priority=_checked_priority(priority),
             cache_salt=cache_salt,
+            bad_words_token_ids=self._bad_words(sampling_params),
         )
 
     def _truncate(self, prompt: Prompt, token_ids: list[int], max_tokens: int | None) -> list[int]:
@@ -235,11 +236,71 @@ class InputProcessor:
             )
         for stop_string in sampling_params.stop_strings:
             _check_is_unicode("stop", stop_string)
-        bad = [i for i in sampling_params.stop_token_ids or () if i >= self._vocab_size]
-        if bad:
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            bad = [i for i in getattr(sampling_params, name) or () if i >= self._vocab_size]
+            if bad:
+                raise InvalidRequestError(
+                    f"{name} has {bad[0]}; token ids are in [0, {self._vocab_size}).", param=name
+                )
+
+    def _bad_words(self, sampling_params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Token ids of `bad_words`, without a space before each and, where it is one, with it.
+
+        Source: vllm/sampling_params.py, `update_from_tokenizer`.
+        """
+        bad_words = sampling_params.bad_words or ()
+        if bad_words and self._tokenizer is None:
             raise InvalidRequestError(
-                f"stop_token_ids has {bad[0]}; token ids are in [0, {self._vocab_size}).",
-                param="stop_token_ids",
+                "bad words are text, and this model was loaded without a tokenizer; use logit_bias "
+                "instead.",
+                param="bad_words",
+            )
+        found: dict[tuple[int, ...], None] = {}
+        for word in bad_words:
+            _check_is_unicode("bad_words", word)
+            plain, spaced = (
+                tuple(self._tokenizer.encode(space + word.lstrip(), add_special_tokens=False))
+                for space in ("", " ")
+            )
+            self._check_bad_word(word, plain)
+            found[plain] = None
+            # " word" as many other tokens is the word within a text; as more tokens it is a space
+            # and then the word, which is ruled out already.
+            if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
+                self._check_bad_word(word, spaced)
+                found[spaced] = None
+        self._check_some_token_is_left(sampling_params, found)
+        return tuple(found)
+
+    def _check_bad_word(self, word: str, token_ids: tuple[int, ...]) -> None:
+        if not 1 <= len(token_ids) <= MAX_BAD_WORD_TOKENS:
+            raise InvalidRequestError(
+                f"a bad word must have 1 to {MAX_BAD_WORD_TOKENS} tokens; {word!r} has "
+                f"{len(token_ids)}. Send a part of it.",
+                param="bad_words",
+            )
+        if max(token_ids) >= self._vocab_size:
+            raise InvalidRequestError(
+                f"the bad word {word!r} has token {max(token_ids)}; the model's token ids are in "
+                f"[0, {self._vocab_size}).",
+                param="bad_words",
+            )
+
+    def _check_some_token_is_left(
+        self, sampling_params: SamplingParams, bad_words: Iterable[tuple[int, ...]]
+    ) -> None:
+        """Refuses settings that allow no token at all."""
+        allowed = sampling_params.allowed_token_ids
+        if allowed is None:
+            return
+        banned = {word[0] for word in bad_words if len(word) == 1}
+        if sampling_params.min_tokens > 0:
+            banned |= {*self._eos_token_ids, *(sampling_params.stop_token_ids or ())}
+        if banned.issuperset(allowed):
+            raise InvalidRequestError(
+                f"allowed_token_ids={allowed[:10]} leaves no token: all of them are bad_words, or "
+                "end the request before min_tokens.",
+                param="allowed_token_ids",
             )
 
 

@@ -48,6 +48,7 @@ class EngineRequest:
         lora_name: Adapter that its K and V are computed with; None is the base model.
         mm_features: In the order of their positions, which do not overlap.
         prompt_embeds: None where the prompt is tokens alone.
+        bad_words_token_ids: Token sequences of `bad_words`, none of which its output may have.
         needs_grammar: Its tokens are bound by a grammar, which must be compiled before it runs.
         fork_from: Request whose blocks this one shares, as far as the tokens of the two are equal
             and up to the last token of this one's prompt, which is always computed. It waits
@@ -67,6 +68,7 @@ class EngineRequest:
     lora_name: str | None = None
     mm_features: tuple[MultiModalFeature, ...] = ()
     prompt_embeds: PromptEmbeds | None = None
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     needs_grammar: bool = False
     fork_from: str | None = None
     keep_blocks: bool = False

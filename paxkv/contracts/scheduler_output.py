@@ -16,6 +16,9 @@ class NewRequestData:
         num_computed_tokens: Tokens whose K and V are in those blocks already.
         ending_token_ids: Sampled tokens that end the request, from `min_tokens` outputs on. In a
             burst the runner stops there.
+        early_end_ids: Tokens that are not drawn before there are `min_tokens` outputs.
+        bad_words_token_ids: Token sequences that the output may not have.
+        needs_grammar: Each of its draws waits for a row of a `GrammarBitmask`.
     """
 
     req_id: str
@@ -24,6 +27,9 @@ class NewRequestData:
     block_ids: tuple[list[int], ...]
     num_computed_tokens: int
     ending_token_ids: tuple[int, ...] = ()
+    early_end_ids: tuple[int, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    needs_grammar: bool = False
     lora_name: str | None = None
     mm_features: tuple[MultiModalFeature, ...] = ()
 

@@ -10,6 +10,7 @@ from paxkv.errors import InvariantError
 from paxkv.runner.bucketing import BurstShape, StepBuckets, StepShape
 from paxkv.runner.input_batch import InputBatch
 from paxkv.runner.packed_layout import PackedLayout
+from paxkv.runner.sampling_columns import needs_processors
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,18 @@ class BatchBuilder:
         )
         self._check(rows, is_burst=num_steps > 1)
         self._check_written_blocks(rows)
-        if num_steps > 1 or (self._buckets.has_bursts and (rows.num_scheduled_np == 1).all()):
+        # A burst draws from the logits as they are.
+        is_processed = needs_processors(
+            self._rows.sampling_rows_np[rows.rows_np], rows.num_computed_np + 1
+        ).any()
+        if num_steps > 1:
+            if is_processed:
+                raise InvariantError(
+                    f"a burst of {num_steps} steps cannot change the logits of a request as it "
+                    f"goes; got {rows.req_ids}, of which one needs it."
+                )
+            return self._build_burst(rows, num_steps)
+        if self._buckets.has_bursts and (rows.num_scheduled_np == 1).all() and not is_processed:
             return self._build_burst(rows, num_steps)
         return self._build_step(rows)
 
@@ -91,9 +103,9 @@ class BatchBuilder:
         seq_lens_np = rows.num_computed_np + rows.num_scheduled_np
         views["seq_lens"][:, :num_reqs] = seq_lens_np
         views["logits_indices"][:num_reqs] = rows.ends_np - 1
-        # The drawn token's own position: the draw must not depend on how the prompt was split.
-        views["draw_position"][:num_reqs] = seq_lens_np
         is_drawn_np = seq_lens_np >= self._rows.num_tokens_np[rows.rows_np]
+        # The drawn token's own position: the draw must not depend on how the prompt was split.
+        views["draw_position"][:num_reqs] = seq_lens_np * is_drawn_np
         return BuiltStep(
             shape=shape,
             packed_np=packed_np,

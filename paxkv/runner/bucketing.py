@@ -46,7 +46,30 @@ class CopyShape:
     num_copies: int
 
 
-ProgramShape = StepShape | BurstShape | CopyShape
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerShape:
+    """The dimensions of the one compiled program that draws the tokens of steps.
+
+    Args:
+        num_rows: Most rows of a step.
+        max_model_len: Tokens of a row that are kept on the device.
+        chunk_rows: Rows that it draws at a time; at most `num_rows`.
+    """
+
+    num_rows: int
+    max_model_len: int
+    chunk_rows: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowShape:
+    """The dimensions of the one compiled program that writes a request's row of the `RowState`."""
+
+    num_rows: int
+    max_model_len: int
+
+
+ProgramShape = StepShape | BurstShape | CopyShape | SamplerShape | RowShape
 
 # Tokens that batch-invariant steps compute at a time. Fewer make a single request faster, more make
 # prompts and large batches so.
@@ -59,6 +82,10 @@ INVARIANT_TILE_TOKENS = 32
 MIN_BATCHED_TOKENS = 16
 # A single request decodes as one of 8 in 1.4 times the time (CPU, demo model), so it has its own.
 MIN_DECODED_REQS = 4
+
+
+# Rows of a large vocabulary are long, and most steps with a prompt draw for few of their rows.
+SAMPLED_CHUNK_ROWS = 8
 
 
 def token_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
@@ -110,6 +137,7 @@ class StepBuckets:
         max_decode_burst: Most steps of a burst.
         batch_invariant: All steps have one shape, and go through their tokens in tiles: there is
             one program, so that every token is computed by the same instructions.
+        sampled_chunk_rows: Rows that the sampler of steps draws at a time; None is all at once.
     """
 
     def __init__(
@@ -120,7 +148,9 @@ class StepBuckets:
         max_decode_burst: int,
         num_groups: int,
         max_blocks_per_req: int,
+        max_model_len: int,
         batch_invariant: bool = False,
+        sampled_chunk_rows: int | None = SAMPLED_CHUNK_ROWS,
     ) -> None:
         tile_tokens = INVARIANT_TILE_TOKENS if batch_invariant else None
         self._num_tokens = token_buckets(max_num_batched_tokens)
@@ -149,16 +179,34 @@ class StepBuckets:
         )
         self._num_copies = copy_buckets(max_num_seqs * num_groups)
         self.copy_shapes = tuple(CopyShape(num_copies=count) for count in self._num_copies)
+        self.sampler_shape = SamplerShape(
+            num_rows=max_num_seqs,
+            max_model_len=max_model_len,
+            chunk_rows=min(sampled_chunk_rows or max_num_seqs, max_num_seqs),
+        )
+        self.row_shape = RowShape(num_rows=max_num_seqs, max_model_len=max_model_len)
 
     @property
     def largest_first(self) -> tuple[ProgramShape, ...]:
         """Every shape, in an order in which the longest compilations begin first."""
-        return (*self.step_shapes[::-1], *self.burst_shapes[::-1], *self.copy_shapes[::-1])
+        return (
+            *self.step_shapes[::-1],
+            *self.burst_shapes[::-1],
+            self.sampler_shape,
+            self.row_shape,
+            *self.copy_shapes[::-1],
+        )
 
     @property
     def largest(self) -> tuple[ProgramShape, ...]:
         """The largest shape of each kind."""
-        return (self.step_shapes[-1], *self.burst_shapes[-1:], self.copy_shapes[-1])
+        return (
+            self.step_shapes[-1],
+            *self.burst_shapes[-1:],
+            self.copy_shapes[-1],
+            self.sampler_shape,
+            self.row_shape,
+        )
 
     @property
     def has_bursts(self) -> bool:

@@ -1,6 +1,7 @@
 """The compiled burst: decode steps of the same requests in one loop on the device."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,12 @@ from paxkv.runner.packed_layout import PackedLayout
 from paxkv.runner.sampled_tokens import NO_TOKEN, RESULT_WIDTH, pack_result
 from paxkv.runner.sampler import sample
 from paxkv.runner.sampling_columns import decode_sampling_rows
-from paxkv.runner.step import Params, StepFunction, forward, take_tokens
+from paxkv.runner.step import Params, forward, take_tokens
+
+# (params, kv_cache, packed, prev_tokens) -> (kv_cache, result, next_tokens)
+BurstFunction = Callable[
+    [Params, KVCache, jax.Array, jax.Array], tuple[KVCache, jax.Array, jax.Array]
+]
 
 
 @jax.tree_util.register_dataclass
@@ -32,8 +38,8 @@ class BurstState:
     result: jax.Array  # i32[max_steps, num_reqs, RESULT_WIDTH]
 
 
-def make_burst(model: LoadedModel, shape: BurstShape) -> StepFunction:
-    """The burst of one shape, not yet compiled; called like a step (`make_step`).
+def make_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
+    """The burst of one shape, not yet compiled; which draws its tokens itself.
 
     It takes up to `num_steps` steps. A row takes part in the first `num_tokens` of them, and in
     none after it has drawn a token that ends its request; the burst ends when no row is left.

@@ -9,8 +9,15 @@ from paxkv.contracts.scheduler_output import CachedRequestData, NewRequestData, 
 from paxkv.errors import InvariantError
 from paxkv.runner.block_table import BlockTable, MultiGroupBlockTable
 from paxkv.runner.packed_layout import MAX_ENDING_IDS
+from paxkv.runner.row_state import pack_row, processors_of
 from paxkv.runner.sampled_tokens import NO_TOKEN
-from paxkv.runner.sampling_columns import NUM_COLUMNS, encode_sampling_params, seed_of_request
+from paxkv.runner.sampling_columns import (
+    NUM_COLUMNS,
+    ROW,
+    Processors,
+    encode_sampling_params,
+    seed_of_request,
+)
 from paxkv.sampling_params import SamplingParams
 
 
@@ -24,6 +31,10 @@ class CachedRequestState:
     ending_ids_np: np.ndarray  # i32[MAX_ENDING_IDS]
     first_end: int  # position of the first drawn token that may end it
     row_idx: int | None  # None while it is preempted
+    bad_words_token_ids: tuple[tuple[int, ...], ...]
+    early_end_ids: tuple[int, ...]
+    has_row_state: bool  # whether the device keeps a row of it
+    needs_grammar: bool
     # How often it got a row: tokens drawn for an earlier one are not for the next.
     num_starts: int = 0
 
@@ -60,6 +71,8 @@ class InputBatch:
         self._free_rows = list(range(max_num_seqs))  # a heap: the lowest free row is taken first
         self._vocab_size = vocab_size
         self._seed = seed
+        # Got a row since the last call of `take_packed_rows`, and the device keeps one of them.
+        self._started: list[CachedRequestState] = []
 
     @classmethod
     def create(
@@ -104,6 +117,22 @@ class InputBatch:
         self._update_cached(scheduler_output.scheduled_cached_reqs)
         for new_req in scheduler_output.scheduled_new_reqs:
             self._add_new(new_req)
+
+    def take_packed_rows(self) -> list[np.ndarray]:  # i32[num_row_words] each
+        """Rows of the device's `RowState` that began since the last call, for `write_row`."""
+        started, self._started = self._started, []
+        return [
+            pack_row(
+                state.row_idx,
+                self.token_ids_np[state.row_idx, : self.num_tokens_np[state.row_idx]],
+                state.sampling_params,
+                bad_words_token_ids=state.bad_words_token_ids,
+                early_end_ids=state.early_end_ids,
+                max_model_len=self.token_ids_np.shape[1],
+                vocab_size=self._vocab_size,
+            )
+            for state in started
+        ]
 
     def rows_of(self, req_ids: list[str]) -> np.ndarray:  # i32[len(req_ids)]
         """Row of each request.
@@ -160,13 +189,27 @@ class InputBatch:
             raise InvariantError(f"request {new_req.req_id!r} is new, but known already.")
         params = new_req.sampling_params
         seed = seed_of_request(self._seed, new_req.req_id) if params.seed is None else params.seed
+        processors = processors_of(
+            params, new_req.bad_words_token_ids, needs_grammar=new_req.needs_grammar
+        )
         state = CachedRequestState(
             req_id=new_req.req_id,
             sampling_params=params,
-            sampling_row_np=encode_sampling_params(params, seed=seed, vocab_size=self._vocab_size),
+            sampling_row_np=encode_sampling_params(
+                params,
+                seed=seed,
+                vocab_size=self._vocab_size,
+                num_prompt_tokens=len(new_req.prompt_token_ids),
+                processors=processors,
+            ),
             ending_ids_np=_first_ending_ids(new_req.ending_token_ids),
             first_end=len(new_req.prompt_token_ids) + params.min_tokens - 1,
             row_idx=None,
+            bad_words_token_ids=new_req.bad_words_token_ids,
+            early_end_ids=new_req.early_end_ids,
+            # A grammar's mask comes with each step instead.
+            has_row_state=bool(processors & ~Processors.GRAMMAR) or params.min_tokens > 0,
+            needs_grammar=new_req.needs_grammar,
         )
         self.requests[new_req.req_id] = state
         self._take_row(state, new_req.prompt_token_ids)
@@ -201,6 +244,9 @@ class InputBatch:
         self.num_tokens_np[row_idx] = len(token_ids)
         self.num_pending_np[row_idx] = 0
         self.sampling_rows_np[row_idx] = state.sampling_row_np
+        self.sampling_rows_np[row_idx, ROW] = row_idx
+        if state.has_row_state:
+            self._started.append(state)
         self.ending_ids_np[row_idx] = state.ending_ids_np
         self.first_end_np[row_idx] = state.first_end
         self.prev_sampled_idx_np[row_idx] = -1

@@ -6,9 +6,7 @@ import jax.numpy as jnp
 from models import ForwardBatch, KVCache, LoadedModel
 from paxkv.runner.bucketing import StepShape
 from paxkv.runner.packed_layout import PackedLayout
-from paxkv.runner.sampled_tokens import pack_result
-from paxkv.runner.sampler import sample
-from paxkv.runner.sampling_columns import decode_sampling_rows
+from paxkv.runner.sampling_columns import join_step_rows
 from paxkv.runner.step import Params, StepFunction, take_tokens
 
 
@@ -29,10 +27,11 @@ def make_invariant_step(model: LoadedModel, shape: StepShape) -> StepFunction:
         kv_cache: KVCache,
         packed: jax.Array,  # i32[num_words]
         prev_tokens: jax.Array,  # i32[max_num_seqs]
+        logits: jax.Array,  # f32[max_num_seqs, vocab], of an earlier step, to be overwritten
     ) -> tuple[KVCache, jax.Array, jax.Array]:
         fields = layout.unpack(packed)
         fields["token_ids"] = take_tokens(fields, prev_tokens)
-        logits_row = _logits_rows(fields)
+        logits_row = _logits_rows(fields, num_logits=logits.shape[0])
 
         def run_tile(
             tile_idx: jax.Array, state: tuple[KVCache, jax.Array]
@@ -47,25 +46,20 @@ def make_invariant_step(model: LoadedModel, shape: StepShape) -> StepFunction:
 
         num_tokens = fields["query_start_loc"][-1]
         num_tiles = (num_tokens + tile_tokens - 1) // tile_tokens
-        logits = jnp.zeros((shape.num_logits, model.config.vocab_size), jnp.float32)
         kv_cache, logits = jax.lax.fori_loop(0, num_tiles, run_tile, (kv_cache, logits))
-        sampled = sample(
-            logits, decode_sampling_rows(fields["sampling_rows"], fields["draw_position"])
-        )
-        num_unused = prev_tokens.shape[0] - shape.num_logits
-        return kv_cache, pack_result(sampled)[None], jnp.pad(sampled.token_ids, (0, num_unused))
+        return kv_cache, logits, join_step_rows(fields, max_num_seqs=prev_tokens.shape[0])
 
     return step
 
 
-def _logits_rows(fields: dict[str, jax.Array]) -> jax.Array:  # i32[num_tokens]
+def _logits_rows(fields: dict[str, jax.Array], *, num_logits: int) -> jax.Array:  # i32[num_tokens]
     """Row of the logits that each token's go to; num_logits, which is none, for most of them."""
-    num_tokens, num_logits = fields["token_ids"].shape[0], fields["logits_indices"].shape[0]
+    num_tokens, num_wanted = fields["token_ids"].shape[0], fields["logits_indices"].shape[0]
     starts = fields["query_start_loc"]
     is_used = starts[1:] > starts[:-1]  # bool[num_reqs], and there are as many logits
     token_idx = jnp.where(is_used, fields["logits_indices"], num_tokens)
     rows = jnp.full(num_tokens, num_logits, jnp.int32)
-    return rows.at[token_idx].set(jnp.arange(num_logits, dtype=jnp.int32), mode="drop")
+    return rows.at[token_idx].set(jnp.arange(num_wanted, dtype=jnp.int32), mode="drop")
 
 
 def _batch_of_tile(

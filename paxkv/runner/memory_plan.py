@@ -182,9 +182,12 @@ def plan_memory(
 
 
 def measure_device_memory(
-    device: jax.Device, params: tuple[jax.Array, ...], activation_bytes: int
+    device: jax.Device, held: tuple[jax.Array, ...], activation_bytes: int
 ) -> DeviceMemory:
     """Memory of `device` as it is now.
+
+    Args:
+        held: Arrays that stay: weights, and what steps hand on to each other.
 
     Raises:
         ConfigError: The device does not tell.
@@ -194,14 +197,14 @@ def measure_device_memory(
         raise ConfigError(
             f"{device} does not report its memory; set num_gpu_blocks_override instead."
         )
-    params_bytes = sum(param.nbytes for param in params)
+    held_bytes = sum(array.nbytes for array in held)
     limit_bytes = stats["bytes_limit"]
     # On GPUs the limit is a share of the memory that JAX is told before it starts.
     share = float(os.environ.get(GPU_SHARE_VARIABLE, DEFAULT_GPU_SHARE))
     return DeviceMemory(
         total_bytes=int(limit_bytes / share) if device.platform == "gpu" else limit_bytes,
         limit_bytes=limit_bytes,
-        used_bytes=max(params_bytes, stats.get("bytes_in_use", 0)),
+        used_bytes=max(held_bytes, stats.get("bytes_in_use", 0)),
         activation_bytes=activation_bytes,
     )
 

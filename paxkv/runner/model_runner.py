@@ -9,16 +9,12 @@ from models import KernelSettings, LoadedModel, kv_cache_layers
 from paxkv.config import CacheConfig, RunnerConfig, SchedulerConfig
 from paxkv.contracts.executor import StepHandle
 from paxkv.contracts.kv_cache_spec import AttentionSpec, KVCacheConfig
-from paxkv.contracts.runner_output import (
-    EMPTY_MODEL_RUNNER_OUTPUT,
-    ModelRunnerOutput,
-    TokenLogprobs,
-)
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.errors import InvariantError
 from paxkv.runner.batch_builder import BatchBuilder, BuiltStep
 from paxkv.runner.block_copies import build_block_copies
-from paxkv.runner.bucketing import CopyShape, StepBuckets
+from paxkv.runner.bucketing import SAMPLED_CHUNK_ROWS, BurstShape, CopyShape, StepBuckets
+from paxkv.runner.device_step import DeviceStep, FinishedStep
 from paxkv.runner.input_batch import InputBatch
 from paxkv.runner.kernel_check import choose_implementation
 from paxkv.runner.kv_cache_arrays import (
@@ -37,7 +33,7 @@ from paxkv.runner.memory_plan import (
     plan_memory,
 )
 from paxkv.runner.program_store import ProgramStore
-from paxkv.runner.sampled_tokens import NO_TOKEN, read_logprobs
+from paxkv.runner.step_sampler import StepSampler
 from paxkv.runner.unbuilt import refuse_unbuilt
 from paxkv.runner.warmup import StepPrograms
 
@@ -80,25 +76,24 @@ class ModelRunner:
         )
         # All groups must have one, or the arrays cannot be made.
         spec = page_spec(groups.kv_cache_groups)
-        block_size = spec.block_size
         model = model.with_kernels(_kernel_settings(runner_config, model, spec, mesh))
         num_groups = len(groups.kv_cache_groups)
         max_blocks_per_req = max(
             group.kv_cache_spec.max_blocks_per_req(max_model_len)
             for group in groups.kv_cache_groups
         )
-        buckets = StepBuckets(
+        self._buckets = buckets = StepBuckets(
             max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             max_decode_burst=scheduler_config.max_decode_burst,
             num_groups=num_groups,
             max_blocks_per_req=max_blocks_per_req,
+            max_model_len=max_model_len,
             batch_invariant=runner_config.batch_invariant,
+            # An accelerator takes all rows at once faster than it takes a loop's turns.
+            sampled_chunk_rows=SAMPLED_CHUNK_ROWS if device.platform == "cpu" else None,
         )
-        self._params = tuple(
-            jax.device_put(param, NamedSharding(mesh, spec))
-            for param, spec in zip(model.params, model.param_specs, strict=True)
-        )
+        self._params = _put_params(model, mesh)
         self._show_progress = show_progress
         self._programs = StepPrograms(
             model=model,
@@ -108,15 +103,19 @@ class ModelRunner:
             mesh=mesh,
             store=program_store,
         )
+        self._sharding = NamedSharding(mesh, PartitionSpec())
+        # Before memory is measured: they stay.
+        self._sampler = StepSampler(
+            self._programs, vocab_size=model.config.vocab_size, sharding=self._sharding
+        )
         self.memory_plan: MemoryPlan = plan_memory(
             groups,
             cache_config,
             max_model_len=max_model_len,
             max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
-            device_memory=self._measure_memory(mesh, cache_config, groups),
+            device_memory=self._measure_memory(cache_config, groups),
         )
         self._kv_cache = allocate_kv_cache(self.kv_cache_config, mesh)
-        self._sharding = NamedSharding(mesh, PartitionSpec())
         self._prev_tokens = jnp.zeros(max_num_seqs, jnp.int32, device=self._sharding)
         self._rows = InputBatch.create(
             max_num_seqs=max_num_seqs,
@@ -131,10 +130,10 @@ class ModelRunner:
             buckets=buckets,
             input_batch=self._rows,
             max_num_seqs=max_num_seqs,
-            block_sizes=(block_size,) * num_groups,
+            block_sizes=(spec.block_size,) * num_groups,
         )
-        self._buckets = buckets
         self._num_padded_tokens = 0
+        self._waiting_step: DeviceStep | None = None  # for its grammars
 
     @property
     def kv_cache_config(self) -> KVCacheConfig:
@@ -159,23 +158,49 @@ class ModelRunner:
         the device knows is taken from there.
 
         Raises:
-            InvariantError: The decision does not fit what the runner knows of the requests.
+            InvariantError: The decision does not fit what the runner knows of the requests, or the
+                step before this one still waits for what grammars allow.
         """
         refuse_unbuilt(scheduler_output)
+        if self._waiting_step is not None:
+            raise InvariantError(
+                "the step before this one has drawn no tokens: `start_sampling` comes first."
+            )
         self._rows.update(scheduler_output)
+        self._sampler.write_rows(self._rows.take_packed_rows(), self._kv_cache)
         # Before the step's writes, and in the order of the device: blocks may change hands here.
         self._copy_blocks(scheduler_output)
         if not scheduler_output.num_scheduled_tokens:
             return FinishedStep()
         built = self._builder.build(scheduler_output)
-        packed = jax.device_put(built.packed_np, self._sharding)
-        program = self._programs.get(built.shape, self._kv_cache)
-        self._kv_cache, result, self._prev_tokens = program(
-            self._params, self._kv_cache, packed, self._prev_tokens
-        )
+        step = DeviceStep(built=built, rows=self._rows)
+        self._launch(built, step)
         self._rows.note_drawn(built.rows_np, built.num_drawn_np)
         self._num_padded_tokens += built.num_padded_tokens
-        return DeviceStep(result=result, built=built, rows=self._rows)
+        return step
+
+    def _launch(self, built: BuiltStep, step: DeviceStep) -> None:
+        packed = jax.device_put(built.packed_np, self._sharding)
+        program = self._programs.get(built.shape, self._kv_cache)
+        if isinstance(built.shape, BurstShape):
+            self._kv_cache, step.result, self._prev_tokens = program(
+                self._params, self._kv_cache, packed, self._prev_tokens
+            )
+            return
+        self._kv_cache, self._sampler.logits, sampling = program(
+            self._params, self._kv_cache, packed, self._prev_tokens, self._sampler.logits
+        )
+
+        def draw(mask_np: np.ndarray | None) -> jax.Array:
+            self._waiting_step = None
+            result, self._prev_tokens = self._sampler.draw(sampling, mask_np, self._kv_cache)
+            return result
+
+        if step.grammar_rows:
+            self._waiting_step = step
+            step.wait_for_bitmask(draw, self._sampler.mask_dims)
+        else:
+            step.result = draw(None)
 
     def _copy_blocks(self, scheduler_output: SchedulerOutput) -> None:
         num_blocks = self.kv_cache_config.num_blocks
@@ -186,18 +211,26 @@ class ModelRunner:
 
     def _measure_memory(
         self,
-        mesh: Mesh,
         cache_config: CacheConfig,
         groups: KVCacheGroups,
     ) -> DeviceMemory | None:
         """Memory of the device and of the largest programs; None where it decides nothing."""
+        mesh = self._sharding.mesh
         device = mesh.devices.item()
         if device.platform == "cpu" or cache_config.num_gpu_blocks_override is not None:
             return None
         # Temporary memory does not depend on the cache's size, so a tiny one will do.
         tiny_cache = abstract_kv_cache(groups.config(num_blocks=2), mesh)
         activation_bytes = self._programs.measure_temp_bytes(tiny_cache)
-        return measure_device_memory(device, self._params, activation_bytes)
+        held = (*self._params, *self._sampler.arrays)
+        return measure_device_memory(device, held, activation_bytes)
+
+
+def _put_params(model: LoadedModel, mesh: Mesh) -> tuple[jax.Array, ...]:
+    return tuple(
+        jax.device_put(param, NamedSharding(mesh, spec))
+        for param, spec in zip(model.params, model.param_specs, strict=True)
+    )
 
 
 def _kernel_settings(
@@ -210,84 +243,3 @@ def _kernel_settings(
         implementation=choose_implementation(kernels, model.config, spec, mesh.devices.flat[0]),
         batch_invariant=config.batch_invariant,
     )
-
-
-class FinishedStep:
-    """A step that had nothing to compute."""
-
-    def sample_tokens(self) -> ModelRunnerOutput:
-        return EMPTY_MODEL_RUNNER_OUTPUT
-
-
-class DeviceStep:
-    """A step that the device is computing, or has computed."""
-
-    def __init__(
-        self,
-        *,
-        result: jax.Array,  # i32[max_steps, num_reqs, RESULT_WIDTH]
-        built: BuiltStep,
-        rows: InputBatch,
-    ) -> None:
-        self._result: jax.Array | None = result
-        self._built = built
-        self._rows = rows
-        # Now, because a request may be gone when the tokens come home, and its id another's; or it
-        # may have lost its row, and got one again.
-        self._states = [rows.requests[req_id] for req_id in built.req_ids]
-        self._num_starts = [state.num_starts for state in self._states]
-
-    def sample_tokens(self) -> ModelRunnerOutput:
-        """Waits for the device, brings the tokens home and writes them into the rows.
-
-        Raises:
-            InvariantError: They were fetched before.
-        """
-        if self._result is None:
-            raise InvariantError("the tokens of a step are fetched once.")
-        result_np = jax.device_get(self._result)
-        self._result = None
-        req_ids, num_drawn_np = self._built.req_ids, self._built.num_drawn_np
-        drawn_np = result_np[: num_drawn_np.max(), : len(req_ids), 0]
-        # A row that draws fewer than others has drawn nothing in the last steps.
-        step_idx_np = np.arange(len(drawn_np), dtype=np.int32)[:, None]
-        drawn_np = np.where(step_idx_np < num_drawn_np, drawn_np, NO_TOKEN)
-        self._write_into_rows(drawn_np)
-        sampled_token_ids = [
-            [token_id for token_id in row if token_id != NO_TOKEN] for row in drawn_np.T.tolist()
-        ]
-        return ModelRunnerOutput(
-            req_ids=req_ids,
-            sampled_token_ids=sampled_token_ids,
-            logprobs=[
-                self._read_logprobs(result_np, req_idx, len(token_ids))
-                for req_idx, token_ids in enumerate(sampled_token_ids)
-            ],
-        )
-
-    def _read_logprobs(
-        self, result_np: np.ndarray, req_idx: int, num_tokens: int
-    ) -> list[TokenLogprobs] | None:
-        num_logprobs = self._states[req_idx].sampling_params.logprobs
-        if num_logprobs is None:
-            return None
-        return [
-            read_logprobs(result_row_np, num_logprobs)
-            for result_row_np in result_np[:num_tokens, req_idx]
-        ]
-
-    def _write_into_rows(self, drawn_np: np.ndarray) -> None:
-        """Args: drawn_np: i32[num_steps, num_reqs]."""
-        kept = [
-            req_idx
-            for req_idx, (state, num_starts) in enumerate(
-                zip(self._states, self._num_starts, strict=True)
-            )
-            if self._rows.requests.get(state.req_id) is state
-            and state.num_starts == num_starts
-            # A preempted request gets all its tokens from the scheduler when it resumes.
-            and state.row_idx is not None
-        ]
-        self._rows.append_tokens(
-            self._built.rows_np[kept], drawn_np[:, kept], self._built.num_drawn_np[kept]
-        )

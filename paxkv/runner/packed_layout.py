@@ -71,6 +71,7 @@ def _step_fields(s: StepShape) -> dict[str, tuple[int, ...]]:
         "seq_lens": (s.num_groups, s.num_reqs),
         "logits_indices": (s.num_logits,),
         "sampling_rows": (s.num_logits, NUM_COLUMNS),
+        # Of the token that the row draws; 0 where it draws none.
         "draw_position": (s.num_logits,),
     }
 

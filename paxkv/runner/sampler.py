@@ -25,8 +25,15 @@ GROUP_SIZE = 128
 def sample(
     logits: jax.Array,  # f32[num_logits, vocab]
     inputs: SamplingInputs,
+    *,
+    raw_logits: Callable[[], jax.Array] | None = None,
 ) -> SampledTokens:
-    """Draws a token per row; a batch pays only for what some row of it asks for."""
+    """Draws a token per row; a batch pays only for what some row of it asks for.
+
+    Args:
+        raw_logits: Where `logits` were changed before, those of the model, f32[num_logits, vocab]:
+            log-probabilities are of these.
+    """
     greedy_ids = argmax_grouped(logits)
     is_random = inputs.temperature > 0
     token_ids = jax.lax.cond(
@@ -36,7 +43,7 @@ def sample(
     )
     return jax.lax.cond(
         jnp.any(inputs.wants_logprobs),
-        lambda: _with_logprobs(logits, token_ids),
+        lambda: _with_logprobs(logits if raw_logits is None else raw_logits(), token_ids),
         lambda: _without_logprobs(token_ids),
     )
 

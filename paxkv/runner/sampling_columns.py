@@ -1,6 +1,7 @@
 """Sampling settings of a request as a row of int32: written by NumPy, read under `jit`."""
 
 import dataclasses
+import enum
 import hashlib
 
 import jax
@@ -13,13 +14,43 @@ COLUMNS = (
     "temperature",  # f32 bits; 0 is greedy
     "top_p",  # f32 bits; 1 keeps all
     "min_p",  # f32 bits; 0 keeps all
+    "presence_penalty",  # f32 bits; 0 is none
+    "frequency_penalty",  # f32 bits; 0 is none
+    "repetition_penalty",  # f32 bits; 1 is none
     "top_k",  # 0 keeps all
     "seed_high",
     "seed_low",
     "wants_logprobs",
+    "processors",  # bits of `Processors`
+    "num_prompt_tokens",
+    "min_tokens_end",  # place of the first token that may end the request; 0 is any
+    "row",  # in the `InputBatch` and in the `RowState`
 )
 NUM_COLUMNS = len(COLUMNS)
-_NUM_FLOATS = 3
+# What a step leaves for the sampler of each row: its columns, and the place of what it draws.
+STEP_ROW_WIDTH = NUM_COLUMNS + 1
+_NUM_FLOATS = COLUMNS.index("top_k")
+TOP_K, SEED, WANTS_LOGPROBS, PROCESSORS, NUM_PROMPT_TOKENS, MIN_TOKENS_END, ROW = (
+    COLUMNS.index(name)
+    for name in (
+        *("top_k", "seed_high", "wants_logprobs", "processors"),
+        *("num_prompt_tokens", "min_tokens_end", "row"),
+    )
+)
+
+
+class Processors(enum.IntFlag):
+    """What is done to a row's logits before a token is drawn; 0 is nothing."""
+
+    TOKEN_HISTORY = 1  # penalties or bad words: the row's tokens are kept on the device
+    PENALTIES = 2
+    BAD_WORDS = 4  # of several tokens
+    FORBIDDEN = 8  # allowed_token_ids, or bad words of one token
+    BIAS = 16
+    GRAMMAR = 32  # a row of a `GrammarBitmask` comes with each draw
+
+
+NO_PROCESSORS = Processors(0)
 
 
 @jax.tree_util.register_dataclass
@@ -35,6 +66,30 @@ class SamplingInputs:
     draw_position: jax.Array  # i32[num_logits], place in its sequence of the token to be drawn
     wants_logprobs: jax.Array  # bool[num_logits]
 
+    @property
+    def is_drawn(self) -> jax.Array:  # bool[num_logits]
+        """Whether the row draws at all: no token is drawn for the first place of a sequence."""
+        return self.draw_position > 0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProcessorInputs:
+    """What changes a row's logits before it draws; arrays have an entry per row of the logits."""
+
+    presence_penalty: jax.Array  # f32[num_logits]
+    frequency_penalty: jax.Array  # f32[num_logits]
+    repetition_penalty: jax.Array  # f32[num_logits]
+    processors: jax.Array  # i32[num_logits], bits of `Processors`; 0 where nothing is drawn
+    num_prompt_tokens: jax.Array  # i32[num_logits]
+    is_early: jax.Array  # bool[num_logits], whether no token may be drawn that ends it
+    row: jax.Array  # i32[num_logits], of the `RowState`
+    draw_position: jax.Array  # i32[num_logits]
+
+    def has(self, processors: Processors) -> jax.Array:  # bool[num_logits]
+        """Rows that need any of these."""
+        return (self.processors & int(processors)) != 0
+
 
 def seed_of_request(engine_seed: int, req_id: str) -> int:
     """The seed of a request that brings none: the same in every run with the same ids."""
@@ -43,7 +98,12 @@ def seed_of_request(engine_seed: int, req_id: str) -> int:
 
 
 def encode_sampling_params(
-    params: SamplingParams, *, seed: int, vocab_size: int
+    params: SamplingParams,
+    *,
+    seed: int,
+    vocab_size: int,
+    num_prompt_tokens: int = 0,
+    processors: Processors = NO_PROCESSORS,
 ) -> np.ndarray:  # i32[NUM_COLUMNS]
     """The request's row.
 
@@ -51,16 +111,22 @@ def encode_sampling_params(
 
     Args:
         seed: 64 signed bits, from the request or from `seed_of_request`.
+        processors: Of the request, as `processors_of` finds them.
     """
     row_np = np.zeros(NUM_COLUMNS, np.int32)
     if params.is_greedy:
-        floats = (0.0, 1.0, 0.0)
+        filters = (0.0, 1.0, 0.0)
     else:
-        floats = (params.temperature, params.top_p, params.min_p)
-        row_np[3] = params.top_k if 0 < params.top_k < vocab_size else 0
-    row_np[:_NUM_FLOATS] = np.array(floats, np.float32).view(np.int32)
-    row_np[4:6] = np.array([seed >> 32, seed & 0xFFFFFFFF], np.int64).astype(np.int32)
-    row_np[6] = params.logprobs is not None
+        filters = (params.temperature, params.top_p, params.min_p)
+        row_np[TOP_K] = params.top_k if 0 < params.top_k < vocab_size else 0
+    penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+    row_np[:_NUM_FLOATS] = np.array([*filters, *penalties], np.float32).view(np.int32)
+    row_np[SEED : SEED + 2] = np.array([seed >> 32, seed & 0xFFFFFFFF], np.int64).astype(np.int32)
+    row_np[WANTS_LOGPROBS] = params.logprobs is not None
+    row_np[PROCESSORS] = int(processors)
+    row_np[NUM_PROMPT_TOKENS] = num_prompt_tokens
+    if params.min_tokens > 0:
+        row_np[MIN_TOKENS_END] = num_prompt_tokens + params.min_tokens
     return row_np
 
 
@@ -74,8 +140,51 @@ def decode_sampling_rows(
         temperature=floats[:, 0],
         top_p=floats[:, 1],
         min_p=floats[:, 2],
-        top_k=rows[:, 3],
-        seed=jax.lax.bitcast_convert_type(rows[:, 4:6], jnp.uint32),
+        top_k=rows[:, TOP_K],
+        seed=jax.lax.bitcast_convert_type(rows[:, SEED : SEED + 2], jnp.uint32),
         draw_position=draw_position,
-        wants_logprobs=rows[:, 6] != 0,
+        wants_logprobs=rows[:, WANTS_LOGPROBS] != 0,
     )
+
+
+def join_step_rows(
+    fields: dict[str, jax.Array], *, max_num_seqs: int
+) -> jax.Array:  # i32[max_num_seqs, STEP_ROW_WIDTH]
+    """A step's sampling rows for the sampler's program, under `jit`; rows of nobody are zeros."""
+    rows = jnp.concatenate([fields["sampling_rows"], fields["draw_position"][:, None]], axis=1)
+    return jnp.pad(rows, ((0, max_num_seqs - rows.shape[0]), (0, 0)))
+
+
+def decode_step_rows(
+    sampling: jax.Array,  # i32[num_rows, STEP_ROW_WIDTH]
+) -> SamplingInputs:
+    """Inverse of `join_step_rows`, under `jit`."""
+    return decode_sampling_rows(sampling[:, :NUM_COLUMNS], sampling[:, NUM_COLUMNS])
+
+
+def decode_processors(
+    sampling: jax.Array,  # i32[num_rows, STEP_ROW_WIDTH]
+) -> ProcessorInputs:
+    """The other half of `join_step_rows`, under `jit`."""
+    floats = jax.lax.bitcast_convert_type(sampling[:, :_NUM_FLOATS], jnp.float32)
+    draw_position = sampling[:, NUM_COLUMNS]
+    is_drawn = draw_position > 0
+    return ProcessorInputs(
+        presence_penalty=floats[:, 3],
+        frequency_penalty=floats[:, 4],
+        repetition_penalty=floats[:, 5],
+        processors=jnp.where(is_drawn, sampling[:, PROCESSORS], 0),
+        num_prompt_tokens=sampling[:, NUM_PROMPT_TOKENS],
+        is_early=is_drawn & (draw_position < sampling[:, MIN_TOKENS_END]),
+        row=sampling[:, ROW],
+        draw_position=draw_position,
+    )
+
+
+def needs_processors(
+    sampling_rows_np: np.ndarray,  # i32[num_reqs, NUM_COLUMNS]
+    draw_position_np: np.ndarray,  # i32[num_reqs]
+) -> np.ndarray:  # bool[num_reqs]
+    """Whether a row's logits are changed before its next draw, on the host."""
+    is_early_np = draw_position_np < sampling_rows_np[:, MIN_TOKENS_END]
+    return (sampling_rows_np[:, PROCESSORS] != 0) | is_early_np

@@ -1,4 +1,4 @@
-"""The compiled step of one pure `forward` and one pure `sample`, and the one of block copies."""
+"""The compiled step of one pure `forward`, without its sampler, and the one of block copies."""
 
 from collections.abc import Callable
 
@@ -8,14 +8,12 @@ import jax.numpy as jnp
 from models import ForwardBatch, KVCache, LoadedModel
 from paxkv.runner.bucketing import StepShape
 from paxkv.runner.packed_layout import PackedLayout
-from paxkv.runner.sampled_tokens import pack_result
-from paxkv.runner.sampler import sample
-from paxkv.runner.sampling_columns import decode_sampling_rows
+from paxkv.runner.sampling_columns import join_step_rows
 
 Params = tuple[jax.Array, ...]
-# (params, kv_cache, packed, prev_tokens) -> (kv_cache, result, next_tokens)
+# (params, kv_cache, packed, prev_tokens, logits) -> (kv_cache, logits, sampling)
 StepFunction = Callable[
-    [Params, KVCache, jax.Array, jax.Array], tuple[KVCache, jax.Array, jax.Array]
+    [Params, KVCache, jax.Array, jax.Array, jax.Array], tuple[KVCache, jax.Array, jax.Array]
 ]
 
 
@@ -58,10 +56,10 @@ def take_tokens(
 def make_step(model: LoadedModel, shape: StepShape) -> StepFunction:
     """The step of one shape, not yet compiled.
 
-    Its result i32[1, num_logits, RESULT_WIDTH] holds a row per logit (`pack_result`), as a burst of
-    one step would. `next_tokens` i32[max_num_seqs] are the drawn
-    tokens by their place in the step, for the next step's `prev_tokens`: so it can start before
-    the host has seen them.
+    It leaves `logits` f32[max_num_seqs, vocab] on the device, one row for each request by its place
+    in the step, and beside them `sampling` i32[max_num_seqs, STEP_ROW_WIDTH]: what the sampler
+    (`make_sampler`) has to know of each row. The sampler is a program of its own, since it would
+    take a quarter of the time to compile each of many steps.
     """
     layout = PackedLayout(shape)
 
@@ -70,15 +68,13 @@ def make_step(model: LoadedModel, shape: StepShape) -> StepFunction:
         kv_cache: KVCache,
         packed: jax.Array,  # i32[num_words]
         prev_tokens: jax.Array,  # i32[max_num_seqs]
+        logits: jax.Array,  # f32[max_num_seqs, vocab], of an earlier step, to be overwritten
     ) -> tuple[KVCache, jax.Array, jax.Array]:
         fields = layout.unpack(packed)
         batch = unpack_batch(fields, prev_tokens)
-        logits, kv_cache = forward(model, params, kv_cache, batch)
-        inputs = decode_sampling_rows(fields["sampling_rows"], fields["draw_position"])
-        sampled = sample(logits, inputs)
-        num_unused = prev_tokens.shape[0] - shape.num_logits
-        next_tokens = jnp.pad(sampled.token_ids, (0, num_unused))
-        return kv_cache, pack_result(sampled)[None], next_tokens
+        step_logits, kv_cache = forward(model, params, kv_cache, batch)
+        logits = jax.lax.dynamic_update_slice_in_dim(logits, step_logits, 0, axis=0)
+        return kv_cache, logits, join_step_rows(fields, max_num_seqs=prev_tokens.shape[0])
 
     return step
 

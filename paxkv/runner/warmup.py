@@ -14,12 +14,22 @@ from jax.stages import Compiled, Lowered
 from tqdm import tqdm
 
 from models import KVCache, LoadedModel
-from paxkv.runner.bucketing import BurstShape, CopyShape, ProgramShape, StepBuckets
+from paxkv.runner.bucketing import (
+    BurstShape,
+    CopyShape,
+    ProgramShape,
+    RowShape,
+    SamplerShape,
+    StepBuckets,
+)
 from paxkv.runner.burst import make_burst
 from paxkv.runner.invariant_step import make_invariant_step
 from paxkv.runner.packed_layout import PackedLayout
 from paxkv.runner.program_identity import num_cores, program_identity
 from paxkv.runner.program_store import ProgramFolder, ProgramStore, without_jax_cache
+from paxkv.runner.row_state import abstract_row_state, num_row_words, vocab_words, write_row
+from paxkv.runner.sampler_program import make_sampler
+from paxkv.runner.sampling_columns import STEP_ROW_WIDTH
 from paxkv.runner.step import Params, make_block_copies, make_step
 
 logger = logging.getLogger(__name__)
@@ -71,7 +81,7 @@ class StepPrograms:
     ) -> None:
         self._model = model
         self._params = params
-        self._buckets = buckets
+        self.buckets = buckets
         self._max_num_seqs = max_num_seqs
         self._mesh = mesh
         self._store = store
@@ -95,7 +105,7 @@ class StepPrograms:
         Raises:
             ConfigError: As `warm_up`.
         """
-        shapes = self._buckets.largest
+        shapes = self.buckets.largest
         folder = self._open_store(shapes, kv_cache)
         return max(
             self._find(shape, kv_cache, folder).memory_analysis().temp_size_in_bytes
@@ -119,14 +129,27 @@ class StepPrograms:
             copies = self._abstract_int32(2, shape.num_copies)
             copy_blocks = make_block_copies(self._model)
             return jax.jit(copy_blocks, donate_argnums=0).lower(kv_cache, copies)
-        if isinstance(shape, BurstShape):
-            make = make_burst
-        else:
-            make = make_step if shape.tile_tokens is None else make_invariant_step
-        step = jax.jit(make(self._model, shape), donate_argnums=1)
+        if isinstance(shape, (SamplerShape, RowShape)):
+            return self._lower_sampling(shape)
         packed = self._abstract_int32(PackedLayout(shape).num_words)
         prev_tokens = self._abstract_int32(self._max_num_seqs)
-        return step.lower(self._params, kv_cache, packed, prev_tokens)
+        if isinstance(shape, BurstShape):
+            burst = jax.jit(make_burst(self._model, shape), donate_argnums=1)
+            return burst.lower(self._params, kv_cache, packed, prev_tokens)
+        make = make_step if shape.tile_tokens is None else make_invariant_step
+        step = jax.jit(make(self._model, shape), donate_argnums=(1, 4))
+        return step.lower(self._params, kv_cache, packed, prev_tokens, self._abstract_logits())
+
+    def _lower_sampling(self, shape: SamplerShape | RowShape) -> Lowered:
+        vocab_size = self._model.config.vocab_size
+        state = abstract_row_state(self.buckets.row_shape, vocab_size, self._sharding)
+        if isinstance(shape, RowShape):
+            packed = self._abstract_int32(num_row_words(shape.max_model_len, vocab_size))
+            return jax.jit(write_row, donate_argnums=0).lower(state, packed)
+        sampling = self._abstract_int32(shape.num_rows, STEP_ROW_WIDTH)
+        token_mask = self._abstract_int32(shape.num_rows, 1 + vocab_words(vocab_size))
+        sampler = jax.jit(make_sampler(shape), donate_argnums=(0, 1))
+        return sampler.lower(self._abstract_logits(), state, sampling, token_mask)
 
     def _finish(self, lowered: Lowered) -> Compiled:
         self.num_compiles += 1
@@ -142,7 +165,7 @@ class StepPrograms:
             ConfigError: The store may not be used, or does not fit.
         """
         start = time.monotonic()
-        shapes = [shape for shape in self._buckets.largest_first if shape not in self._programs]
+        shapes = [shape for shape in self.buckets.largest_first if shape not in self._programs]
         folder = self._open_store(shapes, kv_cache)
         num_threads = min(num_cores(), _MAX_COMPILE_THREADS)
         with concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
@@ -229,6 +252,10 @@ class StepPrograms:
             self._programs[shape] = self.compile(shape, kv_cache)
             self.num_compiles_after_ready += self._is_ready
         return self._programs[shape]
+
+    def _abstract_logits(self) -> jax.ShapeDtypeStruct:
+        dims = (self._max_num_seqs, self._model.config.vocab_size)
+        return jax.ShapeDtypeStruct(dims, jnp.float32, sharding=self._sharding)
 
     def _abstract_int32(self, *dims: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, jnp.int32, sharding=self._sharding)

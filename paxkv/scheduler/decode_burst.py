@@ -46,6 +46,8 @@ class DecodeBursts:
         requests = list(plan.running.values())
         if not requests or not all(map(_decodes_last_token, requests)):
             return
+        if any(request.needs_single_steps for request in requests):
+            return
         # Its last token is only sampled, never computed.
         num_left = [
             request.max_num_tokens - 1 - request.num_computed_tokens for request in requests

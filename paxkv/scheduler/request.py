@@ -66,11 +66,14 @@ class Request:
     __slots__ = (
         "_block_hasher",
         "_extra_key_sources",
+        "_needs_single_steps",
         "_num_tokens_to_hash_at",
         "all_token_ids",
         "arrival_time",
+        "bad_words_token_ids",
         "block_hashes",
         "cache_salt",
+        "early_end_ids",
         "ending_token_ids",
         "eos_token_ids",
         "fork_source",
@@ -80,6 +83,7 @@ class Request:
         "max_num_tokens",
         "min_tokens",
         "mm_features",
+        "needs_grammar",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_output_placeholders",
@@ -126,6 +130,15 @@ class Request:
         # A token that is in neither costs one look-up.
         self.ending_token_ids = self.eos_token_ids | self.stop_token_ids
         self.min_tokens = params.min_tokens
+        # The model's EOS too where it ends nothing: whoever asks for tokens wants others.
+        self.early_end_ids = (
+            (*dict.fromkeys((*engine_request.eos_token_ids, *(params.stop_token_ids or ()))),)
+            if params.min_tokens > 0
+            else ()
+        )
+        self.bad_words_token_ids = engine_request.bad_words_token_ids
+        self.needs_grammar = engine_request.needs_grammar
+        self._needs_single_steps = params.needs_single_steps or engine_request.needs_grammar
 
         self.status = (
             RequestStatus.WAITING_FOR_FSM if engine_request.needs_grammar else RequestStatus.WAITING
@@ -168,6 +181,13 @@ class Request:
         # Prompt logprobs need the logits of every prompt token, and a hit has none.
         params = self.sampling_params
         return params.skip_reading_prefix_cache or params.prompt_logprobs is not None
+
+    @property
+    def needs_single_steps(self) -> bool:
+        """Whether the next token's logits are changed before it is drawn: no burst does that."""
+        return self._needs_single_steps or (
+            self.num_output_tokens + self.num_output_placeholders < self.min_tokens
+        )
 
     @property
     def is_finished(self) -> bool:

@@ -146,6 +146,8 @@ class RunningScheduler:
 
     def _cut_chunk(self, request: Request, token_budget: int) -> tuple[int, EncoderDemand | None]:
         """Tokens that a running request may compute now, possibly none, and items to encode."""
+        if request.needs_grammar and request.num_output_placeholders > 0:
+            return 0, None  # what may follow a token is found out when it is known
         num_computed_tokens = request.num_computed_tokens
         num_new_tokens = (
             request.num_tokens_with_spec + request.num_output_placeholders - num_computed_tokens

@@ -84,6 +84,9 @@ class StepPlan:
                 block_ids=self.blocks[request.request_id].get_block_ids(),
                 num_computed_tokens=request.num_computed_tokens,
                 ending_token_ids=tuple(request.ending_token_ids),
+                early_end_ids=request.early_end_ids,
+                bad_words_token_ids=request.bad_words_token_ids,
+                needs_grammar=request.needs_grammar,
                 lora_name=request.lora_name,
                 mm_features=request.mm_features,
             )

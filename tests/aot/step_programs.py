@@ -57,10 +57,11 @@ MODELS: dict[str, dict[str, object]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepProgram:
-    """A function to compile and what to call it with; argument 1 is the cache, to be donated."""
+    """A function to compile and what to call it with; argument 1 is the cache."""
 
     function: Callable[..., object]
     args: tuple[object, ...]
+    donate_argnums: tuple[int, ...]
     mesh: Mesh
     cache: KVCache  # abstract
     model: LoadedModel
@@ -116,10 +117,18 @@ def _step_program(model: LoadedModel, mesh: Mesh, shape: StepShape | BurstShape)
         jax.ShapeDtypeStruct((length,), jnp.int32, sharding=whole)
         for length in (PackedLayout(shape).num_words, NUM_REQS)
     )
-    make = make_burst if isinstance(shape, BurstShape) else make_step
+    args, donate_argnums = (params, cache, packed, prev_tokens), (1,)
+    if isinstance(shape, BurstShape):
+        function = make_burst(model, shape)
+    else:
+        function = make_step(model, shape)
+        dims = (NUM_REQS, model.config.vocab_size)
+        args = (*args, jax.ShapeDtypeStruct(dims, jnp.float32, sharding=whole))
+        donate_argnums = (1, 4)
     return StepProgram(
-        function=make(model, shape),
-        args=(params, cache, packed, prev_tokens),
+        function=function,
+        args=args,
+        donate_argnums=donate_argnums,
         mesh=mesh,
         cache=cache,
         model=model,

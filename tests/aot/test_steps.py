@@ -56,7 +56,7 @@ def compiled(h200, four_h200s, compile_for_h200, tmp_path_factory):
             program.function,
             *program.args,
             mesh=mesh,
-            donate_argnums=1,
+            donate_argnums=program.donate_argnums,
             compiler_options=compiler_options("gpu", "bfloat16", num_cores=1),
         )
 

@@ -16,9 +16,9 @@ from paxkv.config import CacheConfig, RunnerConfig, SchedulerConfig
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.runner import burst as burst_module
-from paxkv.runner import invariant_step as invariant_step_module
-from paxkv.runner import step as step_module
-from paxkv.runner.model_runner import DeviceStep, ModelRunner
+from paxkv.runner import sampler_program as sampler_program_module
+from paxkv.runner.device_step import DeviceStep
+from paxkv.runner.model_runner import ModelRunner
 from paxkv.runner.sampled_tokens import RESULT_WIDTH, SampledTokens, pack_result
 from paxkv.runner.sampler import sample
 from paxkv.runner.sampling_columns import SamplingInputs
@@ -110,19 +110,24 @@ def _logits_behind_result(vocab_size: int) -> Iterator[None]:
     """
     last_logits: list[jax.Array] = []
 
-    def recording_sample(logits: jax.Array, inputs: SamplingInputs) -> SampledTokens:
+    def recording_sample(
+        logits: jax.Array,
+        inputs: SamplingInputs,
+        *,
+        raw_logits: Callable[[], jax.Array] | None = None,
+    ) -> SampledTokens:
         last_logits[:] = [logits]
-        return sample(logits, inputs)
+        return sample(logits, inputs, raw_logits=raw_logits)
 
     def recording_pack(sampled: SampledTokens) -> jax.Array:
         bits = jax.lax.bitcast_convert_type(last_logits.pop(), jnp.int32)
         return jnp.concatenate([pack_result(sampled), bits], axis=1)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (step_module, burst_module, invariant_step_module):
+        for module in (burst_module, sampler_program_module):
             patch.setattr(module, "sample", recording_sample)
             patch.setattr(module, "pack_result", recording_pack)
-        patch.setattr(burst_module, "RESULT_WIDTH", RESULT_WIDTH + vocab_size)
+            patch.setattr(module, "RESULT_WIDTH", RESULT_WIDTH + vocab_size)
         yield
 
 
@@ -198,7 +203,7 @@ def _take_home(
     scheduler: Scheduler, scheduler_output: SchedulerOutput, step: DeviceStep, result: RunResult
 ) -> None:
     if scheduler_output.num_scheduled_tokens:
-        bits_np = jax.device_get(step._result)[:, :, RESULT_WIDTH:]
+        bits_np = jax.device_get(step.result)[:, :, RESULT_WIDTH:]
     runner_output = step.sample_tokens()
     wanted = scheduler.steps_in_flight.get_requests(scheduler_output)
     for row, (req_id, token_ids) in enumerate(

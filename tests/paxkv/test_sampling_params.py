@@ -56,6 +56,31 @@ def test_defaults_are_vllms() -> None:
         ("stop_token_ids", 0),
         ("stop_token_ids", {}),
         ("ignore_eos", "yes"),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", False),
+        ("frequency_penalty", -2.1),
+        ("frequency_penalty", math.nan),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", math.inf),
+        ("min_tokens", -1),
+        ("min_tokens", 0.0),
+        ("min_tokens", 17),  # max_tokens is 16
+        ("bad_words", "x"),
+        ("bad_words", [""]),
+        ("bad_words", [3]),
+        ("bad_words", ["x"] * 129),
+        ("bad_words", ["x" * 257]),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [-1]),
+        ("allowed_token_ids", 3),
+        ("allowed_token_ids", [True]),
+        ("logit_bias", [1]),
+        ("logit_bias", {"5": 1.0}),
+        ("logit_bias", {-5: 1.0}),
+        ("logit_bias", {5: 100.5}),
+        ("logit_bias", {5: math.nan}),
+        ("logit_bias", {5: "high"}),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0)),
     ],
 )
 def test_bad_value_names_the_field(field: str, value: object) -> None:
@@ -68,15 +93,9 @@ def test_bad_value_names_the_field(field: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("presence_penalty", 0.5),
-        ("presence_penalty", False),
-        ("repetition_penalty", 1.1),
-        ("min_tokens", 3),
-        ("min_tokens", 0.0),
         ("prompt_logprobs", 1),
         ("prompt_logprobs", np.array([1, 2])),
-        ("logit_bias", {5: 1.0}),
-        ("bad_words", ["x"]),
+        ("spaces_between_special_tokens", False),
     ],
 )
 def test_field_without_effect_is_refused_not_ignored(field: str, value: object) -> None:
@@ -90,6 +109,8 @@ def test_field_without_effect_is_refused_not_ignored(field: str, value: object) 
         {"temperature": 1, "top_p": 1, "min_p": 0},
         {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1},
         {"bad_words": (), "logit_bias": {}, "stop": ("a",), "stop_token_ids": (1,)},
+        {"bad_words": ["a"], "logit_bias": {7: -1, 8: 0.5}, "allowed_token_ids": [7, 8]},
+        {"min_tokens": 16, "repetition_penalty": 2, "presence_penalty": -2},
     ],
     ids=repr,
 )

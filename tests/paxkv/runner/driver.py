@@ -30,6 +30,7 @@ class RunnerDriver:
         random.Random(seed).shuffle(self.free_blocks)
         self.num_holders: Counter[int] = Counter()
         self.params: dict[str, SamplingParams] = {}
+        self.new_req_fields: dict[str, dict[str, object]] = {}
         self.tokens: dict[str, list[int]] = {}
         self.num_prompt_tokens: dict[str, int] = {}
         self.num_computed: dict[str, int] = {}
@@ -39,8 +40,12 @@ class RunnerDriver:
         self.finished: set[str] = set()
         self.newly_preempted: set[str] = set()
 
-    def add(self, req_id: str, prompt: list[int], params: SamplingParams) -> None:
+    def add(
+        self, req_id: str, prompt: list[int], params: SamplingParams, **new_req_fields: object
+    ) -> None:
+        """Args: new_req_fields: More fields of its `NewRequestData`."""
         self.params[req_id] = params
+        self.new_req_fields[req_id] = new_req_fields
         self.tokens[req_id] = list(prompt)
         self.num_prompt_tokens[req_id] = len(prompt)
         self.num_computed[req_id] = 0
@@ -98,6 +103,7 @@ class RunnerDriver:
                         sampling_params=self.params[req_id],
                         block_ids=tuple(map(list, self.blocks[req_id])),
                         num_computed_tokens=computed,
+                        **self.new_req_fields[req_id],
                     )
                 )
             self.num_computed[req_id] += num_tokens

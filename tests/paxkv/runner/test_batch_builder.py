@@ -11,6 +11,7 @@ from paxkv.runner.batch_builder import BatchBuilder
 from paxkv.runner.bucketing import StepBuckets
 from paxkv.runner.input_batch import InputBatch
 from paxkv.runner.packed_layout import PackedLayout
+from paxkv.runner.sampling_columns import ROW
 from paxkv.sampling_params import SamplingParams
 
 MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE, MAX_BLOCKS = 4, 32, 8, 4
@@ -40,6 +41,7 @@ def make_batch_and_builder(block_sizes=(BLOCK_SIZE,)):
         max_decode_burst=4,
         num_groups=len(block_sizes),
         max_blocks_per_req=MAX_BLOCKS,
+        max_model_len=MAX_MODEL_LEN,
     )
     builder = BatchBuilder(
         buckets=buckets,
@@ -113,11 +115,11 @@ def test_worked_example():
         [[8, 9, 0, 0], [5, 0, 0, 0], [7, 3, 0, 0], [0, 0, 0, 0]]
     ]
     assert views["logits_indices"].tolist() == [0, 3, 5, 0]
-    assert views["draw_position"].tolist() == [12, 3, 6, 0]
+    assert views["draw_position"].tolist() == [12, 3, 0, 0]  # the last draws nothing
     assert built.num_drawn_np.tolist() == [1, 1, 0]
-    np.testing.assert_array_equal(
-        views["sampling_rows"][2], batch.requests["chunk"].sampling_row_np
-    )
+    chunk_row_np = batch.requests["chunk"].sampling_row_np.copy()
+    chunk_row_np[ROW] = batch.requests["chunk"].row_idx
+    np.testing.assert_array_equal(views["sampling_rows"][2], chunk_row_np)
     assert not views["sampling_rows"][3].any()  # an empty row is greedy and filters nothing
 
 

@@ -18,6 +18,7 @@ BUCKETS = StepBuckets(
     max_decode_burst=1,
     num_groups=4,
     max_blocks_per_req=5,
+    max_model_len=5 * 8,
 )
 
 

@@ -3,16 +3,24 @@
 import pytest
 
 from paxkv.errors import InvariantError
-from paxkv.runner.bucketing import StepBuckets, copy_buckets, decode_buckets, token_buckets
+from paxkv.runner.bucketing import (
+    SamplerShape,
+    StepBuckets,
+    copy_buckets,
+    decode_buckets,
+    token_buckets,
+)
 
 
-def make_buckets(max_num_batched_tokens=48, max_num_seqs=6, num_groups=1):
+def make_buckets(max_num_batched_tokens=48, max_num_seqs=6, num_groups=1, **settings):
     return StepBuckets(
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
         max_decode_burst=8,
         num_groups=num_groups,
         max_blocks_per_req=5,
+        max_model_len=5 * 8,
+        **settings,
     )
 
 
@@ -33,7 +41,9 @@ def test_decode_buckets_are_one_powers_of_two_and_all_requests():
 @pytest.mark.parametrize(("budget", "max_num_seqs"), [(512, 64), (2048, 256)])
 def test_programs_are_few(budget, max_num_seqs):
     buckets = make_buckets(max_num_batched_tokens=budget, max_num_seqs=max_num_seqs)
-    assert len(buckets.largest_first) <= 20
+    # Those with a model in them take seconds to compile, the others no more than one.
+    assert len(buckets.step_shapes) + len(buckets.burst_shapes) <= 16
+    assert len(buckets.largest_first) <= 22
     assert len(set(buckets.largest_first)) == len(buckets.largest_first)
 
 
@@ -58,8 +68,21 @@ def test_burst_gets_smallest_shape_that_holds_its_requests(num_reqs):
 
 
 def test_largest_shapes_are_the_budget_and_all_requests():
-    step, burst, copies = make_buckets().largest
+    step, burst, copies, sampler, row = make_buckets().largest
     assert (step.num_tokens, burst.num_reqs, copies.num_copies) == (48, 6, 6)
+    assert (sampler, row) == (make_buckets().sampler_shape, make_buckets().row_shape)
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "chunk_rows", "expected"), [(6, 4, 4), (6, 8, 6), (6, None, 6)]
+)
+def test_sampler_has_a_row_for_every_request_and_no_chunk_is_larger(
+    max_num_seqs, chunk_rows, expected
+):
+    buckets = make_buckets(max_num_seqs=max_num_seqs, sampled_chunk_rows=chunk_rows)
+    assert buckets.sampler_shape == SamplerShape(
+        num_rows=max_num_seqs, max_model_len=40, chunk_rows=expected
+    )
 
 
 @pytest.mark.parametrize("num_tokens", [0, 49])

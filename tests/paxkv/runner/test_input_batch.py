@@ -12,6 +12,7 @@ from paxkv.errors import InvariantError
 from paxkv.runner.input_batch import InputBatch
 from paxkv.runner.packed_layout import MAX_ENDING_IDS
 from paxkv.runner.sampled_tokens import NO_TOKEN
+from paxkv.runner.sampling_columns import ROW, SEED
 from paxkv.sampling_params import SamplingParams
 
 MAX_NUM_SEQS, MAX_MODEL_LEN, MAX_BLOCKS, NUM_BLOCKS = 4, 12, 6, 40
@@ -108,7 +109,9 @@ def test_resumed_request_gets_a_new_table_and_all_its_tokens():
     batch.update(output([new("b")]))
     batch.update(output(cached=[("a", [8], 1)], resumed={"a": [5, 6, 7]}))
     assert row_contents(batch, "a") == ([5, 6, 7], 1, [8])
-    np.testing.assert_array_equal(batch.sampling_rows_np[batch.rows_of(["a"])[0]], sampling_row_np)
+    (row,) = batch.rows_of(["a"])
+    sampling_row_np[ROW] = row  # it has moved
+    np.testing.assert_array_equal(batch.sampling_rows_np[row], sampling_row_np)
 
 
 def test_full_batch_swaps_requests_in_one_step():
@@ -197,12 +200,12 @@ def test_row_knows_what_ends_its_request_also_when_it_resumes():
 def test_request_without_a_seed_draws_by_engine_seed_and_id():
     batch = make_batch()
     batch.update(output([new("a"), new("b"), new("c", seed=5), new("d", seed=5)]))
-    seeds = batch.sampling_rows_np[:, 4:6]
+    seeds = batch.sampling_rows_np[:, SEED : SEED + 2]
     assert (seeds[0] != seeds[1]).any()
     np.testing.assert_array_equal(seeds[2], seeds[3])
     again = make_batch()
     again.update(output([new("x"), new("a")]))
-    np.testing.assert_array_equal(again.sampling_rows_np[1, 4:6], seeds[0])
+    np.testing.assert_array_equal(again.sampling_rows_np[1, SEED : SEED + 2], seeds[0])
 
 
 @settings(max_examples=60, deadline=None)

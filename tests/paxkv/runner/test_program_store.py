@@ -16,11 +16,12 @@ import pytest
 from jax import monitoring
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import NamedSharding, PartitionSpec
 
 from paxkv.config import RunnerConfig
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from paxkv.errors import ConfigError
-from paxkv.runner.bucketing import StepBuckets
+from paxkv.runner.bucketing import CopyShape, RowShape, SamplerShape, StepBuckets, StepShape
 from paxkv.runner.kv_cache_arrays import abstract_kv_cache, allocate_kv_cache, device_mesh
 from paxkv.runner.packed_layout import PackedLayout
 from paxkv.runner.program_store import (
@@ -31,8 +32,10 @@ from paxkv.runner.program_store import (
     user_cache_folder,
     without_jax_cache,
 )
+from paxkv.runner.row_state import allocate_row_state, num_row_words, vocab_words
+from paxkv.runner.sampling_columns import ROW, STEP_ROW_WIDTH
 from paxkv.runner.warmup import StepPrograms
-from tests.paxkv.runner.tiny_model import HEAD_DIM, NUM_HEADS, TinyModel
+from tests.paxkv.runner.tiny_model import HEAD_DIM, NUM_HEADS, VOCAB, TinyModel
 
 NUM_BLOCKS = 9
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -43,9 +46,10 @@ DIMENSIONS = {
     "max_decode_burst": 2,
     "num_groups": 1,
     "max_blocks_per_req": 4,
+    "max_model_len": 32,
 }
 BUCKETS = StepBuckets(**DIMENSIONS)
-SHAPES = BUCKETS.largest_first  # a step, a burst and block copies
+SHAPES = BUCKETS.largest_first  # a step, a burst, the sampler and block copies
 
 
 @pytest.fixture(scope="module")
@@ -92,13 +96,27 @@ def run(mesh, cache_config):
         for shape in SHAPES:
             kv_cache = allocate_kv_cache(cache_config, mesh)
             program = programs.get(shape, kv_cache)
-            if hasattr(shape, "num_copies"):
-                result = program(kv_cache, np.zeros((2, shape.num_copies), np.int32))
+            logits = jnp.ones((1, VOCAB))
+            state = allocate_row_state(
+                BUCKETS.row_shape, VOCAB, NamedSharding(mesh, PartitionSpec())
+            )
+            if isinstance(shape, RowShape):
+                row_np = np.zeros(num_row_words(shape.max_model_len, VOCAB), np.int32)
+                arguments = (state, row_np)
+            elif isinstance(shape, CopyShape):
+                arguments = (kv_cache, np.zeros((2, shape.num_copies), np.int32))
+            elif isinstance(shape, SamplerShape):
+                sampling_np = np.ones((1, STEP_ROW_WIDTH), np.int32)
+                sampling_np[0, ROW] = 0
+                mask_np = np.zeros((1, 1 + vocab_words(VOCAB)), np.int32)
+                arguments = (logits, state, sampling_np, mask_np)
             else:
                 packed_np = np.arange(PackedLayout(shape).num_words, dtype=np.int32) % 4
-                prev_tokens_np = np.zeros(1, np.int32)
-                result = program(params, kv_cache, packed_np, prev_tokens_np)
-            assert kv_cache.k.is_deleted(), "the cache is donated"
+                arguments = (params, kv_cache, packed_np, np.zeros(1, np.int32))
+                arguments += (logits,) if isinstance(shape, StepShape) else ()
+            result = program(*arguments)
+            has_cache = not isinstance(shape, (SamplerShape, RowShape))
+            assert kv_cache.k.is_deleted() == has_cache, "the cache is donated"
             arrays_np += jax.device_get(jax.tree.leaves(result))
         return arrays_np
 

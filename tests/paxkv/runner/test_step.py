@@ -12,7 +12,7 @@ from paxkv.runner.bucketing import StepShape
 from paxkv.runner.packed_layout import PackedLayout
 from paxkv.runner.step import make_block_copies, make_step, unpack_batch
 from tests.oracles.make_checkpoint import write_random_checkpoint
-from tests.paxkv.runner.tiny_model import HEAD_DIM, NUM_HEADS, TinyModel
+from tests.paxkv.runner.tiny_model import HEAD_DIM, NUM_HEADS, VOCAB, TinyModel
 
 SHAPE = StepShape(num_tokens=8, num_reqs=4, num_logits=4, num_groups=1, max_blocks_per_req=4)
 
@@ -34,15 +34,16 @@ def llama(tmp_path_factory):
 @pytest.mark.parametrize("shape", [TINY_SHAPE, SHAPE], ids=["1_token", "8_tokens"])
 def test_step_writes_the_cache_in_place(llama, shape):
     """The whole cache is aliased, and temporary memory does not grow with it."""
-    step = jax.jit(make_step(llama, shape), donate_argnums=1)
+    step = jax.jit(make_step(llama, shape), donate_argnums=(1, 4))
+    logits = abstract(4, llama.config.vocab_size, dtype=jnp.float32)
     temp_bytes = []
     for num_blocks in (64, 2048):
         array = abstract(2, num_blocks, 2, 8, 16, dtype=jnp.float32)
         cache_bytes = 2 * array.size * array.dtype.itemsize
         packed = abstract(PackedLayout(shape).num_words)
-        lowered = step.lower(llama.params, KVCache(k=array, v=array), packed, abstract(4))
+        lowered = step.lower(llama.params, KVCache(k=array, v=array), packed, abstract(4), logits)
         analysis = lowered.compile().memory_analysis()
-        assert analysis.alias_size_in_bytes >= cache_bytes
+        assert analysis.alias_size_in_bytes >= cache_bytes + 4 * logits.size
         temp_bytes.append(analysis.temp_size_in_bytes)
     assert temp_bytes[0] == temp_bytes[1] < cache_bytes / 4
 
@@ -51,13 +52,14 @@ def test_step_writes_the_cache_in_place(llama, shape):
 def test_step_of_two_groups_writes_their_one_cache_in_place(shape):
     model = TinyModel(windows=(16, None))
     shape = dataclasses.replace(shape, num_groups=2)
-    step = jax.jit(make_step(model, shape), donate_argnums=1)
+    step = jax.jit(make_step(model, shape), donate_argnums=(1, 4))
+    logits = abstract(4, VOCAB, dtype=jnp.float32)
     temp_bytes = []
     for num_blocks in (64, 2048):
         array = abstract(1, num_blocks, NUM_HEADS, 8, HEAD_DIM, dtype=jnp.float32)
         cache_bytes = 2 * array.size * array.dtype.itemsize
         packed = abstract(PackedLayout(shape).num_words)
-        lowered = step.lower(model.params, KVCache(k=array, v=array), packed, abstract(4))
+        lowered = step.lower(model.params, KVCache(k=array, v=array), packed, abstract(4), logits)
         analysis = lowered.compile().memory_analysis()
         assert analysis.alias_size_in_bytes >= cache_bytes
         temp_bytes.append(analysis.temp_size_in_bytes)

@@ -35,6 +35,7 @@ FULL_REQUEST = EngineRequest(
     lora_name="l",
     mm_features=(MultiModalFeature(identifier="i", offset=1, length=2),),
     prompt_embeds=PromptEmbeds(data=b"\x00\xff" * 3, bytes_per_token=2),
+    bad_words_token_ids=((5,), (6, 7)),
     needs_grammar=True,
     fork_from="other",
     keep_blocks=True,

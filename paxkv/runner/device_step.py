@@ -1,0 +1,142 @@
+"""`DeviceStep`: a step on its way; brings its tokens home and writes them into the rows."""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from paxkv.contracts.grammar_bitmask import GrammarBitmask
+from paxkv.contracts.runner_output import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    ModelRunnerOutput,
+    TokenLogprobs,
+)
+from paxkv.errors import InvariantError
+from paxkv.runner.batch_builder import BuiltStep
+from paxkv.runner.input_batch import InputBatch
+from paxkv.runner.sampled_tokens import NO_TOKEN, read_logprobs
+
+
+class FinishedStep:
+    """A step that had nothing to compute."""
+
+    needs_bitmask = False
+
+    def start_sampling(self, grammar_bitmask: GrammarBitmask) -> None:
+        raise InvariantError("a step without tokens waits for no grammar.")
+
+    def sample_tokens(self) -> ModelRunnerOutput:
+        return EMPTY_MODEL_RUNNER_OUTPUT
+
+
+class DeviceStep:
+    """A step that the device is computing, or has computed.
+
+    Attributes:
+        result: i32[max_steps, num_reqs, RESULT_WIDTH], on the device; None before its tokens are
+            drawn, and after they were fetched.
+        grammar_rows: Requests that draw a token which a grammar binds, and their rows in the step.
+    """
+
+    def __init__(self, *, built: BuiltStep, rows: InputBatch) -> None:
+        self.result: jax.Array | None = None
+        self._built = built
+        self._rows = rows
+        # Now, because a request may be gone when the tokens come home, and its id another's; or it
+        # may have lost its row, and got one again.
+        self._states = [rows.requests[req_id] for req_id in built.req_ids]
+        self._num_starts = [state.num_starts for state in self._states]
+        self.grammar_rows = {
+            state.req_id: row
+            for row, state in enumerate(self._states)
+            if state.needs_grammar and built.num_drawn_np[row] > 0
+        }
+        self._draw: Callable[[np.ndarray], jax.Array] | None = None
+        self._mask_dims = (0, 0)
+
+    @property
+    def needs_bitmask(self) -> bool:
+        return self._draw is not None
+
+    def wait_for_bitmask(
+        self,
+        draw: Callable[[np.ndarray], jax.Array],
+        mask_dims: tuple[int, int],  # max_num_seqs, 1 + vocab_words
+    ) -> None:
+        """Leaves it to `start_sampling` to call `draw` with the rows of all grammars."""
+        self._draw, self._mask_dims = draw, mask_dims
+
+    def start_sampling(self, grammar_bitmask: GrammarBitmask) -> None:
+        """See `StepHandle.start_sampling`."""
+        if self._draw is None:
+            raise InvariantError("the step waits for no grammar, or has had its bitmask.")
+        req_ids, bitmask_np = grammar_bitmask.req_ids, grammar_bitmask.bitmask_np
+        dims = (len(req_ids), self._mask_dims[1] - 1)
+        if sorted(req_ids) != sorted(self.grammar_rows) or bitmask_np.shape != dims:
+            raise InvariantError(
+                f"a step's bitmask must have the rows of {sorted(self.grammar_rows)}, of "
+                f"{dims[1]} words each; got {sorted(req_ids)} and {bitmask_np.shape}."
+            )
+        mask_np = np.zeros(self._mask_dims, np.int32)
+        rows = [self.grammar_rows[req_id] for req_id in req_ids]
+        mask_np[rows, 0] = 1
+        mask_np[rows, 1:] = bitmask_np
+        draw, self._draw = self._draw, None
+        self.result = draw(mask_np)
+
+    def sample_tokens(self) -> ModelRunnerOutput:
+        """Waits for the device, brings the tokens home and writes them into the rows.
+
+        Raises:
+            InvariantError: They were fetched before, or it waits for `start_sampling`.
+        """
+        if self._draw is not None:
+            raise InvariantError("the step has drawn no tokens: `start_sampling` comes first.")
+        if self.result is None:
+            raise InvariantError("the tokens of a step are fetched once.")
+        result_np = jax.device_get(self.result)
+        self.result = None
+        req_ids, num_drawn_np = self._built.req_ids, self._built.num_drawn_np
+        drawn_np = result_np[: num_drawn_np.max(), : len(req_ids), 0]
+        # A row that draws fewer than others has drawn nothing in the last steps.
+        step_idx_np = np.arange(len(drawn_np), dtype=np.int32)[:, None]
+        drawn_np = np.where(step_idx_np < num_drawn_np, drawn_np, NO_TOKEN)
+        self._write_into_rows(drawn_np)
+        sampled_token_ids = [
+            [token_id for token_id in row if token_id != NO_TOKEN] for row in drawn_np.T.tolist()
+        ]
+        return ModelRunnerOutput(
+            req_ids=req_ids,
+            sampled_token_ids=sampled_token_ids,
+            logprobs=[
+                self._read_logprobs(result_np, req_idx, len(token_ids))
+                for req_idx, token_ids in enumerate(sampled_token_ids)
+            ],
+        )
+
+    def _read_logprobs(
+        self, result_np: np.ndarray, req_idx: int, num_tokens: int
+    ) -> list[TokenLogprobs] | None:
+        num_logprobs = self._states[req_idx].sampling_params.logprobs
+        if num_logprobs is None:
+            return None
+        return [
+            read_logprobs(result_row_np, num_logprobs)
+            for result_row_np in result_np[:num_tokens, req_idx]
+        ]
+
+    def _write_into_rows(self, drawn_np: np.ndarray) -> None:
+        """Args: drawn_np: i32[num_steps, num_reqs]."""
+        kept = [
+            req_idx
+            for req_idx, (state, num_starts) in enumerate(
+                zip(self._states, self._num_starts, strict=True)
+            )
+            if self._rows.requests.get(state.req_id) is state
+            and state.num_starts == num_starts
+            # A preempted request gets all its tokens from the scheduler when it resumes.
+            and state.row_idx is not None
+        ]
+        self._rows.append_tokens(
+            self._built.rows_np[kept], drawn_np[:, kept], self._built.num_drawn_np[kept]
+        )
