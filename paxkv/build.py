@@ -12,10 +12,11 @@ import jax
 
 from paxkv.client.async_client import AsyncEngineClient
 from paxkv.client.inproc_client import InprocClient
-from paxkv.client.input_processor import InputProcessor
+from paxkv.client.input_processor import InputProcessor, all_eos_token_ids
 from paxkv.client.output_processor import OutputProcessor
 from paxkv.config import CacheConfig, EngineConfig
 from paxkv.contracts.engine_client import EngineTransport
+from paxkv.contracts.grammar_gate import GrammarGate
 from paxkv.contracts.kv_cache_spec import KVCacheConfig
 from paxkv.contracts.model_info import ModelInfo
 from paxkv.engine.core_thread import CoreThread
@@ -27,6 +28,9 @@ from paxkv.scheduler.scheduler import Scheduler
 from paxkv.scheduler.trace.header import TraceHeader
 from paxkv.scheduler.trace.recorder import TraceRecorder, make_scheduler, record_scheduler
 from paxkv.scheduler.trace.trace_file import check_trace_file
+from paxkv.structured_output.checker_process import CheckerProcess
+from paxkv.structured_output.grammar_compiler import GrammarCompiler
+from paxkv.structured_output.grammar_manager import GrammarManager
 from paxkv.text.chat_template import ChatTemplate
 from paxkv.text.tokenizer import Tokenizer
 
@@ -110,7 +114,9 @@ def _build_engine(
     max_model_len = _max_model_len(config, model.config)
     runner = _make_runner(config, model, store, show_progress=show_progress)
     runner.warm_up()
-    scheduler = _make_scheduler(config, runner.kv_cache_config, max_model_len)
+    grammar_setup = _grammar_setup(tokenizer, model.config)
+    grammars = GrammarManager(GrammarCompiler(**grammar_setup)) if grammar_setup else None
+    scheduler = _make_scheduler(config, runner.kv_cache_config, max_model_len, grammars)
     input_processor = InputProcessor(
         tokenizer=tokenizer,
         vocab_size=model.config.vocab_size,
@@ -119,9 +125,10 @@ def _build_engine(
         max_prompt_tokens=scheduler.limits.max_prompt_tokens,
         # Those of config.json and generation_config.json.
         eos_token_ids=model.config.eos_token_ids,
+        grammar_checker=CheckerProcess(**grammar_setup) if grammar_setup else None,
     )
     return BuiltEngine(
-        transport=CoreThread(_make_core(config, scheduler, runner, kv_event_publisher)),
+        transport=CoreThread(_make_core(config, scheduler, runner, kv_event_publisher, grammars)),
         input_processor=input_processor,
         tokenizer=tokenizer,
         chat_template=chat_template,
@@ -214,6 +221,23 @@ def _load_tokenizer(folder: Path) -> Tokenizer | None:
     return None
 
 
+def _grammar_setup(
+    tokenizer: Tokenizer | None, model_config: ModelConfig
+) -> dict[str, object] | None:
+    """Arguments of those who compile grammars; None where that cannot be."""
+    eos_token_ids = all_eos_token_ids(
+        tokenizer, model_config.eos_token_ids, model_config.vocab_size
+    )
+    # Nothing but an EOS token says that a grammar is complete.
+    if tokenizer is None or not eos_token_ids:
+        return None
+    return {
+        "tokenizer_json": tokenizer.json,
+        "vocab_size": model_config.vocab_size,
+        "eos_token_ids": eos_token_ids,
+    }
+
+
 def _load_chat_template(
     config: EngineConfig, folder: Path, special_tokens: Mapping[str, str]
 ) -> ChatTemplate | None:
@@ -227,7 +251,10 @@ def _load_chat_template(
 
 
 def _make_scheduler(
-    config: EngineConfig, kv_cache_config: KVCacheConfig, max_model_len: int
+    config: EngineConfig,
+    kv_cache_config: KVCacheConfig,
+    max_model_len: int,
+    grammar_gate: GrammarGate | None,
 ) -> Scheduler | TraceRecorder:
     build = TraceHeader(
         scheduler_config=config.scheduler,
@@ -237,8 +264,8 @@ def _make_scheduler(
         is_async=config.scheduler.async_scheduling,
     )
     if config.scheduler.trace_file is None:
-        return make_scheduler(build)
-    return record_scheduler(build, Path(config.scheduler.trace_file))
+        return make_scheduler(build, grammar_gate=grammar_gate)
+    return record_scheduler(build, Path(config.scheduler.trace_file), grammar_gate=grammar_gate)
 
 
 def _make_core(
@@ -246,11 +273,13 @@ def _make_core(
     scheduler: Scheduler | TraceRecorder,
     runner: ModelRunner,
     kv_event_publisher: KVEventPublisher | None,
+    grammars: GrammarManager | None,
 ) -> EngineCore:
     return EngineCore(
         scheduler,
         runner,
         kv_event_publisher,
+        grammars=grammars,
         max_steps_in_flight=2 if config.scheduler.async_scheduling else 1,
         max_decode_burst=1 if config.runner.batch_invariant else config.scheduler.max_decode_burst,
     )

@@ -59,7 +59,15 @@ MAY_IMPORT = {
     "paxkv.kv_cache": {"paxkv", "paxkv.contracts"},
     "paxkv.scheduler": {"paxkv", "paxkv.contracts", "paxkv.kv_cache"},
     "paxkv.runner": {"paxkv", "paxkv.contracts", "models", "pallas_kernels"},
-    "paxkv.engine": {"paxkv", "paxkv.contracts", "paxkv.text", "paxkv.scheduler", "paxkv.runner"},
+    "paxkv.structured_output": {"paxkv", "paxkv.contracts"},
+    "paxkv.engine": {
+        "paxkv",
+        "paxkv.contracts",
+        "paxkv.text",
+        "paxkv.scheduler",
+        "paxkv.runner",
+        "paxkv.structured_output",
+    },
     "paxkv.client": {"paxkv", "paxkv.contracts", "paxkv.text"},
     "paxkv.server": {"paxkv", "paxkv.contracts", "paxkv.text", "paxkv.client"},
 }

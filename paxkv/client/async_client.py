@@ -289,8 +289,9 @@ class AsyncEngineClient:
         text = text_of_prompt(prompt)
         arguments = (prompt, sampling_params)
         named = {"request_id": request_id, "priority": priority}
-        # A megabyte takes seconds, which the loop must not wait for.
-        if text is not None and len(text) > LONG_TEXT_CHARS:
+        # A megabyte takes seconds, which the loop must not wait for; a grammar is compiled.
+        is_long = text is not None and len(text) > LONG_TEXT_CHARS
+        if is_long or sampling_params.structured_outputs is not None:
             return await asyncio.to_thread(self._input_processor.process, *arguments, **named)
         return self._input_processor.process(*arguments, **named)
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from paxkv.contracts.engine_request import EngineRequest
+from paxkv.contracts.grammar_checker import GrammarChecker
 from paxkv.errors import (
     InvalidRequestError,
     NeverFitsError,
@@ -32,6 +33,7 @@ class InputProcessor:
         max_fitting_tokens: Token positions of the whole KV pool, `(num_blocks - 1) * block_size`.
         max_prompt_tokens: Longest prompt that a step can take on; None is any, in pieces.
         eos_token_ids: The model's own, from its configuration files.
+        grammar_checker: None refuses requests with a grammar.
     """
 
     def __init__(
@@ -43,20 +45,15 @@ class InputProcessor:
         max_fitting_tokens: int,
         max_prompt_tokens: int | None = None,
         eos_token_ids: Sequence[int] = (),
+        grammar_checker: GrammarChecker | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._max_fitting_tokens = max_fitting_tokens
         self._max_prompt_tokens = max_prompt_tokens
-        first = (
-            [] if tokenizer is None or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        )
-        self._eos_token_ids = tuple(
-            token_id
-            for token_id in dict.fromkeys([*first, *eos_token_ids])
-            if token_id < vocab_size
-        )
+        self._eos_token_ids = all_eos_token_ids(tokenizer, eos_token_ids, vocab_size)
+        self._grammar_checker = grammar_checker
 
     def process(
         self,
@@ -92,6 +89,7 @@ class InputProcessor:
             priority=_checked_priority(priority),
             cache_salt=cache_salt,
             bad_words_token_ids=self._bad_words(sampling_params),
+            needs_grammar=sampling_params.structured_outputs is not None,
         )
 
     def _truncate(self, prompt: Prompt, token_ids: list[int], max_tokens: int | None) -> list[int]:
@@ -236,6 +234,14 @@ class InputProcessor:
             )
         for stop_string in sampling_params.stop_strings:
             _check_is_unicode("stop", stop_string)
+        if sampling_params.structured_outputs is not None:
+            if self._grammar_checker is None:
+                raise UnsupportedFeatureError(
+                    "structured output needs a model with a tokenizer and an EOS token, which "
+                    "this one has not; leave structured_outputs out.",
+                    param="structured_outputs",
+                )
+            self._grammar_checker.check(sampling_params.structured_outputs)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             bad = [i for i in getattr(sampling_params, name) or () if i >= self._vocab_size]
             if bad:
@@ -302,6 +308,16 @@ class InputProcessor:
                 "end the request before min_tokens.",
                 param="allowed_token_ids",
             )
+
+
+def all_eos_token_ids(
+    tokenizer: Tokenizer | None, model_eos_token_ids: Sequence[int], vocab_size: int
+) -> tuple[int, ...]:
+    """The tokenizer's EOS token first, then those of the model's configuration files."""
+    has_own = tokenizer is not None and tokenizer.eos_token_id is not None
+    first = [tokenizer.eos_token_id] if has_own else []
+    found = dict.fromkeys([*first, *model_eos_token_ids])
+    return tuple(token_id for token_id in found if token_id < vocab_size)
 
 
 def text_of_prompt(prompt: Prompt) -> str | None:

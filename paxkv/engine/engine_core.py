@@ -32,6 +32,7 @@ from paxkv.engine.kv_event_publisher import KVEventPublisher
 from paxkv.errors import InvalidRequestError, InvariantError, PaxkvError
 from paxkv.scheduler.scheduler import Scheduler
 from paxkv.scheduler.trace.recorder import TraceRecorder
+from paxkv.structured_output.grammar_manager import GrammarManager
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,8 @@ class EngineCore:
         max_decode_burst: Most decode steps that the device computes as one.
         kv_event_publisher: Told of KV cache events, where the scheduler records them; belongs to
             the engine, and ends with it.
+        grammars: Those of its requests, which the scheduler must have as its gate; None where no
+            request may have one. Belongs to the engine too.
     """
 
     def __init__(
@@ -82,12 +85,14 @@ class EngineCore:
         executor: Executor,
         kv_event_publisher: KVEventPublisher | None = None,
         *,
+        grammars: GrammarManager | None = None,
         max_steps_in_flight: int = 1,
         max_decode_burst: int = 1,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._kv_event_publisher = kv_event_publisher
+        self._grammars = grammars
         self._max_steps_in_flight = max_steps_in_flight
         self._burst_length = BurstLength(max_decode_burst)
         self._in_flight: deque[StepInFlight] = deque()
@@ -134,6 +139,7 @@ class EngineCore:
                 return self._add_request(request)
             case AbortRequests(request_ids=request_ids):
                 self._scheduler.finish_requests(request_ids)
+                self._forget_grammars(request_ids)
                 return None
             case UtilityCall():
                 return self._call(message)
@@ -174,6 +180,9 @@ class EngineCore:
         self._check_progress(num_scheduled_tokens)
         # An empty step too: the executor hears who ended.
         handle = self._executor.execute_model(scheduler_output)
+        grammars = self._grammars
+        if grammars is not None and grammars.num_requests > 0 and handle.needs_bitmask:
+            self._start_sampling(scheduler_output, handle, grammars)
         self._in_flight.append(
             StepInFlight(scheduler_output=scheduler_output, handle=handle, start_s=start_s)
         )
@@ -188,7 +197,53 @@ class EngineCore:
             took_s = now_s - max(step.start_s, self._last_fetch_s)
             self._burst_length.note_burst(step.scheduler_output.num_decode_steps, took_s)
         self._last_fetch_s = time.perf_counter()
-        return self._scheduler.update_from_output(step.scheduler_output, runner_output)
+        outputs = self._scheduler.update_from_output(step.scheduler_output, runner_output)
+        return self._advance_grammars(outputs)
+
+    def _start_sampling(
+        self, scheduler_output: SchedulerOutput, handle: StepHandle, grammars: GrammarManager
+    ) -> None:
+        """Tells the device what grammars allow, while it computes the logits."""
+        # The others have more of their prompt to compute, and draw nothing yet.
+        req_ids = [
+            request.request_id
+            for request in self._scheduler.running
+            if request.needs_grammar
+            and request.request_id in scheduler_output.num_scheduled_tokens
+            and request.num_computed_tokens >= request.num_tokens
+        ]
+        handle.start_sampling(grammars.make_bitmask(req_ids))
+
+    def _advance_grammars(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
+        """Moves grammars on; a request whose grammar cannot go on ends with the reason."""
+        if self._grammars is None or self._grammars.num_requests == 0:
+            return outputs
+        for output in outputs:
+            if output.finish_reason is None:
+                self._grammars.advance(output.request_id, output.new_token_ids)
+            else:
+                self._grammars.remove(output.request_id)
+        failed = self._grammars.take_failed()
+        if not failed:
+            return outputs
+        self._scheduler.finish_requests(failed, "error")
+        return [
+            *(output for output in outputs if output.request_id not in failed),
+            *(
+                EngineCoreOutput(
+                    request_id=request_id,
+                    new_token_ids=[],
+                    finish_reason="error",
+                    stop_reason=reason,
+                )
+                for request_id, reason in failed.items()
+            ),
+        ]
+
+    def _forget_grammars(self, request_ids: list[str]) -> None:
+        if self._grammars is not None:
+            for request_id in request_ids:
+                self._grammars.remove(request_id)
 
     def make_stats(self, *, count_slots: bool = True) -> SchedulerStats:
         """A snapshot of both halves.
@@ -209,6 +264,8 @@ class EngineCore:
             self._scheduler.close()
         if self._kv_event_publisher is not None:
             self._kv_event_publisher.close()
+        if self._grammars is not None:
+            self._grammars.close()
 
     def _publish_kv_events(self) -> None:
         if self._kv_event_publisher is None:
@@ -222,6 +279,8 @@ class EngineCore:
             if self._shutdown is not None:
                 raise InvalidRequestError("the engine is shutting down.")
             self._scheduler.add_request(request)
+            if self._grammars is not None and request.needs_grammar:
+                self._grammars.add(request.request_id, request.sampling_params.structured_outputs)
             self._burst_length.note_arrival()
             return None
         except InvalidRequestError as error:

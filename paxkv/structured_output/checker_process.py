@@ -10,6 +10,7 @@ import select
 import subprocess
 import sys
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import BinaryIO
 import msgspec
 
 import paxkv
-from paxkv.errors import ConfigError, InvalidRequestError
+from paxkv.errors import InvalidRequestError, PaxkvError
 from paxkv.structured_output.grammar_compiler import GrammarCompiler
 from paxkv.structured_outputs_params import StructuredOutputsParams
 
@@ -68,6 +69,8 @@ class CheckerProcess:
         self._slots = threading.Semaphore(NUM_PROCESSES)
         self._idle: list[subprocess.Popen[bytes]] = []
         self._is_closed = False
+        # Also when nobody closes it, and at the interpreter's end.
+        self._end_idle = weakref.finalize(self, _end_all, self._idle)
         # The most recent one last -> why it was refused, or None.
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
 
@@ -91,9 +94,7 @@ class CheckerProcess:
         """Ends the processes that compute nothing, and the others when they have answered."""
         with self._lock:
             self._is_closed = True
-            idle, self._idle = self._idle, []
-        for process in idle:
-            _end(process)
+            self._end_idle()
 
     def _ask(self, line: bytes, kind: str) -> str | None:
         """Why a grammar is refused, or None."""
@@ -130,11 +131,7 @@ class CheckerProcess:
         reply = _exchange(process, msgspec.json.encode(self._setup), MAX_START_S)
         if reply is None:
             _end(process)
-            raise ConfigError("the process that compiles grammars did not start; see stderr.")
-        error = msgspec.json.decode(reply, type=_Verdict).error
-        if error is not None:
-            _end(process)
-            raise ConfigError(error)
+            raise PaxkvError("the process that compiles grammars did not start; see stderr.")
         return process
 
 
@@ -151,6 +148,11 @@ def _exchange(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -
     return (process.stdout.readline() or None) if readable else None
 
 
+def _end_all(processes: list[subprocess.Popen[bytes]]) -> None:
+    while processes:
+        _end(processes.pop())
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
@@ -162,17 +164,17 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def serve(lines: BinaryIO, answers: BinaryIO) -> None:
     """What the process does: one answer a line, until there are no more lines."""
     setup = msgspec.json.decode(lines.readline(), type=_Setup)
-    compiler, error = None, None
+    compiler = GrammarCompiler(
+        setup.tokenizer_json, vocab_size=setup.vocab_size, eos_token_ids=setup.eos_token_ids
+    )
+    # Now, so that no grammar's time is spent on it.
+    error = None
     try:
-        compiler = GrammarCompiler(
-            setup.tokenizer_json,
-            vocab_size=setup.vocab_size,
-            eos_token_ids=setup.eos_token_ids,
-        )
-    except ConfigError as raised:
+        compiler.check(StructuredOutputsParams(json_object=True))
+    except InvalidRequestError as raised:
         error = str(raised)
     _answer(answers, error)
-    while compiler is not None and (line := lines.readline()):
+    while line := lines.readline():
         error = None
         try:
             compiler.check(msgspec.json.decode(line, type=StructuredOutputsParams))

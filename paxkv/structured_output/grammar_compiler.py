@@ -1,4 +1,4 @@
-"""`GrammarCompiler`: a form that was asked for becomes a matcher, within limits; over llguidance."""
+"""`GrammarCompiler`: a form that was asked for becomes a matcher of llguidance, within limits."""
 
 import json
 import threading
@@ -8,13 +8,15 @@ from collections.abc import Mapping, Sequence
 import llguidance
 import numpy as np
 
-from paxkv.errors import ConfigError, InvalidRequestError
+from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 from paxkv.structured_outputs_params import StructuredOutputsParams
 
 # Some applications send the same few schemas with every request.
 MAX_CACHED_GRAMMARS = 64
 # A reason is shown to whoever sent the grammar, and may quote it.
 MAX_REASON_CHARS = 400
+# Kind, source and whether white space is left out.
+_Key = tuple[str, str, bool]
 # What one grammar may take, at most: about 0.1 s and 50 MB to build, and 0.05 s a step. Ordinary
 # schemas stay far below.
 _LIMITS = llguidance.LLParserLimits(
@@ -36,26 +38,19 @@ class GrammarCompiler:
         vocab_size: Of the model, which may have more tokens than the tokenizer.
         eos_token_ids: At least one; what may be drawn where a grammar is complete.
 
-    Raises:
-        ConfigError: There is no EOS token, or the tokenizer cannot be used.
     """
 
-    def __init__(self, tokenizer_json: str, *, vocab_size: int, eos_token_ids: Sequence[int]):
-        if not eos_token_ids:
-            raise ConfigError(
-                "structured output needs a model with an EOS token: nothing else says that a "
-                "grammar is complete."
-            )
+    def __init__(
+        self, tokenizer_json: str, *, vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
         self.vocab_size = vocab_size
-        try:
-            self._tokenizer = llguidance.LLTokenizer(
-                tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids)
-            )
-        except ValueError as error:
-            raise ConfigError(f"the tokenizer cannot be used for grammars: {error}.") from error
+        self._tokenizer_json = tokenizer_json
+        self._eos_token_ids = list(eos_token_ids)
+        # Made for the first grammar: with a large vocabulary it takes a second.
+        self._tokenizer: llguidance.LLTokenizer | None = None
         self._lock = threading.Lock()
         # The most recently used one last. A copy of it starts anew.
-        self._matchers: OrderedDict[StructuredOutputsKey, llguidance.LLMatcher] = OrderedDict()
+        self._matchers: OrderedDict[_Key, llguidance.LLMatcher] = OrderedDict()
 
     @property
     def num_mask_words(self) -> int:
@@ -85,12 +80,28 @@ class GrammarCompiler:
                     self._matchers.popitem(last=False)
         return matcher.deep_copy()
 
+    def _get_tokenizer(self) -> llguidance.LLTokenizer:
+        with self._lock:
+            if self._tokenizer is None:
+                try:
+                    self._tokenizer = llguidance.LLTokenizer(
+                        self._tokenizer_json,
+                        n_vocab=self.vocab_size,
+                        eos_token=self._eos_token_ids,
+                    )
+                except ValueError as error:
+                    raise UnsupportedFeatureError(
+                        f"this model's tokenizer cannot be used for grammars: {error}.",
+                        param="structured_outputs",
+                    ) from error
+            return self._tokenizer
+
     def _compile_new(self, params: StructuredOutputsParams) -> llguidance.LLMatcher:
         try:
             grammar = _grammar(params)
         except (ValueError, RecursionError) as error:
             raise _cannot_compile(params, str(error)) from None
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+        matcher = llguidance.LLMatcher(self._get_tokenizer(), grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise _cannot_compile(params, matcher.get_error())
         # What a grammar costs shows at the first masks; a limit that the first one reaches is
@@ -103,9 +114,6 @@ class GrammarCompiler:
         if not mask.any():
             raise _cannot_compile(params, "no text fits it")
         return matcher
-
-
-StructuredOutputsKey = tuple[str, str, bool]
 
 
 def _grammar(params: StructuredOutputsParams) -> str:

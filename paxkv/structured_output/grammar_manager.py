@@ -33,10 +33,16 @@ class GrammarManager:
         self._pool = concurrent.futures.ThreadPoolExecutor(
             _MAX_COMPILING, thread_name_prefix="paxkv-grammar"
         )
-        self._executor = llguidance.LLExecutor()
+        # Has threads of its own, so it is made when two requests have grammars.
+        self._executor: llguidance.LLExecutor | None = None
         self._compiling: dict[str, concurrent.futures.Future[llguidance.LLMatcher]] = {}
         self._matchers: dict[str, llguidance.LLMatcher] = {}
         self._failed: dict[str, str] = {}
+
+    @property
+    def num_requests(self) -> int:
+        """Requests with a grammar, or whose failure nobody has been told of."""
+        return len(self._compiling) + len(self._matchers) + len(self._failed)
 
     def add(self, request_id: str, params: StructuredOutputsParams) -> None:
         """Begins to compile a request's grammar."""
@@ -82,6 +88,7 @@ class GrammarManager:
         if len(rows) == 1:
             llguidance.numpy.fill_next_token_bitmask(rows[0][0], bitmask_np, rows[0][1])
         elif rows:
+            self._executor = self._executor or llguidance.LLExecutor()
             llguidance.numpy.fill_next_token_bitmask_par(self._executor, rows, bitmask_np)
         for matcher, row in rows:
             if matcher.is_error():

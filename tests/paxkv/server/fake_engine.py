@@ -17,6 +17,7 @@ BOS = 256
 DIE_AFTER_3 = "die after three tokens"
 FAIL_AFTER_3 = "raise a bug after three tokens"
 NO_TOKENS = "hold the first token back for good"
+GRAMMAR_FAILS = "let the grammar fail"
 # What stands between these in a prompt is the answer to it, a letter a token, and then EOS.
 SAY, SAID = "say this: ", " that is all"
 
@@ -135,6 +136,17 @@ class FakeEngine:
         if said:
             answers = [list(map(ord, said[:max_tokens]))] * sampling_params.n
             max_tokens = len(answers[0])
+        if GRAMMAR_FAILS in text:
+            failed = CompletionOutput(
+                index=0,
+                text="",
+                token_ids=[],
+                finish_reason="error",
+                stop_reason="the grammar cannot go on: it is too large",
+            )
+            yield _output(request_id, prompt_token_ids, [failed], is_done=True)
+            self.running.discard(request_id)
+            return
         reason = "stop" if said and max_tokens == len(said) else "length"
         num_sent = 0
         try:
