@@ -47,6 +47,8 @@ class IncrementalDetokenizer:
         self._stream = _TextStream(
             tokenizer, prompt_token_ids, skip_special_tokens=sampling_params.skip_special_tokens
         )
+        self._min_tokens = sampling_params.min_tokens
+        self._num_tokens = 0
         self._decoded = ""
         self._num_shown_chars = 0
         self._num_taken_chars = 0
@@ -72,6 +74,7 @@ class IncrementalDetokenizer:
             The stop string that these tokens completed, or None. Nothing may follow it.
         """
         for num_tokens, token_id in enumerate(new_token_ids, start=1):
+            self._num_tokens += 1
             stopped = self._append(self._stream.push(token_id), num_tokens)
             if stopped:
                 return stopped
@@ -86,7 +89,8 @@ class IncrementalDetokenizer:
 
     def _append(self, text: str, num_tokens: int) -> StoppedByString | None:
         self._decoded += text
-        match = self._finder.feed(text)
+        # Text of the first `min_tokens` tokens may begin a stop string, but completes none.
+        match = self._finder.feed(text, may_end=self._num_tokens > self._min_tokens)
         if match is None:
             return None
         cut = 0 if self._include_stop_str else len(match.stop_string)

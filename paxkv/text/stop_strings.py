@@ -37,8 +37,12 @@ class StopStringFinder:
         """Characters at the text's end that may still become part of a stop string."""
         return max(self._num_matched, default=0)
 
-    def feed(self, text: str) -> StopStringMatch | None:
-        """Reads the next piece; returns the first match, after which nothing may be fed."""
+    def feed(self, text: str, *, may_end: bool = True) -> StopStringMatch | None:
+        """Reads the next piece; returns the first match, after which nothing may be fed.
+
+        Args:
+            may_end: Whether a stop string that is complete in this piece counts.
+        """
         if not self._stop_strings:
             return None
         for char in text:
@@ -51,7 +55,9 @@ class StopStringFinder:
                 if stop[num_matched] == char:
                     num_matched += 1
                 if num_matched == len(stop):
-                    return StopStringMatch(stop_string=stop, num_chars=self._num_chars)
+                    if may_end:
+                        return StopStringMatch(stop_string=stop, num_chars=self._num_chars)
+                    num_matched = self._borders[idx][-1]
                 self._num_matched[idx] = num_matched
         return None
 

@@ -3,8 +3,9 @@
 import contextlib
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -137,11 +138,13 @@ def run_engine(
     settings: EngineSettings,
     *,
     sampling_params: Sequence[SamplingParams],
+    bad_words_token_ids: Mapping[int, tuple[tuple[int, ...], ...]] = MappingProxyType({}),
     watch: Callable[[Scheduler], None] = lambda scheduler: None,
 ) -> RunResult:
     """Generates for all prompts under the given settings; the pool must end whole.
 
     Args:
+        bad_words_token_ids: Of some of the prompts, by index.
         watch: Called after every step.
     """
     kv_cache_config = recording.runner.kv_cache_config
@@ -162,7 +165,12 @@ def run_engine(
         max_model_len=recording.max_model_len,
     )
     waiting = [
-        EngineRequest(request_id=str(i), prompt_token_ids=list(prompt), sampling_params=params)
+        EngineRequest(
+            request_id=str(i),
+            prompt_token_ids=list(prompt),
+            sampling_params=params,
+            bad_words_token_ids=bad_words_token_ids.get(i, ()),
+        )
         for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True))
     ]
     result = RunResult(

@@ -213,3 +213,70 @@ def test_text_of_a_prompt() -> None:
     assert text_of_prompt({"prompt": "a", "prompt_token_ids": [1]}) == "a"
     assert text_of_prompt({"prompt_token_ids": [1]}) is None
     assert text_of_prompt([1]) is None
+
+
+class WordTokenizer:
+    """Knows these texts only."""
+
+    eos_token_id = EOS_ID
+    token_ids = {
+        # As one token inside a text, and another at its start.
+        "no": [5],
+        " no": [6],
+        # With a space before it, it is a space and then the same.
+        "never": [7, 8],
+        " never": [32, 7, 8],
+        # The same first token.
+        "ever": [9, 10],
+        " ever": [9, 11],
+        "long": list(range(17)),
+        " long": list(range(17)),
+        "foreign": [300],
+        " foreign": [300],
+        "": [],
+        " ": [32],
+    }
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return self.token_ids[text]
+
+
+def process_words(*words: str, **params: object) -> tuple[tuple[int, ...], ...]:
+    processor = make(tokenizer=WordTokenizer())
+    return process(processor, [97], bad_words=list(words), **params).bad_words_token_ids
+
+
+def test_bad_words_are_written_as_at_the_start_of_a_text_and_within_one() -> None:
+    assert process_words("no") == ((5,), (6,))
+    assert process_words(" no", "no") == ((5,), (6,))
+    assert process_words("never", "ever") == ((7, 8), (9, 10))
+    assert process_words() == ()
+
+
+@pytest.mark.parametrize("word", ["long", "foreign", " "])
+def test_bad_word_that_cannot_be_found_is_refused(word: str) -> None:
+    with pytest.raises(InvalidRequestError, match="bad word") as caught:
+        process_words(word)
+    assert caught.value.param == "bad_words"
+
+
+def test_bad_words_need_a_tokenizer() -> None:
+    with pytest.raises(InvalidRequestError, match="logit_bias instead"):
+        process(make(tokenizer=None), [97], bad_words=["no"])
+
+
+@pytest.mark.parametrize("params", [{"allowed_token_ids": [300]}, {"logit_bias": {300: 1.0}}])
+def test_token_that_the_model_does_not_have_is_refused(params: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequestError, match="has 300") as caught:
+        process(make(), [97], **params)
+    assert caught.value.param in params
+
+
+def test_settings_that_leave_no_token_are_refused() -> None:
+    assert process_words("no", allowed_token_ids=[5, 6, 7]) == ((5,), (6,))
+    with pytest.raises(InvalidRequestError, match="leaves no token"):
+        process_words("no", allowed_token_ids=[5, 6])
+    process(make(), [97], allowed_token_ids=[EOS_ID])
+    with pytest.raises(InvalidRequestError, match="leaves no token"):
+        process(make(), [97], allowed_token_ids=[EOS_ID], min_tokens=1)

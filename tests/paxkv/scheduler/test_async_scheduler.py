@@ -392,3 +392,26 @@ def test_late_tokens_are_those_of_the_sequential_order(
         assert executor.outputs[request_id] == wanted
     assert scheduler.make_stats().kv_cache_usage == 0
     assert scheduler.reset_prefix_cache()
+
+
+class OpenGate:
+    """Every grammar is compiled."""
+
+    def is_ready(self, request_id):
+        return True
+
+
+def test_request_with_a_grammar_waits_for_its_last_token():
+    scheduler = make_scheduler(AsyncScheduler, grammar_gate=OpenGate(), max_num_batched_tokens=4)
+    bound = add(scheduler, "a", range(6), needs_grammar=True, max_tokens=3)
+    executor = LateExecutor(scheduler, depth=3)
+    # Pieces of its prompt do not wait for each other.
+    assert [counts(executor.step(8)) for _ in range(2)] == [{"a": 4}, {"a": 2}]
+    add(scheduler, "b", range(2))
+    assert counts(executor.step(8)) == {"b": 2}
+    assert bound.num_output_placeholders == 1
+    executor.bring_home()
+    output = executor.step(8)
+    assert (counts(output), output.num_decode_steps) == ({"a": 1, "b": 1}, 1)
+    executor.run(max_decode_steps=8)
+    assert executor.outputs["a"] == continuation(range(6), 3)

@@ -279,3 +279,29 @@ def test_a_window_moves_when_the_burst_is_over():
     (table,) = scheduler.kv_cache_manager.get_block_ids("a")
     # Token 16 sees 12 to 16.
     assert [block_id == 0 for block_id in table] == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"presence_penalty": 0.1},
+        {"repetition_penalty": 1.1},
+        {"bad_words": ["x"]},
+        {"allowed_token_ids": [1]},
+        {"logit_bias": {1: 1.0}},
+    ],
+    ids=str,
+)
+def test_request_whose_logits_are_changed_keeps_all_to_single_steps(params):
+    scheduler, runner = make_decoding(params=params)
+    add(scheduler, "b", 5)
+    step(scheduler, runner)
+    assert step(scheduler, runner, 8).num_decode_steps == 1
+    scheduler.finish_requests(["a"])
+    assert step(scheduler, runner, 8).num_decode_steps == 8
+
+
+def test_min_tokens_keep_to_single_steps_until_they_are_there():
+    scheduler, runner = make_decoding(params={"min_tokens": 3})
+    # One token is there; the next two draws are below it.
+    assert [step(scheduler, runner, 4).num_decode_steps for _ in range(3)] == [1, 1, 4]

@@ -151,6 +151,15 @@ def test_stop_string_across_tokens_cuts_the_text_before_it() -> None:
     assert stopped == StoppedByString(stop_string="STOP", num_tokens=1)
 
 
+def test_stop_string_counts_only_behind_min_tokens() -> None:
+    """Of "x.y.z." the second token is a stop string, and the fourth."""
+    for min_tokens, text in ((0, "x"), (1, "x"), (2, "x.y"), (3, "x.y"), (4, "x.y.z")):
+        pieces, stopped = stream(
+            byte_level_tokenizer(), list(b"x.y.z."), stop=".", min_tokens=min_tokens
+        )
+        assert ("".join(pieces), stopped.stop_string) == (text, ".")
+
+
 def test_stop_string_is_kept_when_asked() -> None:
     pieces, stopped = stream(
         byte_level_tokenizer(), list(b"one STOP two"), stop="STOP", include_stop_str_in_output=True

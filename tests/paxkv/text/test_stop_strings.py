@@ -40,6 +40,13 @@ def test_without_stop_strings_nothing_is_held() -> None:
     assert finder.num_held_chars == 0
 
 
+def test_stop_string_that_comes_too_early_does_not_count_but_may_have_begun() -> None:
+    finder = StopStringFinder(["aba"])
+    assert finder.feed("aba", may_end=False) is None
+    assert finder.num_held_chars == 1
+    assert finder.feed("ba") == StopStringMatch(stop_string="aba", num_chars=5)
+
+
 @settings(deadline=None)
 @given(
     stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
