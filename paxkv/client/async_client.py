@@ -291,7 +291,8 @@ class AsyncEngineClient:
         named = {"request_id": request_id, "priority": priority}
         # A megabyte takes seconds, which the loop must not wait for; a grammar is compiled.
         is_long = text is not None and len(text) > LONG_TEXT_CHARS
-        if is_long or sampling_params.structured_outputs is not None:
+        is_params = isinstance(sampling_params, SamplingParams)
+        if is_long or (is_params and sampling_params.structured_outputs is not None):
             return await asyncio.to_thread(self._input_processor.process, *arguments, **named)
         return self._input_processor.process(*arguments, **named)
 

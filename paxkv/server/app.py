@@ -20,6 +20,7 @@ from paxkv.server.middleware import DisconnectMiddleware, RequestIdMiddleware
 from paxkv.server.routes_chat import ChatRoutes
 from paxkv.server.routes_completions import CompletionRoutes
 from paxkv.server.routes_info import InfoRoutes
+from paxkv.server.routes_responses import ResponsesRoutes
 
 
 def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
@@ -35,6 +36,7 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
         routes=[
             *CompletionRoutes(engine, generator, max_body_bytes=limit).routes(),
             *ChatRoutes(engine, generator, config).routes(),
+            *ResponsesRoutes(engine, generator, config).routes(),
             *InfoRoutes(engine, metrics, max_body_bytes=limit).routes(),
         ],
         middleware=[Middleware(RequestIdMiddleware), Middleware(DisconnectMiddleware)],

@@ -1,6 +1,7 @@
 """POST /v1/chat/completions: the next message of a conversation."""
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -48,7 +49,11 @@ class ChatRoutes:
         fields = await read_json_object(request, max_body_bytes=self._config.max_body_bytes)
         body = parse_chat(fields)
         check_model(body.model, self._engine.model_info.served_model_name)
-        outputs, choices = await start_chat(body, self._engine, self._generator, self._config)
+        chat = await start_chat(body, self._engine, self._generator, self._config)
+        outputs = chat.outputs
+        choices = ChatChoices(
+            body, chat.tool_use, starts_thinking=chat.starts_thinking, echoed=_echoed(body)
+        )
         chat_id = f"chatcmpl-{body.request_id or request.state.request_id}"
         if body.stream:
             return await EventStreamResponse.start(self._chunks(outputs, choices, body, chat_id))
@@ -119,10 +124,24 @@ class ChatRoutes:
             yield msgspec.structs.replace(chunk, usage=usage.usage())
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StartedChat:
+    """A chat on its way.
+
+    Args:
+        starts_thinking: Whether its answers begin with thoughts; None where nobody tells them
+            apart.
+    """
+
+    outputs: IndexedOutputs
+    tool_use: ToolUse
+    starts_thinking: bool | None
+
+
 async def start_chat(
     body: ChatCompletionRequest, engine: EngineClient, generator: Generator, config: ServerConfig
-) -> tuple[IndexedOutputs, ChatChoices]:
-    """Outputs of a chat as they come, and what makes choices of them.
+) -> StartedChat:
+    """Checks a chat and hands it to the engine.
 
     Raises:
         InvalidRequestError: The request cannot be honoured.
@@ -156,13 +175,8 @@ async def start_chat(
         priority=body.priority or 0,
         stream=bool(body.stream),
     )
-    choices = ChatChoices(
-        body,
-        tools,
-        starts_thinking=_starts_thinking(text, body, tools, config),
-        echoed=_echoed(body),
-    )
-    return outputs, choices
+    starts_thinking = _starts_thinking(text, body, tools, config)
+    return StartedChat(outputs=outputs, tool_use=tools, starts_thinking=starts_thinking)
 
 
 def _starts_thinking(

@@ -32,6 +32,17 @@ CHAT_FIELDS: NeutralValues = {
     "web_search_options": (),
     "mm_processor_kwargs": ({},),
 }
+RESPONSES_FIELDS: NeutralValues = {
+    "previous_response_id": (),
+    "conversation": (),
+    "background": (False,),
+    "include": ([],),
+    "max_tool_calls": (),
+    "prompt": (),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+    "n": (1,),
+}
 TOKENIZE_FIELDS: NeutralValues = {
     "return_token_strs": (False,),
     "tools": ([],),

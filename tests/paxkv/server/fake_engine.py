@@ -54,8 +54,8 @@ class FakeChatTemplate:
         )
 
 
-def _joined(content: str | list[Mapping[str, str]]) -> str:
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+def _joined(content: str | list[Mapping[str, str]] | None) -> str:
+    return content if isinstance(content, str) else "\n".join(p["text"] for p in content or ())
 
 
 def answer_token_ids(prompt_token_ids: list[int], max_tokens: int, *, index: int = 0) -> list[int]:
