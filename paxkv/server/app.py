@@ -17,6 +17,7 @@ from paxkv.server.error_response import (
 from paxkv.server.generation import Generator
 from paxkv.server.metrics import ServerMetrics
 from paxkv.server.middleware import DisconnectMiddleware, RequestIdMiddleware
+from paxkv.server.openapi import OpenApiRoutes
 from paxkv.server.routes_chat import ChatRoutes
 from paxkv.server.routes_completions import CompletionRoutes
 from paxkv.server.routes_info import InfoRoutes
@@ -37,6 +38,7 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
             *CompletionRoutes(engine, generator, max_body_bytes=limit).routes(),
             *ChatRoutes(engine, generator, config).routes(),
             *ResponsesRoutes(engine, generator, config).routes(),
+            *OpenApiRoutes().routes(),
             *InfoRoutes(engine, metrics, max_body_bytes=limit).routes(),
         ],
         middleware=[Middleware(RequestIdMiddleware), Middleware(DisconnectMiddleware)],

@@ -3,6 +3,9 @@
 import msgspec
 from msgspec import UNSET, UnsetType
 
+# By this name inside structs too that have a field called `object`.
+_JsonObject = dict[str, object]
+
 
 class OutputPart(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     """A piece of an item's content."""
@@ -75,17 +78,17 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None
     max_output_tokens: int | None
-    metadata: dict[str, object]
+    metadata: _JsonObject
     model: str
     output: list[OutputItem]
     parallel_tool_calls: bool
     previous_response_id: None = None
-    reasoning: dict[str, object]
+    reasoning: _JsonObject
     store: bool = False
     temperature: float
-    text: dict[str, object]
-    tool_choice: str | dict[str, object]
-    tools: list[dict[str, object]]
+    text: _JsonObject
+    tool_choice: str | _JsonObject
+    tools: list[_JsonObject]
     top_p: float
     truncation: str = "disabled"
     usage: ResponseUsage | None = None
