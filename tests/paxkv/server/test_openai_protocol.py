@@ -1,7 +1,10 @@
 """What a request body turns into."""
 
+import msgspec
 import pytest
+from hypothesis import HealthCheck, given, settings
 
+from paxkv.config import ServerConfig
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 from paxkv.server.openai_protocol import (
     completion_prompts,
@@ -9,6 +12,10 @@ from paxkv.server.openai_protocol import (
     parse_completion,
     prompt_with_options,
 )
+from paxkv.text.chat_template import ChatTemplate
+from tests.paxkv.server.conftest import run_server
+from tests.paxkv.server.fake_engine import FakeEngine
+from tests.paxkv.server.request_bodies import REQUESTS
 
 USER = {"role": "user", "content": "hi"}
 
@@ -90,3 +97,59 @@ def test_prompt_too_deep_to_be_quoted_is_still_the_callers_mistake():
         prompt = [prompt]
     with pytest.raises(InvalidRequestError, match="nested too deeply"):
         completion_prompts(prompt)
+
+
+@pytest.fixture(scope="module")
+def fuzzed_server():
+    config = ServerConfig(
+        port=0,
+        enable_auto_tool_choice=True,
+        tool_call_parser="hermes",
+        reasoning_parser="qwen3",
+        trust_request_chat_template=True,
+    )
+    engine = FakeEngine()
+    # The real one: what messages do to it is part of the question.
+    source = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ tools | tojson }}"
+    engine.chat_template = ChatTemplate(source)
+    with run_server(engine, config) as server:
+        yield server
+
+
+def check_answers_below_500(server, num_cases: int) -> None:
+    statuses: set[int] = set()
+
+    @settings(
+        max_examples=num_cases,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(request=REQUESTS)
+    def check(request):
+        path, body = request
+        response = server.client.post(
+            path,
+            content=msgspec.json.encode(body),
+            headers={"Content-Type": "application/json"},
+        )
+        statuses.add(response.status_code)
+        assert response.status_code in (200, 400), response.text
+        if response.status_code == 400:
+            assert len(response.text) < 2000
+        assert "internal_error" not in response.text
+
+    check()
+    assert statuses == {200, 400}
+    assert server.client.get("/health").status_code == 200
+    assert not server.engine.running
+
+
+def test_no_body_is_a_server_error(fuzzed_server):
+    check_answers_below_500(fuzzed_server, 150)
+
+
+# Some minutes: run it with `pytest -m slow tests/paxkv/server/test_openai_protocol.py`.
+@pytest.mark.slow
+def test_none_of_20000_bodies_is_a_server_error(fuzzed_server):
+    check_answers_below_500(fuzzed_server, 20_000)
