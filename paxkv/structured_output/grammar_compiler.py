@@ -15,6 +15,8 @@ from paxkv.structured_outputs_params import StructuredOutputsParams
 MAX_CACHED_GRAMMARS = 64
 # A reason is shown to whoever sent the grammar, and may quote it.
 MAX_REASON_CHARS = 400
+# Between the parts of JSON. Without an end small models never come out of it.
+_WHITESPACE = r"[ \t\r\n]{1,32}"
 # Kind, source and whether white space is left out.
 _Key = tuple[str, str, bool]
 # What one grammar may take, at most: about 0.1 s and 50 MB to build, and 0.05 s a step. Ordinary
@@ -123,7 +125,9 @@ def _grammar(params: StructuredOutputsParams) -> str:
         ValueError: It is malformed. (What llguidance itself finds wrong, the matcher tells.)
     """
     source = params.source_text
-    options = {"whitespace_flexible": False} if params.disable_any_whitespace else None
+    options: dict[str, object] = {"whitespace_pattern": _WHITESPACE}
+    if params.disable_any_whitespace:
+        options = {"whitespace_flexible": False}
     match params.kind:
         case "json":
             return llguidance.LLMatcher.grammar_from_json_schema(source, overrides=options)

@@ -151,6 +151,16 @@ def test_what_would_grow_without_end_is_refused_soon(name):
     assert time.monotonic() - start_s < 10
 
 
+def test_white_space_in_json_has_an_end_or_none_at_all():
+    compiler = make_compiler()
+    flexible = compiler.compile(StructuredOutputsParams(json=SCHEMA))
+    assert flexible.consume_tokens(TOKENIZER.encode('{ \n  "n": 1,'))
+    endless = compiler.compile(StructuredOutputsParams(json=SCHEMA))
+    assert not endless.consume_tokens(TOKENIZER.encode("{" + " " * 33))
+    tight = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
+    assert not compiler.compile(tight).consume_tokens(TOKENIZER.encode('{ "n"'))
+
+
 def test_copies_of_a_grammar_move_on_alone():
     compiler = make_compiler()
     params = StructuredOutputsParams(choice=["ab", "ba"])
