@@ -78,7 +78,12 @@ def test_64_concurrent_streams_equal_the_offline_answers(server, offline_answers
 
 
 def test_grammars_and_forced_calls_bind_beside_other_requests(server) -> None:
-    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 2]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     named = {"type": "function", "function": {"name": "f"}}
     question = [{"role": "user", "content": "What is 2 + 2?"}]
