@@ -31,7 +31,6 @@ _MAX_SEED = 2**63 - 1
 # Fields of vLLM's SamplingParams whose effect this version does not implement yet, and the only
 # values that ask for nothing. Anything else is refused instead of being ignored.
 _NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
-    "prompt_logprobs": (None,),
     "spaces_between_special_tokens": (True,),
 }
 
@@ -58,6 +57,8 @@ class SamplingParams:
         ignore_eos: Go on after the model's EOS token.
         logprobs: Number of most likely tokens reported a position besides the drawn one, at most
             20; None reports none. They are taken before temperature and filters.
+        prompt_logprobs: The same for the tokens of the prompt, which is then computed whole: the
+            prefix cache is not read.
         presence_penalty: Taken from the logit of each token that the output has, in [-2, 2].
         frequency_penalty: The same, for each time that the output has it, in [-2, 2].
         repetition_penalty: Divides positive logits of tokens that prompt or output have, and
@@ -139,8 +140,10 @@ class SamplingParams:
             _check_int("max_tokens", self.max_tokens, low=1, high=2**31 - 1)
         if self.seed is not None:
             _check_int("seed", self.seed, low=-_MAX_SEED - 1, high=_MAX_SEED)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            # vLLM takes -1 for the whole vocabulary; the device keeps the 20 most likely.
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
         if self.n > 1 and self.is_greedy:
             raise InvalidRequestError(
                 f"n={self.n} greedy completions would all be the same one; n must be 1 when the "

@@ -2,9 +2,8 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Literal
 
-from paxkv.client.parallel_sampling import ParentRequest
+from paxkv.client.parallel_sampling import OutputKind, ParentRequest, PromptLogprobs
 from paxkv.contracts.engine_output import EngineCoreOutput, FinishReason, StepOutputs
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput
@@ -12,9 +11,6 @@ from paxkv.contracts.runner_output import TokenLogprobs
 from paxkv.errors import InvariantError
 from paxkv.text.detokenizer import IncrementalDetokenizer
 from paxkv.text.tokenizer import Tokenizer
-
-# Whether an output holds everything so far, only what is new, or comes only at the end.
-OutputKind = Literal["cumulative", "delta", "final_only"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +58,7 @@ class OutputProcessor:
         """
         if request.request_id in self._parents:
             raise InvariantError(f"request {request.request_id!r} is followed already.")
-        parent = ParentRequest(request, prompt=prompt, is_final_only=output_kind == "final_only")
+        parent = ParentRequest(request, prompt=prompt, output_kind=output_kind)
         for index, child in enumerate(parent.children):
             self._completions[child.request_id] = _CompletionState(
                 child,
@@ -139,6 +135,7 @@ class _CompletionState:
         self._index = index
         self._output_kind = output_kind
         self._tokenizer = tokenizer
+        self._prompt_token_ids = request.prompt_token_ids
         self._include_stop_str = request.sampling_params.include_stop_str_in_output
         self._detokenizer: IncrementalDetokenizer | None = None
         if tokenizer is not None and request.sampling_params.detokenize:
@@ -157,6 +154,8 @@ class _CompletionState:
 
     def process(self, output: EngineCoreOutput) -> None:
         """Takes one step's output, and hands its parent what the caller is to hear of it."""
+        if output.prompt_logprobs is not None:
+            self.parent.take_prompt_logprobs(self._to_prompt_logprobs(output.prompt_logprobs))
         self._num_cached_tokens = output.num_cached_tokens
         self.finish_reason = output.finish_reason
         self._stop_reason = output.stop_reason
@@ -194,6 +193,11 @@ class _CompletionState:
             return token_ids
         self.finish_reason, self._stop_reason = "stop", stopped.stop_string
         return token_ids[: stopped.num_tokens]
+
+    def _to_prompt_logprobs(self, logprobs: list[TokenLogprobs]) -> PromptLogprobs:
+        """An entry a token; the first follows nothing."""
+        following = zip(self._prompt_token_ids[1:], logprobs, strict=True)
+        return [None, *(self._to_logprobs(token_id, found) for token_id, found in following)]
 
     def _to_logprobs(self, token_id: int, logprobs: TokenLogprobs) -> dict[int, Logprob]:
         """The drawn token first, then the most likely ones."""

@@ -1,9 +1,14 @@
 """`ParentRequest`: a caller's request for n completions, which are n requests of the engine."""
 
 import dataclasses
+from typing import Literal
 
 from paxkv.contracts.engine_request import EngineRequest
-from paxkv.contracts.request_output import CompletionOutput, RequestOutput
+from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput
+
+# Whether an output holds everything so far, only what is new, or comes only at the end.
+OutputKind = Literal["cumulative", "delta", "final_only"]
+PromptLogprobs = list[dict[int, Logprob] | None]
 
 
 class ParentRequest:
@@ -15,17 +20,20 @@ class ParentRequest:
 
     Args:
         prompt: The prompt as text, if it came so.
-        is_final_only: Whether the caller wants one output, when all children have ended.
+        output_kind: With "final_only" there is one output, when all children have ended.
 
     Source: vLLM `v1/engine/parallel_sampling.py`.
     """
 
-    def __init__(self, request: EngineRequest, *, prompt: str | None, is_final_only: bool) -> None:
+    def __init__(
+        self, request: EngineRequest, *, prompt: str | None, output_kind: OutputKind
+    ) -> None:
         self.request_id = request.request_id
         self.children = make_children(request)
         self._prompt = prompt
         self._prompt_token_ids = request.prompt_token_ids
-        self._is_final_only = is_final_only
+        self._is_final_only = output_kind == "final_only"
+        self._is_delta = output_kind == "delta"
         self._unfinished = set(range(len(self.children)))
         # Children without a token yet: they may still need the blocks of child 0.
         self._not_begun = set(range(len(self.children)))
@@ -33,6 +41,7 @@ class ParentRequest:
         # What the caller has not been given yet.
         self._completions: dict[int, CompletionOutput] = {}
         self._num_cached_tokens = 0
+        self._prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -52,11 +61,18 @@ class ParentRequest:
         if completion.finished:
             self._unfinished.discard(index)
 
+    def take_prompt_logprobs(self, prompt_logprobs: PromptLogprobs) -> None:
+        """Takes what child 0 brings with its first token."""
+        self._prompt_logprobs = prompt_logprobs
+
     def take_output(self) -> RequestOutput | None:
         """What the caller has not been given yet; None when that is nothing, or not ready."""
         if not self._completions or (self._is_final_only and self._unfinished):
             return None
         completions, self._completions = self._completions, {}
+        prompt_logprobs = self._prompt_logprobs
+        if self._is_delta:
+            self._prompt_logprobs = None
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
@@ -64,6 +80,7 @@ class ParentRequest:
             outputs=[completions[index] for index in sorted(completions)],
             finished=self.is_finished,
             num_cached_tokens=self._num_cached_tokens,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def take_released_ids(self) -> list[str]:
@@ -90,7 +107,13 @@ def make_children(request: EngineRequest) -> list[EngineRequest]:
         dataclasses.replace(
             request,
             request_id=f"{index}_{request.request_id}",
-            sampling_params=dataclasses.replace(params, n=1, seed=_child_seed(params.seed, index)),
+            sampling_params=dataclasses.replace(
+                params,
+                n=1,
+                seed=_child_seed(params.seed, index),
+                # The prompt is one and the same.
+                prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+            ),
             keep_blocks=is_shared and index == 0,
             fork_from=source_id if is_shared and index > 0 else None,
         )

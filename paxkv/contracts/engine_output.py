@@ -21,6 +21,8 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         new_token_ids: Tokens drawn since the last output; may be empty at an abort.
         finish_reason: None while the request goes on.
         stop_reason: The stop token id that ended it; None for EOS and for every other reason.
+        prompt_logprobs: With the first token of a request that asked for them: an entry for each
+            token of the prompt but the first.
         num_cached_tokens: Prompt tokens that came from the prefix cache.
     """
 
@@ -30,6 +32,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

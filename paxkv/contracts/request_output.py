@@ -48,8 +48,9 @@ class RequestOutput:
         outputs: By index. A stream has only those that have something new.
         finished: Whether all its completions have ended.
         num_cached_tokens: Prompt tokens that came from the prefix cache.
-        prompt_logprobs: Per prompt token, as a completion's `logprobs`; None for the first token,
-            which nothing comes before, and for all unless asked for. A stream has them once.
+        prompt_logprobs: Per token of the prompt, `token id -> Logprob` of that token and of the
+            most likely ones; None for the first, which follows nothing. None unless asked for; a
+            stream of deltas has them once, with the first tokens.
     """
 
     request_id: str

@@ -44,6 +44,8 @@ class ModelRunnerOutput:
         sampled_token_ids: Per request of `req_ids`, its new tokens; empty while its prompt is
             still being computed. Nothing may assume one token a step.
         logprobs: Per request of `req_ids`, one entry per sampled token, or None when not asked.
+        prompt_logprobs: Of the requests that asked for them and got their first token in this step:
+            an entry for each token of the prompt but the first.
         draft_token_ids: Per request that has any, tokens to be verified in its next step.
         kv_connector_output: None without a connector.
     """
@@ -51,6 +53,7 @@ class ModelRunnerOutput:
     req_ids: list[str]
     sampled_token_ids: list[list[int]]
     logprobs: list[list[TokenLogprobs] | None]
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = dataclasses.field(default_factory=dict)
     draft_token_ids: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     kv_connector_output: KVConnectorOutput | None = None
 

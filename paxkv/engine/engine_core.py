@@ -26,6 +26,7 @@ from paxkv.contracts.engine_request import (
 )
 from paxkv.contracts.executor import Executor, StepHandle
 from paxkv.contracts.kv_events import KVEventBatch
+from paxkv.contracts.runner_output import ModelRunnerOutput
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.engine.burst_length import BurstLength
 from paxkv.engine.kv_event_publisher import KVEventPublisher
@@ -198,7 +199,7 @@ class EngineCore:
             self._burst_length.note_burst(step.scheduler_output.num_decode_steps, took_s)
         self._last_fetch_s = time.perf_counter()
         outputs = self._scheduler.update_from_output(step.scheduler_output, runner_output)
-        return self._advance_grammars(outputs)
+        return self._advance_grammars(_with_prompt_logprobs(outputs, runner_output))
 
     def _start_sampling(
         self, scheduler_output: SchedulerOutput, handle: StepHandle, grammars: GrammarManager
@@ -327,3 +328,18 @@ class EngineCore:
                 f"{self._scheduler.num_unfinished_requests()} requests wait, but "
                 f"{self._num_empty_steps} steps in a row scheduled no token."
             )
+
+
+def _with_prompt_logprobs(
+    outputs: list[EngineCoreOutput], runner_output: ModelRunnerOutput
+) -> list[EngineCoreOutput]:
+    """The same, with those that the step brought for the prompts of their requests."""
+    if not runner_output.prompt_logprobs:
+        return outputs
+    # Of a request that lost its first token, to a preemption, they come again with the next.
+    return [
+        msgspec.structs.replace(
+            output, prompt_logprobs=runner_output.prompt_logprobs.get(output.request_id)
+        )
+        for output in outputs
+    ]

@@ -14,6 +14,22 @@ from paxkv.runner.sampling_columns import needs_processors
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSpan:
+    """Tokens of one request's prompt in a step; each finds what is wanted of the next one.
+
+    Args:
+        req_idx: The request's row in the step.
+        start: Of the first token in the step.
+        position: Of the first token in the prompt.
+    """
+
+    req_idx: int
+    start: int
+    position: int
+    num_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltStep:
     """One step's buffer, and what the host must know to read its answer.
 
@@ -24,6 +40,7 @@ class BuiltStep:
         num_drawn_np: i32[len(req_ids)], tokens that the step draws for the request, or fewer where
             one of them ends it; 0 while its prompt is not finished.
         num_padded_tokens: Tokens that it computes for nobody.
+        prompt_spans: Parts of prompts whose log-probabilities it finds.
     """
 
     shape: StepShape | BurstShape
@@ -32,6 +49,7 @@ class BuiltStep:
     rows_np: np.ndarray
     num_drawn_np: np.ndarray
     num_padded_tokens: int
+    prompt_spans: tuple[PromptSpan, ...] = ()
 
 
 class BatchBuilder:
@@ -82,6 +100,7 @@ class BatchBuilder:
         is_processed = needs_processors(
             self._rows.sampling_rows_np[rows.rows_np], rows.num_computed_np + 1
         ).any()
+        wants_prompt = (rows.num_computed_np < self._rows.num_prompt_results_np[rows.rows_np]).any()
         if num_steps > 1:
             if is_processed:
                 raise InvariantError(
@@ -89,13 +108,15 @@ class BatchBuilder:
                     f"goes; got {rows.req_ids}, of which one needs it."
                 )
             return self._build_burst(rows, num_steps)
-        if self._buckets.has_bursts and (rows.num_scheduled_np == 1).all() and not is_processed:
+        is_plain = not is_processed and not wants_prompt
+        if self._buckets.has_bursts and (rows.num_scheduled_np == 1).all() and is_plain:
             return self._build_burst(rows, num_steps)
-        return self._build_step(rows)
+        return self._build_step(rows, wants_prompt=wants_prompt)
 
-    def _build_step(self, rows: "_ScheduledRows") -> BuiltStep:
+    def _build_step(self, rows: "_ScheduledRows", *, wants_prompt: bool) -> BuiltStep:
         num_reqs, num_tokens = len(rows.req_ids), len(rows.positions_np)
-        shape = self._buckets.shape_for(num_tokens)
+        buckets = self._buckets
+        shape = buckets.prompt_step_shape if wants_prompt else buckets.shape_for(num_tokens)
         packed_np, views = _make_buffer(shape)
         self._fill(views, rows, rows.row_of_token_np, rows.positions_np)
         views["query_start_loc"][1 : num_reqs + 1] = rows.ends_np
@@ -113,7 +134,31 @@ class BatchBuilder:
             rows_np=rows.rows_np,
             num_drawn_np=is_drawn_np.astype(np.int32),
             num_padded_tokens=shape.num_computed(num_tokens) - num_tokens,
+            prompt_spans=self._fill_next_ids(views, rows) if wants_prompt else (),
         )
+
+    def _fill_next_ids(
+        self, views: dict[str, np.ndarray], rows: "_ScheduledRows"
+    ) -> tuple[PromptSpan, ...]:
+        spans = []
+        starts_np = rows.ends_np - rows.num_scheduled_np
+        ends_np = self._rows.num_prompt_results_np[rows.rows_np]
+        for req_idx, (row, start, position, end) in enumerate(
+            zip(rows.rows_np, starts_np, rows.num_computed_np, ends_np, strict=True)
+        ):
+            num_tokens = min(int(rows.num_scheduled_np[req_idx]), int(end - position))
+            if num_tokens > 0:
+                next_ids_np = self._rows.token_ids_np[row, position + 1 :][:num_tokens]
+                views["next_ids"][start : start + num_tokens] = next_ids_np
+                spans.append(
+                    PromptSpan(
+                        req_idx=req_idx,
+                        start=int(start),
+                        position=int(position),
+                        num_tokens=num_tokens,
+                    )
+                )
+        return tuple(spans)
 
     def _build_burst(self, rows: "_ScheduledRows", num_steps: int) -> BuiltStep:
         num_reqs = len(rows.req_ids)

@@ -13,6 +13,7 @@ class StepShape:
     Args:
         tile_tokens: The step goes through its tokens so many at a time, and not through tiles
             without any; None is all at once. Divides `num_tokens`.
+        has_prompt_logprobs: It finds log-probabilities of every token too.
     """
 
     num_tokens: int
@@ -21,6 +22,7 @@ class StepShape:
     num_groups: int
     max_blocks_per_req: int
     tile_tokens: int | None = None
+    has_prompt_logprobs: bool = False
 
     def num_computed(self, num_tokens: int) -> int:
         """Tokens that a step of `num_tokens` computes, padding included."""
@@ -167,6 +169,8 @@ class StepBuckets:
             )
             for num_tokens in self._num_tokens
         )
+        # Few ask for it: one shape for steps of any size.
+        self.prompt_step_shape = dataclasses.replace(self.step_shapes[-1], has_prompt_logprobs=True)
         self._num_reqs = () if batch_invariant else decode_buckets(max_num_seqs)
         self.burst_shapes = tuple(
             BurstShape(
@@ -190,6 +194,7 @@ class StepBuckets:
     def largest_first(self) -> tuple[ProgramShape, ...]:
         """Every shape, in an order in which the longest compilations begin first."""
         return (
+            self.prompt_step_shape,
             *self.step_shapes[::-1],
             *self.burst_shapes[::-1],
             self.sampler_shape,
@@ -202,6 +207,7 @@ class StepBuckets:
         """The largest shape of each kind."""
         return (
             self.step_shapes[-1],
+            self.prompt_step_shape,
             *self.burst_shapes[-1:],
             self.copy_shapes[-1],
             self.sampler_shape,

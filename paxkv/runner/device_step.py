@@ -35,11 +35,13 @@ class DeviceStep:
     Attributes:
         result: i32[max_steps, num_reqs, RESULT_WIDTH], on the device; None before its tokens are
             drawn, and after they were fetched.
+        prompt_result: i32[num_tokens, RESULT_WIDTH], on the device; None where it has none.
         grammar_rows: Requests that draw a token which a grammar binds, and their rows in the step.
     """
 
     def __init__(self, *, built: BuiltStep, rows: InputBatch) -> None:
         self.result: jax.Array | None = None
+        self.prompt_result: jax.Array | None = None
         self._built = built
         self._rows = rows
         # Now, because a request may be gone when the tokens come home, and its id another's; or it
@@ -51,6 +53,14 @@ class DeviceStep:
             for row, state in enumerate(self._states)
             if state.needs_grammar and built.num_drawn_np[row] > 0
         }
+        self._is_first_draw = [
+            state.prompt_results_np is not None
+            and num_drawn > 0
+            and rows.num_tokens_np[row] + rows.num_pending_np[row] == state.num_prompt_tokens
+            for state, row, num_drawn in zip(
+                self._states, built.rows_np, built.num_drawn_np, strict=True
+            )
+        ]
         self._draw: Callable[[np.ndarray], jax.Array] | None = None
         self._mask_dims = (0, 0)
 
@@ -94,8 +104,12 @@ class DeviceStep:
             raise InvariantError("the step has drawn no tokens: `start_sampling` comes first.")
         if self.result is None:
             raise InvariantError("the tokens of a step are fetched once.")
-        result_np = jax.device_get(self.result)
-        self.result = None
+        result_np, prompt_np = jax.device_get((self.result, self.prompt_result))
+        self.result = self.prompt_result = None
+        for span in self._built.prompt_spans:
+            found_np = prompt_np[span.start : span.start + span.num_tokens]
+            prompt_results_np = self._states[span.req_idx].prompt_results_np
+            prompt_results_np[span.position : span.position + span.num_tokens] = found_np
         req_ids, num_drawn_np = self._built.req_ids, self._built.num_drawn_np
         drawn_np = result_np[: num_drawn_np.max(), : len(req_ids), 0]
         # A row that draws fewer than others has drawn nothing in the last steps.
@@ -112,7 +126,19 @@ class DeviceStep:
                 self._read_logprobs(result_np, req_idx, len(token_ids))
                 for req_idx, token_ids in enumerate(sampled_token_ids)
             ],
+            prompt_logprobs=self._finished_prompts(),
         )
+
+    def _finished_prompts(self) -> dict[str, list[TokenLogprobs]]:
+        """Of the requests that drew their first token in this step and want it."""
+        return {
+            state.req_id: [
+                read_logprobs(row_np, state.sampling_params.prompt_logprobs)
+                for row_np in state.prompt_results_np
+            ]
+            for state, is_first in zip(self._states, self._is_first_draw, strict=True)
+            if is_first
+        }
 
     def _read_logprobs(
         self, result_np: np.ndarray, req_idx: int, num_tokens: int

@@ -10,7 +10,7 @@ from paxkv.errors import InvariantError
 from paxkv.runner.block_table import BlockTable, MultiGroupBlockTable
 from paxkv.runner.packed_layout import MAX_ENDING_IDS
 from paxkv.runner.row_state import pack_row, processors_of
-from paxkv.runner.sampled_tokens import NO_TOKEN
+from paxkv.runner.sampled_tokens import NO_TOKEN, RESULT_WIDTH
 from paxkv.runner.sampling_columns import (
     NUM_COLUMNS,
     ROW,
@@ -35,6 +35,10 @@ class CachedRequestState:
     early_end_ids: tuple[int, ...]
     has_row_state: bool  # whether the device keeps a row of it
     needs_grammar: bool
+    num_prompt_tokens: int
+    # Log-probabilities of the prompt's tokens but the first, i32[num_prompt_tokens - 1,
+    # RESULT_WIDTH]; None where nobody asked for them.
+    prompt_results_np: np.ndarray | None
     # How often it got a row: tokens drawn for an earlier one are not for the next.
     num_starts: int = 0
 
@@ -66,6 +70,9 @@ class InputBatch:
         self.sampling_rows_np = np.zeros((max_num_seqs, NUM_COLUMNS), np.int32)
         self.ending_ids_np = np.full((max_num_seqs, MAX_ENDING_IDS), NO_TOKEN, np.int32)
         self.first_end_np = np.zeros(max_num_seqs, np.int32)
+        # Tokens of the prompt for whose next ones log-probabilities are wanted: 0 where nobody
+        # asked for them, or has had them.
+        self.num_prompt_results_np = np.zeros(max_num_seqs, np.int32)
         # Place of the row's last token among those that the last step drew; -1 if it drew none.
         self.prev_sampled_idx_np = np.full(max_num_seqs, -1, np.int32)
         self._free_rows = list(range(max_num_seqs))  # a heap: the lowest free row is taken first
@@ -210,6 +217,12 @@ class InputBatch:
             # A grammar's mask comes with each step instead.
             has_row_state=bool(processors & ~Processors.GRAMMAR) or params.min_tokens > 0,
             needs_grammar=new_req.needs_grammar,
+            num_prompt_tokens=len(new_req.prompt_token_ids),
+            prompt_results_np=(
+                None
+                if params.prompt_logprobs is None
+                else np.zeros((len(new_req.prompt_token_ids) - 1, RESULT_WIDTH), np.int32)
+            ),
         )
         self.requests[new_req.req_id] = state
         self._take_row(state, new_req.prompt_token_ids)
@@ -245,6 +258,12 @@ class InputBatch:
         self.num_pending_np[row_idx] = 0
         self.sampling_rows_np[row_idx] = state.sampling_row_np
         self.sampling_rows_np[row_idx, ROW] = row_idx
+        # They go out with the first new token: who has one has had them.
+        wants_prompt = state.prompt_results_np is not None
+        is_new = len(token_ids) == state.num_prompt_tokens
+        self.num_prompt_results_np[row_idx] = (
+            state.num_prompt_tokens - 1 if wants_prompt and is_new else 0
+        )
         if state.has_row_state:
             self._started.append(state)
         self.ending_ids_np[row_idx] = state.ending_ids_np

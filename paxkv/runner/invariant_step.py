@@ -6,12 +6,19 @@ import jax.numpy as jnp
 from models import ForwardBatch, KVCache, LoadedModel
 from paxkv.runner.bucketing import StepShape
 from paxkv.runner.packed_layout import PackedLayout
+from paxkv.runner.prompt_step import PromptStepFunction, next_token_rows
+from paxkv.runner.sampled_tokens import RESULT_WIDTH
 from paxkv.runner.sampling_columns import join_step_rows
 from paxkv.runner.step import Params, StepFunction, take_tokens
 
+# The cache, logits f32[max_num_seqs, vocab], and the prompts' result i32[num_tokens, RESULT_WIDTH]:
+# of no rows where nobody asked for it.
+_TileState = tuple[KVCache, jax.Array, jax.Array]
 
-def make_invariant_step(model: LoadedModel, shape: StepShape) -> StepFunction:
-    """The step of one shape with `tile_tokens`, not yet compiled; called like `make_step`'s.
+
+def make_invariant_step(model: LoadedModel, shape: StepShape) -> StepFunction | PromptStepFunction:
+    """The step of one shape with `tile_tokens`, not yet compiled; called like `make_step`'s, or
+    like `make_prompt_step`'s.
 
     Its tokens go through the model a tile at a time, in order, and each as a request of its own
     that has one token: so every product and every sum has one shape, whatever the step holds, and
@@ -28,26 +35,36 @@ def make_invariant_step(model: LoadedModel, shape: StepShape) -> StepFunction:
         packed: jax.Array,  # i32[num_words]
         prev_tokens: jax.Array,  # i32[max_num_seqs]
         logits: jax.Array,  # f32[max_num_seqs, vocab], of an earlier step, to be overwritten
-    ) -> tuple[KVCache, jax.Array, jax.Array]:
+    ) -> tuple[KVCache, jax.Array, jax.Array] | tuple[KVCache, jax.Array, jax.Array, jax.Array]:
         fields = layout.unpack(packed)
         fields["token_ids"] = take_tokens(fields, prev_tokens)
         logits_row = _logits_rows(fields, num_logits=logits.shape[0])
 
-        def run_tile(
-            tile_idx: jax.Array, state: tuple[KVCache, jax.Array]
-        ) -> tuple[KVCache, jax.Array]:
-            kv_cache, logits = state
+        def run_tile(tile_idx: jax.Array, state: _TileState) -> _TileState:
+            kv_cache, logits, prompt_result = state
             start = tile_idx * tile_tokens
             batch = _batch_of_tile(fields, start, tile_tokens)
             hidden, kv_cache = model.forward(params, kv_cache, batch)
             tile_rows = jax.lax.dynamic_slice_in_dim(logits_row, start, tile_tokens)
             tile_logits = model.compute_logits(params, hidden)
-            return kv_cache, logits.at[tile_rows].set(tile_logits, mode="drop")
+            if shape.has_prompt_logprobs:
+                next_ids = jax.lax.dynamic_slice_in_dim(fields["next_ids"], start, tile_tokens)
+                rows = next_token_rows(tile_logits, next_ids)
+                prompt_result = jax.lax.dynamic_update_slice_in_dim(
+                    prompt_result, rows, start, axis=0
+                )
+            return kv_cache, logits.at[tile_rows].set(tile_logits, mode="drop"), prompt_result
 
         num_tokens = fields["query_start_loc"][-1]
         num_tiles = (num_tokens + tile_tokens - 1) // tile_tokens
-        kv_cache, logits = jax.lax.fori_loop(0, num_tiles, run_tile, (kv_cache, logits))
-        return kv_cache, logits, join_step_rows(fields, max_num_seqs=prev_tokens.shape[0])
+        num_prompt_rows = shape.num_tokens if shape.has_prompt_logprobs else 0
+        prompt_result = jnp.zeros((num_prompt_rows, RESULT_WIDTH), jnp.int32)
+        kv_cache, logits, prompt_result = jax.lax.fori_loop(
+            0, num_tiles, run_tile, (kv_cache, logits, prompt_result)
+        )
+        sampling = join_step_rows(fields, max_num_seqs=prev_tokens.shape[0])
+        results = (kv_cache, logits, sampling)
+        return (*results, prompt_result) if shape.has_prompt_logprobs else results
 
     return step
 

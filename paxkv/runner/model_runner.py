@@ -187,9 +187,11 @@ class ModelRunner:
                 self._params, self._kv_cache, packed, self._prev_tokens
             )
             return
-        self._kv_cache, self._sampler.logits, sampling = program(
-            self._params, self._kv_cache, packed, self._prev_tokens, self._sampler.logits
-        )
+        arguments = (self._params, self._kv_cache, packed, self._prev_tokens, self._sampler.logits)
+        if built.shape.has_prompt_logprobs:
+            self._kv_cache, self._sampler.logits, sampling, step.prompt_result = program(*arguments)
+        else:
+            self._kv_cache, self._sampler.logits, sampling = program(*arguments)
 
         def draw(mask_np: np.ndarray | None) -> jax.Array:
             self._waiting_step = None

@@ -66,7 +66,9 @@ def _tokens(num_tokens: int) -> dict[str, tuple[int, ...]]:
 
 
 def _step_fields(s: StepShape) -> dict[str, tuple[int, ...]]:
-    return {
+    # The token that follows each one, where that is one of the prompt.
+    next_ids = {"next_ids": (s.num_tokens,)} if s.has_prompt_logprobs else {}
+    return next_ids | {
         "query_start_loc": (s.num_reqs + 1,),
         "seq_lens": (s.num_groups, s.num_reqs),
         "logits_indices": (s.num_logits,),

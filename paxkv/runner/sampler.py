@@ -43,7 +43,7 @@ def sample(
     )
     return jax.lax.cond(
         jnp.any(inputs.wants_logprobs),
-        lambda: _with_logprobs(logits if raw_logits is None else raw_logits(), token_ids),
+        lambda: with_logprobs(logits if raw_logits is None else raw_logits(), token_ids),
         lambda: _without_logprobs(token_ids),
     )
 
@@ -165,7 +165,7 @@ def _largest_threshold(
     return float_from_bits(low)
 
 
-def _with_logprobs(logits: jax.Array, token_ids: jax.Array) -> SampledTokens:
+def with_logprobs(logits: jax.Array, token_ids: jax.Array) -> SampledTokens:
     """Log-probabilities of the model's own distribution, whatever the sampling settings."""
     logprobs_max = logits.max(axis=-1, keepdims=True)
     log_total = jnp.log(jnp.exp(logits - logprobs_max).sum(axis=-1, keepdims=True)) + logprobs_max

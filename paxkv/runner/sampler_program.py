@@ -37,21 +37,26 @@ def make_sampler(shape: SamplerShape) -> SamplerFunction:
         sampling: jax.Array,  # i32[num_rows, STEP_ROW_WIDTH]
         token_mask: jax.Array,  # i32[num_rows, 1 + vocab_words], as `process_logits` takes it
     ) -> tuple[jax.Array, RowState, jax.Array, jax.Array]:
-        is_drawn = decode_step_rows(sampling).is_drawn
-        row_ends = jnp.arange(1, shape.num_rows + 1, dtype=jnp.int32)
-        num_rows = jnp.max(jnp.where(is_drawn, row_ends, 0))
-        num_chunks = (num_rows + shape.chunk_rows - 1) // shape.chunk_rows
-        result = jax.lax.fori_loop(
-            0,
-            num_chunks,
-            lambda chunk_idx, result: _draw_chunk(
-                shape, chunk_idx, result, logits, state, sampling, token_mask
-            ),
-            jnp.zeros((shape.num_rows, RESULT_WIDTH), jnp.int32),
-        )
+
+        def draw_chunk(chunk_idx: jax.Array, result: jax.Array) -> jax.Array:
+            return _draw_chunk(shape, chunk_idx, result, logits, state, sampling, token_mask)
+
+        result = jnp.zeros((shape.num_rows, RESULT_WIDTH), jnp.int32)
+        if shape.chunk_rows == shape.num_rows:
+            # No loop: an accelerator's host would wait for its condition.
+            result = draw_chunk(jnp.int32(0), result)
+        else:
+            result = jax.lax.fori_loop(0, _num_chunks(shape, sampling), draw_chunk, result)
         return logits, _note_drawn(state, sampling, result[:, 0]), result[None], result[:, 0]
 
     return draw
+
+
+def _num_chunks(shape: SamplerShape, sampling: jax.Array) -> jax.Array:  # i32[]
+    """Chunks up to the last row that draws."""
+    row_ends = jnp.arange(1, shape.num_rows + 1, dtype=jnp.int32)
+    num_rows = jnp.max(jnp.where(decode_step_rows(sampling).is_drawn, row_ends, 0))
+    return (num_rows + shape.chunk_rows - 1) // shape.chunk_rows
 
 
 def _draw_chunk(

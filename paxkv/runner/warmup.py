@@ -27,6 +27,7 @@ from paxkv.runner.invariant_step import make_invariant_step
 from paxkv.runner.packed_layout import PackedLayout
 from paxkv.runner.program_identity import num_cores, program_identity
 from paxkv.runner.program_store import ProgramFolder, ProgramStore, without_jax_cache
+from paxkv.runner.prompt_step import make_prompt_step
 from paxkv.runner.row_state import abstract_row_state, num_row_words, vocab_words, write_row
 from paxkv.runner.sampler_program import make_sampler
 from paxkv.runner.sampling_columns import STEP_ROW_WIDTH
@@ -136,7 +137,10 @@ class StepPrograms:
         if isinstance(shape, BurstShape):
             burst = jax.jit(make_burst(self._model, shape), donate_argnums=1)
             return burst.lower(self._params, kv_cache, packed, prev_tokens)
-        make = make_step if shape.tile_tokens is None else make_invariant_step
+        if shape.tile_tokens is not None:
+            make = make_invariant_step
+        else:
+            make = make_prompt_step if shape.has_prompt_logprobs else make_step
         step = jax.jit(make(self._model, shape), donate_argnums=(1, 4))
         return step.lower(self._params, kv_cache, packed, prev_tokens, self._abstract_logits())
 

@@ -11,6 +11,19 @@ NUM_REQUESTS = 2_000
 VOCAB_SIZE = 500
 
 
+def random_changes(draw: random.Random) -> dict[str, object]:
+    """Fields that change logits before a draw, and one that needs a step of its own."""
+    return {
+        "presence_penalty": draw.choice([0.0, 0.5]),
+        "repetition_penalty": draw.choice([1.0, 1.2]),
+        "logit_bias": draw.choice([None, {7: 5.0}]),
+        "allowed_token_ids": draw.choice([None, list(range(400))]),
+        "bad_words": draw.choice([None, ["a", "the end"]]),
+        "min_tokens": draw.choice([0, 1]),
+        "prompt_logprobs": draw.choice([None, 3]),
+    }
+
+
 def random_request(draw: random.Random) -> tuple[list[int], SamplingParams]:
     length = draw.randint(100, 300) if draw.random() < 0.02 else draw.randint(1, 16)
     shared = [7] * draw.choice([0, 0, 0, 32])
@@ -26,6 +39,8 @@ def random_request(draw: random.Random) -> tuple[list[int], SamplingParams]:
         logprobs=draw.choice([None, None, 0, 5, 20]),
         ignore_eos=draw.random() < 0.5,
         stop_token_ids=draw.choice([None, [5, 6]]),
+        # Few, so that the others decode in bursts now and then.
+        **(random_changes(draw) if draw.random() < 0.05 else {}),
     )
     return shared + [draw.randrange(VOCAB_SIZE) for _ in range(length)], params
 

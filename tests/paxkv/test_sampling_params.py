@@ -45,6 +45,9 @@ def test_defaults_are_vllms() -> None:
         ("seed", 1.0),
         ("logprobs", -1),
         ("logprobs", MAX_LOGPROBS + 1),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", MAX_LOGPROBS + 1),
+        ("prompt_logprobs", np.array([1, 2])),
         ("stop", ""),
         ("stop", ["ok", ""]),
         ("stop", [3]),
@@ -93,8 +96,6 @@ def test_bad_value_names_the_field(field: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("prompt_logprobs", 1),
-        ("prompt_logprobs", np.array([1, 2])),
         ("spaces_between_special_tokens", False),
     ],
 )

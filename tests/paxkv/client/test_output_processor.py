@@ -18,10 +18,17 @@ NOTHING = ProcessedOutputs(request_outputs=[], request_ids_to_abort=[])
 class Caller:
     """One output processor with one request, fed with text."""
 
-    def __init__(self, output_kind: str = "delta", *, tokenizer: bool = True, **params: object):
+    def __init__(
+        self,
+        output_kind: str = "delta",
+        *,
+        tokenizer: bool = True,
+        prompt: tuple[int, ...] = (112,),
+        **params: object,
+    ):
         self.processor = OutputProcessor(byte_level_tokenizer() if tokenizer else None)
         request = EngineRequest(
-            request_id="r", prompt_token_ids=[112], sampling_params=SamplingParams(**params)
+            request_id="r", prompt_token_ids=list(prompt), sampling_params=SamplingParams(**params)
         )
         self.processor.add_request(request, prompt="p", output_kind=output_kind)
 
@@ -150,3 +157,25 @@ def test_request_id_is_followed_once() -> None:
     request = EngineRequest(request_id="r", prompt_token_ids=[1], sampling_params=SamplingParams())
     with pytest.raises(InvariantError):
         caller.processor.add_request(request, prompt=None, output_kind="delta")
+
+
+def test_logprobs_of_the_prompt_come_once_in_deltas_and_stay_in_all_other_outputs() -> None:
+    found = [
+        TokenLogprobs(token_logprob=-2.0, token_rank=3, top_token_ids=[97], top_logprobs=[-0.5])
+    ]
+    for kind, stays in (("delta", False), ("cumulative", True)):
+        caller = Caller(kind, prompt=[112, 113], prompt_logprobs=1)
+        first = caller.step(b"a", prompt_logprobs=found).request_outputs[0].prompt_logprobs
+        assert first == [
+            None,
+            {
+                113: Logprob(logprob=-2.0, rank=3, decoded_token="q"),
+                97: Logprob(logprob=-0.5, rank=1, decoded_token="a"),
+            },
+        ]
+        later = caller.step(b"b").request_outputs[0].prompt_logprobs
+        assert later == (first if stays else None)
+    caller = Caller("final_only", prompt=[112], prompt_logprobs=1)
+    assert caller.step(b"a", prompt_logprobs=[]).request_outputs == []
+    (last,) = caller.step(b"b", finish_reason="length").request_outputs
+    assert last.prompt_logprobs == [None]

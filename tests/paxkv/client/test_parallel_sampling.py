@@ -167,3 +167,10 @@ def test_abort_ends_every_child_and_shows_what_there_is() -> None:
     ]
     assert parent.step(output(1, "c"), output(2, "d")).request_outputs == []
     assert parent.processor.num_unfinished_requests == 0
+
+
+def test_only_child_0_is_asked_for_logprobs_of_the_prompt() -> None:
+    children = make_children(make_request(prompt_logprobs=2))
+    assert [c.sampling_params.prompt_logprobs for c in children] == [2, None, None]
+    # They share its blocks as ever.
+    assert [child.fork_from for child in children] == [None, "0_7", "0_7"]

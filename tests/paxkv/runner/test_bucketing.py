@@ -1,5 +1,7 @@
 """Buckets cover every step and are few."""
 
+import dataclasses
+
 import pytest
 
 from paxkv.errors import InvariantError
@@ -68,8 +70,9 @@ def test_burst_gets_smallest_shape_that_holds_its_requests(num_reqs):
 
 
 def test_largest_shapes_are_the_budget_and_all_requests():
-    step, burst, copies, sampler, row = make_buckets().largest
+    step, prompt_step, burst, copies, sampler, row = make_buckets().largest
     assert (step.num_tokens, burst.num_reqs, copies.num_copies) == (48, 6, 6)
+    assert prompt_step == dataclasses.replace(step, has_prompt_logprobs=True)
     assert (sampler, row) == (make_buckets().sampler_shape, make_buckets().row_shape)
 
 

@@ -9,6 +9,7 @@ import pytest
 from paxkv.config import CacheConfig, SchedulerConfig
 from paxkv.contracts.grammar_bitmask import GrammarBitmask
 from paxkv.errors import InvariantError
+from paxkv.runner import model_runner
 from paxkv.runner.model_runner import ModelRunner
 from paxkv.runner.row_state import vocab_words
 from paxkv.runner.step_sampler import StepSampler
@@ -22,17 +23,23 @@ MODEL = TinyModel()
 NUM_NEW_TOKENS = 10
 
 
-@pytest.fixture(scope="module")
-def runner():
+@pytest.fixture(scope="module", params=[2, MAX_NUM_SEQS], ids=["two_at_a_time", "all_at_once"])
+def runner(request):
     """Warm, without requests; a test must end its own."""
-    runner = ModelRunner(
-        MODEL,
-        cache_config=CacheConfig(block_size=8, num_gpu_blocks_override=30),
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS
-        ),
-        max_model_len=MAX_MODEL_LEN,
-        seed=0,
+    with pytest.MonkeyPatch.context() as patch:
+        # Not a divisor of the number of rows: the last one is drawn with one before it.
+        patch.setattr(model_runner, "SAMPLED_CHUNK_ROWS", request.param)
+        runner = ModelRunner(
+            MODEL,
+            cache_config=CacheConfig(block_size=8, num_gpu_blocks_override=30),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS
+            ),
+            max_model_len=MAX_MODEL_LEN,
+            seed=0,
+        )
+    assert runner._buckets.sampler_shape.chunk_rows == (
+        request.param if jax.default_backend() == "cpu" else MAX_NUM_SEQS
     )
     runner.warm_up()
     return runner

@@ -61,7 +61,7 @@ def test_warm_up_compiles_all_buckets_once(mesh, kv_cache, capsys):
             assert alias_bytes >= logits_bytes + cache_bytes * isinstance(shape, StepShape)
     assert programs.num_compiles_after_ready == 0
     out, err = capsys.readouterr()
-    assert out == "" and "6/6" in err
+    assert out == "" and "7/7" in err
 
 
 def test_shape_that_the_warm_up_missed_is_counted_once(mesh, kv_cache, capsys):

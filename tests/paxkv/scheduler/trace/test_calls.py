@@ -26,7 +26,7 @@ FULL_REQUEST = EngineRequest(
     request_id="r",
     prompt_token_ids=[1, 2, 3],
     sampling_params=SamplingParams(
-        max_tokens=3, temperature=0.5, stop_token_ids=[5], seed=-3, stop=["é"]
+        max_tokens=3, temperature=0.5, stop_token_ids=[5], seed=-3, stop=["é"], logit_bias={7: -1.5}
     ),
     eos_token_ids=(0, 9),
     arrival_time=1234567890.123456,
