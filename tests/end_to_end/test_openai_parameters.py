@@ -173,6 +173,7 @@ def test_tools_are_called_where_they_must_be(client, tool_choice) -> None:
         {"prompt": "a", "echo": True},
         {"prompt": "a", "echo": True, "max_tokens": 0},
         {"prompt": "a", "logprobs": 2, "best_of": 1},
+        {"prompt": "a b", "logprobs": 2, "echo": True},
         {"prompt": "a b c", "extra_body": {"add_special_tokens": False, "min_p": 0.1}},
     ],
     ids=str,
@@ -183,6 +184,31 @@ def test_a_streamed_completion_says_the_same(client, fields) -> None:
         assert texts[0].startswith("a")
     if fields.get("max_tokens") == 0:
         assert texts == ["a"]
+
+
+def test_an_echoed_prompt_is_scored_like_any_other_text(client) -> None:
+    fields = {"model": MODEL, "logprobs": 2, "echo": True, "temperature": 0}
+    first = client.completions.create(prompt="12 + 30 =", max_tokens=6, **fields).choices[0]
+    again = client.completions.create(prompt=first.text, max_tokens=0, **fields).choices[0]
+    assert again.text == first.text
+    assert first.logprobs.token_logprobs[0] is None
+    if again.logprobs.tokens == first.logprobs.tokens:  # text may be cut into other tokens
+        assert again.logprobs.token_logprobs[1:] == pytest.approx(
+            first.logprobs.token_logprobs[1:], abs=1e-3
+        )
+    chunks = client.completions.create(prompt="12 + 30 =", max_tokens=6, stream=True, **fields)
+    parts = [choice.logprobs for chunk in chunks for choice in chunk.choices]
+    assert [t for part in parts for t in part.tokens] == first.logprobs.tokens
+    assert [o for part in parts for o in part.text_offset] == first.logprobs.text_offset
+
+
+def test_a_chat_tells_how_likely_its_prompt_was(client) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, max_tokens=1, extra_body={"prompt_logprobs": 1}
+    )
+    first, *others = answer.model_extra["prompt_logprobs"]
+    assert first is None and len(others) == answer.usage.prompt_tokens - 1
+    assert all(p["logprob"] <= 0 < p["rank"] for position in others for p in position.values())
 
 
 def test_responses_stream_the_same(client) -> None:
