@@ -55,6 +55,13 @@ class InputProcessor:
         self._eos_token_ids = all_eos_token_ids(tokenizer, eos_token_ids, vocab_size)
         self._grammar_checker = grammar_checker
 
+    def must_compile(self, sampling_params: SamplingParams) -> bool:
+        """Whether `process` waits for a grammar to be compiled on trial."""
+        if not isinstance(sampling_params, SamplingParams):
+            return False  # which `process` refuses
+        form, checker = sampling_params.structured_outputs, self._grammar_checker
+        return form is not None and checker is not None and not checker.is_remembered(form)
+
     def process(
         self,
         prompt: Prompt,

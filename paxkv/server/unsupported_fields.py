@@ -72,7 +72,7 @@ BEAM_SEARCH_FIELDS: NeutralValues = {
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "tools": ([],),
-    "tool_choice": ("none",),
+    "tool_choice": ("none", "auto"),
 }
 NO_BEAM_SEARCH_FIELDS: NeutralValues = {"length_penalty": (1,)}
 MESSAGE_FIELDS: NeutralValues = {"function_call": (), "audio": ()}

@@ -74,6 +74,11 @@ class CheckerProcess:
         # The most recent one last -> why it was refused, or None.
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
 
+    def is_remembered(self, params: StructuredOutputsParams) -> bool:
+        """See `GrammarChecker`."""
+        with self._lock:
+            return msgspec.json.encode(params) in self._verdicts
+
     def check(self, params: StructuredOutputsParams) -> None:
         """See `GrammarChecker`."""
         line = msgspec.json.encode(params)

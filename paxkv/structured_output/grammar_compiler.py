@@ -60,7 +60,7 @@ class GrammarCompiler:
         return (self.vocab_size + 31) // 32
 
     def check(self, params: StructuredOutputsParams) -> None:
-        """See `GrammarChecker`."""
+        """Raises what `compile` raises."""
         self.compile(params)
 
     def compile(self, params: StructuredOutputsParams) -> llguidance.LLMatcher:
