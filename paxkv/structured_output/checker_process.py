@@ -5,6 +5,7 @@ takes for ever to be found impossible, and a thread that computes cannot be stop
 else compiles a grammar that has not been compiled here, in time and within a limit of memory.
 """
 
+import faulthandler
 import os
 import select
 import subprocess
@@ -26,6 +27,7 @@ from paxkv.structured_outputs_params import StructuredOutputsParams
 # An ordinary schema takes milliseconds.
 MAX_COMPILE_S = 2.0
 MAX_START_S = 60.0
+WATCHDOG_S = 30.0
 # Of the process's address space, the interpreter and the tokenizer included.
 MAX_BYTES = 4 * 2**30
 MAX_REMEMBERED = 1024
@@ -166,8 +168,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         pipe.close()
 
 
-def serve(lines: BinaryIO, answers: BinaryIO) -> None:
-    """What the process does: one answer a line, until there are no more lines."""
+def serve(lines: BinaryIO, answers: BinaryIO, *, has_watchdog: bool = False) -> None:
+    """What the process does: one answer a line, until there are no more lines.
+
+    Args:
+        has_watchdog: It ends by itself where one line takes far too long: whoever would have
+            ended it may be gone.
+    """
     setup = msgspec.json.decode(lines.readline(), type=_Setup)
     compiler = GrammarCompiler(
         setup.tokenizer_json, vocab_size=setup.vocab_size, eos_token_ids=setup.eos_token_ids
@@ -181,10 +188,15 @@ def serve(lines: BinaryIO, answers: BinaryIO) -> None:
     _answer(answers, error)
     while line := lines.readline():
         error = None
+        if has_watchdog:
+            # A thread of its own, which needs no interpreter.
+            faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)
         try:
             compiler.check(msgspec.json.decode(line, type=StructuredOutputsParams))
         except InvalidRequestError as raised:
             error = str(raised)
+        if has_watchdog:
+            faulthandler.cancel_dump_traceback_later()
         _answer(answers, error)
 
 
@@ -203,4 +215,4 @@ def _limit_memory() -> None:
 
 if __name__ == "__main__":
     _limit_memory()
-    serve(sys.stdin.buffer, sys.stdout.buffer)
+    serve(sys.stdin.buffer, sys.stdout.buffer, has_watchdog=True)
