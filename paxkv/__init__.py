@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from paxkv.sampling_params import BeamSearchParams, SamplingParams
+from paxkv.structured_outputs_params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from paxkv.contracts.request_output import (
@@ -25,6 +26,7 @@ __all__ = [
     "CompletionOutput",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]
 
 # Resolved on first use, so that `import paxkv` alone stays free of JAX.

@@ -13,13 +13,20 @@ from pathlib import Path
 
 import jax
 
-from paxkv.build_client import TextParts, load_text_parts, make_input_processor
+from paxkv.build_client import (
+    TextParts,
+    find_grammar_setup,
+    load_text_parts,
+    load_tokenizer,
+    make_input_processor,
+)
 from paxkv.client.inproc_client import InprocClient
 from paxkv.client.input_processor import InputProcessor
 from paxkv.client.output_processor import OutputProcessor
 from paxkv.config import CacheConfig, EngineConfig
 from paxkv.contracts.engine_client import EngineTransport
 from paxkv.contracts.engine_start import EngineReady
+from paxkv.contracts.grammar_gate import GrammarGate
 from paxkv.contracts.kv_cache_spec import KVCacheConfig
 from paxkv.contracts.model_info import ModelInfo
 from paxkv.engine.core_thread import CoreThread
@@ -31,6 +38,8 @@ from paxkv.scheduler.scheduler import Scheduler
 from paxkv.scheduler.trace.header import TraceHeader
 from paxkv.scheduler.trace.recorder import TraceRecorder, make_scheduler, record_scheduler
 from paxkv.scheduler.trace.trace_file import check_trace_file
+from paxkv.structured_output.grammar_compiler import GrammarCompiler
+from paxkv.structured_output.grammar_manager import GrammarManager
 from paxkv.text.chat_template import ChatTemplate
 from paxkv.text.tokenizer import Tokenizer
 
@@ -86,7 +95,7 @@ def build_engine(config: EngineConfig, *, show_progress: bool = False) -> BuiltE
     built = build_core(
         config,
         show_progress=show_progress,
-        on_model_found=lambda folder: found.append(load_text_parts(folder)),
+        on_model_found=lambda folder: found.append(load_text_parts(config.model, folder)),
     )
     (text,) = found
     return BuiltEngine(
@@ -157,8 +166,12 @@ def _build_core(
     max_model_len = _max_model_len(config, model.config)
     runner = _make_runner(config, model, store, show_progress=show_progress)
     runner.warm_up()
-    scheduler = _make_scheduler(config, runner.kv_cache_config, max_model_len)
-    core = _make_core(config, scheduler, runner, kv_event_publisher)
+    grammar_setup = find_grammar_setup(
+        load_tokenizer(folder), model.config.eos_token_ids, model.config.vocab_size
+    )
+    grammars = GrammarManager(GrammarCompiler(**grammar_setup)) if grammar_setup else None
+    scheduler = _make_scheduler(config, runner.kv_cache_config, max_model_len, grammars)
+    core = _make_core(config, scheduler, runner, kv_event_publisher, grammars)
     model_info = ModelInfo(
         served_model_name=_served_model_name(config),
         model=config.model.model or DEMO_MODEL_NAME,
@@ -248,7 +261,10 @@ def _served_model_name(config: EngineConfig) -> str:
 
 
 def _make_scheduler(
-    config: EngineConfig, kv_cache_config: KVCacheConfig, max_model_len: int
+    config: EngineConfig,
+    kv_cache_config: KVCacheConfig,
+    max_model_len: int,
+    grammar_gate: GrammarGate | None,
 ) -> Scheduler | TraceRecorder:
     build = TraceHeader(
         scheduler_config=config.scheduler,
@@ -258,8 +274,8 @@ def _make_scheduler(
         is_async=config.scheduler.async_scheduling,
     )
     if config.scheduler.trace_file is None:
-        return make_scheduler(build)
-    return record_scheduler(build, Path(config.scheduler.trace_file))
+        return make_scheduler(build, grammar_gate=grammar_gate)
+    return record_scheduler(build, Path(config.scheduler.trace_file), grammar_gate=grammar_gate)
 
 
 def _make_core(
@@ -267,11 +283,13 @@ def _make_core(
     scheduler: Scheduler | TraceRecorder,
     runner: ModelRunner,
     kv_event_publisher: KVEventPublisher | None,
+    grammars: GrammarManager | None,
 ) -> EngineCore:
     return EngineCore(
         scheduler,
         runner,
         kv_event_publisher,
+        grammars=grammars,
         max_steps_in_flight=2 if config.scheduler.async_scheduling else 1,
         max_decode_burst=1 if config.runner.batch_invariant else config.scheduler.max_decode_burst,
     )

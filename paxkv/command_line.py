@@ -130,6 +130,7 @@ def _typed_fields(config_class: type) -> list[tuple[dataclasses.Field[object], o
 
 
 def _without_none(field_type: object) -> object:
-    if isinstance(field_type, types.UnionType):
+    # `Literal["a", "b"] | None` is a typing.Union, `int | None` is not.
+    if typing.get_origin(field_type) in (types.UnionType, typing.Union):
         (field_type,) = (t for t in typing.get_args(field_type) if t is not types.NoneType)
     return field_type

@@ -15,6 +15,7 @@ SchedulerPolicy = Literal["fcfs", "priority"]
 PrefixCachingHashAlgo = Literal["sha256", "sha256_cbor", "xxhash"]
 KVEventPublisherKind = Literal["zmq", "null"]
 Kernels = Literal["auto", "xla"]
+ChatTemplateContentFormat = Literal["auto", "string", "openai"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +46,23 @@ class ModelConfig:
         "most tokens of prompt and output together; the model's own limit if left out", None
     )
     load_format: LoadFormat = setting("auto reads safetensors; dummy makes random weights", "auto")
+    chat_template: str | None = setting(
+        "jinja template of chats, instead of the checkpoint's: a file, or the template itself in "
+        "a single line",
+        None,
+    )
+    chat_template_content_format: ChatTemplateContentFormat = setting(
+        "whether the chat template takes the contents of messages as strings, or as OpenAI's "
+        "lists of parts; auto looks at the template",
+        "auto",
+    )
 
     def __post_init__(self) -> None:
+        one_of(
+            "chat_template_content_format",
+            self.chat_template_content_format,
+            ChatTemplateContentFormat.__args__,
+        )
         one_of("product_dtype", self.product_dtype, ProductDtype.__args__)
         one_of("dtype", self.dtype, Dtype.__args__)
         one_of("load_format", self.load_format, LoadFormat.__args__)

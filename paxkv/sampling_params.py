@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.structured_outputs_params import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
 # Completions of one request, as many as OpenAI's API allows.
@@ -66,6 +67,7 @@ class SamplingParams:
         allowed_token_ids: The only tokens that may be drawn; None is all.
         logit_bias: Added to the logits of these tokens, in [-100, 100]; at most 1024.
         detokenize: False skips making text (then `stop` is refused).
+        structured_outputs: The form that the tokens must have; None is any.
 
     Raises:
         InvalidRequestError: A value is out of range or of the wrong type.
@@ -96,6 +98,7 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = None
     logit_bias: dict[int, float] | None = None
     skip_reading_prefix_cache: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -110,6 +113,22 @@ class SamplingParams:
                     f"leave it out or send {neutral[0]!r}.",
                     param=name,
                 )
+
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise InvalidRequestError(
+                "structured_outputs must be StructuredOutputsParams or None, got "
+                f"{type(self.structured_outputs).__name__}.",
+                param="structured_outputs",
+            )
+        if self.structured_outputs is not None:
+            for name in ("min_tokens", "bad_words", "allowed_token_ids"):
+                # Together they may leave no token that could be drawn.
+                if getattr(self, name):
+                    raise InvalidRequestError(
+                        f"{name} cannot be combined with structured_outputs, which says itself "
+                        "what may be drawn; leave one of them out.",
+                        param=name,
+                    )
 
     def _check_numbers(self) -> None:
         _check_int("n", self.n, low=1, high=MAX_N)

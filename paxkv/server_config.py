@@ -2,9 +2,13 @@
 
 import dataclasses
 import math
+from typing import Literal
 
 from paxkv.errors import ConfigError
-from paxkv.setting import at_least, is_number, setting, true_or_false
+from paxkv.setting import at_least, is_number, one_of, setting, true_or_false
+
+ToolCallParser = Literal["hermes", "llama3_json"]
+ReasoningParserName = Literal["qwen3", "deepseek_r1"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +91,23 @@ class ServerConfig:
     profile_dir: str | None = setting(
         "folder for what POST /start_profile records, for TensorBoard or XProf", None
     )
+    trust_request_chat_template: bool = setting(
+        "let a request bring its own chat template, which is a program", False
+    )
+    enable_auto_tool_choice: bool = setting(
+        "let the model decide whether to call tools; needs --tool-call-parser", False
+    )
+    tool_call_parser: ToolCallParser | None = setting(
+        "how the model writes tool calls: hermes (Qwen too) or llama3_json", None
+    )
+    exclude_tools_when_tool_choice_none: bool = setting(
+        'show the model no tools where tool_choice is "none"', False
+    )
+    reasoning_parser: ReasoningParserName | None = setting(
+        "how the model writes what it thinks, which then stands apart from its answer: qwen3 or "
+        "deepseek_r1",
+        None,
+    )
 
     def __post_init__(self) -> None:
         if type(self.port) is not int or not 0 <= self.port <= 65535:
@@ -100,8 +121,13 @@ class ServerConfig:
             value = getattr(self, name)
             if not (is_number(value) and 0 < value < math.inf):
                 raise ConfigError(f"{name} must be a positive number of seconds, got {value!r}.")
-        for name in ("allow_credentials", "disable_uvicorn_access_log", "enable_admin"):
+        for name in (
+            *("allow_credentials", "disable_uvicorn_access_log", "enable_admin"),
+            *("trust_request_chat_template", "enable_auto_tool_choice"),
+            "exclude_tools_when_tool_choice_none",
+        ):
             true_or_false(name, getattr(self, name))
+        self._check_parsers()
         for name in ("api_key", "allowed_origins", "allowed_methods", "allowed_headers"):
             _check_strings(name, getattr(self, name))
         self._check_paths()
@@ -109,6 +135,15 @@ class ServerConfig:
         if self.profile_dir is not None and not self.enable_admin:
             raise ConfigError(
                 "profile_dir is set, but the routes that record a profile need enable_admin."
+            )
+
+    def _check_parsers(self) -> None:
+        one_of("tool_call_parser", self.tool_call_parser, (None, *ToolCallParser.__args__))
+        one_of("reasoning_parser", self.reasoning_parser, (None, *ReasoningParserName.__args__))
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ConfigError(
+                "enable_auto_tool_choice needs tool_call_parser, which says how this model writes "
+                f"calls: {' or '.join(ToolCallParser.__args__)}."
             )
 
     @property

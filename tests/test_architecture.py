@@ -52,6 +52,7 @@ PAXKV_TOP = {
     "paxkv.package_origin",
     "paxkv.process_logging",
     "paxkv.sampling_params",
+    "paxkv.structured_outputs_params",
 }
 # Names of `paxkv` that stand for composition roots: only those above may take them.
 ROOT_NAMES = {"paxkv.LLM", "paxkv.CompiledGenerator"}
@@ -66,7 +67,15 @@ MAY_IMPORT = {
     "paxkv.kv_cache": {"paxkv", "paxkv.contracts"},
     "paxkv.scheduler": {"paxkv", "paxkv.contracts", "paxkv.kv_cache"},
     "paxkv.runner": {"paxkv", "paxkv.contracts", "models", "pallas_kernels"},
-    "paxkv.engine": {"paxkv", "paxkv.contracts", "paxkv.text", "paxkv.scheduler", "paxkv.runner"},
+    "paxkv.structured_output": {"paxkv", "paxkv.contracts"},
+    "paxkv.engine": {
+        "paxkv",
+        "paxkv.contracts",
+        "paxkv.text",
+        "paxkv.scheduler",
+        "paxkv.runner",
+        "paxkv.structured_output",
+    },
     "paxkv.client": {"paxkv", "paxkv.contracts", "paxkv.text"},
     "paxkv.server": {"paxkv", "paxkv.contracts", "paxkv.text", "paxkv.client"},
 }

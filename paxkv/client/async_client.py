@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import AsyncIterator
 
 import msgspec
 
 from paxkv.client.beam_search import BeamSearch, prompt_params
+from paxkv.client.grammar_threads import GrammarThreads
 from paxkv.client.input_processor import InputProcessor, Prompt, text_of_prompt
 from paxkv.client.output_processor import OutputKind, OutputProcessor
 from paxkv.contracts.engine_client import LoopTransport
@@ -82,6 +84,7 @@ class AsyncEngineClient:
         # Callers' request ids -> the engine's id of what computed the prompt, the oldest in front.
         self._latest_engine_ids: dict[str, str] = {}
         self._num_requests = 0
+        self._grammar_threads = GrammarThreads()
         self._calls: dict[int, asyncio.Future[str]] = {}
         self._num_calls = 0
         self._latest_stats = SchedulerStats()
@@ -123,6 +126,7 @@ class AsyncEngineClient:
     async def close(self, *, drain_timeout_s: float) -> None:
         """Ends the engine; what is unfinished after `drain_timeout_s` ends with EngineDeadError."""
         self._is_closing = True
+        self._grammar_threads.close()
         if self._dead is None and self._loop is not None and drain_timeout_s > 0:
             with contextlib.suppress(EngineDeadError):
                 self._transport.send(Shutdown(drain=True))
@@ -316,10 +320,13 @@ class AsyncEngineClient:
         text = text_of_prompt(prompt)
         arguments = (prompt, sampling_params)
         named = {"request_id": request_id, "priority": priority}
+        process = functools.partial(self._input_processor.process, *arguments, **named)
+        if self._input_processor.must_compile(sampling_params):
+            return await self._grammar_threads.run(process)
         # A megabyte takes seconds, which the loop must not wait for.
         if text is not None and len(text) > LONG_TEXT_CHARS:
-            return await asyncio.to_thread(self._input_processor.process, *arguments, **named)
-        return self._input_processor.process(*arguments, **named)
+            return await asyncio.to_thread(process)
+        return process()
 
     def _check_alive(self) -> None:
         if self._dead is not None:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from paxkv.contracts.engine_request import EngineRequest
+from paxkv.contracts.grammar_checker import GrammarChecker
 from paxkv.errors import (
     InvalidRequestError,
     NeverFitsError,
@@ -16,7 +17,9 @@ from paxkv.text.tokenizer import Tokenizer
 
 # "text", [1, 2, 3], {"prompt": "text"} or {"prompt_token_ids": [1, 2, 3]}
 Prompt = str | Sequence[int] | Mapping[str, object]
-PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "add_special_tokens", "cache_salt"})
+PROMPT_KEYS = frozenset(
+    {"prompt", "prompt_token_ids", "add_special_tokens", "cache_salt", "truncate_prompt_tokens"}
+)
 MAX_PRIORITY = 2**63 - 1
 
 
@@ -30,6 +33,7 @@ class InputProcessor:
         max_fitting_tokens: Token positions of the whole KV pool, `(num_blocks - 1) * block_size`.
         max_prompt_tokens: Longest prompt that a step can take on; None is any, in pieces.
         eos_token_ids: The model's own, from its configuration files.
+        grammar_checker: None refuses requests with a grammar.
     """
 
     def __init__(
@@ -41,20 +45,22 @@ class InputProcessor:
         max_fitting_tokens: int,
         max_prompt_tokens: int | None = None,
         eos_token_ids: Sequence[int] = (),
+        grammar_checker: GrammarChecker | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._max_fitting_tokens = max_fitting_tokens
         self._max_prompt_tokens = max_prompt_tokens
-        first = (
-            [] if tokenizer is None or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        )
-        self._eos_token_ids = tuple(
-            token_id
-            for token_id in dict.fromkeys([*first, *eos_token_ids])
-            if token_id < vocab_size
-        )
+        self._eos_token_ids = all_eos_token_ids(tokenizer, eos_token_ids, vocab_size)
+        self._grammar_checker = grammar_checker
+
+    def must_compile(self, sampling_params: SamplingParams) -> bool:
+        """Whether `process` waits for a grammar to be compiled on trial."""
+        if not isinstance(sampling_params, SamplingParams):
+            return False  # which `process` refuses
+        form, checker = sampling_params.structured_outputs, self._grammar_checker
+        return form is not None and checker is not None and not checker.is_remembered(form)
 
     def process(
         self,
@@ -76,6 +82,7 @@ class InputProcessor:
         _check_is_unicode("request_id", request_id)
         self._check_sampling_params(sampling_params)
         token_ids, cache_salt = self._tokenize(prompt)
+        token_ids = self._truncate(prompt, token_ids, sampling_params.max_tokens)
         self._check_prompt_length(len(token_ids))
         return EngineRequest(
             request_id=request_id,
@@ -89,7 +96,25 @@ class InputProcessor:
             priority=_checked_priority(priority),
             cache_salt=cache_salt,
             bad_words_token_ids=self._bad_words(sampling_params),
+            needs_grammar=sampling_params.structured_outputs is not None,
         )
+
+    def _truncate(self, prompt: Prompt, token_ids: list[int], max_tokens: int | None) -> list[int]:
+        """The last tokens of a prompt, as many as `truncate_prompt_tokens` says.
+
+        -1 is as many as leave room for `max_tokens`.
+        """
+        num_kept = prompt.get("truncate_prompt_tokens") if isinstance(prompt, Mapping) else None
+        if num_kept is None:
+            return token_ids
+        if type(num_kept) is not int or not (num_kept == -1 or num_kept >= 1):
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens must be -1 or at least 1, got {num_kept!r}.",
+                param="truncate_prompt_tokens",
+            )
+        if num_kept == -1:
+            num_kept = max(self._max_model_len - (max_tokens or 1), 1)
+        return token_ids[-num_kept:]
 
     def _tokenize(self, prompt: Prompt) -> tuple[list[int], str | None]:
         """The prompt's token ids and cache salt."""
@@ -216,6 +241,14 @@ class InputProcessor:
             )
         for stop_string in sampling_params.stop_strings:
             _check_is_unicode("stop", stop_string)
+        if sampling_params.structured_outputs is not None:
+            if self._grammar_checker is None:
+                raise UnsupportedFeatureError(
+                    "structured output needs a model with a tokenizer and an EOS token, which "
+                    "this one has not; leave structured_outputs out.",
+                    param="structured_outputs",
+                )
+            self._grammar_checker.check(sampling_params.structured_outputs)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             bad = [i for i in getattr(sampling_params, name) or () if i >= self._vocab_size]
             if bad:
@@ -282,6 +315,16 @@ class InputProcessor:
                 "end the request before min_tokens.",
                 param="allowed_token_ids",
             )
+
+
+def all_eos_token_ids(
+    tokenizer: Tokenizer | None, model_eos_token_ids: Sequence[int], vocab_size: int
+) -> tuple[int, ...]:
+    """The tokenizer's EOS token first, then those of the model's configuration files."""
+    has_own = tokenizer is not None and tokenizer.eos_token_id is not None
+    first = [tokenizer.eos_token_id] if has_own else []
+    found = dict.fromkeys([*first, *model_eos_token_ids])
+    return tuple(token_id for token_id in found if token_id < vocab_size)
 
 
 def text_of_prompt(prompt: Prompt) -> str | None:

@@ -28,6 +28,7 @@ from paxkv.contracts.engine_request import (
 )
 from paxkv.contracts.executor import Executor, StepHandle
 from paxkv.contracts.kv_events import KVEventBatch
+from paxkv.contracts.runner_output import ModelRunnerOutput
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.engine.burst_length import BurstLength
 from paxkv.engine.kv_event_publisher import KVEventPublisher
@@ -35,6 +36,7 @@ from paxkv.engine.request_clock import RequestClock
 from paxkv.errors import InvalidRequestError, InvariantError, PaxkvError
 from paxkv.scheduler.scheduler import Scheduler
 from paxkv.scheduler.trace.recorder import TraceRecorder
+from paxkv.structured_output.grammar_manager import GrammarManager
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +79,8 @@ class EngineCore:
         max_decode_burst: Most decode steps that the device computes as one.
         kv_event_publisher: Told of KV cache events, where the scheduler records them; belongs to
             the engine, and ends with it.
+        grammars: Those of its requests, which the scheduler must have as its gate; None where no
+            request may have one. Belongs to the engine too.
     """
 
     def __init__(
@@ -85,12 +89,14 @@ class EngineCore:
         executor: Executor,
         kv_event_publisher: KVEventPublisher | None = None,
         *,
+        grammars: GrammarManager | None = None,
         max_steps_in_flight: int = 1,
         max_decode_burst: int = 1,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._kv_event_publisher = kv_event_publisher
+        self._grammars = grammars
         self._max_steps_in_flight = max_steps_in_flight
         self._burst_length = BurstLength(max_decode_burst)
         self._in_flight: deque[StepInFlight] = deque()
@@ -143,6 +149,7 @@ class EngineCore:
             case AbortRequests(request_ids=request_ids):
                 self._scheduler.finish_requests(request_ids)
                 self._request_clock.forget(request_ids)
+                self._forget_grammars(request_ids)
                 return None
             case UtilityCall():
                 return self._call(message)
@@ -189,6 +196,9 @@ class EngineCore:
         self._note_step(scheduler_output)
         # An empty step too: the executor hears who ended.
         handle = self._executor.execute_model(scheduler_output)
+        grammars = self._grammars
+        if grammars is not None and grammars.num_requests > 0 and handle.needs_bitmask:
+            self._start_sampling(scheduler_output, handle, grammars)
         self._in_flight.append(
             StepInFlight(scheduler_output=scheduler_output, handle=handle, start_s=start_s)
         )
@@ -215,15 +225,52 @@ class EngineCore:
             self._burst_length.note_burst(step.scheduler_output.num_decode_steps, took_s)
         self._last_fetch_s = time.perf_counter()
         outputs = self._scheduler.update_from_output(step.scheduler_output, runner_output)
-        if not runner_output.prompt_logprobs:
-            return outputs
-        # Of a request that lost its first token, to a preemption, they come again with the next.
-        return [
-            msgspec.structs.replace(
-                output, prompt_logprobs=runner_output.prompt_logprobs.get(output.request_id)
-            )
-            for output in outputs
+        return self._advance_grammars(_with_prompt_logprobs(outputs, runner_output))
+
+    def _start_sampling(
+        self, scheduler_output: SchedulerOutput, handle: StepHandle, grammars: GrammarManager
+    ) -> None:
+        """Tells the device what grammars allow, while it computes the logits."""
+        # The others have more of their prompt to compute, and draw nothing yet.
+        req_ids = [
+            request.request_id
+            for request in self._scheduler.running
+            if request.needs_grammar
+            and request.request_id in scheduler_output.num_scheduled_tokens
+            and request.num_computed_tokens >= request.num_tokens
         ]
+        handle.start_sampling(grammars.make_bitmask(req_ids))
+
+    def _advance_grammars(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
+        """Moves grammars on; a request whose grammar cannot go on ends with the reason."""
+        if self._grammars is None or self._grammars.num_requests == 0:
+            return outputs
+        for output in outputs:
+            if output.finish_reason is None:
+                self._grammars.advance(output.request_id, output.new_token_ids)
+            else:
+                self._grammars.remove(output.request_id)
+        failed = self._grammars.take_failed()
+        if not failed:
+            return outputs
+        self._scheduler.finish_requests(failed, "error")
+        return [
+            *(output for output in outputs if output.request_id not in failed),
+            *(
+                EngineCoreOutput(
+                    request_id=request_id,
+                    new_token_ids=[],
+                    finish_reason="error",
+                    stop_reason=reason,
+                )
+                for request_id, reason in failed.items()
+            ),
+        ]
+
+    def _forget_grammars(self, request_ids: list[str]) -> None:
+        if self._grammars is not None:
+            for request_id in request_ids:
+                self._grammars.remove(request_id)
 
     def make_stats(self, *, count_slots: bool = True) -> SchedulerStats:
         """A snapshot of both halves.
@@ -246,6 +293,8 @@ class EngineCore:
             self._scheduler.close()
         if self._kv_event_publisher is not None:
             self._kv_event_publisher.close()
+        if self._grammars is not None:
+            self._grammars.close()
 
     def _publish_kv_events(self) -> None:
         if self._kv_event_publisher is None:
@@ -260,6 +309,8 @@ class EngineCore:
                 raise InvalidRequestError("the engine is shutting down.")
             self._scheduler.add_request(request)
             self._request_clock.note_added(request.request_id)
+            if self._grammars is not None and request.needs_grammar:
+                self._grammars.add(request.request_id, request.sampling_params.structured_outputs)
             self._burst_length.note_arrival()
             return None
         except InvalidRequestError as error:
@@ -312,3 +363,18 @@ class EngineCore:
                 f"{self._scheduler.num_unfinished_requests()} requests wait, but "
                 f"{self._num_empty_steps} steps in a row scheduled no token."
             )
+
+
+def _with_prompt_logprobs(
+    outputs: list[EngineCoreOutput], runner_output: ModelRunnerOutput
+) -> list[EngineCoreOutput]:
+    """The same, with those that the step brought for the prompts of their requests."""
+    if not runner_output.prompt_logprobs:
+        return outputs
+    # Of a request that lost its first token, to a preemption, they come again with the next.
+    return [
+        msgspec.structs.replace(
+            output, prompt_logprobs=runner_output.prompt_logprobs.get(output.request_id)
+        )
+        for output in outputs
+    ]

@@ -25,10 +25,12 @@ from paxkv.server.middleware import (
     HeaderLimitMiddleware,
     RequestIdMiddleware,
 )
+from paxkv.server.openapi import OpenApiRoutes
 from paxkv.server.routes_admin import ADMIN_PATHS, AdminRoutes
 from paxkv.server.routes_chat import ChatRoutes
 from paxkv.server.routes_completions import CompletionRoutes
 from paxkv.server.routes_info import InfoRoutes
+from paxkv.server.routes_responses import ResponsesRoutes
 
 
 def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
@@ -52,7 +54,9 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
     app = Starlette(
         routes=[
             *CompletionRoutes(engine, generator, max_body_bytes=limit).routes(),
-            *ChatRoutes(engine, generator, max_body_bytes=limit).routes(),
+            *ChatRoutes(engine, generator, config).routes(),
+            *ResponsesRoutes(engine, generator, config).routes(),
+            *OpenApiRoutes().routes(),
             *InfoRoutes(engine, metrics, admission, max_body_bytes=limit).routes(),
             *admin_routes,
         ],

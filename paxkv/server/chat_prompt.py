@@ -1,13 +1,17 @@
 """From the messages of a chat to the text of its prompt."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from paxkv.errors import InvalidRequestError
-from paxkv.server.engine_protocol import EngineClient
-from paxkv.server.openai_protocol import chat_messages
+from paxkv.server.chat_messages import chat_messages
+from paxkv.server.engine_protocol import ChatTemplate, EngineClient
+from paxkv.text.chat_template import ChatTemplate as RequestTemplate
 
 # What a template gets from us already; a caller must not set it a second time.
 _RESERVED_TEMPLATE_ARGUMENTS = ("messages", "add_generation_prompt", "tools", "documents")
+# Stands behind the last message while it is rendered, so that its end can be found: a private
+# character, between two that no tokenizer's text has.
+_END_MARK = "\N{NUMBER SIGN}\ue0f1\N{NUMBER SIGN}"
 
 
 def render_chat(
@@ -16,23 +20,68 @@ def render_chat(
     *,
     add_generation_prompt: bool,
     template_kwargs: Mapping[str, object] | None = None,
+    tools: Sequence[Mapping[str, object]] | None = None,
+    documents: Sequence[Mapping[str, object]] | None = None,
+    continue_final_message: bool = False,
+    chat_template: str | None = None,
 ) -> str:
     """The prompt of a conversation. Takes a while for a long one: call it in a thread.
+
+    Args:
+        continue_final_message: The prompt ends with the text of the last message, which the
+            answer goes on with.
+        chat_template: Renders instead of the model's own.
 
     Raises:
         InvalidRequestError: The messages cannot be used, or the model has no chat template.
     """
-    if engine.chat_template is None:
-        raise InvalidRequestError(
-            "this model has no chat template; use /v1/completions instead.", param="messages"
-        )
     for name in _RESERVED_TEMPLATE_ARGUMENTS:
         if template_kwargs and name in template_kwargs:
             raise InvalidRequestError(
                 f"chat_template_kwargs must not set {name!r}.", param="chat_template_kwargs"
             )
-    return engine.chat_template.render(
-        chat_messages(messages),
+    checked = chat_messages(messages)
+    if continue_final_message:
+        checked[-1] = _with_end_mark(checked[-1])
+    text = _template(engine, chat_template).render(
+        checked,
         add_generation_prompt=add_generation_prompt,
         template_kwargs=template_kwargs,
+        tools=tools,
+        documents=documents,
     )
+    if not continue_final_message:
+        return text
+    head, mark, _ = text.rpartition(_END_MARK)
+    if not mark:
+        raise InvalidRequestError(
+            "the chat template does not show the last message, so it cannot be continued.",
+            param="continue_final_message",
+        )
+    return head
+
+
+def _template(engine: EngineClient, source: str | None) -> ChatTemplate:
+    if source is not None:
+        special_tokens = engine.tokenizer.special_tokens if engine.tokenizer is not None else {}
+        return RequestTemplate(source, special_tokens=special_tokens)
+    if engine.chat_template is None:
+        raise InvalidRequestError(
+            "this model has no chat template; use /v1/completions instead, or start the server "
+            "with --chat-template.",
+            param="messages",
+        )
+    return engine.chat_template
+
+
+def _with_end_mark(message: dict[str, object]) -> dict[str, object]:
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + _END_MARK}
+    if not content:
+        raise InvalidRequestError(
+            "the last message has no content that could be continued.",
+            param="continue_final_message",
+        )
+    *others, last = content
+    return {**message, "content": [*others, {**last, "text": last["text"] + _END_MARK}]}

@@ -16,6 +16,11 @@ Prompt = str | list[int] | Mapping[str, object]
 class Tokenizer(Protocol):
     """Text to token ids and back; `paxkv.text` has the real one."""
 
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """By the names that chat templates use, such as "eos_token"."""
+        ...
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
@@ -29,6 +34,8 @@ class ChatTemplate(Protocol):
         messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        documents: Sequence[Mapping[str, object]] | None = None,
         template_kwargs: Mapping[str, object] | None = None,
     ) -> str: ...
 

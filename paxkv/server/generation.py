@@ -6,8 +6,8 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from paxkv.contracts.request_output import RequestOutput
-from paxkv.errors import InvariantError
+from paxkv.contracts.request_output import CompletionOutput, RequestOutput
+from paxkv.errors import InvalidRequestError, InvariantError, PaxkvError
 from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.server.admission import Admission, num_engine_requests
 from paxkv.server.engine_protocol import EngineClient, Prompt
@@ -108,9 +108,17 @@ class Generator:
             async with aclosing(outputs):
                 async for output in outputs:
                     timer.observe(output)
-                    if any(c.finish_reason == "error" for c in output.outputs):
-                        raise InvariantError(f"the engine failed at request {output.request_id}")
+                    for completion in output.outputs:
+                        if completion.finish_reason == "error":
+                            raise _error(output.request_id, completion)
                     yield output
+
+
+def _error(request_id: str, completion: CompletionOutput) -> PaxkvError:
+    """What the engine says itself of an end is the request's fault, such as its grammar's."""
+    if isinstance(completion.stop_reason, str):
+        return InvalidRequestError(completion.stop_reason, param="structured_outputs")
+    return InvariantError(f"the engine failed at request {request_id}")
 
 
 async def _pump(

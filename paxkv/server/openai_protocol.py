@@ -1,13 +1,12 @@
-"""Bodies of /v1/completions and /v1/chat/completions: what is read, and what it turns into."""
+"""Bodies of /v1/completions and /v1/chat/completions: what is read, and the prompts in it."""
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
-from paxkv.sampling_params import MAX_BEAM_WIDTH, MAX_LOGPROBS, BeamSearchParams, SamplingParams
+from paxkv.errors import InvalidRequestError
 from paxkv.server.engine_protocol import Prompt
 from paxkv.server.error_response import UnknownModelError
 from paxkv.server.json_body import convert_fields
@@ -16,25 +15,23 @@ from paxkv.server.unsupported_fields import (
     BEAM_SEARCH_FIELDS,
     CHAT_FIELDS,
     COMPLETION_FIELDS,
-    MESSAGE_FIELDS,
     NO_BEAM_SEARCH_FIELDS,
-    STREAM_OPTIONS_FIELDS,
     refuse_unsupported,
 )
 
 MAX_PROMPTS_PER_REQUEST = 256
 # Prompts times n.
 MAX_CHOICES_PER_REQUEST = 1024
-# The length of a completion when the request names none, as OpenAI has it. A chat goes on to
-# max_model_len instead.
-DEFAULT_COMPLETION_TOKENS = 16
-_ROLES = ("system", "developer", "user", "assistant")
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """`include_usage` adds a last chunk with the token counts."""
+    """`include_usage` adds a last chunk with the token counts.
+
+    `continuous_usage_stats` adds the counts so far to every other chunk too.
+    """
 
     include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +48,13 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    min_tokens: int | None = None
     seed: int | None = None
     max_tokens: int | None = None
     stop: str | list[str] | None = None
@@ -63,10 +67,25 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: Annotated[str, Meta(max_length=MAX_REQUEST_ID_CHARS)] | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
+    truncate_prompt_tokens: int | None = None
+    echo: bool | None = False
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    response_format: dict[str, object] | None = None
+    structured_outputs: dict[str, object] | None = None
+    # What OpenAI keeps or counts for its customers; they change no answer.
+    user: str | None = None
+    metadata: dict[str, object] | None = None
+    store: bool | None = None
 
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def has_continuous_usage(self) -> bool:
+        return self.include_usage and bool(self.stream_options.continuous_usage_stats)
 
     @property
     def num_choices(self) -> int:
@@ -89,7 +108,15 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     logprobs: bool | None = False
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = True
+    continue_final_message: bool | None = False
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, object] | None = None
+    documents: list[dict[str, object]] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    include_reasoning: bool | None = True
+    tools: list[dict[str, object]] | None = None
+    tool_choice: str | dict[str, object] | None = None
+    parallel_tool_calls: bool | None = True
 
 
 def parse_completion(fields: Mapping[str, object]) -> CompletionRequest:
@@ -101,7 +128,9 @@ def parse_completion(fields: Mapping[str, object]) -> CompletionRequest:
     refuse_unsupported(fields, COMPLETION_FIELDS)
     _check_stream_options(fields)
     _check_beam_search(fields)
-    return convert_fields(fields, CompletionRequest)
+    request = convert_fields(fields, CompletionRequest)
+    _check_prompt_logprobs(request)
+    return request
 
 
 def parse_chat(fields: Mapping[str, object]) -> ChatCompletionRequest:
@@ -109,7 +138,15 @@ def parse_chat(fields: Mapping[str, object]) -> ChatCompletionRequest:
     refuse_unsupported(fields, CHAT_FIELDS)
     _check_stream_options(fields)
     _check_beam_search(fields)
-    return convert_fields(fields, ChatCompletionRequest)
+    request = convert_fields(fields, ChatCompletionRequest)
+    _check_prompt_logprobs(request)
+    if request.continue_final_message and request.add_generation_prompt is not False:
+        raise InvalidRequestError(
+            "continue_final_message goes on with the last message, add_generation_prompt begins "
+            "another; send add_generation_prompt false with it.",
+            param="continue_final_message",
+        )
+    return request
 
 
 def check_model(requested: str | None, served_model_name: str) -> None:
@@ -139,40 +176,6 @@ def check_num_choices(num_prompts: int, num_choices: int) -> None:
         )
 
 
-def completion_sampling_params(request: CompletionRequest) -> SamplingParams | BeamSearchParams:
-    """How to find a completion.
-
-    Raises:
-        InvalidRequestError: A value is out of range.
-    """
-    max_tokens = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-    if request.use_beam_search:
-        return _beam_search_params(request, max_tokens, "logprobs", request.logprobs)
-    return _sampling_params(request, max_tokens=max_tokens, logprobs=request.logprobs)
-
-
-def chat_sampling_params(request: ChatCompletionRequest) -> SamplingParams | BeamSearchParams:
-    """How to find an answer; without a limit it may fill what is left of max_model_len.
-
-    Raises:
-        InvalidRequestError: A value is out of range, or `top_logprobs` comes without `logprobs`.
-    """
-    if request.top_logprobs is not None and not request.logprobs:
-        raise InvalidRequestError(
-            "top_logprobs needs logprobs to be true; send it, or leave top_logprobs out.",
-            param="top_logprobs",
-        )
-    # Under these names SamplingParams does not know them, so its message would name another field.
-    _check_range("top_logprobs", request.top_logprobs, low=0, high=MAX_LOGPROBS)
-    _check_range("max_completion_tokens", request.max_completion_tokens, low=1, high=2**31 - 1)
-    logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    max_tokens = request.max_completion_tokens
-    max_tokens = request.max_tokens if max_tokens is None else max_tokens
-    if request.use_beam_search:
-        return _beam_search_params(request, max_tokens, "top_logprobs", logprobs)
-    return _sampling_params(request, max_tokens=max_tokens, logprobs=logprobs)
-
-
 def prompt_with_options(
     prompt: str | list[int], request: GenerationRequest, *, add_special_tokens: bool
 ) -> Prompt:
@@ -185,6 +188,8 @@ def prompt_with_options(
         add_special_tokens = request.add_special_tokens
     key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
     options: dict[str, object] = {key: prompt, "add_special_tokens": add_special_tokens}
+    if request.truncate_prompt_tokens is not None:
+        options["truncate_prompt_tokens"] = request.truncate_prompt_tokens
     if request.cache_salt is not None:
         options["cache_salt"] = request.cache_salt
     return options
@@ -212,118 +217,12 @@ def completion_prompts(prompt: object) -> list[str | list[int]]:
         if not (isinstance(one_prompt, str) or is_token_ids):
             raise InvalidRequestError(
                 "prompt must be a string, a list of token ids, or a list of strings or of lists "
-                f"of token ids; it holds {_shorten(one_prompt)}.",
+                f"of token ids; it holds {shorten(one_prompt)}.",
                 param="prompt",
             )
     if not prompts or not all(prompts):
         raise InvalidRequestError("prompt must not be empty.", param="prompt")
     return prompts
-
-
-def chat_messages(messages: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Messages as a chat template takes them: every content is one string.
-
-    Raises:
-        InvalidRequestError: There is no message, or one has a role or content that cannot be used.
-    """
-    if not messages:
-        raise InvalidRequestError("messages must not be empty.", param="messages")
-    return [_chat_message(i, message) for i, message in enumerate(messages)]
-
-
-def _chat_message(i: int, message: dict[str, object]) -> dict[str, object]:
-    path = f"messages[{i}]"
-    refuse_unsupported(message, MESSAGE_FIELDS, path=f"{path}.")
-    role = message.get("role")
-    if role not in _ROLES:
-        raise InvalidRequestError(
-            f"{path}.role must be one of {', '.join(_ROLES)}, got {_shorten(role)}.",
-            param=f"{path}.role",
-        )
-    text = _content_text(f"{path}.content", message.get("content"))
-    name = message.get("name")
-    if name is not None and not isinstance(name, str):
-        raise InvalidRequestError(
-            f"{path}.name must be a string, got {_shorten(name)}.", param=f"{path}.name"
-        )
-    return {"role": role, "content": text} | ({} if name is None else {"name": name})
-
-
-def _content_text(path: str, content: object) -> str:
-    """[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}] -> "a\\nb", as vLLM does."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidRequestError(
-            f"{path} must be a string or a list of text parts, got {_shorten(content)}.",
-            param=path,
-        )
-    texts = []
-    for k, part in enumerate(content):
-        is_text = isinstance(part, dict) and part.get("type") == "text"
-        if not is_text or not isinstance(part.get("text"), str):
-            raise InvalidRequestError(
-                f'{path}[{k}] must be {{"type": "text", "text": "..."}}, got {_shorten(part)}; '
-                "this server reads text only.",
-                param=f"{path}[{k}]",
-            )
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-def _sampling_params(
-    request: GenerationRequest, *, max_tokens: int | None, logprobs: int | None
-) -> SamplingParams:
-    _check_best_of(request)
-    given = {
-        name: getattr(request, name)
-        for name in (
-            "n",
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "seed",
-            "stop",
-            "stop_token_ids",
-            "ignore_eos",
-            "skip_special_tokens",
-            "spaces_between_special_tokens",
-            "include_stop_str_in_output",
-        )
-        if getattr(request, name) is not None
-    }
-    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
-
-
-def _beam_search_params(
-    request: GenerationRequest, max_tokens: int | None, logprobs_name: str, logprobs: int | None
-) -> BeamSearchParams:
-    """The beam width is `n`, as in vLLM; the temperature is 0 unless told otherwise."""
-    _check_best_of(request)
-    if max_tokens is None:
-        raise InvalidRequestError(
-            "use_beam_search needs max_tokens: a search goes on to that length.",
-            param="max_tokens",
-        )
-    _check_range("n", request.n, low=1, high=MAX_BEAM_WIDTH)
-    # Those are the candidates that a search sees.
-    _check_range(logprobs_name, logprobs, low=0, high=2 * request.num_choices)
-    given = {
-        name: getattr(request, name)
-        for name in ("temperature", "ignore_eos", "length_penalty", "include_stop_str_in_output")
-        if getattr(request, name) is not None
-    }
-    return BeamSearchParams(beam_width=request.num_choices, max_tokens=max_tokens, **given)
-
-
-def _check_best_of(request: GenerationRequest) -> None:
-    if request.best_of not in (None, request.num_choices):
-        raise UnsupportedFeatureError(
-            f"best_of={request.best_of} with n={request.num_choices} is not supported: every "
-            "completion that is found is returned. Leave best_of out, or send it equal to n.",
-            param="best_of",
-        )
 
 
 def _check_beam_search(fields: Mapping[str, object]) -> None:
@@ -341,20 +240,22 @@ def _check_stream_options(fields: Mapping[str, object]) -> None:
         raise InvalidRequestError(
             "stream_options needs stream to be true; leave it out.", param="stream_options"
         )
-    if isinstance(options, dict):
-        refuse_unsupported(options, STREAM_OPTIONS_FIELDS, path="stream_options.")
 
 
-def _check_range(name: str, value: int | None, *, low: int, high: int) -> None:
-    if value is not None and not low <= value <= high:
-        raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {value}.", param=name)
+def _check_prompt_logprobs(request: GenerationRequest) -> None:
+    if request.stream and request.prompt_logprobs is not None:
+        raise InvalidRequestError(
+            "prompt_logprobs come with the whole answer only; leave out stream, or send echo with "
+            "logprobs to /v1/completions.",
+            param="prompt_logprobs",
+        )
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _shorten(value: object) -> str:
+def shorten(value: object) -> str:
     """A value as an error message shows it: never the whole of a long prompt."""
     try:
         text = repr(value[:8] if isinstance(value, (list, str)) else value)

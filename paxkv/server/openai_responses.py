@@ -1,7 +1,7 @@
-"""Bodies that /v1/completions and /v1/chat/completions answer with, whole and in chunks."""
+"""What bodies of both endpoints have in common: usage and log-probabilities; text completions."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -27,9 +27,19 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     """Four lists that run in parallel, one entry a token."""
 
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class PromptLogprob(msgspec.Struct, frozen=True):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# Token ids as strings, which is all that JSON has for keys.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +48,9 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,49 +82,25 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
-class ChatMessage(msgspec.Struct, frozen=True):
-    content: str
-    role: str = "assistant"
-    refusal: None = None
-
-
-class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
-    role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-
-
-class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
-    index: int
-    message: ChatMessage | UnsetType = UNSET
-    delta: ChatDelta | UnsetType = UNSET
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-class ChatBody(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer (`chat.completion`) or one chunk of it (`chat.completion.chunk`)."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage | None | UnsetType = UNSET
-
-
 @dataclasses.dataclass(slots=True)
 class UsageCounter:
     """Tokens of the prompts of one HTTP request; deltas add up as they pass."""
 
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
     completion_tokens: int = 0
+    # Per prompt, its tokens and those of them that were cached.
+    _prompts: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
-    def add_prompt(self, output: RequestOutput) -> None:
-        """Call once per prompt, on its last output."""
-        self.prompt_tokens += len(output.prompt_token_ids)
-        self.cached_tokens += output.num_cached_tokens
+    def note_prompt(self, prompt_idx: int, output: RequestOutput) -> None:
+        """Takes the counts of a prompt; the last output of it is right where they differ."""
+        self._prompts[prompt_idx] = len(output.prompt_token_ids), output.num_cached_tokens
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(num_tokens for num_tokens, _ in self._prompts.values())
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(num_cached for _, num_cached in self._prompts.values())
 
     def add_tokens(self, output: RequestOutput) -> None:
         self.completion_tokens += sum(len(c.token_ids) for c in output.outputs)
@@ -136,35 +125,54 @@ def has_news(completion: CompletionOutput) -> bool:
 
 
 def completion_logprobs(
-    completion: CompletionOutput, num_top: int | None, text_offset: int
-) -> CompletionLogprobs | None:
+    token_ids: Sequence[int],
+    positions: Sequence[dict[int, Logprob] | None],
+    num_top: int,
+    *,
+    text_offset: int,
+    as_token_ids: bool = False,
+    decode: Callable[[int], str] | None = None,
+) -> CompletionLogprobs:
     """Logprobs in the form of /v1/completions.
 
     As in vLLM, the drawn token is among the `top_logprobs` of its position even when it is not one
     of the `num_top` most likely.
 
     Args:
-        num_top: None when they were not asked for; a beam search has them all the same.
+        positions: Of each token; None for the first of a prompt, which nothing comes before.
         text_offset: Characters of this choice's tokens that earlier chunks reported.
+        as_token_ids: Tokens are shown as "token_id:17" instead of as text.
+        decode: Text of a token that has no position.
     """
-    if completion.logprobs is None or num_top is None:
-        return None
     formatted = CompletionLogprobs([], [], [], [])
-    for token_id, position in zip(completion.token_ids, completion.logprobs, strict=True):
-        drawn = position[token_id]
-        formatted.tokens.append(drawn.decoded_token)
-        formatted.token_logprobs.append(_finite(drawn.logprob))
-        formatted.top_logprobs.append(
-            {drawn.decoded_token: _finite(drawn.logprob)}
-            | {p.decoded_token: _finite(p.logprob) for p in _most_likely(position, num_top)}
-        )
+    for token_id, position in zip(token_ids, positions, strict=True):
+        if position is None:
+            text = "" if decode is None else decode(token_id)
+            formatted.tokens.append(f"token_id:{token_id}" if as_token_ids else text)
+            formatted.token_logprobs.append(None)
+            formatted.top_logprobs.append(None)
+        else:
+            drawn = position[token_id]
+            text = drawn.decoded_token
+            shown = {token_id: drawn} | dict(_most_likely(position, num_top))
+            formatted.tokens.append(_token(token_id, drawn, as_token_ids))
+            formatted.token_logprobs.append(_finite(drawn.logprob))
+            formatted.top_logprobs.append(
+                {_token(i, p, as_token_ids): _finite(p.logprob) for i, p in shown.items()}
+            )
         formatted.text_offset.append(text_offset)
-        text_offset += len(drawn.decoded_token)
+        text_offset += len(text)
     return formatted
 
 
-def chat_logprobs(completion: CompletionOutput, num_top: int | None) -> ChatLogprobs | None:
-    """Logprobs in the form of /v1/chat/completions; `num_top` as in `completion_logprobs`."""
+def chat_logprobs(
+    completion: CompletionOutput, num_top: int | None, *, as_token_ids: bool = False
+) -> ChatLogprobs | None:
+    """Logprobs in the form of /v1/chat/completions.
+
+    Args:
+        num_top: None when they were not asked for; a beam search has them all the same.
+    """
     if completion.logprobs is None or num_top is None:
         return None
     content = []
@@ -172,21 +180,40 @@ def chat_logprobs(completion: CompletionOutput, num_top: int | None) -> ChatLogp
         drawn = position[token_id]
         content.append(
             TokenLogprob(
-                token=drawn.decoded_token,
+                token=_token(token_id, drawn, as_token_ids),
                 logprob=_finite(drawn.logprob),
                 bytes=_utf8(drawn.decoded_token),
                 top_logprobs=[
-                    TopLogprob(p.decoded_token, _finite(p.logprob), _utf8(p.decoded_token))
-                    for p in _most_likely(position, num_top)
+                    TopLogprob(
+                        _token(i, p, as_token_ids), _finite(p.logprob), _utf8(p.decoded_token)
+                    )
+                    for i, p in _most_likely(position, num_top)
                 ],
             )
         )
     return ChatLogprobs(content)
 
 
-def _most_likely(position: dict[int, Logprob], num_top: int) -> Sequence[Logprob]:
+def prompt_logprobs(positions: Sequence[dict[int, Logprob] | None]) -> PromptLogprobs:
+    """Logprobs of a prompt, as vLLM has them in both endpoints."""
+    return [
+        None
+        if position is None
+        else {
+            str(i): PromptLogprob(_finite(p.logprob), p.rank, p.decoded_token)
+            for i, p in position.items()
+        }
+        for position in positions
+    ]
+
+
+def _most_likely(position: dict[int, Logprob], num_top: int) -> list[tuple[int, Logprob]]:
     # The drawn token is in `position` too, and counts only when it is likely enough.
-    return sorted(position.values(), key=lambda logprob: logprob.rank)[:num_top]
+    return sorted(position.items(), key=lambda item: item[1].rank)[:num_top]
+
+
+def _token(token_id: int, logprob: Logprob, as_token_ids: bool) -> str:
+    return f"token_id:{token_id}" if as_token_ids else logprob.decoded_token
 
 
 def _finite(logprob: float) -> float:

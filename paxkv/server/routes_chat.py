@@ -1,6 +1,7 @@
 """POST /v1/chat/completions: the next message of a conversation."""
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -11,80 +12,73 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from paxkv.contracts.request_output import CompletionOutput
+from paxkv.config import ServerConfig
+from paxkv.errors import UnsupportedFeatureError
+from paxkv.server.chat_choices import ChatChoices
 from paxkv.server.chat_prompt import render_chat
+from paxkv.server.chat_responses import ChatBody, ChatChoice
 from paxkv.server.engine_protocol import EngineClient
 from paxkv.server.generation import Generator, IndexedOutputs
 from paxkv.server.json_body import read_json_object
 from paxkv.server.openai_protocol import (
     ChatCompletionRequest,
-    chat_sampling_params,
     check_model,
     parse_chat,
     prompt_with_options,
 )
-from paxkv.server.openai_responses import (
-    ChatBody,
-    ChatChoice,
-    ChatDelta,
-    ChatMessage,
-    UsageCounter,
-    chat_logprobs,
-    has_news,
-)
+from paxkv.server.openai_responses import UsageCounter, prompt_logprobs
+from paxkv.server.sampling_fields import chat_sampling_params
 from paxkv.server.sse import EventStreamResponse
+from paxkv.server.tool_choice import ToolUse, tool_use
+from paxkv.text.reasoning_parser import REASONING_PARSERS
 
 
 class ChatRoutes:
     """The routes of chat completion."""
 
-    def __init__(self, engine: EngineClient, generator: Generator, *, max_body_bytes: int) -> None:
+    def __init__(self, engine: EngineClient, generator: Generator, config: ServerConfig) -> None:
         self._engine = engine
         self._generator = generator
-        self._max_body_bytes = max_body_bytes
+        self._config = config
 
     def routes(self) -> list[Route]:
         return [Route("/v1/chat/completions", self.create, methods=["POST"])]
 
     async def create(self, request: Request) -> Response:
         """Answers the conversation of the body, in one piece or as a stream."""
-        fields = await read_json_object(request, max_body_bytes=self._max_body_bytes)
+        fields = await read_json_object(request, max_body_bytes=self._config.max_body_bytes)
         body = parse_chat(fields)
         check_model(body.model, self._engine.model_info.served_model_name)
-        sampling_params = chat_sampling_params(body)
-        text = await asyncio.to_thread(
-            render_chat,
-            self._engine,
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            template_kwargs=body.chat_template_kwargs,
-        )
-        outputs = self._generator.generate(
-            # The template has written the special tokens, BOS included.
-            [prompt_with_options(text, body, add_special_tokens=False)],
-            sampling_params,
-            priority=body.priority or 0,
-            stream=bool(body.stream),
+        chat = await start_chat(body, self._engine, self._generator, self._config)
+        outputs = chat.outputs
+        choices = ChatChoices(
+            body, chat.tool_use, starts_thinking=chat.starts_thinking, echoed=_echoed(body)
         )
         chat_id = f"chatcmpl-{body.request_id or request.state.request_id}"
         if body.stream:
-            return await EventStreamResponse.start(self._chunks(outputs, body, chat_id))
-        whole = await self._whole(outputs, body, chat_id)
+            return await EventStreamResponse.start(self._chunks(outputs, choices, body, chat_id))
+        whole = await self._whole(outputs, choices, body, chat_id)
         return Response(msgspec.json.encode(whole), media_type="application/json")
 
     async def _whole(
-        self, outputs: IndexedOutputs, body: ChatCompletionRequest, chat_id: str
+        self,
+        outputs: IndexedOutputs,
+        made: ChatChoices,
+        body: ChatCompletionRequest,
+        chat_id: str,
     ) -> ChatBody:
         usage = UsageCounter()
         choices: list[ChatChoice] = []
+        shown: dict[str, object] = {}
         async with aclosing(outputs):
-            async for _, output in outputs:
-                usage.add_prompt(output)
+            async for prompt_idx, output in outputs:
+                usage.note_prompt(prompt_idx, output)
                 usage.add_tokens(output)
-                choices += [
-                    _choice(completion, body, message=ChatMessage(content=completion.text))
-                    for completion in output.outputs
-                ]
+                choices += [made.whole(completion) for completion in output.outputs]
+                if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+                    shown["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+                if body.return_token_ids:
+                    shown["prompt_token_ids"] = output.prompt_token_ids
         return ChatBody(
             id=chat_id,
             object="chat.completion",
@@ -92,10 +86,15 @@ class ChatRoutes:
             model=self._engine.model_info.served_model_name,
             choices=choices,
             usage=usage.usage(),
+            **shown,
         )
 
     async def _chunks(
-        self, outputs: IndexedOutputs, body: ChatCompletionRequest, chat_id: str
+        self,
+        outputs: IndexedOutputs,
+        made: ChatChoices,
+        body: ChatCompletionRequest,
+        chat_id: str,
     ) -> AsyncGenerator[ChatBody, None]:
         usage = UsageCounter()
         chunk = ChatBody(
@@ -106,34 +105,103 @@ class ChatRoutes:
             choices=[],
             usage=None if body.include_usage else UNSET,
         )
-        roles = [
-            ChatChoice(index=index, delta=ChatDelta(role="assistant", content=""))
-            for index in range(body.num_choices)
-        ]
+        firsts = made.first_chunks()
         async with aclosing(outputs):
-            async for _, output in outputs:
-                while roles:
-                    yield msgspec.structs.replace(chunk, choices=[roles.pop(0)])
+            async for prompt_idx, output in outputs:
+                usage.note_prompt(prompt_idx, output)
+                while firsts:
+                    so_far = {"usage": usage.usage()} if body.has_continuous_usage else {}
+                    if body.return_token_ids:
+                        so_far["prompt_token_ids"] = output.prompt_token_ids
+                    yield msgspec.structs.replace(chunk, choices=[firsts.pop(0)], **so_far)
                 usage.add_tokens(output)
-                if output.finished:
-                    usage.add_prompt(output)
-                for completion in filter(has_news, output.outputs):
-                    choice = _choice(completion, body, delta=ChatDelta(content=completion.text))
-                    yield msgspec.structs.replace(chunk, choices=[choice])
+                for completion in output.outputs:
+                    choice = made.chunk(completion)
+                    if choice is not None:
+                        so_far = {"usage": usage.usage()} if body.has_continuous_usage else {}
+                        yield msgspec.structs.replace(chunk, choices=[choice], **so_far)
         if body.include_usage:
             yield msgspec.structs.replace(chunk, usage=usage.usage())
 
 
-def _choice(
-    completion: CompletionOutput,
-    body: ChatCompletionRequest,
-    **content: ChatMessage | ChatDelta,
-) -> ChatChoice:
-    num_top = (body.top_logprobs or 0) if body.logprobs else None
-    return ChatChoice(
-        index=completion.index,
-        logprobs=chat_logprobs(completion, num_top),
-        finish_reason=completion.finish_reason,
-        stop_reason=completion.stop_reason,
-        **content,
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StartedChat:
+    """A chat on its way.
+
+    Args:
+        starts_thinking: Whether its answers begin with thoughts; None where nobody tells them
+            apart.
+    """
+
+    outputs: IndexedOutputs
+    tool_use: ToolUse
+    starts_thinking: bool | None
+
+
+async def start_chat(
+    body: ChatCompletionRequest, engine: EngineClient, generator: Generator, config: ServerConfig
+) -> StartedChat:
+    """Checks a chat and hands it to the engine.
+
+    Raises:
+        InvalidRequestError: The request cannot be honoured.
+    """
+    if body.chat_template is not None and not config.trust_request_chat_template:
+        raise UnsupportedFeatureError(
+            "a request may bring its own chat_template only if the server was started with "
+            "--trust-request-chat-template; leave it out.",
+            param="chat_template",
+        )
+    tools = tool_use(body, config)
+    sampling_params = chat_sampling_params(body, tools.schema)
+    template_kwargs = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        template_kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    text = await asyncio.to_thread(
+        render_chat,
+        engine,
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        template_kwargs=template_kwargs,
+        tools=tools.tools,
+        documents=body.documents,
+        continue_final_message=bool(body.continue_final_message),
+        chat_template=body.chat_template,
     )
+    outputs = generator.generate(
+        # The template has written the special tokens, BOS included.
+        [prompt_with_options(text, body, add_special_tokens=False)],
+        sampling_params,
+        priority=body.priority or 0,
+        stream=bool(body.stream),
+    )
+    starts_thinking = _starts_thinking(text, body, tools, config)
+    return StartedChat(outputs=outputs, tool_use=tools, starts_thinking=starts_thinking)
+
+
+def _starts_thinking(
+    prompt: str, body: ChatCompletionRequest, tools: ToolUse, config: ServerConfig
+) -> bool | None:
+    """Whether an answer begins with thoughts; None where they are not told apart from it."""
+    if config.reasoning_parser is None:
+        return None
+    is_bound = body.structured_outputs is not None or tools.schema is not None
+    if is_bound or (body.response_format or {}).get("type", "text") != "text":
+        # The grammar binds the answer from its first token on: it has no room for thoughts.
+        return None
+    # What the template has opened or closed counts, whatever this model does elsewhere.
+    end = prompt.rstrip()
+    if end.endswith("</think>"):
+        return None
+    return end.endswith("<think>") or REASONING_PARSERS[config.reasoning_parser]
+
+
+def _echoed(body: ChatCompletionRequest) -> str:
+    """The last message where it is the assistant's own, and the answer is to be shown with it."""
+    last = body.messages[-1]
+    if not body.echo or last.get("role") != "assistant":
+        return ""
+    content = last.get("content")
+    if isinstance(content, list):
+        return "\n".join(p["text"] if isinstance(p, dict) else p for p in content)
+    return content or ""

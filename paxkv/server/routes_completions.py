@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from paxkv.contracts.request_output import CompletionOutput
+from paxkv.server.completion_choices import CompletionChoices
 from paxkv.server.engine_protocol import EngineClient
 from paxkv.server.generation import Generator, IndexedOutputs
 from paxkv.server.json_body import read_json_object
@@ -19,7 +19,6 @@ from paxkv.server.openai_protocol import (
     check_model,
     check_num_choices,
     completion_prompts,
-    completion_sampling_params,
     parse_completion,
     prompt_with_options,
 )
@@ -27,10 +26,8 @@ from paxkv.server.openai_responses import (
     CompletionBody,
     CompletionChoice,
     UsageCounter,
-    choice_index,
-    completion_logprobs,
-    has_news,
 )
+from paxkv.server.sampling_fields import completion_sampling_params
 from paxkv.server.sse import EventStreamResponse
 
 
@@ -53,6 +50,7 @@ class CompletionRoutes:
         prompts = completion_prompts(body.prompt)
         sampling_params = completion_sampling_params(body)
         check_num_choices(len(prompts), body.num_choices)
+        made = CompletionChoices(body, prompts, self._engine.tokenizer)
         outputs = self._generator.generate(
             [prompt_with_options(p, body, add_special_tokens=True) for p in prompts],
             sampling_params,
@@ -61,22 +59,20 @@ class CompletionRoutes:
         )
         completion_id = f"cmpl-{body.request_id or request.state.request_id}"
         if body.stream:
-            return await EventStreamResponse.start(
-                self._chunks(outputs, body, completion_id, len(prompts) * body.num_choices)
-            )
-        whole = await self._whole(outputs, body, completion_id)
+            return await EventStreamResponse.start(self._chunks(outputs, made, body, completion_id))
+        whole = await self._whole(outputs, made, completion_id)
         return Response(msgspec.json.encode(whole), media_type="application/json")
 
     async def _whole(
-        self, outputs: IndexedOutputs, body: CompletionRequest, completion_id: str
+        self, outputs: IndexedOutputs, made: CompletionChoices, completion_id: str
     ) -> CompletionBody:
         usage = UsageCounter()
         choices: list[CompletionChoice] = []
         async with aclosing(outputs):
             async for prompt_idx, output in outputs:
-                usage.add_prompt(output)
-                usage.add_tokens(output)
-                choices += [_choice(prompt_idx, c, body, text_offset=0) for c in output.outputs]
+                usage.note_prompt(prompt_idx, output)
+                usage.completion_tokens += made.num_tokens(output)
+                choices += made.take(prompt_idx, output)
         return CompletionBody(
             id=completion_id,
             created=int(time.time()),
@@ -88,12 +84,11 @@ class CompletionRoutes:
     async def _chunks(
         self,
         outputs: IndexedOutputs,
+        made: CompletionChoices,
         body: CompletionRequest,
         completion_id: str,
-        num_choices: int,
     ) -> AsyncGenerator[CompletionBody, None]:
         usage = UsageCounter()
-        text_offsets = [0] * num_choices
         chunk = CompletionBody(
             id=completion_id,
             created=int(time.time()),
@@ -103,27 +98,10 @@ class CompletionRoutes:
         )
         async with aclosing(outputs):
             async for prompt_idx, output in outputs:
-                usage.add_tokens(output)
-                if output.finished:
-                    usage.add_prompt(output)
-                for completion in filter(has_news, output.outputs):
-                    index = choice_index(prompt_idx, completion, body.num_choices)
-                    text_offset = text_offsets[index]
-                    choice = _choice(prompt_idx, completion, body, text_offset=text_offset)
-                    if choice.logprobs is not None:
-                        text_offsets[index] += sum(map(len, choice.logprobs.tokens))
-                    yield msgspec.structs.replace(chunk, choices=[choice])
+                usage.completion_tokens += made.num_tokens(output)
+                usage.note_prompt(prompt_idx, output)
+                for choice in made.take(prompt_idx, output):
+                    so_far = {"usage": usage.usage()} if body.has_continuous_usage else {}
+                    yield msgspec.structs.replace(chunk, choices=[choice], **so_far)
         if body.include_usage:
             yield msgspec.structs.replace(chunk, usage=usage.usage())
-
-
-def _choice(
-    prompt_idx: int, completion: CompletionOutput, body: CompletionRequest, *, text_offset: int
-) -> CompletionChoice:
-    return CompletionChoice(
-        index=choice_index(prompt_idx, completion, body.num_choices),
-        text=completion.text,
-        logprobs=completion_logprobs(completion, body.logprobs, text_offset),
-        finish_reason=completion.finish_reason,
-        stop_reason=completion.stop_reason,
-    )

@@ -1,4 +1,7 @@
-"""Server-sent events: a stream of `data:` lines that ends in `[DONE]`, or in an error."""
+"""Server-sent events: a stream of `data:` lines that ends in `[DONE]`, or in an error.
+
+Events that have a `type` are named after it, as in OpenAI's Responses API; they end without more.
+"""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -47,14 +50,17 @@ class EventStreamResponse(Response):
                 await _send_event(send, self._first)
                 async for event in self._rest:
                     await _send_event(send, event)
-                last = _DONE
+                last = b"" if hasattr(self._first, "type") else _DONE
             except Exception as error:
                 # The status line is gone already: the error can only travel as an event.
                 _, body = describe_error(error)
-                last = b"data: " + body + b"\n\n"
+                name = b"event: error\n" if hasattr(self._first, "type") else b""
+                last = name + b"data: " + body + b"\n\n"
             await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 async def _send_event(send: Send, event: msgspec.Struct) -> None:
-    data = b"data: " + msgspec.json.encode(event) + b"\n\n"
+    name = getattr(event, "type", None)
+    head = b"data: " if name is None else f"event: {name}\ndata: ".encode()
+    data = head + msgspec.json.encode(event) + b"\n\n"
     await send({"type": "http.response.body", "body": data, "more_body": True})

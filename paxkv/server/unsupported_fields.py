@@ -10,45 +10,38 @@ from paxkv.errors import UnsupportedFeatureError
 NeutralValues = Mapping[str, tuple[object, ...]]
 
 _BOTH_ENDPOINTS: NeutralValues = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "prompt_logprobs": (),
-    "truncate_prompt_tokens": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
+    # vLLM's names before `structured_outputs`.
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
     "logits_processors": ([],),
-    "echo": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "return_token_ids": (False,),
     "kv_transfer_params": (),
     "vllm_xargs": ({},),
 }
 COMPLETION_FIELDS: NeutralValues = {**_BOTH_ENDPOINTS, "suffix": ("",), "prompt_embeds": ()}
 CHAT_FIELDS: NeutralValues = {
     **_BOTH_ENDPOINTS,
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
+    # OpenAI's names before `tools`.
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "web_search_options": (),
-    "documents": ([],),
-    "chat_template": (),
-    "continue_final_message": (False,),
     "mm_processor_kwargs": ({},),
+}
+RESPONSES_FIELDS: NeutralValues = {
+    "previous_response_id": (),
+    "conversation": (),
+    "background": (False,),
+    "include": ([],),
+    "max_tool_calls": (),
+    "prompt": (),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+    "n": (1,),
 }
 TOKENIZE_FIELDS: NeutralValues = {
     "return_token_strs": (False,),
@@ -67,14 +60,22 @@ BEAM_SEARCH_FIELDS: NeutralValues = {
     "stop_token_ids": ([],),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "min_tokens": (0,),
+    "prompt_logprobs": (),
+    "echo": (False,),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
 }
 NO_BEAM_SEARCH_FIELDS: NeutralValues = {"length_penalty": (1,)}
-STREAM_OPTIONS_FIELDS: NeutralValues = {"continuous_usage_stats": (False,)}
-MESSAGE_FIELDS: NeutralValues = {
-    "tool_calls": ([],),
-    "function_call": (),
-    "audio": (),
-}
+MESSAGE_FIELDS: NeutralValues = {"function_call": (), "audio": ()}
 
 
 def refuse_unsupported(

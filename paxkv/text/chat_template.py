@@ -4,15 +4,19 @@ import datetime
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import jinja2
 import jinja2.ext
-import jinja2.sandbox
+import jinja2.nodes
 
-from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.errors import ConfigError, InvalidRequestError, UnsupportedFeatureError
+from paxkv.text.bounded_template import BoundedEnvironment
 from paxkv.text.tokenizer import read_json_object
 
 Message = Mapping[str, object]
+# Whether a template takes contents as strings or as lists of parts; auto looks at the template.
+ContentFormat = Literal["auto", "string", "openai"]
 
 # What `render` gives a template itself.
 _RENDER_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
@@ -25,34 +29,78 @@ class ChatTemplate:
         source: The jinja template, or several by name: "tool_use" serves requests with tools,
             "default" all others.
         special_tokens: Such as `{"bos_token": "<s>"}`; a template may use them by these names.
+        content_format: "openai" hands contents over as lists of `{"type": "text", "text": ...}`,
+            "string" as strings, "auto" as the template goes through them.
     """
 
     def __init__(
-        self, source: str | Mapping[str, str], *, special_tokens: Mapping[str, str] | None = None
+        self,
+        source: str | Mapping[str, str],
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        content_format: ContentFormat = "auto",
     ) -> None:
         self._sources = {"default": source} if isinstance(source, str) else dict(source)
         self._special_tokens = dict(special_tokens or {})
+        self._content_format = content_format
         self._environment = _make_environment()
         # Compiled on first use: a checkpoint with a broken template can still complete prompts.
         self._compiled: dict[str, jinja2.Template] = {}
+        self._takes_parts: dict[str, bool] = {}
 
     @classmethod
     def from_folder(
-        cls, folder: Path, *, special_tokens: Mapping[str, str] | None = None
+        cls,
+        folder: Path,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        content_format: ContentFormat = "auto",
     ) -> "ChatTemplate | None":
         """The template of chat_template.jinja or tokenizer_config.json; None when there is none.
 
         Raises:
             ConfigError: tokenizer_config.json is not a JSON object.
         """
+        options = {"special_tokens": special_tokens, "content_format": content_format}
         path = folder / "chat_template.jinja"
         if path.is_file():
-            return cls(path.read_text(encoding="utf-8"), special_tokens=special_tokens)
+            return cls(path.read_text(encoding="utf-8"), **options)
         source = read_json_object(folder / "tokenizer_config.json").get("chat_template")
         if isinstance(source, list):
             # [{"name": "default", "template": "..."}, {"name": "tool_use", "template": "..."}]
             source = {entry["name"]: entry["template"] for entry in source}
-        return cls(source, special_tokens=special_tokens) if source else None
+        return cls(source, **options) if source else None
+
+    @classmethod
+    def from_setting(
+        cls,
+        setting: str,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        content_format: ContentFormat = "auto",
+    ) -> "ChatTemplate":
+        """The template of `--chat-template`: a file, or the template itself in a single line.
+
+        Raises:
+            ConfigError: It is neither, or cannot be compiled.
+        """
+        # Braces in a file's name are unlikely; a template without any writes no message.
+        if "{{" in setting or "{%" in setting:
+            source = setting.replace("\\n", "\n")
+        else:
+            try:
+                source = Path(setting).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(
+                    f"chat_template={setting!r} is neither a readable file nor a jinja template: "
+                    f"{error}."
+                ) from error
+        template = cls(source, special_tokens=special_tokens, content_format=content_format)
+        try:
+            template._compile("default")
+        except InvalidRequestError as error:
+            raise ConfigError(f"chat_template={setting!r}: {error}") from error
+        return template
 
     def render(
         self,
@@ -60,6 +108,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, object]] | None = None,
+        documents: Sequence[Mapping[str, object]] | None = None,
         template_kwargs: Mapping[str, object] | None = None,
     ) -> str:
         """Renders a conversation; encode the result without adding special tokens.
@@ -69,6 +118,8 @@ class ChatTemplate:
                 `{"type": "text", "text": ...}`, which are joined by line breaks. Only an
                 assistant that called tools may have said nothing (None).
             add_generation_prompt: Ends with the opening of the assistant's turn.
+            tools: Functions that the model may call, as JSON objects in OpenAI's form.
+            documents: What the answer is to be found in, for templates that write them.
             template_kwargs: Further variables of this model's template, such as `enable_thinking`.
 
         Raises:
@@ -83,17 +134,20 @@ class ChatTemplate:
                 param="chat_template_kwargs",
             )
         name = "tool_use" if tools and "tool_use" in self._sources else "default"
+        template = self._compile(name)
+        checked = check_messages(messages)
+        if self._takes_parts[name]:
+            checked = [_with_parts(*both) for both in zip(checked, messages, strict=True)]
         variables = {
             **self._special_tokens,
             **template_kwargs,
-            "messages": check_messages(messages),
+            "messages": checked,
             "tools": tools,
-            "documents": None,
+            "documents": documents,
             "add_generation_prompt": add_generation_prompt,
         }
-        template = self._compile(name)
         try:
-            return template.render(variables)
+            return self._environment.render(template, variables)
         except jinja2.TemplateError as error:
             raise InvalidRequestError(
                 f"the chat template refuses these messages: {error}", param="messages"
@@ -111,9 +165,17 @@ class ChatTemplate:
                 raise InvalidRequestError(
                     f"the model's chat templates are {sorted(self._sources)}; there is no {name!r}."
                 )
+            source = self._sources[name]
             try:
-                self._compiled[name] = self._environment.from_string(self._sources[name])
-            except jinja2.TemplateError as error:
+                is_auto = self._content_format == "auto"
+                self._takes_parts[name] = (
+                    _goes_through_contents(self._environment.parse(source))
+                    if is_auto
+                    else self._content_format == "openai"
+                )
+                self._compiled[name] = self._environment.from_string(source)
+            # Besides what jinja finds wrong: nesting too deep for Python's own compiler.
+            except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError) as error:
                 raise InvalidRequestError(
                     f"the chat template cannot be compiled: {error}", param="chat_template"
                 ) from error
@@ -178,13 +240,48 @@ class _GenerationBlock(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _make_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """What Hugging Face templates are written for, as transformers sets it up."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
+def _goes_through_contents(tree: jinja2.nodes.Template) -> bool:
+    """Whether a template has a loop over the content of a message, so that it takes parts."""
+    names = {
+        node.target.name
+        for node in tree.find_all(jinja2.nodes.Assign)
+        if isinstance(node.target, jinja2.nodes.Name) and _is_content(node.node)
+    }
+    for loop in tree.find_all(jinja2.nodes.For):
+        items = loop.iter
+        while isinstance(items, jinja2.nodes.Filter) and items.node is not None:
+            items = items.node
+        if _is_content(items) or (isinstance(items, jinja2.nodes.Name) and items.name in names):
+            return True
+    return False
+
+
+def _is_content(node: jinja2.nodes.Node) -> bool:
+    """message.content or message['content']."""
+    if isinstance(node, jinja2.nodes.Getattr):
+        return node.attr == "content"
+    return (
+        isinstance(node, jinja2.nodes.Getitem)
+        and isinstance(node.arg, jinja2.nodes.Const)
+        and node.arg.value == "content"
     )
+
+
+def _with_parts(checked: dict[str, object], message: Message) -> dict[str, object]:
+    """A message with the parts that it came with, or with its text as the only one."""
+    content = checked["content"]
+    if not isinstance(content, str):
+        return checked
+    came = message["content"]
+    return {
+        **checked,
+        "content": [{"type": "text", "text": came}] if isinstance(came, str) else came,
+    }
+
+
+def _make_environment() -> BoundedEnvironment:
+    """What Hugging Face templates are written for, as transformers sets it up."""
+    environment = BoundedEnvironment(extensions=[_GenerationBlock, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

@@ -75,6 +75,11 @@ class Tokenizer:
         """Number of tokens, added ones included. A model's own vocabulary may be larger."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def json(self) -> str:
+        """Content of a tokenizer.json for this tokenizer."""
+        return self._backend.to_str()
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`.
 

@@ -77,6 +77,45 @@ def test_64_concurrent_streams_equal_the_offline_answers(server, offline_answers
     assert metric(server, "paxkv_compiles_after_ready_total") == 0
 
 
+def test_grammars_and_forced_calls_bind_beside_other_requests(server) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 2]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    named = {"type": "function", "function": {"name": "f"}}
+    question = [{"role": "user", "content": "What is 2 + 2?"}]
+    yes_no = {"structured_outputs": {"regex": "(yes|no)( yes| no){3}"}}
+
+    async def run(client: openai.AsyncOpenAI) -> list[object]:
+        asked = {"model": MODEL, "messages": question, "max_tokens": 200}
+        create = client.chat.completions.create
+        return await asyncio.gather(
+            create(**asked, n=3, seed=1, presence_penalty=1.5, extra_body=yes_no),
+            create(**asked, tools=[tool], tool_choice=named, temperature=0),
+            create(**asked, temperature=0),
+            *(stream_answer(client, question, seed=1, extra_body=yes_no) for _ in range(4)),
+        )
+
+    async def main() -> list[object]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            return await run(client)
+
+    bound, called, free, *streamed = asyncio.run(main())
+    form = re.compile("(yes|no)( yes| no){3}")
+    assert all(form.fullmatch(choice.message.content) for choice in bound.choices)
+    (call,) = called.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments)["a"] in (1, 2)
+    assert not form.fullmatch(free.choices[0].message.content)
+    assert all(map(form.fullmatch, streamed))
+    body = {"prompt": "a", "structured_outputs": {"regex": "(a"}}
+    refused = httpx.post(f"{server.url}/v1/completions", json=body)
+    assert refused.status_code == 400 and "unclosed group" in refused.text
+    assert metric(server, "paxkv_compiles_after_ready_total") == 0
+
+
 def test_killing_half_of_the_clients_leaves_no_block_behind(server, offline_answers) -> None:
     conversations = demo_conversations(NUM_STREAMS)
     steps_before = metric(server, "paxkv:steps_total")

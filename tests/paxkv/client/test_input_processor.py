@@ -14,6 +14,7 @@ from paxkv.errors import (
     UnsupportedFeatureError,
 )
 from paxkv.sampling_params import SamplingParams
+from paxkv.structured_outputs_params import StructuredOutputsParams
 from paxkv.text.tokenizer import Tokenizer
 from tests.paxkv.text.small_tokenizers import BOS, EOS, byte_level_backend, byte_level_tokenizer
 
@@ -280,3 +281,44 @@ def test_settings_that_leave_no_token_are_refused() -> None:
     process(make(), [97], allowed_token_ids=[EOS_ID])
     with pytest.raises(InvalidRequestError, match="leaves no token"):
         process(make(), [97], allowed_token_ids=[EOS_ID], min_tokens=1)
+
+
+class FakeChecker:
+    """Takes "good" alone, and knows it already."""
+
+    def is_remembered(self, params: StructuredOutputsParams) -> bool:
+        return params.regex == "good"
+
+    def check(self, params: StructuredOutputsParams) -> None:
+        if params.regex != "good":
+            raise InvalidRequestError("not good", param="structured_outputs")
+
+
+def test_a_grammar_is_checked_at_the_door_and_waited_for_behind_it() -> None:
+    processor = make(grammar_checker=FakeChecker())
+    good = StructuredOutputsParams(regex="good")
+    bad = StructuredOutputsParams(regex="bad")
+    assert process(processor, "a", structured_outputs=good).needs_grammar
+    assert not process(processor, "a").needs_grammar
+    with pytest.raises(InvalidRequestError, match="not good"):
+        process(processor, "a", structured_outputs=bad)
+    assert processor.must_compile(SamplingParams(structured_outputs=bad))
+    assert not processor.must_compile(SamplingParams(structured_outputs=good))
+    assert not processor.must_compile(SamplingParams())
+    with pytest.raises(UnsupportedFeatureError, match="EOS token"):
+        process(make(), "a", structured_outputs=good)
+
+
+def test_a_prompt_may_be_cut_to_its_last_tokens() -> None:
+    def cut(num_tokens: object, **params: object) -> list[int]:
+        prompt = {"prompt_token_ids": list(range(150)), "truncate_prompt_tokens": num_tokens}
+        return process(make(), prompt, **params).prompt_token_ids
+
+    assert cut(3) == [147, 148, 149]
+    # As many as leave room for the output, of 100 in all.
+    assert cut(-1, max_tokens=40) == list(range(90, 150))
+    assert cut(-1, max_tokens=None) == list(range(51, 150))
+    for bad in (0, -2, 2.5, True):
+        with pytest.raises(InvalidRequestError) as raised:
+            cut(bad)
+        assert raised.value.param == "truncate_prompt_tokens"

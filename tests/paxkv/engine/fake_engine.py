@@ -99,6 +99,8 @@ class FakeExecutor:
 class FakeStep:
     """A step whose tokens were known before it ran."""
 
+    needs_bitmask = False
+
     def __init__(self, executor: FakeExecutor, output: ModelRunnerOutput) -> None:
         self._executor = executor
         self._output = output

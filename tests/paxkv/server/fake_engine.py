@@ -18,10 +18,15 @@ BOS = 256
 DIE_AFTER_3 = "die after three tokens"
 FAIL_AFTER_3 = "raise a bug after three tokens"
 NO_TOKENS = "hold the first token back for good"
+GRAMMAR_FAILS = "let the grammar fail"
+# What stands between these in a prompt is the answer to it, a letter a token, and then EOS.
+SAY, SAID = "say this: ", " that is all"
 
 
 class FakeTokenizer:
     """One token a UTF-8 byte; BOS in front when special tokens are wanted."""
+
+    special_tokens: Mapping[str, str] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * add_special_tokens + list(text.encode("utf-8"))
@@ -39,12 +44,19 @@ class FakeChatTemplate:
         messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        documents: Sequence[Mapping[str, object]] | None = None,
         template_kwargs: Mapping[str, object] | None = None,
     ) -> str:
-        text = "".join(f"<{m['role']}>{m['content']}" for m in messages)
+        names = "".join(f"<tool>{tool['function']['name']}" for tool in tools or ())
+        text = names + "".join(f"<{m['role']}>{_joined(m['content'])}" for m in messages)
         return (
             text + (template_kwargs or {}).get("tail", "") + "<assistant>" * add_generation_prompt
         )
+
+
+def _joined(content: str | list[Mapping[str, str]] | None) -> str:
+    return content if isinstance(content, str) else "\n".join(p["text"] for p in content or ())
 
 
 def answer_token_ids(prompt_token_ids: list[int], max_tokens: int, *, index: int = 0) -> list[int]:
@@ -150,6 +162,22 @@ class FakeEngine:
             answer_token_ids(prompt_token_ids, max_tokens, index=index)
             for index in range(sampling_params.n)
         ]
+        said = str(prompt.get("prompt")).partition(SAY)[2].partition(SAID)[0]
+        if said:
+            answers = [list(map(ord, said[:max_tokens]))] * sampling_params.n
+            max_tokens = len(answers[0])
+        if GRAMMAR_FAILS in text:
+            failed = CompletionOutput(
+                index=0,
+                text="",
+                token_ids=[],
+                finish_reason="error",
+                stop_reason="the grammar cannot go on: it is too large",
+            )
+            yield _output(request_id, prompt_token_ids, [failed], is_done=True)
+            self.running.discard(request_id)
+            return
+        reason = "stop" if said and max_tokens == len(said) else "length"
         num_sent = 0
         try:
             for i in range(max_tokens):
@@ -157,7 +185,9 @@ class FakeEngine:
                 is_done = i + 1 == max_tokens
                 if stream or is_done:
                     completions = [
-                        _completion(index, answer, num_sent, i + 1, sampling_params.logprobs)
+                        _completion(
+                            index, answer, num_sent, i + 1, sampling_params.logprobs, reason
+                        )
                         for index, answer in enumerate(answers)
                         if len(answer) > num_sent
                     ]
@@ -215,7 +245,12 @@ class FakeEngine:
 
 
 def _completion(
-    index: int, answer: list[int], first: int, end: int, num_logprobs: int | None
+    index: int,
+    answer: list[int],
+    first: int,
+    end: int,
+    num_logprobs: int | None,
+    finish_reason: str = "length",
 ) -> CompletionOutput:
     """The tokens `first` to `end` of an answer."""
     token_ids = answer[first:end]
@@ -224,7 +259,7 @@ def _completion(
         text="".join(map(chr, token_ids)),
         token_ids=token_ids,
         logprobs=None if num_logprobs is None else [_logprobs(i, num_logprobs) for i in token_ids],
-        finish_reason="length" if end >= len(answer) else None,
+        finish_reason=finish_reason if end >= len(answer) else None,
     )
 
 

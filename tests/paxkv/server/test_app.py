@@ -19,6 +19,7 @@ from tests.paxkv.server.fake_engine import (
 )
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 USER = {"role": "user", "content": "hi"}
 
 
@@ -158,13 +159,22 @@ def test_malformed_json_is_400(shared_server, content, words):
         ({"use_beam_search": True, "best_of": 2}, "best_of"),
         ({"use_beam_search": True, "temperature": -1}, "temperature"),
         ({"use_beam_search": True, "length_penalty": "long"}, "length_penalty"),
-        ({"echo": True}, "echo"),
+        ({"echo": "a"}, "echo"),
         ({"suffix": "end"}, "suffix"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": "much"}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": "much"}}, "logit_bias"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"min_tokens": 17}, "min_tokens"),
+        ({"min_tokens": 2, "structured_outputs": {"regex": "a"}}, "min_tokens"),
+        ({"response_format": {"type": "json"}}, "response_format"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"xml": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs"),
     ],
 )
 def test_bad_completion_field_is_400_and_named(shared_server, fields, param):
@@ -186,7 +196,7 @@ def test_bad_completion_field_is_400_and_named(shared_server, fields, param):
         ({"messages": [{"content": "hi"}]}, "messages[0].role"),
         ({"messages": [USER, {"role": "king", "content": "hi"}]}, "messages[1].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": ["hi"]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [5]}]}, "messages[0].content[0]"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages[0].content[0]",
@@ -202,7 +212,15 @@ def test_bad_completion_field_is_400_and_named(shared_server, fields, param):
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"reasoning_effort": "vast"}, "reasoning_effort"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
+        ({"tools": [TOOL]}, "tool_choice"),  # nobody said how this model calls
+        ({"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice",
+        ),
+        ({"tools": [TOOL, TOOL], "tool_choice": "required"}, "tools"),
         ({"use_beam_search": True}, "max_tokens"),
         ({"use_beam_search": True, "max_tokens": 0}, "max_tokens"),
         (

@@ -10,7 +10,12 @@ from paxkv.errors import EngineDeadError, InvalidRequestError
 from paxkv.sampling_params import SamplingParams
 from paxkv.server.generation import Generator
 from paxkv.server.metrics import ServerMetrics
-from tests.paxkv.server.fake_engine import DIE_AFTER_3, FakeEngine, answer_token_ids
+from tests.paxkv.server.fake_engine import (
+    DIE_AFTER_3,
+    GRAMMAR_FAILS,
+    FakeEngine,
+    answer_token_ids,
+)
 
 
 def _prompt(*token_ids):
@@ -95,5 +100,15 @@ def test_slow_reader_holds_the_engine_back_instead_of_filling_memory():
             await asyncio.sleep(0.05)
             # The engine's generators wait at their second or third output.
             assert len(engine.running) == 2
+
+    asyncio.run(run())
+
+
+def test_a_grammar_that_fails_is_the_requests_fault():
+    async def run():
+        prompt = {"prompt": GRAMMAR_FAILS, "add_special_tokens": False}
+        with pytest.raises(InvalidRequestError, match="it is too large"):
+            async for _ in _generate(FakeEngine(), [prompt], max_tokens=5):
+                pass
 
     asyncio.run(run())

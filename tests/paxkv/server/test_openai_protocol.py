@@ -1,74 +1,38 @@
 """What a request body turns into."""
 
+import msgspec
 import pytest
+from hypothesis import HealthCheck, given, settings
 
+from paxkv.config import ServerConfig
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
-from paxkv.sampling_params import BeamSearchParams
 from paxkv.server.openai_protocol import (
-    chat_messages,
-    chat_sampling_params,
     completion_prompts,
-    completion_sampling_params,
     parse_chat,
     parse_completion,
     prompt_with_options,
 )
+from paxkv.text.chat_template import ChatTemplate
+from tests.paxkv.server.conftest import run_server
+from tests.paxkv.server.fake_engine import FakeEngine
+from tests.paxkv.server.request_bodies import REQUESTS
 
 USER = {"role": "user", "content": "hi"}
 
 
-def test_completion_stops_at_16_tokens_and_chat_goes_on_unless_told():
-    assert completion_sampling_params(parse_completion({"prompt": "a"})).max_tokens == 16
-    assert chat_sampling_params(parse_chat({"messages": [USER]})).max_tokens is None
-
-
-def test_temperature_is_1_unless_told():
-    assert completion_sampling_params(parse_completion({"prompt": "a"})).temperature == 1.0
-
-
-def test_chat_logprobs_without_alternatives_ask_for_the_drawn_token_alone():
-    def logprobs(**fields):
-        return chat_sampling_params(parse_chat({"messages": [USER]} | fields)).logprobs
-
-    assert logprobs() is None
-    assert logprobs(logprobs=False) is None
-    assert logprobs(logprobs=True) == 0
-    assert logprobs(logprobs=True, top_logprobs=4) == 4
-
-
 @pytest.mark.parametrize(
-    "neutral", [{"echo": False}, {"tools": []}, {"tools": None}, {"frequency_penalty": 0.0}]
+    "neutral", [{"functions": []}, {"modalities": ["text"]}, {"vllm_xargs": None}]
 )
 def test_neutral_value_of_an_unsupported_field_passes(neutral):
     parse_chat({"messages": [USER]} | neutral)
 
 
 @pytest.mark.parametrize(
-    "asking", [{"echo": 0}, {"frequency_penalty": False}, {"n": True, "tools": {}}]
+    "asking", [{"functions": {}}, {"modalities": "text"}, {"n": True, "vllm_xargs": []}]
 )
 def test_value_that_only_looks_neutral_is_refused(asking):
     with pytest.raises(UnsupportedFeatureError):
         parse_chat({"messages": [USER]} | asking)
-
-
-def test_n_reaches_the_sampling_params_and_best_of_may_repeat_it():
-    request = parse_completion({"prompt": "a", "n": 3, "best_of": 3})
-    assert completion_sampling_params(request).n == 3
-    assert completion_sampling_params(parse_completion({"prompt": "a", "best_of": 1})).n == 1
-    assert chat_sampling_params(parse_chat({"messages": [USER], "n": None})).n == 1
-
-
-def test_beam_search_takes_its_width_from_n_and_draws_nothing_unless_told():
-    fields = {"use_beam_search": True, "n": 4, "length_penalty": 0.5, "ignore_eos": True}
-    assert completion_sampling_params(
-        parse_completion({"prompt": "a"} | fields)
-    ) == BeamSearchParams(
-        beam_width=4, max_tokens=16, temperature=0.0, length_penalty=0.5, ignore_eos=True
-    )
-    fields = {"use_beam_search": True, "max_tokens": 7, "temperature": 1.0, "top_p": 1}
-    assert chat_sampling_params(parse_chat({"messages": [USER]} | fields)) == BeamSearchParams(
-        beam_width=1, max_tokens=7, temperature=1.0
-    )
 
 
 # What only the engine's own requests may say.
@@ -86,8 +50,8 @@ def test_internal_fields_of_a_request_cannot_be_sent(name):
 @pytest.mark.parametrize(
     ("asking", "remedy"),
     [
-        ({"continue_final_message": True}, "or send false."),
-        ({"response_format": {"type": "json_object"}}, 'or send {"type":"text"}.'),
+        ({"functions": [{}]}, "or send []."),
+        ({"verbosity": "high"}, 'or send "medium".'),
         ({"guided_json": {}}, "leave it out."),
     ],
 )
@@ -95,13 +59,6 @@ def test_refusal_says_in_json_what_to_send_instead(asking, remedy):
     with pytest.raises(UnsupportedFeatureError) as raised:
         parse_chat({"messages": [USER]} | asking)
     assert str(raised.value).endswith(remedy)
-
-
-def test_nested_unsupported_option_is_named_with_its_path():
-    fields = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
-    with pytest.raises(UnsupportedFeatureError) as raised:
-        parse_completion({"prompt": "a"} | fields)
-    assert raised.value.param == "stream_options.continuous_usage_stats"
 
 
 def test_long_prompt_is_not_quoted_whole():
@@ -117,11 +74,21 @@ def test_prompt_carries_its_options():
         "add_special_tokens": True,
         "cache_salt": "s",
     }
+    request = parse_completion({"prompt": "a", "truncate_prompt_tokens": -1})
+    prompt = prompt_with_options("a", request, add_special_tokens=True)
+    assert prompt["truncate_prompt_tokens"] == -1
 
 
-def test_name_of_a_speaker_reaches_the_template_and_unknown_keys_do_not():
-    messages = chat_messages([USER | {"name": "ann", "refusal": None, "x": 1}])
-    assert messages == [USER | {"name": "ann"}]
+@pytest.mark.parametrize("fields", [{}, {"add_generation_prompt": True}])
+def test_the_last_message_is_continued_only_where_no_other_begins(fields):
+    with pytest.raises(InvalidRequestError) as raised:
+        parse_chat({"messages": [USER], "continue_final_message": True} | fields)
+    assert raised.value.param == "continue_final_message"
+
+
+def test_prompt_logprobs_are_not_streamed():
+    with pytest.raises(InvalidRequestError, match="whole answer only"):
+        parse_completion({"prompt": "a", "prompt_logprobs": 1, "stream": True})
 
 
 def test_prompt_too_deep_to_be_quoted_is_still_the_callers_mistake():
@@ -130,3 +97,59 @@ def test_prompt_too_deep_to_be_quoted_is_still_the_callers_mistake():
         prompt = [prompt]
     with pytest.raises(InvalidRequestError, match="nested too deeply"):
         completion_prompts(prompt)
+
+
+@pytest.fixture(scope="module")
+def fuzzed_server():
+    config = ServerConfig(
+        port=0,
+        enable_auto_tool_choice=True,
+        tool_call_parser="hermes",
+        reasoning_parser="qwen3",
+        trust_request_chat_template=True,
+    )
+    engine = FakeEngine()
+    # The real one: what messages do to it is part of the question.
+    source = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ tools | tojson }}"
+    engine.chat_template = ChatTemplate(source)
+    with run_server(engine, config) as server:
+        yield server
+
+
+def check_answers_below_500(server, num_cases: int) -> None:
+    statuses: set[int] = set()
+
+    @settings(
+        max_examples=num_cases,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(request=REQUESTS)
+    def check(request):
+        path, body = request
+        response = server.client.post(
+            path,
+            content=msgspec.json.encode(body),
+            headers={"Content-Type": "application/json"},
+        )
+        statuses.add(response.status_code)
+        assert response.status_code in (200, 400), response.text
+        if response.status_code == 400:
+            assert len(response.text) < 2000
+        assert "internal_error" not in response.text
+
+    check()
+    assert statuses == {200, 400}
+    assert server.client.get("/health").status_code == 200
+    assert not server.engine.running
+
+
+def test_no_body_is_a_server_error(fuzzed_server):
+    check_answers_below_500(fuzzed_server, 150)
+
+
+# Some minutes: run it with `pytest -m slow tests/paxkv/server/test_openai_protocol.py`.
+@pytest.mark.slow
+def test_none_of_20000_bodies_is_a_server_error(fuzzed_server):
+    check_answers_below_500(fuzzed_server, 20_000)

@@ -6,10 +6,23 @@ import json
 import openai
 import pytest
 
+from paxkv.config import ServerConfig
 from paxkv.server.routes_chat import ChatRoutes
-from tests.paxkv.server.fake_engine import MODEL_NAME, FakeTokenizer, answer_token_ids
+from tests.paxkv.server.conftest import run_server
+from tests.paxkv.server.fake_engine import (
+    MODEL_NAME,
+    SAID,
+    SAY,
+    FakeEngine,
+    FakeTokenizer,
+    answer_token_ids,
+)
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}},
+}
 PROMPT = "<system>be brief<user>hi<assistant>"
 
 
@@ -36,7 +49,7 @@ def _stream(server, **fields):
 
 
 def test_answers_only_posts():
-    (route,) = ChatRoutes(None, None, max_body_bytes=1).routes()
+    (route,) = ChatRoutes(None, None, None).routes()
     assert (route.path, route.methods) == ("/v1/chat/completions", {"POST"})
 
 
@@ -170,3 +183,158 @@ def test_openai_async_client_chats_and_streams(shared_server):
     assert len(whole.choices[0].logprobs.content[0].top_logprobs) == 2
     assert chunks[-1].usage == whole.usage
     assert chunks[0].choices[0].delta.role == "assistant"
+
+
+def _said(text):
+    return [{"role": "user", "content": SAY + text + SAID}]
+
+
+def _joined_stream(chunks):
+    """What the deltas of a stream with one choice add up to."""
+    message = {"content": "", "reasoning": "", "reasoning_content": "", "tool_calls": []}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            for name in ("content", "reasoning", "reasoning_content"):
+                message[name] += delta.get(name) or ""
+            for call in delta.get("tool_calls", ()):
+                if "id" in call:
+                    assert call["index"] == len(message["tool_calls"])
+                    message["tool_calls"].append([call["function"]["name"], ""])
+                message["tool_calls"][call["index"]][1] += call["function"].get("arguments", "")
+    return message, chunks[-1]["choices"][0]["finish_reason"]
+
+
+@pytest.fixture(scope="module")
+def tool_server():
+    with run_server(
+        FakeEngine(),
+        ServerConfig(
+            port=0,
+            max_body_bytes=100_000,
+            enable_auto_tool_choice=True,
+            tool_call_parser="hermes",
+            reasoning_parser="qwen3",
+            trust_request_chat_template=True,
+        ),
+    ) as server:
+        yield server
+
+
+def test_calls_and_thoughts_are_told_apart_whole_and_streamed(tool_server):
+    text = (
+        '<think>hm</think>so: <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>\n'
+        '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+    )
+    fields = {"messages": _said(text), "tools": [TOOL], "max_tokens": 200}
+    (choice,) = _post(tool_server, **fields)["choices"]
+    message = choice["message"]
+    assert (message["content"], message["reasoning"]) == ("so: ", "hm")
+    calls = [[c["function"]["name"], c["function"]["arguments"]] for c in message["tool_calls"]]
+    assert calls == [["f", '{"a": 1}'], ["g", "{}"]]
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+    assert choice["finish_reason"] == "tool_calls"
+    joined, reason = _joined_stream(_stream(tool_server, **fields))
+    assert joined["tool_calls"] == calls and reason == "tool_calls"
+    assert (joined["content"], joined["reasoning"]) == ("so: ", "hm")
+    assert joined["reasoning_content"] == message["reasoning_content"] == "hm"
+    # The template was shown the tools.
+    assert "<tool>f" in tool_server.engine.seen_prompts[-1]["prompt"]
+
+
+def test_one_call_is_told_of_where_parallel_ones_are_unwanted(tool_server):
+    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 2
+    fields = {"messages": _said(text), "tools": [TOOL], "max_tokens": 200}
+    (choice,) = _post(tool_server, parallel_tool_calls=False, **fields)["choices"]
+    assert len(choice["message"]["tool_calls"]) == 1
+    joined, _ = _joined_stream(_stream(tool_server, parallel_tool_calls=False, **fields))
+    assert len(joined["tool_calls"]) == 1
+
+
+def test_a_call_that_was_cut_off_ends_by_length(tool_server):
+    text = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    fields = {"messages": _said(text), "tools": [TOOL], "max_tokens": 42}
+    (choice,) = _post(tool_server, **fields)["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["arguments"] == '{"a"'
+    assert choice["finish_reason"] == "length"
+
+
+def test_thoughts_can_be_left_out(tool_server):
+    fields = {"messages": _said("<think>hm</think>so"), "max_tokens": 50}
+    (choice,) = _post(tool_server, include_reasoning=False, **fields)["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "so", "refusal": None}
+
+
+@pytest.mark.parametrize(
+    ("tool_choice", "said", "reason"),
+    [
+        ("required", '[{"name": "f", "parameters": {"a": 1}}]', "tool_calls"),
+        ({"type": "function", "function": {"name": "f"}}, '{"a": 1}', "stop"),
+    ],
+)
+def test_a_forced_call_is_a_grammar_and_comes_as_a_call(shared_server, tool_choice, said, reason):
+    fields = {"messages": _said(said), "tools": [TOOL], "tool_choice": tool_choice}
+    (choice,) = _post(shared_server, max_tokens=99, **fields)["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    assert choice["message"]["content"] is None and choice["finish_reason"] == reason
+    joined, streamed_reason = _joined_stream(_stream(shared_server, max_tokens=99, **fields))
+    assert joined["tool_calls"] == [["f", '{"a": 1}']] and streamed_reason == reason
+    schema = json.loads(shared_server.engine.seen_params[-1].structured_outputs.json)
+    assert schema["type"] == ("array" if tool_choice == "required" else "object")
+
+
+def test_choice_none_shows_the_tools_and_looks_for_no_call(tool_server):
+    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    fields = {"messages": _said(text), "tools": [TOOL], "tool_choice": "none", "max_tokens": 99}
+    (choice,) = _post(tool_server, **fields)["choices"]
+    assert choice["message"]["content"] == text and choice["finish_reason"] == "stop"
+    assert "<tool>f" in tool_server.engine.seen_prompts[-1]["prompt"]
+
+
+def test_token_ids_and_usage_come_with_every_chunk_when_asked(shared_server):
+    fields = {"return_token_ids": True, "n": 2}
+    whole = _post(shared_server, **fields)
+    assert whole["prompt_token_ids"] == list(map(ord, PROMPT))
+    chunks = _stream(
+        shared_server,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+        **fields,
+    )
+    assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    for choice in whole["choices"]:
+        parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        streamed = [i for part in parts for i in part.get("token_ids", ())]
+        assert streamed == choice["token_ids"]
+        assert "".join(map(chr, streamed)) == choice["message"]["content"]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == 8 + 7
+
+
+def test_tokens_can_be_shown_as_their_ids(shared_server):
+    fields = {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}
+    (choice,) = _post(shared_server, max_tokens=1, return_token_ids=True, **fields)["choices"]
+    (position,) = choice["logprobs"]["content"]
+    assert position["token"] == f"token_id:{choice['token_ids'][0]}"
+    assert position["top_logprobs"][0]["token"] == "token_id:65"
+
+
+def test_the_last_message_is_continued_and_echoed(shared_server):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "well, "}]
+    fields = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    body = _post(shared_server, echo=True, **fields)
+    answer = _answer("<user>hi<assistant>well, ", 8)
+    assert body["choices"][0]["message"]["content"] == "well, " + answer
+    joined, _ = _joined_stream(_stream(shared_server, echo=True, **fields))
+    assert joined["content"] == "well, " + answer
+
+
+def test_a_trusted_request_may_bring_its_template(tool_server):
+    fields = {"chat_template": "{% for m in messages %}[{{ m.content }}]{% endfor %}"}
+    body = _post(tool_server, **fields)
+    assert body["choices"][0]["message"]["content"] == _answer("[be brief][hi]", 8)
+    response = tool_server.client.post(
+        "/v1/chat/completions", json={"messages": MESSAGES, "chat_template": "{% for %}"}
+    )
+    assert response.status_code == 400

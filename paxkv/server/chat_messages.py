@@ -1,0 +1,129 @@
+"""The messages of a chat, checked, as a chat template takes them."""
+
+import json
+from collections.abc import Mapping
+
+from paxkv.errors import InvalidRequestError
+from paxkv.server.openai_protocol import shorten
+from paxkv.server.unsupported_fields import MESSAGE_FIELDS, refuse_unsupported
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+# Besides "text", what OpenAI's other endpoints call the same.
+_TEXT_PARTS = ("text", "input_text", "output_text")
+# What an assistant thought in an earlier turn; templates know it by either name.
+_REASONING_FIELDS = ("reasoning", "reasoning_content")
+
+
+def chat_messages(messages: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Messages as a chat template takes them.
+
+    Contents are strings, or lists of text parts; arguments of tool calls are objects.
+
+    Raises:
+        InvalidRequestError: There is no message, or one has a role or content that cannot be used.
+    """
+    if not messages:
+        raise InvalidRequestError("messages must not be empty.", param="messages")
+    return [_chat_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+
+
+def _chat_message(path: str, message: dict[str, object]) -> dict[str, object]:
+    refuse_unsupported(message, MESSAGE_FIELDS, path=f"{path}.")
+    role = message.get("role")
+    if role not in _ROLES:
+        raise InvalidRequestError(
+            f"{path}.role must be one of {', '.join(_ROLES)}, got {shorten(role)}.",
+            param=f"{path}.role",
+        )
+    checked: dict[str, object] = {"role": role}
+    tool_calls = message.get("tool_calls")
+    if tool_calls and role != "assistant":
+        raise InvalidRequestError(
+            f"{path}.tool_calls stands in a message of role {role}; only the assistant calls "
+            "tools.",
+            param=f"{path}.tool_calls",
+        )
+    content = message.get("content")
+    # An assistant that called tools need not have said anything.
+    if content is not None or not tool_calls:
+        checked["content"] = _content(f"{path}.content", content)
+    else:
+        checked["content"] = None
+    if tool_calls:
+        checked["tool_calls"] = _tool_calls(f"{path}.tool_calls", tool_calls)
+    names = ("name", "tool_call_id") if role == "tool" else ("name",)
+    for name in (*names, *(_REASONING_FIELDS if role == "assistant" else ())):
+        value = message.get(name)
+        if value is not None and not isinstance(value, str):
+            raise InvalidRequestError(
+                f"{path}.{name} must be a string, got {shorten(value)}.", param=f"{path}.{name}"
+            )
+        if value is not None:
+            checked[name] = value
+    thought = checked.get("reasoning") or checked.get("reasoning_content")
+    return checked | (dict.fromkeys(_REASONING_FIELDS, thought) if thought else {})
+
+
+def _content(path: str, content: object) -> str | list[dict[str, str]]:
+    """A string as it is; parts of text as {"type": "text", "text": "..."}."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(
+            f"{path} must be a string or a list of text parts, got {shorten(content)}.",
+            param=path,
+        )
+    texts = []
+    for k, part in enumerate(content):
+        # As vLLM does, and OpenAI's own refusals: a bare string counts as a part.
+        text = part
+        if isinstance(part, Mapping):
+            text = part.get("text") if part.get("type") in _TEXT_PARTS else None
+        if not isinstance(text, str):
+            raise InvalidRequestError(
+                f'{path}[{k}] must be {{"type": "text", "text": "..."}}, got {shorten(part)}; '
+                "this server reads text only.",
+                param=f"{path}[{k}]",
+            )
+        texts.append({"type": "text", "text": text})
+    return texts
+
+
+def _tool_calls(path: str, tool_calls: object) -> list[dict[str, object]]:
+    if not isinstance(tool_calls, list):
+        raise InvalidRequestError(f"{path} must be a list, got {shorten(tool_calls)}.", param=path)
+    return [_tool_call(f"{path}[{k}]", call) for k, call in enumerate(tool_calls)]
+
+
+def _tool_call(path: str, call: object) -> dict[str, object]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise InvalidRequestError(
+            f'{path} must be {{"id": "...", "type": "function", "function": {{"name": "...", '
+            f'"arguments": "..."}}}}, got {shorten(call)}.',
+            param=path,
+        )
+    arguments = function.get("arguments")
+    # Templates write the object; clients send its JSON, or nothing for no arguments.
+    if isinstance(arguments, str) and arguments:
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequestError(
+                f"{path}.function.arguments is not JSON: {error}.",
+                param=f"{path}.function.arguments",
+            ) from None
+    arguments = arguments or {}
+    if not isinstance(arguments, dict):
+        raise InvalidRequestError(
+            f"{path}.function.arguments must be a JSON object, got {shorten(arguments)}.",
+            param=f"{path}.function.arguments",
+        )
+    call_id = call.get("id")
+    if call_id is not None and not isinstance(call_id, str):
+        raise InvalidRequestError(f"{path}.id must be a string.", param=f"{path}.id")
+    return {
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    } | ({} if call_id is None else {"id": call_id})

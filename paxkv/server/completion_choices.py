@@ -1,0 +1,117 @@
+"""`CompletionChoices`: outputs of the engine as choices of /v1/completions, whole or in parts."""
+
+from collections.abc import Sequence
+
+from msgspec import UNSET
+
+from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput
+from paxkv.errors import InvalidRequestError
+from paxkv.server.engine_protocol import Tokenizer
+from paxkv.server.openai_protocol import CompletionRequest
+from paxkv.server.openai_responses import (
+    CompletionChoice,
+    choice_index,
+    completion_logprobs,
+    has_news,
+    prompt_logprobs,
+)
+from paxkv.server.sampling_fields import echoes_prompt_alone
+
+
+class CompletionChoices:
+    """Makes the choices of one HTTP request; each begins with its prompt where that is echoed.
+
+    Args:
+        prompts: In the request's order.
+        tokenizer: Makes text of echoed prompts that came as token ids.
+
+    Raises:
+        InvalidRequestError: There is no tokenizer, and the request needs one.
+    """
+
+    def __init__(
+        self,
+        body: CompletionRequest,
+        prompts: Sequence[str | list[int]],
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        if body.echo and tokenizer is None:
+            raise InvalidRequestError(
+                "echo shows the prompt as text, and this model was loaded without a tokenizer; "
+                "leave it out.",
+                param="echo",
+            )
+        self._body = body
+        self._prompts = prompts
+        self._tokenizer = tokenizer
+        self._is_prompt_alone = echoes_prompt_alone(body)
+        self._text_offsets = [0] * len(prompts) * body.num_choices
+        self._begun: set[int] = set()
+        # A stream has them once, maybe before some of the choices begin.
+        self._prompt_logprobs: dict[int, list[dict[int, Logprob] | None]] = {}
+
+    def take(self, prompt_idx: int, output: RequestOutput) -> list[CompletionChoice]:
+        """The choices that an output has news of."""
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs[prompt_idx] = output.prompt_logprobs
+        choices = []
+        for completion in output.outputs:
+            index = choice_index(prompt_idx, completion, self._body.num_choices)
+            if has_news(completion) or (self._body.echo and index not in self._begun):
+                choices.append(self._choice(index, prompt_idx, output, completion))
+        return choices
+
+    def num_tokens(self, output: RequestOutput) -> int:
+        """Tokens of an output that the caller asked for: none where the prompt alone is scored."""
+        return 0 if self._is_prompt_alone else sum(len(c.token_ids) for c in output.outputs)
+
+    def _choice(
+        self, index: int, prompt_idx: int, output: RequestOutput, completion: CompletionOutput
+    ) -> CompletionChoice:
+        body = self._body
+        is_first = index not in self._begun
+        self._begun.add(index)
+        has_prompt = bool(body.echo) and is_first
+        text = "" if self._is_prompt_alone else completion.text
+        token_ids = [] if self._is_prompt_alone else completion.token_ids
+        positions = [] if self._is_prompt_alone else completion.logprobs or []
+        if has_prompt:
+            text = self._prompt_text(prompt_idx, output) + text
+            token_ids = [*output.prompt_token_ids, *token_ids]
+            positions = [*self._prompt_logprobs.get(prompt_idx, ()), *positions]
+        logprobs = None
+        # A beam search has them all the same.
+        if body.logprobs is not None and completion.logprobs is not None:
+            logprobs = completion_logprobs(
+                token_ids,
+                positions,
+                body.logprobs,
+                text_offset=self._text_offsets[index],
+                as_token_ids=bool(body.return_tokens_as_token_ids),
+                decode=self._token_text,
+            )
+            if logprobs.tokens:
+                self._text_offsets[index] = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
+        scored = self._prompt_logprobs.get(prompt_idx)
+        shows_scores = body.prompt_logprobs is not None and scored is not None
+        return CompletionChoice(
+            index=index,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+            prompt_logprobs=prompt_logprobs(scored) if shows_scores else UNSET,
+            token_ids=token_ids if body.return_token_ids else UNSET,
+            prompt_token_ids=(
+                output.prompt_token_ids if body.return_token_ids and is_first else UNSET
+            ),
+        )
+
+    def _prompt_text(self, prompt_idx: int, output: RequestOutput) -> str:
+        prompt = self._prompts[prompt_idx]
+        if isinstance(prompt, str) and self._body.truncate_prompt_tokens is None:
+            return prompt
+        return self._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+
+    def _token_text(self, token_id: int) -> str:
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)

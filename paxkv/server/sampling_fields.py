@@ -1,0 +1,177 @@
+"""What the fields of a body mean for sampling: SamplingParams or BeamSearchParams."""
+
+from collections.abc import Mapping
+
+from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.sampling_params import MAX_BEAM_WIDTH, MAX_LOGPROBS, BeamSearchParams, SamplingParams
+from paxkv.server.openai_protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
+from paxkv.server.structured_fields import structured_outputs_params
+from paxkv.structured_outputs_params import StructuredOutputsParams
+
+# The length of a completion when the request names none, as OpenAI has it. A chat goes on to
+# max_model_len instead.
+DEFAULT_COMPLETION_TOKENS = 16
+# OpenAI's bounds; as in vLLM, what lies beyond them counts as the bound.
+MAX_LOGIT_BIAS = 100.0
+# Fields that have the same name and meaning in SamplingParams.
+_SAME_NAMES = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "bad_words",
+    "allowed_token_ids",
+    "min_tokens",
+    "prompt_logprobs",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)
+
+
+def completion_sampling_params(request: CompletionRequest) -> SamplingParams | BeamSearchParams:
+    """How to find a completion.
+
+    Raises:
+        InvalidRequestError: A value is out of range.
+    """
+    if request.use_beam_search:
+        max_tokens = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        return _beam_search_params(request, max_tokens, "logprobs", request.logprobs)
+    return SamplingParams(**completion_keywords(request))
+
+
+def completion_keywords(request: CompletionRequest) -> dict[str, object]:
+    """The arguments of SamplingParams that a completion asks for."""
+    max_tokens = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    keywords = _shared_keywords(request)
+    # A prompt is scored by computing it, which samples a token that nobody asked for.
+    keywords["max_tokens"] = 1 if echoes_prompt_alone(request) else max_tokens
+    keywords["logprobs"] = request.logprobs
+    if request.echo and request.logprobs is not None:
+        keywords.setdefault("prompt_logprobs", request.logprobs)
+    return keywords
+
+
+def echoes_prompt_alone(request: CompletionRequest) -> bool:
+    """Whether the answer is the prompt, and nothing after it."""
+    return bool(request.echo) and request.max_tokens == 0
+
+
+def chat_sampling_params(
+    request: ChatCompletionRequest, tool_schema: str | None = None
+) -> SamplingParams | BeamSearchParams:
+    """How to find an answer; without a limit it may fill what is left of max_model_len.
+
+    Args:
+        tool_schema: JSON schema that the whole answer must have, where tools must be called.
+
+    Raises:
+        InvalidRequestError: A value is out of range, or `top_logprobs` comes without `logprobs`.
+    """
+    keywords = chat_keywords(request, tool_schema)
+    if request.use_beam_search:
+        return _beam_search_params(
+            request, keywords["max_tokens"], "top_logprobs", keywords["logprobs"]
+        )
+    return SamplingParams(**keywords)
+
+
+def chat_keywords(
+    request: ChatCompletionRequest, tool_schema: str | None = None
+) -> dict[str, object]:
+    """The arguments of SamplingParams that a chat asks for."""
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidRequestError(
+            "top_logprobs needs logprobs to be true; send it, or leave top_logprobs out.",
+            param="top_logprobs",
+        )
+    # Under these names SamplingParams does not know them, so its message would name another field.
+    _check_range("top_logprobs", request.top_logprobs, low=0, high=MAX_LOGPROBS)
+    _check_range("max_completion_tokens", request.max_completion_tokens, low=1, high=2**31 - 1)
+    keywords = _shared_keywords(request)
+    keywords["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
+    max_tokens = request.max_completion_tokens
+    keywords["max_tokens"] = request.max_tokens if max_tokens is None else max_tokens
+    if tool_schema is not None:
+        if "structured_outputs" in keywords:
+            raise InvalidRequestError(
+                "tool_choice already says what form the answer has; leave response_format and "
+                "structured_outputs out.",
+                param="tool_choice",
+            )
+        keywords["structured_outputs"] = StructuredOutputsParams(json=tool_schema)
+    return keywords
+
+
+def _shared_keywords(request: GenerationRequest) -> dict[str, object]:
+    _check_best_of(request)
+    keywords = {
+        name: getattr(request, name) for name in _SAME_NAMES if getattr(request, name) is not None
+    }
+    if request.logit_bias is not None:
+        keywords["logit_bias"] = _logit_bias(request.logit_bias)
+    structured = structured_outputs_params(request.response_format, request.structured_outputs)
+    if structured is not None:
+        keywords["structured_outputs"] = structured
+    return keywords
+
+
+def _logit_bias(biases: Mapping[str, float]) -> dict[int, float]:
+    """{"17": 250.0} -> {17: 100.0}. JSON has no other keys than strings."""
+    found = {}
+    for key, bias in biases.items():
+        if not key.isascii() or not key.isdecimal() or len(key) > 10:
+            raise InvalidRequestError(
+                f"logit_bias maps token ids to numbers, got the key {key[:40]!r}.",
+                param="logit_bias",
+            )
+        found[int(key)] = min(max(bias, -MAX_LOGIT_BIAS), MAX_LOGIT_BIAS)
+    return found
+
+
+def _beam_search_params(
+    request: GenerationRequest, max_tokens: int | None, logprobs_name: str, logprobs: int | None
+) -> BeamSearchParams:
+    """The beam width is `n`, as in vLLM; the temperature is 0 unless told otherwise."""
+    _check_best_of(request)
+    if max_tokens is None:
+        raise InvalidRequestError(
+            "use_beam_search needs max_tokens: a search goes on to that length.",
+            param="max_tokens",
+        )
+    _check_range("n", request.n, low=1, high=MAX_BEAM_WIDTH)
+    # Those are the candidates that a search sees.
+    _check_range(logprobs_name, logprobs, low=0, high=2 * request.num_choices)
+    given = {
+        name: getattr(request, name)
+        for name in ("temperature", "ignore_eos", "length_penalty", "include_stop_str_in_output")
+        if getattr(request, name) is not None
+    }
+    return BeamSearchParams(beam_width=request.num_choices, max_tokens=max_tokens, **given)
+
+
+def _check_best_of(request: GenerationRequest) -> None:
+    if request.best_of not in (None, request.num_choices):
+        raise UnsupportedFeatureError(
+            f"best_of={request.best_of} with n={request.num_choices} is not supported: every "
+            "completion that is found is returned. Leave best_of out, or send it equal to n.",
+            param="best_of",
+        )
+
+
+def _check_range(name: str, value: int | None, *, low: int, high: int) -> None:
+    if value is not None and not low <= value <= high:
+        raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {value}.", param=name)

@@ -1,0 +1,87 @@
+"""`response_format` and `structured_outputs` of a body: the grammar that they ask for."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.structured_outputs_params import StructuredOutputsParams
+
+_KNOWN_FIELDS = (
+    "json",
+    "regex",
+    "choice",
+    "grammar",
+    "json_object",
+    "structural_tag",
+    "disable_any_whitespace",
+)
+# They choose among backends or loosen them; here there is one, which does not fall back.
+_IGNORED_FIELDS = ("disable_fallback", "backend")
+_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+
+
+def structured_outputs_params(
+    response_format: object, structured_outputs: object
+) -> StructuredOutputsParams | None:
+    """What the two fields of a body ask for together; None when that is nothing.
+
+    Raises:
+        InvalidRequestError: One is malformed, or both ask for something.
+    """
+    by_format = _from_response_format(response_format)
+    if structured_outputs is None:
+        return by_format
+    if by_format is not None:
+        raise InvalidRequestError(
+            "response_format and structured_outputs both ask for a form; leave one of them out.",
+            param="structured_outputs",
+        )
+    return _from_structured_outputs(structured_outputs)
+
+
+def _from_structured_outputs(fields: object) -> StructuredOutputsParams:
+    if not isinstance(fields, Mapping):
+        raise InvalidRequestError(
+            "structured_outputs must be an object.", param="structured_outputs"
+        )
+    unknown = sorted(
+        key
+        for key, value in fields.items()
+        if value is not None and key not in (*_KNOWN_FIELDS, *_IGNORED_FIELDS)
+    )
+    if unknown:
+        raise UnsupportedFeatureError(
+            f"structured_outputs has {', '.join(unknown)}; it may have {', '.join(_KNOWN_FIELDS)}.",
+            param="structured_outputs",
+        )
+    given = {k: v for k, v in fields.items() if v is not None and k in _KNOWN_FIELDS}
+    tag = given.get("structural_tag")
+    if isinstance(tag, Mapping):
+        given["structural_tag"] = msgspec.json.encode(tag).decode()
+    return StructuredOutputsParams(**given)
+
+
+def _from_response_format(response_format: object) -> StructuredOutputsParams | None:
+    if response_format is None:
+        return None
+    kind = response_format.get("type") if isinstance(response_format, Mapping) else None
+    if kind not in _FORMATS:
+        raise InvalidRequestError(
+            f"response_format.type must be one of {', '.join(_FORMATS)}.", param="response_format"
+        )
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if kind == "structural_tag":
+        return StructuredOutputsParams(structural_tag=msgspec.json.encode(response_format).decode())
+    named = response_format.get("json_schema")
+    # OpenAI's SDKs write the schema under "schema".
+    schema = named.get("schema") if isinstance(named, Mapping) else None
+    if not isinstance(schema, (Mapping, bool)):
+        raise InvalidRequestError(
+            'response_format.json_schema must be {"name": "...", "schema": {...}}.',
+            param="response_format",
+        )
+    return StructuredOutputsParams(json=msgspec.json.encode(schema).decode())

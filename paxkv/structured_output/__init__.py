@@ -1,0 +1,1 @@
+"""Grammars that bind the tokens of requests: compiled beside the steps, applied as bitmasks."""

@@ -1,0 +1,177 @@
+"""`GrammarCompiler`: a form that was asked for becomes a matcher of llguidance, within limits."""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+import llguidance
+import numpy as np
+
+from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.structured_outputs_params import StructuredOutputsParams
+
+# Some applications send the same few schemas with every request.
+MAX_CACHED_GRAMMARS = 64
+# A reason is shown to whoever sent the grammar, and may quote it.
+MAX_REASON_CHARS = 400
+# Between the parts of JSON. Without an end small models never come out of it.
+_WHITESPACE = r"[ \t\r\n]{1,32}"
+# Kind, source and whether white space is left out.
+_Key = tuple[str, str, bool]
+# What one grammar may take, at most: about 0.1 s and 50 MB to build, and 0.05 s a step. Ordinary
+# schemas stay far below.
+_LIMITS = llguidance.LLParserLimits(
+    max_items_in_row=1000,
+    initial_lexer_fuel=500_000,
+    step_lexer_fuel=200_000,
+    step_max_items=25_000,
+    max_lexer_states=20_000,
+    max_grammar_size=100_000,
+    verbose_errors=False,
+)
+
+
+class GrammarCompiler:
+    """Compiles for one model. Safe for threads, which run beside each other as it computes.
+
+    Args:
+        tokenizer_json: Content of the model's tokenizer.json.
+        vocab_size: Of the model, which may have more tokens than the tokenizer.
+        eos_token_ids: At least one; what may be drawn where a grammar is complete.
+
+    """
+
+    def __init__(
+        self, tokenizer_json: str, *, vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        self.vocab_size = vocab_size
+        self._tokenizer_json = tokenizer_json
+        self._eos_token_ids = list(eos_token_ids)
+        # Made for the first grammar: with a large vocabulary it takes a second.
+        self._tokenizer: llguidance.LLTokenizer | None = None
+        self._lock = threading.Lock()
+        # The most recently used one last. A copy of it starts anew.
+        self._matchers: OrderedDict[_Key, llguidance.LLMatcher] = OrderedDict()
+
+    @property
+    def num_mask_words(self) -> int:
+        """Of 32 bits, in the mask of one request."""
+        return (self.vocab_size + 31) // 32
+
+    def check(self, params: StructuredOutputsParams) -> None:
+        """Raises what `compile` raises."""
+        self.compile(params)
+
+    def compile(self, params: StructuredOutputsParams) -> llguidance.LLMatcher:
+        """A matcher in front of its first token.
+
+        Raises:
+            InvalidRequestError: It cannot be compiled within the limits.
+        """
+        key = (params.kind, params.source_text, params.disable_any_whitespace)
+        with self._lock:
+            matcher = self._matchers.get(key)
+            if matcher is not None:
+                self._matchers.move_to_end(key)
+        if matcher is None:
+            matcher = self._compile_new(params)
+            with self._lock:
+                self._matchers[key] = matcher
+                if len(self._matchers) > MAX_CACHED_GRAMMARS:
+                    self._matchers.popitem(last=False)
+        return matcher.deep_copy()
+
+    def _get_tokenizer(self) -> llguidance.LLTokenizer:
+        with self._lock:
+            if self._tokenizer is None:
+                try:
+                    self._tokenizer = llguidance.LLTokenizer(
+                        self._tokenizer_json,
+                        n_vocab=self.vocab_size,
+                        eos_token=self._eos_token_ids,
+                    )
+                except ValueError as error:
+                    raise UnsupportedFeatureError(
+                        f"this model's tokenizer cannot be used for grammars: {error}.",
+                        param="structured_outputs",
+                    ) from error
+            return self._tokenizer
+
+    def _compile_new(self, params: StructuredOutputsParams) -> llguidance.LLMatcher:
+        try:
+            grammar = _grammar(params)
+        except (ValueError, RecursionError) as error:
+            raise _cannot_compile(params, str(error)) from None
+        matcher = llguidance.LLMatcher(self._get_tokenizer(), grammar, log_level=0, limits=_LIMITS)
+        if matcher.is_error():
+            raise _cannot_compile(params, matcher.get_error())
+        # What a grammar costs shows at the first masks; a limit that the first one reaches is
+        # told of by the second.
+        for _ in range(2):
+            first = matcher.deep_copy()
+            mask = np.frombuffer(first.compute_bitmask(), np.uint8)
+            if first.is_error():
+                raise _cannot_compile(params, first.get_error())
+        if not mask.any():
+            raise _cannot_compile(params, "no text fits it")
+        return matcher
+
+
+def _grammar(params: StructuredOutputsParams) -> str:
+    """The grammar in llguidance's own form.
+
+    Raises:
+        ValueError: It is malformed. (What llguidance itself finds wrong, the matcher tells.)
+    """
+    source = params.source_text
+    options: dict[str, object] = {"whitespace_pattern": _WHITESPACE}
+    if params.disable_any_whitespace:
+        options = {"whitespace_flexible": False}
+    match params.kind:
+        case "json":
+            return llguidance.LLMatcher.grammar_from_json_schema(source, overrides=options)
+        case "json_object":
+            schema = '{"type": "object"}'
+            return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)
+        case "regex":
+            return llguidance.LLMatcher.grammar_from_regex(source)
+        case "choice":
+            return llguidance.grammar_from("choice", source)
+        case "grammar":
+            return llguidance.grammar_from("grammar", source)
+    return _structural_tag_grammar(source)
+
+
+def _structural_tag_grammar(source: str) -> str:
+    """{"triggers": ["<f"], "structures": [{"begin": "<f=a>", "schema": {}, "end": "</f>"}]}"""
+    tag = json.loads(source)
+    structures = tag.get("structures") if isinstance(tag, Mapping) else None
+    triggers = tag.get("triggers") if isinstance(tag, Mapping) else None
+    if not isinstance(structures, list) or not isinstance(triggers, list) or not structures:
+        raise ValueError('it must have "structures" and "triggers", two lists')
+    tags = []
+    for structure in structures:
+        fields = structure if isinstance(structure, Mapping) else {}
+        begin, end, schema = (fields.get(name) for name in ("begin", "end", "schema"))
+        is_form = isinstance(begin, str) and isinstance(end, str) and isinstance(schema, Mapping)
+        if not is_form:
+            raise ValueError(
+                'each structure must have "begin" and "end", two strings, and "schema", an object'
+            )
+        found = (t for t in triggers if isinstance(t, str) and t and begin.startswith(t))
+        trigger = next(found, None)
+        if trigger is None:
+            raise ValueError(f"no trigger begins {begin[:80]!r}")
+        tags.append(
+            llguidance.StructTag(trigger=trigger, begin=begin, grammar=dict(schema), end=end)
+        )
+    return llguidance.StructTag.to_grammar(tags, assume_special=False)
+
+
+def _cannot_compile(params: StructuredOutputsParams, reason: str) -> InvalidRequestError:
+    reason = " ".join(reason.replace("<non-verbose/>", "").split())[:MAX_REASON_CHARS].rstrip(".")
+    return InvalidRequestError(
+        f"structured_outputs.{params.kind} cannot be compiled: {reason}.",
+        param="structured_outputs",
+    )

@@ -1,0 +1,96 @@
+"""`StructuredOutputsParams`: the form that the tokens of a request must have, as asked for."""
+
+import dataclasses
+import json
+
+from paxkv.errors import InvalidRequestError
+
+MAX_CHOICES = 10_000
+# A grammar of this length takes milliseconds to read; what it may grow to is limited elsewhere.
+MAX_GRAMMAR_CHARS = 256 * 1024
+_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """One of several kinds of grammar, with vLLM's field names.
+
+    Args:
+        json: A JSON schema, as an object or as text.
+        regex: The whole output matches it.
+        choice: The output is one of these strings.
+        grammar: A context-free grammar in Lark or GBNF syntax.
+        json_object: Any JSON object.
+        structural_tag: JSON text of a structural tag: free text until a trigger, then the schema
+            of the tag that it begins.
+        disable_any_whitespace: JSON without white space between its parts.
+
+    Raises:
+        InvalidRequestError: Not exactly one kind is asked for, or it is of the wrong type.
+    """
+
+    json: str | dict[str, object] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    disable_any_whitespace: bool = False
+
+    def __post_init__(self) -> None:
+        asked = [name for name in _KINDS if self._is_asked(name)]
+        if len(asked) != 1:
+            raise _error(
+                f"structured_outputs must have one of {', '.join(_KINDS)}, got "
+                f"{' and '.join(asked) or 'none'}."
+            )
+        for name in ("regex", "grammar", "structural_tag"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise _error(f"structured_outputs.{name} must be a non-empty string.")
+        if self.json is not None and not isinstance(self.json, (str, dict)):
+            raise _error("structured_outputs.json must be a JSON schema, as an object or as text.")
+        self._check_choice()
+        if not isinstance(self.disable_any_whitespace, bool):
+            raise _error("structured_outputs.disable_any_whitespace must be true or false.")
+        num_chars = len(self.source_text)
+        if num_chars > MAX_GRAMMAR_CHARS:
+            raise _error(
+                f"structured_outputs.{self.kind} has {num_chars} characters; at most "
+                f"{MAX_GRAMMAR_CHARS} can be compiled. Send a smaller one."
+            )
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is set."""
+        return next(name for name in _KINDS if self._is_asked(name))
+
+    @property
+    def source_text(self) -> str:
+        """What is to be compiled, as text: a schema and choices as JSON."""
+        value = getattr(self, self.kind)
+        if isinstance(value, str):
+            return value
+        try:
+            return json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _error(f"structured_outputs.{self.kind} is not JSON: {error}.") from None
+
+    def _is_asked(self, name: str) -> bool:
+        value = getattr(self, name)
+        return value is not None and not (name == "json_object" and value is False)
+
+    def _check_choice(self) -> None:
+        if self.choice is None:
+            return
+        is_list = isinstance(self.choice, (list, tuple)) and self.choice
+        if not is_list or not all(isinstance(c, str) and c for c in self.choice):
+            raise _error("structured_outputs.choice must be a list of non-empty strings.")
+        if len(self.choice) > MAX_CHOICES:
+            raise _error(
+                f"structured_outputs.choice has {len(self.choice)} strings; at most {MAX_CHOICES}."
+            )
+
+
+def _error(message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, param="structured_outputs")

@@ -1,0 +1,171 @@
+"""`BoundedEnvironment`: jinja's sandbox, where a template also has a limit in time and size.
+
+A chat template is a program. The sandbox keeps it from reaching anything but its variables; the
+limits here keep it from running, or growing, without end.
+"""
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
+import jinja2.visitor
+
+_ItemT = TypeVar("_ItemT")
+# A conversation that fills a body of the default limit renders in well under a second.
+MAX_RENDER_S = 10.0
+MAX_RENDERED_CHARS = 32 * 2**20
+# Looking at the clock takes about as long as the body of a short loop.
+_ITEMS_PER_LOOK = 256
+_LOOP_FILTER, _CONCAT_FILTER = "paxkv_loop", "paxkv_concat"
+
+
+class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """What templates are compiled and rendered in; any number of threads may render at once."""
+
+    intercepted_binops = frozenset(["*", "**", "+", "%"])
+
+    def __init__(self, *, extensions: list[type[jinja2.ext.Extension]]) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        self._renders = threading.local()
+        self.filters[_LOOP_FILTER] = self._timed
+        self.filters[_CONCAT_FILTER] = self._concatenated
+        for name in ("center", "indent", "wordwrap"):
+            self.filters[name] = _with_small_numbers(self.filters[name])
+
+    def render(
+        self, template: jinja2.Template, variables: dict[str, object], *, max_s: float | None = None
+    ) -> str:
+        """The text of a template.
+
+        Args:
+            max_s: Seconds until it is given up; MAX_RENDER_S if left out.
+
+        Raises:
+            TemplateError: It takes too long or makes too much, or refuses; or it is broken, then
+                it may be any other error too.
+        """
+        self._renders.deadline_s = time.monotonic() + (MAX_RENDER_S if max_s is None else max_s)
+        parts: list[str] = []
+        num_chars = 0
+        for part in template.generate(variables):
+            self._check_time()
+            num_chars += len(part)
+            _check_size(num_chars)
+            parts.append(part)
+        return "".join(parts)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        return _Meters().visit(super()._parse(source, name, filename))
+
+    def call(
+        self,
+        context: jinja2.runtime.Context,
+        function: object,
+        /,
+        *args: object,
+        **kwargs: object,
+    ) -> object:
+        self._check_time()
+        _check_numbers((*args, *kwargs.values()))
+        return super().call(context, function, *args, **kwargs)
+
+    def call_binop(
+        self, context: jinja2.runtime.Context, operator: str, left: object, right: object
+    ) -> object:
+        if operator == "*":
+            for many, count in ((left, right), (right, left)):
+                if isinstance(many, (str, list, tuple)) and isinstance(count, int):
+                    _check_size(len(many) * count)
+        elif operator == "+" and all(isinstance(v, (str, list, tuple)) for v in (left, right)):
+            _check_size(len(left) + len(right))
+        elif operator == "**":
+            _check_numbers((left, right), most=64)
+        elif operator == "%" and isinstance(left, str):
+            # A width in a format makes a string of that length.
+            _check_size(max(map(int, _digit_runs(left)), default=0))
+        return super().call_binop(context, operator, left, right)
+
+    def _timed(self, items: Iterable[_ItemT]) -> "Iterable[_ItemT]":
+        # jinja's loops ask for the length of what they go through.
+        return _TimedItems(self, items) if hasattr(items, "__len__") else self._timed_items(items)
+
+    def _timed_items(self, items: Iterable[_ItemT]) -> Iterator[_ItemT]:
+        # Before the first item too: a loop around a short loop is looked at here.
+        self._check_time()
+        for num_items, item in enumerate(items):
+            if num_items % _ITEMS_PER_LOOK == 0:
+                self._check_time()
+            yield item
+
+    def _concatenated(self, parts: list[object]) -> str:
+        texts = [str(part) for part in parts]
+        _check_size(sum(map(len, texts)))
+        return "".join(texts)
+
+    def _check_time(self) -> None:
+        # While a template is compiled, constants are folded: nothing is rendered yet.
+        deadline_s = getattr(self._renders, "deadline_s", None)
+        if deadline_s is not None and time.monotonic() > deadline_s:
+            raise jinja2.TemplateError("it takes too long")
+
+
+class _TimedItems:
+    """A sequence that looks at the clock as it is gone through."""
+
+    def __init__(self, environment: BoundedEnvironment, items: Iterable[object]) -> None:
+        self._environment = environment
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[object]:
+        return self._environment._timed_items(self._items)
+
+
+class _Meters(jinja2.visitor.NodeTransformer):
+    """Puts a filter around what every loop goes through, and around every `~`."""
+
+    def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.For:
+        self.generic_visit(node)
+        node.iter = _filtered(node.iter, _LOOP_FILTER)
+        return node
+
+    def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Filter:
+        self.generic_visit(node)
+        return _filtered(jinja2.nodes.List(node.nodes, lineno=node.lineno), _CONCAT_FILTER)
+
+
+def _filtered(node: jinja2.nodes.Expr, name: str) -> jinja2.nodes.Filter:
+    filtered = jinja2.nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+    return filtered.set_environment(node.environment)
+
+
+def _with_small_numbers(function: object) -> object:
+    def bounded(*args: object, **kwargs: object) -> object:
+        _check_numbers((*args, *kwargs.values()))
+        return function(*args, **kwargs)
+
+    return bounded
+
+
+def _check_numbers(values: Iterable[object], *, most: int = 1_000_000) -> None:
+    """`"x".center(10 ** 10)` is 10 GB."""
+    for value in values:
+        if isinstance(value, int) and abs(value) > most:
+            raise jinja2.TemplateError(f"it uses a number over {most}")
+
+
+def _check_size(num_items: int) -> None:
+    if num_items > MAX_RENDERED_CHARS:
+        raise jinja2.TemplateError(f"it makes more than {MAX_RENDERED_CHARS} characters")
+
+
+def _digit_runs(text: str) -> list[str]:
+    # No more digits than fit an int that is over every limit.
+    return [run[:12] for run in "".join(c if c in "0123456789" else " " for c in text).split()]

@@ -1,0 +1,232 @@
+"""Every parameter of the API, sent by the official client to the demo model, streamed and not."""
+
+import json
+import re
+
+import httpx
+import openai
+import pytest
+
+from tests.end_to_end.real_server import RealServer, running_server
+
+# A server of its own takes a minute to compile its programs:
+# `pytest -m slow tests/end_to_end/test_openai_parameters.py`.
+pytestmark = pytest.mark.slow
+
+MODEL = "paxkv-demo"
+QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "ask", "parameters": {"type": "object"}}},
+]
+NAMED = {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.fixture(scope="module")
+def server():
+    arguments = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    # Few rows have few shapes to compile; the parameters are the same ones.
+    small = ("--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--max-model-len", "640")
+    with running_server(*arguments, *small) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: RealServer):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def chat(client: openai.OpenAI, **fields: object) -> list[dict[str, object]]:
+    """The choices of a chat; checked to be the same when they are streamed."""
+    fields = {"model": MODEL, "messages": QUESTION, "max_tokens": 24, "seed": 7, **fields}
+    whole = client.chat.completions.create(**fields)
+    choices = [
+        {
+            "content": choice.message.content or "",
+            "calls": [
+                (call.function.name, call.function.arguments)
+                for call in choice.message.tool_calls or ()
+            ],
+            "finish_reason": choice.finish_reason,
+        }
+        for choice in whole.choices
+    ]
+    streamed = [{"content": "", "calls": [], "finish_reason": None} for _ in choices]
+    usage = None
+    for chunk in client.chat.completions.create(
+        stream=True, stream_options={"include_usage": True}, **fields
+    ):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            state = streamed[choice.index]
+            state["content"] += choice.delta.content or ""
+            for call in choice.delta.tool_calls or ():
+                if call.id is not None:
+                    state["calls"].append((call.function.name, ""))
+                name, arguments = state["calls"][call.index]
+                arguments += call.function.arguments or ""
+                state["calls"][call.index] = (name, arguments)
+            state["finish_reason"] = choice.finish_reason or state["finish_reason"]
+    assert streamed == choices
+    assert usage.completion_tokens == whole.usage.completion_tokens
+    return choices
+
+
+def complete(client: openai.OpenAI, **fields: object) -> list[str]:
+    """The texts of a completion; checked to be the same when they are streamed."""
+    fields = {"model": MODEL, "max_tokens": 12, "seed": 3, **fields}
+    whole = client.completions.create(**fields)
+    texts = [""] * len(whole.choices)
+    for chunk in client.completions.create(stream=True, **fields):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in whole.choices]
+    return texts
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0},
+        {"temperature": 0.8, "top_p": 0.9, "n": 3},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.5, "n": 2},
+        {"logit_bias": {"17": 5, "40": -100}},
+        {"stop": ["4", "\n"], "temperature": 0},
+        {"logprobs": True, "top_logprobs": 3},
+        {"max_completion_tokens": 5, "user": "me", "metadata": {"a": "b"}, "store": False},
+        {"extra_body": {"top_k": 5, "min_p": 0.05, "repetition_penalty": 1.2}},
+        {"extra_body": {"min_tokens": 9, "stop_token_ids": [3], "ignore_eos": True}},
+        {"extra_body": {"bad_words": ["42"], "priority": 1, "cache_salt": "me"}},
+        {"extra_body": {"allowed_token_ids": [20, 21, 22, 23]}},
+        {"extra_body": {"include_stop_str_in_output": True}, "stop": "2", "temperature": 0},
+        {"extra_body": {"skip_special_tokens": False, "return_token_ids": True}},
+        {"extra_body": {"truncate_prompt_tokens": 5, "chat_template_kwargs": {"x": 1}}},
+        {"extra_body": {"use_beam_search": True}, "n": 2, "seed": None},
+    ],
+    ids=lambda fields: "-".join(fields.get("extra_body", fields)),
+)
+def test_a_streamed_chat_says_the_same(client, fields) -> None:
+    choices = chat(client, **fields)
+    assert len(choices) == fields.get("n", 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "form"),
+    [
+        ({"extra_body": {"structured_outputs": {"regex": r"\d{3}-[ab]{2}"}}}, r"\d{3}-[ab]{2}"),
+        ({"extra_body": {"structured_outputs": {"choice": ["up", "down"]}}, "n": 3}, "up|down"),
+        ({"extra_body": {"structured_outputs": {"grammar": 'start: "a" "b"+ "c"'}}}, "ab+c"),
+        (
+            {
+                "extra_body": {"structured_outputs": {"regex": "(yes|no)( yes| no){3}"}},
+                "presence_penalty": 1.5,
+                "n": 4,
+            },
+            "(yes|no)( yes| no){3}",
+        ),
+    ],
+    ids=["regex", "choice", "grammar", "with penalties"],
+)
+def test_grammars_bind_every_choice(client, fields, form) -> None:
+    for choice in chat(client, max_tokens=120, **fields.copy()):
+        if choice["finish_reason"] == "stop":
+            assert re.fullmatch(form, choice["content"]), choice
+        else:
+            assert "b+" in form
+
+
+def test_json_has_its_schema(client) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
+    (choice,) = chat(client, response_format=form, max_tokens=400, temperature=0)
+    if choice["finish_reason"] == "stop":
+        value = json.loads(choice["content"])
+        assert type(value["a"]) is int and value["b"] in ("x", "y")
+    else:  # a small model may go on with one number for long
+        assert re.match(r'\s*\{\s*"a"\s*:\s*-?\d+', choice["content"])
+
+
+@pytest.mark.parametrize("tool_choice", ["required", NAMED, "auto", "none"], ids=str)
+def test_tools_are_called_where_they_must_be(client, tool_choice) -> None:
+    tools = TOOLS[:1] if tool_choice == "required" else TOOLS
+    (choice,) = chat(client, tools=tools, tool_choice=tool_choice, max_tokens=500, temperature=0)
+    if tool_choice in ("auto", "none"):  # the demo model has never seen a tool
+        assert not choice["calls"] and choice["content"]
+    else:
+        assert choice["calls"][0][0] == "add"
+        assert not choice["content"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "12 + 30 ="},
+        {"prompt": ["12 + 30 =", "7 + 8 ="], "n": 2},
+        {"prompt": [40, 41, 42]},
+        {"prompt": [[40, 41], [42]]},
+        {"prompt": "a", "echo": True},
+        {"prompt": "a", "echo": True, "max_tokens": 0},
+        {"prompt": "a", "logprobs": 2, "best_of": 1},
+        {"prompt": "a b", "logprobs": 2, "echo": True},
+        {"prompt": "a b c", "extra_body": {"add_special_tokens": False, "min_p": 0.1}},
+    ],
+    ids=str,
+)
+def test_a_streamed_completion_says_the_same(client, fields) -> None:
+    texts = complete(client, **fields)
+    if fields.get("echo"):
+        assert texts[0].startswith("a")
+    if fields.get("max_tokens") == 0:
+        assert texts == ["a"]
+
+
+def test_an_echoed_prompt_is_scored_like_any_other_text(client) -> None:
+    fields = {"model": MODEL, "logprobs": 2, "echo": True, "temperature": 0}
+    first = client.completions.create(prompt="12 + 30 =", max_tokens=6, **fields).choices[0]
+    again = client.completions.create(prompt=first.text, max_tokens=0, **fields).choices[0]
+    assert again.text == first.text
+    assert first.logprobs.token_logprobs[0] is None
+    if again.logprobs.tokens == first.logprobs.tokens:  # text may be cut into other tokens
+        assert again.logprobs.token_logprobs[1:] == pytest.approx(
+            first.logprobs.token_logprobs[1:], abs=1e-3
+        )
+    chunks = client.completions.create(prompt="12 + 30 =", max_tokens=6, stream=True, **fields)
+    parts = [choice.logprobs for chunk in chunks for choice in chunk.choices]
+    assert [t for part in parts for t in part.tokens] == first.logprobs.tokens
+    assert [o for part in parts for o in part.text_offset] == first.logprobs.text_offset
+
+
+def test_a_chat_tells_how_likely_its_prompt_was(client) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, max_tokens=1, extra_body={"prompt_logprobs": 1}
+    )
+    first, *others = answer.model_extra["prompt_logprobs"]
+    assert first is None and len(others) == answer.usage.prompt_tokens - 1
+    assert all(p["logprob"] <= 0 < p["rank"] for position in others for p in position.values())
+
+
+def test_responses_stream_the_same(client) -> None:
+    fields = {"model": MODEL, "input": "What is 2 + 2?", "temperature": 0, "max_output_tokens": 20}
+    whole = client.responses.create(**fields)
+    *_, last = client.responses.create(stream=True, **fields)
+    assert last.response.output_text == whole.output_text != ""
+    assert last.response.usage == whole.usage
+
+
+def test_what_cannot_be_compiled_is_a_400_with_the_reason(client, server) -> None:
+    with pytest.raises(openai.BadRequestError, match="unclosed group"):
+        chat(client, extra_body={"structured_outputs": {"regex": "(a"}})
+    endless = {"allOf": [{"type": "string", "pattern": f".*[a-z]{{{i}}}.*"} for i in range(1, 31)]}
+    with pytest.raises(openai.BadRequestError, match="cannot be compiled within"):
+        chat(client, extra_body={"structured_outputs": {"json": endless}})
+    (choice,) = chat(client, extra_body={"structured_outputs": {"choice": ["fine"]}})
+    assert choice["content"] == "fine"
+    metrics = httpx.get(f"{server.url}/metrics").text
+    assert re.search(r"^vllm:num_requests_running(\{[^}]*\})? 0", metrics, re.M)
+    assert re.search(r"^paxkv_compiles_after_ready_total(\{[^}]*\})? 0", metrics, re.M)

@@ -1,0 +1,134 @@
+"""What the sampling fields of a body turn into."""
+
+import pytest
+
+from paxkv.errors import InvalidRequestError
+from paxkv.sampling_params import BeamSearchParams
+from paxkv.server.openai_protocol import parse_chat, parse_completion
+from paxkv.server.sampling_fields import (
+    chat_keywords,
+    chat_sampling_params,
+    completion_keywords,
+    completion_sampling_params,
+    echoes_prompt_alone,
+)
+from paxkv.structured_outputs_params import StructuredOutputsParams
+
+USER = {"role": "user", "content": "hi"}
+
+
+def test_completion_stops_at_16_tokens_and_chat_goes_on_unless_told():
+    assert completion_sampling_params(parse_completion({"prompt": "a"})).max_tokens == 16
+    assert chat_sampling_params(parse_chat({"messages": [USER]})).max_tokens is None
+
+
+def test_temperature_is_1_unless_told():
+    assert completion_sampling_params(parse_completion({"prompt": "a"})).temperature == 1.0
+
+
+def test_chat_logprobs_without_alternatives_ask_for_the_drawn_token_alone():
+    def logprobs(**fields):
+        return chat_sampling_params(parse_chat({"messages": [USER]} | fields)).logprobs
+
+    assert logprobs() is None
+    assert logprobs(logprobs=False) is None
+    assert logprobs(logprobs=True) == 0
+    assert logprobs(logprobs=True, top_logprobs=4) == 4
+
+
+def test_n_reaches_the_sampling_params_and_best_of_may_repeat_it():
+    request = parse_completion({"prompt": "a", "n": 3, "best_of": 3})
+    assert completion_sampling_params(request).n == 3
+    assert completion_sampling_params(parse_completion({"prompt": "a", "best_of": 1})).n == 1
+    assert chat_sampling_params(parse_chat({"messages": [USER], "n": None})).n == 1
+
+
+def test_beam_search_takes_its_width_from_n_and_draws_nothing_unless_told():
+    fields = {"use_beam_search": True, "n": 4, "length_penalty": 0.5, "ignore_eos": True}
+    assert completion_sampling_params(
+        parse_completion({"prompt": "a"} | fields)
+    ) == BeamSearchParams(
+        beam_width=4, max_tokens=16, temperature=0.0, length_penalty=0.5, ignore_eos=True
+    )
+    fields = {"use_beam_search": True, "max_tokens": 7, "temperature": 1.0, "top_p": 1}
+    assert chat_sampling_params(parse_chat({"messages": [USER]} | fields)) == BeamSearchParams(
+        beam_width=1, max_tokens=7, temperature=1.0
+    )
+
+
+def _keywords(**fields):
+    return completion_keywords(parse_completion({"prompt": "a"} | fields))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("presence_penalty", -0.5),
+        ("frequency_penalty", 1.5),
+        ("repetition_penalty", 1.25),
+        ("min_p", 0.125),
+        ("min_tokens", 3),
+        ("bad_words", ["a b", "c"]),
+        ("allowed_token_ids", [4, 5]),
+        ("prompt_logprobs", 2),
+        ("include_stop_str_in_output", True),
+        ("stop", ["a"]),
+        ("seed", -7),
+    ],
+)
+def test_fields_of_the_same_name_are_handed_on(name, value):
+    assert _keywords(**{name: value})[name] == value
+    assert chat_keywords(parse_chat({"messages": [USER], name: value}))[name] == value
+    assert name not in _keywords()
+
+
+def test_logit_bias_is_by_token_id_and_stays_within_openais_bounds():
+    biases = {"17": 1.5, "0": -250, "3": 250.0}
+    assert _keywords(logit_bias=biases)["logit_bias"] == {17: 1.5, 0: -100.0, 3: 100.0}
+
+
+@pytest.mark.parametrize("key", ["a", "-1", "1.0", "", "\u0661", "1" * 5000])
+def test_logit_bias_of_no_token_is_refused(key):
+    with pytest.raises(InvalidRequestError) as raised:
+        _keywords(logit_bias={key: 1})
+    assert raised.value.param == "logit_bias"
+    assert len(str(raised.value)) < 200
+
+
+def test_echo_with_logprobs_scores_the_prompt():
+    assert _keywords(echo=True, logprobs=3)["prompt_logprobs"] == 3
+    assert _keywords(echo=True, logprobs=3, prompt_logprobs=1)["prompt_logprobs"] == 1
+    assert "prompt_logprobs" not in _keywords(echo=True)
+    assert "prompt_logprobs" not in _keywords(logprobs=3)
+
+
+def test_no_token_is_asked_for_only_where_the_prompt_is_echoed():
+    assert _keywords(echo=True, max_tokens=0)["max_tokens"] == 1
+    assert _keywords(max_tokens=0)["max_tokens"] == 0  # which SamplingParams refuses
+    request = parse_completion({"prompt": "a", "echo": True, "max_tokens": 0})
+    assert echoes_prompt_alone(request)
+    assert not echoes_prompt_alone(parse_completion({"prompt": "a", "echo": True}))
+
+
+def test_a_forced_call_is_a_grammar_and_bears_no_other():
+    request = parse_chat({"messages": [USER]})
+    keywords = chat_keywords(request, '{"type":"object"}')
+    assert keywords["structured_outputs"] == StructuredOutputsParams(json='{"type":"object"}')
+    request = parse_chat({"messages": [USER], "response_format": {"type": "json_object"}})
+    with pytest.raises(InvalidRequestError, match="leave response_format"):
+        chat_keywords(request, "{}")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"presence_penalty": 1},
+        {"logit_bias": {"1": 1}},
+        {"structured_outputs": {"regex": "a"}},
+        {"echo": True},
+        {"min_tokens": 1},
+    ],
+)
+def test_a_beam_search_takes_no_field_that_it_does_not_heed(fields):
+    with pytest.raises(InvalidRequestError, match="with use_beam_search"):
+        parse_completion({"prompt": "a", "use_beam_search": True} | fields)

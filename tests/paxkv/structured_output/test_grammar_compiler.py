@@ -1,0 +1,186 @@
+"""Forms become matchers; those that are malformed, or too much, are refused with the reason."""
+
+import concurrent.futures
+import json
+import re
+import time
+
+import numpy as np
+import pytest
+
+from paxkv.errors import InvalidRequestError
+from paxkv.structured_output.grammar_compiler import MAX_REASON_CHARS
+from paxkv.structured_outputs_params import StructuredOutputsParams
+from tests.paxkv.structured_output.demo_grammars import EOS, TOKENIZER, VOCAB_SIZE, make_compiler
+
+ENDS = [TOKENIZER.token_to_id(text) for text in ('"', "}")]
+
+
+def _draw(compiler, params: StructuredOutputsParams, seed: int, max_tokens: int = 300) -> str:
+    """Text of tokens drawn at random among those allowed, up to the end of the grammar."""
+    matcher = compiler.compile(params)
+    draws = np.random.default_rng(seed)
+    token_ids: list[int] = []
+    while len(token_ids) < max_tokens:
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+        # Ends as soon as it may, strings and objects too: some grammars could go on for ever.
+        closing = [i for i in ENDS if i in allowed and draws.random() < 0.3]
+        token_id = EOS if EOS in allowed else int(draws.choice(closing or allowed))
+        assert matcher.consume_token(token_id)
+        if token_id == EOS:
+            return TOKENIZER.decode(token_ids)
+        token_ids.append(token_id)
+    raise AssertionError(f"no end after {max_tokens} tokens: {TOKENIZER.decode(token_ids)!r}")
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer"}, "c": {"enum": ["red", "é"]}},
+    "required": ["n", "c"],
+    "additionalProperties": False,
+}
+TAG = {
+    "triggers": ["<f"],
+    "structures": [{"begin": "<f=a>", "schema": SCHEMA, "end": "</f>"}],
+}
+
+
+def _is_schema(text: str) -> bool:
+    value = json.loads(text)
+    return set(value) == {"n", "c"} and type(value["n"]) is int and value["c"] in ("red", "é")
+
+
+FORMS = {
+    "json": (StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True), _is_schema),
+    "json text": (
+        StructuredOutputsParams(json=json.dumps(SCHEMA), disable_any_whitespace=True),
+        lambda text: _is_schema(text) and " " not in text,
+    ),
+    "json_object": (
+        StructuredOutputsParams(json_object=True, disable_any_whitespace=True),
+        lambda text: isinstance(json.loads(text), dict),
+    ),
+    "regex": (
+        StructuredOutputsParams(regex=r"\d{3}-(a|b)+!"),
+        lambda text: bool(re.fullmatch(r"\d{3}-(a|b)+!", text)),
+    ),
+    "choice": (
+        StructuredOutputsParams(choice=['say "hi"', "no", "né\n"]),
+        lambda text: text in ('say "hi"', "no", "né\n"),
+    ),
+    "lark": (
+        StructuredOutputsParams(grammar='start: "a" start "b" | "c"'),
+        lambda text: bool(re.fullmatch("a*cb*", text)) and text.count("a") == text.count("b"),
+    ),
+    "gbnf": (
+        StructuredOutputsParams(grammar='root ::= "yes" | "no"'),
+        lambda text: text in ("yes", "no"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_drawn_texts_have_the_form(name):
+    params, has_form = FORMS[name]
+    compiler = make_compiler()
+    texts = {_draw(compiler, params, seed) for seed in range(6)}
+    assert all(map(has_form, texts)), texts
+
+
+def test_a_structural_tag_binds_what_stands_behind_its_trigger_alone():
+    compiler = make_compiler()
+    params = StructuredOutputsParams(structural_tag=json.dumps(TAG))
+    good = 'free text <f=a>{"n": 1, "c": "red"}</f> and more'
+    matcher = compiler.compile(params)
+    assert matcher.consume_tokens(TOKENIZER.encode(good))
+    bad = compiler.compile(params)
+    assert not bad.consume_tokens(TOKENIZER.encode('free text <f=a>{"n": "'))
+
+
+MALFORMED = {
+    "regex": ({"regex": "(a"}, "unclosed group"),
+    "lookahead": ({"regex": "(?=a)b"}, "look-around"),
+    "no text": ({"regex": r"[^\s\S]"}, "."),
+    "schema type": ({"json": {"type": "colour"}}, "type"),
+    "schema text": ({"json": '{"type": '}, "."),
+    "schema keyword": ({"json": {"not": {"type": "string"}}}, "Unimplemented"),
+    "remote schema": ({"json": {"$ref": "http://127.0.0.1:1/a"}}, "not fetch"),
+    "file schema": ({"json": {"$ref": "file:///etc/passwd"}}, "not fetch"),
+    "lark": ({"grammar": "start: foo"}, "unknown name"),
+    "gbnf": ({"grammar": 'root ::= "a'}, "GBNF"),
+    "tag": ({"structural_tag": "{}"}, "structures"),
+    "tag text": ({"structural_tag": "{"}, "."),
+    "tag list": ({"structural_tag": '{"triggers": ["a"], "structures": [5]}'}, "begin"),
+    "tag trigger": (
+        {
+            "structural_tag": '{"triggers": ["x"], '
+            '"structures": [{"begin": "<a>", "schema": {}, "end": ""}]}'
+        },
+        "no trigger",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_what_cannot_be_compiled_is_refused_with_the_reason(name):
+    fields, reason = MALFORMED[name]
+    with pytest.raises(InvalidRequestError, match="cannot be compiled") as raised:
+        make_compiler().compile(StructuredOutputsParams(**fields))
+    assert re.search(reason, str(raised.value))
+    assert raised.value.param == "structured_outputs"
+    assert len(str(raised.value)) < MAX_REASON_CHARS + 100
+
+
+BOMBS = {
+    "counted twice": {"regex": "(a{1000}){1000}"},
+    "counted five times": {"regex": "((((a{100}){100}){100}){100}){100}"},
+    "deep groups": {"regex": "(" * 20_000 + "a" + ")" * 20_000},
+    "deep schema": {"json": '{"items":' * 10_000 + "{}" + "}" * 10_000},
+    "deep grammar": {"grammar": "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000},
+    "endless reference": {"json": {"$ref": "#"}},
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_what_would_grow_without_end_is_refused_soon(name):
+    compiler = make_compiler()
+    start_s = time.monotonic()
+    with pytest.raises(InvalidRequestError):
+        compiler.compile(StructuredOutputsParams(**BOMBS[name]))
+    assert time.monotonic() - start_s < 10
+
+
+def test_white_space_in_json_has_an_end_or_none_at_all():
+    compiler = make_compiler()
+    flexible = compiler.compile(StructuredOutputsParams(json=SCHEMA))
+    assert flexible.consume_tokens(TOKENIZER.encode('{ \n  "n": 1,'))
+    endless = compiler.compile(StructuredOutputsParams(json=SCHEMA))
+    assert not endless.consume_tokens(TOKENIZER.encode("{" + " " * 33))
+    tight = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
+    assert not compiler.compile(tight).consume_tokens(TOKENIZER.encode('{ "n"'))
+
+
+def test_copies_of_a_grammar_move_on_alone():
+    compiler = make_compiler()
+    params = StructuredOutputsParams(choice=["ab", "ba"])
+    first, second = compiler.compile(params), compiler.compile(params)
+    assert first.consume_tokens(TOKENIZER.encode("ab"))
+    assert second.consume_tokens(TOKENIZER.encode("ba"))
+
+
+def test_threads_compile_side_by_side():
+    compiler = make_compiler()
+    params = [StructuredOutputsParams(regex=f"a{i}b" * 20) for i in range(20)]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        matchers = list(pool.map(compiler.compile, params * 2))
+    for i, matcher in enumerate(matchers):
+        assert matcher.consume_tokens(TOKENIZER.encode(f"a{i % 20}b" * 20))
+
+
+def test_tokens_that_the_tokenizer_does_not_have_are_never_allowed():
+    matcher = make_compiler().compile(StructuredOutputsParams(regex="(.|\n)*"))
+    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+    allowed = np.flatnonzero(bits)
+    assert allowed.size > 600 and EOS in allowed
+    assert allowed.max() < TOKENIZER.vocab_size < VOCAB_SIZE

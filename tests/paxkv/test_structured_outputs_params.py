@@ -1,0 +1,51 @@
+"""Exactly one kind of form can be asked for."""
+
+import pytest
+
+from paxkv.errors import InvalidRequestError
+from paxkv.structured_outputs_params import (
+    MAX_CHOICES,
+    MAX_GRAMMAR_CHARS,
+    StructuredOutputsParams,
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "source"),
+    [
+        ({"json": {"type": "object"}}, "json", '{"type": "object"}'),
+        ({"json": '{"type":"object"}'}, "json", '{"type":"object"}'),
+        ({"regex": "a+"}, "regex", "a+"),
+        ({"choice": ["é", "b"]}, "choice", '["é", "b"]'),
+        ({"grammar": 'start: "a"'}, "grammar", 'start: "a"'),
+        ({"json_object": True, "regex": None}, "json_object", "true"),
+        ({"structural_tag": "{}", "json_object": False}, "structural_tag", "{}"),
+    ],
+)
+def test_the_kind_is_the_field_that_is_set(fields, kind, source):
+    params = StructuredOutputsParams(**fields)
+    assert (params.kind, params.source_text) == (kind, source)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"json_object": False},
+        {"json": {}, "regex": "a"},
+        {"regex": ""},
+        {"regex": 5},
+        {"json": [1]},
+        {"choice": []},
+        {"choice": "ab"},
+        {"choice": ["a", ""]},
+        {"choice": ["a"] * (MAX_CHOICES + 1)},
+        {"regex": "a" * (MAX_GRAMMAR_CHARS + 1)},
+        {"json_object": True, "disable_any_whitespace": 1},
+    ],
+)
+def test_anything_else_is_refused(fields):
+    with pytest.raises(InvalidRequestError) as raised:
+        StructuredOutputsParams(**fields)
+    assert raised.value.param == "structured_outputs"
+    assert len(str(raised.value)) < 300

@@ -1,0 +1,87 @@
+"""A template cannot leave its sandbox, nor run or grow without end."""
+
+import time
+
+import jinja2
+import pytest
+
+from paxkv.text.bounded_template import BoundedEnvironment
+
+
+def _render(source: str, *, max_s: float = 0.3, **variables: object) -> str:
+    environment = BoundedEnvironment(extensions=[])
+    return environment.render(environment.from_string(source), variables, max_s=max_s)
+
+
+ENDLESS = {
+    "nested loops": "{% set xs = range(99999)|list %}{% for a in xs %}{% for b in xs %}"
+    "{% endfor %}{% endfor %}",
+    "loops over short lists": "{% set xs = range(40)|list %}"
+    + "{% for a in xs %}" * 9
+    + "{% endfor %}" * 9,
+    "recursive macro": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}"
+    "{% endmacro %}{{ f(60) }}",
+    "printing": "{% set xs = range(99999)|list %}{% for a in xs %}{% for b in xs %}x{% endfor %}"
+    "{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS)
+def test_a_template_without_end_is_given_up(source):
+    start_s = time.monotonic()
+    with pytest.raises(jinja2.TemplateError, match="takes too long|more than"):
+        _render(source)
+    assert time.monotonic() - start_s < 3
+
+
+HUGE = {
+    "repeated": "{{ 'x' * 10 ** 9 }}",
+    "repeated from the left": "{{ 999999999 * 'x' }}",
+    "doubled by ~": "{% set ns = namespace(x='x') %}{% for i in range(60) %}"
+    "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "doubled by +": "{% set ns = namespace(x='x') %}{% for i in range(60) %}"
+    "{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "padded by a filter": "{{ 'x'|center(10000000000) }}",
+    "padded by a method": "{{ 'x'.ljust(10000000000) }}",
+    "padded by a format": "{{ '%9999999999d' % 1 }}",
+    "power": "{{ 9 ** 999999999 }}",
+}
+
+
+@pytest.mark.parametrize("source", HUGE.values(), ids=HUGE)
+def test_a_template_cannot_make_a_huge_string(source):
+    with pytest.raises(jinja2.TemplateError, match="it (makes|uses)"):
+        # As variables: constants would be folded when it is compiled.
+        _render(source)
+
+
+ESCAPES = {
+    "class": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "globals": "{{ raise_exception.__globals__ }}",
+    "attr filter": "{{ ''|attr('__class__') }}",
+    "format": "{{ '{0.__class__.__mro__}'.format('') }}",
+    "append": "{{ messages.append(1) }}",
+    "cycler": "{{ cycler.__init__.__globals__.os }}",
+}
+
+
+@pytest.mark.parametrize("source", ESCAPES.values(), ids=ESCAPES)
+def test_a_template_reaches_only_its_variables(source):
+    try:
+        text = _render(source, messages=[], raise_exception=lambda message: None)
+    except jinja2.TemplateError:
+        return
+    assert "class" not in text and "module" not in text
+
+
+def test_loops_and_texts_are_those_of_jinja():
+    source = (
+        "{% for x in xs %}{{ loop.index }}/{{ loop.length }}:{{ x ~ 'a' ~ 1 }}"
+        "{{ ',' if not loop.last }}{% endfor %}|{% for k, v in d.items() %}{{ k + v }}{% endfor %}"
+        "|{% for c in 'ab' %}{{ loop.revindex }}{{ c }}{% endfor %}"
+        "|{{ '%s-%02d' % ('x', 3) }}|{{ 'ab'|center(4) }}|{{ [1] + [2] }}"
+    )
+    variables = {"xs": ["p", "q"], "d": {"k": "v"}}
+    plain = jinja2.Environment().from_string(source).render(variables)
+    assert _render(source, **variables) == plain
+    assert plain.startswith("1/2:pa1,2/2:qa1|kv|2a1b|x-03| ab |")
