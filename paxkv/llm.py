@@ -16,6 +16,7 @@ from paxkv.client.beam_search import BeamSearch, prompt_params
 from paxkv.client.input_processor import Prompt, text_of_prompt
 from paxkv.config import (
     CacheConfig,
+    ChatTemplateContentFormat,
     Dtype,
     EngineConfig,
     LoadFormat,
@@ -49,7 +50,7 @@ class LLM:
         dtype: "auto" is float32 on the CPU and the checkpoint's own elsewhere.
         seed: Of random weights and of requests that bring no seed.
         max_model_len: Most tokens of prompt and output together; None is the model's own limit.
-        product_dtype: `ModelConfig.product_dtype`.
+        product_dtype: `ModelConfig.product_dtype`; the chat template's two likewise.
         scheduling_policy: `SchedulerConfig.policy`, under vLLM's name.
         settings: Any field of `CacheConfig`, `SchedulerConfig` and `RunnerConfig`, as in
             `LLM(block_size=32, enable_prefix_caching=False)`.
@@ -69,6 +70,8 @@ class LLM:
         max_model_len: int | None = None,
         load_format: LoadFormat = "auto",
         product_dtype: ProductDtype = "auto",
+        chat_template: str | None = None,
+        chat_template_content_format: ChatTemplateContentFormat = "auto",
         scheduling_policy: SchedulerPolicy = "fcfs",
         **settings: int | float | bool | str | None,
     ) -> None:
@@ -79,6 +82,8 @@ class LLM:
             max_model_len=max_model_len,
             load_format=load_format,
             product_dtype=product_dtype,
+            chat_template=chat_template,
+            chat_template_content_format=chat_template_content_format,
         )
         config = _engine_config(model_config, {"policy": scheduling_policy} | settings)
         self._engine = build_engine(config, show_progress=sys.stderr.isatty())

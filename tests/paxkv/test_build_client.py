@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from paxkv.build_client import load_text_parts
+from paxkv.config import ModelConfig
 from tests.paxkv.client.test_engine_process import wait_for_end
 from tests.paxkv.fake_build import save_tokenizer
 from tests.paxkv.fake_server import (
@@ -31,7 +32,7 @@ def wait_for_health(server: FakeServer, status: int) -> None:
 
 def wait_for_requests(server: FakeServer, num_requests: int) -> None:
     """Until so many run in the engine."""
-    wanted = f'vllm:num_requests_running{{model_name="fake"}} {float(num_requests)}'
+    wanted = f'vllm:num_requests_running{{engine="0",model_name="fake"}} {float(num_requests)}'
     deadline = time.monotonic() + TIMEOUT_S
     while wanted not in (text := httpx.get(f"{server.url}/metrics").text):
         assert time.monotonic() < deadline, text
@@ -41,11 +42,11 @@ def wait_for_requests(server: FakeServer, num_requests: int) -> None:
 def test_text_of_a_model_is_read_without_its_weights(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    empty = load_text_parts(tmp_path)
+    empty = load_text_parts(ModelConfig(), tmp_path)
     assert (empty.tokenizer, empty.chat_template) == (None, None)
     assert "no tokenizer.json" in caplog.text
     save_tokenizer(tmp_path, chat_template="{{ bos_token }}{{ messages[0].content }}")
-    text = load_text_parts(tmp_path)
+    text = load_text_parts(ModelConfig(), tmp_path)
     assert text.chat_template.render([{"role": "user", "content": "a"}]) == "<s>a"
     assert text.tokenizer.encode("a", add_special_tokens=False) == [97]
 

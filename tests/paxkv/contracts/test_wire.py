@@ -82,6 +82,8 @@ def test_input_survives_the_wire(message) -> None:
                 vocab_size=9,
                 max_fitting_tokens=10,
                 created=11,
+                max_num_seqs=8,
+                cache_settings={"block_size": "16"},
             ),
             eos_token_ids=(2, 5),
             max_prompt_tokens=None,
