@@ -58,9 +58,17 @@ MAY_IMPORT = {
     "paxkv.kv_cache": {"paxkv", "paxkv.contracts"},
     "paxkv.scheduler": {"paxkv", "paxkv.contracts", "paxkv.kv_cache"},
     "paxkv.runner": {"paxkv", "paxkv.contracts", "models", "pallas_kernels"},
-    "paxkv.engine": {"paxkv", "paxkv.contracts", "paxkv.text", "paxkv.scheduler", "paxkv.runner"},
+    "paxkv.inspector": {"paxkv", "paxkv.contracts", "paxkv.kv_cache", "paxkv.scheduler"},
+    "paxkv.engine": {
+        "paxkv",
+        "paxkv.contracts",
+        "paxkv.text",
+        "paxkv.scheduler",
+        "paxkv.inspector",
+        "paxkv.runner",
+    },
     "paxkv.client": {"paxkv", "paxkv.contracts", "paxkv.text"},
-    "paxkv.server": {"paxkv", "paxkv.contracts", "paxkv.text", "paxkv.client"},
+    "paxkv.server": {"paxkv", "paxkv.contracts", "paxkv.text", "paxkv.client", "paxkv.inspector"},
 }
 MAY_IMPORT_JAX = {"pallas_kernels", "models", "paxkv.runner"}
 JAX_MODULES = {"jax", "jaxlib", "flax", "optax"}

@@ -30,6 +30,7 @@ from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.engine.burst_length import BurstLength
 from paxkv.engine.kv_event_publisher import KVEventPublisher
 from paxkv.errors import InvalidRequestError, InvariantError, PaxkvError
+from paxkv.inspector.recorder import InspectionRecorder
 from paxkv.scheduler.scheduler import Scheduler
 from paxkv.scheduler.trace.recorder import TraceRecorder
 
@@ -92,14 +93,18 @@ class EngineCore:
         self._burst_length = BurstLength(max_decode_burst)
         self._in_flight: deque[StepInFlight] = deque()
         self._last_fetch_s = 0.0
+        self._last_wait_s = 0.0
         self._num_steps = 0
         self._num_empty_steps = 0
         self._shutdown: Shutdown | None = None
+        self._inspection = InspectionRecorder(scheduler)
         self._utilities: dict[str, Callable[..., object]] = {
             "reset_prefix_cache": scheduler.reset_prefix_cache,
             "get_stats": self.make_stats,
             "check_invariants": scheduler.check_invariants,
             "explain_prefix_cache_miss": scheduler.explain_prefix_cache_miss,
+            "inspect": self._inspection.inspect,
+            "inspect_block": self._inspection.inspect_block,
         }
 
     @property
@@ -148,6 +153,7 @@ class EngineCore:
         Raises:
             InvariantError: Requests wait, but the scheduler gives none of them a token.
         """
+        start_s = time.perf_counter()
         while len(self._in_flight) < self._max_steps_in_flight and self._start_step():
             pass
         outputs = self._fetch_oldest()
@@ -159,6 +165,9 @@ class EngineCore:
             or not self._scheduler.has_unfinished_requests()
         )
         stats = self.make_stats(count_slots=count_slots)
+        if self._inspection.is_active:
+            took_s = time.perf_counter() - start_s
+            self._inspection.on_step(outputs, took_s=took_s, wait_s=self._last_wait_s)
         return StepOutputs(outputs=outputs, stats=stats, timestamp=time.time())
 
     def _start_step(self) -> bool:
@@ -181,7 +190,9 @@ class EngineCore:
 
     def _fetch_oldest(self) -> list[EngineCoreOutput]:
         step = self._in_flight.popleft()
+        wait_start_s = time.perf_counter()
         runner_output = step.handle.sample_tokens()
+        self._last_wait_s = time.perf_counter() - wait_start_s
         if step.is_burst:
             # It began when it was started, or when the device had done the one before it.
             now_s = time.perf_counter()
@@ -223,6 +234,7 @@ class EngineCore:
                 raise InvalidRequestError("the engine is shutting down.")
             self._scheduler.add_request(request)
             self._burst_length.note_arrival()
+            self._inspection.on_arrival(request.request_id, request.arrival_time)
             return None
         except InvalidRequestError as error:
             # `InputProcessor` should have refused it; only this request ends with it.
