@@ -10,6 +10,8 @@ from typing import Literal
 # Bytes of a block's hash that the page tells contents apart by: exact as a JavaScript number.
 HASH_BYTES = 6
 
+BlockState = Literal["free", "cached", "used", "shared", "null"]
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BlockColumns:
@@ -185,7 +187,7 @@ class BlockDetails:
 
     block_id: int
     ref_cnt: int
-    state: Literal["free", "cached", "used", "shared", "null"]
+    state: BlockState
     block_hash: str | None
     group_id: int | None
     num_hits: int
