@@ -107,7 +107,6 @@ class InspectionCounters:
     Args:
         num_evictions: Blocks that lost their content.
         host_s: Seconds of steps in which the host worked; `device_s`: in which it waited.
-        num_finished: Requests that ended.
     """
 
     num_steps: int = 0
@@ -115,7 +114,6 @@ class InspectionCounters:
     num_output_tokens: int = 0
     host_s: float = 0.0
     device_s: float = 0.0
-    num_finished: int = 0
     num_preemptions: int = 0
     num_evictions: int = 0
     prefix_cache_queries: int = 0

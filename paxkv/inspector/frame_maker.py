@@ -241,7 +241,6 @@ class FrameMaker:
             num_output_tokens=meter.num_output_tokens,
             host_s=meter.host_s,
             device_s=meter.device_s,
-            num_finished=meter.num_finished,
             num_preemptions=self._scheduler.num_preemptions,
             num_evictions=self._log.num_evictions,
             prefix_cache_queries=stats.num_queries,
