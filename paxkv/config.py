@@ -339,11 +339,27 @@ class ServerConfig:
     shutdown_timeout_s: float = setting(
         "seconds that running requests may take to finish after SIGTERM", 30.0
     )
+    enable_inspector: bool | None = setting(
+        "serve the page /inspector, which shows every request and the KV cache at work; if left "
+        "out, on loopback addresses only",
+        None,
+    )
+    inspector_show_text: bool = setting(
+        "let the inspector show what is in a block as text: prompts and answers of all clients",
+        False,
+    )
+    inspector_max_trace_bytes: int = setting(
+        "largest trace that the inspector replays for a page, in bytes", 256 * 2**20
+    )
 
     def __post_init__(self) -> None:
         if type(self.port) is not int or not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in [0, 65535], got {self.port!r}.")
         _at_least("max_body_bytes", self.max_body_bytes, 1)
+        _at_least("inspector_max_trace_bytes", self.inspector_max_trace_bytes, 1)
+        if self.enable_inspector is not None:
+            _true_or_false("enable_inspector", self.enable_inspector)
+        _true_or_false("inspector_show_text", self.inspector_show_text)
         for name in ("request_timeout_s", "shutdown_timeout_s"):
             value = getattr(self, name)
             if not (_is_number(value) and 0 < value < math.inf):

@@ -7,6 +7,7 @@ from starlette.requests import ClientDisconnect
 
 from paxkv.config import ServerConfig
 from paxkv.errors import PaxkvError
+from paxkv.inspector.routes import InspectorRoutes
 from paxkv.server.engine_protocol import EngineClient
 from paxkv.server.error_response import (
     handle_bug,
@@ -30,12 +31,14 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
     """
     metrics = ServerMetrics(engine.model_info.served_model_name)
     generator = Generator(engine, metrics)
+    inspector = InspectorRoutes(engine, config)
     limit = config.max_body_bytes
     app = Starlette(
         routes=[
             *CompletionRoutes(engine, generator, max_body_bytes=limit).routes(),
             *ChatRoutes(engine, generator, max_body_bytes=limit).routes(),
             *InfoRoutes(engine, metrics, max_body_bytes=limit).routes(),
+            *inspector.routes(),
         ],
         middleware=[Middleware(RequestIdMiddleware), Middleware(DisconnectMiddleware)],
         exception_handlers={
@@ -47,4 +50,6 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
     )
     # A path with a slash too many is an unknown path, not a redirect that loses the body.
     app.router.redirect_slashes = False
+    # Streams without an end of their own: a server that drains ends them first.
+    app.state.close_streams = inspector.close
     return app
