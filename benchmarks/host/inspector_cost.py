@@ -1,4 +1,4 @@
-"""CPU time that the inspector takes from an engine's steps while a page is open, beside one without.
+"""CPU time of an engine's steps while an inspector page is open, beside that without one.
 
 Steady decode on an engine core with 100,000 blocks and a device that takes no time, so that the
 share of a real engine's steps is smaller. The same steps are measured in turns, with the page

@@ -13,8 +13,9 @@ from starlette.routing import Route
 
 import paxkv
 from paxkv.config import ServerConfig
+from paxkv.contracts.inspection import BlockDetails
 from paxkv.contracts.model_info import ModelInfo
-from paxkv.errors import InvalidRequestError
+from paxkv.errors import EngineDeadError, InvalidRequestError, PaxkvError
 from paxkv.inspector.access import check_access
 from paxkv.inspector.feed import InspectedEngine, InspectorFeed
 from paxkv.inspector.trace_upload import TraceUploads
@@ -23,6 +24,7 @@ MEDIA_TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
 }
 HEADERS = {
     "Content-Security-Policy": (
@@ -130,9 +132,7 @@ class InspectorRoutes:
             )
         block_id = min(request.path_params["block_id"], 2**53)
         async with self._detail_calls:
-            details = await self._engine.inspect_block(
-                block_id, int(holder), with_tokens=self._config.inspector_show_text
-            )
+            details = await self._ask_block(block_id, int(holder))
         texts = None
         if details.token_ids is not None and self._engine.tokenizer is not None:
             texts = [
@@ -151,6 +151,17 @@ class InspectorRoutes:
             texts=texts,
         )
         return Response(msgspec.json.encode(answer), media_type="application/json", headers=HEADERS)
+
+    async def _ask_block(self, block_id: int, holder_key: int) -> BlockDetails:
+        try:
+            return await self._engine.inspect_block(
+                block_id, holder_key, with_tokens=self._config.inspector_show_text
+            )
+        except (InvalidRequestError, EngineDeadError):
+            raise
+        except PaxkvError as error:
+            # What the engine refuses, as there is no such block: the caller's mistake.
+            raise InvalidRequestError(str(error), param="block_id") from error
 
     async def trace(self, request: Request) -> Response:
         """Frames of a trace in the body, a JSON line each; the last line says how it ended."""

@@ -144,7 +144,10 @@ class _TraceFrames:
                 start_s = call.at_s if self._step_start_s is None else self._step_start_s
                 took_s = max(self._at_s - start_s, self._host_s)
                 self._maker.meter.on_step(
-                    _core_outputs(call), took_s=took_s, wait_s=took_s - self._host_s, now_s=self._at_s
+                    _core_outputs(call),
+                    took_s=took_s,
+                    wait_s=took_s - self._host_s,
+                    now_s=self._at_s,
                 )
                 # The next one may have been decided already; its time starts here.
                 self._step_start_s, self._host_s = self._at_s, 0.0

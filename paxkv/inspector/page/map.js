@@ -2,9 +2,10 @@
 import { CACHED, FIXED, FREE, USED } from "./state.js";
 import { agePixel, css, pixelOf, requestPixel, sharedName } from "./palette.js";
 
-const MAX_CELL = 22, MIN_CELL = 1;
-const AREA_SHARE = 0.46; // of the width, as height
-const FLASH_S = 1.5;
+const MAX_CELL = 30, MIN_CELL = 1;
+const AREA_SHARE = 0.56; // of the width, as height
+const FLASH_S = 1.2, SMALL_FLASH_S = 0.3; // of evictions: a dot, or where cells are small the cell
+const MIN_DOT_CELL = 8;
 
 export class BlockMap {
   constructor(canvas, onPoint) {
@@ -76,6 +77,7 @@ export class BlockMap {
     c.clearRect(0, 0, this.canvas.width, this.canvas.height);
     c.drawImage(this.tiny, 0, 0, this.columns * size, this.rows * size);
     if (this.cell >= 4) this.drawGaps(size);
+    if (this.mode === "state" && this.cell >= MIN_DOT_CELL) this.drawEvictions(size);
     if (this.pointed >= 0 && this.pointed < state.n) this.drawPointed(size);
   }
 
@@ -85,6 +87,16 @@ export class BlockMap {
     c.fillStyle = css.sunken;
     for (let x = 1; x <= this.columns; x++) c.fillRect(Math.round(x * size) - gap, 0, gap, this.canvas.height);
     for (let y = 1; y <= this.rows; y++) c.fillRect(0, Math.round(y * size) - gap, this.canvas.width, gap);
+  }
+
+  drawEvictions(size) {
+    const { n, at, evictedAt } = this.state;
+    const c = this.context, dot = Math.round(size * 0.36), inset = (size - dot) / 2 - this.ratio;
+    c.fillStyle = css.evicted;
+    for (let id = 0; id < n; id++) {
+      if (at - evictedAt[id] >= FLASH_S) continue;
+      c.fillRect((id % this.columns) * size + inset, Math.floor(id / this.columns) * size + inset, dot, dot);
+    }
   }
 
   drawPointed(size) {
@@ -102,6 +114,7 @@ export class BlockMap {
     const free = pixelOf("free"), cached = pixelOf("cached"), used = pixelOf("used");
     const fixed = pixelOf("fixed"), evicted = pixelOf("evicted");
     const shared = [2, 3, 8].map((count) => pixelOf(sharedName(count)));
+    const flashes = mode === "state" && this.cell < MIN_DOT_CELL;
     const held = marked === null && selectedKey ? new Set() : marked;
     if (marked === null && selectedKey) {
       for (const table of state.tables.get(selectedKey) || []) if (table) table.ids.forEach((id) => held.add(id));
@@ -114,7 +127,7 @@ export class BlockMap {
       else if (mode === "request" && count > 0) color = count > 1 ? shared[count >= 8 ? 2 : count >= 3 ? 1 : 0] : requestPixel(owner[id]);
       else if (count === 0) color = cached;
       else color = count === 1 ? used : shared[count >= 8 ? 2 : count >= 3 ? 1 : 0];
-      if (mode === "state" && at - evictedAt[id] < FLASH_S) color = evicted;
+      if (flashes && at - evictedAt[id] < SMALL_FLASH_S) color = evicted;
       if (held && !held.has(id)) color = (color & 0x00ffffff) | 0x38000000;
       pixels[id] = color;
     }

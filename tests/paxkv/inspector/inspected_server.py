@@ -10,8 +10,11 @@ from paxkv.client.async_client import AsyncEngineClient
 from paxkv.client.input_processor import InputProcessor
 from paxkv.client.output_processor import OutputProcessor
 from paxkv.config import CacheConfig, SchedulerConfig, ServerConfig
+from paxkv.contracts.executor import StepHandle
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from paxkv.contracts.model_info import ModelInfo
+from paxkv.contracts.runner_output import ModelRunnerOutput
+from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.engine.core_thread import CoreThread
 from paxkv.engine.engine_core import EngineCore
 from paxkv.sampling_params import SamplingParams
@@ -25,6 +28,27 @@ from tests.paxkv.server.fake_engine import MODEL_NAME, VOCAB_SIZE, FakeTokenizer
 MAX_MODEL_LEN = 2048
 BLOCK_SIZE = 4
 FULL = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype="float32")
+
+
+class SlowDevice(FakeExecutor):
+    """Its steps take time where a device's do: while the host waits for their tokens."""
+
+    def __init__(self, kv_cache_config: KVCacheConfig, step_s: float) -> None:
+        super().__init__(kv_cache_config, fails_at_step=None)
+        self._device_s = step_s
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> "SlowStep":
+        return SlowStep(super().execute_model(scheduler_output), self._device_s)
+
+
+class SlowStep:
+    def __init__(self, step: StepHandle, device_s: float) -> None:
+        self._step = step
+        self._device_s = device_s
+
+    def sample_tokens(self) -> ModelRunnerOutput:
+        time.sleep(self._device_s)
+        return self._step.sample_tokens()
 
 
 def make_client(
@@ -44,7 +68,7 @@ def make_client(
         kv_cache_config=kv_cache_config,
         max_model_len=MAX_MODEL_LEN,
     )
-    executor = FakeExecutor(kv_cache_config, step_s=step_s, fails_at_step=None)
+    executor = SlowDevice(kv_cache_config, step_s)
     core = EngineCore(scheduler, executor, max_steps_in_flight=2)
     return AsyncEngineClient(
         CoreThread(core),
@@ -89,7 +113,9 @@ class Traffic:
     async def _run(self, name: str, prompt: str, max_tokens: int) -> None:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         try:
-            async for _ in self._client.generate(list(prompt.encode()), params, request_id=name, stream=False):
+            async for _ in self._client.generate(
+                list(prompt.encode()), params, request_id=name, stream=False
+            ):
                 pass
         except Exception as error:
             self.failures.append(error)
