@@ -148,6 +148,7 @@ async function loadTrace(file) {
     });
     const end = history.end;
     showNote(end && end.note ? `${file.name}: ${end.note}` : "");
+    if (loaded === history && !playTimer) play();
     if (end) history.title = `${file.name}: ${end.num_steps} steps, ${end.num_requests} requests, ${end.num_preemptions} preemptions`;
   } catch (error) {
     showNote(`${file.name} cannot be shown: ${error.message}`);

@@ -34,6 +34,7 @@ export class BlockMap {
     event.preventDefault();
     event.stopPropagation();
     const next = Math.min(Math.max(Math.max(this.pointed, 0) + move, 0), this.state.n - 1);
+    this.pointed = next; // before it is drawn: the next key may come sooner
     onPoint(next, false);
   }
 

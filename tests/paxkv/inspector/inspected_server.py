@@ -52,7 +52,12 @@ class SlowStep:
 
 
 def make_client(
-    *, num_blocks: int, step_s: float, max_num_seqs: int, with_window: bool = False
+    *,
+    num_blocks: int,
+    step_s: float,
+    max_num_seqs: int,
+    with_window: bool = False,
+    max_num_batched_tokens: int = 512,
 ) -> AsyncEngineClient:
     specs = (FULL, window(32)) if with_window else (FULL,)
     kv_cache_config = KVCacheConfig(
@@ -63,7 +68,9 @@ def make_client(
         ),
     )
     scheduler = AsyncScheduler(
-        scheduler_config=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=512),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+        ),
         cache_config=CacheConfig(),
         kv_cache_config=kv_cache_config,
         max_model_len=MAX_MODEL_LEN,
