@@ -59,7 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in frame_lines(namespace.file):
             out.write(line + b"\n")
     except PaxkvError as error:
-        out.write(msgspec.json.encode({"error": str(error)}) + b"\n")
+        # Whoever sent the trace has another name for it.
+        message = str(error).replace(str(namespace.file), "the file")
+        out.write(msgspec.json.encode({"error": message}) + b"\n")
         return 2
     finally:
         out.flush()

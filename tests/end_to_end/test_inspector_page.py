@@ -216,7 +216,7 @@ def test_loaded_trace_is_played_and_left_again(open_page, complaints, tmp_path):
         page.click("#forward")
         assert page.evaluate("inspector.viewIndex()") == 4
         page.set_input_files("#trace", tmp_path / "junk")
-        wait_until(lambda: "cannot be shown: line 1" in page.inner_text("#note"))
+        wait_until(lambda: "no complete first line" in page.inner_text("#note"))
         page.click("#live")
         page.wait_for_selector("#status[data-kind=live]")
         assert page.evaluate("inspector.state.n") == 32 and not page.is_visible("#note")
