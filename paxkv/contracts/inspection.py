@@ -161,7 +161,7 @@ class Inspection:
 
     Args:
         seq: To be given in the next call.
-        took_s: Seconds of the engine that it cost.
+        took_s: Seconds of the engine's processor that it cost.
         snapshot: Where one was asked for, or the caller has missed a frame.
         delta: None where the caller has missed a frame.
     """

@@ -94,6 +94,7 @@ class EngineCore:
         self._in_flight: deque[StepInFlight] = deque()
         self._last_fetch_s = 0.0
         self._last_wait_s = 0.0
+        self._last_was_single = True
         self._num_steps = 0
         self._num_empty_steps = 0
         self._shutdown: Shutdown | None = None
@@ -167,7 +168,12 @@ class EngineCore:
         stats = self.make_stats(count_slots=count_slots)
         if self._inspection.is_active:
             took_s = time.perf_counter() - start_s
-            self._inspection.on_step(outputs, took_s=took_s, wait_s=self._last_wait_s)
+            self._inspection.on_step(
+                outputs,
+                took_s=took_s,
+                wait_s=self._last_wait_s,
+                is_one_token_each=self._last_was_single,
+            )
         return StepOutputs(outputs=outputs, stats=stats, timestamp=time.time())
 
     def _start_step(self) -> bool:
@@ -193,6 +199,10 @@ class EngineCore:
         wait_start_s = time.perf_counter()
         runner_output = step.handle.sample_tokens()
         self._last_wait_s = time.perf_counter() - wait_start_s
+        decided = step.scheduler_output
+        self._last_was_single = (
+            decided.num_decode_steps == 1 and not decided.scheduled_spec_decode_tokens
+        )
         if step.is_burst:
             # It began when it was started, or when the device had done the one before it.
             now_s = time.perf_counter()

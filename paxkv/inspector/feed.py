@@ -21,6 +21,8 @@ PERIOD_S = 0.1
 MAX_SHARE = 0.01
 # Snapshots cost the most: pages that open at once share one.
 SNAPSHOT_PERIOD_S = 1.0
+# Shorter than the recorder's lease, or every question would find one that has ended.
+MAX_PAUSE_S = 1.0
 # The engine answers between two steps, and a step may be long.
 ANSWER_TIMEOUT_S = 30.0
 RETRY_S = 1.0
@@ -144,7 +146,8 @@ class InspectorFeed:
             pause_s = PERIOD_S
             try:
                 took_s = await self._ask_once(start_s)
-                pause_s = max(PERIOD_S, took_s / MAX_SHARE) - (time.monotonic() - start_s)
+                pause_s = min(max(PERIOD_S, took_s / MAX_SHARE), MAX_PAUSE_S)
+                pause_s -= time.monotonic() - start_s
             except (EngineDeadError, TimeoutError) as error:
                 self._tell_trouble(str(error) or "the engine does not answer.")
                 pause_s = RETRY_S
@@ -155,7 +158,7 @@ class InspectorFeed:
             await asyncio.sleep(max(pause_s, 0.0))
 
     async def _ask_once(self, now_s: float) -> float:
-        """Passes one answer on; seconds of the engine that it cost."""
+        """Passes one answer on; seconds of the engine that such a one costs."""
         wants_snapshot = (
             any(page.needs_snapshot for page in self._pages)
             and now_s - self._last_snapshot_s >= SNAPSHOT_PERIOD_S
@@ -169,7 +172,8 @@ class InspectorFeed:
             self._last_snapshot_s = now_s
         for page in self._pages:
             page.put_frames(answer)
-        return answer.took_s
+        # A snapshot is an exception, with a limit of its own.
+        return answer.took_s if bytes(answer.snapshot) == _NO_FRAME else 0.0
 
     def _tell_trouble(self, message: str) -> None:
         for page in self._pages:

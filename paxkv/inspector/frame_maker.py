@@ -1,5 +1,6 @@
 """FrameMaker: a scheduler and its blocks as frames: everything, or what changed."""
 
+import sys
 from collections.abc import Sequence
 from itertools import islice
 
@@ -25,6 +26,8 @@ from paxkv.scheduler.trace.recorder import TraceRecorder
 
 MAX_WAITING_ROWS = 200
 NUM_EVICTION_HEAD = 64
+# When the first page opens, requests may hold the whole pool.
+MAX_LEARNED_PER_FRAME = 1000
 
 
 class FrameMaker:
@@ -48,6 +51,8 @@ class FrameMaker:
         self._seen: dict[int, tuple[str, Request | None]] = {}
         self._num_keys = 0
         self._new_requests: list[RequestInfo] = []
+        # (key, group) -> first block of the table that may have an unknown origin.
+        self._to_learn: dict[tuple[int, int], int] = {}
 
     def close(self) -> None:
         """Nothing is followed any more."""
@@ -100,7 +105,10 @@ class FrameMaker:
             tables += table_changes
             holders |= group_holders
         for change in tables:
-            self._learn_origins(change.key, change.group_id, change.num_kept, changed)
+            table = (change.key, change.group_id)
+            self._to_learn[table] = min(change.num_kept, self._to_learn.get(table, sys.maxsize))
+        if not is_snapshot:  # what is learned goes to all pages
+            self._learn_origins(changed)
         running = self._running_rows()
         waiting = self._waiting_rows()
         return InspectorFrame(
@@ -174,25 +182,30 @@ class FrameMaker:
                 del self._keys[request_id]
         return gone
 
-    def _learn_origins(
-        self, key: int, group_id: int, first_block_idx: int, changed: set[KVCacheBlock]
-    ) -> None:
-        """Cached blocks that a request found, and that were cached before anybody looked."""
-        _, request = self._seen[key]
-        log, manager = self._log, self._managers[group_id]
-        if request is None or not request.block_hashes:
-            return
-        hashes = with_block_size(
-            request.block_hashes,
-            self._scheduler.kv_cache_manager.hash_block_size,
-            manager.block_size,
-        )
-        table = manager.get_blocks(request.request_id)
-        for block_idx in range(first_block_idx, min(len(table), len(hashes))):
-            block = table[block_idx]
-            if block.block_hash is not None and block.block_id not in log.origins:
-                log.learn_origin(request, block, block_idx, hashes, manager.block_size)
-                changed.add(block)
+    def _learn_origins(self, changed: set[KVCacheBlock]) -> None:
+        """Of cached blocks that requests found, and that were cached before anybody looked."""
+        num_left = MAX_LEARNED_PER_FRAME
+        while self._to_learn and num_left > 0:
+            (key, group_id), first_block_idx = self._to_learn.popitem()
+            _, request = self._seen.get(key, ("", None))
+            if request is None or not request.block_hashes:
+                continue
+            log, manager = self._log, self._managers[group_id]
+            hashes = with_block_size(
+                request.block_hashes,
+                self._scheduler.kv_cache_manager.hash_block_size,
+                manager.block_size,
+            )
+            table = manager.get_blocks(request.request_id)
+            end = min(len(table), len(hashes), first_block_idx + num_left)
+            for block_idx in range(first_block_idx, end):
+                block = table[block_idx]
+                if block.block_hash is not None and block.block_id not in log.origins:
+                    log.learn_origin(request, block, block_idx, hashes, manager.block_size)
+                    changed.add(block)
+            num_left -= max(end - first_block_idx, 1)
+            if end < min(len(table), len(hashes)):
+                self._to_learn[key, group_id] = end
 
     def _find_tokens(
         self, block: KVCacheBlock, holder_key: int

@@ -1,15 +1,16 @@
 """BlockChangeLog: which blocks of a pool changed, for someone who looks at it now and then."""
 
-import dataclasses
 from collections.abc import Iterable, Sequence
+
+import msgspec
 
 from paxkv.contracts.cache_request import CacheRequest
 from paxkv.kv_cache.block import KVCacheBlock
 from paxkv.kv_cache.block_hash import BlockHash
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class BlockOrigin:
+# Not a dataclass: one is made for every block that becomes full.
+class BlockOrigin(msgspec.Struct, frozen=True, gc=False):
     """Where the content of a cached block stood in the request that computed it.
 
     Args:
@@ -20,7 +21,7 @@ class BlockOrigin:
 
     parent_hash: BlockHash | None
     block_idx: int
-    token_ids: tuple[int, ...]
+    token_ids: list[int]
 
 
 class BlockChangeLog:
@@ -86,7 +87,7 @@ class BlockChangeLog:
         self.origins[block.block_id] = BlockOrigin(
             block_hashes[block_idx - 1] if block_idx else None,
             block_idx,
-            tuple(request.all_token_ids[start : start + block_size]),
+            request.all_token_ids[start : start + block_size],
         )
 
     def on_evicted(self, blocks: Iterable[KVCacheBlock]) -> None:
