@@ -35,11 +35,24 @@ class InspectionRecorder:
         if self._frames is not None:
             self._frames.meter.on_arrival(request_id, arrival_time)
 
-    def on_step(self, outputs: Sequence[EngineCoreOutput], *, took_s: float, wait_s: float) -> None:
-        """A step came home; with `wait_s` of `took_s` the host only waited for the device."""
+    def on_step(
+        self,
+        outputs: Sequence[EngineCoreOutput],
+        *,
+        took_s: float,
+        wait_s: float,
+        is_one_token_each: bool = False,
+    ) -> None:
+        """A step came home; see `StepMeter.on_step`."""
         if self._frames is None:
             return
-        self._frames.meter.on_step(outputs, took_s=took_s, wait_s=wait_s, now_s=time.time())
+        self._frames.meter.on_step(
+            outputs,
+            took_s=took_s,
+            wait_s=wait_s,
+            now_s=time.time(),
+            is_one_token_each=is_one_token_each,
+        )
         if time.monotonic() > self._lease_end_s:
             self._frames.close()
             self._frames = None

@@ -7,7 +7,6 @@ from paxkv.contracts.engine_output import EngineCoreOutput
 
 # More are not told apart on a curve.
 MAX_TTFTS = 64
-# Without a loop in Python: steps have hundreds of outputs.
 _new_token_ids = attrgetter("new_token_ids")
 
 
@@ -31,18 +30,27 @@ class StepMeter:
         self._arrival_times[request_id] = arrival_time
 
     def on_step(
-        self, outputs: Sequence[EngineCoreOutput], *, took_s: float, wait_s: float, now_s: float
+        self,
+        outputs: Sequence[EngineCoreOutput],
+        *,
+        took_s: float,
+        wait_s: float,
+        now_s: float,
+        is_one_token_each: bool = False,
     ) -> None:
         """A step came home.
 
         Args:
             took_s: With `wait_s`, in which the host only waited for the device.
             now_s: Seconds since the epoch.
+            is_one_token_each: So that they need not be counted: steps have hundreds of outputs.
         """
         self.num_steps += 1
         self.host_s += took_s - wait_s
         self.device_s += wait_s
-        self.num_output_tokens += sum(map(len, map(_new_token_ids, outputs)))
+        self.num_output_tokens += (
+            len(outputs) if is_one_token_each else sum(map(len, map(_new_token_ids, outputs)))
+        )
         if self._arrival_times:
             self._time_first_tokens(outputs, now_s)
 

@@ -20,4 +20,6 @@ def test_first_tokens_are_timed_from_arrival_once():
     meter.on_step([output("a", 1, "stop"), output("gone", 1)], took_s=0, wait_s=0, now_s=13.0)
     assert meter.take_ttfts({"a"}) == []
     assert (meter.num_steps, meter.num_output_tokens) == (3, 5)
+    meter.on_step([output("b", 1)] * 4, took_s=0, wait_s=0, now_s=13.0, is_one_token_each=True)
+    assert (meter.num_steps, meter.num_output_tokens) == (4, 9)
     assert (meter.host_s, meter.device_s) == (1.25, 2.25)
