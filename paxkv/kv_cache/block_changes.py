@@ -21,7 +21,7 @@ class BlockOrigin(msgspec.Struct, frozen=True, gc=False):
 
     parent_hash: BlockHash | None
     block_idx: int
-    token_ids: list[int]
+    token_ids: tuple[int, ...]
 
 
 class BlockChangeLog:
@@ -87,7 +87,8 @@ class BlockChangeLog:
         self.origins[block.block_id] = BlockOrigin(
             block_hashes[block_idx - 1] if block_idx else None,
             block_idx,
-            request.all_token_ids[start : start + block_size],
+            # Tuples of numbers are nothing to the garbage collector, lists are.
+            tuple(request.all_token_ids[start : start + block_size]),
         )
 
     def on_evicted(self, blocks: Iterable[KVCacheBlock]) -> None:

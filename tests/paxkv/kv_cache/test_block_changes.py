@@ -27,12 +27,12 @@ def test_origin_and_hits_live_as_long_as_the_content():
         request = add(scheduler, name, list(range(9)), max_tokens=1)
         step(scheduler, runner)
     first, second = sorted(log.origins.items(), key=lambda item: item[1].block_idx)
-    assert first[1].parent_hash is None and first[1].token_ids == [0, 1, 2, 3]
+    assert first[1].parent_hash is None and first[1].token_ids == (0, 1, 2, 3)
     assert second[1].parent_hash == request.block_hashes[0]
     assert log.num_hits == {first[0]: 1, second[0]: 1}
     add(scheduler, "other", 17, max_tokens=1)
     step(scheduler, runner)
     assert log.num_evictions == 2 and not log.num_hits
-    assert len(log.origins) == 4 and [0, 1, 2, 3] not in [o.token_ids for o in log.origins.values()]
+    assert len(log.origins) == 4 and (0, 1, 2, 3) not in [o.token_ids for o in log.origins.values()]
     assert scheduler.reset_prefix_cache()
     assert log.num_evictions == 6 and not log.origins
