@@ -112,7 +112,10 @@ class InspectorFeed:
 
         Raises:
             TooManyPagesError: Before the first event.
+            EngineDeadError: After `close`, before the first event.
         """
+        if self._is_closed:
+            raise EngineDeadError("the server is shutting down.")
         if len(self._pages) >= MAX_PAGES:
             raise TooManyPagesError(
                 f"{MAX_PAGES} inspector pages are open, and no more may be. Close one."

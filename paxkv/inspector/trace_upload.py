@@ -56,21 +56,17 @@ class TraceUploads:
         if self._is_busy:
             raise TraceBusyError("another trace is being replayed; try again in a minute.")
         self._is_busy = True
-        lines = self._replay(body)
+        lines = self._replay_alone(body)
         try:
             first = await anext(lines)
         except BaseException:
             await lines.aclose()
-            self._is_busy = False
             raise
-        return self._go_on(first, lines)
+        return _with_first(first, lines)
 
-    async def _go_on(
-        self, first: bytes, lines: AsyncGenerator[bytes, None]
-    ) -> AsyncGenerator[bytes, None]:
+    async def _replay_alone(self, body: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
         try:
-            async with contextlib.aclosing(lines):
-                yield first
+            async with contextlib.aclosing(self._replay(body)) as lines:
                 async for line in lines:
                     yield line
         finally:
@@ -129,3 +125,12 @@ class TraceUploads:
                     raise TraceFileError(
                         f"the trace cannot be kept: {os.strerror(error.errno or 0)}."
                     ) from error
+
+
+async def _with_first(
+    first: bytes, rest: AsyncGenerator[bytes, None]
+) -> AsyncGenerator[bytes, None]:
+    async with contextlib.aclosing(rest):
+        yield first
+        async for line in rest:
+            yield line

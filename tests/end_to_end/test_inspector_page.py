@@ -85,7 +85,7 @@ def open_page(browser, complaints):
 
 
 def serve(engine, **config):
-    return run_server(engine, ServerConfig(port=0, shutdown_timeout_s=5.0, **config), starts=True)
+    return run_server(engine, ServerConfig(port=0, **config), starts=True)
 
 
 def number(page, selector):

@@ -55,6 +55,6 @@ function makeRow() {
 function describe(event, state) {
   const name = state.name(event.key) || "a request";
   if (event.kind === "evicted") return event.count === 1 ? "1 cached block lost its content" : `${event.count} cached blocks lost their content`;
-  if (event.kind === "preempted") return event.count === 1 ? `${name} gave its blocks up` : `${name} gave its blocks up again (${event.count}×)`;
-  return `${name} found ${event.count} tokens`;
+  if (event.kind === "preempted") return event.count === 1 ? `blocks given up by ${name}` : `blocks given up again (${event.count}×) by ${name}`;
+  return `${event.count} tokens found by ${name}`;
 }

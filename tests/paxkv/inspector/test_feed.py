@@ -158,5 +158,7 @@ def test_close_ends_every_stream_and_too_many_are_refused():
             names = [read(event)[0] async for event in events]
             assert names[-1] == "closed"
         assert feed.num_pages == 0
+        with pytest.raises(EngineDeadError, match="shutting down"):
+            await anext(feed.events())
 
     asyncio.run(scenario())

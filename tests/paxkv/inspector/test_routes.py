@@ -1,5 +1,6 @@
 """The inspector over HTTP: page, feed, block details and traces, and who may see what."""
 
+import contextlib
 import json
 import time
 
@@ -17,7 +18,7 @@ PROMPT = "a prompt that nobody else is to read"
 @pytest.fixture(scope="module")
 def server():
     engine = make_client(num_blocks=64, step_s=0.002, max_num_seqs=4)
-    config = ServerConfig(port=0, inspector_max_trace_bytes=50_000, shutdown_timeout_s=5.0)
+    config = ServerConfig(port=0, inspector_max_trace_bytes=50_000)
     with run_server(engine, config, starts=True) as (url, loop):
         traffic = Traffic(engine, loop)
         with httpx.Client(base_url=url, timeout=10) as client:
@@ -114,7 +115,7 @@ def test_other_hosts_and_sites_are_refused(server):
 
 def test_text_is_shown_where_the_operator_wants_it():
     engine = make_client(num_blocks=64, step_s=0.01, max_num_seqs=4)
-    config = ServerConfig(port=0, inspector_show_text=True, shutdown_timeout_s=5.0)
+    config = ServerConfig(port=0, inspector_show_text=True)
     with (
         run_server(engine, config, starts=True) as (url, loop),
         httpx.Client(base_url=url, timeout=10) as client,
@@ -129,3 +130,13 @@ def test_text_is_shown_where_the_operator_wants_it():
             texts = ["".join(block["texts"] or ()) for block in blocks]
             found = next((text for text in texts if text == "find"), None)
         assert found == "find"
+
+
+def test_open_page_does_not_hold_up_the_end_of_the_server():
+    engine = make_client(num_blocks=64, step_s=0.01, max_num_seqs=4)
+    with httpx.Client(timeout=10) as client, contextlib.ExitStack() as streams:
+        with run_server(engine, ServerConfig(port=0), starts=True) as (url, _):
+            events = streams.enter_context(client.stream("GET", f"{url}/inspector/events"))
+            lines = events.iter_lines()
+            assert next(lines) == "event: hello"
+        assert "event: closed" in list(lines)
