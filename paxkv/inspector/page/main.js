@@ -11,7 +11,8 @@ import { EventLog } from "./log.js";
 import { ageGradient, css, readPalette } from "./palette.js";
 
 const $ = (id) => document.getElementById(id);
-const PANEL_MS = 200, TREE_MS = 1000, TREE_SLICE_MS = 5, FLASH_MS = 1600;
+const PANEL_MS = 200, TREE_MS = 1000, TREE_SLICE_MS = 5;
+const TREE_EMPTY = $("tree-empty").textContent;
 const TRACE_FRAME_MS = 60; // a loaded trace is played at so much a frame
 
 const live = new History(); // of the engine; goes on while something else is in view
@@ -21,13 +22,13 @@ let hello = null;
 let trouble = "";
 let selectedKey = 0;
 let pointed = -1;
-let isDirty = true, drawnPanels = 0, drawnTree = 0, treeBuilder = null, treeState = null;
+let isDirty = true, arePanelsDue = true, areDetailsDue = true;
+let drawnPanels = 0, drawnTree = 0, treeBuilder = null;
 let playTimer = 0;
-let dirtyUntil = 0;
 
 readPalette();
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readPalette(); redraw(); });
-const map = new BlockMap($("map"), (id, isPointer) => { pointed = id; if (!isPointer) $("map").focus(); redraw(); });
+const map = new BlockMap($("map"), (id) => { pointed = id; isDirty = areDetailsDue = true; });
 map.onResize = redraw;
 const charts = new Charts($("curves"));
 charts.onPoint = redraw;
@@ -35,14 +36,14 @@ const running = new RequestList($("running"), select);
 const waiting = new RequestList($("waiting"), select);
 const tree = new PrefixTree($("tree"), $("tree-note"), (ids) => { map.marked = ids === null ? null : new Set(ids); redraw(); });
 const details = new Details($("details"));
-details.onAnswer = redraw;
+details.onAnswer = () => { areDetailsDue = true; isDirty = true; };
 const log = new EventLog($("log"));
 
 const shown = () => loaded || live;
 const isFollowing = () => index < 0;
 const viewIndex = () => (isFollowing() ? shown().length - 1 : Math.min(index, shown().length - 1));
 
-function redraw() { isDirty = true; drawnPanels = 0; }
+function redraw() { isDirty = arePanelsDue = true; drawnPanels = 0; }
 
 function select(key) {
   selectedKey = selectedKey === key ? 0 : key;
@@ -110,7 +111,6 @@ function take(history, frame) {
   if (history === shown()) {
     if (isFollowing() || loaded) log.add(entry, history.head);
     if (isFollowing()) isDirty = true;
-    if (entry.events.length) dirtyUntil = performance.now() + FLASH_MS;
   }
 }
 
@@ -262,6 +262,7 @@ function drawPanels(state, entry) {
   drawNumbers(state, entry.point, counts);
   running.draw(state, state.running, selectedKey, describeRunning);
   waiting.draw(state, state.waiting, selectedKey, describeWaiting);
+  setText($("tree-empty"), state.pool.enable_prefix_caching ? TREE_EMPTY : "Prefix caching is off: start the server without --no-enable-prefix-caching to share prefixes.");
   $("running-empty").hidden = state.running.length > 0;
   $("waiting-empty").hidden = state.waiting.length > 0;
   drawHead($("head"), state);
@@ -274,7 +275,6 @@ function drawPanels(state, entry) {
 function workOnTree(state, now) {
   if (treeBuilder === null) {
     if (now - drawnTree < TREE_MS) return;
-    treeState = state;
     treeBuilder = buildTree(state);
   }
   const until = performance.now() + TREE_SLICE_MS;
@@ -295,21 +295,29 @@ function frame(now) {
   const at = viewIndex();
   const state = history.at(at);
   workOnTree(state, now);
-  if (!isDirty && now > dirtyUntil) return;
+  if (isDirty) drawNow(state);
+  // Panels are for reading: five times a second is enough.
+  const isPanelTime = arePanelsDue && now - drawnPanels >= PANEL_MS;
+  if (isPanelTime) {
+    drawnPanels = now;
+    arePanelsDue = false;
+    drawPanels(state, history.frames[at]);
+  }
+  if (isPanelTime || areDetailsDue) {
+    areDetailsDue = false;
+    details.whyNotAsked = loaded ? "a loaded trace is shown without tokens" : isFollowing() ? "" : "go live to see them: the engine may have put others here since";
+    details.draw(state, pointed);
+  }
+}
+
+function drawNow(state) {
   isDirty = false;
+  arePanelsDue = true;
   $("map-empty").hidden = true;
   map.selectedKey = state.requests.has(selectedKey) ? selectedKey : 0;
   map.pointed = pointed;
   map.draw(state);
   drawPlayer();
-  details.whyNotAsked = loaded ? "a loaded trace is shown without tokens" : isFollowing() ? "" : "go live to see them: the engine may have put others here since";
-  if (now - drawnPanels >= PANEL_MS) {
-    drawnPanels = now;
-    drawPanels(state, history.frames[at]);
-    details.draw(state, pointed);
-  } else {
-    isDirty = isDirty || pointed >= 0 || now - drawnPanels < PANEL_MS;
-  }
 }
 requestAnimationFrame(frame);
 

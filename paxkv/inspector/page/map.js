@@ -18,9 +18,9 @@ export class BlockMap {
     this.selectedKey = 0;
     this.marked = null; // Set of ids that stay bright
     this.columns = 0; this.cell = 0;
-    canvas.addEventListener("pointermove", (event) => onPoint(this.idAt(event), true));
-    canvas.addEventListener("pointerdown", (event) => onPoint(this.idAt(event), true));
-    canvas.addEventListener("pointerleave", () => onPoint(-1, true));
+    canvas.addEventListener("pointermove", (event) => onPoint(this.idAt(event)));
+    canvas.addEventListener("pointerdown", (event) => onPoint(this.idAt(event)));
+    canvas.addEventListener("pointerleave", () => onPoint(-1));
     canvas.addEventListener("keydown", (event) => this.onKey(event, onPoint));
     new ResizeObserver(() => { this.layoutFor = ""; this.onResize?.(); }).observe(canvas.parentElement);
   }
@@ -35,7 +35,7 @@ export class BlockMap {
     event.stopPropagation();
     const next = Math.min(Math.max(Math.max(this.pointed, 0) + move, 0), this.state.n - 1);
     this.pointed = next; // before it is drawn: the next key may come sooner
-    onPoint(next, false);
+    onPoint(next);
   }
 
   idAt(event) {
