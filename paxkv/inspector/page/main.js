@@ -34,6 +34,7 @@ const charts = new Charts($("curves"));
 charts.onPoint = redraw;
 const running = new RequestList($("running"), select);
 const waiting = new RequestList($("waiting"), select);
+running.onScroll = waiting.onScroll = () => { arePanelsDue = true; };
 const tree = new PrefixTree($("tree"), $("tree-note"), (ids) => { map.marked = ids === null ? null : new Set(ids); redraw(); });
 const details = new Details($("details"));
 details.onAnswer = () => { areDetailsDue = true; isDirty = true; };

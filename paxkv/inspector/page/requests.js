@@ -10,6 +10,11 @@ export class RequestList {
     this.list = list;
     this.onSelect = onSelect;
     this.rows = new Map();
+    // Painting dozens of tables that nobody sees would take longer than the map.
+    this.observer = new IntersectionObserver((entries) => {
+      for (const entry of entries) entry.target.isSeen = entry.isIntersecting;
+      this.onScroll?.();
+    }, { root: list.parentElement });
   }
 
   // `items` are rows of the state; `describe` gives a row's text.
@@ -17,7 +22,7 @@ export class RequestList {
     const shown = items.slice(0, MAX_ROWS);
     const keys = new Set(shown.map((item) => item.key));
     for (const [key, row] of this.rows) {
-      if (!keys.has(key)) { row.element.remove(); this.rows.delete(key); }
+      if (!keys.has(key)) { this.observer.unobserve(row.element); row.element.remove(); this.rows.delete(key); }
     }
     shown.forEach((item, place) => {
       const row = this.rows.get(item.key) || this.add(item.key);
@@ -26,7 +31,8 @@ export class RequestList {
       setText(row.what, describe(item, state.requests.get(item.key)));
       row.dot.style.background = requestColor(item.key);
       row.element.setAttribute("aria-selected", String(item.key === selectedKey));
-      this.drawTables(state, item, row.canvas);
+      row.canvas.hidden = !state.tables.has(item.key);
+      if (row.element.isSeen) this.drawTables(state, item, row.canvas);
     });
   }
 
@@ -50,12 +56,12 @@ export class RequestList {
     });
     const row = { element, dot, name, what, canvas };
     this.rows.set(key, row);
+    this.observer.observe(element);
     return row;
   }
 
   drawTables(state, item, canvas) {
     const groups = state.tables.get(item.key);
-    canvas.hidden = !groups;
     if (!groups) return;
     const cells = [];
     for (const table of groups) {

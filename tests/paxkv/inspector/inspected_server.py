@@ -108,7 +108,13 @@ class Traffic:
         self._client = client
         self._loop = loop
         self._num_requests = 0
+        self._num_done = 0
         self.failures: list[BaseException] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all that was sent has ended."""
+        return self._num_done == self._num_requests
 
     def send(self, prompt: str, max_tokens: int) -> None:
         """Sends a request, and waits for nothing."""
@@ -126,6 +132,8 @@ class Traffic:
                 pass
         except Exception as error:
             self.failures.append(error)
+        finally:
+            self._num_done += 1
 
 
 @contextlib.contextmanager
