@@ -91,6 +91,18 @@ class ServerConfig:
     profile_dir: str | None = setting(
         "folder for what POST /start_profile records, for TensorBoard or XProf", None
     )
+    enable_inspector: bool | None = setting(
+        "serve the page /inspector, which shows every request and the KV cache at work; if left "
+        "out, on loopback addresses only",
+        None,
+    )
+    inspector_show_text: bool = setting(
+        "let the inspector show what is in a block as text: prompts and answers of all clients",
+        False,
+    )
+    inspector_max_trace_bytes: int = setting(
+        "largest trace that the inspector replays for a page, in bytes", 256 * 2**20
+    )
     trust_request_chat_template: bool = setting(
         "let a request bring its own chat template, which is a program", False
     )
@@ -116,6 +128,9 @@ class ServerConfig:
         at_least("max_body_bytes", self.max_body_bytes, 1)
         at_least("max_header_bytes", self.max_header_bytes, 256)
         at_least("max_connections", self.max_connections, 1)
+        at_least("inspector_max_trace_bytes", self.inspector_max_trace_bytes, 1)
+        if self.enable_inspector is not None:
+            true_or_false("enable_inspector", self.enable_inspector)
         at_least("max_engine_restarts", self.max_engine_restarts, 0)
         for name in ("request_timeout_s", "shutdown_timeout_s", "engine_restart_window_s"):
             value = getattr(self, name)
@@ -124,7 +139,7 @@ class ServerConfig:
         for name in (
             *("allow_credentials", "disable_uvicorn_access_log", "enable_admin"),
             *("trust_request_chat_template", "enable_auto_tool_choice"),
-            "exclude_tools_when_tool_choice_none",
+            *("exclude_tools_when_tool_choice_none", "inspector_show_text"),
         ):
             true_or_false(name, getattr(self, name))
         self._check_parsers()

@@ -68,6 +68,7 @@ MAY_IMPORT = {
     "paxkv.scheduler": {"paxkv", "paxkv.contracts", "paxkv.kv_cache"},
     "paxkv.runner": {"paxkv", "paxkv.contracts", "models", "pallas_kernels"},
     "paxkv.structured_output": {"paxkv", "paxkv.contracts"},
+    "paxkv.inspector": {"paxkv", "paxkv.contracts", "paxkv.kv_cache", "paxkv.scheduler"},
     "paxkv.engine": {
         "paxkv",
         "paxkv.contracts",
@@ -75,9 +76,10 @@ MAY_IMPORT = {
         "paxkv.scheduler",
         "paxkv.runner",
         "paxkv.structured_output",
+        "paxkv.inspector",
     },
     "paxkv.client": {"paxkv", "paxkv.contracts", "paxkv.text"},
-    "paxkv.server": {"paxkv", "paxkv.contracts", "paxkv.text", "paxkv.client"},
+    "paxkv.server": {"paxkv", "paxkv.contracts", "paxkv.text", "paxkv.client", "paxkv.inspector"},
 }
 MAY_IMPORT_JAX = {"pallas_kernels", "models", "paxkv.runner"}
 JAX_MODULES = {"jax", "jaxlib", "flax", "optax"}

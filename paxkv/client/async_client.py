@@ -29,6 +29,7 @@ from paxkv.contracts.engine_request import (
     UtilityCall,
 )
 from paxkv.contracts.engine_start import EngineReady
+from paxkv.contracts.inspection import BlockDetails
 from paxkv.contracts.model_info import ModelInfo
 from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
 from paxkv.contracts.request_output import RequestOutput
@@ -279,6 +280,17 @@ class AsyncEngineClient:
     async def get_stats(self) -> SchedulerStats:
         """Statistics as of now."""
         return msgspec.json.decode(await self._call("get_stats"), type=SchedulerStats)
+
+    async def inspect(self, after_seq: int, wants_snapshot: bool) -> str:
+        """JSON of an `Inspection`: what changed since the call that answered `after_seq`."""
+        return await self._call("inspect", after_seq, wants_snapshot)
+
+    async def inspect_block(
+        self, block_id: int, holder_key: int, *, with_tokens: bool
+    ) -> BlockDetails:
+        """One block as it is now; see `InspectionRecorder.inspect_block`."""
+        reply = await self._call("inspect_block", block_id, holder_key, with_tokens)
+        return msgspec.json.decode(reply, type=BlockDetails)
 
     def _open_stream(self, request_id: str) -> "_Stream":
         self._check_alive()

@@ -93,7 +93,8 @@ class AbortRequests:
 class UtilityCall:
     """A control call by name, answered by a `UtilityReply` with the same `call_id`.
 
-    Methods: `reset_prefix_cache`, `get_stats`, `check_invariants`, `explain_prefix_cache_miss`.
+    Methods: `reset_prefix_cache`, `get_stats`, `check_invariants`, `explain_prefix_cache_miss`,
+    `inspect` and `inspect_block` (see `contracts/inspection.py`).
 
     Args:
         arguments: Passed to the method in order.

@@ -34,6 +34,7 @@ from paxkv.engine.burst_length import BurstLength
 from paxkv.engine.kv_event_publisher import KVEventPublisher
 from paxkv.engine.request_clock import RequestClock
 from paxkv.errors import InvalidRequestError, InvariantError, PaxkvError
+from paxkv.inspector.recorder import InspectionRecorder
 from paxkv.scheduler.scheduler import Scheduler
 from paxkv.scheduler.trace.recorder import TraceRecorder
 from paxkv.structured_output.grammar_manager import GrammarManager
@@ -101,12 +102,15 @@ class EngineCore:
         self._burst_length = BurstLength(max_decode_burst)
         self._in_flight: deque[StepInFlight] = deque()
         self._last_fetch_s = 0.0
+        self._last_wait_s = 0.0
+        self._last_was_single = True
         self._num_steps = 0
         self._num_empty_steps = 0
         self._shutdown: Shutdown | None = None
         self._start_time = time.time()
         self._request_clock = RequestClock()
         self._step_token_counts = [0] * (len(STEP_TOKEN_BUCKETS) + 1)
+        self._inspection = InspectionRecorder(scheduler)
         self._utilities: dict[str, Callable[..., object]] = {
             "reset_prefix_cache": scheduler.reset_prefix_cache,
             "get_stats": self.make_stats,
@@ -114,6 +118,8 @@ class EngineCore:
             "explain_prefix_cache_miss": scheduler.explain_prefix_cache_miss,
             "start_profile": self._start_profile,
             "stop_profile": self._stop_profile,
+            "inspect": self._inspection.inspect,
+            "inspect_block": self._inspection.inspect_block,
         }
 
     @property
@@ -164,6 +170,7 @@ class EngineCore:
         Raises:
             InvariantError: Requests wait, but the scheduler gives none of them a token.
         """
+        start_s = time.perf_counter()
         while len(self._in_flight) < self._max_steps_in_flight and self._start_step():
             pass
         outputs = self._fetch_oldest()
@@ -175,6 +182,14 @@ class EngineCore:
             or not self._scheduler.has_unfinished_requests()
         )
         stats = self.make_stats(count_slots=count_slots)
+        if self._inspection.is_active:
+            took_s = time.perf_counter() - start_s
+            self._inspection.on_step(
+                outputs,
+                took_s=took_s,
+                wait_s=self._last_wait_s,
+                is_one_token_each=self._last_was_single,
+            )
         return StepOutputs(
             outputs=outputs,
             stats=stats,
@@ -217,7 +232,13 @@ class EngineCore:
 
     def _fetch_oldest(self) -> list[EngineCoreOutput]:
         step = self._in_flight.popleft()
+        wait_start_s = time.perf_counter()
         runner_output = step.handle.sample_tokens()
+        self._last_wait_s = time.perf_counter() - wait_start_s
+        decided = step.scheduler_output
+        self._last_was_single = (
+            decided.num_decode_steps == 1 and not decided.scheduled_spec_decode_tokens
+        )
         if step.is_burst:
             # It began when it was started, or when the device had done the one before it.
             now_s = time.perf_counter()
@@ -312,6 +333,7 @@ class EngineCore:
             if self._grammars is not None and request.needs_grammar:
                 self._grammars.add(request.request_id, request.sampling_params.structured_outputs)
             self._burst_length.note_arrival()
+            self._inspection.on_arrival(request.request_id, request.arrival_time)
             return None
         except InvalidRequestError as error:
             # `InputProcessor` should have refused it; only this request ends with it.

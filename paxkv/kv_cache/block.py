@@ -108,6 +108,15 @@ class FreeKVCacheBlockQueue:
         last.next_free_block = self._tail
         self._tail.prev_free_block = last
 
+    def get_first(self, max_blocks: int) -> list[KVCacheBlock]:
+        """At most so many blocks, from the front on: those that are handed out next."""
+        blocks: list[KVCacheBlock] = []
+        block = self._head.next_free_block
+        while block is not self._tail and len(blocks) < max_blocks:
+            blocks.append(block)
+            block = block.next_free_block
+        return blocks
+
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         """All blocks from front to end, in O(n): for tests and invariants."""
         blocks: list[KVCacheBlock] = []

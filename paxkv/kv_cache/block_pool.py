@@ -6,6 +6,7 @@ from paxkv.contracts.cache_request import CacheRequest
 from paxkv.contracts.kv_events import KVCacheEvent
 from paxkv.errors import ConfigError, InvariantError
 from paxkv.kv_cache.block import FreeKVCacheBlockQueue, KVCacheBlock
+from paxkv.kv_cache.block_changes import BlockChangeLog
 from paxkv.kv_cache.block_hash import (
     BlockHash,
     BlockHashWithGroupId,
@@ -96,6 +97,7 @@ class BlockPool:
 
     Attributes:
         movement_log: Told of every movement of a block; None tells nobody.
+        change_log: Told which blocks changed; None tells nobody.
         evicted_hashes: What was forgotten lately, for the question why a request missed.
 
     Raises:
@@ -130,6 +132,7 @@ class BlockPool:
         self.num_permanent_blocks = 0
         self.metrics_collector = metrics_collector
         self.movement_log: BlockMovementLog | None = None
+        self.change_log: BlockChangeLog | None = None
         self.evicted_hashes = EvictedHashes()
         self._event_recorder = KVEventRecorder() if enable_kv_cache_events else None
 
@@ -189,6 +192,8 @@ class BlockPool:
                 stored_idxs.append(block_idx)
             if self.movement_log is not None:
                 self.movement_log.on_cached(block)
+            if self.change_log is not None:
+                self.change_log.on_cached(request, block, block_idx, block_hashes, block_size)
         if self._event_recorder is not None:
             self._event_recorder.on_stored(
                 request,
@@ -213,6 +218,8 @@ class BlockPool:
             self.metrics_collector.on_allocated(blocks)
         if self.movement_log is not None:
             self.movement_log.on_allocated(blocks)
+        if self.change_log is not None:
+            self.change_log.on_allocated(blocks)
         return blocks
 
     def take_permanent_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
@@ -244,6 +251,8 @@ class BlockPool:
                 self.movement_log.on_shared(block)
         if self.metrics_collector is not None:
             self.metrics_collector.on_accessed(blocks)
+        if self.change_log is not None:
+            self.change_log.on_shared(block for block in blocks if not block.is_null)
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         """Takes a holder from each block; those without one are free, and stay findable.
@@ -254,6 +263,9 @@ class BlockPool:
         Raises:
             InvariantError: Nobody holds one of them.
         """
+        if self.change_log is not None:
+            ordered_blocks = tuple(ordered_blocks)
+            self.change_log.on_freed(ordered_blocks)
         freed: list[KVCacheBlock] = []
         for block in ordered_blocks:
             if block.is_null:
@@ -289,6 +301,8 @@ class BlockPool:
         self.evicted_hashes.add(keys)
         if self.metrics_collector is not None:
             self.metrics_collector.on_evicted(evicted)
+        if self.change_log is not None:
+            self.change_log.on_evicted(evicted)
         if self._event_recorder is not None:
             gone = (
                 key for key in dict.fromkeys(keys) if key not in self.cached_block_hash_to_block
@@ -304,6 +318,8 @@ class BlockPool:
         if self.get_num_free_blocks() != self.num_blocks - 1 - self.num_permanent_blocks:
             return False
         self.cached_block_hash_to_block = BlockHashToBlockMap()
+        if self.change_log is not None:
+            self.change_log.on_evicted([b for b in self.blocks if b.block_hash is not None])
         for block in self.blocks:
             if block.block_hash is not None and self.movement_log is not None:
                 self.movement_log.on_evicted(block)

@@ -18,7 +18,7 @@ class ApiKeyMiddleware:
 
     Args:
         api_keys: At least one.
-        other_paths: That need one too.
+        other_paths: That need one too, and what lies under them.
     """
 
     def __init__(
@@ -40,7 +40,8 @@ class ApiKeyMiddleware:
 
     def _needs_key(self, scope: Scope) -> bool:
         path = route_path(scope)
-        return path.startswith("/v1") or path in self._other_paths
+        is_other = any(path == other or path.startswith(f"{other}/") for other in self._other_paths)
+        return path.startswith("/v1") or is_other
 
     def _has_key(self, scope: Scope) -> bool:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")

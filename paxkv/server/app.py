@@ -8,6 +8,7 @@ from starlette.requests import ClientDisconnect
 
 from paxkv.config import ServerConfig
 from paxkv.errors import PaxkvError
+from paxkv.inspector.routes import INSPECTED_PATHS, InspectorRoutes
 from paxkv.server.access_log import AccessLogMiddleware
 from paxkv.server.admission import Admission
 from paxkv.server.api_keys import ApiKeyMiddleware
@@ -50,6 +51,7 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
     admin_routes = []
     if config.enable_admin:
         admin_routes = AdminRoutes(engine, generator.names, profile_dir=config.profile_dir).routes()
+    inspector = InspectorRoutes(engine, config)
     limit = config.max_body_bytes
     app = Starlette(
         routes=[
@@ -59,6 +61,7 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
             *OpenApiRoutes().routes(),
             *InfoRoutes(engine, metrics, admission, max_body_bytes=limit).routes(),
             *admin_routes,
+            *inspector.routes(),
         ],
         middleware=_middleware(config),
         exception_handlers={
@@ -70,6 +73,8 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
     )
     # A path with a slash too many is an unknown path, not a redirect that loses the body.
     app.router.redirect_slashes = False
+    # Streams without an end of their own: a server that drains ends them first.
+    app.state.close_streams = inspector.close
     return app
 
 
@@ -95,7 +100,11 @@ def _middleware(config: ServerConfig) -> list[Middleware]:
         )
     if config.api_key:
         layers.append(
-            Middleware(ApiKeyMiddleware, api_keys=config.api_key, other_paths=ADMIN_PATHS)
+            Middleware(
+                ApiKeyMiddleware,
+                api_keys=config.api_key,
+                other_paths=(*ADMIN_PATHS, *INSPECTED_PATHS),
+            )
         )
     layers.append(Middleware(DisconnectMiddleware))
     return layers

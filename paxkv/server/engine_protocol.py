@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Protocol
 
 from paxkv.contracts.engine_output import SchedulerStats
+from paxkv.contracts.inspection import BlockDetails
 from paxkv.contracts.model_info import ModelInfo
 from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
 from paxkv.contracts.request_output import RequestOutput
@@ -116,6 +117,16 @@ class EngineClient(Protocol):
 
     async def get_stats(self) -> SchedulerStats:
         """A fresh snapshot from the engine."""
+        ...
+
+    async def inspect(self, after_seq: int, wants_snapshot: bool) -> str:
+        """JSON of an `Inspection`: what changed since the call that answered `after_seq`."""
+        ...
+
+    async def inspect_block(
+        self, block_id: int, holder_key: int, *, with_tokens: bool
+    ) -> BlockDetails:
+        """One block as it is now."""
         ...
 
     async def close(self, *, drain_timeout_s: float) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 import uvicorn
+from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from paxkv.config import ServerConfig
@@ -97,6 +98,7 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=config.shutdown_timeout_s + _UVICORN_MARGIN_S,
             )
         )
+        self._app = app
         self._engine = engine
         self._request_timeout_s = config.request_timeout_s
         self._shutdown_timeout_s = config.shutdown_timeout_s
@@ -117,6 +119,8 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuses new connections, waits for running requests, ends those that take too long."""
+        if isinstance(self._app, Starlette):
+            self._app.state.close_streams()
         ender = asyncio.ensure_future(self._end_requests_when_late())
         try:
             await super().shutdown(sockets)

@@ -18,7 +18,7 @@ from paxkv.scheduler.trace.calls import (
 from paxkv.scheduler.trace.difference import Difference, first_difference
 from paxkv.scheduler.trace.header import TraceHeader
 from paxkv.scheduler.trace.outside import RecordedAnswers
-from paxkv.scheduler.trace.recorder import make_recorder
+from paxkv.scheduler.trace.recorder import TraceRecorder, make_recorder
 from paxkv.scheduler.trace.trace_file import TraceReader
 
 
@@ -51,22 +51,32 @@ def replay(reader: TraceReader) -> ReplaySummary:
     Raises:
         TraceFileError: The trace cannot be read, or has a call that cannot be made.
     """
-    player = _Player(reader.header)
+    player = TracePlayer(reader.header)
     summary = ReplaySummary()
     for line in reader.lines():
         for recorded in line.calls:
-            got = player.play(recorded)
-            _count(summary, got)
-            difference = _first_difference(got, recorded)
-            if difference is not None:
-                step = getattr(recorded, "step", summary.num_steps)
-                name = recorded.__struct_config__.tag
-                summary.difference, summary.difference_at = difference, f"step {step}, {name}"
+            replay_call(player, recorded, summary)
+            if summary.difference is not None:
                 return summary
     return summary
 
 
-class _Player:
+def replay_call(player: "TracePlayer", recorded: Call, summary: ReplaySummary) -> None:
+    """Makes one call again, and counts it; a difference goes into the summary.
+
+    Raises:
+        TraceFileError: The call cannot be made.
+    """
+    got = player.play(recorded)
+    _count(summary, got)
+    difference = _first_difference(got, recorded)
+    if difference is not None:
+        step = getattr(recorded, "step", summary.num_steps)
+        name = recorded.__struct_config__.tag
+        summary.difference, summary.difference_at = difference, f"step {step}, {name}"
+
+
+class TracePlayer:
     """Makes recorded calls on a fresh scheduler."""
 
     def __init__(self, header: TraceHeader) -> None:
@@ -83,6 +93,11 @@ class _Player:
             raise TraceFileError(f"line 1, the header, builds no scheduler: {error}") from error
         # Decided steps whose tokens have not come yet, by their number.
         self._steps_in_flight: dict[int, SchedulerOutput] = {}
+
+    @property
+    def scheduler(self) -> TraceRecorder:
+        """The scheduler that gets the calls."""
+        return self._scheduler
 
     def play(self, recorded: Call) -> Call:
         """Makes a call again; returns it with the answer that it gets now."""

@@ -3,12 +3,17 @@
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
+import msgspec
+
 from paxkv.contracts.engine_output import SchedulerStats
+from paxkv.contracts.inspection import BlockDetails
 from paxkv.contracts.model_info import ModelInfo
 from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
 from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput
 from paxkv.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
+from paxkv.inspector.recorder import InspectionRecorder
 from paxkv.sampling_params import BeamSearchParams, SamplingParams
+from tests.paxkv.scheduler.stepping import make_scheduler
 
 MODEL_NAME = "org/fake"
 MAX_MODEL_LEN = 512
@@ -87,6 +92,8 @@ class FakeEngine:
         self.chat_template = FakeChatTemplate()
         self.is_alive = True
         self.seconds_per_token = seconds_per_token
+        # Of an engine whose blocks nobody uses.
+        self.recorder = InspectionRecorder(make_scheduler(num_blocks=16))
         self.running: set[str] = set()
         self.most_running = 0
         self.aborted: list[str] = []
@@ -132,6 +139,16 @@ class FakeEngine:
     async def stop_profile(self) -> bool:
         self.calls.append(("stop_profile",))
         return len(self.calls) < 4
+
+    async def inspect(self, after_seq: int, wants_snapshot: bool) -> str:
+        self._check_alive()
+        return msgspec.json.encode(self.recorder.inspect(after_seq, wants_snapshot)).decode()
+
+    async def inspect_block(
+        self, block_id: int, holder_key: int, *, with_tokens: bool
+    ) -> BlockDetails:
+        self._check_alive()
+        return self.recorder.inspect_block(block_id, holder_key, with_tokens)
 
     async def close(self, *, drain_timeout_s: float) -> None:
         self.is_alive = False

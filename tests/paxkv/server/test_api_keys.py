@@ -68,6 +68,14 @@ def test_admin_routes_need_a_key_and_probes_do_not(server):
         assert _get(server, path).status_code == 200
 
 
+def test_inspector_shows_its_empty_page_to_anybody_and_blocks_to_who_has_a_key(server):
+    assert _get(server, "/inspector").status_code == 200
+    for path in ("/inspector/events", "/inspector/blocks/1"):
+        assert _get(server, path).status_code == 401
+    assert server.client.post("/inspector/trace").status_code == 401
+    assert _get(server, "/inspector/blocks/1", f"Bearer {KEYS[0]}").status_code == 200
+
+
 def test_openai_client_with_and_without(server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEYS[0]) as client:
         assert client.completions.create(model=MODEL_NAME, prompt="a", max_tokens=1)

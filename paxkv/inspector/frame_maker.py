@@ -1,0 +1,282 @@
+"""FrameMaker: a scheduler and its blocks as frames: everything, or what changed."""
+
+import sys
+from collections.abc import Sequence
+from itertools import islice
+
+from paxkv.contracts.inspection import (
+    BlockDetails,
+    BlockState,
+    GroupInfo,
+    InspectionCounters,
+    InspectorFrame,
+    PoolInfo,
+    RequestInfo,
+)
+from paxkv.errors import InvalidRequestError
+from paxkv.inspector.block_columns import make_columns
+from paxkv.inspector.block_tables import SentTables
+from paxkv.inspector.step_meter import StepMeter
+from paxkv.kv_cache.block import KVCacheBlock
+from paxkv.kv_cache.block_changes import BlockChangeLog
+from paxkv.kv_cache.block_hash import get_block_hash, get_group_id, with_block_size
+from paxkv.scheduler.request import Request
+from paxkv.scheduler.scheduler import Scheduler
+from paxkv.scheduler.trace.recorder import TraceRecorder
+
+MAX_WAITING_ROWS = 200
+NUM_EVICTION_HEAD = 64
+# When the first page opens, requests may hold the whole pool.
+MAX_LEARNED_PER_FRAME = 1000
+
+
+class FrameMaker:
+    """Follows a scheduler from the moment that it is made until `close`.
+
+    Attributes:
+        meter: To be told of arrivals and steps, which a scheduler does not time.
+    """
+
+    def __init__(self, scheduler: Scheduler | TraceRecorder) -> None:
+        self._scheduler = scheduler
+        manager = scheduler.kv_cache_manager
+        self._managers = manager.coordinator.single_type_managers
+        self._pool = manager.block_pool
+        self._prefix_cache_stats = manager.prefix_cache_stats
+        self._log = self._pool.change_log = BlockChangeLog()
+        self.meter = StepMeter()
+        self._tables = tuple(SentTables(group) for group in self._managers)
+        # Ids may be used again, keys are not. No request: only its blocks are left.
+        self._keys: dict[str, int] = {}
+        self._seen: dict[int, tuple[str, Request | None]] = {}
+        self._num_keys = 0
+        self._new_requests: list[RequestInfo] = []
+        # (key, group) -> first block of the table that may have an unknown origin.
+        self._to_learn: dict[tuple[int, int], int] = {}
+
+    def close(self) -> None:
+        """Nothing is followed any more."""
+        self._pool.change_log = None
+
+    def make_delta(self, at_s: float) -> InspectorFrame:
+        """What changed since the last frame."""
+        return self._make_frame(at_s, is_snapshot=False)
+
+    def make_snapshot(self, at_s: float) -> InspectorFrame:
+        """Everything; the next delta goes on from here."""
+        self._new_requests = [_describe(key, *seen) for key, seen in self._seen.items()]
+        for sent in self._tables:
+            sent.forget_all()
+        return self._make_frame(at_s, is_snapshot=True)
+
+    def describe_block(self, block_id: int, holder_key: int, *, with_tokens: bool) -> BlockDetails:
+        """One block as it is now.
+
+        Args:
+            holder_key: Of a request that holds it, as far as the caller knows; else 0.
+
+        Raises:
+            InvalidRequestError: There is no such block.
+        """
+        if not 0 <= block_id < self._pool.num_blocks:
+            raise InvalidRequestError(
+                f"{block_id=} must be in [0, {self._pool.num_blocks}).", param="block_id"
+            )
+        block = self._pool.blocks[block_id]
+        key = block.block_hash
+        first_token_idx, token_ids = self._find_tokens(block, holder_key)
+        return BlockDetails(
+            block_id=block_id,
+            ref_cnt=block.ref_cnt,
+            state=_state(block),
+            block_hash=None if key is None else get_block_hash(key).hex(),
+            group_id=None if key is None else get_group_id(key),
+            num_hits=self._log.num_hits.get(block_id, 0),
+            first_token_idx=first_token_idx,
+            token_ids=list(token_ids) if with_tokens and token_ids is not None else None,
+        )
+
+    def _make_frame(self, at_s: float, *, is_snapshot: bool) -> InspectorFrame:
+        scheduler, log = self._scheduler, self._log
+        changed, has_freed = log.take_changed()
+        tables, holders = [], set()
+        for sent in self._tables:
+            table_changes, group_holders = sent.take_changes(self._key_of, has_freed=has_freed)
+            tables += table_changes
+            holders |= group_holders
+        for change in tables:
+            table = (change.key, change.group_id)
+            self._to_learn[table] = min(change.num_kept, self._to_learn.get(table, sys.maxsize))
+        if not is_snapshot:  # what is learned goes to all pages
+            self._learn_origins(changed)
+        running = self._running_rows()
+        waiting = self._waiting_rows()
+        return InspectorFrame(
+            pool=self._pool_info() if is_snapshot else None,
+            at_s=at_s,
+            blocks=make_columns(
+                self._pool.blocks if is_snapshot else list(changed), log, is_all=is_snapshot
+            ),
+            tables=tables,
+            gone_keys=self._take_gone(holders),
+            running=running,
+            waiting=waiting,
+            num_waiting=len(scheduler.waiting),
+            new_requests=self._take_new_requests(),
+            eviction_head=[
+                block.block_id for block in self._pool.free_block_queue.get_first(NUM_EVICTION_HEAD)
+            ],
+            num_free_blocks=self._pool.get_num_free_blocks(),
+            counters=self._count(),
+            ttft_s=self.meter.take_ttfts(scheduler.requests),
+        )
+
+    def _running_rows(self) -> list[int]:
+        rows: list[int] = []
+        for request in self._scheduler.running:
+            rows += (
+                self._key_of(request.request_id),
+                len(request.all_token_ids),
+                request.num_computed_tokens,
+                request.num_cached_tokens,
+                request.num_preemptions,
+            )
+        return rows
+
+    def _waiting_rows(self) -> list[int]:
+        rows: list[int] = []
+        for request in islice(self._scheduler.waiting, MAX_WAITING_ROWS):
+            rows += (
+                self._key_of(request.request_id),
+                len(request.all_token_ids),
+                int(request.status),
+                request.num_preemptions,
+            )
+        return rows
+
+    def _key_of(self, request_id: str) -> int:
+        request = self._scheduler.requests.get(request_id)
+        key = self._keys.get(request_id)
+        # A request that ended, and whose blocks stay for forks, is the one that had the id.
+        if key is not None and (request is None or self._seen[key][1] is request):
+            return key
+        self._num_keys += 1
+        self._keys[request_id] = self._num_keys
+        self._seen[self._num_keys] = (request_id, request)
+        self._new_requests.append(_describe(self._num_keys, request_id, request))
+        return self._num_keys
+
+    def _take_new_requests(self) -> list[RequestInfo]:
+        taken, self._new_requests = self._new_requests, []
+        return taken
+
+    def _take_gone(self, holders: set[int]) -> list[int]:
+        gone: list[int] = []
+        for key, (request_id, _) in list(self._seen.items()):
+            has_id = self._keys[request_id] == key
+            if has_id and (request_id in self._scheduler.requests or key in holders):
+                continue
+            gone.append(key)
+            del self._seen[key]
+            if has_id:
+                del self._keys[request_id]
+        return gone
+
+    def _learn_origins(self, changed: set[KVCacheBlock]) -> None:
+        """Of cached blocks that requests found, and that were cached before anybody looked."""
+        num_left = MAX_LEARNED_PER_FRAME
+        while self._to_learn and num_left > 0:
+            (key, group_id), first_block_idx = self._to_learn.popitem()
+            _, request = self._seen.get(key, ("", None))
+            if request is None or not request.block_hashes:
+                continue
+            log, manager = self._log, self._managers[group_id]
+            hashes = with_block_size(
+                request.block_hashes,
+                self._scheduler.kv_cache_manager.hash_block_size,
+                manager.block_size,
+            )
+            table = manager.get_blocks(request.request_id)
+            end = min(len(table), len(hashes), first_block_idx + num_left)
+            for block_idx in range(first_block_idx, end):
+                block = table[block_idx]
+                if block.block_hash is not None and block.block_id not in log.origins:
+                    log.learn_origin(request, block, block_idx, hashes, manager.block_size)
+                    changed.add(block)
+            num_left -= max(end - first_block_idx, 1)
+            if end < min(len(table), len(hashes)):
+                self._to_learn[key, group_id] = end
+
+    def _find_tokens(
+        self, block: KVCacheBlock, holder_key: int
+    ) -> tuple[int | None, Sequence[int] | None]:
+        origin = self._log.origins.get(block.block_id)
+        _, request = self._seen.get(holder_key, ("", None))
+        for manager in self._managers if request is not None else ():
+            table = manager.get_blocks(request.request_id)
+            if block in table:
+                start = table.index(block) * manager.block_size
+                return start, request.all_token_ids[start : start + manager.block_size]
+        if origin is None or block.block_hash is None:
+            return None, None
+        block_size = self._managers[get_group_id(block.block_hash)].block_size
+        return origin.block_idx * block_size, origin.token_ids
+
+    def _pool_info(self) -> PoolInfo:
+        scheduler = self._scheduler
+        config = scheduler.scheduler_config
+        return PoolInfo(
+            num_blocks=self._pool.num_blocks,
+            groups=[
+                GroupInfo(
+                    kind=type(manager.kv_cache_spec).__name__,
+                    block_size=manager.block_size,
+                    window=getattr(manager.kv_cache_spec, "sliding_window", None),
+                )
+                for manager in self._managers
+            ],
+            permanent_block_ids=[
+                block.block_id
+                for manager in self._managers
+                for block in manager.get_permanent_blocks()
+            ],
+            enable_prefix_caching=scheduler.kv_cache_manager.enable_caching,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=scheduler.max_model_len,
+        )
+
+    def _count(self) -> InspectionCounters:
+        meter, stats = self.meter, self._prefix_cache_stats
+        return InspectionCounters(
+            num_steps=meter.num_steps,
+            num_scheduled_tokens=self._scheduler.num_scheduled_tokens,
+            num_output_tokens=meter.num_output_tokens,
+            host_s=meter.host_s,
+            device_s=meter.device_s,
+            num_preemptions=self._scheduler.num_preemptions,
+            num_evictions=self._log.num_evictions,
+            prefix_cache_queries=stats.num_queries,
+            prefix_cache_hits=stats.num_hits,
+        )
+
+
+def _state(block: KVCacheBlock) -> BlockState:
+    if block.is_null:
+        return "null"
+    if block.ref_cnt == 0:
+        return "free" if block.block_hash is None else "cached"
+    return "used" if block.ref_cnt == 1 else "shared"
+
+
+def _describe(key: int, request_id: str, request: Request | None) -> RequestInfo:
+    if request is None:
+        return RequestInfo(key=key, request_id=request_id)
+    return RequestInfo(
+        key=key,
+        request_id=request_id,
+        num_prompt_tokens=request.num_prompt_tokens,
+        max_num_tokens=request.max_num_tokens,
+        priority=request.priority,
+        arrival_time=request.arrival_time,
+    )

@@ -1,0 +1,205 @@
+"""The inspector over HTTP: its page, the feed, block details, and traces to be shown."""
+
+import asyncio
+import importlib.resources
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import Protocol
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+import paxkv
+from paxkv.config import ServerConfig
+from paxkv.contracts.inspection import BlockDetails
+from paxkv.contracts.model_info import ModelInfo
+from paxkv.errors import EngineDeadError, InvalidRequestError, PaxkvError
+from paxkv.inspector.access import check_access
+from paxkv.inspector.feed import InspectedEngine, InspectorFeed
+from paxkv.inspector.trace_upload import TraceUploads
+
+MEDIA_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+# Hovering asks for details; a page asks for one block at a time.
+MAX_DETAIL_CALLS = 4
+
+
+class Tokenizer(Protocol):
+    """What turns a block's tokens into text."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+
+class Engine(InspectedEngine, Protocol):
+    """An engine, as these routes see it."""
+
+    @property
+    def model_info(self) -> ModelInfo: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+
+class BlockAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """`BlockDetails` and its tokens as text; None where the operator shows none."""
+
+    block_id: int
+    ref_cnt: int
+    state: str
+    block_hash: str | None
+    group_id: int | None
+    num_hits: int
+    first_token_idx: int | None
+    token_ids: list[int] | None
+    texts: list[str] | None
+
+
+# What shows requests and blocks; the page itself shows nothing.
+INSPECTED_PATHS = ("/inspector/events", "/inspector/blocks", "/inspector/trace")
+
+
+class InspectorRoutes:
+    """Every answer passes `check_access`."""
+
+    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+        self._engine = engine
+        self._config = config
+        self._feed = InspectorFeed(engine)
+        self._uploads = TraceUploads(config.inspector_max_trace_bytes)
+        self._files = _read_page()
+        self._detail_calls = asyncio.Semaphore(MAX_DETAIL_CALLS)
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/inspector", self._checked(self.page)),
+            Route("/inspector/page/{name}", self._checked(self.file)),
+            Route("/inspector/events", self._checked(self.events)),
+            Route("/inspector/blocks/{block_id:int}", self._checked(self.block)),
+            Route("/inspector/trace", self._checked(self.trace), methods=["POST"]),
+        ]
+
+    def close(self) -> None:
+        """Ends what would stream for ever; called when the server begins to drain."""
+        self._feed.close()
+
+    async def page(self, _request: Request) -> Response:
+        return self._file_response("index.html")
+
+    async def file(self, request: Request) -> Response:
+        return self._file_response(request.path_params["name"])
+
+    async def events(self, _request: Request) -> Response:
+        """The feed: `hello`, then a `snapshot` and its `delta`s."""
+        events = self._feed.events()
+        hello = {
+            "version": paxkv.__version__,
+            "model": self._engine.model_info.served_model_name,
+            "shows_text": self._config.inspector_show_text,
+            "max_trace_bytes": self._config.inspector_max_trace_bytes,
+        }
+        first = b"event: hello\ndata: " + msgspec.json.encode(hello) + b"\n\n"
+        # The first step of the generator refuses a page too many with a status of its own.
+        second = await anext(events)
+
+        async def stream() -> AsyncGenerator[bytes, None]:
+            async with aclosing(events):
+                yield first
+                yield second
+                async for event in events:
+                    yield event
+
+        headers = HEADERS | {"X-Accel-Buffering": "no"}
+        return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
+
+    async def block(self, request: Request) -> Response:
+        """One block as it is now; its tokens only with `--inspector-show-text`."""
+        holder = request.query_params.get("holder", "0")
+        if not (holder.isascii() and holder.isdecimal() and len(holder) < 16):
+            raise InvalidRequestError(
+                f"{holder=} must be the number of a request, or 0.", param="holder"
+            )
+        block_id = min(request.path_params["block_id"], 2**53)
+        async with self._detail_calls:
+            details = await self._ask_block(block_id, int(holder))
+        texts = None
+        if details.token_ids is not None and self._engine.tokenizer is not None:
+            texts = [
+                self._engine.tokenizer.decode([token_id], skip_special_tokens=False)
+                for token_id in details.token_ids
+            ]
+        answer = BlockAnswer(
+            block_id=details.block_id,
+            ref_cnt=details.ref_cnt,
+            state=details.state,
+            block_hash=details.block_hash,
+            group_id=details.group_id,
+            num_hits=details.num_hits,
+            first_token_idx=details.first_token_idx,
+            token_ids=details.token_ids,
+            texts=texts,
+        )
+        return Response(msgspec.json.encode(answer), media_type="application/json", headers=HEADERS)
+
+    async def _ask_block(self, block_id: int, holder_key: int) -> BlockDetails:
+        try:
+            return await self._engine.inspect_block(
+                block_id, holder_key, with_tokens=self._config.inspector_show_text
+            )
+        except (InvalidRequestError, EngineDeadError):
+            raise
+        except PaxkvError as error:
+            # What the engine refuses, as there is no such block: the caller's mistake.
+            raise InvalidRequestError(str(error), param="block_id") from error
+
+    async def trace(self, request: Request) -> Response:
+        """Frames of a trace in the body, a JSON line each; the last line says how it ended."""
+        lines = await self._uploads.start(request.stream())
+        return StreamingResponse(lines, media_type="application/x-ndjson", headers=HEADERS)
+
+    def _checked(
+        self, handler: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def check_and_handle(request: Request) -> Response:
+            check_access(request, self._config)
+            return await handler(request)
+
+        return check_and_handle
+
+    def _file_response(self, name: str) -> Response:
+        content = self._files.get(name)
+        if content is None:
+            raise PageFileError(f"the inspector has no file {name!r}.")
+        media_type = MEDIA_TYPES[name.rpartition(".")[2]]
+        return Response(content, media_type=media_type, headers=HEADERS)
+
+
+class PageFileError(InvalidRequestError):
+    """The page has no such part."""
+
+    http_status = 404
+
+
+def _read_page() -> dict[str, bytes]:
+    """The page's files by name, so that no path ever comes from a client."""
+    folder = importlib.resources.files("paxkv.inspector") / "page"
+    return {
+        file.name: file.read_bytes()
+        for file in folder.iterdir()
+        if file.name.rpartition(".")[2] in MEDIA_TYPES
+    }

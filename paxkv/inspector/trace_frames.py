@@ -1,0 +1,186 @@
+"""`python -m paxkv.inspector.trace_frames FILE`: a recorded trace as frames, a JSON line each.
+
+The server runs it for traces that a page brings: a process with limits on memory and time, because
+a trace is a program of the scheduler that somebody else wrote.
+"""
+
+import argparse
+import resource
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from paxkv.contracts.engine_output import EngineCoreOutput
+from paxkv.contracts.inspection import InspectorFrame
+from paxkv.errors import PaxkvError, TraceFileError
+from paxkv.inspector.frame_maker import FrameMaker
+from paxkv.scheduler.trace.calls import AddRequestCall, Call, ScheduleCall, UpdateCall
+from paxkv.scheduler.trace.replayer import ReplaySummary, TracePlayer, replay_call
+from paxkv.scheduler.trace.trace_file import TraceReader
+
+# A page keeps all of them; longer traces have several steps in a frame.
+MAX_FRAMES = 3000
+MAX_OUTPUT_BYTES = 256 * 2**20
+MAX_BLOCKS = 2_000_000
+MAX_MEMORY_BYTES = 8 * 2**30
+MAX_CPU_S = 300
+
+
+class TraceEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """The last line.
+
+    Args:
+        num_lines: Of the trace, that were replayed.
+        note: Why not all of it is shown, or where the replay goes another way than the recording.
+    """
+
+    num_steps: int
+    num_requests: int
+    num_preemptions: int
+    num_lines: int
+    note: str | None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Writes the frames to stdout; returns the exit code of the process."""
+    parser = argparse.ArgumentParser(
+        prog="python -m paxkv.inspector.trace_frames",
+        description="Replays a trace and writes what the inspector shows of it, a JSON line each.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="trace to replay")
+    namespace = parser.parse_args(arguments)
+    _limit(resource.RLIMIT_AS, MAX_MEMORY_BYTES)
+    _limit(resource.RLIMIT_CPU, MAX_CPU_S)
+    out = sys.stdout.buffer
+    try:
+        for line in frame_lines(namespace.file):
+            out.write(line + b"\n")
+    except PaxkvError as error:
+        # Whoever sent the trace has another name for it.
+        message = str(error).replace(str(namespace.file), "the file")
+        out.write(msgspec.json.encode({"error": message}) + b"\n")
+        return 2
+    finally:
+        out.flush()
+    return 0
+
+
+def frame_lines(file: Path) -> Iterator[bytes]:
+    """`{"frame": InspectorFrame}` each, and at last `{"end": TraceEnd}`.
+
+    Raises:
+        TraceFileError: The file is no trace of this version, or its pool is too large.
+    """
+    reader = TraceReader.open(file)
+    num_blocks = reader.header.kv_cache_config.num_blocks
+    if num_blocks > MAX_BLOCKS:
+        raise TraceFileError(f"the trace has {num_blocks} blocks; at most {MAX_BLOCKS} are shown.")
+    frames = _TraceFrames(TracePlayer(reader.header))
+    lines_per_frame = -(-_count_lines(file) // MAX_FRAMES)
+    num_bytes = num_lines = 0
+    note: str | None = None
+    yield _frame_line(frames.take())
+    for line in reader.lines():
+        num_lines += 1
+        for call in line.calls:
+            frames.play(call)
+        is_over = frames.summary.difference is not None or num_bytes > MAX_OUTPUT_BYTES
+        if num_lines % lines_per_frame == 0 or is_over:
+            data = _frame_line(frames.take())
+            num_bytes += len(data)
+            yield data
+        if is_over:
+            break
+    if num_lines % lines_per_frame:
+        yield _frame_line(frames.take())
+    summary = frames.summary
+    if summary.difference is not None:
+        note = (
+            f"from here on the replay goes another way than the recording "
+            f"({summary.difference_at}, {summary.difference.path}): it was recorded by other code."
+        )
+    elif num_bytes > MAX_OUTPUT_BYTES:
+        note = f"the trace is too long to be shown in full: {num_lines} steps are."
+    elif reader.cut_off_line is not None:
+        note = f"line {reader.cut_off_line} is cut off: the recording process ended there."
+    end = TraceEnd(
+        num_steps=summary.num_steps,
+        num_requests=summary.num_requests,
+        num_preemptions=summary.num_preemptions,
+        num_lines=num_lines,
+        note=note,
+    )
+    yield msgspec.json.encode({"end": end})
+
+
+class _TraceFrames:
+    """Plays calls, and tells the frames' meter what an engine would."""
+
+    def __init__(self, player: TracePlayer) -> None:
+        self._player = player
+        self._maker = FrameMaker(player.scheduler)
+        self.summary = ReplaySummary()
+        self._is_first = True
+        self._at_s = 0.0
+        # Of the step that is being counted: the host's seconds, and where it began.
+        self._host_s = 0.0
+        self._step_start_s: float | None = None
+
+    def play(self, call: Call) -> None:
+        if self.summary.difference is not None:
+            return
+        replay_call(self._player, call, self.summary)
+        self._at_s = max(self._at_s, call.at_s + call.took_s)
+        self._host_s += call.took_s
+        match call:
+            case AddRequestCall(error=None):
+                request = call.engine_request()
+                self._maker.meter.on_arrival(request.request_id, call.at_s)
+            case ScheduleCall():
+                if self._step_start_s is None:
+                    self._step_start_s = call.at_s
+            case UpdateCall():
+                start_s = call.at_s if self._step_start_s is None else self._step_start_s
+                took_s = max(self._at_s - start_s, self._host_s)
+                self._maker.meter.on_step(
+                    _core_outputs(call),
+                    took_s=took_s,
+                    wait_s=took_s - self._host_s,
+                    now_s=self._at_s,
+                )
+                # The next one may have been decided already; its time starts here.
+                self._step_start_s, self._host_s = self._at_s, 0.0
+
+    def take(self) -> InspectorFrame:
+        make = self._maker.make_snapshot if self._is_first else self._maker.make_delta
+        self._is_first = False
+        return make(self._at_s)
+
+
+def _core_outputs(call: UpdateCall) -> list[EngineCoreOutput]:
+    return [
+        EngineCoreOutput(request_id=row.req_id, new_token_ids=row.new_token_ids)
+        for row in call.outputs
+    ]
+
+
+def _frame_line(frame: InspectorFrame) -> bytes:
+    return msgspec.json.encode({"frame": frame})
+
+
+def _count_lines(file: Path) -> int:
+    with file.open("rb") as lines:
+        return max(sum(chunk.count(b"\n") for chunk in iter(lambda: lines.read(2**20), b"")), 1)
+
+
+def _limit(kind: int, most: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(kind, (soft, hard))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

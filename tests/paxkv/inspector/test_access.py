@@ -1,0 +1,59 @@
+"""The inspector is open on this machine, and elsewhere only where the operator said so."""
+
+import pytest
+from starlette.requests import Request
+
+from paxkv.config import ServerConfig
+from paxkv.errors import ConfigError
+from paxkv.inspector.access import InspectorOffError, check_access, is_loopback
+
+
+def ask(config, host="localhost:8000", method="GET", **headers):
+    raw = [(b"host", host.encode())]
+    raw += [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "method": method, "headers": raw, "path": "/inspector"}
+    check_access(Request(scope), config)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.9.9.9"])
+def test_loopback_is_open(host):
+    ask(ServerConfig(host=host))
+    ask(ServerConfig(host=host), host="127.0.0.1:8000", sec_fetch_site="same-origin")
+    ask(ServerConfig(host=host), host="[::1]:8000")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])
+def test_public_bind_is_shut_until_the_operator_opens_it(host):
+    with pytest.raises(InspectorOffError, match="--enable-inspector"):
+        ask(ServerConfig(host=host))
+    ask(ServerConfig(host=host, enable_inspector=True), host="example.org")
+
+
+def test_it_can_be_shut_everywhere():
+    with pytest.raises(InspectorOffError, match="--no-enable-inspector"):
+        ask(ServerConfig(enable_inspector=False))
+
+
+def test_names_that_lead_here_from_elsewhere_are_refused():
+    with pytest.raises(InspectorOffError, match="attacker"):
+        ask(ServerConfig(), host="attacker.example:8000")
+
+
+def test_other_sites_may_link_to_it_and_no_more():
+    ask(ServerConfig(), sec_fetch_site="cross-site", sec_fetch_mode="navigate")
+    for method, mode in (("GET", "cors"), ("POST", "navigate"), ("POST", "no-cors")):
+        with pytest.raises(InspectorOffError, match="other sites"):
+            ask(ServerConfig(), method=method, sec_fetch_site="cross-site", sec_fetch_mode=mode)
+
+
+def test_loopback_is_told_from_names_that_look_like_it():
+    assert is_loopback("[::1]") and is_loopback("app.localhost")
+    assert not is_loopback("localhost.example.org") and not is_loopback("")
+
+
+def test_settings_are_checked():
+    for bad in ({"enable_inspector": 1}, {"inspector_show_text": 1}):
+        with pytest.raises(ConfigError, match="must be true or false"):
+            ServerConfig(**bad)
+    with pytest.raises(ConfigError, match="inspector_max_trace_bytes"):
+        ServerConfig(inspector_max_trace_bytes=0)
