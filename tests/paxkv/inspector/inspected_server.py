@@ -95,6 +95,8 @@ def make_client(
             vocab_size=VOCAB_SIZE,
             max_fitting_tokens=scheduler.limits.max_tokens_that_fit,
             created=1_700_000_000,
+            max_num_seqs=8,
+            cache_settings={},
         ),
         # Its tokens are bytes, and so are the prompts.
         tokenizer=FakeTokenizer(),

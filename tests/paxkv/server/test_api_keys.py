@@ -73,7 +73,7 @@ def test_inspector_shows_its_empty_page_to_anybody_and_blocks_to_who_has_a_key(s
     for path in ("/inspector/events", "/inspector/blocks/1"):
         assert _get(server, path).status_code == 401
     assert server.client.post("/inspector/trace").status_code == 401
-    assert _get(server, "/inspector/blocks/1", f"Bearer {KEYS[0]}").status_code == 200
+    assert _get(server, "/inspector/blocks/1", f"Bearer {KEYS[0]}").status_code == 400
 
 
 def test_openai_client_with_and_without(server):
