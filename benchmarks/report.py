@@ -68,13 +68,14 @@ class Row:
 
 
 def read_rows(files: Sequence[Path]) -> list[Row]:
-    """The rows of all files, the last of each benchmark, case and metric, in order of appearance.
+    """The rows of all files, in order of appearance: the last of each benchmark, case, metric and
+    device.
 
     Raises:
         ValueError: A line is no result row.
     """
     names = [field.name for field in dataclasses.fields(Row)]
-    found: dict[tuple[str, str, str], Row] = {}
+    found: dict[tuple[str, str, str, str], Row] = {}
     for file in files:
         for number, line in enumerate(file.read_text().splitlines(), start=1):
             try:
@@ -82,7 +83,7 @@ def read_rows(files: Sequence[Path]) -> list[Row]:
                 row = Row(**{name: fields[name] for name in names})
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{file}:{number} is no result row: {error!r}.") from error
-            found[row.benchmark, row.case, row.metric] = row
+            found[row.benchmark, row.case, row.metric, row.device] = row
     return list(found.values())
 
 

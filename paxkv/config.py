@@ -15,6 +15,7 @@ SchedulerPolicy = Literal["fcfs", "priority"]
 PrefixCachingHashAlgo = Literal["sha256", "sha256_cbor", "xxhash"]
 KVEventPublisherKind = Literal["zmq", "null"]
 Kernels = Literal["auto", "xla"]
+MAX_DECODE_BURST = 64
 ChatTemplateContentFormat = Literal["auto", "string", "openai"]
 
 
@@ -273,6 +274,12 @@ class SchedulerConfig:
         true_or_false("full_sequence_must_fit", self.full_sequence_must_fit)
         true_or_false("async_scheduling", self.async_scheduling)
         at_least("max_decode_burst", self.max_decode_burst, 1)
+        if self.max_decode_burst > MAX_DECODE_BURST:
+            raise ConfigError(
+                f"max_decode_burst must be at most {MAX_DECODE_BURST}, got "
+                f"{self.max_decode_burst}: nobody waits for more, and every step of a burst takes "
+                "room in its result."
+            )
         at_least("max_num_encoder_input_tokens", self.max_num_encoder_input_tokens, 0)
         at_least("encoder_cache_size", self.encoder_cache_size, 0)
         at_least("max_num_seqs", self.max_num_seqs, 1)

@@ -35,6 +35,7 @@ from benchmarks.engine.measure import (
     speed_rows,
     spread,
 )
+from benchmarks.engine.offline_engine import EngineRun
 from benchmarks.engine.options import (
     PAXKV_MODULE,
     case_of,
@@ -80,6 +81,10 @@ def main(argv: list[str] | None = None) -> int:
             process.run({}, is_warm_up=True)
             contenders.append(Contender(label=mode, process=process, settings={}))
         runs = run_in_turn(contenders, arguments.repetitions)
+    problem = _token_problem(runs)
+    if problem is not None:
+        print(problem)
+        return 1
     rows = []
     for mode in modes:
         case = case_of(arguments, "paxkv", settings[mode])
@@ -102,6 +107,21 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.out is not None:
         append_rows(rows, Path(arguments.out))
     return 0
+
+
+def _token_problem(runs: dict[str, list[EngineRun]]) -> str | None:
+    """Where the tokens of any run are not those of the first; greedy ones must be."""
+    first = next(iter(runs.values()))[0].token_ids
+    for mode, of_mode in runs.items():
+        for repetition, run in enumerate(of_mode):
+            wrong = [idx for idx, ids in enumerate(run.token_ids) if ids != first[idx]]
+            if wrong:
+                return (
+                    f"DIFFERENT: prefix caching {mode}, repetition {repetition}: tokens of "
+                    f"{len(wrong)} of {len(first)} requests, the first is {wrong[0]}. No row is "
+                    "written."
+                )
+    return None
 
 
 def _table(rows: list[ResultRow]) -> str:

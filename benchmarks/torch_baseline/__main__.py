@@ -97,7 +97,9 @@ def main(argv: list[str] | None = None) -> int:
     print(_table(runs))
     for line in (*restless(runs), *problems):
         print(line)
-    if arguments.out is not None:
+    if problems:
+        print("no row is written: a faster wrong answer is none.")
+    elif arguments.out is not None:
         append_rows(_rows(arguments, runs), Path(arguments.out))
     return 1 if problems else 0
 
@@ -152,8 +154,9 @@ def _token_problems(
     judge: LogitGap | None,
 ) -> list[str]:
     """A line for every engine whose tokens are not those of paxkv's first run."""
-    if arguments.dtype != "float32":
-        print(f"tokens are not compared: {arguments.dtype} rounds more than logits lie apart.")
+    dtypes = {arguments.dtype, paxkv_settings(arguments).get("product_dtype", "auto")}
+    if rounded := dtypes - {"float32", "auto"}:
+        print(f"tokens are not compared: {rounded.pop()} rounds more than logits lie apart.")
         return []
     wanted = runs["paxkv"][0].token_ids
     problems = []

@@ -154,7 +154,9 @@ def plan_memory(
         reason = f"cpu_kv_cache_bytes={cache_config.cpu_kv_cache_bytes}"
         remedy = "a larger cpu_kv_cache_bytes"
     else:
-        num_blocks = _free_bytes(device_memory, cache_config.gpu_memory_utilization) // block_bytes
+        num_blocks = _rounded_down(
+            _free_bytes(device_memory, cache_config.gpu_memory_utilization) // block_bytes
+        )
         reason = (
             f"{cache_config.gpu_memory_utilization:g} of {_mib(device_memory.total_bytes)}, "
             f"of which JAX may take {_mib(device_memory.limit_bytes)}, less "
@@ -221,6 +223,14 @@ def _num_rows(groups: tuple[KVCacheGroupSpec, ...]) -> int:
 def _block_bytes(groups: tuple[KVCacheGroupSpec, ...]) -> int:
     """Bytes of one block of the pool: a page for each row. All groups' pages are of one size."""
     return _num_rows(groups) * groups[0].kv_cache_spec.page_size_bytes
+
+
+def _rounded_down(num_blocks: int) -> int:
+    """To 7 binary digits: programs are compiled for a number of blocks, and free memory differs by
+    a little from start to start.
+    """
+    step = 1 << max(0, num_blocks.bit_length() - 7)
+    return num_blocks // step * step
 
 
 def _num_blocks_of_longest_req(

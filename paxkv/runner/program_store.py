@@ -40,6 +40,8 @@ _DIGEST_BYTES = 32
 _NUM_BLOCKS = "number of KV blocks"
 # Folders of other versions and settings go when nobody has started with them for so long.
 _FORGET_AFTER_S = 30 * 24 * 3600
+# And of those, the ones that were started least lately: each holds up to some hundred megabytes.
+_MAX_IDENTITIES = 32
 # As `identity_digest` names them; what else lies beside them, others have put there.
 _IDENTITY_FOLDER = re.compile(r"[0-9a-f]{32}")
 
@@ -135,7 +137,8 @@ class ProgramCache:
     """Programs that one start leaves for the next.
 
     Args:
-        root: Holds a folder for each identity; those that nobody used for 30 days are deleted.
+        root: Holds a folder for each identity; those that nobody used for 30 days are
+            deleted, and all but the 32 that were used last.
         is_required: It is an error if programs cannot be kept there; otherwise it is logged.
     """
 
@@ -355,13 +358,17 @@ def _check_trusted(path: Path) -> None:
 
 
 def _forget_unused(root: Path, *, but: Path) -> None:
+    used_at = {}
     for path in root.iterdir():
         if path == but or not _IDENTITY_FOLDER.fullmatch(path.name):
             continue
         with contextlib.suppress(FileNotFoundError):  # another process was faster
-            is_old = path.stat().st_mtime < time.time() - _FORGET_AFTER_S
-            if is_old and (path / _INDEX_FILE).is_file():
-                shutil.rmtree(path, ignore_errors=True)
+            if (path / _INDEX_FILE).is_file():
+                used_at[path] = path.stat().st_mtime
+    latest = sorted(used_at, key=used_at.get, reverse=True)[: _MAX_IDENTITIES - 1]
+    for path, time_used in used_at.items():
+        if path not in latest or time_used < time.time() - _FORGET_AFTER_S:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _read_index(path: Path) -> dict[str, dict[str, str] | list[dict[str, str | int]]]:

@@ -90,3 +90,9 @@ def test_a_line_that_is_no_row_is_named(tmp_path) -> None:
     file.write_text(json.dumps(row("b", "c", "m", 1.0)) + '\n{"median": 1}\n')
     with pytest.raises(ValueError, match=r"rows\.jsonl:2 is no result row"):
         read_rows([file])
+
+
+def test_a_case_keeps_a_row_for_each_device(tmp_path) -> None:
+    rows = [row("b", "c", "m", 1.0) | {"device": device} for device in ("cpu", "gpu")]
+    found = read_rows([write(tmp_path / "rows.jsonl", [*rows, rows[0] | {"median": 2.0}])])
+    assert {r.device: r.median for r in found} == {"cpu": 2.0, "gpu": 1.0}

@@ -150,16 +150,22 @@ def test_command_writes_a_ratio_for_each_peer(fake, tmp_path, capsys) -> None:
     assert "| contiguous-4 |" in capsys.readouterr().out
 
 
-def test_command_fails_where_tokens_differ(fake, capsys) -> None:
+def test_command_fails_where_tokens_differ_and_writes_no_row(fake, capsys, tmp_path) -> None:
     fake.WRONG = {"contiguous": 7}
-    options = [*OPTIONS, "--engines", "static-2", "contiguous-2"]
+    out = tmp_path / "rows.jsonl"
+    options = [*OPTIONS, "--engines", "static-2", "contiguous-2", "--out", str(out)]
     assert main(options) == 1
+    assert not out.exists()
     text = capsys.readouterr().out
     assert "DIFFERENT: contiguous-2, repetition 0: 4 of 4 requests; request 0, new token 0" in text
     assert "got 7, wanted 1, whose logit is higher by 5.00e-01" in text
     assert "DIFFERENT: static-2" not in text
     assert main([*options, "--tie-gap", "0.5"]) == 0
     assert "4 ties within 0.5" in capsys.readouterr().out
+    assert out.exists()
+    # Rounded products are allowed to choose others.
+    assert main([*options, "--set", "product_dtype=int8"]) == 0
+    assert "tokens are not compared: int8" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["static", "static-0", "static-x", "continuous-", "vllm-8"])

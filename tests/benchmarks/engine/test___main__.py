@@ -62,6 +62,21 @@ def test_cache_on_and_off_become_rows_and_a_ratio(tmp_path, capsys, monkeypatch)
     assert "UNFAIR: on took 50.0 % of a processor while others ran." in text
 
 
+def test_cache_that_changes_an_answer_is_no_result(tmp_path, capsys, monkeypatch) -> None:
+    class WrongWithCache(FakeProcess):
+        def run(self, settings: dict[str, int], *, is_warm_up: bool = False) -> EngineRun:
+            run = super().run(settings, is_warm_up=is_warm_up)
+            run.token_ids[2][0] += self._is_cached
+            return run
+
+    monkeypatch.setattr("benchmarks.engine.__main__.EngineProcess", WrongWithCache)
+    out = tmp_path / "rows.jsonl"
+    assert main([*OPTIONS, *BOTH, "--out", str(out)]) == 1
+    assert not out.exists()
+    text = capsys.readouterr().out
+    assert "DIFFERENT: prefix caching off, repetition 0: tokens of 1 of 4 requests" in text
+
+
 @pytest.mark.slow
 def test_command_runs_both_engines(tmp_path) -> None:
     out = tmp_path / "rows.jsonl"

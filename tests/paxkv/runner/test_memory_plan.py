@@ -70,6 +70,17 @@ def test_accelerator_gets_what_weights_and_activations_leave():
     assert result.kv_cache_config.num_blocks == 20
 
 
+def test_a_little_more_or_less_free_memory_is_the_same_number_of_blocks():
+    def num_blocks(free_blocks: int) -> int:
+        memory = device_memory(
+            BLOCK_BYTES * 100_000, activation_bytes=BLOCK_BYTES * (80_000 - free_blocks)
+        )
+        return plan(CacheConfig(gpu_memory_utilization=0.8), memory).kv_cache_config.num_blocks
+
+    assert num_blocks(60_000) == num_blocks(60_100) == num_blocks(59_950) == 59_904
+    assert num_blocks(120) == 120
+
+
 def test_accelerator_never_plans_with_more_than_jax_may_take():
     memory = device_memory(BLOCK_BYTES * 200, limit_bytes=BLOCK_BYTES * 100)
     result = plan(CacheConfig(gpu_memory_utilization=0.9), memory)

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from paxkv.config import RunnerConfig
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from paxkv.errors import ConfigError
+from paxkv.runner import program_store
 from paxkv.runner.bucketing import CopyShape, RowShape, SamplerShape, StepBuckets, StepShape
 from paxkv.runner.kv_cache_arrays import abstract_kv_cache, allocate_kv_cache, device_mesh
 from paxkv.runner.packed_layout import PackedLayout
@@ -404,6 +405,16 @@ def test_what_nobody_used_for_a_month_is_forgotten(tmp_path):
     assert not old.exists()
     assert used.exists() and foreign.exists()
     assert CompiledPrograms(delivered).open(IDENTITY, SHAPES, jax.devices()).path == delivered
+
+
+def test_only_so_many_are_kept_and_the_latest_at_that(tmp_path, monkeypatch):
+    monkeypatch.setattr(program_store, "_MAX_IDENTITIES", 3)
+    store = ProgramCache(tmp_path, is_required=True)
+    paths = []
+    for version in range(5):
+        paths.append(store.open({**IDENTITY, "jax": str(version)}, SHAPES, jax.devices()).path)
+        os.utime(paths[-1], (time.time() - 100 + version,) * 2)
+    assert [path.exists() for path in paths] == [False, False, True, True, True]
 
 
 def make_old(path: Path) -> None:
