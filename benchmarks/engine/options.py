@@ -42,7 +42,7 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
         "--set",
         dest="settings",
         metavar="NAME=VALUE",
-        type=_setting,
+        type=named_setting,
         action="append",
         default=[],
         help="a setting of paxkv's, such as block_size=32 or max_num_batched_tokens=1024",
@@ -126,7 +126,7 @@ def _positive(text: str) -> int:
     return value
 
 
-def _setting(text: str) -> tuple[str, Setting]:
+def named_setting(text: str) -> tuple[str, Setting]:
     """ "block_size=32" -> ("block_size", 32); what is no JSON value is a string."""
     name, sign, value = text.partition("=")
     if not sign or not name.isidentifier():

@@ -1,0 +1,184 @@
+"""What the host does beside a device in steady decode, and how long the device waits for it.
+
+All requests decode; nothing arrives and nothing ends. The engine's own thread is watched:
+
+    host_ms_a_step       CPU time that it takes for a decode step: scheduling, building inputs,
+                         launching, and taking tokens home
+    host_percent         of the time between two steps
+    device_idle_percent  time in which no step was computed, because none had been launched
+
+    python -m benchmarks.host.engine_step --num-requests 256
+    python -m benchmarks.host.engine_step --num-requests 64 --set max_decode_burst=1 \
+        --set async_scheduling=false
+"""
+
+import argparse
+import queue
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from benchmarks.engine.measure import markdown_table, spread
+from benchmarks.engine.options import named_setting
+from benchmarks.engine.paxkv_engine import settings_by_part
+from benchmarks.random_checkpoint import MODEL_SHAPES, write_checkpoint
+from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
+from paxkv.build import build_core
+from paxkv.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from paxkv.contracts.engine_request import AbortRequests, AddRequest, EngineRequest
+from paxkv.contracts.executor import Executor, StepHandle
+from paxkv.contracts.scheduler_output import SchedulerOutput
+from paxkv.engine.engine_core import EngineCore
+from paxkv.sampling_params import SamplingParams
+
+BENCHMARK = "benchmarks.host.engine_step"
+PROMPT_TOKENS = 64
+MAX_MODEL_LEN = 2048
+# Decode steps before the clock starts: bursts have their length by then.
+WARM_UP_STEPS = 24
+
+
+class WatchedExecutor:
+    """An executor whose steps are timed on the device, as seen from a thread that waits for each.
+
+    `busy_s` is the time in which at least one step was launched and not done.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._launched: queue.SimpleQueue[tuple[float, jax.Array]] = queue.SimpleQueue()
+        self.busy_s = 0.0
+        self.num_decode_steps = 0
+        threading.Thread(target=self._watch, name="watcher", daemon=True).start()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._executor, name)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> StepHandle:
+        start_s = time.perf_counter()
+        handle = self._executor.execute_model(scheduler_output)
+        result = getattr(handle, "result", None)  # a step without tokens has none
+        if result is not None:
+            self._launched.put((start_s, result))
+            self.num_decode_steps += scheduler_output.num_decode_steps
+        return handle
+
+    def _watch(self) -> None:
+        last_done_s = 0.0
+        while True:
+            start_s, result = self._launched.get()
+            jax.block_until_ready(result)
+            done_s = time.perf_counter()
+            self.busy_s += done_s - max(start_s, last_done_s)
+            last_done_s = done_s
+
+
+def measure(core: EngineCore, num_requests: int, num_steps: int) -> dict[str, float]:
+    """One run: requests are added, computed to steady decode, watched, and aborted."""
+    # Nothing of the engine's can be watched from outside without its executor.
+    executor = core._executor
+    assert isinstance(executor, WatchedExecutor)
+    rng = np.random.default_rng(0)
+    for idx in range(num_requests):
+        prompt = rng.integers(0, 1000, PROMPT_TOKENS).tolist()
+        params = SamplingParams(temperature=0.0, max_tokens=MAX_MODEL_LEN - 128, ignore_eos=True)
+        request = EngineRequest(
+            request_id=str(idx), prompt_token_ids=prompt, sampling_params=params
+        )
+        core.handle(AddRequest(request=request))
+    while core.make_stats().num_running_reqs < num_requests:
+        core.step()
+    _run(core, executor, WARM_UP_STEPS)
+    busy_s = executor.busy_s
+    wall_s, host_s = time.perf_counter(), time.thread_time()
+    num_done = _run(core, executor, num_steps)
+    wall_s, host_s = time.perf_counter() - wall_s, time.thread_time() - host_s
+    busy_s = executor.busy_s - busy_s
+    core.handle(AbortRequests(request_ids=[str(idx) for idx in range(num_requests)]))
+    while core.has_work:
+        core.step()
+    return {
+        "host_ms_a_step": 1e3 * host_s / num_done,
+        "step_ms": 1e3 * wall_s / num_done,
+        "host_percent": 100 * host_s / wall_s,
+        "device_idle_percent": max(0.0, 100 * (1 - busy_s / wall_s)),
+    }
+
+
+def _run(core: EngineCore, executor: WatchedExecutor, num_steps: int) -> int:
+    """Goes on for at least so many decode steps; returns how many they were."""
+    start = executor.num_decode_steps
+    while executor.num_decode_steps < start + num_steps:
+        core.step()
+    return executor.num_decode_steps - start
+
+
+def build(checkpoint: Path, arguments: argparse.Namespace) -> EngineCore:
+    """An engine with room for all requests."""
+    parts = settings_by_part(dict(arguments.set))
+    scheduler = {
+        "max_num_seqs": arguments.num_requests,
+        "max_num_batched_tokens": max(512, arguments.num_requests),
+    }
+    config = EngineConfig(
+        model=ModelConfig(model=str(checkpoint), max_model_len=MAX_MODEL_LEN, **parts["model"]),
+        cache=CacheConfig(**parts["cache"]),
+        scheduler=SchedulerConfig(**(scheduler | parts["scheduler"])),
+        runner=RunnerConfig(**parts["runner"]),
+    )
+    core = build_core(config, show_progress=True).core
+    core._executor = WatchedExecutor(core._executor)
+    return core
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {BENCHMARK}",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", choices=sorted(MODEL_SHAPES), default="small")
+    parser.add_argument("--num-requests", type=int, default=256)
+    parser.add_argument("--num-steps", type=int, default=64, help="decode steps of a repetition")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument(
+        *("--set",), type=named_setting, action="append", default=[], metavar="NAME=VALUE",
+        help="a setting of paxkv's",
+    )  # fmt: skip
+    parser.add_argument("--save", action="store_true", help="append rows to benchmarks/results")
+    arguments = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = write_checkpoint(Path(folder) / "model", MODEL_SHAPES[arguments.model])
+        core = build(checkpoint, arguments)
+    runs = []
+    for _ in range(arguments.repetitions):
+        runs.append(measure(core, arguments.num_requests, arguments.num_steps))
+    core.close()
+    settings = " ".join(f"{name}={value}" for name, value in arguments.set)
+    case = f"model={arguments.model} requests={arguments.num_requests} {settings}".strip()
+    rows = [
+        ResultRow(
+            benchmark=BENCHMARK,
+            case=case,
+            metric=metric,
+            values=[run[metric] for run in runs],
+            device=processor_name(),
+        )
+        for metric in runs[0]
+    ]
+    print(case)
+    print(markdown_table(["figure", "value"], [[r.metric, spread(r.values, 3)] for r in rows]))
+    if arguments.save:
+        append_rows(rows, RESULTS_FOLDER / "engine_step.jsonl")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
