@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from benchmarks.host import engine_step
 
 
+@pytest.mark.slow
 def test_command_writes_what_host_and_device_did(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(engine_step, "RESULTS_FOLDER", tmp_path)
     options = ["--model", "tiny", "--num-requests", "2", "--num-steps", "8", "--repetitions", "2"]
