@@ -121,7 +121,9 @@ def test_page_follows_preemption_and_eviction_and_steps_back(open_page):
     with serve(engine, inspector_show_text=True) as (url, loop):
         page = open_page(url)
         page.wait_for_selector("#status[data-kind=live]")
-        assert page.is_visible("#running-empty") and page.inner_text("#kpi-running") == "0"
+        # The figures come with the first frame, a moment after the stream is open.
+        wait_until(lambda: page.inner_text("#kpi-running") == "0")
+        assert page.is_visible("#running-empty")
         traffic = Traffic(engine, loop)
         for name in ("first", "second", "third"):
             traffic.send(f"<b>{name}</b> prompt of its own", 130)

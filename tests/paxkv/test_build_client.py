@@ -100,13 +100,13 @@ def test_server_whose_engine_cannot_be_started_again_ends(tmp_path: Path) -> Non
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_to_all_processes_lets_requests_finish(number: signal.Signals) -> None:
     with running_fake_server(step_s=0.02) as server, ThreadPoolExecutor(4) as pool:
-        answers = [pool.submit(server.complete, [97], 25) for _ in range(4)]
+        answers = [pool.submit(server.complete, [97], 120) for _ in range(4)]
         wait_for_requests(server, 4)
         engine_pid = server.engine_pid
         os.killpg(server.process.pid, number)
         assert server.wait()[0] == 0
         for answer in answers:
-            assert answer.result().json()["usage"]["completion_tokens"] == 25
+            assert answer.result().json()["usage"]["completion_tokens"] == 120
         wait_for_end(engine_pid)
 
 

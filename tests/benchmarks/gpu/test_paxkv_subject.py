@@ -39,8 +39,8 @@ def test_every_measurement_gives_figures(subject):
             # A device is idle for less than no time only by noise; no other figure is below 0.
             assert "idle" in metric or min(values) >= 0, (case, metric)
     assert fields["load"]["notes"] == []
-    # A step of 16 tokens, a burst of 4 requests: the last one is of two and more.
-    assert fields["compile for throughput"]["figures"]["num_programs"] == [2.0]
+    # A step of 16 tokens, its sampler, and a burst of 4 requests, the last one of two and more.
+    assert fields["compile for throughput"]["figures"]["num_programs"] == [3.0]
     # A layer of 2 * 64 * (64 + 32) + 3 * 64 * 96 + 2 * 64 weights, the head's 256 * 64, 64; f32.
     reads = fields["decode, 4 requests"]["reads"]
     assert reads["weight_bytes"] == 4 * (12_288 + 18_432 + 128 + 16_384 + 64)
