@@ -1,6 +1,7 @@
 """SamplingParams and BeamSearchParams: how the tokens of a request are found and when it stops."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
@@ -210,7 +211,7 @@ class SamplingParams:
         stops = self.stop_strings
         if not all(isinstance(s, str) and s for s in stops):
             raise InvalidRequestError(
-                f"stop must be a non-empty string or a list of them, got {self.stop!r}.",
+                f"stop must be a non-empty string or a list of them, got {_shortened(self.stop)}.",
                 param="stop",
             )
         if len(stops) > MAX_STOP_STRINGS or any(len(s) > MAX_STOP_STRING_CHARS for s in stops):
@@ -270,7 +271,8 @@ class SamplingParams:
             return (self.stop,)
         if not isinstance(self.stop, (list, tuple)):
             raise InvalidRequestError(
-                f"stop must be a string or a list of strings, got {self.stop!r}.", param="stop"
+                f"stop must be a string or a list of strings, got {_shortened(self.stop)}.",
+                param="stop",
             )
         return tuple(self.stop)
 
@@ -337,6 +339,11 @@ def _check_int(name: str, value: object, *, low: int, high: int) -> None:
 
 def _shortened(value: object, max_chars: int = 200) -> str:
     """A value as it is shown in an error."""
+    # What is cut here is over the limit as text, too.
+    if isinstance(value, (list, tuple, str)):
+        value = value[:max_chars]
+    elif isinstance(value, dict):
+        value = dict(itertools.islice(value.items(), max_chars))
     text = repr(value)
     return text if len(text) <= max_chars else f"{text[:max_chars]}..."
 

@@ -39,7 +39,9 @@ class ServerConfig:
         None,
     )
     request_timeout_s: float = setting(
-        "seconds a client may take to send a whole request before it is dropped", 15.0
+        "seconds a client may take to send a whole request, or to take what was written for it, "
+        "before it is dropped",
+        15.0,
     )
     shutdown_timeout_s: float = setting(
         "seconds that running requests may take to finish after SIGTERM",

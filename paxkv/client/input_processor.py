@@ -84,6 +84,8 @@ class InputProcessor:
         token_ids, cache_salt = self._tokenize(prompt)
         token_ids = self._truncate(prompt, token_ids, sampling_params.max_tokens)
         self._check_prompt_length(len(token_ids))
+        # Not before: there may be millions.
+        self._check_token_ids(token_ids)
         return EngineRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -122,7 +124,7 @@ class InputProcessor:
             return self._encode(prompt, add_special_tokens=True), None
         if isinstance(prompt, Mapping):
             return self._tokenize_mapping(prompt)
-        return self._checked_token_ids(prompt), None
+        return _as_token_ids(prompt), None
 
     def _tokenize_mapping(self, prompt: Mapping[str, object]) -> tuple[list[int], str | None]:
         unknown = [key for key in prompt if key not in PROMPT_KEYS]
@@ -139,7 +141,7 @@ class InputProcessor:
         _check_is_unicode("cache_salt", cache_salt or "")
         # With both, the text is only what the ids were made from.
         if prompt.get("prompt_token_ids") is not None:
-            return self._checked_token_ids(prompt["prompt_token_ids"]), cache_salt
+            return _as_token_ids(prompt["prompt_token_ids"]), cache_salt
         text = prompt.get("prompt")
         if not isinstance(text, str):
             raise InvalidRequestError(
@@ -159,20 +161,10 @@ class InputProcessor:
             )
         _check_is_unicode("prompt", text)
         token_ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        # The tokenizer may know more tokens than the model, so its ids are checked too.
-        return self._checked_token_ids(token_ids)
+        return _as_token_ids(token_ids)
 
-    def _checked_token_ids(self, token_ids: object) -> list[int]:
-        if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)):
-            raise InvalidRequestError(
-                "a prompt must be text, a list of token ids, or an object with 'prompt' or "
-                f"'prompt_token_ids', got {type(token_ids).__name__}.",
-                param="prompt",
-            )
-        if not token_ids:
-            raise InvalidRequestError(
-                "the prompt is empty; send at least one token.", param="prompt"
-            )
+    def _check_token_ids(self, token_ids: list[int]) -> None:
+        """Those that a tokenizer made too: it may know more tokens than the model."""
         for idx, token_id in enumerate(token_ids):
             # Not isinstance: True is an int, but no token id.
             if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
@@ -181,7 +173,6 @@ class InputProcessor:
                     f"[0, {self._vocab_size}).",
                     param="prompt",
                 )
-        return list(token_ids)
 
     def _check_prompt_length(self, num_prompt_tokens: int) -> None:
         if num_prompt_tokens > self._max_model_len - 1:
@@ -333,6 +324,19 @@ def text_of_prompt(prompt: Prompt) -> str | None:
         return prompt
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else None
     return text if isinstance(text, str) else None
+
+
+def _as_token_ids(token_ids: object) -> list[int]:
+    """What came as token ids, as a list of them that are not looked at yet."""
+    if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)):
+        raise InvalidRequestError(
+            "a prompt must be text, a list of token ids, or an object with 'prompt' or "
+            f"'prompt_token_ids', got {type(token_ids).__name__}.",
+            param="prompt",
+        )
+    if not token_ids:
+        raise InvalidRequestError("the prompt is empty; send at least one token.", param="prompt")
+    return list(token_ids)
 
 
 def _check_is_unicode(param: str, text: str) -> None:

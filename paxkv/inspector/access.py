@@ -30,7 +30,7 @@ def check_access(request: Request, config: ServerConfig) -> None:
                 f"the inspector is off, because others can reach {config.host}. Start the server "
                 "with --enable-inspector to serve it there."
             )
-        host = request.url.hostname or ""
+        host = _host_name(request.headers.get("host", ""))
         if not is_loopback(host):
             raise InspectorOffError(
                 f"the inspector is for this machine alone, and the request is for {host!r}. Open "
@@ -41,6 +41,16 @@ def check_access(request: Request, config: ServerConfig) -> None:
     is_navigation = request.headers.get("sec-fetch-mode") == "navigate"
     if site not in ("same-origin", "none") and not (is_navigation and request.method == "GET"):
         raise InspectorOffError("the inspector answers its own page, not those of other sites.")
+
+
+def _host_name(host_header: str) -> str:
+    """The name in "localhost:8000", or the address in "[::1]:8000".
+
+    Not that of `request.url`, which is our own address where the header is malformed.
+    """
+    if host_header.startswith("["):
+        return host_header[1:].partition("]")[0]
+    return host_header.partition(":")[0]
 
 
 def is_loopback(host: str) -> bool:

@@ -90,7 +90,7 @@ class InspectorRoutes:
             Route("/inspector", self._checked(self.page)),
             Route("/inspector/page/{name}", self._checked(self.file)),
             Route("/inspector/events", self._checked(self.events)),
-            Route("/inspector/blocks/{block_id:int}", self._checked(self.block)),
+            Route("/inspector/blocks/{block_id}", self._checked(self.block)),
             Route("/inspector/trace", self._checked(self.trace), methods=["POST"]),
         ]
 
@@ -134,9 +134,8 @@ class InspectorRoutes:
             raise InvalidRequestError(
                 f"{holder=} must be the number of a request, or 0.", param="holder"
             )
-        block_id = min(request.path_params["block_id"], 2**53)
         async with self._detail_calls:
-            details = await self._ask_block(block_id, int(holder))
+            details = await self._ask_block(_block_id(request), int(holder))
         texts = None
         if details.token_ids is not None and self._engine.tokenizer is not None:
             texts = [
@@ -193,6 +192,14 @@ class PageFileError(InvalidRequestError):
     """The page has no such part."""
 
     http_status = 404
+
+
+def _block_id(request: Request) -> int:
+    text = request.path_params["block_id"]
+    if not (text.isascii() and text.isdecimal()):
+        raise PageFileError(f"the inspector has no block {text[:40]!r}.")
+    # No pool has so many, and longer ones `int` may refuse.
+    return int(text) if len(text) < 16 else 2**53
 
 
 def _read_page() -> dict[str, bytes]:

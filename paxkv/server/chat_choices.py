@@ -1,5 +1,7 @@
 """`ChatChoices`: outputs of the engine as choices of /v1/chat/completions, whole or in parts."""
 
+import dataclasses
+
 from msgspec import UNSET
 
 from paxkv.contracts.request_output import CompletionOutput
@@ -62,11 +64,14 @@ class ChatChoices:
 
     def chunk(self, completion: CompletionOutput) -> ChatChoice | None:
         """The next part of a choice; None when there is nothing to tell yet."""
-        if not has_news(completion):
+        shows_token_ids = bool(self._body.return_token_ids)
+        if not has_news(completion, shows_token_ids=shows_token_ids):
             return None
         reader = self._readers[completion.index]
         part = reader.read(completion.text, is_last=completion.finished)
-        if part.is_empty and not (completion.logprobs or completion.finished):
+        # Text that a parser holds back may come later, the rest may not.
+        silent = dataclasses.replace(completion, text="")
+        if part.is_empty and not has_news(silent, shows_token_ids=shows_token_ids):
             return None
         return self._choice(completion, reader, delta=_delta(part))
 

@@ -57,7 +57,8 @@ class CompletionChoices:
         choices = []
         for completion in output.outputs:
             index = choice_index(prompt_idx, completion, self._body.num_choices)
-            if has_news(completion) or (self._body.echo and index not in self._begun):
+            is_new = has_news(completion, shows_token_ids=bool(self._body.return_token_ids))
+            if is_new or (self._body.echo and index not in self._begun):
                 choices.append(self._choice(index, prompt_idx, output, completion))
         return choices
 
@@ -91,7 +92,8 @@ class CompletionChoices:
                 decode=self._token_text,
             )
             if logprobs.tokens:
-                self._text_offsets[index] = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
+                last_text = self._text_of(token_ids[-1], positions[-1])
+                self._text_offsets[index] = logprobs.text_offset[-1] + len(last_text)
         scored = self._prompt_logprobs.get(prompt_idx)
         shows_scores = body.prompt_logprobs is not None and scored is not None
         return CompletionChoice(
@@ -112,6 +114,10 @@ class CompletionChoices:
         if isinstance(prompt, str) and self._body.truncate_prompt_tokens is None:
             return prompt
         return self._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+
+    def _text_of(self, token_id: int, position: dict[int, Logprob] | None) -> str:
+        # Not what is shown of it, which may be "token_id:17".
+        return self._token_text(token_id) if position is None else position[token_id].decoded_token
 
     def _token_text(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id], skip_special_tokens=False)

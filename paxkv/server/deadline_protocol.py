@@ -27,6 +27,9 @@ class DeadlineProtocol(H11Protocol):
     uvicorn limits how long a connection may idle between requests, not how long half a request
     may take, in its headers or in its body. The clock is not reset by more bytes, so that a
     client that sends one byte a second cannot hold a connection.
+
+    As long, too, may what was written for a client wait for it: one that stopped reading would
+    keep its request's place for ever.
     """
 
     request_timeout_s = 15.0
@@ -35,6 +38,7 @@ class DeadlineProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._deadline: asyncio.TimerHandle | None = None
+        self._write_deadline: asyncio.TimerHandle | None = None
         if self.max_connections is not None and len(self.connections) > self.max_connections:
             self._refuse(503, f"the server has {self.max_connections} connections open already.")
             return
@@ -52,8 +56,20 @@ class DeadlineProtocol(H11Protocol):
         if self.conn.their_state is h11.SEND_BODY:
             self._keep_deadline()
 
+    def pause_writing(self) -> None:
+        """The client is behind."""
+        super().pause_writing()
+        self._drop_write_deadline()
+        self._write_deadline = self.loop.call_later(self.request_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It has taken most of what waited."""
+        super().resume_writing()
+        self._drop_write_deadline()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._drop_deadline()
+        self._drop_write_deadline()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
@@ -75,6 +91,11 @@ class DeadlineProtocol(H11Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+    def _drop_write_deadline(self) -> None:
+        if self._write_deadline is not None:
+            self._write_deadline.cancel()
+            self._write_deadline = None
 
     def _on_deadline(self) -> None:
         self._deadline = None

@@ -157,7 +157,8 @@ def check_model(requested: str | None, served_model_name: str) -> None:
     """
     if requested not in (None, served_model_name):
         raise UnknownModelError(
-            f"the model {requested!r} does not exist here; this server has {served_model_name!r}.",
+            f"the model {requested[:128]!r} does not exist here; this server has "
+            f"{served_model_name!r}.",
             param="model",
         )
 
@@ -213,7 +214,7 @@ def completion_prompts(prompt: object) -> list[str | list[int]]:
             param="prompt",
         )
     for one_prompt in prompts:
-        is_token_ids = isinstance(one_prompt, list) and all(map(_is_int, one_prompt))
+        is_token_ids = isinstance(one_prompt, list) and set(map(type, one_prompt)) <= {int}
         if not (isinstance(one_prompt, str) or is_token_ids):
             raise InvalidRequestError(
                 "prompt must be a string, a list of token ids, or a list of strings or of lists "

@@ -119,9 +119,14 @@ def choice_index(prompt_idx: int, completion: CompletionOutput, num_choices: int
     return prompt_idx * num_choices + completion.index
 
 
-def has_news(completion: CompletionOutput) -> bool:
-    """False for half a character, or the start of what may be a stop string."""
-    return bool(completion.text or completion.logprobs or completion.finished)
+def has_news(completion: CompletionOutput, *, shows_token_ids: bool) -> bool:
+    """False for half a character, or the start of what may be a stop string.
+
+    Args:
+        shows_token_ids: The caller wants the ids of all tokens, those without text too.
+    """
+    has_ids = shows_token_ids and bool(completion.token_ids)
+    return bool(completion.text or completion.logprobs or completion.finished or has_ids)
 
 
 def completion_logprobs(

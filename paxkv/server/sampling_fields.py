@@ -3,7 +3,13 @@
 from collections.abc import Mapping
 
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
-from paxkv.sampling_params import MAX_BEAM_WIDTH, MAX_LOGPROBS, BeamSearchParams, SamplingParams
+from paxkv.sampling_params import (
+    MAX_BEAM_WIDTH,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    BeamSearchParams,
+    SamplingParams,
+)
 from paxkv.server.openai_protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -131,6 +137,13 @@ def _shared_keywords(request: GenerationRequest) -> dict[str, object]:
 
 def _logit_bias(biases: Mapping[str, float]) -> dict[int, float]:
     """{"17": 250.0} -> {17: 100.0}. JSON has no other keys than strings."""
+    # Before they are read one by one: a body has room for hundreds of thousands.
+    if len(biases) > MAX_LOGIT_BIASES:
+        raise InvalidRequestError(
+            f"logit_bias has {len(biases)} token ids; at most {MAX_LOGIT_BIASES} fit in one "
+            "request.",
+            param="logit_bias",
+        )
     found = {}
     for key, bias in biases.items():
         if not key.isascii() or not key.isdecimal() or len(key) > 10:

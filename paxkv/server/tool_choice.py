@@ -128,30 +128,22 @@ def _chosen_name(choice: object) -> str:
 
 def _call_list_schema(tools: Mapping[str, Mapping[str, object]], max_calls: int | None) -> str:
     """[{"name": "f", "parameters": {...}}, ...], at least one."""
-    definitions: dict[str, object] = {}
-    forms = []
-    for name, parameters in tools.items():
-        # References begin at the root, which is another one here.
-        rest = {key: value for key, value in parameters.items() if key != "$defs"}
-        named = parameters.get("$defs")
-        for key, value in (named if isinstance(named, Mapping) else {}).items():
-            if definitions.setdefault(key, value) != value:
-                raise InvalidRequestError(
-                    f"two tools define $defs/{key} differently; rename one of them.", param="tools"
-                )
-        forms.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, "parameters": rest},
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-        )
+    forms = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": name},
+                # References begin at the root, which is another one here: "$id" makes it theirs.
+                "parameters": {**parameters, "$id": f"tool:{name}"},
+            },
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for name, parameters in tools.items()
+    ]
     schema: dict[str, object] = {"type": "array", "minItems": 1, "items": {"anyOf": forms}}
     if max_calls is not None:
         schema["maxItems"] = max_calls
-    if definitions:
-        schema["$defs"] = definitions
     return _encode(schema)
 
 

@@ -6,6 +6,7 @@ else compiles a grammar that has not been compiled here, in time and within a li
 """
 
 import faulthandler
+import hashlib
 import os
 import select
 import subprocess
@@ -73,25 +74,27 @@ class CheckerProcess:
         self._is_closed = False
         # Also when nobody closes it, and at the interpreter's end.
         self._end_idle = weakref.finalize(self, _end_all, self._idle)
-        # The most recent one last -> why it was refused, or None.
+        # Digest of a grammar, which may be long itself, the most recent one last -> why it
+        # was refused, or None.
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
 
     def is_remembered(self, params: StructuredOutputsParams) -> bool:
         """See `GrammarChecker`."""
         with self._lock:
-            return msgspec.json.encode(params) in self._verdicts
+            return _digest(msgspec.json.encode(params)) in self._verdicts
 
     def check(self, params: StructuredOutputsParams) -> None:
         """See `GrammarChecker`."""
         line = msgspec.json.encode(params)
+        digest = _digest(line)
         with self._lock:
-            is_known = line in self._verdicts
-            error = self._verdicts.get(line)
+            is_known = digest in self._verdicts
+            error = self._verdicts.get(digest)
         if not is_known:
             with self._slots:
                 error = self._ask(line, params.kind)
             with self._lock:
-                self._verdicts[line] = error
+                self._verdicts[digest] = error
                 if len(self._verdicts) > MAX_REMEMBERED:
                     self._verdicts.popitem(last=False)
         if error is not None:
@@ -140,6 +143,10 @@ class CheckerProcess:
             _end(process)
             raise PaxkvError("the process that compiles grammars did not start; see stderr.")
         return process
+
+
+def _digest(line: bytes) -> bytes:
+    return hashlib.sha256(line).digest()
 
 
 def _exchange(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bytes | None:

@@ -137,10 +137,16 @@ def _grammar(params: StructuredOutputsParams) -> str:
         case "regex":
             return llguidance.LLMatcher.grammar_from_regex(source)
         case "choice":
-            return llguidance.grammar_from("choice", source)
+            return llguidance.grammar_from("grammar", _choice_grammar(source))
         case "grammar":
             return llguidance.grammar_from("grammar", source)
     return _structural_tag_grammar(source)
+
+
+def _choice_grammar(source: str) -> str:
+    """'["a", "b"]' -> one token of the grammar; as rules, each choice is an item of every row."""
+    choices = " | ".join(json.dumps(choice) for choice in json.loads(source))
+    return f"start: CHOICE\nCHOICE: {choices}"
 
 
 def _structural_tag_grammar(source: str) -> str:

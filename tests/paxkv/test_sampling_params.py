@@ -123,6 +123,20 @@ def test_what_passes_the_door_crosses_to_the_engine(fields: dict[str, object]) -
     assert received.request.sampling_params.stop_strings == request.sampling_params.stop_strings
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop": ["a" * 9] * 10_000 + [""]},
+        {"bad_words": ["a"] * 10_000},
+        {"logit_bias": dict.fromkeys(range(10_000), 1.0)},
+    ],
+)
+def test_errors_do_not_repeat_all_that_was_sent(fields: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequestError, match=r"\.\.\.") as raised:
+        SamplingParams(**fields)
+    assert len(str(raised.value)) < 400
+
+
 def test_stop_strings_need_text() -> None:
     with pytest.raises(InvalidRequestError, match="stop_token_ids"):
         SamplingParams(stop="END", detokenize=False)

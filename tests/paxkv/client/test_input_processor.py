@@ -55,6 +55,14 @@ def test_bos_is_added_to_text_unless_told_otherwise() -> None:
     assert process(processor, [97]).prompt_token_ids == [97]
 
 
+def test_only_the_tokens_of_a_prompt_that_may_fit_are_looked_at() -> None:
+    # A body may bring millions, which would take the loop a second to look at.
+    with pytest.raises(PromptTooLongError):
+        process(make(), [-1] * 101)
+    prompt = {"prompt_token_ids": [-1] * 200 + [97], "truncate_prompt_tokens": 1}
+    assert process(make(), prompt).prompt_token_ids == [97]
+
+
 @pytest.mark.parametrize(
     "prompt",
     [

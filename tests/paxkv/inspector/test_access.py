@@ -8,10 +8,11 @@ from paxkv.errors import ConfigError
 from paxkv.inspector.access import InspectorOffError, check_access, is_loopback
 
 
-def ask(config, host="localhost:8000", method="GET", **headers):
-    raw = [(b"host", host.encode())]
+def ask(config, host="localhost:8000", method="GET", server=None, **headers):
+    raw = [(b"host", host.encode("latin-1"))]
     raw += [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": method, "headers": raw, "path": "/inspector"}
+    scope["server"] = server
     check_access(Request(scope), config)
 
 
@@ -37,6 +38,12 @@ def test_it_can_be_shut_everywhere():
 def test_names_that_lead_here_from_elsewhere_are_refused():
     with pytest.raises(InspectorOffError, match="attacker"):
         ask(ServerConfig(), host="attacker.example:8000")
+
+
+@pytest.mark.parametrize("host", ["attacker.example\x80", "attacker.example:99999999", ""])
+def test_what_is_no_name_of_a_host_is_refused(host):
+    with pytest.raises(InspectorOffError, match="this machine alone"):
+        ask(ServerConfig(), host=host, server=("127.0.0.1", 8000))
 
 
 def test_other_sites_may_link_to_it_and_no_more():

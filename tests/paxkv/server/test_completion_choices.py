@@ -1,5 +1,7 @@
 """Outputs become choices; an echoed prompt is scored with them."""
 
+import dataclasses
+
 import pytest
 
 from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput
@@ -48,13 +50,15 @@ def test_the_prompt_is_in_front_and_scored_but_for_its_first_token():
     assert logprobs.top_logprobs[:2] == [None, {"b": -2.0}]
 
 
-def test_a_stream_adds_up_to_the_whole():
-    made = _made(echo=True, logprobs=1)
+@pytest.mark.parametrize("as_token_ids", [False, True])
+def test_a_stream_adds_up_to_the_whole(as_token_ids):
+    fields = {"echo": True, "logprobs": 1, "return_tokens_as_token_ids": as_token_ids}
+    made = _made(**fields)
     parts = [
         *made.take(0, _output("x", is_last=False)),
         *made.take(0, _output("y", scored=False)),
     ]
-    (whole,) = _made(echo=True, logprobs=1).take(0, _output("xy"))
+    (whole,) = _made(**fields).take(0, _output("xy"))
     assert "".join(part.text for part in parts) == whole.text
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         joined = [v for part in parts for v in getattr(part.logprobs, name)]
@@ -95,6 +99,16 @@ def test_token_ids_are_given_when_asked():
     )
     assert (first.prompt_token_ids, first.token_ids) == ([97, 98, 99], [120])
     assert second.token_ids == [121]
+
+
+def test_token_ids_come_without_text_too():
+    # Half a character, or a special token.
+    output = _output("x", is_last=False)
+    silent = dataclasses.replace(output.outputs[0], text="", logprobs=None)
+    output = dataclasses.replace(output, outputs=[silent])
+    (choice,) = _made(return_token_ids=True).take(0, output)
+    assert (choice.text, choice.token_ids) == ("", [120])
+    assert _made().take(0, output) == []
 
 
 def test_echo_needs_a_tokenizer():

@@ -1,5 +1,6 @@
 """Half a request and then silence, or a drip: the connection ends, and others are served."""
 
+import contextlib
 import json
 import socket
 import time
@@ -182,3 +183,25 @@ def test_silent_connections_do_not_keep_others_out(start_server):
     finally:
         for connection in connections:
             connection.close()
+
+
+def test_a_client_that_takes_no_answer_is_dropped(start_server):
+    server = start_server(request_timeout_s=TIMEOUT_S, max_body_bytes=4_000_000)
+    body = json.dumps({"prompt": "a" * 3_900_000}).encode()
+    head = (
+        "POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(5)
+        connection.connect(server.address)
+        connection.sendall(head.encode() + body)
+        time.sleep(TIMEOUT_S * 4)
+        num_bytes = 0
+        with contextlib.suppress(ConnectionResetError):
+            while received := connection.recv(2**20):
+                num_bytes += len(received)
+    # "97," for every letter.
+    assert num_bytes < 3 * 3_900_000
+    assert server.client.get("/health").status_code == 200

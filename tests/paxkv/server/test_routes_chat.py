@@ -312,6 +312,15 @@ def test_token_ids_and_usage_come_with_every_chunk_when_asked(shared_server):
     assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == 8 + 7
 
 
+def test_token_ids_of_text_that_is_held_back_come_all_the_same(tool_server):
+    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    fields = {"messages": _said(text), "tools": [TOOL], "max_tokens": 99, "return_token_ids": True}
+    (choice,) = _post(tool_server, **fields)["choices"]
+    chunks = _stream(tool_server, **fields)
+    streamed = [i for c in chunks for i in c["choices"][0].get("token_ids", ())]
+    assert streamed == choice["token_ids"] and len(streamed) == len(text)
+
+
 def test_tokens_can_be_shown_as_their_ids(shared_server):
     fields = {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}
     (choice,) = _post(shared_server, max_tokens=1, return_token_ids=True, **fields)["choices"]

@@ -95,6 +95,14 @@ def test_logit_bias_of_no_token_is_refused(key):
     assert len(str(raised.value)) < 200
 
 
+def test_too_many_logit_biases_are_counted_before_they_are_read():
+    request = parse_completion(
+        {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(-9, 2000)), 1)}
+    )
+    with pytest.raises(InvalidRequestError, match="at most 1024"):
+        completion_sampling_params(request)
+
+
 def test_echo_with_logprobs_scores_the_prompt():
     assert _keywords(echo=True, logprobs=3)["prompt_logprobs"] == 3
     assert _keywords(echo=True, logprobs=3, prompt_logprobs=1)["prompt_logprobs"] == 1

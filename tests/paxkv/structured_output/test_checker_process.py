@@ -35,6 +35,14 @@ def test_good_grammars_pass_and_bad_ones_are_refused_with_the_reason(checker):
         assert raised.value.param == "structured_outputs"
 
 
+def test_what_is_remembered_of_a_grammar_is_as_short_for_a_long_one(checker):
+    long = StructuredOutputsParams(choice=["a" * 1000, "b"])
+    checker.check(long)
+    assert checker.is_remembered(long)
+    assert not checker.is_remembered(StructuredOutputsParams(choice=["a" * 1001, "b"]))
+    assert max(map(len, checker._verdicts)) == 32
+
+
 def test_an_endless_one_is_given_up_and_the_next_is_answered(checker):
     start_s = time.monotonic()
     with pytest.raises(InvalidRequestError, match="within 0.7 s"):

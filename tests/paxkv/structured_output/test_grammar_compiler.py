@@ -10,7 +10,7 @@ import pytest
 
 from paxkv.errors import InvalidRequestError
 from paxkv.structured_output.grammar_compiler import MAX_REASON_CHARS
-from paxkv.structured_outputs_params import StructuredOutputsParams
+from paxkv.structured_outputs_params import MAX_CHOICES, StructuredOutputsParams
 from tests.paxkv.structured_output.demo_grammars import EOS, TOKENIZER, VOCAB_SIZE, make_compiler
 
 ENDS = [TOKENIZER.token_to_id(text) for text in ('"', "}")]
@@ -86,6 +86,12 @@ def test_drawn_texts_have_the_form(name):
     compiler = make_compiler()
     texts = {_draw(compiler, params, seed) for seed in range(6)}
     assert all(map(has_form, texts)), texts
+
+
+def test_as_many_choices_as_may_be_sent_are_drawn_from():
+    choices = [f"c{i}" for i in range(MAX_CHOICES)]
+    params = StructuredOutputsParams(choice=choices)
+    assert {_draw(make_compiler(), params, seed) for seed in range(3)} <= set(choices)
 
 
 def test_a_structural_tag_binds_what_stands_behind_its_trigger_alone():
