@@ -32,8 +32,8 @@ from tests.end_to_end.doc_examples import (
 from tests.end_to_end.real_server import ROOT, running_server
 
 EXAMPLES = [example for page in PAGES for example in page_examples(page)]
-MAX_LEFT_OUT = 6
-START_TIMEOUT_S = 300
+MAX_LEFT_OUT = 4
+START_TIMEOUT_S = 420
 STOP_TIMEOUT_S = 60
 # What examples of several pages need, none of which changes an engine's programs.
 SERVER_FLAGS = (
