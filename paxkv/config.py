@@ -39,7 +39,7 @@ class ModelConfig:
     product_dtype: ProductDtype = setting(
         "precision of the weights in matrix products, and of what is multiplied with them; auto is "
         "that of --dtype. bfloat16 and int8 are faster on processors that have instructions for "
-        "them, and change answers: README.md says by how much",
+        "them, and change answers: docs/tuning.md says by how much",
         "auto",
     )
     seed: int = setting("seed of random weights and of requests that bring none", 0)

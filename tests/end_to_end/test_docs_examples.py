@@ -1,0 +1,150 @@
+"""Every example in docs/ runs as it stands: clients' against one demo server, the others slowly."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from paxkv.cli.arguments import parse_arguments
+from paxkv.command_line import config_from_arguments
+from paxkv.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    RunnerConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
+from paxkv.serve import make_parser
+from tests.end_to_end.doc_examples import (
+    DOCUMENTED_URL,
+    PAGES,
+    DocExample,
+    command_environment,
+    page_examples,
+)
+from tests.end_to_end.real_server import ROOT, running_server
+
+EXAMPLES = [example for page in PAGES for example in page_examples(page)]
+MAX_LEFT_OUT = 4
+START_TIMEOUT_S = 420
+STOP_TIMEOUT_S = 60
+# What examples of several pages need, none of which changes an engine's programs.
+SERVER_FLAGS = (
+    *("--enable-admin", "--reasoning-parser", "qwen3"),
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+)
+
+
+def of_kind(*kinds: str) -> list[DocExample]:
+    return [example for example in EXAMPLES if example.kind in kinds]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server(*SERVER_FLAGS) as running:
+        yield running
+
+
+def write_files(page: str, folder: Path) -> None:
+    for example in of_kind("file"):
+        if example.page == page:
+            (folder / example.file_name).write_text(example.text)
+
+
+def run_blocks(examples: Sequence[DocExample], folder: Path, url: str | None) -> None:
+    """Runs them in one process, and compares what they print with what the page says."""
+    blocks = []
+    for example in examples:
+        text = example.text if url is None else example.text.replace(DOCUMENTED_URL, url)
+        blocks.append((example.language, text))
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests" / "end_to_end" / "doc_runner.py"],
+        input=json.dumps(blocks),
+        cwd=folder,
+        env=command_environment(folder),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=500,
+    )
+    results = json.loads(done.stdout)
+    for example, (printed, error) in zip(examples, results, strict=True):
+        assert error is None, f"{example.name}: {error}"
+        if example.output is not None:
+            assert printed == example.output, example.name
+
+
+@pytest.mark.parametrize("page", sorted({example.page for example in of_kind("client")}))
+def test_client_examples_run_and_print_what_the_page_shows(server, page, tmp_path) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("no curl on this machine")
+    write_files(page, tmp_path)
+    examples = [example for example in of_kind("client") if example.page == page]
+    run_blocks(examples, tmp_path, server.url)
+
+
+@pytest.mark.parametrize("example", of_kind("serve"), ids=lambda example: example.name)
+def test_flags_of_servers_that_pages_start_fit_each_other(example, tmp_path, monkeypatch) -> None:
+    write_files(example.page, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    variables, arguments = example.serve_arguments
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    namespace = parse_arguments(make_parser(), arguments)
+    EngineConfig(
+        model=config_from_arguments(ModelConfig, namespace),
+        cache=config_from_arguments(CacheConfig, namespace),
+        scheduler=config_from_arguments(SchedulerConfig, namespace),
+        runner=config_from_arguments(RunnerConfig, namespace),
+    )
+    config_from_arguments(ServerConfig, namespace)
+
+
+def test_blocks_that_are_left_out_are_few_and_say_why() -> None:
+    left_out = of_kind("left out")
+    assert len(left_out) <= MAX_LEFT_OUT
+    assert all(len(example.reason) > 10 for example in left_out)
+    # Not all pages are prose: this finds a reader of blocks that finds none.
+    assert len(of_kind("client", "heavy", "serve")) > 30
+
+
+# Minutes: models are loaded and compiled. `pytest -m slow tests/end_to_end/test_docs_examples.py`
+@pytest.mark.slow
+@pytest.mark.parametrize("page", sorted({example.page for example in of_kind("heavy")}))
+def test_examples_without_a_server_run(page, tmp_path) -> None:
+    write_files(page, tmp_path)
+    examples = [example for example in of_kind("heavy") if example.page == page]
+    run_blocks(examples, tmp_path, None)
+
+
+# The same: each server compiles what its settings need.
+@pytest.mark.slow
+@pytest.mark.parametrize("page", sorted({example.page for example in of_kind("serve")}))
+def test_servers_that_pages_start_get_ready_and_end(page, tmp_path) -> None:
+    write_files(page, tmp_path)
+    environment = command_environment(tmp_path)
+    for example in of_kind("serve"):
+        if example.page != page:
+            continue
+        script = ["bash", "-euo", "pipefail", "-c", example.serve_script]
+        process = subprocess.Popen(
+            script, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+        )
+        watchdog = threading.Timer(START_TIMEOUT_S, process.kill)
+        watchdog.start()
+        try:
+            assert any(" is ready at " in line for line in process.stdout), example.name
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(STOP_TIMEOUT_S) == 0, example.name
+        finally:
+            watchdog.cancel()
+            process.kill()
+            process.wait()
+            process.stdout.close()
