@@ -15,6 +15,7 @@ from paxkv.runner.batch_builder import BatchBuilder, BuiltStep
 from paxkv.runner.block_copies import build_block_copies
 from paxkv.runner.bucketing import SAMPLED_CHUNK_ROWS, BurstShape, CopyShape, StepBuckets
 from paxkv.runner.device_step import DeviceStep, FinishedStep
+from paxkv.runner.huge_pages import use_huge_pages
 from paxkv.runner.input_batch import InputBatch
 from paxkv.runner.kernel_check import choose_implementation
 from paxkv.runner.kv_cache_arrays import (
@@ -115,6 +116,7 @@ class ModelRunner:
             device_memory=self._measure_memory(cache_config, groups),
         )
         self._kv_cache = allocate_kv_cache(self.kv_cache_config, mesh)
+        use_huge_pages((*self._params, self._kv_cache.k, self._kv_cache.v))
         self._prev_tokens = jnp.zeros(max_num_seqs, jnp.int32, device=self._sharding)
         self._rows = InputBatch.create(
             max_num_seqs=max_num_seqs,

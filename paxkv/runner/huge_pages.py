@@ -1,0 +1,48 @@
+"""Asks Linux to keep large arrays of a CPU in pages of 2 MiB instead of 4 KiB.
+
+A step reads all weights and blocks all over the KV cache, so with small pages the processor looks
+up addresses all the time. Where the system gives huge pages only to who asks (its default on many
+distributions), nobody asks for JAX's arrays.
+"""
+
+import ctypes
+import sys
+from collections.abc import Iterable
+
+import jax
+
+HUGE_PAGE_BYTES = 2 * 2**20
+# <linux/mman.h>. The first lets pages be huge, the second makes those huge that are there already.
+_MADV_HUGEPAGE = 14
+_MADV_COLLAPSE = 25
+
+
+def use_huge_pages(arrays: Iterable[jax.Array]) -> int:
+    """Asks for the arrays of a CPU; others, and those smaller than a page, are left alone.
+
+    What an array holds does not change. A system that has no huge pages, or none left, refuses,
+    and nothing else happens.
+
+    Returns:
+        Bytes that the system has put into huge pages.
+    """
+    if not sys.platform.startswith("linux"):
+        return 0
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    num_bytes = 0
+    for array in arrays:
+        if array.nbytes < 2 * HUGE_PAGE_BYTES or not array.is_fully_addressable:
+            continue
+        for shard in array.addressable_shards:
+            if shard.device.platform == "cpu":
+                num_bytes += _collapse(libc, shard.data.unsafe_buffer_pointer(), shard.data.nbytes)
+    return num_bytes
+
+
+def _collapse(libc: ctypes.CDLL, address: int, num_bytes: int) -> int:
+    start = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    size = (address + num_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES - start
+    if size <= 0 or libc.madvise(start, size, _MADV_HUGEPAGE) != 0:
+        return 0
+    return size if libc.madvise(start, size, _MADV_COLLAPSE) == 0 else 0
