@@ -43,6 +43,7 @@ from benchmarks.engine.options import (
     engine_spec,
     make_parser,
     paxkv_settings,
+    rounded_dtype,
     work_folder,
 )
 from benchmarks.engine.process import EngineProcess
@@ -81,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
             process.run({}, is_warm_up=True)
             contenders.append(Contender(label=mode, process=process, settings={}))
         runs = run_in_turn(contenders, arguments.repetitions)
-    problem = _token_problem(runs)
+    problem = None if rounded_dtype(arguments) else _token_problem(runs)
     if problem is not None:
         print(problem)
         return 1

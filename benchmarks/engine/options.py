@@ -62,6 +62,12 @@ def paxkv_settings(arguments: argparse.Namespace) -> dict[str, Setting]:
     return settings
 
 
+def rounded_dtype(arguments: argparse.Namespace) -> str | None:
+    """What is computed in, if equal tokens cannot be asked for: batches round in other places."""
+    dtypes = {arguments.dtype, paxkv_settings(arguments).get("product_dtype", "auto")}
+    return next(iter(dtypes - {"float32", "auto"}), None)
+
+
 def chosen_workload(arguments: argparse.Namespace) -> Workload:
     """The workload that the options name; ends the program if it has fewer requests."""
     vocab_size = MODEL_SHAPES[arguments.model].vocab_size

@@ -42,6 +42,7 @@ from benchmarks.engine.options import (
     engine_spec,
     make_parser,
     paxkv_settings,
+    rounded_dtype,
     work_folder,
 )
 from benchmarks.engine.process import EngineProcess, EngineProcessError
@@ -154,9 +155,8 @@ def _token_problems(
     judge: LogitGap | None,
 ) -> list[str]:
     """A line for every engine whose tokens are not those of paxkv's first run."""
-    dtypes = {arguments.dtype, paxkv_settings(arguments).get("product_dtype", "auto")}
-    if rounded := dtypes - {"float32", "auto"}:
-        print(f"tokens are not compared: {rounded.pop()} rounds more than logits lie apart.")
+    if rounded := rounded_dtype(arguments):
+        print(f"tokens are not compared: {rounded} rounds more than logits lie apart.")
         return []
     wanted = runs["paxkv"][0].token_ids
     problems = []
