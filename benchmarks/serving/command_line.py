@@ -27,7 +27,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     )
     server.add_argument(
         "--timeout-s",
-        type=_positive_float,
+        type=positive_float,
         default=600.0,
         metavar="S",
         help="longest silence of the server (default: %(default)g)",
@@ -73,28 +73,28 @@ def make_parser(description: str) -> argparse.ArgumentParser:
 
 
 def _add_load_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--num-prompts", type=_positive_int, default=100, metavar="N")
+    group.add_argument("--num-prompts", type=positive_int, default=100, metavar="N")
     group.add_argument(
         "--request-rate",
-        type=_positive_float,
+        type=positive_float,
         default=math.inf,
         metavar="R",
         help="requests a second; inf, the default, is all at once",
     )
     group.add_argument(
         "--max-concurrency",
-        type=_positive_int,
+        type=positive_int,
         metavar="N",
         help="most requests at once; no limit if left out",
     )
     group.add_argument(
         "--num-warmups",
-        type=_natural,
+        type=natural,
         default=2,
         metavar="N",
         help="requests sent one after the other before the clock starts",
     )
-    group.add_argument("--num-repetitions", type=_positive_int, default=1, metavar="N")
+    group.add_argument("--num-repetitions", type=positive_int, default=1, metavar="N")
     group.add_argument(
         "--seed",
         type=int,
@@ -107,8 +107,8 @@ def _add_input_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--dataset", choices=("random", "shared-prefix", "sharegpt"), default="random"
     )
-    group.add_argument("--random-input-len", type=_positive_int, default=128, metavar="N")
-    group.add_argument("--random-output-len", type=_positive_int, default=64, metavar="N")
+    group.add_argument("--random-input-len", type=positive_int, default=128, metavar="N")
+    group.add_argument("--random-output-len", type=positive_int, default=64, metavar="N")
     group.add_argument(
         "--random-range-ratio",
         type=float,
@@ -124,10 +124,10 @@ def _add_input_flags(group: argparse._ArgumentGroup) -> None:
         metavar=("LOW", "HIGH"),
         help="random token ids lie in [LOW, HIGH), which the model must have (default: 100 700)",
     )
-    group.add_argument("--shared-prefix-len", type=_natural, default=256, metavar="N")
+    group.add_argument("--shared-prefix-len", type=natural, default=256, metavar="N")
     group.add_argument(
         "--num-prefixes",
-        type=_positive_int,
+        type=positive_int,
         default=1,
         metavar="N",
         help="shared prefixes, which the requests take in turn",
@@ -141,34 +141,34 @@ def _add_input_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--sharegpt-output-len",
-        type=_positive_int,
+        type=positive_int,
         metavar="N",
         help="of every output, instead of the answer's in the file",
     )
     group.add_argument(
         "--sharegpt-max-len",
-        type=_positive_int,
+        type=positive_int,
         default=1024,
         metavar="N",
         help="longer conversations, question and answer in tokens, are left out",
     )
 
 
-def _positive_int(text: str) -> int:
+def positive_int(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
     return value
 
 
-def _natural(text: str) -> int:
+def natural(text: str) -> int:
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
     return value
 
 
-def _positive_float(text: str) -> float:
+def positive_float(text: str) -> float:
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
@@ -191,4 +191,4 @@ def _bound(text: str) -> tuple[str, float]:
     name = _BOUND_SYNONYMS.get(name, name)
     if name not in BOUNDED:
         raise argparse.ArgumentTypeError(f"{text}: wanted NAME:MS, NAME of {', '.join(BOUNDED)}")
-    return name, _positive_float(bound_ms)
+    return name, positive_float(bound_ms)

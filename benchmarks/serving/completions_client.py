@@ -40,11 +40,12 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-class _Stream:
+class AnswerStream:
     """What the pieces of one answer have said so far."""
 
     def __init__(self) -> None:
         self.chunk_times: list[float] = []
+        self.texts: list[str] = []
         self.usage: _Usage | None = None
         self.is_complete = False
         self._decoder = msgspec.json.Decoder(_Chunk)
@@ -62,6 +63,8 @@ class _Stream:
         self.usage = chunk.usage or self.usage
         for choice in chunk.choices:
             self.is_complete |= choice.finish_reason is not None
+            if choice.text:
+                self.texts.append(choice.text)
             # An end without text says only that it is the end. Without one, tokens may have come
             # that make no character yet.
             if choice.text or choice.finish_reason is None:
@@ -132,7 +135,7 @@ class CompletionsClient:
             "stream_options": {"include_usage": True},
         }
         content = msgspec.json.encode(body)
-        stream = _Stream()
+        stream = AnswerStream()
         error: str | None = None
         sent_s = time.perf_counter() - start
         try:
@@ -151,10 +154,11 @@ class CompletionsClient:
             num_output_tokens=usage.completion_tokens if is_counted else len(stream.chunk_times),
             counted_by="usage" if is_counted else "chunks",
             num_asked_tokens=request.max_tokens,
+            text="".join(stream.texts),
             error=error,
         )
 
-    async def _read_stream(self, content: bytes, stream: _Stream) -> None:
+    async def _read_stream(self, content: bytes, stream: AnswerStream) -> None:
         headers = {"Content-Type": "application/json"}
         async with self._client.stream(
             "POST", "/completions", content=content, headers=headers

@@ -18,6 +18,7 @@ class RequestRecord:
         counted_by: "usage" is the server's own count; "chunks" counts pieces as tokens, because
             the server sent no usage.
         num_asked_tokens: Length that the output may have.
+        text: The whole answer, or what came of it before it failed.
         error: Why it failed; None for a request that was answered to its end.
     """
 
@@ -29,6 +30,7 @@ class RequestRecord:
     num_output_tokens: int = 0
     counted_by: Literal["usage", "chunks"] = "chunks"
     num_asked_tokens: int
+    text: str = ""
     error: str | None = None
 
     @property

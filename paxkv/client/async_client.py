@@ -13,6 +13,7 @@ from paxkv.client.beam_search import BeamSearch, prompt_params
 from paxkv.client.grammar_threads import GrammarThreads
 from paxkv.client.input_processor import InputProcessor, Prompt, text_of_prompt
 from paxkv.client.output_processor import OutputKind, OutputProcessor
+from paxkv.client.output_stream import OutputStream
 from paxkv.contracts.engine_client import LoopTransport
 from paxkv.contracts.engine_output import (
     EngineDead,
@@ -79,9 +80,9 @@ class AsyncEngineClient:
         self._has_ended = asyncio.Event()
         self._is_closing = False
         # Callers' request ids -> where their outputs go.
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, OutputStream] = {}
         # The engine's request ids -> the same.
-        self._streams_by_engine_id: dict[str, _Stream] = {}
+        self._streams_by_engine_id: dict[str, OutputStream] = {}
         # Callers' request ids -> the engine's id of what computed the prompt, the oldest in front.
         self._latest_engine_ids: dict[str, str] = {}
         self._num_requests = 0
@@ -153,8 +154,8 @@ class AsyncEngineClient:
 
         Args:
             request_id: Unique among unfinished requests.
-            stream: True yields what is new as it comes, False one output at the end. Either way
-                the last output has a finish reason.
+            stream: True yields what is new as it comes, and what came meanwhile in one piece; False
+                one output at the end. Either way the last output has a finish reason.
 
         Raises:
             InvalidRequestError: The caller's mistake, before the first output.
@@ -172,7 +173,8 @@ class AsyncEngineClient:
             if outputs.is_aborted:  # while its prompt was tokenised
                 await self.abort(request_id)
             while True:
-                output = await outputs.take()
+                # A loop with more to send than it can must send fewer pieces, not fall behind.
+                output = await outputs.take_all()
                 yield dataclasses.replace(output, request_id=request_id)
                 if output.finished:
                     return
@@ -292,7 +294,7 @@ class AsyncEngineClient:
         reply = await self._call("inspect_block", block_id, holder_key, with_tokens)
         return msgspec.json.decode(reply, type=BlockDetails)
 
-    def _open_stream(self, request_id: str) -> "_Stream":
+    def _open_stream(self, request_id: str) -> OutputStream:
         self._check_alive()
         if request_id in self._streams:
             raise InvalidRequestError(
@@ -301,13 +303,17 @@ class AsyncEngineClient:
             )
         # The engine's ids are never used twice: steps on their way may still hold tokens of an
         # aborted request whose caller sends the same id again.
-        stream = _Stream(request_id, engine_request_id=f"{request_id}-{self._num_requests}")
+        stream = OutputStream(request_id, engine_request_id=f"{request_id}-{self._num_requests}")
         self._num_requests += 1
         self._streams[request_id] = stream
         return stream
 
     def _send_request(
-        self, stream: "_Stream", request: EngineRequest, prompt: str | None, output_kind: OutputKind
+        self,
+        stream: OutputStream,
+        request: EngineRequest,
+        prompt: str | None,
+        output_kind: OutputKind,
     ) -> str:
         """Sends a request to the engine; returns the id of the one that computes its prompt."""
         self._check_alive()
@@ -346,7 +352,7 @@ class AsyncEngineClient:
         if self._loop is None or self._is_closing:
             raise EngineDeadError("the engine is shutting down or was not started.")
 
-    async def _answer(self, stream: "_Stream", search: BeamSearch, num_requests: int) -> None:
+    async def _answer(self, stream: OutputStream, search: BeamSearch, num_requests: int) -> None:
         """Brings one step of a search to its end."""
         outputs = [await stream.take() for _ in range(num_requests)]
         if stream.is_aborted:
@@ -356,7 +362,7 @@ class AsyncEngineClient:
         self._abort_in_engine(search.released_ids)
         search.note_released()
 
-    def _forget(self, stream: "_Stream") -> None:
+    def _forget(self, stream: OutputStream) -> None:
         """Drops a stream, and ends in the engine what is unfinished of it."""
         self._streams.pop(stream.request_id, None)
         for engine_id in stream.unfinished_ids:
@@ -451,30 +457,3 @@ def _dead_error(message: EngineDead) -> EngineDeadError:
     if message.retry_after_s is not None:
         text = f"{text.rstrip('.')}. Another is being started: try again later."
     return EngineDeadError(text, retry_after_s=message.retry_after_s)
-
-
-class _Stream:
-    """Where the outputs of one caller's request go.
-
-    Args:
-        engine_request_id: Its id in the engine, and the end of its requests' ids there.
-    """
-
-    def __init__(self, request_id: str, *, engine_request_id: str) -> None:
-        self.request_id = request_id
-        self.engine_request_id = engine_request_id
-        self.queue: asyncio.Queue[RequestOutput | EngineDeadError] = asyncio.Queue()
-        # What the output processor follows for it.
-        self.unfinished_ids: list[str] = []
-        self.is_aborted = False
-
-    async def take(self) -> RequestOutput:
-        """The next output.
-
-        Raises:
-            EngineDeadError: The engine ended instead.
-        """
-        output = await self.queue.get()
-        if isinstance(output, EngineDeadError):
-            raise output
-        return output

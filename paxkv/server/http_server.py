@@ -26,6 +26,9 @@ _FORCE_EXIT_POLL_S = 0.1
 # uvicorn's own limit, which cancels handlers with a traceback each, must not come first.
 _UVICORN_MARGIN_S = 60.0
 _BACKLOG = 2048
+# Of an idle connection. Longer than clients and balancers keep one (Python's clients 5 s, most
+# balancers 60 s): who sends on a connection that is being closed loses the request.
+_KEEP_ALIVE_S = 75
 
 
 def bind_socket(config: ServerConfig) -> socket.socket:
@@ -95,6 +98,7 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 backlog=_BACKLOG,
+                timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=config.shutdown_timeout_s + _UVICORN_MARGIN_S,
             )
         )

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_TIMEOUT_S = 420
@@ -28,13 +29,18 @@ class RealServer:
 
 
 @contextlib.contextmanager
-def running_server(*arguments: str) -> Iterator[RealServer]:
-    """A server that is ready; it is ended, by force if need be, when the block is left."""
+def running_server(*arguments: str, stderr: IO[bytes] | None = None) -> Iterator[RealServer]:
+    """A server that is ready; it is ended, by force if need be, when the block is left.
+
+    Args:
+        stderr: Gets what it says there; None is the test's own.
+    """
     command = [sys.executable, "-m", "paxkv.serve", "--port", "0", *arguments]
     process = subprocess.Popen(
         command,
         cwd=ROOT,
         stdout=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         env=os.environ | {"PYTHONWARNINGS": ""},
     )

@@ -242,6 +242,7 @@ def test_half_a_request_then_silence_is_ended(server) -> None:
             received += data
     assert received.startswith(b"HTTP/1.1 408")
     assert httpx.get(f"{server.url}/health").status_code == 200
+    assert metric(server, "vllm:kv_cache_usage_perc") == 0
 
 
 def test_request_that_never_fits_the_pool_is_refused_at_the_door() -> None:

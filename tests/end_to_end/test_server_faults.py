@@ -1,10 +1,26 @@
 """The real server with the demo model, while its processes are killed and its files are broken.
 
 All of it takes minutes: pytest -m slow tests/end_to_end/test_server_faults.py
+
+Where each fault that the server promises to bear is scripted, and what then holds:
+
+fault                          scripted in                promise
+client vanishes mid-stream     test_demo_server.py        others get their answers, no block is held
+half a request, then silence   test_demo_server.py, test_deadline_protocol.py
+                                                          408 in time, others go on
+10,000 connections, most idle  test_http_server.py (slow) others are served at once
+engine SIGKILLed under load    here, test_build_client.py error, 503, a new engine, no block held
+SIGTERM under load             here, test_build_client.py all finish, exit code 0
+server SIGKILLed under load    here                       no engine stays behind
+port taken                     here, test_serve.py        one line, exit code 1, nothing loaded
+checkpoint truncated, NaN      here                       one line, exit code 1
+disk full for the trace        here, test_trace_file.py   all finish, one line, no block held
+two servers, one cache folder  here                       same answers, what lies there is whole
 """
 
 import asyncio
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -20,6 +36,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import models.demo
+from paxkv.scheduler.trace.trace_file import TraceReader
 from tests.end_to_end.demo_prompts import demo_conversations
 from tests.end_to_end.real_server import ROOT, RealServer, running_server
 from tests.end_to_end.test_demo_server import MODEL, metric, stream_answer
@@ -118,6 +135,7 @@ def test_two_servers_fill_one_cache_folder_at_once(tmp_path: Path) -> None:
         with running_server(*flags) as server:
             body = {"model": MODEL, "prompt": "What is 2 + 2?", "max_tokens": 8, "temperature": 0}
             response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+            assert metric(server, "vllm:kv_cache_usage_perc") == 0
             assert server.stop() == 0
             return response.json()["choices"][0]["text"]
 
@@ -127,6 +145,51 @@ def test_two_servers_fill_one_cache_folder_at_once(tmp_path: Path) -> None:
     # What they left there is whole.
     assert ask() == first.result()
     assert not list(tmp_path.rglob("*.being-written"))
+
+
+def test_taken_port_leaves_the_server_there_alone() -> None:
+    with running_server(*SMALL) as server:
+        port = server.url.rpartition(":")[2]
+        start = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", "paxkv.serve", "--port", port],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        # No model is loaded first.
+        assert time.monotonic() - start < 20
+        assert (done.returncode, done.stdout) == (1, "")
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("paxkv: error: ") and f":{port}" in line and "in use" in line
+        body = {"model": MODEL, "prompt": "What is 2 + 2?", "max_tokens": 4}
+        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).is_success
+        assert server.stop() == 0
+
+
+def test_full_disk_ends_the_trace_in_one_line_and_no_request(tmp_path: Path) -> None:
+    trace, log = tmp_path / "trace", tmp_path / "log"
+    flags = (*MEDIUM, "--trace-file", str(trace), "--disable-uvicorn-access-log")
+    with log.open("wb") as stderr, running_server(*flags, stderr=stderr) as server:
+        before = asyncio.run(answers(server, max_tokens=24))
+        engine_pid = only_child(server.process.pid)
+        # Writing beyond fails as on a full disk: some steps on, in the middle of a line. The log is
+        # far shorter.
+        most_bytes = trace.stat().st_size + 20_001
+        resource.prlimit(engine_pid, resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+        assert asyncio.run(answers(server, max_tokens=24)) == before
+        assert trace.stat().st_size == most_bytes
+        assert metric(server, "vllm:kv_cache_usage_perc") == 0
+        assert only_child(server.process.pid) == engine_pid
+        assert server.stop() == 0
+    (line,) = (line for line in log.read_text().splitlines() if "trace" in line.lower())
+    assert "the trace ends here, it cannot be written" in line
+    # What is there can be replayed, and says where it ends.
+    reader = TraceReader.open(trace)
+    assert sum(1 for _ in reader.lines()) > 10
+    assert reader.cut_off_line is not None
 
 
 def truncate(weights: Path) -> None:

@@ -57,6 +57,8 @@ class TraceWriter:
 
     def write(self, call: Call) -> None:
         """Adds a call. An update ends the line, and so does a decision that failed."""
+        if self._out.closed:
+            return
         self._calls.append(_ENCODER.encode(call))
         if isinstance(call, UpdateCall) or (isinstance(call, ScheduleCall) and call.error):
             self._end_line()
@@ -77,8 +79,6 @@ class TraceWriter:
         self._write_line(line)
 
     def _write_line(self, line: bytes) -> None:
-        if self._out.closed:
-            return
         try:
             rest = memoryview(line + b"\n")
             while rest:

@@ -21,12 +21,16 @@ class FakeCompletionsServer:
         gap_s: float = 0.0,
         tokens_per_piece: int = 1,
         sends_usage: bool = True,
+        is_chunked: bool = False,
     ) -> None:
         self.first_delay_s = first_delay_s
         self.gap_s = gap_s
         self.tokens_per_piece = tokens_per_piece
         self.sends_usage = sends_usage
+        # Streams in chunks and keeps connections, or ends a stream with its connection.
+        self.is_chunked = is_chunked
         self.url = ""
+        self.metrics = ""
         self.bodies: list[dict] = []
         self.keys: list[str | None] = []
         self.num_running = 0
@@ -37,6 +41,8 @@ class FakeCompletionsServer:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             try:
                 await self._answer_one(reader, writer)
+                while self.is_chunked:
+                    await self._answer_one(reader, writer)
                 await writer.drain()
             finally:
                 writer.close()
@@ -45,7 +51,9 @@ class FakeCompletionsServer:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         first, *lines = head.strip().split("\r\n")
         headers = {k.lower(): v for k, _, v in (line.partition(": ") for line in lines)}
-        if first.startswith("GET"):
+        if first.startswith("GET /metrics"):
+            _answer_bytes(writer, 200, self.metrics.encode())
+        elif first.startswith("GET"):
             _answer(writer, 200, {"data": [{"id": MODEL}, {"id": "another"}]})
         else:
             body = await reader.readexactly(int(headers["content-length"]))
@@ -67,31 +75,44 @@ class FakeCompletionsServer:
             _answer(writer, 503, {"error": {"message": "too much"}})
             return
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n")
-        writer.write(b"Connection: close\r\n\r\n")
+        if self.is_chunked:
+            writer.write(b"Transfer-Encoding: chunked\r\n\r\n")
+        else:
+            writer.write(b"Connection: close\r\n\r\n")
         num_tokens = 0 if order == SAY_NOTHING else body["max_tokens"]
         for token in range(0, num_tokens, self.tokens_per_piece):
             await asyncio.sleep(self.gap_s if token else self.first_delay_s)
             if token and order == FAIL_MIDWAY:
-                _event(writer, {"error": {"message": "the engine died"}})
+                self._event(writer, {"error": {"message": "the engine died"}})
                 return
             if token and order == CUT_OFF:
                 return
             text = "a\u2028b" if order == LINE_SEPARATOR else "a"
-            _event(writer, {"choices": [{"index": 0, "text": text, "finish_reason": None}]})
-        _event(writer, {"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
+            self._event(writer, {"choices": [{"index": 0, "text": text, "finish_reason": None}]})
+        self._event(writer, {"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
         if self.sends_usage:
             usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": num_tokens}
-            _event(writer, {"choices": [], "usage": usage})
-        writer.write(b"data: [DONE]\n\n")
+            self._event(writer, {"choices": [], "usage": usage})
+        self._send(writer, b"data: [DONE]\n\n")
+        if self.is_chunked:
+            self._send(writer, b"")
 
+    def _event(self, writer: asyncio.StreamWriter, event: dict) -> None:
+        # As it is, not escaped: characters that some take for the end of a line stay in it.
+        text = json.dumps(event, ensure_ascii=False)
+        self._send(writer, b"data: " + text.encode() + b"\n\n")
 
-def _event(writer: asyncio.StreamWriter, event: dict) -> None:
-    # As it is, not escaped: characters that some take for the end of a line stay in it.
-    writer.write(b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n")
+    def _send(self, writer: asyncio.StreamWriter, data: bytes) -> None:
+        if self.is_chunked:
+            data = b"%x\r\n%s\r\n" % (len(data), data)
+        writer.write(data)
 
 
 def _answer(writer: asyncio.StreamWriter, status: int, body: dict) -> None:
-    data = json.dumps(body).encode()
+    _answer_bytes(writer, status, json.dumps(body).encode())
+
+
+def _answer_bytes(writer: asyncio.StreamWriter, status: int, data: bytes) -> None:
     writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(data)}\r\n".encode())
     writer.write(b"Connection: close\r\n\r\n" + data)
 

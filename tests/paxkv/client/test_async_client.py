@@ -86,8 +86,9 @@ async def until_idle(client: AsyncEngineClient) -> None:
 async def test_stream_yields_parts_and_a_finish_reason_at_the_end() -> None:
     async with running() as client:
         outputs = await collect(client, "abc", SamplingParams(max_tokens=5), "r")
-        assert [o.outputs[0].text for o in outputs] == ["a", "b", "c", "a", "b"]
-        assert [o.finished for o in outputs] == [False] * 4 + [True]
+        # What comes while this loop is busy comes in one piece.
+        assert "".join(o.outputs[0].text for o in outputs) == "abcab"
+        assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
         assert outputs[-1].outputs[0].finish_reason == "length"
         assert {o.request_id for o in outputs} == {"r"}
         assert outputs[0].prompt == "abc"
@@ -295,7 +296,7 @@ async def test_several_completions_stream_side_by_side() -> None:
         for index in range(3):
             parts = [c for o in outputs for c in o.outputs if c.index == index]
             assert "".join(part.text for part in parts) == "abcab"
-            assert [part.finished for part in parts] == [False] * 4 + [True]
+            assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [True]
         assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
         assert {o.request_id for o in outputs} == {"r"}
         (output,) = await collect(client, "abc", params, "r", stream=False)

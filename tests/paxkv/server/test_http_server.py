@@ -18,7 +18,9 @@ import pytest
 
 from paxkv.config import ServerConfig
 from paxkv.errors import ConfigError
-from paxkv.server.http_server import bind_socket, socket_url
+from paxkv.server.app import create_app
+from paxkv.server.http_server import HttpServer, bind_socket, socket_url
+from tests.paxkv.server.fake_engine import FakeEngine
 
 # Certificate of localhost and its private key, signed by itself, for a hundred years.
 PEM = Path(__file__).with_name("self_signed.pem")
@@ -157,6 +159,14 @@ def test_bound_port_refuses_connections_until_the_server_starts():
     with bind_socket(ServerConfig(port=0)) as bound:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(bound.getsockname(), timeout=2).close()
+
+
+def test_idle_connection_outlives_that_of_clients_and_balancers():
+    config = ServerConfig()
+    engine = FakeEngine()
+    server = HttpServer(create_app(engine, config), engine, config)
+    # Who closes first decides: a request that meets the server's end of its connection is lost.
+    assert server.config.timeout_keep_alive > 60
 
 
 def test_taken_port_says_so():
