@@ -29,6 +29,7 @@ from benchmarks.engine.options import named_setting
 from benchmarks.engine.paxkv_engine import settings_by_part
 from benchmarks.random_checkpoint import MODEL_SHAPES, write_checkpoint
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
+from models import read_model_config
 from paxkv.build import build_core
 from paxkv.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from paxkv.contracts.engine_request import AbortRequests, AddRequest, EngineRequest
@@ -40,6 +41,8 @@ from paxkv.sampling_params import SamplingParams
 BENCHMARK = "benchmarks.host.engine_step"
 PROMPT_TOKENS = 64
 MAX_MODEL_LEN = 2048
+# Of each request, for the steps that are measured, bursts and blocks that are partly filled.
+TOKENS_TO_SPARE = 448
 # Decode steps before the clock starts: bursts have their length by then.
 WARM_UP_STEPS = 24
 
@@ -94,6 +97,8 @@ def measure(core: EngineCore, num_requests: int, num_steps: int) -> dict[str, fl
         core.handle(AddRequest(request=request))
     while core.make_stats().num_running_reqs < num_requests:
         core.step()
+        if core.make_stats().num_preemptions:
+            raise RuntimeError(f"{num_requests} requests do not fit the KV cache; give it more.")
     _run(core, executor, WARM_UP_STEPS)
     busy_s = executor.busy_s
     wall_s, host_s = time.perf_counter(), time.thread_time()
@@ -126,6 +131,11 @@ def build(checkpoint: Path, arguments: argparse.Namespace) -> EngineCore:
         "max_num_seqs": arguments.num_requests,
         "max_num_batched_tokens": max(512, arguments.num_requests),
     }
+    model = read_model_config(checkpoint)
+    token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 4
+    # Nobody is preempted, and the longest request of the model must fit too.
+    num_tokens = arguments.num_requests * (PROMPT_TOKENS + TOKENS_TO_SPARE) + MAX_MODEL_LEN
+    parts["cache"] = {"cpu_kv_cache_bytes": num_tokens * token_bytes} | parts["cache"]
     config = EngineConfig(
         model=ModelConfig(model=str(checkpoint), max_model_len=MAX_MODEL_LEN, **parts["model"]),
         cache=CacheConfig(**parts["cache"]),
