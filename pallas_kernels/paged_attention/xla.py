@@ -57,7 +57,10 @@ def paged_attention_xla(
         lse = jnp.full((num_tokens, *heads), -jnp.inf, jnp.float32)
     else:
         out, lse = attend_prefill_rows(problem)
-    decode_out, decode_lse, is_decode = attend_decode_rows(problem)
+    # Beside prompts there is little to gain: their products take most of the time.
+    decode_out, decode_lse, is_decode = attend_decode_rows(
+        problem, looks_for_shared_prefix=max_query_len == 1
+    )
     query_token = jnp.where(is_decode, query_start_loc[:-1], num_tokens)
     out = out.at[query_token].set(decode_out, mode="drop")
     lse = lse.at[query_token].set(decode_lse, mode="drop")

@@ -10,6 +10,11 @@ from pallas_kernels.paged_attention.xla_problem import (
     RunningSoftmax,
     product_f32,
 )
+from pallas_kernels.paged_attention.xla_shared_prefix import (
+    MIN_ROWS,
+    attend_shared_prefix,
+    find_shared_prefix,
+)
 
 # Tokens of K and V that one step of the loop reads. Measured on one busy CPU core, JAX 0.10.2,
 # 64 requests of 256 tokens, block_size 64: 256 tokens 5.6 ms, 1024 tokens 4.6 ms, 4096 5.9 ms.
@@ -17,9 +22,13 @@ CHUNK_TOKENS = 1024
 
 
 def attend_decode_rows(
-    problem: AttentionProblem,
+    problem: AttentionProblem, *, looks_for_shared_prefix: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Attends the query token of every request that has exactly one.
+
+    Args:
+        looks_for_shared_prefix: Whether leading blocks that many requests hold are read once for
+            all of them. Part of every program that does so, and so it takes time to compile.
 
     Returns:
         Output f32[num_reqs, num_kv_heads, group_size, v_head_dim] and lse f32[num_reqs,
@@ -33,10 +42,17 @@ def attend_decode_rows(
     position = problem.seq_lens - 1  # i32[num_reqs]
     first_needed = problem.first_seen(position) // block_size
     num_needed = jnp.where(is_decode, position // block_size + 1 - first_needed, 0)
-    blocks = list_blocks(problem.block_tables, first_needed, num_needed, problem.k_cache.shape[1])
-
     query_token = jnp.clip(problem.query_start_loc[:-1], 0, problem.q.shape[0] - 1)
     q = problem.q[query_token]  # f[num_reqs, num_kv_heads, group_size, head_dim]
+    if looks_for_shared_prefix and num_reqs >= MIN_ROWS and problem.sees_all_before:
+        num_full = jnp.where(is_decode, (position + 1) // block_size, 0)
+        prefix = find_shared_prefix(problem.block_tables, num_full)
+        start = attend_shared_prefix(problem, prefix, q)
+        num_shared = jnp.where(prefix.is_member, prefix.num_blocks, 0)
+        first_needed, num_needed = first_needed + num_shared, num_needed - num_shared
+    else:
+        start = problem.empty_softmax((num_reqs,), ())
+    blocks = list_blocks(problem.block_tables, first_needed, num_needed, problem.k_cache.shape[1])
 
     def add_chunk(chunk_idx: jax.Array, softmax: RunningSoftmax) -> RunningSoftmax:
         req_idx, logical_block, is_real = blocks.chunk(
@@ -50,7 +66,7 @@ def attend_decode_rows(
         return _add_blocks(problem, softmax, q, req_idx, block_ids, is_real, is_seen)
 
     num_chunks = (blocks.num_entries + chunk_blocks - 1) // chunk_blocks
-    softmax = lax.fori_loop(0, num_chunks, add_chunk, problem.empty_softmax((num_reqs,), ()))
+    softmax = lax.fori_loop(0, num_chunks, add_chunk, start)
     return *softmax.result(), is_decode
 
 

@@ -81,7 +81,7 @@ def _attend_tile(
     # The query heads of a KV head lie beside each other as rows of one product.
     q = q.transpose(1, 2, 0, 3).reshape(num_kv_heads, group_size * query_tile, head_dim)
 
-    def add_kv_tile(tile_idx: jax.Array, softmax: RunningSoftmax) -> RunningSoftmax:
+    def add_tile(tile_idx: jax.Array, softmax: RunningSoftmax) -> RunningSoftmax:
         logical_block = tile_idx * tile_blocks + jnp.arange(tile_blocks, dtype=jnp.int32)
         first_key = logical_block * block_size
         holds_seen = first_key < problem.seq_lens[req_idx]
@@ -91,39 +91,38 @@ def _attend_tile(
         ]
         k, v = problem.gather_blocks(block_ids, holds_seen)
         key_position = tile_idx * kv_tile + jnp.arange(kv_tile, dtype=jnp.int32)
-        return _add_kv_tile(problem, softmax, q, k, v, position, key_position, req_idx)
+        is_written = key_position < problem.seq_lens[req_idx]
+        is_written &= key_position >= problem.first_seen(position[0])
+        is_seen = key_position[None, :] <= position[:, None]  # bool[query_tile, kv_tile]
+        is_seen &= key_position[None, :] >= problem.first_seen(position)[:, None]
+        return add_kv_tile(problem, softmax, q, k, v, is_written, is_seen)
 
     end_position = jnp.minimum(position[-1] + 1, problem.seq_lens[req_idx])
     first_tile = problem.first_seen(position[0]) // kv_tile
     end_tile = (end_position + kv_tile - 1) // kv_tile
     empty = problem.empty_softmax((), (query_tile,))
-    out, lse = lax.fori_loop(first_tile, end_tile, add_kv_tile, empty).result()
+    out, lse = lax.fori_loop(first_tile, end_tile, add_tile, empty).result()
     return out.transpose(2, 0, 1, 3), lse.transpose(2, 0, 1)
 
 
-def _add_kv_tile(
+def add_kv_tile(
     problem: AttentionProblem,
     softmax: RunningSoftmax,  # f32[num_kv_heads, group_size, query_tile]
     q: jax.Array,  # f[num_kv_heads, group_size * query_tile, head_dim]
     k: jax.Array,  # f[tile_blocks, num_kv_heads, block_size, head_dim]
     v: jax.Array,  # f[tile_blocks, num_kv_heads, block_size, v_head_dim]
-    position: jax.Array,  # i32[query_tile]
-    key_position: jax.Array,  # i32[kv_tile]
-    req_idx: jax.Array,  # i32[]
+    is_written: jax.Array,  # bool[kv_tile], keys that may be read
+    is_seen: jax.Array,  # bool[query_tile, kv_tile], no others among them
 ) -> RunningSoftmax:
     """Adds one tile of keys to the running softmax of one tile of query tokens."""
     shape = softmax.largest.shape
     num_kv_heads = shape[0]
-    kv_tile = key_position.shape[0]
+    kv_tile = is_written.shape[0]
     k = k.transpose(1, 0, 2, 3).reshape(num_kv_heads, kv_tile, -1)
     v = v.transpose(1, 0, 2, 3).reshape(num_kv_heads, kv_tile, -1)
     # Unwritten memory may hold NaN, and a weight of 0 times NaN is NaN.
-    is_written = key_position < problem.seq_lens[req_idx]
-    is_written &= key_position >= problem.first_seen(position[0])
     v = jnp.where(is_written[None, :, None], v, 0)
 
-    is_seen = key_position[None, :] <= position[:, None]  # bool[query_tile, kv_tile]
-    is_seen &= key_position[None, :] >= problem.first_seen(position)[:, None]
     products = product_f32("hqd,hkd->hqk", q, k).reshape(*shape, kv_tile)
     logits = problem.logits(products, is_seen, head_axis=0)
 

@@ -57,6 +57,11 @@ class AttentionProblem:
         num_query = self.query_start_loc[1:] - self.query_start_loc[:-1]
         return jnp.where(self.seq_lens > 0, num_query, 0)
 
+    @property
+    def sees_all_before(self) -> bool:
+        """Whether a token sees every position before its own."""
+        return self.sliding_window is None and self.chunk_size is None
+
     def first_seen(self, query_position: jax.Array) -> jax.Array:
         """The leftmost position that a token at `query_position` may see."""
         if self.chunk_size is not None:
