@@ -11,9 +11,10 @@ from pallas_kernels.paged_attention.xla_problem import (
 )
 
 # Query tokens and keys that one step of the inner loop multiplies. Measured on one busy CPU core,
-# JAX 0.10.2, block_size 64, a 512-token chunk at 1024 beside 32 decodes / 8 ragged prompts, ms:
-# 32 x 128 10.1 / 4.0, 64 x 128 10.0 / 4.2, 64 x 256 11.2 / 6.4, 128 x 256 11.0 / 7.4.
-QUERY_TILE_TOKENS = 64
+# JAX 0.10.2, block_size 64, a whole step (hidden 512, 8 layers) of 16 requests of 32 new tokens
+# behind 512 / of 4 prompts of 128 / of one of 512, ms: 32 x 128 169 / 122 / 133, 64 x 128
+# 217 / 120 / 132, 32 x 256 185 / 121 / 141, 64 x 256 243 / 121 / 138.
+QUERY_TILE_TOKENS = 32
 KV_TILE_TOKENS = 128
 
 
