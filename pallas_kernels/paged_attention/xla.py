@@ -59,8 +59,8 @@ def paged_attention_xla(
         out, lse = attend_prefill_rows(problem)
     decode_out, decode_lse, is_decode = attend_decode_rows(problem)
     query_token = jnp.where(is_decode, query_start_loc[:-1], num_tokens)
-    out = out.at[query_token].set(decode_out, mode="drop")
-    lse = lse.at[query_token].set(decode_lse, mode="drop")
+    out = out.at[query_token].set(decode_out, mode="drop", wrap_negative_indices=False)
+    lse = lse.at[query_token].set(decode_lse, mode="drop", wrap_negative_indices=False)
     if v_scale is not None:
         out *= v_scale[:, None, None]
     return out.reshape(num_tokens, num_q_heads, -1).astype(q.dtype), lse.reshape(num_tokens, -1)

@@ -38,6 +38,7 @@ from paxkv.runner.program_store import ProgramStore
 from paxkv.runner.step_sampler import StepSampler
 from paxkv.runner.unbuilt import refuse_unbuilt
 from paxkv.runner.warmup import StepPrograms
+from paxkv.runner.zeros import put_zeros
 
 DEFAULT_RUNNER_CONFIG = RunnerConfig()
 
@@ -117,7 +118,7 @@ class ModelRunner:
         )
         self._kv_cache = allocate_kv_cache(self.kv_cache_config, mesh)
         use_huge_pages((*self._params, self._kv_cache.k, self._kv_cache.v))
-        self._prev_tokens = jnp.zeros(max_num_seqs, jnp.int32, device=self._sharding)
+        self._prev_tokens = put_zeros((max_num_seqs,), jnp.int32, self._sharding)
         self._rows = InputBatch.create(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,

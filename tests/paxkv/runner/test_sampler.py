@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paxkv.runner.sampler import argmax_grouped, sample
-from paxkv.runner.sampling_columns import SamplingInputs
+from paxkv.runner.sampling_columns import COLUMNS, NUM_COLUMNS, SamplingInputs
 
 VOCAB = 300  # three groups, the last one partly filled
 NUM_DRAWS = 8192
@@ -16,20 +16,15 @@ SAMPLE = jax.jit(sample)
 def make_inputs(
     num_rows, temperature=1.0, top_p=1.0, min_p=0.0, top_k=0, seed=0, position=0, logprobs=False
 ):
-    def column(value, dtype):
-        return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (num_rows,)))
-
-    seed_np = np.zeros((num_rows, 2), np.uint32)
-    seed_np[:, 1] = seed
-    return SamplingInputs(
-        temperature=column(temperature, np.float32),
-        top_p=column(top_p, np.float32),
-        min_p=column(min_p, np.float32),
-        top_k=column(top_k, np.int32),
-        seed=jnp.asarray(seed_np),
-        draw_position=column(position, np.int32),
-        wants_logprobs=column(logprobs, np.bool_),
-    )
+    rows_np = np.zeros((num_rows, NUM_COLUMNS), np.int32)
+    floats = {"temperature": temperature, "top_p": top_p, "min_p": min_p}
+    integers = {"top_k": top_k, "seed_low": seed, "wants_logprobs": logprobs}
+    for name, value in floats.items():
+        rows_np[:, COLUMNS.index(name)].view(np.float32)[:] = value
+    for name, value in integers.items():
+        rows_np[:, COLUMNS.index(name)] = value
+    position_np = np.broadcast_to(np.asarray(position, np.int32), (num_rows,))
+    return SamplingInputs(rows=jnp.asarray(rows_np), draw_position=jnp.asarray(position_np))
 
 
 def true_distribution(logits_np, temperature=1.0, top_p=1.0, min_p=0.0, top_k=0):
