@@ -208,3 +208,19 @@ def test_vocabulary_smaller_than_the_number_of_top_tokens():
     sampled = jax.device_get(SAMPLE(logits_np, make_inputs(1, temperature=0, logprobs=True)))
     assert sampled.top_token_ids[0, :3].tolist() == [1, 2, 0]
     assert sampled.token_ids.tolist() == [1]
+
+
+def test_draws_are_of_the_words_that_jax_random_gives_for_seed_and_position():
+    """Outputs of a seed must not change between versions. Among 256 equal tokens the first word
+    says which half it is, the second which of its 128."""
+    seed, position = np.arange(512) * 7_654_321 % 2**31, np.arange(512) * 977
+    inputs = make_inputs(512, seed=seed, position=position)
+    token_ids = np.asarray(SAMPLE(jnp.zeros((512, 256)), inputs).token_ids)
+
+    def words_of(seed, position):
+        key = jax.random.wrap_key_data(jnp.stack([jnp.uint32(0), seed]), impl="threefry2x32")
+        return jax.random.key_data(jax.random.fold_in(key, position))
+
+    words_np = np.asarray(jax.vmap(words_of)(jnp.uint32(seed), jnp.int32(position)))
+    halves_np, places_np = words_np[:, 0] // 2**31, words_np[:, 1] // 2**25
+    np.testing.assert_array_equal(token_ids, halves_np * 128 + places_np)
