@@ -19,7 +19,7 @@ from paxkv.runner.kv_cache_arrays import kv_cache_dtype
 from paxkv.runner.sampler import sample
 from paxkv.runner.sampling_columns import (
     NUM_COLUMNS,
-    decode_sampling_rows,
+    SamplingInputs,
     encode_sampling_params,
     seed_of_request,
 )
@@ -115,7 +115,8 @@ def make_generate(
         """One forward pass and one drawn token for every row that is not done."""
         logits, kv_cache = forward(model, params, state.kv_cache, batch)
         draw_position = inputs.prompt_lens + state.num_tokens
-        drawn = sample(logits, decode_sampling_rows(inputs.sampling_rows, draw_position)).token_ids
+        sampling = SamplingInputs(rows=inputs.sampling_rows, draw_position=draw_position)
+        drawn = sample(logits, sampling).token_ids
         # Rows that are done write past the end, which drops the write.
         place = jnp.where(state.is_done, shape.max_new_tokens, state.num_tokens)
         num_tokens = state.num_tokens + ~state.is_done

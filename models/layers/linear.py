@@ -114,7 +114,8 @@ class Embedding(nnx.Module):
         self,
         token_ids: jax.Array,  # i32[num_tokens], in [0, vocab)
     ) -> jax.Array:  # f[num_tokens, hidden]
-        rows = self.embedding[...][token_ids]
+        rows = self.embedding[...].at[token_ids]
+        rows = rows.get(mode="promise_in_bounds", wrap_negative_indices=False)
         return rows if self.scale == 1.0 else rows * jnp.asarray(self.scale, rows.dtype)
 
     def attend(

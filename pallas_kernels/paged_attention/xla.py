@@ -62,8 +62,8 @@ def paged_attention_xla(
         problem, looks_for_shared_prefix=max_query_len == 1
     )
     query_token = jnp.where(is_decode, query_start_loc[:-1], num_tokens)
-    out = out.at[query_token].set(decode_out, mode="drop")
-    lse = lse.at[query_token].set(decode_lse, mode="drop")
+    out = out.at[query_token].set(decode_out, mode="drop", wrap_negative_indices=False)
+    lse = lse.at[query_token].set(decode_lse, mode="drop", wrap_negative_indices=False)
     if v_scale is not None:
         out *= v_scale[:, None, None]
     return out.reshape(num_tokens, num_q_heads, -1).astype(q.dtype), lse.reshape(num_tokens, -1)

@@ -9,6 +9,7 @@ from pallas_kernels.paged_attention.xla_problem import (
     AttentionProblem,
     RunningSoftmax,
     product_f32,
+    rows_at,
 )
 from pallas_kernels.paged_attention.xla_shared_prefix import (
     MIN_ROWS,
@@ -19,6 +20,8 @@ from pallas_kernels.paged_attention.xla_shared_prefix import (
 # Tokens of K and V that one step of the loop reads. Measured on one busy CPU core, JAX 0.10.2,
 # 64 requests of 256 tokens, block_size 64: 256 tokens 5.6 ms, 1024 tokens 4.6 ms, 4096 5.9 ms.
 CHUNK_TOKENS = 1024
+# How rows past the end are written: not at all. None is before the first (`rows_at`).
+_DROPPED = {"mode": "drop", "wrap_negative_indices": False}
 
 
 def attend_decode_rows(
@@ -40,12 +43,12 @@ def attend_decode_rows(
 
     is_decode = problem.num_query() == 1
     position = problem.seq_lens - 1  # i32[num_reqs]
-    first_needed = problem.first_seen(position) // block_size
-    num_needed = jnp.where(is_decode, position // block_size + 1 - first_needed, 0)
+    first_needed = lax.div(problem.first_seen(position), block_size)
+    num_needed = jnp.where(is_decode, lax.div(position, block_size) + 1 - first_needed, 0)
     query_token = jnp.clip(problem.query_start_loc[:-1], 0, problem.q.shape[0] - 1)
-    q = problem.q[query_token]  # f[num_reqs, num_kv_heads, group_size, head_dim]
+    q = rows_at(problem.q, query_token)  # f[num_reqs, num_kv_heads, group_size, head_dim]
     if looks_for_shared_prefix and num_reqs >= MIN_ROWS and problem.sees_all_before:
-        num_full = jnp.where(is_decode, (position + 1) // block_size, 0)
+        num_full = jnp.where(is_decode, lax.div(position + 1, block_size), 0)
         prefix = find_shared_prefix(problem.block_tables, num_full)
         start = attend_shared_prefix(problem, prefix, q)
         num_shared = jnp.where(prefix.is_member, prefix.num_blocks, 0)
@@ -58,14 +61,14 @@ def attend_decode_rows(
         req_idx, logical_block, is_real = blocks.chunk(
             chunk_idx * chunk_blocks, chunk_blocks, max_blocks_per_req
         )
-        block_ids = problem.block_tables[req_idx, logical_block]
+        block_ids = rows_at(problem.block_tables, req_idx, logical_block)
         key_position = logical_block[:, None] * block_size + jnp.arange(block_size)
-        query_position = position[req_idx][:, None]
+        query_position = rows_at(position, req_idx)[:, None]
         is_seen = key_position <= query_position  # bool[chunk_blocks, block_size]
         is_seen &= key_position >= problem.first_seen(query_position)
         return _add_blocks(problem, softmax, q, req_idx, block_ids, is_real, is_seen)
 
-    num_chunks = (blocks.num_entries + chunk_blocks - 1) // chunk_blocks
+    num_chunks = lax.div(blocks.num_entries + chunk_blocks - 1, chunk_blocks)
     softmax = lax.fori_loop(0, num_chunks, add_chunk, start)
     return *softmax.result(), is_decode
 
@@ -85,23 +88,23 @@ def _add_blocks(
     written_req = jnp.where(is_real, req_idx, problem.seq_lens.shape[0])
     # Unwritten memory may hold NaN, and a weight of 0 times NaN is NaN.
     v = jnp.where(is_seen[:, None, :, None], v, 0)
-    block_q = q[req_idx]  # f[chunk_blocks, num_kv_heads, group_size, head_dim]
+    block_q = rows_at(q, req_idx)  # f[chunk_blocks, num_kv_heads, group_size, head_dim]
     group = range(q.shape[2])
     # One small product a query head: XLA:CPU runs these in half the time of one stacked product.
     products = [product_f32("nhd,nhpd->nhp", block_q[:, :, g], k) for g in group]
     # f32[chunk_blocks, num_kv_heads, group_size, block_size]
     logits = problem.logits(jnp.stack(products, axis=2), is_seen[:, None, None, :], head_axis=1)
 
-    largest = softmax.largest.at[written_req].max(logits.max(axis=-1), mode="drop")
+    largest = softmax.largest.at[written_req].max(logits.max(axis=-1), **_DROPPED)
     rescale = jnp.exp(softmax.largest - largest)
     # A block on the list has a key that is seen, so `largest` is a true logit and masked weights
     # underflow to 0.
-    weights = jnp.exp(logits - largest[req_idx][..., None])
+    weights = jnp.exp(logits - rows_at(largest, req_idx)[..., None])
     sums = [product_f32("nhp,nhpd->nhd", weights[:, :, g].astype(v.dtype), v) for g in group]
     return RunningSoftmax(
         largest,
-        (softmax.denominator * rescale).at[written_req].add(weights.sum(axis=-1), mode="drop"),
+        (softmax.denominator * rescale).at[written_req].add(weights.sum(axis=-1), **_DROPPED),
         (softmax.weighted_values * rescale[..., None])
         .at[written_req]
-        .add(jnp.stack(sums, axis=2), mode="drop"),
+        .add(jnp.stack(sums, axis=2), **_DROPPED),
     )

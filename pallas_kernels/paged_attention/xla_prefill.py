@@ -8,6 +8,8 @@ from pallas_kernels.paged_attention.xla_problem import (
     AttentionProblem,
     RunningSoftmax,
     product_f32,
+    rows_at,
+    running_totals,
 )
 
 # Query tokens and keys that one step of the inner loop multiplies. Measured on one busy CPU core,
@@ -31,24 +33,25 @@ def attend_prefill_rows(problem: AttentionProblem) -> tuple[jax.Array, jax.Array
     num_tokens, num_kv_heads, group_size, _ = problem.q.shape
     query_tile = min(QUERY_TILE_TOKENS, num_tokens)
     num_query = problem.num_query()
-    num_tiles = jnp.where(num_query > 1, (num_query + query_tile - 1) // query_tile, 0)
-    tile_ends = jnp.cumsum(num_tiles, dtype=jnp.int32)  # i32[num_reqs]
+    num_tiles = jnp.where(num_query > 1, lax.div(num_query + query_tile - 1, query_tile), 0)
+    tile_ends = running_totals(num_tiles)  # i32[num_reqs]
 
     def add_tile(
         tile_idx: jax.Array, results: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
         req_idx = jnp.searchsorted(tile_ends, tile_idx, side="right", method="compare_all")
-        tile_of_req = tile_idx - (tile_ends[req_idx] - num_tiles[req_idx])
+        tile_of_req = tile_idx - rows_at(tile_ends - num_tiles, req_idx)
         query_idx = tile_of_req * query_tile + jnp.arange(query_tile, dtype=jnp.int32)
-        is_query = query_idx < num_query[req_idx]  # bool[query_tile]
-        token_idx = problem.query_start_loc[req_idx] + query_idx
+        num_query_of_req = rows_at(num_query, req_idx)
+        is_query = query_idx < num_query_of_req  # bool[query_tile]
+        token_idx = rows_at(problem.query_start_loc, req_idx) + query_idx
         # Where attention is not causal, every token sees what the last one sees.
-        offset = query_idx - num_query[req_idx] if problem.is_causal else -jnp.ones_like(query_idx)
-        position = problem.seq_lens[req_idx] + offset
+        offset = query_idx - num_query_of_req if problem.is_causal else -jnp.ones_like(query_idx)
+        position = rows_at(problem.seq_lens, req_idx) + offset
         written_idx = jnp.where(is_query, token_idx, num_tokens)
         tile_results = _attend_tile(problem, req_idx, token_idx, position)
         out, lse = (
-            result.at[written_idx].set(tile_result, mode="drop")
+            result.at[written_idx].set(tile_result, mode="drop", wrap_negative_indices=False)
             for result, tile_result in zip(results, tile_results, strict=True)
         )
         return out, lse
@@ -78,29 +81,29 @@ def _attend_tile(
     kv_tile = tile_blocks * block_size
     query_tile = token_idx.shape[0]
 
-    q = problem.q[jnp.minimum(token_idx, num_tokens - 1)]
+    q = rows_at(problem.q, jnp.minimum(token_idx, num_tokens - 1))
     # The query heads of a KV head lie beside each other as rows of one product.
     q = q.transpose(1, 2, 0, 3).reshape(num_kv_heads, group_size * query_tile, head_dim)
 
     def add_tile(tile_idx: jax.Array, softmax: RunningSoftmax) -> RunningSoftmax:
         logical_block = tile_idx * tile_blocks + jnp.arange(tile_blocks, dtype=jnp.int32)
         first_key = logical_block * block_size
-        holds_seen = first_key < problem.seq_lens[req_idx]
+        holds_seen = first_key < rows_at(problem.seq_lens, req_idx)
         holds_seen &= first_key + block_size > problem.first_seen(position[0])
-        block_ids = problem.block_tables[
-            req_idx, jnp.minimum(logical_block, max_blocks_per_req - 1)
-        ]
+        block_ids = rows_at(
+            problem.block_tables, req_idx, jnp.minimum(logical_block, max_blocks_per_req - 1)
+        )
         k, v = problem.gather_blocks(block_ids, holds_seen)
         key_position = tile_idx * kv_tile + jnp.arange(kv_tile, dtype=jnp.int32)
-        is_written = key_position < problem.seq_lens[req_idx]
+        is_written = key_position < rows_at(problem.seq_lens, req_idx)
         is_written &= key_position >= problem.first_seen(position[0])
         is_seen = key_position[None, :] <= position[:, None]  # bool[query_tile, kv_tile]
         is_seen &= key_position[None, :] >= problem.first_seen(position)[:, None]
         return add_kv_tile(problem, softmax, q, k, v, is_written, is_seen)
 
-    end_position = jnp.minimum(position[-1] + 1, problem.seq_lens[req_idx])
-    first_tile = problem.first_seen(position[0]) // kv_tile
-    end_tile = (end_position + kv_tile - 1) // kv_tile
+    end_position = jnp.minimum(position[-1] + 1, rows_at(problem.seq_lens, req_idx))
+    first_tile = lax.div(problem.first_seen(position[0]), kv_tile)
+    end_tile = lax.div(end_position + kv_tile - 1, kv_tile)
     empty = problem.empty_softmax((), (query_tile,))
     out, lse = lax.fori_loop(first_tile, end_tile, add_tile, empty).result()
     return out.transpose(2, 0, 1, 3), lse.transpose(2, 0, 1)

@@ -81,10 +81,7 @@ class AttentionProblem:
         all, without their scales.
         """
         readable_ids = jnp.where(is_real, block_ids, 0)
-        blocks = (
-            cache.at[self.row, readable_ids].get(mode="promise_in_bounds")
-            for cache in (self.k_cache, self.v_cache)
-        )
+        blocks = (rows_at(cache, self.row, readable_ids) for cache in (self.k_cache, self.v_cache))
         k, v = (x.astype(self.q.dtype) if is_quantised(x.dtype) else x for x in blocks)
         return k, v
 
@@ -113,6 +110,20 @@ class AttentionProblem:
         sinks = jnp.maximum(self.sinks.astype(jnp.float32), MASKED_LOGIT)
         largest = jnp.broadcast_to(sinks.reshape(*heads, *(1 for _ in trailing)), shape)
         return RunningSoftmax(largest, jnp.ones(shape, jnp.float32), weighted_values)
+
+
+def rows_at(array: jax.Array, *indices: jax.Array) -> jax.Array:
+    """`array[indices]` for indices in bounds, which must not be negative.
+
+    With `[]` the compiler gets the code for negative ones too, in kernels of their own.
+    """
+    return array.at[indices].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
+def running_totals(counts: jax.Array) -> jax.Array:  # i32[n] -> i32[n]
+    """`jnp.cumsum`: n * n additions in one kernel, where XLA would make five for 64 requests."""
+    idx = jnp.arange(counts.shape[0], dtype=jnp.int32)
+    return jnp.where(idx <= idx[:, None], counts, 0).sum(axis=1, dtype=jnp.int32)
 
 
 def product_f32(subscripts: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:

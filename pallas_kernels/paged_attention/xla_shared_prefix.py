@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.paged_attention.xla_prefill import add_kv_tile
-from pallas_kernels.paged_attention.xla_problem import AttentionProblem, RunningSoftmax
+from pallas_kernels.paged_attention.xla_problem import AttentionProblem, RunningSoftmax, rows_at
 
 # Fewer rows save less than what it costs to look for a prefix. Measured on one busy CPU core, JAX
 # 0.10.2, hidden 512, 8 layers, a whole decode step of requests of 561 tokens that share 512, with
@@ -46,17 +46,19 @@ def find_shared_prefix(
     first = jnp.where(num_full > 0, block_tables[:, 0], -1 - req_idx)
     votes = (first[:, None] == first[None, :]).sum(axis=1, dtype=jnp.int32)
     # The one of them with the most blocks, found by plain reductions: they compile sooner.
-    leader = jnp.where(votes == votes.max(), num_full * num_reqs + req_idx, 0).max() % num_reqs
+    leader = jnp.where(votes == votes.max(), num_full * num_reqs + req_idx, 0).max()
+    leader = lax.rem(leader, num_reqs)
     column = jnp.arange(max_blocks_per_req, dtype=jnp.int32)
-    is_same = block_tables == block_tables[leader]
+    block_ids = rows_at(block_tables, leader)
+    is_same = block_tables == block_ids
     # i32[num_reqs], leading blocks that are the leader's.
     num_same = jnp.where(is_same, max_blocks_per_req, column).min(axis=1)
-    num_same = jnp.minimum(num_same, jnp.minimum(num_full, num_full[leader]))
+    num_same = jnp.minimum(num_same, jnp.minimum(num_full, rows_at(num_full, leader)))
     num_holders = (num_same[:, None] > column).sum(axis=0, dtype=jnp.int32)
     wanted = max(2, -(-num_reqs // ROWS_PER_HOLDER))
     num_blocks = (num_holders >= wanted).sum(dtype=jnp.int32)  # the holders never grow in number
     is_member = (num_same >= num_blocks) & (num_blocks > 0)
-    return SharedPrefix(num_blocks, is_member, block_tables[leader])
+    return SharedPrefix(num_blocks, is_member, block_ids)
 
 
 def attend_shared_prefix(
@@ -75,13 +77,13 @@ def attend_shared_prefix(
     def add_tile(tile_idx: jax.Array, softmax: RunningSoftmax) -> RunningSoftmax:
         logical_block = tile_idx * tile_blocks + jnp.arange(tile_blocks, dtype=jnp.int32)
         is_shared = logical_block < prefix.num_blocks
-        block_ids = prefix.block_ids[jnp.minimum(logical_block, max_blocks_per_req - 1)]
+        block_ids = rows_at(prefix.block_ids, jnp.minimum(logical_block, max_blocks_per_req - 1))
         k, v = problem.gather_blocks(block_ids, is_shared)
         is_key = jnp.repeat(is_shared, block_size)  # bool[kv_tile]
         is_seen = is_key & prefix.is_member[:, None]  # bool[num_reqs, kv_tile]
         return add_kv_tile(problem, softmax, rows, k, v, is_key, is_seen)
 
-    num_tiles = (prefix.num_blocks + tile_blocks - 1) // tile_blocks
+    num_tiles = lax.div(prefix.num_blocks + tile_blocks - 1, tile_blocks)
     empty = problem.empty_softmax((), (num_reqs,))
     softmax = lax.fori_loop(0, num_tiles, add_tile, empty)
     return RunningSoftmax(*(jnp.moveaxis(array, 2, 0) for array in softmax))

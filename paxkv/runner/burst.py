@@ -11,7 +11,7 @@ from paxkv.runner.bucketing import BurstShape
 from paxkv.runner.packed_layout import PackedLayout
 from paxkv.runner.sampled_tokens import NO_TOKEN, RESULT_WIDTH, pack_result
 from paxkv.runner.sampler import sample
-from paxkv.runner.sampling_columns import decode_sampling_rows
+from paxkv.runner.sampling_columns import SamplingInputs
 from paxkv.runner.step import Params, forward, take_tokens
 
 # (params, kv_cache, packed, prev_tokens) -> (kv_cache, result, next_tokens)
@@ -97,7 +97,8 @@ def _run_step(
     logits, kv_cache = forward(model, params, state.kv_cache, _batch_of(fields, state))
     # The drawn token's own position: the draw must not depend on how steps are put together.
     draw_position = state.positions + 1
-    sampled = sample(logits, decode_sampling_rows(fields["sampling_rows"], draw_position))
+    inputs = SamplingInputs(rows=fields["sampling_rows"], draw_position=draw_position)
+    sampled = sample(logits, inputs)
     drawn_ids = jnp.where(state.is_alive, sampled.token_ids, state.drawn_ids)
     is_ending_id = jnp.any(drawn_ids[:, None] == fields["ending_ids"], axis=1)
     has_ended = is_ending_id & (draw_position >= fields["first_end"])

@@ -1,5 +1,7 @@
 """`ModelRunner`: computes the scheduler's steps on one device."""
 
+import concurrent.futures
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +40,7 @@ from paxkv.runner.program_store import ProgramStore
 from paxkv.runner.step_sampler import StepSampler
 from paxkv.runner.unbuilt import refuse_unbuilt
 from paxkv.runner.warmup import StepPrograms
+from paxkv.runner.zeros import put_zeros
 
 DEFAULT_RUNNER_CONFIG = RunnerConfig()
 
@@ -116,8 +119,7 @@ class ModelRunner:
             device_memory=self._measure_memory(cache_config, groups),
         )
         self._kv_cache = allocate_kv_cache(self.kv_cache_config, mesh)
-        use_huge_pages((*self._params, self._kv_cache.k, self._kv_cache.v))
-        self._prev_tokens = jnp.zeros(max_num_seqs, jnp.int32, device=self._sharding)
+        self._prev_tokens = put_zeros((max_num_seqs,), jnp.int32, self._sharding)
         self._rows = InputBatch.create(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -150,7 +152,13 @@ class ModelRunner:
 
     def warm_up(self) -> int:
         """Loads or compiles every program that traffic can ask for; returns their number."""
-        return self._programs.warm_up(self._kv_cache, show_progress=self._show_progress)
+        arrays = (*self._params, self._kv_cache.k, self._kv_cache.v)
+        # Beside the programs, because the system copies what is to lie in huge pages.
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            in_huge_pages = thread.submit(use_huge_pages, arrays)
+            num_programs = self._programs.warm_up(self._kv_cache, show_progress=self._show_progress)
+            in_huge_pages.result()
+        return num_programs
 
     def start_profile(self, folder: str) -> bool:
         return self._profiler.start(folder)

@@ -15,6 +15,7 @@ import numpy as np
 
 from paxkv.runner.bucketing import RowShape
 from paxkv.runner.sampling_columns import Processors
+from paxkv.runner.zeros import put_zeros
 from paxkv.sampling_params import (
     MAX_BAD_WORD_SEQUENCES,
     MAX_BAD_WORD_TOKENS,
@@ -81,7 +82,7 @@ def allocate_row_state(
 ) -> RowState:
     """The state with zeros in every row."""
     return jax.tree.map(
-        lambda array: jnp.zeros(array.shape, array.dtype, device=sharding),
+        lambda array: put_zeros(array.shape, array.dtype, sharding),
         abstract_row_state(shape, vocab_size, sharding),
     )
 

@@ -45,6 +45,24 @@ def pack_result(sampled: SampledTokens) -> jax.Array:  # i32[num_logits, RESULT_
     )
 
 
+def unpack_result(
+    packed: jax.Array,  # i32[num_logits, RESULT_WIDTH]
+) -> SampledTokens:
+    """Inverse of `pack_result`, under `jit`."""
+    top_start, bits_start = 3, 3 + MAX_LOGPROBS
+
+    def floats(bits: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+    return SampledTokens(
+        token_ids=packed[:, 0],
+        logprobs=floats(packed[:, 1]),
+        ranks=packed[:, 2],
+        top_token_ids=packed[:, top_start:bits_start],
+        top_logprobs=floats(packed[:, bits_start:]),
+    )
+
+
 def read_logprobs(
     result_row_np: np.ndarray,  # i32[RESULT_WIDTH]
     num_logprobs: int,

@@ -13,13 +13,20 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from paxkv.runner.sampled_tokens import SampledTokens
+from paxkv.runner.sampled_tokens import (
+    RESULT_WIDTH,
+    SampledTokens,
+    pack_result,
+    unpack_result,
+)
 from paxkv.runner.sampling_columns import SamplingInputs
 from paxkv.sampling_params import MAX_LOGPROBS
 
 # Vocabulary entries that are reduced together. Two levels of reductions are many times faster than
 # one over the whole vocabulary on the CPU, and let a draw resolve probabilities below 2^-23.
 GROUP_SIZE = 128
+# How to read places that exist: without the code for negative ones.
+_IN_BOUNDS = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
 
 
 def sample(
@@ -35,17 +42,20 @@ def sample(
             log-probabilities are of these.
     """
     greedy_ids = argmax_grouped(logits)
-    is_random = inputs.temperature > 0
     token_ids = jax.lax.cond(
-        jnp.any(is_random),
-        lambda: jnp.where(is_random, _draw(logits, inputs), greedy_ids),
+        jnp.any(inputs.temperature > 0),
+        lambda: jnp.where(inputs.temperature > 0, _draw(logits, inputs), greedy_ids),
         lambda: greedy_ids,
     )
-    return jax.lax.cond(
+    # Packed, as whoever takes the result wants it: five results would be as many kernels more.
+    packed = jax.lax.cond(
         jnp.any(inputs.wants_logprobs),
-        lambda: with_logprobs(logits if raw_logits is None else raw_logits(), token_ids),
-        lambda: _without_logprobs(token_ids),
+        lambda: pack_result(
+            with_logprobs(logits if raw_logits is None else raw_logits(), token_ids)
+        ),
+        lambda: jnp.pad(token_ids[:, None], ((0, 0), (0, RESULT_WIDTH - 1))),
     )
+    return unpack_result(packed)
 
 
 def argmax_grouped(logits: jax.Array) -> jax.Array:  # f32[num_logits, vocab] -> i32[num_logits]
@@ -62,17 +72,7 @@ def _draw(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:  # i32[num_lo
     shifted = (logits - logits.max(axis=-1, keepdims=True)) / temperature
     # Relative to the most likely token, whose weight is 1: so every weight is in [0, 1].
     weights = _grouped(jnp.exp(shifted), fill=0.0)  # f32[num_logits, num_vocab_groups, GROUP_SIZE]
-    threshold = inputs.min_p
-    threshold = jax.lax.cond(
-        jnp.any(inputs.top_k > 0),
-        lambda: jnp.maximum(threshold, _top_k_threshold(weights, inputs.top_k)),
-        lambda: threshold,
-    )
-    threshold = jax.lax.cond(
-        jnp.any(inputs.top_p < 1),
-        lambda: jnp.maximum(threshold, _top_p_threshold(weights, inputs.top_p, threshold)),
-        lambda: threshold,
-    )
+    threshold = _filter_threshold(weights, inputs)
     kept = jnp.where(weights >= threshold[:, None, None], weights, 0.0)
     # A uniform number for the group, another within it: the product of both is the exact chance.
     uniforms = _uniforms(inputs.seed, inputs.draw_position)
@@ -81,18 +81,38 @@ def _draw(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:  # i32[num_lo
     return (group_idx * GROUP_SIZE + inner_idx).astype(jnp.int32)
 
 
-def _uniforms(seed: jax.Array, position: jax.Array) -> jax.Array:  # f32[num_logits, 2] in [0, 1)
-    """Two numbers per row that are a function of its seed u32[2] and position i32[] alone.
+def _uniforms(
+    seed: tuple[jax.Array, jax.Array],  # u32[num_logits] both
+    position: jax.Array,  # i32[num_logits]
+) -> jax.Array:  # f32[num_logits, 2] in [0, 1)
+    """Two numbers per row that are a function of its seed and position alone.
 
-    A key folded with a number is itself two random words, so one hash a row is enough.
+    The words of `jax.random.fold_in(seed, position)` as a threefry key.
     """
-
-    def row_words(seed_words: jax.Array, row_position: jax.Array) -> jax.Array:
-        key = jax.random.wrap_key_data(seed_words, impl="threefry2x32")
-        return jax.random.key_data(jax.random.fold_in(key, row_position))
-
-    words = jax.vmap(row_words)(seed, position)
+    words = _threefry_2x32(seed, position.astype(jnp.uint32))
     return (words >> 8).astype(jnp.float32) * 2.0**-24  # 24 bits: the largest is below 1
+
+
+def _threefry_2x32(
+    key: tuple[jax.Array, jax.Array],  # u32[num_logits] both
+    count: jax.Array,  # u32[num_logits], the low word of what is hashed; the high one is 0
+) -> jax.Array:  # u32[num_logits, 2]
+    """The hash behind `jax.random`, written out.
+
+    On the CPU JAX makes a loop of it, which is ten kernels to compile in every program that draws;
+    this is one.
+
+    Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011), section 3.3.
+    """
+    keys = (*key, key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
+    x0, x1 = keys[0], count + keys[1]
+    for group in range(5):
+        for distance in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+            x0 = x0 + x1
+            x1 = x0 ^ ((x1 << distance) | (x1 >> (32 - distance)))
+        x0 = x0 + keys[(group + 1) % 3]
+        x1 = x1 + keys[(group + 2) % 3] + jnp.uint32(group + 1)
+    return jnp.stack([x0, x1], axis=1)
 
 
 def _pick(
@@ -110,25 +130,33 @@ def _pick(
     return jnp.argmax((cdf > (uniform * total)[:, None]) & has_mass, axis=-1)
 
 
-def _top_k_threshold(weights: jax.Array, top_k: jax.Array) -> jax.Array:
-    """The top_k-th largest weight of each row, f32[num_logits]; equal weights are all kept."""
+def _filter_threshold(weights: jax.Array, inputs: SamplingInputs) -> jax.Array:
+    """The least weight that each row keeps, f32[num_logits]: the largest that a filter asks for.
 
-    def num_at_least(threshold: jax.Array) -> jax.Array:
-        return (weights >= threshold[:, None, None]).astype(jnp.float32).sum(axis=(1, 2))
+    That of top_k is its top_k-th largest weight, so equal ones are all kept. That of top_p is where
+    the mass of the most likely tokens reaches `top_p` of what min_p and top_k keep. Both are the
+    largest threshold above which some sum is large enough; so they are two turns of one loop, which
+    leaves out a turn that no row asks for.
+    """
 
-    # Counts are exact in f32 up to 2^24. Rows without top_k are content at once.
-    threshold = _largest_threshold(num_at_least, top_k.astype(jnp.float32), top_k > 0)
-    return jnp.where(top_k > 0, threshold, 0.0)
+    def raise_by(turn: jax.Array, threshold: jax.Array) -> jax.Array:
+        is_top_k = turn == 0
+        # A token counts 1 for top_k. Counts are exact in f32 up to 2^24.
+        counted = jnp.where(is_top_k, 1.0, weights)
 
+        def sum_at_least(threshold: jax.Array) -> jax.Array:
+            return jnp.where(weights >= threshold[:, None, None], counted, 0.0).sum(axis=(1, 2))
 
-def _top_p_threshold(weights: jax.Array, top_p: jax.Array, lowest: jax.Array) -> jax.Array:
-    """The weight at which the most likely tokens' mass reaches `top_p` of what `lowest` keeps."""
+        mass = inputs.top_p * sum_at_least(threshold)
+        wanted = jnp.where(is_top_k, inputs.top_k.astype(jnp.float32), mass)
+        # Rows without the filter are content at once.
+        is_wanted = jnp.where(is_top_k, inputs.top_k > 0, inputs.top_p < 1)
+        found = _largest_threshold(sum_at_least, wanted, is_wanted)
+        return jnp.where(is_wanted, jnp.maximum(threshold, found), threshold)
 
-    def mass_at_least(threshold: jax.Array) -> jax.Array:
-        return jnp.where(weights >= threshold[:, None, None], weights, 0.0).sum(axis=(1, 2))
-
-    threshold = _largest_threshold(mass_at_least, top_p * mass_at_least(lowest), top_p < 1)
-    return jnp.where(top_p < 1, threshold, 0.0)
+    first = jnp.where(jnp.any(inputs.top_k > 0), 0, 1)
+    end = jnp.where(jnp.any(inputs.top_p < 1), 2, 1)
+    return jax.lax.fori_loop(first, end, raise_by, inputs.min_p)
 
 
 def _largest_threshold(
@@ -169,7 +197,8 @@ def with_logprobs(logits: jax.Array, token_ids: jax.Array) -> SampledTokens:
     """Log-probabilities of the model's own distribution, whatever the sampling settings."""
     logprobs_max = logits.max(axis=-1, keepdims=True)
     log_total = jnp.log(jnp.exp(logits - logprobs_max).sum(axis=-1, keepdims=True)) + logprobs_max
-    token_logits = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)
+    row_idx = jnp.arange(logits.shape[0], dtype=jnp.int32)
+    token_logits = logits.at[row_idx, token_ids].get(**_IN_BOUNDS)[:, None]
     num_top = min(MAX_LOGPROBS, logits.shape[-1])
     top_logits, top_token_ids = jax.lax.top_k(logits, num_top)
     pad = ((0, 0), (0, MAX_LOGPROBS - num_top))
@@ -179,17 +208,6 @@ def with_logprobs(logits: jax.Array, token_ids: jax.Array) -> SampledTokens:
         ranks=(logits > token_logits).sum(axis=-1, dtype=jnp.int32) + 1,
         top_token_ids=jnp.pad(top_token_ids.astype(jnp.int32), pad),
         top_logprobs=jnp.pad(top_logits - log_total, pad),
-    )
-
-
-def _without_logprobs(token_ids: jax.Array) -> SampledTokens:
-    num_logits = token_ids.shape[0]
-    return SampledTokens(
-        token_ids=token_ids,
-        logprobs=jnp.zeros(num_logits, jnp.float32),
-        ranks=jnp.zeros(num_logits, jnp.int32),
-        top_token_ids=jnp.zeros((num_logits, MAX_LOGPROBS), jnp.int32),
-        top_logprobs=jnp.zeros((num_logits, MAX_LOGPROBS), jnp.float32),
     )
 
 
@@ -205,4 +223,5 @@ def _grouped(x: jax.Array, fill: float) -> jax.Array:
 
 def _take_group(grouped: jax.Array, group_idx: jax.Array) -> jax.Array:
     """f[num_logits, GROUP_SIZE]: of each row, the group that `group_idx` i32[num_logits] names."""
-    return jnp.take_along_axis(grouped, group_idx[:, None, None], axis=1)[:, 0]
+    row_idx = jnp.arange(grouped.shape[0], dtype=jnp.int32)
+    return grouped.at[row_idx, group_idx].get(**_IN_BOUNDS)

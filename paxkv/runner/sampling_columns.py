@@ -56,20 +56,48 @@ NO_PROCESSORS = Processors(0)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingInputs:
-    """What the sampler knows of each row; a row depends on nothing but its own entries."""
+    """What the sampler knows of each row; a row depends on nothing but its own entries.
 
-    temperature: jax.Array  # f32[num_logits], 0 is greedy
-    top_p: jax.Array  # f32[num_logits], in (0, 1]
-    min_p: jax.Array  # f32[num_logits], in [0, 1]
-    top_k: jax.Array  # i32[num_logits], 0 keeps all
-    seed: jax.Array  # u32[num_logits, 2]
+    Columns are read under `jit` where they are used: read before a branch or a loop, each would be
+    an argument of it, and a kernel to compile.
+    """
+
+    rows: jax.Array  # i32[num_logits, NUM_COLUMNS or more], of `encode_sampling_params`
     draw_position: jax.Array  # i32[num_logits], place in its sequence of the token to be drawn
-    wants_logprobs: jax.Array  # bool[num_logits]
+
+    @property
+    def temperature(self) -> jax.Array:  # f32[num_logits], 0 is greedy
+        return self._float_column("temperature")
+
+    @property
+    def top_p(self) -> jax.Array:  # f32[num_logits], in (0, 1]
+        return self._float_column("top_p")
+
+    @property
+    def min_p(self) -> jax.Array:  # f32[num_logits], in [0, 1]
+        return self._float_column("min_p")
+
+    @property
+    def top_k(self) -> jax.Array:  # i32[num_logits], 0 keeps all
+        return self.rows[:, TOP_K]
+
+    @property
+    def seed(self) -> tuple[jax.Array, jax.Array]:  # u32[num_logits] both, the high word first
+        words = self.rows[:, SEED], self.rows[:, SEED + 1]
+        high, low = (jax.lax.bitcast_convert_type(word, jnp.uint32) for word in words)
+        return high, low
+
+    @property
+    def wants_logprobs(self) -> jax.Array:  # bool[num_logits]
+        return self.rows[:, WANTS_LOGPROBS] != 0
 
     @property
     def is_drawn(self) -> jax.Array:  # bool[num_logits]
         """Whether the row draws at all: no token is drawn for the first place of a sequence."""
         return self.draw_position > 0
+
+    def _float_column(self, name: str) -> jax.Array:  # f32[num_logits]
+        return jax.lax.bitcast_convert_type(self.rows[:, COLUMNS.index(name)], jnp.float32)
 
 
 @jax.tree_util.register_dataclass
@@ -130,23 +158,6 @@ def encode_sampling_params(
     return row_np
 
 
-def decode_sampling_rows(
-    rows: jax.Array,  # i32[num_logits, NUM_COLUMNS]
-    draw_position: jax.Array,  # i32[num_logits]
-) -> SamplingInputs:
-    """Inverse of `encode_sampling_params`, under `jit`."""
-    floats = jax.lax.bitcast_convert_type(rows[:, :_NUM_FLOATS], jnp.float32)
-    return SamplingInputs(
-        temperature=floats[:, 0],
-        top_p=floats[:, 1],
-        min_p=floats[:, 2],
-        top_k=rows[:, TOP_K],
-        seed=jax.lax.bitcast_convert_type(rows[:, SEED : SEED + 2], jnp.uint32),
-        draw_position=draw_position,
-        wants_logprobs=rows[:, WANTS_LOGPROBS] != 0,
-    )
-
-
 def join_step_rows(
     fields: dict[str, jax.Array], *, max_num_seqs: int
 ) -> jax.Array:  # i32[max_num_seqs, STEP_ROW_WIDTH]
@@ -159,7 +170,7 @@ def decode_step_rows(
     sampling: jax.Array,  # i32[num_rows, STEP_ROW_WIDTH]
 ) -> SamplingInputs:
     """Inverse of `join_step_rows`, under `jit`."""
-    return decode_sampling_rows(sampling[:, :NUM_COLUMNS], sampling[:, NUM_COLUMNS])
+    return SamplingInputs(rows=sampling, draw_position=sampling[:, NUM_COLUMNS])
 
 
 def decode_processors(

@@ -10,6 +10,7 @@ from jax.sharding import Sharding
 from models import KVCache
 from paxkv.runner.row_state import allocate_row_state, vocab_words
 from paxkv.runner.warmup import StepPrograms
+from paxkv.runner.zeros import put_zeros
 
 
 class StepSampler:
@@ -26,11 +27,11 @@ class StepSampler:
         self._programs = programs
         self._sampler_shape, self._row_shape = buckets.sampler_shape, buckets.row_shape
         self._sharding = sharding
-        self.logits = jnp.zeros((max_num_seqs, vocab_size), jnp.float32, device=sharding)
+        self.logits = put_zeros((max_num_seqs, vocab_size), jnp.float32, sharding)
         self.mask_dims = (max_num_seqs, 1 + vocab_words(vocab_size))
         self._row_state = allocate_row_state(buckets.row_shape, vocab_size, sharding)
         # Stays there, since most steps have no grammar.
-        self._no_mask = jnp.zeros(self.mask_dims, jnp.int32, device=sharding)
+        self._no_mask = put_zeros(self.mask_dims, jnp.int32, sharding)
 
     @property
     def arrays(self) -> tuple[jax.Array, ...]:

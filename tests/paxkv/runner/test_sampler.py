@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paxkv.runner.sampler import argmax_grouped, sample
-from paxkv.runner.sampling_columns import SamplingInputs
+from paxkv.runner.sampling_columns import COLUMNS, NUM_COLUMNS, SamplingInputs
 
 VOCAB = 300  # three groups, the last one partly filled
 NUM_DRAWS = 8192
@@ -16,20 +16,15 @@ SAMPLE = jax.jit(sample)
 def make_inputs(
     num_rows, temperature=1.0, top_p=1.0, min_p=0.0, top_k=0, seed=0, position=0, logprobs=False
 ):
-    def column(value, dtype):
-        return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (num_rows,)))
-
-    seed_np = np.zeros((num_rows, 2), np.uint32)
-    seed_np[:, 1] = seed
-    return SamplingInputs(
-        temperature=column(temperature, np.float32),
-        top_p=column(top_p, np.float32),
-        min_p=column(min_p, np.float32),
-        top_k=column(top_k, np.int32),
-        seed=jnp.asarray(seed_np),
-        draw_position=column(position, np.int32),
-        wants_logprobs=column(logprobs, np.bool_),
-    )
+    rows_np = np.zeros((num_rows, NUM_COLUMNS), np.int32)
+    floats = {"temperature": temperature, "top_p": top_p, "min_p": min_p}
+    integers = {"top_k": top_k, "seed_low": seed, "wants_logprobs": logprobs}
+    for name, value in floats.items():
+        rows_np[:, COLUMNS.index(name)].view(np.float32)[:] = value
+    for name, value in integers.items():
+        rows_np[:, COLUMNS.index(name)] = value
+    position_np = np.broadcast_to(np.asarray(position, np.int32), (num_rows,))
+    return SamplingInputs(rows=jnp.asarray(rows_np), draw_position=jnp.asarray(position_np))
 
 
 def true_distribution(logits_np, temperature=1.0, top_p=1.0, min_p=0.0, top_k=0):
@@ -213,3 +208,19 @@ def test_vocabulary_smaller_than_the_number_of_top_tokens():
     sampled = jax.device_get(SAMPLE(logits_np, make_inputs(1, temperature=0, logprobs=True)))
     assert sampled.top_token_ids[0, :3].tolist() == [1, 2, 0]
     assert sampled.token_ids.tolist() == [1]
+
+
+def test_draws_are_of_the_words_that_jax_random_gives_for_seed_and_position():
+    """Outputs of a seed must not change between versions. Among 256 equal tokens the first word
+    says which half it is, the second which of its 128."""
+    seed, position = np.arange(512) * 7_654_321 % 2**31, np.arange(512) * 977
+    inputs = make_inputs(512, seed=seed, position=position)
+    token_ids = np.asarray(SAMPLE(jnp.zeros((512, 256)), inputs).token_ids)
+
+    def words_of(seed, position):
+        key = jax.random.wrap_key_data(jnp.stack([jnp.uint32(0), seed]), impl="threefry2x32")
+        return jax.random.key_data(jax.random.fold_in(key, position))
+
+    words_np = np.asarray(jax.vmap(words_of)(jnp.uint32(seed), jnp.int32(position)))
+    halves_np, places_np = words_np[:, 0] // 2**31, words_np[:, 1] // 2**25
+    np.testing.assert_array_equal(token_ids, halves_np * 128 + places_np)

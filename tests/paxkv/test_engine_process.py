@@ -1,0 +1,36 @@
+"""Building an engine in its own process leaves Python's collector as it was, error or not."""
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+
+from models.errors import ModelError
+from paxkv import engine_process
+from paxkv.config import EngineConfig
+from paxkv.errors import ConfigError
+
+
+@pytest.mark.parametrize("error", [None, ModelError("no weights")])
+def test_garbage_is_collected_again_after_the_start(monkeypatch, error):
+    seen = []
+
+    def build_core(config, **_):
+        seen.append(gc.isenabled())
+        if error is not None:
+            raise error
+        return SimpleNamespace(core="core", ready="ready")
+
+    monkeypatch.setattr(engine_process, "build_core", build_core)
+    arguments = {"show_progress": False, "on_model_found": lambda folder: None}
+    try:
+        if error is None:
+            assert engine_process.build(EngineConfig(), **arguments) == ("core", "ready")
+        else:
+            with pytest.raises(ConfigError, match="no weights"):
+                engine_process.build(EngineConfig(), **arguments)
+        assert (seen, gc.isenabled()) == ([False], True)
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+        gc.enable()
