@@ -181,6 +181,45 @@ def test_tokens_of_a_step_are_pending_until_they_are_home_though_fewer_come():
     assert row_contents(batch, "a")[0] == [5, 6, 31]
 
 
+def test_one_token_each_is_appended_as_any_number_is():
+    batches = [make_batch(), make_batch()]
+    for batch in batches:
+        batch.update(output([new("a", [5, 6]), new("b", [7]), new("full", range(MAX_MODEL_LEN))]))
+        rows_np, one_each_np = batch.rows_of(["b", "a"]), np.ones(2, np.int32)
+        batch.note_drawn(rows_np, one_each_np)
+    batches[0].append_tokens(rows_np, np.array([[30, 31]], np.int32), one_each_np)
+    batches[1].append_one_each(rows_np, np.array([30, 31], np.int32))
+    for batch in batches:
+        assert not batch.num_pending_np.any()
+        assert row_contents(batch, "b")[0] == [7, 30]
+        assert row_contents(batch, "a")[0] == [5, 6, 31]
+    with pytest.raises(InvariantError, match="max_model_len=12"):
+        batches[1].append_one_each(batches[1].rows_of(["full"]), np.array([1], np.int32))
+
+
+def test_rows_are_the_same_array_until_one_changes_hands():
+    batch = make_batch()
+    batch.update(output([new("a"), new("b")]))
+    rows_np = batch.rows_of(["b", "a"])
+    batch.update(output(cached=[("b", None, 2), ("a", [8], 2)]))
+    assert batch.rows_of(["b", "a"]) is rows_np
+    assert batch.take_grown_rows() == [rows_np[1]] and batch.take_grown_rows() == []
+    # The row is the old one, and the request is not.
+    batch.update(output([new("a")], finished=["a"]))
+    assert batch.rows_of(["b", "a"]) is not rows_np
+    assert batch.rows_of(["b", "a"]).tolist() == rows_np.tolist()
+
+
+def test_rows_that_want_more_than_tokens_are_counted_while_they_run():
+    batch = make_batch()
+    batch.update(output([new("a", logprobs=0), new("b"), new("c", prompt_logprobs=1)]))
+    assert batch.num_wanting_more == 2
+    batch.update(output(preempted=["a"]))
+    assert batch.num_wanting_more == 1
+    batch.update(output(cached=[("a", [8], 1)], resumed={"a": [5, 6, 7]}, finished=["c"]))
+    assert batch.num_wanting_more == 1
+
+
 def test_row_knows_what_ends_its_request_also_when_it_resumes():
     batch = make_batch()
     ending = tuple(range(50, 50 + MAX_ENDING_IDS + 1))  # one more than a burst looks for
