@@ -62,6 +62,7 @@ class DeviceStep:
     def _note_wishes(self, states: list[CachedRequestState]) -> None:
         """Finds out who draws by a grammar, and whose prompt's log-probabilities are complete."""
         rows = self._rows
+        rows.settle()
         drawing = [
             (req_idx, state)
             for req_idx, (state, num_drawn) in enumerate(

@@ -20,6 +20,9 @@ from paxkv.runner.sampling_columns import (
 )
 from paxkv.sampling_params import SamplingParams
 
+# Of so many steps the tokens are kept before they are written into the rows together.
+MAX_LATE_STEPS = 32
+
 
 @dataclasses.dataclass(slots=True)
 class CachedRequestState:
@@ -55,6 +58,9 @@ class InputBatch:
 
     Rows may have holes and stay where they are: the batch builder gathers those scheduled in a
     step, so nothing depends on their order, and no row is ever moved (vLLM condenses instead).
+
+    In steady decode nobody reads what a step adds to `token_ids_np`, `num_tokens_np` and
+    `num_pending_np`: it is written down when somebody asks for it, by `settle`.
 
     Attributes:
         num_wanting_more: Rows whose requests want more than tokens; with none of them, nobody has
@@ -104,6 +110,9 @@ class InputBatch:
         self._found_req_ids: list[str] | None = None
         self._found_rows_np = np.zeros(0, np.int32)
         self._noted: tuple[np.ndarray, np.ndarray] | None = None
+        # Since then, of these rows: steps that drew the same again, and tokens that came home.
+        self._num_late_steps = 0
+        self._late_token_ids: list[np.ndarray] = []
 
     @classmethod
     def create(
@@ -193,12 +202,15 @@ class InputBatch:
     ) -> None:
         """Remembers whose last token is among those that a step which was started draws."""
         noted = self._noted
-        if noted is None or noted[0] is not rows_np or noted[1] is not num_drawn_np:
-            self.prev_sampled_idx_np[:] = -1
-            step_idx_np = np.arange(len(rows_np), dtype=np.int32)
-            self.prev_sampled_idx_np[rows_np] = np.where(num_drawn_np > 0, step_idx_np, -1)
-            self._noted = (rows_np, num_drawn_np)
+        if noted is not None and noted[0] is rows_np and noted[1] is num_drawn_np:
+            self._num_late_steps += 1
+            return
+        self.settle()
+        self.prev_sampled_idx_np[:] = -1
+        step_idx_np = np.arange(len(rows_np), dtype=np.int32)
+        self.prev_sampled_idx_np[rows_np] = np.where(num_drawn_np > 0, step_idx_np, -1)
         self.num_pending_np[rows_np] += num_drawn_np
+        self._noted = (rows_np, num_drawn_np)
 
     def append_tokens(
         self,
@@ -211,6 +223,7 @@ class InputBatch:
         Raises:
             InvariantError: A row is full: the scheduler let a request pass max_model_len.
         """
+        self.settle()
         num_new_np = (drawn_np != NO_TOKEN).sum(axis=0, dtype=np.int32)
         self._check_room(rows_np, num_new_np)
         for tokens_np in drawn_np[: num_new_np.max(initial=0)]:
@@ -232,12 +245,28 @@ class InputBatch:
         Raises:
             InvariantError: As `append_tokens`.
         """
-        ends_np = self.num_tokens_np[rows_np]
-        if ends_np.max(initial=0) >= self.token_ids_np.shape[1]:
-            self._check_room(rows_np, np.ones_like(ends_np))
-        self.token_ids_np[rows_np, ends_np] = token_ids_np
-        self.num_tokens_np[rows_np] = ends_np + 1
-        self.num_pending_np[rows_np] -= 1
+        if self._noted is None or self._noted[0] is not rows_np:
+            self.append_tokens(rows_np, token_ids_np[None], np.ones(len(rows_np), np.int32))
+            return
+        self._late_token_ids.append(token_ids_np.copy())
+        if len(self._late_token_ids) >= MAX_LATE_STEPS:
+            self.settle()
+
+    def settle(self) -> None:
+        """Writes down what steps of the same rows have drawn and brought home since the last call.
+
+        To be called before anybody reads tokens or their counts, or a row changes hands.
+
+        Raises:
+            InvariantError: As `append_tokens`.
+        """
+        if self._num_late_steps == 0 and not self._late_token_ids:
+            return
+        rows_np, num_drawn_np = self._noted
+        self.num_pending_np[rows_np] += self._num_late_steps * num_drawn_np
+        late, self._late_token_ids, self._num_late_steps = self._late_token_ids, [], 0
+        if late:
+            self.append_tokens(rows_np, np.stack(late), np.full(len(rows_np), len(late), np.int32))
 
     def _check_room(self, rows_np: np.ndarray, num_new_np: np.ndarray) -> None:
         ends_np = self.num_tokens_np[rows_np] + num_new_np
@@ -312,6 +341,7 @@ class InputBatch:
                 f"request {state.req_id!r} must have 1 to {self.token_ids_np.shape[1]} tokens, "
                 f"got {len(token_ids)}."
             )
+        self.settle()
         row_idx = heapq.heappop(self._free_rows)
         state.row_idx = row_idx
         self.token_ids_np[row_idx, : len(token_ids)] = token_ids
@@ -335,6 +365,7 @@ class InputBatch:
     def _release_row(self, state: CachedRequestState) -> None:
         if state.row_idx is None:
             return
+        self.settle()
         self.block_tables.clear_row(state.row_idx)
         self.num_tokens_np[state.row_idx] = 0
         self.num_pending_np[state.row_idx] = 0

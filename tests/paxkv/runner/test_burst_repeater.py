@@ -133,7 +133,10 @@ class Traffic:
 
     def take_home(self):
         for built, drawn_np in self.away:
-            self.batch.append_tokens(built.rows_np, drawn_np, built.num_drawn_np)
+            if built.num_drawn_of_each == 1:
+                self.batch.append_one_each(built.rows_np, drawn_np[0])
+            else:
+                self.batch.append_tokens(built.rows_np, drawn_np, built.num_drawn_np)
         self.away.clear()
 
 
