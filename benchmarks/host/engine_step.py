@@ -2,10 +2,16 @@
 
 All requests decode; nothing arrives and nothing ends. The engine's own thread is watched:
 
-    host_ms_a_step       CPU time that it takes for a decode step: scheduling, building inputs,
-                         launching, and taking tokens home
+    host_ms_a_step       CPU time that it takes for a decode step, on the average: scheduling,
+                         building inputs, launching, taking tokens home, and writing the message
+                         that brings them to the client
+    host_ms_median       the same of the step in the middle, or of a burst's steps
     host_percent         of the time between two steps
     device_idle_percent  time in which no step was computed, because none had been launched
+
+What a device computes is not among it: XLA has threads of its own also where the device is the CPU.
+But there they take the cores and the caches of the engine's thread, so that its own work takes
+about twice the time that it takes beside another device, and more on a busy machine.
 
     python -m benchmarks.host.engine_step --num-requests 256
     python -m benchmarks.host.engine_step --num-requests 64 --set max_decode_burst=1 \
@@ -14,6 +20,7 @@ All requests decode; nothing arrives and nothing ends. The engine's own thread i
 
 import argparse
 import queue
+import statistics
 import sys
 import tempfile
 import threading
@@ -32,6 +39,7 @@ from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, proce
 from models import read_model_config
 from paxkv.build import build_core
 from paxkv.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from paxkv.contracts import wire
 from paxkv.contracts.engine_request import AbortRequests, AddRequest, EngineRequest
 from paxkv.contracts.executor import Executor, StepHandle
 from paxkv.contracts.scheduler_output import SchedulerOutput
@@ -102,26 +110,35 @@ def measure(core: EngineCore, num_requests: int, num_steps: int) -> dict[str, fl
     _run(core, executor, WARM_UP_STEPS)
     busy_s = executor.busy_s
     wall_s, host_s = time.perf_counter(), time.thread_time()
-    num_done = _run(core, executor, num_steps)
+    step_times_s = _run(core, executor, num_steps)
     wall_s, host_s = time.perf_counter() - wall_s, time.thread_time() - host_s
     busy_s = executor.busy_s - busy_s
+    num_done = len(step_times_s)
     core.handle(AbortRequests(request_ids=[str(idx) for idx in range(num_requests)]))
     while core.has_work:
         core.step()
     return {
         "host_ms_a_step": 1e3 * host_s / num_done,
+        "host_ms_median": 1e3 * statistics.median(step_times_s),
         "step_ms": 1e3 * wall_s / num_done,
         "host_percent": 100 * host_s / wall_s,
         "device_idle_percent": max(0.0, 100 * (1 - busy_s / wall_s)),
     }
 
 
-def _run(core: EngineCore, executor: WatchedExecutor, num_steps: int) -> int:
-    """Goes on for at least so many decode steps; returns how many they were."""
-    start = executor.num_decode_steps
-    while executor.num_decode_steps < start + num_steps:
-        core.step()
-    return executor.num_decode_steps - start
+def _run(core: EngineCore, executor: WatchedExecutor, num_steps: int) -> list[float]:
+    """Goes on for at least so many decode steps; CPU seconds of each, of a burst its share."""
+    step_times_s: list[float] = []
+    num_before, start_s = executor.num_decode_steps, time.thread_time()
+    while len(step_times_s) < num_steps:
+        # As the engine's loop does.
+        wire.encode(core.step())
+        num_new = executor.num_decode_steps - num_before
+        if num_new > 0:
+            took_s = time.thread_time() - start_s
+            step_times_s += [took_s / num_new] * num_new
+            num_before, start_s = num_before + num_new, start_s + took_s
+    return step_times_s
 
 
 def build(checkpoint: Path, arguments: argparse.Namespace) -> EngineCore:

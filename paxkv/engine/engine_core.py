@@ -99,6 +99,7 @@ class EngineCore:
         self._kv_event_publisher = kv_event_publisher
         self._grammars = grammars
         self._max_steps_in_flight = max_steps_in_flight
+        self._max_decode_burst = max_decode_burst
         self._burst_length = BurstLength(max_decode_burst)
         self._in_flight: deque[StepInFlight] = deque()
         self._last_fetch_s = 0.0
@@ -201,9 +202,11 @@ class EngineCore:
         """Decides a step and gives it to the executor; False where it has nothing to compute."""
         if self._in_flight and not self._scheduler.has_unfinished_requests():
             return False
-        # The one to wait longest is whoever reads along.
-        is_streamed = any(request.is_streamed for request in self._scheduler.running)
-        max_decode_steps = self._burst_length.next_length(is_streamed=is_streamed)
+        max_decode_steps = 1
+        if self._max_decode_burst > 1:
+            # The one to wait longest is whoever reads along.
+            is_streamed = any(request.is_streamed for request in self._scheduler.running)
+            max_decode_steps = self._burst_length.next_length(is_streamed=is_streamed)
         start_s = time.perf_counter()
         scheduler_output = self._scheduler.schedule(max_decode_steps)
         num_scheduled_tokens = scheduler_output.total_num_scheduled_tokens

@@ -1,6 +1,5 @@
 """Turns the rows scheduled in a step into one packed int32 buffer for the device."""
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,48 +7,11 @@ import numpy as np
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.errors import InvariantError
 from paxkv.runner.bucketing import BurstShape, StepBuckets, StepShape
+from paxkv.runner.built_step import BuiltStep, PromptSpan
+from paxkv.runner.burst_repeater import BurstRepeater
 from paxkv.runner.input_batch import InputBatch
 from paxkv.runner.packed_layout import PackedLayout
 from paxkv.runner.sampling_columns import needs_processors
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PromptSpan:
-    """Tokens of one request's prompt in a step; each finds what is wanted of the next one.
-
-    Args:
-        req_idx: The request's row in the step.
-        start: Of the first token in the step.
-        position: Of the first token in the prompt.
-    """
-
-    req_idx: int
-    start: int
-    position: int
-    num_tokens: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class BuiltStep:
-    """One step's buffer, and what the host must know to read its answer.
-
-    Args:
-        packed_np: i32[num_words], owned by nobody else.
-        req_ids: Requests of the step; request r is row r of the step's arrays.
-        rows_np: i32[len(req_ids)], their rows in the `InputBatch`.
-        num_drawn_np: i32[len(req_ids)], tokens that the step draws for the request, or fewer where
-            one of them ends it; 0 while its prompt is not finished.
-        num_padded_tokens: Tokens that it computes for nobody.
-        prompt_spans: Parts of prompts whose log-probabilities it finds.
-    """
-
-    shape: StepShape | BurstShape
-    packed_np: np.ndarray
-    req_ids: list[str]
-    rows_np: np.ndarray
-    num_drawn_np: np.ndarray
-    num_padded_tokens: int
-    prompt_spans: tuple[PromptSpan, ...] = ()
 
 
 class BatchBuilder:
@@ -71,6 +33,8 @@ class BatchBuilder:
         self._rows = input_batch
         self._host_token = max_num_seqs  # the `token_source` that takes the token from `token_ids`
         self._block_sizes = tuple(block_sizes)
+        # The last step, where all its rows may go on as they are.
+        self._burst_repeater: BurstRepeater | None = None
 
     def build(self, scheduler_output: SchedulerOutput) -> BuiltStep:
         """Packs one step; the rows must have been updated with `scheduler_output` before.
@@ -85,10 +49,30 @@ class BatchBuilder:
                 would write to the null block.
         """
         req_ids = list(scheduler_output.num_scheduled_tokens)
+        rows_np = self._rows.rows_of(req_ids)
+        grown_rows = self._rows.take_grown_rows()
+        repeater, self._burst_repeater = self._burst_repeater, None
+        built = None
+        if repeater is not None:
+            built = repeater.repeat(scheduler_output, rows_np, grown_rows)
+        if built is None:
+            repeater = None
+            built = self._build_anew(scheduler_output, req_ids, rows_np)
+        if isinstance(built.shape, BurstShape) and built.num_drawn_of_each:
+            self._burst_repeater = repeater or BurstRepeater(self._rows, self._block_sizes, built)
+        return built
+
+    def _build_anew(
+        self,
+        scheduler_output: SchedulerOutput,
+        req_ids: list[str],
+        rows_np: np.ndarray,  # i32[len(req_ids)]
+    ) -> BuiltStep:
+        self._rows.settle()
         num_steps = scheduler_output.num_decode_steps
         rows = _ScheduledRows(
             req_ids,
-            rows_np=self._rows.rows_of(req_ids),
+            rows_np=rows_np,
             num_scheduled_np=np.array(
                 list(scheduler_output.num_scheduled_tokens.values()), dtype=np.int32
             ),
@@ -133,6 +117,7 @@ class BatchBuilder:
             req_ids=rows.req_ids,
             rows_np=rows.rows_np,
             num_drawn_np=is_drawn_np.astype(np.int32),
+            num_drawn_of_each=1 if is_drawn_np.all() else None,
             num_padded_tokens=shape.num_computed(num_tokens) - num_tokens,
             prompt_spans=self._fill_next_ids(views, rows) if wants_prompt else (),
         )
@@ -173,12 +158,14 @@ class BatchBuilder:
         views["first_end"][:num_reqs] = self._rows.first_end_np[rows.rows_np]
         # The single token of a step may be one within a prompt: then nothing is drawn.
         is_drawn_np = rows.num_computed_np + 1 >= self._rows.num_tokens_np[rows.rows_np]
+        num_drawn_np = rows.num_scheduled_np * is_drawn_np
         return BuiltStep(
             shape=shape,
             packed_np=packed_np,
             req_ids=rows.req_ids,
             rows_np=rows.rows_np,
-            num_drawn_np=rows.num_scheduled_np * is_drawn_np,
+            num_drawn_np=num_drawn_np,
+            num_drawn_of_each=num_steps if (num_drawn_np == num_steps).all() else None,
             num_padded_tokens=shape.num_reqs * num_steps - len(rows.positions_np),
         )
 

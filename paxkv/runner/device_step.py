@@ -12,8 +12,8 @@ from paxkv.contracts.runner_output import (
     TokenLogprobs,
 )
 from paxkv.errors import InvariantError
-from paxkv.runner.batch_builder import BuiltStep
-from paxkv.runner.input_batch import InputBatch
+from paxkv.runner.built_step import BuiltStep
+from paxkv.runner.input_batch import CachedRequestState, InputBatch
 from paxkv.runner.sampled_tokens import NO_TOKEN, read_logprobs
 
 
@@ -44,25 +44,42 @@ class DeviceStep:
         self.prompt_result: jax.Array | None = None
         self._built = built
         self._rows = rows
-        # Now, because a request may be gone when the tokens come home, and its id another's; or it
-        # may have lost its row, and got one again.
-        self._states = [rows.requests[req_id] for req_id in built.req_ids]
-        self._num_starts = [state.num_starts for state in self._states]
-        self.grammar_rows = {
-            state.req_id: row
-            for row, state in enumerate(self._states)
-            if state.needs_grammar and built.num_drawn_np[row] > 0
-        }
-        self._is_first_draw = [
-            state.prompt_results_np is not None
-            and num_drawn > 0
-            and rows.num_tokens_np[row] + rows.num_pending_np[row] == state.num_prompt_tokens
-            for state, row, num_drawn in zip(
-                self._states, built.rows_np, built.num_drawn_np, strict=True
-            )
-        ]
+        # A request may be gone when the tokens come home, and its row another's; or it may have
+        # lost its row, and got one again.
+        self._num_row_changes = rows.num_changes
+        # None where nobody wants more than tokens: then no request is looked at by itself. Now,
+        # because its id may be another's when the tokens come home.
+        self._states = (
+            [rows.requests[req_id] for req_id in built.req_ids] if rows.num_wanting_more else None
+        )
+        self._first_draws: list[CachedRequestState] = []
+        self.grammar_rows: dict[str, int] = {}
+        if self._states is not None:
+            self._note_wishes(self._states)
         self._draw: Callable[[np.ndarray], jax.Array] | None = None
         self._mask_dims = (0, 0)
+
+    def _note_wishes(self, states: list[CachedRequestState]) -> None:
+        """Finds out who draws by a grammar, and whose prompt's log-probabilities are complete."""
+        rows = self._rows
+        rows.settle()
+        drawing = [
+            (req_idx, state)
+            for req_idx, (state, num_drawn) in enumerate(
+                zip(states, self._built.num_drawn_np, strict=True)
+            )
+            if num_drawn > 0
+        ]
+        self.grammar_rows = {
+            state.req_id: req_idx for req_idx, state in drawing if state.needs_grammar
+        }
+        self._first_draws = [
+            state
+            for req_idx, state in drawing
+            if state.prompt_results_np is not None
+            and rows.num_tokens_np[state.row_idx] + rows.num_pending_np[state.row_idx]
+            == state.num_prompt_tokens
+        ]
 
     @property
     def needs_bitmask(self) -> bool:
@@ -104,65 +121,83 @@ class DeviceStep:
             raise InvariantError("the step has drawn no tokens: `start_sampling` comes first.")
         if self.result is None:
             raise InvariantError("the tokens of a step are fetched once.")
-        result_np, prompt_np = jax.device_get((self.result, self.prompt_result))
+        result_np, prompt_np = _fetch(self.result), _fetch(self.prompt_result)
         self.result = self.prompt_result = None
         for span in self._built.prompt_spans:
             found_np = prompt_np[span.start : span.start + span.num_tokens]
             prompt_results_np = self._states[span.req_idx].prompt_results_np
             prompt_results_np[span.position : span.position + span.num_tokens] = found_np
-        req_ids, num_drawn_np = self._built.req_ids, self._built.num_drawn_np
-        drawn_np = result_np[: num_drawn_np.max(), : len(req_ids), 0]
-        # A row that draws fewer than others has drawn nothing in the last steps.
-        step_idx_np = np.arange(len(drawn_np), dtype=np.int32)[:, None]
-        drawn_np = np.where(step_idx_np < num_drawn_np, drawn_np, NO_TOKEN)
-        self._write_into_rows(drawn_np)
-        sampled_token_ids = [
-            [token_id for token_id in row if token_id != NO_TOKEN] for row in drawn_np.T.tolist()
-        ]
+        req_ids = self._built.req_ids
+        sampled_token_ids = self._take_tokens(result_np)
         return ModelRunnerOutput(
             req_ids=req_ids,
             sampled_token_ids=sampled_token_ids,
-            logprobs=[
-                self._read_logprobs(result_np, req_idx, len(token_ids))
-                for req_idx, token_ids in enumerate(sampled_token_ids)
-            ],
-            prompt_logprobs=self._finished_prompts(),
+            logprobs=(
+                [None] * len(req_ids)
+                if self._states is None
+                else [
+                    self._read_logprobs(state, result_np[: len(token_ids), req_idx])
+                    for req_idx, (state, token_ids) in enumerate(
+                        zip(self._states, sampled_token_ids, strict=True)
+                    )
+                ]
+            ),
+            prompt_logprobs={
+                state.req_id: [
+                    read_logprobs(row_np, state.sampling_params.prompt_logprobs)
+                    for row_np in state.prompt_results_np
+                ]
+                for state in self._first_draws
+            },
         )
 
-    def _finished_prompts(self) -> dict[str, list[TokenLogprobs]]:
-        """Of the requests that drew their first token in this step and want it."""
-        return {
-            state.req_id: [
-                read_logprobs(row_np, state.sampling_params.prompt_logprobs)
-                for row_np in state.prompt_results_np
-            ]
-            for state, is_first in zip(self._states, self._is_first_draw, strict=True)
-            if is_first
-        }
+    def _take_tokens(
+        self,
+        result_np: np.ndarray,  # i32[max_steps, num_reqs, RESULT_WIDTH]
+    ) -> list[list[int]]:
+        """Writes the tokens into the rows that still wait for them; returns those of each."""
+        rows_np, num_drawn_np = self._built.rows_np, self._built.num_drawn_np
+        num_reqs = len(rows_np)
+        if self._built.num_drawn_of_each == 1:
+            token_ids_np = result_np[0, :num_reqs, 0]
+            if self._rows.num_changes == self._num_row_changes:
+                self._rows.append_one_each(rows_np, token_ids_np)
+            else:
+                kept_np = self._are_kept()
+                self._rows.append_one_each(rows_np[kept_np], token_ids_np[kept_np])
+            return [[token_id] for token_id in token_ids_np.tolist()]
+        drawn_np = result_np[: num_drawn_np.max(), :num_reqs, 0]
+        # A row that draws fewer than others has drawn nothing in the last steps.
+        step_idx_np = np.arange(len(drawn_np), dtype=np.int32)[:, None]
+        drawn_np = np.where(step_idx_np < num_drawn_np, drawn_np, NO_TOKEN)
+        kept_np = self._are_kept()
+        self._rows.append_tokens(rows_np[kept_np], drawn_np[:, kept_np], num_drawn_np[kept_np])
+        return [
+            [token_id for token_id in row if token_id != NO_TOKEN] for row in drawn_np.T.tolist()
+        ]
+
+    def _are_kept(self) -> np.ndarray:  # bool[num_reqs]
+        """Whose row is still that of the step.
+
+        A preempted request gets all its tokens from the scheduler when it resumes.
+        """
+        return self._rows.changed_at_np[self._built.rows_np] <= self._num_row_changes
 
     def _read_logprobs(
-        self, result_np: np.ndarray, req_idx: int, num_tokens: int
+        self,
+        state: CachedRequestState,
+        result_rows_np: np.ndarray,  # i32[num_tokens, RESULT_WIDTH]
     ) -> list[TokenLogprobs] | None:
-        num_logprobs = self._states[req_idx].sampling_params.logprobs
+        num_logprobs = state.sampling_params.logprobs
         if num_logprobs is None:
             return None
-        return [
-            read_logprobs(result_row_np, num_logprobs)
-            for result_row_np in result_np[:num_tokens, req_idx]
-        ]
+        return [read_logprobs(result_row_np, num_logprobs) for result_row_np in result_rows_np]
 
-    def _write_into_rows(self, drawn_np: np.ndarray) -> None:
-        """Args: drawn_np: i32[num_steps, num_reqs]."""
-        kept = [
-            req_idx
-            for req_idx, (state, num_starts) in enumerate(
-                zip(self._states, self._num_starts, strict=True)
-            )
-            if self._rows.requests.get(state.req_id) is state
-            and state.num_starts == num_starts
-            # A preempted request gets all its tokens from the scheduler when it resumes.
-            and state.row_idx is not None
-        ]
-        self._rows.append_tokens(
-            self._built.rows_np[kept], drawn_np[:, kept], self._built.num_drawn_np[kept]
-        )
+
+def _fetch(array: jax.Array | None) -> np.ndarray | None:
+    """Waits for an array and brings it home; `device_get` would take 5 times as long."""
+    if array is None:
+        return None
+    # Under a transfer guard too: this is the one place that fetches.
+    with jax.transfer_guard_device_to_host("allow"):
+        return np.asarray(array)

@@ -20,6 +20,9 @@ from paxkv.runner.sampling_columns import (
 )
 from paxkv.sampling_params import SamplingParams
 
+# Of so many steps the tokens are kept before they are written into the rows together.
+MAX_LATE_STEPS = 32
+
 
 @dataclasses.dataclass(slots=True)
 class CachedRequestState:
@@ -39,8 +42,15 @@ class CachedRequestState:
     # Log-probabilities of the prompt's tokens but the first, i32[num_prompt_tokens - 1,
     # RESULT_WIDTH]; None where nobody asked for them.
     prompt_results_np: np.ndarray | None
-    # How often it got a row: tokens drawn for an earlier one are not for the next.
-    num_starts: int = 0
+
+    @property
+    def wants_more_than_tokens(self) -> bool:
+        """Whether there is more to its answers: log-probabilities, or a grammar's mask."""
+        return (
+            self.sampling_params.logprobs is not None
+            or self.prompt_results_np is not None
+            or self.needs_grammar
+        )
 
 
 class InputBatch:
@@ -48,6 +58,14 @@ class InputBatch:
 
     Rows may have holes and stay where they are: the batch builder gathers those scheduled in a
     step, so nothing depends on their order, and no row is ever moved (vLLM condenses instead).
+
+    In steady decode nobody reads what a step adds to `token_ids_np`, `num_tokens_np` and
+    `num_pending_np`: it is written down when somebody asks for it, by `settle`.
+
+    Attributes:
+        num_wanting_more: Rows whose requests want more than tokens; with none of them, nobody has
+            to look at requests one by one.
+        num_changes: How often a row was taken or given back.
     """
 
     def __init__(
@@ -75,11 +93,26 @@ class InputBatch:
         self.num_prompt_results_np = np.zeros(max_num_seqs, np.int32)
         # Place of the row's last token among those that the last step drew; -1 if it drew none.
         self.prev_sampled_idx_np = np.full(max_num_seqs, -1, np.int32)
+        # `num_changes` when the row was last taken or given back: tokens that were drawn for it
+        # before are not for whoever has it now.
+        self.changed_at_np = np.zeros(max_num_seqs, np.int64)
+        self.num_changes = 0
+        self.num_wanting_more = 0
         self._free_rows = list(range(max_num_seqs))  # a heap: the lowest free row is taken first
         self._vocab_size = vocab_size
         self._seed = seed
         # Got a row since the last call of `take_packed_rows`, and the device keeps one of them.
         self._started: list[CachedRequestState] = []
+        # Got blocks since the last call of `take_grown_rows`.
+        self._grown_rows: list[int] = []
+        # The last answer of `rows_of`, until a row changes hands: steps of steady decode have it
+        # again and again. And what `note_drawn` was told last.
+        self._found_req_ids: list[str] | None = None
+        self._found_rows_np = np.zeros(0, np.int32)
+        self._noted: tuple[np.ndarray, np.ndarray] | None = None
+        # Since then, of these rows: steps that drew the same again, and tokens that came home.
+        self._num_late_steps = 0
+        self._late_token_ids: list[np.ndarray] = []
 
     @classmethod
     def create(
@@ -141,16 +174,26 @@ class InputBatch:
             for state in started
         ]
 
+    def take_grown_rows(self) -> list[int]:
+        """Rows that got blocks since the last call; those that began since may be among them."""
+        grown, self._grown_rows = self._grown_rows, []
+        return grown
+
     def rows_of(self, req_ids: list[str]) -> np.ndarray:  # i32[len(req_ids)]
-        """Row of each request.
+        """Row of each request, read-only: the same array as before where all is as it was then.
 
         Raises:
             InvariantError: One is unknown, or preempted.
         """
-        rows = [self._state(req_id).row_idx for req_id in req_ids]
-        if None in rows:
-            raise InvariantError(f"request {req_ids[rows.index(None)]!r} is preempted: no row.")
-        return np.array(rows, np.int32)
+        if req_ids != self._found_req_ids:
+            rows = [self._state(req_id).row_idx for req_id in req_ids]
+            if None in rows:
+                raise InvariantError(
+                    f"request {req_ids[rows.index(None)]!r} runs, but was preempted: it has no row."
+                )
+            self._found_req_ids, self._found_rows_np = req_ids, np.array(rows, np.int32)
+            self._found_rows_np.setflags(write=False)
+        return self._found_rows_np
 
     def note_drawn(
         self,
@@ -158,10 +201,16 @@ class InputBatch:
         num_drawn_np: np.ndarray,  # i32[num_reqs], tokens that it draws for each
     ) -> None:
         """Remembers whose last token is among those that a step which was started draws."""
+        noted = self._noted
+        if noted is not None and noted[0] is rows_np and noted[1] is num_drawn_np:
+            self._num_late_steps += 1
+            return
+        self.settle()
         self.prev_sampled_idx_np[:] = -1
         step_idx_np = np.arange(len(rows_np), dtype=np.int32)
         self.prev_sampled_idx_np[rows_np] = np.where(num_drawn_np > 0, step_idx_np, -1)
         self.num_pending_np[rows_np] += num_drawn_np
+        self._noted = (rows_np, num_drawn_np)
 
     def append_tokens(
         self,
@@ -174,14 +223,9 @@ class InputBatch:
         Raises:
             InvariantError: A row is full: the scheduler let a request pass max_model_len.
         """
+        self.settle()
         num_new_np = (drawn_np != NO_TOKEN).sum(axis=0, dtype=np.int32)
-        ends_np = self.num_tokens_np[rows_np] + num_new_np
-        max_model_len = self.token_ids_np.shape[1]
-        if (ends_np > max_model_len).any():
-            raise InvariantError(
-                f"a request would pass max_model_len={max_model_len}; got {num_new_np.tolist()} "
-                f"tokens, with which rows {rows_np.tolist()} have {ends_np.tolist()}."
-            )
+        self._check_room(rows_np, num_new_np)
         for tokens_np in drawn_np[: num_new_np.max(initial=0)]:
             has_token_np = tokens_np != NO_TOKEN
             kept_rows_np = rows_np[has_token_np]
@@ -190,6 +234,48 @@ class InputBatch:
             ]
             self.num_tokens_np[kept_rows_np] += 1
         self.num_pending_np[rows_np] -= num_drawn_np
+
+    def append_one_each(
+        self,
+        rows_np: np.ndarray,  # i32[num_reqs], each once
+        token_ids_np: np.ndarray,  # i32[num_reqs]
+    ) -> None:
+        """The same for a step that drew one token for each.
+
+        Raises:
+            InvariantError: As `append_tokens`.
+        """
+        if self._noted is None or self._noted[0] is not rows_np:
+            self.append_tokens(rows_np, token_ids_np[None], np.ones(len(rows_np), np.int32))
+            return
+        self._late_token_ids.append(token_ids_np.copy())
+        if len(self._late_token_ids) >= MAX_LATE_STEPS:
+            self.settle()
+
+    def settle(self) -> None:
+        """Writes down what steps of the same rows have drawn and brought home since the last call.
+
+        To be called before anybody reads tokens or their counts, or a row changes hands.
+
+        Raises:
+            InvariantError: As `append_tokens`.
+        """
+        if self._num_late_steps == 0 and not self._late_token_ids:
+            return
+        rows_np, num_drawn_np = self._noted
+        self.num_pending_np[rows_np] += self._num_late_steps * num_drawn_np
+        late, self._late_token_ids, self._num_late_steps = self._late_token_ids, [], 0
+        if late:
+            self.append_tokens(rows_np, np.stack(late), np.full(len(rows_np), len(late), np.int32))
+
+    def _check_room(self, rows_np: np.ndarray, num_new_np: np.ndarray) -> None:
+        ends_np = self.num_tokens_np[rows_np] + num_new_np
+        max_model_len = self.token_ids_np.shape[1]
+        if (ends_np > max_model_len).any():
+            raise InvariantError(
+                f"a request would pass max_model_len={max_model_len}; got {num_new_np.tolist()} "
+                f"tokens, with which rows {rows_np.tolist()} have {ends_np.tolist()}."
+            )
 
     def _add_new(self, new_req: NewRequestData) -> None:
         if new_req.req_id in self.requests:
@@ -230,18 +316,22 @@ class InputBatch:
         self.block_tables.append_row(state.row_idx, new_req.block_ids)
 
     def _update_cached(self, cached: CachedRequestData) -> None:
-        for req_id, block_ids, num_computed_tokens in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            state = self._state(req_id)
-            if req_id in cached.resumed_req_ids:
-                self._release_row(state)
-                self._take_row(state, cached.all_token_ids[req_id])
-            elif state.row_idx is None:
-                raise InvariantError(f"request {req_id!r} runs, but was preempted.")
-            self.num_computed_tokens_np[state.row_idx] = num_computed_tokens
+        if cached.resumed_req_ids:
+            # In the order of the step: which rows they get must not depend on a set's.
+            for req_id in cached.req_ids:
+                if req_id in cached.resumed_req_ids:
+                    state = self._state(req_id)
+                    self._release_row(state)
+                    self._take_row(state, cached.all_token_ids[req_id])
+        if not cached.req_ids:
+            return
+        rows_np = self.rows_of(cached.req_ids)
+        self.num_computed_tokens_np[rows_np] = cached.num_computed_tokens
+        for req_idx, block_ids in enumerate(cached.new_block_ids):
             if block_ids is not None:
-                self.block_tables.append_row(state.row_idx, block_ids)
+                row_idx = int(rows_np[req_idx])
+                self.block_tables.append_row(row_idx, block_ids)
+                self._grown_rows.append(row_idx)
 
     def _take_row(self, state: CachedRequestState, token_ids: list[int]) -> None:
         if not self._free_rows:
@@ -251,6 +341,7 @@ class InputBatch:
                 f"request {state.req_id!r} must have 1 to {self.token_ids_np.shape[1]} tokens, "
                 f"got {len(token_ids)}."
             )
+        self.settle()
         row_idx = heapq.heappop(self._free_rows)
         state.row_idx = row_idx
         self.token_ids_np[row_idx, : len(token_ids)] = token_ids
@@ -269,18 +360,26 @@ class InputBatch:
         self.ending_ids_np[row_idx] = state.ending_ids_np
         self.first_end_np[row_idx] = state.first_end
         self.prev_sampled_idx_np[row_idx] = -1
-        state.num_starts += 1
+        self._note_change(state, row_idx, 1)
 
     def _release_row(self, state: CachedRequestState) -> None:
         if state.row_idx is None:
             return
+        self.settle()
         self.block_tables.clear_row(state.row_idx)
         self.num_tokens_np[state.row_idx] = 0
         self.num_pending_np[state.row_idx] = 0
         self.num_computed_tokens_np[state.row_idx] = 0
         self.prev_sampled_idx_np[state.row_idx] = -1
         heapq.heappush(self._free_rows, state.row_idx)
+        self._note_change(state, state.row_idx, -1)
         state.row_idx = None
+
+    def _note_change(self, state: CachedRequestState, row_idx: int, num_rows: int) -> None:
+        self.num_changes += 1
+        self.changed_at_np[row_idx] = self.num_changes
+        self.num_wanting_more += num_rows * state.wants_more_than_tokens
+        self._found_req_ids = self._noted = None
 
     def _state(self, req_id: str) -> CachedRequestState:
         if req_id not in self.requests:

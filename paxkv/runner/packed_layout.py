@@ -34,25 +34,28 @@ class PackedLayout:
     def num_words(self) -> int:
         return sum(math.prod(dims) for dims in self.fields().values())
 
-    def views(self, packed_np: np.ndarray) -> dict[str, np.ndarray]:
-        """The fields as writable views of `packed_np` i32[num_words]."""
-        views = {}
+    def spans(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
+        """Words of the buffer that each field has, and its shape."""
+        spans = {}
         start = 0
         for name, dims in self.fields().items():
             end = start + math.prod(dims)
-            views[name] = packed_np[start:end].reshape(dims)
+            spans[name] = (slice(start, end), dims)
             start = end
-        return views
+        return spans
+
+    def views(self, packed_np: np.ndarray) -> dict[str, np.ndarray]:
+        """The fields as writable views of `packed_np` i32[num_words]."""
+        return {
+            name: packed_np[words].reshape(dims) for name, (words, dims) in self.spans().items()
+        }
 
     def unpack(self, packed: jax.Array) -> dict[str, jax.Array]:
         """The same fields of `packed` i32[num_words], under `jit`."""
-        arrays = {}
-        start = 0
-        for name, dims in self.fields().items():
-            end = start + math.prod(dims)
-            arrays[name] = jax.lax.slice(packed, (start,), (end,)).reshape(dims)
-            start = end
-        return arrays
+        return {
+            name: jax.lax.slice(packed, (words.start,), (words.stop,)).reshape(dims)
+            for name, (words, dims) in self.spans().items()
+        }
 
 
 def _tokens(num_tokens: int) -> dict[str, tuple[int, ...]]:

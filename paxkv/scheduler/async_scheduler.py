@@ -33,10 +33,10 @@ class AsyncScheduler(Scheduler):
                 requests[req_id].num_output_placeholders += num_tokens
             return
         for request in requests.values():
-            num_known_or_sure = request.num_tokens + request.num_output_placeholders
+            num_placeholders = request.num_output_placeholders
             # Less is a prompt in pieces, more has drafts.
-            if request.num_computed_tokens == num_known_or_sure:
-                request.num_output_placeholders += 1
+            if request.num_computed_tokens == len(request.all_token_ids) + num_placeholders:
+                request.num_output_placeholders = num_placeholders + 1
 
     def _append_tokens(
         self,

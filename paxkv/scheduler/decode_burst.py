@@ -79,6 +79,7 @@ class DecodeBursts:
             request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         num_known_tokens = min(request.num_computed_tokens, request.num_tokens)
         self._manager.cache_blocks(request, num_known_tokens)
+        request.note_block_work(self._manager.get_num_tokens_before_block_work(request))
 
     def _has_room(self, requests: list[Request], num_left: list[int], num_steps: int) -> bool:
         num_blocks = 0
@@ -97,6 +98,7 @@ class DecodeBursts:
         new_blocks = self._manager.reserve_slots(request, num_tokens)
         if new_blocks.is_empty():
             return
+        request.note_block_work(self._manager.get_num_tokens_before_block_work(request))
         # The step itself may have taken a block already.
         first = plan.blocks.get(req_id, self._manager.empty_kv_cache_blocks)
         plan.blocks[req_id] = KVCacheBlocks(

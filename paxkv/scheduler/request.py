@@ -87,9 +87,11 @@ class Request:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_output_placeholders",
+        "num_plain_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_tokens_before_block_work",
+        "num_tokens_to_look_at",
         "priority",
         "prompt_embeds",
         "prompt_token_ids",
@@ -150,8 +152,9 @@ class Request:
         self.spec_token_ids: list[int] = []
         # Tokens that steps still in flight will add to `all_token_ids`.
         self.num_output_placeholders = 0
-        # Up to so many tokens its blocks need no work; see `KVCacheManager`. The scheduler's note.
+        # The scheduler's notes; see `note_block_work`.
         self.num_tokens_before_block_work = 0
+        self.num_plain_tokens = 0
         self.num_preemptions = 0
         # Prompt tokens found in the prefix cache when it was first admitted.
         self.num_cached_tokens = 0
@@ -161,6 +164,8 @@ class Request:
         self._extra_key_sources = extra_key_sources(engine_request)
         # `num_tokens` at which the next block is full: a decode step compares one number.
         self._num_tokens_to_hash_at = sys.maxsize if block_hasher is None else 0
+        # The same for all that a token may do by its place: fill a block, or be the last.
+        self.num_tokens_to_look_at = max_num_tokens
         if self.num_tokens >= self._num_tokens_to_hash_at:
             self._hash_full_blocks()
 
@@ -203,9 +208,26 @@ class Request:
         """Order under the priority policy, lowest first; the id only makes it total."""
         return (self.priority, self.arrival_time, self.request_id)
 
-    def append_output_token(self, token_id: int) -> None:
-        """Adds a sampled token, and the hash of the block that it may fill."""
-        self.all_token_ids.append(token_id)
+    def note_block_work(self, num_tokens: int) -> None:
+        """Notes that up to so many tokens its blocks need no work; see `KVCacheManager`.
+
+        From that follows what a scheduler looks at in most steps of most requests: a single token
+        is plain, and needs nothing but to be counted, while it is among the first
+        `num_plain_tokens`. Those who may wait for a grammar, or for something encoded, have none;
+        and the last token of all is never computed.
+        """
+        self.num_tokens_before_block_work = num_tokens
+        is_plain = not self.needs_grammar and not self.mm_features
+        self.num_plain_tokens = min(num_tokens, self.max_num_tokens - 1) if is_plain else 0
+
+    def may_be_ended_by(self, token_ids: list[int]) -> bool:
+        """Whether one of these, to be appended, has to be looked at by itself."""
+        num_tokens = len(self.all_token_ids) + len(token_ids)
+        return num_tokens >= self.max_num_tokens or not self.ending_token_ids.isdisjoint(token_ids)
+
+    def append_output_tokens(self, token_ids: list[int]) -> None:
+        """Adds sampled tokens, and the hashes of the blocks that they may fill."""
+        self.all_token_ids += token_ids
         if len(self.all_token_ids) >= self._num_tokens_to_hash_at:
             self._hash_full_blocks()
 
@@ -218,6 +240,7 @@ class Request:
         assert hasher is not None
         hasher.extend(self.block_hashes, self.all_token_ids, self._extra_key_sources)
         self._num_tokens_to_hash_at = (len(self.block_hashes) + 1) * hasher.block_size
+        self.num_tokens_to_look_at = min(self.max_num_tokens, self._num_tokens_to_hash_at)
 
     def __repr__(self) -> str:
         return (

@@ -48,40 +48,57 @@ class RunningScheduler:
     def schedule(self, plan: StepPlan) -> None:
         """Gives running requests their next tokens, preempting where blocks run out.
 
-        The loop is the host's cost of a decode step: a request in the middle of a block takes no
-        call at all.
+        The loop is the host's cost of a decode step: a request that decodes a token in the middle
+        of a block takes no call at all.
         """
         lookahead = self._num_lookahead_tokens
         num_scheduled_tokens, scheduled = plan.num_scheduled_tokens, plan.running
-        running_status = RequestStatus.RUNNING
+        token_budget = plan.token_budget
         # A copy: preemption takes requests out while we go through.
         for request in self._running.copy():
-            if plan.token_budget == 0:
+            if token_budget == 0:
                 break
-            if request.status is not running_status:
-                continue  # preempted in this step, by an earlier one
             num_computed_tokens = request.num_computed_tokens
-            num_new_tokens = len(request.all_token_ids) - num_computed_tokens
-            demand = None
-            # A single token is within every limit: an unfinished request may compute it.
-            if num_new_tokens != 1 or request.spec_token_ids or request.mm_features:
-                num_new_tokens, demand = self._cut_chunk(request, plan.token_budget)
-                if num_new_tokens <= 0:
-                    continue  # its next token is still on its way; others may have work
-            num_slots = num_computed_tokens + num_new_tokens + lookahead
-            if num_slots > request.num_tokens_before_block_work and not self._allocate_or_preempt(
-                request, num_new_tokens, plan
+            if (
+                num_computed_tokens + lookahead < request.num_plain_tokens
+                and len(request.all_token_ids) + request.num_output_placeholders
+                == num_computed_tokens + 1
+                and not request.spec_token_ids
             ):
-                # vLLM ends the scan here; but those behind it have work, and blocks for it now.
-                continue
-            req_id = request.request_id
-            scheduled[req_id] = request
-            num_scheduled_tokens[req_id] = num_new_tokens
-            plan.token_budget -= num_new_tokens
-            if request.spec_token_ids:
-                plan.take_drafts(request, num_new_tokens)
-            if demand is not None:
-                self._encoder_inputs.commit(request, demand)
+                req_id = request.request_id
+                scheduled[req_id] = request
+                num_scheduled_tokens[req_id] = 1
+                token_budget -= 1
+            # Or else it was preempted in this step, by an earlier one.
+            elif request.status is RequestStatus.RUNNING:
+                plan.token_budget = token_budget
+                self._schedule_closely(request, plan)
+                token_budget = plan.token_budget
+        plan.token_budget = token_budget
+
+    def _schedule_closely(self, request: Request, plan: StepPlan) -> None:
+        """The same for one request, with all that there is to consider."""
+        num_new_tokens = len(request.all_token_ids) - request.num_computed_tokens
+        demand = None
+        # A single token is within every limit: an unfinished request may compute it.
+        if num_new_tokens != 1 or request.spec_token_ids or request.mm_features:
+            num_new_tokens, demand = self._cut_chunk(request, plan.token_budget)
+            if num_new_tokens <= 0:
+                return  # its next token is still on its way; others may have work
+        num_slots = request.num_computed_tokens + num_new_tokens + self._num_lookahead_tokens
+        if num_slots > request.num_tokens_before_block_work and not self._allocate_or_preempt(
+            request, num_new_tokens, plan
+        ):
+            # vLLM ends the scan here; but those behind it have work, and blocks for it now.
+            return
+        req_id = request.request_id
+        plan.running[req_id] = request
+        plan.num_scheduled_tokens[req_id] = num_new_tokens
+        plan.token_budget -= num_new_tokens
+        if request.spec_token_ids:
+            plan.take_drafts(request, num_new_tokens)
+        if demand is not None:
+            self._encoder_inputs.commit(request, demand)
 
     def preempt(self, victim: Request) -> None:
         """Takes a request's blocks and puts it back in the queue, to be computed anew.
@@ -142,7 +159,7 @@ class RunningScheduler:
         self._steps_in_flight.discard(request)
         request.spec_token_ids = []
         request.num_output_placeholders = 0
-        request.num_tokens_before_block_work = 0
+        request.note_block_work(0)
 
     def _cut_chunk(self, request: Request, token_budget: int) -> tuple[int, EncoderDemand | None]:
         """Tokens that a running request may compute now, possibly none, and items to encode."""
@@ -173,9 +190,7 @@ class RunningScheduler:
                 request, num_new_tokens, num_lookahead_tokens=self._num_lookahead_tokens
             )
             if new_blocks is not None:
-                request.num_tokens_before_block_work = manager.get_num_tokens_before_block_work(
-                    request
-                )
+                request.note_block_work(manager.get_num_tokens_before_block_work(request))
                 if not new_blocks.is_empty():
                     plan.blocks[request.request_id] = new_blocks
                 return True

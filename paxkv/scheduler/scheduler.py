@@ -29,7 +29,7 @@ from paxkv.scheduler.scheduler_stats import make_scheduler_stats
 from paxkv.scheduler.spare_blocks import SpareBlocks
 from paxkv.scheduler.step_plan import StepPlan
 from paxkv.scheduler.steps_in_flight import StepsInFlight
-from paxkv.scheduler.update import append_until_stop, keep_drafts, num_rejected_tokens
+from paxkv.scheduler.update import append_plain, append_until_stop, keep_drafts, num_rejected_tokens
 from paxkv.scheduler.waiting_scheduler import WaitingScheduler
 
 
@@ -227,17 +227,17 @@ class Scheduler:
             if request.num_computed_tokens < len(request.all_token_ids):
                 raise InvariantError(f"{request!r} got a token before its last was computed.")
             num_wanted = scheduler_output.num_scheduled_tokens[req_id] if is_burst else 1
-            output = self._append_tokens(request, token_ids, logprobs, num_wanted)
+            is_whole = len(token_ids) == num_wanted
+            output = append_plain(request, token_ids, logprobs) if is_whole else None
+            if output is None:
+                output = self._append_tokens(request, token_ids, logprobs, num_wanted)
+                if output.finish_reason is not None:
+                    finished.append(request)
+                if is_burst:
+                    self._decode_bursts.take_answer(request, len(token_ids), num_wanted)
             outputs.append(output)
-            if output.finish_reason is not None:
-                finished.append(request)
-            if is_burst:
-                self._decode_bursts.take_answer(request, len(token_ids), num_wanted)
         self.steps_in_flight.remove(scheduler_output)
-        if finished:
-            for request in finished:
-                self._end_request(request)
-            self._remove_finished()
+        self._end_requests(finished)
         if runner_output.draft_token_ids:
             keep_drafts(self.requests, runner_output.draft_token_ids, outputs)
         if transfers is not None and self.remote_kv is not None:
@@ -263,8 +263,7 @@ class Scheduler:
             return
         for request in finished:
             request.finish(finish_reason)
-            self._end_request(request)
-        self._remove_finished()
+        self._end_requests(finished)
         self.waiting.remove_requests({request.request_id for request in finished})
 
     def has_unfinished_requests(self) -> bool:
@@ -467,11 +466,17 @@ class Scheduler:
         """Adds a step's tokens; `AsyncScheduler` does more, and compares them with those wanted."""
         return append_until_stop(request, token_ids, logprobs)
 
-    def _end_request(self, request: Request) -> None:
-        """Forgets a finished request; the caller takes it out of its queue.
+    def _end_requests(self, finished: list[Request]) -> None:
+        """Forgets finished requests; the caller takes those out of their queue that wait."""
+        if not finished:
+            return
+        for request in finished:
+            self._end_request(request)
+        # In place: the list is shared with those who schedule it.
+        self.running[:] = [request for request in self.running if not request.is_finished]
 
-        Its blocks are freed, unless they are kept for forks or a transfer still uses them.
-        """
+    def _end_request(self, request: Request) -> None:
+        """Frees its blocks, unless they are kept for forks or a transfer still uses them."""
         # See `RunningScheduler.preempt`.
         request.num_computed_tokens = self.steps_in_flight.num_sure_tokens(request)
         is_delayed = self.remote_kv is not None and self.remote_kv.must_delay_free(request)
@@ -485,10 +490,6 @@ class Scheduler:
         del self.requests[request.request_id]
         self.finished_req_ids.add(request.request_id)
         self._reset_req_ids.discard(request.request_id)
-
-    def _remove_finished(self) -> None:
-        # In place: the list is shared with those who schedule it.
-        self.running[:] = [request for request in self.running if not request.is_finished]
 
     def _holders(self) -> Iterator[Request]:
         """Every request that holds blocks."""

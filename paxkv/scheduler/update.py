@@ -29,6 +29,30 @@ def check_stop(request: Request) -> tuple[FinishReason, int | None] | None:
     return None
 
 
+def append_plain(
+    request: Request, sampled_token_ids: list[int], logprobs: list[TokenLogprobs] | None
+) -> EngineCoreOutput | None:
+    """Adds a step's tokens, where they do nothing but come: so it is in most steps.
+
+    Returns:
+        None, and nothing has changed, where one of them may end the request or fills a block.
+    """
+    num_tokens = len(request.all_token_ids) + len(sampled_token_ids)
+    if num_tokens >= request.num_tokens_to_look_at:
+        return None
+    if not request.ending_token_ids.isdisjoint(sampled_token_ids):
+        return None
+    request.all_token_ids += sampled_token_ids
+    if request.num_output_placeholders > 0:
+        request.num_output_placeholders -= len(sampled_token_ids)
+    return EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=sampled_token_ids,
+        logprobs=logprobs,
+        num_cached_tokens=request.num_cached_tokens,
+    )
+
+
 def append_until_stop(
     request: Request,
     sampled_token_ids: list[int],
@@ -43,8 +67,11 @@ def append_until_stop(
         logprobs: One entry per sampled token, or None.
     """
     finish_reason, stop_reason = None, None
-    for num_kept, token_id in enumerate(sampled_token_ids, 1):
-        request.append_output_token(token_id)
+    may_end = request.may_be_ended_by(sampled_token_ids)
+    if not may_end:
+        request.append_output_tokens(sampled_token_ids)
+    for num_kept, token_id in enumerate(sampled_token_ids if may_end else (), 1):
+        request.append_output_tokens([token_id])
         stop = check_stop(request)
         if stop is not None:
             finish_reason, stop_reason = stop

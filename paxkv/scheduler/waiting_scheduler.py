@@ -92,7 +92,7 @@ class WaitingScheduler:
             return self._try_admit(request, plan)
         if prefix.fork_source is not None:
             # The two share a block that one of them will write into.
-            prefix.fork_source.num_tokens_before_block_work = 0
+            prefix.fork_source.note_block_work(0)
         if self._remote_kv is not None:
             self._remote_kv.note_allocated(request, prefix.num_external_tokens)
         if prefix.is_loaded_async:
@@ -164,9 +164,7 @@ class WaitingScheduler:
     ) -> None:
         """A waiting request that has its blocks begins to run."""
         request.num_computed_tokens = num_computed_tokens
-        request.num_tokens_before_block_work = (
-            self._kv_cache_manager.get_num_tokens_before_block_work(request)
-        )
+        request.note_block_work(self._kv_cache_manager.get_num_tokens_before_block_work(request))
         request.fork_source = None
         is_new = request.status is RequestStatus.WAITING
         if is_new:

@@ -69,6 +69,7 @@ def append(batch, req_id, *token_ids):
 
 def row_contents(batch, req_id):
     """(tokens, computed, blocks) of a request, read back from its row."""
+    batch.settle()
     row = int(batch.rows_of([req_id])[0])
     table = batch.block_tables.tables[0]
     num_blocks = table.num_blocks_np[row]
@@ -179,6 +180,77 @@ def test_tokens_of_a_step_are_pending_until_they_are_home_though_fewer_come():
     assert not batch.num_pending_np.any()
     assert row_contents(batch, "c")[0] == [8, 30, 32, 34]
     assert row_contents(batch, "a")[0] == [5, 6, 31]
+
+
+def test_one_token_each_is_appended_as_any_number_is():
+    batches = [make_batch(), make_batch()]
+    for batch in batches:
+        batch.update(output([new("a", [5, 6]), new("b", [7]), new("full", range(MAX_MODEL_LEN))]))
+        rows_np, one_each_np = batch.rows_of(["b", "a"]), np.ones(2, np.int32)
+        batch.note_drawn(rows_np, one_each_np)
+    batches[0].append_tokens(rows_np, np.array([[30, 31]], np.int32), one_each_np)
+    batches[1].append_one_each(rows_np, np.array([30, 31], np.int32))
+    for batch in batches:
+        batch.settle()
+        assert not batch.num_pending_np.any()
+        assert row_contents(batch, "b")[0] == [7, 30]
+        assert row_contents(batch, "a")[0] == [5, 6, 31]
+    with pytest.raises(InvariantError, match="max_model_len=12"):
+        batches[1].append_one_each(batches[1].rows_of(["full"]), np.array([1], np.int32))
+
+
+@given(st.data())
+@settings(max_examples=50, deadline=None, derandomize=True, database=None)
+def test_what_is_written_late_is_what_would_be_written_at_once(data):
+    """Two batches see the same steps, which draw one token for each and come home in order."""
+    late, prompt = make_batch(), output([new(req_id, [5, 6], [1]) for req_id in "abc"])
+    at_once = make_batch()
+    late.update(prompt)
+    at_once.update(prompt)
+    one_each_np = np.ones(3, np.int32)
+    away, token_id = [], 10
+    for _ in range(data.draw(st.integers(1, MAX_MODEL_LEN - 2))):
+        order = data.draw(st.sampled_from(["abc", "abc", "abc", "cab"]))
+        rows_np = late.rows_of(list(order))
+        late.note_drawn(rows_np, one_each_np)
+        at_once.note_drawn(rows_np.copy(), one_each_np)
+        away.append((rows_np, np.arange(token_id, token_id + 3, dtype=np.int32)))
+        token_id += 3
+        while away and data.draw(st.booleans()):
+            rows_np, token_ids_np = away.pop(0)
+            late.append_one_each(rows_np, token_ids_np)
+            at_once.append_tokens(rows_np, token_ids_np[None], one_each_np)
+        if data.draw(st.integers(0, 4)) == 0:
+            late.settle()
+    if data.draw(st.booleans()):
+        for batch in (late, at_once):
+            batch.update(output(preempted=["b"]))
+    late.settle()
+    for name in ("token_ids_np", "num_tokens_np", "num_pending_np", "prev_sampled_idx_np"):
+        np.testing.assert_array_equal(getattr(late, name), getattr(at_once, name), name)
+
+
+def test_rows_are_the_same_array_until_one_changes_hands():
+    batch = make_batch()
+    batch.update(output([new("a"), new("b")]))
+    rows_np = batch.rows_of(["b", "a"])
+    batch.update(output(cached=[("b", None, 2), ("a", [8], 2)]))
+    assert batch.rows_of(["b", "a"]) is rows_np
+    assert batch.take_grown_rows() == [rows_np[1]] and batch.take_grown_rows() == []
+    # The row is the old one, and the request is not.
+    batch.update(output([new("a")], finished=["a"]))
+    assert batch.rows_of(["b", "a"]) is not rows_np
+    assert batch.rows_of(["b", "a"]).tolist() == rows_np.tolist()
+
+
+def test_rows_that_want_more_than_tokens_are_counted_while_they_run():
+    batch = make_batch()
+    batch.update(output([new("a", logprobs=0), new("b"), new("c", prompt_logprobs=1)]))
+    assert batch.num_wanting_more == 2
+    batch.update(output(preempted=["a"]))
+    assert batch.num_wanting_more == 1
+    batch.update(output(cached=[("a", [8], 1)], resumed={"a": [5, 6, 7]}, finished=["c"]))
+    assert batch.num_wanting_more == 1
 
 
 def test_row_knows_what_ends_its_request_also_when_it_resumes():

@@ -27,8 +27,8 @@ def make_request(token_ids, *, block_hasher=None, cache_salt=None, **params):
 def test_tokens_are_counted_and_the_prompt_stays_as_it_came():
     prompt = [5, 6, 7]
     request = make_request(prompt)
-    request.append_output_token(8)
-    request.append_output_token(9)
+    request.append_output_tokens([8])
+    request.append_output_tokens([9])
     assert (request.num_prompt_tokens, request.num_output_tokens, request.num_tokens) == (3, 2, 5)
     assert request.all_token_ids == [5, 6, 7, 8, 9]
     assert prompt == request.prompt_token_ids == [5, 6, 7]
@@ -38,7 +38,7 @@ def test_hashes_follow_the_tokens_as_they_are_sampled():
     hasher = BlockHasher(block_size=2, seed="s")
     request = make_request([1, 2, 3], block_hasher=hasher, cache_salt="t")
     assert len(request.block_hashes) == 1
-    request.append_output_token(4)
+    request.append_output_tokens([4])
     whole = make_request([1, 2, 3, 4], block_hasher=hasher, cache_salt="t")
     assert request.block_hashes == whole.block_hashes
     assert len(whole.block_hashes) == 2
@@ -130,3 +130,15 @@ def test_prompt_logprobs_skip_reading_the_prefix_cache():
     # The door refuses the field so far; the rule is the scheduler's.
     object.__setattr__(request.sampling_params, "prompt_logprobs", 0)
     assert request.skip_reading_prefix_cache
+
+
+def test_single_tokens_are_plain_up_to_block_work_and_before_the_last():
+    request = make_request([5, 6, 7])  # ends with 10 tokens, of which the last is never computed
+    assert request.num_plain_tokens == 0
+    for num_tokens, wanted in ((4, 4), (9, 9), (16, 9), (0, 0)):
+        request.note_block_work(num_tokens)
+        assert request.num_tokens_before_block_work == num_tokens
+        assert request.num_plain_tokens == wanted
+    request.needs_grammar = True
+    request.note_block_work(8)
+    assert (request.num_tokens_before_block_work, request.num_plain_tokens) == (8, 0)

@@ -17,7 +17,7 @@ def make_request(request_id, *, num_computed_tokens=0, num_output_tokens=0):
     )
     request.num_computed_tokens = num_computed_tokens
     for _ in range(num_output_tokens):
-        request.append_output_token(9)
+        request.append_output_tokens([9])
     return request
 
 
@@ -100,5 +100,5 @@ def test_what_is_built_does_not_change_with_the_request():
     request = make_request("a", num_output_tokens=1)
     plan.add_admitted(request, 4, blocks(1), is_new=False)
     cached = plan.build_cached()
-    request.append_output_token(8)
+    request.append_output_tokens([8])
     assert cached.all_token_ids == {"a": [1, 2, 3, 9]}

@@ -89,7 +89,7 @@ def test_when_a_request_has_ended_what_a_burst_behind_computes_is_not_sure():
     steps = scheduler.steps_in_flight
     assert outputs[1].num_decode_steps == 4
     assert steps.num_sure_tokens(request) == request.num_computed_tokens == 9
-    request.append_output_token(7)
+    request.append_output_tokens([7])
     request.finish("stop")
     assert steps.num_sure_tokens(request) == 5
 

@@ -4,14 +4,20 @@ import pytest
 
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.runner_output import TokenLogprobs
+from paxkv.kv_cache.block_hash import BlockHasher
 from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.request import Request, RequestStatus
-from paxkv.scheduler.update import append_until_stop, check_stop, num_rejected_tokens
+from paxkv.scheduler.update import (
+    append_plain,
+    append_until_stop,
+    check_stop,
+    num_rejected_tokens,
+)
 
 EOS = 2
 
 
-def make_request(*, max_num_tokens=10, **params):
+def make_request(*, max_num_tokens=10, block_hasher=None, **params):
     request = Request(
         EngineRequest(
             request_id="r",
@@ -20,6 +26,7 @@ def make_request(*, max_num_tokens=10, **params):
             eos_token_ids=(EOS, 3),
         ),
         max_num_tokens=max_num_tokens,
+        block_hasher=block_hasher,
     )
     request.status = RequestStatus.RUNNING
     request.num_cached_tokens = 1
@@ -46,7 +53,7 @@ def make_request(*, max_num_tokens=10, **params):
 )
 def test_the_first_rule_that_holds_ends_the_request(params, token_id, expected):
     request = make_request(**params)
-    request.append_output_token(token_id)
+    request.append_output_tokens([token_id])
     assert check_stop(request) == expected
 
 
@@ -75,6 +82,50 @@ def test_a_request_that_goes_on_reports_its_tokens():
     assert request.status is RequestStatus.RUNNING
 
 
+def test_plain_tokens_are_appended_as_any_are():
+    logprobs = [TokenLogprobs(token_logprob=0.0, token_rank=1, top_token_ids=[], top_logprobs=[])]
+    plain, other = make_request(), make_request()
+    plain.num_output_placeholders = 3
+    assert append_plain(plain, [7], logprobs) == append_until_stop(other, [7], logprobs)
+    assert append_plain(plain, [8, 9], None) == append_until_stop(other, [8, 9], None)
+    assert plain.all_token_ids == other.all_token_ids == [EOS, 50, 60, 7, 8, 9]
+    assert plain.num_output_placeholders == 0
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "settings"),
+    [
+        ([EOS], {}),
+        ([7, 3, 8], {}),
+        ([7], {"stop_token_ids": [7]}),
+        # Below min_tokens, too, whoever knows the rules is asked.
+        ([EOS], {"min_tokens": 5}),
+        ([7, 8], {"max_num_tokens": 5}),
+        ([7], {"block_hasher": BlockHasher(block_size=4, seed="")}),
+        ([7, 8, 9], {"block_hasher": BlockHasher(block_size=5, seed="")}),
+    ],
+)
+def test_tokens_that_may_do_more_than_come_are_not_plain(token_ids, settings):
+    request = make_request(**settings)
+    assert append_plain(request, token_ids, None) is None
+    assert request.all_token_ids == [EOS, 50, 60] and not request.block_hashes
+
+
+def test_block_fills_up_though_no_token_ends_the_request():
+    request = make_request(block_hasher=BlockHasher(block_size=2, seed=""))
+    append_until_stop(request, [7, 8, 9], None)
+    assert len(request.block_hashes) == 3
+    assert append_plain(request, [7], None) is not None
+    assert append_plain(request, [7], None) is None
+
+
+def test_burst_without_a_token_ends_nothing():
+    request = make_request()
+    request.append_output_tokens([EOS])
+    result = append_until_stop(request, [], None)
+    assert (result.new_token_ids, result.finish_reason) == ([], None)
+
+
 def test_logprobs_are_cut_with_their_tokens():
     logprobs = [
         TokenLogprobs(token_logprob=-float(i), token_rank=1, top_token_ids=[], top_logprobs=[])
@@ -92,8 +143,8 @@ def test_below_min_tokens_only_the_length_ends_a_request(token_id, num_tokens, e
     request = make_request(stop_token_ids=[9])
     request.min_tokens = 2
     for _ in range(num_tokens - 1):
-        request.append_output_token(7)
-    request.append_output_token(token_id)
+        request.append_output_tokens([7])
+    request.append_output_tokens([token_id])
     assert check_stop(request) == expected
     request.min_tokens, request.max_num_tokens = 9, request.num_tokens
     assert check_stop(request) == ("length", None)
