@@ -397,9 +397,12 @@ class AsyncEngineClient:
         # The loop would only log it, and callers would wait for ever.
         except Exception as error:
             logger.exception("a message of the engine could not be used")
-            self._on_dead(EngineDead(reason=f"{type(error).__name__}: {error}"))
+            self._transport.give_up(f"{type(error).__name__}: {error}")
 
     def _take(self, message: EngineOutput | EngineReady) -> None:
+        if self._dead is not None and not isinstance(message, EngineReady | EngineDead):
+            # On its way from an engine that was given up, whose requests have ended.
+            return
         if isinstance(message, StepOutputs):
             self._latest_stats = message.stats
             processed = self._output_processor.process(message)

@@ -28,6 +28,7 @@ from paxkv.contracts.engine_start import (
     EngineStartOutput,
     ModelFound,
 )
+from paxkv.contracts.step_counter import StepCounter
 from paxkv.errors import ConfigError, EngineDeadError, InvariantError
 
 # A fresh interpreter: a fork of a process with threads, or of one that has a device, may hang. -P
@@ -36,6 +37,8 @@ ENGINE_COMMAND = (sys.executable, "-P", "-m", "paxkv.engine_process")
 # The step that it computes now may take so long to end; then the process is killed.
 CLOSE_TIMEOUT_S = 10.0
 _EXIT_TIMEOUT_S = 5.0
+# An engine that hangs says where, if it still can.
+_TRACEBACK_S = 0.5
 _START_POLL_MS = 100
 # Then the loop has a turn for others.
 _MAX_MESSAGES_AT_ONCE = 64
@@ -73,9 +76,15 @@ class EngineProcess:
         try:
             self._outputs = self._context.socket(zmq.PULL)
             self._outputs.set_hwm(0)  # no limit: nothing may be lost
-            order = self._open_endpoints(config, show_progress=show_progress)
-            self._curve_keys = order.curve_keys
-            self._process = _spawn(command)
+            self._step_counter, counter_file = StepCounter.create()
+            try:
+                order = self._open_endpoints(
+                    config, show_progress=show_progress, step_counter=counter_file
+                )
+                self._curve_keys = order.curve_keys
+                self._process = _spawn(command, counter_file)
+            finally:
+                os.close(counter_file)
         except BaseException:
             self._release_sockets()
             raise
@@ -84,6 +93,11 @@ class EngineProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def step_count(self) -> int:
+        """`StepCounter.count` of the engine."""
+        return self._step_counter.count
 
     def wait_until_ready(
         self, on_model_found: Callable[[Path], None] = lambda folder: None
@@ -157,6 +171,11 @@ class EngineProcess:
             self._process.kill()
             self._process.wait()
 
+    def kill_with_traceback(self) -> None:
+        """Has the process say on stderr where it is, and kills it. Called on the loop."""
+        self._process.send_signal(signal.SIGUSR1)
+        self._loop.call_later(_TRACEBACK_S, self._process.kill)
+
     def release(self) -> None:
         """Hands over what has come, and gives the sockets back. The process must have ended.
 
@@ -171,7 +190,9 @@ class EngineProcess:
         self._process.stdin.close()
         self._release_sockets()
 
-    def _open_endpoints(self, config: EngineConfig, *, show_progress: bool) -> EngineOrder:
+    def _open_endpoints(
+        self, config: EngineConfig, *, show_progress: bool, step_counter: int
+    ) -> EngineOrder:
         """Binds the socket to hear on."""
         if zmq.has("ipc"):
             # Of this user alone, so that nobody else can connect.
@@ -205,6 +226,7 @@ class EngineProcess:
             config=config,
             input_endpoint=input_endpoint,
             output_endpoint=self._outputs.getsockopt_string(zmq.LAST_ENDPOINT),
+            step_counter=step_counter,
             folder=self._folder,
             curve_keys=keys,
             show_progress=show_progress,
@@ -277,7 +299,8 @@ def describe_end(code: int) -> str:
     return f"it exited with code {code}; its log says more."
 
 
-def _spawn(command: Sequence[str]) -> subprocess.Popen[bytes]:
+def _spawn(command: Sequence[str], file: int) -> subprocess.Popen[bytes]:
+    """Starts the process, which inherits one open file besides the standard ones."""
     # It finds the modules that this process finds.
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     # A Ctrl-C before it can ignore it must not end it: this mask goes along.
@@ -285,7 +308,9 @@ def _spawn(command: Sequence[str]) -> subprocess.Popen[bytes]:
     try:
         environment = os.environ | {"PYTHONPATH": path}
         # Without a buffer: the pipe stays open, and is never written to again.
-        return subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, env=environment)
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, bufsize=0, env=environment, pass_fds=(file,)
+        )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 

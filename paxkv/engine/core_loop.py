@@ -22,6 +22,14 @@ class CoreChannel(Protocol):
         """Queues a message; never waits."""
         ...
 
+    def begin_step(self) -> None:
+        """Tells whoever watches that a step is computed from now on."""
+        ...
+
+    def end_step(self) -> None:
+        """And that it is done."""
+        ...
+
 
 def run_core(core: EngineCore, channel: CoreChannel) -> EngineDead:
     """Runs a core to its end; returns what its client is to hear last.
@@ -44,4 +52,7 @@ def _run_until_shutdown(core: EngineCore, channel: CoreChannel) -> None:
             if reply is not None:
                 channel.send(wire.encode(reply))
         if core.has_work and not core.is_finished:
-            channel.send(wire.encode(core.step()))
+            channel.begin_step()
+            outputs = core.step()
+            channel.end_step()
+            channel.send(wire.encode(outputs))

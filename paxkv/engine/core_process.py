@@ -5,6 +5,7 @@ keeps that pipe open: when it ends, for whatever reason, so does this one. Signa
 are the client's to answer.
 """
 
+import faulthandler
 import logging
 import os
 import shutil
@@ -29,6 +30,7 @@ from paxkv.contracts.engine_start import (
     EngineStartOutput,
     ModelFound,
 )
+from paxkv.contracts.step_counter import StepCounter
 from paxkv.engine.core_loop import run_core
 from paxkv.engine.engine_core import EngineCore
 from paxkv.errors import ConfigError
@@ -60,6 +62,8 @@ class ZmqChannel:
     """The engine's end: one socket to hear on, one to speak on. Neither drops a message."""
 
     def __init__(self, order: EngineOrder) -> None:
+        counter = StepCounter(order.step_counter)
+        self.begin_step, self.end_step = counter.begin_step, counter.end_step
         self._context = zmq.Context()
         self._inputs = self._socket(zmq.PULL)
         self._outputs = self._socket(zmq.PUSH)
@@ -106,6 +110,8 @@ def run_engine_process(build: BuildCore) -> int:
     order = _read_order()
     if order is None:
         return _PARENT_IS_GONE
+    # What a step that hangs waits for: its client asks before it ends this process.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     threading.Thread(
         target=_end_with_parent, args=(order.folder,), name="paxkv-parent-watch", daemon=True
     ).start()

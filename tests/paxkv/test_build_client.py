@@ -75,6 +75,22 @@ def test_killed_engine_is_a_clear_error_then_503_then_service_again() -> None:
         assert server.wait()[0] == 0
 
 
+def test_engine_that_hangs_is_503_until_another_serves() -> None:
+    flags = ("--execute-model-timeout-s", "0.4")
+    with running_fake_server(*flags, hangs_at_step=2) as server:
+        engine_pid = server.engine_pid
+        refused = server.complete([97], 9)
+        assert refused.status_code == 503 and int(refused.headers["Retry-After"]) >= 1
+        error = refused.json()["error"]
+        assert error["code"] == "engine_dead" and "0.4 seconds" in error["message"]
+        assert server.health() == 503
+        wait_for_health(server, 200)
+        assert server.complete([97, 98], 2).status_code == 200
+        assert server.engine_pid != engine_pid
+        server.process.terminate()
+        assert server.wait()[0] == 0
+
+
 def test_engine_that_dies_ends_the_server_where_it_was_asked_to() -> None:
     with running_fake_server("--max-engine-restarts", "0", fails_at_step=2) as server:
         assert server.complete([97], 9).status_code == 503

@@ -23,11 +23,17 @@ from tests.paxkv.text.small_tokenizers import byte_level_tokenizer
 
 @contextlib.asynccontextmanager
 async def running(
-    *, max_restarts: int = 3, window_s: float = 600.0, **settings: object
+    *,
+    max_restarts: int = 3,
+    window_s: float = 600.0,
+    max_step_s: float = 300.0,
+    **settings: object,
 ) -> AsyncIterator[AsyncEngineClient]:
     """A client of an engine process of its own."""
     policy = RestartPolicy(max_restarts=max_restarts, window_s=window_s)
-    supervisor = EngineSupervisor(fake_config(**settings), policy, command=COMMAND)
+    supervisor = EngineSupervisor(
+        fake_config(**settings), policy, max_step_s=max_step_s, command=COMMAND
+    )
     try:
         ready = supervisor.wait_until_ready(lambda folder: None)
     except BaseException:
@@ -165,6 +171,53 @@ async def test_failing_step_is_named_and_another_engine_serves() -> None:
         assert all("the device is on fire" in str(result) for result in results)
         await until_alive(client)
         assert await text_of(client, "xyz", 3) == "xyz"
+
+
+@in_loop
+async def test_step_that_hangs_ends_its_requests_and_another_engine_serves() -> None:
+    async with running(hangs_at_step=3, max_step_s=0.4, max_restarts=1) as client:
+        pid = client._transport.pid
+        results = await asyncio.gather(
+            *(collect(client, "abc", LONG, str(number)) for number in range(4)),
+            return_exceptions=True,
+        )
+        for result in results:
+            assert isinstance(result, EngineDeadError)
+            assert "a step has taken more than 0.4 seconds" in str(result)
+        assert not client.is_alive
+        await until_alive(client)
+        assert not Path(f"/proc/{pid}").exists()
+        assert await text_of(client, "xyz", 3) == "xyz"
+        # The tries are those of an engine that dies.
+        with contextlib.suppress(EngineDeadError):
+            await text_of(client, "xyz", 9)
+        assert "0.4 seconds" in await client.wait_until_ended()
+
+
+def test_engine_that_hangs_says_where(capfd: pytest.CaptureFixture) -> None:
+    @in_loop
+    async def run() -> None:
+        async with running(hangs_at_step=0, max_step_s=0.2, max_restarts=0) as client:
+            with pytest.raises(EngineDeadError):
+                await text_of(client, "abc", 3)
+            while Path(f"/proc/{client._transport.pid}").exists():
+                await asyncio.sleep(0.01)
+
+    run()
+    said = capfd.readouterr().err
+    assert "fake_engine.py" in said and "in execute_model" in said
+
+
+@in_loop
+async def test_slow_starts_idle_engines_and_many_steps_are_no_hang() -> None:
+    async with running(start_s=0.5, step_s=0.1, max_step_s=0.3) as client:
+        await asyncio.sleep(0.5)
+        assert await text_of(client, "abc", 8) == "abcabcab"
+        kill_engine(client)
+        await until_dead(client)
+        await until_alive(client)
+        assert await text_of(client, "abc", 5) == "abcab"
+        assert client._transport._num_restarts == 1
 
 
 @in_loop
