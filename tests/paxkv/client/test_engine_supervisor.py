@@ -209,6 +209,33 @@ def test_engine_that_hangs_says_where(capfd: pytest.CaptureFixture) -> None:
 
 
 @in_loop
+async def test_engine_whose_messages_cannot_be_used_is_replaced_as_one_that_died() -> None:
+    async with running(step_s=0.01, max_restarts=1) as client:
+        process = client._output_processor.process
+
+        def fail(step_outputs: object) -> None:
+            raise RuntimeError("no such token")
+
+        client._output_processor.process = fail
+        pid = client._transport.pid
+        results = await asyncio.gather(
+            *(collect(client, "abc", LONG, str(number)) for number in range(4)),
+            return_exceptions=True,
+        )
+        assert all(isinstance(result, EngineDeadError) for result in results)
+        assert all("RuntimeError: no such token" in str(result) for result in results)
+        assert client.num_unfinished_requests == client._output_processor.num_unfinished_requests
+        client._output_processor.process = process
+        await until_alive(client)
+        assert client._transport.pid != pid
+        assert await text_of(client, "xyz", 3) == "xyz"
+        client._output_processor.process = fail
+        with pytest.raises(EngineDeadError):
+            await text_of(client, "xyz", 3)
+        assert "no such token" in await client.wait_until_ended()
+
+
+@in_loop
 async def test_slow_starts_idle_engines_and_many_steps_are_no_hang() -> None:
     async with running(start_s=0.5, step_s=0.1, max_step_s=0.3) as client:
         await asyncio.sleep(0.5)
