@@ -2,19 +2,17 @@
 
 import asyncio
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 import zmq
 
+from paxkv.client.socket_folder import SocketFolder, remove_stale_folders
 from paxkv.config import EngineConfig
 from paxkv.contracts import wire
 from paxkv.contracts.engine_output import EngineDead, EngineOutput
@@ -40,6 +38,8 @@ _EXIT_TIMEOUT_S = 5.0
 # An engine that hangs says where, if it still can.
 _TRACEBACK_S = 0.5
 _START_POLL_MS = 100
+_CONNECT_TIMEOUT_MS = 5000
+_CONNECT_POLL_MS = 20
 # Then the loop has a turn for others.
 _MAX_MESSAGES_AT_ONCE = 64
 # The address of a socket file may have 107 bytes on Linux, 103 on macOS.
@@ -71,8 +71,7 @@ class EngineProcess:
         self._inputs: zmq.Socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_message: Callable[[EngineOutput | EngineStartOutput], None] = _drop
-        self._folder: str | None = None
-        self._remove_folder: Callable[[], None] = lambda: None
+        self._folder: SocketFolder | None = None
         try:
             self._outputs = self._context.socket(zmq.PULL)
             self._outputs.set_hwm(0)  # no limit: nothing may be lost
@@ -195,19 +194,15 @@ class EngineProcess:
     ) -> EngineOrder:
         """Binds the socket to hear on."""
         if zmq.has("ipc"):
-            # Of this user alone, so that nobody else can connect.
-            self._folder = tempfile.mkdtemp(prefix="paxkv-engine-")
-            if len(self._folder) > _MAX_IPC_PATH - len("/outputs"):
-                shutil.rmtree(self._folder)
+            remove_stale_folders()
+            self._folder = SocketFolder()
+            if len(str(self._folder.path)) > _MAX_IPC_PATH - len("/outputs"):
+                self._folder.remove()
                 self._folder = None
         if self._folder is not None:
-            # Also at the end of this process, whoever forgets `release`.
-            self._remove_folder = weakref.finalize(
-                self, shutil.rmtree, self._folder, ignore_errors=True
-            )
             input_endpoint, output_endpoint, keys = (
-                f"ipc://{self._folder}/inputs",
-                f"ipc://{self._folder}/outputs",
+                f"ipc://{self._folder.path}/inputs",
+                f"ipc://{self._folder.path}/outputs",
                 None,
             )
         else:
@@ -227,7 +222,7 @@ class EngineProcess:
             input_endpoint=input_endpoint,
             output_endpoint=self._outputs.getsockopt_string(zmq.LAST_ENDPOINT),
             step_counter=step_counter,
-            folder=self._folder,
+            folder=None if self._folder is None else str(self._folder.path),
             curve_keys=keys,
             show_progress=show_progress,
         )
@@ -248,9 +243,21 @@ class EngineProcess:
         if self._curve_keys is not None:
             socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
             socket.curve_serverkey = self._curve_keys.input_public.encode()
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         socket.connect(endpoint)
+        # One whose start has failed may be gone already.
+        is_connected = any(
+            monitor.poll(_CONNECT_POLL_MS) or self._process.poll() is not None
+            for _ in range(_CONNECT_TIMEOUT_MS // _CONNECT_POLL_MS)
+        )
+        socket.disable_monitor()
+        monitor.close(linger=0)
         with self._lock:
             self._inputs = socket
+        if is_connected and self._folder is not None:
+            # Its hello came through the other socket: nobody looks for their files any more, which
+            # would stay behind if both processes were killed.
+            self._folder.remove()
 
     def _next_start_message(self) -> EngineOutput | EngineStartOutput:
         while True:
@@ -287,7 +294,8 @@ class EngineProcess:
             self._is_released = True
             self._context.destroy(linger=0)
             self._inputs = None
-        self._remove_folder()
+        if self._folder is not None:
+            self._folder.remove()
 
 
 def describe_end(code: int) -> str:

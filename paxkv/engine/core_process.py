@@ -112,10 +112,15 @@ def run_engine_process(build: BuildCore) -> int:
         return _PARENT_IS_GONE
     # What a step that hangs waits for: its client asks before it ends this process.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    is_binding = threading.Lock()
     threading.Thread(
-        target=_end_with_parent, args=(order.folder,), name="paxkv-parent-watch", daemon=True
+        target=_end_with_parent,
+        args=(order.folder, is_binding),
+        name="paxkv-parent-watch",
+        daemon=True,
     ).start()
-    channel = ZmqChannel(order)
+    with is_binding:
+        channel = ZmqChannel(order)
     try:
         return _build_and_run(build, order, channel)
     finally:
@@ -139,10 +144,12 @@ def _read_order() -> EngineOrder | None:
     return msgspec.json.decode(line, type=EngineOrder) if line.endswith(b"\n") else None
 
 
-def _end_with_parent(folder: str | None) -> None:
+def _end_with_parent(folder: str | None, is_binding: threading.Lock) -> None:
     """Runs in a thread. Nothing comes on standard input after the order, but its end."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
+    # A socket's file that comes while the folder is emptied would keep it.
+    is_binding.acquire()
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
     # Nobody is left to read an output, and a step may take long.
