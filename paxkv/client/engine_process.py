@@ -1,12 +1,13 @@
 """`EngineProcess`: an engine in a process of its own, as the process that started it sees it."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -72,22 +73,28 @@ class EngineProcess:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_message: Callable[[EngineOutput | EngineStartOutput], None] = _drop
         self._folder: SocketFolder | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         try:
             self._outputs = self._context.socket(zmq.PULL)
             self._outputs.set_hwm(0)  # no limit: nothing may be lost
             self._step_counter, counter_file = StepCounter.create()
             try:
-                order = self._open_endpoints(
-                    config, show_progress=show_progress, step_counter=counter_file
-                )
-                self._curve_keys = order.curve_keys
-                self._process = _spawn(command, counter_file)
+                with _later_signals():
+                    order = self._open_endpoints(
+                        config, show_progress=show_progress, step_counter=counter_file
+                    )
+                    self._curve_keys = order.curve_keys
+                    self._process = _spawn(command, counter_file)
+                    self._give_order(order)
             finally:
                 os.close(counter_file)
         except BaseException:
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
+                self._process.stdin.close()
             self._release_sockets()
             raise
-        self._give_order(order)
 
     @property
     def pid(self) -> int:
@@ -311,16 +318,38 @@ def _spawn(command: Sequence[str], file: int) -> subprocess.Popen[bytes]:
     """Starts the process, which inherits one open file besides the standard ones."""
     # It finds the modules that this process finds.
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    # A Ctrl-C before it can ignore it must not end it: this mask goes along.
+    environment = os.environ | {"PYTHONPATH": path}
+    # Without a buffer: the pipe stays open, and is written to once.
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, bufsize=0, env=environment, pass_fds=(file,)
+    )
+
+
+@contextlib.contextmanager
+def _later_signals() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait: whoever could remove the sockets' folder must hear of it first.
+
+    A process that is started meanwhile has them blocked: they must not end it before it ignores
+    them.
+    """
+    came: list[int] = []
+    previous = {}
+    # The mask is of this thread alone, and libraries have others.
+    if threading.current_thread() is threading.main_thread():
+        previous = {
+            number: signal.signal(number, lambda number, frame: came.append(number))
+            for number in _SIGNALS
+        }
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
-        environment = os.environ | {"PYTHONPATH": path}
-        # Without a buffer: the pipe stays open, and is never written to again.
-        return subprocess.Popen(
-            command, stdin=subprocess.PIPE, bufsize=0, env=environment, pass_fds=(file,)
-        )
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in previous.items():
+            # None: not Python's own, which cannot be put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for number in came:
+            signal.raise_signal(number)
 
 
 def _drop(_message: EngineOutput | EngineStartOutput) -> None:
