@@ -57,6 +57,9 @@ class EngineProcess:
     Args:
         show_progress: It draws a bar on stderr while steps compile.
         command: What runs `run_engine_process`.
+
+    Attributes:
+        num_sent: Messages that were sent to it.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class EngineProcess:
         self._context = zmq.Context()
         self._lock = threading.Lock()
         self._is_released = False
+        self.num_sent = 0
         self._inputs: zmq.Socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_message: Callable[[EngineOutput | EngineStartOutput], None] = _drop
@@ -142,6 +146,7 @@ class EngineProcess:
             if self._inputs is None:
                 raise EngineDeadError("the engine has ended.")
             self._inputs.send(data)
+            self.num_sent += 1
 
     def deliver_on(
         self,

@@ -45,10 +45,10 @@ class EngineSupervisor:
 
     Its thread only waits for processes; messages come on the loop. When one dies, the client hears
     `EngineDead`; then `EngineReady`, or, when none may be started any more, a last `EngineDead`.
-    One that hangs in a step is killed, and has died then.
+    One that hangs is killed, and has died then.
 
     Args:
-        max_step_s: Seconds that a step may take; 0 is no limit.
+        max_step_s: Seconds that a step may take, or the engine to wake; 0 is no limit.
         show_progress: The first engine draws a bar on stderr while steps compile.
         command: As `EngineProcess` has it.
     """
@@ -261,10 +261,10 @@ class EngineSupervisor:
         self._loop.call_later(watch.period_s, self._watch_steps)
         # The one that is being started has no step, however long it takes.
         if not self._is_dead.is_set() and watch.is_too_long(
-            self._process.step_count, time.monotonic()
+            self._process.step_count, self._process.num_sent, time.monotonic()
         ):
             self.give_up(
-                f"a step has taken more than {watch.limit_s:g} seconds, which is the limit that "
+                f"it hangs: no step has ended for {watch.limit_s:g} seconds, the limit that "
                 "--execute-model-timeout-s sets."
             )
 

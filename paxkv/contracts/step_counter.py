@@ -1,4 +1,4 @@
-"""`StepCounter`: memory of two processes, in which an engine says that it computes a step."""
+"""`StepCounter`: memory of two processes, in which an engine says that it gets on."""
 
 import mmap
 import os
@@ -9,10 +9,10 @@ _NUM_BYTES = 8
 
 
 class StepCounter:
-    """A number that the engine counts up where a step begins and where it ends.
+    """A number that the engine counts up with every step, and where it wakes and goes to sleep.
 
     It is no message: an engine that hangs sends none, and one that is idle sends none either. A
-    count tells them apart, at the price of two writes to memory a step.
+    count tells them apart, at the price of a write to memory a step.
 
     Args:
         file: Descriptor of `_NUM_BYTES`; the caller may close it afterwards.
@@ -36,11 +36,14 @@ class StepCounter:
 
     @property
     def count(self) -> int:
-        """Odd while a step is computed."""
+        """Even while the engine waits for its clients."""
         return self._count[0]
 
-    def begin_step(self) -> None:
-        self._count[0] += 1
+    def note_wake(self) -> None:
+        self._count[0] |= 1
 
-    def end_step(self) -> None:
-        self._count[0] += 1
+    def note_step(self) -> None:
+        self._count[0] += 2
+
+    def note_sleep(self) -> None:
+        self._count[0] += self._count[0] & 1

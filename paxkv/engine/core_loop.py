@@ -22,12 +22,8 @@ class CoreChannel(Protocol):
         """Queues a message; never waits."""
         ...
 
-    def begin_step(self) -> None:
-        """Tells whoever watches that a step is computed from now on."""
-        ...
-
-    def end_step(self) -> None:
-        """And that it is done."""
+    def note_step(self) -> None:
+        """Tells whoever watches that another step is done."""
         ...
 
 
@@ -52,7 +48,5 @@ def _run_until_shutdown(core: EngineCore, channel: CoreChannel) -> None:
             if reply is not None:
                 channel.send(wire.encode(reply))
         if core.has_work and not core.is_finished:
-            channel.begin_step()
-            outputs = core.step()
-            channel.end_step()
-            channel.send(wire.encode(outputs))
+            channel.send(wire.encode(core.step()))
+            channel.note_step()

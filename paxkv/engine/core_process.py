@@ -62,8 +62,8 @@ class ZmqChannel:
     """The engine's end: one socket to hear on, one to speak on. Neither drops a message."""
 
     def __init__(self, order: EngineOrder) -> None:
-        counter = StepCounter(order.step_counter)
-        self.begin_step, self.end_step = counter.begin_step, counter.end_step
+        self._counter = StepCounter(order.step_counter)
+        self.note_step = self._counter.note_step
         self._context = zmq.Context()
         self._inputs = self._socket(zmq.PULL)
         self._outputs = self._socket(zmq.PUSH)
@@ -88,7 +88,10 @@ class ZmqChannel:
     def waiting_messages(self, *, is_blocking: bool) -> Iterator[bytes]:
         """All messages that wait now; with `is_blocking` waits for the first."""
         if is_blocking:
-            yield self._inputs.recv()
+            self._counter.note_sleep()
+            data = self._inputs.recv()
+            self._counter.note_wake()
+            yield data
         while True:
             try:
                 yield self._inputs.recv(zmq.NOBLOCK)

@@ -128,11 +128,8 @@ class _QueueChannel:
             except queue.Empty:
                 return
 
-    def begin_step(self) -> None:
+    def note_step(self) -> None:
         """Nobody watches: a thread that hangs cannot be ended."""
-
-    def end_step(self) -> None:
-        """Nor here."""
 
 
 def _run_in_thread(core: EngineCore, channel: _QueueChannel, is_dead: threading.Event) -> None:
