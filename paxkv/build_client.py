@@ -95,7 +95,12 @@ def build_async_client(
         max_restarts=server_config.max_engine_restarts,
         window_s=server_config.engine_restart_window_s,
     )
-    engine = EngineSupervisor(config, policy, show_progress=show_progress)
+    engine = EngineSupervisor(
+        config,
+        policy,
+        max_step_s=server_config.execute_model_timeout_s,
+        show_progress=show_progress,
+    )
     found: list[TextParts] = []
     try:
         # While the engine loads its weights.

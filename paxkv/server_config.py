@@ -56,6 +56,11 @@ class ServerConfig:
     engine_restart_window_s: float = setting(
         "seconds that an engine must have served for its restarts to be forgiven", 600.0
     )
+    execute_model_timeout_s: float = setting(
+        "seconds that a step of the model may take; then the engine process is killed and started "
+        "again, as if it had died. 0 is no limit",
+        300.0,
+    )
     api_key: tuple[str, ...] = setting(
         "keys, any of which a client must send as `Authorization: Bearer KEY` to use what lies "
         "under /v1 and the admin routes. PAXKV_API_KEY, with commas between several, if left out; "
@@ -138,6 +143,12 @@ class ServerConfig:
             value = getattr(self, name)
             if not (is_number(value) and 0 < value < math.inf):
                 raise ConfigError(f"{name} must be a positive number of seconds, got {value!r}.")
+        step_s = self.execute_model_timeout_s
+        if not (is_number(step_s) and 0 <= step_s < math.inf):
+            raise ConfigError(
+                f"execute_model_timeout_s must be a number of seconds, or 0 for none, got "
+                f"{step_s!r}."
+            )
         for name in (
             *("allow_credentials", "disable_uvicorn_access_log", "enable_admin"),
             *("trust_request_chat_template", "enable_auto_tool_choice"),

@@ -34,7 +34,7 @@ from paxkv.contracts.inspection import BlockDetails
 from paxkv.contracts.model_info import ModelInfo
 from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
 from paxkv.contracts.request_output import RequestOutput
-from paxkv.errors import EngineDeadError, InvalidRequestError, PaxkvError
+from paxkv.errors import EngineDeadError, InvalidRequestError, InvariantError, PaxkvError
 from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.text.chat_template import ChatTemplate
 from paxkv.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
@@ -241,6 +241,7 @@ class AsyncEngineClient:
             stream.is_aborted = True
             processed = self._output_processor.abort(stream.unfinished_ids)
             self._deliver(processed.request_outputs)
+            self._end_failed(processed.errors)
             self._abort_in_engine(processed.request_ids_to_abort)
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
@@ -397,14 +398,18 @@ class AsyncEngineClient:
         # The loop would only log it, and callers would wait for ever.
         except Exception as error:
             logger.exception("a message of the engine could not be used")
-            self._on_dead(EngineDead(reason=f"{type(error).__name__}: {error}"))
+            self._transport.give_up(f"{type(error).__name__}: {error}")
 
     def _take(self, message: EngineOutput | EngineReady) -> None:
+        if self._dead is not None and not isinstance(message, EngineReady | EngineDead):
+            # On its way from an engine that was given up, whose requests have ended.
+            return
         if isinstance(message, StepOutputs):
             self._latest_stats = message.stats
             processed = self._output_processor.process(message)
             self._abort_in_engine(processed.request_ids_to_abort)
             self._deliver(processed.request_outputs)
+            self._end_failed(processed.errors)
         elif isinstance(message, UtilityReply):
             self._on_reply(message)
         elif isinstance(message, EngineReady):
@@ -422,6 +427,14 @@ class AsyncEngineClient:
                 stream.unfinished_ids.remove(output.request_id)
                 del self._streams_by_engine_id[output.request_id]
             stream.queue.put_nowait(output)
+
+    def _end_failed(self, errors: dict[str, InvariantError]) -> None:
+        """Ends the requests whose outputs cannot be made, and no others."""
+        for engine_id, error in errors.items():
+            stream = self._streams_by_engine_id.pop(engine_id, None)
+            if stream is not None:
+                stream.unfinished_ids.remove(engine_id)
+                stream.queue.put_nowait(error)
 
     def _on_reply(self, reply: UtilityReply) -> None:
         future = self._calls.get(reply.call_id)

@@ -1,20 +1,19 @@
 """`EngineProcess`: an engine in a process of its own, as the process that started it sees it."""
 
 import asyncio
+import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 import zmq
 
+from paxkv.client.socket_folder import SocketFolder, remove_stale_folders
 from paxkv.config import EngineConfig
 from paxkv.contracts import wire
 from paxkv.contracts.engine_output import EngineDead, EngineOutput
@@ -28,6 +27,7 @@ from paxkv.contracts.engine_start import (
     EngineStartOutput,
     ModelFound,
 )
+from paxkv.contracts.step_counter import StepCounter
 from paxkv.errors import ConfigError, EngineDeadError, InvariantError
 
 # A fresh interpreter: a fork of a process with threads, or of one that has a device, may hang. -P
@@ -36,7 +36,11 @@ ENGINE_COMMAND = (sys.executable, "-P", "-m", "paxkv.engine_process")
 # The step that it computes now may take so long to end; then the process is killed.
 CLOSE_TIMEOUT_S = 10.0
 _EXIT_TIMEOUT_S = 5.0
+# An engine that hangs says where, if it still can.
+_TRACEBACK_S = 0.5
 _START_POLL_MS = 100
+_CONNECT_TIMEOUT_MS = 5000
+_CONNECT_POLL_MS = 20
 # Then the loop has a turn for others.
 _MAX_MESSAGES_AT_ONCE = 64
 # The address of a socket file may have 107 bytes on Linux, 103 on macOS.
@@ -53,6 +57,9 @@ class EngineProcess:
     Args:
         show_progress: It draws a bar on stderr while steps compile.
         command: What runs `run_engine_process`.
+
+    Attributes:
+        num_sent: Messages that were sent to it.
     """
 
     def __init__(
@@ -65,25 +72,42 @@ class EngineProcess:
         self._context = zmq.Context()
         self._lock = threading.Lock()
         self._is_released = False
+        self.num_sent = 0
         self._inputs: zmq.Socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_message: Callable[[EngineOutput | EngineStartOutput], None] = _drop
-        self._folder: str | None = None
-        self._remove_folder: Callable[[], None] = lambda: None
+        self._folder: SocketFolder | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         try:
             self._outputs = self._context.socket(zmq.PULL)
             self._outputs.set_hwm(0)  # no limit: nothing may be lost
-            order = self._open_endpoints(config, show_progress=show_progress)
-            self._curve_keys = order.curve_keys
-            self._process = _spawn(command)
+            self._step_counter, counter_file = StepCounter.create()
+            try:
+                with _later_signals():
+                    order = self._open_endpoints(
+                        config, show_progress=show_progress, step_counter=counter_file
+                    )
+                    self._curve_keys = order.curve_keys
+                    self._process = _spawn(command, counter_file)
+                    self._give_order(order)
+            finally:
+                os.close(counter_file)
         except BaseException:
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
+                self._process.stdin.close()
             self._release_sockets()
             raise
-        self._give_order(order)
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def step_count(self) -> int:
+        """`StepCounter.count` of the engine."""
+        return self._step_counter.count
 
     def wait_until_ready(
         self, on_model_found: Callable[[Path], None] = lambda folder: None
@@ -122,6 +146,7 @@ class EngineProcess:
             if self._inputs is None:
                 raise EngineDeadError("the engine has ended.")
             self._inputs.send(data)
+            self.num_sent += 1
 
     def deliver_on(
         self,
@@ -157,6 +182,11 @@ class EngineProcess:
             self._process.kill()
             self._process.wait()
 
+    def kill_with_traceback(self) -> None:
+        """Has the process say on stderr where it is, and kills it. Called on the loop."""
+        self._process.send_signal(signal.SIGUSR1)
+        self._loop.call_later(_TRACEBACK_S, self._process.kill)
+
     def release(self) -> None:
         """Hands over what has come, and gives the sockets back. The process must have ended.
 
@@ -171,22 +201,20 @@ class EngineProcess:
         self._process.stdin.close()
         self._release_sockets()
 
-    def _open_endpoints(self, config: EngineConfig, *, show_progress: bool) -> EngineOrder:
+    def _open_endpoints(
+        self, config: EngineConfig, *, show_progress: bool, step_counter: int
+    ) -> EngineOrder:
         """Binds the socket to hear on."""
         if zmq.has("ipc"):
-            # Of this user alone, so that nobody else can connect.
-            self._folder = tempfile.mkdtemp(prefix="paxkv-engine-")
-            if len(self._folder) > _MAX_IPC_PATH - len("/outputs"):
-                shutil.rmtree(self._folder)
+            remove_stale_folders()
+            self._folder = SocketFolder()
+            if len(str(self._folder.path)) > _MAX_IPC_PATH - len("/outputs"):
+                self._folder.remove()
                 self._folder = None
         if self._folder is not None:
-            # Also at the end of this process, whoever forgets `release`.
-            self._remove_folder = weakref.finalize(
-                self, shutil.rmtree, self._folder, ignore_errors=True
-            )
             input_endpoint, output_endpoint, keys = (
-                f"ipc://{self._folder}/inputs",
-                f"ipc://{self._folder}/outputs",
+                f"ipc://{self._folder.path}/inputs",
+                f"ipc://{self._folder.path}/outputs",
                 None,
             )
         else:
@@ -205,7 +233,8 @@ class EngineProcess:
             config=config,
             input_endpoint=input_endpoint,
             output_endpoint=self._outputs.getsockopt_string(zmq.LAST_ENDPOINT),
-            folder=self._folder,
+            step_counter=step_counter,
+            folder=None if self._folder is None else str(self._folder.path),
             curve_keys=keys,
             show_progress=show_progress,
         )
@@ -226,9 +255,21 @@ class EngineProcess:
         if self._curve_keys is not None:
             socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
             socket.curve_serverkey = self._curve_keys.input_public.encode()
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         socket.connect(endpoint)
+        # One whose start has failed may be gone already.
+        is_connected = any(
+            monitor.poll(_CONNECT_POLL_MS) or self._process.poll() is not None
+            for _ in range(_CONNECT_TIMEOUT_MS // _CONNECT_POLL_MS)
+        )
+        socket.disable_monitor()
+        monitor.close(linger=0)
         with self._lock:
             self._inputs = socket
+        if is_connected and self._folder is not None:
+            # Its hello came through the other socket: nobody looks for their files any more, which
+            # would stay behind if both processes were killed.
+            self._folder.remove()
 
     def _next_start_message(self) -> EngineOutput | EngineStartOutput:
         while True:
@@ -265,7 +306,8 @@ class EngineProcess:
             self._is_released = True
             self._context.destroy(linger=0)
             self._inputs = None
-        self._remove_folder()
+        if self._folder is not None:
+            self._folder.remove()
 
 
 def describe_end(code: int) -> str:
@@ -277,17 +319,42 @@ def describe_end(code: int) -> str:
     return f"it exited with code {code}; its log says more."
 
 
-def _spawn(command: Sequence[str]) -> subprocess.Popen[bytes]:
+def _spawn(command: Sequence[str], file: int) -> subprocess.Popen[bytes]:
+    """Starts the process, which inherits one open file besides the standard ones."""
     # It finds the modules that this process finds.
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    # A Ctrl-C before it can ignore it must not end it: this mask goes along.
+    environment = os.environ | {"PYTHONPATH": path}
+    # Without a buffer: the pipe stays open, and is written to once.
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, bufsize=0, env=environment, pass_fds=(file,)
+    )
+
+
+@contextlib.contextmanager
+def _later_signals() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait: whoever could remove the sockets' folder must hear of it first.
+
+    A process that is started meanwhile has them blocked: they must not end it before it ignores
+    them.
+    """
+    came: list[int] = []
+    previous = {}
+    # The mask is of this thread alone, and libraries have others.
+    if threading.current_thread() is threading.main_thread():
+        previous = {
+            number: signal.signal(number, lambda number, frame: came.append(number))
+            for number in _SIGNALS
+        }
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
-        environment = os.environ | {"PYTHONPATH": path}
-        # Without a buffer: the pipe stays open, and is never written to again.
-        return subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, env=environment)
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in previous.items():
+            # None: not Python's own, which cannot be put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for number in came:
+            signal.raise_signal(number)
 
 
 def _drop(_message: EngineOutput | EngineStartOutput) -> None:

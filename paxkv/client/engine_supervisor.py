@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paxkv.client.engine_process import ENGINE_COMMAND, EngineProcess, describe_end
+from paxkv.client.step_watch import StepWatch
 from paxkv.config import EngineConfig
 from paxkv.contracts.engine_output import EngineDead, EngineOutput
 from paxkv.contracts.engine_request import EngineInput, Shutdown
@@ -44,8 +45,10 @@ class EngineSupervisor:
 
     Its thread only waits for processes; messages come on the loop. When one dies, the client hears
     `EngineDead`; then `EngineReady`, or, when none may be started any more, a last `EngineDead`.
+    One that hangs is killed, and has died then.
 
     Args:
+        max_step_s: Seconds that a step may take, or the engine to wake; 0 is no limit.
         show_progress: The first engine draws a bar on stderr while steps compile.
         command: As `EngineProcess` has it.
     """
@@ -55,10 +58,12 @@ class EngineSupervisor:
         config: EngineConfig,
         policy: RestartPolicy,
         *,
+        max_step_s: float,
         show_progress: bool = False,
         command: Sequence[str] = ENGINE_COMMAND,
     ) -> None:
         self._config = config
+        self._step_watch = StepWatch(max_step_s)
         self._policy = policy
         self._command = command
         self._is_closing = threading.Event()
@@ -111,10 +116,21 @@ class EngineSupervisor:
         """Calls `on_message` on the loop with every message from now on. Called on the loop."""
         self._loop, self._on_message = loop, on_message
         self._process.deliver_on(loop, self._take)
+        if self._step_watch.limit_s > 0:
+            self._watch_steps()
         self._thread = threading.Thread(
             target=self._supervise, name="paxkv-engine-supervisor", daemon=True
         )
         self._thread.start()
+
+    def give_up(self, reason: str) -> None:
+        """See `LoopTransport.give_up`: the engine is killed, and replaced as one that died."""
+        if self._is_dead.is_set():
+            return
+        logger.error("the engine process is killed: %s", reason)
+        # First, so that what it still says is not taken for the next engine's.
+        self._on_death(reason)
+        self._process.kill_with_traceback()
 
     def close(self) -> None:
         """Ends the engine, and starts none any more. Not called on the loop of `deliver_on`."""
@@ -213,6 +229,9 @@ class EngineSupervisor:
 
     def _take(self, message: EngineOutput | EngineStartOutput) -> None:
         """A message of the process that runs, on the loop."""
+        if self._is_dead.is_set():
+            # What is on its way from an engine that was given up.
+            return
         if isinstance(message, EngineDead):
             self._on_death(message.reason)
         else:
@@ -234,6 +253,21 @@ class EngineSupervisor:
         self._num_in_row += 1
         self._tell_dead(reason)
 
+    def _watch_steps(self) -> None:
+        """Looks at the count of steps, again and again, on the loop."""
+        if self._is_end_told:
+            return
+        watch = self._step_watch
+        self._loop.call_later(watch.period_s, self._watch_steps)
+        # The one that is being started has no step, however long it takes.
+        if not self._is_dead.is_set() and watch.is_too_long(
+            self._process.step_count, self._process.num_sent, time.monotonic()
+        ):
+            self.give_up(
+                f"it hangs: no step has ended for {watch.limit_s:g} seconds, the limit that "
+                "--execute-model-timeout-s sets."
+            )
+
     def _on_failed_start(self) -> bool:
         """On the loop; whether to try again."""
         self._num_in_row += 1
@@ -244,6 +278,7 @@ class EngineSupervisor:
 
     def _on_ready(self, process: EngineProcess, ready: EngineReady) -> bool:
         self._is_dead.clear()
+        self._step_watch.start_over()
         process.deliver_on(self._loop, self._take)
         self._on_message(ready)
         return True

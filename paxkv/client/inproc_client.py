@@ -104,4 +104,6 @@ class InprocClient:
             self._request_outputs += processed.request_outputs
             if processed.request_ids_to_abort:
                 self._transport.send(AbortRequests(request_ids=processed.request_ids_to_abort))
+            for error in processed.errors.values():
+                raise error
         return message if isinstance(message, UtilityReply) else None

@@ -1,6 +1,7 @@
 """`OutputProcessor`: token ids of a step become text; stop strings end a completion."""
 
 import dataclasses
+import logging
 from collections.abc import Iterable
 
 from paxkv.client.parallel_sampling import OutputKind, ParentRequest, PromptLogprobs
@@ -22,6 +23,8 @@ from paxkv.errors import InvariantError
 from paxkv.text.detokenizer import IncrementalDetokenizer
 from paxkv.text.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessedOutputs:
@@ -31,10 +34,12 @@ class ProcessedOutputs:
         request_outputs: At most one per caller's request, in the step's order.
         request_ids_to_abort: What the engine is to end, or to release the kept blocks of: it does
             not know of a stop string, nor of an abort.
+        errors: By caller's request, what ended it: a bug in what makes its text.
     """
 
     request_outputs: list[RequestOutput]
     request_ids_to_abort: list[str]
+    errors: dict[str, InvariantError] = dataclasses.field(default_factory=dict)
 
 
 class OutputProcessor:
@@ -83,6 +88,7 @@ class OutputProcessor:
     def process(self, step_outputs: StepOutputs) -> ProcessedOutputs:
         """Turns one step's outputs into text; finished requests are forgotten."""
         request_ids_to_abort = []
+        errors: dict[str, InvariantError] = {}
         parents: dict[str, ParentRequest] = {}
         for output in step_outputs.outputs:
             state = self._completions.get(output.request_id)
@@ -92,21 +98,35 @@ class OutputProcessor:
             parents[state.parent.request_id] = state.parent
             if step_outputs.request_times:
                 state.note_first_token(step_outputs)
-            state.process(output, step_outputs.timestamp)
+            try:
+                state.process(output, step_outputs.timestamp)
+            # Whatever it is, the other requests of the step have no part in it.
+            except Exception as error:
+                del parents[state.parent.request_id]
+                errors[state.parent.request_id] = _failure(state.parent.request_id, error)
+                request_ids_to_abort += self._forget(state.parent)
+                continue
             if state.finish_reason is not None:
                 del self._completions[output.request_id]
                 if output.finish_reason is None:
                     request_ids_to_abort.append(output.request_id)
         request_outputs = []
         for parent in parents.values():
-            request_output = parent.take_output()
+            try:
+                request_output = parent.take_output()
+            except Exception as error:
+                errors[parent.request_id] = _failure(parent.request_id, error)
+                request_ids_to_abort += self._forget(parent)
+                continue
             if request_output is not None:
                 request_outputs.append(request_output)
             request_ids_to_abort += parent.take_released_ids()
             if parent.is_finished:
                 del self._parents[parent.request_id]
         return ProcessedOutputs(
-            request_outputs=request_outputs, request_ids_to_abort=request_ids_to_abort
+            request_outputs=request_outputs,
+            request_ids_to_abort=request_ids_to_abort,
+            errors=errors,
         )
 
     def abort(self, request_ids: Iterable[str]) -> ProcessedOutputs:
@@ -116,19 +136,40 @@ class OutputProcessor:
         """
         request_outputs = []
         request_ids_to_abort = []
+        errors: dict[str, InvariantError] = {}
         for request_id in request_ids:
-            parent = self._parents.pop(request_id, None)
+            parent = self._parents.get(request_id)
             if parent is None:
                 continue
-            for child in parent.children:
-                request_ids_to_abort.append(child.request_id)
-                state = self._completions.pop(child.request_id, None)
-                if state is not None:
-                    state.abort()
-            request_outputs.append(parent.take_output())
+            children = [self._completions.get(child.request_id) for child in parent.children]
+            request_ids_to_abort += self._forget(parent)
+            try:
+                for state in children:
+                    if state is not None:
+                        state.abort()
+                request_outputs.append(parent.take_output())
+            # The engine must hear of the abort all the same.
+            except Exception as error:
+                errors[request_id] = _failure(request_id, error)
         return ProcessedOutputs(
-            request_outputs=request_outputs, request_ids_to_abort=request_ids_to_abort
+            request_outputs=request_outputs,
+            request_ids_to_abort=request_ids_to_abort,
+            errors=errors,
         )
+
+    def _forget(self, parent: ParentRequest) -> list[str]:
+        """Follows a request no longer; what the engine is to end of it."""
+        del self._parents[parent.request_id]
+        for child in parent.children:
+            self._completions.pop(child.request_id, None)
+        return [child.request_id for child in parent.children]
+
+
+def _failure(request_id: str, error: Exception) -> InvariantError:
+    logger.error("the answer to request %r cannot be made", request_id, exc_info=error)
+    return InvariantError(
+        f"the answer to request {request_id!r} cannot be made: {type(error).__name__}: {error}"
+    )
 
 
 class _CompletionState:

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 
 from paxkv.contracts.request_output import CompletionOutput, RequestOutput
-from paxkv.errors import EngineDeadError
+from paxkv.errors import PaxkvError
 
 
 class OutputStream:
@@ -17,22 +17,23 @@ class OutputStream:
     def __init__(self, request_id: str, *, engine_request_id: str) -> None:
         self.request_id = request_id
         self.engine_request_id = engine_request_id
-        self.queue: asyncio.Queue[RequestOutput | EngineDeadError] = asyncio.Queue()
+        self.queue: asyncio.Queue[RequestOutput | PaxkvError] = asyncio.Queue()
         # What the output processor follows for it.
         self.unfinished_ids: list[str] = []
         self.is_aborted = False
-        self._error: EngineDeadError | None = None
+        self._error: PaxkvError | None = None
 
     async def take(self) -> RequestOutput:
         """The next output.
 
         Raises:
             EngineDeadError: The engine ended instead.
+            InvariantError: Its outputs cannot be made.
         """
         if self._error is not None:
             raise self._error
         output = await self.queue.get()
-        if isinstance(output, EngineDeadError):
+        if isinstance(output, PaxkvError):
             raise output
         return output
 
@@ -40,12 +41,12 @@ class OutputStream:
         """The outputs that are there, as one; the next one, where none is.
 
         Raises:
-            EngineDeadError: As `take`, and what came before it has been taken.
+            PaxkvError: As `take`, and what came before it has been taken.
         """
         output = await self.take()
         while not self.queue.empty():
             more = self.queue.get_nowait()
-            if isinstance(more, EngineDeadError):
+            if isinstance(more, PaxkvError):
                 self._error = more
                 break
             output = _merge_deltas(output, more)

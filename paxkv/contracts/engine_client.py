@@ -48,6 +48,13 @@ class LoopTransport(Protocol):
         """Calls `on_message` on the loop with every message from now on."""
         ...
 
+    def give_up(self, reason: str) -> None:
+        """Takes the engine for dead, because its messages cannot be used. Called on the loop.
+
+        `on_message` hears `EngineDead`, and what comes of it, as if the engine had died.
+        """
+        ...
+
     def close(self) -> None:
         """As `EngineTransport.close`; called from another thread than the loop's."""
         ...

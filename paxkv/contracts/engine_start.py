@@ -27,12 +27,14 @@ class EngineOrder:
         input_endpoint: Where it is to listen; a port may be `*`.
         output_endpoint: Where its client listens.
         folder: Holds the sockets' files and goes with the last of both processes, if there is one.
+        step_counter: Descriptor of its `StepCounter`, which it has from its client.
         show_progress: Draw a bar on stderr while steps compile.
     """
 
     config: EngineConfig
     input_endpoint: str
     output_endpoint: str
+    step_counter: int
     folder: str | None = None
     curve_keys: CurveKeys | None = None
     show_progress: bool = False

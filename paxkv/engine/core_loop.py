@@ -22,6 +22,10 @@ class CoreChannel(Protocol):
         """Queues a message; never waits."""
         ...
 
+    def note_step(self) -> None:
+        """Tells whoever watches that another step is done."""
+        ...
+
 
 def run_core(core: EngineCore, channel: CoreChannel) -> EngineDead:
     """Runs a core to its end; returns what its client is to hear last.
@@ -45,3 +49,4 @@ def _run_until_shutdown(core: EngineCore, channel: CoreChannel) -> None:
                 channel.send(wire.encode(reply))
         if core.has_work and not core.is_finished:
             channel.send(wire.encode(core.step()))
+            channel.note_step()

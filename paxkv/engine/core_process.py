@@ -5,6 +5,7 @@ keeps that pipe open: when it ends, for whatever reason, so does this one. Signa
 are the client's to answer.
 """
 
+import faulthandler
 import logging
 import os
 import shutil
@@ -29,6 +30,7 @@ from paxkv.contracts.engine_start import (
     EngineStartOutput,
     ModelFound,
 )
+from paxkv.contracts.step_counter import StepCounter
 from paxkv.engine.core_loop import run_core
 from paxkv.engine.engine_core import EngineCore
 from paxkv.errors import ConfigError
@@ -60,6 +62,8 @@ class ZmqChannel:
     """The engine's end: one socket to hear on, one to speak on. Neither drops a message."""
 
     def __init__(self, order: EngineOrder) -> None:
+        self._counter = StepCounter(order.step_counter)
+        self.note_step = self._counter.note_step
         self._context = zmq.Context()
         self._inputs = self._socket(zmq.PULL)
         self._outputs = self._socket(zmq.PUSH)
@@ -84,7 +88,10 @@ class ZmqChannel:
     def waiting_messages(self, *, is_blocking: bool) -> Iterator[bytes]:
         """All messages that wait now; with `is_blocking` waits for the first."""
         if is_blocking:
-            yield self._inputs.recv()
+            self._counter.note_sleep()
+            data = self._inputs.recv()
+            self._counter.note_wake()
+            yield data
         while True:
             try:
                 yield self._inputs.recv(zmq.NOBLOCK)
@@ -106,10 +113,17 @@ def run_engine_process(build: BuildCore) -> int:
     order = _read_order()
     if order is None:
         return _PARENT_IS_GONE
+    # What a step that hangs waits for: its client asks before it ends this process.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    is_binding = threading.Lock()
     threading.Thread(
-        target=_end_with_parent, args=(order.folder,), name="paxkv-parent-watch", daemon=True
+        target=_end_with_parent,
+        args=(order.folder, is_binding),
+        name="paxkv-parent-watch",
+        daemon=True,
     ).start()
-    channel = ZmqChannel(order)
+    with is_binding:
+        channel = ZmqChannel(order)
     try:
         return _build_and_run(build, order, channel)
     finally:
@@ -133,10 +147,12 @@ def _read_order() -> EngineOrder | None:
     return msgspec.json.decode(line, type=EngineOrder) if line.endswith(b"\n") else None
 
 
-def _end_with_parent(folder: str | None) -> None:
+def _end_with_parent(folder: str | None, is_binding: threading.Lock) -> None:
     """Runs in a thread. Nothing comes on standard input after the order, but its end."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
+    # A socket's file that comes while the folder is emptied would keep it.
+    is_binding.acquire()
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
     # Nobody is left to read an output, and a step may take long.

@@ -33,6 +33,8 @@ class CoreThread:
         self._inputs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._outputs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._is_dead = threading.Event()
+        self._is_given_up = threading.Event()
+        self._on_message: Callable[[EngineOutput], None] | None = None
         self._thread = threading.Thread(
             target=_run_in_thread,
             args=(core, _QueueChannel(self._inputs, self._outputs), self._is_dead),
@@ -66,6 +68,7 @@ class CoreThread:
         self, loop: asyncio.AbstractEventLoop, on_message: Callable[[EngineOutput], None]
     ) -> None:
         """Calls `on_message` on the loop with every message from now on."""
+        self._on_message = on_message
         threading.Thread(
             target=self._deliver, args=(loop, on_message), name="paxkv-receiver", daemon=True
         ).start()
@@ -82,11 +85,20 @@ class CoreThread:
             except Exception as error:
                 logger.exception("the engine's messages cannot be read")
                 message = EngineDead(reason=f"{type(error).__name__}: {error}")
+            if self._is_given_up.is_set():
+                return
             try:
                 loop.call_soon_threadsafe(on_message, message)
             except RuntimeError:
                 # The loop was closed without `close`: nobody is left to hear.
                 return
+
+    def give_up(self, reason: str) -> None:
+        """See `LoopTransport.give_up`: no other engine takes its place."""
+        if not self._is_given_up.is_set():
+            self._is_given_up.set()
+            self._inputs.put(wire.encode(Shutdown()))
+            self._on_message(EngineDead(reason=reason))
 
     def close(self) -> None:
         """Ends the engine after the step that it computes now, and waits for it."""
@@ -115,6 +127,9 @@ class _QueueChannel:
                 yield self._inputs.get_nowait()
             except queue.Empty:
                 return
+
+    def note_step(self) -> None:
+        """Nobody watches: a thread that hangs cannot be ended."""
 
 
 def _run_in_thread(core: EngineCore, channel: _QueueChannel, is_dead: threading.Event) -> None:

@@ -36,34 +36,40 @@ class SentTables:
         changes: list[TableChange] = []
         holders: set[int] = set()
         skipped = self._manager.num_skipped_blocks
+        group_id, tables = self._manager.kv_cache_group_id, self._sent
         for req_id, blocks in self._manager.req_to_blocks.items():
             key = key_of(req_id)
             holders.add(key)
-            sent = self._sent.get(key)
+            sent = tables.get(key)
             if sent is None:
-                sent = self._sent[key] = _SentTable()
-            elif not has_freed and len(sent.blocks) == len(blocks):
+                sent = tables[key] = _SentTable()
+            num_sent, num_skipped = len(sent.blocks), skipped.get(req_id, 0)
+            if has_freed or num_skipped or num_sent > len(blocks):
+                num_kept = max(_num_common(sent, blocks, num_skipped), num_skipped)
+                is_same = num_kept == num_sent == len(blocks)
+                if is_same and num_skipped == sent.num_skipped:
+                    continue
+                new_blocks = blocks[num_kept:]
+                sent.num_skipped = num_skipped
+                if num_kept > num_sent:
+                    sent.blocks = list(blocks)
+                else:
+                    sent.blocks[num_kept:] = new_blocks
+            elif num_sent == len(blocks):
                 continue
-            num_skipped = skipped.get(req_id, 0)
-            num_kept = max(_num_common(sent, blocks, num_skipped, has_freed), num_skipped)
-            is_same = num_kept == len(sent.blocks) == len(blocks)
-            if is_same and num_skipped == sent.num_skipped:
-                continue
-            new_blocks = blocks[num_kept:]
+            else:
+                # By far the most: a table that grew.
+                num_kept, new_blocks = num_sent, blocks[num_sent:]
+                sent.blocks += new_blocks
             changes.append(
                 TableChange(
                     key=key,
-                    group_id=self._manager.kv_cache_group_id,
+                    group_id=group_id,
                     num_skipped=num_skipped,
                     num_kept=num_kept,
                     new_block_ids=u32([block.block_id for block in new_blocks]),
                 )
             )
-            sent.num_skipped = num_skipped
-            if num_kept > len(sent.blocks):
-                sent.blocks = list(blocks)
-            else:
-                sent.blocks[num_kept:] = new_blocks
         if has_freed:
             changes += [self._lost_table(key) for key in self._sent.keys() - holders]
         return changes, holders
@@ -83,15 +89,11 @@ class SentTables:
         )
 
 
-def _num_common(
-    sent: _SentTable, blocks: Sequence[KVCacheBlock], num_skipped: int, has_freed: bool
-) -> int:
+def _num_common(sent: _SentTable, blocks: Sequence[KVCacheBlock], num_skipped: int) -> int:
     """Leading blocks that are those sent, where the skipped ones count as equal."""
     if num_skipped < sent.num_skipped:  # the request came back, and starts anew
         return 0
     num_blocks = min(len(sent.blocks), len(blocks))
-    if not has_freed and num_blocks == len(sent.blocks):
-        return num_blocks
     # Blocks are equal only to themselves, so that a comparison of lists looks at pointers.
     if sent.blocks[num_skipped:num_blocks] == blocks[num_skipped:num_blocks]:
         return num_blocks

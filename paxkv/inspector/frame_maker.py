@@ -98,15 +98,19 @@ class FrameMaker:
 
     def _make_frame(self, at_s: float, *, is_snapshot: bool) -> InspectorFrame:
         scheduler, log = self._scheduler, self._log
-        changed, has_freed = log.take_changed()
+        changed, has_freed, has_shared = log.take_changed()
         tables, holders = [], set()
         for sent in self._tables:
-            table_changes, group_holders = sent.take_changes(self._key_of, has_freed=has_freed)
+            table_changes, group_holders = sent.take_changes(
+                self._key_of_holder, has_freed=has_freed
+            )
             tables += table_changes
             holders |= group_holders
-        for change in tables:
-            table = (change.key, change.group_id)
-            self._to_learn[table] = min(change.num_kept, self._to_learn.get(table, sys.maxsize))
+        # A table that only grew by blocks of its own holds none of unknown origin.
+        if is_snapshot or has_shared:
+            for change in tables:
+                table = (change.key, change.group_id)
+                self._to_learn[table] = min(change.num_kept, self._to_learn.get(table, sys.maxsize))
         if not is_snapshot:  # what is learned goes to all pages
             self._learn_origins(changed)
         running = self._running_rows()
@@ -135,7 +139,7 @@ class FrameMaker:
         rows: list[int] = []
         for request in self._scheduler.running:
             rows += (
-                self._key_of(request.request_id),
+                self._key_of(request.request_id, request),
                 len(request.all_token_ids),
                 request.num_computed_tokens,
                 request.num_cached_tokens,
@@ -147,15 +151,17 @@ class FrameMaker:
         rows: list[int] = []
         for request in islice(self._scheduler.waiting, MAX_WAITING_ROWS):
             rows += (
-                self._key_of(request.request_id),
+                self._key_of(request.request_id, request),
                 len(request.all_token_ids),
                 int(request.status),
                 request.num_preemptions,
             )
         return rows
 
-    def _key_of(self, request_id: str) -> int:
-        request = self._scheduler.requests.get(request_id)
+    def _key_of_holder(self, request_id: str) -> int:
+        return self._key_of(request_id, self._scheduler.requests.get(request_id))
+
+    def _key_of(self, request_id: str, request: Request | None) -> int:
         key = self._keys.get(request_id)
         # A request that ended, and whose blocks stay for forks, is the one that had the id.
         if key is not None and (request is None or self._seen[key][1] is request):

@@ -30,19 +30,30 @@ class BlockChangeLog:
     Bounded by the number of blocks, however long nobody looks.
 
     Attributes:
-        changed: Blocks that changed since `take_changed`, null blocks among them.
+        changed: Blocks that changed since `take_changed`, null blocks among them; those that became
+            findable come at its next call.
         has_freed: Whether somebody let go of a block since then.
+        has_shared: Whether somebody found, or shared, one.
         num_evictions: Blocks that lost their content, since the log was made.
         num_hits: By block id, how often cached content was found or shared since it was cached.
-        origins: By block id, of content that was cached since the log was made.
     """
 
     def __init__(self) -> None:
         self.changed: set[KVCacheBlock] = set()
         self.has_freed = False
+        self.has_shared = False
         self.num_evictions = 0
         self.num_hits: dict[int, int] = {}
-        self.origins: dict[int, BlockOrigin] = {}
+        self._origins: dict[int, BlockOrigin] = {}
+        # Blocks that became findable, and what `learn_origin` needs of each: the step that caches
+        # them does no more than this.
+        self._cached: dict[KVCacheBlock, tuple[CacheRequest, int, Sequence[BlockHash], int]] = {}
+
+    @property
+    def origins(self) -> dict[int, BlockOrigin]:
+        """By block id, of content that was cached since the log was made."""
+        self._learn_cached()
+        return self._origins
 
     def on_allocated(self, blocks: Sequence[KVCacheBlock]) -> None:
         self.changed.update(blocks)
@@ -57,6 +68,7 @@ class BlockChangeLog:
 
     def on_shared(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Each got one more holder: prefix hits and forks."""
+        self.has_shared = True
         num_hits = self.num_hits
         for block in blocks:
             num_hits[block.block_id] = num_hits.get(block.block_id, 0) + 1
@@ -71,8 +83,7 @@ class BlockChangeLog:
         block_size: int,
     ) -> None:
         """A block of a request became findable; `block_hashes` are of blocks of its size."""
-        self.changed.add(block)
-        self.learn_origin(request, block, block_idx, block_hashes, block_size)
+        self._cached[block] = (request, block_idx, block_hashes, block_size)
 
     def learn_origin(
         self,
@@ -84,7 +95,7 @@ class BlockChangeLog:
     ) -> None:
         """The same of a block that was cached before the log was made."""
         start = block_idx * block_size
-        self.origins[block.block_id] = BlockOrigin(
+        self._origins[block.block_id] = BlockOrigin(
             block_hashes[block_idx - 1] if block_idx else None,
             block_idx,
             # Tuples of numbers are nothing to the garbage collector, lists are.
@@ -95,11 +106,20 @@ class BlockChangeLog:
         for block in blocks:
             self.changed.add(block)
             self.num_hits.pop(block.block_id, None)
-            self.origins.pop(block.block_id, None)
+            self._origins.pop(block.block_id, None)
+            self._cached.pop(block, None)
             self.num_evictions += 1
 
-    def take_changed(self) -> tuple[set[KVCacheBlock], bool]:
-        """`changed` and `has_freed`, and forgets them."""
-        taken = self.changed, self.has_freed
-        self.changed, self.has_freed = set(), False
+    def take_changed(self) -> tuple[set[KVCacheBlock], bool, bool]:
+        """`changed`, `has_freed` and `has_shared`, and forgets them."""
+        self._learn_cached()
+        taken = self.changed, self.has_freed, self.has_shared
+        self.changed, self.has_freed, self.has_shared = set(), False, False
         return taken
+
+    def _learn_cached(self) -> None:
+        cached, self._cached = self._cached, {}
+        self.changed.update(cached)
+        # A request's tokens and hashes only grow: they are those that it was cached with.
+        for block, (request, block_idx, block_hashes, block_size) in cached.items():
+            self.learn_origin(request, block, block_idx, block_hashes, block_size)

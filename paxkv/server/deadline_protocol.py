@@ -21,6 +21,24 @@ def deadline_protocol(
     return type("BoundDeadlineProtocol", (DeadlineProtocol,), settings)
 
 
+class OpenTransport:
+    """A transport that takes what is written only while it is open.
+
+    uvicorn hears of a client that has gone at the loop's next turn; what a response has in several
+    pieces goes on within this one, and asyncio warns of every piece.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+
 class DeadlineProtocol(H11Protocol):
     """Gives a client `request_timeout_s` from its first byte to the last byte of its request.
 
@@ -37,6 +55,7 @@ class DeadlineProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.transport = OpenTransport(transport)
         self._deadline: asyncio.TimerHandle | None = None
         self._write_deadline: asyncio.TimerHandle | None = None
         if self.max_connections is not None and len(self.connections) > self.max_connections:

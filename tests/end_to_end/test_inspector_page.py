@@ -1,6 +1,6 @@
 """The inspector's page in a real browser: what it shows is what the engine does.
 
-Needs Playwright for Python and a Chromium at /usr/bin/chromium, and is skipped without them.
+Needs `pip install -e '.[browser]'` and a Chromium or Chrome in PATH, and is skipped without them.
 """
 
 import random
@@ -13,9 +13,14 @@ from paxkv.config import ServerConfig
 from tests.paxkv.inspector.inspected_server import Traffic, make_client, run_server
 from tests.paxkv.inspector.recorded_trace import record
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright for Python")
-CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium in PATH")
+sync_api = pytest.importorskip(
+    "playwright.sync_api", reason="needs playwright for Python: pip install -e '.[browser]'"
+)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
+    None,
+)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium or Chrome in PATH")
 
 ARGUMENTS = [
     "--no-sandbox",

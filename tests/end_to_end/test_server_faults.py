@@ -10,6 +10,7 @@ half a request, then silence   test_demo_server.py, test_deadline_protocol.py
                                                           408 in time, others go on
 10,000 connections, most idle  test_http_server.py (slow) others are served at once
 engine SIGKILLed under load    here, test_build_client.py error, 503, a new engine, no block held
+engine hangs under load        here, test_build_client.py error, 503, a new engine, no block held
 SIGTERM under load             here, test_build_client.py all finish, exit code 0
 server SIGKILLed under load    here                       no engine stays behind
 port taken                     here, test_serve.py        one line, exit code 1, nothing loaded
@@ -102,6 +103,25 @@ def test_engine_killed_under_64_streams_is_replaced_and_holds_no_block() -> None
         engine_pid = only_child(server.process.pid)
         assert server.stop() == 0
         wait_for_end(engine_pid)
+
+
+def test_engine_that_hangs_under_64_streams_is_replaced_and_holds_no_block() -> None:
+    flags = (*MEDIUM, "--execute-model-timeout-s", "3")
+    with running_server(*flags) as server, ThreadPoolExecutor(1) as pool:
+        before = asyncio.run(answers(server, max_tokens=24))
+        long = {"max_tokens": 400, "extra_body": {"ignore_eos": True}}
+        running = pool.submit(lambda: asyncio.run(answers(server, **long)))
+        wait_for_requests(server, NUM_STREAMS)
+        engine_pid = only_child(server.process.pid)
+        os.kill(engine_pid, signal.SIGSTOP)
+        wait_for_health(server, 503, 15)
+        for ended in running.result(60):
+            assert isinstance(ended, openai.APIError) and "it hangs" in str(ended), ended
+        wait_for_health(server, 200, 240)
+        assert only_child(server.process.pid) != engine_pid
+        assert asyncio.run(answers(server, max_tokens=24)) == before
+        assert metric(server, "vllm:kv_cache_usage_perc") == 0
+        assert server.stop() == 0
 
 
 def test_sigterm_under_64_streams_lets_all_finish() -> None:

@@ -75,6 +75,22 @@ def test_killed_engine_is_a_clear_error_then_503_then_service_again() -> None:
         assert server.wait()[0] == 0
 
 
+def test_engine_that_hangs_is_503_until_another_serves() -> None:
+    flags = ("--execute-model-timeout-s", "0.4")
+    with running_fake_server(*flags, hangs_at_step=2) as server:
+        engine_pid = server.engine_pid
+        refused = server.complete([97], 9)
+        assert refused.status_code == 503 and int(refused.headers["Retry-After"]) >= 1
+        error = refused.json()["error"]
+        assert error["code"] == "engine_dead" and "0.4 seconds" in error["message"]
+        assert server.health() == 503
+        wait_for_health(server, 200)
+        assert server.complete([97, 98], 2).status_code == 200
+        assert server.engine_pid != engine_pid
+        server.process.terminate()
+        assert server.wait()[0] == 0
+
+
 def test_engine_that_dies_ends_the_server_where_it_was_asked_to() -> None:
     with running_fake_server("--max-engine-restarts", "0", fails_at_step=2) as server:
         assert server.complete([97], 9).status_code == 503
@@ -142,6 +158,17 @@ def test_engine_of_a_killed_server_ends() -> None:
         assert wait_for_end(engine_pid) < 5
 
 
+def test_both_processes_killed_at_once_leave_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with running_fake_server() as server:
+        engine_pid = server.engine_pid
+        os.killpg(server.process.pid, signal.SIGKILL)
+        wait_for_end(engine_pid)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
@@ -161,7 +188,13 @@ def test_engine_that_cannot_start_is_one_line_and_exit_code_1(
         assert (process.returncode, out, said) == (1, "", error)
 
 
-def test_interrupted_start_leaves_no_engine() -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)]
+)
+def test_interrupted_start_leaves_no_engine_and_no_file(
+    number: signal.Signals, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with start_process(start_s=3600) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         deadline = time.monotonic() + TIMEOUT_S
@@ -169,7 +202,8 @@ def test_interrupted_start_leaves_no_engine() -> None:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         engine_pid = only_child(process.pid)
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(TIMEOUT_S) == 130
+        os.killpg(process.pid, number)
+        assert process.wait(TIMEOUT_S) == code
         wait_for_end(engine_pid)
+        assert list(tmp_path.iterdir()) == []
         assert "Traceback" not in process.stderr.read()

@@ -234,6 +234,50 @@ async def test_step_that_cannot_become_text_ends_every_request() -> None:
 
 
 @in_loop
+async def test_request_whose_text_cannot_be_made_fails_alone() -> None:
+    async with running(step_s=0.01) as client:
+        tasks = [asyncio.create_task(collect(client, "abc", LONG, str(n))) for n in range(3)]
+        several = dataclasses.replace(LONG, n=3)
+        tasks.append(asyncio.create_task(collect(client, "abc", several, "3", stream=False)))
+        while (await client.get_stats()).num_running_reqs < 6:
+            await asyncio.sleep(0.01)
+
+        def fail(output: object, timestamp: float) -> None:
+            raise RuntimeError("no such token")
+
+        for engine_id, state in client._output_processor._completions.items():
+            if engine_id.startswith(("1-", "1_3-")):
+                state.process = fail
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        for broken in (results[1], results[3]):
+            assert isinstance(broken, InvariantError) and "no such token" in str(broken)
+        for whole in (results[0], results[2]):
+            assert whole[-1].outputs[0].finish_reason == "length"
+        # No part of the broken ones is left.
+        await until_idle(client)
+        assert client._output_processor._completions == {}
+        assert client.is_alive and client.num_unfinished_requests == 0
+
+
+@in_loop
+async def test_abort_reaches_the_engine_though_the_last_text_cannot_be_made() -> None:
+    async with running(step_s=0.01) as client:
+        task = asyncio.create_task(collect(client, "abc", LONG, "0"))
+        while not (await client.get_stats()).num_running_reqs:
+            await asyncio.sleep(0.01)
+
+        def fail() -> None:
+            raise RuntimeError("no such token")
+
+        (state,) = client._output_processor._completions.values()
+        state.abort = fail
+        await client.abort("0")
+        with pytest.raises(InvariantError, match="no such token"):
+            await task
+        await until_idle(client)
+
+
+@in_loop
 async def test_unreadable_message_ends_every_request() -> None:
     async with running(step_s=0.01) as client:
         tasks = [asyncio.create_task(collect(client, "abc", LONG, str(n))) for n in range(3)]
@@ -355,86 +399,6 @@ async def test_request_that_cannot_be_sent_whole_leaves_nothing_behind() -> None
             await collect(client, "abc", SamplingParams(max_tokens=250, n=3), "r")
         await until_idle(client)
         assert client.num_unfinished_requests == 0
-
-
-async def search(
-    client: AsyncEngineClient, prompt: object, request_id: str = "r", **params: object
-) -> RequestOutput:
-    beam_params = BeamSearchParams(**{"beam_width": 2, "max_tokens": 6, **params})
-    (output,) = [o async for o in client.beam_search(prompt, beam_params, request_id=request_id)]
-    return output
-
-
-@in_loop
-async def test_beam_search_yields_its_sequences_as_completions() -> None:
-    async with running() as client:
-        # The fake's only candidates are the first token of the prompt at -0.5 and "a" at -2.
-        output = await search(client, "xyz")
-        assert (output.request_id, output.prompt, output.finished) == ("r", "xyz", True)
-        assert output.prompt_token_ids == list(b"xyz")
-        best, second = output.outputs
-        assert (best.index, best.text, best.cumulative_logprob) == (0, "xxxxxx", -3.0)
-        # One "a" in it; all places are equal, and the first found stays.
-        assert (second.index, second.cumulative_logprob) == (1, -4.5)
-        assert sorted(second.text) == sorted("axxxxx")
-        assert {c.finish_reason for c in output.outputs} == {"length"}
-        await until_idle(client)
-        outputs = await asyncio.gather(*(search(client, "xyz", str(i)) for i in range(8)))
-        assert {o.outputs[0].text for o in outputs} == {"xxxxxx"}
-        await until_idle(client)
-
-
-@in_loop
-async def test_beam_search_given_up_at_any_moment_leaves_nothing() -> None:
-    async with running(step_s=0.002) as client:
-        for pause in range(12):
-            task = asyncio.create_task(search(client, "xyz", max_tokens=100))
-            await asyncio.sleep(0.002 * pause)
-            if pause % 2:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
-            else:
-                await asyncio.sleep(0.01)
-                await client.abort("r")
-                output = await task
-                assert {c.finish_reason for c in output.outputs} == {"abort"}
-            await until_idle(client)
-        assert client.num_unfinished_requests == 0
-        assert not client._streams_by_engine_id
-
-
-@in_loop
-async def test_beam_search_takes_its_own_params_and_its_prompt_must_fit() -> None:
-    async with running() as client:
-        with pytest.raises(PromptTooLongError):
-            await search(client, "x" * 300)
-        with pytest.raises(InvalidRequestError, match="BeamSearchParams"):
-            async for _ in client.beam_search("x", SamplingParams(), request_id="r"):
-                pass
-        with pytest.raises(InvalidRequestError, match="got BeamSearchParams"):
-            await collect(client, "x", BeamSearchParams(beam_width=1, max_tokens=1), "r")
-        assert client.num_unfinished_requests == 0
-
-
-@in_loop
-async def test_dead_engine_ends_a_beam_search() -> None:
-    async with running(fails_at_step=3) as client:
-        with pytest.raises(EngineDeadError):
-            await search(client, "xyz", max_tokens=100)
-        assert client.num_unfinished_requests == 0
-
-
-@in_loop
-async def test_beam_search_ends_at_its_next_step_when_the_engine_drains() -> None:
-    async with running(step_s=0.01) as client:
-        task = asyncio.create_task(search(client, "xyz", max_tokens=100))
-        while not (await client.get_stats()).num_steps:
-            await asyncio.sleep(0.01)
-        closing = asyncio.create_task(client.close(drain_timeout_s=30))
-        with pytest.raises(EngineDeadError):
-            await task
-        await closing
 
 
 @in_loop

@@ -1,5 +1,7 @@
 """Beam search finds what its definition says, and asks for no blocks that it does not release."""
 
+import asyncio
+import contextlib
 import itertools
 import math
 import random
@@ -8,11 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paxkv.client.async_client import AsyncEngineClient
 from paxkv.client.beam_search import BeamSearch, prompt_params
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput
-from paxkv.errors import InvalidRequestError, InvariantError
+from paxkv.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    InvariantError,
+    PromptTooLongError,
+)
 from paxkv.sampling_params import BeamSearchParams, SamplingParams
+from tests.paxkv.client.test_async_client import collect, in_loop, running, until_idle
 from tests.paxkv.text.small_tokenizers import byte_level_tokenizer
 
 EOS = 0
@@ -247,3 +256,83 @@ def test_refused_step_is_an_error_of_ours() -> None:
 def test_other_params_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="BeamSearchParams"):
         prompt_params(SamplingParams())
+
+
+async def search(
+    client: AsyncEngineClient, prompt: object, request_id: str = "r", **params: object
+) -> RequestOutput:
+    beam_params = BeamSearchParams(**{"beam_width": 2, "max_tokens": 6, **params})
+    (output,) = [o async for o in client.beam_search(prompt, beam_params, request_id=request_id)]
+    return output
+
+
+@in_loop
+async def test_beam_search_yields_its_sequences_as_completions() -> None:
+    async with running() as client:
+        # The fake's only candidates are the first token of the prompt at -0.5 and "a" at -2.
+        output = await search(client, "xyz")
+        assert (output.request_id, output.prompt, output.finished) == ("r", "xyz", True)
+        assert output.prompt_token_ids == list(b"xyz")
+        best, second = output.outputs
+        assert (best.index, best.text, best.cumulative_logprob) == (0, "xxxxxx", -3.0)
+        # One "a" in it; all places are equal, and the first found stays.
+        assert (second.index, second.cumulative_logprob) == (1, -4.5)
+        assert sorted(second.text) == sorted("axxxxx")
+        assert {c.finish_reason for c in output.outputs} == {"length"}
+        await until_idle(client)
+        outputs = await asyncio.gather(*(search(client, "xyz", str(i)) for i in range(8)))
+        assert {o.outputs[0].text for o in outputs} == {"xxxxxx"}
+        await until_idle(client)
+
+
+@in_loop
+async def test_beam_search_given_up_at_any_moment_leaves_nothing() -> None:
+    async with running(step_s=0.002) as client:
+        for pause in range(12):
+            task = asyncio.create_task(search(client, "xyz", max_tokens=100))
+            await asyncio.sleep(0.002 * pause)
+            if pause % 2:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+            else:
+                await asyncio.sleep(0.01)
+                await client.abort("r")
+                output = await task
+                assert {c.finish_reason for c in output.outputs} == {"abort"}
+            await until_idle(client)
+        assert client.num_unfinished_requests == 0
+        assert not client._streams_by_engine_id
+
+
+@in_loop
+async def test_beam_search_takes_its_own_params_and_its_prompt_must_fit() -> None:
+    async with running() as client:
+        with pytest.raises(PromptTooLongError):
+            await search(client, "x" * 300)
+        with pytest.raises(InvalidRequestError, match="BeamSearchParams"):
+            async for _ in client.beam_search("x", SamplingParams(), request_id="r"):
+                pass
+        with pytest.raises(InvalidRequestError, match="got BeamSearchParams"):
+            await collect(client, "x", BeamSearchParams(beam_width=1, max_tokens=1), "r")
+        assert client.num_unfinished_requests == 0
+
+
+@in_loop
+async def test_dead_engine_ends_a_beam_search() -> None:
+    async with running(fails_at_step=3) as client:
+        with pytest.raises(EngineDeadError):
+            await search(client, "xyz", max_tokens=100)
+        assert client.num_unfinished_requests == 0
+
+
+@in_loop
+async def test_beam_search_ends_at_its_next_step_when_the_engine_drains() -> None:
+    async with running(step_s=0.01) as client:
+        task = asyncio.create_task(search(client, "xyz", max_tokens=100))
+        while not (await client.get_stats()).num_steps:
+            await asyncio.sleep(0.01)
+        closing = asyncio.create_task(client.close(drain_timeout_s=30))
+        with pytest.raises(EngineDeadError):
+            await task
+        await closing

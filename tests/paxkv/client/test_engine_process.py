@@ -93,12 +93,14 @@ def test_requests_and_calls_cross_and_signals_of_a_terminal_do_not_end_it() -> N
     with starting() as process:
         # Before it can have heard of signals.
         os.kill(process.pid, signal.SIGINT)
+        folder = process._folder.path
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         ready = process.wait_until_ready(found.append)
+        # However it ends from here on, nothing is left.
+        assert not folder.exists()
         assert isinstance(ready, EngineReady)
         assert (ready.model_info.max_fitting_tokens, ready.stats.num_blocks) == (512, 65)
         assert found == [Path("/models/fake")]
-        folder = Path(process._folder)
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         os.kill(process.pid, signal.SIGINT)
         os.kill(process.pid, signal.SIGTERM)
         process.send(AddRequest(request=make_request("a", [5, 6], max_tokens=3)))
@@ -111,7 +113,6 @@ def test_requests_and_calls_cross_and_signals_of_a_terminal_do_not_end_it() -> N
         process.send(Shutdown())
         assert receive_besides_steps(process) == EngineDead(reason="it was shut down")
         assert process.wait(TIMEOUT_S) == 0
-    assert not folder.exists()
     with pytest.raises(EngineDeadError):
         process.send(Shutdown())
 
@@ -129,7 +130,7 @@ def test_failed_start_says_why_and_leaves_nothing(
     settings: dict[str, object], error: type[Exception], words: str, capfd: pytest.CaptureFixture
 ) -> None:
     with starting(**settings) as process:
-        folder = Path(process._folder)
+        folder = process._folder.path
         with pytest.raises(error, match=words):
             process.wait_until_ready()
     assert not folder.exists() and not is_running(process.pid)
@@ -165,7 +166,7 @@ from paxkv.contracts.engine_request import AddRequest
 from tests.paxkv.engine.fake_engine import make_request
 from tests.paxkv.engine.fake_engine_process import COMMAND, fake_config
 process = EngineProcess(fake_config(step_s=3600), show_progress=False, command=COMMAND)
-print(process.pid, process._folder, flush=True)
+print(process.pid, process._folder.path, flush=True)
 process.wait_until_ready()
 process.send(AddRequest(request=make_request("a", [5])))
 print("ready", flush=True)
@@ -183,8 +184,8 @@ def test_engine_of_a_killed_parent_ends_by_itself(is_ready: bool) -> None:
             assert parent.stdout.readline() == "ready\n"
         parent.kill()
         assert wait_for_end(int(pid)) < 10
-    # Killed before it could read where its sockets are, it leaves an empty folder at most.
-    assert not is_ready or not Path(folder).exists()
+    # Also one whose interpreter was still starting.
+    assert not Path(folder).exists()
 
 
 def test_without_socket_files_strangers_are_kept_out_by_keys(

@@ -23,11 +23,17 @@ from tests.paxkv.text.small_tokenizers import byte_level_tokenizer
 
 @contextlib.asynccontextmanager
 async def running(
-    *, max_restarts: int = 3, window_s: float = 600.0, **settings: object
+    *,
+    max_restarts: int = 3,
+    window_s: float = 600.0,
+    max_step_s: float = 300.0,
+    **settings: object,
 ) -> AsyncIterator[AsyncEngineClient]:
     """A client of an engine process of its own."""
     policy = RestartPolicy(max_restarts=max_restarts, window_s=window_s)
-    supervisor = EngineSupervisor(fake_config(**settings), policy, command=COMMAND)
+    supervisor = EngineSupervisor(
+        fake_config(**settings), policy, max_step_s=max_step_s, command=COMMAND
+    )
     try:
         ready = supervisor.wait_until_ready(lambda folder: None)
     except BaseException:
@@ -165,6 +171,91 @@ async def test_failing_step_is_named_and_another_engine_serves() -> None:
         assert all("the device is on fire" in str(result) for result in results)
         await until_alive(client)
         assert await text_of(client, "xyz", 3) == "xyz"
+
+
+@in_loop
+async def test_step_that_hangs_ends_its_requests_and_another_engine_serves() -> None:
+    async with running(hangs_at_step=3, max_step_s=0.4, max_restarts=1) as client:
+        pid = client._transport.pid
+        results = await asyncio.gather(
+            *(collect(client, "abc", LONG, str(number)) for number in range(4)),
+            return_exceptions=True,
+        )
+        for result in results:
+            assert isinstance(result, EngineDeadError)
+            assert "no step has ended for 0.4 seconds" in str(result)
+        assert not client.is_alive
+        await until_alive(client)
+        assert not Path(f"/proc/{pid}").exists()
+        assert await text_of(client, "xyz", 3) == "xyz"
+        # The tries are those of an engine that dies.
+        with contextlib.suppress(EngineDeadError):
+            await text_of(client, "xyz", 9)
+        assert "0.4 seconds" in await client.wait_until_ended()
+
+
+@in_loop
+async def test_engine_that_does_not_wake_is_replaced() -> None:
+    async with running(max_step_s=0.4) as client:
+        await asyncio.sleep(0.5)
+        os.kill(client._transport.pid, signal.SIGSTOP)
+        with pytest.raises(EngineDeadError, match="it hangs"):
+            await text_of(client, "abc", 3)
+        await until_alive(client)
+        assert await text_of(client, "xyz", 3) == "xyz"
+
+
+def test_engine_that_hangs_says_where(capfd: pytest.CaptureFixture) -> None:
+    @in_loop
+    async def run() -> None:
+        async with running(hangs_at_step=0, max_step_s=0.2, max_restarts=0) as client:
+            with pytest.raises(EngineDeadError):
+                await text_of(client, "abc", 3)
+            while Path(f"/proc/{client._transport.pid}").exists():
+                await asyncio.sleep(0.01)
+
+    run()
+    said = capfd.readouterr().err
+    assert "fake_engine.py" in said and "in execute_model" in said
+
+
+@in_loop
+async def test_engine_whose_messages_cannot_be_used_is_replaced_as_one_that_died() -> None:
+    async with running(step_s=0.01, max_restarts=1) as client:
+        process = client._output_processor.process
+
+        def fail(step_outputs: object) -> None:
+            raise RuntimeError("no such token")
+
+        client._output_processor.process = fail
+        pid = client._transport.pid
+        results = await asyncio.gather(
+            *(collect(client, "abc", LONG, str(number)) for number in range(4)),
+            return_exceptions=True,
+        )
+        assert all(isinstance(result, EngineDeadError) for result in results)
+        assert all("RuntimeError: no such token" in str(result) for result in results)
+        assert client.num_unfinished_requests == client._output_processor.num_unfinished_requests
+        client._output_processor.process = process
+        await until_alive(client)
+        assert client._transport.pid != pid
+        assert await text_of(client, "xyz", 3) == "xyz"
+        client._output_processor.process = fail
+        with pytest.raises(EngineDeadError):
+            await text_of(client, "xyz", 3)
+        assert "no such token" in await client.wait_until_ended()
+
+
+@in_loop
+async def test_slow_starts_idle_engines_and_many_steps_are_no_hang() -> None:
+    async with running(start_s=0.5, step_s=0.1, max_step_s=0.3) as client:
+        await asyncio.sleep(0.5)
+        assert await text_of(client, "abc", 8) == "abcabcab"
+        kill_engine(client)
+        await until_dead(client)
+        await until_alive(client)
+        assert await text_of(client, "abc", 5) == "abcab"
+        assert client._transport._num_restarts == 1
 
 
 @in_loop

@@ -8,7 +8,7 @@ from paxkv.client.inproc_client import InprocClient
 from paxkv.client.output_processor import OutputProcessor
 from paxkv.contracts.request_output import RequestOutput
 from paxkv.engine.core_thread import CoreThread
-from paxkv.errors import EngineDeadError, PaxkvError
+from paxkv.errors import EngineDeadError, InvariantError, PaxkvError
 from tests.paxkv.engine.fake_engine import make_engine_core, make_request
 from tests.paxkv.text.small_tokenizers import byte_level_tokenizer
 
@@ -121,6 +121,19 @@ def until_idle(client: InprocClient) -> None:
 def test_failed_call_raises_what_the_engine_said(client: InprocClient) -> None:
     with pytest.raises(PaxkvError, match="unknown method"):
         client.call("fly")
+
+
+def test_text_that_cannot_be_made_is_raised_and_its_request_is_ended(
+    client: InprocClient,
+) -> None:
+    def fail(output: object, timestamp: float) -> None:
+        raise RuntimeError("no such token")
+
+    client.add_request(make_request("a", [97], max_tokens=240))
+    client._output_processor._completions["a"].process = fail
+    with pytest.raises(InvariantError, match="no such token"):
+        run(client)
+    until_idle(client)
 
 
 def test_dead_engine_ends_every_wait() -> None:

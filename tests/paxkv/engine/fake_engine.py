@@ -1,5 +1,6 @@
 """An engine core over the real scheduler and a fake executor, whose tokens are known beforehand."""
 
+import ctypes
 import time
 
 from paxkv.config import CacheConfig, SchedulerConfig
@@ -21,13 +22,19 @@ class FakeExecutor:
     Args:
         step_s: How long a step takes.
         fails_at_step: This step raises; None is never.
+        hangs_at_step: This one never ends, and no other thread of the process has a turn.
     """
 
     num_padded_tokens = 7
     num_compiles_after_ready = 0
 
     def __init__(
-        self, kv_cache_config: KVCacheConfig, *, step_s: float = 0.0, fails_at_step: int | None
+        self,
+        kv_cache_config: KVCacheConfig,
+        *,
+        step_s: float = 0.0,
+        fails_at_step: int | None,
+        hangs_at_step: int | None = None,
     ) -> None:
         self.kv_cache_config = kv_cache_config
         self.rows: dict[str, EngineRequest] = {}
@@ -37,6 +44,7 @@ class FakeExecutor:
         self.profile_folder: str | None = None
         self._step_s = step_s
         self._fails_at_step = fails_at_step
+        self._hangs_at_step = hangs_at_step
 
     def start_profile(self, folder: str) -> bool:
         was_idle = self.profile_folder is None
@@ -50,6 +58,8 @@ class FakeExecutor:
     def execute_model(self, scheduler_output: SchedulerOutput) -> "FakeStep":
         if self.num_steps == self._fails_at_step:
             raise RuntimeError("the device is on fire")
+        while self.num_steps == self._hangs_at_step:
+            ctypes.PyDLL(None).sleep(3600)  # with the interpreter's lock
         self.num_steps += 1
         self.num_decode_steps.append(scheduler_output.num_decode_steps)
         time.sleep(self._step_s)
@@ -117,6 +127,7 @@ def make_engine_core(
     max_model_len: int = 256,
     step_s: float = 0.0,
     fails_at_step: int | None = None,
+    hangs_at_step: int | None = None,
     max_steps_in_flight: int = 1,
     max_decode_burst: int = 1,
 ) -> EngineCore:
@@ -133,7 +144,12 @@ def make_engine_core(
     )
     return EngineCore(
         scheduler,
-        FakeExecutor(kv_cache_config, step_s=step_s, fails_at_step=fails_at_step),
+        FakeExecutor(
+            kv_cache_config,
+            step_s=step_s,
+            fails_at_step=fails_at_step,
+            hangs_at_step=hangs_at_step,
+        ),
         max_steps_in_flight=max_steps_in_flight,
         max_decode_burst=max_decode_burst,
     )

@@ -9,13 +9,13 @@ def test_every_change_is_named_once_and_then_forgotten():
     pool = BlockPool(num_blocks=8, enable_caching=True)
     pool.change_log = log = BlockChangeLog()
     a, b, c = pool.get_new_blocks(3)
-    assert log.take_changed() == ({a, b, c}, False)
+    assert log.take_changed() == ({a, b, c}, False, False)
     pool.touch([a, pool.null_block])
-    assert log.take_changed() == ({a}, False)
+    assert log.take_changed() == ({a}, False, True)
     pool.free_blocks(block for block in (b, a))
-    assert log.take_changed() == ({a, b}, True)
+    assert log.take_changed() == ({a, b}, True, False)
     assert (a.ref_cnt, b.ref_cnt, c.ref_cnt) == (1, 0, 1)
-    assert log.take_changed() == (set(), False)
+    assert log.take_changed() == (set(), False, False)
     assert log.num_hits == {a.block_id: 1}
 
 

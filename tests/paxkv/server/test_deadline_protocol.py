@@ -1,11 +1,16 @@
 """Half a request and then silence, or a drip: the connection ends, and others are served."""
 
+import asyncio
 import contextlib
 import json
+import logging
 import socket
+import struct
 import time
 
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from paxkv.server.deadline_protocol import DeadlineProtocol, deadline_protocol
 
@@ -35,6 +40,54 @@ def _assert_is_408(answer):
     error = json.loads(body)["error"]
     assert "within 0.4 s" in error["message"]
     assert error["type"] == "invalid_request_error"
+
+
+async def _serve_one(app):
+    """One request of a client that does not read, on this loop."""
+    config = uvicorn.Config(app, log_config=None)
+    config.load()
+    bound = deadline_protocol(5.0)
+    loop = asyncio.get_running_loop()
+    listener = await loop.create_server(
+        lambda: bound(config=config, server_state=ServerState(), app_state={}), "127.0.0.1", 0
+    )
+    async with listener:
+        address = listener.sockets[0].getsockname()
+        with socket.create_connection(address) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            await app.is_done(client)
+
+
+class _Burst:
+    """An application that writes many pieces in one go, to a client that vanishes before them."""
+
+    def __init__(self):
+        self._client = asyncio.get_running_loop().create_future()
+        self._is_done = asyncio.Event()
+
+    async def is_done(self, client):
+        self._client.set_result(client)
+        await self._is_done.wait()
+
+    async def __call__(self, scope, receive, send):
+        client = await self._client
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        # Without a farewell: what is written from now on finds nobody.
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()
+        for _ in range(40):
+            await send({"type": "http.response.body", "body": b"piece", "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+        self._is_done.set()
+
+
+def test_nothing_is_written_to_a_client_that_is_known_to_have_gone(caplog):
+    async def run():
+        await _serve_one(_Burst())
+
+    with caplog.at_level(logging.WARNING, "asyncio"):
+        asyncio.run(run())
+    assert caplog.messages == []
 
 
 def test_bound_class_carries_its_timeout():

@@ -1,0 +1,50 @@
+"""`StepWatch`: notices an engine that does not get on, from what it counts."""
+
+
+class StepWatch:
+    """Adds up for how long an engine with something to do has stood at one and the same count.
+
+    It has something to do where its count is odd, or where a message was sent to it since it
+    counted: one that was asleep when the machine stopped it would never wake.
+
+    Only the time between its own looks counts, and of each no more than `MAX_BETWEEN_LOOKS`
+    periods: a machine that slept, or a container that was frozen, has had no time for its step.
+
+    Args:
+        limit_s: For a step, or for waking up; 0 is none.
+    """
+
+    # The loop that looks may be late.
+    MAX_BETWEEN_LOOKS = 2.0
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        # How often to look: a step that hangs is found a tenth late at most.
+        self.period_s = min(limit_s / 10, 1.0)
+        self._count = 0
+        # Messages that had been sent when the count was new.
+        self._num_sent = 0
+        self._last_look_s = 0.0
+        self._age_s = 0.0
+
+    def is_too_long(self, count: int, num_sent: int, now_s: float) -> bool:
+        """Whether the engine has done nothing for longer than the limit.
+
+        Args:
+            count: `StepCounter.count`.
+            num_sent: Messages that were sent to it.
+        """
+        between_s = min(now_s - self._last_look_s, self.MAX_BETWEEN_LOOKS * self.period_s)
+        self._last_look_s = now_s
+        if count != self._count:
+            self._count, self._num_sent, self._age_s = count, num_sent, 0.0
+            return False
+        if count % 2 == 0 and num_sent == self._num_sent:
+            return False
+        self._age_s += between_s
+        return self.limit_s > 0 and self._age_s >= self.limit_s
+
+    def start_over(self) -> None:
+        """For another engine."""
+        self._count = self._num_sent = 0
+        self._age_s = 0.0

@@ -1,0 +1,84 @@
+"""Folders of sockets: who may remove which."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from paxkv.client.socket_folder import SocketFolder, remove_stale_folders
+
+_OWNER = """
+import sys
+from paxkv.client.socket_folder import SocketFolder
+folder = SocketFolder()
+print(folder.path, flush=True)
+if sys.argv[1] == "wait":
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def folders_here(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
+def start_owner(what: str) -> tuple[subprocess.Popen, Path]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _OWNER, what],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return process, Path(process.stdout.readline().strip())
+
+
+def make_old(path: Path) -> None:
+    (path / "outputs").touch()
+    os.utime(path, (1, 1))
+
+
+def test_folder_goes_with_its_owner_who_may_forget_it():
+    process, path = start_owner("exit")
+    with process:
+        assert process.wait(20) == 0
+    assert path.name.startswith("paxkv-engine-") and not path.exists()
+    folder = SocketFolder()
+    assert folder.path.is_dir()
+    folder.remove()
+    folder.remove()
+    assert not folder.path.exists()
+
+
+def test_folder_of_an_owner_who_was_killed_is_stale_and_one_in_use_is_not():
+    process, path = start_owner("wait")
+    with process:
+        make_old(path)
+        remove_stale_folders()
+        assert (path / "outputs").exists()
+        process.kill()
+        process.wait(20)
+    # Another that is being made has no lock yet.
+    new = Path(tempfile.mkdtemp(prefix="paxkv-engine-"))
+    remove_stale_folders()
+    assert not path.exists() and new.exists()
+
+
+def test_what_others_made_is_left_alone(tmp_path):
+    shared = tmp_path / "paxkv-engine-shared"
+    shared.mkdir()
+    shared.chmod(0o755)
+    target = tmp_path / "target"
+    target.mkdir(mode=0o700)
+    link = tmp_path / "paxkv-engine-link"
+    link.symlink_to(target)
+    file = tmp_path / "paxkv-engine-file"
+    file.touch()
+    for path in (shared, target):
+        make_old(path)
+    remove_stale_folders()
+    assert shared.exists() and link.is_symlink() and file.exists()
+    assert (target / "outputs").exists()

@@ -1,0 +1,45 @@
+"""A count that two processes share."""
+
+import os
+import subprocess
+import sys
+
+from paxkv.contracts.step_counter import StepCounter
+
+_OTHER = """
+import sys
+from paxkv.contracts.step_counter import StepCounter
+counter = StepCounter(int(sys.argv[1]))
+counter.note_wake()
+counter.note_step()
+counter.note_sleep()
+"""
+
+
+def test_other_process_counts_what_this_one_reads():
+    counter, file = StepCounter.create()
+    assert counter.count == 0
+    subprocess.run([sys.executable, "-c", _OTHER, str(file)], pass_fds=(file,), check=True)
+    os.close(file)
+    assert counter.count == 4
+
+
+def test_counter_needs_no_special_files(monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    counter, file = StepCounter.create()
+    other = StepCounter(file)
+    os.close(file)
+    other.note_wake()
+    assert counter.count == 1
+
+
+def test_count_is_odd_from_waking_to_sleep():
+    counter, file = StepCounter.create()
+    os.close(file)
+    counts = []
+    for note in (counter.note_sleep, counter.note_wake, counter.note_step, counter.note_wake):
+        note()
+        counts.append(counter.count)
+    counter.note_sleep()
+    counter.note_sleep()
+    assert (counts, counter.count) == ([0, 1, 3, 3], 4)
