@@ -310,9 +310,11 @@ def test_a_grammar_is_checked_at_the_door_and_waited_for_behind_it() -> None:
     assert not process(processor, "a").needs_grammar
     with pytest.raises(InvalidRequestError, match="not good"):
         process(processor, "a", structured_outputs=bad)
-    assert processor.must_compile(SamplingParams(structured_outputs=bad))
-    assert not processor.must_compile(SamplingParams(structured_outputs=good))
-    assert not processor.must_compile(SamplingParams())
+    assert processor.unchecked_grammar(SamplingParams(structured_outputs=bad)) is bad
+    assert processor.unchecked_grammar(SamplingParams(structured_outputs=good)) is None
+    assert processor.unchecked_grammar(SamplingParams()) is None
+    unchecked = SamplingParams(structured_outputs=bad)
+    processor.process("a", unchecked, request_id="r", checks_grammar=False)
     with pytest.raises(UnsupportedFeatureError, match="EOS token"):
         process(make(), "a", structured_outputs=good)
 
