@@ -452,7 +452,11 @@ class AsyncEngineClient:
             logger.error("%s", _dead_error(message))
         # Nothing runs any more; what was counted stays.
         self._latest_stats = dataclasses.replace(
-            self._latest_stats, num_running_reqs=0, num_waiting_reqs=0, kv_cache_usage=0.0
+            self._latest_stats,
+            num_running_reqs=0,
+            num_waiting_reqs=0,
+            num_compiling_reqs=0,
+            kv_cache_usage=0.0,
         )
         # The next engine knows none of its requests.
         self._latest_engine_ids.clear()

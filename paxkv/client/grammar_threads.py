@@ -12,7 +12,7 @@ from paxkv.structured_outputs_params import StructuredOutputsParams
 
 # Grammars that are compiled at once; the others of their kind wait for them. The quick ones share
 # the processor, so that a small one has its turn beside those that will be given up.
-MAX_QUICK_THREADS = 8
+MAX_QUICK_THREADS = 16
 MAX_LONG_THREADS = 2
 _ResultT = TypeVar("_ResultT")
 

@@ -44,6 +44,11 @@ class GrammarManager:
         """Requests with a grammar, or whose failure nobody has been told of."""
         return len(self._compiling) + len(self._matchers) + len(self._failed)
 
+    @property
+    def num_compiling(self) -> int:
+        """Requests that wait for their grammar."""
+        return len(self._compiling)
+
     def add(self, request_id: str, params: StructuredOutputsParams) -> None:
         """Begins to compile a request's grammar."""
         self._compiling[request_id] = self._pool.submit(self._compiler.compile, params)

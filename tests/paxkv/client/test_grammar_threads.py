@@ -5,9 +5,17 @@ import threading
 
 import pytest
 
+from paxkv.client.async_client import AsyncEngineClient
 from paxkv.client.grammar_threads import MAX_LONG_THREADS, MAX_QUICK_THREADS, GrammarThreads
+from paxkv.client.input_processor import InputProcessor
+from paxkv.client.output_processor import OutputProcessor
+from paxkv.contracts.model_info import ModelInfo
+from paxkv.engine.core_thread import CoreThread
 from paxkv.errors import EngineDeadError, InvalidRequestError
+from paxkv.sampling_params import SamplingParams
 from paxkv.structured_outputs_params import StructuredOutputsParams
+from tests.paxkv.engine.fake_engine import make_engine_core
+from tests.paxkv.text.small_tokenizers import byte_level_tokenizer
 
 HEAVY, SMALL = (StructuredOutputsParams(regex=name) for name in ("heavy", "small"))
 
@@ -67,14 +75,14 @@ def test_a_small_grammar_waits_for_no_heavy_one():
 def test_no_more_grammars_than_have_threads_are_tried_at_once():
     async def run():
         checker, threads = HeldChecker(), GrammarThreads()
-        waiting = [asyncio.ensure_future(threads.check(checker, SMALL)) for _ in range(20)]
+        waiting = [asyncio.ensure_future(threads.check(checker, SMALL)) for _ in range(40)]
         while checker.num_tried < MAX_QUICK_THREADS:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.02)
         assert checker.num_tried == MAX_QUICK_THREADS
         checker.may_answer.set()
         await asyncio.gather(*waiting)
-        assert checker.num_tried == 20
+        assert checker.num_tried == 40
         threads.close()
 
     asyncio.run(run())
@@ -99,5 +107,42 @@ def test_at_the_close_those_without_a_thread_hear_of_it():
         ]
         with pytest.raises(EngineDeadError):
             await threads.check(checker, SMALL)
+
+    asyncio.run(run())
+
+
+def test_a_request_that_is_looked_at_for_mistakes_alone_compiles_nothing():
+    checker = SlowChecker()
+    tokenizer = byte_level_tokenizer()
+    numbers = {"max_model_len": 256, "vocab_size": 300, "max_fitting_tokens": 512}
+    info = ModelInfo(
+        served_model_name="fake",
+        model="fake",
+        created=0,
+        max_num_seqs=8,
+        cache_settings={"block_size": "16"},
+        **numbers,
+    )
+
+    async def run():
+        client = AsyncEngineClient(
+            CoreThread(make_engine_core()),
+            InputProcessor(tokenizer=tokenizer, grammar_checker=checker, **numbers),
+            OutputProcessor(tokenizer),
+            info,
+        )
+        await client.start()
+        await asyncio.wait_for(client.check("a", SamplingParams(structured_outputs=HEAVY)), 5)
+        with pytest.raises(InvalidRequestError, match="prompt is empty"):
+            await client.check([], SamplingParams(structured_outputs=HEAVY))
+        assert checker.num_tried == checker.num_begun == 0
+        # Else it is refused, when there is an answer.
+        checker.may_answer.set()
+        with pytest.raises(InvalidRequestError, match="good enough"):
+            async for _ in client.generate(
+                "a", SamplingParams(structured_outputs=HEAVY), request_id="r", stream=False
+            ):
+                pass
+        await client.close(drain_timeout_s=0)
 
     asyncio.run(run())
