@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Literal
 
 from paxkv.errors import InvalidRequestError
 
@@ -9,6 +10,7 @@ MAX_CHOICES = 10_000
 # A grammar of this length takes milliseconds to read; what it may grow to is limited elsewhere.
 MAX_GRAMMAR_CHARS = 256 * 1024
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+_THOUGHTS = ("none", "maybe", "begun")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,8 @@ class StructuredOutputsParams:
         structural_tag: JSON text of a structural tag: free text until a trigger, then the schema
             of the tag that it begins.
         disable_any_whitespace: JSON without white space between its parts.
+        thoughts: What comes before the form: nothing; perhaps thoughts between `<think>` and
+            `</think>`, if the first token opens them; or thoughts that the prompt has opened.
 
     Raises:
         InvalidRequestError: Not exactly one kind is asked for, or it is of the wrong type.
@@ -36,6 +40,7 @@ class StructuredOutputsParams:
     json_object: bool | None = None
     structural_tag: str | None = None
     disable_any_whitespace: bool = False
+    thoughts: Literal["none", "maybe", "begun"] = "none"
 
     def __post_init__(self) -> None:
         asked = [name for name in _KINDS if self._is_asked(name)]
@@ -53,6 +58,8 @@ class StructuredOutputsParams:
         self._check_choice()
         if not isinstance(self.disable_any_whitespace, bool):
             raise _error("structured_outputs.disable_any_whitespace must be true or false.")
+        if self.thoughts not in _THOUGHTS:
+            raise _error(f"structured_outputs.thoughts must be one of {', '.join(_THOUGHTS)}.")
         num_chars = len(self.source_text)
         if num_chars > MAX_GRAMMAR_CHARS:
             raise _error(

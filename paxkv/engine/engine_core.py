@@ -14,6 +14,7 @@ from paxkv.contracts.engine_output import (
     STEP_TOKEN_BUCKETS,
     EngineCoreOutput,
     EngineOutput,
+    FinishReason,
     SchedulerStats,
     StepOutputs,
     UtilityReply,
@@ -37,6 +38,7 @@ from paxkv.errors import InvalidRequestError, InvariantError, PaxkvError
 from paxkv.inspector.recorder import InspectionRecorder
 from paxkv.scheduler.scheduler import Scheduler
 from paxkv.scheduler.trace.recorder import TraceRecorder
+from paxkv.structured_output.bound_request import GrammarEnd
 from paxkv.structured_output.grammar_manager import GrammarManager
 
 logger = logging.getLogger(__name__)
@@ -263,28 +265,45 @@ class EngineCore:
         handle.start_sampling(grammars.make_bitmask(req_ids))
 
     def _advance_grammars(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
-        """Moves grammars on; a request whose grammar cannot go on ends with the reason."""
-        if self._grammars is None or self._grammars.num_requests == 0:
+        """Moves grammars on, and ends requests whose form is complete or cannot go on."""
+        grammars = self._grammars
+        if grammars is None or grammars.num_requests == 0:
             return outputs
+        # They had nothing to draw: what came for them is nobody's.
+        ended = grammars.take_ended()
+        strays = set(ended)
         for output in outputs:
+            if output.request_id in strays:
+                continue
             if output.finish_reason is None:
-                self._grammars.advance(output.request_id, output.new_token_ids)
+                grammars.advance(output.request_id, output.new_token_ids)
             else:
-                self._grammars.remove(output.request_id)
-        failed = self._grammars.take_failed()
-        if not failed:
+                grammars.remove(output.request_id)
+        ended |= grammars.take_ended()
+        if not ended:
             return outputs
-        self._scheduler.finish_requests(failed, "error")
+        by_id = {
+            request.request_id: EngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=[],
+                num_cached_tokens=request.num_cached_tokens,
+            )
+            for request in self._scheduler.running
+            if request.request_id in ended
+        } | {output.request_id: output for output in outputs}
+        for reason in ("stop", "error"):
+            self._scheduler.finish_requests(
+                [req_id for req_id, end in ended.items() if _finish_reason(end) == reason], reason
+            )
         return [
-            *(output for output in outputs if output.request_id not in failed),
+            *(output for output in outputs if output.request_id not in ended),
             *(
-                EngineCoreOutput(
-                    request_id=request_id,
-                    new_token_ids=[],
-                    finish_reason="error",
-                    stop_reason=reason,
+                _last_output(
+                    by_id.get(req_id) or EngineCoreOutput(request_id=req_id, new_token_ids=[]),
+                    end,
+                    keeps_tokens=end.error is None and req_id not in strays,
                 )
-                for request_id, reason in failed.items()
+                for req_id, end in ended.items()
             ),
         ]
 
@@ -332,7 +351,7 @@ class EngineCore:
             self._scheduler.add_request(request)
             self._request_clock.note_added(request.request_id)
             if self._grammars is not None and request.needs_grammar:
-                self._grammars.add(request.request_id, request.sampling_params.structured_outputs)
+                self._grammars.add(request)
             self._burst_length.note_arrival()
             self._inspection.on_arrival(request.request_id, request.arrival_time)
             return None
@@ -401,3 +420,20 @@ def _with_prompt_logprobs(
         )
         for output in outputs
     ]
+
+
+def _finish_reason(end: GrammarEnd) -> FinishReason:
+    return "stop" if end.error is None else "error"
+
+
+def _last_output(
+    output: EngineCoreOutput, end: GrammarEnd, *, keeps_tokens: bool
+) -> EngineCoreOutput:
+    """What a request hears last that its grammar ends."""
+    return msgspec.structs.replace(
+        output,
+        new_token_ids=output.new_token_ids if keeps_tokens else [],
+        logprobs=output.logprobs if keeps_tokens else None,
+        finish_reason=_finish_reason(end),
+        stop_reason=end.error,
+    )

@@ -50,6 +50,7 @@ class _Setup(msgspec.Struct, frozen=True):
     tokenizer_json: str
     vocab_size: int
     eos_token_ids: list[int]
+    thought_token_ids: tuple[int, int] | None
 
 
 class _Trial(msgspec.Struct, frozen=True):
@@ -81,10 +82,11 @@ class CheckerProcess:
         *,
         vocab_size: int,
         eos_token_ids: Sequence[int],
+        thought_token_ids: tuple[int, int] | None = None,
         quick_compile_s: float = QUICK_COMPILE_S,
         max_compile_s: float = MAX_COMPILE_S,
     ) -> None:
-        self._setup = _Setup(tokenizer_json, vocab_size, list(eos_token_ids))
+        self._setup = _Setup(tokenizer_json, vocab_size, list(eos_token_ids), thought_token_ids)
         self._quick_compile_s, self._max_compile_s = quick_compile_s, max_compile_s
         self._lock = threading.Lock()
         self._start_lock = threading.Lock()
@@ -244,7 +246,10 @@ def serve(control: socket.socket) -> None:
     with _next_connection(control) as connection:
         setup = msgspec.json.decode(connection.readline(), type=_Setup)
         compiler = GrammarCompiler(
-            setup.tokenizer_json, vocab_size=setup.vocab_size, eos_token_ids=setup.eos_token_ids
+            setup.tokenizer_json,
+            vocab_size=setup.vocab_size,
+            eos_token_ids=setup.eos_token_ids,
+            thought_token_ids=setup.thought_token_ids,
         )
         # Now, so that no copy has to read the tokenizer.
         _answer(connection, compiler, StructuredOutputsParams(json_object=True))

@@ -9,6 +9,7 @@ import llguidance
 import numpy as np
 
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.structured_output.thoughts import ThoughtTokens, find_thought_tokens
 from paxkv.structured_outputs_params import StructuredOutputsParams
 
 # Some applications send the same few schemas with every request.
@@ -39,17 +40,26 @@ class GrammarCompiler:
         tokenizer_json: Content of the model's tokenizer.json.
         vocab_size: Of the model, which may have more tokens than the tokenizer.
         eos_token_ids: At least one; what may be drawn where a grammar is complete.
+        thought_token_ids: `<think>` and `</think>`; None where it has no such tokens.
 
     """
 
     def __init__(
-        self, tokenizer_json: str, *, vocab_size: int, eos_token_ids: Sequence[int]
+        self,
+        tokenizer_json: str,
+        *,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        thought_token_ids: tuple[int, int] | None = None,
     ) -> None:
         self.vocab_size = vocab_size
+        self.eos_token_ids = frozenset(eos_token_ids)
         self._tokenizer_json = tokenizer_json
         self._eos_token_ids = list(eos_token_ids)
         # Made for the first grammar: with a large vocabulary it takes a second.
         self._tokenizer: llguidance.LLTokenizer | None = None
+        self._thought_token_ids = thought_token_ids
+        self._thought_tokens: ThoughtTokens | None = None
         self._lock = threading.Lock()
         # The most recently used one last. A copy of it starts anew.
         self._matchers: OrderedDict[_Key, llguidance.LLMatcher] = OrderedDict()
@@ -82,6 +92,31 @@ class GrammarCompiler:
                     self._matchers.popitem(last=False)
         return matcher.deep_copy()
 
+    def thought_tokens(self) -> ThoughtTokens:
+        """What the model's thoughts are told apart by.
+
+        Raises:
+            UnsupportedFeatureError: It has no tokens for that.
+        """
+        tokenizer = self._get_tokenizer()
+        with self._lock:
+            if self._thought_tokens is None:
+                if self._thought_token_ids is None:
+                    raise UnsupportedFeatureError(
+                        "thoughts before a form need a model with <think> and </think> as tokens, "
+                        "which this one has not.",
+                        param="structured_outputs",
+                    )
+                open_id, close_id = self._thought_token_ids
+                self._thought_tokens = find_thought_tokens(
+                    tokenizer,
+                    open_id=open_id,
+                    close_id=close_id,
+                    eos_token_ids=self._eos_token_ids,
+                    num_words=self.num_mask_words,
+                )
+            return self._thought_tokens
+
     def _get_tokenizer(self) -> llguidance.LLTokenizer:
         with self._lock:
             if self._tokenizer is None:
@@ -103,6 +138,8 @@ class GrammarCompiler:
             grammar = _grammar(params)
         except (ValueError, RecursionError) as error:
             raise _cannot_compile(params, str(error)) from None
+        if params.thoughts != "none":
+            self.thought_tokens()
         matcher = llguidance.LLMatcher(self._get_tokenizer(), grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise _cannot_compile(params, matcher.get_error())

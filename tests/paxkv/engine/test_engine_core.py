@@ -372,9 +372,11 @@ def make_grammar_core(max_steps_in_flight: int, **executor: int) -> EngineCore:
     )
 
 
-def bound_request(request_id: str, prompt: list[int], choice: list[str]) -> AddRequest:
-    params = StructuredOutputsParams(choice=choice)
-    request = make_request(request_id, prompt, max_tokens=20, structured_outputs=params)
+def bound_request(
+    request_id: str, prompt: list[int], choice: list[str], **params: object
+) -> AddRequest:
+    params["structured_outputs"] = StructuredOutputsParams(choice=choice)
+    request = make_request(request_id, prompt, **{"max_tokens": 20, **params})
     request = dataclasses.replace(request, needs_grammar=True, eos_token_ids=(EOS,))
     return AddRequest(request=request)
 
@@ -404,6 +406,52 @@ def test_a_grammar_that_cannot_go_on_ends_its_request_alone(max_steps_in_flight:
     (last,) = [o for o in outputs if o.request_id == "a" and o.finish_reason is not None]
     assert last.finish_reason == "error"
     assert last.stop_reason.startswith("the grammar cannot go on")
+    assert tokens_of(outputs, "b") == [7, 8] * 6
+    assert core.make_stats().num_free_blocks == core.make_stats().num_blocks - 1
+    core.close()
+
+
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_a_complete_form_ends_its_request_normally(max_steps_in_flight: int) -> None:
+    core = make_grammar_core(max_steps_in_flight)
+    yes = TOKENIZER.encode("yes", add_special_tokens=False)
+    core.handle(bound_request("eos", [5], ["yes"], ignore_eos=True))
+    # Nothing may follow it, as the end comes too early, or is none of the allowed tokens.
+    core.handle(bound_request("early", [5], ["yes"], min_tokens=10, logprobs=1))
+    core.handle(bound_request("none", [5], ["yes"], allowed_token_ids=yes))
+    # Also where a stray token would have been the last for another reason.
+    core.handle(bound_request("last", [5], ["yes"], allowed_token_ids=yes, max_tokens=len(yes) + 1))
+    core.handle(AddRequest(request=make_request("b", [7, 8], max_tokens=12)))
+    outputs = run_until_idle(core)
+    for request_id in ("eos", "early", "none", "last"):
+        ends = [o for o in outputs if o.request_id == request_id and o.finish_reason is not None]
+        assert [(o.finish_reason, o.stop_reason) for o in ends] == [("stop", None)], request_id
+        drawn = tokens_of(outputs, request_id)
+        assert drawn == ([*yes, EOS] if request_id == "eos" else yes)
+    assert all(
+        len(o.logprobs or ()) == len(o.new_token_ids) for o in outputs if o.request_id == "early"
+    )
+    assert tokens_of(outputs, "b") == [7, 8] * 6
+    assert core._grammars.num_requests == 0
+    assert core.make_stats().num_free_blocks == core.make_stats().num_blocks - 1
+    core.close()
+
+
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_settings_that_leave_a_form_no_token_end_the_request_with_the_reason(
+    max_steps_in_flight: int,
+) -> None:
+    core = make_grammar_core(max_steps_in_flight)
+    first, *_ = TOKENIZER.encode("yes", add_special_tokens=False)
+    core.handle(bound_request("a", [5], ["yes"], allowed_token_ids=[first, EOS]))
+    core.handle(bound_request("c", [5], ["yes"], allowed_token_ids=[EOS]))
+    core.handle(AddRequest(request=make_request("b", [7, 8], max_tokens=12)))
+    outputs = run_until_idle(core)
+    for request_id, drawn in (("a", [first]), ("c", [])):
+        (last,) = [o for o in outputs if o.request_id == request_id and o.finish_reason is not None]
+        assert (last.finish_reason, last.new_token_ids) == ("error", [])
+        assert "leave none of the tokens" in last.stop_reason
+        assert tokens_of(outputs, request_id) == drawn
     assert tokens_of(outputs, "b") == [7, 8] * 6
     assert core.make_stats().num_free_blocks == core.make_stats().num_blocks - 1
     core.close()

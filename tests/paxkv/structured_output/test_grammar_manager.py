@@ -5,7 +5,10 @@ import time
 import numpy as np
 import pytest
 
+from paxkv.contracts.engine_request import EngineRequest
 from paxkv.errors import InvariantError
+from paxkv.sampling_params import SamplingParams
+from paxkv.structured_output.bound_request import GrammarEnd
 from paxkv.structured_output.grammar_manager import GrammarManager
 from paxkv.structured_outputs_params import StructuredOutputsParams
 from tests.paxkv.structured_output.demo_grammars import (
@@ -23,12 +26,34 @@ def manager():
     manager.close()
 
 
+def _request(request_id, *, bad_words=(), sampling=None, **fields):
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=[5],
+        sampling_params=SamplingParams(
+            structured_outputs=StructuredOutputsParams(**fields), **(sampling or {})
+        ),
+        eos_token_ids=(EOS,),
+        bad_words_token_ids=bad_words,
+        needs_grammar=True,
+    )
+
+
 def _add(manager, request_id, **fields):
-    manager.add(request_id, StructuredOutputsParams(**fields))
+    manager.add(_request(request_id, **fields))
     deadline_s = time.monotonic() + 20
-    while not manager.is_ready(request_id) and not manager.take_failed():
+    while not manager.is_ready(request_id) and not manager.take_ended():
         assert time.monotonic() < deadline_s
         time.sleep(0.001)
+
+
+def _ids(text):
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def _allowed_text(manager, request_id):
+    bitmask = manager.make_bitmask([request_id])
+    return {TOKENIZER.decode([i], skip_special_tokens=False) for i in allowed_ids(bitmask)}
 
 
 def test_masks_follow_the_tokens_of_each_request(manager):
@@ -45,7 +70,7 @@ def test_masks_follow_the_tokens_of_each_request(manager):
     # The first is complete, the second may be.
     assert allowed_ids(bitmask, 0) == [EOS]
     assert EOS in allowed_ids(bitmask, 1) and len(allowed_ids(bitmask, 1)) > 9
-    assert manager.take_failed() == {}
+    assert manager.take_ended() == {}
 
 
 def test_one_mask_is_that_of_several_together(manager):
@@ -59,25 +84,79 @@ def test_one_mask_is_that_of_several_together(manager):
 def test_a_token_without_a_place_ends_the_request_with_the_reason(manager):
     _add(manager, "a", choice=["no", "yes"])
     manager.advance("a", TOKENIZER.encode("8"))
-    failed = manager.take_failed()
-    assert list(failed) == ["a"] and failed["a"].startswith("the grammar cannot go on")
-    assert manager.take_failed() == {} and manager.num_requests == 0
+    ended = manager.take_ended()
+    assert list(ended) == ["a"] and ended["a"].error.startswith("the grammar cannot go on")
+    assert manager.take_ended() == {} and manager.num_requests == 0
+
+
+def test_a_complete_form_is_an_end_also_where_eos_is_none(manager):
+    _add(manager, "a", regex="[0-9]+", sampling={"ignore_eos": True})
+    manager.advance("a", _ids("7"))
+    assert manager.take_ended() == {}
+    manager.advance("a", [EOS])
+    assert manager.take_ended() == {"a": GrammarEnd()}
+
+
+def test_settings_of_the_request_narrow_what_its_grammar_allows(manager):
+    allowed = [*_ids("7"), *_ids("8"), *_ids("x"), EOS]
+    _add(manager, "a", regex="[0-9]+", sampling={"allowed_token_ids": allowed})
+    assert _allowed_text(manager, "a") == {"7", "8"}
+    manager.advance("a", _ids("7"))
+    assert _allowed_text(manager, "a") == {"7", "8", "<|im_end|>"}
+    # No 7 at all, and no 5 behind 6.
+    words = (tuple(_ids("7")), (*_ids("6"), *_ids("5")))
+    _add(manager, "b", regex="[5-7]*", bad_words=words, sampling={"min_tokens": 2})
+    assert _allowed_text(manager, "b") == {"5", "6"}
+    manager.advance("b", _ids("6"))
+    assert _allowed_text(manager, "b") == {"6"}
+    manager.advance("b", _ids("6"))
+    assert _allowed_text(manager, "b") == {"6", "<|im_end|>"}
+    assert manager.take_ended() == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "written", "is_complete"),
+    [
+        ({"regex": "78", "sampling": {"min_tokens": 5}}, "78", True),
+        ({"regex": "78", "sampling": {"allowed_token_ids": [25, 26]}}, "78", True),
+        ({"regex": "78", "sampling": {"allowed_token_ids": [26]}}, "", False),
+        ({"regex": "78", "bad_words": ((25, 26), (26, 25))}, "7", False),
+        ({"regex": "[78]{3}", "bad_words": ((25, 26), (26, 25))}, "777", None),
+    ],
+)
+def test_where_nothing_is_left_a_complete_form_ends_and_another_fails(
+    manager, fields, written, is_complete
+):
+    assert [_ids("7"), _ids("8")] == [[25], [26]]
+    _add(manager, "a", **fields)
+    for token_id in _ids(written):
+        assert token_id in allowed_ids(manager.make_bitmask(["a"]))
+        manager.advance("a", [token_id])
+    bitmask = manager.make_bitmask(["a"])
+    if is_complete is None:
+        assert manager.take_ended() == {}
+        return
+    # Its row of the step under way draws something, which nobody gets.
+    assert len(allowed_ids(bitmask)) > 700
+    (end,) = manager.take_ended().values()
+    assert end == GrammarEnd() if is_complete else "allowed_token_ids, bad_words" in end.error
+    assert manager.num_requests == 0
 
 
 def test_a_grammar_that_cannot_be_compiled_after_all_is_told_of(manager):
-    manager.add("a", StructuredOutputsParams(regex="(a"))
+    manager.add(_request("a", regex="(a"))
     failed = {}
     deadline_s = time.monotonic() + 20
     while not failed:
         assert time.monotonic() < deadline_s
         assert not manager.is_ready("a")
-        failed = manager.take_failed()
-    assert "unclosed group" in failed["a"]
+        failed = manager.take_ended()
+    assert "unclosed group" in failed["a"].error
 
 
 def test_requests_that_go_are_forgotten_wherever_they_stand(manager):
     _add(manager, "a", regex="a")
-    manager.add("b", StructuredOutputsParams(regex="b"))
+    manager.add(_request("b", regex="b"))
     for request_id in "abc":
         manager.remove(request_id)
     assert manager.num_requests == 0
