@@ -14,7 +14,6 @@ from paxkv.contracts.engine_output import (
     STEP_TOKEN_BUCKETS,
     EngineCoreOutput,
     EngineOutput,
-    FinishReason,
     SchedulerStats,
     StepOutputs,
     UtilityReply,
@@ -32,13 +31,13 @@ from paxkv.contracts.kv_events import KVEventBatch
 from paxkv.contracts.runner_output import ModelRunnerOutput
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.engine.burst_length import BurstLength
+from paxkv.engine.grammar_steps import advance_grammars, drawing_requests
 from paxkv.engine.kv_event_publisher import KVEventPublisher
 from paxkv.engine.request_clock import RequestClock
 from paxkv.errors import InvalidRequestError, InvariantError, PaxkvError
 from paxkv.inspector.recorder import InspectionRecorder
 from paxkv.scheduler.scheduler import Scheduler
 from paxkv.scheduler.trace.recorder import TraceRecorder
-from paxkv.structured_output.bound_request import GrammarEnd
 from paxkv.structured_output.grammar_manager import GrammarManager
 
 logger = logging.getLogger(__name__)
@@ -215,7 +214,8 @@ class EngineCore:
         handle = self._executor.execute_model(scheduler_output)
         grammars = self._grammars
         if grammars is not None and grammars.num_requests > 0 and handle.needs_bitmask:
-            self._start_sampling(scheduler_output, handle, grammars)
+            req_ids = drawing_requests(self._scheduler.running, scheduler_output)
+            handle.start_sampling(grammars.make_bitmask(req_ids))
         self._in_flight.append(
             StepInFlight(scheduler_output=scheduler_output, handle=handle, start_s=start_s)
         )
@@ -248,64 +248,8 @@ class EngineCore:
             self._burst_length.note_burst(step.scheduler_output.num_decode_steps, took_s)
         self._last_fetch_s = time.perf_counter()
         outputs = self._scheduler.update_from_output(step.scheduler_output, runner_output)
-        return self._advance_grammars(_with_prompt_logprobs(outputs, runner_output))
-
-    def _start_sampling(
-        self, scheduler_output: SchedulerOutput, handle: StepHandle, grammars: GrammarManager
-    ) -> None:
-        """Tells the device what grammars allow, while it computes the logits."""
-        # The others have more of their prompt to compute, and draw nothing yet.
-        req_ids = [
-            request.request_id
-            for request in self._scheduler.running
-            if request.needs_grammar
-            and request.request_id in scheduler_output.num_scheduled_tokens
-            and request.num_computed_tokens >= request.num_tokens
-        ]
-        handle.start_sampling(grammars.make_bitmask(req_ids))
-
-    def _advance_grammars(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
-        """Moves grammars on, and ends requests whose form is complete or cannot go on."""
-        grammars = self._grammars
-        if grammars is None or grammars.num_requests == 0:
-            return outputs
-        # They had nothing to draw: what came for them is nobody's.
-        ended = grammars.take_ended()
-        strays = set(ended)
-        for output in outputs:
-            if output.request_id in strays:
-                continue
-            if output.finish_reason is None:
-                grammars.advance(output.request_id, output.new_token_ids)
-            else:
-                grammars.remove(output.request_id)
-        ended |= grammars.take_ended()
-        if not ended:
-            return outputs
-        by_id = {
-            request.request_id: EngineCoreOutput(
-                request_id=request.request_id,
-                new_token_ids=[],
-                num_cached_tokens=request.num_cached_tokens,
-            )
-            for request in self._scheduler.running
-            if request.request_id in ended
-        } | {output.request_id: output for output in outputs}
-        for reason in ("stop", "error"):
-            self._scheduler.finish_requests(
-                [req_id for req_id, end in ended.items() if _finish_reason(end) == reason], reason
-            )
-        return [
-            *(output for output in outputs if output.request_id not in ended),
-            *(
-                _last_output(
-                    by_id.get(req_id) or EngineCoreOutput(request_id=req_id, new_token_ids=[]),
-                    end,
-                    keeps_tokens=end.error is None and req_id not in strays,
-                )
-                for req_id, end in ended.items()
-            ),
-        ]
+        outputs = _with_prompt_logprobs(outputs, runner_output)
+        return advance_grammars(outputs, self._scheduler, self._grammars)
 
     def _forget_grammars(self, request_ids: list[str]) -> None:
         if self._grammars is not None:
@@ -420,20 +364,3 @@ def _with_prompt_logprobs(
         )
         for output in outputs
     ]
-
-
-def _finish_reason(end: GrammarEnd) -> FinishReason:
-    return "stop" if end.error is None else "error"
-
-
-def _last_output(
-    output: EngineCoreOutput, end: GrammarEnd, *, keeps_tokens: bool
-) -> EngineCoreOutput:
-    """What a request hears last that its grammar ends."""
-    return msgspec.structs.replace(
-        output,
-        new_token_ids=output.new_token_ids if keeps_tokens else [],
-        logprobs=output.logprobs if keeps_tokens else None,
-        finish_reason=_finish_reason(end),
-        stop_reason=end.error,
-    )

@@ -14,11 +14,11 @@ class Admission:
 
     A request is one completion of one prompt, as the engine counts them. It waits when it has no
     place in the running batch: places are `max_num_seqs`, or, while the engine says that some wait
-    (for KV memory, or for the token budget), as many as it runs. A request whose grammar is being
-    compiled, here or there, is counted like any other, but does not make the engine full. The count is this process' own,
-    and changes with the decision, before anything else can run: so that a thousand requests that
-    come at once are as many as a thousand that come one by one. What the engine says, which may be
-    a step old, changes the number of places alone.
+    (for KV memory, or for the token budget), as many as it runs. One whose grammar is being
+    compiled, here or there, is counted like any other, but does not make the engine full. The count
+    is this process' own, and changes with the decision, before anything else can run: so that a
+    thousand requests that come at once are as many as a thousand that come one by one. What the
+    engine says, which may be a step old, changes the number of places alone.
 
     Args:
         max_waiting_requests: None is no bound.

@@ -30,18 +30,19 @@ class TokenLimits:
 
     def __init__(self, request: EngineRequest, num_words: int) -> None:
         params = request.sampling_params
-        banned = [word[0] for word in request.bad_words_token_ids if len(word) == 1]
-        forbidden_np = token_bits(banned, num_words)
-        if params.allowed_token_ids is not None:
-            forbidden_np |= ~token_bits(params.allowed_token_ids, num_words)
-        self._kept_np = ~forbidden_np
-        self._no_ends_np = ~token_bits(
-            (*request.eos_token_ids, *(params.stop_token_ids or ())), num_words
-        )
         self._num_words = num_words
-        self._bad_words = [word for word in request.bad_words_token_ids if len(word) > 1]
-        self._is_bound = bool(banned) or params.allowed_token_ids is not None
+        # None where there is nothing to take away.
+        self._kept_np: np.ndarray | None = None
+        banned = [word[0] for word in request.bad_words_token_ids if len(word) == 1]
+        if banned or params.allowed_token_ids is not None:
+            self._kept_np = ~token_bits(banned, num_words)
+        if params.allowed_token_ids is not None:
+            self._kept_np &= token_bits(params.allowed_token_ids, num_words)
         self._num_early_tokens = params.min_tokens
+        if params.min_tokens > 0:
+            ends = (*request.eos_token_ids, *(params.stop_token_ids or ()))
+            self._no_ends_np = ~token_bits(ends, num_words)
+        self._bad_words = [word for word in request.bad_words_token_ids if len(word) > 1]
         self._last_tokens: deque[int] = deque(maxlen=MAX_BAD_WORD_TOKENS - 1)
 
     def narrow(
@@ -49,7 +50,7 @@ class TokenLimits:
         mask_np: np.ndarray,  # i32[num_words]
     ) -> None:
         """Takes from a mask, in place, what may not be drawn next."""
-        if self._is_bound:
+        if self._kept_np is not None:
             mask_np &= self._kept_np
         if self._num_early_tokens > 0:
             mask_np &= self._no_ends_np

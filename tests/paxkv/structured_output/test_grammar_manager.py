@@ -12,8 +12,11 @@ from paxkv.structured_output.bound_request import GrammarEnd
 from paxkv.structured_output.grammar_manager import GrammarManager
 from paxkv.structured_outputs_params import StructuredOutputsParams
 from tests.paxkv.structured_output.demo_grammars import (
+    CLOSE,
     EOS,
+    OPEN,
     TOKENIZER,
+    VOCAB_SIZE,
     allowed_ids,
     make_compiler,
 )
@@ -163,3 +166,39 @@ def test_requests_that_go_are_forgotten_wherever_they_stand(manager):
     assert not manager.is_ready("a")
     with pytest.raises(InvariantError, match="without its grammar"):
         manager.make_bitmask(["a"])
+
+
+def test_a_form_begins_behind_the_thoughts():
+    manager = GrammarManager(make_compiler(thinks=True))
+    for request_id, thoughts in (("a", "begun"), ("b", "maybe"), ("c", "maybe")):
+        _add(manager, request_id, choice=["no", "yes"], thoughts=thoughts)
+    _add(manager, "d", choice=["no", "yes"])
+    form = set(allowed_ids(manager.make_bitmask(["d"])))
+    assert set(allowed_ids(manager.make_bitmask(["b"]))) == form | {OPEN}
+    assert set(allowed_ids(manager.make_bitmask(["a"]))) == set(range(VOCAB_SIZE)) - {EOS}
+    manager.advance("a", _ids("yes? no!"))
+    manager.advance("b", [OPEN])
+    manager.advance("c", _ids("y"))
+    together = manager.make_bitmask(["a", "b", "c", "d"])
+    assert set(allowed_ids(together, 0)) == set(allowed_ids(together, 1))
+    assert EOS not in allowed_ids(together, 0)
+    assert OPEN not in allowed_ids(together, 2) and not form & set(allowed_ids(together, 2))
+    assert set(allowed_ids(together, 3)) == form
+    for request_id in "ab":
+        manager.advance(request_id, [CLOSE])
+        assert set(allowed_ids(manager.make_bitmask([request_id]))) == form
+        manager.advance(request_id, _ids("yes"))
+        assert allowed_ids(manager.make_bitmask([request_id])) == [EOS]
+    assert manager.take_ended() == {}
+    manager.close()
+
+
+def test_thoughts_without_their_tokens_are_refused(manager):
+    manager.add(_request("a", regex="a", thoughts="maybe"))
+    ended = {}
+    deadline_s = time.monotonic() + 20
+    while not ended:
+        assert time.monotonic() < deadline_s
+        manager.is_ready("a")
+        ended = manager.take_ended()
+    assert "<think> and </think> as tokens" in ended["a"].error
