@@ -30,6 +30,7 @@ from paxkv.server.openai_protocol import (
 from paxkv.server.openai_responses import UsageCounter, prompt_logprobs
 from paxkv.server.sampling_fields import chat_sampling_params
 from paxkv.server.sse import EventStreamResponse
+from paxkv.server.structured_fields import with_server_settings
 from paxkv.server.tool_choice import ToolUse, tool_use
 from paxkv.text.reasoning_parser import REASONING_PARSERS, thought_token_ids
 
@@ -154,7 +155,9 @@ async def start_chat(
             param="chat_template",
         )
     tools = tool_use(body, config)
-    sampling_params = chat_sampling_params(body, tools.schema)
+    sampling_params = with_server_settings(
+        chat_sampling_params(body, tools.schema), config.structured_outputs_config
+    )
     template_kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         template_kwargs.setdefault("reasoning_effort", body.reasoning_effort)
@@ -193,7 +196,8 @@ def _starts_thinking(
     if config.reasoning_parser is None:
         return None
     # A form begins behind a token; where there is none, it begins with the answer.
-    if is_bound and not _has_thought_tokens(engine):
+    is_whole = config.structured_outputs_config.enable_in_reasoning
+    if is_bound and (is_whole or not _has_thought_tokens(engine)):
         return None
     # What the template has opened or closed counts, whatever this model does elsewhere.
     end = prompt.rstrip()

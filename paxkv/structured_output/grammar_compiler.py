@@ -18,8 +18,8 @@ MAX_CACHED_GRAMMARS = 64
 MAX_REASON_CHARS = 400
 # Between the parts of JSON. Without an end small models never come out of it.
 _WHITESPACE = r"[ \t\r\n]{1,32}"
-# Kind, source and whether white space is left out.
-_Key = tuple[str, str, bool]
+# What a matcher is made from: kind, source and options.
+_Key = tuple[str, str, bool, str | None, bool]
 # What one grammar may take, at most: about 0.1 s and 50 MB to build, and 0.05 s a step. Ordinary
 # schemas stay far below.
 _LIMITS = llguidance.LLParserLimits(
@@ -79,7 +79,12 @@ class GrammarCompiler:
         Raises:
             InvalidRequestError: It cannot be compiled within the limits.
         """
-        key = (params.kind, params.source_text, params.disable_any_whitespace)
+        if params.thoughts != "none":
+            self.thought_tokens()
+        key = (
+            *(params.kind, params.source_text, params.disable_any_whitespace),
+            *(params.whitespace_pattern, params.disable_additional_properties),
+        )
         with self._lock:
             matcher = self._matchers.get(key)
             if matcher is not None:
@@ -138,8 +143,6 @@ class GrammarCompiler:
             grammar = _grammar(params)
         except (ValueError, RecursionError) as error:
             raise _cannot_compile(params, str(error)) from None
-        if params.thoughts != "none":
-            self.thought_tokens()
         matcher = llguidance.LLMatcher(self._get_tokenizer(), grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise _cannot_compile(params, matcher.get_error())
@@ -162,11 +165,13 @@ def _grammar(params: StructuredOutputsParams) -> str:
         ValueError: It is malformed. (What llguidance itself finds wrong, the matcher tells.)
     """
     source = params.source_text
-    options: dict[str, object] = {"whitespace_pattern": _WHITESPACE}
+    options: dict[str, object] = {"whitespace_pattern": params.whitespace_pattern or _WHITESPACE}
     if params.disable_any_whitespace:
         options = {"whitespace_flexible": False}
     match params.kind:
         case "json":
+            if params.disable_additional_properties:
+                source = json.dumps(_without_more_properties(json.loads(source)))
             return llguidance.LLMatcher.grammar_from_json_schema(source, overrides=options)
         case "json_object":
             schema = '{"type": "object"}'
@@ -178,6 +183,18 @@ def _grammar(params: StructuredOutputsParams) -> str:
         case "grammar":
             return llguidance.grammar_from("grammar", source)
     return _structural_tag_grammar(source)
+
+
+def _without_more_properties(schema: object) -> object:
+    """{"properties": {"a": {}}} -> the same with "additionalProperties": false, at any depth."""
+    if isinstance(schema, list):
+        return [_without_more_properties(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {name: _without_more_properties(part) for name, part in schema.items()}
+    if isinstance(schema.get("properties"), dict) or "patternProperties" in schema:
+        closed.setdefault("additionalProperties", False)
+    return closed
 
 
 def _choice_grammar(source: str) -> str:
