@@ -9,6 +9,7 @@ import llguidance
 import numpy as np
 
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.structured_output.structural_format import StructuralFormat
 from paxkv.structured_output.thoughts import ThoughtTokens, find_thought_tokens
 from paxkv.structured_outputs_params import StructuredOutputsParams
 
@@ -182,7 +183,13 @@ def _grammar(params: StructuredOutputsParams) -> str:
             return llguidance.grammar_from("grammar", _choice_grammar(source))
         case "grammar":
             return llguidance.grammar_from("grammar", source)
-    return _structural_tag_grammar(source)
+    tag = json.loads(source)
+    if isinstance(tag, Mapping) and "format" in tag:
+        form = tag["format"]
+        if params.disable_additional_properties:
+            form = _without_more_properties(form)
+        return StructuralFormat(options).grammar(form)
+    return _structural_tag_grammar(tag)
 
 
 def _without_more_properties(schema: object) -> object:
@@ -203,13 +210,12 @@ def _choice_grammar(source: str) -> str:
     return f"start: CHOICE\nCHOICE: {choices}"
 
 
-def _structural_tag_grammar(source: str) -> str:
+def _structural_tag_grammar(tag: object) -> str:
     """{"triggers": ["<f"], "structures": [{"begin": "<f=a>", "schema": {}, "end": "</f>"}]}"""
-    tag = json.loads(source)
     structures = tag.get("structures") if isinstance(tag, Mapping) else None
     triggers = tag.get("triggers") if isinstance(tag, Mapping) else None
     if not isinstance(structures, list) or not isinstance(triggers, list) or not structures:
-        raise ValueError('it must have "structures" and "triggers", two lists')
+        raise ValueError('it must have "format", or "structures" and "triggers", two lists')
     tags = []
     for structure in structures:
         fields = structure if isinstance(structure, Mapping) else {}
