@@ -32,7 +32,7 @@ from paxkv.structured_output.grammar_compiler import GrammarCompiler
 from paxkv.structured_outputs_params import StructuredOutputsParams
 
 # Seconds of a processor. An ordinary schema takes milliseconds.
-QUICK_COMPILE_S = 0.1
+QUICK_COMPILE_S = 0.05
 MAX_COMPILE_S = 2.0
 # Seconds of a clock, for each of them: others may need the processor too.
 MAX_SLOWDOWN = 10

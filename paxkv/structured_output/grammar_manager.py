@@ -145,7 +145,7 @@ class GrammarManager:
     def _end(self, request_id: str, end: GrammarEnd) -> None:
         self._bound.pop(request_id, None)
         if end.error is not None:
-            logger.warning("the grammar of request %r cannot go on: %s", request_id, end.error)
+            logger.info("the grammar of request %r cannot go on: %s", request_id, end.error)
             reason = " ".join(end.error.split())[:400]
             end = GrammarEnd(error=f"the grammar cannot go on: {reason}")
         self._ended[request_id] = end
