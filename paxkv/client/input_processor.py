@@ -96,6 +96,7 @@ class InputProcessor:
         self._check_prompt_length(len(token_ids))
         # Not before: there may be millions.
         self._check_token_ids(token_ids)
+        form = sampling_params.structured_outputs
         return EngineRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -108,7 +109,8 @@ class InputProcessor:
             priority=_checked_priority(priority),
             cache_salt=cache_salt,
             bad_words_token_ids=self._bad_words(sampling_params),
-            needs_grammar=sampling_params.structured_outputs is not None,
+            needs_grammar=form is not None,
+            has_heavy_grammar=form is not None and self._grammar_checker.is_heavy(form),
         )
 
     def _truncate(self, prompt: Prompt, token_ids: list[int], max_tokens: int | None) -> list[int]:

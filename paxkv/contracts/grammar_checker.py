@@ -12,6 +12,10 @@ class GrammarChecker(Protocol):
         """Whether `check` answers at once."""
         ...
 
+    def is_heavy(self, params: StructuredOutputsParams) -> bool:
+        """Whether one that was checked took longer than `check_quickly` waits."""
+        ...
+
     def check_quickly(self, params: StructuredOutputsParams) -> bool:
         """Gives up soon; False where that leaves it open whether `check` would pass.
 

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import weakref
 from collections import OrderedDict
@@ -62,9 +63,10 @@ class _Trial(msgspec.Struct, frozen=True):
 
 
 class _Verdict(msgspec.Struct, frozen=True):
-    """The answer to either; `error` is None where all is well."""
+    """The answer to either; `error` is None where all is well. Took `compile_s` of a processor."""
 
     error: str | None
+    compile_s: float = 0.0
 
 
 class CheckerProcess:
@@ -95,14 +97,19 @@ class CheckerProcess:
         self._running: list[_Forker] = []
         # Also when nobody closes it, and at the interpreter's end.
         self._end_running = weakref.finalize(self, _end_all, self._running)
-        # Digest of a grammar, which may be long itself, the most recent one last -> why it
-        # was refused, or None.
-        self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
+        # By the digest of a grammar, which may be long itself; the most recent one last.
+        self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
 
     def is_remembered(self, params: StructuredOutputsParams) -> bool:
         """See `GrammarChecker`."""
         with self._lock:
             return _digest(params) in self._verdicts
+
+    def is_heavy(self, params: StructuredOutputsParams) -> bool:
+        """See `GrammarChecker`."""
+        with self._lock:
+            verdict = self._verdicts.get(_digest(params))
+        return verdict is not None and verdict.compile_s > self._quick_compile_s
 
     def check_quickly(self, params: StructuredOutputsParams) -> bool:
         """See `GrammarChecker`."""
@@ -115,7 +122,7 @@ class CheckerProcess:
                 f"structured_outputs.{params.kind} cannot be compiled within "
                 f"{self._max_compile_s:g} s and {MAX_BYTES >> 30} GB; send a simpler one."
             )
-            self._remember(params, error)
+            self._remember(params, _Verdict(error, self._max_compile_s))
             raise _refusal(error)
 
     def close(self) -> None:
@@ -126,23 +133,20 @@ class CheckerProcess:
 
     def _check(self, params: StructuredOutputsParams, compile_s: float, *, is_long: bool) -> bool:
         """Whether it was compiled in time, or is remembered."""
-        digest = _digest(params)
         with self._lock:
-            is_known = digest in self._verdicts
-            error = self._verdicts.get(digest)
-        if not is_known:
-            reply = self._ask(_Trial(params, compile_s, is_long))
-            if reply is None:
+            verdict = self._verdicts.get(_digest(params))
+        if verdict is None:
+            verdict = self._ask(_Trial(params, compile_s, is_long))
+            if verdict is None:
                 return False
-            error = reply.error
-            self._remember(params, error)
-        if error is not None:
-            raise _refusal(error)
+            self._remember(params, verdict)
+        if verdict.error is not None:
+            raise _refusal(verdict.error)
         return True
 
-    def _remember(self, params: StructuredOutputsParams, error: str | None) -> None:
+    def _remember(self, params: StructuredOutputsParams, verdict: _Verdict) -> None:
         with self._lock:
-            self._verdicts[_digest(params)] = error
+            self._verdicts[_digest(params)] = verdict
             if len(self._verdicts) > MAX_REMEMBERED:
                 self._verdicts.popitem(last=False)
 
@@ -287,11 +291,13 @@ def _answer(
     connection: BinaryIO, compiler: GrammarCompiler, params: StructuredOutputsParams
 ) -> None:
     error = None
+    start_s = time.process_time()
     try:
         compiler.check(params)
     except InvalidRequestError as raised:
         error = str(raised)
-    connection.write(msgspec.json.encode(_Verdict(error)) + b"\n")
+    verdict = _Verdict(error, time.process_time() - start_s)
+    connection.write(msgspec.json.encode(verdict) + b"\n")
     connection.flush()
 
 

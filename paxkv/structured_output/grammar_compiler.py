@@ -82,10 +82,7 @@ class GrammarCompiler:
         """
         if params.thoughts != "none":
             self.thought_tokens()
-        key = (
-            *(params.kind, params.source_text, params.disable_any_whitespace),
-            *(params.whitespace_pattern, params.disable_additional_properties),
-        )
+        key = _key(params)
         with self._lock:
             matcher = self._matchers.get(key)
             if matcher is not None:
@@ -97,6 +94,11 @@ class GrammarCompiler:
                 if len(self._matchers) > MAX_CACHED_GRAMMARS:
                     self._matchers.popitem(last=False)
         return matcher.deep_copy()
+
+    def is_cached(self, params: StructuredOutputsParams) -> bool:
+        """Whether `compile` takes no time."""
+        with self._lock:
+            return _key(params) in self._matchers
 
     def thought_tokens(self) -> ThoughtTokens:
         """What the model's thoughts are told apart by.
@@ -157,6 +159,13 @@ class GrammarCompiler:
         if not mask.any():
             raise _cannot_compile(params, "no text fits it")
         return matcher
+
+
+def _key(params: StructuredOutputsParams) -> _Key:
+    return (
+        *(params.kind, params.source_text, params.disable_any_whitespace),
+        *(params.whitespace_pattern, params.disable_additional_properties),
+    )
 
 
 def _grammar(params: StructuredOutputsParams) -> str:

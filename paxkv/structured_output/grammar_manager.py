@@ -36,6 +36,9 @@ class GrammarManager:
         self._pool = concurrent.futures.ThreadPoolExecutor(
             _MAX_COMPILING, thread_name_prefix="paxkv-grammar"
         )
+        self._heavy_pool = concurrent.futures.ThreadPoolExecutor(
+            1, thread_name_prefix="paxkv-heavy-grammar"
+        )
         # Has threads of its own, so it is made when two requests have grammars.
         self._executor: llguidance.LLExecutor | None = None
         self._compiling: dict[str, concurrent.futures.Future[BoundRequest]] = {}
@@ -54,7 +57,10 @@ class GrammarManager:
 
     def add(self, request: EngineRequest) -> None:
         """Begins to compile a request's grammar."""
-        self._compiling[request.request_id] = self._pool.submit(self._bind, request)
+        params = request.sampling_params.structured_outputs
+        is_long = request.has_heavy_grammar and not self._compiler.is_cached(params)
+        pool = self._heavy_pool if is_long else self._pool
+        self._compiling[request.request_id] = pool.submit(self._bind, request)
 
     def _bind(self, request: EngineRequest) -> BoundRequest:
         """In a thread of the pool."""
@@ -140,7 +146,8 @@ class GrammarManager:
 
     def close(self) -> None:
         """Compiles nothing more."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._heavy_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _end(self, request_id: str, end: GrammarEnd) -> None:
         self._bound.pop(request_id, None)

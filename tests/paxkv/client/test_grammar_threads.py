@@ -30,6 +30,9 @@ class SlowChecker:
     def is_remembered(self, params):
         return False
 
+    def is_heavy(self, params):
+        return params is HEAVY
+
     def check_quickly(self, params):
         self.num_tried += 1
         return params is SMALL

@@ -72,7 +72,12 @@ def test_a_quick_check_leaves_a_heavy_one_open_and_settles_the_others(checker):
         checker.check_quickly(StructuredOutputsParams(regex="(quick"))
     heavy = StructuredOutputsParams(json=ENDLESS.source_text + "  ")
     assert not checker.check_quickly(heavy)
-    assert not checker.is_remembered(heavy)
+    assert not checker.is_remembered(heavy) and not checker.is_heavy(heavy)
+    # A third of a second.
+    large = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(2000)}}
+    checker.check(StructuredOutputsParams(json=large))
+    assert checker.is_heavy(StructuredOutputsParams(json=large))
+    assert not checker.is_heavy(StructuredOutputsParams(regex="quick"))
 
 
 def test_a_process_that_was_killed_is_replaced_and_refuses_nobody(checker):

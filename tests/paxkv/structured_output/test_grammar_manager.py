@@ -1,5 +1,6 @@
 """A request's grammar is compiled beside the steps, moves on with its tokens, and goes with it."""
 
+import threading
 import time
 
 import numpy as np
@@ -9,12 +10,14 @@ from paxkv.contracts.engine_request import EngineRequest
 from paxkv.errors import InvariantError
 from paxkv.sampling_params import SamplingParams
 from paxkv.structured_output.bound_request import GrammarEnd
+from paxkv.structured_output.grammar_compiler import GrammarCompiler
 from paxkv.structured_output.grammar_manager import GrammarManager
 from paxkv.structured_outputs_params import StructuredOutputsParams
 from tests.paxkv.structured_output.demo_grammars import (
     CLOSE,
     EOS,
     OPEN,
+    SETUP,
     TOKENIZER,
     VOCAB_SIZE,
     allowed_ids,
@@ -29,7 +32,7 @@ def manager():
     manager.close()
 
 
-def _request(request_id, *, bad_words=(), sampling=None, **fields):
+def _request(request_id, *, bad_words=(), sampling=None, is_heavy=False, **fields):
     return EngineRequest(
         request_id=request_id,
         prompt_token_ids=[5],
@@ -39,6 +42,7 @@ def _request(request_id, *, bad_words=(), sampling=None, **fields):
         eos_token_ids=(EOS,),
         bad_words_token_ids=bad_words,
         needs_grammar=True,
+        has_heavy_grammar=is_heavy,
     )
 
 
@@ -202,3 +206,22 @@ def test_thoughts_without_their_tokens_are_refused(manager):
         manager.is_ready("a")
         ended = manager.take_ended()
     assert "<think> and </think> as tokens" in ended["a"].error
+
+
+def test_a_small_grammar_waits_for_no_heavy_one():
+    may_go_on = threading.Event()
+
+    class Compiler(GrammarCompiler):
+        def compile(self, params):
+            assert params.regex == "small" or may_go_on.wait(20)
+            return super().compile(params)
+
+    manager = GrammarManager(Compiler(**SETUP))
+    for i in range(9):
+        manager.add(_request(f"heavy{i}", regex=f"heavy{i}", is_heavy=True))
+    _add(manager, "small", regex="small")
+    assert manager.num_compiling == 9
+    may_go_on.set()
+    # Where it is compiled already it is not heavy any more.
+    _add(manager, "again", regex="small", is_heavy=True)
+    manager.close()
