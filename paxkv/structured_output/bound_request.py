@@ -7,7 +7,8 @@ import llguidance
 import numpy as np
 
 from paxkv.structured_output.thoughts import Thoughts
-from paxkv.structured_output.token_limits import TokenLimits
+from paxkv.structured_output.token_limits import TokenLimits, token_bits
+from paxkv.structured_output.token_texts import TokenTexts
 
 _NO_TOKEN = (
     "allowed_token_ids, bad_words and min_tokens leave none of the tokens that may come next; "
@@ -30,6 +31,7 @@ class BoundRequest:
 
     Args:
         matcher: Its own, in front of its first token.
+        token_texts: None where `limits` has none.
         thoughts: What may come before the form; None is nothing.
         eos_token_ids: What may be drawn where a form is complete.
     """
@@ -39,11 +41,13 @@ class BoundRequest:
         matcher: llguidance.LLMatcher,
         limits: TokenLimits,
         *,
+        token_texts: TokenTexts | None,
         thoughts: Thoughts | None,
         eos_token_ids: frozenset[int],
     ) -> None:
         self._matcher = matcher
         self._limits = limits
+        self._token_texts = token_texts
         self._thoughts = thoughts
         self._eos_token_ids = eos_token_ids
 
@@ -63,10 +67,28 @@ class BoundRequest:
         if self._thoughts is not None:
             self._thoughts.allow(mask_np)
         self._limits.narrow(mask_np)
+        if self._token_texts is not None and self._thoughts is None and not mask_np.any():
+            mask_np |= self._other_spellings(self._token_texts, len(mask_np))
+            self._limits.narrow(mask_np)
         if mask_np.any():
             return None
         is_complete = self._thoughts is None and self._matcher.is_accepting()
         return GrammarEnd() if is_complete else GrammarEnd(error=_NO_TOKEN)
+
+    def _other_spellings(
+        self, token_texts: TokenTexts, num_words: int
+    ) -> np.ndarray:  # i32[num_words]
+        """Where the text that follows is settled llguidance allows its usual tokens alone.
+
+        Before "true" that is one token; the letter "t" is another one with which it can begin.
+        """
+        text = self._matcher.compute_ff_bytes()
+        ids = [
+            token_id
+            for token_id in token_texts.beginnings(text)
+            if self._matcher.validate_tokens([token_id]) == 1
+        ]
+        return token_bits(ids, num_words)
 
     def advance(self, token_ids: Sequence[int]) -> GrammarEnd | None:
         """Takes new tokens; says so if the request ends with them."""

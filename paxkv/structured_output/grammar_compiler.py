@@ -11,6 +11,7 @@ import numpy as np
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 from paxkv.structured_output.structural_format import StructuralFormat
 from paxkv.structured_output.thoughts import ThoughtTokens, find_thought_tokens
+from paxkv.structured_output.token_texts import TokenTexts
 from paxkv.structured_outputs_params import StructuredOutputsParams
 
 # Some applications send the same few schemas with every request.
@@ -60,6 +61,7 @@ class GrammarCompiler:
         # Made for the first grammar: with a large vocabulary it takes a second.
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._thought_token_ids = thought_token_ids
+        self._token_texts: TokenTexts | None = None
         self._thought_tokens: ThoughtTokens | None = None
         self._lock = threading.Lock()
         # The most recently used one last. A copy of it starts anew.
@@ -100,24 +102,32 @@ class GrammarCompiler:
         with self._lock:
             return _key(params) in self._matchers
 
+    def token_texts(self) -> TokenTexts:
+        """The model's tokens as bytes; the first call takes a while."""
+        tokenizer = self._get_tokenizer()
+        with self._lock:
+            if self._token_texts is None:
+                self._token_texts = TokenTexts(tokenizer)
+            return self._token_texts
+
     def thought_tokens(self) -> ThoughtTokens:
         """What the model's thoughts are told apart by.
 
         Raises:
             UnsupportedFeatureError: It has no tokens for that.
         """
-        tokenizer = self._get_tokenizer()
+        if self._thought_token_ids is None:
+            raise UnsupportedFeatureError(
+                "thoughts before a form need a model with <think> and </think> as tokens, which "
+                "this one has not.",
+                param="structured_outputs",
+            )
+        token_bytes = self.token_texts().by_id
         with self._lock:
             if self._thought_tokens is None:
-                if self._thought_token_ids is None:
-                    raise UnsupportedFeatureError(
-                        "thoughts before a form need a model with <think> and </think> as tokens, "
-                        "which this one has not.",
-                        param="structured_outputs",
-                    )
                 open_id, close_id = self._thought_token_ids
                 self._thought_tokens = find_thought_tokens(
-                    tokenizer,
+                    token_bytes,
                     open_id=open_id,
                     close_id=close_id,
                     eos_token_ids=self._eos_token_ids,

@@ -69,9 +69,11 @@ class GrammarManager:
         thoughts = None
         if params.thoughts != "none":
             thoughts = Thoughts(compiler.thought_tokens(), is_begun=params.thoughts == "begun")
+        limits = TokenLimits(request, compiler.num_mask_words)
         return BoundRequest(
             matcher,
-            TokenLimits(request, compiler.num_mask_words),
+            limits,
+            token_texts=compiler.token_texts() if limits.has_any else None,
             thoughts=thoughts,
             eos_token_ids=compiler.eos_token_ids,
         )

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Sequence
 
-import llguidance
 import numpy as np
 
 from paxkv.structured_output.token_limits import token_bits
@@ -32,15 +31,14 @@ class ThoughtTokens:
 
 
 def find_thought_tokens(
-    tokenizer: llguidance.LLTokenizer,
+    token_bytes: Sequence[bytes],
     *,
     open_id: int,
     close_id: int,
     eos_token_ids: Sequence[int],
     num_words: int,
 ) -> ThoughtTokens:
-    """Looks through the whole vocabulary, which takes a tenth of a second if it is large."""
-    token_bytes = [tokenizer.decode_bytes([i]) for i in range(tokenizer.vocab_size)]
+    """Looks through the whole vocabulary."""
     spelled = [i for i, text in enumerate(token_bytes) if _CLOSE_BYTES in text and i != close_id]
     lost = [[*spelled, *eos_token_ids]]
     for num_chars in range(1, len(_CLOSE_BYTES)):

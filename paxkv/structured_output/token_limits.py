@@ -45,6 +45,11 @@ class TokenLimits:
         self._bad_words = [word for word in request.bad_words_token_ids if len(word) > 1]
         self._last_tokens: deque[int] = deque(maxlen=MAX_BAD_WORD_TOKENS - 1)
 
+    @property
+    def has_any(self) -> bool:
+        """Whether there is anything to take away, besides ends."""
+        return self._kept_np is not None or bool(self._bad_words)
+
     def narrow(
         self,
         mask_np: np.ndarray,  # i32[num_words]

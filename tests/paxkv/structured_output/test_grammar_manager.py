@@ -1,5 +1,7 @@
 """A request's grammar is compiled beside the steps, moves on with its tokens, and goes with it."""
 
+import json
+import random
 import threading
 import time
 
@@ -170,6 +172,31 @@ def test_requests_that_go_are_forgotten_wherever_they_stand(manager):
     assert not manager.is_ready("a")
     with pytest.raises(InvariantError, match="without its grammar"):
         manager.make_bitmask(["a"])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_form_is_spelled_with_the_tokens_that_are_left(manager, seed):
+    # Each character is a token; of "true" the usual ones are longer.
+    characters = [i for i in range(VOCAB_SIZE) if len(TOKENIZER.token_text(i)) == 1]
+    allowed = [*(i for i in characters if TOKENIZER.token_text(i) != "\ufffd"), EOS]
+    schema = {"enum": [{"a": True}, {"b": "false and so"}, [None, "the cat"]]}
+    _add(manager, "a", json=schema, sampling={"allowed_token_ids": allowed})
+    # Another way to forbid a usual token.
+    (true,) = _ids(" cat")[:1]
+    _add(manager, "b", choice=["the cat"], bad_words=((true,),))
+    draws = random.Random(seed)
+    for request_id in "ab":
+        text = []
+        while not text or text[-1] != EOS:
+            text.append(draws.choice(allowed_ids(manager.make_bitmask([request_id]))))
+            if text[-1] != EOS:
+                manager.advance(request_id, text[-1:])
+            assert manager.take_ended() == {}, TOKENIZER.decode(text)
+        if request_id == "a":
+            assert json.loads(TOKENIZER.decode(text)) in schema["enum"]
+            assert set(text) <= set(allowed)
+        else:
+            assert TOKENIZER.decode(text) == "the cat" and true not in text
 
 
 def test_a_form_begins_behind_the_thoughts():

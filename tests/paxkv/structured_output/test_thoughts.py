@@ -55,15 +55,8 @@ def test_the_tag_cannot_be_spelled_in_thoughts(tokens):
 
 
 def test_a_token_that_has_the_tag_in_it_is_not_drawn():
-    class Vocabulary:
-        vocab_size = 5
-
-        def decode_bytes(self, token_ids):
-            return [b"<think>", b"</think>", b"x</think>y", b"<", b"</s>"][token_ids[0]]
-
-    tokens = find_thought_tokens(
-        Vocabulary(), open_id=0, close_id=1, eos_token_ids=[4], num_words=1
-    )
+    token_bytes = [b"<think>", b"</think>", b"x</think>y", b"<", b"</s>"]
+    tokens = find_thought_tokens(token_bytes, open_id=0, close_id=1, eos_token_ids=[4], num_words=1)
     thoughts = Thoughts(tokens, is_begun=True)
     mask_np = np.zeros(1, np.int32)
     thoughts.allow(mask_np)
