@@ -9,6 +9,7 @@ milliseconds. So a trial that is ended costs nobody else anything.
 """
 
 import contextlib
+import errno
 import gc
 import hashlib
 import os
@@ -23,7 +24,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 import msgspec
 
@@ -213,14 +214,19 @@ class _Forker:
         ours, theirs = socket.socketpair()
         with ours, ours.makefile("rb") as replies:
             ours.settimeout(timeout_s)
-            # Nobody listens any more, or took the question and ended, or takes too long.
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError, TimeoutError):
+            try:
                 with theirs:
                     socket.send_fds(self._control, [b"?"], [theirs.fileno()])
                 ours.sendall(msgspec.json.encode(question) + b"\n")
                 line = replies.readline()
-                return msgspec.json.decode(line, type=_Verdict) if line else None
-        return None
+            # Nobody listens any more, or took the question and ended, or takes too long.
+            except (BrokenPipeError, ConnectionResetError, TimeoutError):
+                return None
+            except OSError as error:
+                if error.errno == errno.EBADF:
+                    return None  # `end` came first
+                raise
+            return msgspec.json.decode(line, type=_Verdict) if line else None
 
     def end(self) -> None:
         """Also what is on trial: its copies are in its session."""
@@ -266,14 +272,22 @@ def serve(control: socket.socket) -> None:
             return
         with connection:
             if os.fork() == 0:
-                # Nothing of the copied process is to run, whatever happens.
-                try:
-                    control.close()
-                    answer_trial(connection, compiler)
-                except Exception:
-                    traceback.print_exc()
-                finally:
-                    os._exit(0)
+                control.close()
+                _run_copy(connection, compiler)
+
+
+def _run_copy(connection: BinaryIO, compiler: GrammarCompiler) -> NoReturn:
+    """Nothing of the copied process runs behind this, whatever happens."""
+    try:
+        # llguidance writes there, of each grammar that it gives up.
+        stderr_fd = os.dup(2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        answer_trial(connection, compiler)
+    except Exception:
+        os.dup2(stderr_fd, 2)
+        traceback.print_exc()
+    finally:
+        os._exit(0)
 
 
 def answer_trial(connection: BinaryIO, compiler: GrammarCompiler) -> None:
