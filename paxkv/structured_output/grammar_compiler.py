@@ -16,6 +16,7 @@ from paxkv.structured_outputs_params import StructuredOutputsParams
 
 # Some applications send the same few schemas with every request.
 MAX_CACHED_GRAMMARS = 64
+_NUM_TRIED_TOKENS = 4
 # A reason is shown to whoever sent the grammar, and may quote it.
 MAX_REASON_CHARS = 400
 # Between the parts of JSON. Without an end small models never come out of it.
@@ -163,12 +164,30 @@ class GrammarCompiler:
         # told of by the second.
         for _ in range(2):
             first = matcher.deep_copy()
-            mask = np.frombuffer(first.compute_bitmask(), np.uint8)
+            mask_np = np.frombuffer(first.compute_bitmask(), np.uint8)
             if first.is_error():
                 raise _cannot_compile(params, first.get_error())
-        if not mask.any():
+        if not mask_np.any():
             raise _cannot_compile(params, "no text fits it")
+        self._try_first_tokens(params, first, mask_np)
         return matcher
+
+    def _try_first_tokens(
+        self,
+        params: StructuredOutputsParams,
+        matcher: llguidance.LLMatcher,
+        mask_np: np.ndarray,  # u8[num_mask_words * 4], of its first token
+    ) -> None:
+        """Some limits are reached behind the first tokens: an object may have many properties."""
+        for _ in range(_NUM_TRIED_TOKENS):
+            allowed = np.flatnonzero(np.unpackbits(mask_np, bitorder="little"))
+            token_id = next((int(i) for i in allowed if int(i) not in self.eos_token_ids), None)
+            if token_id is None:
+                return
+            matcher.consume_token(token_id)
+            mask_np = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            if matcher.is_error():
+                raise _cannot_compile(params, matcher.get_error())
 
 
 def _key(params: StructuredOutputsParams) -> _Key:
@@ -254,9 +273,13 @@ def _structural_tag_grammar(tag: object) -> str:
     return llguidance.StructTag.to_grammar(tags, assume_special=False)
 
 
+def one_line(reason: str) -> str:
+    """A reason of llguidance's, as it is shown."""
+    return " ".join(reason.replace("<non-verbose/>", "").split())[:MAX_REASON_CHARS].rstrip(".")
+
+
 def _cannot_compile(params: StructuredOutputsParams, reason: str) -> InvalidRequestError:
-    reason = " ".join(reason.replace("<non-verbose/>", "").split())[:MAX_REASON_CHARS].rstrip(".")
     return InvalidRequestError(
-        f"structured_outputs.{params.kind} cannot be compiled: {reason}.",
+        f"structured_outputs.{params.kind} cannot be compiled: {one_line(reason)}.",
         param="structured_outputs",
     )

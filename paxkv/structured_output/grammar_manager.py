@@ -13,7 +13,7 @@ from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.grammar_bitmask import GrammarBitmask
 from paxkv.errors import InvalidRequestError, InvariantError
 from paxkv.structured_output.bound_request import BoundRequest, GrammarEnd
-from paxkv.structured_output.grammar_compiler import GrammarCompiler
+from paxkv.structured_output.grammar_compiler import GrammarCompiler, one_line
 from paxkv.structured_output.thoughts import Thoughts
 from paxkv.structured_output.token_limits import TokenLimits
 
@@ -154,7 +154,7 @@ class GrammarManager:
     def _end(self, request_id: str, end: GrammarEnd) -> None:
         self._bound.pop(request_id, None)
         if end.error is not None:
-            logger.info("the grammar of request %r cannot go on: %s", request_id, end.error)
-            reason = " ".join(end.error.split())[:400]
+            reason = one_line(end.error)
+            logger.info("the grammar of request %r cannot go on: %s", request_id, reason)
             end = GrammarEnd(error=f"the grammar cannot go on: {reason}")
         self._ended[request_id] = end

@@ -73,10 +73,13 @@ def test_a_quick_check_leaves_a_heavy_one_open_and_settles_the_others(checker):
     heavy = StructuredOutputsParams(json=ENDLESS.source_text + "  ")
     assert not checker.check_quickly(heavy)
     assert not checker.is_remembered(heavy) and not checker.is_heavy(heavy)
-    # A third of a second.
-    large = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(2000)}}
-    checker.check(StructuredOutputsParams(json=large))
-    assert checker.is_heavy(StructuredOutputsParams(json=large))
+    large = StructuredOutputsParams(
+        json={"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(2000)}}
+    )
+    # A third of a second, after which it is refused.
+    with pytest.raises(InvalidRequestError, match="max is 1000"):
+        checker.check(large)
+    assert checker.is_heavy(large)
     assert not checker.is_heavy(StructuredOutputsParams(regex="quick"))
 
 
