@@ -13,6 +13,7 @@ from paxkv.config import EngineConfig, ModelConfig, ServerConfig
 from paxkv.contracts.engine_start import EngineReady
 from paxkv.structured_output.checker_process import CheckerProcess
 from paxkv.text.chat_template import ChatTemplate
+from paxkv.text.reasoning_parser import thought_token_ids
 from paxkv.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ def find_grammar_setup(
         "tokenizer_json": tokenizer.json,
         "vocab_size": vocab_size,
         "eos_token_ids": eos_token_ids,
+        "thought_token_ids": thought_token_ids(tokenizer, vocab_size),
     }
 
 

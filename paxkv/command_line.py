@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -10,12 +11,14 @@ import typing
 from collections.abc import Collection
 from typing import TypeVar
 
+from paxkv.errors import ConfigError
+
 _ConfigT = TypeVar("_ConfigT")
 _SHORT_INTEGER = re.compile(
     r"(?P<whole>-?\d+)(?:\.(?P<fraction>\d+)(?=[kmgt]))?(?P<suffix>[kmgtKMGT])?"
 )
 # What the help shows for the value of a flag that takes one.
-JSON_LIST = "JSON_LIST"
+JSON_LIST, JSON_OBJECT = "JSON_LIST", "JSON_OBJECT"
 
 
 def add_config_flags(
@@ -60,7 +63,8 @@ def _add_flag(
     flags = ("--" + field.name.replace("_", "-"), *field.metadata.get("aliases", ()))
     # In argparse's help texts a % begins a placeholder.
     help_text = str(field.metadata.get("help", "")).replace("%", "%%")
-    if field.default is not None and not _is_list(field_type):
+    is_object = dataclasses.is_dataclass(field_type)
+    if field.default is not None and not _is_list(field_type) and not is_object:
         help_text += " (default: %(default)s)"
     if field_type is bool:
         group.add_argument(
@@ -74,6 +78,14 @@ def _add_flag(
         metavar = field.name.rpartition("_")[2].upper()
         group.add_argument(
             *flags, nargs="+", default=field.default, metavar=metavar, help=help_text
+        )
+    elif is_object:
+        group.add_argument(
+            *flags,
+            type=functools.partial(_json_object, field_type),
+            default=field.default,
+            metavar=JSON_OBJECT,
+            help=help_text,
         )
     elif typing.get_origin(field_type) is typing.Literal:
         choices = typing.get_args(field_type)
@@ -118,6 +130,14 @@ def _json_list(text: str) -> list[str]:
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise argparse.ArgumentTypeError(f'wanted a JSON list as in \'["a", "b"]\', got {text!r}')
     return values
+
+
+def _json_object(config_class: type[_ConfigT], text: str) -> _ConfigT:
+    """A config from '{"a": true}', by its class' `from_fields`."""
+    try:
+        return config_class.from_fields(json.loads(text))
+    except (ValueError, ConfigError) as error:
+        raise argparse.ArgumentTypeError(f"wanted a JSON object, got {text!r}: {error}") from None
 
 
 def _typed_fields(config_class: type) -> list[tuple[dataclasses.Field[object], object]]:

@@ -121,15 +121,6 @@ class SamplingParams:
                 f"{type(self.structured_outputs).__name__}.",
                 param="structured_outputs",
             )
-        if self.structured_outputs is not None:
-            for name in ("min_tokens", "bad_words", "allowed_token_ids"):
-                # Together they may leave no token that could be drawn.
-                if getattr(self, name):
-                    raise InvalidRequestError(
-                        f"{name} cannot be combined with structured_outputs, which says itself "
-                        "what may be drawn; leave one of them out.",
-                        param=name,
-                    )
 
     def _check_numbers(self) -> None:
         _check_int("n", self.n, low=1, high=MAX_N)

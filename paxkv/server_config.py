@@ -6,6 +6,7 @@ from typing import Literal
 
 from paxkv.errors import ConfigError
 from paxkv.setting import at_least, is_number, one_of, setting, true_or_false
+from paxkv.structured_outputs_config import StructuredOutputsConfig
 
 ToolCallParser = Literal["hermes", "llama3_json"]
 ReasoningParserName = Literal["qwen3", "deepseek_r1"]
@@ -126,6 +127,12 @@ class ServerConfig:
         "how the model writes what it thinks, which then stands apart from its answer: qwen3 or "
         "deepseek_r1",
         None,
+    )
+    structured_outputs_config: StructuredOutputsConfig = setting(
+        "what all structured output has in common, as a JSON object with any of "
+        "disable_any_whitespace, disable_additional_properties and enable_in_reasoning, true or "
+        "false each",
+        StructuredOutputsConfig(),
     )
 
     def __post_init__(self) -> None:

@@ -2,13 +2,16 @@
 
 import dataclasses
 import json
+from typing import Literal
 
 from paxkv.errors import InvalidRequestError
 
 MAX_CHOICES = 10_000
 # A grammar of this length takes milliseconds to read; what it may grow to is limited elsewhere.
 MAX_GRAMMAR_CHARS = 256 * 1024
+MAX_WHITESPACE_CHARS = 256
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+_THOUGHTS = ("none", "maybe", "begun")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +27,12 @@ class StructuredOutputsParams:
         structural_tag: JSON text of a structural tag: free text until a trigger, then the schema
             of the tag that it begins.
         disable_any_whitespace: JSON without white space between its parts.
+        whitespace_pattern: A regular expression for the white space that may stand between the
+            parts of JSON; up to 32 characters of it if left out.
+        disable_additional_properties: Objects of a JSON schema that names properties have no
+            others, unless the schema says something of them.
+        thoughts: What comes before the form: nothing; perhaps thoughts between `<think>` and
+            `</think>`, if the first token opens them; or thoughts that the prompt has opened.
 
     Raises:
         InvalidRequestError: Not exactly one kind is asked for, or it is of the wrong type.
@@ -36,6 +45,9 @@ class StructuredOutputsParams:
     json_object: bool | None = None
     structural_tag: str | None = None
     disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+    disable_additional_properties: bool = False
+    thoughts: Literal["none", "maybe", "begun"] = "none"
 
     def __post_init__(self) -> None:
         asked = [name for name in _KINDS if self._is_asked(name)]
@@ -51,8 +63,12 @@ class StructuredOutputsParams:
         if self.json is not None and not isinstance(self.json, (str, dict)):
             raise _error("structured_outputs.json must be a JSON schema, as an object or as text.")
         self._check_choice()
-        if not isinstance(self.disable_any_whitespace, bool):
-            raise _error("structured_outputs.disable_any_whitespace must be true or false.")
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            if not isinstance(getattr(self, name), bool):
+                raise _error(f"structured_outputs.{name} must be true or false.")
+        self._check_whitespace()
+        if self.thoughts not in _THOUGHTS:
+            raise _error(f"structured_outputs.thoughts must be one of {', '.join(_THOUGHTS)}.")
         num_chars = len(self.source_text)
         if num_chars > MAX_GRAMMAR_CHARS:
             raise _error(
@@ -75,6 +91,20 @@ class StructuredOutputsParams:
             return json.dumps(value, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise _error(f"structured_outputs.{self.kind} is not JSON: {error}.") from None
+
+    def _check_whitespace(self) -> None:
+        pattern = self.whitespace_pattern
+        if pattern is None:
+            return
+        if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_WHITESPACE_CHARS:
+            raise _error(
+                "structured_outputs.whitespace_pattern must be a regular expression of at most "
+                f"{MAX_WHITESPACE_CHARS} characters."
+            )
+        if self.disable_any_whitespace:
+            raise _error(
+                "structured_outputs has disable_any_whitespace and a whitespace_pattern; send one."
+            )
 
     def _is_asked(self, name: str) -> bool:
         value = getattr(self, name)

@@ -52,6 +52,7 @@ PAXKV_TOP = {
     "paxkv.package_origin",
     "paxkv.process_logging",
     "paxkv.sampling_params",
+    "paxkv.structured_outputs_config",
     "paxkv.structured_outputs_params",
 }
 # Names of `paxkv` that stand for composition roots: only those above may take them.

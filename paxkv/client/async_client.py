@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
@@ -129,6 +129,8 @@ class AsyncEngineClient:
         """Ends the engine; what is unfinished after `drain_timeout_s` ends with EngineDeadError."""
         self._is_closing = True
         self._grammar_threads.close()
+        if self._input_processor.grammar_checker is not None:
+            self._input_processor.grammar_checker.close()
         if self._dead is None and self._loop is not None and drain_timeout_s > 0:
             with contextlib.suppress(EngineDeadError):
                 self._transport.send(Shutdown(drain=True))
@@ -222,14 +224,22 @@ class AsyncEngineClient:
             self._abort_in_engine([] if search is None else search.request_ids)
 
     async def check(self, prompt: Prompt, params: SamplingParams | BeamSearchParams) -> None:
-        """Looks for mistakes of the caller, and runs nothing.
+        """Looks for mistakes of the caller, and runs nothing; no grammar is compiled for it.
 
         Raises:
             InvalidRequestError: `generate` or `beam_search` would raise it.
         """
         if isinstance(params, BeamSearchParams):
             params = prompt_params(params)
-        await self._process_input(prompt, params, request_id="checked", priority=0)
+        checks_grammar = self._input_processor.unchecked_grammar(params) is None
+        process = functools.partial(
+            self._input_processor.process,
+            prompt,
+            params,
+            request_id="checked",
+            checks_grammar=checks_grammar,
+        )
+        await _run_beside_long_text(prompt, process)
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its iterator yields a last output with finish reason "abort".
@@ -336,16 +346,17 @@ class AsyncEngineClient:
     async def _process_input(
         self, prompt: Prompt, sampling_params: SamplingParams, *, request_id: str, priority: int
     ) -> EngineRequest:
-        text = text_of_prompt(prompt)
-        arguments = (prompt, sampling_params)
-        named = {"request_id": request_id, "priority": priority}
-        process = functools.partial(self._input_processor.process, *arguments, **named)
-        if self._input_processor.must_compile(sampling_params):
-            return await self._grammar_threads.run(process)
-        # A megabyte takes seconds, which the loop must not wait for.
-        if text is not None and len(text) > LONG_TEXT_CHARS:
-            return await asyncio.to_thread(process)
-        return process()
+        form = self._input_processor.unchecked_grammar(sampling_params)
+        if form is not None:
+            await self._grammar_threads.check(self._input_processor.grammar_checker, form)
+        process = functools.partial(
+            self._input_processor.process,
+            prompt,
+            sampling_params,
+            request_id=request_id,
+            priority=priority,
+        )
+        return await _run_beside_long_text(prompt, process)
 
     def _check_alive(self) -> None:
         if self._dead is not None:
@@ -454,7 +465,11 @@ class AsyncEngineClient:
             logger.error("%s", _dead_error(message))
         # Nothing runs any more; what was counted stays.
         self._latest_stats = dataclasses.replace(
-            self._latest_stats, num_running_reqs=0, num_waiting_reqs=0, kv_cache_usage=0.0
+            self._latest_stats,
+            num_running_reqs=0,
+            num_waiting_reqs=0,
+            num_compiling_reqs=0,
+            kv_cache_usage=0.0,
         )
         # The next engine knows none of its requests.
         self._latest_engine_ids.clear()
@@ -463,6 +478,16 @@ class AsyncEngineClient:
                 future.set_exception(_dead_error(message))
         for stream in set(self._streams_by_engine_id.values()):
             stream.queue.put_nowait(_dead_error(message))
+
+
+async def _run_beside_long_text(
+    prompt: Prompt, process: Callable[[], EngineRequest]
+) -> EngineRequest:
+    text = text_of_prompt(prompt)
+    # A megabyte takes seconds, which the loop must not wait for.
+    if text is not None and len(text) > LONG_TEXT_CHARS:
+        return await asyncio.to_thread(process)
+    return process()
 
 
 def _dead_error(message: EngineDead) -> EngineDeadError:

@@ -2,35 +2,49 @@
 
 import asyncio
 import concurrent.futures
+import functools
 from collections.abc import Callable
 from typing import TypeVar
 
+from paxkv.contracts.grammar_checker import GrammarChecker
 from paxkv.errors import EngineDeadError
+from paxkv.structured_outputs_params import StructuredOutputsParams
 
-# Grammars that are compiled at once; the others wait for them.
-MAX_GRAMMAR_THREADS = 4
+# Grammars that are compiled at once; the others of their kind wait for them. The quick ones share
+# the processor, so that a small one has its turn beside those that will be given up.
+MAX_QUICK_THREADS = 16
+MAX_LONG_THREADS = 2
 _ResultT = TypeVar("_ResultT")
 
 
 class GrammarThreads:
-    """Threads of their own: those who wait for a bad grammar hold nobody else up."""
+    """Two lanes: each grammar is tried for a short time first, and those that need longer go on in
+    a lane of their own. So a small grammar waits for no heavy one, however many there are.
+    """
 
     def __init__(self) -> None:
-        self._pool = concurrent.futures.ThreadPoolExecutor(
-            MAX_GRAMMAR_THREADS, thread_name_prefix="paxkv-grammar-check"
+        self._quick, self._long = (
+            concurrent.futures.ThreadPoolExecutor(num, thread_name_prefix=f"paxkv-grammar-{name}")
+            for name, num in (("quick", MAX_QUICK_THREADS), ("long", MAX_LONG_THREADS))
         )
         self._is_closed = False
 
-    async def run(self, function: Callable[[], _ResultT]) -> _ResultT:
-        """What `function` returns or raises.
+    async def check(self, checker: GrammarChecker, params: StructuredOutputsParams) -> None:
+        """Raises what `checker` raises.
 
         Raises:
             EngineDeadError: It was closed before a thread was free.
         """
+        if not await self._run(self._quick, functools.partial(checker.check_quickly, params)):
+            await self._run(self._long, functools.partial(checker.check, params))
+
+    async def _run(
+        self, pool: concurrent.futures.ThreadPoolExecutor, function: Callable[[], _ResultT]
+    ) -> _ResultT:
         if self._is_closed:
             raise EngineDeadError("the engine is shutting down.")
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, function)
+            return await asyncio.get_running_loop().run_in_executor(pool, function)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._is_closed and task is not None and not task.cancelling():
@@ -40,4 +54,5 @@ class GrammarThreads:
     def close(self) -> None:
         """Runs nothing more; what has begun goes on to its end."""
         self._is_closed = True
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._quick, self._long):
+            pool.shutdown(wait=False, cancel_futures=True)

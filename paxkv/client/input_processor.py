@@ -13,6 +13,7 @@ from paxkv.errors import (
     UnsupportedFeatureError,
 )
 from paxkv.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
+from paxkv.structured_outputs_params import StructuredOutputsParams
 from paxkv.text.tokenizer import Tokenizer
 
 # "text", [1, 2, 3], {"prompt": "text"} or {"prompt_token_ids": [1, 2, 3]}
@@ -55,12 +56,17 @@ class InputProcessor:
         self._eos_token_ids = all_eos_token_ids(tokenizer, eos_token_ids, vocab_size)
         self._grammar_checker = grammar_checker
 
-    def must_compile(self, sampling_params: SamplingParams) -> bool:
-        """Whether `process` waits for a grammar to be compiled on trial."""
+    @property
+    def grammar_checker(self) -> GrammarChecker | None:
+        return self._grammar_checker
+
+    def unchecked_grammar(self, sampling_params: SamplingParams) -> StructuredOutputsParams | None:
+        """The form for which `process` would wait, until it is compiled on trial."""
         if not isinstance(sampling_params, SamplingParams):
-            return False  # which `process` refuses
+            return None  # which `process` refuses
         form, checker = sampling_params.structured_outputs, self._grammar_checker
-        return form is not None and checker is not None and not checker.is_remembered(form)
+        is_unchecked = form is not None and checker is not None and not checker.is_remembered(form)
+        return form if is_unchecked else None
 
     def process(
         self,
@@ -69,8 +75,12 @@ class InputProcessor:
         *,
         request_id: str,
         priority: int = 0,
+        checks_grammar: bool = True,
     ) -> EngineRequest:
         """The request as the engine takes it.
+
+        Args:
+            checks_grammar: False leaves open whether its grammar can be compiled.
 
         Raises:
             InvalidRequestError: Or one of its subclasses; `param` names the field.
@@ -80,12 +90,13 @@ class InputProcessor:
                 f"request_id must be a non-empty string, got {request_id!r}.", param="request_id"
             )
         _check_is_unicode("request_id", request_id)
-        self._check_sampling_params(sampling_params)
+        self._check_sampling_params(sampling_params, checks_grammar=checks_grammar)
         token_ids, cache_salt = self._tokenize(prompt)
         token_ids = self._truncate(prompt, token_ids, sampling_params.max_tokens)
         self._check_prompt_length(len(token_ids))
         # Not before: there may be millions.
         self._check_token_ids(token_ids)
+        form = sampling_params.structured_outputs
         return EngineRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -98,7 +109,8 @@ class InputProcessor:
             priority=_checked_priority(priority),
             cache_salt=cache_salt,
             bad_words_token_ids=self._bad_words(sampling_params),
-            needs_grammar=sampling_params.structured_outputs is not None,
+            needs_grammar=form is not None,
+            has_heavy_grammar=form is not None and self._grammar_checker.is_heavy(form),
         )
 
     def _truncate(self, prompt: Prompt, token_ids: list[int], max_tokens: int | None) -> list[int]:
@@ -219,7 +231,9 @@ class InputProcessor:
             )
         return max_tokens
 
-    def _check_sampling_params(self, sampling_params: SamplingParams) -> None:
+    def _check_sampling_params(
+        self, sampling_params: SamplingParams, *, checks_grammar: bool
+    ) -> None:
         if not isinstance(sampling_params, SamplingParams):
             raise InvalidRequestError(
                 f"sampling_params must be SamplingParams, got {type(sampling_params).__name__}."
@@ -239,7 +253,8 @@ class InputProcessor:
                     "this one has not; leave structured_outputs out.",
                     param="structured_outputs",
                 )
-            self._grammar_checker.check(sampling_params.structured_outputs)
+            if checks_grammar:
+                self._grammar_checker.check(sampling_params.structured_outputs)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             bad = [i for i in getattr(sampling_params, name) or () if i >= self._vocab_size]
             if bad:

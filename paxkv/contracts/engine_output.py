@@ -59,6 +59,8 @@ class SchedulerStats:
     """A snapshot after one step; counters run since the start.
 
     Args:
+        num_compiling_reqs: Those of the waiting ones whose grammar is being compiled: they wait
+            for no room.
         kv_cache_usage: Share of blocks in use, in [0, 1].
         prefix_cache_queries: Prompt tokens looked up in the prefix cache.
         prefix_cache_hits: Those found there.
@@ -80,6 +82,7 @@ class SchedulerStats:
 
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0
+    num_compiling_reqs: int = 0
     kv_cache_usage: float = 0.0
     num_blocks: int = 0
     num_free_blocks: int = 0

@@ -50,6 +50,7 @@ class EngineRequest:
         prompt_embeds: None where the prompt is tokens alone.
         bad_words_token_ids: Token sequences of `bad_words`, none of which its output may have.
         needs_grammar: Its tokens are bound by a grammar, which must be compiled before it runs.
+        has_heavy_grammar: Compiling it takes so long that others should not wait behind it.
         fork_from: Request whose blocks this one shares, as far as the tokens of the two are equal
             and up to the last token of this one's prompt, which is always computed. It waits
             until they are computed; where that cannot be any more, it is computed from its tokens.
@@ -70,6 +71,7 @@ class EngineRequest:
     prompt_embeds: PromptEmbeds | None = None
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     needs_grammar: bool = False
+    has_heavy_grammar: bool = False
     fork_from: str | None = None
     keep_blocks: bool = False
     is_streamed: bool = False

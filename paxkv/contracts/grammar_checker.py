@@ -12,10 +12,26 @@ class GrammarChecker(Protocol):
         """Whether `check` answers at once."""
         ...
 
+    def is_heavy(self, params: StructuredOutputsParams) -> bool:
+        """Whether one that was checked took longer than `check_quickly` waits."""
+        ...
+
+    def check_quickly(self, params: StructuredOutputsParams) -> bool:
+        """Gives up soon; False where that leaves it open whether `check` would pass.
+
+        Raises:
+            InvalidRequestError: As `check`.
+        """
+        ...
+
     def check(self, params: StructuredOutputsParams) -> None:
-        """Takes up to some hundred milliseconds: call it in a thread.
+        """May take seconds: call it in a thread.
 
         Raises:
             InvalidRequestError: The grammar cannot be compiled; the message says why.
         """
+        ...
+
+    def close(self) -> None:
+        """Checks nothing more; who waits for a check gets EngineDeadError."""
         ...

@@ -31,6 +31,7 @@ from paxkv.contracts.kv_events import KVEventBatch
 from paxkv.contracts.runner_output import ModelRunnerOutput
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.engine.burst_length import BurstLength
+from paxkv.engine.grammar_steps import advance_grammars, drawing_requests
 from paxkv.engine.kv_event_publisher import KVEventPublisher
 from paxkv.engine.request_clock import RequestClock
 from paxkv.errors import InvalidRequestError, InvariantError, PaxkvError
@@ -216,7 +217,8 @@ class EngineCore:
         handle = self._executor.execute_model(scheduler_output)
         grammars = self._grammars
         if grammars is not None and grammars.num_requests > 0 and handle.needs_bitmask:
-            self._start_sampling(scheduler_output, handle, grammars)
+            req_ids = drawing_requests(self._scheduler.running, scheduler_output)
+            handle.start_sampling(grammars.make_bitmask(req_ids))
         self._in_flight.append(
             StepInFlight(scheduler_output=scheduler_output, handle=handle, start_s=start_s)
         )
@@ -249,47 +251,8 @@ class EngineCore:
             self._burst_length.note_burst(step.scheduler_output.num_decode_steps, took_s)
         self._last_fetch_s = time.perf_counter()
         outputs = self._scheduler.update_from_output(step.scheduler_output, runner_output)
-        return self._advance_grammars(_with_prompt_logprobs(outputs, runner_output))
-
-    def _start_sampling(
-        self, scheduler_output: SchedulerOutput, handle: StepHandle, grammars: GrammarManager
-    ) -> None:
-        """Tells the device what grammars allow, while it computes the logits."""
-        # The others have more of their prompt to compute, and draw nothing yet.
-        req_ids = [
-            request.request_id
-            for request in self._scheduler.running
-            if request.needs_grammar
-            and request.request_id in scheduler_output.num_scheduled_tokens
-            and request.num_computed_tokens >= request.num_tokens
-        ]
-        handle.start_sampling(grammars.make_bitmask(req_ids))
-
-    def _advance_grammars(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
-        """Moves grammars on; a request whose grammar cannot go on ends with the reason."""
-        if self._grammars is None or self._grammars.num_requests == 0:
-            return outputs
-        for output in outputs:
-            if output.finish_reason is None:
-                self._grammars.advance(output.request_id, output.new_token_ids)
-            else:
-                self._grammars.remove(output.request_id)
-        failed = self._grammars.take_failed()
-        if not failed:
-            return outputs
-        self._scheduler.finish_requests(failed, "error")
-        return [
-            *(output for output in outputs if output.request_id not in failed),
-            *(
-                EngineCoreOutput(
-                    request_id=request_id,
-                    new_token_ids=[],
-                    finish_reason="error",
-                    stop_reason=reason,
-                )
-                for request_id, reason in failed.items()
-            ),
-        ]
+        outputs = _with_prompt_logprobs(outputs, runner_output)
+        return advance_grammars(outputs, self._scheduler, self._grammars)
 
     def _forget_grammars(self, request_ids: list[str]) -> None:
         if self._grammars is not None:
@@ -304,6 +267,7 @@ class EngineCore:
         """
         return dataclasses.replace(
             self._scheduler.make_stats(count_slots=count_slots),
+            num_compiling_reqs=0 if self._grammars is None else self._grammars.num_compiling,
             num_padded_tokens=self._executor.num_padded_tokens,
             num_compiles_after_ready=self._executor.num_compiles_after_ready,
             step_token_counts=tuple(self._step_token_counts),
@@ -334,7 +298,7 @@ class EngineCore:
             self._scheduler.add_request(request)
             self._request_clock.note_added(request.request_id)
             if self._grammars is not None and request.needs_grammar:
-                self._grammars.add(request.request_id, request.sampling_params.structured_outputs)
+                self._grammars.add(request)
             self._burst_length.note_arrival()
             self._inspection.on_arrival(request.request_id, request.arrival_time)
             return None

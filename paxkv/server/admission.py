@@ -14,10 +14,11 @@ class Admission:
 
     A request is one completion of one prompt, as the engine counts them. It waits when it has no
     place in the running batch: places are `max_num_seqs`, or, while the engine says that some wait
-    (for KV memory, or for the token budget), as many as it runs. The count is this process' own,
-    and changes with the decision, before anything else can run: so that a thousand requests that
-    come at once are as many as a thousand that come one by one. What the engine says, which may be
-    a step old, changes the number of places alone.
+    (for KV memory, or for the token budget), as many as it runs. One whose grammar is being
+    compiled, here or there, is counted like any other, but does not make the engine full. The count
+    is this process' own, and changes with the decision, before anything else can run: so that a
+    thousand requests that come at once are as many as a thousand that come one by one. What the
+    engine says, which may be a step old, changes the number of places alone.
 
     Args:
         max_waiting_requests: None is no bound.
@@ -56,7 +57,8 @@ class Admission:
             )
         stats = self._engine.latest_stats
         # With nobody let in, what the engine said last is about those who have left.
-        is_full = self._num_requests > 0 and stats.num_waiting_reqs > 0
+        num_waiting_for_room = stats.num_waiting_reqs - stats.num_compiling_reqs
+        is_full = self._num_requests > 0 and num_waiting_for_room > 0
         num_places = stats.num_running_reqs if is_full else max_num_seqs
         return self._num_requests + num_requests <= num_places + most_waiting
 

@@ -55,7 +55,7 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
     limit = config.max_body_bytes
     app = Starlette(
         routes=[
-            *CompletionRoutes(engine, generator, max_body_bytes=limit).routes(),
+            *CompletionRoutes(engine, generator, config).routes(),
             *ChatRoutes(engine, generator, config).routes(),
             *ResponsesRoutes(engine, generator, config).routes(),
             *OpenApiRoutes().routes(),

@@ -87,7 +87,7 @@ class EngineClient(Protocol):
         ...
 
     async def check(self, prompt: Prompt, params: SamplingParams | BeamSearchParams) -> None:
-        """Looks for mistakes of the caller, and runs nothing.
+        """Looks for mistakes of the caller, and runs nothing; compiles no grammar.
 
         Raises:
             InvalidRequestError: `generate` or `beam_search` would raise it.

@@ -51,7 +51,7 @@ class Generator:
 
         Raises:
             OverloadedError: Before the first output: too many requests wait. What is wrong with
-                the request itself is told first.
+                the request itself is told first, but for its grammar, which is not compiled.
         """
         num_requests = num_engine_requests(len(prompts), sampling_params)
         if not self._admission.has_room(num_requests):

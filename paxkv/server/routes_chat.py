@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from paxkv.config import ServerConfig
 from paxkv.errors import UnsupportedFeatureError
+from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.server.chat_choices import ChatChoices
 from paxkv.server.chat_prompt import render_chat
 from paxkv.server.chat_responses import ChatBody, ChatChoice
@@ -29,8 +30,9 @@ from paxkv.server.openai_protocol import (
 from paxkv.server.openai_responses import UsageCounter, prompt_logprobs
 from paxkv.server.sampling_fields import chat_sampling_params
 from paxkv.server.sse import EventStreamResponse
+from paxkv.server.structured_fields import with_server_settings
 from paxkv.server.tool_choice import ToolUse, tool_use
-from paxkv.text.reasoning_parser import REASONING_PARSERS
+from paxkv.text.reasoning_parser import REASONING_PARSERS, thought_token_ids
 
 
 class ChatRoutes:
@@ -153,7 +155,9 @@ async def start_chat(
             param="chat_template",
         )
     tools = tool_use(body, config)
-    sampling_params = chat_sampling_params(body, tools.schema)
+    sampling_params = with_server_settings(
+        chat_sampling_params(body, tools.schema), config.structured_outputs_config
+    )
     template_kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         template_kwargs.setdefault("reasoning_effort", body.reasoning_effort)
@@ -168,6 +172,13 @@ async def start_chat(
         continue_final_message=bool(body.continue_final_message),
         chat_template=body.chat_template,
     )
+    is_bound = (
+        not isinstance(sampling_params, BeamSearchParams)
+        and sampling_params.structured_outputs is not None
+    )
+    starts_thinking = _starts_thinking(text, engine, config, is_bound=is_bound)
+    if is_bound:
+        sampling_params = _with_thoughts(sampling_params, starts_thinking)
     outputs = generator.generate(
         # The template has written the special tokens, BOS included.
         [prompt_with_options(text, body, add_special_tokens=False)],
@@ -175,25 +186,38 @@ async def start_chat(
         priority=body.priority or 0,
         stream=bool(body.stream),
     )
-    starts_thinking = _starts_thinking(text, body, tools, config)
     return StartedChat(outputs=outputs, tool_use=tools, starts_thinking=starts_thinking)
 
 
 def _starts_thinking(
-    prompt: str, body: ChatCompletionRequest, tools: ToolUse, config: ServerConfig
+    prompt: str, engine: EngineClient, config: ServerConfig, *, is_bound: bool
 ) -> bool | None:
     """Whether an answer begins with thoughts; None where they are not told apart from it."""
     if config.reasoning_parser is None:
         return None
-    is_bound = body.structured_outputs is not None or tools.schema is not None
-    if is_bound or (body.response_format or {}).get("type", "text") != "text":
-        # The grammar binds the answer from its first token on: it has no room for thoughts.
+    # A form begins behind a token; where there is none, it begins with the answer.
+    is_whole = config.structured_outputs_config.enable_in_reasoning
+    if is_bound and (is_whole or not _has_thought_tokens(engine)):
         return None
     # What the template has opened or closed counts, whatever this model does elsewhere.
     end = prompt.rstrip()
     if end.endswith("</think>"):
         return None
     return end.endswith("<think>") or REASONING_PARSERS[config.reasoning_parser]
+
+
+def _has_thought_tokens(engine: EngineClient) -> bool:
+    tokenizer = engine.tokenizer
+    if tokenizer is None:
+        return False
+    return thought_token_ids(tokenizer, engine.model_info.vocab_size) is not None
+
+
+def _with_thoughts(params: SamplingParams, starts_thinking: bool | None) -> SamplingParams:
+    """The same, with room for thoughts before its form."""
+    thoughts = {None: "none", False: "maybe", True: "begun"}[starts_thinking]
+    form = dataclasses.replace(params.structured_outputs, thoughts=thoughts)
+    return dataclasses.replace(params, structured_outputs=form)
 
 
 def _echoed(body: ChatCompletionRequest) -> str:

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from paxkv.config import ServerConfig
 from paxkv.server.completion_choices import CompletionChoices
 from paxkv.server.engine_protocol import EngineClient
 from paxkv.server.generation import Generator, IndexedOutputs
@@ -29,26 +30,29 @@ from paxkv.server.openai_responses import (
 )
 from paxkv.server.sampling_fields import completion_sampling_params
 from paxkv.server.sse import EventStreamResponse
+from paxkv.server.structured_fields import with_server_settings
 
 
 class CompletionRoutes:
     """The routes of text completion."""
 
-    def __init__(self, engine: EngineClient, generator: Generator, *, max_body_bytes: int) -> None:
+    def __init__(self, engine: EngineClient, generator: Generator, config: ServerConfig) -> None:
         self._engine = engine
         self._generator = generator
-        self._max_body_bytes = max_body_bytes
+        self._config = config
 
     def routes(self) -> list[Route]:
         return [Route("/v1/completions", self.create, methods=["POST"])]
 
     async def create(self, request: Request) -> Response:
         """Completes every prompt of the body, in one piece or as a stream."""
-        fields = await read_json_object(request, max_body_bytes=self._max_body_bytes)
+        fields = await read_json_object(request, max_body_bytes=self._config.max_body_bytes)
         body = parse_completion(fields)
         check_model(body.model, self._engine.model_info.served_model_name)
         prompts = completion_prompts(body.prompt)
-        sampling_params = completion_sampling_params(body)
+        sampling_params = with_server_settings(
+            completion_sampling_params(body), self._config.structured_outputs_config
+        )
         check_num_choices(len(prompts), body.num_choices)
         made = CompletionChoices(body, prompts, self._engine.tokenizer)
         outputs = self._generator.generate(

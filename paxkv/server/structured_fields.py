@@ -1,24 +1,32 @@
 """`response_format` and `structured_outputs` of a body: the grammar that they ask for."""
 
+import dataclasses
 from collections.abc import Mapping
+from typing import TypeVar
 
 import msgspec
 
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.sampling_params import BeamSearchParams, SamplingParams
+from paxkv.structured_outputs_config import StructuredOutputsConfig
 from paxkv.structured_outputs_params import StructuredOutputsParams
 
-_KNOWN_FIELDS = (
-    "json",
-    "regex",
-    "choice",
-    "grammar",
-    "json_object",
-    "structural_tag",
-    "disable_any_whitespace",
-)
+_ParamsT = TypeVar("_ParamsT", bound=SamplingParams | BeamSearchParams)
+
+_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+# They stand beside a kind, or beside a response_format.
+_OPTIONS = ("disable_any_whitespace", "whitespace_pattern", "disable_additional_properties")
+_KNOWN_FIELDS = (*_KINDS, *_OPTIONS)
 # They choose among backends or loosen them; here there is one, which does not fall back.
 _IGNORED_FIELDS = ("disable_fallback", "backend")
 _FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+
+
+def with_server_settings(params: _ParamsT, config: StructuredOutputsConfig) -> _ParamsT:
+    """Sampling parameters, with what the server says of all structured output."""
+    if isinstance(params, BeamSearchParams) or params.structured_outputs is None:
+        return params
+    return dataclasses.replace(params, structured_outputs=config.apply(params.structured_outputs))
 
 
 def structured_outputs_params(
@@ -32,15 +40,18 @@ def structured_outputs_params(
     by_format = _from_response_format(response_format)
     if structured_outputs is None:
         return by_format
-    if by_format is not None:
+    given = _given_fields(structured_outputs)
+    if by_format is None:
+        return StructuredOutputsParams(**given)
+    if any(name in _KINDS for name in given):
         raise InvalidRequestError(
             "response_format and structured_outputs both ask for a form; leave one of them out.",
             param="structured_outputs",
         )
-    return _from_structured_outputs(structured_outputs)
+    return dataclasses.replace(by_format, **given)
 
 
-def _from_structured_outputs(fields: object) -> StructuredOutputsParams:
+def _given_fields(fields: object) -> dict[str, object]:
     if not isinstance(fields, Mapping):
         raise InvalidRequestError(
             "structured_outputs must be an object.", param="structured_outputs"
@@ -59,7 +70,7 @@ def _from_structured_outputs(fields: object) -> StructuredOutputsParams:
     tag = given.get("structural_tag")
     if isinstance(tag, Mapping):
         given["structural_tag"] = msgspec.json.encode(tag).decode()
-    return StructuredOutputsParams(**given)
+    return given
 
 
 def _from_response_format(response_format: object) -> StructuredOutputsParams | None:

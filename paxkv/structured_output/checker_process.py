@@ -1,60 +1,81 @@
-"""`CheckerProcess`: compiles grammars on trial in a process of its own, which can be ended.
+"""`CheckerProcess`: compiles grammars on trial in processes of their own, which can be ended.
 
 The limits of llguidance do not hold everywhere: a schema with thirty patterns that all must fit
 takes for ever to be found impossible, and a thread that computes cannot be stopped. So nobody
 else compiles a grammar that has not been compiled here, in time and within a limit of memory.
+
+One process reads the tokenizer and is then copied (`fork`) for each grammar, which takes
+milliseconds. So a trial that is ended costs nobody else anything.
 """
 
-import faulthandler
+import contextlib
+import errno
+import gc
 import hashlib
 import os
-import select
+import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
+import traceback
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 import msgspec
 
 import paxkv
-from paxkv.errors import InvalidRequestError, PaxkvError
+from paxkv.errors import EngineDeadError, InvalidRequestError, PaxkvError
 from paxkv.structured_output.grammar_compiler import GrammarCompiler
 from paxkv.structured_outputs_params import StructuredOutputsParams
 
-# An ordinary schema takes milliseconds.
+# Seconds of a processor. An ordinary schema takes milliseconds.
+QUICK_COMPILE_S = 0.05
 MAX_COMPILE_S = 2.0
+# Seconds of a clock, for each of them: others may need the processor too.
+MAX_SLOWDOWN = 10
 MAX_START_S = 60.0
-WATCHDOG_S = 30.0
-# Of the process's address space, the interpreter and the tokenizer included.
+# A long trial gives way to the engine's steps, and to quick ones.
+LONG_TRIAL_NICENESS = 5
+# Of a process's address space, the interpreter and the tokenizer included.
 MAX_BYTES = 4 * 2**30
 MAX_REMEMBERED = 1024
-# So that one bad grammar does not keep the good ones of others waiting for long.
-NUM_PROCESSES = 2
 
 
 class _Setup(msgspec.Struct, frozen=True):
-    """The first line that a process reads."""
+    """What the process is told first."""
 
     tokenizer_json: str
     vocab_size: int
     eos_token_ids: list[int]
+    thought_token_ids: tuple[int, int] | None
+
+
+class _Trial(msgspec.Struct, frozen=True):
+    """A grammar, and the seconds of a processor that it may take."""
+
+    params: StructuredOutputsParams
+    compile_s: float
+    is_long: bool
 
 
 class _Verdict(msgspec.Struct, frozen=True):
-    """What it answers to every line; `error` is None where all is well."""
+    """The answer to either; `error` is None where all is well. Took `compile_s` of a processor."""
 
     error: str | None
+    compile_s: float = 0.0
 
 
 class CheckerProcess:
-    """A `GrammarChecker`, for any number of threads. Processes start when they are first needed.
+    """A `GrammarChecker`, for any number of threads. The process starts when it is first needed.
 
     Args:
         tokenizer_json: And what follows, as for `GrammarCompiler`.
+        quick_compile_s: What takes longer is left open by `check_quickly`.
         max_compile_s: What takes longer is refused.
     """
 
@@ -64,152 +85,243 @@ class CheckerProcess:
         *,
         vocab_size: int,
         eos_token_ids: Sequence[int],
+        thought_token_ids: tuple[int, int] | None = None,
+        quick_compile_s: float = QUICK_COMPILE_S,
         max_compile_s: float = MAX_COMPILE_S,
     ) -> None:
-        self._setup = _Setup(tokenizer_json, vocab_size, list(eos_token_ids))
-        self._max_compile_s = max_compile_s
+        self._setup = _Setup(tokenizer_json, vocab_size, list(eos_token_ids), thought_token_ids)
+        self._quick_compile_s, self._max_compile_s = quick_compile_s, max_compile_s
         self._lock = threading.Lock()
-        self._slots = threading.Semaphore(NUM_PROCESSES)
-        self._idle: list[subprocess.Popen[bytes]] = []
+        self._start_lock = threading.Lock()
         self._is_closed = False
+        # None or one.
+        self._running: list[_Forker] = []
         # Also when nobody closes it, and at the interpreter's end.
-        self._end_idle = weakref.finalize(self, _end_all, self._idle)
-        # Digest of a grammar, which may be long itself, the most recent one last -> why it
-        # was refused, or None.
-        self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
+        self._end_running = weakref.finalize(self, _end_all, self._running)
+        # By the digest of a grammar, which may be long itself; the most recent one last.
+        self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
 
     def is_remembered(self, params: StructuredOutputsParams) -> bool:
         """See `GrammarChecker`."""
         with self._lock:
-            return _digest(msgspec.json.encode(params)) in self._verdicts
+            return _digest(params) in self._verdicts
+
+    def is_heavy(self, params: StructuredOutputsParams) -> bool:
+        """See `GrammarChecker`."""
+        with self._lock:
+            verdict = self._verdicts.get(_digest(params))
+        return verdict is not None and verdict.compile_s > self._quick_compile_s
+
+    def check_quickly(self, params: StructuredOutputsParams) -> bool:
+        """See `GrammarChecker`."""
+        return self._check(params, self._quick_compile_s, is_long=False)
 
     def check(self, params: StructuredOutputsParams) -> None:
         """See `GrammarChecker`."""
-        line = msgspec.json.encode(params)
-        digest = _digest(line)
-        with self._lock:
-            is_known = digest in self._verdicts
-            error = self._verdicts.get(digest)
-        if not is_known:
-            with self._slots:
-                error = self._ask(line, params.kind)
-            with self._lock:
-                self._verdicts[digest] = error
-                if len(self._verdicts) > MAX_REMEMBERED:
-                    self._verdicts.popitem(last=False)
-        if error is not None:
-            raise InvalidRequestError(error, param="structured_outputs")
+        if not self._check(params, self._max_compile_s, is_long=True):
+            error = (
+                f"structured_outputs.{params.kind} cannot be compiled within "
+                f"{self._max_compile_s:g} s and {MAX_BYTES >> 30} GB; send a simpler one."
+            )
+            self._remember(params, _Verdict(error, self._max_compile_s))
+            raise _refusal(error)
 
     def close(self) -> None:
-        """Ends the processes that compute nothing, and the others when they have answered."""
-        with self._lock:
+        """Ends the process, and what is on trial."""
+        with self._start_lock:
             self._is_closed = True
-            self._end_idle()
+            _end_all(self._running)
 
-    def _ask(self, line: bytes, kind: str) -> str | None:
-        """Why a grammar is refused, or None."""
+    def _check(self, params: StructuredOutputsParams, compile_s: float, *, is_long: bool) -> bool:
+        """Whether it was compiled in time, or is remembered."""
         with self._lock:
-            process = self._idle.pop() if self._idle else None
-        if process is None or process.poll() is not None:
-            process = self._start()
-        reply = _exchange(process, line, self._max_compile_s)
-        if reply is None:
-            _end(process)
-            return (
-                f"structured_outputs.{kind} cannot be compiled within {self._max_compile_s:g} s "
-                f"and {MAX_BYTES >> 30} GB; send a simpler one."
-            )
-        with self._lock:
-            is_kept = not self._is_closed
-            if is_kept:
-                self._idle.append(process)
-        if not is_kept:
-            _end(process)
-        return msgspec.json.decode(reply, type=_Verdict).error
+            verdict = self._verdicts.get(_digest(params))
+        if verdict is None:
+            verdict = self._ask(_Trial(params, compile_s, is_long))
+            if verdict is None:
+                return False
+            self._remember(params, verdict)
+        if verdict.error is not None:
+            raise _refusal(verdict.error)
+        return True
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _remember(self, params: StructuredOutputsParams, verdict: _Verdict) -> None:
+        with self._lock:
+            self._verdicts[_digest(params)] = verdict
+            if len(self._verdicts) > MAX_REMEMBERED:
+                self._verdicts.popitem(last=False)
+
+    def _ask(self, trial: _Trial) -> _Verdict | None:
+        """None where a limit was reached."""
+        for _ in range(2):
+            forker = self._forker()
+            # A bit longer than the trial has, which ends itself.
+            reply = forker.ask(trial, timeout_s=trial.compile_s * MAX_SLOWDOWN + 1)
+            if reply is not None or not forker.ends_now():
+                return reply
+            # It was killed from outside, and whatever it was asked with it.
+        raise PaxkvError("the process that compiles grammars ended twice; see stderr.")
+
+    def _forker(self) -> "_Forker":
+        with self._start_lock:
+            if self._is_closed:
+                raise EngineDeadError("the engine is shutting down.")
+            if self._running and not self._running[0].is_alive:
+                _end_all(self._running)
+            if not self._running:
+                self._running.append(_Forker(self._setup))
+            return self._running[0]
+
+
+class _Forker:
+    """The process that is copied, seen from outside. Starts with it.
+
+    Raises:
+        PaxkvError: It did not start.
+    """
+
+    def __init__(self, setup: _Setup) -> None:
         root = str(Path(paxkv.__file__).resolve().parents[1])
         search = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        process = subprocess.Popen(
-            [sys.executable, "-m", "paxkv.structured_output.checker_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            # Signals to the server's group end it by the end of its input, not in the middle.
-            start_new_session=True,
-            env=os.environ | {"PYTHONPATH": search},
-        )
-        reply = _exchange(process, msgspec.json.encode(self._setup), MAX_START_S)
-        if reply is None:
-            _end(process)
+        # Each question is a connection of its own, whose other end is sent over this one.
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "paxkv.structured_output.checker_process"],
+                stdin=theirs,
+                stdout=subprocess.DEVNULL,
+                # Signals to the server's group end it by the end of its input, not in the middle.
+                start_new_session=True,
+                # Threads of NumPy's would be missing in a copy.
+                env=os.environ | {"PYTHONPATH": search, "OPENBLAS_NUM_THREADS": "1"},
+            )
+        if self.ask(setup, timeout_s=MAX_START_S) is None:
+            self.end()
             raise PaxkvError("the process that compiles grammars did not start; see stderr.")
-        return process
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ends_now(self) -> bool:
+        """Whether it has ended; its connections end a moment earlier."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(0.05)
+        return not self.is_alive
+
+    def ask(self, question: _Setup | _Trial, *, timeout_s: float) -> _Verdict | None:
+        """None when there is no answer in time, or whoever was to answer has ended."""
+        ours, theirs = socket.socketpair()
+        with ours, ours.makefile("rb") as replies:
+            ours.settimeout(timeout_s)
+            try:
+                with theirs:
+                    socket.send_fds(self._control, [b"?"], [theirs.fileno()])
+                ours.sendall(msgspec.json.encode(question) + b"\n")
+                line = replies.readline()
+            # Nobody listens any more, or took the question and ended, or takes too long.
+            except (BrokenPipeError, ConnectionResetError, TimeoutError):
+                return None
+            except OSError as error:
+                if error.errno == errno.EBADF:
+                    return None  # `end` came first
+                raise
+            return msgspec.json.decode(line, type=_Verdict) if line else None
+
+    def end(self) -> None:
+        """Also what is on trial: its copies are in its session."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._control.close()
 
 
-def _digest(line: bytes) -> bytes:
-    return hashlib.sha256(line).digest()
+def _digest(params: StructuredOutputsParams) -> bytes:
+    return hashlib.sha256(msgspec.json.encode(params)).digest()
 
 
-def _exchange(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bytes | None:
-    """The answer to a line; None when there is none in time, or the process has ended."""
-    assert process.stdin is not None and process.stdout is not None
+def _refusal(error: str) -> InvalidRequestError:
+    return InvalidRequestError(error, param="structured_outputs")
+
+
+def _end_all(running: list[_Forker]) -> None:
+    while running:
+        running.pop().end()
+
+
+def serve(control: socket.socket) -> None:
+    """What the process does: a copy of it for each question, until there are no more."""
+    # Copies that have ended leave nothing behind.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with _next_connection(control) as connection:
+        setup = msgspec.json.decode(connection.readline(), type=_Setup)
+        compiler = GrammarCompiler(
+            setup.tokenizer_json,
+            vocab_size=setup.vocab_size,
+            eos_token_ids=setup.eos_token_ids,
+            thought_token_ids=setup.thought_token_ids,
+        )
+        # Now, so that no copy has to read the tokenizer.
+        _answer(connection, compiler, StructuredOutputsParams(json_object=True))
+    # What is there now is shared by all copies, and not looked at by their collectors.
+    gc.freeze()
+    while True:
+        try:
+            connection = _next_connection(control)
+        except EOFError:
+            return
+        with connection:
+            if os.fork() == 0:
+                control.close()
+                _run_copy(connection, compiler)
+
+
+def _run_copy(connection: BinaryIO, compiler: GrammarCompiler) -> NoReturn:
+    """Nothing of the copied process runs behind this, whatever happens."""
     try:
-        process.stdin.write(line + b"\n")
-        process.stdin.flush()
-    except BrokenPipeError:
-        return None
-    # An answer is written at once, so that what begins to come is there as a whole.
-    readable, _, _ = select.select([process.stdout], [], [], timeout_s)
-    return (process.stdout.readline() or None) if readable else None
+        # llguidance writes there, of each grammar that it gives up.
+        stderr_fd = os.dup(2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        answer_trial(connection, compiler)
+    except Exception:
+        os.dup2(stderr_fd, 2)
+        traceback.print_exc()
+    finally:
+        os._exit(0)
 
 
-def _end_all(processes: list[subprocess.Popen[bytes]]) -> None:
-    while processes:
-        _end(processes.pop())
+def answer_trial(connection: BinaryIO, compiler: GrammarCompiler) -> None:
+    """What a copy does; reaching a limit ends it without an answer."""
+    trial = msgspec.json.decode(connection.readline(), type=_Trial)
+    # Their signals end it also while it computes.
+    signal.setitimer(signal.ITIMER_PROF, trial.compile_s)
+    signal.setitimer(signal.ITIMER_REAL, trial.compile_s * MAX_SLOWDOWN)
+    if trial.is_long:
+        os.nice(LONG_TRIAL_NICENESS)
+    _answer(connection, compiler, trial.params)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        pipe.close()
-
-
-def serve(lines: BinaryIO, answers: BinaryIO, *, has_watchdog: bool = False) -> None:
-    """What the process does: one answer a line, until there are no more lines.
-
-    Args:
-        has_watchdog: It ends by itself where one line takes far too long: whoever would have
-            ended it may be gone.
-    """
-    setup = msgspec.json.decode(lines.readline(), type=_Setup)
-    compiler = GrammarCompiler(
-        setup.tokenizer_json, vocab_size=setup.vocab_size, eos_token_ids=setup.eos_token_ids
-    )
-    # Now, so that no grammar's time is spent on it.
+def _answer(
+    connection: BinaryIO, compiler: GrammarCompiler, params: StructuredOutputsParams
+) -> None:
     error = None
+    start_s = time.process_time()
     try:
-        compiler.check(StructuredOutputsParams(json_object=True))
+        compiler.check(params)
     except InvalidRequestError as raised:
         error = str(raised)
-    _answer(answers, error)
-    while line := lines.readline():
-        error = None
-        if has_watchdog:
-            # A thread of its own, which needs no interpreter.
-            faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)
-        try:
-            compiler.check(msgspec.json.decode(line, type=StructuredOutputsParams))
-        except InvalidRequestError as raised:
-            error = str(raised)
-        if has_watchdog:
-            faulthandler.cancel_dump_traceback_later()
-        _answer(answers, error)
+    verdict = _Verdict(error, time.process_time() - start_s)
+    connection.write(msgspec.json.encode(verdict) + b"\n")
+    connection.flush()
 
 
-def _answer(answers: BinaryIO, error: str | None) -> None:
-    answers.write(msgspec.json.encode(_Verdict(error)) + b"\n")
-    answers.flush()
+def _next_connection(control: socket.socket) -> BinaryIO:
+    """Raises: EOFError: there will be none."""
+    _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+    if not descriptors:
+        raise EOFError
+    with socket.socket(fileno=descriptors[0]) as connection:
+        return connection.makefile("rwb")
 
 
 def _limit_memory() -> None:
@@ -222,4 +334,5 @@ def _limit_memory() -> None:
 
 if __name__ == "__main__":
     _limit_memory()
-    serve(sys.stdin.buffer, sys.stdout.buffer, has_watchdog=True)
+    with socket.socket(fileno=0) as control:
+        serve(control)

@@ -9,10 +9,13 @@ import llguidance
 import llguidance.numpy
 import numpy as np
 
+from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.grammar_bitmask import GrammarBitmask
 from paxkv.errors import InvalidRequestError, InvariantError
-from paxkv.structured_output.grammar_compiler import GrammarCompiler
-from paxkv.structured_outputs_params import StructuredOutputsParams
+from paxkv.structured_output.bound_request import BoundRequest, GrammarEnd
+from paxkv.structured_output.grammar_compiler import GrammarCompiler, one_line
+from paxkv.structured_output.thoughts import Thoughts
+from paxkv.structured_output.token_limits import TokenLimits
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +27,7 @@ _ANY_TOKEN = -1
 class GrammarManager:
     """Not safe for threads but inside: the engine's own calls everything. It is a `GrammarGate`.
 
-    A matcher has taken exactly the output tokens that its request is known to have, also over a
+    A request's matcher has taken exactly the output tokens that it is known to have, also over a
     preemption: tokens on their way to a preempted request are dropped, and drawn again.
     """
 
@@ -33,88 +36,125 @@ class GrammarManager:
         self._pool = concurrent.futures.ThreadPoolExecutor(
             _MAX_COMPILING, thread_name_prefix="paxkv-grammar"
         )
+        self._heavy_pool = concurrent.futures.ThreadPoolExecutor(
+            1, thread_name_prefix="paxkv-heavy-grammar"
+        )
         # Has threads of its own, so it is made when two requests have grammars.
         self._executor: llguidance.LLExecutor | None = None
-        self._compiling: dict[str, concurrent.futures.Future[llguidance.LLMatcher]] = {}
-        self._matchers: dict[str, llguidance.LLMatcher] = {}
-        self._failed: dict[str, str] = {}
+        self._compiling: dict[str, concurrent.futures.Future[BoundRequest]] = {}
+        self._bound: dict[str, BoundRequest] = {}
+        self._ended: dict[str, GrammarEnd] = {}
 
     @property
     def num_requests(self) -> int:
-        """Requests with a grammar, or whose failure nobody has been told of."""
-        return len(self._compiling) + len(self._matchers) + len(self._failed)
+        """Requests with a grammar, or whose end nobody has been told of."""
+        return len(self._compiling) + len(self._bound) + len(self._ended)
 
-    def add(self, request_id: str, params: StructuredOutputsParams) -> None:
+    @property
+    def num_compiling(self) -> int:
+        """Requests that wait for their grammar."""
+        return len(self._compiling)
+
+    def add(self, request: EngineRequest) -> None:
         """Begins to compile a request's grammar."""
-        self._compiling[request_id] = self._pool.submit(self._compiler.compile, params)
+        params = request.sampling_params.structured_outputs
+        is_long = request.has_heavy_grammar and not self._compiler.is_cached(params)
+        pool = self._heavy_pool if is_long else self._pool
+        self._compiling[request.request_id] = pool.submit(self._bind, request)
+
+    def _bind(self, request: EngineRequest) -> BoundRequest:
+        """In a thread of the pool."""
+        compiler, params = self._compiler, request.sampling_params.structured_outputs
+        matcher = compiler.compile(params)
+        thoughts = None
+        if params.thoughts != "none":
+            thoughts = Thoughts(compiler.thought_tokens(), is_begun=params.thoughts == "begun")
+        limits = TokenLimits(request, compiler.num_mask_words)
+        return BoundRequest(
+            matcher,
+            limits,
+            token_texts=compiler.token_texts() if limits.has_any else None,
+            thoughts=thoughts,
+            eos_token_ids=compiler.eos_token_ids,
+        )
 
     def is_ready(self, request_id: str) -> bool:
         """See `GrammarGate`."""
-        if request_id in self._matchers:
+        if request_id in self._bound:
             return True
         future = self._compiling.get(request_id)
         if future is None or not future.done():
             return False
         del self._compiling[request_id]
         try:
-            self._matchers[request_id] = future.result()
+            self._bound[request_id] = future.result()
         except InvalidRequestError as error:
             # `InputProcessor` should have refused it.
-            self._fail(request_id, str(error))
+            self._end(request_id, GrammarEnd(error=str(error)))
             return False
         return True
 
-    def take_failed(self) -> dict[str, str]:
-        """Requests that cannot go on, each with the reason; each is told of once."""
-        failed, self._failed = self._failed, {}
-        return failed
+    def take_ended(self) -> dict[str, GrammarEnd]:
+        """Requests that end, each told of once."""
+        ended, self._ended = self._ended, {}
+        return ended
 
     def make_bitmask(self, request_ids: Sequence[str]) -> GrammarBitmask:
-        """What the grammars of requests allow next.
+        """What requests may draw next by their grammars.
 
-        A request whose grammar grew over its limits may draw anything, and is among `take_failed`.
+        One that has nothing to draw may draw anything, and is among `take_ended`: its form is
+        complete, or its grammar grew over its limits, or its own settings leave no token.
         """
         bitmask_np = np.full(
             (len(request_ids), self._compiler.num_mask_words), _ANY_TOKEN, np.int32
         )
-        rows = []
+        bound_rows, matcher_rows = [], []
         for row, request_id in enumerate(request_ids):
-            matcher = self._matchers.get(request_id)
-            if matcher is None:
-                if request_id not in self._failed:
+            bound = self._bound.get(request_id)
+            if bound is None:
+                if request_id not in self._ended:
                     raise InvariantError(f"request {request_id!r} runs without its grammar.")
                 continue
-            rows.append((matcher, row))
-        if len(rows) == 1:
-            llguidance.numpy.fill_next_token_bitmask(rows[0][0], bitmask_np, rows[0][1])
-        elif rows:
+            bound_rows.append((bound, row))
+            if bound.mask_matcher is not None:
+                matcher_rows.append((bound.mask_matcher, row))
+        if len(matcher_rows) == 1:
+            ((matcher, row),) = matcher_rows
+            llguidance.numpy.fill_next_token_bitmask(matcher, bitmask_np, row)
+        elif matcher_rows:
             self._executor = self._executor or llguidance.LLExecutor()
-            llguidance.numpy.fill_next_token_bitmask_par(self._executor, rows, bitmask_np)
-        for matcher, row in rows:
-            if matcher.is_error():
+            llguidance.numpy.fill_next_token_bitmask_par(self._executor, matcher_rows, bitmask_np)
+        for bound, row in bound_rows:
+            end = bound.narrow(bitmask_np[row])
+            if end is not None:
                 bitmask_np[row] = _ANY_TOKEN
-                self._fail(request_ids[row], matcher.get_error())
+                self._end(request_ids[row], end)
         return GrammarBitmask(req_ids=list(request_ids), bitmask_np=bitmask_np)
 
     def advance(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """Takes a request's new output tokens; one that its grammar has no place for ends it."""
-        matcher = self._matchers.get(request_id)
-        if matcher is not None and not matcher.consume_tokens(list(token_ids)):
-            self._fail(request_id, matcher.get_error() or "a token has no place in it")
+        """Takes a request's new output tokens, with which its form may end: see `take_ended`."""
+        bound = self._bound.get(request_id)
+        end = None if bound is None else bound.advance(token_ids)
+        if end is not None:
+            self._end(request_id, end)
 
     def remove(self, request_id: str) -> None:
         """Forgets a request; unknown ones are ignored."""
         future = self._compiling.pop(request_id, None)
         if future is not None:
             future.cancel()
-        self._matchers.pop(request_id, None)
-        self._failed.pop(request_id, None)
+        self._bound.pop(request_id, None)
+        self._ended.pop(request_id, None)
 
     def close(self) -> None:
         """Compiles nothing more."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._heavy_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
-    def _fail(self, request_id: str, reason: str) -> None:
-        logger.warning("the grammar of request %r cannot go on: %s", request_id, reason)
-        self._matchers.pop(request_id, None)
-        self._failed[request_id] = f"the grammar cannot go on: {' '.join(reason.split())[:400]}"
+    def _end(self, request_id: str, end: GrammarEnd) -> None:
+        self._bound.pop(request_id, None)
+        if end.error is not None:
+            reason = one_line(end.error)
+            logger.info("the grammar of request %r cannot go on: %s", request_id, reason)
+            end = GrammarEnd(error=f"the grammar cannot go on: {reason}")
+        self._ended[request_id] = end

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
+from paxkv.text.tokenizer import Tokenizer
 from paxkv.text.tool_parsers.tag_finder import num_held_chars
 
 _OPEN, _CLOSE = "<think>", "</think>"
@@ -66,6 +67,16 @@ class ReasoningParser:
     def _take(self, num_chars: int) -> str:
         taken, self._held = self._held[:num_chars], self._held[num_chars:]
         return taken
+
+
+def thought_token_ids(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, int] | None:
+    """`<think>` and `</think>`; None where they are no tokens that the model can draw, each as a
+    whole, and that are shown in a text.
+    """
+    ids = tokenizer.token_to_id(_OPEN), tokenizer.token_to_id(_CLOSE)
+    if None in ids or max(ids) >= vocab_size or tokenizer.special_token_ids.intersection(ids):
+        return None
+    return ids
 
 
 # By the names that `--reasoning-parser` takes, which are vLLM's: whether an answer starts thinking.

@@ -142,6 +142,40 @@ def test_grammars_bind_every_choice(client, fields, form) -> None:
             assert "b+" in form
 
 
+DIGITS = {"structured_outputs": {"regex": r"\d{2,4}"}}
+TAG = {
+    "type": "tag",
+    "begin": "<a>",
+    "content": {"type": "regex", "pattern": "[xy]{1,3}z"},
+    "end": ".",
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "form"),
+    [
+        ({**DIGITS, "ignore_eos": True}, r"\d{2,4}"),
+        # Nothing may follow four digits: that is an end.
+        ({**DIGITS, "min_tokens": 9}, r"\d{4}"),
+        ({**DIGITS, "bad_words": ["1", "2", "34"]}, r"(?!.*34)[03-9]{2,4}"),
+        ({**DIGITS, "allowed_token_ids": [19, 20, 21]}, r"[123]{2,4}"),
+        ({"structured_outputs": {"structural_tag": {"format": TAG}}}, r"<a>[xy]{1,3}z\."),
+    ],
+    ids=["ignore_eos", "min_tokens", "bad_words", "allowed_token_ids", "structural tag"],
+)
+def test_what_stands_beside_a_grammar_is_heeded_too(client, fields, form) -> None:
+    for seed in range(5):
+        (choice,) = chat(client, extra_body=fields, max_tokens=100, seed=seed)
+        assert choice["finish_reason"] == "stop"
+        assert re.fullmatch(form, choice["content"]), choice
+
+
+def test_a_form_without_a_token_left_is_refused(client) -> None:
+    fields = {**DIGITS, "allowed_token_ids": [40, 41]}
+    with pytest.raises(openai.BadRequestError, match="leave none of the tokens"):
+        chat(client, extra_body=fields)
+
+
 def test_json_has_its_schema(client) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
     (choice,) = chat(client, response_format=form, max_tokens=400, temperature=0)

@@ -8,6 +8,7 @@ import pytest
 
 from paxkv.command_line import add_config_flags, config_from_arguments
 from paxkv.config import setting
+from paxkv.structured_outputs_config import StructuredOutputsConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,6 +19,7 @@ class Oven:
     steam_share: float | None = setting("share of steam", None)
     door_is_open: bool = setting("whether heat gets out", False)
     shelf: Literal["top", "bottom"] = setting("where the bread lies", "top")
+    forms: StructuredOutputsConfig = setting("what it looks like", StructuredOutputsConfig())
 
 
 def parse(*arguments: str, **flags: object) -> Oven:
@@ -34,9 +36,19 @@ def test_a_flag_sets_a_field_of_each_type():
     assert parse("--door-is-open").door_is_open
     assert not parse("--door-is-open", "--no-door-is-open").door_is_open
     assert parse("--shelf", "bottom").shelf == "bottom"
+    forms = StructuredOutputsConfig(enable_in_reasoning=True)
+    assert parse("--forms", '{"enable_in_reasoning": true}').forms == forms
 
 
-@pytest.mark.parametrize("arguments", [("--degrees", "hot"), ("--shelf", "middle")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--degrees", "hot"),
+        ("--shelf", "middle"),
+        ("--forms", "{"),
+        ("--forms", '{"crust": true}'),
+    ],
+)
 def test_a_value_of_another_type_is_a_usage_error(arguments, capsys):
     with pytest.raises(SystemExit) as raised:
         parse(*arguments)

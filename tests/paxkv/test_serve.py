@@ -175,5 +175,7 @@ def test_server_ends_with_its_engine(capsys):
 
 
 def test_namespace_needs_no_foreign_fields():
-    namespace = argparse.Namespace(**dataclasses.asdict(ServerConfig(port=1)), other=3)
+    names = [field.name for field in dataclasses.fields(ServerConfig)]
+    fields = {name: getattr(ServerConfig(port=1), name) for name in names}
+    namespace = argparse.Namespace(**fields, other=3)
     assert serve.config_from_arguments(ServerConfig, namespace) == ServerConfig(port=1)

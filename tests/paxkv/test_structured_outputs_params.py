@@ -42,6 +42,11 @@ def test_the_kind_is_the_field_that_is_set(fields, kind, source):
         {"choice": ["a"] * (MAX_CHOICES + 1)},
         {"regex": "a" * (MAX_GRAMMAR_CHARS + 1)},
         {"json_object": True, "disable_any_whitespace": 1},
+        {"json_object": True, "disable_additional_properties": 0},
+        {"json_object": True, "whitespace_pattern": ""},
+        {"json_object": True, "whitespace_pattern": " " * 300},
+        {"json_object": True, "whitespace_pattern": " ", "disable_any_whitespace": True},
+        {"json_object": True, "thoughts": "many"},
     ],
 )
 def test_anything_else_is_refused(fields):

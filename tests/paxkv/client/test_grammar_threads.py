@@ -5,35 +5,69 @@ import threading
 
 import pytest
 
-from paxkv.client.grammar_threads import MAX_GRAMMAR_THREADS, GrammarThreads
+from paxkv.client.async_client import AsyncEngineClient
+from paxkv.client.grammar_threads import MAX_LONG_THREADS, MAX_QUICK_THREADS, GrammarThreads
+from paxkv.client.input_processor import InputProcessor
+from paxkv.client.output_processor import OutputProcessor
+from paxkv.contracts.model_info import ModelInfo
+from paxkv.engine.core_thread import CoreThread
 from paxkv.errors import EngineDeadError, InvalidRequestError
+from paxkv.sampling_params import SamplingParams
+from paxkv.structured_outputs_params import StructuredOutputsParams
+from tests.paxkv.engine.fake_engine import make_engine_core
+from tests.paxkv.text.small_tokenizers import byte_level_tokenizer
+
+HEAVY, SMALL = (StructuredOutputsParams(regex=name) for name in ("heavy", "small"))
 
 
-class SlowCheck:
-    """Takes as long as the test wants, and refuses then."""
+class SlowChecker:
+    """Answers heavy grammars when the test wants, with a refusal; small ones at once."""
 
     def __init__(self) -> None:
         self.may_answer = threading.Event()
-        self.num_begun = 0
+        self.num_tried, self.num_begun = 0, 0
 
-    def __call__(self) -> None:
+    def is_remembered(self, params):
+        return False
+
+    def is_heavy(self, params):
+        return params is HEAVY
+
+    def check_quickly(self, params):
+        self.num_tried += 1
+        return params is SMALL
+
+    def check(self, params):
         self.num_begun += 1
         assert self.may_answer.wait(20)
         raise InvalidRequestError("no grammar is good enough")
 
-    async def wait_until_all_threads_are_taken(self) -> None:
-        while self.num_begun < MAX_GRAMMAR_THREADS:
+    def close(self):
+        self.may_answer.set()
+
+    async def wait_until_all_threads_are_taken(self, num_tried: int) -> None:
+        while self.num_begun < MAX_LONG_THREADS or self.num_tried < num_tried:
             await asyncio.sleep(0.001)
 
 
-def test_other_threads_are_free_meanwhile():
+class HeldChecker(SlowChecker):
+    """Has no quick answers either."""
+
+    def check_quickly(self, params):
+        self.num_tried += 1
+        assert self.may_answer.wait(20)
+        return True
+
+
+def test_a_small_grammar_waits_for_no_heavy_one():
     async def run():
-        check, threads = SlowCheck(), GrammarThreads()
-        waiting = [asyncio.ensure_future(threads.run(check)) for _ in range(40)]
-        await check.wait_until_all_threads_are_taken()
+        checker, threads = SlowChecker(), GrammarThreads()
+        waiting = [asyncio.ensure_future(threads.check(checker, HEAVY)) for _ in range(40)]
+        await asyncio.wait_for(checker.wait_until_all_threads_are_taken(40), 10)
+        await asyncio.wait_for(threads.check(checker, SMALL), 10)
         assert await asyncio.wait_for(asyncio.to_thread(lambda: 7), 10) == 7
-        assert check.num_begun == MAX_GRAMMAR_THREADS
-        check.may_answer.set()
+        assert checker.num_begun == MAX_LONG_THREADS
+        checker.may_answer.set()
         errors = await asyncio.gather(*waiting, return_exceptions=True)
         assert all(isinstance(error, InvalidRequestError) for error in errors)
         threads.close()
@@ -41,23 +75,77 @@ def test_other_threads_are_free_meanwhile():
     asyncio.run(run())
 
 
+def test_no_more_grammars_than_have_threads_are_tried_at_once():
+    async def run():
+        checker, threads = HeldChecker(), GrammarThreads()
+        waiting = [asyncio.ensure_future(threads.check(checker, SMALL)) for _ in range(40)]
+        while checker.num_tried < MAX_QUICK_THREADS:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.02)
+        assert checker.num_tried == MAX_QUICK_THREADS
+        checker.may_answer.set()
+        await asyncio.gather(*waiting)
+        assert checker.num_tried == 40
+        threads.close()
+
+    asyncio.run(run())
+
+
 def test_at_the_close_those_without_a_thread_hear_of_it():
     async def run():
-        check, threads = SlowCheck(), GrammarThreads()
-        number = MAX_GRAMMAR_THREADS + 3
-        waiting = [asyncio.ensure_future(threads.run(check)) for _ in range(number)]
-        await check.wait_until_all_threads_are_taken()
+        checker, threads = SlowChecker(), GrammarThreads()
+        number = MAX_LONG_THREADS + 3
+        waiting = [asyncio.ensure_future(threads.check(checker, HEAVY)) for _ in range(number)]
+        await checker.wait_until_all_threads_are_taken(number)
+        await asyncio.sleep(0.01)
         # Whoever left by himself is cancelled, as always.
         waiting[-1].cancel()
         threads.close()
-        check.may_answer.set()
+        checker.may_answer.set()
         errors = await asyncio.gather(*waiting, return_exceptions=True)
         assert [type(error) for error in errors] == [
-            *[InvalidRequestError] * MAX_GRAMMAR_THREADS,
+            *[InvalidRequestError] * MAX_LONG_THREADS,
             *[EngineDeadError] * 2,
             asyncio.CancelledError,
         ]
         with pytest.raises(EngineDeadError):
-            await threads.run(check)
+            await threads.check(checker, SMALL)
+
+    asyncio.run(run())
+
+
+def test_a_request_that_is_looked_at_for_mistakes_alone_compiles_nothing():
+    checker = SlowChecker()
+    tokenizer = byte_level_tokenizer()
+    numbers = {"max_model_len": 256, "vocab_size": 300, "max_fitting_tokens": 512}
+    info = ModelInfo(
+        served_model_name="fake",
+        model="fake",
+        created=0,
+        max_num_seqs=8,
+        cache_settings={"block_size": "16"},
+        **numbers,
+    )
+
+    async def run():
+        client = AsyncEngineClient(
+            CoreThread(make_engine_core()),
+            InputProcessor(tokenizer=tokenizer, grammar_checker=checker, **numbers),
+            OutputProcessor(tokenizer),
+            info,
+        )
+        await client.start()
+        await asyncio.wait_for(client.check("a", SamplingParams(structured_outputs=HEAVY)), 5)
+        with pytest.raises(InvalidRequestError, match="prompt is empty"):
+            await client.check([], SamplingParams(structured_outputs=HEAVY))
+        assert checker.num_tried == checker.num_begun == 0
+        # Else it is refused, when there is an answer.
+        checker.may_answer.set()
+        with pytest.raises(InvalidRequestError, match="good enough"):
+            async for _ in client.generate(
+                "a", SamplingParams(structured_outputs=HEAVY), request_id="r", stream=False
+            ):
+                pass
+        await client.close(drain_timeout_s=0)
 
     asyncio.run(run())

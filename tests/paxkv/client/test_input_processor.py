@@ -297,6 +297,9 @@ class FakeChecker:
     def is_remembered(self, params: StructuredOutputsParams) -> bool:
         return params.regex == "good"
 
+    def is_heavy(self, params: StructuredOutputsParams) -> bool:
+        return params.disable_any_whitespace
+
     def check(self, params: StructuredOutputsParams) -> None:
         if params.regex != "good":
             raise InvalidRequestError("not good", param="structured_outputs")
@@ -308,11 +311,16 @@ def test_a_grammar_is_checked_at_the_door_and_waited_for_behind_it() -> None:
     bad = StructuredOutputsParams(regex="bad")
     assert process(processor, "a", structured_outputs=good).needs_grammar
     assert not process(processor, "a").needs_grammar
+    assert not process(processor, "a", structured_outputs=good).has_heavy_grammar
+    heavy = StructuredOutputsParams(regex="good", disable_any_whitespace=True)
+    assert process(processor, "a", structured_outputs=heavy).has_heavy_grammar
     with pytest.raises(InvalidRequestError, match="not good"):
         process(processor, "a", structured_outputs=bad)
-    assert processor.must_compile(SamplingParams(structured_outputs=bad))
-    assert not processor.must_compile(SamplingParams(structured_outputs=good))
-    assert not processor.must_compile(SamplingParams())
+    assert processor.unchecked_grammar(SamplingParams(structured_outputs=bad)) is bad
+    assert processor.unchecked_grammar(SamplingParams(structured_outputs=good)) is None
+    assert processor.unchecked_grammar(SamplingParams()) is None
+    unchecked = SamplingParams(structured_outputs=bad)
+    processor.process("a", unchecked, request_id="r", checks_grammar=False)
     with pytest.raises(UnsupportedFeatureError, match="EOS token"):
         process(make(), "a", structured_outputs=good)
 

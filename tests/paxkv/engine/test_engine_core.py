@@ -6,30 +6,16 @@ import random
 
 import pytest
 
-from paxkv.config import CacheConfig, SchedulerConfig
+from paxkv.config import CacheConfig
 from paxkv.contracts.engine_output import EngineCoreOutput, StepOutputs, UtilityReply
 from paxkv.contracts.engine_request import AbortRequests, AddRequest, Shutdown, UtilityCall
-from paxkv.contracts.grammar_bitmask import GrammarBitmask
-from paxkv.contracts.kv_cache_spec import KVCacheConfig
-from paxkv.contracts.runner_output import ModelRunnerOutput
 from paxkv.contracts.scheduler_output import CachedRequestData, SchedulerOutput
 from paxkv.engine.engine_core import MAX_EMPTY_STEPS, EngineCore
 from paxkv.errors import InvariantError
-from paxkv.scheduler.async_scheduler import AsyncScheduler
 from paxkv.scheduler.scheduler import Scheduler
-from paxkv.structured_output.grammar_manager import GrammarManager
-from paxkv.structured_outputs_params import StructuredOutputsParams
 from tests.paxkv.engine.fake_engine import (
-    FakeExecutor,
-    FakeStep,
     make_engine_core,
     make_request,
-)
-from tests.paxkv.structured_output.demo_grammars import (
-    EOS,
-    TOKENIZER,
-    allowed_ids,
-    make_compiler,
 )
 
 
@@ -305,113 +291,3 @@ def test_profile_is_recorded_by_the_executor() -> None:
     assert call("start_profile", "folder") == "true"
     assert call("start_profile", "other") == "false"
     assert call("stop_profile") == "true"
-
-
-class GrammarStep:
-    """A step in which those bound by a grammar draw the first token that it allows."""
-
-    def __init__(self, step: FakeStep, bound: set[str], *, is_lawless: bool) -> None:
-        self._step = step
-        self._bound = bound
-        self._is_lawless = is_lawless
-        self._drawn: dict[str, int] = {}
-        self.needs_bitmask = bool(bound)
-
-    def start_sampling(self, grammar_bitmask: GrammarBitmask) -> None:
-        assert set(grammar_bitmask.req_ids) == self._bound
-        for row, req_id in enumerate(grammar_bitmask.req_ids):
-            self._drawn[req_id] = allowed_ids(grammar_bitmask, row)[0]
-
-    def sample_tokens(self) -> ModelRunnerOutput:
-        output = self._step.sample_tokens()
-        for req_id, token_ids in zip(output.req_ids, output.sampled_token_ids, strict=True):
-            if req_id in self._bound and not self._is_lawless:
-                token_ids[:] = [self._drawn[req_id]]
-        return output
-
-
-class GrammarExecutor(FakeExecutor):
-    """Waits for the grammars of its requests.
-
-    Args:
-        lawless_step: From this step on it draws what it likes.
-    """
-
-    def __init__(self, kv_cache_config: KVCacheConfig, *, lawless_step: int = 10**9) -> None:
-        super().__init__(kv_cache_config, fails_at_step=None)
-        self._lawless_step = lawless_step
-
-    def execute_model(self, scheduler_output: SchedulerOutput) -> GrammarStep:
-        step = super().execute_model(scheduler_output)
-        drawing = {
-            req_id
-            for req_id, token_ids in zip(
-                step._output.req_ids, step._output.sampled_token_ids, strict=True
-            )
-            if token_ids and self.rows[req_id].needs_grammar
-        }
-        return GrammarStep(step, drawing, is_lawless=self.num_steps >= self._lawless_step)
-
-
-def make_grammar_core(max_steps_in_flight: int, **executor: int) -> EngineCore:
-    kv_cache_config = make_engine_core()._executor.kv_cache_config
-    grammars = GrammarManager(make_compiler())
-    scheduler = (AsyncScheduler if max_steps_in_flight > 1 else Scheduler)(
-        scheduler_config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16),
-        cache_config=CacheConfig(block_size=8),
-        kv_cache_config=kv_cache_config,
-        max_model_len=64,
-        grammar_gate=grammars,
-    )
-    return EngineCore(
-        scheduler,
-        GrammarExecutor(kv_cache_config, **executor),
-        grammars=grammars,
-        max_steps_in_flight=max_steps_in_flight,
-        max_decode_burst=8,
-    )
-
-
-def bound_request(request_id: str, prompt: list[int], choice: list[str]) -> AddRequest:
-    params = StructuredOutputsParams(choice=choice)
-    request = make_request(request_id, prompt, max_tokens=20, structured_outputs=params)
-    request = dataclasses.replace(request, needs_grammar=True, eos_token_ids=(EOS,))
-    return AddRequest(request=request)
-
-
-@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
-def test_grammars_bind_their_requests_and_no_other(max_steps_in_flight: int) -> None:
-    core = make_grammar_core(max_steps_in_flight)
-    # One prompt takes several steps; in those it draws nothing.
-    core.handle(bound_request("a", [5] * 30, ["yes indeed"]))
-    core.handle(AddRequest(request=make_request("b", [7, 8], max_tokens=12)))
-    core.handle(bound_request("c", [5], ["no", "never"]))
-    outputs = run_until_idle(core)
-    assert TOKENIZER.decode(tokens_of(outputs, "a")[:-1]) == "yes indeed"
-    assert TOKENIZER.decode(tokens_of(outputs, "c")[:-1]) in ("no", "never")
-    assert tokens_of(outputs, "a")[-1] == tokens_of(outputs, "c")[-1] == EOS
-    assert tokens_of(outputs, "b") == [7, 8] * 6
-    assert core._grammars.num_requests == 0
-    core.close()
-
-
-@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
-def test_a_grammar_that_cannot_go_on_ends_its_request_alone(max_steps_in_flight: int) -> None:
-    core = make_grammar_core(max_steps_in_flight, lawless_step=1)
-    core.handle(bound_request("a", [5], ["yes indeed"]))
-    core.handle(AddRequest(request=make_request("b", [7, 8], max_tokens=12)))
-    outputs = run_until_idle(core)
-    (last,) = [o for o in outputs if o.request_id == "a" and o.finish_reason is not None]
-    assert last.finish_reason == "error"
-    assert last.stop_reason.startswith("the grammar cannot go on")
-    assert tokens_of(outputs, "b") == [7, 8] * 6
-    assert core.make_stats().num_free_blocks == core.make_stats().num_blocks - 1
-    core.close()
-
-
-def test_an_aborted_request_leaves_no_grammar_behind() -> None:
-    core = make_grammar_core(1)
-    core.handle(bound_request("a", [5], ["yes indeed"]))
-    core.handle(AbortRequests(request_ids=["a"]))
-    assert core._grammars.num_requests == 0
-    core.close()

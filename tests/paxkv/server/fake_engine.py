@@ -32,6 +32,14 @@ class FakeTokenizer:
     """One token a UTF-8 byte; BOS in front when special tokens are wanted."""
 
     special_tokens: Mapping[str, str] = {}
+    special_token_ids: frozenset[int] = frozenset()
+
+    def __init__(self) -> None:
+        # Besides the bytes, for whoever asks for them.
+        self.named_ids: dict[str, int] = {}
+
+    def token_to_id(self, token: str) -> int | None:
+        return self.named_ids.get(token)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * add_special_tokens + list(text.encode("utf-8"))

@@ -56,6 +56,17 @@ def test_engine_that_has_some_waiting_offers_only_the_places_it_runs():
             assert admission.has_room(1) == has_room
 
 
+def test_who_waits_for_a_grammar_takes_a_place_and_leaves_the_others_open():
+    # 1 runs, 1 of those that wait has its grammar compiled, of 4 places: the engine is not full.
+    for num_compiling, num_waiting, has_room in ((1, 1, True), (1, 2, False)):
+        admission = _admission(
+            0, num_running_reqs=1, num_waiting_reqs=num_waiting, num_compiling_reqs=num_compiling
+        )
+        with admission.place_for(2):
+            assert admission.has_room(2) == has_room
+            assert not admission.has_room(3)
+
+
 def test_what_the_engine_said_of_those_who_left_closes_no_door():
     assert _admission(0, num_running_reqs=0, num_waiting_reqs=5).has_room(4)
 

@@ -169,7 +169,7 @@ def test_malformed_json_is_400(shared_server, content, words):
         ({"bad_words": [""]}, "bad_words"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"min_tokens": 17}, "min_tokens"),
-        ({"min_tokens": 2, "structured_outputs": {"regex": "a"}}, "min_tokens"),
+        ({"structured_outputs": {"json": {}, "thoughts": "maybe"}}, "structured_outputs"),
         ({"response_format": {"type": "json"}}, "response_format"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),

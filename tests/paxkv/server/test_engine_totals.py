@@ -55,6 +55,7 @@ def test_every_number_that_only_grows_is_a_counter():
     snapshots = {
         "num_running_reqs",
         "num_waiting_reqs",
+        "num_compiling_reqs",
         "num_blocks",
         "num_free_blocks",
         "num_allocated_slots",

@@ -347,3 +347,42 @@ def test_a_trusted_request_may_bring_its_template(tool_server):
         "/v1/chat/completions", json={"messages": MESSAGES, "chat_template": "{% for %}"}
     )
     assert response.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("tail", "has_tokens", "thoughts"),
+    [
+        ("", True, "maybe"),
+        ("<think>\n", True, "begun"),
+        ("<think>\n\n</think>\n", True, "none"),
+        ("", False, "none"),
+    ],
+)
+def test_a_form_begins_behind_the_thoughts(start_server, tail, has_tokens, thoughts):
+    server = start_server(reasoning_parser="qwen3")
+    if has_tokens:
+        server.engine.tokenizer.named_ids = {"<think>": 298, "</think>": 299}
+    said = {"maybe": "<think>hm</think>7", "begun": "hm</think>7", "none": "7"}[thoughts]
+    fields = {
+        "messages": _said(said),
+        "chat_template_kwargs": {"tail": tail},
+        "add_generation_prompt": False,
+        "max_tokens": 50,
+        "structured_outputs": {"regex": "[0-9]"},
+    }
+    (choice,) = _post(server, **fields)["choices"]
+    assert server.engine.seen_params[-1].structured_outputs.thoughts == thoughts
+    expected = ("7", "" if thoughts == "none" else "hm")
+    message = choice["message"]
+    assert (message["content"], message.get("reasoning") or "") == expected
+    joined, _ = _joined_stream(_stream(server, **fields))
+    assert (joined["content"], joined["reasoning"]) == expected
+    # A completion has no thoughts.
+    body = {
+        "model": MODEL_NAME,
+        "prompt": "a",
+        "max_tokens": 1,
+        "structured_outputs": {"regex": "a"},
+    }
+    assert server.client.post("/v1/completions", json=body).is_success
+    assert server.engine.seen_params[-1].structured_outputs.thoughts == "none"

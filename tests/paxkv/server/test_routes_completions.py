@@ -6,6 +6,7 @@ import json
 import openai
 import pytest
 
+from paxkv.config import ServerConfig
 from paxkv.server.routes_completions import CompletionRoutes
 from tests.paxkv.server.fake_engine import BOS, MODEL_NAME, answer_token_ids
 
@@ -22,7 +23,7 @@ def _events(response):
 
 
 def test_answers_only_posts():
-    (route,) = CompletionRoutes(None, None, max_body_bytes=1).routes()
+    (route,) = CompletionRoutes(None, None, ServerConfig()).routes()
     assert (route.path, route.methods) == ("/v1/completions", {"POST"})
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from paxkv.errors import InvalidRequestError
-from paxkv.sampling_params import BeamSearchParams
+from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.server.openai_protocol import parse_chat, parse_completion
 from paxkv.server.sampling_fields import (
     chat_keywords,
@@ -12,6 +12,8 @@ from paxkv.server.sampling_fields import (
     completion_sampling_params,
     echoes_prompt_alone,
 )
+from paxkv.server.structured_fields import with_server_settings
+from paxkv.structured_outputs_config import StructuredOutputsConfig
 from paxkv.structured_outputs_params import StructuredOutputsParams
 
 USER = {"role": "user", "content": "hi"}
@@ -125,6 +127,30 @@ def test_a_forced_call_is_a_grammar_and_bears_no_other():
     request = parse_chat({"messages": [USER], "response_format": {"type": "json_object"}})
     with pytest.raises(InvalidRequestError, match="leave response_format"):
         chat_keywords(request, "{}")
+
+
+def test_options_alone_stand_beside_a_response_format():
+    fields = {
+        "response_format": {"type": "json_object"},
+        "structured_outputs": {"disable_any_whitespace": True},
+    }
+    form = StructuredOutputsParams(json_object=True, disable_any_whitespace=True)
+    assert _keywords(**fields)["structured_outputs"] == form
+    fields["structured_outputs"] = {"regex": "a"}
+    with pytest.raises(InvalidRequestError, match="both ask for a form"):
+        _keywords(**fields)
+    with pytest.raises(InvalidRequestError, match="must have one of"):
+        _keywords(structured_outputs={"whitespace_pattern": " "})
+    with pytest.raises(InvalidRequestError, match="has thoughts; it may have"):
+        _keywords(structured_outputs={"regex": "a", "thoughts": "begun"})
+
+
+def test_what_holds_for_all_structured_output_is_added():
+    config = StructuredOutputsConfig(disable_any_whitespace=True)
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
+    assert with_server_settings(params, config).structured_outputs.disable_any_whitespace
+    for other in (SamplingParams(), BeamSearchParams(beam_width=2, max_tokens=1)):
+        assert with_server_settings(other, config) is other
 
 
 @pytest.mark.parametrize(

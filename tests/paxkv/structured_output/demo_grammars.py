@@ -1,9 +1,11 @@
 """The demo model's tokenizer, and compilers for it."""
 
 import numpy as np
+import tokenizers
 
 from paxkv.contracts.grammar_bitmask import GrammarBitmask
 from paxkv.structured_output.grammar_compiler import GrammarCompiler
+from paxkv.text.reasoning_parser import thought_token_ids
 from paxkv.text.tokenizer import Tokenizer
 from tests.end_to_end.real_server import ROOT
 
@@ -13,8 +15,22 @@ TOKENIZER = Tokenizer.from_folder(ROOT / "models" / "demo" / "checkpoint")
 SETUP = {"tokenizer_json": TOKENIZER.json, "vocab_size": VOCAB_SIZE, "eos_token_ids": [EOS]}
 
 
-def make_compiler() -> GrammarCompiler:
-    return GrammarCompiler(**SETUP)
+def _with_thoughts() -> Tokenizer:
+    backend = tokenizers.Tokenizer.from_str(TOKENIZER.json)
+    backend.add_tokens(["<think>", "</think>"])
+    return Tokenizer(backend, {"eos_token": "<|im_end|>"})
+
+
+# The same, with two tokens more, as a model that thinks has them.
+THINKER = _with_thoughts()
+OPEN, CLOSE = thought_token_ids(THINKER, VOCAB_SIZE)
+
+
+def make_compiler(*, thinks: bool = False) -> GrammarCompiler:
+    if not thinks:
+        return GrammarCompiler(**SETUP)
+    setup = SETUP | {"tokenizer_json": THINKER.json, "thought_token_ids": (OPEN, CLOSE)}
+    return GrammarCompiler(**setup)
 
 
 def allowed_ids(bitmask: GrammarBitmask, row: int = 0) -> list[int]:

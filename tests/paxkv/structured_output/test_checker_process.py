@@ -1,16 +1,19 @@
 """What cannot be compiled in time is refused, and harms nobody else."""
 
 import concurrent.futures
-import io
+import gc
+import os
+import signal
+import socket
 import time
 
 import msgspec
 import pytest
 
-from paxkv.errors import InvalidRequestError
-from paxkv.structured_output.checker_process import CheckerProcess, serve
+from paxkv.errors import EngineDeadError, InvalidRequestError
+from paxkv.structured_output.checker_process import CheckerProcess, answer_trial
 from paxkv.structured_outputs_params import StructuredOutputsParams
-from tests.paxkv.structured_output.demo_grammars import SETUP
+from tests.paxkv.structured_output.demo_grammars import SETUP, make_compiler
 
 GOOD = StructuredOutputsParams(regex="a+")
 BAD = StructuredOutputsParams(regex="(a")
@@ -63,17 +66,69 @@ def test_others_are_answered_meanwhile(checker):
         assert isinstance(slow.exception(20), InvalidRequestError)
 
 
-def test_after_the_close_no_process_is_left():
+def test_a_quick_check_leaves_a_heavy_one_open_and_settles_the_others(checker):
+    assert checker.check_quickly(StructuredOutputsParams(regex="quick"))
+    with pytest.raises(InvalidRequestError, match="unclosed group"):
+        checker.check_quickly(StructuredOutputsParams(regex="(quick"))
+    heavy = StructuredOutputsParams(json=ENDLESS.source_text + "  ")
+    assert not checker.check_quickly(heavy)
+    assert not checker.is_remembered(heavy) and not checker.is_heavy(heavy)
+    large = StructuredOutputsParams(
+        json={"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(2000)}}
+    )
+    # A third of a second, after which it is refused.
+    with pytest.raises(InvalidRequestError, match="max is 1000"):
+        checker.check(large)
+    assert checker.is_heavy(large)
+    assert not checker.is_heavy(StructuredOutputsParams(regex="quick"))
+
+
+def test_a_process_that_was_killed_is_replaced_and_refuses_nobody(checker):
+    checker.check(StructuredOutputsParams(regex="before it"))
+    (forker,) = checker._running
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        heavy = StructuredOutputsParams(json=ENDLESS.source_text + "   ")
+        asked = pool.submit(checker.check, heavy)
+        time.sleep(0.2)
+        os.killpg(forker._process.pid, signal.SIGKILL)
+        checker.check(StructuredOutputsParams(regex="after it was killed"))
+        # Asked again, of the new one.
+        with pytest.raises(InvalidRequestError, match="within 0.7 s"):
+            asked.result(20)
+
+
+def test_after_the_close_no_process_is_left_and_who_waits_hears_of_it():
     checker = CheckerProcess(**SETUP)
     checker.check(GOOD)
-    (process,) = checker._idle
-    checker.close()
-    assert process.poll() is not None
+    (forker,) = checker._running
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(checker.check, ENDLESS)
+        time.sleep(0.2)
+        checker.close()
+        assert isinstance(asked.exception(1), EngineDeadError)
+    assert not forker.is_alive
+    with pytest.raises(EngineDeadError):
+        checker.check(GOOD if not checker.is_remembered(GOOD) else BAD)
 
 
-def test_the_process_answers_every_line_until_there_are_no_more():
-    lines = [SETUP, GOOD, BAD, GOOD]
-    answers = io.BytesIO()
-    serve(io.BytesIO(b"".join(msgspec.json.encode(line) + b"\n" for line in lines)), answers)
-    errors = [msgspec.json.decode(line)["error"] for line in answers.getvalue().splitlines()]
-    assert [error is None for error in errors] == [True, True, False, True]
+def test_who_is_not_closed_leaves_no_process_either():
+    checker = CheckerProcess(**SETUP)
+    checker.check(GOOD)
+    (forker,) = checker._running
+    del checker
+    gc.collect()
+    assert not forker.is_alive
+
+
+def test_a_trial_is_answered_in_a_line():
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ours.makefile("rwb") as asked, theirs.makefile("rwb") as answered:
+        for params, is_good in ((GOOD, True), (BAD, False)):
+            trial = {"params": params, "compile_s": 100.0, "is_long": False}
+            asked.write(msgspec.json.encode(trial) + b"\n")
+            asked.flush()
+            answer_trial(answered, make_compiler())
+            assert (msgspec.json.decode(asked.readline())["error"] is None) == is_good
+    for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
+        # What would have ended it.
+        assert signal.setitimer(timer, 0)[0] > 0

@@ -80,6 +80,22 @@ FORMS = {
 }
 
 
+FORMS |= {
+    "white space": (
+        StructuredOutputsParams(json=SCHEMA, whitespace_pattern="~"),
+        lambda text: _is_schema(text.replace("~", "")) and "~~" not in text,
+    ),
+    "closed objects": (
+        StructuredOutputsParams(
+            json={"anyOf": [{"type": "object", "properties": {}}]},
+            disable_additional_properties=True,
+            disable_any_whitespace=True,
+        ),
+        lambda text: text == "{}",
+    ),
+}
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_drawn_texts_have_the_form(name):
     params, has_form = FORMS[name]
@@ -113,6 +129,8 @@ MALFORMED = {
     "schema keyword": ({"json": {"not": {"type": "string"}}}, "Unimplemented"),
     "remote schema": ({"json": {"$ref": "http://127.0.0.1:1/a"}}, "not fetch"),
     "file schema": ({"json": {"$ref": "file:///etc/passwd"}}, "not fetch"),
+    "white space": ({"json": "{}", "whitespace_pattern": "("}, "."),
+    "closed text": ({"json": "{", "disable_additional_properties": True}, "."),
     "lark": ({"grammar": "start: foo"}, "unknown name"),
     "gbnf": ({"grammar": 'root ::= "a'}, "GBNF"),
     "tag": ({"structural_tag": "{}"}, "structures"),

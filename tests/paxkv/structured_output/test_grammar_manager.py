@@ -1,16 +1,27 @@
 """A request's grammar is compiled beside the steps, moves on with its tokens, and goes with it."""
 
+import json
+import random
+import threading
 import time
 
 import numpy as np
 import pytest
 
+from paxkv.contracts.engine_request import EngineRequest
 from paxkv.errors import InvariantError
+from paxkv.sampling_params import SamplingParams
+from paxkv.structured_output.bound_request import GrammarEnd
+from paxkv.structured_output.grammar_compiler import GrammarCompiler
 from paxkv.structured_output.grammar_manager import GrammarManager
 from paxkv.structured_outputs_params import StructuredOutputsParams
 from tests.paxkv.structured_output.demo_grammars import (
+    CLOSE,
     EOS,
+    OPEN,
+    SETUP,
     TOKENIZER,
+    VOCAB_SIZE,
     allowed_ids,
     make_compiler,
 )
@@ -23,12 +34,35 @@ def manager():
     manager.close()
 
 
+def _request(request_id, *, bad_words=(), sampling=None, is_heavy=False, **fields):
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=[5],
+        sampling_params=SamplingParams(
+            structured_outputs=StructuredOutputsParams(**fields), **(sampling or {})
+        ),
+        eos_token_ids=(EOS,),
+        bad_words_token_ids=bad_words,
+        needs_grammar=True,
+        has_heavy_grammar=is_heavy,
+    )
+
+
 def _add(manager, request_id, **fields):
-    manager.add(request_id, StructuredOutputsParams(**fields))
+    manager.add(_request(request_id, **fields))
     deadline_s = time.monotonic() + 20
-    while not manager.is_ready(request_id) and not manager.take_failed():
+    while not manager.is_ready(request_id) and not manager.take_ended():
         assert time.monotonic() < deadline_s
         time.sleep(0.001)
+
+
+def _ids(text):
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def _allowed_text(manager, request_id):
+    bitmask = manager.make_bitmask([request_id])
+    return {TOKENIZER.decode([i], skip_special_tokens=False) for i in allowed_ids(bitmask)}
 
 
 def test_masks_follow_the_tokens_of_each_request(manager):
@@ -45,7 +79,7 @@ def test_masks_follow_the_tokens_of_each_request(manager):
     # The first is complete, the second may be.
     assert allowed_ids(bitmask, 0) == [EOS]
     assert EOS in allowed_ids(bitmask, 1) and len(allowed_ids(bitmask, 1)) > 9
-    assert manager.take_failed() == {}
+    assert manager.take_ended() == {}
 
 
 def test_one_mask_is_that_of_several_together(manager):
@@ -59,28 +93,162 @@ def test_one_mask_is_that_of_several_together(manager):
 def test_a_token_without_a_place_ends_the_request_with_the_reason(manager):
     _add(manager, "a", choice=["no", "yes"])
     manager.advance("a", TOKENIZER.encode("8"))
-    failed = manager.take_failed()
-    assert list(failed) == ["a"] and failed["a"].startswith("the grammar cannot go on")
-    assert manager.take_failed() == {} and manager.num_requests == 0
+    ended = manager.take_ended()
+    assert list(ended) == ["a"] and ended["a"].error.startswith("the grammar cannot go on")
+    assert manager.take_ended() == {} and manager.num_requests == 0
+
+
+def test_a_complete_form_is_an_end_also_where_eos_is_none(manager):
+    _add(manager, "a", regex="[0-9]+", sampling={"ignore_eos": True})
+    manager.advance("a", _ids("7"))
+    assert manager.take_ended() == {}
+    manager.advance("a", [EOS])
+    assert manager.take_ended() == {"a": GrammarEnd()}
+
+
+def test_settings_of_the_request_narrow_what_its_grammar_allows(manager):
+    allowed = [*_ids("7"), *_ids("8"), *_ids("x"), EOS]
+    _add(manager, "a", regex="[0-9]+", sampling={"allowed_token_ids": allowed})
+    assert _allowed_text(manager, "a") == {"7", "8"}
+    manager.advance("a", _ids("7"))
+    assert _allowed_text(manager, "a") == {"7", "8", "<|im_end|>"}
+    # No 7 at all, and no 5 behind 6.
+    words = (tuple(_ids("7")), (*_ids("6"), *_ids("5")))
+    _add(manager, "b", regex="[5-7]*", bad_words=words, sampling={"min_tokens": 2})
+    assert _allowed_text(manager, "b") == {"5", "6"}
+    manager.advance("b", _ids("6"))
+    assert _allowed_text(manager, "b") == {"6"}
+    manager.advance("b", _ids("6"))
+    assert _allowed_text(manager, "b") == {"6", "<|im_end|>"}
+    assert manager.take_ended() == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "written", "is_complete"),
+    [
+        ({"regex": "78", "sampling": {"min_tokens": 5}}, "78", True),
+        ({"regex": "78", "sampling": {"allowed_token_ids": [25, 26]}}, "78", True),
+        ({"regex": "78", "sampling": {"allowed_token_ids": [26]}}, "", False),
+        ({"regex": "78", "bad_words": ((25, 26), (26, 25))}, "7", False),
+        ({"regex": "[78]{3}", "bad_words": ((25, 26), (26, 25))}, "777", None),
+    ],
+)
+def test_where_nothing_is_left_a_complete_form_ends_and_another_fails(
+    manager, fields, written, is_complete
+):
+    assert [_ids("7"), _ids("8")] == [[25], [26]]
+    _add(manager, "a", **fields)
+    for token_id in _ids(written):
+        assert token_id in allowed_ids(manager.make_bitmask(["a"]))
+        manager.advance("a", [token_id])
+    bitmask = manager.make_bitmask(["a"])
+    if is_complete is None:
+        assert manager.take_ended() == {}
+        return
+    # Its row of the step under way draws something, which nobody gets.
+    assert len(allowed_ids(bitmask)) > 700
+    (end,) = manager.take_ended().values()
+    assert end == GrammarEnd() if is_complete else "allowed_token_ids, bad_words" in end.error
+    assert manager.num_requests == 0
 
 
 def test_a_grammar_that_cannot_be_compiled_after_all_is_told_of(manager):
-    manager.add("a", StructuredOutputsParams(regex="(a"))
+    manager.add(_request("a", regex="(a"))
     failed = {}
     deadline_s = time.monotonic() + 20
     while not failed:
         assert time.monotonic() < deadline_s
         assert not manager.is_ready("a")
-        failed = manager.take_failed()
-    assert "unclosed group" in failed["a"]
+        failed = manager.take_ended()
+    assert "unclosed group" in failed["a"].error
 
 
 def test_requests_that_go_are_forgotten_wherever_they_stand(manager):
     _add(manager, "a", regex="a")
-    manager.add("b", StructuredOutputsParams(regex="b"))
+    manager.add(_request("b", regex="b"))
     for request_id in "abc":
         manager.remove(request_id)
     assert manager.num_requests == 0
     assert not manager.is_ready("a")
     with pytest.raises(InvariantError, match="without its grammar"):
         manager.make_bitmask(["a"])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_form_is_spelled_with_the_tokens_that_are_left(manager, seed):
+    # Each character is a token; of "true" the usual ones are longer.
+    characters = [i for i in range(VOCAB_SIZE) if len(TOKENIZER.token_text(i)) == 1]
+    allowed = [*(i for i in characters if TOKENIZER.token_text(i) != "\ufffd"), EOS]
+    schema = {"enum": [{"a": True}, {"b": "false and so"}, [None, "the cat"]]}
+    _add(manager, "a", json=schema, sampling={"allowed_token_ids": allowed})
+    # Another way to forbid a usual token.
+    (true,) = _ids(" cat")[:1]
+    _add(manager, "b", choice=["the cat"], bad_words=((true,),))
+    draws = random.Random(seed)
+    for request_id in "ab":
+        text = []
+        while not text or text[-1] != EOS:
+            text.append(draws.choice(allowed_ids(manager.make_bitmask([request_id]))))
+            if text[-1] != EOS:
+                manager.advance(request_id, text[-1:])
+            assert manager.take_ended() == {}, TOKENIZER.decode(text)
+        if request_id == "a":
+            assert json.loads(TOKENIZER.decode(text)) in schema["enum"]
+            assert set(text) <= set(allowed)
+        else:
+            assert TOKENIZER.decode(text) == "the cat" and true not in text
+
+
+def test_a_form_begins_behind_the_thoughts():
+    manager = GrammarManager(make_compiler(thinks=True))
+    for request_id, thoughts in (("a", "begun"), ("b", "maybe"), ("c", "maybe")):
+        _add(manager, request_id, choice=["no", "yes"], thoughts=thoughts)
+    _add(manager, "d", choice=["no", "yes"])
+    form = set(allowed_ids(manager.make_bitmask(["d"])))
+    assert set(allowed_ids(manager.make_bitmask(["b"]))) == form | {OPEN}
+    assert set(allowed_ids(manager.make_bitmask(["a"]))) == set(range(VOCAB_SIZE)) - {EOS}
+    manager.advance("a", _ids("yes? no!"))
+    manager.advance("b", [OPEN])
+    manager.advance("c", _ids("y"))
+    together = manager.make_bitmask(["a", "b", "c", "d"])
+    assert set(allowed_ids(together, 0)) == set(allowed_ids(together, 1))
+    assert EOS not in allowed_ids(together, 0)
+    assert OPEN not in allowed_ids(together, 2) and not form & set(allowed_ids(together, 2))
+    assert set(allowed_ids(together, 3)) == form
+    for request_id in "ab":
+        manager.advance(request_id, [CLOSE])
+        assert set(allowed_ids(manager.make_bitmask([request_id]))) == form
+        manager.advance(request_id, _ids("yes"))
+        assert allowed_ids(manager.make_bitmask([request_id])) == [EOS]
+    assert manager.take_ended() == {}
+    manager.close()
+
+
+def test_thoughts_without_their_tokens_are_refused(manager):
+    manager.add(_request("a", regex="a", thoughts="maybe"))
+    ended = {}
+    deadline_s = time.monotonic() + 20
+    while not ended:
+        assert time.monotonic() < deadline_s
+        manager.is_ready("a")
+        ended = manager.take_ended()
+    assert "<think> and </think> as tokens" in ended["a"].error
+
+
+def test_a_small_grammar_waits_for_no_heavy_one():
+    may_go_on = threading.Event()
+
+    class Compiler(GrammarCompiler):
+        def compile(self, params):
+            assert params.regex == "small" or may_go_on.wait(20)
+            return super().compile(params)
+
+    manager = GrammarManager(Compiler(**SETUP))
+    for i in range(9):
+        manager.add(_request(f"heavy{i}", regex=f"heavy{i}", is_heavy=True))
+    _add(manager, "small", regex="small")
+    assert manager.num_compiling == 9
+    may_go_on.set()
+    # Where it is compiled already it is not heavy any more.
+    _add(manager, "again", regex="small", is_heavy=True)
+    manager.close()

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paxkv.text.reasoning_parser import ReasoningParser, ReasoningSplit
+from paxkv.text.reasoning_parser import ReasoningParser, ReasoningSplit, thought_token_ids
+from tests.paxkv.text.small_tokenizers import byte_level_tokenizer
 
 FRAGMENTS = ("<think>", "</think>", "<thi", "</th", "<", " ", "\n", "text", "é")
 
@@ -45,3 +46,21 @@ def test_pieces_add_up_to_the_whole(text, cut, starts_thinking):
     whole = _read([text], starts_thinking=starts_thinking)
     for pieces in ([text[:cut], text[cut:]], list(text)):
         assert _read(pieces, starts_thinking=starts_thinking) == whole
+
+
+def test_the_tags_are_tokens_only_where_each_is_one_that_is_drawn_and_shown():
+    def find(*, vocab_size=1000, **tokens):
+        tokenizer = byte_level_tokenizer()
+        tokenizer._backend.add_tokens(tokens.get("plain", []))
+        tokenizer._backend.add_special_tokens(tokens.get("special", []))
+        added = tokenizer._backend.get_added_tokens_decoder().items()
+        tokenizer.special_token_ids = frozenset(i for i, token in added if token.special)
+        return thought_token_ids(tokenizer, vocab_size)
+
+    tags = ["<think>", "</think>"]
+    open_id, close_id = find(plain=tags)
+    assert close_id == open_id + 1
+    assert find() is None
+    assert find(plain=tags[:1]) is None
+    assert find(special=tags) is None
+    assert find(plain=tags, vocab_size=close_id) is None

@@ -37,6 +37,7 @@ FULL_REQUEST = EngineRequest(
     prompt_embeds=PromptEmbeds(data=b"\x00\xff" * 3, bytes_per_token=2),
     bad_words_token_ids=((5,), (6, 7)),
     needs_grammar=True,
+    has_heavy_grammar=True,
     fork_from="other",
     keep_blocks=True,
     is_streamed=True,

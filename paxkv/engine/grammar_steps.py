@@ -1,0 +1,95 @@
+"""What grammars have to do with a step: who is bound when it draws, and who ends with it."""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from paxkv.contracts.engine_output import EngineCoreOutput, FinishReason
+from paxkv.contracts.scheduler_output import SchedulerOutput
+from paxkv.scheduler.request import Request
+from paxkv.scheduler.scheduler import Scheduler
+from paxkv.scheduler.trace.recorder import TraceRecorder
+from paxkv.structured_output.bound_request import GrammarEnd
+from paxkv.structured_output.grammar_manager import GrammarManager
+
+
+def drawing_requests(running: Iterable[Request], scheduler_output: SchedulerOutput) -> list[str]:
+    """Requests with a grammar that draw in a step.
+
+    The others have more of their prompt to compute, and draw nothing yet.
+    """
+    return [
+        request.request_id
+        for request in running
+        if request.needs_grammar
+        and request.request_id in scheduler_output.num_scheduled_tokens
+        and request.num_computed_tokens >= request.num_tokens
+    ]
+
+
+def advance_grammars(
+    outputs: list[EngineCoreOutput],
+    scheduler: Scheduler | TraceRecorder,
+    grammars: GrammarManager | None,
+) -> list[EngineCoreOutput]:
+    """Moves grammars on by a step's outputs, and ends requests whose form is complete or cannot.
+
+    Returns:
+        The step's outputs, with what requests hear that their grammars end.
+    """
+    if grammars is None or grammars.num_requests == 0:
+        return outputs
+    # They had nothing to draw: what came for them is nobody's.
+    ended = grammars.take_ended()
+    strays = set(ended)
+    for output in outputs:
+        if output.request_id in strays:
+            continue
+        if output.finish_reason is None:
+            grammars.advance(output.request_id, output.new_token_ids)
+        else:
+            grammars.remove(output.request_id)
+    ended |= grammars.take_ended()
+    if not ended:
+        return outputs
+    by_id = {
+        request.request_id: EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=[],
+            num_cached_tokens=request.num_cached_tokens,
+        )
+        for request in scheduler.running
+        if request.request_id in ended
+    } | {output.request_id: output for output in outputs}
+    for reason in ("stop", "error"):
+        scheduler.finish_requests(
+            [req_id for req_id, end in ended.items() if _finish_reason(end) == reason], reason
+        )
+    return [
+        *(output for output in outputs if output.request_id not in ended),
+        *(
+            _last_output(
+                by_id.get(req_id) or EngineCoreOutput(request_id=req_id, new_token_ids=[]),
+                end,
+                keeps_tokens=end.error is None and req_id not in strays,
+            )
+            for req_id, end in ended.items()
+        ),
+    ]
+
+
+def _finish_reason(end: GrammarEnd) -> FinishReason:
+    return "stop" if end.error is None else "error"
+
+
+def _last_output(
+    output: EngineCoreOutput, end: GrammarEnd, *, keeps_tokens: bool
+) -> EngineCoreOutput:
+    """What a request hears last that its grammar ends."""
+    return msgspec.structs.replace(
+        output,
+        new_token_ids=output.new_token_ids if keeps_tokens else [],
+        logprobs=output.logprobs if keeps_tokens else None,
+        finish_reason=_finish_reason(end),
+        stop_reason=end.error,
+    )

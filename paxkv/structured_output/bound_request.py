@@ -1,0 +1,107 @@
+"""`BoundRequest`: what one request may draw next, by its thoughts, its grammar and its settings."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import llguidance
+import numpy as np
+
+from paxkv.structured_output.thoughts import Thoughts
+from paxkv.structured_output.token_limits import TokenLimits, token_bits
+from paxkv.structured_output.token_texts import TokenTexts
+
+_NO_TOKEN = (
+    "allowed_token_ids, bad_words and min_tokens leave none of the tokens that may come next; "
+    "loosen them"
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarEnd:
+    """A request ends: with its form complete where `error` is None, else for this reason."""
+
+    error: str | None = None
+
+
+class BoundRequest:
+    """Takes exactly the output tokens that its request is known to have.
+
+    A form that is complete ends its request where nothing may follow: also with `ignore_eos`, and
+    below `min_tokens`.
+
+    Args:
+        matcher: Its own, in front of its first token.
+        token_texts: None where `limits` has none.
+        thoughts: What may come before the form; None is nothing.
+        eos_token_ids: What may be drawn where a form is complete.
+    """
+
+    def __init__(
+        self,
+        matcher: llguidance.LLMatcher,
+        limits: TokenLimits,
+        *,
+        token_texts: TokenTexts | None,
+        thoughts: Thoughts | None,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self._matcher = matcher
+        self._limits = limits
+        self._token_texts = token_texts
+        self._thoughts = thoughts
+        self._eos_token_ids = eos_token_ids
+
+    @property
+    def mask_matcher(self) -> llguidance.LLMatcher | None:
+        """What the next mask is to be filled by; None within thoughts."""
+        is_thinking = self._thoughts is not None and self._thoughts.is_open
+        return None if is_thinking else self._matcher
+
+    def narrow(
+        self,
+        mask_np: np.ndarray,  # i32[num_words]
+    ) -> GrammarEnd | None:
+        """Makes of the matcher's mask, in place, what may be drawn; says so if that is nothing."""
+        if self._matcher.is_error():
+            return GrammarEnd(error=self._matcher.get_error())
+        if self._thoughts is not None:
+            self._thoughts.allow(mask_np)
+        self._limits.narrow(mask_np)
+        if self._token_texts is not None and self._thoughts is None and not mask_np.any():
+            mask_np |= self._other_spellings(self._token_texts, len(mask_np))
+            self._limits.narrow(mask_np)
+        if mask_np.any():
+            return None
+        is_complete = self._thoughts is None and self._matcher.is_accepting()
+        return GrammarEnd() if is_complete else GrammarEnd(error=_NO_TOKEN)
+
+    def _other_spellings(
+        self, token_texts: TokenTexts, num_words: int
+    ) -> np.ndarray:  # i32[num_words]
+        """Where the text that follows is settled llguidance allows its usual tokens alone.
+
+        Before "true" that is one token; the letter "t" is another one with which it can begin.
+        """
+        text = self._matcher.compute_ff_bytes()
+        ids = [
+            token_id
+            for token_id in token_texts.beginnings(text)
+            if self._matcher.validate_tokens([token_id]) == 1
+        ]
+        return token_bits(ids, num_words)
+
+    def advance(self, token_ids: Sequence[int]) -> GrammarEnd | None:
+        """Takes new tokens; says so if the request ends with them."""
+        self._limits.advance(token_ids)
+        for token_id in token_ids:
+            if self._thoughts is not None:
+                was_open = self._thoughts.is_open
+                if self._thoughts.take(token_id):
+                    self._thoughts = None
+                if was_open or self._thoughts is not None:
+                    continue
+            if token_id in self._eos_token_ids and self._matcher.is_accepting():
+                return GrammarEnd()
+            if not self._matcher.consume_token(token_id):
+                return GrammarEnd(error=self._matcher.get_error() or "a token has no place in it")
+        return None

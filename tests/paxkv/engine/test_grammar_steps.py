@@ -1,0 +1,247 @@
+"""Grammars bind their own requests alone, and end them where nothing may follow."""
+
+import dataclasses
+
+import pytest
+
+from paxkv.config import CacheConfig, SchedulerConfig
+from paxkv.contracts.engine_request import AbortRequests, AddRequest
+from paxkv.contracts.grammar_bitmask import GrammarBitmask
+from paxkv.contracts.kv_cache_spec import KVCacheConfig
+from paxkv.contracts.runner_output import ModelRunnerOutput
+from paxkv.contracts.scheduler_output import SchedulerOutput
+from paxkv.engine.engine_core import EngineCore
+from paxkv.engine.grammar_steps import advance_grammars
+from paxkv.scheduler.async_scheduler import AsyncScheduler
+from paxkv.scheduler.scheduler import Scheduler
+from paxkv.structured_output.grammar_manager import GrammarManager
+from paxkv.structured_outputs_params import StructuredOutputsParams
+from tests.paxkv.engine.fake_engine import (
+    FakeExecutor,
+    FakeStep,
+    make_engine_core,
+    make_request,
+)
+from tests.paxkv.engine.test_engine_core import run_until_idle, tokens_of
+from tests.paxkv.structured_output.demo_grammars import (
+    CLOSE,
+    EOS,
+    OPEN,
+    TOKENIZER,
+    allowed_ids,
+    make_compiler,
+)
+
+
+class GrammarStep:
+    """A step in which those bound by a grammar draw the first token that it allows."""
+
+    def __init__(self, step: FakeStep, bound: set[str], *, is_lawless: bool) -> None:
+        self._step = step
+        self._bound = bound
+        self._is_lawless = is_lawless
+        self._drawn: dict[str, int] = {}
+        self.needs_bitmask = bool(bound)
+
+    def start_sampling(self, grammar_bitmask: GrammarBitmask) -> None:
+        assert set(grammar_bitmask.req_ids) == self._bound
+        for row, req_id in enumerate(grammar_bitmask.req_ids):
+            self._drawn[req_id] = allowed_ids(grammar_bitmask, row)[0]
+
+    def sample_tokens(self) -> ModelRunnerOutput:
+        output = self._step.sample_tokens()
+        for req_id, token_ids in zip(output.req_ids, output.sampled_token_ids, strict=True):
+            if req_id in self._bound and not self._is_lawless:
+                token_ids[:] = [self._drawn[req_id]]
+        return output
+
+
+class GrammarExecutor(FakeExecutor):
+    """Waits for the grammars of its requests.
+
+    Args:
+        lawless_step: From this step on it draws what it likes.
+    """
+
+    def __init__(self, kv_cache_config: KVCacheConfig, *, lawless_step: int = 10**9) -> None:
+        super().__init__(kv_cache_config, fails_at_step=None)
+        self._lawless_step = lawless_step
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> GrammarStep:
+        step = super().execute_model(scheduler_output)
+        drawing = {
+            req_id
+            for req_id, token_ids in zip(
+                step._output.req_ids, step._output.sampled_token_ids, strict=True
+            )
+            if token_ids and self.rows[req_id].needs_grammar
+        }
+        return GrammarStep(step, drawing, is_lawless=self.num_steps >= self._lawless_step)
+
+
+class ThinkingStep(GrammarStep):
+    """Within thoughts it draws as its prompt says, where it may; else the last that is allowed."""
+
+    def __init__(self, step: FakeStep, bound: set[str]) -> None:
+        super().__init__(step, bound, is_lawless=False)
+        output = step._output
+        self._wanted = dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
+
+    def start_sampling(self, grammar_bitmask: GrammarBitmask) -> None:
+        for row, req_id in enumerate(grammar_bitmask.req_ids):
+            allowed = allowed_ids(grammar_bitmask, row)
+            (wanted,) = self._wanted[req_id]
+            self._drawn[req_id] = wanted if wanted in allowed else allowed[-1]
+
+
+class ThinkingExecutor(GrammarExecutor):
+    """Its requests think."""
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ThinkingStep:
+        step = super().execute_model(scheduler_output)
+        return ThinkingStep(step._step, step._bound)
+
+
+def make_grammar_core(
+    max_steps_in_flight: int,
+    executor_class: type[GrammarExecutor] = GrammarExecutor,
+    **executor: int,
+) -> EngineCore:
+    kv_cache_config = make_engine_core()._executor.kv_cache_config
+    grammars = GrammarManager(make_compiler(thinks=executor_class is ThinkingExecutor))
+    scheduler = (AsyncScheduler if max_steps_in_flight > 1 else Scheduler)(
+        scheduler_config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16),
+        cache_config=CacheConfig(block_size=8),
+        kv_cache_config=kv_cache_config,
+        max_model_len=64,
+        grammar_gate=grammars,
+    )
+    return EngineCore(
+        scheduler,
+        executor_class(kv_cache_config, **executor),
+        grammars=grammars,
+        max_steps_in_flight=max_steps_in_flight,
+        max_decode_burst=8,
+    )
+
+
+def bound_request(
+    request_id: str,
+    prompt: list[int],
+    choice: list[str],
+    thoughts: str = "none",
+    **params: object,
+) -> AddRequest:
+    params["structured_outputs"] = StructuredOutputsParams(choice=choice, thoughts=thoughts)
+    request = make_request(request_id, prompt, **{"max_tokens": 20, **params})
+    request = dataclasses.replace(request, needs_grammar=True, eos_token_ids=(EOS,))
+    return AddRequest(request=request)
+
+
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_grammars_bind_their_requests_and_no_other(max_steps_in_flight: int) -> None:
+    core = make_grammar_core(max_steps_in_flight)
+    # One prompt takes several steps; in those it draws nothing.
+    core.handle(bound_request("a", [5] * 30, ["yes indeed"]))
+    core.handle(AddRequest(request=make_request("b", [7, 8], max_tokens=12)))
+    core.handle(bound_request("c", [5], ["no", "never"]))
+    outputs = run_until_idle(core)
+    assert TOKENIZER.decode(tokens_of(outputs, "a")[:-1]) == "yes indeed"
+    assert TOKENIZER.decode(tokens_of(outputs, "c")[:-1]) in ("no", "never")
+    assert tokens_of(outputs, "a")[-1] == tokens_of(outputs, "c")[-1] == EOS
+    assert tokens_of(outputs, "b") == [7, 8] * 6
+    assert core._grammars.num_requests == 0
+    core.close()
+
+
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_a_grammar_that_cannot_go_on_ends_its_request_alone(max_steps_in_flight: int) -> None:
+    core = make_grammar_core(max_steps_in_flight, lawless_step=1)
+    core.handle(bound_request("a", [5], ["yes indeed"]))
+    core.handle(AddRequest(request=make_request("b", [7, 8], max_tokens=12)))
+    outputs = run_until_idle(core)
+    (last,) = [o for o in outputs if o.request_id == "a" and o.finish_reason is not None]
+    assert last.finish_reason == "error"
+    assert last.stop_reason.startswith("the grammar cannot go on")
+    assert tokens_of(outputs, "b") == [7, 8] * 6
+    assert core.make_stats().num_free_blocks == core.make_stats().num_blocks - 1
+    core.close()
+
+
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_a_complete_form_ends_its_request_normally(max_steps_in_flight: int) -> None:
+    core = make_grammar_core(max_steps_in_flight)
+    yes = TOKENIZER.encode("yes", add_special_tokens=False)
+    core.handle(bound_request("eos", [5], ["yes"], ignore_eos=True))
+    # Nothing may follow it, as the end comes too early, or is none of the allowed tokens.
+    core.handle(bound_request("early", [5], ["yes"], min_tokens=10, logprobs=1))
+    core.handle(bound_request("none", [5], ["yes"], allowed_token_ids=yes))
+    # Also where a stray token would have been the last for another reason.
+    core.handle(bound_request("last", [5], ["yes"], allowed_token_ids=yes, max_tokens=len(yes) + 1))
+    core.handle(AddRequest(request=make_request("b", [7, 8], max_tokens=12)))
+    outputs = run_until_idle(core)
+    for request_id in ("eos", "early", "none", "last"):
+        ends = [o for o in outputs if o.request_id == request_id and o.finish_reason is not None]
+        assert [(o.finish_reason, o.stop_reason) for o in ends] == [("stop", None)], request_id
+        drawn = tokens_of(outputs, request_id)
+        assert drawn == ([*yes, EOS] if request_id == "eos" else yes)
+    assert all(
+        len(o.logprobs or ()) == len(o.new_token_ids) for o in outputs if o.request_id == "early"
+    )
+    assert tokens_of(outputs, "b") == [7, 8] * 6
+    assert core._grammars.num_requests == 0
+    assert core.make_stats().num_free_blocks == core.make_stats().num_blocks - 1
+    core.close()
+
+
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_settings_that_leave_a_form_no_token_end_the_request_with_the_reason(
+    max_steps_in_flight: int,
+) -> None:
+    core = make_grammar_core(max_steps_in_flight)
+    first, *_ = TOKENIZER.encode("yes", add_special_tokens=False)
+    core.handle(bound_request("a", [5], ["yes"], allowed_token_ids=[first, EOS]))
+    core.handle(bound_request("c", [5], ["yes"], allowed_token_ids=[EOS]))
+    core.handle(AddRequest(request=make_request("b", [7, 8], max_tokens=12)))
+    outputs = run_until_idle(core)
+    for request_id, drawn in (("a", [first]), ("c", [])):
+        (last,) = [o for o in outputs if o.request_id == request_id and o.finish_reason is not None]
+        assert (last.finish_reason, last.new_token_ids) == ("error", [])
+        assert "leave none of the tokens" in last.stop_reason
+        assert tokens_of(outputs, request_id) == drawn
+    assert tokens_of(outputs, "b") == [7, 8] * 6
+    assert core.make_stats().num_free_blocks == core.make_stats().num_blocks - 1
+    core.close()
+
+
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_thoughts_are_free_and_the_form_binds_behind_them(max_steps_in_flight: int) -> None:
+    core = make_grammar_core(max_steps_in_flight, ThinkingExecutor)
+    thoughts = TOKENIZER.encode("no, yes... {", add_special_tokens=False)
+    # The end of the answer is none of the thoughts.
+    core.handle(bound_request("begun", [*thoughts, EOS, CLOSE], ["yes"], "begun", max_tokens=40))
+    core.handle(bound_request("maybe", [OPEN, *thoughts, CLOSE], ["yes"], "maybe", max_tokens=40))
+    core.handle(bound_request("none", thoughts, ["yes"], "none", max_tokens=40))
+    outputs = run_until_idle(core)
+    answer = [*TOKENIZER.encode("yes", add_special_tokens=False), EOS]
+    begun, maybe = (tokens_of(outputs, request_id) for request_id in ("begun", "maybe"))
+    assert begun[: len(thoughts)] == thoughts and begun[len(thoughts)] != EOS
+    assert begun[begun.index(CLOSE) + 1 :] == answer
+    assert maybe == [OPEN, *thoughts, CLOSE, *answer]
+    assert tokens_of(outputs, "none") == answer
+    assert {o.finish_reason for o in outputs if o.finish_reason} == {"stop"}
+    core.close()
+
+
+def test_an_aborted_request_leaves_no_grammar_behind() -> None:
+    core = make_grammar_core(1)
+    core.handle(bound_request("a", [5], ["yes indeed"]))
+    core.handle(AbortRequests(request_ids=["a"]))
+    assert core._grammars.num_requests == 0
+    core.close()
+
+
+def test_outputs_of_an_engine_without_grammars_are_left_alone() -> None:
+    core = make_engine_core()
+    outputs = []
+    assert advance_grammars(outputs, core._scheduler, None) is outputs

@@ -1,0 +1,48 @@
+"""What a server says of all structured output is checked once, and added to what requests ask."""
+
+import pytest
+
+from paxkv.errors import ConfigError
+from paxkv.structured_outputs_config import StructuredOutputsConfig
+from paxkv.structured_outputs_params import StructuredOutputsParams
+
+
+def test_fields_are_vllms():
+    fields = {
+        "backend": "guidance",
+        "disable_fallback": True,
+        "disable_any_whitespace": True,
+        "enable_in_reasoning": True,
+    }
+    config = StructuredOutputsConfig.from_fields(fields)
+    assert config == StructuredOutputsConfig(disable_any_whitespace=True, enable_in_reasoning=True)
+    assert StructuredOutputsConfig.from_fields({}) == StructuredOutputsConfig()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        5,
+        {"backend": "xgrammar"},
+        {"disable_any_whitespace": "yes"},
+        {"disable_fallback": 1},
+        {"enable_in_thinking": True},
+    ],
+)
+def test_others_are_refused(fields):
+    with pytest.raises(ConfigError):
+        StructuredOutputsConfig.from_fields(fields)
+
+
+def test_requests_have_what_holds_for_all():
+    config = StructuredOutputsConfig(
+        disable_any_whitespace=True, disable_additional_properties=True
+    )
+    applied = config.apply(StructuredOutputsParams(json="{}"))
+    assert applied == StructuredOutputsParams(
+        json="{}", disable_any_whitespace=True, disable_additional_properties=True
+    )
+    own = StructuredOutputsParams(json="{}", whitespace_pattern=" ?")
+    assert config.apply(own).whitespace_pattern == " ?"
+    plain = StructuredOutputsParams(json="{}", disable_any_whitespace=True)
+    assert StructuredOutputsConfig().apply(plain) == plain
