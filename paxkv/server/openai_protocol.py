@@ -92,6 +92,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Choices of each prompt."""
         return 1 if self.n is None else self.n
 
+    @property
+    def num_drawn(self) -> int:
+        """Completions of each prompt that the choices are chosen from."""
+        return self.num_choices if self.best_of is None else self.best_of
+
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     """The body of POST /v1/completions. `prompt` has more forms than a struct can name."""
@@ -163,17 +168,20 @@ def check_model(requested: str | None, served_model_name: str) -> None:
         )
 
 
-def check_num_choices(num_prompts: int, num_choices: int) -> None:
-    """A request may ask for so many choices in all.
+def check_num_choices(num_prompts: int, num_drawn: int, *, param: str = "n") -> None:
+    """A request may ask for so many completions in all.
+
+    Args:
+        param: What says how many of each prompt.
 
     Raises:
         InvalidRequestError: It asks for more.
     """
-    if num_prompts * num_choices > MAX_CHOICES_PER_REQUEST:
+    if num_prompts * num_drawn > MAX_CHOICES_PER_REQUEST:
         raise InvalidRequestError(
-            f"{num_prompts} prompts with n={num_choices} are {num_prompts * num_choices} choices; "
-            f"at most {MAX_CHOICES_PER_REQUEST} fit in one request.",
-            param="n",
+            f"{num_prompts} prompts with {param}={num_drawn} are {num_prompts * num_drawn} "
+            f"completions; at most {MAX_CHOICES_PER_REQUEST} fit in one request.",
+            param=param,
         )
 
 

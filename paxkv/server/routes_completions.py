@@ -49,7 +49,8 @@ class CompletionRoutes:
         check_model(body.model, self._engine.model_info.served_model_name)
         prompts = completion_prompts(body.prompt)
         sampling_params = completion_sampling_params(body)
-        check_num_choices(len(prompts), body.num_choices)
+        param = "n" if body.num_drawn == body.num_choices else "best_of"
+        check_num_choices(len(prompts), body.num_drawn, param=param)
         made = CompletionChoices(body, prompts, self._engine.tokenizer)
         outputs = self._generator.generate(
             [prompt_with_options(p, body, add_special_tokens=True) for p in prompts],

@@ -202,6 +202,20 @@ def test_an_echoed_prompt_is_scored_like_any_other_text(client) -> None:
     assert [o for part in parts for o in part.text_offset] == first.logprobs.text_offset
 
 
+def test_the_best_of_four_are_the_likeliest_of_four(client) -> None:
+    fields = {"model": MODEL, "prompt": "12 +", "max_tokens": 9, "seed": 5, "temperature": 1.5}
+    drawn = client.completions.create(n=4, logprobs=0, **fields)
+    means = {
+        choice.text: sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs)
+        for choice in drawn.choices
+    }
+    assert len(means) > 2
+    best = client.completions.create(n=2, best_of=4, **fields)
+    ranked = sorted(means, key=means.get, reverse=True)
+    assert [choice.text for choice in best.choices] == ranked[:2]
+    assert best.usage == drawn.usage
+
+
 def test_a_chat_tells_how_likely_its_prompt_was(client) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=QUESTION, max_tokens=1, extra_body={"prompt_logprobs": 1}

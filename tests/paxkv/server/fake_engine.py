@@ -271,10 +271,13 @@ def _completion(
 ) -> CompletionOutput:
     """The tokens `first` to `end` of an answer."""
     token_ids = answer[first:end]
+    # Per token -1, -3, -5, -2, -4, -1 ... of completions 0, 1, 2, 3, 4, 5 ...
+    likelihood = -(1.0 + 2 * index % 5)
     return CompletionOutput(
         index=index,
         text="".join(map(chr, token_ids)),
         token_ids=token_ids,
+        cumulative_logprob=None if num_logprobs is None else likelihood * end,
         logprobs=None if num_logprobs is None else [_logprobs(i, num_logprobs) for i in token_ids],
         finish_reason=finish_reason if end >= len(answer) else None,
     )

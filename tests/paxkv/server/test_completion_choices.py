@@ -6,7 +6,7 @@ import pytest
 
 from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput
 from paxkv.errors import InvalidRequestError
-from paxkv.server.completion_choices import CompletionChoices
+from paxkv.server.completion_choices import CompletionChoices, best_completions
 from paxkv.server.openai_protocol import parse_completion
 from tests.paxkv.server.fake_engine import FakeTokenizer
 
@@ -38,6 +38,24 @@ def _output(text, *, is_last=True, prompt="abc", scored=True, index=0):
 def _made(prompts=("abc",), **fields):
     body = parse_completion({"prompt": list(prompts)} | fields)
     return CompletionChoices(body, list(prompts), FakeTokenizer())
+
+
+def test_the_best_have_the_highest_logprob_per_token():
+    def completion(index, num_tokens, cumulative_logprob):
+        return CompletionOutput(
+            index=index,
+            text="",
+            token_ids=[0] * num_tokens,
+            cumulative_logprob=cumulative_logprob,
+            finish_reason="length",
+        )
+
+    # Per token -1, -0.5, -2, -0.5: the sums are in another order.
+    drawn = [completion(0, 1, -1.0), completion(1, 8, -4.0), completion(2, 1, -2.0)]
+    drawn.append(completion(3, 2, -1.0))
+    kept = best_completions(drawn, 3)
+    assert [len(c.token_ids) for c in kept] == [8, 2, 1]
+    assert [c.index for c in kept] == [0, 1, 2]
 
 
 def test_the_prompt_is_in_front_and_scored_but_for_its_first_token():

@@ -110,6 +110,20 @@ def test_stream_of_n_choices_says_the_same_as_the_whole(shared_server, fields):
             assert joined == choice["logprobs"][key]
 
 
+def test_the_n_best_of_best_of_are_returned_and_all_are_counted(shared_server):
+    body = {"prompt": ["a", "b"], "max_tokens": 8, "n": 2, "best_of": 5}
+    answer = shared_server.client.post("/v1/completions", json=body).json()
+    # The engine draws them with -1, -3, -5, -2 and -4 a token: completions 0 and 3 are the best.
+    expected = [_answer([256, ord(letter)], 8, index=index) for letter in "ab" for index in (0, 3)]
+    assert [choice["text"] for choice in answer["choices"]] == expected
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    # Logprobs are what they are ranked by, and stay inside.
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
+    assert shared_server.engine.seen_params[-1].n == 5
+    assert answer["usage"]["completion_tokens"] == 2 * (8 + 7 + 6 + 5 + 4)
+    assert answer["usage"]["prompt_tokens"] == 4
+
+
 def test_stream_without_include_usage_has_no_usage(shared_server):
     body = {"prompt": "a", "stream": True}
     with shared_server.client.stream("POST", "/v1/completions", json=body) as response:
