@@ -2,9 +2,8 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
 
-from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.errors import InvalidRequestError
 from paxkv.structured_outputs_params import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
@@ -28,12 +27,6 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
 # Below this, dividing by the temperature overflows f32; such requests are drawn greedily.
 MIN_TEMPERATURE = 1e-5
 _MAX_SEED = 2**63 - 1
-
-# Fields of vLLM's SamplingParams whose effect this version does not implement yet, and the only
-# values that ask for nothing. Anything else is refused instead of being ignored.
-_NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
-    "spaces_between_special_tokens": (True,),
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +61,13 @@ class SamplingParams:
         allowed_token_ids: The only tokens that may be drawn; None is all.
         logit_bias: Added to the logits of these tokens, in [-100, 100]; at most 1024.
         detokenize: False skips making text (then `stop` is refused).
+        skip_special_tokens: Leave special tokens out of the text.
+        spaces_between_special_tokens: False takes away the space that some tokenizers put between
+            two special tokens, where the text shows them.
         structured_outputs: The form that the tokens must have; None is any.
 
     Raises:
         InvalidRequestError: A value is out of range or of the wrong type.
-        UnsupportedFeatureError: A field of vLLM's that this version cannot honour is set.
     """
 
     n: int = 1
@@ -106,15 +101,6 @@ class SamplingParams:
         self._check_stops()
         self._check_penalties()
         self._check_tokens()
-        for name, neutral in _NEUTRAL_VALUES.items():
-            value = getattr(self, name)
-            if not any(_is_same(value, v) for v in neutral):
-                raise UnsupportedFeatureError(
-                    f"{name}={value!r} is not supported by this version of paxkv; "
-                    f"leave it out or send {neutral[0]!r}.",
-                    param=name,
-                )
-
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             raise InvalidRequestError(
                 "structured_outputs must be StructuredOutputsParams or None, got "
@@ -157,6 +143,7 @@ class SamplingParams:
             "ignore_eos",
             "detokenize",
             "skip_special_tokens",
+            "spaces_between_special_tokens",
             "skip_reading_prefix_cache",
         ):
             _check_bool(name, getattr(self, name))
@@ -309,12 +296,6 @@ class BeamSearchParams:
         _check_float("length_penalty", self.length_penalty, low=-10.0, high=10.0)
         _check_bool("ignore_eos", self.ignore_eos)
         _check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
-
-
-def _is_same(value: object, neutral: object) -> bool:
-    """Equal, and of a type that the engine can read: n=True is not n=1, but 0 is a float 0.0."""
-    is_fit = type(value) is type(neutral) or (type(value), type(neutral)) == (int, float)
-    return is_fit and value == neutral
 
 
 def _check_float(

@@ -44,11 +44,10 @@ def _chat_message(path: str, message: dict[str, object]) -> dict[str, object]:
             param=f"{path}.tool_calls",
         )
     content = message.get("content")
-    # An assistant that called tools need not have said anything.
-    if content is not None or not tool_calls:
-        checked["content"] = _content(f"{path}.content", content)
-    else:
-        checked["content"] = None
+    # An assistant need not have said anything: templates get an empty text, as vLLM's do.
+    if content is None and role == "assistant":
+        content = ""
+    checked["content"] = _content(f"{path}.content", content)
     if tool_calls:
         checked["tool_calls"] = _tool_calls(f"{path}.tool_calls", tool_calls)
     names = ("name", "tool_call_id") if role == "tool" else ("name",)

@@ -225,6 +225,25 @@ def test_a_chat_tells_how_likely_its_prompt_was(client) -> None:
     assert all(p["logprob"] <= 0 < p["rank"] for position in others for p in position.values())
 
 
+def test_a_called_tool_answers_and_the_chat_goes_on(client, server) -> None:
+    fields = {"model": MODEL, "tools": TOOLS, "max_tokens": 200, "temperature": 0}
+    first = client.chat.completions.create(messages=QUESTION, tool_choice=NAMED, **fields)
+    message = first.choices[0].message
+    (call,) = message.tool_calls
+    # As it came, and as clients write it that leave out what is null.
+    for said in (message, message.model_dump(exclude_none=True)):
+        turns = [*QUESTION, said, {"role": "tool", "tool_call_id": call.id, "content": "42"}]
+        for tool_choice in ("none", "auto"):
+            answer = client.chat.completions.create(
+                messages=turns, tool_choice=tool_choice, **fields
+            )
+            assert answer.usage.prompt_tokens > first.usage.prompt_tokens
+    turns = [*QUESTION, message.model_dump(exclude_none=True)]
+    ids = httpx.post(f"{server.url}/tokenize", json={"messages": turns}).json()["tokens"]
+    text = httpx.post(f"{server.url}/detokenize", json={"tokens": ids}).json()["prompt"]
+    assert '<tool_call>\n{"name": "add", "arguments": {"a"' in text
+
+
 def test_responses_stream_the_same(client) -> None:
     fields = {"model": MODEL, "input": "What is 2 + 2?", "temperature": 0, "max_output_tokens": 20}
     whole = client.responses.create(**fields)
