@@ -32,6 +32,7 @@ from paxkv.server.routes_chat import ChatRoutes
 from paxkv.server.routes_completions import CompletionRoutes
 from paxkv.server.routes_info import InfoRoutes
 from paxkv.server.routes_responses import ResponsesRoutes
+from paxkv.server.routes_tokenizer import TokenizerRoutes
 
 
 def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
@@ -59,7 +60,8 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
             *ChatRoutes(engine, generator, config).routes(),
             *ResponsesRoutes(engine, generator, config).routes(),
             *OpenApiRoutes().routes(),
-            *InfoRoutes(engine, metrics, admission, max_body_bytes=limit).routes(),
+            *TokenizerRoutes(engine, config).routes(),
+            *InfoRoutes(engine, metrics, admission).routes(),
             *admin_routes,
             *inspector.routes(),
         ],

@@ -145,13 +145,27 @@ def parse_chat(fields: Mapping[str, object]) -> ChatCompletionRequest:
     _check_beam_search(fields)
     request = convert_fields(fields, ChatCompletionRequest)
     _check_prompt_logprobs(request)
-    if request.continue_final_message and request.add_generation_prompt is not False:
+    check_generation_prompt(
+        continue_final_message=request.continue_final_message,
+        add_generation_prompt=request.add_generation_prompt,
+    )
+    return request
+
+
+def check_generation_prompt(
+    *, continue_final_message: bool | None, add_generation_prompt: bool | None
+) -> None:
+    """A prompt either goes on with the last message or begins another.
+
+    Raises:
+        InvalidRequestError: The two fields want both.
+    """
+    if continue_final_message and add_generation_prompt is not False:
         raise InvalidRequestError(
             "continue_final_message goes on with the last message, add_generation_prompt begins "
             "another; send add_generation_prompt false with it.",
             param="continue_final_message",
         )
-    return request
 
 
 def check_model(requested: str | None, served_model_name: str) -> None:

@@ -12,11 +12,10 @@ from paxkv.server.openai_protocol import ChatCompletionRequest, CompletionReques
 from paxkv.server.openai_responses import CompletionBody
 from paxkv.server.responses_bodies import ResponseBody
 from paxkv.server.responses_protocol import ResponsesRequest
-from paxkv.server.routes_info import (
+from paxkv.server.routes_info import ModelCard, ModelList
+from paxkv.server.routes_tokenizer import (
     DetokenizeBody,
     DetokenizeRequest,
-    ModelCard,
-    ModelList,
     TokenizeBody,
     TokenizeRequest,
 )

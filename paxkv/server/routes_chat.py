@@ -13,9 +13,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from paxkv.config import ServerConfig
-from paxkv.errors import UnsupportedFeatureError
 from paxkv.server.chat_choices import ChatChoices
-from paxkv.server.chat_prompt import render_chat
+from paxkv.server.chat_prompt import check_may_bring_template, render_chat
 from paxkv.server.chat_responses import ChatBody, ChatChoice
 from paxkv.server.engine_protocol import EngineClient
 from paxkv.server.generation import Generator, IndexedOutputs
@@ -146,12 +145,7 @@ async def start_chat(
     Raises:
         InvalidRequestError: The request cannot be honoured.
     """
-    if body.chat_template is not None and not config.trust_request_chat_template:
-        raise UnsupportedFeatureError(
-            "a request may bring its own chat_template only if the server was started with "
-            "--trust-request-chat-template; leave it out.",
-            param="chat_template",
-        )
+    check_may_bring_template(body.chat_template, config)
     tools = tool_use(body, config)
     sampling_params = chat_sampling_params(body, tools.schema)
     template_kwargs = dict(body.chat_template_kwargs or {})

@@ -122,6 +122,10 @@ class Tokenizer:
         """Id of a token by its name in the vocabulary, or None when there is none."""
         return self._backend.token_to_id(token)
 
+    def id_to_token(self, token_id: int) -> str | None:
+        """Name of a token in the vocabulary, such as "Ġthe" for " the"; None of an unknown id."""
+        return self._backend.id_to_token(token_id)
+
     def _encode_valid(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if len(text) <= LONG_TEXT_CHARS:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids

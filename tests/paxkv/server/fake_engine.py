@@ -40,6 +40,9 @@ class FakeTokenizer:
         special = "" if skip_special_tokens else "<s>"
         return "".join(special if i == BOS else chr(i) for i in token_ids)
 
+    def id_to_token(self, token_id: int) -> str | None:
+        return f"<{token_id}>"
+
 
 class FakeChatTemplate:
     """[{"role": "user", "content": "hi"}] -> "<user>hi<assistant>"."""
