@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from paxkv.config import ServerConfig
+from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.server.chat_choices import ChatChoices
 from paxkv.server.chat_prompt import check_may_bring_template, render_chat
 from paxkv.server.chat_responses import ChatBody, ChatChoice
@@ -133,6 +134,7 @@ class StartedChat:
     """
 
     outputs: IndexedOutputs
+    sampling_params: SamplingParams | BeamSearchParams
     tool_use: ToolUse
     starts_thinking: bool | None
 
@@ -170,7 +172,12 @@ async def start_chat(
         stream=bool(body.stream),
     )
     starts_thinking = _starts_thinking(text, body, tools, config)
-    return StartedChat(outputs=outputs, tool_use=tools, starts_thinking=starts_thinking)
+    return StartedChat(
+        outputs=outputs,
+        sampling_params=sampling_params,
+        tool_use=tools,
+        starts_thinking=starts_thinking,
+    )
 
 
 def _starts_thinking(

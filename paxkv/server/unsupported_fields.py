@@ -33,9 +33,7 @@ CHAT_FIELDS: NeutralValues = {
     "mm_processor_kwargs": ({},),
 }
 RESPONSES_FIELDS: NeutralValues = {
-    "previous_response_id": (),
     "conversation": (),
-    "background": (False,),
     "include": ([],),
     "max_tool_calls": (),
     "prompt": (),

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 
 import httpx
 import openai
@@ -250,6 +251,40 @@ def test_responses_stream_the_same(client) -> None:
     *_, last = client.responses.create(stream=True, **fields)
     assert last.response.output_text == whole.output_text != ""
     assert last.response.usage == whole.usage
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_goes_on_with_the_one_before(client, stream) -> None:
+    def create(**fields: object):
+        answer = client.responses.create(
+            model=MODEL, temperature=0, max_output_tokens=20, stream=stream, **fields
+        )
+        return list(answer)[-1].response if stream else answer
+
+    first = create(input="What is 2 + 2?")
+    second = create(input="What is 12 + 30?", previous_response_id=first.id)
+    said = [{"role": "user", "content": "What is 2 + 2?"}]
+    said += [{"role": "assistant", "content": first.output_text}]
+    whole = create(input=[*said, {"role": "user", "content": "What is 12 + 30?"}], store=False)
+    assert second.output_text == whole.output_text
+    assert second.usage.input_tokens == whole.usage.input_tokens > first.usage.input_tokens
+    assert client.responses.retrieve(second.id).output_text == second.output_text
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(whole.id)
+
+
+def test_a_response_is_made_in_the_background_or_cancelled(client) -> None:
+    fields = {"model": MODEL, "input": "What is 2 + 2?", "temperature": 0, "background": True}
+    begun = client.responses.create(max_output_tokens=20, **fields)
+    assert (begun.status, begun.output_text) == ("queued", "")
+    deadline = time.monotonic() + 60
+    while (found := client.responses.retrieve(begun.id)).status == "queued":
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert found.status == "completed" and "4" in found.output_text
+    long = fields | {"extra_body": {"ignore_eos": True}}
+    ended = client.responses.cancel(client.responses.create(**long).id)
+    assert (ended.status, ended.output_text) == ("cancelled", "")
 
 
 def test_what_cannot_be_compiled_is_a_400_with_the_reason(client, server) -> None:
