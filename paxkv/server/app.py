@@ -20,6 +20,7 @@ from paxkv.server.error_response import (
     handle_paxkv_error,
 )
 from paxkv.server.generation import Generator
+from paxkv.server.http_metrics import HttpMetricsMiddleware
 from paxkv.server.metrics import ServerMetrics
 from paxkv.server.middleware import (
     DisconnectMiddleware,
@@ -54,18 +55,23 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
         admin_routes = AdminRoutes(engine, generator.names, profile_dir=config.profile_dir).routes()
     inspector = InspectorRoutes(engine, config)
     limit = config.max_body_bytes
+    routes = [
+        *CompletionRoutes(engine, generator, max_body_bytes=limit).routes(),
+        *ChatRoutes(engine, generator, config).routes(),
+        *ResponsesRoutes(engine, generator, config).routes(),
+        *OpenApiRoutes().routes(),
+        *TokenizerRoutes(engine, config).routes(),
+        *InfoRoutes(engine, metrics, admission).routes(),
+        *admin_routes,
+        *inspector.routes(),
+    ]
     app = Starlette(
-        routes=[
-            *CompletionRoutes(engine, generator, max_body_bytes=limit).routes(),
-            *ChatRoutes(engine, generator, config).routes(),
-            *ResponsesRoutes(engine, generator, config).routes(),
-            *OpenApiRoutes().routes(),
-            *TokenizerRoutes(engine, config).routes(),
-            *InfoRoutes(engine, metrics, admission).routes(),
-            *admin_routes,
-            *inspector.routes(),
+        routes=routes,
+        middleware=[
+            Middleware(RequestIdMiddleware),
+            Middleware(HttpMetricsMiddleware, metrics=metrics.http, routes=routes),
+            *_middleware(config),
         ],
-        middleware=_middleware(config),
         exception_handlers={
             PaxkvError: handle_paxkv_error,
             HTTPException: handle_http_error,
@@ -81,8 +87,8 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
 
 
 def _middleware(config: ServerConfig) -> list[Middleware]:
-    """The outermost first."""
-    layers = [Middleware(RequestIdMiddleware)]
+    """What the settings ask for, the outermost first."""
+    layers = []
     if not config.disable_uvicorn_access_log:
         layers.append(
             Middleware(AccessLogMiddleware, without_paths=config.paths_without_access_log)
