@@ -1,12 +1,13 @@
 """The messages of a chat, checked, as a chat template takes them."""
 
-import json
 from collections.abc import Mapping
 
 from paxkv.errors import InvalidRequestError
+from paxkv.server.json_body import decode_json
 from paxkv.server.openai_protocol import shorten
 from paxkv.server.unsupported_fields import MESSAGE_FIELDS, refuse_unsupported
 
+MAX_CONTENT_PARTS = 10_000
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 # Besides "text", what OpenAI's other endpoints call the same.
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -72,6 +73,11 @@ def _content(path: str, content: object) -> str | list[dict[str, str]]:
             f"{path} must be a string or a list of text parts, got {shorten(content)}.",
             param=path,
         )
+    if len(content) > MAX_CONTENT_PARTS:
+        raise InvalidRequestError(
+            f"{path} has {len(content)} parts; at most {MAX_CONTENT_PARTS} fit in one message.",
+            param=path,
+        )
     texts = []
     for k, part in enumerate(content):
         # As vLLM does, and OpenAI's own refusals: a bare string counts as a part.
@@ -107,10 +113,10 @@ def _tool_call(path: str, call: object) -> dict[str, object]:
     # Templates write the object; clients send its JSON, or nothing for no arguments.
     if isinstance(arguments, str) and arguments:
         try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
+            arguments = decode_json(arguments.encode())
+        except (InvalidRequestError, UnicodeEncodeError) as error:
             raise InvalidRequestError(
-                f"{path}.function.arguments is not JSON: {error}.",
+                f"{path}.function.arguments cannot be read: {error}",
                 param=f"{path}.function.arguments",
             ) from None
     arguments = arguments or {}

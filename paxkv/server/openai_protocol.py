@@ -1,5 +1,6 @@
 """Bodies of /v1/completions and /v1/chat/completions: what is read, and the prompts in it."""
 
+import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
@@ -20,6 +21,11 @@ from paxkv.server.unsupported_fields import (
 )
 
 MAX_PROMPTS_PER_REQUEST = 256
+# As `repr`, but never of a whole list of a million: nothing interrupts that.
+_SHORT_REPR = reprlib.Repr()
+_SHORT_REPR.maxlist = _SHORT_REPR.maxdict = 8
+_SHORT_REPR.maxlevel = 4
+_SHORT_REPR.maxstring = _SHORT_REPR.maxother = _SHORT_REPR.maxlong = 80
 # Prompts times n.
 MAX_CHOICES_PER_REQUEST = 1024
 
@@ -280,9 +286,5 @@ def _is_int(value: object) -> bool:
 
 def shorten(value: object) -> str:
     """A value as an error message shows it: never the whole of a long prompt."""
-    try:
-        text = repr(value[:8] if isinstance(value, (list, str)) else value)
-    except RecursionError:
-        # Nested just deeply enough for the JSON decoder, whose stack was less deep than this one.
-        return "something nested too deeply"
+    text = _SHORT_REPR.repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -19,7 +19,7 @@ from paxkv.server.chat_prompt import check_may_bring_template, render_chat
 from paxkv.server.chat_responses import ChatBody, ChatChoice
 from paxkv.server.engine_protocol import EngineClient
 from paxkv.server.generation import Generator, IndexedOutputs
-from paxkv.server.json_body import read_json_object
+from paxkv.server.json_body import read_body
 from paxkv.server.openai_protocol import (
     ChatCompletionRequest,
     check_model,
@@ -46,8 +46,7 @@ class ChatRoutes:
 
     async def create(self, request: Request) -> Response:
         """Answers the conversation of the body, in one piece or as a stream."""
-        fields = await read_json_object(request, max_body_bytes=self._config.max_body_bytes)
-        body = parse_chat(fields)
+        body = await read_body(request, parse_chat, max_body_bytes=self._config.max_body_bytes)
         check_model(body.model, self._engine.model_info.served_model_name)
         chat = await start_chat(body, self._engine, self._generator, self._config)
         outputs = chat.outputs
@@ -147,23 +146,7 @@ async def start_chat(
     Raises:
         InvalidRequestError: The request cannot be honoured.
     """
-    check_may_bring_template(body.chat_template, config)
-    tools = tool_use(body, config)
-    sampling_params = chat_sampling_params(body, tools.schema)
-    template_kwargs = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        template_kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-    text = await asyncio.to_thread(
-        render_chat,
-        engine,
-        body.messages,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        template_kwargs=template_kwargs,
-        tools=tools.tools,
-        documents=body.documents,
-        continue_final_message=bool(body.continue_final_message),
-        chat_template=body.chat_template,
-    )
+    tools, sampling_params, text = await asyncio.to_thread(_prepare, body, engine, config)
     outputs = generator.generate(
         # The template has written the special tokens, BOS included.
         [prompt_with_options(text, body, add_special_tokens=False)],
@@ -178,6 +161,29 @@ async def start_chat(
         tool_use=tools,
         starts_thinking=starts_thinking,
     )
+
+
+def _prepare(
+    body: ChatCompletionRequest, engine: EngineClient, config: ServerConfig
+) -> tuple[ToolUse, SamplingParams | BeamSearchParams, str]:
+    """What a chat wants with tools, how to find its answer, and its prompt."""
+    check_may_bring_template(body.chat_template, config)
+    tools = tool_use(body, config)
+    sampling_params = chat_sampling_params(body, tools.schema)
+    template_kwargs = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        template_kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    text = render_chat(
+        engine,
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        template_kwargs=template_kwargs,
+        tools=tools.tools,
+        documents=body.documents,
+        continue_final_message=bool(body.continue_final_message),
+        chat_template=body.chat_template,
+    )
+    return tools, sampling_params, text
 
 
 def _starts_thinking(

@@ -18,7 +18,7 @@ from paxkv.server.answer_reader import AnswerReader
 from paxkv.server.engine_protocol import EngineClient
 from paxkv.server.error_response import ErrorBody, describe_error, error_body
 from paxkv.server.generation import Generator
-from paxkv.server.json_body import read_json_object
+from paxkv.server.json_body import read_body
 from paxkv.server.openai_protocol import check_model
 from paxkv.server.openai_responses import UsageCounter
 from paxkv.server.response_store import ResponseStore
@@ -61,15 +61,18 @@ class ResponsesRoutes:
 
     async def create(self, request: Request) -> Response:
         """Answers the input of the body: in one piece, as a stream of events, or later."""
-        fields = await read_json_object(request, max_body_bytes=self._config.max_body_bytes)
-        body = parse_responses(fields)
+        fields, body = await read_body(
+            request,
+            lambda fields: (fields, parse_responses(fields)),
+            max_body_bytes=self._config.max_body_bytes,
+        )
         earlier_items: list[dict[str, object]] = []
         if body.previous_response_id is not None:
             self._store.check_enabled("previous_response_id")
             earlier_items = self._store.conversation(body.previous_response_id)
         if body.background:
             self._store.check_enabled("background")
-        chat_body = chat_of_responses(fields, body, earlier_items)
+        chat_body = await asyncio.to_thread(chat_of_responses, fields, body, earlier_items)
         check_model(chat_body.model, self._engine.model_info.served_model_name)
         chat = await start_chat(chat_body, self._engine, self._generator, self._config)
         begun = self._begun(body, _new_id(chat_body.request_id))

@@ -11,7 +11,7 @@ from paxkv.config import ServerConfig
 from paxkv.errors import InvalidRequestError
 from paxkv.server.chat_prompt import check_may_bring_template, render_chat
 from paxkv.server.engine_protocol import EngineClient, Tokenizer
-from paxkv.server.json_body import convert_fields, read_json_object
+from paxkv.server.json_body import convert_fields, read_body
 from paxkv.server.openai_protocol import check_generation_prompt, check_model
 from paxkv.server.tool_choice import checked_tools
 from paxkv.server.unsupported_fields import TOKENIZE_FIELDS, refuse_unsupported
@@ -69,9 +69,7 @@ class TokenizerRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or of a conversation."""
-        fields = await read_json_object(request, max_body_bytes=self._config.max_body_bytes)
-        refuse_unsupported(fields, TOKENIZE_FIELDS)
-        body = convert_fields(fields, TokenizeRequest)
+        body = await read_body(request, _read_tokenize, max_body_bytes=self._config.max_body_bytes)
         check_model(body.model, self._engine.model_info.served_model_name)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError(
@@ -104,7 +102,15 @@ class TokenizerRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, special tokens included."""
-        fields = await read_json_object(request, max_body_bytes=self._config.max_body_bytes)
+        body = await read_body(
+            request, self._read_detokenize, max_body_bytes=self._config.max_body_bytes
+        )
+        text = await asyncio.to_thread(
+            self._tokenizer().decode, body.tokens, skip_special_tokens=False
+        )
+        return _json(DetokenizeBody(prompt=text))
+
+    def _read_detokenize(self, fields: dict[str, object]) -> DetokenizeRequest:
         body = convert_fields(fields, DetokenizeRequest)
         check_model(body.model, self._engine.model_info.served_model_name)
         vocab_size = self._engine.model_info.vocab_size
@@ -114,10 +120,7 @@ class TokenizerRoutes:
                 f"tokens[{bad}] is {body.tokens[bad]}; token ids are in [0, {vocab_size}).",
                 param="tokens",
             )
-        text = await asyncio.to_thread(
-            self._tokenizer().decode, body.tokens, skip_special_tokens=False
-        )
-        return _json(DetokenizeBody(prompt=text))
+        return body
 
     def _token_ids(self, body: TokenizeRequest) -> list[int]:
         text, add_special_tokens = body.prompt, body.add_special_tokens is not False
@@ -144,6 +147,11 @@ class TokenizerRoutes:
         if self._engine.tokenizer is None:
             raise InvalidRequestError("this model was loaded without a tokenizer.")
         return self._engine.tokenizer
+
+
+def _read_tokenize(fields: dict[str, object]) -> TokenizeRequest:
+    refuse_unsupported(fields, TOKENIZE_FIELDS)
+    return convert_fields(fields, TokenizeRequest)
 
 
 def _json(value: msgspec.Struct) -> Response:

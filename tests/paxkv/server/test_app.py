@@ -77,7 +77,7 @@ def _wait_until(condition, timeout_s=5.0):
         (b"null", "null"),
         (b"[" * 50_000, "deeply"),
         (b'{"a":' * 19_000, "deeply"),
-        (b'{"prompt": "a", "unknown": ' + b"[" * 50_000, "deeply"),
+        (b'{"prompt": "a", "unknown": ' + b"[" * 40_000, "deeply"),
         (b"\x00\x01\x02", "not valid JSON"),
     ],
 )
