@@ -71,4 +71,4 @@ def test_metrics_names_are_well_formed(shared_server):
         ours = (
             r"(vllm:|paxkv:)[a-z0-9_]+\{|(paxkv_compiles_after_ready_total|padding_waste_ratio)\{"
         )
-        assert re.match(rf"{ours}|(process|python)_[a-z_]+", name)
+        assert re.match(rf"{ours}|(process|python|http)_[a-z_]+", name)
