@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 
-from paxkv.errors import InvalidRequestError
+from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 from paxkv.structured_outputs_params import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
@@ -68,6 +68,7 @@ class SamplingParams:
 
     Raises:
         InvalidRequestError: A value is out of range or of the wrong type.
+        UnsupportedFeatureError: More log-probabilities are asked for than the device keeps.
     """
 
     n: int = 1
@@ -128,9 +129,8 @@ class SamplingParams:
         if self.seed is not None:
             _check_int("seed", self.seed, low=-_MAX_SEED - 1, high=_MAX_SEED)
         for name in ("logprobs", "prompt_logprobs"):
-            # vLLM takes -1 for the whole vocabulary; the device keeps the 20 most likely.
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
+                check_num_logprobs(name, getattr(self, name))
         if self.n > 1 and self.is_greedy:
             raise InvalidRequestError(
                 f"n={self.n} greedy completions would all be the same one; n must be 1 when the "
@@ -296,6 +296,23 @@ class BeamSearchParams:
         _check_float("length_penalty", self.length_penalty, low=-10.0, high=10.0)
         _check_bool("ignore_eos", self.ignore_eos)
         _check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
+
+
+def check_num_logprobs(name: str, value: object) -> None:
+    """How many of the most likely tokens are to be told of each position.
+
+    Raises:
+        InvalidRequestError: More than the device keeps, or no number.
+    """
+    if type(value) is int and (value == -1 or value > MAX_LOGPROBS):
+        asked = "the whole vocabulary" if value == -1 else "more"
+        raise UnsupportedFeatureError(
+            f"{name}={value} is not supported: {MAX_LOGPROBS} tokens are told of each position at "
+            f"most, as with vLLM's --max-logprobs {MAX_LOGPROBS}, and this server has no flag for "
+            f"{asked}. Send at most {MAX_LOGPROBS}.",
+            param=name,
+        )
+    _check_int(name, value, low=0, high=MAX_LOGPROBS)
 
 
 def _check_float(

@@ -6,11 +6,11 @@ from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 from paxkv.sampling_params import (
     MAX_BEAM_WIDTH,
     MAX_LOGIT_BIASES,
-    MAX_LOGPROBS,
     MAX_N,
     MIN_TEMPERATURE,
     BeamSearchParams,
     SamplingParams,
+    check_num_logprobs,
 )
 from paxkv.server.openai_protocol import (
     ChatCompletionRequest,
@@ -113,7 +113,8 @@ def chat_keywords(
         )
     _check_best_of_is_n(request)
     # Under these names SamplingParams does not know them, so its message would name another field.
-    _check_range("top_logprobs", request.top_logprobs, low=0, high=MAX_LOGPROBS)
+    if request.top_logprobs is not None:
+        check_num_logprobs("top_logprobs", request.top_logprobs)
     _check_range("max_completion_tokens", request.max_completion_tokens, low=1, high=2**31 - 1)
     keywords = _shared_keywords(request)
     keywords["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None

@@ -227,7 +227,9 @@ def test_a_chat_tells_how_likely_its_prompt_was(client) -> None:
 
 
 def test_a_called_tool_answers_and_the_chat_goes_on(client, server) -> None:
-    fields = {"model": MODEL, "tools": TOOLS, "max_tokens": 200, "temperature": 0}
+    schema = {**SCHEMA, "properties": {"b": {"enum": ["x", "y"]}}, "required": ["b"]}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": schema}}]
+    fields = {"model": MODEL, "tools": tools, "max_tokens": 200, "temperature": 0}
     first = client.chat.completions.create(messages=QUESTION, tool_choice=NAMED, **fields)
     message = first.choices[0].message
     (call,) = message.tool_calls
@@ -242,7 +244,7 @@ def test_a_called_tool_answers_and_the_chat_goes_on(client, server) -> None:
     turns = [*QUESTION, message.model_dump(exclude_none=True)]
     ids = httpx.post(f"{server.url}/tokenize", json={"messages": turns}).json()["tokens"]
     text = httpx.post(f"{server.url}/detokenize", json={"tokens": ids}).json()["prompt"]
-    assert '<tool_call>\n{"name": "add", "arguments": {"a"' in text
+    assert '<tool_call>\n{"name": "add", "arguments": {"b"' in text
 
 
 def test_responses_stream_the_same(client) -> None:

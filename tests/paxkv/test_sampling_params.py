@@ -7,7 +7,7 @@ import pytest
 
 from paxkv.contracts import wire
 from paxkv.contracts.engine_request import AddRequest, EngineRequest
-from paxkv.errors import InvalidRequestError
+from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 from paxkv.sampling_params import MAX_LOGPROBS, BeamSearchParams, SamplingParams
 
 
@@ -92,6 +92,14 @@ def test_bad_value_names_the_field(field: str, value: object) -> None:
         SamplingParams(**{field: value})
     assert caught.value.param == field
     assert caught.value.http_status == 400
+
+
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+@pytest.mark.parametrize("value", [-1, 21])
+def test_more_logprobs_than_the_device_keeps_are_refused_with_vllms_flag(field, value) -> None:
+    with pytest.raises(UnsupportedFeatureError, match="--max-logprobs 20") as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.param == field
 
 
 @pytest.mark.parametrize(
