@@ -3,9 +3,10 @@
 import dataclasses
 import itertools
 
-from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.errors import InvalidRequestError
 from paxkv.structured_outputs_params import StructuredOutputsParams
 
+# Those that the device picks out; `RunnerConfig.max_logprobs` allows others.
 MAX_LOGPROBS = 20
 # Completions of one request, as many as OpenAI's API allows.
 MAX_N = 128
@@ -50,7 +51,8 @@ class SamplingParams:
         stop_token_ids: Tokens that end the request, besides the model's EOS.
         ignore_eos: Go on after the model's EOS token.
         logprobs: Number of most likely tokens reported a position besides the drawn one, at most
-            20; None reports none. They are taken before temperature and filters.
+            the engine's `max_logprobs`, and -1 is all; None reports none. They are taken before
+            temperature and filters.
         prompt_logprobs: The same for the tokens of the prompt, which is then computed whole: the
             prefix cache is not read.
         presence_penalty: Taken from the logit of each token that the output has, in [-2, 2].
@@ -68,7 +70,6 @@ class SamplingParams:
 
     Raises:
         InvalidRequestError: A value is out of range or of the wrong type.
-        UnsupportedFeatureError: More log-probabilities are asked for than the device keeps.
     """
 
     n: int = 1
@@ -130,7 +131,7 @@ class SamplingParams:
             _check_int("seed", self.seed, low=-_MAX_SEED - 1, high=_MAX_SEED)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                check_num_logprobs(name, getattr(self, name))
+                _check_int(name, getattr(self, name), low=-1, high=2**31 - 1)
         if self.n > 1 and self.is_greedy:
             raise InvalidRequestError(
                 f"n={self.n} greedy completions would all be the same one; n must be 1 when the "
@@ -238,7 +239,7 @@ class SamplingParams:
 
     @property
     def needs_single_steps(self) -> bool:
-        """Whether its logits are changed before every draw, which bursts of steps cannot do.
+        """Whether its logits are changed before every draw, or shown, which bursts cannot do.
 
         `min_tokens` needs them too, but only as long as it holds.
         """
@@ -247,6 +248,7 @@ class SamplingParams:
             or bool(self.bad_words)
             or self.allowed_token_ids is not None
             or bool(self.logit_bias)
+            or is_wide(self.logprobs)
         )
 
     @property
@@ -298,21 +300,34 @@ class BeamSearchParams:
         _check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
 
 
-def check_num_logprobs(name: str, value: object) -> None:
-    """How many of the most likely tokens are to be told of each position.
+def is_wide(num_logprobs: int | None) -> bool:
+    """Whether so many are more than the device picks out."""
+    return num_logprobs is not None and (num_logprobs == -1 or num_logprobs > MAX_LOGPROBS)
+
+
+def check_num_logprobs(
+    name: str, num_logprobs: int | None, *, max_logprobs: int, vocab_size: int
+) -> None:
+    """Whether an engine tells so many log-probabilities of a position.
+
+    Args:
+        name: Of the field.
+        max_logprobs: The engine's setting; -1, of both numbers, is the whole vocabulary.
 
     Raises:
-        InvalidRequestError: More than the device keeps, or no number.
+        InvalidRequestError: They are too many.
     """
-    if type(value) is int and (value == -1 or value > MAX_LOGPROBS):
-        asked = "the whole vocabulary" if value == -1 else "more"
-        raise UnsupportedFeatureError(
-            f"{name}={value} is not supported: {MAX_LOGPROBS} tokens are told of each position at "
-            f"most, as with vLLM's --max-logprobs {MAX_LOGPROBS}, and this server has no flag for "
-            f"{asked}. Send at most {MAX_LOGPROBS}.",
+    if num_logprobs is None:
+        return
+    num_wanted = vocab_size if num_logprobs == -1 else num_logprobs
+    most = vocab_size if max_logprobs == -1 else max_logprobs
+    if num_wanted > most:
+        raise InvalidRequestError(
+            f"{name}={num_logprobs} asks for {num_wanted} tokens of each position; at most {most} "
+            "are told. Send at most so many, or start with a larger --max-logprobs (-1 is the "
+            "whole vocabulary).",
             param=name,
         )
-    _check_int(name, value, low=0, high=MAX_LOGPROBS)
 
 
 def _check_float(

@@ -12,7 +12,12 @@ from paxkv.errors import (
     PromptTooLongError,
     UnsupportedFeatureError,
 )
-from paxkv.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
+from paxkv.sampling_params import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_LOGPROBS,
+    SamplingParams,
+    check_num_logprobs,
+)
 from paxkv.text.tokenizer import Tokenizer
 
 # "text", [1, 2, 3], {"prompt": "text"} or {"prompt_token_ids": [1, 2, 3]}
@@ -34,6 +39,7 @@ class InputProcessor:
         max_prompt_tokens: Longest prompt that a step can take on; None is any, in pieces.
         eos_token_ids: The model's own, from its configuration files.
         grammar_checker: None refuses requests with a grammar.
+        max_logprobs: Most log-probabilities of a position; -1 is the whole vocabulary.
     """
 
     def __init__(
@@ -46,7 +52,9 @@ class InputProcessor:
         max_prompt_tokens: int | None = None,
         eos_token_ids: Sequence[int] = (),
         grammar_checker: GrammarChecker | None = None,
+        max_logprobs: int = MAX_LOGPROBS,
     ) -> None:
+        self._max_logprobs = max_logprobs
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -240,6 +248,13 @@ class InputProcessor:
                     param="structured_outputs",
                 )
             self._grammar_checker.check(sampling_params.structured_outputs)
+        for name in ("logprobs", "prompt_logprobs"):
+            check_num_logprobs(
+                name,
+                getattr(sampling_params, name),
+                max_logprobs=self._max_logprobs,
+                vocab_size=self._vocab_size,
+            )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             bad = [i for i in getattr(sampling_params, name) or () if i >= self._vocab_size]
             if bad:

@@ -14,7 +14,9 @@ from paxkv.contracts.runner_output import (
 from paxkv.errors import InvariantError
 from paxkv.runner.batch_builder import BuiltStep
 from paxkv.runner.input_batch import InputBatch
-from paxkv.runner.sampled_tokens import NO_TOKEN, read_logprobs
+from paxkv.runner.sampled_tokens import NO_TOKEN
+from paxkv.runner.wide_logprobs import append_logits, read_any_logprobs
+from paxkv.sampling_params import is_wide
 
 
 class FinishedStep:
@@ -61,6 +63,7 @@ class DeviceStep:
                 self._states, built.rows_np, built.num_drawn_np, strict=True
             )
         ]
+        self._logits_np: np.ndarray | None = None
         self._draw: Callable[[np.ndarray], jax.Array] | None = None
         self._mask_dims = (0, 0)
 
@@ -94,6 +97,17 @@ class DeviceStep:
         draw, self._draw = self._draw, None
         self.result = draw(mask_np)
 
+    def take_logits(
+        self,
+        logits: jax.Array,  # f32[max_num_seqs, vocab]
+    ) -> None:
+        """Brings home the logits that tokens are drawn from, where a request is to be told of them.
+
+        Now, and not with the tokens: the next step, which may start before, overwrites them.
+        """
+        if any(is_wide(state.sampling_params.logprobs) for state in self._states):
+            self._logits_np = jax.device_get(logits).copy()
+
     def sample_tokens(self) -> ModelRunnerOutput:
         """Waits for the device, brings the tokens home and writes them into the rows.
 
@@ -106,10 +120,13 @@ class DeviceStep:
             raise InvariantError("the tokens of a step are fetched once.")
         result_np, prompt_np = jax.device_get((self.result, self.prompt_result))
         self.result = self.prompt_result = None
+        if self._logits_np is not None:
+            result_np = append_logits(result_np, self._logits_np)
         for span in self._built.prompt_spans:
             found_np = prompt_np[span.start : span.start + span.num_tokens]
             prompt_results_np = self._states[span.req_idx].prompt_results_np
-            prompt_results_np[span.position : span.position + span.num_tokens] = found_np
+            width = prompt_results_np.shape[1]
+            prompt_results_np[span.position : span.position + span.num_tokens] = found_np[:, :width]
         req_ids, num_drawn_np = self._built.req_ids, self._built.num_drawn_np
         drawn_np = result_np[: num_drawn_np.max(), : len(req_ids), 0]
         # A row that draws fewer than others has drawn nothing in the last steps.
@@ -133,7 +150,7 @@ class DeviceStep:
         """Of the requests that drew their first token in this step and want it."""
         return {
             state.req_id: [
-                read_logprobs(row_np, state.sampling_params.prompt_logprobs)
+                read_any_logprobs(row_np, state.sampling_params.prompt_logprobs)
                 for row_np in state.prompt_results_np
             ]
             for state, is_first in zip(self._states, self._is_first_draw, strict=True)
@@ -147,7 +164,7 @@ class DeviceStep:
         if num_logprobs is None:
             return None
         return [
-            read_logprobs(result_row_np, num_logprobs)
+            read_any_logprobs(result_row_np, num_logprobs)
             for result_row_np in result_np[:num_tokens, req_idx]
         ]
 

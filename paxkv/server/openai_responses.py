@@ -213,8 +213,9 @@ def prompt_logprobs(positions: Sequence[dict[int, Logprob] | None]) -> PromptLog
 
 
 def _most_likely(position: dict[int, Logprob], num_top: int) -> list[tuple[int, Logprob]]:
+    ranked = sorted(position.items(), key=lambda item: item[1].rank)
     # The drawn token is in `position` too, and counts only when it is likely enough.
-    return sorted(position.items(), key=lambda item: item[1].rank)[:num_top]
+    return ranked if num_top == -1 else ranked[:num_top]
 
 
 def _token(token_id: int, logprob: Logprob, as_token_ids: bool) -> str:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from paxkv.config import ServerConfig
-from paxkv.sampling_params import BeamSearchParams, SamplingParams
+from paxkv.sampling_params import BeamSearchParams, SamplingParams, check_num_logprobs
 from paxkv.server.chat_choices import ChatChoices
 from paxkv.server.chat_prompt import check_may_bring_template, render_chat
 from paxkv.server.chat_responses import ChatBody, ChatChoice
@@ -169,6 +169,14 @@ def _prepare(
     """What a chat wants with tools, how to find its answer, and its prompt."""
     check_may_bring_template(body.chat_template, config)
     tools = tool_use(body, config)
+    info = engine.model_info
+    # Who knows it as `logprobs` alone would name another field.
+    check_num_logprobs(
+        "top_logprobs",
+        body.top_logprobs,
+        max_logprobs=info.max_logprobs,
+        vocab_size=info.vocab_size,
+    )
     sampling_params = chat_sampling_params(body, tools.schema)
     template_kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:

@@ -10,7 +10,6 @@ from paxkv.sampling_params import (
     MIN_TEMPERATURE,
     BeamSearchParams,
     SamplingParams,
-    check_num_logprobs,
 )
 from paxkv.server.openai_protocol import (
     ChatCompletionRequest,
@@ -113,8 +112,7 @@ def chat_keywords(
         )
     _check_best_of_is_n(request)
     # Under these names SamplingParams does not know them, so its message would name another field.
-    if request.top_logprobs is not None:
-        check_num_logprobs("top_logprobs", request.top_logprobs)
+    _check_range("top_logprobs", request.top_logprobs, low=-1, high=2**31 - 1)
     _check_range("max_completion_tokens", request.max_completion_tokens, low=1, high=2**31 - 1)
     keywords = _shared_keywords(request)
     keywords["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None

@@ -1,6 +1,7 @@
 """Every parameter of the API, sent by the official client to the demo model, streamed and not."""
 
 import json
+import math
 import re
 import time
 
@@ -32,6 +33,7 @@ NAMED = {"type": "function", "function": {"name": "add"}}
 @pytest.fixture(scope="module")
 def server():
     arguments = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    arguments += ("--max-logprobs", "-1")
     # Few rows have few shapes to compile; the parameters are the same ones.
     small = ("--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--max-model-len", "640")
     with running_server(*arguments, *small) as running:
@@ -245,6 +247,22 @@ def test_a_called_tool_answers_and_the_chat_goes_on(client, server) -> None:
     ids = httpx.post(f"{server.url}/tokenize", json={"messages": turns}).json()["tokens"]
     text = httpx.post(f"{server.url}/detokenize", json={"tokens": ids}).json()["prompt"]
     assert '<tool_call>\n{"name": "add", "arguments": {"b"' in text
+
+
+def test_the_whole_vocabulary_is_told_of_answer_and_prompt(client) -> None:
+    fields = {"model": MODEL, "prompt": "12 + 30 =", "temperature": 0, "max_tokens": 2}
+    few = client.completions.create(logprobs=20, **fields).choices[0].logprobs
+    answer = client.completions.create(logprobs=-1, extra_body={"prompt_logprobs": -1}, **fields)
+    (choice,) = answer.choices
+    for told, all_tokens in zip(few.top_logprobs, choice.logprobs.top_logprobs, strict=True):
+        # Different tokens may have the same text.
+        assert len(all_tokens) > 1000
+        for text, logprob in told.items():
+            assert all_tokens[text] == pytest.approx(logprob, abs=1e-3)
+    first, *others = choice.model_extra["prompt_logprobs"]
+    assert first is None
+    for position in others:
+        assert sum(math.exp(p["logprob"]) for p in position.values()) == pytest.approx(1, abs=1e-3)
 
 
 def test_responses_stream_the_same(client) -> None:

@@ -12,7 +12,7 @@ from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
 from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput
 from paxkv.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
 from paxkv.inspector.recorder import InspectionRecorder
-from paxkv.sampling_params import BeamSearchParams, SamplingParams
+from paxkv.sampling_params import BeamSearchParams, SamplingParams, check_num_logprobs
 from tests.paxkv.scheduler.stepping import make_scheduler
 
 MODEL_NAME = "org/fake"
@@ -105,6 +105,8 @@ class FakeEngine:
         self.seen_prompts: list[object] = []
         self.seen_request_ids: list[str] = []
         self.calls: list[tuple[object, ...]] = []
+        # How many tokens stand for the whole vocabulary.
+        self.tops_of_all = VOCAB_SIZE
 
     @property
     def latest_stats(self) -> SchedulerStats:
@@ -166,6 +168,12 @@ class FakeEngine:
         stream: bool,
     ) -> AsyncGenerator[RequestOutput, None]:
         prompt_token_ids = self._token_ids(prompt)
+        check_num_logprobs(
+            "logprobs",
+            sampling_params.logprobs,
+            max_logprobs=self.model_info.max_logprobs,
+            vocab_size=VOCAB_SIZE,
+        )
         text = str(prompt)
         self.seen_params.append(sampling_params)
         self.seen_priorities.append(priority)
@@ -199,15 +207,15 @@ class FakeEngine:
             return
         reason = "stop" if said and max_tokens == len(said) else "length"
         num_sent = 0
+        num_logprobs = sampling_params.logprobs
+        num_logprobs = self.tops_of_all if num_logprobs == -1 else num_logprobs
         try:
             for i in range(max_tokens):
                 await self._compute(text, num_done=i)
                 is_done = i + 1 == max_tokens
                 if stream or is_done:
                     completions = [
-                        _completion(
-                            index, answer, num_sent, i + 1, sampling_params.logprobs, reason
-                        )
+                        _completion(index, answer, num_sent, i + 1, num_logprobs, reason)
                         for index, answer in enumerate(answers)
                         if len(answer) > num_sent
                     ]

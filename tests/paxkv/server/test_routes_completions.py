@@ -1,6 +1,7 @@
 """/v1/completions: forms of prompts, streams, token counts, log-probabilities."""
 
 import concurrent.futures
+import dataclasses
 import json
 
 import openai
@@ -141,6 +142,22 @@ def test_logprobs_hold_the_drawn_token_besides_the_likely_ones(shared_server):
         "text_offset": [0, 1],
         "top_logprobs": [{"t": -1.0, "A": 0.0}, {"u": -1.0, "A": 0.0}],
     }
+
+
+def test_the_whole_vocabulary_is_told_where_the_server_allows_it(start_server):
+    server = start_server()
+    info = dataclasses.replace(server.engine.model_info, max_logprobs=-1)
+    server.engine.model_info = info
+    body = {"prompt": "a", "max_tokens": 1, "logprobs": -1}
+    # What an engine tells of: this one has as many as it was asked for.
+    server.engine.tops_of_all = 30
+    (choice,) = server.client.post("/v1/completions", json=body).json()["choices"]
+    (top,) = choice["logprobs"]["top_logprobs"]
+    assert len(top) == 30
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "logprobs": True}
+    answer = server.client.post("/v1/chat/completions", json=chat | {"top_logprobs": -1}).json()
+    assert len(answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 30
+    assert server.engine.seen_params[-1].logprobs == -1
 
 
 def test_impossible_token_has_a_logprob_that_json_can_hold(shared_server):
