@@ -215,8 +215,10 @@ class InputBatch:
             row_idx=None,
             bad_words_token_ids=new_req.bad_words_token_ids,
             early_end_ids=new_req.early_end_ids,
-            # A grammar's mask comes with each step instead.
-            has_row_state=bool(processors & ~Processors.GRAMMAR) or params.min_tokens > 0,
+            # A grammar's mask comes with each step instead, and what is shown needs none.
+            has_row_state=(
+                bool(processors & ~(Processors.GRAMMAR | Processors.SHOWN)) or params.min_tokens > 0
+            ),
             needs_grammar=new_req.needs_grammar,
             num_prompt_tokens=len(new_req.prompt_token_ids),
             prompt_results_np=(
