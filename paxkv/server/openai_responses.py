@@ -162,9 +162,11 @@ def completion_logprobs(
             shown = {token_id: drawn} | dict(_most_likely(position, num_top))
             formatted.tokens.append(_token(token_id, drawn, as_token_ids))
             formatted.token_logprobs.append(_finite(drawn.logprob))
-            formatted.top_logprobs.append(
-                {_token(i, p, as_token_ids): _finite(p.logprob) for i, p in shown.items()}
-            )
+            tops: dict[str, float] = {}
+            for i, p in shown.items():
+                # Several tokens may have the same text: halves of characters, most of all.
+                tops.setdefault(_token(i, p, as_token_ids), _finite(p.logprob))
+            formatted.top_logprobs.append(tops)
         formatted.text_offset.append(text_offset)
         text_offset += len(text)
     return formatted

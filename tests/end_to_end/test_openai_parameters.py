@@ -256,7 +256,7 @@ def test_the_whole_vocabulary_is_told_of_answer_and_prompt(client) -> None:
     (choice,) = answer.choices
     for told, all_tokens in zip(few.top_logprobs, choice.logprobs.top_logprobs, strict=True):
         # Different tokens may have the same text.
-        assert len(all_tokens) > 1000
+        assert len(all_tokens) > 500
         for text, logprob in told.items():
             assert all_tokens[text] == pytest.approx(logprob, abs=1e-3)
     first, *others = choice.model_extra["prompt_logprobs"]

@@ -8,6 +8,7 @@ from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOut
 from paxkv.errors import InvalidRequestError
 from paxkv.server.completion_choices import CompletionChoices, best_completions
 from paxkv.server.openai_protocol import parse_completion
+from paxkv.server.openai_responses import completion_logprobs
 from tests.paxkv.server.fake_engine import FakeTokenizer
 
 
@@ -66,6 +67,15 @@ def test_the_prompt_is_in_front_and_scored_but_for_its_first_token():
     assert logprobs.token_logprobs == [None, -2.0, -2.0, -0.5, -0.5]
     assert logprobs.text_offset == [0, 1, 2, 3, 4]
     assert logprobs.top_logprobs[:2] == [None, {"b": -2.0}]
+
+
+def test_of_tokens_with_the_same_text_the_likelier_is_told():
+    position = {
+        token_id: Logprob(logprob=-float(rank), rank=rank, decoded_token=text)
+        for rank, (token_id, text) in enumerate([(7, "x"), (8, "?"), (9, "?")], start=1)
+    }
+    logprobs = completion_logprobs([7], [position], 3, text_offset=0)
+    assert logprobs.top_logprobs == [{"x": -1.0, "?": -2.0}]
 
 
 @pytest.mark.parametrize("as_token_ids", [False, True])
