@@ -182,8 +182,10 @@ class SamplingParams:
                     f"{_shortened(ids)}. Leave it out to allow all.",
                     param="allowed_token_ids",
                 )
-            for token_id in ids:
-                _check_int("allowed_token_ids", token_id, low=0, high=2**31 - 1)
+            # One by one a million would take long.
+            if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= 2**31:
+                for token_id in ids:
+                    _check_int("allowed_token_ids", token_id, low=0, high=2**31 - 1)
         biases = {} if self.logit_bias is None else self.logit_bias
         if not isinstance(biases, dict) or len(biases) > MAX_LOGIT_BIASES:
             raise InvalidRequestError(

@@ -248,6 +248,12 @@ class InputProcessor:
                     param="structured_outputs",
                 )
             self._grammar_checker.check(sampling_params.structured_outputs)
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            bad = [i for i in getattr(sampling_params, name) or () if i >= self._vocab_size]
+            if bad:
+                raise InvalidRequestError(
+                    f"{name} has {bad[0]}; token ids are in [0, {self._vocab_size}).", param=name
+                )
         for name in ("logprobs", "prompt_logprobs"):
             check_num_logprobs(
                 name,
@@ -255,12 +261,6 @@ class InputProcessor:
                 max_logprobs=self._max_logprobs,
                 vocab_size=self._vocab_size,
             )
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            bad = [i for i in getattr(sampling_params, name) or () if i >= self._vocab_size]
-            if bad:
-                raise InvalidRequestError(
-                    f"{name} has {bad[0]}; token ids are in [0, {self._vocab_size}).", param=name
-                )
 
     def _bad_words(self, sampling_params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Token ids of `bad_words`, without a space before each and, where it is one, with it.

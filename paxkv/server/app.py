@@ -55,23 +55,18 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
         admin_routes = AdminRoutes(engine, generator.names, profile_dir=config.profile_dir).routes()
     inspector = InspectorRoutes(engine, config)
     limit = config.max_body_bytes
-    routes = [
-        *CompletionRoutes(engine, generator, max_body_bytes=limit).routes(),
-        *ChatRoutes(engine, generator, config).routes(),
-        *ResponsesRoutes(engine, generator, config).routes(),
-        *OpenApiRoutes().routes(),
-        *TokenizerRoutes(engine, config).routes(),
-        *InfoRoutes(engine, metrics, admission).routes(),
-        *admin_routes,
-        *inspector.routes(),
-    ]
     app = Starlette(
-        routes=routes,
-        middleware=[
-            Middleware(RequestIdMiddleware),
-            Middleware(HttpMetricsMiddleware, metrics=metrics.http, routes=routes),
-            *_middleware(config),
+        routes=[
+            *CompletionRoutes(engine, generator, max_body_bytes=limit).routes(),
+            *ChatRoutes(engine, generator, config).routes(),
+            *ResponsesRoutes(engine, generator, config).routes(),
+            *OpenApiRoutes().routes(),
+            *TokenizerRoutes(engine, config).routes(),
+            *InfoRoutes(engine, metrics, admission).routes(),
+            *admin_routes,
+            *inspector.routes(),
         ],
+        middleware=_middleware(config, metrics),
         exception_handlers={
             PaxkvError: handle_paxkv_error,
             HTTPException: handle_http_error,
@@ -86,9 +81,12 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
     return app
 
 
-def _middleware(config: ServerConfig) -> list[Middleware]:
-    """What the settings ask for, the outermost first."""
-    layers = []
+def _middleware(config: ServerConfig, metrics: ServerMetrics) -> list[Middleware]:
+    """The outermost first."""
+    layers = [
+        Middleware(RequestIdMiddleware),
+        Middleware(HttpMetricsMiddleware, metrics=metrics.http),
+    ]
     if not config.disable_uvicorn_access_log:
         layers.append(
             Middleware(AccessLogMiddleware, without_paths=config.paths_without_access_log)

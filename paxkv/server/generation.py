@@ -36,15 +36,13 @@ class Generator:
         self._admission = Admission(engine) if admission is None else admission
         self.names = RequestNames()
 
-    def check_room(
-        self, num_prompts: int, sampling_params: SamplingParams | BeamSearchParams
-    ) -> None:
-        """Looks whether `generate` would let so much in now.
+    def check_room(self, num_requests: int) -> None:
+        """Looks whether `generate` would let so many in now.
 
         Raises:
             OverloadedError: It would not.
         """
-        if not self._admission.has_room(num_engine_requests(num_prompts, sampling_params)):
+        if not self._admission.has_room(num_requests):
             raise self._admission.refusal()
 
     async def generate(

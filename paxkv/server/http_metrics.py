@@ -77,19 +77,14 @@ class HttpMetrics:
 
 
 class HttpMetricsMiddleware:
-    """Tells `HttpMetrics` of each request whose answer has ended.
+    """Tells `HttpMetrics` of each request whose answer has ended."""
 
-    Args:
-        routes: Of the application, which name the handlers.
-    """
-
-    def __init__(self, app: ASGIApp, *, metrics: HttpMetrics, routes: Sequence[BaseRoute]) -> None:
+    def __init__(self, app: ASGIApp, *, metrics: HttpMetrics) -> None:
         self._app = app
         self._metrics = metrics
-        self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        handler = _handler(self._routes, scope) if scope["type"] == "http" else None
+        handler = _handler(scope["app"].routes, scope) if scope["type"] == "http" else None
         if handler is None or handler in _UNCOUNTED_PATHS:
             await self._app(scope, receive, send)
             return

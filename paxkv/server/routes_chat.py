@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from paxkv.config import ServerConfig
-from paxkv.sampling_params import BeamSearchParams, SamplingParams, check_num_logprobs
+from paxkv.sampling_params import check_num_logprobs
 from paxkv.server.chat_choices import ChatChoices
 from paxkv.server.chat_prompt import check_may_bring_template, render_chat
 from paxkv.server.chat_responses import ChatBody, ChatChoice
@@ -133,7 +133,6 @@ class StartedChat:
     """
 
     outputs: IndexedOutputs
-    sampling_params: SamplingParams | BeamSearchParams
     tool_use: ToolUse
     starts_thinking: bool | None
 
@@ -146,29 +145,7 @@ async def start_chat(
     Raises:
         InvalidRequestError: The request cannot be honoured.
     """
-    tools, sampling_params, text = await asyncio.to_thread(_prepare, body, engine, config)
-    outputs = generator.generate(
-        # The template has written the special tokens, BOS included.
-        [prompt_with_options(text, body, add_special_tokens=False)],
-        sampling_params,
-        priority=body.priority or 0,
-        stream=bool(body.stream),
-    )
-    starts_thinking = _starts_thinking(text, body, tools, config)
-    return StartedChat(
-        outputs=outputs,
-        sampling_params=sampling_params,
-        tool_use=tools,
-        starts_thinking=starts_thinking,
-    )
-
-
-def _prepare(
-    body: ChatCompletionRequest, engine: EngineClient, config: ServerConfig
-) -> tuple[ToolUse, SamplingParams | BeamSearchParams, str]:
-    """What a chat wants with tools, how to find its answer, and its prompt."""
     check_may_bring_template(body.chat_template, config)
-    tools = tool_use(body, config)
     info = engine.model_info
     # Who knows it as `logprobs` alone would name another field.
     check_num_logprobs(
@@ -177,11 +154,13 @@ def _prepare(
         max_logprobs=info.max_logprobs,
         vocab_size=info.vocab_size,
     )
+    tools = tool_use(body, config)
     sampling_params = chat_sampling_params(body, tools.schema)
     template_kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         template_kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-    text = render_chat(
+    text = await asyncio.to_thread(
+        render_chat,
         engine,
         body.messages,
         add_generation_prompt=body.add_generation_prompt is not False,
@@ -191,7 +170,15 @@ def _prepare(
         continue_final_message=bool(body.continue_final_message),
         chat_template=body.chat_template,
     )
-    return tools, sampling_params, text
+    outputs = generator.generate(
+        # The template has written the special tokens, BOS included.
+        [prompt_with_options(text, body, add_special_tokens=False)],
+        sampling_params,
+        priority=body.priority or 0,
+        stream=bool(body.stream),
+    )
+    starts_thinking = _starts_thinking(text, body, tools, config)
+    return StartedChat(outputs=outputs, tool_use=tools, starts_thinking=starts_thinking)
 
 
 def _starts_thinking(

@@ -78,7 +78,7 @@ class ResponsesRoutes:
         begun = self._begun(body, _new_id(chat_body.request_id))
         answer = _Answer(chat, begun, [*earlier_items, *input_items(body)])
         if body.background:
-            self._generator.check_room(1, chat.sampling_params)
+            self._generator.check_room(1)
             self._store.put_running(begun, answer.items)
             self._start_in_background(answer)
             return _json(begun)

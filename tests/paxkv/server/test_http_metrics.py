@@ -4,6 +4,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.applications import Starlette
 
 from paxkv.server.http_metrics import HttpMetrics, HttpMetricsMiddleware
 from tests.paxkv.server.fake_engine import FAIL_AFTER_3
@@ -77,8 +78,9 @@ def test_an_answer_that_never_began_is_counted_too(error):
         return {"type": "http.request", "body": b"abc"}
 
     registry = CollectorRegistry()
-    middleware = HttpMetricsMiddleware(app, metrics=HttpMetrics(registry), routes=[])
-    running = middleware({"type": "http", "method": "GET", "path": "/"}, receive, None)
+    middleware = HttpMetricsMiddleware(app, metrics=HttpMetrics(registry))
+    scope = {"type": "http", "method": "GET", "path": "/", "app": Starlette()}
+    running = middleware(scope, receive, None)
     if error is None:
         # Its client has left.
         with pytest.raises(StopIteration):
