@@ -14,8 +14,8 @@ from paxkv.contracts.runner_output import (
 from paxkv.errors import InvariantError
 from paxkv.runner.batch_builder import BuiltStep
 from paxkv.runner.input_batch import InputBatch
-from paxkv.runner.sampled_tokens import NO_TOKEN
-from paxkv.runner.wide_logprobs import append_logits, read_any_logprobs
+from paxkv.runner.sampled_tokens import NO_TOKEN, read_logprobs
+from paxkv.runner.wide_logprobs import append_logits
 from paxkv.sampling_params import is_wide
 
 
@@ -44,6 +44,7 @@ class DeviceStep:
     def __init__(self, *, built: BuiltStep, rows: InputBatch) -> None:
         self.result: jax.Array | None = None
         self.prompt_result: jax.Array | None = None
+        self._logits_np: np.ndarray | None = None
         self._built = built
         self._rows = rows
         # Now, because a request may be gone when the tokens come home, and its id another's; or it
@@ -63,7 +64,6 @@ class DeviceStep:
                 self._states, built.rows_np, built.num_drawn_np, strict=True
             )
         ]
-        self._logits_np: np.ndarray | None = None
         self._draw: Callable[[np.ndarray], jax.Array] | None = None
         self._mask_dims = (0, 0)
 
@@ -105,7 +105,8 @@ class DeviceStep:
 
         Now, and not with the tokens: the next step, which may start before, overwrites them.
         """
-        if any(is_wide(state.sampling_params.logprobs) for state in self._states):
+        states = [self._rows.requests[req_id] for req_id in self._built.req_ids]
+        if any(is_wide(state.sampling_params.logprobs) for state in states):
             self._logits_np = jax.device_get(logits).copy()
 
     def sample_tokens(self) -> ModelRunnerOutput:
@@ -123,10 +124,10 @@ class DeviceStep:
         if self._logits_np is not None:
             result_np = append_logits(result_np, self._logits_np)
         for span in self._built.prompt_spans:
-            found_np = prompt_np[span.start : span.start + span.num_tokens]
             prompt_results_np = self._states[span.req_idx].prompt_results_np
             width = prompt_results_np.shape[1]
-            prompt_results_np[span.position : span.position + span.num_tokens] = found_np[:, :width]
+            found_np = prompt_np[span.start : span.start + span.num_tokens, :width]
+            prompt_results_np[span.position : span.position + span.num_tokens] = found_np
         req_ids, num_drawn_np = self._built.req_ids, self._built.num_drawn_np
         drawn_np = result_np[: num_drawn_np.max(), : len(req_ids), 0]
         # A row that draws fewer than others has drawn nothing in the last steps.
@@ -150,7 +151,7 @@ class DeviceStep:
         """Of the requests that drew their first token in this step and want it."""
         return {
             state.req_id: [
-                read_any_logprobs(row_np, state.sampling_params.prompt_logprobs)
+                read_logprobs(row_np, state.sampling_params.prompt_logprobs)
                 for row_np in state.prompt_results_np
             ]
             for state, is_first in zip(self._states, self._is_first_draw, strict=True)
@@ -164,7 +165,7 @@ class DeviceStep:
         if num_logprobs is None:
             return None
         return [
-            read_any_logprobs(result_row_np, num_logprobs)
+            read_logprobs(result_row_np, num_logprobs)
             for result_row_np in result_np[:num_tokens, req_idx]
         ]
 

@@ -6,8 +6,8 @@ import pytest
 
 from paxkv.config import CacheConfig, RunnerConfig, SchedulerConfig
 from paxkv.runner.model_runner import ModelRunner
-from paxkv.runner.sampled_tokens import RESULT_WIDTH
-from paxkv.runner.wide_logprobs import append_logits, num_told_logits, read_any_logprobs
+from paxkv.runner.sampled_tokens import RESULT_WIDTH, read_logprobs
+from paxkv.runner.wide_logprobs import append_logits, num_told_logits
 from paxkv.sampling_params import SamplingParams
 from tests.paxkv.runner.driver import RunnerDriver
 from tests.paxkv.runner.tiny_model import VOCAB, TinyModel
@@ -116,7 +116,7 @@ def test_of_equally_likely_tokens_the_lowest_id_comes_first():
     logits_np = np.zeros((1, 40), np.float32)
     logits_np[0, 7] = 1.0
     result_np = append_logits(np.zeros((1, 1, RESULT_WIDTH), np.int32), logits_np)
-    found = read_any_logprobs(result_np[0, 0], 25)
+    found = read_logprobs(result_np[0, 0], 25)
     assert found.top_token_ids == [7, *range(7), *range(8, 25)]
 
 
