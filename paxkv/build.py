@@ -181,6 +181,7 @@ def _build_core(
         created=int(time.time()),
         max_num_seqs=config.scheduler.max_num_seqs,
         cache_settings=_cache_settings(config.cache, runner.kv_cache_config),
+        max_logprobs=config.runner.max_logprobs,
     )
     ready = EngineReady(
         model_info=model_info,

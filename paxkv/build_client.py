@@ -78,6 +78,7 @@ def make_input_processor(ready: EngineReady, tokenizer: Tokenizer | None) -> Inp
         max_prompt_tokens=ready.max_prompt_tokens,
         eos_token_ids=ready.eos_token_ids,
         grammar_checker=CheckerProcess(**grammar_setup) if grammar_setup else None,
+        max_logprobs=ready.model_info.max_logprobs,
     )
 
 

@@ -5,6 +5,7 @@ import json
 from typing import Literal
 
 from paxkv.errors import ConfigError
+from paxkv.sampling_params import MAX_LOGPROBS
 from paxkv.server_config import ServerConfig as ServerConfig
 from paxkv.setting import at_least, is_number, one_of, setting, true_or_false
 
@@ -308,6 +309,12 @@ class RunnerConfig:
         "32 tokens, without bursts, which takes longer",
         False,
     )
+    max_logprobs: int = setting(
+        "most log-probabilities a position that a request may ask for, or -1 for the whole "
+        "vocabulary. Above 20, they are picked out on the host: a request that asks for so many "
+        "brings the logits home at every step, and prompts' programs hold those of all tokens",
+        MAX_LOGPROBS,
+    )
     enable_compilation_cache: bool = setting(
         "keep compiled programs in a folder, so that the next start with the same model, settings, "
         "device and versions loads them instead of compiling",
@@ -329,6 +336,8 @@ class RunnerConfig:
     def __post_init__(self) -> None:
         one_of("kernels", self.kernels, Kernels.__args__)
         true_or_false("batch_invariant", self.batch_invariant)
+        if self.max_logprobs != -1 or isinstance(self.max_logprobs, bool):
+            at_least("max_logprobs", self.max_logprobs, 0)
         true_or_false("enable_compilation_cache", self.enable_compilation_cache)
         if self.compilation_cache_dir is not None and not self.enable_compilation_cache:
             raise ConfigError(

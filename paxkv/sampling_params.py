@@ -2,11 +2,11 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
 
-from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.errors import InvalidRequestError
 from paxkv.structured_outputs_params import StructuredOutputsParams
 
+# Those that the device picks out; `RunnerConfig.max_logprobs` allows others.
 MAX_LOGPROBS = 20
 # Completions of one request, as many as OpenAI's API allows.
 MAX_N = 128
@@ -28,12 +28,6 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
 # Below this, dividing by the temperature overflows f32; such requests are drawn greedily.
 MIN_TEMPERATURE = 1e-5
 _MAX_SEED = 2**63 - 1
-
-# Fields of vLLM's SamplingParams whose effect this version does not implement yet, and the only
-# values that ask for nothing. Anything else is refused instead of being ignored.
-_NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
-    "spaces_between_special_tokens": (True,),
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +51,8 @@ class SamplingParams:
         stop_token_ids: Tokens that end the request, besides the model's EOS.
         ignore_eos: Go on after the model's EOS token.
         logprobs: Number of most likely tokens reported a position besides the drawn one, at most
-            20; None reports none. They are taken before temperature and filters.
+            the engine's `max_logprobs`, and -1 is all; None reports none. They are taken before
+            temperature and filters.
         prompt_logprobs: The same for the tokens of the prompt, which is then computed whole: the
             prefix cache is not read.
         presence_penalty: Taken from the logit of each token that the output has, in [-2, 2].
@@ -68,11 +63,13 @@ class SamplingParams:
         allowed_token_ids: The only tokens that may be drawn; None is all.
         logit_bias: Added to the logits of these tokens, in [-100, 100]; at most 1024.
         detokenize: False skips making text (then `stop` is refused).
+        skip_special_tokens: Leave special tokens out of the text.
+        spaces_between_special_tokens: False takes away the space that some tokenizers put between
+            two special tokens, where the text shows them.
         structured_outputs: The form that the tokens must have; None is any.
 
     Raises:
         InvalidRequestError: A value is out of range or of the wrong type.
-        UnsupportedFeatureError: A field of vLLM's that this version cannot honour is set.
     """
 
     n: int = 1
@@ -106,15 +103,6 @@ class SamplingParams:
         self._check_stops()
         self._check_penalties()
         self._check_tokens()
-        for name, neutral in _NEUTRAL_VALUES.items():
-            value = getattr(self, name)
-            if not any(_is_same(value, v) for v in neutral):
-                raise UnsupportedFeatureError(
-                    f"{name}={value!r} is not supported by this version of paxkv; "
-                    f"leave it out or send {neutral[0]!r}.",
-                    param=name,
-                )
-
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             raise InvalidRequestError(
                 "structured_outputs must be StructuredOutputsParams or None, got "
@@ -133,9 +121,8 @@ class SamplingParams:
         if self.seed is not None:
             _check_int("seed", self.seed, low=-_MAX_SEED - 1, high=_MAX_SEED)
         for name in ("logprobs", "prompt_logprobs"):
-            # vLLM takes -1 for the whole vocabulary; the device keeps the 20 most likely.
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
+                _check_int(name, getattr(self, name), low=-1, high=2**31 - 1)
         if self.n > 1 and self.is_greedy:
             raise InvalidRequestError(
                 f"n={self.n} greedy completions would all be the same one; n must be 1 when the "
@@ -148,6 +135,7 @@ class SamplingParams:
             "ignore_eos",
             "detokenize",
             "skip_special_tokens",
+            "spaces_between_special_tokens",
             "skip_reading_prefix_cache",
         ):
             _check_bool(name, getattr(self, name))
@@ -185,8 +173,10 @@ class SamplingParams:
                     f"{_shortened(ids)}. Leave it out to allow all.",
                     param="allowed_token_ids",
                 )
-            for token_id in ids:
-                _check_int("allowed_token_ids", token_id, low=0, high=2**31 - 1)
+            # One by one a million would take long.
+            if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= 2**31:
+                for token_id in ids:
+                    _check_int("allowed_token_ids", token_id, low=0, high=2**31 - 1)
         biases = {} if self.logit_bias is None else self.logit_bias
         if not isinstance(biases, dict) or len(biases) > MAX_LOGIT_BIASES:
             raise InvalidRequestError(
@@ -242,7 +232,7 @@ class SamplingParams:
 
     @property
     def needs_single_steps(self) -> bool:
-        """Whether its logits are changed before every draw, which bursts of steps cannot do.
+        """Whether its logits are changed before every draw, or shown, which bursts cannot do.
 
         `min_tokens` needs them too, but only as long as it holds.
         """
@@ -251,6 +241,7 @@ class SamplingParams:
             or bool(self.bad_words)
             or self.allowed_token_ids is not None
             or bool(self.logit_bias)
+            or is_wide(self.logprobs)
         )
 
     @property
@@ -302,10 +293,34 @@ class BeamSearchParams:
         _check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
 
 
-def _is_same(value: object, neutral: object) -> bool:
-    """Equal, and of a type that the engine can read: n=True is not n=1, but 0 is a float 0.0."""
-    is_fit = type(value) is type(neutral) or (type(value), type(neutral)) == (int, float)
-    return is_fit and value == neutral
+def is_wide(num_logprobs: int | None) -> bool:
+    """Whether so many are more than the device picks out."""
+    return num_logprobs is not None and (num_logprobs == -1 or num_logprobs > MAX_LOGPROBS)
+
+
+def check_num_logprobs(
+    name: str, num_logprobs: int | None, *, max_logprobs: int, vocab_size: int
+) -> None:
+    """Whether an engine tells so many log-probabilities of a position.
+
+    Args:
+        name: Of the field.
+        max_logprobs: The engine's setting; -1, of both numbers, is the whole vocabulary.
+
+    Raises:
+        InvalidRequestError: They are too many.
+    """
+    if num_logprobs is None:
+        return
+    num_wanted = vocab_size if num_logprobs == -1 else num_logprobs
+    most = vocab_size if max_logprobs == -1 else max_logprobs
+    if num_wanted > most:
+        raise InvalidRequestError(
+            f"{name}={num_logprobs} asks for {num_wanted} tokens of each position; at most {most} "
+            "are told. Send at most so many, or start with a larger --max-logprobs (-1 is the "
+            "whole vocabulary).",
+            param=name,
+        )
 
 
 def _check_float(

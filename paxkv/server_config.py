@@ -91,6 +91,12 @@ class ServerConfig:
     disable_access_log_for_endpoints: str | None = setting(
         "paths that get none, with commas between: /health,/metrics,/ping", None
     )
+    response_store_bytes: int = setting(
+        "bytes of memory for answers of /v1/responses, with their conversations: for "
+        "previous_response_id, background and GET. The least recently used are dropped; 0 stores "
+        "none",
+        64 * 2**20,
+    )
     enable_admin: bool = setting(
         "offer POST /reset_prefix_cache, POST /start_profile, POST /stop_profile and "
         "GET /explain_prefix_cache_miss: for operators, and not for who may only generate",
@@ -139,6 +145,7 @@ class ServerConfig:
         if type(self.port) is not int or not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in [0, 65535], got {self.port!r}.")
         at_least("max_waiting_requests", self.max_waiting_requests, 0)
+        at_least("response_store_bytes", self.response_store_bytes, 0)
         at_least("max_body_bytes", self.max_body_bytes, 1)
         at_least("max_header_bytes", self.max_header_bytes, 256)
         at_least("max_connections", self.max_connections, 1)

@@ -23,8 +23,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         dest=_CONFIG_FILE,
         type=Path,
         metavar="FILE",
-        help="flags from a .toml or .json file, as in `max-num-seqs = 32`; those of the command "
-        "line come before them",
+        help="flags from a .yaml, .toml or .json file, as in `max-num-seqs: 32`; those of the "
+        "command line come before them",
     )
     add_vllm_flags(parser)
 
@@ -42,7 +42,9 @@ def parse_arguments(
     path = getattr(namespace, _CONFIG_FILE, None)
     if path is not None:
         try:
-            words = read_config_file(path, json_flags=_json_flags(parser))
+            words = read_config_file(
+                path, json_flags=_json_flags(parser), known_flags=parser._option_string_actions
+            )
         except ConfigError as error:
             parser.error(str(error))
         # What is set already is not set to its default again: the command line comes on top.

@@ -1,46 +1,83 @@
-"""Flags from a file: `--config serve.toml`, or JSON."""
+"""Flags from a file: `--config serve.yaml`, or TOML, or JSON."""
 
 import json
 import tomllib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
+
+import yaml
 
 from paxkv.errors import ConfigError
 
 
-def read_config_file(path: Path, *, json_flags: Collection[str] = ()) -> list[str]:
+def read_config_file(
+    path: Path, *, json_flags: Collection[str] = (), known_flags: Collection[str] | None = None
+) -> list[str]:
     """The command line that a file stands for.
 
     {"max-num-seqs": 32, "enable_prefix_caching": false, "api-key": ["a", "b"]} is
     --max-num-seqs=32 --no-enable-prefix-caching --api-key a b
 
+    A value of null leaves a flag out.
+
     Args:
         json_flags: Take a list as one word, in JSON; others take its items as words.
+        known_flags: A key beside these stays in the line, whatever its value: to be told as
+            unknown.
 
     Raises:
         ConfigError: It cannot be read, or is not a table of flags.
     """
+    fields = _read_table(path)
+    words: list[str] = []
+    for name, value in fields.items():
+        flag = "--" + name.removeprefix("--").replace("_", "-")
+        if value is not None:
+            words += _words(flag, value, json_flags)
+        elif known_flags is not None and flag not in known_flags:
+            words.append(flag)
+    return words
+
+
+def _read_table(path: Path) -> dict[str, object]:
+    reader = _READERS.get(path.suffix)
+    if reader is None:
+        raise ConfigError(f"--config reads {', '.join(_READERS)}, got {str(path)!r}.")
     try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".toml":
-            fields = tomllib.loads(text)
-        elif path.suffix == ".json":
-            fields = json.loads(text)
-        else:
-            raise ConfigError(f"--config reads .toml and .json, got {str(path)!r}.")
-    except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
+        fields = reader(path.read_text(encoding="utf-8"))
+    # Each reader's own error of a malformed file is a ValueError, but for YAML's.
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error}") from error
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{str(path)!r} must hold a table of flags.")
-    return [word for name, value in fields.items() for word in _words(name, value, json_flags)]
+    if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields):
+        raise ConfigError(f"{str(path)!r} must hold a table of flags, with a name each.")
+    return fields
 
 
-def _words(name: str, value: object, json_flags: Collection[str]) -> list[str]:
-    flag = "--" + name.removeprefix("--").replace("_", "-")
-    if value is None:
-        return []
+class _YamlLoader(yaml.SafeLoader):
+    """Refuses a key that stands twice, as TOML does: one of both would be lost."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+        found = super().construct_mapping(node, deep=deep)
+        if len(found) < len(node.value):
+            raise yaml.constructor.ConstructorError(
+                None, None, "a key stands twice in one table", node.start_mark
+            )
+        return found
+
+
+def _read_yaml(text: str) -> object:
+    return yaml.load(text, Loader=_YamlLoader)
+
+
+_READERS: dict[str, Callable[[str], object]] = {
+    ".yaml": _read_yaml,
+    ".yml": _read_yaml,
+    ".toml": tomllib.loads,
+    ".json": json.loads,
+}
+
+
+def _words(flag: str, value: object, json_flags: Collection[str]) -> list[str]:
     if isinstance(value, bool):
         return [flag if value else flag.replace("--", "--no-", 1)]
     if isinstance(value, dict) or flag in json_flags:

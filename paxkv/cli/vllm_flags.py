@@ -93,7 +93,6 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
     VllmFlag(("--task",), "the engine generates", accepted=("auto", "generate")),
     VllmFlag(("--kv-cache-dtype",), "keys and values have the model's dtype", accepted=("auto",)),
     VllmFlag(("--logprobs-mode",), "logprobs are raw ones", accepted=("raw_logprobs",)),
-    VllmFlag(("--max-logprobs",), "at most 20 are told", accepted=("20",)),
     VllmFlag(("--max-num-partial-prefills",), "there may be any number", accepted=("1",)),
     VllmFlag(("--max-long-partial-prefills",), "there may be any number", accepted=("1",)),
     VllmFlag(("--stream-interval",), "every token is streamed when it comes", accepted=("1",)),

@@ -12,7 +12,12 @@ from paxkv.errors import (
     PromptTooLongError,
     UnsupportedFeatureError,
 )
-from paxkv.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
+from paxkv.sampling_params import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_LOGPROBS,
+    SamplingParams,
+    check_num_logprobs,
+)
 from paxkv.structured_outputs_params import StructuredOutputsParams
 from paxkv.text.tokenizer import Tokenizer
 
@@ -35,6 +40,7 @@ class InputProcessor:
         max_prompt_tokens: Longest prompt that a step can take on; None is any, in pieces.
         eos_token_ids: The model's own, from its configuration files.
         grammar_checker: None refuses requests with a grammar.
+        max_logprobs: Most log-probabilities of a position; -1 is the whole vocabulary.
     """
 
     def __init__(
@@ -47,7 +53,9 @@ class InputProcessor:
         max_prompt_tokens: int | None = None,
         eos_token_ids: Sequence[int] = (),
         grammar_checker: GrammarChecker | None = None,
+        max_logprobs: int = MAX_LOGPROBS,
     ) -> None:
+        self._max_logprobs = max_logprobs
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -261,6 +269,13 @@ class InputProcessor:
                 raise InvalidRequestError(
                     f"{name} has {bad[0]}; token ids are in [0, {self._vocab_size}).", param=name
                 )
+        for name in ("logprobs", "prompt_logprobs"):
+            check_num_logprobs(
+                name,
+                getattr(sampling_params, name),
+                max_logprobs=self._max_logprobs,
+                vocab_size=self._vocab_size,
+            )
 
     def _bad_words(self, sampling_params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Token ids of `bad_words`, without a space before each and, where it is one, with it.

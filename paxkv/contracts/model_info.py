@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from paxkv.sampling_params import MAX_LOGPROBS
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
@@ -16,6 +18,7 @@ class ModelInfo:
         created: Seconds since the epoch.
         max_num_seqs: Most requests that run at once.
         cache_settings: The KV cache's settings by name, as text.
+        max_logprobs: Most log-probabilities of a position; -1 is the whole vocabulary.
     """
 
     served_model_name: str
@@ -26,3 +29,4 @@ class ModelInfo:
     created: int
     max_num_seqs: int
     cache_settings: dict[str, str]
+    max_logprobs: int = MAX_LOGPROBS

@@ -14,6 +14,7 @@ class StepShape:
         tile_tokens: The step goes through its tokens so many at a time, and not through tiles
             without any; None is all at once. Divides `num_tokens`.
         has_prompt_logprobs: It finds log-probabilities of every token too.
+        num_prompt_logits: And hands over so many logits of each: the whole vocabulary, or 0.
     """
 
     num_tokens: int
@@ -23,6 +24,7 @@ class StepShape:
     max_blocks_per_req: int
     tile_tokens: int | None = None
     has_prompt_logprobs: bool = False
+    num_prompt_logits: int = 0
 
     def num_computed(self, num_tokens: int) -> int:
         """Tokens that a step of `num_tokens` computes, padding included."""
@@ -145,6 +147,7 @@ class StepBuckets:
         batch_invariant: All steps have one shape, and go through their tokens in tiles: there is
             one program, so that every token is computed by the same instructions.
         sampled_chunk_rows: Rows that the sampler of steps draws at a time; None is all at once.
+        num_prompt_logits: See `StepShape`.
     """
 
     def __init__(
@@ -158,6 +161,7 @@ class StepBuckets:
         max_model_len: int,
         batch_invariant: bool = False,
         sampled_chunk_rows: int | None = SAMPLED_CHUNK_ROWS,
+        num_prompt_logits: int = 0,
     ) -> None:
         tile_tokens = INVARIANT_TILE_TOKENS if batch_invariant else None
         self._num_tokens = token_buckets(max_num_batched_tokens)
@@ -175,7 +179,9 @@ class StepBuckets:
             for num_tokens in self._num_tokens
         )
         # Few ask for it: one shape for steps of any size.
-        self.prompt_step_shape = dataclasses.replace(self.step_shapes[-1], has_prompt_logprobs=True)
+        self.prompt_step_shape = dataclasses.replace(
+            self.step_shapes[-1], has_prompt_logprobs=True, num_prompt_logits=num_prompt_logits
+        )
         self._num_reqs = () if batch_invariant else decode_buckets(max_num_seqs)
         self.burst_shapes = tuple(
             BurstShape(

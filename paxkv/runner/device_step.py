@@ -15,6 +15,8 @@ from paxkv.errors import InvariantError
 from paxkv.runner.built_step import BuiltStep
 from paxkv.runner.input_batch import CachedRequestState, InputBatch
 from paxkv.runner.sampled_tokens import NO_TOKEN, read_logprobs
+from paxkv.runner.wide_logprobs import append_logits
+from paxkv.sampling_params import is_wide
 
 
 class FinishedStep:
@@ -42,6 +44,7 @@ class DeviceStep:
     def __init__(self, *, built: BuiltStep, rows: InputBatch) -> None:
         self.result: jax.Array | None = None
         self.prompt_result: jax.Array | None = None
+        self._logits_np: np.ndarray | None = None
         self._built = built
         self._rows = rows
         # A request may be gone when the tokens come home, and its row another's; or it may have
@@ -111,6 +114,18 @@ class DeviceStep:
         draw, self._draw = self._draw, None
         self.result = draw(mask_np)
 
+    def take_logits(
+        self,
+        logits: jax.Array,  # f32[max_num_seqs, vocab]
+    ) -> None:
+        """Brings home the logits that tokens are drawn from, where a request is to be told of them.
+
+        Now, and not with the tokens: the next step, which may start before, overwrites them.
+        """
+        states = [self._rows.requests[req_id] for req_id in self._built.req_ids]
+        if any(is_wide(state.sampling_params.logprobs) for state in states):
+            self._logits_np = jax.device_get(logits).copy()
+
     def sample_tokens(self) -> ModelRunnerOutput:
         """Waits for the device, brings the tokens home and writes them into the rows.
 
@@ -123,9 +138,12 @@ class DeviceStep:
             raise InvariantError("the tokens of a step are fetched once.")
         result_np, prompt_np = _fetch(self.result), _fetch(self.prompt_result)
         self.result = self.prompt_result = None
+        if self._logits_np is not None:
+            result_np = append_logits(result_np, self._logits_np)
         for span in self._built.prompt_spans:
-            found_np = prompt_np[span.start : span.start + span.num_tokens]
             prompt_results_np = self._states[span.req_idx].prompt_results_np
+            width = prompt_results_np.shape[1]
+            found_np = prompt_np[span.start : span.start + span.num_tokens, :width]
             prompt_results_np[span.position : span.position + span.num_tokens] = found_np
         req_ids = self._built.req_ids
         sampled_token_ids = self._take_tokens(result_np)

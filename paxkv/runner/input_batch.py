@@ -10,7 +10,7 @@ from paxkv.errors import InvariantError
 from paxkv.runner.block_table import BlockTable, MultiGroupBlockTable
 from paxkv.runner.packed_layout import MAX_ENDING_IDS
 from paxkv.runner.row_state import pack_row, processors_of
-from paxkv.runner.sampled_tokens import NO_TOKEN, RESULT_WIDTH
+from paxkv.runner.sampled_tokens import NO_TOKEN
 from paxkv.runner.sampling_columns import (
     NUM_COLUMNS,
     ROW,
@@ -18,6 +18,7 @@ from paxkv.runner.sampling_columns import (
     encode_sampling_params,
     seed_of_request,
 )
+from paxkv.runner.wide_logprobs import result_width
 from paxkv.sampling_params import SamplingParams
 
 # Of so many steps the tokens are kept before they are written into the rows together.
@@ -40,7 +41,7 @@ class CachedRequestState:
     needs_grammar: bool
     num_prompt_tokens: int
     # Log-probabilities of the prompt's tokens but the first, i32[num_prompt_tokens - 1,
-    # RESULT_WIDTH]; None where nobody asked for them.
+    # result_width]; None where nobody asked for them.
     prompt_results_np: np.ndarray | None
 
     @property
@@ -300,14 +301,22 @@ class InputBatch:
             row_idx=None,
             bad_words_token_ids=new_req.bad_words_token_ids,
             early_end_ids=new_req.early_end_ids,
-            # A grammar's mask comes with each step instead.
-            has_row_state=bool(processors & ~Processors.GRAMMAR) or params.min_tokens > 0,
+            # A grammar's mask comes with each step instead, and what is shown needs none.
+            has_row_state=(
+                bool(processors & ~(Processors.GRAMMAR | Processors.SHOWN)) or params.min_tokens > 0
+            ),
             needs_grammar=new_req.needs_grammar,
             num_prompt_tokens=len(new_req.prompt_token_ids),
             prompt_results_np=(
                 None
                 if params.prompt_logprobs is None
-                else np.zeros((len(new_req.prompt_token_ids) - 1, RESULT_WIDTH), np.int32)
+                else np.zeros(
+                    (
+                        len(new_req.prompt_token_ids) - 1,
+                        result_width(params.prompt_logprobs, self._vocab_size),
+                    ),
+                    np.int32,
+                )
             ),
         )
         self.requests[new_req.req_id] = state

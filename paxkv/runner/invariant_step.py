@@ -6,13 +6,12 @@ import jax.numpy as jnp
 from models import ForwardBatch, KVCache, LoadedModel
 from paxkv.runner.bucketing import StepShape
 from paxkv.runner.packed_layout import PackedLayout
-from paxkv.runner.prompt_step import PromptStepFunction, next_token_rows
-from paxkv.runner.sampled_tokens import RESULT_WIDTH
+from paxkv.runner.prompt_step import PromptStepFunction, next_token_rows, prompt_row_width
 from paxkv.runner.sampling_columns import join_step_rows
 from paxkv.runner.step import Params, StepFunction, take_tokens
 
-# The cache, logits f32[max_num_seqs, vocab], and the prompts' result i32[num_tokens, RESULT_WIDTH]:
-# of no rows where nobody asked for it.
+# The cache, logits f32[max_num_seqs, vocab], and the prompts' result, i32[num_tokens,
+# prompt_row_width]: of no rows where nobody asked for it.
 _TileState = tuple[KVCache, jax.Array, jax.Array]
 
 
@@ -49,7 +48,7 @@ def make_invariant_step(model: LoadedModel, shape: StepShape) -> StepFunction | 
             tile_logits = model.compute_logits(params, hidden)
             if shape.has_prompt_logprobs:
                 next_ids = jax.lax.dynamic_slice_in_dim(fields["next_ids"], start, tile_tokens)
-                rows = next_token_rows(tile_logits, next_ids)
+                rows = next_token_rows(tile_logits, next_ids, shape)
                 prompt_result = jax.lax.dynamic_update_slice_in_dim(
                     prompt_result, rows, start, axis=0
                 )
@@ -58,7 +57,7 @@ def make_invariant_step(model: LoadedModel, shape: StepShape) -> StepFunction | 
         num_tokens = fields["query_start_loc"][-1]
         num_tiles = (num_tokens + tile_tokens - 1) // tile_tokens
         num_prompt_rows = shape.num_tokens if shape.has_prompt_logprobs else 0
-        prompt_result = jnp.zeros((num_prompt_rows, RESULT_WIDTH), jnp.int32)
+        prompt_result = jnp.zeros((num_prompt_rows, prompt_row_width(shape)), jnp.int32)
         kv_cache, logits, prompt_result = jax.lax.fori_loop(
             0, num_tiles, run_tile, (kv_cache, logits, prompt_result)
         )

@@ -41,6 +41,7 @@ from paxkv.runner.program_store import ProgramStore
 from paxkv.runner.step_sampler import StepSampler
 from paxkv.runner.unbuilt import refuse_unbuilt
 from paxkv.runner.warmup import StepPrograms
+from paxkv.runner.wide_logprobs import num_told_logits
 from paxkv.runner.zeros import put_zeros
 
 DEFAULT_RUNNER_CONFIG = RunnerConfig()
@@ -95,6 +96,7 @@ class ModelRunner:
             batch_invariant=runner_config.batch_invariant,
             # An accelerator takes all rows at once faster than it takes a loop's turns.
             sampled_chunk_rows=SAMPLED_CHUNK_ROWS if device.platform == "cpu" else None,
+            num_prompt_logits=num_told_logits(runner_config, model.config.vocab_size),
         )
         self._params = _put_params(model, mesh)
         self._show_progress = show_progress
@@ -214,6 +216,8 @@ class ModelRunner:
         def draw(mask_np: np.ndarray | None) -> jax.Array:
             self._waiting_step = None
             result, self._prev_tokens = self._sampler.draw(sampling, mask_np, self._kv_cache)
+            if self._buckets.prompt_step_shape.num_prompt_logits:
+                step.take_logits(self._sampler.logits)
             return result
 
         if step.grammar_rows:

@@ -24,10 +24,10 @@ _CHUNK_TOKENS = 32
 
 
 def make_prompt_step(model: LoadedModel, shape: StepShape) -> PromptStepFunction:
-    """`make_step` with `prompt_result` i32[num_tokens, RESULT_WIDTH] beside its own results.
+    """`make_step` with `prompt_result` i32[num_tokens, prompt_row_width] beside its own results.
 
     A row of it is that of a token: log-probabilities of the one that follows it, and of the most
-    likely ones (`pack_result`).
+    likely ones (`pack_result`); then its logits, where the shape has them.
     """
     layout = PackedLayout(shape)
 
@@ -43,7 +43,7 @@ def make_prompt_step(model: LoadedModel, shape: StepShape) -> PromptStepFunction
         hidden, kv_cache = model.forward(params, kv_cache, batch)
         step_logits = model.compute_logits(params, hidden[batch.logits_indices])
         logits = jax.lax.dynamic_update_slice_in_dim(logits, step_logits, 0, axis=0)
-        prompt_result = _find_logprobs(model, params, hidden, fields)
+        prompt_result = _find_logprobs(model, params, hidden, fields, shape)
         sampling = join_step_rows(fields, max_num_seqs=prev_tokens.shape[0])
         return kv_cache, logits, sampling, prompt_result
 
@@ -55,7 +55,8 @@ def _find_logprobs(
     params: Params,
     hidden: jax.Array,  # f[num_tokens, hidden]
     fields: dict[str, jax.Array],
-) -> jax.Array:  # i32[num_tokens, RESULT_WIDTH]
+    shape: StepShape,
+) -> jax.Array:  # i32[num_tokens, prompt_row_width]
     num_tokens = hidden.shape[0]
     chunk = min(_CHUNK_TOKENS, num_tokens)
 
@@ -64,17 +65,26 @@ def _find_logprobs(
         start = jnp.minimum(chunk_idx * chunk, num_tokens - chunk)
         chunk_hidden = jax.lax.dynamic_slice_in_dim(hidden, start, chunk)
         next_ids = jax.lax.dynamic_slice_in_dim(fields["next_ids"], start, chunk)
-        rows = next_token_rows(model.compute_logits(params, chunk_hidden), next_ids)
+        rows = next_token_rows(model.compute_logits(params, chunk_hidden), next_ids, shape)
         return jax.lax.dynamic_update_slice_in_dim(result, rows, start, axis=0)
 
     num_chunks = (fields["query_start_loc"][-1] + chunk - 1) // chunk
-    result = jnp.zeros((num_tokens, RESULT_WIDTH), jnp.int32)
+    result = jnp.zeros((num_tokens, prompt_row_width(shape)), jnp.int32)
     return jax.lax.fori_loop(0, num_chunks, find_chunk, result)
 
 
 def next_token_rows(
     logits: jax.Array,  # f32[num_tokens, vocab]
     next_ids: jax.Array,  # i32[num_tokens]
-) -> jax.Array:  # i32[num_tokens, RESULT_WIDTH]
+    shape: StepShape,
+) -> jax.Array:  # i32[num_tokens, prompt_row_width]
     """The result of tokens that were not drawn, but follow."""
-    return pack_result(with_logprobs(logits, next_ids))
+    rows = pack_result(with_logprobs(logits, next_ids))
+    if not shape.num_prompt_logits:
+        return rows
+    return jnp.concatenate([rows, jax.lax.bitcast_convert_type(logits, jnp.int32)], axis=1)
+
+
+def prompt_row_width(shape: StepShape) -> int:
+    """Words of a row of `prompt_result`."""
+    return RESULT_WIDTH + shape.num_prompt_logits

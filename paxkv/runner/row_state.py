@@ -21,6 +21,7 @@ from paxkv.sampling_params import (
     MAX_BAD_WORD_TOKENS,
     MAX_LOGIT_BIASES,
     SamplingParams,
+    is_wide,
 )
 
 # In place of a token before the first of a bad word: any token is equal to it.
@@ -120,6 +121,8 @@ def processors_of(
         found |= Processors.BIAS
     if needs_grammar:
         found |= Processors.GRAMMAR
+    if is_wide(params.logprobs):
+        found |= Processors.SHOWN
     return found
 
 

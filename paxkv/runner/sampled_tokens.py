@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paxkv.contracts.runner_output import TokenLogprobs
-from paxkv.sampling_params import MAX_LOGPROBS
+from paxkv.sampling_params import MAX_LOGPROBS, is_wide
 
 # token, its logprob, its rank, then the most likely tokens and their logprobs.
 RESULT_WIDTH = 3 + 2 * MAX_LOGPROBS
@@ -64,10 +64,20 @@ def unpack_result(
 
 
 def read_logprobs(
-    result_row_np: np.ndarray,  # i32[RESULT_WIDTH]
+    result_row_np: np.ndarray,  # i32[RESULT_WIDTH], or longer where it carries logits
     num_logprobs: int,
 ) -> TokenLogprobs:
-    """The log-probabilities of one row of a fetched result, with the `num_logprobs` most likely."""
+    """The log-probabilities of one row of a fetched result, with the `num_logprobs` most likely.
+
+    Those that the device did not pick out come from the logits behind the row: f32[vocab], as
+    bits. -1 is all of them.
+    """
+    if is_wide(num_logprobs):
+        token = read_logprobs(result_row_np, 0)
+        top_ids_np, top_logprobs_np = _find_top(result_row_np[RESULT_WIDTH:], num_logprobs)
+        return dataclasses.replace(
+            token, top_token_ids=top_ids_np.tolist(), top_logprobs=top_logprobs_np.tolist()
+        )
     top_start, bits_start = 3, 3 + MAX_LOGPROBS
     # A copy, because a view of other dtype needs contiguous memory.
     top_bits_np = result_row_np[bits_start : bits_start + num_logprobs].copy()
@@ -77,3 +87,16 @@ def read_logprobs(
         top_token_ids=result_row_np[top_start : top_start + num_logprobs].tolist(),
         top_logprobs=top_bits_np.view(np.float32).tolist(),
     )
+
+
+def _find_top(
+    logit_bits_np: np.ndarray,  # i32[vocab]
+    num_logprobs: int,
+) -> tuple[np.ndarray, np.ndarray]:  # i64[num_top], f64[num_top]
+    logits_np = logit_bits_np.copy().view(np.float32).astype(np.float64)
+    shifted_np = logits_np - logits_np.max()
+    logprobs_np = shifted_np - np.log(np.exp(shifted_np).sum())
+    num_top = len(logits_np) if num_logprobs == -1 else num_logprobs
+    # Stable: of equally likely tokens the lowest id comes first, as on the device.
+    top_ids_np = np.argsort(-logits_np, kind="stable")[:num_top]
+    return top_ids_np, logprobs_np[top_ids_np]

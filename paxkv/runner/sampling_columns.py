@@ -48,6 +48,7 @@ class Processors(enum.IntFlag):
     FORBIDDEN = 8  # allowed_token_ids, or bad words of one token
     BIAS = 16
     GRAMMAR = 32  # a row of a `GrammarBitmask` comes with each draw
+    SHOWN = 64  # nothing, but they are brought home, which a burst has no place for
 
 
 NO_PROCESSORS = Processors(0)

@@ -110,16 +110,17 @@ class StepPrograms:
         return self._finish(self._lower(shape, kv_cache))
 
     def measure_temp_bytes(self, kv_cache: KVCache) -> int:
-        """Most temporary memory that a program takes; `kv_cache` may be abstract.
+        """Most memory that a program takes for itself and its results; `kv_cache` may be abstract.
 
         Raises:
             ConfigError: As `warm_up`.
         """
         shapes = self.buckets.largest
         folder = self._open_store(shapes, kv_cache)
+        found = [self._find(shape, kv_cache, folder).memory_analysis() for shape in shapes]
+        # What is written over a donated array takes no more.
         return max(
-            self._find(shape, kv_cache, folder).memory_analysis().temp_size_in_bytes
-            for shape in shapes
+            m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes for m in found
         )
 
     def _find(

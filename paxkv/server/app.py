@@ -20,6 +20,7 @@ from paxkv.server.error_response import (
     handle_paxkv_error,
 )
 from paxkv.server.generation import Generator
+from paxkv.server.http_metrics import HttpMetricsMiddleware
 from paxkv.server.metrics import ServerMetrics
 from paxkv.server.middleware import (
     DisconnectMiddleware,
@@ -32,6 +33,7 @@ from paxkv.server.routes_chat import ChatRoutes
 from paxkv.server.routes_completions import CompletionRoutes
 from paxkv.server.routes_info import InfoRoutes
 from paxkv.server.routes_responses import ResponsesRoutes
+from paxkv.server.routes_tokenizer import TokenizerRoutes
 
 
 def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
@@ -59,11 +61,12 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
             *ChatRoutes(engine, generator, config).routes(),
             *ResponsesRoutes(engine, generator, config).routes(),
             *OpenApiRoutes().routes(),
-            *InfoRoutes(engine, metrics, admission, max_body_bytes=limit).routes(),
+            *TokenizerRoutes(engine, config).routes(),
+            *InfoRoutes(engine, metrics, admission).routes(),
             *admin_routes,
             *inspector.routes(),
         ],
-        middleware=_middleware(config),
+        middleware=_middleware(config, metrics),
         exception_handlers={
             PaxkvError: handle_paxkv_error,
             HTTPException: handle_http_error,
@@ -78,9 +81,12 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
     return app
 
 
-def _middleware(config: ServerConfig) -> list[Middleware]:
+def _middleware(config: ServerConfig, metrics: ServerMetrics) -> list[Middleware]:
     """The outermost first."""
-    layers = [Middleware(RequestIdMiddleware)]
+    layers = [
+        Middleware(RequestIdMiddleware),
+        Middleware(HttpMetricsMiddleware, metrics=metrics.http),
+    ]
     if not config.disable_uvicorn_access_log:
         layers.append(
             Middleware(AccessLogMiddleware, without_paths=config.paths_without_access_log)

@@ -1,12 +1,13 @@
 """The messages of a chat, checked, as a chat template takes them."""
 
-import json
 from collections.abc import Mapping
 
 from paxkv.errors import InvalidRequestError
+from paxkv.server.json_body import decode_json
 from paxkv.server.openai_protocol import shorten
 from paxkv.server.unsupported_fields import MESSAGE_FIELDS, refuse_unsupported
 
+MAX_CONTENT_PARTS = 10_000
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 # Besides "text", what OpenAI's other endpoints call the same.
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -44,11 +45,10 @@ def _chat_message(path: str, message: dict[str, object]) -> dict[str, object]:
             param=f"{path}.tool_calls",
         )
     content = message.get("content")
-    # An assistant that called tools need not have said anything.
-    if content is not None or not tool_calls:
-        checked["content"] = _content(f"{path}.content", content)
-    else:
-        checked["content"] = None
+    # An assistant need not have said anything: templates get an empty text, as vLLM's do.
+    if content is None and role == "assistant":
+        content = ""
+    checked["content"] = _content(f"{path}.content", content)
     if tool_calls:
         checked["tool_calls"] = _tool_calls(f"{path}.tool_calls", tool_calls)
     names = ("name", "tool_call_id") if role == "tool" else ("name",)
@@ -71,6 +71,11 @@ def _content(path: str, content: object) -> str | list[dict[str, str]]:
     if not isinstance(content, list):
         raise InvalidRequestError(
             f"{path} must be a string or a list of text parts, got {shorten(content)}.",
+            param=path,
+        )
+    if len(content) > MAX_CONTENT_PARTS:
+        raise InvalidRequestError(
+            f"{path} has {len(content)} parts; at most {MAX_CONTENT_PARTS} fit in one message.",
             param=path,
         )
     texts = []
@@ -108,10 +113,10 @@ def _tool_call(path: str, call: object) -> dict[str, object]:
     # Templates write the object; clients send its JSON, or nothing for no arguments.
     if isinstance(arguments, str) and arguments:
         try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
+            arguments = decode_json(arguments.encode())
+        except (InvalidRequestError, UnicodeEncodeError) as error:
             raise InvalidRequestError(
-                f"{path}.function.arguments is not JSON: {error}.",
+                f"{path}.function.arguments cannot be read: {error}",
                 param=f"{path}.function.arguments",
             ) from None
     arguments = arguments or {}

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from paxkv.errors import InvalidRequestError
+from paxkv.config import ServerConfig
+from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 from paxkv.server.chat_messages import chat_messages
 from paxkv.server.engine_protocol import ChatTemplate, EngineClient
 from paxkv.text.chat_template import ChatTemplate as RequestTemplate
@@ -59,6 +60,20 @@ def render_chat(
             param="continue_final_message",
         )
     return head
+
+
+def check_may_bring_template(chat_template: str | None, config: ServerConfig) -> None:
+    """A template is a program: a request may bring one where the server was told to trust it.
+
+    Raises:
+        UnsupportedFeatureError: It was not.
+    """
+    if chat_template is not None and not config.trust_request_chat_template:
+        raise UnsupportedFeatureError(
+            "a request may bring its own chat_template only if the server was started with "
+            "--trust-request-chat-template; leave it out.",
+            param="chat_template",
+        )
 
 
 def _template(engine: EngineClient, source: str | None) -> ChatTemplate:

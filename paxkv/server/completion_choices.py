@@ -1,11 +1,12 @@
 """`CompletionChoices`: outputs of the engine as choices of /v1/completions, whole or in parts."""
 
+import dataclasses
 from collections.abc import Sequence
 
 from msgspec import UNSET
 
 from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput
-from paxkv.errors import InvalidRequestError
+from paxkv.errors import InvalidRequestError, InvariantError
 from paxkv.server.engine_protocol import Tokenizer
 from paxkv.server.openai_protocol import CompletionRequest
 from paxkv.server.openai_responses import (
@@ -16,6 +17,23 @@ from paxkv.server.openai_responses import (
     prompt_logprobs,
 )
 from paxkv.server.sampling_fields import echoes_prompt_alone
+
+
+def best_completions(
+    completions: Sequence[CompletionOutput], num_kept: int
+) -> list[CompletionOutput]:
+    """Those with the highest log-probability per token, the best first, as choices from 0 on.
+
+    Of equally likely ones that of the lower index is kept. All must have ended.
+    """
+    ranked = sorted(completions, key=_mean_logprob, reverse=True)[:num_kept]
+    return [dataclasses.replace(kept, index=index) for index, kept in enumerate(ranked)]
+
+
+def _mean_logprob(completion: CompletionOutput) -> float:
+    if completion.cumulative_logprob is None:
+        raise InvariantError(f"completion {completion.index} cannot be ranked without logprobs.")
+    return completion.cumulative_logprob / max(len(completion.token_ids), 1)
 
 
 class CompletionChoices:
@@ -55,7 +73,10 @@ class CompletionChoices:
         if output.prompt_logprobs is not None:
             self._prompt_logprobs[prompt_idx] = output.prompt_logprobs
         choices = []
-        for completion in output.outputs:
+        completions = output.outputs
+        if self._body.num_drawn > self._body.num_choices:
+            completions = best_completions(completions, self._body.num_choices)
+        for completion in completions:
             index = choice_index(prompt_idx, completion, self._body.num_choices)
             is_new = has_news(completion, shows_token_ids=bool(self._body.return_token_ids))
             if is_new or (self._body.echo and index not in self._begun):

@@ -26,6 +26,10 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
+    def id_to_token(self, token_id: int) -> str | None:
+        """Name in the vocabulary, or None when there is none."""
+        ...
+
 
 class ChatTemplate(Protocol):
     """Messages to prompt text; `paxkv.text` has the real one."""

@@ -28,6 +28,12 @@ class UnknownModelError(InvalidRequestError):
     http_status = 404
 
 
+class UnknownResponseError(InvalidRequestError):
+    """The request names an answer of /v1/responses that is not stored."""
+
+    http_status = 404
+
+
 class BodyTooLargeError(InvalidRequestError):
     """The request body is over `--max-body-bytes`."""
 
@@ -66,6 +72,7 @@ class OverloadedError(PaxkvError):
 
 _CODES: dict[type[PaxkvError], str] = {
     UnknownModelError: "model_not_found",
+    UnknownResponseError: "response_not_found",
     BodyTooLargeError: "body_too_large",
     UnsupportedMediaTypeError: "unsupported_media_type",
     HeadersTooLargeError: "headers_too_large",

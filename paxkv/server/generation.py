@@ -36,6 +36,15 @@ class Generator:
         self._admission = Admission(engine) if admission is None else admission
         self.names = RequestNames()
 
+    def check_room(self, num_requests: int) -> None:
+        """Looks whether `generate` would let so many in now.
+
+        Raises:
+            OverloadedError: It would not.
+        """
+        if not self._admission.has_room(num_requests):
+            raise self._admission.refusal()
+
     async def generate(
         self,
         prompts: Sequence[Prompt],

@@ -20,6 +20,7 @@ from paxkv.contracts.request_output import CompletionOutput, CompletionTimes, Re
 from paxkv.errors import InvalidRequestError
 from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.server.engine_metrics import ENGINE_NUMBER, LABELS, EngineCollector
+from paxkv.server.http_metrics import HttpMetrics
 
 # Upper bounds of buckets: vLLM's, as dashboards add up servers of both.
 _FIRST_TOKEN_BUCKETS_S = (
@@ -61,6 +62,7 @@ class ServerMetrics:
         self._registry.register(self._engine)
         ProcessCollector(registry=self._registry)
         PlatformCollector(registry=self._registry)
+        self.http = HttpMetrics(self._registry)
         self._make_counters()
         self._make_time_histograms()
         self._make_token_histograms(build_1_2_5_buckets(max_model_len))

@@ -1,5 +1,6 @@
 """Bodies of /v1/completions and /v1/chat/completions: what is read, and the prompts in it."""
 
+import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
@@ -20,6 +21,11 @@ from paxkv.server.unsupported_fields import (
 )
 
 MAX_PROMPTS_PER_REQUEST = 256
+# As `repr`, but never of a whole list of a million: nothing interrupts that.
+_SHORT_REPR = reprlib.Repr()
+_SHORT_REPR.maxlist = _SHORT_REPR.maxdict = 8
+_SHORT_REPR.maxlevel = 4
+_SHORT_REPR.maxstring = _SHORT_REPR.maxother = _SHORT_REPR.maxlong = 80
 # Prompts times n.
 MAX_CHOICES_PER_REQUEST = 1024
 
@@ -92,6 +98,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Choices of each prompt."""
         return 1 if self.n is None else self.n
 
+    @property
+    def num_drawn(self) -> int:
+        """Completions of each prompt that the choices are chosen from."""
+        return self.num_choices if self.best_of is None else self.best_of
+
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     """The body of POST /v1/completions. `prompt` has more forms than a struct can name."""
@@ -140,13 +151,27 @@ def parse_chat(fields: Mapping[str, object]) -> ChatCompletionRequest:
     _check_beam_search(fields)
     request = convert_fields(fields, ChatCompletionRequest)
     _check_prompt_logprobs(request)
-    if request.continue_final_message and request.add_generation_prompt is not False:
+    check_generation_prompt(
+        continue_final_message=request.continue_final_message,
+        add_generation_prompt=request.add_generation_prompt,
+    )
+    return request
+
+
+def check_generation_prompt(
+    *, continue_final_message: bool | None, add_generation_prompt: bool | None
+) -> None:
+    """A prompt either goes on with the last message or begins another.
+
+    Raises:
+        InvalidRequestError: The two fields want both.
+    """
+    if continue_final_message and add_generation_prompt is not False:
         raise InvalidRequestError(
             "continue_final_message goes on with the last message, add_generation_prompt begins "
             "another; send add_generation_prompt false with it.",
             param="continue_final_message",
         )
-    return request
 
 
 def check_model(requested: str | None, served_model_name: str) -> None:
@@ -163,17 +188,20 @@ def check_model(requested: str | None, served_model_name: str) -> None:
         )
 
 
-def check_num_choices(num_prompts: int, num_choices: int) -> None:
-    """A request may ask for so many choices in all.
+def check_num_choices(num_prompts: int, num_drawn: int, *, param: str = "n") -> None:
+    """A request may ask for so many completions in all.
+
+    Args:
+        param: What says how many of each prompt.
 
     Raises:
         InvalidRequestError: It asks for more.
     """
-    if num_prompts * num_choices > MAX_CHOICES_PER_REQUEST:
+    if num_prompts * num_drawn > MAX_CHOICES_PER_REQUEST:
         raise InvalidRequestError(
-            f"{num_prompts} prompts with n={num_choices} are {num_prompts * num_choices} choices; "
-            f"at most {MAX_CHOICES_PER_REQUEST} fit in one request.",
-            param="n",
+            f"{num_prompts} prompts with {param}={num_drawn} are {num_prompts * num_drawn} "
+            f"completions; at most {MAX_CHOICES_PER_REQUEST} fit in one request.",
+            param=param,
         )
 
 
@@ -258,9 +286,5 @@ def _is_int(value: object) -> bool:
 
 def shorten(value: object) -> str:
     """A value as an error message shows it: never the whole of a long prompt."""
-    try:
-        text = repr(value[:8] if isinstance(value, (list, str)) else value)
-    except RecursionError:
-        # Nested just deeply enough for the JSON decoder, whose stack was less deep than this one.
-        return "something nested too deeply"
+    text = _SHORT_REPR.repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -162,9 +162,11 @@ def completion_logprobs(
             shown = {token_id: drawn} | dict(_most_likely(position, num_top))
             formatted.tokens.append(_token(token_id, drawn, as_token_ids))
             formatted.token_logprobs.append(_finite(drawn.logprob))
-            formatted.top_logprobs.append(
-                {_token(i, p, as_token_ids): _finite(p.logprob) for i, p in shown.items()}
-            )
+            tops: dict[str, float] = {}
+            for i, p in shown.items():
+                # Several tokens may have the same text: halves of characters, most of all.
+                tops.setdefault(_token(i, p, as_token_ids), _finite(p.logprob))
+            formatted.top_logprobs.append(tops)
         formatted.text_offset.append(text_offset)
         text_offset += len(text)
     return formatted
@@ -213,8 +215,9 @@ def prompt_logprobs(positions: Sequence[dict[int, Logprob] | None]) -> PromptLog
 
 
 def _most_likely(position: dict[int, Logprob], num_top: int) -> list[tuple[int, Logprob]]:
+    ranked = sorted(position.items(), key=lambda item: item[1].rank)
     # The drawn token is in `position` too, and counts only when it is likely enough.
-    return sorted(position.items(), key=lambda item: item[1].rank)[:num_top]
+    return ranked if num_top == -1 else ranked[:num_top]
 
 
 def _token(token_id: int, logprob: Logprob, as_token_ids: bool) -> str:

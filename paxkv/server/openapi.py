@@ -1,5 +1,7 @@
 """GET /openapi.json: the API as an OpenAPI document, made from the structs that read and answer."""
 
+import re
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,11 +14,10 @@ from paxkv.server.openai_protocol import ChatCompletionRequest, CompletionReques
 from paxkv.server.openai_responses import CompletionBody
 from paxkv.server.responses_bodies import ResponseBody
 from paxkv.server.responses_protocol import ResponsesRequest
-from paxkv.server.routes_info import (
+from paxkv.server.routes_info import ModelCard, ModelList
+from paxkv.server.routes_tokenizer import (
     DetokenizeBody,
     DetokenizeRequest,
-    ModelCard,
-    ModelList,
     TokenizeBody,
     TokenizeRequest,
 )
@@ -31,6 +32,7 @@ _POSTS: dict[str, tuple[type[msgspec.Struct], type[msgspec.Struct], bool]] = {
     "/detokenize": (DetokenizeRequest, DetokenizeBody, False),
 }
 _GETS: dict[str, type[msgspec.Struct] | None] = {
+    "/v1/responses/{response_id}": ResponseBody,
     "/v1/models": ModelList,
     "/v1/models/{model}": ModelCard,
     "/health": None,
@@ -38,7 +40,7 @@ _GETS: dict[str, type[msgspec.Struct] | None] = {
 }
 _ERRORS = {
     "400": "a field cannot be honoured",
-    "404": "there is no such model",
+    "404": "there is no such model, or no such response",
     "413": "the body is too long",
     "415": "the body is not JSON",
     "503": "the engine has ended, or too much waits for it",
@@ -86,9 +88,9 @@ def openapi_document() -> dict[str, object]:
                 "503": errors["503"],
             }
         }
-        if "{model}" in path:
+        for name in re.findall(r"{(\w+)}", path):
             operation["parameters"] = [
-                {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             ]
         paths[path] = {"get": operation}
     return {

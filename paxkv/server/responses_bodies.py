@@ -66,6 +66,13 @@ class IncompleteDetails(msgspec.Struct, frozen=True):
     reason: str
 
 
+class ResponseError(msgspec.Struct, frozen=True):
+    """Why an answer in the background has failed."""
+
+    code: str
+    message: str
+
+
 class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
     """An answer, or as much as is known of it when its stream begins."""
 
@@ -74,7 +81,7 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
     created_at: int
     status: str
     background: bool = False
-    error: None = None
+    error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None
     max_output_tokens: int | None
@@ -82,7 +89,7 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     output: list[OutputItem]
     parallel_tool_calls: bool
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     reasoning: _JsonObject
     store: bool = False
     temperature: float

@@ -1,6 +1,6 @@
 """The body of POST /v1/responses, and the chat that it asks for."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -51,39 +51,81 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: dict[str, object] | None = None
     metadata: dict[str, object] | None = None
     user: str | None = None
-    # Nothing is stored, whatever it says: the answer says so.
     store: bool | None = None
+    previous_response_id: str | None = None
+    background: bool | None = False
 
 
-def parse_responses(fields: Mapping[str, object]) -> tuple[ResponsesRequest, ChatCompletionRequest]:
-    """The request that a JSON object describes, and the chat that answers it.
+def parse_responses(fields: Mapping[str, object]) -> ResponsesRequest:
+    """The request that a JSON object describes.
 
     Raises:
         InvalidRequestError: A field is missing, has the wrong type, or cannot be honoured.
     """
     refuse_unsupported(fields, RESPONSES_FIELDS)
     request = convert_fields(fields, ResponsesRequest)
+    if request.background and request.stream:
+        raise UnsupportedFeatureError(
+            "background and stream together are not supported; send one of them, and ask for what "
+            "runs in the background with GET /v1/responses/{response_id}.",
+            param="background",
+        )
+    if request.background and request.store is False:
+        raise InvalidRequestError(
+            "a response in the background must be stored, or nobody could ask for it; leave store "
+            "out.",
+            param="background",
+        )
+    return request
+
+
+def input_items(request: ResponsesRequest) -> list[dict[str, object]]:
+    """What a request brings to its conversation, as items.
+
+    Raises:
+        InvalidRequestError: That is nothing.
+    """
+    if isinstance(request.input, str):
+        return [{"type": "message", "role": "user", "content": request.input}]
+    if not request.input:
+        raise InvalidRequestError("input must not be empty.", param="input")
+    return request.input
+
+
+def chat_of_responses(
+    fields: Mapping[str, object],
+    request: ResponsesRequest,
+    earlier_items: Sequence[dict[str, object]] = (),
+) -> ChatCompletionRequest:
+    """The chat that answers a request.
+
+    Args:
+        fields: That `request` was read from.
+        earlier_items: What went before.
+
+    Raises:
+        InvalidRequestError: An item or a field cannot be honoured.
+    """
     chat: dict[str, object] = {name: fields[name] for name in _SAME_NAMES if name in fields}
-    chat["messages"] = _messages(request)
+    # A conversation that goes on has the instructions of its latest request alone.
+    system = [{"role": "system", "content": request.instructions}]
+    chat["messages"] = system if request.instructions is not None else []
+    # Those of the request itself count from 0 on.
+    items = enumerate([*earlier_items, *input_items(request)], start=-len(earlier_items))
+    chat["messages"] += _messages(items)
     chat["max_completion_tokens"] = request.max_output_tokens
     if request.tools is not None:
         chat["tools"] = [_chat_tool(k, tool) for k, tool in enumerate(request.tools)]
     chat["tool_choice"] = _chat_tool_choice(request.tool_choice)
     chat["response_format"] = _response_format(request.text)
     chat["reasoning_effort"] = (request.reasoning or {}).get("effort")
-    return request, parse_chat(chat)
+    return parse_chat(chat)
 
 
-def _messages(request: ResponsesRequest) -> list[dict[str, object]]:
+def _messages(items: Iterable[tuple[int, dict[str, object]]]) -> list[dict[str, object]]:
     messages: list[dict[str, object]] = []
-    if request.instructions is not None:
-        messages.append({"role": "system", "content": request.instructions})
-    if isinstance(request.input, str):
-        return [*messages, {"role": "user", "content": request.input}]
-    if not request.input:
-        raise InvalidRequestError("input must not be empty.", param="input")
     thought: str | None = None
-    for k, item in enumerate(request.input):
+    for k, item in items:
         kind = item.get("type", "message")
         if kind == "message":
             message = {"role": item.get("role"), "content": item.get("content")}

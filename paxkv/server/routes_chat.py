@@ -13,14 +13,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from paxkv.config import ServerConfig
-from paxkv.errors import UnsupportedFeatureError
-from paxkv.sampling_params import BeamSearchParams, SamplingParams
+from paxkv.sampling_params import BeamSearchParams, SamplingParams, check_num_logprobs
 from paxkv.server.chat_choices import ChatChoices
-from paxkv.server.chat_prompt import render_chat
+from paxkv.server.chat_prompt import check_may_bring_template, render_chat
 from paxkv.server.chat_responses import ChatBody, ChatChoice
 from paxkv.server.engine_protocol import EngineClient
 from paxkv.server.generation import Generator, IndexedOutputs
-from paxkv.server.json_body import read_json_object
+from paxkv.server.json_body import read_body
 from paxkv.server.openai_protocol import (
     ChatCompletionRequest,
     check_model,
@@ -48,8 +47,7 @@ class ChatRoutes:
 
     async def create(self, request: Request) -> Response:
         """Answers the conversation of the body, in one piece or as a stream."""
-        fields = await read_json_object(request, max_body_bytes=self._config.max_body_bytes)
-        body = parse_chat(fields)
+        body = await read_body(request, parse_chat, max_body_bytes=self._config.max_body_bytes)
         check_model(body.model, self._engine.model_info.served_model_name)
         chat = await start_chat(body, self._engine, self._generator, self._config)
         outputs = chat.outputs
@@ -148,12 +146,15 @@ async def start_chat(
     Raises:
         InvalidRequestError: The request cannot be honoured.
     """
-    if body.chat_template is not None and not config.trust_request_chat_template:
-        raise UnsupportedFeatureError(
-            "a request may bring its own chat_template only if the server was started with "
-            "--trust-request-chat-template; leave it out.",
-            param="chat_template",
-        )
+    check_may_bring_template(body.chat_template, config)
+    info = engine.model_info
+    # Who knows it as `logprobs` alone would name another field.
+    check_num_logprobs(
+        "top_logprobs",
+        body.top_logprobs,
+        max_logprobs=info.max_logprobs,
+        vocab_size=info.vocab_size,
+    )
     tools = tool_use(body, config)
     sampling_params = with_server_settings(
         chat_sampling_params(body, tools.schema), config.structured_outputs_config

@@ -11,10 +11,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from paxkv.config import ServerConfig
+from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.server.completion_choices import CompletionChoices
 from paxkv.server.engine_protocol import EngineClient
 from paxkv.server.generation import Generator, IndexedOutputs
-from paxkv.server.json_body import read_json_object
+from paxkv.server.json_body import read_body
 from paxkv.server.openai_protocol import (
     CompletionRequest,
     check_model,
@@ -46,14 +47,9 @@ class CompletionRoutes:
 
     async def create(self, request: Request) -> Response:
         """Completes every prompt of the body, in one piece or as a stream."""
-        fields = await read_json_object(request, max_body_bytes=self._config.max_body_bytes)
-        body = parse_completion(fields)
-        check_model(body.model, self._engine.model_info.served_model_name)
-        prompts = completion_prompts(body.prompt)
-        sampling_params = with_server_settings(
-            completion_sampling_params(body), self._config.structured_outputs_config
+        body, prompts, sampling_params = await read_body(
+            request, self._read, max_body_bytes=self._config.max_body_bytes
         )
-        check_num_choices(len(prompts), body.num_choices)
         made = CompletionChoices(body, prompts, self._engine.tokenizer)
         outputs = self._generator.generate(
             [prompt_with_options(p, body, add_special_tokens=True) for p in prompts],
@@ -66,6 +62,19 @@ class CompletionRoutes:
             return await EventStreamResponse.start(self._chunks(outputs, made, body, completion_id))
         whole = await self._whole(outputs, made, completion_id)
         return Response(msgspec.json.encode(whole), media_type="application/json")
+
+    def _read(
+        self, fields: dict[str, object]
+    ) -> tuple[CompletionRequest, list[str | list[int]], SamplingParams | BeamSearchParams]:
+        body = parse_completion(fields)
+        check_model(body.model, self._engine.model_info.served_model_name)
+        prompts = completion_prompts(body.prompt)
+        sampling_params = with_server_settings(
+            completion_sampling_params(body), self._config.structured_outputs_config
+        )
+        param = "n" if body.num_drawn == body.num_choices else "best_of"
+        check_num_choices(len(prompts), body.num_drawn, param=param)
+        return body, prompts, sampling_params
 
     async def _whole(
         self, outputs: IndexedOutputs, made: CompletionChoices, completion_id: str

@@ -1,6 +1,8 @@
-"""POST /v1/responses: OpenAI's newer form of a chat. Nothing of it is stored."""
+"""/v1/responses: OpenAI's newer form of a chat, whose answers are stored for a while."""
 
+import asyncio
 import time
+import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -11,57 +13,146 @@ from starlette.routing import Route
 
 from paxkv.config import ServerConfig
 from paxkv.contracts.request_output import RequestOutput
+from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 from paxkv.server.answer_reader import AnswerReader
 from paxkv.server.engine_protocol import EngineClient
+from paxkv.server.error_response import ErrorBody, describe_error, error_body
 from paxkv.server.generation import Generator
-from paxkv.server.json_body import read_json_object
+from paxkv.server.json_body import read_body
 from paxkv.server.openai_protocol import check_model
 from paxkv.server.openai_responses import UsageCounter
+from paxkv.server.response_store import ResponseStore
 from paxkv.server.response_writer import ResponseWriter
 from paxkv.server.responses_bodies import (
     CachedTokens,
     IncompleteDetails,
     ResponseBody,
+    ResponseError,
     ResponseEvent,
     ResponseUsage,
 )
-from paxkv.server.responses_protocol import ResponsesRequest, parse_responses
+from paxkv.server.responses_protocol import (
+    ResponsesRequest,
+    chat_of_responses,
+    input_items,
+    parse_responses,
+)
 from paxkv.server.routes_chat import StartedChat, start_chat
 from paxkv.server.sse import EventStreamResponse
 
 
 class ResponsesRoutes:
-    """The route of responses."""
+    """The routes of responses."""
 
     def __init__(self, engine: EngineClient, generator: Generator, config: ServerConfig) -> None:
         self._engine = engine
         self._generator = generator
         self._config = config
+        self._store = ResponseStore(config.response_store_bytes)
+        # By response id: those in the background.
+        self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def routes(self) -> list[Route]:
-        return [Route("/v1/responses", self.create, methods=["POST"])]
+        return [
+            Route("/v1/responses", self.create, methods=["POST"]),
+            Route("/v1/responses/{response_id}", self.retrieve),
+            Route("/v1/responses/{response_id}/cancel", self.cancel, methods=["POST"]),
+        ]
 
     async def create(self, request: Request) -> Response:
-        """Answers the input of the body, in one piece or as a stream of events."""
-        fields = await read_json_object(request, max_body_bytes=self._config.max_body_bytes)
-        body, chat_body = parse_responses(fields)
+        """Answers the input of the body: in one piece, as a stream of events, or later."""
+        fields, body = await read_body(
+            request,
+            lambda fields: (fields, parse_responses(fields)),
+            max_body_bytes=self._config.max_body_bytes,
+        )
+        earlier_items: list[dict[str, object]] = []
+        if body.previous_response_id is not None:
+            self._store.check_enabled("previous_response_id")
+            earlier_items = self._store.conversation(body.previous_response_id)
+        if body.background:
+            self._store.check_enabled("background")
+        chat_body = await asyncio.to_thread(chat_of_responses, fields, body, earlier_items)
         check_model(chat_body.model, self._engine.model_info.served_model_name)
         chat = await start_chat(chat_body, self._engine, self._generator, self._config)
-        begun = self._begun(body, f"resp_{chat_body.request_id or request.state.request_id}")
-        answer = _Answer(chat)
+        begun = self._begun(body, _new_id(chat_body.request_id))
+        answer = _Answer(chat, begun, [*earlier_items, *input_items(body)])
+        if body.background:
+            self._generator.check_room(1)
+            self._store.put_running(begun, answer.items)
+            self._start_in_background(answer)
+            return _json(begun)
         if body.stream:
-            return await EventStreamResponse.start(_events(chat, answer, begun))
-        async with aclosing(chat.outputs):
-            async for _, output in chat.outputs:
-                answer.take(output)
-        return Response(msgspec.json.encode(answer.finished(begun)), media_type="application/json")
+            return await EventStreamResponse.start(self._events(answer))
+        return _json(self._stored(await answer.whole(), answer))
+
+    async def retrieve(self, request: Request) -> Response:
+        """A stored answer, or what there is of it."""
+        if request.query_params.get("stream", "false") != "false":
+            raise UnsupportedFeatureError(
+                "a stored response is not streamed; leave stream out.", param="stream"
+            )
+        body = self._store.get(request.path_params["response_id"]).body
+        return Response(body, media_type="application/json")
+
+    async def cancel(self, request: Request) -> Response:
+        """Ends one that is being made in the background."""
+        response_id = request.path_params["response_id"]
+        entry = self._store.get(response_id)
+        task = self._tasks.get(response_id)
+        if task is None or not entry.is_running:
+            raise InvalidRequestError(
+                f"the response {response_id!r} is {entry.status}; only one that is being made in "
+                "the background can be cancelled.",
+                param="response_id",
+            )
+        task.cancel()
+        # It stores itself as cancelled.
+        await asyncio.gather(task, return_exceptions=True)
+        return Response(self._store.get(response_id).body, media_type="application/json")
+
+    def _start_in_background(self, answer: "_Answer") -> None:
+        response_id = answer.begun.id
+        task = asyncio.create_task(self._finish_in_background(answer))
+        self._tasks[response_id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(response_id))
+
+    async def _finish_in_background(self, answer: "_Answer") -> None:
+        try:
+            response = await answer.whole()
+        except asyncio.CancelledError:
+            response = msgspec.structs.replace(answer.begun, status="cancelled")
+        except Exception as error:
+            response = _failed(answer.begun, describe_error(error)[1])
+        if not self._store.put(response, answer.items):
+            message = "the answer is too large for --response-store-bytes."
+            self._store.put(_failed(answer.begun, error_body(500, message)), [])
+
+    async def _events(self, answer: "_Answer") -> AsyncGenerator[ResponseEvent, None]:
+        first = answer.writer.begin(answer.begun)
+        async with aclosing(answer.outputs):
+            async for _, output in answer.outputs:
+                # Behind the first output: what fails before it still gets an HTTP status.
+                for event in (*first, *answer.take(output)):
+                    yield event
+                first = []
+        yield answer.writer.close(self._stored(answer.finished(), answer))
+
+    def _stored(self, response: ResponseBody, answer: "_Answer") -> ResponseBody:
+        """The response, and whether it is stored."""
+        if response.store and not self._store.put(response, answer.items):
+            return msgspec.structs.replace(response, store=False)
+        return response
 
     def _begun(self, body: ResponsesRequest, response_id: str) -> ResponseBody:
         """The answer as it is told of before it has any text."""
         return ResponseBody(
             id=response_id,
             created_at=int(time.time()),
-            status="in_progress",
+            status="queued" if body.background else "in_progress",
+            background=bool(body.background),
+            store=self._store.is_enabled and body.store is not False,
+            previous_response_id=body.previous_response_id,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
             metadata=body.metadata or {},
@@ -79,13 +170,30 @@ class ResponsesRoutes:
 
 
 class _Answer:
-    """Puts the outputs of the engine together, whole or in parts."""
+    """Puts the outputs of the engine together, whole or in parts.
 
-    def __init__(self, chat: StartedChat) -> None:
+    Args:
+        begun: The response as it is told of before it has any text.
+        items: The conversation that it answers.
+    """
+
+    def __init__(
+        self, chat: StartedChat, begun: ResponseBody, items: list[dict[str, object]]
+    ) -> None:
+        self.outputs = chat.outputs
+        self.begun = begun
+        self.items = items
         self.writer = ResponseWriter()
         self._reader = AnswerReader(chat.tool_use, starts_thinking=chat.starts_thinking)
         self._usage = UsageCounter()
         self._finish_reason: str | None = None
+
+    async def whole(self) -> ResponseBody:
+        """Waits for all of it."""
+        async with aclosing(self.outputs):
+            async for _, output in self.outputs:
+                self.take(output)
+        return self.finished()
 
     def take(self, output: RequestOutput) -> list[ResponseEvent]:
         """What an output brings."""
@@ -100,11 +208,12 @@ class _Answer:
                 events += self.writer.end(is_complete=completion.finish_reason == "stop")
         return events
 
-    def finished(self, begun: ResponseBody) -> ResponseBody:
+    def finished(self) -> ResponseBody:
+        """The response with all of its text."""
         is_complete = self._finish_reason == "stop"
         usage = self._usage.usage()
         return msgspec.structs.replace(
-            begun,
+            self.begun,
             status="completed" if is_complete else "incomplete",
             incomplete_details=None if is_complete else IncompleteDetails("max_output_tokens"),
             output=self.writer.items,
@@ -117,14 +226,17 @@ class _Answer:
         )
 
 
-async def _events(
-    chat: StartedChat, answer: _Answer, begun: ResponseBody
-) -> AsyncGenerator[ResponseEvent, None]:
-    first = answer.writer.begin(begun)
-    async with aclosing(chat.outputs):
-        async for _, output in chat.outputs:
-            # Behind the first output: what fails before it still gets an HTTP status of its own.
-            for event in (*first, *answer.take(output)):
-                yield event
-            first = []
-    yield answer.writer.close(answer.finished(begun))
+def _new_id(request_id: str | None) -> str:
+    """An id that nobody can guess: whoever knows it may read the answer."""
+    name = f"{request_id}-" if request_id else ""
+    return f"resp_{name}{uuid.uuid4().hex}"
+
+
+def _failed(begun: ResponseBody, error_json: bytes) -> ResponseBody:
+    detail = msgspec.json.decode(error_json, type=ErrorBody).error
+    error = ResponseError(code=detail.code or detail.type, message=detail.message)
+    return msgspec.structs.replace(begun, status="failed", error=error)
+
+
+def _json(response: ResponseBody) -> Response:
+    return Response(msgspec.json.encode(response), media_type="application/json")

@@ -6,7 +6,8 @@ from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 from paxkv.sampling_params import (
     MAX_BEAM_WIDTH,
     MAX_LOGIT_BIASES,
-    MAX_LOGPROBS,
+    MAX_N,
+    MIN_TEMPERATURE,
     BeamSearchParams,
     SamplingParams,
 )
@@ -62,10 +63,15 @@ def completion_sampling_params(request: CompletionRequest) -> SamplingParams | B
 def completion_keywords(request: CompletionRequest) -> dict[str, object]:
     """The arguments of SamplingParams that a completion asks for."""
     max_tokens = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    _check_best_of(request)
     keywords = _shared_keywords(request)
     # A prompt is scored by computing it, which samples a token that nobody asked for.
     keywords["max_tokens"] = 1 if echoes_prompt_alone(request) else max_tokens
     keywords["logprobs"] = request.logprobs
+    if request.num_drawn != request.num_choices:
+        keywords["n"] = request.num_drawn
+        # What they are ranked by.
+        keywords["logprobs"] = request.logprobs or 0
     if request.echo and request.logprobs is not None:
         keywords.setdefault("prompt_logprobs", request.logprobs)
     return keywords
@@ -104,8 +110,9 @@ def chat_keywords(
             "top_logprobs needs logprobs to be true; send it, or leave top_logprobs out.",
             param="top_logprobs",
         )
+    _check_best_of_is_n(request)
     # Under these names SamplingParams does not know them, so its message would name another field.
-    _check_range("top_logprobs", request.top_logprobs, low=0, high=MAX_LOGPROBS)
+    _check_range("top_logprobs", request.top_logprobs, low=-1, high=2**31 - 1)
     _check_range("max_completion_tokens", request.max_completion_tokens, low=1, high=2**31 - 1)
     keywords = _shared_keywords(request)
     keywords["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
@@ -123,7 +130,6 @@ def chat_keywords(
 
 
 def _shared_keywords(request: GenerationRequest) -> dict[str, object]:
-    _check_best_of(request)
     keywords = {
         name: getattr(request, name) for name in _SAME_NAMES if getattr(request, name) is not None
     }
@@ -159,7 +165,7 @@ def _beam_search_params(
     request: GenerationRequest, max_tokens: int | None, logprobs_name: str, logprobs: int | None
 ) -> BeamSearchParams:
     """The beam width is `n`, as in vLLM; the temperature is 0 unless told otherwise."""
-    _check_best_of(request)
+    _check_best_of_is_n(request)
     if max_tokens is None:
         raise InvalidRequestError(
             "use_beam_search needs max_tokens: a search goes on to that length.",
@@ -176,11 +182,31 @@ def _beam_search_params(
     return BeamSearchParams(beam_width=request.num_choices, max_tokens=max_tokens, **given)
 
 
-def _check_best_of(request: GenerationRequest) -> None:
+def _check_best_of(request: CompletionRequest) -> None:
+    """As OpenAI has it: `best_of` completions are drawn, the `n` most likely ones are returned."""
+    if request.best_of in (None, request.num_choices):
+        return
+    _check_range("best_of", request.best_of, low=max(request.num_choices, 1), high=MAX_N)
+    if request.stream:
+        raise InvalidRequestError(
+            f"best_of={request.best_of} with n={request.num_choices} cannot be streamed: which "
+            "completions are the best is known when all have ended. Leave stream out, or send "
+            "best_of equal to n.",
+            param="best_of",
+        )
+    if request.temperature is not None and request.temperature < MIN_TEMPERATURE:
+        raise InvalidRequestError(
+            f"best_of={request.best_of} greedy completions would all be the same one, got "
+            f"temperature={request.temperature}. Send a temperature, or leave best_of out.",
+            param="best_of",
+        )
+
+
+def _check_best_of_is_n(request: GenerationRequest) -> None:
     if request.best_of not in (None, request.num_choices):
         raise UnsupportedFeatureError(
-            f"best_of={request.best_of} with n={request.num_choices} is not supported: every "
-            "completion that is found is returned. Leave best_of out, or send it equal to n.",
+            f"best_of={request.best_of} with n={request.num_choices} is for /v1/completions "
+            "without use_beam_search; leave it out, or send it equal to n.",
             param="best_of",
         )
 

@@ -67,9 +67,9 @@ def _given_fields(fields: object) -> dict[str, object]:
             param="structured_outputs",
         )
     given = {k: v for k, v in fields.items() if v is not None and k in _KNOWN_FIELDS}
-    tag = given.get("structural_tag")
-    if isinstance(tag, Mapping):
-        given["structural_tag"] = msgspec.json.encode(tag).decode()
+    for name in ("json", "structural_tag"):
+        if isinstance(given.get(name), Mapping):
+            given[name] = msgspec.json.encode(given[name]).decode()
     return given
 
 

@@ -51,7 +51,7 @@ def tool_use(request: ChatCompletionRequest, config: ServerConfig) -> ToolUse:
         raise InvalidRequestError(
             "tool_choice needs tools; send some, or leave it out.", param="tool_choice"
         )
-    tools = _checked_tools(request.tools)
+    tools = checked_tools(request.tools)
     max_calls = 1 if request.parallel_tool_calls is False else None
     if choice == "none":
         hides = config.exclude_tools_when_tool_choice_none
@@ -85,8 +85,12 @@ def tool_use(request: ChatCompletionRequest, config: ServerConfig) -> ToolUse:
     )
 
 
-def _checked_tools(tools: list[dict[str, object]]) -> dict[str, Mapping[str, object]]:
-    """The functions' names, each with the JSON schema of its arguments."""
+def checked_tools(tools: list[dict[str, object]]) -> dict[str, Mapping[str, object]]:
+    """The functions' names, each with the JSON schema of its arguments.
+
+    Raises:
+        InvalidRequestError: There are too many, or one is malformed.
+    """
     if len(tools) > MAX_TOOLS:
         raise InvalidRequestError(
             f"tools has {len(tools)} tools; at most {MAX_TOOLS} fit in one request.", param="tools"

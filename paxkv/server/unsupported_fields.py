@@ -33,9 +33,7 @@ CHAT_FIELDS: NeutralValues = {
     "mm_processor_kwargs": ({},),
 }
 RESPONSES_FIELDS: NeutralValues = {
-    "previous_response_id": (),
     "conversation": (),
-    "background": (False,),
     "include": ([],),
     "max_tool_calls": (),
     "prompt": (),
@@ -43,13 +41,7 @@ RESPONSES_FIELDS: NeutralValues = {
     "truncation": ("disabled",),
     "n": (1,),
 }
-TOKENIZE_FIELDS: NeutralValues = {
-    "return_token_strs": (False,),
-    "tools": ([],),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "mm_processor_kwargs": ({},),
-}
+TOKENIZE_FIELDS: NeutralValues = {"mm_processor_kwargs": ({},)}
 # A beam search ranks tokens by the model's own probabilities and ends at EOS or max_tokens alone.
 BEAM_SEARCH_FIELDS: NeutralValues = {
     "top_p": (1,),

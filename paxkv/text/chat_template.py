@@ -115,8 +115,9 @@ class ChatTemplate:
 
         Args:
             messages: `{"role": ..., "content": ...}`; content is text, or a list of text parts
-                `{"type": "text", "text": ...}`, which are joined by line breaks. Only an
-                assistant that called tools may have said nothing (None).
+                `{"type": "text", "text": ...}`, which are joined by line breaks. An assistant
+                may have said nothing (None), which the template sees as an empty text, or as no
+                parts.
             add_generation_prompt: Ends with the opening of the assistant's turn.
             tools: Functions that the model may call, as JSON objects in OpenAI's form.
             documents: What the answer is to be found in, for templates that write them.
@@ -201,9 +202,9 @@ def check_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
                 f"{where} must be an object with a role, got {message!r}.", param="messages"
             )
         content = message.get("content")
-        if content is not None or message["role"] != "assistant":
-            content = _content_text(where, content)
-        checked.append({**message, "content": content})
+        if content is None and message["role"] == "assistant":
+            content = ""
+        checked.append({**message, "content": _content_text(where, content)})
     return checked
 
 
@@ -269,14 +270,9 @@ def _is_content(node: jinja2.nodes.Node) -> bool:
 
 def _with_parts(checked: dict[str, object], message: Message) -> dict[str, object]:
     """A message with the parts that it came with, or with its text as the only one."""
-    content = checked["content"]
-    if not isinstance(content, str):
-        return checked
-    came = message["content"]
-    return {
-        **checked,
-        "content": [{"type": "text", "text": came}] if isinstance(came, str) else came,
-    }
+    came = message.get("content")
+    parts = [{"type": "text", "text": came}] if isinstance(came, str) else came
+    return {**checked, "content": parts or []}
 
 
 def _make_environment() -> BoundedEnvironment:

@@ -45,7 +45,10 @@ class IncrementalDetokenizer:
         self._include_stop_str = sampling_params.include_stop_str_in_output
         self._finder = StopStringFinder(sampling_params.stop_strings)
         self._stream = _TextStream(
-            tokenizer, prompt_token_ids, skip_special_tokens=sampling_params.skip_special_tokens
+            tokenizer,
+            prompt_token_ids,
+            skip_special_tokens=sampling_params.skip_special_tokens,
+            spaces_between_special_tokens=sampling_params.spaces_between_special_tokens,
         )
         self._min_tokens = sampling_params.min_tokens
         self._num_tokens = 0
@@ -106,10 +109,18 @@ class _TextStream:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        spaces_between_special_tokens: bool,
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        # As in vLLM: those that are left out need no spaces taken away.
+        self._joins_added = not (skip_special_tokens or spaces_between_special_tokens)
+        self._last_is_added = False
         self._context = [i for i in prompt_token_ids[-NUM_CONTEXT_TOKENS:] if self._has_text(i)]
         self._context_text = self._decode(self._context)
         if self._context_text.endswith(REPLACEMENT_CHAR):
@@ -122,6 +133,10 @@ class _TextStream:
         # Tokens without text would only make the window longer.
         if not self._has_text(token_id):
             return ""
+        if self._joins_added:
+            before, self._last_is_added = self._last_is_added, self._is_added(token_id)
+            if before and self._last_is_added:
+                return self.flush() + self._show_as_written(token_id)
         self._pending.append(token_id)
         text = self._decode(self._context + self._pending)
         # Text that did not grow is held too: a context of no text would lose the space that
@@ -141,6 +156,15 @@ class _TextStream:
         self._context, self._pending = self._pending, []
         self._context_text = self._decode(self._context)
         return new_text
+
+    def _show_as_written(self, token_id: int) -> str:
+        """The text of an added token by itself: a decoder might put a space before it."""
+        self._context = [token_id]
+        self._context_text = self._decode(self._context)
+        return self._tokenizer.added_token_texts[token_id]
+
+    def _is_added(self, token_id: int) -> bool:
+        return token_id in self._tokenizer.added_token_texts
 
     def _give_up_on_part(self, text: str) -> str:
         """Shows the start of a long run of bad UTF-8, up to a token where it can be cut."""

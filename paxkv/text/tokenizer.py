@@ -39,11 +39,10 @@ class Tokenizer:
         _mark_special(backend, self.special_tokens.values())
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
-        self.special_token_ids = frozenset(
-            token_id
-            for token_id, token in backend.get_added_tokens_decoder().items()
-            if token.special
-        )
+        added_tokens = backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(i for i, token in added_tokens.items() if token.special)
+        # Those that stand for themselves in a text: id -> as they are written.
+        self.added_token_texts = {i: token.content for i, token in added_tokens.items()}
         self._token_texts: dict[int, str] = {}
         self._prefix_ids, self._suffix_ids = self._read_added_ids(tokenizer_config)
 
@@ -122,6 +121,10 @@ class Tokenizer:
     def token_to_id(self, token: str) -> int | None:
         """Id of a token by its name in the vocabulary, or None when there is none."""
         return self._backend.token_to_id(token)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """Name of a token in the vocabulary, such as "Ġthe" for " the"; None of an unknown id."""
+        return self._backend.id_to_token(token_id)
 
     def _encode_valid(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if len(text) <= LONG_TEXT_CHARS:

@@ -1,7 +1,9 @@
 """Every parameter of the API, sent by the official client to the demo model, streamed and not."""
 
 import json
+import math
 import re
+import time
 
 import httpx
 import openai
@@ -31,6 +33,7 @@ NAMED = {"type": "function", "function": {"name": "add"}}
 @pytest.fixture(scope="module")
 def server():
     arguments = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    arguments += ("--max-logprobs", "-1")
     # Few rows have few shapes to compile; the parameters are the same ones.
     small = ("--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--max-model-len", "640")
     with running_server(*arguments, *small) as running:
@@ -236,6 +239,20 @@ def test_an_echoed_prompt_is_scored_like_any_other_text(client) -> None:
     assert [o for part in parts for o in part.text_offset] == first.logprobs.text_offset
 
 
+def test_the_best_of_four_are_the_likeliest_of_four(client) -> None:
+    fields = {"model": MODEL, "prompt": "12 +", "max_tokens": 9, "seed": 5, "temperature": 1.5}
+    drawn = client.completions.create(n=4, logprobs=0, **fields)
+    means = {
+        choice.text: sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs)
+        for choice in drawn.choices
+    }
+    assert len(means) > 2
+    best = client.completions.create(n=2, best_of=4, **fields)
+    ranked = sorted(means, key=means.get, reverse=True)
+    assert [choice.text for choice in best.choices] == ranked[:2]
+    assert best.usage == drawn.usage
+
+
 def test_a_chat_tells_how_likely_its_prompt_was(client) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=QUESTION, max_tokens=1, extra_body={"prompt_logprobs": 1}
@@ -245,12 +262,83 @@ def test_a_chat_tells_how_likely_its_prompt_was(client) -> None:
     assert all(p["logprob"] <= 0 < p["rank"] for position in others for p in position.values())
 
 
+def test_a_called_tool_answers_and_the_chat_goes_on(client, server) -> None:
+    schema = {**SCHEMA, "properties": {"b": {"enum": ["x", "y"]}}, "required": ["b"]}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": schema}}]
+    fields = {"model": MODEL, "tools": tools, "max_tokens": 200, "temperature": 0}
+    first = client.chat.completions.create(messages=QUESTION, tool_choice=NAMED, **fields)
+    message = first.choices[0].message
+    (call,) = message.tool_calls
+    # As it came, and as clients write it that leave out what is null.
+    for said in (message, message.model_dump(exclude_none=True)):
+        turns = [*QUESTION, said, {"role": "tool", "tool_call_id": call.id, "content": "42"}]
+        for tool_choice in ("none", "auto"):
+            answer = client.chat.completions.create(
+                messages=turns, tool_choice=tool_choice, **fields
+            )
+            assert answer.usage.prompt_tokens > first.usage.prompt_tokens
+    turns = [*QUESTION, message.model_dump(exclude_none=True)]
+    ids = httpx.post(f"{server.url}/tokenize", json={"messages": turns}).json()["tokens"]
+    text = httpx.post(f"{server.url}/detokenize", json={"tokens": ids}).json()["prompt"]
+    assert '<tool_call>\n{"name": "add", "arguments": {"b"' in text
+
+
+def test_the_whole_vocabulary_is_told_of_answer_and_prompt(client) -> None:
+    fields = {"model": MODEL, "prompt": "12 + 30 =", "temperature": 0, "max_tokens": 2}
+    few = client.completions.create(logprobs=20, **fields).choices[0].logprobs
+    answer = client.completions.create(logprobs=-1, extra_body={"prompt_logprobs": -1}, **fields)
+    (choice,) = answer.choices
+    for told, all_tokens in zip(few.top_logprobs, choice.logprobs.top_logprobs, strict=True):
+        # Different tokens may have the same text.
+        assert len(all_tokens) > 500
+        for text, logprob in told.items():
+            assert all_tokens[text] == pytest.approx(logprob, abs=1e-3)
+    first, *others = choice.model_extra["prompt_logprobs"]
+    assert first is None
+    for position in others:
+        assert sum(math.exp(p["logprob"]) for p in position.values()) == pytest.approx(1, abs=1e-3)
+
+
 def test_responses_stream_the_same(client) -> None:
     fields = {"model": MODEL, "input": "What is 2 + 2?", "temperature": 0, "max_output_tokens": 20}
     whole = client.responses.create(**fields)
     *_, last = client.responses.create(stream=True, **fields)
     assert last.response.output_text == whole.output_text != ""
     assert last.response.usage == whole.usage
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_goes_on_with_the_one_before(client, stream) -> None:
+    def create(**fields: object):
+        answer = client.responses.create(
+            model=MODEL, temperature=0, max_output_tokens=20, stream=stream, **fields
+        )
+        return list(answer)[-1].response if stream else answer
+
+    first = create(input="What is 2 + 2?")
+    second = create(input="What is 12 + 30?", previous_response_id=first.id)
+    said = [{"role": "user", "content": "What is 2 + 2?"}]
+    said += [{"role": "assistant", "content": first.output_text}]
+    whole = create(input=[*said, {"role": "user", "content": "What is 12 + 30?"}], store=False)
+    assert second.output_text == whole.output_text
+    assert second.usage.input_tokens == whole.usage.input_tokens > first.usage.input_tokens
+    assert client.responses.retrieve(second.id).output_text == second.output_text
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(whole.id)
+
+
+def test_a_response_is_made_in_the_background_or_cancelled(client) -> None:
+    fields = {"model": MODEL, "input": "What is 2 + 2?", "temperature": 0, "background": True}
+    begun = client.responses.create(max_output_tokens=20, **fields)
+    assert (begun.status, begun.output_text) == ("queued", "")
+    deadline = time.monotonic() + 60
+    while (found := client.responses.retrieve(begun.id)).status == "queued":
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert found.status == "completed" and "4" in found.output_text
+    long = fields | {"extra_body": {"ignore_eos": True}}
+    ended = client.responses.cancel(client.responses.create(**long).id)
+    assert (ended.status, ended.output_text) == ("cancelled", "")
 
 
 def test_what_cannot_be_compiled_is_a_400_with_the_reason(client, server) -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from paxkv.contracts import wire
 from paxkv.contracts.engine_request import AddRequest, EngineRequest
-from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
-from paxkv.sampling_params import MAX_LOGPROBS, BeamSearchParams, SamplingParams
+from paxkv.errors import InvalidRequestError
+from paxkv.sampling_params import MAX_LOGPROBS, BeamSearchParams, SamplingParams, check_num_logprobs
 
 
 def test_defaults_are_vllms() -> None:
@@ -43,10 +43,10 @@ def test_defaults_are_vllms() -> None:
         ("max_tokens", 2**40),
         ("seed", 2**63),
         ("seed", 1.0),
-        ("logprobs", -1),
-        ("logprobs", MAX_LOGPROBS + 1),
-        ("prompt_logprobs", -1),
-        ("prompt_logprobs", MAX_LOGPROBS + 1),
+        ("logprobs", -2),
+        ("logprobs", 2**31),
+        ("prompt_logprobs", -2),
+        ("prompt_logprobs", True),
         ("prompt_logprobs", np.array([1, 2])),
         ("stop", ""),
         ("stop", ["ok", ""]),
@@ -83,6 +83,7 @@ def test_defaults_are_vllms() -> None:
         ("logit_bias", {5: 100.5}),
         ("logit_bias", {5: math.nan}),
         ("logit_bias", {5: "high"}),
+        ("spaces_between_special_tokens", "no"),
         ("logit_bias", dict.fromkeys(range(1025), 1.0)),
     ],
 )
@@ -94,14 +95,29 @@ def test_bad_value_names_the_field(field: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("spaces_between_special_tokens", False),
-    ],
+    ("num_logprobs", "max_logprobs", "is_told"),
+    [(None, 0, True), (0, 0, True), (20, 20, True), (21, 20, False), (-1, 20, False)]
+    + [(-1, -1, True), (50, -1, True), (51, -1, False), (-1, 50, True), (-1, 49, False)],
 )
-def test_field_without_effect_is_refused_not_ignored(field: str, value: object) -> None:
-    with pytest.raises(UnsupportedFeatureError, match=field):
-        SamplingParams(**{field: value})
+def test_so_many_logprobs_are_told_as_the_setting_says(num_logprobs, max_logprobs, is_told) -> None:
+    def check() -> None:
+        check_num_logprobs("logprobs", num_logprobs, max_logprobs=max_logprobs, vocab_size=50)
+
+    if is_told:
+        check()
+        return
+    with pytest.raises(InvalidRequestError, match="--max-logprobs") as caught:
+        check()
+    assert caught.value.param == "logprobs"
+
+
+def test_more_logprobs_than_the_device_picks_out_need_single_steps() -> None:
+    wants = [SamplingParams(logprobs=n).needs_single_steps for n in (None, 0, MAX_LOGPROBS)]
+    assert wants == [False] * 3
+    for num_logprobs in (-1, MAX_LOGPROBS + 1):
+        assert SamplingParams(logprobs=num_logprobs).needs_single_steps
+        # Those of a prompt come from the step that computes it.
+        assert not SamplingParams(prompt_logprobs=num_logprobs).needs_single_steps
 
 
 @pytest.mark.parametrize(

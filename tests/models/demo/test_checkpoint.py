@@ -19,6 +19,7 @@ from models.demo.evaluate import held_out_pairs, num_exact_answers
 from models.demo.generation import generate_greedy, render_question
 from models.demo.packing import encode_conversations
 from models.demo.system_prompts import long_system_prompt
+from models.demo.tokenizer_training import CHAT_TEMPLATE
 from models.demo.training_model import DemoModel, DemoModelConfig
 
 CHECKPOINT = Path(models.demo.__file__).parent / "checkpoint"
@@ -92,6 +93,23 @@ def test_template_ends_where_the_answer_begins(template):
     messages = [{"role": "user", "content": "What is 23 + 58?"}]
     assert template.render(messages=messages, add_generation_prompt=True) == (
         "<|im_start|>user\nWhat is 23 + 58?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_template_is_the_one_that_training_writes(template):
+    config = json.loads((CHECKPOINT / "tokenizer_config.json").read_text())
+    assert config["chat_template"] == CHAT_TEMPLATE
+
+
+def test_template_shows_calls_of_an_assistant_that_said_nothing(template):
+    calls = [{"function": {"name": "f", "arguments": {"a": 1}}}] * 2
+    shown = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    for silent in ({"content": None}, {"content": ""}, {}):
+        text = template.render(messages=[{"role": "assistant", "tool_calls": calls} | silent])
+        assert text == f"<|im_start|>assistant\n{shown}\n{shown}<|im_end|>\n"
+    spoken = {"role": "assistant", "content": "So:", "tool_calls": calls[:1]}
+    assert template.render(messages=[spoken]) == (
+        f"<|im_start|>assistant\nSo:\n{shown}<|im_end|>\n"
     )
 
 

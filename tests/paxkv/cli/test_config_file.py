@@ -31,10 +31,42 @@ def test_toml_is_read_by_its_name(tmp_path):
     assert read_config_file(path) == ["--host=::1"]
 
 
+@pytest.mark.parametrize("name", ["f.yaml", "f.yml"])
+def test_yaml_is_vllms_form(tmp_path, name):
+    path = tmp_path / name
+    path.write_text(
+        "# as of `vllm serve --config`\n"
+        "model: org/name\nport: 6379\nmax_num_seqs: 32\nenable-prefix-caching: false\n"
+        "uvicorn-log-level: info\nserved-model-name:\n  - a\n  - b\n"
+        "compilation-config: {level: 3}\n"
+    )
+    assert read_config_file(path) == [
+        "--model=org/name",
+        "--port=6379",
+        "--max-num-seqs=32",
+        "--no-enable-prefix-caching",
+        "--uvicorn-log-level=info",
+        *("--served-model-name", "a", "b"),
+        '--compilation-config={"level": 3}',
+    ]
+
+
+def test_a_key_without_a_value_is_left_out_only_if_it_is_a_flag(tmp_path):
+    path = tmp_path / "f.yaml"
+    path.write_text("port:\nprot:\n")
+    assert read_config_file(path, known_flags={"--port"}) == ["--prot"]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("f.yaml", "a: 1", "reads .toml and .json"),
+        ("f.ini", "a: 1", "reads .yaml, .yml, .toml, .json"),
+        ("f.yaml", "- a", "must hold a table"),
+        ("f.yaml", "8000: a", "with a name each"),
+        ("f.yaml", "", "must hold a table"),
+        ("f.yaml", "a: [", "cannot read"),
+        ("f.yaml", "port: 1\nport: 2", "stands twice"),
+        ("f.yaml", "a: !!python/object/apply:os.getcwd []", "cannot read"),
         ("f.json", "[1]", "must hold a table"),
         ("f.json", "{", "cannot read"),
         ("f.toml", "a", "cannot read"),

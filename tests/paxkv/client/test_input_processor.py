@@ -191,6 +191,17 @@ def test_other_parameters_are_left_as_they_are() -> None:
         params.max_tokens = 4
 
 
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+def test_log_probabilities_beyond_the_setting_are_refused_with_its_name(field):
+    for changes, num_told in (({}, 20), ({"max_logprobs": 5}, 5), ({"max_logprobs": -1}, -1)):
+        processor = make(**changes)
+        processor.process([5], SamplingParams(**{field: num_told}), request_id="a")
+        with pytest.raises(InvalidRequestError, match="larger --max-logprobs") as caught:
+            params = SamplingParams(**{field: 10**6 if num_told == -1 else num_told + 1})
+            processor.process([5], params, request_id="b")
+        assert caught.value.param == field
+
+
 def test_priority_and_cache_salt_are_passed_on() -> None:
     prompt = {"prompt": "a", "cache_salt": "tenant"}
     request = make().process(prompt, SamplingParams(), request_id="r", priority=-3)

@@ -12,7 +12,7 @@ from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
 from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput
 from paxkv.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
 from paxkv.inspector.recorder import InspectionRecorder
-from paxkv.sampling_params import BeamSearchParams, SamplingParams
+from paxkv.sampling_params import BeamSearchParams, SamplingParams, check_num_logprobs
 from tests.paxkv.scheduler.stepping import make_scheduler
 
 MODEL_NAME = "org/fake"
@@ -47,6 +47,9 @@ class FakeTokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         special = "" if skip_special_tokens else "<s>"
         return "".join(special if i == BOS else chr(i) for i in token_ids)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        return f"<{token_id}>"
 
 
 class FakeChatTemplate:
@@ -110,6 +113,8 @@ class FakeEngine:
         self.seen_prompts: list[object] = []
         self.seen_request_ids: list[str] = []
         self.calls: list[tuple[object, ...]] = []
+        # How many tokens stand for the whole vocabulary.
+        self.tops_of_all = VOCAB_SIZE
 
     @property
     def latest_stats(self) -> SchedulerStats:
@@ -171,6 +176,12 @@ class FakeEngine:
         stream: bool,
     ) -> AsyncGenerator[RequestOutput, None]:
         prompt_token_ids = self._token_ids(prompt)
+        check_num_logprobs(
+            "logprobs",
+            sampling_params.logprobs,
+            max_logprobs=self.model_info.max_logprobs,
+            vocab_size=VOCAB_SIZE,
+        )
         text = str(prompt)
         self.seen_params.append(sampling_params)
         self.seen_priorities.append(priority)
@@ -204,15 +215,15 @@ class FakeEngine:
             return
         reason = "stop" if said and max_tokens == len(said) else "length"
         num_sent = 0
+        num_logprobs = sampling_params.logprobs
+        num_logprobs = self.tops_of_all if num_logprobs == -1 else num_logprobs
         try:
             for i in range(max_tokens):
                 await self._compute(text, num_done=i)
                 is_done = i + 1 == max_tokens
                 if stream or is_done:
                     completions = [
-                        _completion(
-                            index, answer, num_sent, i + 1, sampling_params.logprobs, reason
-                        )
+                        _completion(index, answer, num_sent, i + 1, num_logprobs, reason)
                         for index, answer in enumerate(answers)
                         if len(answer) > num_sent
                     ]
@@ -279,10 +290,13 @@ def _completion(
 ) -> CompletionOutput:
     """The tokens `first` to `end` of an answer."""
     token_ids = answer[first:end]
+    # Per token -1, -3, -5, -2, -4, -1 ... of completions 0, 1, 2, 3, 4, 5 ...
+    likelihood = -(1.0 + 2 * index % 5)
     return CompletionOutput(
         index=index,
         text="".join(map(chr, token_ids)),
         token_ids=token_ids,
+        cumulative_logprob=None if num_logprobs is None else likelihood * end,
         logprobs=None if num_logprobs is None else [_logprobs(i, num_logprobs) for i in token_ids],
         finish_reason=finish_reason if end >= len(answer) else None,
     )

@@ -28,7 +28,7 @@ def test_a_turn_with_tools_comes_through():
             {"role": "assistant", "content": "so", "reasoning": "hm"},
         ]
     )
-    assert messages[0]["content"] is None
+    assert messages[0]["content"] == ""
     assert messages[0]["tool_calls"] == [
         {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     ]
@@ -36,12 +36,18 @@ def test_a_turn_with_tools_comes_through():
     assert messages[2]["reasoning"] == messages[2]["reasoning_content"] == "hm"
 
 
+@pytest.mark.parametrize("message", [{"role": "assistant"}, {"role": "assistant", "content": None}])
+def test_an_assistant_may_have_said_nothing(message):
+    assert chat_messages([message]) == [{"role": "assistant", "content": ""}]
+
+
 @pytest.mark.parametrize(
     ("message", "param"),
     [
         ({"role": "robot", "content": "a"}, "messages[0].role"),
         ({"role": "user"}, "messages[0].content"),
-        ({"role": "assistant", "content": None}, "messages[0].content"),
+        ({"role": "tool", "content": None}, "messages[0].content"),
+        ({"role": "assistant", "content": 1}, "messages[0].content"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0]"),
         ({"role": "user", "content": "a", "tool_calls": [{}]}, "messages[0].tool_calls"),
         ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls[0]"),

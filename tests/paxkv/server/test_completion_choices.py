@@ -6,8 +6,9 @@ import pytest
 
 from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput
 from paxkv.errors import InvalidRequestError
-from paxkv.server.completion_choices import CompletionChoices
+from paxkv.server.completion_choices import CompletionChoices, best_completions
 from paxkv.server.openai_protocol import parse_completion
+from paxkv.server.openai_responses import completion_logprobs
 from tests.paxkv.server.fake_engine import FakeTokenizer
 
 
@@ -40,6 +41,24 @@ def _made(prompts=("abc",), **fields):
     return CompletionChoices(body, list(prompts), FakeTokenizer())
 
 
+def test_the_best_have_the_highest_logprob_per_token():
+    def completion(index, num_tokens, cumulative_logprob):
+        return CompletionOutput(
+            index=index,
+            text="",
+            token_ids=[0] * num_tokens,
+            cumulative_logprob=cumulative_logprob,
+            finish_reason="length",
+        )
+
+    # Per token -1, -0.5, -2, -0.5: the sums are in another order.
+    drawn = [completion(0, 1, -1.0), completion(1, 8, -4.0), completion(2, 1, -2.0)]
+    drawn.append(completion(3, 2, -1.0))
+    kept = best_completions(drawn, 3)
+    assert [len(c.token_ids) for c in kept] == [8, 2, 1]
+    assert [c.index for c in kept] == [0, 1, 2]
+
+
 def test_the_prompt_is_in_front_and_scored_but_for_its_first_token():
     (choice,) = _made(echo=True, logprobs=1).take(0, _output("xy"))
     assert choice.text == "abcxy"
@@ -48,6 +67,15 @@ def test_the_prompt_is_in_front_and_scored_but_for_its_first_token():
     assert logprobs.token_logprobs == [None, -2.0, -2.0, -0.5, -0.5]
     assert logprobs.text_offset == [0, 1, 2, 3, 4]
     assert logprobs.top_logprobs[:2] == [None, {"b": -2.0}]
+
+
+def test_of_tokens_with_the_same_text_the_likelier_is_told():
+    position = {
+        token_id: Logprob(logprob=-float(rank), rank=rank, decoded_token=text)
+        for rank, (token_id, text) in enumerate([(7, "x"), (8, "?"), (9, "?")], start=1)
+    }
+    logprobs = completion_logprobs([7], [position], 3, text_offset=0)
+    assert logprobs.top_logprobs == [{"x": -1.0, "?": -2.0}]
 
 
 @pytest.mark.parametrize("as_token_ids", [False, True])

@@ -11,6 +11,7 @@ from paxkv.server.openai_protocol import (
     parse_chat,
     parse_completion,
     prompt_with_options,
+    shorten,
 )
 from paxkv.text.chat_template import ChatTemplate
 from tests.paxkv.server.conftest import run_server
@@ -91,12 +92,15 @@ def test_prompt_logprobs_are_not_streamed():
         parse_completion({"prompt": "a", "prompt_logprobs": 1, "stream": True})
 
 
-def test_prompt_too_deep_to_be_quoted_is_still_the_callers_mistake():
+def test_a_mistake_is_quoted_however_deep_or_long_it_is():
     prompt = []
     for _ in range(200_000):
         prompt = [prompt]
-    with pytest.raises(InvalidRequestError, match="nested too deeply"):
+    with pytest.raises(InvalidRequestError, match=r"it holds \[+\.\.\.\]+\."):
         completion_prompts(prompt)
+    for long in ([[[1] * 10**6]], {"a" * 10**6: ["b" * 10**6] * 99}, "c" * 10**6, 10**400):
+        assert len(shorten(long)) <= 80
+    assert shorten({"a": [1, "b"]}) == "{'a': [1, 'b']}"
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """/v1/completions: forms of prompts, streams, token counts, log-probabilities."""
 
 import concurrent.futures
+import dataclasses
 import json
 
 import openai
@@ -111,6 +112,20 @@ def test_stream_of_n_choices_says_the_same_as_the_whole(shared_server, fields):
             assert joined == choice["logprobs"][key]
 
 
+def test_the_n_best_of_best_of_are_returned_and_all_are_counted(shared_server):
+    body = {"prompt": ["a", "b"], "max_tokens": 8, "n": 2, "best_of": 5}
+    answer = shared_server.client.post("/v1/completions", json=body).json()
+    # The engine draws them with -1, -3, -5, -2 and -4 a token: completions 0 and 3 are the best.
+    expected = [_answer([256, ord(letter)], 8, index=index) for letter in "ab" for index in (0, 3)]
+    assert [choice["text"] for choice in answer["choices"]] == expected
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    # Logprobs are what they are ranked by, and stay inside.
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
+    assert shared_server.engine.seen_params[-1].n == 5
+    assert answer["usage"]["completion_tokens"] == 2 * (8 + 7 + 6 + 5 + 4)
+    assert answer["usage"]["prompt_tokens"] == 4
+
+
 def test_stream_without_include_usage_has_no_usage(shared_server):
     body = {"prompt": "a", "stream": True}
     with shared_server.client.stream("POST", "/v1/completions", json=body) as response:
@@ -128,6 +143,22 @@ def test_logprobs_hold_the_drawn_token_besides_the_likely_ones(shared_server):
         "text_offset": [0, 1],
         "top_logprobs": [{"t": -1.0, "A": 0.0}, {"u": -1.0, "A": 0.0}],
     }
+
+
+def test_the_whole_vocabulary_is_told_where_the_server_allows_it(start_server):
+    server = start_server()
+    info = dataclasses.replace(server.engine.model_info, max_logprobs=-1)
+    server.engine.model_info = info
+    body = {"prompt": "a", "max_tokens": 1, "logprobs": -1}
+    # What an engine tells of: this one has as many as it was asked for.
+    server.engine.tops_of_all = 30
+    (choice,) = server.client.post("/v1/completions", json=body).json()["choices"]
+    (top,) = choice["logprobs"]["top_logprobs"]
+    assert len(top) == 30
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "logprobs": True}
+    answer = server.client.post("/v1/chat/completions", json=chat | {"top_logprobs": -1}).json()
+    assert len(answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 30
+    assert server.engine.seen_params[-1].logprobs == -1
 
 
 def test_impossible_token_has_a_logprob_that_json_can_hold(shared_server):

@@ -2,11 +2,9 @@
 
 import re
 
-import pytest
-
 import paxkv
 from paxkv.server.routes_info import InfoRoutes
-from tests.paxkv.server.fake_engine import BOS, MODEL_NAME
+from tests.paxkv.server.fake_engine import MODEL_NAME
 
 
 def _values(text):
@@ -16,9 +14,8 @@ def _values(text):
 
 
 def test_has_a_route_for_each_promise():
-    paths = {route.path for route in InfoRoutes(None, None, None, max_body_bytes=1).routes()}
-    promised = {"/v1/models", "/health", "/metrics", "/version", "/tokenize", "/detokenize"}
-    assert promised <= paths
+    paths = {route.path for route in InfoRoutes(None, None, None).routes()}
+    assert {"/v1/models", "/health", "/metrics", "/version"} <= paths
 
 
 def test_models_lists_the_one_model(shared_server):
@@ -41,62 +38,6 @@ def test_version_and_health(shared_server):
     assert shared_server.client.get("/version").json() == {"version": paxkv.__version__}
     response = shared_server.client.get("/health")
     assert (response.status_code, response.content) == (200, b"")
-
-
-@pytest.mark.parametrize(
-    ("fields", "tokens"),
-    [
-        ({"prompt": "ab"}, [BOS, 97, 98]),
-        ({"prompt": "ab", "add_special_tokens": False}, [97, 98]),
-        ({"prompt": ""}, [BOS]),
-        ({"messages": [{"role": "user", "content": "a"}]}, list(b"<user>a<assistant>")),
-        (
-            {
-                "messages": [{"role": "user", "content": "a"}],
-                "add_generation_prompt": False,
-                "chat_template_kwargs": {"tail": "<t>"},
-                "tools": [],
-                "return_token_strs": None,
-            },
-            list(b"<user>a<t>"),
-        ),
-    ],
-)
-def test_tokenize(shared_server, fields, tokens):
-    body = shared_server.client.post("/tokenize", json=fields).json()
-    assert body == {"count": len(tokens), "max_model_len": 512, "tokens": tokens}
-
-
-def test_detokenize_shows_special_tokens(shared_server):
-    body = shared_server.client.post("/detokenize", json={"tokens": [BOS, 97, 98]}).json()
-    assert body == {"prompt": "<s>ab"}
-
-
-@pytest.mark.parametrize(
-    ("path", "fields", "param"),
-    [
-        ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
-        ("/tokenize", {"prompt": 5}, "prompt"),
-        ("/tokenize", {"messages": []}, "messages"),
-        ("/tokenize", {"prompt": "a", "return_token_strs": True}, "return_token_strs"),
-        ("/tokenize", {"messages": [{}], "tools": [{}]}, "tools"),
-        ("/detokenize", {}, "tokens"),
-        ("/detokenize", {"tokens": "a"}, "tokens"),
-        ("/detokenize", {"tokens": [300]}, "tokens"),
-        ("/detokenize", {"tokens": [-1]}, "tokens"),
-        ("/detokenize", {"tokens": [2**80]}, "tokens"),
-    ],
-)
-def test_token_routes_name_the_bad_field(shared_server, path, fields, param):
-    response = shared_server.client.post(path, json=fields)
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == param
-
-
-def test_token_that_does_not_exist_is_named_with_what_is_allowed(shared_server):
-    response = shared_server.client.post("/detokenize", json={"tokens": [5, 300]})
-    assert response.json()["error"]["message"] == "tokens[1] is 300; token ids are in [0, 300)."
 
 
 def test_metrics_count_what_was_served(start_server):
@@ -130,4 +71,4 @@ def test_metrics_names_are_well_formed(shared_server):
         ours = (
             r"(vllm:|paxkv:)[a-z0-9_]+\{|(paxkv_compiles_after_ready_total|padding_waste_ratio)\{"
         )
-        assert re.match(rf"{ours}|(process|python)_[a-z_]+", name)
+        assert re.match(rf"{ours}|(process|python|http)_[a-z_]+", name)

@@ -1,6 +1,8 @@
 """/v1/responses: whole and streamed the same, in OpenAI's order, through the official client."""
 
+import dataclasses
 import json
+import time
 
 import openai
 import pytest
@@ -8,7 +10,14 @@ import pytest
 from paxkv.config import ServerConfig
 from paxkv.server.routes_responses import ResponsesRoutes
 from tests.paxkv.server.conftest import run_server
-from tests.paxkv.server.fake_engine import MODEL_NAME, SAID, SAY, FakeEngine
+from tests.paxkv.server.fake_engine import (
+    FAIL_AFTER_3,
+    MODEL_NAME,
+    NO_TOKENS,
+    SAID,
+    SAY,
+    FakeEngine,
+)
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}
 ANSWER = (
@@ -46,9 +55,13 @@ def _items(response):
     return found
 
 
-def test_answers_only_posts():
-    (route,) = ResponsesRoutes(None, None, ServerConfig()).routes()
-    assert (route.path, route.methods) == ("/v1/responses", {"POST"})
+def test_has_a_route_for_each_promise():
+    routes = ResponsesRoutes(None, None, ServerConfig()).routes()
+    assert [(route.path, route.methods - {"HEAD"}) for route in routes] == [
+        ("/v1/responses", {"POST"}),
+        ("/v1/responses/{response_id}", {"GET"}),
+        ("/v1/responses/{response_id}/cancel", {"POST"}),
+    ]
 
 
 def test_thoughts_text_and_calls_are_items(client):
@@ -64,7 +77,7 @@ def test_thoughts_text_and_calls_are_items(client):
     ]
     assert response.usage.output_tokens == len(ANSWER)
     assert response.usage.total_tokens == response.usage.input_tokens + len(ANSWER)
-    assert response.store is False
+    assert response.store is True
 
 
 def test_a_stream_tells_the_same_in_openais_order(client):
@@ -159,8 +172,10 @@ def test_the_form_of_a_text_is_a_grammar(server, client):
         ({"input": 5}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"type": "function_call"}]}, "input"),
-        ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"input": "a", "background": True}, "background"),
+        ({"input": "a", "previous_response_id": "chat_1"}, "previous_response_id"),
+        ({"input": "a", "previous_response_id": 1}, "previous_response_id"),
+        ({"input": "a", "background": True, "stream": True}, "background"),
+        ({"input": "a", "background": True, "store": False}, "background"),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tools"),
         ({"input": "a", "max_output_tokens": 0}, "max_completion_tokens"),
         ({"input": "a", "text": {"format": {"type": "yaml"}}}, "response_format"),
@@ -171,3 +186,110 @@ def test_bad_field_is_400_and_named(server, fields, param):
     response = server.client.post("/v1/responses", json=fields)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
+
+
+def _create(client, *, stream=False, **fields):
+    fields = {"model": MODEL_NAME, "max_output_tokens": 4} | fields
+    answer = client.responses.create(stream=stream, **fields)
+    return list(answer)[-1].response if stream else answer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_goes_on_where_the_one_before_ended(server, client, stream):
+    first = _create(client, stream=stream, input="one", instructions="be brief")
+    item = {"type": "function_call_output", "call_id": "c", "output": "two"}
+    second = _create(client, stream=stream, input=[item], previous_response_id=first.id)
+    assert second.previous_response_id == first.id
+    third = _create(
+        client, stream=stream, input="3", previous_response_id=second.id, instructions="be long"
+    )
+    # Of the instructions only the latest.
+    assert server.engine.seen_prompts[-1]["prompt"] == (
+        f"<system>be long<user>one<assistant>{first.output_text}<tool>two"
+        f"<assistant>{second.output_text}<user>3<assistant>"
+    )
+    assert client.responses.retrieve(third.id).to_dict() == third.to_dict()
+    # Another may go on from there too.
+    _create(client, stream=stream, input="4", previous_response_id=first.id)
+    assert server.engine.seen_prompts[-1]["prompt"].endswith("<user>4<assistant>")
+
+
+def test_calls_and_thoughts_are_part_of_what_goes_on(server, client):
+    first = _create(client, input=SAY + ANSWER + SAID, tools=[TOOL], max_output_tokens=300)
+    seen = []
+    server.engine.chat_template.render, render = (
+        lambda messages, **kwargs: seen.append(messages) or "x",
+        server.engine.chat_template.render,
+    )
+    try:
+        _create(client, input="go", previous_response_id=first.id)
+    finally:
+        server.engine.chat_template.render = render
+    _, answer, last = seen[0]
+    assert (answer["reasoning"], answer["content"]) == ("hm", [{"type": "text", "text": "so: "}])
+    assert [call["function"]["name"] for call in answer["tool_calls"]] == ["f", "g"]
+    assert last == {"role": "user", "content": "go"}
+
+
+def test_what_is_not_stored_is_a_404_that_says_why(server, client):
+    kept_out = _create(client, input="a", store=False)
+    assert kept_out.store is False
+    with pytest.raises(openai.NotFoundError, match="--response-store-bytes") as raised:
+        client.responses.retrieve(kept_out.id)
+    assert raised.value.code == "response_not_found"
+    with pytest.raises(openai.NotFoundError) as raised:
+        _create(client, input="a", previous_response_id=kept_out.id)
+    assert raised.value.param == "previous_response_id"
+    for path in ("/v1/responses/other", f"/v1/responses/{kept_out.id}?stream=true"):
+        assert server.client.get(path).status_code == 400
+
+
+def test_a_server_without_a_store_says_so(start_server):
+    server = start_server(response_store_bytes=0)
+    body = {"input": "a", "max_output_tokens": 2}
+    assert server.client.post("/v1/responses", json=body).json()["store"] is False
+    for field in ({"previous_response_id": "resp_1"}, {"background": True}):
+        error = server.client.post("/v1/responses", json=body | field).json()["error"]
+        assert error["param"] in field and "--response-store-bytes 0" in error["message"]
+
+
+def _wait(client, response_id):
+    deadline = time.monotonic() + 10
+    while (found := client.responses.retrieve(response_id)).status == "queued":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
+def test_an_answer_in_the_background_is_there_later(server, client):
+    begun = _create(client, input="one", background=True)
+    assert (begun.status, begun.background, begun.output) == ("queued", True, [])
+    found = _wait(client, begun.id)
+    assert found.status == "incomplete" and len(found.output_text) == 4
+    with pytest.raises(openai.BadRequestError, match="is incomplete"):
+        client.responses.cancel(begun.id)
+    # What fails says so where it is asked for.
+    failed = _wait(client, _create(client, input=FAIL_AFTER_3, background=True).id)
+    assert (failed.status, failed.error.code) == ("failed", "internal_error")
+    with pytest.raises(openai.BadRequestError, match="is failed"):
+        _create(client, input="go on", previous_response_id=failed.id)
+
+
+def test_an_answer_in_the_background_is_cancelled_in_the_engine(server, client):
+    begun = _create(client, input=NO_TOKENS, background=True)
+    with pytest.raises(openai.BadRequestError, match="is queued"):
+        _create(client, input="go on", previous_response_id=begun.id)
+    assert client.responses.cancel(begun.id).status == "cancelled"
+    assert client.responses.retrieve(begun.id).status == "cancelled"
+    assert server.engine.seen_request_ids[-1] in server.engine.aborted
+    assert not server.engine.running
+
+
+def test_a_full_server_takes_nothing_into_the_background(start_server):
+    server = start_server(max_waiting_requests=0)
+    server.engine.model_info = dataclasses.replace(server.engine.model_info, max_num_seqs=1)
+    body = {"input": NO_TOKENS, "background": True}
+    begun = server.client.post("/v1/responses", json=body).json()
+    refused = server.client.post("/v1/responses", json=body)
+    assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+    server.client.post(f"/v1/responses/{begun['id']}/cancel")

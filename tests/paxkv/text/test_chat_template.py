@@ -63,8 +63,10 @@ def test_malformed_messages_are_refused(messages: object) -> None:
 
 
 def test_assistant_may_have_said_nothing() -> None:
-    template = ChatTemplate("{{ messages[0]['content'] is none }}")
-    assert template.render([{"role": "assistant"}]) == "True"
+    source = "{{ messages[0]['content'] == '' }}{{ messages[0]['content'] == [] }}"
+    for message in ({"role": "assistant"}, {"role": "assistant", "content": None}):
+        assert ChatTemplate(source).render([message]) == "TrueFalse"
+        assert ChatTemplate(source, content_format="openai").render([message]) == "FalseTrue"
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "documents", "add_generation_prompt"])

@@ -4,8 +4,10 @@ import itertools
 import time
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import models
 
 from paxkv.sampling_params import SamplingParams
 from paxkv.text.detokenizer import IncrementalDetokenizer, StoppedByString
@@ -54,6 +56,29 @@ def as_tokens(pieces: list[bytes]) -> tuple[Tokenizer, list[int]]:
     words += [piece for piece in dict.fromkeys(pieces) if len(piece) > 1]
     ids = {word: token_id for token_id, word in enumerate(words)}
     return byte_level_tokenizer(pieces), [ids[piece] for piece in pieces]
+
+
+@pytest.mark.parametrize(
+    ("skip", "spaces", "text"),
+    [
+        (False, True, "a <s> </s> </s> b <s>"),
+        (False, False, "a <s></s></s> b <s>"),
+        (True, True, "a b"),
+        (True, False, "a b"),
+    ],
+)
+@pytest.mark.parametrize("tokens_per_update", [1, 4])
+def test_spaces_between_special_tokens_go_where_that_is_asked(
+    skip: bool, spaces: bool, text: str, tokens_per_update: int
+) -> None:
+    # Without a decoder of its own, a tokenizer puts spaces between all tokens.
+    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    backend.add_special_tokens(["<s>", "</s>"])
+    params = {"skip_special_tokens": skip, "spaces_between_special_tokens": spaces}
+    pieces, _ = stream(
+        Tokenizer(backend), [0, 2, 3, 3, 1, 2], tokens_per_update=tokens_per_update, **params
+    )
+    assert "".join(pieces) == text
 
 
 @settings(deadline=None)

@@ -1,0 +1,84 @@
+"""No body within the limits holds the event loop for long, and text may hold any signs."""
+
+import asyncio
+import gc
+import json
+import time
+
+import pytest
+from starlette.requests import Request
+
+from paxkv.errors import InvalidRequestError
+from paxkv.server.json_body import MAX_PARTS, MAX_STRINGS, decode_json, decode_object, read_body
+
+
+@pytest.mark.parametrize(
+    ("part", "num_parts"),
+    [(b"[]", 1), (b"{}", 1), (b"[[[]]]", 3), (b'{"a":1}', 2), (b'["a{"]', 1), (b'{"[:":{}}', 3)],
+    ids=repr,
+)
+def test_parts_are_counted(part, num_parts):
+    # The object, its key and the array are three.
+    most = (MAX_PARTS - 3) // num_parts
+    assert decode_object(b'{"x":[%s]}' % b",".join([part] * most))
+    with pytest.raises(InvalidRequestError, match="too many parts"):
+        decode_object(b'{"x":[%s]}' % b",".join([part] * (most + 1)))
+
+
+@pytest.mark.parametrize("text", ["[{:", '"[{:', "\\[", '\\"{', "\\\\", '\\\\"[', "é\n{"])
+def test_signs_within_text_are_no_parts(text):
+    body = {"prompt": text * MAX_PARTS, "other": [text] * 9}
+    assert decode_object(json.dumps(body).encode()) == body
+
+
+@pytest.mark.parametrize("string", [b'"[:"', b'""', b'"\\""'])
+def test_strings_are_counted(string):
+    # The key is one of them.
+    assert decode_object(b'{"[":[%s]}' % b",".join([string] * (MAX_STRINGS - 1)))
+    with pytest.raises(InvalidRequestError, match="too many parts"):
+        decode_object(b'{"[":[%s]}' % b",".join([string] * MAX_STRINGS))
+
+
+def test_what_is_no_json_has_the_name_of_what_it_was():
+    for text in (b"{", b"\xff", b'"\\ud800"', b"[" * 10_000, b"NaN"):
+        with pytest.raises(InvalidRequestError, match="^that thing "):
+            decode_json(text, name="that thing")
+
+
+def _read(body, read):
+    async def receive():
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    headers = [(b"content-type", b"application/json")]
+    request = Request({"type": "http", "method": "POST", "headers": headers}, receive)
+    return read_body(request, read, max_body_bytes=2**23)
+
+
+@pytest.mark.parametrize("num_ids", [2, 200_000])
+def test_a_long_body_is_read_beside_the_loop(num_ids):
+    """And a mistake in it is told as that of a short one."""
+
+    async def run():
+        def read(fields):
+            time.sleep(0.4)
+            if fields["prompt"][0]:
+                raise InvalidRequestError("not 1")
+            return len(fields["prompt"])
+
+        longest_s, last_s = 0.0, time.perf_counter()
+        for first in (b"0", b"1"):
+            body = b'{"prompt":[' + b",".join([first] * num_ids) + b"]}"
+            reading = asyncio.ensure_future(_read(body, read))
+            while not reading.done():
+                await asyncio.sleep(0.001)
+                last_s, before_s = time.perf_counter(), last_s
+                longest_s = max(longest_s, last_s - before_s)
+            if first == b"0":
+                assert reading.result() == num_ids
+        with pytest.raises(InvalidRequestError, match="not 1"):
+            reading.result()
+        return longest_s
+
+    gc.collect()
+    is_beside = asyncio.run(run()) < 0.3
+    assert is_beside == (num_ids > 2)
