@@ -54,7 +54,6 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
     if config.enable_admin:
         admin_routes = AdminRoutes(engine, generator.names, profile_dir=config.profile_dir).routes()
     inspector = InspectorRoutes(engine, config)
-    limit = config.max_body_bytes
     app = Starlette(
         routes=[
             *CompletionRoutes(engine, generator, config).routes(),
