@@ -32,6 +32,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from benchmarks.markdown_table import markdown_table
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
 from benchmarks.workloads import Workload, make_workload
 from paxkv.build import BuiltEngine, build_engine
@@ -242,14 +243,14 @@ def result_rows(
 
 def table(repetitions: Sequence[dict[Mode, BatchingRun]]) -> str:
     """Medians as Markdown; the last column is the median of the repetitions' ratios."""
-    lines = ["| median | static | continuous | static / continuous |", "| --- |" + " ---: |" * 3]
+    lines = []
     for name in repetitions[0]["static"].figures():
         static, continuous = ([r[mode].figures()[name] for r in repetitions] for mode in MODES)
         ratios = [s / c for s, c in zip(static, continuous, strict=True)]
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        medians = f"{statistics.median(static):.4g} | {statistics.median(continuous):.4g}"
-        lines.append(f"| {name} | {medians} | {spread} |")
-    return "\n".join(lines)
+        medians = (f"{statistics.median(values):.4g}" for values in (static, continuous))
+        lines.append([name, *medians, spread])
+    return markdown_table(["median", "static", "continuous", "static / continuous"], lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

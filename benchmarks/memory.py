@@ -45,6 +45,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.host.kv_waste import MAX_MODEL_LEN, make_requests, make_scheduler, run_steps
+from benchmarks.markdown_table import markdown_table
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
 from benchmarks.workloads import make_workload
 from paxkv.contracts.engine_request import EngineRequest
@@ -204,16 +205,13 @@ def table(
     """Medians as Markdown."""
     names = [*RESERVATIONS, *map(paged_name, block_sizes)]
     last = ("memory, % of max_model_len's", "requests at once (max_model_len)")
-    lines = [
-        f"| waste, % | {' | '.join((*names, *last))} |",
-        "| --- " + "| ---: " * (len(names) + len(last)) + "|",
-    ]
+    lines = []
     for distribution, by_name in figures.items():
         medians = {name: statistics.median(values) for name, values in by_name.items()}
         values = [f"{medians[name]:.1f}" for name in (*names, "memory")]
         at_once = f"{medians['requests at once']:.0f} ({pool_tokens // MAX_MODEL_LEN})"
-        lines.append(f"| {distribution} | {' | '.join((*values, at_once))} |")
-    return "\n".join((*lines, "", *_NOTES))
+        lines.append([distribution, *values, at_once])
+    return "\n".join((markdown_table(["waste, %", *names, *last], lines), "", *_NOTES))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,7 +19,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.engine.measure import case_fields, markdown_table, short_cases
+from benchmarks.engine.measure import case_fields, short_cases
+from benchmarks.markdown_table import markdown_table
 
 SPEED_METRICS = {
     "tokens_per_cpu_s": "output tokens per CPU-second",

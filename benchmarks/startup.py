@@ -36,6 +36,7 @@ from typing import IO
 
 import httpx
 
+from benchmarks.markdown_table import markdown_table
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -227,23 +228,23 @@ def result_rows(
 
 def table(figures: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
     """Medians with their range as Markdown."""
-    lines = [f"| s since process start | {' | '.join(figures)} |", "| --- " + "| ---: " * 2 + "|"]
+    lines = []
     for name in MILESTONES:
         cells = [
             f"{statistics.median(v):.2f} ({min(v):.2f} to {max(v):.2f})"
             for v in (by_name[name] for by_name in figures.values())
         ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append([name, *cells])
     for name in ("num_compiled", "num_loaded"):
         cells = [f"{statistics.median(by_name[name]):g}" for by_name in figures.values()]
-        lines.append(f"| programs {name.removeprefix('num_')} | {' | '.join(cells)} |")
+        lines.append([f"programs {name.removeprefix('num_')}", *cells])
+    made = markdown_table(["s since process start", *figures], lines)
     if max(figures["warm"]["num_compiled"]) > 0:
-        lines += [
-            "",
-            "A WARM START COMPILED: it did not find all programs of the cold one. Was a source "
-            "file changed between them, or the cache switched off?",
-        ]
-    return "\n".join(lines)
+        made += (
+            "\n\nA WARM START COMPILED: it did not find all programs of the cold one. Was a source "
+            "file changed between them, or the cache switched off?"
+        )
+    return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:

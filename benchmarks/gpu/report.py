@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.engine.measure import markdown_table, spread
+from benchmarks.engine.measure import spread
 from benchmarks.gpu.sizes import LLAMA_3_1_8B
 from benchmarks.gpu.units import PAXKV, TRANSFORMERS, decode_case
+from benchmarks.markdown_table import markdown_table
 from benchmarks.ops.gpu_processes import Result
 from benchmarks.ops.gpu_report import OpRow
 

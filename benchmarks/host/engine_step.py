@@ -31,9 +31,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from benchmarks.engine.measure import markdown_table, spread
+from benchmarks.engine.measure import spread
 from benchmarks.engine.options import named_setting
 from benchmarks.engine.paxkv_engine import settings_by_part
+from benchmarks.markdown_table import markdown_table
 from benchmarks.random_checkpoint import MODEL_SHAPES, write_checkpoint
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
 from models import read_model_config

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 
 import httpx
 
-from benchmarks.engine.measure import markdown_table, spread
+from benchmarks.engine.measure import spread
 from benchmarks.engine.offline_engine import EngineRun, Setting
 from benchmarks.engine.options import (
     case_of,
@@ -37,6 +37,7 @@ from benchmarks.engine.options import (
 from benchmarks.engine.paxkv_engine import kv_cache_bytes, settings_by_part
 from benchmarks.engine.process import EngineProcess, pinned
 from benchmarks.engine.worker import WARM_UP_OUTPUT_TOKENS, WARM_UP_REQUESTS
+from benchmarks.markdown_table import markdown_table
 from benchmarks.random_checkpoint import MODEL_SHAPES
 from benchmarks.random_tokenizer import write_tokenizer
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
+from benchmarks.markdown_table import markdown_table
 from benchmarks.result_rows import ResultRow
 from benchmarks.serving.summary import LATENCIES, STATISTICS, LoadSummary
 
@@ -46,15 +47,16 @@ def report(rows: Sequence[ResultRow], summaries: Sequence[LoadSummary]) -> str:
     lines = [rows[0].case, ""]
     if len(summaries) > 1:
         lines += [f"Medians of {len(summaries)} repetitions.", ""]
-    lines += ["| all requests | |", "| --- | ---: |"]
     of_tables = {f"{name}_{statistic}" for name in LATENCIES for statistic in STATISTICS}
-    lines += [f"| {k} | {_number(v)} |" for k, v in medians.items() if k not in of_tables]
-    shown = [name for name in LATENCIES if f"{name}_p50" in medians]
-    if shown:
-        lines += ["", f"| ms | {' | '.join(STATISTICS)} |", "| --- " + "| ---: " * 4 + "|"]
-    for name in shown:
-        values = " | ".join(_number(medians[f"{name}_{statistic}"]) for statistic in STATISTICS)
-        lines.append(f"| {LATENCIES[name]} | {values} |")
+    figures = [[name, _number(v)] for name, v in medians.items() if name not in of_tables]
+    lines.append(markdown_table(["all requests", "value"], figures))
+    latencies = [
+        [LATENCIES[name], *(_number(medians[f"{name}_{statistic}"]) for statistic in STATISTICS)]
+        for name in LATENCIES
+        if f"{name}_p50" in medians
+    ]
+    if latencies:
+        lines += ["", markdown_table(["ms", *STATISTICS], latencies)]
     return "\n".join([*lines, "", *_notes(summaries)])
 
 

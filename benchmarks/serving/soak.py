@@ -36,6 +36,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 
+from benchmarks.markdown_table import markdown_table
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
 from benchmarks.serving.command_line import natural, positive_float, positive_int
 from benchmarks.serving.completions_client import ServerError
@@ -304,9 +305,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def report(result: SoakResult) -> str:
     """A Markdown table of all figures, examples of wrong answers, and the verdict."""
-    lines = ["| figure | |", "| --- | ---: |"]
-    lines += [f"| {name} | {value:,.2f} |" for name, value in result.figures.items()]
-    lines += [f"| {name} at the end | {value:g} |" for name, value in result.held.items()]
+    figures = [[name, f"{value:,.2f}"] for name, value in result.figures.items()]
+    figures += [[f"{name} at the end", f"{value:g}"] for name, value in result.held.items()]
+    lines = [markdown_table(["figure", "value"], figures)]
     for request, text in result.differing[:_NUM_SHOWN]:
         lines += ["", f"asked:  {request.prompt!r}, {request.fields}"]
         lines += [f"wanted: {request.answer!r}", f"got:    {text!r}"]

@@ -27,7 +27,6 @@ from pathlib import Path
 
 from benchmarks.engine.measure import (
     Contender,
-    markdown_table,
     ratios,
     restless,
     run_in_turn,
@@ -46,6 +45,7 @@ from benchmarks.engine.options import (
     work_folder,
 )
 from benchmarks.engine.process import EngineProcess, EngineProcessError
+from benchmarks.markdown_table import markdown_table
 from benchmarks.result_rows import ResultRow, append_rows, processor_name
 from benchmarks.torch_baseline.compare_tokens import LogitGap, differences
 from benchmarks.workloads import Workload

@@ -1,8 +1,7 @@
-"""Engines run in turn; ratios are of the same repetition; tables say what sets cases apart."""
+"""Engines run in turn; ratios are of the same repetition; cases say what sets them apart."""
 
 from benchmarks.engine.measure import (
     Contender,
-    markdown_table,
     ratios,
     restless,
     run_in_turn,
@@ -67,13 +66,6 @@ def test_cases_are_shortened_to_what_differs() -> None:
     assert short_cases(["size=3"]) == ("size=3", [""])
 
 
-def test_tables_are_aligned() -> None:
+def test_figures_are_written_with_their_range() -> None:
     assert spread([1.0, 3.0, 2.0]) == "2.00 (1.00 to 3.00)"
     assert spread([1234.5], 1) == "1,234.5"
-    table = markdown_table(["name", "x"], [["a", "10"], ["long name", "9"]])
-    assert table.splitlines() == [
-        "| name      |  x |",
-        "| --------- | -: |",
-        "| a         | 10 |",
-        "| long name |  9 |",
-    ]

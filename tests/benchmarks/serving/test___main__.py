@@ -35,7 +35,7 @@ def test_report_and_rows_show_the_servers_delays(tmp_path: Path, capsys, monkeyp
     assert rows["goodput_percent"]["median"] == 100
     assert f"model={MODEL}" in rows["ttft_ms_p50"]["case"]
     printed = capsys.readouterr().out
-    assert "| time to first token (TTFT) |" in printed
+    assert "| time to first token (TTFT) " in printed
     assert "usage that the server sent (8 requests)" in printed
     assert len((tmp_path / "requests.jsonl").read_text().splitlines()) == 16
     # Two warm-up requests a repetition, with prompts of their own.

@@ -27,8 +27,9 @@ def test_tables_show_medians_of_repetitions() -> None:
     assert list(row.values) == [200.0, 100.0, 400.0]
     text = report(rows, summaries)
     assert "Medians of 3 repetitions." in text
-    assert "| time to first token (TTFT) | 200 | 200 | 200 | 200 |" in text
-    assert "| requests_per_s | 1 |" in text
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    assert ["time to first token (TTFT)", "200", "200", "200", "200"] in lines
+    assert ["requests_per_s", "1"] in lines
     assert "ITL" not in text
 
 
