@@ -209,6 +209,11 @@ def _grammar(params: StructuredOutputsParams) -> str:
         options = {"whitespace_flexible": False}
     match params.kind:
         case "json":
+            # JSON Schema's other words for any value and for none; llguidance takes objects.
+            if source.strip() == "true":
+                source = "{}"
+            elif source.strip() == "false":
+                raise ValueError("no value fits the schema false")
             if params.disable_additional_properties:
                 source = json.dumps(_without_more_properties(json.loads(source)))
             return llguidance.LLMatcher.grammar_from_json_schema(source, overrides=options)

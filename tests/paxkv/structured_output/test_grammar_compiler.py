@@ -69,6 +69,10 @@ FORMS = {
         StructuredOutputsParams(choice=['say "hi"', "no", "né\n"]),
         lambda text: text in ('say "hi"', "no", "né\n"),
     ),
+    "any JSON": (
+        StructuredOutputsParams(json="true", disable_any_whitespace=True),
+        lambda text: json.loads(text) is not NotImplemented,
+    ),
     "lark": (
         StructuredOutputsParams(grammar='start: "a" start "b" | "c"'),
         lambda text: bool(re.fullmatch("a*cb*", text)) and text.count("a") == text.count("b"),
@@ -124,6 +128,7 @@ MALFORMED = {
     "regex": ({"regex": "(a"}, "unclosed group"),
     "lookahead": ({"regex": "(?=a)b"}, "look-around"),
     "no text": ({"regex": r"[^\s\S]"}, "."),
+    "schema of nothing": ({"json": "false"}, "no value fits"),
     "schema type": ({"json": {"type": "colour"}}, "type"),
     "schema text": ({"json": '{"type": '}, "."),
     "schema keyword": ({"json": {"not": {"type": "string"}}}, "Unimplemented"),
