@@ -227,12 +227,11 @@ def _grammar(params: StructuredOutputsParams) -> str:
         case "grammar":
             return llguidance.grammar_from("grammar", source)
     tag = json.loads(source)
+    if params.disable_additional_properties:
+        tag = _without_more_properties(tag)
     if isinstance(tag, Mapping) and "format" in tag:
-        form = tag["format"]
-        if params.disable_additional_properties:
-            form = _without_more_properties(form)
-        return StructuralFormat(options).grammar(form)
-    return _structural_tag_grammar(tag)
+        return StructuralFormat(options).grammar(tag["format"])
+    return _structural_tag_grammar(tag, options)
 
 
 def _without_more_properties(schema: object) -> object:
@@ -253,7 +252,7 @@ def _choice_grammar(source: str) -> str:
     return f"start: CHOICE\nCHOICE: {choices}"
 
 
-def _structural_tag_grammar(tag: object) -> str:
+def _structural_tag_grammar(tag: object, schema_options: Mapping[str, object]) -> str:
     """{"triggers": ["<f"], "structures": [{"begin": "<f=a>", "schema": {}, "end": "</f>"}]}"""
     structures = tag.get("structures") if isinstance(tag, Mapping) else None
     triggers = tag.get("triggers") if isinstance(tag, Mapping) else None
@@ -272,9 +271,8 @@ def _structural_tag_grammar(tag: object) -> str:
         trigger = next(found, None)
         if trigger is None:
             raise ValueError(f"no trigger begins {begin[:80]!r}")
-        tags.append(
-            llguidance.StructTag(trigger=trigger, begin=begin, grammar=dict(schema), end=end)
-        )
+        bound = {**schema, "x-guidance": schema_options}
+        tags.append(llguidance.StructTag(trigger=trigger, begin=begin, grammar=bound, end=end))
     return llguidance.StructTag.to_grammar(tags, assume_special=False)
 
 

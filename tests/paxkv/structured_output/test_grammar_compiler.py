@@ -124,6 +124,35 @@ def test_a_structural_tag_binds_what_stands_behind_its_trigger_alone():
     assert not bad.consume_tokens(TOKENIZER.encode('free text <f=a>{"n": "'))
 
 
+@pytest.mark.parametrize("is_older", [False, True])
+@pytest.mark.parametrize(
+    ("options", "written", "refused"),
+    [
+        ({}, '{"n": 1,"m":2}', '{"n":' + " " * 40 + "1}"),
+        ({"disable_any_whitespace": True}, '{"n":1}', '{"n": 1}'),
+        ({"whitespace_pattern": "~"}, '{"n":~1}', '{"n": 1}'),
+        ({"disable_additional_properties": True}, '{"n": 1}', '{"n":1,"m":2}'),
+    ],
+)
+def test_both_forms_of_a_structural_tag_heed_what_is_said_of_json(
+    is_older, options, written, refused
+):
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    content = {"type": "json_schema", "json_schema": schema}
+    tag = {"begin": "<f>", "content": content, "end": "</f>"}
+    form: dict[str, object] = {
+        "format": {"type": "triggered_tags", "triggers": ["<f"], "tags": [tag]}
+    }
+    if is_older:
+        structure = {"begin": "<f>", "schema": schema, "end": "</f>"}
+        form = {"triggers": ["<f"], "structures": [structure]}
+    params = StructuredOutputsParams(structural_tag=json.dumps(form), **options)
+    for text, fits in ((written, True), (refused, False)):
+        token_ids = TOKENIZER.encode(f"<f>{text}</f>")
+        num_valid = make_compiler().compile(params).validate_tokens(token_ids)
+        assert (num_valid == len(token_ids)) is fits, text
+
+
 MALFORMED = {
     "regex": ({"regex": "(a"}, "unclosed group"),
     "lookahead": ({"regex": "(?=a)b"}, "look-around"),
