@@ -21,6 +21,9 @@ _NUM_TRIED_TOKENS = 4
 MAX_REASON_CHARS = 400
 # Between the parts of JSON. Without an end small models never come out of it.
 _WHITESPACE = r"[ \t\r\n]{1,32}"
+# Of a schema: what holds others under names that are the client's, and what holds answers.
+_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+_VALUES = ("const", "enum")
 # What a matcher is made from: kind, source and options.
 _Key = tuple[str, str, bool, str | None, bool]
 # What one grammar may take, at most: about 0.1 s and 50 MB to build, and 0.05 s a step. Ordinary
@@ -240,7 +243,12 @@ def _without_more_properties(schema: object) -> object:
         return [_without_more_properties(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = {name: _without_more_properties(part) for name, part in schema.items()}
+    closed: dict[str, object] = {}
+    for name, part in schema.items():
+        if name in _SCHEMAS_BY_NAME and isinstance(part, dict):
+            closed[name] = {key: _without_more_properties(value) for key, value in part.items()}
+        else:
+            closed[name] = part if name in _VALUES else _without_more_properties(part)
     if isinstance(schema.get("properties"), dict) or "patternProperties" in schema:
         closed.setdefault("additionalProperties", False)
     return closed

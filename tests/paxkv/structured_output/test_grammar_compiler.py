@@ -97,6 +97,21 @@ FORMS |= {
         ),
         lambda text: text == "{}",
     ),
+    "what looks like a schema": (
+        StructuredOutputsParams(
+            json={
+                "type": "object",
+                "properties": {
+                    "const": {"type": "object", "properties": {}},
+                    "properties": {"enum": [{"properties": {}}]},
+                },
+                "required": ["const", "properties"],
+            },
+            disable_additional_properties=True,
+            disable_any_whitespace=True,
+        ),
+        lambda text: text == '{"const":{},"properties":{"properties":{}}}',
+    ),
 }
 
 
