@@ -43,7 +43,10 @@ def parse_arguments(
     if path is not None:
         try:
             words = read_config_file(
-                path, json_flags=_json_flags(parser), known_flags=parser._option_string_actions
+                path,
+                json_flags=_json_flags(parser),
+                single_flags=_single_flags(parser),
+                known_flags=parser._option_string_actions,
             )
         except ConfigError as error:
             parser.error(str(error))
@@ -79,6 +82,11 @@ def _parse(
 def _json_flags(parser: argparse.ArgumentParser) -> set[str]:
     actions = parser._option_string_actions.items()
     return {name for name, action in actions if action.metavar == JSON_LIST}
+
+
+def _single_flags(parser: argparse.ArgumentParser) -> set[str]:
+    actions = parser._option_string_actions.items()
+    return {name for name, action in actions if action.nargs is None}
 
 
 def _unknown_flag(parser: argparse.ArgumentParser, flag: str) -> str:

@@ -11,7 +11,11 @@ from paxkv.errors import ConfigError
 
 
 def read_config_file(
-    path: Path, *, json_flags: Collection[str] = (), known_flags: Collection[str] | None = None
+    path: Path,
+    *,
+    json_flags: Collection[str] = (),
+    single_flags: Collection[str] = (),
+    known_flags: Collection[str] | None = None,
 ) -> list[str]:
     """The command line that a file stands for.
 
@@ -22,6 +26,7 @@ def read_config_file(
 
     Args:
         json_flags: Take a list as one word, in JSON; others take its items as words.
+        single_flags: Take one word: what follows it would be the model.
         known_flags: A key beside these stays in the line, whatever its value: to be told as
             unknown.
 
@@ -32,6 +37,11 @@ def read_config_file(
     words: list[str] = []
     for name, value in fields.items():
         flag = "--" + name.removeprefix("--").replace("_", "-")
+        if flag == "--config":
+            raise ConfigError(f"{str(path)!r} names another file of flags; put its flags here.")
+        is_one_word = flag in single_flags and flag not in json_flags
+        if is_one_word and isinstance(value, list) and len(value) != 1:
+            raise ConfigError(f"{name} in {str(path)!r} takes one value, got {len(value)}.")
         if value is not None:
             words += _words(flag, value, json_flags)
         elif known_flags is not None and flag not in known_flags:

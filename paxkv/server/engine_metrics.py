@@ -99,6 +99,10 @@ class EngineCollector(Collector):
         self._totals = EngineTotals()
         self._stats = SchedulerStats()
 
+    def note(self, stats: SchedulerStats) -> None:
+        """Sees to it that an engine counts that ends before the next `update`."""
+        self._totals.note(stats)
+
     def update(self, stats: SchedulerStats) -> None:
         self._stats = self._totals.update(stats)
 

@@ -22,7 +22,7 @@ _HISTOGRAMS = tuple(field.name for field in dataclasses.fields(BlockResidency))
 class EngineTotals:
     """Turns the counts of one engine after another into counts since the server's start.
 
-    What an engine counted after it was last asked, and before it ended, is lost.
+    What an engine counted after it was last noted, and before it ended, is lost.
     """
 
     def __init__(self) -> None:
@@ -34,12 +34,19 @@ class EngineTotals:
     def num_restarts(self) -> int:
         return self._num_restarts
 
-    def update(self, stats: SchedulerStats) -> SchedulerStats:
-        """`stats` with its counters raised by those of the engines before it."""
+    def note(self, stats: SchedulerStats) -> None:
+        """Remembers how far an engine has come, which may end before it is asked again."""
         if stats.engine_start_time != self._latest.engine_start_time:
             self._num_restarts += self._latest.engine_start_time > 0
             self._ended = _add(self._latest, self._ended)
+        elif any(getattr(stats, name) < getattr(self._latest, name) for name in COUNTERS):
+            # Of a step that ended before the engine was asked.
+            return
         self._latest = stats
+
+    def update(self, stats: SchedulerStats) -> SchedulerStats:
+        """`stats` with its counters raised by those of the engines before it."""
+        self.note(stats)
         return _add(stats, self._ended)
 
 

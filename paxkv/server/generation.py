@@ -34,6 +34,7 @@ class Generator:
         self._engine = engine
         self._metrics = metrics
         self._admission = Admission(engine) if admission is None else admission
+        metrics.note_engine(engine.latest_stats)
         self.names = RequestNames()
 
     def check_room(self, num_requests: int) -> None:
@@ -113,14 +114,17 @@ class Generator:
         timer = self._metrics.start_request(
             is_stream=stream and not is_search, params=sampling_params
         )
-        with timer:
-            async with aclosing(outputs):
-                async for output in outputs:
-                    timer.observe(output)
-                    for completion in output.outputs:
-                        if completion.finish_reason == "error":
-                            raise _error(output.request_id, completion)
-                    yield output
+        try:
+            with timer:
+                async with aclosing(outputs):
+                    async for output in outputs:
+                        timer.observe(output)
+                        for completion in output.outputs:
+                            if completion.finish_reason == "error":
+                                raise _error(output.request_id, completion)
+                        yield output
+        finally:
+            self._metrics.note_engine(self._engine.latest_stats)
 
 
 def _error(request_id: str, completion: CompletionOutput) -> PaxkvError:

@@ -80,6 +80,10 @@ class ServerMetrics:
         self._engine.update(stats)
         return generate_latest(self._registry)
 
+    def note_engine(self, stats: SchedulerStats) -> None:
+        """What is known of the engine now; between two scrapes it may end, and another begin."""
+        self._engine.note(stats)
+
     def start_request(
         self, *, is_stream: bool, params: SamplingParams | BeamSearchParams | None = None
     ) -> "RequestTimer":

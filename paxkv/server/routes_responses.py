@@ -1,6 +1,7 @@
 """/v1/responses: OpenAI's newer form of a chat, whose answers are stored for a while."""
 
 import asyncio
+import re
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -39,6 +40,8 @@ from paxkv.server.responses_protocol import (
 )
 from paxkv.server.routes_chat import StartedChat, start_chat
 from paxkv.server.sse import EventStreamResponse
+
+_UNSAFE_IN_PATH = re.compile(r"[^A-Za-z0-9_.-]")
 
 
 class ResponsesRoutes:
@@ -227,8 +230,11 @@ class _Answer:
 
 
 def _new_id(request_id: str | None) -> str:
-    """An id that nobody can guess: whoever knows it may read the answer."""
-    name = f"{request_id}-" if request_id else ""
+    """An id that nobody can guess: whoever knows it may read the answer.
+
+    It stands in a path later, where a "/" or "?" of the client's own name would lead elsewhere.
+    """
+    name = f"{_UNSAFE_IN_PATH.sub('_', request_id)}-" if request_id else ""
     return f"resp_{name}{uuid.uuid4().hex}"
 
 

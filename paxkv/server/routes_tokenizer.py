@@ -89,8 +89,8 @@ class TokenizerRoutes:
             add_generation_prompt=body.add_generation_prompt,
         )
         checked_tools(body.tools or [])
-        token_ids = await asyncio.to_thread(self._token_ids, body)
-        names = self._names(token_ids) if body.return_token_strs else None
+        # Millions of tokens fit in a body: neither they nor their names are made on the loop.
+        token_ids, names = await asyncio.to_thread(self._tokens, body)
         return _json(
             TokenizeBody(
                 count=len(token_ids),
@@ -121,6 +121,10 @@ class TokenizerRoutes:
                 param="tokens",
             )
         return body
+
+    def _tokens(self, body: TokenizeRequest) -> tuple[list[int], list[str] | None]:
+        token_ids = self._token_ids(body)
+        return token_ids, self._names(token_ids) if body.return_token_strs else None
 
     def _token_ids(self, body: TokenizeRequest) -> list[int]:
         text, add_special_tokens = body.prompt, body.add_special_tokens is not False

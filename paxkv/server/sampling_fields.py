@@ -186,7 +186,9 @@ def _check_best_of(request: CompletionRequest) -> None:
     """As OpenAI has it: `best_of` completions are drawn, the `n` most likely ones are returned."""
     if request.best_of in (None, request.num_choices):
         return
-    _check_range("best_of", request.best_of, low=max(request.num_choices, 1), high=MAX_N)
+    # SamplingParams sees how many are drawn, not how many of them are returned.
+    _check_range("n", request.n, low=1, high=MAX_N)
+    _check_range("best_of", request.best_of, low=request.num_choices, high=MAX_N)
     if request.stream:
         raise InvalidRequestError(
             f"best_of={request.best_of} with n={request.num_choices} cannot be streamed: which "

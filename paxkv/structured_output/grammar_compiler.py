@@ -21,6 +21,9 @@ _NUM_TRIED_TOKENS = 4
 MAX_REASON_CHARS = 400
 # Between the parts of JSON. Without an end small models never come out of it.
 _WHITESPACE = r"[ \t\r\n]{1,32}"
+# Of a schema: what holds others under names that are the client's, and what holds answers.
+_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+_VALUES = ("const", "enum")
 # What a matcher is made from: kind, source and options.
 _Key = tuple[str, str, bool, str | None, bool]
 # What one grammar may take, at most: about 0.1 s and 50 MB to build, and 0.05 s a step. Ordinary
@@ -209,6 +212,11 @@ def _grammar(params: StructuredOutputsParams) -> str:
         options = {"whitespace_flexible": False}
     match params.kind:
         case "json":
+            # JSON Schema's other words for any value and for none; llguidance takes objects.
+            if source.strip() == "true":
+                source = "{}"
+            elif source.strip() == "false":
+                raise ValueError("no value fits the schema false")
             if params.disable_additional_properties:
                 source = json.dumps(_without_more_properties(json.loads(source)))
             return llguidance.LLMatcher.grammar_from_json_schema(source, overrides=options)
@@ -222,12 +230,11 @@ def _grammar(params: StructuredOutputsParams) -> str:
         case "grammar":
             return llguidance.grammar_from("grammar", source)
     tag = json.loads(source)
+    if params.disable_additional_properties:
+        tag = _without_more_properties(tag)
     if isinstance(tag, Mapping) and "format" in tag:
-        form = tag["format"]
-        if params.disable_additional_properties:
-            form = _without_more_properties(form)
-        return StructuralFormat(options).grammar(form)
-    return _structural_tag_grammar(tag)
+        return StructuralFormat(options).grammar(tag["format"])
+    return _structural_tag_grammar(tag, options)
 
 
 def _without_more_properties(schema: object) -> object:
@@ -236,7 +243,12 @@ def _without_more_properties(schema: object) -> object:
         return [_without_more_properties(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = {name: _without_more_properties(part) for name, part in schema.items()}
+    closed: dict[str, object] = {}
+    for name, part in schema.items():
+        if name in _SCHEMAS_BY_NAME and isinstance(part, dict):
+            closed[name] = {key: _without_more_properties(value) for key, value in part.items()}
+        else:
+            closed[name] = part if name in _VALUES else _without_more_properties(part)
     if isinstance(schema.get("properties"), dict) or "patternProperties" in schema:
         closed.setdefault("additionalProperties", False)
     return closed
@@ -248,7 +260,7 @@ def _choice_grammar(source: str) -> str:
     return f"start: CHOICE\nCHOICE: {choices}"
 
 
-def _structural_tag_grammar(tag: object) -> str:
+def _structural_tag_grammar(tag: object, schema_options: Mapping[str, object]) -> str:
     """{"triggers": ["<f"], "structures": [{"begin": "<f=a>", "schema": {}, "end": "</f>"}]}"""
     structures = tag.get("structures") if isinstance(tag, Mapping) else None
     triggers = tag.get("triggers") if isinstance(tag, Mapping) else None
@@ -267,9 +279,8 @@ def _structural_tag_grammar(tag: object) -> str:
         trigger = next(found, None)
         if trigger is None:
             raise ValueError(f"no trigger begins {begin[:80]!r}")
-        tags.append(
-            llguidance.StructTag(trigger=trigger, begin=begin, grammar=dict(schema), end=end)
-        )
+        bound = {**schema, "x-guidance": schema_options}
+        tags.append(llguidance.StructTag(trigger=trigger, begin=begin, grammar=bound, end=end))
     return llguidance.StructTag.to_grammar(tags, assume_special=False)
 
 

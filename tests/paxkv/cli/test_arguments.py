@@ -115,6 +115,26 @@ def test_file_gives_flags_and_the_command_line_comes_before_it(tmp_path):
     assert parse("--config", str(path), "--max-num-seqs", "64").max_num_seqs == 64
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("max-num-seqs: [1, 2]", "takes one value, got 2"),
+        ("served-model-name: []", "takes one value, got 0"),
+        ("config: other.yaml", "another file"),
+    ],
+)
+def test_a_file_says_nothing_that_is_taken_for_something_else(capsys, tmp_path, text, reason):
+    path = tmp_path / "f.yaml"
+    path.write_text(text)
+    assert reason in refused(capsys, "--config", str(path))
+
+
+def test_a_list_of_one_is_a_value(tmp_path):
+    path = tmp_path / "f.yaml"
+    path.write_text("served-model-name: [a]")
+    assert parse("--config", str(path)).served_model_name == "a"
+
+
 def test_mistakes_of_a_file_are_those_of_a_command_line(capsys, tmp_path):
     path = tmp_path / "serve.json"
     path.write_text('{"max-num-sequences": 1}')

@@ -145,6 +145,8 @@ def test_malformed_json_is_400(shared_server, content, words):
         ({"n": 2, "best_of": 1}, "best_of"),
         ({"n": 2, "best_of": 129}, "best_of"),
         ({"best_of": 0}, "best_of"),
+        ({"n": 0, "best_of": 2}, "n"),
+        ({"n": -1, "best_of": 2}, "n"),
         ({"best_of": "all"}, "best_of"),
         ({"best_of": 2, "stream": True}, "best_of"),
         ({"best_of": 2, "temperature": 0}, "best_of"),

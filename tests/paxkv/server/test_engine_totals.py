@@ -49,6 +49,13 @@ def test_between_two_engines_there_is_nothing_and_nothing_is_lost():
     assert totals.num_restarts == 1
 
 
+def test_a_step_from_before_the_last_answer_takes_nothing_back():
+    totals = EngineTotals()
+    totals.update(_stats(1.0, 5))
+    totals.note(_stats(1.0, 4))
+    assert totals.update(_stats(2.0, 1)).num_steps == 6
+
+
 def test_every_number_that_only_grows_is_a_counter():
     """A new field must be sorted into one of the two kinds here, and in the source."""
     numbers = {f.name for f in dataclasses.fields(SchedulerStats) if f.type in ("int", int)}

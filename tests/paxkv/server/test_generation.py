@@ -112,3 +112,29 @@ def test_a_grammar_that_fails_is_the_requests_fault():
                 pass
 
     asyncio.run(run())
+
+
+def test_an_engine_that_ends_between_two_scrapes_is_counted():
+    class Engine(FakeEngine):
+        """Another engine takes the place of this one after each request."""
+
+        num_ended = 0
+
+        @property
+        def latest_stats(self):
+            return SchedulerStats(engine_start_time=1.0 + self.num_ended, num_steps=10)
+
+    async def run():
+        engine, metrics = Engine(), ServerMetrics("m")
+        generator = Generator(engine, metrics)
+        for _ in range(2):
+            async for _ in generator.generate(
+                [_prompt(1)], SamplingParams(max_tokens=2), priority=0, stream=True
+            ):
+                pass
+            engine.num_ended += 1
+        text = metrics.render(engine.latest_stats).decode()
+        assert 'paxkv:engine_restarts_total{engine="0",model_name="m"} 2.0' in text
+        assert 'paxkv:steps_total{engine="0",model_name="m"} 30.0' in text
+
+    asyncio.run(run())

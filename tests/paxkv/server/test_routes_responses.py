@@ -285,6 +285,12 @@ def test_an_answer_in_the_background_is_cancelled_in_the_engine(server, client):
     assert not server.engine.running
 
 
+@pytest.mark.parametrize("name", ["a/b", "a?b#c", "..", "%2F", "é\n"])
+def test_an_answer_is_found_by_its_id_whatever_name_its_request_had(client, name):
+    response = _create(client, input="a", extra_body={"request_id": name})
+    assert client.responses.retrieve(response.id).id == response.id
+
+
 def test_a_full_server_takes_nothing_into_the_background(start_server):
     server = start_server(max_waiting_requests=0)
     server.engine.model_info = dataclasses.replace(server.engine.model_info, max_num_seqs=1)

@@ -1,5 +1,7 @@
 """Token ids of texts and of conversations, and back."""
 
+import threading
+
 import pytest
 
 from paxkv.server.routes_tokenizer import TokenizerRoutes
@@ -51,6 +53,25 @@ def test_tokens_come_with_their_names(shared_server):
     fields = {"prompt": "ab", "return_token_strs": True}
     body = shared_server.client.post("/tokenize", json=fields).json()
     assert body["token_strs"] == ["<256>", "<97>", "<98>"]
+
+
+def test_names_are_not_made_on_the_loop(shared_server, monkeypatch):
+    loop_threads, name_threads = set(), set()
+
+    def id_to_token(token_id):
+        name_threads.add(threading.get_ident())
+        return "x"
+
+    tokenizer = shared_server.engine.tokenizer
+    monkeypatch.setattr(tokenizer, "id_to_token", id_to_token)
+    monkeypatch.setattr(
+        "paxkv.server.routes_tokenizer.check_model",
+        lambda *_: loop_threads.add(threading.get_ident()),
+    )
+    fields = {"prompt": "ab", "return_token_strs": True}
+    assert shared_server.client.post("/tokenize", json=fields).json()["token_strs"] == ["x"] * 3
+    assert loop_threads and name_threads
+    assert not loop_threads & name_threads
 
 
 def test_a_conversation_is_tokenized_as_its_chat_would_be(start_server):

@@ -69,6 +69,10 @@ FORMS = {
         StructuredOutputsParams(choice=['say "hi"', "no", "né\n"]),
         lambda text: text in ('say "hi"', "no", "né\n"),
     ),
+    "any JSON": (
+        StructuredOutputsParams(json="true", disable_any_whitespace=True),
+        lambda text: json.loads(text) is not NotImplemented,
+    ),
     "lark": (
         StructuredOutputsParams(grammar='start: "a" start "b" | "c"'),
         lambda text: bool(re.fullmatch("a*cb*", text)) and text.count("a") == text.count("b"),
@@ -92,6 +96,21 @@ FORMS |= {
             disable_any_whitespace=True,
         ),
         lambda text: text == "{}",
+    ),
+    "what looks like a schema": (
+        StructuredOutputsParams(
+            json={
+                "type": "object",
+                "properties": {
+                    "const": {"type": "object", "properties": {}},
+                    "properties": {"enum": [{"properties": {}}]},
+                },
+                "required": ["const", "properties"],
+            },
+            disable_additional_properties=True,
+            disable_any_whitespace=True,
+        ),
+        lambda text: text == '{"const":{},"properties":{"properties":{}}}',
     ),
 }
 
@@ -120,10 +139,40 @@ def test_a_structural_tag_binds_what_stands_behind_its_trigger_alone():
     assert not bad.consume_tokens(TOKENIZER.encode('free text <f=a>{"n": "'))
 
 
+@pytest.mark.parametrize("is_older", [False, True])
+@pytest.mark.parametrize(
+    ("options", "written", "refused"),
+    [
+        ({}, '{"n": 1,"m":2}', '{"n":' + " " * 40 + "1}"),
+        ({"disable_any_whitespace": True}, '{"n":1}', '{"n": 1}'),
+        ({"whitespace_pattern": "~"}, '{"n":~1}', '{"n": 1}'),
+        ({"disable_additional_properties": True}, '{"n": 1}', '{"n":1,"m":2}'),
+    ],
+)
+def test_both_forms_of_a_structural_tag_heed_what_is_said_of_json(
+    is_older, options, written, refused
+):
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    content = {"type": "json_schema", "json_schema": schema}
+    tag = {"begin": "<f>", "content": content, "end": "</f>"}
+    form: dict[str, object] = {
+        "format": {"type": "triggered_tags", "triggers": ["<f"], "tags": [tag]}
+    }
+    if is_older:
+        structure = {"begin": "<f>", "schema": schema, "end": "</f>"}
+        form = {"triggers": ["<f"], "structures": [structure]}
+    params = StructuredOutputsParams(structural_tag=json.dumps(form), **options)
+    for text, fits in ((written, True), (refused, False)):
+        token_ids = TOKENIZER.encode(f"<f>{text}</f>")
+        num_valid = make_compiler().compile(params).validate_tokens(token_ids)
+        assert (num_valid == len(token_ids)) is fits, text
+
+
 MALFORMED = {
     "regex": ({"regex": "(a"}, "unclosed group"),
     "lookahead": ({"regex": "(?=a)b"}, "look-around"),
     "no text": ({"regex": r"[^\s\S]"}, "."),
+    "schema of nothing": ({"json": "false"}, "no value fits"),
     "schema type": ({"json": {"type": "colour"}}, "type"),
     "schema text": ({"json": '{"type": '}, "."),
     "schema keyword": ({"json": {"not": {"type": "string"}}}, "Unimplemented"),
