@@ -1,0 +1,116 @@
+"""RowDevice: computes packed steps on a memory that knows which text each slot holds."""
+
+import itertools
+
+import numpy as np
+
+from paxkv.runner.bucketing import BurstShape
+from paxkv.runner.packed_layout import PackedLayout
+from paxkv.runner.sampled_tokens import NO_TOKEN, RESULT_WIDTH
+
+VOCAB_SIZE = 60
+EMPTY_TEXT = 1
+
+
+def text_with(text, token_id):
+    """Content of the slot of a token behind a text."""
+    return (text * 1_000_003 + token_id * 7919 + 12_345) % 2**61
+
+
+def next_token(text):
+    """The model. A text that was read from wrong slots is negative, and has any next token."""
+    return (text >> 7) % VOCAB_SIZE
+
+
+class RowDevice:
+    """Takes nothing but the buffer of a step, and the last tokens of the step before it.
+
+    Args:
+        windows: Of each KV cache group; None sees all.
+    """
+
+    def __init__(self, windows, *, block_size, max_num_seqs):
+        self.windows, self.block_size = windows, block_size
+        # By group, (block, offset) -> text up to the token, and text before it.
+        self.slots = [{} for _ in windows]
+        self.prev_tokens_np = np.zeros(max_num_seqs, np.int32)
+        self.garbage = itertools.count(1)
+
+    def copy_blocks(self, copies):
+        for slots in self.slots:
+            old = dict(slots)
+            for copy in copies:
+                for offset in range(self.block_size):
+                    slots.pop((copy.target_block_id, offset), None)
+                    found = old.get((copy.source_block_id, offset))
+                    if found is not None:
+                        slots[copy.target_block_id, offset] = found
+
+    def compute(self, built):
+        """The results of a step, as they come from the device."""
+        fields = PackedLayout(built.shape).views(built.packed_np.copy())
+        max_num_seqs = len(self.prev_tokens_np)
+        source_np = fields["token_source"]
+        on_device_np = self.prev_tokens_np[np.minimum(source_np, max_num_seqs - 1)]
+        token_ids_np = np.where(source_np < max_num_seqs, on_device_np, fields["token_ids"])
+        if isinstance(built.shape, BurstShape):
+            return self._compute_burst(built.shape, fields, token_ids_np), None
+        return self._compute_step(built.shape, fields, token_ids_np)
+
+    def _compute_step(self, shape, fields, token_ids_np):
+        result_np = np.zeros((1, len(self.prev_tokens_np), RESULT_WIDTH), np.int32)
+        starts_np = fields["query_start_loc"]
+        for row in range(shape.num_reqs):
+            for idx in range(starts_np[row], starts_np[row + 1]):
+                position = int(fields["positions"][idx])
+                text = self._write(fields["block_tables"][:, row], position, int(token_ids_np[idx]))
+                if fields["draw_position"][row] == position + 1:
+                    result_np[0, row, 0] = next_token(text)
+        self.prev_tokens_np = result_np[0, :, 0].copy()
+        has_prompts = shape.has_prompt_logprobs
+        return result_np, np.zeros((shape.num_tokens, RESULT_WIDTH)) if has_prompts else None
+
+    def _compute_burst(self, shape, fields, token_ids_np):
+        result_np = np.full((shape.max_steps, shape.num_reqs, RESULT_WIDTH), NO_TOKEN, np.int32)
+        for row in range(shape.num_reqs):
+            for step_idx in range(min(fields["num_steps"][0], fields["num_tokens"][row])):
+                position = int(fields["positions"][row]) + step_idx
+                text = self._write(fields["block_tables"][:, row], position, int(token_ids_np[row]))
+                result_np[step_idx, row] = 0
+                result_np[step_idx, row, 0] = token_ids_np[row] = next_token(text)
+                is_ending = token_ids_np[row] in fields["ending_ids"][row]
+                if is_ending and position + 1 >= fields["first_end"][row]:
+                    break
+        self.prev_tokens_np = np.zeros_like(self.prev_tokens_np)
+        self.prev_tokens_np[: shape.num_reqs] = token_ids_np
+        return result_np
+
+    def _write(self, tables_np, position, token_id):
+        """Writes a token behind all that it reads; returns the text, of all groups the same."""
+        texts = set()
+        befores = []
+        for slots, window, table_np in zip(self.slots, self.windows, tables_np, strict=True):
+            assert table_np[position // self.block_size] != 0, "written to the null block"
+            before, is_right = self._read(slots, window, table_np, position)
+            befores.append(before)
+            texts.add(text_with(before, token_id) if is_right else -next(self.garbage))
+        text = texts.pop() if len(texts) == 1 else -next(self.garbage)
+        for slots, table_np, before in zip(self.slots, tables_np, befores, strict=True):
+            slots[self._slot(table_np, position)] = (text, before)
+        return text
+
+    def _read(self, slots, window, table_np, position):
+        """Text before a position, and whether each slot that the position sees goes on the last."""
+        if position == 0:
+            return EMPTY_TEXT, True
+        first = 0 if window is None else max(0, position - window + 1)
+        seen = [slots.get(self._slot(table_np, idx)) for idx in range(first, position)]
+        if not seen:  # a window of one: its own token alone
+            return slots.get(self._slot(table_np, position - 1), (EMPTY_TEXT,))[0], True
+        if None in seen:
+            return -next(self.garbage), False
+        is_right = all(last[0] == this[1] for last, this in itertools.pairwise(seen))
+        return seen[-1][0], is_right
+
+    def _slot(self, table_np, position):
+        return int(table_np[position // self.block_size]), position % self.block_size

@@ -1,0 +1,262 @@
+"""The runner's rows and buffers under the real scheduler: every token is read from its own slots.
+
+Steady decode takes short cuts on both sides: tokens that are only counted, rows that are written
+late, bursts that repeat the one before. With and without them the decisions are the same, and each
+request gets the tokens that it gets alone.
+"""
+
+import dataclasses
+import random
+from collections import Counter, deque
+
+import pytest
+
+from paxkv.config import CacheConfig, SchedulerConfig
+from paxkv.contracts.block_residency import BlockResidency
+from paxkv.contracts.engine_request import EngineRequest
+from paxkv.contracts.kv_cache_spec import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+from paxkv.errors import InvalidRequestError
+from paxkv.runner.batch_builder import BatchBuilder
+from paxkv.runner.bucketing import StepBuckets
+from paxkv.runner.burst_repeater import BurstRepeater
+from paxkv.runner.device_step import DeviceStep
+from paxkv.runner.input_batch import InputBatch
+from paxkv.sampling_params import SamplingParams
+from paxkv.scheduler import scheduler as scheduler_module
+from paxkv.scheduler.async_scheduler import AsyncScheduler
+from paxkv.scheduler.request import Request
+from paxkv.scheduler.scheduler import Scheduler
+from tests.slow_model.row_device import EMPTY_TEXT, VOCAB_SIZE, RowDevice, next_token, text_with
+
+EOS = 5
+
+
+def make_spec(window, block_size):
+    fields = {"block_size": block_size, "num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
+    if window is None:
+        return FullAttentionSpec(**fields)
+    return SlidingWindowSpec(sliding_window=window, **fields)
+
+
+def tokens_alone(request, max_model_len):
+    """Its tokens and why it ends, by the rules alone."""
+    params, text, token_ids = request.sampling_params, EMPTY_TEXT, []
+    for token_id in request.prompt_token_ids:
+        text = text_with(text, token_id)
+    ending = {*(() if params.ignore_eos else (EOS,)), *(params.stop_token_ids or ())}
+    while True:
+        token_ids.append(next_token(text))
+        if token_ids[-1] in ending and len(token_ids) >= params.min_tokens:
+            return token_ids, "stop"
+        num_tokens = len(request.prompt_token_ids) + len(token_ids)
+        if len(token_ids) == params.max_tokens or num_tokens == max_model_len:
+            return token_ids, "length"
+        text = text_with(text, token_ids[-1])
+
+
+class Traffic:
+    """Random settings, requests, aborts and resets; all of it follows from the seed.
+
+    Attributes:
+        decisions: All that was decided and told, to be compared with another run.
+    """
+
+    def __init__(self, seed):
+        self.draw = draw = random.Random(seed)
+        block_size = draw.choice([2, 4, 8])
+        windows = draw.choice([(None,), (None,), (None, 6), (5,)])
+        self.max_model_len = draw.choice([30, 60])
+        max_num_seqs = draw.choice([2, 4, 8])
+        self.max_decode_burst = draw.choice([1, 4, 8])
+        is_async = draw.random() < 0.6
+        self.num_steps_in_flight = draw.choice([2, 3]) if is_async else 1
+        num_needed = -(-self.max_model_len // block_size) * len(windows)
+        num_blocks = 1 + draw.choice([num_needed + 2, num_needed * max_num_seqs])
+        scheduler_config = SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=draw.choice([max_num_seqs, 16, 64]),
+            policy=draw.choice(["fcfs", "priority"]),
+        )
+        specs = [make_spec(window, block_size) for window in windows]
+        groups = tuple(
+            KVCacheGroupSpec(layer_names=(f"layer{idx}",), kv_cache_spec=spec)
+            for idx, spec in enumerate(specs)
+        )
+        self.scheduler = (AsyncScheduler if is_async else Scheduler)(
+            scheduler_config=scheduler_config,
+            cache_config=CacheConfig(
+                enable_prefix_caching=draw.random() < 0.75, prefix_caching_seed="test"
+            ),
+            kv_cache_config=KVCacheConfig(num_blocks=num_blocks, kv_cache_groups=groups),
+            max_model_len=self.max_model_len,
+        )
+        dims = {
+            "max_num_seqs": max_num_seqs,
+            "max_model_len": self.max_model_len,
+            "max_blocks_per_req": max(
+                spec.max_blocks_per_req(self.max_model_len) for spec in specs
+            ),
+            "num_groups": len(specs),
+        }
+        self.rows = InputBatch.create(**dims, num_blocks=num_blocks, vocab_size=VOCAB_SIZE, seed=0)
+        buckets = StepBuckets(
+            **dims,
+            max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
+            max_decode_burst=self.max_decode_burst,
+        )
+        self.builder = BatchBuilder(
+            buckets=buckets,
+            input_batch=self.rows,
+            max_num_seqs=max_num_seqs,
+            block_sizes=(block_size,) * len(specs),
+        )
+        self.device = RowDevice(windows, block_size=block_size, max_num_seqs=max_num_seqs)
+        self.live, self.token_ids, self.in_flight = {}, {}, deque()
+        self.num_requests = 0
+        self.decisions = []
+
+    def run(self):
+        # Now and then so few arrive that most steps are bursts of the same requests.
+        is_quiet = self.draw.random() < 0.5
+        for _ in range(40):
+            if not self.live or self.draw.random() < (0.1 if is_quiet else 0.5):
+                for _ in range(self.draw.randint(1, 4)):
+                    self.add()
+            if self.draw.random() < 0.02:
+                self.decisions.append(self.scheduler.reset_prefix_cache(True))
+            for _ in range(self.draw.randint(1, 12 if is_quiet else 3)):
+                self.step()
+        for _ in range(10_000):
+            if not self.live:
+                return
+            self.step()
+        raise AssertionError(f"never end: {list(self.live)}")
+
+    def add(self, req_id=None):
+        draw = self.draw
+        self.num_requests += 1
+        prompt = [1, 2, 3, 4] * draw.choice([0, 1, 3])
+        fork_from = draw.choice(sorted(self.live)) if self.live and draw.random() < 0.2 else None
+        if fork_from is not None:
+            known = self.scheduler.requests[fork_from].all_token_ids
+            prompt = known[: draw.randint(1, len(known))]
+        prompt = prompt + [draw.randrange(VOCAB_SIZE) for _ in range(draw.randint(1, 9))]
+        wishes = draw.choice(
+            [*[{}] * 8, {"logprobs": 2}, {"prompt_logprobs": 1}, {"presence_penalty": 0.5}]
+        )
+        max_tokens = draw.choice([1, 3, 10, 40])
+        request = EngineRequest(
+            request_id=req_id or f"r{self.num_requests}",
+            prompt_token_ids=prompt[: self.max_model_len - 2],
+            sampling_params=SamplingParams(
+                max_tokens=max_tokens,
+                min_tokens=draw.choice([0, 0, 0, min(4, max_tokens)]),
+                ignore_eos=draw.random() < 0.6,
+                stop_token_ids=draw.choice([None, [3]]),
+                **wishes,
+            ),
+            eos_token_ids=(EOS,),
+            arrival_time=float(self.num_requests),
+            priority=draw.choice([0, 1, -self.num_requests]),
+            keep_blocks=draw.random() < 0.15,
+            fork_from=fork_from,
+        )
+        try:
+            self.scheduler.add_request(request)
+        except InvalidRequestError:
+            return
+        self.live[request.request_id] = request
+        self.token_ids[request.request_id] = []
+
+    def abort(self):
+        req_id = self.draw.choice(sorted(self.live))
+        del self.live[req_id]
+        self.scheduler.finish_requests([req_id])
+        if self.draw.random() < 0.5:
+            self.add(req_id)
+
+    def step(self):
+        burst = self.draw.choice([1, self.max_decode_burst, self.max_decode_burst])
+        output = self.scheduler.schedule(burst)
+        self.scheduler.check_invariants()
+        self.decisions.append(output)
+        self.rows.update(output)
+        self.rows.take_packed_rows()
+        self.device.copy_blocks(output.block_copies)
+        if output.num_scheduled_tokens:
+            built = self.builder.build(output)
+            step = DeviceStep(built=built, rows=self.rows)
+            step.result, step.prompt_result = self.device.compute(built)
+            self.rows.note_drawn(built.rows_np, built.num_drawn_np)
+            self.in_flight.append((output, step))
+        if self.live and self.draw.random() < 0.02:
+            self.abort()
+        is_idle = not output.num_scheduled_tokens
+        while self.in_flight and (is_idle or len(self.in_flight) >= self.num_steps_in_flight):
+            self.take_home(*self.in_flight.popleft())
+
+    def take_home(self, output, step):
+        for told in self.scheduler.update_from_output(output, step.sample_tokens()):
+            req_id = told.request_id
+            self.decisions.append(told)
+            self.token_ids[req_id] += told.new_token_ids
+            if told.finish_reason is not None:
+                request = self.live.pop(req_id)
+                got = (self.token_ids[req_id], told.finish_reason)
+                assert got == tokens_alone(request, self.max_model_len)
+        stats = self.scheduler.make_stats()
+        # Of times.
+        self.decisions.append(dataclasses.replace(stats, kv_block_residency=BlockResidency()))
+
+
+def take_no_short_cuts(monkeypatch):
+    note_block_work, note_drawn = Request.note_block_work, InputBatch.note_drawn
+
+    def is_never_plain(self, num_tokens):
+        note_block_work(self, num_tokens)
+        self.num_plain_tokens = 0
+
+    def is_written_at_once(self, rows_np, num_drawn_np):
+        note_drawn(self, rows_np.copy(), num_drawn_np)
+
+    monkeypatch.setattr(Request, "note_block_work", is_never_plain)
+    monkeypatch.setattr(InputBatch, "note_drawn", is_written_at_once)
+    monkeypatch.setattr(BurstRepeater, "repeat", lambda *_: None)
+    monkeypatch.setattr(scheduler_module, "append_plain", lambda *_: None)
+
+
+def check_short_cuts(seeds, monkeypatch):
+    """Returns how often a burst was one before it, moved on, and how often it was built anew."""
+    num_bursts = Counter()
+    repeat = BurstRepeater.repeat
+
+    def count(*arguments):
+        built = repeat(*arguments)
+        num_bursts["anew" if built is None else "repeated"] += 1
+        return built
+
+    for seed in seeds:
+        short, long = Traffic(seed), Traffic(seed)
+        with monkeypatch.context() as patch:
+            patch.setattr(BurstRepeater, "repeat", count)
+            short.run()
+        with monkeypatch.context() as patch:
+            take_no_short_cuts(patch)
+            long.run()
+        assert short.decisions == long.decisions
+    return num_bursts
+
+
+def test_short_cuts_of_steady_decode_change_nothing(monkeypatch):
+    num_bursts = check_short_cuts(range(16), monkeypatch)
+    assert min(num_bursts["repeated"], num_bursts["anew"]) > 100
+
+
+@pytest.mark.slow  # some minutes: pytest -m slow tests/slow_model/test_runner_rows.py
+def test_short_cuts_of_steady_decode_change_nothing_for_long(monkeypatch):
+    check_short_cuts(range(1000, 1300), monkeypatch)
