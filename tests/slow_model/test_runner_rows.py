@@ -257,6 +257,6 @@ def test_short_cuts_of_steady_decode_change_nothing(monkeypatch):
     assert min(num_bursts["repeated"], num_bursts["anew"]) > 100
 
 
-@pytest.mark.slow  # some minutes: pytest -m slow tests/slow_model/test_runner_rows.py
+@pytest.mark.slow  # a minute: pytest -m slow tests/slow_model/test_runner_rows.py
 def test_short_cuts_of_steady_decode_change_nothing_for_long(monkeypatch):
     check_short_cuts(range(1000, 1300), monkeypatch)

@@ -120,3 +120,25 @@ def test_shared_blocks_are_left_out_of_the_list_of_each_request(attend, monkeypa
     assert not more
     assert first_needed.tolist() == [4, 4, 4, 0, 0, 4, 4, 0, 4]
     assert num_needed.tolist() == [5, 1, 3, 0, 1, 0, 1, 6, 9]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_equals_reference_however_blocks_are_shared(seed, attend):
+    """Some share with one request, some with another; behind its blocks a row has anything."""
+    rng = np.random.default_rng(seed)
+    inputs = build_inputs(SHARED_CASE)
+    tables = np.array(inputs.block_tables)
+    seq_lens = [seq_len for _, seq_len in SHARED_CASE.requests]
+    for req_idx, seq_len in enumerate(seq_lens):
+        source = int(rng.choice([0, 8]))
+        num_shareable = min(seq_len, seq_lens[source]) // SHARED_CASE.block_size
+        first, end = sorted(rng.integers(0, num_shareable + 1, 2))
+        first = int(rng.choice([0, 0, first]))
+        tables[req_idx, first:end] = tables[source, first:end]
+    for req_idx, seq_len in enumerate(seq_lens):
+        num_held = -(-seq_len // SHARED_CASE.block_size)
+        tables[req_idx, num_held:] = rng.choice([GARBAGE, 0, 10**6, tables[0, 0]])
+    inputs = dataclasses.replace(inputs, block_tables=jnp.asarray(tables))
+    got = attend(inputs, paged_attention_xla)
+    for got_array, wanted in zip(got, attend(inputs, paged_attention_reference), strict=True):
+        np.testing.assert_allclose(got_array, wanted, atol=5e-6, rtol=5e-6)
