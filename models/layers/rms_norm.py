@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.config import ModelConfig
+from pallas_kernels.row_reductions import sum_of_rows
 
 
 class RMSNorm(nnx.Module):
@@ -53,5 +54,8 @@ def make_norm(
 
 def _normalise(x: jax.Array, eps: float) -> jax.Array:  # f32[..., num_features]
     x_f32 = x.astype(jnp.float32)
-    mean_square = jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True)
-    return x_f32 * jax.lax.rsqrt(mean_square + eps)
+    # Other compilers sum rows well by themselves.
+    sum_of_squares = jax.lax.platform_dependent(
+        x_f32 * x_f32, cpu=sum_of_rows, default=lambda squares: squares.sum(axis=-1)
+    )
+    return x_f32 * jax.lax.rsqrt(sum_of_squares[..., None] / x.shape[-1] + eps)

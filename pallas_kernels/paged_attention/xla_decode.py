@@ -16,6 +16,7 @@ from pallas_kernels.paged_attention.xla_shared_prefix import (
     attend_shared_prefix,
     find_shared_prefix,
 )
+from pallas_kernels.row_reductions import max_of_rows, sum_of_rows
 
 # Tokens of K and V that one step of the loop reads. Measured on one busy CPU core, JAX 0.10.2,
 # 64 requests of 256 tokens, block_size 64: 256 tokens 5.6 ms, 1024 tokens 4.6 ms, 4096 5.9 ms.
@@ -95,7 +96,7 @@ def _add_blocks(
     # f32[chunk_blocks, num_kv_heads, group_size, block_size]
     logits = problem.logits(jnp.stack(products, axis=2), is_seen[:, None, None, :], head_axis=1)
 
-    largest = softmax.largest.at[written_req].max(logits.max(axis=-1), **_DROPPED)
+    largest = softmax.largest.at[written_req].max(max_of_rows(logits), **_DROPPED)
     rescale = jnp.exp(softmax.largest - largest)
     # A block on the list has a key that is seen, so `largest` is a true logit and masked weights
     # underflow to 0.
@@ -103,7 +104,7 @@ def _add_blocks(
     sums = [product_f32("nhp,nhpd->nhd", weights[:, :, g].astype(v.dtype), v) for g in group]
     return RunningSoftmax(
         largest,
-        (softmax.denominator * rescale).at[written_req].add(weights.sum(axis=-1), **_DROPPED),
+        (softmax.denominator * rescale).at[written_req].add(sum_of_rows(weights), **_DROPPED),
         (softmax.weighted_values * rescale[..., None])
         .at[written_req]
         .add(jnp.stack(sums, axis=2), **_DROPPED),
