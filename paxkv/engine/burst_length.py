@@ -3,8 +3,7 @@
 import math
 
 # A stream's reader waits for the burst that runs, which takes no longer than this, however fast
-# steps would be in bursts. A prompt that arrives waits for it too, and one step ahead also for the
-# burst behind it, which is decided already. Guesses at what people feel.
+# steps would be in bursts. So does a prompt that arrives. Guesses at what people feel.
 MAX_BURST_S = 0.2
 MAX_STREAMED_BURST_S = 0.05
 # Weight of the newest step in the average: steps grow with their contexts, but slowly.
@@ -25,6 +24,7 @@ class BurstLength:
         self._max_decode_burst = max_decode_burst
         self._num_steps = 1
         self._step_s: float | None = None
+        self._newest_step_s = 0.0
 
     def note_arrival(self) -> None:
         """A request came."""
@@ -32,10 +32,17 @@ class BurstLength:
 
     def note_burst(self, num_decode_steps: int, took_s: float) -> None:
         """A burst of this many steps, one or more, took so long."""
-        newest_s = took_s / num_decode_steps
+        newest_s = self._newest_step_s = took_s / num_decode_steps
         if self._step_s is None:
             self._step_s = newest_s
         self._step_s += _NEWEST_WEIGHT * (newest_s - self._step_s)
+
+    def expected_s(self, num_decode_steps: int) -> float:
+        """Seconds that a burst of this many steps takes at least, so far as is known; 0 if nothing.
+
+        When most requests end, steps become faster at once, and the average does so late.
+        """
+        return num_decode_steps * min(self._step_s or 0.0, self._newest_step_s)
 
     def next_length(self, *, is_streamed: bool) -> int:
         """Most steps of the burst that is decided now.

@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 class CoreChannel(Protocol):
     """The core's end of the message channel to its client."""
 
-    def waiting_messages(self, *, is_blocking: bool) -> Iterator[bytes]:
-        """All messages that wait now; with `is_blocking` waits for the first."""
+    def waiting_messages(self, wait_s: float | None) -> Iterator[bytes]:
+        """All messages that wait now or come within `wait_s`; None waits for the first."""
         ...
 
     def send(self, data: bytes) -> None:
@@ -43,7 +43,7 @@ def run_core(core: EngineCore, channel: CoreChannel) -> EngineDead:
 
 def _run_until_shutdown(core: EngineCore, channel: CoreChannel) -> None:
     while not core.is_finished:
-        for data in channel.waiting_messages(is_blocking=not core.has_work):
+        for data in channel.waiting_messages(core.spare_s if core.has_work else None):
             reply = core.handle(wire.decode_input(data))
             if reply is not None:
                 channel.send(wire.encode(reply))

@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -85,14 +86,18 @@ class ZmqChannel:
         """Queues a message; never waits, because nothing limits the queue."""
         self._outputs.send(data)
 
-    def waiting_messages(self, *, is_blocking: bool) -> Iterator[bytes]:
-        """All messages that wait now; with `is_blocking` waits for the first."""
-        if is_blocking:
+    def waiting_messages(self, wait_s: float | None) -> Iterator[bytes]:
+        """See `CoreChannel.waiting_messages`."""
+        if wait_s is None:
             self._counter.note_sleep()
             data = self._inputs.recv()
             self._counter.note_wake()
             yield data
+        end_s = time.perf_counter() + (wait_s or 0.0)
         while True:
+            left_s = end_s - time.perf_counter()
+            if left_s > 0 and not self._inputs.poll(1000 * left_s):
+                return
             try:
                 yield self._inputs.recv(zmq.NOBLOCK)
             except zmq.Again:

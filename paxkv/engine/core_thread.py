@@ -4,6 +4,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from paxkv.contracts import wire
@@ -119,12 +120,13 @@ class _QueueChannel:
         self._inputs = inputs
         self.send = outputs.put
 
-    def waiting_messages(self, *, is_blocking: bool) -> Iterator[bytes]:
-        if is_blocking:
+    def waiting_messages(self, wait_s: float | None) -> Iterator[bytes]:
+        if wait_s is None:
             yield self._inputs.get()
+        end_s = time.perf_counter() + (wait_s or 0.0)
         while True:
             try:
-                yield self._inputs.get_nowait()
+                yield self._inputs.get(timeout=max(0.0, end_s - time.perf_counter()))
             except queue.Empty:
                 return
 

@@ -49,6 +49,11 @@ MAX_EMPTY_STEPS = 8
 _WAIT_S = 0.001
 # Counting used KV slots takes time with every running request.
 _STEPS_PER_SLOT_COUNT = 16
+# How much of a burst's time the host lets pass before it decides the next: the rest is for its own
+# work, and for a burst that is faster than those before it.
+_AWAITED_SHARE = 0.7
+# Who waits for less than this does not feel it.
+_MIN_AWAITED_S = 0.01
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +144,24 @@ class EngineCore:
         if self._shutdown is None:
             return False
         return not self._shutdown.drain or not self._scheduler.has_unfinished_requests()
+
+    @property
+    def spare_s(self) -> float:
+        """Seconds for which deciding the next step can wait: the device has enough to do.
+
+        Whoever comes in this time is in the step behind the one that runs, and not a whole burst
+        later; the rest of that step is time enough for the host's work.
+        """
+        if len(self._in_flight) != 1 or self._max_steps_in_flight == 1:
+            return 0.0
+        step = self._in_flight[0]
+        if not step.is_burst:
+            return 0.0
+        expected_s = self._burst_length.expected_s(step.scheduler_output.num_decode_steps)
+        if expected_s < _MIN_AWAITED_S:
+            return 0.0
+        began_s = max(step.start_s, self._last_fetch_s)
+        return max(0.0, began_s + _AWAITED_SHARE * expected_s - time.perf_counter())
 
     def handle(self, message: EngineInput) -> EngineOutput | None:
         """Obeys one message; returns what its sender is to hear at once, if anything.

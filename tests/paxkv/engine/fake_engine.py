@@ -20,7 +20,8 @@ class FakeExecutor:
     """Answers every request with its own prompt, over and over: [1, 2, 3] -> 1, 2, 3, 1, 2, ...
 
     Args:
-        step_s: How long a step takes.
+        step_s: How long the host waits for a step to be given to the device.
+        device_step_s: How long the device computes each step of a burst, beside the host.
         fails_at_step: This step raises; None is never.
         hangs_at_step: This one never ends, and no other thread of the process has a turn.
     """
@@ -33,6 +34,7 @@ class FakeExecutor:
         kv_cache_config: KVCacheConfig,
         *,
         step_s: float = 0.0,
+        device_step_s: float = 0.0,
         fails_at_step: int | None,
         hangs_at_step: int | None = None,
     ) -> None:
@@ -43,6 +45,8 @@ class FakeExecutor:
         self.num_in_flight = self.most_in_flight = 0
         self.profile_folder: str | None = None
         self._step_s = step_s
+        self._device_step_s = device_step_s
+        self._device_is_free_at_s = 0.0
         self._fails_at_step = fails_at_step
         self._hangs_at_step = hangs_at_step
 
@@ -84,6 +88,9 @@ class FakeExecutor:
             drawn = [prompt[(first + i) % len(prompt)] for i in range(num_sampled)]
             tokens.append(drawn if is_sampled else [])
             logprobs.append(self._logprobs(req_id, tokens[-1]))
+        began_s = max(self._device_is_free_at_s, time.perf_counter())
+        device_s = scheduler_output.num_decode_steps * self._device_step_s
+        self._device_is_free_at_s = began_s + device_s
         self.num_in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
         return FakeStep(
@@ -93,6 +100,7 @@ class FakeExecutor:
                 sampled_token_ids=tokens,
                 logprobs=logprobs,
             ),
+            self._device_is_free_at_s,
         )
 
     def _logprobs(self, req_id: str, token_ids: list[int]) -> list[TokenLogprobs] | None:
@@ -107,15 +115,17 @@ class FakeExecutor:
 
 
 class FakeStep:
-    """A step whose tokens were known before it ran."""
+    """A step whose tokens were known before it ran; they come when the device has done it."""
 
     needs_bitmask = False
 
-    def __init__(self, executor: FakeExecutor, output: ModelRunnerOutput) -> None:
+    def __init__(self, executor: FakeExecutor, output: ModelRunnerOutput, done_at_s: float) -> None:
         self._executor = executor
         self._output = output
+        self._done_at_s = done_at_s
 
     def sample_tokens(self) -> ModelRunnerOutput:
+        time.sleep(max(0.0, self._done_at_s - time.perf_counter()))
         self._executor.num_in_flight -= 1
         return self._output
 
@@ -126,6 +136,7 @@ def make_engine_core(
     max_num_seqs: int = 64,
     max_model_len: int = 256,
     step_s: float = 0.0,
+    device_step_s: float = 0.0,
     fails_at_step: int | None = None,
     hangs_at_step: int | None = None,
     max_steps_in_flight: int = 1,
@@ -147,6 +158,7 @@ def make_engine_core(
         FakeExecutor(
             kv_cache_config,
             step_s=step_s,
+            device_step_s=device_step_s,
             fails_at_step=fails_at_step,
             hangs_at_step=hangs_at_step,
         ),

@@ -1,5 +1,7 @@
 """Bursts grow while it is quiet, and are short for whoever waits."""
 
+import pytest
+
 from paxkv.engine.burst_length import MAX_BURST_S, MAX_STREAMED_BURST_S, BurstLength
 
 
@@ -39,6 +41,17 @@ def test_burst_takes_no_longer_than_somebody_may_wait() -> None:
         streamed = lengths(with_step_time(step_s), 6, is_streamed=True)[-1]
         assert quiet == max(1, min(8, int(MAX_BURST_S / step_s)))
         assert streamed == max(1, min(8, int(MAX_STREAMED_BURST_S / step_s)))
+
+
+def test_expected_time_falls_at_once_and_rises_slowly() -> None:
+    burst_length = BurstLength(8)
+    assert burst_length.expected_s(8) == 0.0
+    burst_length.note_burst(4, 4 * 0.03)
+    assert burst_length.expected_s(8) == pytest.approx(0.24)
+    burst_length.note_burst(8, 8 * 0.01)
+    assert burst_length.expected_s(8) == pytest.approx(0.08)
+    burst_length.note_burst(8, 8 * 0.1)
+    assert 0.2 < burst_length.expected_s(8) < 0.4
 
 
 def test_time_of_a_step_follows_slower_steps() -> None:

@@ -133,6 +133,24 @@ def test_waiting_messages_are_obeyed_before_the_next_step() -> None:
     transport.close()
 
 
+def test_arrival_waits_for_the_burst_that_runs_and_no_other() -> None:
+    with running(max_steps_in_flight=2, max_decode_burst=4, device_step_s=0.04) as transport:
+        transport.send(AddRequest(request=make_request("a", [5], max_tokens=100)))
+        num_bursts = 0
+        while num_bursts < 2:
+            (output,) = transport.receive(TIMEOUT_S).outputs
+            num_bursts += len(output.new_token_ids) == 4
+        # The third burst has just begun.
+        transport.send(AddRequest(request=make_request("b", [6], max_tokens=1)))
+        (burst_output,) = transport.receive(TIMEOUT_S).outputs
+        assert len(burst_output.new_token_ids) == 4
+        outputs = transport.receive(TIMEOUT_S).outputs
+        assert {output.request_id: output.new_token_ids for output in outputs} == {
+            "a": [5],
+            "b": [6],
+        }
+
+
 def test_failing_step_ends_the_engine_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     with running(fails_at_step=2) as transport:
         transport.send(AddRequest(request=make_request("a", [5], max_tokens=9)))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import time
 
 import pytest
 
@@ -95,6 +96,35 @@ def test_step_is_started_before_the_one_before_it_is_fetched() -> None:
     assert core.step().outputs == []
     run_until_idle(core)
     assert core._executor.rows == {} and core._executor.num_in_flight == 0
+
+
+def test_deciding_waits_only_while_the_device_has_a_long_burst_to_compute() -> None:
+    core = make_engine_core(max_steps_in_flight=2, max_decode_burst=4, device_step_s=0.02)
+    assert core.spare_s == 0.0  # nothing runs
+    core.handle(AddRequest(request=make_request("a", [5, 6], max_tokens=60)))
+    for _ in range(5):
+        core.step()
+    assert core._executor.num_decode_steps[-1] == 4
+    assert 0.0 < core.spare_s < 0.08  # the rest of four steps
+    time.sleep(0.08)
+    assert core.spare_s == 0.0
+    core.handle(AddRequest(request=make_request("b", [7, 8], max_tokens=60)))
+    core.step()
+    # A prompt runs now, and nobody knows how long that takes.
+    assert core.spare_s == 0.0
+
+
+def test_one_step_at_a_time_and_short_bursts_leave_nothing_to_wait_for() -> None:
+    for max_steps_in_flight, device_step_s in ((1, 0.02), (2, 0.0001)):
+        core = make_engine_core(
+            max_steps_in_flight=max_steps_in_flight,
+            max_decode_burst=4,
+            device_step_s=device_step_s,
+        )
+        core.handle(AddRequest(request=make_request("a", [5, 6], max_tokens=60)))
+        for _ in range(5):
+            core.step()
+            assert core.spare_s == 0.0
 
 
 def test_eos_ends_a_request() -> None:
