@@ -142,7 +142,7 @@ class BlockChangeLog:
         unknown = [
             (block_id, block_idx, block)
             for block_idx, (block_id, block, depth) in enumerate(
-                zip(ids, blocks, self.contents["depth"][ids].tolist(), strict=True), start_idx
+                zip(ids, blocks, self._contents["depth"][ids].tolist(), strict=True), start_idx
             )
             if depth == 0 and block.block_hash is not None
         ]

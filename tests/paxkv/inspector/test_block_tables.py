@@ -1,6 +1,7 @@
 """Only what changed of a block table is told."""
 
 from paxkv.inspector.block_tables import SentTables, TableChangeLists
+from paxkv.kv_cache.block_changes import BlockChangeLog
 from paxkv.kv_cache.block_pool import BlockPool
 from paxkv.kv_cache.full_attention import FullAttentionManager
 from tests.paxkv.inspector.inspected_pool import table_rows_of
@@ -33,9 +34,12 @@ def test_growing_tells_new_blocks_and_freeing_tells_an_empty_table():
     manager.free("a", 14)
     manager.allocate_new_blocks("b", 8, 8)
     assert changes() == [(1, 0, 0), (2, 1, 1)]
-    # A block in the middle is another one: the table is told anew.
-    manager.req_to_blocks["b"][:1] = pool.get_new_blocks(1)
-    assert changes({"b"}) == [(2, 0, 2)]
+    # A block in the middle is shared, and written again: the table is told anew.
+    pool.change_log = log = BlockChangeLog(pool.blocks)
+    pool.touch(manager.get_blocks("b")[:1])
+    manager.replace_shared_blocks("b", 2, 6)
+    assert log.replaced_req_ids == {"b"}
+    assert changes(log.replaced_req_ids) == [(2, 0, 2)]
     # Freed and filled again between two looks, by the same request and by another of its name.
     manager.free("b", 8)
     manager.allocate_new_blocks("b", 8, 8)
