@@ -1,6 +1,5 @@
 """SentTables: block tables as somebody was told of them, and how they differ by now."""
 
-from array import array
 from collections.abc import Callable, Collection
 
 import numpy as np
@@ -15,18 +14,16 @@ class TableChangeLists:
 
     Attributes:
         rows: See there.
-        new_block_ids: Of those that the tables got, one table after the other.
-        new_ref_cnts: Their holders.
+        new_blocks: Those that the tables got, one table after the other.
     """
 
     def __init__(self) -> None:
         self.rows: list[int] = []
-        self.new_block_ids, self.new_ref_cnts = array("I"), array("I")
+        self.new_blocks: list[KVCacheBlock] = []
 
     def encode(self) -> TableChanges:
-        return TableChanges(
-            rows=self.rows, new_block_ids=np.array(self.new_block_ids, "<u4").tobytes()
-        )
+        ids_np = np.array([block.block_id for block in self.new_blocks], "<u4")
+        return TableChanges(rows=self.rows, new_block_ids=ids_np.tobytes())
 
 
 class _SentTable:
@@ -84,9 +81,7 @@ class SentTables:
                 num_kept = max(sent.num_blocks, num_skipped)
             sent.num_blocks, sent.num_skipped = num_blocks, num_skipped
             rows += (sent.key, group_id, num_skipped, num_kept, num_blocks - num_kept)
-            new_blocks = blocks[num_kept:]
-            changes.new_block_ids.extend([block.block_id for block in new_blocks])
-            changes.new_ref_cnts.extend([block.ref_cnt for block in new_blocks])
+            changes.new_blocks += blocks[num_kept:]
 
     def forget_all(self) -> None:
         """The next call tells everything."""

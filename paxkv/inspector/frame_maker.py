@@ -114,7 +114,7 @@ class FrameMaker:
                 self._to_learn[table] = min(num_kept, self._to_learn.get(table, sys.maxsize))
         if not is_snapshot:  # what is learned goes to all pages
             self._learn_origins()
-        changed_np = log.take_changed(tables.new_block_ids, tables.new_ref_cnts)
+        changed_np = log.take_changed(tables.new_blocks)
         running = self._running_rows()
         waiting = self._waiting_rows()
         return InspectorFrame(

@@ -1,5 +1,6 @@
 """BlockChangeLog: which blocks of a pool changed, for someone who looks at it now and then."""
 
+import functools
 from array import array
 from collections.abc import Sequence
 
@@ -171,16 +172,15 @@ class BlockChangeLog:
         """CONTENT[num_ids] of i64[num_ids]."""
         return self.contents.view(_BYTES)[ids_np].view(CONTENT)
 
-    def take_changed(self, new_block_ids: array, new_ref_cnts: array) -> np.ndarray:
+    def take_changed(self, new_blocks: Sequence[KVCacheBlock]) -> np.ndarray:
         """Ids of all blocks that changed since the last call, i64[num_changed], in order.
 
         Args:
-            new_block_ids: Those that stand in block tables since then.
-            new_ref_cnts: Their holders.
+            new_blocks: Those that stand in block tables since then.
         """
         self._learn()
-        new_ids_np = np.array(new_block_ids, np.intp)
-        self.ref_cnts[new_ids_np] = new_ref_cnts
+        new_ids_np = np.array([block.block_id for block in new_blocks], np.intp)
+        self.ref_cnts[new_ids_np] = [block.ref_cnt for block in new_blocks]
         self._is_changed_np[new_ids_np] = True
         ids_np = np.flatnonzero(self._is_changed_np)
         self._is_changed_np[ids_np] = False
@@ -194,13 +194,14 @@ class BlockChangeLog:
         ids_np = np.array(self._ids, np.intp)
         contents_np = np.zeros(len(ids_np), CONTENT)
         contents_np["depth"] = self._depths
-        came_np = contents_np["depth"] > 0
-        num_came = int(np.count_nonzero(came_np))
+        num_came = int(np.count_nonzero(contents_np["depth"]))
         if num_came:
+            # Nearly always all.
+            came = slice(None) if num_came == len(ids_np) else contents_np["depth"] > 0
             keys_np = _read_keys(self._keys, num_came)
-            contents_np["hash"][came_np] = keys_np["hash"]
-            contents_np["group"][came_np] = keys_np["group"]
-            contents_np["parent"][came_np] = _read_keys(self._parents, num_came)["hash"]
+            contents_np["hash"][came] = keys_np["hash"]
+            contents_np["group"][came] = keys_np["group"]
+            contents_np["parent"][came] = _read_keys(self._parents, num_came)["hash"]
             contents_np["parent"][contents_np["depth"] == 1] = _NO_HASH
         # Of an id that is there several times NumPy keeps the last.
         # As bytes: NumPy copies records field by field.
@@ -212,11 +213,16 @@ class BlockChangeLog:
 
 def _read_keys(keys: bytes | bytearray, num_keys: int) -> np.ndarray:
     """(hash, group)[num_keys] of keys one after another; see `make_block_hash_with_group_id`."""
-    key_bytes = len(keys) // num_keys
-    key = {
-        "names": ("hash", "group"),
-        "formats": (f"V{HASH_BYTES}", "u1"),
-        "offsets": (0, key_bytes - 1),
-        "itemsize": key_bytes,
-    }
-    return np.frombuffer(keys, np.dtype(key))
+    return np.frombuffer(keys, _key_dtype(len(keys) // num_keys))
+
+
+@functools.cache
+def _key_dtype(key_bytes: int) -> np.dtype:
+    return np.dtype(
+        {
+            "names": ("hash", "group"),
+            "formats": (f"V{HASH_BYTES}", "u1"),
+            "offsets": (0, key_bytes - 1),
+            "itemsize": key_bytes,
+        }
+    )
