@@ -40,8 +40,8 @@ from paxkv.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 # How often an engine that starts says that it does something, which is to use the processor for a
-# hundredth of the time: it does where it compiles, or reads from a slow disk, and not where it waits
-# for good.
+# hundredth of the time: it does where it compiles, or reads from a slow disk, and does not where it
+# waits for good.
 _PULSE_S = 1.0
 _MIN_WORK = 0.01
 # Time for the last messages to reach a client that is busy.
