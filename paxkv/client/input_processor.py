@@ -280,6 +280,13 @@ class InputProcessor:
                 )
             if checks_grammar:
                 self._grammar_checker.check(sampling_params.structured_outputs)
+        allowed = sampling_params.allowed_token_ids
+        if allowed is not None and len(allowed) > self._vocab_size:
+            raise InvalidRequestError(
+                f"allowed_token_ids has {len(allowed)} ids; the vocabulary has {self._vocab_size}. "
+                "Send each id once.",
+                param="allowed_token_ids",
+            )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             bad = [i for i in getattr(sampling_params, name) or () if i >= self._vocab_size]
             if bad:

@@ -80,6 +80,15 @@ def test_text_that_never_fits_is_refused_before_it_is_tokenized(monkeypatch) -> 
     assert num_encoded == 2
 
 
+def test_more_allowed_tokens_than_there_are_are_refused_without_looking_at_them() -> None:
+    every = list(range(300))
+    assert process(make(), [1], allowed_token_ids=every).sampling_params.allowed_token_ids == every
+    # The last is none of the model's, which nobody has looked for.
+    with pytest.raises(InvalidRequestError, match="301 ids.* has 300") as caught:
+        process(make(), [1], allowed_token_ids=[*every, 300])
+    assert caught.value.param == "allowed_token_ids"
+
+
 def test_only_the_tokens_of_a_prompt_that_may_fit_are_looked_at() -> None:
     # A body may bring millions, which would take the loop a second to look at.
     with pytest.raises(PromptTooLongError):
