@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 # The engine is asked at most so often, and less often where answers take more than this share of
 # its time.
 PERIOD_S = 0.1
-MAX_SHARE = 0.0015
+MAX_SHARE = 0.0025
 # Snapshots cost the most: pages that open at once share one.
 SNAPSHOT_PERIOD_S = 1.0
 # Shorter than the recorder's lease, or every question would find one that has ended.
