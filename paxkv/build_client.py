@@ -102,6 +102,7 @@ def build_async_client(
         config,
         policy,
         max_step_s=server_config.execute_model_timeout_s,
+        max_idle_start_s=server_config.engine_ready_timeout_s,
         show_progress=show_progress,
     )
     found: list[TextParts] = []

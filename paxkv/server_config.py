@@ -57,6 +57,11 @@ class ServerConfig:
     engine_restart_window_s: float = setting(
         "seconds that an engine must have served for its restarts to be forgiven", 600.0
     )
+    engine_ready_timeout_s: float = setting(
+        "seconds that an engine process that starts may do nothing, neither compute nor read; then "
+        "it is killed. However long it computes does not matter. 0 is no limit",
+        600.0,
+    )
     execute_model_timeout_s: float = setting(
         "seconds that a step of the model may take; then the engine process is killed and started "
         "again, as if it had died. 0 is no limit",
@@ -157,12 +162,12 @@ class ServerConfig:
             value = getattr(self, name)
             if not (is_number(value) and 0 < value < math.inf):
                 raise ConfigError(f"{name} must be a positive number of seconds, got {value!r}.")
-        step_s = self.execute_model_timeout_s
-        if not (is_number(step_s) and 0 <= step_s < math.inf):
-            raise ConfigError(
-                f"execute_model_timeout_s must be a number of seconds, or 0 for none, got "
-                f"{step_s!r}."
-            )
+        for name in ("engine_ready_timeout_s", "execute_model_timeout_s"):
+            value = getattr(self, name)
+            if not (is_number(value) and 0 <= value < math.inf):
+                raise ConfigError(
+                    f"{name} must be a number of seconds, or 0 for none, got {value!r}."
+                )
         for name in (
             *("allow_credentials", "disable_uvicorn_access_log", "enable_admin"),
             *("trust_request_chat_template", "enable_auto_tool_choice"),

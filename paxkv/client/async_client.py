@@ -294,9 +294,9 @@ class AsyncEngineClient:
         """Statistics as of now."""
         return msgspec.json.decode(await self._call("get_stats"), type=SchedulerStats)
 
-    async def inspect(self, after_seq: int, wants_snapshot: bool) -> str:
+    async def inspect(self, after_seq: int, wants_snapshot: bool, *, keeps_tokens: bool) -> str:
         """JSON of an `Inspection`: what changed since the call that answered `after_seq`."""
-        return await self._call("inspect", after_seq, wants_snapshot)
+        return await self._call("inspect", after_seq, wants_snapshot, keeps_tokens)
 
     async def inspect_block(
         self, block_id: int, holder_key: int, *, with_tokens: bool

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import msgspec
 import zmq
 
 from paxkv.client.socket_folder import SocketFolder, remove_stale_folders
+from paxkv.client.step_watch import StepWatch
 from paxkv.config import EngineConfig
 from paxkv.contracts import wire
 from paxkv.contracts.engine_output import EngineDead, EngineOutput
@@ -57,6 +59,7 @@ class EngineProcess:
     Args:
         show_progress: It draws a bar on stderr while steps compile.
         command: What runs `run_engine_process`.
+        max_idle_start_s: Seconds that it may do nothing before it is ready; 0 is no limit.
 
     Attributes:
         num_sent: Messages that were sent to it.
@@ -68,7 +71,9 @@ class EngineProcess:
         *,
         show_progress: bool,
         command: Sequence[str] = ENGINE_COMMAND,
+        max_idle_start_s: float = 0.0,
     ) -> None:
+        self._start_watch = StepWatch(max_idle_start_s)
         self._context = zmq.Context()
         self._lock = threading.Lock()
         self._is_released = False
@@ -273,12 +278,31 @@ class EngineProcess:
 
     def _next_start_message(self) -> EngineOutput | EngineStartOutput:
         while True:
+            self._check_start()
             # Asked first: what it said before it ended is read all the same.
             code = self._process.poll()
             if self._outputs.poll(_START_POLL_MS):
                 return wire.decode_output(self._outputs.recv())
             if code is not None:
                 raise EngineDeadError(f"the engine ended before it was ready: {describe_end(code)}")
+
+    def _check_start(self) -> None:
+        """Ends a process that does nothing although it is not ready.
+
+        Raises:
+            EngineDeadError: It did nothing for too long.
+        """
+        watch = self._start_watch
+        # Odd: it has something to do.
+        if watch.limit_s > 0 and watch.is_too_long(self.step_count | 1, 0, time.monotonic()):
+            self._process.send_signal(signal.SIGUSR1)
+            time.sleep(_TRACEBACK_S)
+            self._process.kill()
+            raise EngineDeadError(
+                "the engine was killed, because its start hangs: it has done nothing for "
+                f"{watch.limit_s:g} seconds, the limit that --engine-ready-timeout-s sets. Its log "
+                "says where it stood."
+            )
 
     def _take_waiting(self) -> None:
         for _ in range(_MAX_MESSAGES_AT_ONCE):

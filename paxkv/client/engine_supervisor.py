@@ -49,6 +49,7 @@ class EngineSupervisor:
 
     Args:
         max_step_s: Seconds that a step may take, or the engine to wake; 0 is no limit.
+        max_idle_start_s: As `EngineProcess` has it.
         show_progress: The first engine draws a bar on stderr while steps compile.
         command: As `EngineProcess` has it.
     """
@@ -59,6 +60,7 @@ class EngineSupervisor:
         policy: RestartPolicy,
         *,
         max_step_s: float,
+        max_idle_start_s: float,
         show_progress: bool = False,
         command: Sequence[str] = ENGINE_COMMAND,
     ) -> None:
@@ -66,6 +68,7 @@ class EngineSupervisor:
         self._step_watch = StepWatch(max_step_s)
         self._policy = policy
         self._command = command
+        self._max_idle_start_s = max_idle_start_s
         self._is_closing = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_message: Callable[[EngineOutput | EngineReady], None] | None = None
@@ -81,7 +84,12 @@ class EngineSupervisor:
         self._start_took_s = 1.0
         # Why the last one failed.
         self._start_error = ""
-        self._process = EngineProcess(config, show_progress=show_progress, command=command)
+        self._process = EngineProcess(
+            config,
+            show_progress=show_progress,
+            command=command,
+            max_idle_start_s=max_idle_start_s,
+        )
 
     @property
     def pid(self) -> int:
@@ -185,6 +193,7 @@ class EngineSupervisor:
                 _traced_elsewhere(self._config, self._num_restarts),
                 show_progress=False,
                 command=self._command,
+                max_idle_start_s=self._max_idle_start_s,
             )
         except OSError as error:
             self._start_error = f"{type(error).__name__}: {error}"

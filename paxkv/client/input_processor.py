@@ -141,6 +141,7 @@ class InputProcessor:
     def _tokenize(self, prompt: Prompt) -> tuple[list[int], str | None]:
         """The prompt's token ids and cache salt."""
         if isinstance(prompt, str):
+            self._check_text_length(prompt)
             return self._encode(prompt, add_special_tokens=True), None
         if isinstance(prompt, Mapping):
             return self._tokenize_mapping(prompt)
@@ -169,6 +170,8 @@ class InputProcessor:
                 f"got {prompt!r}.",
                 param="prompt",
             )
+        if prompt.get("truncate_prompt_tokens") is None:
+            self._check_text_length(text)
         add_special_tokens = bool(prompt.get("add_special_tokens", True))
         return self._encode(text, add_special_tokens=add_special_tokens), cache_salt
 
@@ -194,15 +197,29 @@ class InputProcessor:
                     param="prompt",
                 )
 
+    def _check_text_length(self, text: str) -> None:
+        """Refuses a text that is too long whatever its tokens are, before they are looked for."""
+        # Short texts come in a hurry, and their tokens are counted soon enough.
+        if self._tokenizer is None or len(text) < self._max_model_len:
+            return
+        max_chars_per_token = self._tokenizer.max_chars_per_token
+        if max_chars_per_token is None:
+            return
+        least = -(-len(text) // max_chars_per_token)
+        if least > self._max_model_len - 1:
+            raise self._too_long(f"{len(text)} characters, which are at least {least}")
+
+    def _too_long(self, length: str) -> PromptTooLongError:
+        return PromptTooLongError(
+            f"the prompt has {length} tokens; with max_model_len={self._max_model_len} it may have "
+            f"at most {self._max_model_len - 1}, so that one new token fits. Shorten the prompt or "
+            "start the engine with a larger max_model_len.",
+            param="prompt",
+        )
+
     def _check_prompt_length(self, num_prompt_tokens: int) -> None:
         if num_prompt_tokens > self._max_model_len - 1:
-            raise PromptTooLongError(
-                f"the prompt has {num_prompt_tokens} tokens; with max_model_len="
-                f"{self._max_model_len} it may have at most {self._max_model_len - 1}, so that one "
-                "new token fits. Shorten the prompt or start the engine with a larger "
-                "max_model_len.",
-                param="prompt",
-            )
+            raise self._too_long(str(num_prompt_tokens))
         if self._max_prompt_tokens is not None and num_prompt_tokens > self._max_prompt_tokens:
             raise InvalidRequestError(
                 f"the prompt has {num_prompt_tokens} tokens; without chunked prefill it may have "
@@ -263,6 +280,13 @@ class InputProcessor:
                 )
             if checks_grammar:
                 self._grammar_checker.check(sampling_params.structured_outputs)
+        allowed = sampling_params.allowed_token_ids
+        if allowed is not None and len(allowed) > self._vocab_size:
+            raise InvalidRequestError(
+                f"allowed_token_ids has {len(allowed)} ids; the vocabulary has {self._vocab_size}. "
+                "Send each id once.",
+                param="allowed_token_ids",
+            )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             bad = [i for i in getattr(sampling_params, name) or () if i >= self._vocab_size]
             if bad:

@@ -7,8 +7,6 @@ in a few milliseconds.
 import dataclasses
 from typing import Literal
 
-import msgspec
-
 # Bytes of a block's hash that the page tells contents apart by: exact as a JavaScript number.
 HASH_BYTES = 6
 
@@ -38,23 +36,20 @@ class BlockColumns:
     num_hits: bytes
 
 
-# Not a dataclass: a frame has one of every running request, and a frozen dataclass takes five times
-# as long.
-class TableChange(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A block table of a request in one group as it is now.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TableChanges:
+    """Block tables that changed, each of a request in one group.
 
-    It is `num_skipped` null blocks, then the old blocks up to `num_kept`, then `new_block_ids`.
+    A table is `num_skipped` null blocks, then the old blocks up to `num_kept`, which is at least
+    that, then `num_new` new ones.
 
     Args:
-        key: See `RequestInfo`.
-        num_kept: At least `num_skipped`.
-        new_block_ids: u32 each.
+        rows: Of (key, group, `num_skipped`, `num_kept`, `num_new`), one after the other; for keys
+            see `RequestInfo`.
+        new_block_ids: u32 each, of all tables one after the other.
     """
 
-    key: int
-    group_id: int
-    num_skipped: int
-    num_kept: int
+    rows: list[int]
     new_block_ids: bytes
 
 
@@ -146,7 +141,7 @@ class InspectorFrame:
     pool: PoolInfo | None = None
     at_s: float
     blocks: BlockColumns
-    tables: list[TableChange]
+    tables: TableChanges
     new_requests: list[RequestInfo]
     gone_keys: list[int]
     running: list[int]

@@ -5,6 +5,7 @@ keeps that pipe open: when it ends, for whatever reason, so does this one. Signa
 are the client's to answer.
 """
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -38,6 +39,11 @@ from paxkv.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+# How often an engine that starts says that it does something, which is to use the processor for a
+# hundredth of the time: it does where it compiles, or reads from a slow disk, and does not where it
+# waits for good.
+_PULSE_S = 1.0
+_MIN_WORK = 0.01
 # Time for the last messages to reach a client that is busy.
 _LINGER_MS = 5000
 _PARENT_IS_GONE = 1
@@ -164,13 +170,38 @@ def _end_with_parent(folder: str | None, is_binding: threading.Lock) -> None:
     os._exit(_PARENT_IS_GONE)
 
 
+@contextlib.contextmanager
+def _start_pulse(note_work: Callable[[], None]) -> Iterator[None]:
+    """Calls `note_work` every now and then, as long as the process does something.
+
+    On a thread: one that waits with the interpreter's lock keeps it from saying so, too.
+    """
+    is_over = threading.Event()
+
+    def run() -> None:
+        worked_s = time.process_time()
+        while not is_over.wait(_PULSE_S):
+            if time.process_time() - worked_s > _MIN_WORK * _PULSE_S:
+                note_work()
+            worked_s = time.process_time()
+
+    thread = threading.Thread(target=run, name="paxkv-start-pulse", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
 def _build_and_run(build: BuildCore, order: EngineOrder, channel: ZmqChannel) -> int:
     try:
-        core, ready = build(
-            order.config,
-            show_progress=order.show_progress,
-            on_model_found=lambda folder: channel.say(ModelFound(folder=str(folder))),
-        )
+        with _start_pulse(channel.note_step):
+            core, ready = build(
+                order.config,
+                show_progress=order.show_progress,
+                on_model_found=lambda folder: channel.say(ModelFound(folder=str(folder))),
+            )
     except ConfigError as error:
         channel.say(EngineStartFailed(message=str(error), is_mistake=True))
         return 1

@@ -128,6 +128,9 @@ class EngineCore:
             "inspect": self._inspection.inspect,
             "inspect_block": self._inspection.inspect_block,
         }
+        self._utility_signatures = {
+            name: inspect.signature(utility) for name, utility in self._utilities.items()
+        }
 
     @property
     def has_work(self) -> bool:
@@ -341,7 +344,7 @@ class EngineCore:
                 call_id=call.call_id, error=f"unknown method {call.method!r}; wanted {wanted}."
             )
         try:
-            inspect.signature(utility).bind(*call.arguments)
+            self._utility_signatures[call.method].bind(*call.arguments)
         except TypeError as error:
             return UtilityReply(
                 call_id=call.call_id, error=f"{call.method} got {call.arguments!r}: {error}."

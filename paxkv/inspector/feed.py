@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 # The engine is asked at most so often, and less often where answers take more than this share of
 # its time.
 PERIOD_S = 0.1
-MAX_SHARE = 0.004
+MAX_SHARE = 0.0025
 # Snapshots cost the most: pages that open at once share one.
 SNAPSHOT_PERIOD_S = 1.0
 # Shorter than the recorder's lease, or every question would find one that has ended.
@@ -34,8 +34,12 @@ MAX_BACKLOG = 20
 class InspectedEngine(Protocol):
     """What the inspector needs of an engine."""
 
-    async def inspect(self, after_seq: int, wants_snapshot: bool) -> str:
-        """JSON of an `Inspection`: what changed since the call that answered `after_seq`."""
+    async def inspect(self, after_seq: int, wants_snapshot: bool, *, keeps_tokens: bool) -> str:
+        """JSON of an `Inspection`: what changed since the call that answered `after_seq`.
+
+        Args:
+            keeps_tokens: So that `inspect_block` knows them also of blocks that nobody holds.
+        """
         ...
 
     async def inspect_block(
@@ -93,10 +97,14 @@ class InspectorFeed:
     """Asks while there are pages, and sends each of them the same bytes.
 
     Every method is called on one loop.
+
+    Args:
+        keeps_tokens: See `InspectedEngine.inspect`.
     """
 
-    def __init__(self, engine: InspectedEngine) -> None:
+    def __init__(self, engine: InspectedEngine, *, keeps_tokens: bool = False) -> None:
         self._engine = engine
+        self._keeps_tokens = keeps_tokens
         self._pages: set[_Page] = set()
         self._asker: asyncio.Task[None] | None = None
         self._seq = -1
@@ -167,7 +175,8 @@ class InspectorFeed:
             and now_s - self._last_snapshot_s >= SNAPSHOT_PERIOD_S
         )
         reply = await asyncio.wait_for(
-            self._engine.inspect(self._seq, wants_snapshot), ANSWER_TIMEOUT_S
+            self._engine.inspect(self._seq, wants_snapshot, keeps_tokens=self._keeps_tokens),
+            ANSWER_TIMEOUT_S,
         )
         answer = _ANSWER_DECODER.decode(reply)
         self._seq = answer.seq

@@ -15,7 +15,7 @@ from paxkv.contracts.inspection import (
 )
 from paxkv.errors import InvalidRequestError
 from paxkv.inspector.block_columns import make_columns
-from paxkv.inspector.block_tables import SentTables
+from paxkv.inspector.block_tables import SentTables, TableChangeLists
 from paxkv.inspector.step_meter import StepMeter
 from paxkv.kv_cache.block import KVCacheBlock
 from paxkv.kv_cache.block_changes import BlockChangeLog
@@ -33,23 +33,29 @@ MAX_LEARNED_PER_FRAME = 1000
 class FrameMaker:
     """Follows a scheduler from the moment that it is made until `close`.
 
+    Args:
+        keeps_tokens: So that `describe_block` knows them also of blocks that nobody holds.
+
     Attributes:
         meter: To be told of arrivals and steps, which a scheduler does not time.
     """
 
-    def __init__(self, scheduler: Scheduler | TraceRecorder) -> None:
+    def __init__(self, scheduler: Scheduler | TraceRecorder, *, keeps_tokens: bool = False) -> None:
         self._scheduler = scheduler
         manager = scheduler.kv_cache_manager
         self._managers = manager.coordinator.single_type_managers
         self._pool = manager.block_pool
         self._prefix_cache_stats = manager.prefix_cache_stats
-        self._log = self._pool.change_log = BlockChangeLog()
+        self._log = BlockChangeLog(self._pool.blocks, keeps_tokens=keeps_tokens)
+        self._pool.change_log = self._log
         self.meter = StepMeter()
         self._tables = tuple(SentTables(group) for group in self._managers)
         # Ids may be used again, keys are not. No request: only its blocks are left.
         self._keys: dict[str, int] = {}
         self._seen: dict[int, tuple[str, Request | None]] = {}
         self._num_keys = 0
+        # Of requests whose id another one has by now.
+        self._old_keys: list[int] = []
         self._new_requests: list[RequestInfo] = []
         # (key, group) -> first block of the table that may have an unknown origin.
         self._to_learn: dict[tuple[int, int], int] = {}
@@ -91,38 +97,32 @@ class FrameMaker:
             state=_state(block),
             block_hash=None if key is None else get_block_hash(key).hex(),
             group_id=None if key is None else get_group_id(key),
-            num_hits=self._log.num_hits.get(block_id, 0),
+            num_hits=int(self._log.num_hits[block_id]),
             first_token_idx=first_token_idx,
             token_ids=list(token_ids) if with_tokens and token_ids is not None else None,
         )
 
     def _make_frame(self, at_s: float, *, is_snapshot: bool) -> InspectorFrame:
         scheduler, log = self._scheduler, self._log
-        changed, has_freed, has_shared = log.take_changed()
-        tables, holders = [], set()
+        tables = TableChangeLists()
         for sent in self._tables:
-            table_changes, group_holders = sent.take_changes(
-                self._key_of_holder, has_freed=has_freed
-            )
-            tables += table_changes
-            holders |= group_holders
+            sent.take_changes(self._key_of_holder, log.replaced_req_ids, tables)
         # A table that only grew by blocks of its own holds none of unknown origin.
-        if is_snapshot or has_shared:
-            for change in tables:
-                table = (change.key, change.group_id)
-                self._to_learn[table] = min(change.num_kept, self._to_learn.get(table, sys.maxsize))
+        if is_snapshot or log.has_shared:
+            for key, group_id, _, num_kept, _ in zip(*[iter(tables.rows)] * 5, strict=True):
+                table = (key, group_id)
+                self._to_learn[table] = min(num_kept, self._to_learn.get(table, sys.maxsize))
         if not is_snapshot:  # what is learned goes to all pages
-            self._learn_origins(changed)
+            self._learn_origins()
+        changed_np = log.take_changed(tables.new_blocks)
         running = self._running_rows()
         waiting = self._waiting_rows()
         return InspectorFrame(
             pool=self._pool_info() if is_snapshot else None,
             at_s=at_s,
-            blocks=make_columns(
-                self._pool.blocks if is_snapshot else list(changed), log, is_all=is_snapshot
-            ),
-            tables=tables,
-            gone_keys=self._take_gone(holders),
+            blocks=make_columns(log, None if is_snapshot else changed_np),
+            tables=tables.encode(),
+            gone_keys=self._take_gone(),
             running=running,
             waiting=waiting,
             num_waiting=len(scheduler.waiting),
@@ -163,9 +163,11 @@ class FrameMaker:
 
     def _key_of(self, request_id: str, request: Request | None) -> int:
         key = self._keys.get(request_id)
-        # A request that ended, and whose blocks stay for forks, is the one that had the id.
-        if key is not None and (request is None or self._seen[key][1] is request):
-            return key
+        if key is not None:
+            # A request that ended, and whose blocks stay for forks, is the one that had the id.
+            if request is None or self._seen[key][1] is request:
+                return key
+            self._old_keys.append(key)
         self._num_keys += 1
         self._keys[request_id] = self._num_keys
         self._seen[self._num_keys] = (request_id, request)
@@ -176,19 +178,17 @@ class FrameMaker:
         taken, self._new_requests = self._new_requests, []
         return taken
 
-    def _take_gone(self, holders: set[int]) -> list[int]:
-        gone: list[int] = []
-        for key, (request_id, _) in list(self._seen.items()):
-            has_id = self._keys[request_id] == key
-            if has_id and (request_id in self._scheduler.requests or key in holders):
-                continue
-            gone.append(key)
+    def _take_gone(self) -> list[int]:
+        gone, self._old_keys = self._old_keys, []
+        requests = self._scheduler.requests
+        for request_id in [request_id for request_id in self._keys if request_id not in requests]:
+            if not any(request_id in manager.req_to_blocks for manager in self._managers):
+                gone.append(self._keys.pop(request_id))
+        for key in gone:
             del self._seen[key]
-            if has_id:
-                del self._keys[request_id]
         return gone
 
-    def _learn_origins(self, changed: set[KVCacheBlock]) -> None:
+    def _learn_origins(self) -> None:
         """Of cached blocks that requests found, and that were cached before anybody looked."""
         num_left = MAX_LEARNED_PER_FRAME
         while self._to_learn and num_left > 0:
@@ -204,11 +204,9 @@ class FrameMaker:
             )
             table = manager.get_blocks(request.request_id)
             end = min(len(table), len(hashes), first_block_idx + num_left)
-            for block_idx in range(first_block_idx, end):
-                block = table[block_idx]
-                if block.block_hash is not None and block.block_id not in log.origins:
-                    log.learn_origin(request, block, block_idx, hashes, manager.block_size)
-                    changed.add(block)
+            log.on_seen(
+                request, table[first_block_idx:end], first_block_idx, hashes, manager.block_size
+            )
             num_left -= max(end - first_block_idx, 1)
             if end < min(len(table), len(hashes)):
                 self._to_learn[key, group_id] = end
@@ -216,17 +214,17 @@ class FrameMaker:
     def _find_tokens(
         self, block: KVCacheBlock, holder_key: int
     ) -> tuple[int | None, Sequence[int] | None]:
-        origin = self._log.origins.get(block.block_id)
+        depth = int(self._log.contents["depth"][block.block_id])
         _, request = self._seen.get(holder_key, ("", None))
         for manager in self._managers if request is not None else ():
             table = manager.get_blocks(request.request_id)
             if block in table:
                 start = table.index(block) * manager.block_size
                 return start, request.all_token_ids[start : start + manager.block_size]
-        if origin is None or block.block_hash is None:
+        if depth == 0 or block.block_hash is None:
             return None, None
         block_size = self._managers[get_group_id(block.block_hash)].block_size
-        return origin.block_idx * block_size, origin.token_ids
+        return (depth - 1) * block_size, self._log.token_ids.get(block.block_id)
 
     def _pool_info(self) -> PoolInfo:
         scheduler = self._scheduler

@@ -57,18 +57,24 @@ class InspectionRecorder:
             self._frames.close()
             self._frames = None
 
-    def inspect(self, after_seq: int, wants_snapshot: bool) -> Inspection:
+    def inspect(
+        self, after_seq: int, wants_snapshot: bool, keeps_tokens: bool = False
+    ) -> Inspection:
         """What changed since the call that answered `after_seq`, or everything.
 
         Whoever asks first, or missed an answer, gets a snapshot. Collecting goes on for
         `LEASE_S` after each call.
+
+        Args:
+            keeps_tokens: So that `inspect_block` knows them also of blocks that nobody holds, and
+                that were cached since the first call.
         """
         start_s = time.thread_time()
         is_next = self._frames is not None and after_seq == self._seq
         self._seq += 1
         self._lease_end_s = time.monotonic() + LEASE_S
         if self._frames is None:
-            self._frames = FrameMaker(self._scheduler)
+            self._frames = FrameMaker(self._scheduler, keeps_tokens=keeps_tokens)
         now_s = time.time()
         delta = self._frames.make_delta(now_s) if is_next else None
         snapshot = None

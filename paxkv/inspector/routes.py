@@ -80,7 +80,7 @@ class InspectorRoutes:
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         self._engine = engine
         self._config = config
-        self._feed = InspectorFeed(engine)
+        self._feed = InspectorFeed(engine, keeps_tokens=config.inspector_show_text)
         self._uploads = TraceUploads(config.inspector_max_trace_bytes)
         self._files = _read_page()
         self._detail_calls = asyncio.Semaphore(MAX_DETAIL_CALLS)

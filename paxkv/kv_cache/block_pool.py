@@ -97,7 +97,7 @@ class BlockPool:
 
     Attributes:
         movement_log: Told of every movement of a block; None tells nobody.
-        change_log: Told which blocks changed; None tells nobody.
+        change_log: Told which blocks changed, but of those handed out; None tells nobody.
         evicted_hashes: What was forgotten lately, for the question why a request missed.
 
     Raises:
@@ -218,8 +218,6 @@ class BlockPool:
             self.metrics_collector.on_allocated(blocks)
         if self.movement_log is not None:
             self.movement_log.on_allocated(blocks)
-        if self.change_log is not None:
-            self.change_log.on_allocated(blocks)
         return blocks
 
     def take_permanent_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
@@ -252,7 +250,7 @@ class BlockPool:
         if self.metrics_collector is not None:
             self.metrics_collector.on_accessed(blocks)
         if self.change_log is not None:
-            self.change_log.on_shared(block for block in blocks if not block.is_null)
+            self.change_log.on_shared(blocks)
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         """Takes a holder from each block; those without one are free, and stay findable.

@@ -54,11 +54,12 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
     if config.enable_admin:
         admin_routes = AdminRoutes(engine, generator.names, profile_dir=config.profile_dir).routes()
     inspector = InspectorRoutes(engine, config)
+    responses = ResponsesRoutes(engine, generator, config)
     app = Starlette(
         routes=[
             *CompletionRoutes(engine, generator, config).routes(),
             *ChatRoutes(engine, generator, config).routes(),
-            *ResponsesRoutes(engine, generator, config).routes(),
+            *responses.routes(),
             *OpenApiRoutes().routes(),
             *TokenizerRoutes(engine, config).routes(),
             *InfoRoutes(engine, metrics, admission).routes(),
@@ -75,8 +76,8 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
     )
     # A path with a slash too many is an unknown path, not a redirect that loses the body.
     app.router.redirect_slashes = False
-    # Streams without an end of their own: a server that drains ends them first.
-    app.state.close_streams = inspector.close
+    # A server that drains ends first what nobody waits for, or what would never end.
+    app.state.on_drain = (inspector.close, responses.close)
     return app
 
 

@@ -123,7 +123,7 @@ class EngineClient(Protocol):
         """A fresh snapshot from the engine."""
         ...
 
-    async def inspect(self, after_seq: int, wants_snapshot: bool) -> str:
+    async def inspect(self, after_seq: int, wants_snapshot: bool, *, keeps_tokens: bool) -> str:
         """JSON of an `Inspection`: what changed since the call that answered `after_seq`."""
         ...
 

@@ -124,7 +124,8 @@ class HttpServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuses new connections, waits for running requests, ends those that take too long."""
         if isinstance(self._app, Starlette):
-            self._app.state.close_streams()
+            for end in self._app.state.on_drain:
+                end()
         ender = asyncio.ensure_future(self._end_requests_when_late())
         try:
             await super().shutdown(sockets)

@@ -12,7 +12,7 @@ from paxkv.server.chat_responses import ChatBody
 from paxkv.server.error_response import ErrorBody
 from paxkv.server.openai_protocol import ChatCompletionRequest, CompletionRequest
 from paxkv.server.openai_responses import CompletionBody
-from paxkv.server.responses_bodies import ResponseBody
+from paxkv.server.responses_bodies import DeletedResponseBody, ResponseBody
 from paxkv.server.responses_protocol import ResponsesRequest
 from paxkv.server.routes_info import ModelCard, ModelList
 from paxkv.server.routes_tokenizer import (
@@ -37,6 +37,9 @@ _GETS: dict[str, type[msgspec.Struct] | None] = {
     "/v1/models/{model}": ModelCard,
     "/health": None,
     "/metrics": None,
+}
+_DELETES: dict[str, type[msgspec.Struct]] = {
+    "/v1/responses/{response_id}": DeletedResponseBody,
 }
 _ERRORS = {
     "400": "a field cannot be honoured",
@@ -63,7 +66,7 @@ class OpenApiRoutes:
 def openapi_document() -> dict[str, object]:
     """The document as JSON values."""
     structs = [s for reads, answers, _ in _POSTS.values() for s in (reads, answers)]
-    structs += [s for s in _GETS.values() if s is not None]
+    structs += [s for s in (*_GETS.values(), *_DELETES.values()) if s is not None]
     structs.append(ErrorBody)
     refs, components = msgspec.json.schema_components(
         structs, schema_hook=_any_schema, ref_template=_REF_TEMPLATE
@@ -78,7 +81,9 @@ def openapi_document() -> dict[str, object]:
         body = {"required": True, "content": {"application/json": {"schema": by_struct[reads]}}}
         responses = {"200": done} | errors
         paths[path] = {"post": {"requestBody": body, "responses": responses}}
-    for path, struct in _GETS.items():
+    without_body = [("get", *item) for item in _GETS.items()]
+    without_body += [("delete", *item) for item in _DELETES.items()]
+    for method, path, struct in without_body:
         operation: dict[str, object] = {
             "responses": {
                 "200": {"description": "done"}
@@ -92,7 +97,7 @@ def openapi_document() -> dict[str, object]:
             operation["parameters"] = [
                 {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             ]
-        paths[path] = {"get": operation}
+        paths.setdefault(path, {})[method] = operation
     return {
         "openapi": "3.1.0",
         "info": {"title": "paxkv", "version": paxkv.__version__},

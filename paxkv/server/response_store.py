@@ -154,6 +154,11 @@ class ResponseStore:
         self._stored.move_to_end(response_id)
         return self._stored[response_id]
 
+    def delete(self, response_id: str) -> None:
+        """Forgets an answer, if it is there."""
+        if response_id in self._stored:
+            self._drop(response_id)
+
     def conversation(self, response_id: str) -> Items:
         """What an answer was given to, and the answer itself, to go on with.
 

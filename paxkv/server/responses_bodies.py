@@ -73,6 +73,14 @@ class ResponseError(msgspec.Struct, frozen=True):
     message: str
 
 
+class DeletedResponseBody(msgspec.Struct, frozen=True, kw_only=True):
+    """A stored answer is there no more."""
+
+    id: str
+    object: str = "response"
+    deleted: bool = True
+
+
 class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
     """An answer, or as much as is known of it when its stream begins."""
 

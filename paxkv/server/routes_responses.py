@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from paxkv.config import ServerConfig
 from paxkv.contracts.request_output import RequestOutput
-from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.errors import EngineDeadError, InvalidRequestError, UnsupportedFeatureError
 from paxkv.server.answer_reader import AnswerReader
 from paxkv.server.engine_protocol import EngineClient
 from paxkv.server.error_response import ErrorBody, describe_error, error_body
@@ -26,6 +26,7 @@ from paxkv.server.response_store import ResponseStore
 from paxkv.server.response_writer import ResponseWriter
 from paxkv.server.responses_bodies import (
     CachedTokens,
+    DeletedResponseBody,
     IncompleteDetails,
     ResponseBody,
     ResponseError,
@@ -54,13 +55,24 @@ class ResponsesRoutes:
         self._store = ResponseStore(config.response_store_bytes)
         # By response id: those in the background.
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._is_closed = False
 
     def routes(self) -> list[Route]:
         return [
             Route("/v1/responses", self.create, methods=["POST"]),
             Route("/v1/responses/{response_id}", self.retrieve),
+            Route("/v1/responses/{response_id}", self.delete, methods=["DELETE"]),
             Route("/v1/responses/{response_id}/cancel", self.cancel, methods=["POST"]),
         ]
+
+    def close(self) -> None:
+        """Ends what is made in the background; called when the server begins to drain.
+
+        Nobody can ask for it any more, and it would take the engine's time from those who wait.
+        """
+        self._is_closed = True
+        for task in self._tasks.values():
+            task.cancel()
 
     async def create(self, request: Request) -> Response:
         """Answers the input of the body: in one piece, as a stream of events, or later."""
@@ -81,6 +93,8 @@ class ResponsesRoutes:
         begun = self._begun(body, _new_id(chat_body.request_id))
         answer = _Answer(chat, begun, [*earlier_items, *input_items(body)])
         if body.background:
+            if self._is_closed:
+                raise EngineDeadError("the server is shutting down.")
             self._generator.check_room(1)
             self._store.put_running(begun, answer.items)
             self._start_in_background(answer)
@@ -109,10 +123,18 @@ class ResponsesRoutes:
                 "the background can be cancelled.",
                 param="response_id",
             )
-        task.cancel()
-        # It stores itself as cancelled.
-        await asyncio.gather(task, return_exceptions=True)
+        await _cancel(task)
         return Response(self._store.get(response_id).body, media_type="application/json")
+
+    async def delete(self, request: Request) -> Response:
+        """Forgets a stored answer; one that is being made in the background ends."""
+        response_id = request.path_params["response_id"]
+        self._store.get(response_id)
+        task = self._tasks.get(response_id)
+        if task is not None:
+            await _cancel(task)
+        self._store.delete(response_id)
+        return _json(DeletedResponseBody(id=response_id))
 
     def _start_in_background(self, answer: "_Answer") -> None:
         response_id = answer.begun.id
@@ -229,6 +251,12 @@ class _Answer:
         )
 
 
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    # It stores itself as cancelled.
+    await asyncio.gather(task, return_exceptions=True)
+
+
 def _new_id(request_id: str | None) -> str:
     """An id that nobody can guess: whoever knows it may read the answer.
 
@@ -244,5 +272,5 @@ def _failed(begun: ResponseBody, error_json: bytes) -> ResponseBody:
     return msgspec.structs.replace(begun, status="failed", error=error)
 
 
-def _json(response: ResponseBody) -> Response:
+def _json(response: ResponseBody | DeletedResponseBody) -> Response:
     return Response(msgspec.json.encode(response), media_type="application/json")

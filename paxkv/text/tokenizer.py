@@ -1,5 +1,6 @@
 """`Tokenizer`: text to token ids and back, as a checkpoint's tokenizer files say."""
 
+import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import tokenizers
 
 from paxkv.errors import ConfigError, InvalidRequestError
+from paxkv.text.token_bounds import find_max_chars_per_token
 
 # Names that tokenizer_config.json uses and that chat templates may ask for.
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
@@ -73,6 +75,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of tokens, added ones included. A model's own vocabulary may be larger."""
         return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @functools.cached_property
+    def max_chars_per_token(self) -> int | None:
+        """See `find_max_chars_per_token`; looks at the whole vocabulary when it is first asked."""
+        return find_max_chars_per_token(self._backend)
 
     @property
     def json(self) -> str:

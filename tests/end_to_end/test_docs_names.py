@@ -35,7 +35,7 @@ OTHER_PROGRAM = re.compile(r"^(?:python -m (?:benchmarks|models|pytest)|pytest|p
 COMMAND = re.compile(r"\b(?:paxkv |python -m paxkv\.)(serve|compile|replay|generate|chat)\b")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 METRIC = re.compile(r"\b(?:vllm|paxkv):[a-z0-9_]+|\bpaxkv_[a-z_]+_total\b")
-ROUTE = re.compile(r"(?:(GET|POST) )?(/(?:[a-z_0-9.{}:-]+/?)+)(?:\?.*)?$")
+ROUTE = re.compile(r"(?:(GET|POST|DELETE) )?(/(?:[a-z_0-9.{}:-]+/?)+)(?:\?.*)?$")
 # Not ours: where a proxy puts the server.
 OTHER_PATHS = {"/api"}
 

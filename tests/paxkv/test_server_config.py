@@ -35,6 +35,7 @@ def test_keys_are_shown_in_no_repr_and_no_error():
         ({"disable_access_log_for_endpoints": "/a,b"}, "got 'b'"),
         ({"profile_dir": "p"}, "enable_admin"),
         ({"enable_admin": 1}, "true or false"),
+        ({"engine_ready_timeout_s": -1}, "0 for none, got -1"),
         ({"execute_model_timeout_s": -1}, "0 for none, got -1"),
         ({"execute_model_timeout_s": float("nan")}, "0 for none, got nan"),
     ],

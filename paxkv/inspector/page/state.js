@@ -2,6 +2,7 @@
 
 export const RUNNING_WIDTH = 5;
 export const WAITING_WIDTH = 4;
+const TABLE_WIDTH = 5;
 const HASH_BYTES = 6;
 export const STATUS = ["waiting", "grammar", "loading", "for a fork", "running", "preempted"];
 export const FREE = 0, CACHED = 1, USED = 2, SHARED = 3, FIXED = 4;
@@ -32,6 +33,17 @@ function hashes(text, groups) {
   return out;
 }
 
+function tableChanges({ rows, new_block_ids }) {
+  const ids = u32(new_block_ids);
+  const changes = [];
+  for (let i = 0, start = 0; i < rows.length; i += TABLE_WIDTH) {
+    const [key, group, skipped, kept, numNew] = rows.slice(i, i + TABLE_WIDTH);
+    changes.push({ key, group, skipped, kept, added: ids.subarray(start, start + numNew) });
+    start += numNew;
+  }
+  return changes;
+}
+
 // JSON of a frame, with its columns as typed arrays.
 export function decodeFrame(frame) {
   const blocks = frame.blocks;
@@ -47,7 +59,7 @@ export function decodeFrame(frame) {
       group: groups,
       hits: u16(blocks.num_hits),
     },
-    tables: frame.tables.map((t) => ({ ...t, new_block_ids: u32(t.new_block_ids) })),
+    tables: tableChanges(frame.tables),
   };
 }
 
@@ -131,9 +143,9 @@ export class PoolState {
   applyTables(changes) {
     let hasOrphans = false;
     for (const change of changes) {
+      const { group, skipped, kept, added } = change;
       const groups = (this.tables.get(change.key) || []).slice();
-      const old = groups[change.group_id] || { ids: new Uint32Array(0), skipped: 0 };
-      const { num_skipped: skipped, num_kept: kept, new_block_ids: added } = change;
+      const old = groups[group] || { ids: new Uint32Array(0), skipped: 0 };
       const numOld = Math.max(Math.min(kept, old.ids.length), 0);
       const ids = new Uint32Array(kept + added.length);
       if (numOld > skipped) ids.set(old.ids.subarray(skipped, numOld), skipped);
@@ -146,7 +158,7 @@ export class PoolState {
         }
       }
       for (const id of added) this.owner[id] = change.key;
-      groups[change.group_id] = { ids, skipped };
+      groups[group] = { ids, skipped };
       this.tables.set(change.key, groups);
     }
     if (hasOrphans) this.adoptOrphans();

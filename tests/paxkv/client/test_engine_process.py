@@ -28,8 +28,13 @@ TIMEOUT_S = 20.0
 
 
 @contextmanager
-def starting(**settings: object) -> Iterator[EngineProcess]:
-    process = EngineProcess(fake_config(**settings), show_progress=False, command=COMMAND)
+def starting(*, max_idle_start_s: float = 0.0, **settings: object) -> Iterator[EngineProcess]:
+    process = EngineProcess(
+        fake_config(**settings),
+        show_progress=False,
+        command=COMMAND,
+        max_idle_start_s=max_idle_start_s,
+    )
     try:
         yield process
     finally:
@@ -215,3 +220,20 @@ def test_end_of_a_process_is_put_into_words() -> None:
     assert "memory" in describe_end(-signal.SIGKILL)
     assert "SIGSEGV" in describe_end(-signal.SIGSEGV)
     assert "code 3" in describe_end(3)
+
+
+def test_start_that_hangs_is_ended_and_says_where(capfd) -> None:
+    with starting(max_idle_start_s=2.5, start_s=3600) as process:
+        begin_s = time.monotonic()
+        with pytest.raises(EngineDeadError, match="nothing for 2.5 seconds.*engine-ready-timeout"):
+            process.wait_until_ready()
+        assert time.monotonic() - begin_s < TIMEOUT_S
+        assert process.wait(5) == -signal.SIGKILL
+    assert "fake_engine_process.py" in capfd.readouterr().err
+
+
+def test_start_may_take_longer_than_the_limit_while_it_computes() -> None:
+    with starting(max_idle_start_s=2.0, work_s=3.0) as process:
+        begin_s = time.monotonic()
+        assert isinstance(process.wait_until_ready(), EngineReady)
+        assert time.monotonic() - begin_s > 3.0

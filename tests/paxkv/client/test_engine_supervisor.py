@@ -32,7 +32,11 @@ async def running(
     """A client of an engine process of its own."""
     policy = RestartPolicy(max_restarts=max_restarts, window_s=window_s)
     supervisor = EngineSupervisor(
-        fake_config(**settings), policy, max_step_s=max_step_s, command=COMMAND
+        fake_config(**settings),
+        policy,
+        max_step_s=max_step_s,
+        max_idle_start_s=600.0,
+        command=COMMAND,
     )
     try:
         ready = supervisor.wait_until_ready(lambda folder: None)

@@ -55,6 +55,40 @@ def test_bos_is_added_to_text_unless_told_otherwise() -> None:
     assert process(processor, [97]).prompt_token_ids == [97]
 
 
+def test_text_that_never_fits_is_refused_before_it_is_tokenized(monkeypatch) -> None:
+    tokenizer = byte_level_tokenizer([b"12345678"])
+    processor = make(tokenizer=tokenizer, max_model_len=10)
+    num_encoded = 0
+
+    def encode(text: str, *, add_special_tokens: bool = True) -> list[int]:
+        nonlocal num_encoded
+        num_encoded += 1
+        return [97] * -(-len(text) // 8)
+
+    monkeypatch.setattr(tokenizer, "encode", encode)
+    # A token has up to 8 characters, so that 9 tokens, the most that fit, have up to 72.
+    assert len(process(processor, "x" * 72).prompt_token_ids) == 9
+    for prompt in ("x" * 73, {"prompt": "x" * 73}):
+        with pytest.raises(PromptTooLongError, match="at least 10 tokens; .* at most 9") as caught:
+            process(processor, prompt)
+        assert caught.value.param == "prompt" and num_encoded == 1
+    # What is cut off need not fit; what came as ids is not text.
+    cut = {"prompt": "x" * 800, "truncate_prompt_tokens": 3}
+    assert process(processor, cut).prompt_token_ids == [97] * 3
+    ids = {"prompt": "x" * 800, "prompt_token_ids": [97]}
+    assert process(processor, ids).prompt_token_ids == [97]
+    assert num_encoded == 2
+
+
+def test_more_allowed_tokens_than_there_are_are_refused_without_looking_at_them() -> None:
+    every = list(range(300))
+    assert process(make(), [1], allowed_token_ids=every).sampling_params.allowed_token_ids == every
+    # The last is none of the model's, which nobody has looked for.
+    with pytest.raises(InvalidRequestError, match="301 ids.* has 300") as caught:
+        process(make(), [1], allowed_token_ids=[*every, 300])
+    assert caught.value.param == "allowed_token_ids"
+
+
 def test_only_the_tokens_of_a_prompt_that_may_fit_are_looked_at() -> None:
     # A body may bring millions, which would take the loop a second to look at.
     with pytest.raises(PromptTooLongError):

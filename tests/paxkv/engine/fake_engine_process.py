@@ -24,7 +24,7 @@ def fake_config(**settings: object) -> EngineConfig:
     """A config of the fake; `settings` are those of `make_engine_core`, and:
 
     Args:
-        start_s: How long the start takes.
+        start_s: How long the start takes, waiting; `work_s`: and then computing.
         mistake: The start is refused with this message.
         bug: The start fails with this message.
         exit_code: The process exits while it starts; below 0 it kills itself with that signal.
@@ -39,6 +39,9 @@ def build(
 ) -> tuple[EngineCore, EngineReady]:
     settings = json.loads(config.model.model)
     time.sleep(settings.pop("start_s", 0))
+    end_s = time.process_time() + settings.pop("work_s", 0)
+    while time.process_time() < end_s:
+        pass
     if "mistake" in settings:
         raise ConfigError(settings["mistake"])
     if "bug" in settings:

@@ -5,7 +5,7 @@ import struct
 
 from paxkv.contracts.inspection import HASH_BYTES
 
-RUNNING_WIDTH, WAITING_WIDTH = 5, 4
+RUNNING_WIDTH, WAITING_WIDTH, TABLE_WIDTH = 5, 4, 5
 
 
 class PageState:
@@ -21,11 +21,11 @@ class PageState:
     def apply(self, frame):
         for row in rows_of(frame.blocks):
             self.blocks[row[0]] = row[1:]
-        for change in frame.tables:
-            old = self.tables.get((change.key, change.group_id), [])
-            new = list(struct.unpack(f"<{len(change.new_block_ids) // 4}I", change.new_block_ids))
-            table = [0] * change.num_skipped + old[change.num_skipped : change.num_kept] + new
-            self.tables[change.key, change.group_id] = table
+        for key, group_id, num_skipped, num_kept, new in table_rows_of(frame.tables):
+            old = self.tables.get((key, group_id), [])
+            assert len(old[num_skipped:num_kept]) == num_kept - num_skipped
+            table = [0] * num_skipped + old[num_skipped:num_kept] + new
+            self.tables[key, group_id] = table
         for info in frame.new_requests:
             self.requests[info.key] = info
         for key in frame.gone_keys:
@@ -46,6 +46,15 @@ class PageState:
 
     def tables_by_name(self):
         return {(self.name(key), group): table for (key, group), table in self.tables.items()}
+
+
+def table_rows_of(tables):
+    """(key, group, skipped, kept, new ids) of each table."""
+    ids = iter(struct.unpack(f"<{len(tables.new_block_ids) // 4}I", tables.new_block_ids))
+    rows = [tables.rows[i : i + TABLE_WIDTH] for i in range(0, len(tables.rows), TABLE_WIDTH)]
+    told = [(*row[:4], [next(ids) for _ in range(row[4])]) for row in rows]
+    assert next(ids, None) is None
+    return told
 
 
 def rows_of(columns):

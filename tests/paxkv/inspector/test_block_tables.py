@@ -1,8 +1,10 @@
 """Only what changed of a block table is told."""
 
-from paxkv.inspector.block_tables import SentTables
+from paxkv.inspector.block_tables import SentTables, TableChangeLists
+from paxkv.kv_cache.block_changes import BlockChangeLog
 from paxkv.kv_cache.block_pool import BlockPool
 from paxkv.kv_cache.full_attention import FullAttentionManager
+from tests.paxkv.inspector.inspected_pool import table_rows_of
 from tests.paxkv.scheduler.stepping import FULL
 
 
@@ -10,20 +12,38 @@ def test_growing_tells_new_blocks_and_freeing_tells_an_empty_table():
     pool = BlockPool(num_blocks=20, enable_caching=True)
     manager = FullAttentionManager(kv_cache_spec=FULL, block_pool=pool, kv_cache_group_id=0)
     sent = SentTables(manager)
+    keys = {"a": 1, "b": 2}
 
-    def changes(*, has_freed):
-        found, holders = sent.take_changes({"a": 1, "b": 2}.get, has_freed=has_freed)
-        return {c.key: (c.num_kept, len(c.new_block_ids) // 4) for c in found}, holders
+    def changes(replaced=()):
+        lists = TableChangeLists()
+        sent.take_changes(keys.get, replaced, lists)
+        told = table_rows_of(lists.encode())
+        for key, _, _, num_kept, new in told:
+            if new:
+                table = manager.get_blocks("ab"[(key - 1) % 2])
+                assert [block.block_id for block in table[num_kept:]] == new
+        return [(key, num_kept, len(new)) for key, _, _, num_kept, new in told]
 
     manager.allocate_new_blocks("a", 9, 9)
     manager.allocate_new_blocks("b", 4, 4)
-    assert changes(has_freed=False) == ({1: (0, 3), 2: (0, 1)}, {1, 2})
-    assert changes(has_freed=False) == ({}, {1, 2})
+    assert changes() == [(1, 0, 3), (2, 0, 1)]
+    assert changes() == []
     manager.allocate_new_blocks("a", 14, 14)
-    assert changes(has_freed=False) == ({1: (3, 1)}, {1, 2})
+    assert changes() == [(1, 3, 1)]
     manager.free("a", 14)
     manager.allocate_new_blocks("b", 8, 8)
-    assert changes(has_freed=True) == ({1: (0, 0), 2: (1, 1)}, {2})
-    # The other half of a table is replaced: only what comes behind its first block is told.
-    manager.req_to_blocks["b"][1:] = pool.get_new_blocks(2)
-    assert changes(has_freed=True) == ({2: (1, 2)}, {2})
+    assert changes() == [(1, 0, 0), (2, 1, 1)]
+    # A block in the middle is shared, and written again: the table is told anew.
+    pool.change_log = log = BlockChangeLog(pool.blocks)
+    pool.touch(manager.get_blocks("b")[:1])
+    manager.replace_shared_blocks("b", 2, 6)
+    assert log.replaced_req_ids == {"b"}
+    assert changes(log.replaced_req_ids) == [(2, 0, 2)]
+    # Freed and filled again between two looks, by the same request and by another of its name.
+    manager.free("b", 8)
+    manager.allocate_new_blocks("b", 8, 8)
+    assert changes() == [(2, 0, 2)]
+    manager.free("b", 8)
+    manager.allocate_new_blocks("b", 4, 4)
+    keys["b"] = 4
+    assert changes() == [(2, 0, 0), (4, 0, 1)]

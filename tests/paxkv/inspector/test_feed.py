@@ -18,7 +18,7 @@ class CountingEngine:
         self.questions = []
         self.is_dead = False
 
-    async def inspect(self, after_seq, wants_snapshot):
+    async def inspect(self, after_seq, wants_snapshot, *, keeps_tokens=False):
         if self.is_dead:
             raise EngineDeadError("the engine has ended: pulled the plug")
         self.questions.append((after_seq, wants_snapshot))
@@ -111,7 +111,7 @@ def test_dear_answers_are_asked_for_less_often(monkeypatch):
             pauses.append(pause_s)
             await real_sleep(0.001)
 
-        async def inspect(after_seq, wants_snapshot):
+        async def inspect(after_seq, wants_snapshot, *, keeps_tokens):
             reply = json.loads(await CountingEngine.inspect(engine, after_seq, wants_snapshot))
             return json.dumps(reply | {"took_s": 0.008})
 

@@ -17,9 +17,9 @@ from tests.paxkv.inspector.inspected_pool import PageState, check_equals_the_poo
 from tests.paxkv.scheduler.stepping import FULL, FunctionRunner, add, make_scheduler, step, window
 
 
-def ask(recorder, after_seq=-1, *, wants_snapshot=False):
+def ask(recorder, after_seq=-1, *, wants_snapshot=False, keeps_tokens=False):
     """An answer after its way as JSON, as the page gets it."""
-    answer = recorder.inspect(after_seq, wants_snapshot)
+    answer = recorder.inspect(after_seq, wants_snapshot, keeps_tokens)
     return msgspec.json.decode(msgspec.json.encode(answer), type=Inspection)
 
 
@@ -162,7 +162,7 @@ def test_hits_and_parents_are_those_of_the_prefix():
 def test_block_tells_its_tokens_to_those_who_may_know():
     scheduler = make_scheduler()
     recorder, runner = InspectionRecorder(scheduler), FunctionRunner()
-    ask(recorder)
+    ask(recorder, keeps_tokens=True)
     request = add(scheduler, "a", list(range(100, 106)), max_tokens=20)
     step(scheduler, runner)
     first, second = scheduler.kv_cache_manager.coordinator.get_blocks("a")[0]
@@ -176,7 +176,8 @@ def test_block_tells_its_tokens_to_those_who_may_know():
     assert details.token_ids == request.all_token_ids[4:] and details.first_token_idx == 4
     assert recorder.inspect_block(first.block_id, key, False).token_ids is None
     scheduler.finish_requests(["a"])
-    assert recorder.inspect_block(first.block_id, key, True).state == "cached"
+    details = recorder.inspect_block(first.block_id, 0, True)
+    assert (details.state, details.token_ids) == ("cached", [100, 101, 102, 103])
     assert recorder.inspect_block(0, 0, True).state == "null"
     with pytest.raises(InvalidRequestError, match="block_id=100"):
         recorder.inspect_block(100, 0, True)
@@ -198,3 +199,17 @@ def test_ids_that_come_again_are_other_requests():
     page.apply(ask(recorder, answer.seq).delta)
     assert page.running[0] != first_key and list(page.requests) == [page.running[0]]
     check_equals_the_pool(page, scheduler)
+
+
+def test_tokens_of_blocks_that_nobody_holds_are_kept_only_for_who_asked_for_them():
+    scheduler = make_scheduler()
+    recorder, runner = InspectionRecorder(scheduler), FunctionRunner()
+    ask(recorder)
+    add(scheduler, "a", list(range(100, 106)), max_tokens=20)
+    step(scheduler, runner)
+    first = scheduler.kv_cache_manager.coordinator.get_blocks("a")[0][0]
+    scheduler.finish_requests(["a"])
+    ask(recorder)
+    details = recorder.inspect_block(first.block_id, 0, True)
+    assert (details.state, details.first_token_idx, details.token_ids) == ("cached", 0, None)
+    assert not scheduler.kv_cache_manager.block_pool.change_log.token_ids

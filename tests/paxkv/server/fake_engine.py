@@ -153,9 +153,10 @@ class FakeEngine:
         self.calls.append(("stop_profile",))
         return len(self.calls) < 4
 
-    async def inspect(self, after_seq: int, wants_snapshot: bool) -> str:
+    async def inspect(self, after_seq: int, wants_snapshot: bool, *, keeps_tokens: bool) -> str:
         self._check_alive()
-        return msgspec.json.encode(self.recorder.inspect(after_seq, wants_snapshot)).decode()
+        answer = self.recorder.inspect(after_seq, wants_snapshot, keeps_tokens)
+        return msgspec.json.encode(answer).decode()
 
     async def inspect_block(
         self, block_id: int, holder_key: int, *, with_tokens: bool

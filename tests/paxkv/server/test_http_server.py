@@ -1,5 +1,6 @@
 """The port opens last; signals drain; a port that is taken is a clear error."""
 
+import ast
 import contextlib
 import os
 import re
@@ -95,6 +96,20 @@ def test_signal_lets_a_running_stream_finish_and_takes_no_new_one(start_process,
     assert sum(line.startswith("data: {") for line in lines) == 20
     assert process.wait(10) == 0
     assert process.stdout.read() == "drained []\n"
+
+
+def test_answer_in_the_background_ends_with_the_port_through_which_it_could_be_asked_for(
+    start_process,
+):
+    process, url = start_process(10)
+    # It takes half a second; the stream, for which the drain waits, one.
+    body = {"input": "a", "max_output_tokens": 10, "background": True}
+    assert httpx.post(f"{url}/v1/responses", json=body).json()["status"] == "queued"
+    thread, _ = _stream_in_thread(url, max_tokens=20)
+    os.kill(process.pid, signal.SIGTERM)
+    thread.join(10)
+    assert process.wait(10) == 0
+    assert len(ast.literal_eval(process.stdout.read().removeprefix("drained "))) == 1
 
 
 def test_stream_that_takes_too_long_is_told_and_ends(start_process):

@@ -60,6 +60,7 @@ def test_has_a_route_for_each_promise():
     assert [(route.path, route.methods - {"HEAD"}) for route in routes] == [
         ("/v1/responses", {"POST"}),
         ("/v1/responses/{response_id}", {"GET"}),
+        ("/v1/responses/{response_id}", {"DELETE"}),
         ("/v1/responses/{response_id}/cancel", {"POST"}),
     ]
 
@@ -283,6 +284,27 @@ def test_an_answer_in_the_background_is_cancelled_in_the_engine(server, client):
     assert client.responses.retrieve(begun.id).status == "cancelled"
     assert server.engine.seen_request_ids[-1] in server.engine.aborted
     assert not server.engine.running
+
+
+def test_a_deleted_answer_is_gone_and_one_in_the_background_ends(server, client):
+    kept, gone = _create(client, input="one"), _create(client, input="two")
+    client.responses.delete(gone.id)
+    for call in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
+        with pytest.raises(openai.NotFoundError, match="is not stored"):
+            call(gone.id)
+    with pytest.raises(openai.NotFoundError):
+        _create(client, input="go on", previous_response_id=gone.id)
+    assert client.responses.retrieve(kept.id).id == kept.id
+    answer = server.client.delete(f"/v1/responses/{kept.id}")
+    assert answer.json() == {"id": kept.id, "object": "response", "deleted": True}
+    with pytest.raises(openai.BadRequestError, match="must be the id of a response"):
+        client.responses.delete("chatcmpl-1")
+    running = _create(client, input=NO_TOKENS, background=True)
+    client.responses.delete(running.id)
+    assert server.engine.seen_request_ids[-1] in server.engine.aborted
+    assert not server.engine.running
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(running.id)
 
 
 @pytest.mark.parametrize("name", ["a/b", "a?b#c", "..", "%2F", "é\n"])

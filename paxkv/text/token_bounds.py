@@ -1,0 +1,72 @@
+"""How much text a token may stand for: tells of long texts that they never fit, unread."""
+
+import json
+
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+_BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
+# Steps of a tokenizer that leave out no text, and by which factor they make it shorter at most:
+# composing four characters to one (U+1F82 and others) is the most that Unicode has.
+_NORMALIZER_FACTORS = {"NFC": 4, "Prepend": 1}
+_PRE_TOKENIZERS = frozenset({"ByteLevel", "Metaspace", "Digits"})
+_SPLITTING_PRE_TOKENIZERS = frozenset({"Split", "Punctuation"})
+
+
+def find_max_chars_per_token(backend: tokenizers.Tokenizer) -> int | None:
+    """Most characters of a text that become one token.
+
+    Returns:
+        None where there may be any number: the tokenizer leaves out some text, as unknown words or
+        the space around a special token, or it is of a kind that is not known here.
+    """
+    vocab = backend.get_vocab(with_added_tokens=True)
+    steps = _read_steps(backend.pre_tokenizer, "pretokenizers")
+    if not all(map(_keeps_all_text, steps)) or not _knows_all_text(backend, vocab, steps):
+        return None
+    if any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
+        return None
+    factor = 1
+    for step in _read_steps(backend.normalizer, "normalizers"):
+        step_factor = _shortening_factor(step)
+        if step_factor is None:
+            return None
+        factor *= step_factor
+    # Names are at least as long as what they stand for: those of bytes have a character for each.
+    return factor * max(map(len, vocab), default=1)
+
+
+def _read_steps(step: object | None, children: str) -> list[dict]:
+    """The simple steps that a normalizer or pre-tokenizer consists of."""
+    if step is None:
+        return []
+    found, waiting = [], [json.loads(step.__getstate__())]
+    while waiting:
+        content = waiting.pop(0)
+        if content["type"] == "Sequence":
+            waiting = content[children] + waiting
+        else:
+            found.append(content)
+    return found
+
+
+def _keeps_all_text(step: dict) -> bool:
+    if step["type"] in _SPLITTING_PRE_TOKENIZERS:
+        return step["behavior"] != "Removed"
+    return step["type"] in _PRE_TOKENIZERS
+
+
+def _knows_all_text(backend: tokenizers.Tokenizer, vocab: dict[str, int], steps: list) -> bool:
+    """Whether every character has tokens of its own, be it one for each of its bytes."""
+    if not isinstance(backend.model, models.BPE):
+        return False
+    if any(step["type"] == "ByteLevel" for step in steps):
+        return vocab.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
+    return backend.model.byte_fallback and vocab.keys() >= set(_BYTE_TOKENS)
+
+
+def _shortening_factor(step: dict) -> int | None:
+    if step["type"] == "Replace":
+        text = step["pattern"].get("String")
+        return 1 if text and len(step["content"]) >= len(text) else None
+    return _NORMALIZER_FACTORS.get(step["type"])

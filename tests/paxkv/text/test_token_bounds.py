@@ -1,0 +1,88 @@
+"""A text never has fewer tokens than its length says; where that cannot be said, nothing is."""
+
+import unicodedata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
+
+from paxkv.text.token_bounds import find_max_chars_per_token
+from paxkv.text.tokenizer import Tokenizer
+from tests.paxkv.text.small_tokenizers import byte_level_backend, sentencepiece_tokenizer
+
+PIECES = (b"hello", b" world", "日本".encode())
+
+
+def nfc_backend():
+    backend = byte_level_backend(PIECES)
+    backend.normalizer = normalizers.Sequence([normalizers.NFC()])
+    return backend
+
+
+def merging_backend():
+    """One whose merges make its longest token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*alphabet, "aa", "aaaa"]
+    vocab = {word: token_id for token_id, word in enumerate(words)}
+    backend = byte_level_backend()
+    backend.model = models.BPE(vocab=vocab, merges=[("a", "a"), ("aa", "aa")])
+    return backend
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs"])) | st.text("a ᾂ́\t"))
+def test_no_text_has_fewer_tokens_than_its_length_says(text):
+    composed = unicodedata.normalize("NFD", text)
+    for backend in (byte_level_backend(PIECES), nfc_backend(), merging_backend()):
+        bound = find_max_chars_per_token(backend)
+        for form in (text, composed, 20 * "a" + text):
+            num_tokens = len(Tokenizer(backend).encode(form, add_special_tokens=False))
+            assert num_tokens * bound >= len(form)
+
+
+def test_bound_is_the_longest_name_in_the_vocabulary():
+    # </s> has four characters, " world" six, and "日本" six bytes.
+    assert find_max_chars_per_token(byte_level_backend(PIECES)) == 6
+    assert find_max_chars_per_token(byte_level_backend([b"0123456789"])) == 10
+    assert find_max_chars_per_token(nfc_backend()) == 24
+    assert sentencepiece_tokenizer().max_chars_per_token == 6
+
+
+def split(pattern, behavior):
+    return pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), behavior), pre_tokenizers.ByteLevel()]
+    )
+
+
+def without_a_byte(backend):
+    vocab = backend.get_vocab(with_added_tokens=False)
+    backend.model = models.BPE(vocab={k: v for k, v in vocab.items() if k != "a"}, merges=[])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda b: setattr(b, "pre_tokenizer", split(r"\s+", "removed")),
+        lambda b: setattr(b, "pre_tokenizer", pre_tokenizers.Whitespace()),
+        lambda b: setattr(b, "normalizer", normalizers.Strip()),
+        lambda b: setattr(b, "normalizer", normalizers.Replace("aa", "a")),
+        lambda b: setattr(b, "normalizer", normalizers.Replace(Regex("a+"), "a")),
+        lambda b: b.add_tokens([AddedToken("<end>", rstrip=True)]),
+        lambda b: setattr(b, "model", models.WordLevel({"a": 0}, unk_token="a")),
+        lambda b: setattr(b, "pre_tokenizer", None),
+        without_a_byte,
+    ],
+)
+def test_tokenizers_that_leave_out_text_have_no_bound(change):
+    backend = byte_level_backend()
+    change(backend)
+    assert find_max_chars_per_token(backend) is None
+
+
+def test_steps_that_keep_all_text_do_not_matter():
+    backend = byte_level_backend()
+    backend.pre_tokenizer = split(r"\s+", "isolated")
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    assert find_max_chars_per_token(backend) == 4
