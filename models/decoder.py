@@ -1,7 +1,5 @@
 """The decoder that all families share; what differs comes from the config, or is a layer class."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -91,12 +89,7 @@ class DecoderForCausalLM(nnx.Module):
         context = self.make_context(batch, kv_cache, kernels)
         hidden = self.embed_tokens(batch.token_ids)
         run_layers = run_in_loop if kernels.loops_over_layers else run_in_turn
-        layers = list(self.layers)
-        # Nobody reads what the last layer makes of the other tokens.
-        last_layers = [layers.pop()] if batch.only_last_tokens else []
-        hidden, kv_cache = run_layers(layers, hidden, kv_cache, context)
-        context = dataclasses.replace(context, only_last_tokens=True)
-        hidden, kv_cache = run_in_turn(last_layers, hidden, kv_cache, context)
+        hidden, kv_cache = run_layers(self.layers, hidden, kv_cache, context)
         return self.norm(hidden), kv_cache
 
     def compute_logits(

@@ -1,5 +1,6 @@
 """Runs decoder layers one after the other: each in the program, or one of each kind in a loop."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Protocol
@@ -28,9 +29,11 @@ def run_in_turn(
     hidden: jax.Array,  # f[num_tokens, hidden]
     kv_cache: KVCache,
     context: AttentionContext,
-) -> tuple[jax.Array, KVCache]:  # f[num_queries, hidden]
-    """The program holds every layer."""
+) -> tuple[jax.Array, KVCache]:  # f[num_tokens, hidden], or f[num_reqs, hidden]
+    """The program holds every layer. `ForwardBatch.only_last_tokens` is that of the last one."""
     for layer in layers:
+        if layer is layers[-1]:
+            context = context.of_last_layer()
         attention = layer.self_attn
         q, k, v = layer.before_attention(hidden, context)
         attended, kv_cache = attention.attend(
@@ -45,11 +48,11 @@ def run_in_loop(
     hidden: jax.Array,  # f[num_tokens, hidden]
     kv_cache: KVCache,
     context: AttentionContext,
-) -> tuple[jax.Array, KVCache]:  # f[num_tokens, hidden]
-    """The same with a loop over periods of layers, for `only_last_tokens` unset.
+) -> tuple[jax.Array, KVCache]:  # f[num_tokens, hidden], or f[num_reqs, hidden]
+    """The same with a loop over periods of layers.
 
     Most of what a CPU's compiler has to do is attention; so the program holds that once for each
-    layer of a period, and the products with a layer's own weights as the branches of a switch. The
+    layer of a period, and the products with layers' own weights as the branches of a switch. The
     weights stay where they are: a scan over stacked ones would copy each layer's out of the stack.
     The cache is in no branch, because what a switch takes and returns is copied.
     """
@@ -57,47 +60,99 @@ def run_in_loop(
     num_periods = len(layers) // period
     if num_periods < 2:
         return run_in_turn(layers, hidden, kv_cache, context)
-    # The layers of each place in the period, one of every period.
-    places = [
-        LayersOfOneKind(layers[place : num_periods * period : period], context)
-        for place in range(period)
-    ]
-
-    def run_period(
-        period_idx: jax.Array, carry: tuple[jax.Array, KVCache]
-    ) -> tuple[jax.Array, KVCache]:
-        for place in places:
-            carry = place.run(period_idx, *carry)
-        return carry
-
-    hidden, kv_cache = jax.lax.fori_loop(0, num_periods, run_period, (hidden, kv_cache))
-    return run_in_turn(layers[num_periods * period :], hidden, kv_cache, context)
+    num_looped = num_periods * period
+    has_last = num_looped == len(layers)
+    loop = LayerLoop(layers[:num_looped], period, context, has_last=has_last)
+    hidden, kv_cache = loop.run(hidden, kv_cache)
+    if has_last:
+        return hidden, kv_cache
+    return run_in_turn(layers[num_looped:], hidden, kv_cache, context)
 
 
-class LayersOfOneKind:
-    """Layers that differ in their weights and their place in the cache alone."""
+class LayerLoop:
+    """Whole periods of layers; those of one place in the period differ in weights and place alone.
 
-    def __init__(self, layers: Sequence[Layer], context: AttentionContext) -> None:
-        self._before = [
-            functools.partial(layer.before_attention, context=context) for layer in layers
-        ]
-        self._after = [layer.after_attention for layer in layers]
-        self._attention = layers[0].self_attn
+    Args:
+        has_last: Whether the last of them is the model's, with `ForwardBatch.only_last_tokens`.
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], period: int, context: AttentionContext, *, has_last: bool
+    ) -> None:
+        self._layers = layers
+        self._period = period
+        self._num_periods = len(layers) // period
         self._context = context
-        self._group_idxs = [layer.self_attn.group_idx for layer in layers]
-        self._rows = [layer.self_attn.row for layer in layers]
+        self._last_context = context.of_last_layer() if has_last else context
 
     def run(
-        self, layer_idx: jax.Array, hidden: jax.Array, kv_cache: KVCache
-    ) -> tuple[jax.Array, KVCache]:
-        """Runs the one of the layers that `layer_idx` i32[] names."""
-        q, k, v = jax.lax.switch(layer_idx, self._before, hidden)
-        attended, kv_cache = self._attention.attend(
-            *(q, k, v, kv_cache, self._context),
-            group_idx=_pick(self._group_idxs, layer_idx),
-            row=_pick(self._rows, layer_idx),
+        self, hidden: jax.Array, kv_cache: KVCache
+    ) -> tuple[jax.Array, KVCache]:  # f[num_queries, hidden] of the last layer
+        """Runs all of them.
+
+        A turn begins behind the attention of the layer before. So every layer's attention may be
+        the same code, also where the last layer goes on with fewer tokens.
+        """
+        last = self._layers[-1]
+        attention = last.self_attn
+        num_tokens = hidden.shape[0]
+        attended = jnp.zeros((num_tokens, attention.num_q_heads, attention.head_dim), hidden.dtype)
+
+        def run_period(
+            period_idx: jax.Array, carry: tuple[jax.Array, jax.Array, KVCache]
+        ) -> tuple[jax.Array, jax.Array, KVCache]:
+            for place in range(self._period):
+                carry = self._run_place(place, period_idx, *carry)
+            return carry
+
+        hidden, attended, kv_cache = jax.lax.fori_loop(
+            0, self._num_periods, run_period, (hidden, attended, kv_cache)
         )
-        return jax.lax.switch(layer_idx, self._after, hidden, attended), kv_cache
+        hidden = self._last_context.queries_of(hidden)
+        return last.after_attention(hidden, attended[: hidden.shape[0]]), kv_cache
+
+    def _run_place(
+        self,
+        place: int,
+        period_idx: jax.Array,  # i32[]
+        hidden: jax.Array,
+        attended: jax.Array,
+        kv_cache: KVCache,
+    ) -> tuple[jax.Array, jax.Array, KVCache]:
+        """The end of the layer before, and the layer of a place up to its attention."""
+        places = range(place, len(self._layers), self._period)
+        hidden, q, k, v = jax.lax.switch(
+            period_idx, [functools.partial(self._enter, idx) for idx in places], hidden, attended
+        )
+        layers = [self._layers[idx] for idx in places]
+        attended, kv_cache = layers[0].self_attn.attend(
+            *(q, k, v, kv_cache, self._context_of(place, period_idx)),
+            group_idx=_pick([layer.self_attn.group_idx for layer in layers], period_idx),
+            row=_pick([layer.self_attn.row for layer in layers], period_idx),
+        )
+        return hidden, attended, kv_cache
+
+    def _enter(
+        self, layer_idx: int, hidden: jax.Array, attended: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """What the layer works on, and its queries, keys and values."""
+        if layer_idx > 0:
+            hidden = self._layers[layer_idx - 1].after_attention(hidden, attended)
+        is_last = layer_idx == len(self._layers) - 1
+        context = self._last_context if is_last else self._context
+        q, k, v = self._layers[layer_idx].before_attention(hidden, context)
+        return hidden, jnp.pad(q, ((0, k.shape[0] - q.shape[0]), (0, 0), (0, 0))), k, v
+
+    def _context_of(self, place: int, period_idx: jax.Array) -> AttentionContext:
+        """With the tokens that attend; in the last layer they may be fewer, and come first."""
+        context, last = self._context, self._last_context
+        if not last.only_last_tokens or place < self._period - 1:
+            return context
+        is_last = period_idx == self._num_periods - 1
+        starts = jnp.where(is_last, last.query_start_loc, context.query_start_loc)
+        return dataclasses.replace(
+            context, batch=dataclasses.replace(context.batch, query_start_loc=starts)
+        )
 
 
 def layer_period(layers: Sequence[Layer]) -> int:

@@ -1,7 +1,7 @@
 """Self-attention over the paged KV cache."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,10 @@ class AttentionContext:
     # Whether only the last token of each request goes on from here, and attends; the others leave
     # their keys and values.
     only_last_tokens: bool = False
+
+    def of_last_layer(self) -> "AttentionContext":
+        """Nobody reads what the last layer makes of tokens that `only_last_tokens` leaves out."""
+        return replace(self, only_last_tokens=self.batch.only_last_tokens)
 
     @property
     def num_queries_per_req(self) -> int | None:

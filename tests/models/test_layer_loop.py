@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import tempfile
 from pathlib import Path
 
@@ -30,7 +31,8 @@ def models_in_turn_and_in_loop(recipe: str) -> tuple[LoadedModel, LoadedModel]:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "only_last_tokens"), [*((recipe, False) for recipe in LAYERED), (LAYERED[0], True)]
+    ("recipe", "only_last_tokens"),
+    [*((recipe, False) for recipe in LAYERED), ("llama", True), ("gemma3", True)],
 )
 def test_logits_are_those_of_layers_in_turn(recipe, only_last_tokens):
     prompts = {row: sequence.prompt for row, sequence in enumerate(load_golden(recipe))}
@@ -46,10 +48,28 @@ def test_logits_are_those_of_layers_in_turn(recipe, only_last_tokens):
             assert np.abs(in_loop[row] - in_turn[row]).max() <= TOLERANCE * scale
 
 
-@pytest.mark.parametrize("recipe", ["llama", "qwen3_layer_types"])
-def test_program_copies_neither_cache_nor_weights(recipe):
+def test_last_of_two_kinds_of_layers_may_go_on_with_fewer_tokens(tmp_path):
+    folder = write_recipe(tmp_path / "whole_periods", "qwen3_layer_types")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": 4, "layer_types": config["layer_types"][:4]}
+    (folder / "config.json").write_text(json.dumps(config))
+    in_turn = load_model(folder, dtype="float32", load_format="dummy")
+    kernels = dataclasses.replace(in_turn.kernels, loops_over_layers=True)
+    wanted, got = (
+        PagedStepper(model, only_last_tokens=True).step({0: [5, 6, 7], 1: [8], 2: [9, 10]})
+        for model in (in_turn, in_turn.with_kernels(kernels))
+    )
+    for row in wanted:
+        assert np.abs(got[row] - wanted[row]).max() <= TOLERANCE * np.abs(wanted[row]).max()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "only_last_tokens"),
+    [("llama", False), ("llama", True), ("qwen3_layer_types", False)],
+)
+def test_program_copies_neither_cache_nor_weights(recipe, only_last_tokens):
     model = models_in_turn_and_in_loop(recipe)[1]
-    compiled = compile_decode(model, num_blocks=4096)
+    compiled = compile_step(model, num_blocks=4096, only_last_tokens=only_last_tokens)
     config = model.config
     bytes_of_a_row = 4096 * config.num_kv_heads * 8 * config.head_dim * 4
     memory = compiled.memory_analysis()
@@ -59,9 +79,21 @@ def test_program_copies_neither_cache_nor_weights(recipe):
     assert memory.temp_size_in_bytes < layer_bytes + 2**20
 
 
-def test_attention_is_traced_once_for_each_place_in_the_period(monkeypatch):
+@pytest.mark.parametrize(
+    ("recipe", "only_last_tokens", "num_attentions"),
+    [
+        # Sliding, full, sliding, full, sliding: two periods of two, and the last one in turn.
+        ("qwen3_layer_types", False, [5, 3]),
+        # The last layer is in the loop too, where it goes on with fewer tokens as well.
+        ("llama", False, [3, 1]),
+        ("llama", True, [3, 1]),
+    ],
+)
+def test_attention_is_traced_once_for_each_place_in_the_period(
+    recipe, only_last_tokens, num_attentions, monkeypatch
+):
     counts = []
-    for model in models_in_turn_and_in_loop("qwen3_layer_types"):
+    for model in models_in_turn_and_in_loop(recipe):
         attention_class = layer_loop.Attention
         num_traces, attend = 0, attention_class.attend
 
@@ -72,28 +104,32 @@ def test_attention_is_traced_once_for_each_place_in_the_period(monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(attention_class, "attend", counting)
-            compile_decode(model, num_blocks=8)
+            compile_step(model, num_blocks=8, only_last_tokens=only_last_tokens)
         counts.append(num_traces)
-    # Sliding, full, sliding, full, sliding: two periods of two, and the last one in turn.
-    assert counts == [5, 3]
+    assert counts == num_attentions
 
 
-def compile_decode(model: LoadedModel, *, num_blocks: int) -> jax.stages.Compiled:
-    """One token each of two requests, over a cache of blocks of 8 tokens."""
+def compile_step(
+    model: LoadedModel, *, num_blocks: int, only_last_tokens: bool
+) -> jax.stages.Compiled:
+    """Of two requests, over a cache of blocks of 8 tokens: one token each, or two."""
     config = model.config
     placements = place_layers(kv_cache_layers(config)).values()
     num_rows = 1 + max(placement.row for placement in placements)
     num_groups = 1 + max(placement.group_idx for placement in placements)
     shape = (num_rows, num_blocks, config.num_kv_heads, 8, config.head_dim)
     cache = jax.ShapeDtypeStruct(shape, jnp.float32)
+    num_new = 2 if only_last_tokens else 1
+    starts = num_new * jnp.arange(3, dtype=jnp.int32)
     batch = ForwardBatch(
-        token_ids=jnp.zeros(2, jnp.int32),
-        positions=jnp.zeros(2, jnp.int32),
-        query_start_loc=jnp.arange(3, dtype=jnp.int32),
-        seq_lens=jnp.ones((num_groups, 2), jnp.int32),
+        token_ids=jnp.zeros(2 * num_new, jnp.int32),
+        positions=jnp.zeros(2 * num_new, jnp.int32),
+        query_start_loc=starts,
+        seq_lens=jnp.full((num_groups, 2), num_new, jnp.int32),
         block_tables=jnp.ones((num_groups, 2, 4), jnp.int32),
-        logits_indices=jnp.arange(2, dtype=jnp.int32),
-        max_query_len=1,
+        logits_indices=starts[1:] - 1,
+        max_query_len=None if only_last_tokens else 1,
+        only_last_tokens=only_last_tokens,
     )
     step = jax.jit(model.forward, donate_argnums=1)
     return step.lower(model.params, KVCache(k=cache, v=cache), batch).compile()
