@@ -80,6 +80,10 @@ class _WaitingStep:
         self._executor = executor
         self._handle = handle
 
+    @property
+    def is_done(self) -> bool:
+        return self._handle.is_done
+
     def sample_tokens(self) -> ModelRunnerOutput:
         start_s = time.perf_counter()
         output = self._handle.sample_tokens()

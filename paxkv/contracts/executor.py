@@ -21,6 +21,11 @@ class StepHandle(Protocol):
         """Whether it waits for `start_sampling`."""
         ...
 
+    @property
+    def is_done(self) -> bool:
+        """Whether its tokens are there, so that `sample_tokens` would not wait."""
+        ...
+
     def start_sampling(self, grammar_bitmask: GrammarBitmask) -> None:
         """Has the device draw the tokens; returns without waiting for it.
 

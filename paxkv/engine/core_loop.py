@@ -43,10 +43,14 @@ def run_core(core: EngineCore, channel: CoreChannel) -> EngineDead:
 
 def _run_until_shutdown(core: EngineCore, channel: CoreChannel) -> None:
     while not core.is_finished:
-        for data in channel.waiting_messages(core.spare_s if core.has_work else None):
+        wait_s = core.spare_s if core.has_work else None
+        for data in channel.waiting_messages(wait_s):
             reply = core.handle(wire.decode_input(data))
             if reply is not None:
                 channel.send(wire.encode(reply))
+        if wait_s:
+            # Whether the next step can wait even longer, or the engine is to end.
+            continue
         if core.has_work and not core.is_finished:
             channel.send(wire.encode(core.step()))
             channel.note_step()

@@ -54,6 +54,12 @@ _STEPS_PER_SLOT_COUNT = 16
 _AWAITED_SHARE = 0.7
 # Who waits for less than this does not feel it.
 _MIN_AWAITED_S = 0.01
+# The host has so many times what it needed for the last decision. Were it late, the device would
+# wait for it, its bursts would seem longer, and the host would let pass even more of the next.
+_DECIDING_MARGIN = 2.0
+# How often it looks whether the device has ended the burst, which it does where all requests end.
+_MAX_SPARE_S = 0.005
+_MIN_SPARE_S = 0.001
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +116,7 @@ class EngineCore:
         self._in_flight: deque[StepInFlight] = deque()
         self._last_fetch_s = 0.0
         self._last_wait_s = 0.0
+        self._last_deciding_s = 0.0
         self._last_was_single = True
         self._num_steps = 0
         self._num_empty_steps = 0
@@ -150,10 +157,10 @@ class EngineCore:
 
     @property
     def spare_s(self) -> float:
-        """Seconds for which deciding the next step can wait: the device has enough to do.
+        """Seconds for which deciding the next step can wait, and perhaps longer: ask again then.
 
-        Whoever comes in this time is in the step behind the one that runs, and not a whole burst
-        later; the rest of that step is time enough for the host's work.
+        The device has enough to do. Whoever comes in this time is in the step behind the one that
+        runs, and not a whole burst later; the rest of that step is time enough for the host's work.
         """
         if len(self._in_flight) != 1 or self._max_steps_in_flight == 1:
             return 0.0
@@ -163,8 +170,14 @@ class EngineCore:
         expected_s = self._burst_length.expected_s(step.scheduler_output.num_decode_steps)
         if expected_s < _MIN_AWAITED_S:
             return 0.0
+        awaited_s = min(
+            _AWAITED_SHARE * expected_s, expected_s - _DECIDING_MARGIN * self._last_deciding_s
+        )
         began_s = max(step.start_s, self._last_fetch_s)
-        return max(0.0, began_s + _AWAITED_SHARE * expected_s - time.perf_counter())
+        spare_s = began_s + awaited_s - time.perf_counter()
+        if spare_s < _MIN_SPARE_S or step.handle.is_done:
+            return 0.0
+        return min(spare_s, _MAX_SPARE_S)
 
     def handle(self, message: EngineInput) -> EngineOutput | None:
         """Obeys one message; returns what its sender is to hear at once, if anything.
@@ -248,6 +261,7 @@ class EngineCore:
         self._in_flight.append(
             StepInFlight(scheduler_output=scheduler_output, handle=handle, start_s=start_s)
         )
+        self._last_deciding_s = time.perf_counter() - start_s
         return num_scheduled_tokens > 0
 
     def _note_step(self, scheduler_output: SchedulerOutput) -> None:

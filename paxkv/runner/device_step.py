@@ -23,6 +23,7 @@ class FinishedStep:
     """A step that had nothing to compute."""
 
     needs_bitmask = False
+    is_done = True
 
     def start_sampling(self, grammar_bitmask: GrammarBitmask) -> None:
         raise InvariantError("a step without tokens waits for no grammar.")
@@ -87,6 +88,11 @@ class DeviceStep:
     @property
     def needs_bitmask(self) -> bool:
         return self._draw is not None
+
+    @property
+    def is_done(self) -> bool:
+        """See `StepHandle.is_done`."""
+        return self.result is not None and self.result.is_ready()
 
     def wait_for_bitmask(
         self,

@@ -89,7 +89,9 @@ class FakeExecutor:
             tokens.append(drawn if is_sampled else [])
             logprobs.append(self._logprobs(req_id, tokens[-1]))
         began_s = max(self._device_is_free_at_s, time.perf_counter())
-        device_s = scheduler_output.num_decode_steps * self._device_step_s
+        # A burst is over when all have ended: token 0 does that.
+        num_computed = [drawn.index(0) + 1 if 0 in drawn else len(drawn) for drawn in tokens]
+        device_s = max(1, *num_computed, 0) * self._device_step_s
         self._device_is_free_at_s = began_s + device_s
         self.num_in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
@@ -123,6 +125,10 @@ class FakeStep:
         self._executor = executor
         self._output = output
         self._done_at_s = done_at_s
+
+    @property
+    def is_done(self) -> bool:
+        return time.perf_counter() >= self._done_at_s
 
     def sample_tokens(self) -> ModelRunnerOutput:
         time.sleep(max(0.0, self._done_at_s - time.perf_counter()))

@@ -151,6 +151,33 @@ def test_arrival_waits_for_the_burst_that_runs_and_no_other() -> None:
         }
 
 
+def test_burst_that_ends_early_is_fetched_then() -> None:
+    with running(max_steps_in_flight=2, max_decode_burst=4, device_step_s=0.05) as transport:
+        # Its tokens come as 1, 2 and 4; of the next four the first is the end.
+        prompt = [5, 6, 6, 7, 7, 7, 7, 0]
+        transport.send(AddRequest(request=make_request("a", prompt, max_tokens=100)))
+        outputs = []
+        while not outputs or outputs[-1].finish_reason is None:
+            began_s = time.perf_counter()
+            outputs += transport.receive(TIMEOUT_S).outputs
+        took_s = time.perf_counter() - began_s
+        assert [len(output.new_token_ids) for output in outputs[-2:]] == [4, 1]
+        # One step, and not most of the four that it might have been.
+        assert took_s < 0.1
+
+
+def test_shutdown_waits_for_no_arrivals() -> None:
+    transport = CoreThread(
+        make_engine_core(max_steps_in_flight=2, max_decode_burst=1, device_step_s=1.0)
+    )
+    transport.send(AddRequest(request=make_request("a", [5], max_tokens=100)))
+    for _ in range(2):
+        transport.receive(TIMEOUT_S)
+    began_s = time.perf_counter()
+    transport.close()
+    assert time.perf_counter() - began_s < 0.3
+
+
 def test_failing_step_ends_the_engine_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     with running(fails_at_step=2) as transport:
         transport.send(AddRequest(request=make_request("a", [5], max_tokens=9)))

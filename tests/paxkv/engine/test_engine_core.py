@@ -105,7 +105,7 @@ def test_deciding_waits_only_while_the_device_has_a_long_burst_to_compute() -> N
     for _ in range(5):
         core.step()
     assert core._executor.num_decode_steps[-1] == 4
-    assert 0.0 < core.spare_s < 0.08  # the rest of four steps
+    assert 0.0 < core.spare_s < 0.08  # no more than the rest of four steps
     time.sleep(0.08)
     assert core.spare_s == 0.0
     core.handle(AddRequest(request=make_request("b", [7, 8], max_tokens=60)))
@@ -125,6 +125,25 @@ def test_one_step_at_a_time_and_short_bursts_leave_nothing_to_wait_for() -> None
         for _ in range(5):
             core.step()
             assert core.spare_s == 0.0
+
+
+def test_host_that_needs_long_to_decide_begins_at_once() -> None:
+    core = make_engine_core(max_steps_in_flight=2, step_s=0.02, device_step_s=0.03)
+    core.handle(AddRequest(request=make_request("a", [5, 6], max_tokens=60)))
+    for _ in range(8):
+        core.step()
+        # Else the device would wait, its steps would seem longer, and the next wait would be.
+        assert core.spare_s == 0.0
+
+
+def test_device_that_has_ended_is_not_waited_for() -> None:
+    core = make_engine_core(max_steps_in_flight=2, max_decode_burst=4, device_step_s=0.05)
+    core.handle(AddRequest(request=make_request("a", [5, 6], max_tokens=60)))
+    for _ in range(5):
+        core.step()
+    assert core.spare_s > 0.0
+    core._in_flight[0].handle._done_at_s = 0.0
+    assert core.spare_s == 0.0
 
 
 def test_eos_ends_a_request() -> None:

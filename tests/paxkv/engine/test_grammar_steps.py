@@ -43,6 +43,10 @@ class GrammarStep:
         self._drawn: dict[str, int] = {}
         self.needs_bitmask = bool(bound)
 
+    @property
+    def is_done(self) -> bool:
+        return self._step.is_done
+
     def start_sampling(self, grammar_bitmask: GrammarBitmask) -> None:
         assert set(grammar_bitmask.req_ids) == self._bound
         for row, req_id in enumerate(grammar_bitmask.req_ids):

@@ -46,6 +46,10 @@ class SlowStep:
         self._step = step
         self._device_s = device_s
 
+    @property
+    def is_done(self) -> bool:
+        return False
+
     def sample_tokens(self) -> ModelRunnerOutput:
         time.sleep(self._device_s)
         return self._step.sample_tokens()

@@ -1,6 +1,7 @@
 """The runner's tokens are those of a dense computation, whatever the batching."""
 
 import random
+import time
 
 import jax
 import jax.monitoring
@@ -280,6 +281,19 @@ def test_tokens_are_fetched_once(runner):
     with pytest.raises(InvariantError, match="once"):
         handle.sample_tokens()
     driver.finish_all()
+
+
+def test_step_says_when_its_tokens_are_there(runner):
+    driver = RunnerDriver(runner)
+    driver.add("a", prompt(0, 1), GREEDY)
+    handle = runner.execute_model(driver.schedule({"a": 1}))
+    end_s = time.monotonic() + 20.0
+    while not handle.is_done:
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
+    handle.sample_tokens()
+    driver.finish_all()
+    assert runner.execute_model(driver.schedule({})).is_done
 
 
 def test_two_groups_equal_a_dense_computation_with_a_window(warm_hybrid_runner):
