@@ -58,7 +58,7 @@ _MIN_AWAITED_S = 0.01
 # wait for it, its bursts would seem longer, and the host would let pass even more of the next.
 _DECIDING_MARGIN = 2.0
 # How often it looks whether the device has ended the burst, which it does where all requests end.
-_MAX_SPARE_S = 0.005
+_MAX_SPARE_S = 0.01
 _MIN_SPARE_S = 0.001
 
 
