@@ -21,7 +21,8 @@ def find_max_chars_per_token(backend: tokenizers.Tokenizer) -> int | None:
         the space around a special token, or it is of a kind that is not known here.
     """
     steps = _read_steps(backend.pre_tokenizer, "pretokenizers")
-    if not all(map(_keeps_all_text, steps)) or not _knows_all_text(backend, steps):
+    vocab = backend.get_vocab(with_added_tokens=False)
+    if not all(map(_keeps_all_text, steps)) or not _knows_all_text(backend.model, vocab, steps):
         return None
     added_tokens = backend.get_added_tokens_decoder().values()
     if any(token.lstrip or token.rstrip for token in added_tokens):
@@ -33,11 +34,11 @@ def find_max_chars_per_token(backend: tokenizers.Tokenizer) -> int | None:
             return None
         factor *= step_factor
     # Names are at least as long as what they stand for: those of bytes have a character for each.
-    names = list(backend.get_vocab(with_added_tokens=True))
+    names = [*vocab, *(token.content for token in added_tokens)]
     if backend.normalizer is not None:
         # Some are looked for in normalized text by what becomes of them: "▁▁x" of " x".
-        found = [token.content for token in added_tokens if token.normalized]
-        names += map(backend.normalizer.normalize_str, found)
+        normalized = [token.content for token in added_tokens if token.normalized]
+        names += map(backend.normalizer.normalize_str, normalized)
     return factor * max(map(len, names), default=1)
 
 
@@ -61,16 +62,13 @@ def _keeps_all_text(step: dict) -> bool:
     return step["type"] in _PRE_TOKENIZERS
 
 
-def _knows_all_text(backend: tokenizers.Tokenizer, steps: list[dict]) -> bool:
+def _knows_all_text(model: models.Model, vocab: dict[str, int], steps: list[dict]) -> bool:
     """Whether every character has tokens of its own, be it one for each of its bytes."""
-    model = backend.model
     if not isinstance(model, models.BPE):
         return False
     # Characters at the start or the end of a word have tokens of their own, or may have none.
     if model.continuing_subword_prefix or model.end_of_word_suffix:
         return False
-    # An added token is none of the model's.
-    vocab = backend.get_vocab(with_added_tokens=False)
     if any(step["type"] == "ByteLevel" for step in steps):
         return vocab.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
     return model.byte_fallback and vocab.keys() >= set(_BYTE_TOKENS)
