@@ -11,6 +11,10 @@ from paxkv.structured_outputs_config import StructuredOutputsConfig
 ToolCallParser = Literal["hermes", "llama3_json"]
 ReasoningParserName = Literal["qwen3", "deepseek_r1"]
 
+# An engine loads its libraries before it can say that it does something: seconds, or tens of them
+# from a slow disk.
+MIN_READY_TIMEOUT_S = 30.0
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
@@ -59,7 +63,7 @@ class ServerConfig:
     )
     engine_ready_timeout_s: float = setting(
         "seconds that an engine process that starts may do nothing, neither compute nor read; then "
-        "it is killed. However long it computes does not matter. 0 is no limit",
+        "it is killed. However long it computes does not matter. At least 30; 0 is no limit",
         600.0,
     )
     execute_model_timeout_s: float = setting(
@@ -168,6 +172,11 @@ class ServerConfig:
                 raise ConfigError(
                     f"{name} must be a number of seconds, or 0 for none, got {value!r}."
                 )
+        if 0 < self.engine_ready_timeout_s < MIN_READY_TIMEOUT_S:
+            raise ConfigError(
+                f"engine_ready_timeout_s must be at least {MIN_READY_TIMEOUT_S:g} seconds, or 0 "
+                f"for none, got {self.engine_ready_timeout_s!r}."
+            )
         for name in (
             *("allow_credentials", "disable_uvicorn_access_log", "enable_admin"),
             *("trust_request_chat_template", "enable_auto_tool_choice"),

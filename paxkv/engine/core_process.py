@@ -177,6 +177,8 @@ def _start_pulse(note_work: Callable[[], None]) -> Iterator[None]:
     On a thread: one that waits with the interpreter's lock keeps it from saying so, too.
     """
     is_over = threading.Event()
+    # It has loaded its libraries.
+    note_work()
 
     def run() -> None:
         worked_s = time.process_time()

@@ -143,8 +143,8 @@ class ResponseStore:
             why = (
                 "none is with --response-store-bytes 0"
                 if not self.is_enabled
-                else "it never was, or later ones have taken its place (--response-store-bytes), "
-                "or the server was started again"
+                else "it was deleted, or never stored, or later ones have taken its place "
+                "(--response-store-bytes), or the server was started again"
             )
             raise UnknownResponseError(
                 f"the response {shown!r} is not stored: {why}. Send the whole conversation as "

@@ -60,8 +60,12 @@ class ResponsesRoutes:
     def routes(self) -> list[Route]:
         return [
             Route("/v1/responses", self.create, methods=["POST"]),
-            Route("/v1/responses/{response_id}", self.retrieve),
-            Route("/v1/responses/{response_id}", self.delete, methods=["DELETE"]),
+            # One route: of two, "method not allowed" would name the methods of the first alone.
+            Route(
+                "/v1/responses/{response_id}",
+                self.retrieve_or_delete,
+                methods=["GET", "DELETE"],
+            ),
             Route("/v1/responses/{response_id}/cancel", self.cancel, methods=["POST"]),
         ]
 
@@ -102,6 +106,11 @@ class ResponsesRoutes:
         if body.stream:
             return await EventStreamResponse.start(self._events(answer))
         return _json(self._stored(await answer.whole(), answer))
+
+    async def retrieve_or_delete(self, request: Request) -> Response:
+        """As the method says."""
+        handle = self.delete if request.method == "DELETE" else self.retrieve
+        return await handle(request)
 
     async def retrieve(self, request: Request) -> Response:
         """A stored answer, or what there is of it."""

@@ -20,11 +20,12 @@ def find_max_chars_per_token(backend: tokenizers.Tokenizer) -> int | None:
         None where there may be any number: the tokenizer leaves out some text, as unknown words or
         the space around a special token, or it is of a kind that is not known here.
     """
-    vocab = backend.get_vocab(with_added_tokens=True)
     steps = _read_steps(backend.pre_tokenizer, "pretokenizers")
-    if not all(map(_keeps_all_text, steps)) or not _knows_all_text(backend, vocab, steps):
+    vocab = backend.get_vocab(with_added_tokens=False)
+    if not all(map(_keeps_all_text, steps)) or not _knows_all_text(backend.model, vocab, steps):
         return None
-    if any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
+    added_tokens = backend.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip for token in added_tokens):
         return None
     factor = 1
     for step in _read_steps(backend.normalizer, "normalizers"):
@@ -33,7 +34,12 @@ def find_max_chars_per_token(backend: tokenizers.Tokenizer) -> int | None:
             return None
         factor *= step_factor
     # Names are at least as long as what they stand for: those of bytes have a character for each.
-    return factor * max(map(len, vocab), default=1)
+    names = [*vocab, *(token.content for token in added_tokens)]
+    if backend.normalizer is not None:
+        # Some are looked for in normalized text by what becomes of them: "▁▁x" of " x".
+        normalized = [token.content for token in added_tokens if token.normalized]
+        names += map(backend.normalizer.normalize_str, normalized)
+    return factor * max(map(len, names), default=1)
 
 
 def _read_steps(step: object | None, children: str) -> list[dict]:
@@ -56,13 +62,16 @@ def _keeps_all_text(step: dict) -> bool:
     return step["type"] in _PRE_TOKENIZERS
 
 
-def _knows_all_text(backend: tokenizers.Tokenizer, vocab: dict[str, int], steps: list) -> bool:
+def _knows_all_text(model: models.Model, vocab: dict[str, int], steps: list[dict]) -> bool:
     """Whether every character has tokens of its own, be it one for each of its bytes."""
-    if not isinstance(backend.model, models.BPE):
+    if not isinstance(model, models.BPE):
+        return False
+    # Characters at the start or the end of a word have tokens of their own, or may have none.
+    if model.continuing_subword_prefix or model.end_of_word_suffix:
         return False
     if any(step["type"] == "ByteLevel" for step in steps):
         return vocab.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
-    return backend.model.byte_fallback and vocab.keys() >= set(_BYTE_TOKENS)
+    return model.byte_fallback and vocab.keys() >= set(_BYTE_TOKENS)
 
 
 def _shortening_factor(step: dict) -> int | None:

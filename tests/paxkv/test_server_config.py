@@ -36,6 +36,8 @@ def test_keys_are_shown_in_no_repr_and_no_error():
         ({"profile_dir": "p"}, "enable_admin"),
         ({"enable_admin": 1}, "true or false"),
         ({"engine_ready_timeout_s": -1}, "0 for none, got -1"),
+        # Every start would be taken for one that hangs.
+        ({"engine_ready_timeout_s": 1}, "at least 30 seconds, or 0 for none, got 1"),
         ({"execute_model_timeout_s": -1}, "0 for none, got -1"),
         ({"execute_model_timeout_s": float("nan")}, "0 for none, got nan"),
     ],

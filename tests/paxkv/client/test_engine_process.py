@@ -233,7 +233,8 @@ def test_start_that_hangs_is_ended_and_says_where(capfd) -> None:
 
 
 def test_start_may_take_longer_than_the_limit_while_it_computes() -> None:
-    with starting(max_idle_start_s=2.0, work_s=3.0) as process:
+    # It says so every second; a machine that is busy with other things may be a second late.
+    with starting(max_idle_start_s=3.0, work_s=3.5) as process:
         begin_s = time.monotonic()
         assert isinstance(process.wait_until_ready(), EngineReady)
-        assert time.monotonic() - begin_s > 3.0
+        assert time.monotonic() - begin_s > 3.5

@@ -102,10 +102,10 @@ def test_answer_in_the_background_ends_with_the_port_through_which_it_could_be_a
     start_process,
 ):
     process, url = start_process(10)
-    # It takes half a second; the stream, for which the drain waits, one.
-    body = {"input": "a", "max_output_tokens": 10, "background": True}
+    # It takes a second; the stream, for which the drain waits, half a second more.
+    body = {"input": "a", "max_output_tokens": 20, "background": True}
     assert httpx.post(f"{url}/v1/responses", json=body).json()["status"] == "queued"
-    thread, _ = _stream_in_thread(url, max_tokens=20)
+    thread, _ = _stream_in_thread(url, max_tokens=30)
     os.kill(process.pid, signal.SIGTERM)
     thread.join(10)
     assert process.wait(10) == 0

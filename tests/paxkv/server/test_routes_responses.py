@@ -59,8 +59,7 @@ def test_has_a_route_for_each_promise():
     routes = ResponsesRoutes(None, None, ServerConfig()).routes()
     assert [(route.path, route.methods - {"HEAD"}) for route in routes] == [
         ("/v1/responses", {"POST"}),
-        ("/v1/responses/{response_id}", {"GET"}),
-        ("/v1/responses/{response_id}", {"DELETE"}),
+        ("/v1/responses/{response_id}", {"GET", "DELETE"}),
         ("/v1/responses/{response_id}/cancel", {"POST"}),
     ]
 
@@ -290,13 +289,17 @@ def test_a_deleted_answer_is_gone_and_one_in_the_background_ends(server, client)
     kept, gone = _create(client, input="one"), _create(client, input="two")
     client.responses.delete(gone.id)
     for call in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
-        with pytest.raises(openai.NotFoundError, match="is not stored"):
+        with pytest.raises(openai.NotFoundError, match="is not stored: it was deleted, or"):
             call(gone.id)
     with pytest.raises(openai.NotFoundError):
         _create(client, input="go on", previous_response_id=gone.id)
     assert client.responses.retrieve(kept.id).id == kept.id
     answer = server.client.delete(f"/v1/responses/{kept.id}")
     assert answer.json() == {"id": kept.id, "object": "response", "deleted": True}
+    # What a path takes is all that it takes.
+    answer = server.client.put(f"/v1/responses/{kept.id}")
+    assert answer.status_code == 405
+    assert set(answer.headers["Allow"].split(", ")) == {"GET", "HEAD", "DELETE"}
     with pytest.raises(openai.BadRequestError, match="must be the id of a response"):
         client.responses.delete("chatcmpl-1")
     running = _create(client, input=NO_TOKENS, background=True)

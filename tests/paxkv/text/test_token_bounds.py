@@ -3,6 +3,7 @@
 import unicodedata
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
@@ -59,6 +60,11 @@ def without_a_byte(backend):
     backend.model = models.BPE(vocab={k: v for k, v in vocab.items() if k != "a"}, merges=[])
 
 
+def with_a_byte_that_is_only_added(backend):
+    without_a_byte(backend)
+    backend.add_tokens([AddedToken("a", single_word=True)])
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -69,14 +75,29 @@ def without_a_byte(backend):
         lambda b: setattr(b, "normalizer", normalizers.Replace(Regex("a+"), "a")),
         lambda b: b.add_tokens([AddedToken("<end>", rstrip=True)]),
         lambda b: setattr(b, "model", models.WordLevel({"a": 0}, unk_token="a")),
+        # Such a model knows "a" at the end of a word only as "a</w>", which is not there.
+        lambda b: setattr(b.model, "end_of_word_suffix", "</w>"),
+        lambda b: setattr(b.model, "continuing_subword_prefix", "##"),
         lambda b: setattr(b, "pre_tokenizer", None),
         without_a_byte,
+        with_a_byte_that_is_only_added,
     ],
 )
 def test_tokenizers_that_leave_out_text_have_no_bound(change):
     backend = byte_level_backend()
     change(backend)
     assert find_max_chars_per_token(backend) is None
+
+
+def test_added_token_stands_for_its_normalized_name():
+    backend = tokenizers.Tokenizer.from_str(sentencepiece_tokenizer().json)
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.add_tokens([AddedToken(16 * " ", normalized=True)])
+    # It is found as "▁" and 16 more of them, so that the first "▁" is a token and 170 are ten.
+    assert len(Tokenizer(backend).encode(170 * " ", add_special_tokens=False)) == 11
+    assert find_max_chars_per_token(backend) == 17
 
 
 def test_steps_that_keep_all_text_do_not_matter():
