@@ -102,10 +102,13 @@ def test_deciding_waits_only_while_the_device_has_a_long_burst_to_compute() -> N
     core = make_engine_core(max_steps_in_flight=2, max_decode_burst=4, device_step_s=0.02)
     assert core.spare_s == 0.0  # nothing runs
     core.handle(AddRequest(request=make_request("a", [5, 6], max_tokens=60)))
-    for _ in range(5):
+    spares_s = []
+    for _ in range(10):
         core.step()
+        spares_s.append(core.spare_s)
     assert core._executor.num_decode_steps[-1] == 4
-    assert 0.0 < core.spare_s < 0.08  # no more than the rest of four steps
+    # No more than the rest of four steps; 0 where a busy machine took that long to ask.
+    assert 0.0 < max(spares_s) < 0.08
     time.sleep(0.08)
     assert core.spare_s == 0.0
     core.handle(AddRequest(request=make_request("b", [7, 8], max_tokens=60)))
@@ -139,9 +142,11 @@ def test_host_that_needs_long_to_decide_begins_at_once() -> None:
 def test_device_that_has_ended_is_not_waited_for() -> None:
     core = make_engine_core(max_steps_in_flight=2, max_decode_burst=4, device_step_s=0.05)
     core.handle(AddRequest(request=make_request("a", [5, 6], max_tokens=60)))
-    for _ in range(5):
+    core.step()
+    # A busy machine may have none left when it is asked, but not each time.
+    while core.spare_s == 0.0:
+        assert core.has_work
         core.step()
-    assert core.spare_s > 0.0
     core._in_flight[0].handle._done_at_s = 0.0
     assert core.spare_s == 0.0
 
