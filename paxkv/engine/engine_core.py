@@ -57,9 +57,12 @@ _MIN_AWAITED_S = 0.01
 # The host has so many times what it needed for the last decision. Were it late, the device would
 # wait for it, its bursts would seem longer, and the host would let pass even more of the next.
 _DECIDING_MARGIN = 2.0
-# How often it looks whether the device has ended the burst, which it does where all requests end.
-_MAX_SPARE_S = 0.01
+# It looks once a step whether the device has ended the burst, which it does where all requests end;
+# not more often, because beside a device that computes on the same processor it wakes with cold
+# caches, for 0.1 ms. And no later than somebody would wait who tells it to end.
 _MIN_SPARE_S = 0.001
+_MIN_LOOK_S = 0.005
+_MAX_LOOK_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +170,8 @@ class EngineCore:
         step = self._in_flight[0]
         if not step.is_burst:
             return 0.0
-        expected_s = self._burst_length.expected_s(step.scheduler_output.num_decode_steps)
+        num_decode_steps = step.scheduler_output.num_decode_steps
+        expected_s = self._burst_length.expected_s(num_decode_steps)
         if expected_s < _MIN_AWAITED_S:
             return 0.0
         awaited_s = min(
@@ -177,7 +181,8 @@ class EngineCore:
         spare_s = began_s + awaited_s - time.perf_counter()
         if spare_s < _MIN_SPARE_S or step.handle.is_done:
             return 0.0
-        return min(spare_s, _MAX_SPARE_S)
+        look_s = max(expected_s / num_decode_steps, _MIN_LOOK_S)
+        return min(spare_s, look_s, _MAX_LOOK_S)
 
     def handle(self, message: EngineInput) -> EngineOutput | None:
         """Obeys one message; returns what its sender is to hear at once, if anything.
