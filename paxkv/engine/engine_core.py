@@ -60,9 +60,10 @@ _DECIDING_MARGIN = 2.0
 # It looks once a step whether the device has ended the burst, which it does where all requests end;
 # not more often, because beside a device that computes on the same processor it wakes with cold
 # caches, for 0.1 ms. And no later than somebody would wait who tells it to end.
-_MIN_SPARE_S = 0.001
 _MIN_LOOK_S = 0.005
 _MAX_LOOK_S = 0.1
+# ZeroMQ waits whole milliseconds: for less it would come back at once, again and again.
+_MIN_SPARE_S = 0.001
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
