@@ -47,3 +47,28 @@ def test_rows_are_appended_as_json_lines(tmp_path) -> None:
     assert (first["median"], first["min"], first["max"]) == (2.0, 1.0, 3.0)
     for key in ("device", "versions", "commit", "command", "date"):
         assert first[key]
+
+
+# /proc/cpuinfo of two machines that a cloud calls the same, and of one that is no x86.
+@pytest.mark.parametrize(
+    ("lines", "name"),
+    [
+        (
+            ["model name : AMD EPYC", "cpu family : 25", "model : 1", "flags : fpu avx avx2"],
+            "AMD EPYC (family 25 model 1, AVX2)",
+        ),
+        (
+            ["model name : AMD EPYC", "cpu family : 26", "model : 2", "flags : avx2 avx512f"],
+            "AMD EPYC (family 26 model 2, AVX-512)",
+        ),
+        (
+            ["model name : Old", "cpu family : 6", "model : 1", "flags : fpu"],
+            "Old (family 6 model 1)",
+        ),
+        (["model name : ARMv8 Processor rev 1"], "ARMv8 Processor rev 1"),
+        (["CPU implementer : 0x41", "bogomips"], None),
+    ],
+)
+def test_processors_of_one_name_are_told_apart(lines, name) -> None:
+    second = ["", "model name : the second one"]
+    assert result_rows._name_in_cpuinfo("\n".join([*lines, *second])) == name
