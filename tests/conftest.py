@@ -1,6 +1,7 @@
 """Settings of every test process: the CPU, and one compilation cache for the whole run."""
 
 import os
+import signal
 import tempfile
 
 # Tests and the servers they start compile many of the same programs; the folder lives as long as
@@ -15,3 +16,8 @@ os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('
 # Threads of XLA's CPU client. A simulated GPU kernel blocks up to four of them at barriers, one a
 # warpgroup; on a machine of two cores nobody would be left to release them.
 os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
+
+# A shell that starts pytest in the background has it ignored, and so would the processes that tests
+# start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
