@@ -95,8 +95,14 @@ def write_report(rows: Sequence[Row], folder: Path) -> Path:
     for benchmark in dict.fromkeys(row.benchmark for row in rows):
         of_benchmark = [row for row in rows if row.benchmark == benchmark]
         text += [f"## {benchmark}", ""]
-        for plot in _write_plots(of_benchmark, folder):
-            text += [f"![{plot.stem}]({plot.name})", ""]
+        devices = list(dict.fromkeys(row.device for row in of_benchmark))
+        for device in devices:
+            of_device = [row for row in of_benchmark if row.device == device]
+            # Bars and ratios of two devices would be told apart by nothing.
+            name = (benchmark,) if len(devices) == 1 else (benchmark, device)
+            text += [f"On {device}:", ""]
+            for plot in _write_plots(of_device, folder, name):
+                text += [f"![{plot.stem}]({plot.name})", ""]
         text += [_table(of_benchmark), ""]
     report = folder / "report.md"
     report.write_text("\n".join(text))
@@ -130,8 +136,8 @@ def _number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def _write_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """All plots of one benchmark."""
+def _write_plots(rows: Sequence[Row], folder: Path, name: Sequence[str]) -> list[Path]:
+    """All plots of one benchmark on one device; `name` begins the names of their files."""
     plots = []
     ratios = {(row.case, row.metric): row.median for row in rows}
     engine_rows = [row for row in rows if row.is_of_an_engine]
@@ -140,7 +146,7 @@ def _write_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
         fields = (f"{name}={row.fields[name]}" for name in FIGURE_FIELDS if name in row.fields)
         by_figure.setdefault((row.metric, *fields), []).append(row)
     for key, of_figure in by_figure.items():
-        plots.append(_save(_plot_engines(of_figure, ratios), folder, rows[0].benchmark, *key))
+        plots.append(_save(_plot_engines(of_figure, ratios), folder, *name, *key))
     by_metric: dict[str, list[Row]] = {}
     for row in rows:
         # Ratios stand beside the bars of the engines that they are of.
@@ -154,7 +160,7 @@ def _write_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
             continue
         by_cases.setdefault(tuple(row.case for row in of_metric), []).append(of_metric)
     for panels in by_cases.values():
-        plots.append(_save(_plot_cases(panels), folder, rows[0].benchmark, panels[0][0].metric))
+        plots.append(_save(_plot_cases(panels), folder, *name, panels[0][0].metric))
     return plots
 
 

@@ -17,7 +17,7 @@ RESULTS_FOLDER = Path(__file__).parent / "results"
 _PACKAGES = ("paxkv", "jax", "numpy")
 # What paxkv is measured beside, on machines that have it.
 _PEER_PACKAGES = ("torch", "transformers")
-# Flags of /proc/cpuinfo, the widest vectors first.
+# Flags of /proc/cpuinfo, the newest first.
 _VECTORS = (("avx512f", "AVX-512"), ("avx2", "AVX2"), ("avx", "AVX"))
 
 
@@ -63,8 +63,8 @@ class ResultRow:
 def processor_name() -> str:
     """The host's processor: its name, and what tells its generation where the name does not.
 
-    Clouds call several generations of a processor the same, and one with AVX-512 computes more than
-    twice as many products a second as one without.
+    Clouds call several generations of a processor the same, and one with AVX-512 computes products
+    a good deal faster than one without.
     """
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
@@ -75,7 +75,7 @@ def processor_name() -> str:
 
 
 def _name_in_cpuinfo(text: str) -> str | None:
-    """Of the first processor; None where it has no name there, as on some that are not x86."""
+    """What the first block says; None where it has no name, as on some that are not x86."""
     first = text.split("\n\n", 1)[0]
     fields = {
         key.strip(): value.strip()
@@ -83,7 +83,7 @@ def _name_in_cpuinfo(text: str) -> str | None:
         if colon
     }
     name = fields.get("model name")
-    if name is None or "cpu family" not in fields:
+    if name is None or not {"cpu family", "model"} <= fields.keys():
         return name
     flags = set(fields.get("flags", "").split())
     vectors = [label for flag, label in _VECTORS if flag in flags][:1]

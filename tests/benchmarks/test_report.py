@@ -96,3 +96,16 @@ def test_a_case_keeps_a_row_for_each_device(tmp_path) -> None:
     rows = [row("b", "c", "m", 1.0) | {"device": device} for device in ("cpu", "gpu")]
     found = read_rows([write(tmp_path / "rows.jsonl", [*rows, rows[0] | {"median": 2.0}])])
     assert {r.device: r.median for r in found} == {"cpu": 2.0, "gpu": 1.0}
+
+
+def test_two_devices_have_plots_of_their_own(tmp_path) -> None:
+    case = "model=small workload=mixed threads=2 engine="
+    rows = [
+        row("benchmarks.engine", f"{case}paxkv", "tokens_per_s", median) | {"device": device}
+        for device, median in (("one (AVX2)", 1.0), ("other", 2.0))
+    ]
+    report = write_report(read_rows([write(tmp_path / "rows.jsonl", rows)]), tmp_path / "out")
+    assert len(list((tmp_path / "out").glob("*.png"))) == 2
+    text = report.read_text()
+    first, second = (text.index(f"On {device}:") for device in ("one (AVX2)", "other"))
+    assert text[first:second].count(".png)") == text[second:].count(".png)") == 1

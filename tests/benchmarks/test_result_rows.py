@@ -49,12 +49,13 @@ def test_rows_are_appended_as_json_lines(tmp_path) -> None:
         assert first[key]
 
 
-# /proc/cpuinfo of two machines that a cloud calls the same, and of one that is no x86.
+# /proc/cpuinfo of two machines that a cloud calls the same, an old one, one that says less than
+# others, and two that are no x86.
 @pytest.mark.parametrize(
     ("lines", "name"),
     [
         (
-            ["model name : AMD EPYC", "cpu family : 25", "model : 1", "flags : fpu avx avx2"],
+            ["model name\t: AMD EPYC", "cpu family\t: 25", "model\t\t: 1", "flags\t: fpu avx avx2"],
             "AMD EPYC (family 25 model 1, AVX2)",
         ),
         (
@@ -65,6 +66,7 @@ def test_rows_are_appended_as_json_lines(tmp_path) -> None:
             ["model name : Old", "cpu family : 6", "model : 1", "flags : fpu"],
             "Old (family 6 model 1)",
         ),
+        (["model name : Some CPU", "cpu family : 6"], "Some CPU"),
         (["model name : ARMv8 Processor rev 1"], "ARMv8 Processor rev 1"),
         (["CPU implementer : 0x41", "bogomips"], None),
     ],

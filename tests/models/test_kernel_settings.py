@@ -76,7 +76,7 @@ def test_four_devices_give_the_answer_of_one_and_gather_no_cache(tmp_path):
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4",
     }
     result = subprocess.run(
         [sys.executable, "-c", COMPARE, str(folder)],

@@ -72,11 +72,8 @@ def seen_by(seen, position, seq_len):
     return keys
 
 
-def check_plan(requests, seen, config, skip_single):
+def check_plan(requests, seen, config, skip_single, num_padding=0):
     """Every token is in one tile, and every tile reads what its tokens see."""
-    # Always of the same shapes: each that is new has all its operations compiled.
-    requests = [*requests, *[(0, 0)] * (MAX_REQUESTS - len(requests))]
-    num_padding = MAX_REQUESTS * MAX_QUERY_TOKENS + 5 - sum(num for num, _ in requests)
     tiles, token_rows = plan_of(
         requests, seen=seen, config=config, skip_single=skip_single, num_padding=num_padding
     )
@@ -141,7 +138,26 @@ def test_tiles_cover_every_token_once_and_read_what_it_sees(
     requests, seen, heads_per_tile, kv_tile, skip_single
 ):
     config = RaggedConfig(heads_per_tile=heads_per_tile, kv_tile=kv_tile, num_stages=2)
-    check_plan(requests, seen, config, skip_single)
+    # Always of the same shapes: each that is new has all its operations compiled.
+    requests = [*requests, *[(0, 0)] * (MAX_REQUESTS - len(requests))]
+    num_padding = MAX_REQUESTS * MAX_QUERY_TOKENS + 5 - sum(num for num, _ in requests)
+    check_plan(requests, seen, config, skip_single, num_padding)
+
+
+@pytest.mark.parametrize(
+    ("requests", "skip_single", "num_tiles"),
+    [
+        (((17, 17), (1, 1)), False, 3),
+        (((9, 9), (1, 1)), False, 2),
+        (((40, 300),), False, 3),
+        (((18, 18),), True, 2),
+        (((0, 0),), False, 1),
+    ],
+)
+def test_a_plan_without_a_tile_to_spare_holds_every_token(requests, skip_single, num_tiles):
+    num_tokens = max(1, sum(num for num, _ in requests))
+    assert max_num_tiles(num_tokens, len(requests), 16, skip_single) == num_tiles
+    check_plan(requests, CAUSAL, SMALL, skip_single)
 
 
 @pytest.mark.parametrize(
