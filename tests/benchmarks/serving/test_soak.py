@@ -9,7 +9,7 @@ from benchmarks.serving.soak import HELD, SoakResult, SoakSize, make_parser, rep
 from benchmarks.serving.soak_requests import make_requests
 from tests.benchmarks.serving.fake_completions_server import running_fake_server
 
-SIZE = SoakSize(num_streams=8, duration_s=0.3, num_burst_requests=25, burst_size=10)
+SIZE = SoakSize(num_streams=8, duration_s=1.0, num_burst_requests=25, burst_size=10)
 
 
 class GrowingServer:
@@ -32,7 +32,7 @@ def run_soak(monkeypatch, *, num_wrong: int, held: float) -> SoakResult:
         dataclasses.replace(request, max_tokens=4, answer="aaab" if i < num_wrong else "aaaa")
         for i, request in enumerate(make_requests(5, seed=0))
     ]
-    with running_fake_server(gap_s=0.001, is_chunked=True) as fake:
+    with running_fake_server(gap_s=0.02, is_chunked=True) as fake:
         fake.metrics = "".join(f'{name}{{engine="0"}} {held}\n' for name in HELD)
         server = GrowingServer(fake.url.removesuffix("/v1"))
         result = asyncio.run(soak_module.soak(server, requests, SIZE))

@@ -94,9 +94,15 @@ def test_no_more_grammars_than_have_threads_are_tried_at_once():
 def test_at_the_close_those_without_a_thread_hear_of_it():
     async def run():
         checker, threads = SlowChecker(), GrammarThreads()
-        number = MAX_LONG_THREADS + 3
-        waiting = [asyncio.ensure_future(threads.check(checker, HEAVY)) for _ in range(number)]
-        await checker.wait_until_all_threads_are_taken(number)
+
+        def begin(number):
+            return [asyncio.ensure_future(threads.check(checker, HEAVY)) for _ in range(number)]
+
+        # One after the other: of five at once, any two may get the threads.
+        waiting = begin(MAX_LONG_THREADS)
+        await checker.wait_until_all_threads_are_taken(MAX_LONG_THREADS)
+        waiting += begin(3)
+        await checker.wait_until_all_threads_are_taken(MAX_LONG_THREADS + 3)
         await asyncio.sleep(0.01)
         # Whoever left by himself is cancelled, as always.
         waiting[-1].cancel()
