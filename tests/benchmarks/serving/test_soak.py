@@ -9,7 +9,7 @@ from benchmarks.serving.soak import HELD, SoakResult, SoakSize, make_parser, rep
 from benchmarks.serving.soak_requests import make_requests
 from tests.benchmarks.serving.fake_completions_server import running_fake_server
 
-SIZE = SoakSize(num_streams=8, duration_s=1.0, num_burst_requests=25, burst_size=10)
+SIZE = SoakSize(num_streams=8, duration_s=2.0, num_burst_requests=25, burst_size=10)
 
 
 class GrowingServer:
