@@ -143,7 +143,7 @@ def _write_plots(rows: Sequence[Row], folder: Path, name: Sequence[str]) -> list
     engine_rows = [row for row in rows if row.is_of_an_engine]
     by_figure: dict[tuple[str, ...], list[Row]] = {}
     for row in engine_rows:
-        fields = (f"{name}={row.fields[name]}" for name in FIGURE_FIELDS if name in row.fields)
+        fields = (f"{field}={row.fields[field]}" for field in FIGURE_FIELDS if field in row.fields)
         by_figure.setdefault((row.metric, *fields), []).append(row)
     for key, of_figure in by_figure.items():
         plots.append(_save(_plot_engines(of_figure, ratios), folder, *name, *key))

@@ -63,8 +63,7 @@ class ResultRow:
 def processor_name() -> str:
     """The host's processor: its name, and what tells its generation where the name does not.
 
-    Clouds call several generations of a processor the same, and one with AVX-512 computes products
-    a good deal faster than one without.
+    Clouds call several generations of a processor the same; their figures cannot be compared.
     """
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
