@@ -166,9 +166,14 @@ async def handle_disconnect(_request: Request, _error: Exception) -> Response:
 
 
 async def handle_bug(_request: Request, _error: Exception) -> Response:
-    """Starlette handler of the rest; Starlette raises it again afterwards, which logs it."""
+    """Starlette handler of the rest; Starlette raises it again afterwards, which logs it.
+
+    uvicorn closes the connection once an error reaches it, so the answer says it will: a client
+    that used the connection again would find it reset.
+    """
     return Response(
         error_body(500, _INTERNAL_MESSAGE, code="internal_error"),
         500,
+        headers={"Connection": "close"},
         media_type="application/json",
     )

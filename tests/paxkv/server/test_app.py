@@ -353,6 +353,7 @@ def test_bug_is_500_without_its_traceback_and_is_logged(start_server, caplog):
     assert response.status_code == 500
     assert "secret" not in response.text
     assert _error(response)["code"] == "internal_error"
+    assert response.headers["connection"] == "close"  # which uvicorn does, said or not
     # Logged by uvicorn, after the answer has left.
     _wait_until(lambda: "a secret of the inside" in caplog.text)
     assert server.client.post(COMPLETIONS, json={"prompt": "a"}).status_code == 200
