@@ -464,7 +464,7 @@ class AsyncEngineClient:
         if not self._is_closing:
             logger.error("%s", _dead_error(message))
         # Nothing runs any more; what was counted stays.
-        self._latest_stats = dataclasses.replace(
+        self._latest_stats = msgspec.structs.replace(
             self._latest_stats,
             num_running_reqs=0,
             num_waiting_reqs=0,

@@ -311,7 +311,7 @@ class EngineCore:
         Args:
             count_slots: Count used KV slots anew; else they are those of the last count.
         """
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             self._scheduler.make_stats(count_slots=count_slots),
             num_compiling_reqs=0 if self._grammars is None else self._grammars.num_compiling,
             num_padded_tokens=self._executor.num_padded_tokens,

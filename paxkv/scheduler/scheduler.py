@@ -202,40 +202,7 @@ class Scheduler:
             self._reset_req_ids |= self._running_scheduler.recompute_invalid(
                 transfers.invalid_block_ids
             )
-        spec_decode_tokens = scheduler_output.scheduled_spec_decode_tokens
-        is_burst = scheduler_output.num_decode_steps > 1
-        outputs: list[EngineCoreOutput] = []
-        finished: list[Request] = []
-        for req_id, token_ids, logprobs in zip(
-            runner_output.req_ids,
-            runner_output.sampled_token_ids,
-            runner_output.logprobs,
-            strict=True,
-        ):
-            request = requests.get(req_id)
-            if request is None:
-                if req_id not in scheduler_output.num_scheduled_tokens:
-                    raise InvariantError(f"{req_id=} was computed but not scheduled.")
-                continue
-            # A burst gives a token to everyone; `take_answer` misses it.
-            if not token_ids and not is_burst:
-                continue
-            if spec_decode_tokens:
-                request.num_computed_tokens -= num_rejected_tokens(
-                    spec_decode_tokens.get(req_id), token_ids
-                )
-            if request.num_computed_tokens < len(request.all_token_ids):
-                raise InvariantError(f"{request!r} got a token before its last was computed.")
-            num_wanted = scheduler_output.num_scheduled_tokens[req_id] if is_burst else 1
-            is_whole = len(token_ids) == num_wanted
-            output = append_plain(request, token_ids, logprobs) if is_whole else None
-            if output is None:
-                output = self._append_tokens(request, token_ids, logprobs, num_wanted)
-                if output.finish_reason is not None:
-                    finished.append(request)
-                if is_burst:
-                    self._decode_bursts.take_answer(request, len(token_ids), num_wanted)
-            outputs.append(output)
+        outputs, finished = self._take_tokens(requests, scheduler_output, runner_output)
         self.steps_in_flight.remove(scheduler_output)
         self._end_requests(finished)
         if runner_output.draft_token_ids:
@@ -413,31 +380,19 @@ class Scheduler:
 
     def _build_output(self, plan: StepPlan, requests: dict[str, Request]) -> SchedulerOutput:
         """The decision as the runner gets it; no request has advanced yet."""
-        manager = self.kv_cache_manager
         num_common_prefix_blocks: list[int] = []
         if self._count_common_prefix_blocks and self.running:
-            num_common_prefix_blocks = manager.get_num_common_prefix_blocks(
+            num_common_prefix_blocks = self.kv_cache_manager.get_num_common_prefix_blocks(
                 self.running[0].request_id
             )
-        output = SchedulerOutput(
-            scheduled_new_reqs=plan.build_new(),
-            scheduled_cached_reqs=plan.build_cached(),
-            num_scheduled_tokens=plan.num_scheduled_tokens,
-            total_num_scheduled_tokens=sum(plan.num_scheduled_tokens.values()),
-            preempted_req_ids=frozenset(plan.preempted_req_ids | self._reset_req_ids),
-            finished_req_ids=frozenset(self.finished_req_ids),
-            num_decode_steps=plan.num_decode_steps,
-            scheduled_spec_decode_tokens=plan.spec_decode_tokens,
-            scheduled_encoder_inputs=self.encoder_inputs.take_scheduled(),
-            free_encoder_mm_hashes=self.encoder_inputs.cache_manager.take_freed_identifiers(),
+        output = plan.build_output(
+            requests,
+            manager=self.kv_cache_manager,
+            encoder_inputs=self.encoder_inputs,
+            remote_kv=self.remote_kv,
+            reset_req_ids=self._reset_req_ids,
+            finished_req_ids=self.finished_req_ids,
             num_common_prefix_blocks=num_common_prefix_blocks,
-            block_copies=manager.take_block_copies(),
-            new_block_ids_to_zero=manager.take_new_block_ids(),
-            kv_connector_metadata=(
-                None
-                if self.remote_kv is None
-                else self.remote_kv.build_metadata(plan.num_scheduled_tokens, requests)
-            ),
         )
         self.finished_req_ids.clear()
         self._reset_req_ids.clear()
@@ -455,6 +410,46 @@ class Scheduler:
         self.steps_in_flight.add(output, requests)
         self.num_steps += 1 if requests else 0
         self.num_scheduled_tokens += output.total_num_scheduled_tokens
+
+    def _take_tokens(
+        self,
+        requests: dict[str, Request],
+        scheduler_output: SchedulerOutput,
+        runner_output: ModelRunnerOutput,
+    ) -> tuple[list[EngineCoreOutput], list[Request]]:
+        """Outputs of a step, and whom it ends."""
+        is_burst = scheduler_output.num_decode_steps > 1
+        num_scheduled_tokens = scheduler_output.num_scheduled_tokens
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        # With drafts, what was computed is not known before the tokens are looked at.
+        outputs, places = append_plain(
+            {} if drafts else requests, runner_output, num_scheduled_tokens if is_burst else None
+        )
+        finished: list[Request] = []
+        for place in places:
+            req_id, token_ids = runner_output.req_ids[place], runner_output.sampled_token_ids[place]
+            if req_id not in num_scheduled_tokens:
+                raise InvariantError(f"{req_id=} was computed but not scheduled.")
+            request = requests.get(req_id)
+            # A burst gives a token to everyone; `take_answer` misses it.
+            if request is None or (not token_ids and not is_burst):
+                continue
+            if drafts:
+                num_rejected = num_rejected_tokens(drafts.get(req_id), token_ids)
+                request.num_computed_tokens -= num_rejected
+            if request.num_computed_tokens < request.num_tokens:
+                raise InvariantError(f"{request!r} got a token before its last was computed.")
+            num_wanted = num_scheduled_tokens[req_id] if is_burst else 1
+            logprobs = runner_output.logprobs[place]
+            output = self._append_tokens(request, token_ids, logprobs, num_wanted)
+            if output.finish_reason is not None:
+                finished.append(request)
+            if is_burst:
+                self._decode_bursts.take_answer(request, len(token_ids), num_wanted)
+            outputs[place] = output
+        if places:
+            outputs = [output for output in outputs if output is not None]
+        return outputs, finished
 
     def _append_tokens(
         self,

@@ -1,7 +1,9 @@
 """StepPlan: one step's decision while it is being made."""
 
-from paxkv.contracts.scheduler_output import CachedRequestData, NewRequestData
-from paxkv.kv_cache.manager import KVCacheBlocks
+from paxkv.contracts.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from paxkv.kv_cache.manager import KVCacheBlocks, KVCacheManager
+from paxkv.scheduler.encoder_inputs import EncoderInputs
+from paxkv.scheduler.remote_kv import RemoteKV
 from paxkv.scheduler.request import Request
 
 
@@ -111,6 +113,45 @@ class StepPlan:
             all_token_ids={
                 request.request_id: request.all_token_ids.copy() for request in self.resumed
             },
+        )
+
+    def build_output(
+        self,
+        requests: dict[str, Request],
+        *,
+        manager: KVCacheManager,
+        encoder_inputs: EncoderInputs,
+        remote_kv: RemoteKV | None,
+        reset_req_ids: set[str],
+        finished_req_ids: set[str],
+        num_common_prefix_blocks: list[int],
+    ) -> SchedulerOutput:
+        """The decision as the runner gets it; what others collected for the step is taken.
+
+        Args:
+            requests: Those of `requests`.
+            reset_req_ids: Preempted since the last step.
+            finished_req_ids: Ended since then.
+        """
+        return SchedulerOutput(
+            scheduled_new_reqs=self.build_new(),
+            scheduled_cached_reqs=self.build_cached(),
+            num_scheduled_tokens=self.num_scheduled_tokens,
+            total_num_scheduled_tokens=sum(self.num_scheduled_tokens.values()),
+            preempted_req_ids=frozenset(self.preempted_req_ids | reset_req_ids),
+            finished_req_ids=frozenset(finished_req_ids),
+            num_decode_steps=self.num_decode_steps,
+            scheduled_spec_decode_tokens=self.spec_decode_tokens,
+            scheduled_encoder_inputs=encoder_inputs.take_scheduled(),
+            free_encoder_mm_hashes=encoder_inputs.cache_manager.take_freed_identifiers(),
+            num_common_prefix_blocks=num_common_prefix_blocks,
+            block_copies=manager.take_block_copies(),
+            new_block_ids_to_zero=manager.take_new_block_ids(),
+            kv_connector_metadata=(
+                None
+                if remote_kv is None
+                else remote_kv.build_metadata(self.num_scheduled_tokens, requests)
+            ),
         )
 
     def _new_block_ids(self, req_ids: list[str]) -> list[tuple[list[int], ...] | None]:

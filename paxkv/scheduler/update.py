@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from paxkv.contracts.engine_output import EngineCoreOutput, FinishReason
-from paxkv.contracts.runner_output import TokenLogprobs
+from paxkv.contracts.runner_output import ModelRunnerOutput, TokenLogprobs
 from paxkv.scheduler.request import Request
 
 
@@ -30,27 +30,53 @@ def check_stop(request: Request) -> tuple[FinishReason, int | None] | None:
 
 
 def append_plain(
-    request: Request, sampled_token_ids: list[int], logprobs: list[TokenLogprobs] | None
-) -> EngineCoreOutput | None:
-    """Adds a step's tokens, where they do nothing but come: so it is in most steps.
+    requests: Mapping[str, Request],
+    runner_output: ModelRunnerOutput,
+    num_wanted: Mapping[str, int] | None,
+) -> tuple[list[EngineCoreOutput | None], list[int]]:
+    """Adds a step's tokens to requests for which they do nothing but come, as most do.
+
+    The loop is the host's cost of a token on its way home, so that it calls nothing of its own.
+
+    Args:
+        num_wanted: Tokens that each request was to get; None is one each.
 
     Returns:
-        None, and nothing has changed, where one of them may end the request or fills a block.
+        An output for each request of `runner_output`, and the places of those without one. They are
+        to be looked at by themselves, and nothing has changed: a token may end the request or fills
+        a block, or it is not among `requests`, or has other tokens than it was to get.
     """
-    num_tokens = len(request.all_token_ids) + len(sampled_token_ids)
-    if num_tokens >= request.num_tokens_to_look_at:
-        return None
-    if not request.ending_token_ids.isdisjoint(sampled_token_ids):
-        return None
-    request.all_token_ids += sampled_token_ids
-    if request.num_output_placeholders > 0:
-        request.num_output_placeholders -= len(sampled_token_ids)
-    return EngineCoreOutput(
-        request_id=request.request_id,
-        new_token_ids=sampled_token_ids,
-        logprobs=logprobs,
-        num_cached_tokens=request.num_cached_tokens,
-    )
+    outputs: list[EngineCoreOutput | None] = []
+    places: list[int] = []
+    get_request = requests.get
+    for req_id, token_ids, logprobs in zip(
+        runner_output.req_ids, runner_output.sampled_token_ids, runner_output.logprobs, strict=True
+    ):
+        request = get_request(req_id)
+        if request is not None:
+            all_token_ids = request.all_token_ids
+            num_tokens, num_new_tokens = len(all_token_ids), len(token_ids)
+            if (
+                num_tokens + num_new_tokens < request.num_tokens_to_look_at
+                and num_new_tokens == (1 if num_wanted is None else num_wanted[req_id])
+                and request.num_computed_tokens >= num_tokens
+                and request.ending_token_ids.isdisjoint(token_ids)
+            ):
+                all_token_ids += token_ids
+                if request.num_output_placeholders > 0:
+                    request.num_output_placeholders -= num_new_tokens
+                outputs.append(
+                    EngineCoreOutput(
+                        request_id=req_id,
+                        new_token_ids=token_ids,
+                        logprobs=logprobs,
+                        num_cached_tokens=request.num_cached_tokens,
+                    )
+                )
+                continue
+        places.append(len(outputs))
+        outputs.append(None)
+    return outputs, places
 
 
 def append_until_stop(

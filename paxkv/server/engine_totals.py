@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import msgspec
+
 from paxkv.contracts.block_residency import BlockResidency, ResidencyHistogram
 from paxkv.contracts.engine_output import SchedulerStats
 
@@ -58,7 +60,7 @@ def _add(stats: SchedulerStats, more: SchedulerStats) -> SchedulerStats:
         )
         for name in _HISTOGRAMS
     }
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         stats,
         **counters,
         kv_block_residency=BlockResidency(**residency),

@@ -5,10 +5,10 @@ late, bursts that repeat the one before. With and without them the decisions are
 request gets the tokens that it gets alone.
 """
 
-import dataclasses
 import random
 from collections import Counter, deque
 
+import msgspec
 import pytest
 
 from paxkv.config import CacheConfig, SchedulerConfig
@@ -211,7 +211,7 @@ class Traffic:
                 assert got == tokens_alone(request, self.max_model_len)
         stats = self.scheduler.make_stats()
         # Of times.
-        self.decisions.append(dataclasses.replace(stats, kv_block_residency=BlockResidency()))
+        self.decisions.append(msgspec.structs.replace(stats, kv_block_residency=BlockResidency()))
 
 
 def take_no_short_cuts(monkeypatch):
@@ -224,10 +224,14 @@ def take_no_short_cuts(monkeypatch):
     def is_written_at_once(self, rows_np, num_drawn_np):
         note_drawn(self, rows_np.copy(), num_drawn_np)
 
+    def append_nothing(requests, runner_output, num_wanted):
+        num_reqs = len(runner_output.req_ids)
+        return [None] * num_reqs, list(range(num_reqs))
+
     monkeypatch.setattr(Request, "note_block_work", is_never_plain)
     monkeypatch.setattr(InputBatch, "note_drawn", is_written_at_once)
     monkeypatch.setattr(BurstRepeater, "repeat", lambda *_: None)
-    monkeypatch.setattr(scheduler_module, "append_plain", lambda *_: None)
+    monkeypatch.setattr(scheduler_module, "append_plain", append_nothing)
 
 
 def check_short_cuts(seeds, monkeypatch):

@@ -1,12 +1,13 @@
 """An engine process with a fake executor: `python -m tests.paxkv.engine.fake_engine_process`."""
 
-import dataclasses
 import json
 import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import msgspec
 
 from paxkv.config import EngineConfig, ModelConfig
 from paxkv.contracts.engine_start import EngineReady
@@ -71,7 +72,7 @@ def build(
         ),
         eos_token_ids=(0,),
         max_prompt_tokens=None,
-        stats=dataclasses.replace(core.make_stats(), num_padded_tokens=0),
+        stats=msgspec.structs.replace(core.make_stats(), num_padded_tokens=0),
     )
     return core, ready
 

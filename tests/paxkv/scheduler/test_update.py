@@ -3,7 +3,7 @@
 import pytest
 
 from paxkv.contracts.engine_request import EngineRequest
-from paxkv.contracts.runner_output import TokenLogprobs
+from paxkv.contracts.runner_output import ModelRunnerOutput, TokenLogprobs
 from paxkv.kv_cache.block_hash import BlockHasher
 from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.request import Request, RequestStatus
@@ -82,12 +82,20 @@ def test_a_request_that_goes_on_reports_its_tokens():
     assert request.status is RequestStatus.RUNNING
 
 
+def plain_output(request, token_ids, logprobs):
+    request.num_computed_tokens = request.num_tokens
+    step = ModelRunnerOutput(req_ids=["r"], sampled_token_ids=[token_ids], logprobs=[logprobs])
+    outputs, places = append_plain({"r": request}, step, {"r": len(token_ids)})
+    assert places == ([0] if outputs[0] is None else [])
+    return outputs[0]
+
+
 def test_plain_tokens_are_appended_as_any_are():
     logprobs = [TokenLogprobs(token_logprob=0.0, token_rank=1, top_token_ids=[], top_logprobs=[])]
     plain, other = make_request(), make_request()
     plain.num_output_placeholders = 3
-    assert append_plain(plain, [7], logprobs) == append_until_stop(other, [7], logprobs)
-    assert append_plain(plain, [8, 9], None) == append_until_stop(other, [8, 9], None)
+    assert plain_output(plain, [7], logprobs) == append_until_stop(other, [7], logprobs)
+    assert plain_output(plain, [8, 9], None) == append_until_stop(other, [8, 9], None)
     assert plain.all_token_ids == other.all_token_ids == [EOS, 50, 60, 7, 8, 9]
     assert plain.num_output_placeholders == 0
 
@@ -107,7 +115,7 @@ def test_plain_tokens_are_appended_as_any_are():
 )
 def test_tokens_that_may_do_more_than_come_are_not_plain(token_ids, settings):
     request = make_request(**settings)
-    assert append_plain(request, token_ids, None) is None
+    assert plain_output(request, token_ids, None) is None
     assert request.all_token_ids == [EOS, 50, 60] and not request.block_hashes
 
 
@@ -115,8 +123,8 @@ def test_block_fills_up_though_no_token_ends_the_request():
     request = make_request(block_hasher=BlockHasher(block_size=2, seed=""))
     append_until_stop(request, [7, 8, 9], None)
     assert len(request.block_hashes) == 3
-    assert append_plain(request, [7], None) is not None
-    assert append_plain(request, [7], None) is None
+    assert plain_output(request, [7], None) is not None
+    assert plain_output(request, [7], None) is None
 
 
 def test_burst_without_a_token_ends_nothing():
