@@ -191,11 +191,15 @@ class KVCacheCoordinator(ABC):
             forked_blocks.append(blocks)
         return tuple(forked_blocks)
 
-    def get_num_tokens_before_block_work(self, request_id: str) -> int:
+    def get_num_tokens_before_block_work(
+        self, request_id: str, *, are_cached_late: bool = False
+    ) -> int:
         """See `SingleTypeKVCacheManager`; the least of all groups."""
         return min(
             [
-                manager.get_num_tokens_before_block_work(request_id)
+                manager.get_num_tokens_before_block_work(
+                    request_id, are_cached_late=are_cached_late
+                )
                 for manager in self._managers_of_each_spec
             ]
         )

@@ -96,7 +96,9 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
     ) -> list[KVCacheBlock] | None:
         return list(self.get_blocks(request_id))
 
-    def get_num_tokens_before_block_work(self, request_id: str) -> int:
+    def get_num_tokens_before_block_work(
+        self, request_id: str, *, are_cached_late: bool = False
+    ) -> int:
         # The decoder's tokens need nothing here.
         return sys.maxsize
 

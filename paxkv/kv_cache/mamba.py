@@ -102,7 +102,10 @@ class MambaManager(WindowedManager):
             return None
         return super().get_blocks_to_fork(request_id, num_tokens, num_computed_tokens)
 
-    def get_num_tokens_before_block_work(self, request_id: str) -> int:
+    def get_num_tokens_before_block_work(
+        self, request_id: str, *, are_cached_late: bool = False
+    ) -> int:
+        # A block that becomes full is a state to be kept, whatever its tokens are.
         num_slots = len(self.get_blocks(request_id)) * self.block_size
         return min(
             super().get_num_tokens_before_block_work(request_id),

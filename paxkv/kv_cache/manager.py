@@ -233,14 +233,22 @@ class KVCacheManager:
             )
         )
 
-    def get_num_tokens_before_block_work(self, request: CacheRequest) -> int:
+    def get_num_tokens_before_block_work(
+        self, request: CacheRequest, *, are_cached_late: bool = False
+    ) -> int:
         """Most tokens for which `allocate_slots` would do nothing for a running request.
 
         While its computed, new and lookahead tokens are no more than these, every token has a
         slot, no block becomes full, none leaves a window and nothing is copied, so that the call
         may be left out. It is so until the request is forked from, or loses its blocks.
+
+        Args:
+            are_cached_late: The caller makes full blocks findable by `cache_blocks`: a token that
+                is computed before it is known fills none of which `allocate_slots` could tell.
         """
-        return self.coordinator.get_num_tokens_before_block_work(request.request_id)
+        return self.coordinator.get_num_tokens_before_block_work(
+            request.request_id, are_cached_late=are_cached_late
+        )
 
     def take_block_copies(self) -> list[BlockCopy]:
         """Copies decided since the last call, no two to one block; to be done all at once.

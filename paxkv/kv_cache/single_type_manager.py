@@ -297,13 +297,19 @@ class SingleTypeKVCacheManager(ABC):
             return None
         return [self.block_pool.null_block] * num_skipped + needed
 
-    def get_num_tokens_before_block_work(self, request_id: str) -> int:
+    def get_num_tokens_before_block_work(
+        self, request_id: str, *, are_cached_late: bool = False
+    ) -> int:
         """Most tokens, the new ones and lookahead included, for which nothing is to be done.
 
         Up to so many every token has a slot, no block becomes full, and none is given up.
+
+        Args:
+            are_cached_late: Blocks may become full: their last tokens are not known by then, and
+                whoever gets them calls `cache_blocks`.
         """
         num_slots = len(self.req_to_blocks.get(request_id, ())) * self.block_size
-        if not self.enable_caching:
+        if are_cached_late or not self.enable_caching:
             return num_slots
         num_full_at = (self.num_cached_blocks.get(request_id, 0) + 1) * self.block_size
         return num_slots if num_slots < num_full_at else num_full_at - 1

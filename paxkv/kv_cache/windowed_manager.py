@@ -43,8 +43,12 @@ class WindowedManager(SingleTypeKVCacheManager):
             ),
         )
 
-    def get_num_tokens_before_block_work(self, request_id: str) -> int:
-        num_tokens = super().get_num_tokens_before_block_work(request_id)
+    def get_num_tokens_before_block_work(
+        self, request_id: str, *, are_cached_late: bool = False
+    ) -> int:
+        num_tokens = super().get_num_tokens_before_block_work(
+            request_id, are_cached_late=are_cached_late
+        )
         num_skipped = self.num_skipped_blocks.get(request_id, 0)
         # At least one token is new, so that there are fewer computed ones.
         num_tokens_skipping = self.get_num_tokens_skipping(num_skipped + 1)

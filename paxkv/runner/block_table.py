@@ -41,6 +41,17 @@ class BlockTable:
         self.block_ids_np[row_idx, start:end] = block_ids
         self.num_blocks_np[row_idx] = end
 
+    def append_one_each(self, rows: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Adds a block to each of several rows, at once. Raises as `append_row`."""
+        starts_np = self.num_blocks_np[rows]
+        is_full = int(starts_np.max()) >= self.block_ids_np.shape[1]
+        if is_full or min(block_ids) < 0 or max(block_ids) >= self._num_pool_blocks:
+            for row_idx, block_id in zip(rows, block_ids, strict=True):
+                self.append_row(row_idx, (block_id,))
+            return
+        self.block_ids_np[rows, starts_np] = block_ids
+        self.num_blocks_np[rows] += 1
+
     def clear_row(self, row_idx: int) -> None:
         self.block_ids_np[row_idx, : self.num_blocks_np[row_idx]] = 0
         self.num_blocks_np[row_idx] = 0
@@ -56,6 +67,19 @@ class MultiGroupBlockTable:
         """Adds blocks to a row, one list per group."""
         for table, group_block_ids in zip(self.tables, block_ids, strict=True):
             table.append_row(row_idx, group_block_ids)
+
+    def append_rows(
+        self, rows: Sequence[int], block_ids: Sequence[Sequence[Sequence[int]]]
+    ) -> None:
+        """Adds blocks to several rows, each once: for each row one list per group."""
+        for group_idx, table in enumerate(self.tables):
+            of_group = [groups[group_idx] for groups in block_ids]
+            # What decoding takes, and by far the most of what is ever taken.
+            if all(len(row_block_ids) == 1 for row_block_ids in of_group):
+                table.append_one_each(rows, [row_block_ids[0] for row_block_ids in of_group])
+                continue
+            for row_idx, row_block_ids in zip(rows, of_group, strict=True):
+                table.append_row(row_idx, row_block_ids)
 
     def clear_row(self, row_idx: int) -> None:
         for table in self.tables:

@@ -267,7 +267,11 @@ class InputBatch:
         self.num_pending_np[rows_np] += self._num_late_steps * num_drawn_np
         late, self._late_token_ids, self._num_late_steps = self._late_token_ids, [], 0
         if late:
-            self.append_tokens(rows_np, np.stack(late), np.full(len(rows_np), len(late), np.int32))
+            self._check_room(rows_np, np.full(len(rows_np), len(late), np.int32))
+            places_np = self.num_tokens_np[rows_np, None] + np.arange(len(late), dtype=np.int32)
+            self.token_ids_np[rows_np[:, None], places_np] = np.stack(late, axis=1)
+            self.num_tokens_np[rows_np] += len(late)
+            self.num_pending_np[rows_np] -= len(late)
 
     def _check_room(self, rows_np: np.ndarray, num_new_np: np.ndarray) -> None:
         ends_np = self.num_tokens_np[rows_np] + num_new_np
@@ -336,11 +340,11 @@ class InputBatch:
             return
         rows_np = self.rows_of(cached.req_ids)
         self.num_computed_tokens_np[rows_np] = cached.num_computed_tokens
-        for req_idx, block_ids in enumerate(cached.new_block_ids):
-            if block_ids is not None:
-                row_idx = int(rows_np[req_idx])
-                self.block_tables.append_row(row_idx, block_ids)
-                self._grown_rows.append(row_idx)
+        grown = [idx for idx, new in enumerate(cached.new_block_ids) if new is not None]
+        if grown:
+            rows = rows_np[grown].tolist()
+            self.block_tables.append_rows(rows, [cached.new_block_ids[idx] for idx in grown])
+            self._grown_rows += rows
 
     def _take_row(self, state: CachedRequestState, token_ids: list[int]) -> None:
         if not self._free_rows:

@@ -56,7 +56,9 @@ class AsyncScheduler(Scheduler):
         output = super()._append_tokens(request, token_ids, logprobs, num_wanted)
         # When the block was filled, on the device, its last token was not known yet.
         if len(request.block_hashes) > num_hashes and output.finish_reason is None:
-            self.kv_cache_manager.cache_blocks(
-                request, min(request.num_computed_tokens, request.num_tokens)
-            )
+            manager = self.kv_cache_manager
+            manager.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
+            if request.num_output_placeholders == 0:
+                # Or else that token is still to be computed, and fills the block then.
+                request.note_block_work(manager.get_num_tokens_before_block_work(request))
         return output

@@ -190,7 +190,11 @@ class RunningScheduler:
                 request, num_new_tokens, num_lookahead_tokens=self._num_lookahead_tokens
             )
             if new_blocks is not None:
-                request.note_block_work(manager.get_num_tokens_before_block_work(request))
+                # With placeholders, what comes home of a full block finds it (`AsyncScheduler`).
+                num_tokens = manager.get_num_tokens_before_block_work(
+                    request, are_cached_late=request.num_output_placeholders > 0
+                )
+                request.note_block_work(num_tokens)
                 if not new_blocks.is_empty():
                     plan.blocks[request.request_id] = new_blocks
                 return True

@@ -50,3 +50,26 @@ def test_groups_keep_their_own_blocks():
     assert not any(np.any(t.block_ids_np) for t in tables.tables)
     with pytest.raises(ValueError):
         tables.append_row(0, ([1],))
+
+
+def test_blocks_of_many_rows_are_appended_as_those_of_each():
+    many, each = (MultiGroupBlockTable([make_table(), make_table()]) for _ in range(2))
+    steps = [([2, 0], [([1], [2, 3]), ([4], [5])]), ([0, 1], [([6], [7]), ([8], [9])])]
+    for rows, block_ids in steps:
+        many.append_rows(rows, block_ids)
+        for row_idx, of_row in zip(rows, block_ids, strict=True):
+            each.append_row(row_idx, of_row)
+    for table, other in zip(many.tables, each.tables, strict=True):
+        assert table.block_ids_np.tolist() == other.block_ids_np.tolist()
+        assert table.num_blocks_np.tolist() == other.num_blocks_np.tolist()
+
+
+@pytest.mark.parametrize(
+    ("block_ids", "message"),
+    [([3, 10], r"must be in \[0, 10\)"), ([-1, 3], "must be in"), ([3, 3], "at most 4 blocks")],
+)
+def test_bad_block_of_one_row_among_many_is_a_bug(block_ids, message):
+    table = make_table()
+    table.append_row(1, [1, 2, 3, 4])
+    with pytest.raises(InvariantError, match=message):
+        table.append_one_each([0, 1], block_ids)
