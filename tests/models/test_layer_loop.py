@@ -69,7 +69,7 @@ def test_last_of_two_kinds_of_layers_may_go_on_with_fewer_tokens(tmp_path):
 )
 def test_program_copies_neither_cache_nor_weights(recipe, only_last_tokens):
     model = models_in_turn_and_in_loop(recipe)[1]
-    compiled = compile_step(model, num_blocks=4096, only_last_tokens=only_last_tokens)
+    compiled = lower_step(model, num_blocks=4096, only_last_tokens=only_last_tokens).compile()
     config = model.config
     bytes_of_a_row = 4096 * config.num_kv_heads * 8 * config.head_dim * 4
     memory = compiled.memory_analysis()
@@ -104,14 +104,14 @@ def test_attention_is_traced_once_for_each_place_in_the_period(
 
         with monkeypatch.context() as patch:
             patch.setattr(attention_class, "attend", counting)
-            compile_step(model, num_blocks=8, only_last_tokens=only_last_tokens)
+            lower_step(model, num_blocks=8, only_last_tokens=only_last_tokens)
         counts.append(num_traces)
     assert counts == num_attentions
 
 
-def compile_step(
+def lower_step(
     model: LoadedModel, *, num_blocks: int, only_last_tokens: bool
-) -> jax.stages.Compiled:
+) -> jax.stages.Lowered:
     """Of two requests, over a cache of blocks of 8 tokens: one token each, or two."""
     config = model.config
     placements = place_layers(kv_cache_layers(config)).values()
@@ -132,4 +132,4 @@ def compile_step(
         only_last_tokens=only_last_tokens,
     )
     step = jax.jit(model.forward, donate_argnums=1)
-    return step.lower(model.params, KVCache(k=cache, v=cache), batch).compile()
+    return step.lower(model.params, KVCache(k=cache, v=cache), batch)

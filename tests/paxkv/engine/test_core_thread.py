@@ -170,14 +170,14 @@ def test_burst_that_ends_early_is_fetched_then() -> None:
 
 def test_shutdown_waits_for_no_arrivals() -> None:
     transport = CoreThread(
-        make_engine_core(max_steps_in_flight=2, max_decode_burst=1, device_step_s=1.0)
+        make_engine_core(max_steps_in_flight=2, max_decode_burst=1, device_step_s=2.0)
     )
     transport.send(AddRequest(request=make_request("a", [5], max_tokens=100)))
     for _ in range(2):
         transport.receive(TIMEOUT_S)
     began_s = time.perf_counter()
     transport.close()
-    assert time.perf_counter() - began_s < 0.6
+    assert time.perf_counter() - began_s < 1.5
 
 
 def test_failing_step_ends_the_engine_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:

@@ -103,10 +103,10 @@ def test_burst_on_one_loop_lets_in_exactly_as_many_as_fit():
 
 @pytest.fixture
 def full_server(start_server):
-    """Its 8 places are taken, and its waiting one, by requests of a second."""
+    """Its 8 places are taken, and its waiting one, by requests of two seconds."""
     server = start_server(seconds_per_token=0.05, max_waiting_requests=1)
     with ThreadPoolExecutor(9) as pool:
-        body = {"prompt": "a", "max_tokens": 20}
+        body = {"prompt": "a", "max_tokens": 40}
         calls = [pool.submit(server.client.post, COMPLETIONS, json=body) for _ in range(9)]
         while len(server.engine.running) < 9:
             time.sleep(0.005)
@@ -119,7 +119,7 @@ def test_one_too_many_is_503_with_retry_after_at_once_and_the_others_finish(full
     for stream in (False, True):
         start = time.monotonic()
         response = full_server.client.post(COMPLETIONS, json={"prompt": "a", "stream": stream})
-        assert time.monotonic() - start < 0.5
+        assert time.monotonic() - start < 1.5
         assert response.status_code == 503
         assert response.headers["retry-after"] == "1"
         error = response.json()["error"]

@@ -60,7 +60,7 @@ def test_a_long_body_is_read_beside_the_loop(num_ids):
 
     async def run():
         def read(fields):
-            time.sleep(0.4)
+            time.sleep(1.0)
             if fields["prompt"][0]:
                 raise InvalidRequestError("not 1")
             return len(fields["prompt"])
@@ -80,5 +80,5 @@ def test_a_long_body_is_read_beside_the_loop(num_ids):
         return longest_s
 
     gc.collect()
-    is_beside = asyncio.run(run()) < 0.3
+    is_beside = asyncio.run(run()) < 0.9
     assert is_beside == (num_ids > 2)
