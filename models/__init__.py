@@ -16,6 +16,7 @@ from models.loading.load_model import load_model
 from models.loading.loaded_model import LoadedModel
 from models.loading.source import read_model_config, resolve_model_folder
 from models.rope_config import RopeConfig
+from models.row_widths import Width, run_at_width
 
 __all__ = [
     "CheckpointError",
@@ -32,9 +33,11 @@ __all__ = [
     "RopeConfig",
     "UnsupportedModelError",
     "WeightMismatchError",
+    "Width",
     "kv_cache_layers",
     "load_model",
     "place_layers",
     "read_model_config",
     "resolve_model_folder",
+    "run_at_width",
 ]

@@ -24,9 +24,12 @@ name:
     vocab               vocabulary entries
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jax
+
+from models.row_widths import Carry, Width, run_at_width
 
 
 @jax.tree_util.register_dataclass
@@ -76,3 +79,12 @@ class ForwardBatch:
     # are these tokens, request by request; requests without tokens come last. Then the last layer
     # computes no more than that, and the model returns f[num_reqs, hidden].
     only_last_tokens: bool = field(default=False, metadata={"static": True})
+    # Static: numbers of leading tokens, rising, the last num_tokens. Work with weights is done for
+    # the least that holds all real tokens; what it leaves for the others is anything finite. Empty
+    # is num_tokens alone.
+    widths: tuple[int, ...] = field(default=(), metadata={"static": True})
+
+    def at_width(self, body: Callable[[Width, Carry], Carry], carry: Carry) -> Carry:
+        """`body(width, carry)` with one of `widths`."""
+        widths = self.widths or (self.token_ids.shape[0],)
+        return run_at_width(widths, self.query_start_loc[-1], body, carry)

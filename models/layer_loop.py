@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from models.forward_batch import KVCache
 from models.layers.attention import Attention, AttentionContext
+from models.row_widths import Width
 
 
 class Layer(Protocol):
@@ -35,11 +36,11 @@ def run_in_turn(
         if layer is layers[-1]:
             context = context.of_last_layer()
         attention = layer.self_attn
-        q, k, v = layer.before_attention(hidden, context)
+        q, k, v = _before_attention(layer, hidden, context)
         attended, kv_cache = attention.attend(
             *(q, k, v, kv_cache, context), group_idx=attention.group_idx, row=attention.row
         )
-        hidden = layer.after_attention(context.queries_of(hidden), attended)
+        hidden = _after_attention(layer, hidden, attended, context)
     return hidden, kv_cache
 
 
@@ -108,8 +109,7 @@ class LayerLoop:
         hidden, attended, kv_cache = jax.lax.fori_loop(
             0, self._num_periods, run_period, (hidden, attended, kv_cache)
         )
-        hidden = self._last_context.queries_of(hidden)
-        return last.after_attention(hidden, attended[: hidden.shape[0]]), kv_cache
+        return _after_attention(last, hidden, attended, self._last_context), kv_cache
 
     def _run_place(
         self,
@@ -121,10 +121,18 @@ class LayerLoop:
     ) -> tuple[jax.Array, jax.Array, KVCache]:
         """The end of the layer before, and the layer of a place up to its attention."""
         places = range(place, len(self._layers), self._period)
-        hidden, q, k, v = jax.lax.switch(
-            period_idx, [functools.partial(self._enter, idx) for idx in places], hidden, attended
-        )
         layers = [self._layers[idx] for idx in places]
+
+        def enter(width: Width, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            parts = jax.lax.switch(
+                period_idx,
+                [functools.partial(self._enter, idx, width.size) for idx in places],
+                *(width.read(carry[0]), width.read(attended)),
+            )
+            return tuple(map(width.write, carry, parts))
+
+        carry = (hidden, *_room_for_heads(layers[0].self_attn, hidden, hidden.shape[0]))
+        hidden, q, k, v = self._context.batch.at_width(enter, carry)
         attended, kv_cache = layers[0].self_attn.attend(
             *(q, k, v, kv_cache, self._context_of(place, period_idx)),
             group_idx=_pick([layer.self_attn.group_idx for layer in layers], period_idx),
@@ -133,14 +141,20 @@ class LayerLoop:
         return hidden, attended, kv_cache
 
     def _enter(
-        self, layer_idx: int, hidden: jax.Array, attended: jax.Array
+        self, layer_idx: int, num_tokens: int, hidden: jax.Array, attended: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """What the layer works on, and its queries, keys and values."""
+        """What the layer works on, and its queries, keys and values; of the first `num_tokens`.
+
+        Where it has fewer queries than tokens, zeros stand for the others.
+        """
         if layer_idx > 0:
             hidden = self._layers[layer_idx - 1].after_attention(hidden, attended)
         is_last = layer_idx == len(self._layers) - 1
         context = self._last_context if is_last else self._context
+        context = context.of_width(num_tokens)
         q, k, v = self._layers[layer_idx].before_attention(hidden, context)
+        # With few tokens there may be more rows of queries than that; these belong to nobody.
+        q = q[:num_tokens]
         return hidden, jnp.pad(q, ((0, k.shape[0] - q.shape[0]), (0, 0), (0, 0))), k, v
 
     def _context_of(self, place: int, period_idx: jax.Array) -> AttentionContext:
@@ -153,6 +167,47 @@ class LayerLoop:
         return dataclasses.replace(
             context, batch=dataclasses.replace(context.batch, query_start_loc=starts)
         )
+
+
+def _before_attention(
+    layer: Layer, hidden: jax.Array, context: AttentionContext
+) -> tuple[jax.Array, ...]:
+    """`Layer.before_attention` at the step's width: queries, keys and values."""
+
+    def run(width: Width, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        parts = layer.before_attention(width.read(hidden), context.of_width(width.size))
+        return tuple(map(width.write, carry, parts))
+
+    num_queries = context.queries_of(hidden).shape[0]
+    return context.batch.at_width(run, _room_for_heads(layer.self_attn, hidden, num_queries))
+
+
+def _after_attention(
+    layer: Layer, hidden: jax.Array, attended: jax.Array, context: AttentionContext
+) -> jax.Array:  # f[num_queries, hidden]
+    """`Layer.after_attention` at the step's width; `attended` may have rows without a query."""
+    if context.only_last_tokens:
+        queries = context.queries_of(hidden)
+        return layer.after_attention(queries, attended[: queries.shape[0]])
+
+    def run(width: Width, hidden: jax.Array) -> jax.Array:
+        out = layer.after_attention(width.read(hidden), width.read(attended))
+        return width.write(hidden, out)
+
+    return context.batch.at_width(run, hidden)
+
+
+def _room_for_heads(
+    attention: Attention, hidden: jax.Array, num_queries: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Zeros to write queries, keys and values to; with one width nobody reads them."""
+    num_tokens = hidden.shape[0]
+    shapes = (
+        (num_queries, attention.num_q_heads, attention.head_dim),
+        (num_tokens, attention.num_kv_heads, attention.head_dim),
+        (num_tokens, attention.num_kv_heads, attention.head_dim),
+    )
+    return tuple(jnp.zeros(shape, hidden.dtype) for shape in shapes)
 
 
 def layer_period(layers: Sequence[Layer]) -> int:

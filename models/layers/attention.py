@@ -48,6 +48,11 @@ class AttentionContext:
         num_used = (starts[1:] > starts[:-1]).sum(dtype=jnp.int32)
         return jnp.minimum(jnp.arange(starts.shape[0], dtype=jnp.int32), num_used)
 
+    def of_width(self, num_tokens: int) -> "AttentionContext":
+        """Of the first tokens."""
+        cos_sin = tuple((cos[:num_tokens], sin[:num_tokens]) for cos, sin in self.cos_sin)
+        return replace(self, cos_sin=cos_sin)
+
     def queries_of(self, x: jax.Array) -> jax.Array:  # f[num_tokens, ...] -> f[num_queries, ...]
         """What belongs to the tokens that attend."""
         return x[self.batch.logits_indices] if self.only_last_tokens else x

@@ -166,7 +166,7 @@ class BatchBuilder:
             rows_np=rows.rows_np,
             num_drawn_np=num_drawn_np,
             num_drawn_of_each=num_steps if (num_drawn_np == num_steps).all() else None,
-            num_padded_tokens=shape.num_reqs * num_steps - len(rows.positions_np),
+            num_padded_tokens=shape.num_computed(num_reqs) * num_steps - len(rows.positions_np),
         )
 
     def _fill(

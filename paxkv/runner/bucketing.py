@@ -15,6 +15,8 @@ class StepShape:
             without any; None is all at once. Divides `num_tokens`.
         has_prompt_logprobs: It finds log-probabilities of every token too.
         num_prompt_logits: And hands over so many logits of each: the whole vocabulary, or 0.
+        widths: Numbers of tokens that its layers compute, the least that holds those it has;
+            rising, and the last is `num_tokens`. Empty is that one alone.
     """
 
     num_tokens: int
@@ -25,22 +27,37 @@ class StepShape:
     tile_tokens: int | None = None
     has_prompt_logprobs: bool = False
     num_prompt_logits: int = 0
+    widths: tuple[int, ...] = ()
 
     def num_computed(self, num_tokens: int) -> int:
         """Tokens that a step of `num_tokens` computes, padding included."""
         if self.tile_tokens is None:
-            return self.num_tokens
+            return _least_width(self.widths or (self.num_tokens,), num_tokens)
         return -(-num_tokens // self.tile_tokens) * self.tile_tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BurstShape:
-    """Every dimension of one compiled burst: up to `max_steps` steps of one token a request."""
+    """Every dimension of one compiled burst: up to `max_steps` steps of one token a request.
+
+    Args:
+        widths: Numbers of requests that it computes, the least that holds those it has; rising,
+            and the last is `num_reqs`. Empty is that one alone.
+    """
 
     max_steps: int
     num_reqs: int
     num_groups: int
     max_blocks_per_req: int
+    widths: tuple[int, ...] = ()
+
+    def num_computed(self, num_reqs: int) -> int:
+        """Requests that a step of `num_reqs` computes, padding included."""
+        return _least_width(self.widths or (self.num_reqs,), num_reqs)
+
+
+def _least_width(widths: tuple[int, ...], count: int) -> int:
+    return widths[bisect.bisect_left(widths, count)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +130,31 @@ def decode_buckets(max_num_seqs: int) -> tuple[int, ...]:
     return tuple(sorted({1, *powers, *halfway}))
 
 
+# One program holds buckets up to so many times its smallest: what it computes at its full size,
+# whatever the width, is small beside the layers of a quarter of it.
+_WIDEST_RATIO = 4
+
+
+def share_programs(buckets: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Groups of neighbouring buckets, rising, each for one program that has them as widths.
+
+    A single row has a program of its own: nobody waits for it to be padded.
+
+    Example: (1, 8, 16, 24, 32, 48, 64) -> ((1,), (8,), (16, 24, 32, 48, 64)).
+    """
+    groups: list[tuple[int, ...]] = []
+    while buckets:
+        smallest = -(-buckets[-1] // _WIDEST_RATIO)
+        num_smaller = bisect.bisect_left(buckets, max(smallest, min(2, buckets[-1])))
+        groups.insert(0, buckets[num_smaller:])
+        buckets = buckets[:num_smaller]
+    return tuple(groups)
+
+
+def _one_by_one(buckets: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple((bucket,) for bucket in buckets)
+
+
 def _growing(smallest: int, largest: int, *, growth: int) -> tuple[int, ...]:
     """`smallest` and what follows it below `largest`, each `growth` times the last; `largest`."""
     counts = []
@@ -147,6 +189,8 @@ class StepBuckets:
         batch_invariant: All steps have one shape, and go through their tokens in tiles: there is
             one program, so that every token is computed by the same instructions.
         sampled_chunk_rows: Rows that the sampler of steps draws at a time; None is all at once.
+        shares_programs: Neighbouring buckets of bursts are one program, which chooses among them,
+            and so are those of steps.
         num_prompt_logits: See `StepShape`.
     """
 
@@ -162,35 +206,42 @@ class StepBuckets:
         batch_invariant: bool = False,
         sampled_chunk_rows: int | None = SAMPLED_CHUNK_ROWS,
         num_prompt_logits: int = 0,
+        shares_programs: bool = False,
     ) -> None:
         tile_tokens = INVARIANT_TILE_TOKENS if batch_invariant else None
-        self._num_tokens = token_buckets(max_num_batched_tokens)
-        if tile_tokens is not None:
-            self._num_tokens = (-(-max_num_batched_tokens // tile_tokens) * tile_tokens,)
+        divide = share_programs if shares_programs else _one_by_one
+        if tile_tokens is None:
+            token_widths = divide(token_buckets(max_num_batched_tokens))
+        else:
+            token_widths = ((-(-max_num_batched_tokens // tile_tokens) * tile_tokens,),)
+        self._num_tokens = tuple(widths[-1] for widths in token_widths)
         self.step_shapes = tuple(
             StepShape(
-                num_tokens=num_tokens,
-                num_reqs=min(num_tokens, max_num_seqs),
-                num_logits=min(num_tokens, max_num_seqs),
+                num_tokens=widths[-1],
+                num_reqs=min(widths[-1], max_num_seqs),
+                num_logits=min(widths[-1], max_num_seqs),
                 num_groups=num_groups,
                 max_blocks_per_req=max_blocks_per_req,
                 tile_tokens=tile_tokens,
+                widths=widths if len(widths) > 1 else (),
             )
-            for num_tokens in self._num_tokens
+            for widths in token_widths
         )
         # Few ask for it: one shape for steps of any size.
         self.prompt_step_shape = dataclasses.replace(
             self.step_shapes[-1], has_prompt_logprobs=True, num_prompt_logits=num_prompt_logits
         )
-        self._num_reqs = () if batch_invariant else decode_buckets(max_num_seqs)
+        req_widths = () if batch_invariant else divide(decode_buckets(max_num_seqs))
+        self._num_reqs = tuple(widths[-1] for widths in req_widths)
         self.burst_shapes = tuple(
             BurstShape(
                 max_steps=max_decode_burst,
-                num_reqs=num_reqs,
+                num_reqs=widths[-1],
                 num_groups=num_groups,
                 max_blocks_per_req=max_blocks_per_req,
+                widths=widths if len(widths) > 1 else (),
             )
-            for num_reqs in self._num_reqs
+            for widths in req_widths
         )
         self._num_copies = copy_buckets(max_num_seqs * num_groups)
         self.copy_shapes = tuple(CopyShape(num_copies=count) for count in self._num_copies)

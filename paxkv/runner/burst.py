@@ -6,14 +6,17 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from models import ForwardBatch, KVCache, LoadedModel
+from models import ForwardBatch, KVCache, LoadedModel, Width
 from paxkv.runner.bucketing import BurstShape
 from paxkv.runner.packed_layout import PackedLayout
 from paxkv.runner.sampled_tokens import NO_TOKEN, RESULT_WIDTH, pack_result
-from paxkv.runner.sampler import sample
+from paxkv.runner.sampler import argmax_grouped, sample
 from paxkv.runner.sampling_columns import SamplingInputs
-from paxkv.runner.step import Params, forward, take_tokens
+from paxkv.runner.step import Params, take_tokens
 
+# Turns in which a burst of several widths draws for all its rows. A guess: with 1, 2 and 4 the time
+# of a step did not differ by more than it varied (64 rows, vocabulary 16,384, busy machine).
+_NUM_CHUNKS = 2
 # (params, kv_cache, packed, prev_tokens) -> (kv_cache, result, next_tokens)
 BurstFunction = Callable[
     [Params, KVCache, jax.Array, jax.Array], tuple[KVCache, jax.Array, jax.Array]
@@ -35,6 +38,8 @@ class BurstState:
     is_alive: jax.Array  # bool[num_reqs], whether the row takes part in the next step
     drawn_ids: jax.Array  # i32[num_reqs], the last token that each row drew
     kv_cache: KVCache
+    # f32[num_reqs, vocab], room for those of a step; None where the burst has one width.
+    logits: jax.Array | None
     result: jax.Array  # i32[max_steps, num_reqs, RESULT_WIDTH]
 
 
@@ -61,9 +66,9 @@ def make_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
             return (state.step_idx < num_steps) & jnp.any(state.is_alive)
 
         def run_step(state: BurstState) -> BurstState:
-            return _run_step(model, params, fields, state)
+            return _run_step(model, params, fields, shape, state)
 
-        state = _first_state(shape, fields, kv_cache, take_tokens(fields, prev_tokens))
+        state = _first_state(model, shape, fields, kv_cache, take_tokens(fields, prev_tokens))
         if shape.max_steps == 1:
             state = run_step(state)
         else:
@@ -75,11 +80,13 @@ def make_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
 
 
 def _first_state(
+    model: LoadedModel,
     shape: BurstShape,
     fields: dict[str, jax.Array],
     kv_cache: KVCache,
     token_ids: jax.Array,  # i32[num_reqs]
 ) -> BurstState:
+    vocab = model.config.vocab_size
     return BurstState(
         step_idx=jnp.int32(0),
         token_ids=token_ids,
@@ -87,23 +94,33 @@ def _first_state(
         is_alive=fields["num_tokens"] > 0,
         drawn_ids=token_ids,
         kv_cache=kv_cache,
+        logits=jnp.zeros((shape.num_reqs, vocab), jnp.float32) if shape.widths else None,
         result=jnp.full((shape.max_steps, shape.num_reqs, RESULT_WIDTH), NO_TOKEN, jnp.int32),
     )
 
 
 def _run_step(
-    model: LoadedModel, params: Params, fields: dict[str, jax.Array], state: BurstState
+    model: LoadedModel,
+    params: Params,
+    fields: dict[str, jax.Array],
+    shape: BurstShape,
+    state: BurstState,
 ) -> BurstState:
-    logits, kv_cache = forward(model, params, state.kv_cache, _batch_of(fields, state))
+    batch = _batch_of(fields, shape, state)
+    hidden, kv_cache = model.forward(params, state.kv_cache, batch)
     # The drawn token's own position: the draw must not depend on how steps are put together.
     draw_position = state.positions + 1
     inputs = SamplingInputs(rows=fields["sampling_rows"], draw_position=draw_position)
-    sampled = sample(logits, inputs)
-    drawn_ids = jnp.where(state.is_alive, sampled.token_ids, state.drawn_ids)
+    if state.logits is None:
+        logits, result = None, pack_result(sample(model.compute_logits(params, hidden), inputs))
+    else:
+        logits, greedy_ids = _find_logits(model, params, batch, hidden, state.logits)
+        result = _sample_chunks(shape, batch.query_start_loc[-1], logits, greedy_ids, inputs)
+    drawn_ids = jnp.where(state.is_alive, result[:, 0], state.drawn_ids)
     is_ending_id = jnp.any(drawn_ids[:, None] == fields["ending_ids"], axis=1)
     has_ended = is_ending_id & (draw_position >= fields["first_end"])
     is_alive = state.is_alive & ~has_ended & (state.step_idx + 1 < fields["num_tokens"])
-    rows = jnp.where(state.is_alive[:, None], pack_result(sampled), NO_TOKEN)
+    rows = jnp.where(state.is_alive[:, None], result, NO_TOKEN)
     return BurstState(
         step_idx=state.step_idx + 1,
         token_ids=jnp.where(is_alive, drawn_ids, state.token_ids),
@@ -111,11 +128,62 @@ def _run_step(
         is_alive=is_alive,
         drawn_ids=drawn_ids,
         kv_cache=kv_cache,
+        logits=logits,
         result=jax.lax.dynamic_update_index_in_dim(state.result, rows, state.step_idx, 0),
     )
 
 
-def _batch_of(fields: dict[str, jax.Array], state: BurstState) -> ForwardBatch:
+def _find_logits(
+    model: LoadedModel,
+    params: Params,
+    batch: ForwardBatch,
+    hidden: jax.Array,  # f[num_reqs, hidden]
+    room: jax.Array,  # f32[num_reqs, vocab]
+) -> tuple[jax.Array, jax.Array]:  # f32[num_reqs, vocab], i32[num_reqs]
+    """Logits at the step's width, and the most likely tokens; other rows are anything."""
+
+    def find(width: Width, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        logits = model.compute_logits(params, width.read(hidden))
+        parts = (logits, argmax_grouped(logits))
+        return tuple(map(width.write, carry, parts))
+
+    return batch.at_width(find, (room, jnp.zeros(room.shape[0], jnp.int32)))
+
+
+def _sample_chunks(
+    shape: BurstShape,
+    num_used: jax.Array,  # i32[], rows with a request
+    logits: jax.Array,  # f32[num_reqs, vocab]
+    greedy_ids: jax.Array,  # i32[num_reqs]
+    inputs: SamplingInputs,
+) -> jax.Array:  # i32[num_reqs, RESULT_WIDTH]
+    """`sample` for the rows of requests, some at a time, and for none where all are greedy.
+
+    Rows whose request wants no log-probabilities have some where another of the chunk does.
+    """
+    num_rows = shape.num_reqs
+    chunk_rows = max(shape.widths[0], num_rows // _NUM_CHUNKS)
+
+    def sample_chunk(chunk_idx: jax.Array, result: jax.Array) -> jax.Array:
+        # The last chunk may begin earlier than it would, and draw some rows again, with the same
+        # result.
+        start = jnp.minimum(chunk_idx * chunk_rows, num_rows - chunk_rows)
+
+        def rows_of(array: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(array, start, chunk_rows)
+
+        chunk_inputs = jax.tree.map(rows_of, inputs)
+        sampled = sample(rows_of(logits), chunk_inputs, greedy_ids=rows_of(greedy_ids))
+        return jax.lax.dynamic_update_slice_in_dim(result, pack_result(sampled), start, axis=0)
+
+    is_greedy = (inputs.temperature <= 0) & ~inputs.wants_logprobs
+    num_chunks = jax.lax.div(num_used + chunk_rows - 1, chunk_rows)
+    num_chunks = jnp.where(jnp.all(is_greedy), 0, num_chunks)
+    result = jnp.pad(greedy_ids[:, None], ((0, 0), (0, RESULT_WIDTH - 1)))
+    return jax.lax.fori_loop(0, num_chunks, sample_chunk, result)
+
+
+def _batch_of(fields: dict[str, jax.Array], shape: BurstShape, state: BurstState) -> ForwardBatch:
     """One token a request; the rows without one come last, and their tokens belong to nobody."""
     is_used = fields["num_tokens"] > 0
     row_idx = jnp.arange(is_used.shape[0] + 1, dtype=jnp.int32)
@@ -129,4 +197,5 @@ def _batch_of(fields: dict[str, jax.Array], state: BurstState) -> ForwardBatch:
         block_tables=fields["block_tables"],
         logits_indices=row_idx[:-1],
         max_query_len=1,
+        widths=shape.widths,
     )

@@ -94,8 +94,9 @@ class ModelRunner:
             max_blocks_per_req=max_blocks_per_req,
             max_model_len=max_model_len,
             batch_invariant=runner_config.batch_invariant,
-            # An accelerator takes all rows at once faster than it takes a loop's turns.
+            # An accelerator takes all rows at once faster: its host waits for a loop's condition.
             sampled_chunk_rows=SAMPLED_CHUNK_ROWS if device.platform == "cpu" else None,
+            shares_programs=device.platform == "cpu",
             num_prompt_logits=num_told_logits(runner_config, model.config.vocab_size),
         )
         self._params = _put_params(model, mesh)

@@ -44,6 +44,8 @@ _FORGET_AFTER_S = 30 * 24 * 3600
 _MAX_IDENTITIES = 32
 # As `identity_digest` names them; what else lies beside them, others have put there.
 _IDENTITY_FOLDER = re.compile(r"[0-9a-f]{32}")
+# What an index says of one dimension of a shape.
+_Described = str | int | list[int]
 
 
 class ProgramFolder:
@@ -302,12 +304,17 @@ def without_jax_cache() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def _described(shape: ProgramShape) -> dict[str, str | int]:
-    return {"shape": type(shape).__name__, **dataclasses.asdict(shape)}
+def _described(shape: ProgramShape) -> dict[str, _Described]:
+    # As JSON gives it back.
+    fields = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in dataclasses.asdict(shape).items()
+    }
+    return {"shape": type(shape).__name__, **fields}
 
 
 def _shape_differences(
-    compiled: Sequence[dict[str, str | int]], wanted: Sequence[dict[str, str | int]]
+    compiled: Sequence[dict[str, _Described]], wanted: Sequence[dict[str, _Described]]
 ) -> list[str]:
     """Why wanted programs are not among the compiled ones: first by dimension, if that says it."""
     missing = [shape for shape in wanted if shape not in compiled]
@@ -326,7 +333,7 @@ def _shape_differences(
     return differences or [f"a program of {shape} is missing" for shape in missing[:1]]
 
 
-def _values_of(name: str, kind: str, shapes: Sequence[dict[str, str | int]]) -> list[str]:
+def _values_of(name: str, kind: str, shapes: Sequence[dict[str, _Described]]) -> list[str]:
     """The different values of one dimension."""
     return list(dict.fromkeys(str(s.get(name)) for s in shapes if s["shape"] == kind))
 
@@ -371,7 +378,7 @@ def _forget_unused(root: Path, *, but: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _read_index(path: Path) -> dict[str, dict[str, str] | list[dict[str, str | int]]]:
+def _read_index(path: Path) -> dict[str, dict[str, str] | list[dict[str, _Described]]]:
     try:
         _check_trusted(path)
         index = json.loads((path / _INDEX_FILE).read_text())

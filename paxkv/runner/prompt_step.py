@@ -12,7 +12,7 @@ from paxkv.runner.packed_layout import PackedLayout
 from paxkv.runner.sampled_tokens import RESULT_WIDTH, pack_result
 from paxkv.runner.sampler import with_logprobs
 from paxkv.runner.sampling_columns import join_step_rows
-from paxkv.runner.step import Params, unpack_batch
+from paxkv.runner.step import Params, unpack_batch, write_logits
 
 # (params, kv_cache, packed, prev_tokens, logits) -> (kv_cache, logits, sampling, prompt_result)
 PromptStepFunction = Callable[
@@ -39,10 +39,11 @@ def make_prompt_step(model: LoadedModel, shape: StepShape) -> PromptStepFunction
         logits: jax.Array,  # f32[max_num_seqs, vocab], of an earlier step, to be overwritten
     ) -> tuple[KVCache, jax.Array, jax.Array, jax.Array]:
         fields = layout.unpack(packed)
-        batch = dataclasses.replace(unpack_batch(fields, prev_tokens), only_last_tokens=False)
+        batch = dataclasses.replace(
+            unpack_batch(fields, prev_tokens, shape.widths), only_last_tokens=False
+        )
         hidden, kv_cache = model.forward(params, kv_cache, batch)
-        step_logits = model.compute_logits(params, hidden[batch.logits_indices])
-        logits = jax.lax.dynamic_update_slice_in_dim(logits, step_logits, 0, axis=0)
+        logits = write_logits(model, params, batch, hidden[batch.logits_indices], logits)
         prompt_result = _find_logprobs(model, params, hidden, fields, shape)
         sampling = join_step_rows(fields, max_num_seqs=prev_tokens.shape[0])
         return kv_cache, logits, sampling, prompt_result

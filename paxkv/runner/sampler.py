@@ -34,14 +34,17 @@ def sample(
     inputs: SamplingInputs,
     *,
     raw_logits: Callable[[], jax.Array] | None = None,
+    greedy_ids: jax.Array | None = None,
 ) -> SampledTokens:
     """Draws a token per row; a batch pays only for what some row of it asks for.
 
     Args:
         raw_logits: Where `logits` were changed before, those of the model, f32[num_logits, vocab]:
             log-probabilities are of these.
+        greedy_ids: i32[num_logits], the most likely tokens, where they are known.
     """
-    greedy_ids = argmax_grouped(logits)
+    if greedy_ids is None:
+        greedy_ids = argmax_grouped(logits)
     token_ids = jax.lax.cond(
         jnp.any(inputs.temperature > 0),
         lambda: jnp.where(inputs.temperature > 0, _draw(logits, inputs), greedy_ids),

@@ -1,11 +1,11 @@
-"""The compiled step of one pure `forward`, without its sampler, and the one of block copies."""
+"""The compiled step, without its sampler, and the program of block copies."""
 
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from models import ForwardBatch, KVCache, LoadedModel
+from models import ForwardBatch, KVCache, LoadedModel, Width, run_at_width
 from paxkv.runner.bucketing import StepShape
 from paxkv.runner.packed_layout import PackedLayout
 from paxkv.runner.sampling_columns import join_step_rows
@@ -22,13 +22,21 @@ def forward(
 ) -> tuple[jax.Array, KVCache]:
     """Runs the model: logits f32[num_logits, vocab] of the wanted tokens, and the written cache."""
     hidden, kv_cache = model.forward(params, kv_cache, batch)
-    wanted = hidden if batch.only_last_tokens else hidden[batch.logits_indices]
-    return model.compute_logits(params, wanted), kv_cache
+    return model.compute_logits(params, wanted_hidden(batch, hidden)), kv_cache
+
+
+def wanted_hidden(
+    batch: ForwardBatch,
+    hidden: jax.Array,  # f[num_tokens, hidden], or f[num_reqs, hidden] of `only_last_tokens`
+) -> jax.Array:  # f[num_logits, hidden]
+    """Hidden states of the tokens whose logits are wanted."""
+    return hidden if batch.only_last_tokens else hidden[batch.logits_indices]
 
 
 def unpack_batch(
     fields: dict[str, jax.Array],
     prev_tokens: jax.Array,  # i32[max_num_seqs]
+    widths: tuple[int, ...] = (),
 ) -> ForwardBatch:
     """The model's input; each token comes from the host or from `prev_tokens`."""
     token_ids, logits_indices = take_tokens(fields, prev_tokens), fields["logits_indices"]
@@ -41,6 +49,7 @@ def unpack_batch(
         logits_indices=logits_indices,
         # With as many rows either way, the last layer may as well be like the others.
         only_last_tokens=logits_indices.shape[0] < token_ids.shape[0],
+        widths=widths,
     )
 
 
@@ -73,12 +82,35 @@ def make_step(model: LoadedModel, shape: StepShape) -> StepFunction:
         logits: jax.Array,  # f32[max_num_seqs, vocab], of an earlier step, to be overwritten
     ) -> tuple[KVCache, jax.Array, jax.Array]:
         fields = layout.unpack(packed)
-        batch = unpack_batch(fields, prev_tokens)
-        step_logits, kv_cache = forward(model, params, kv_cache, batch)
-        logits = jax.lax.dynamic_update_slice_in_dim(logits, step_logits, 0, axis=0)
+        batch = unpack_batch(fields, prev_tokens, shape.widths)
+        hidden, kv_cache = model.forward(params, kv_cache, batch)
+        logits = write_logits(model, params, batch, wanted_hidden(batch, hidden), logits)
         return kv_cache, logits, join_step_rows(fields, max_num_seqs=prev_tokens.shape[0])
 
     return step
+
+
+def write_logits(
+    model: LoadedModel,
+    params: Params,
+    batch: ForwardBatch,
+    hidden: jax.Array,  # f[num_logits, hidden]
+    logits: jax.Array,  # f32[max_num_seqs, vocab]
+) -> jax.Array:  # f32[max_num_seqs, vocab]
+    """`logits` with its first rows replaced.
+
+    At the step's width, since a step has no more requests than tokens.
+    """
+
+    def write(width: Width, logits: jax.Array) -> jax.Array:
+        part = model.compute_logits(params, width.read(hidden))
+        # Where the part is the whole too: an array that is not read could not be overwritten.
+        return jax.lax.dynamic_update_slice_in_dim(logits, part, 0, axis=0)
+
+    num_logits = hidden.shape[0]
+    widths = sorted({min(width, num_logits) for width in (*batch.widths, num_logits)})
+    num_used = jnp.minimum(batch.query_start_loc[-1], num_logits)
+    return run_at_width(tuple(widths), num_used, write, logits)
 
 
 def make_block_copies(model: LoadedModel) -> Callable[[KVCache, jax.Array], KVCache]:

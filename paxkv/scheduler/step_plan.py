@@ -129,7 +129,7 @@ class StepPlan:
         """The decision as the runner gets it; what others collected for the step is taken.
 
         Args:
-            requests: Those of `requests`.
+            requests: As `StepPlan.requests` gives them.
             reset_req_ids: Preempted since the last step.
             finished_req_ids: Ended since then.
         """

@@ -14,7 +14,7 @@ import pytest
 from models import ForwardBatch, KVCache, LoadedModel, kv_cache_layers, layer_loop, load_model
 from models.kv_layers import place_layers
 from tests.oracles.golden import load_golden
-from tests.oracles.paged_stepper import PagedStepper
+from tests.oracles.paged_stepper import NUM_TOKENS, PagedStepper
 from tests.oracles.recipes import write_recipe
 
 TOLERANCE = 1e-5  # of the largest absolute logit
@@ -46,6 +46,29 @@ def test_logits_are_those_of_layers_in_turn(recipe, only_last_tokens):
         for row in chunk:
             scale = np.abs(in_turn[row]).max()
             assert np.abs(in_loop[row] - in_turn[row]).max() <= TOLERANCE * scale
+
+
+@pytest.mark.parametrize("in_loop", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "only_last_tokens"),
+    [("llama", False), ("llama", True), ("qwen3_layer_types", False), ("gemma3", True)],
+)
+def test_logits_do_not_depend_on_widths(recipe, only_last_tokens, in_loop):
+    prompts = {row: sequence.prompt for row, sequence in enumerate(load_golden(recipe))}
+    num_prompt_tokens = sum(map(len, prompts.values()))
+    # Steps of 3 tokens, of 2, of all prompts, of 1 and of 8, which each have another width.
+    chunks = [{row: [5 + row] for row in prompts}, {1: [7, 8]}, prompts, {2: [3]}]
+    chunks += [{0: [3, 4, 5, 6], 1: [8], 2: [1, 2, 3]}]
+    assert 8 < num_prompt_tokens <= NUM_TOKENS
+    model = models_in_turn_and_in_loop(recipe)[in_loop]
+    one, several = (
+        PagedStepper(model, only_last_tokens=only_last_tokens, widths=widths)
+        for widths in ((), (1, 2, 3, 8, NUM_TOKENS))
+    )
+    for chunk in chunks:
+        wanted, got = one.step(chunk), several.step(chunk)
+        for row in chunk:
+            assert np.abs(got[row] - wanted[row]).max() <= TOLERANCE * np.abs(wanted[row]).max()
 
 
 def test_last_of_two_kinds_of_layers_may_go_on_with_fewer_tokens(tmp_path):

@@ -24,11 +24,15 @@ class PagedStepper:
 
     Args:
         only_last_tokens: The logits of each chunk's last token are computed, and no others.
+        widths: Numbers of tokens that a step may compute, the last `NUM_TOKENS`.
     """
 
-    def __init__(self, loaded: LoadedModel, *, only_last_tokens: bool = False) -> None:
+    def __init__(
+        self, loaded: LoadedModel, *, only_last_tokens: bool = False, widths: tuple[int, ...] = ()
+    ) -> None:
         self._loaded = loaded
         self._only_last_tokens = only_last_tokens
+        self._widths = widths
         self.params = loaded.params
         layers = kv_cache_layers(loaded.config)
         placements = place_layers(layers)
@@ -85,6 +89,7 @@ class PagedStepper:
                 else np.arange(NUM_TOKENS, dtype=np.int32)
             ),
             only_last_tokens=self._only_last_tokens,
+            widths=self._widths,
         )
         logits, self._kv_cache = self._step(self.params, self._kv_cache, jax.device_put(batch))
         logits_np = np.asarray(logits)

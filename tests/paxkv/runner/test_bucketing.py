@@ -10,6 +10,7 @@ from paxkv.runner.bucketing import (
     StepBuckets,
     copy_buckets,
     decode_buckets,
+    share_programs,
     token_buckets,
 )
 
@@ -40,6 +41,41 @@ def test_decode_buckets_are_one_powers_of_two_some_halfway_and_all_requests():
     assert decode_buckets(256) == (1, 8, 16, 24, 32, 48, 64, 128, 256)
     assert decode_buckets(3) == (1, 3)
     assert decode_buckets(1) == (1,)
+
+
+def test_a_program_holds_buckets_up_to_four_times_its_smallest():
+    assert share_programs((1, 8, 16, 24, 32, 48, 64)) == ((1,), (8,), (16, 24, 32, 48, 64))
+    assert share_programs((16, 32, 64, 128, 256, 512)) == ((16, 32, 64), (128, 256, 512))
+    assert share_programs((1, 8, 16, 20)) == ((1,), (8, 16, 20))
+    assert share_programs((2, 8)) == ((2, 8),)
+    assert share_programs((2, 9)) == ((2,), (9,))
+    assert share_programs((7,)) == ((7,),)
+
+
+def test_a_single_row_has_a_program_of_its_own():
+    assert share_programs((1, 3)) == ((1,), (3,))
+    assert share_programs((1,)) == ((1,),)
+
+
+@pytest.mark.parametrize(("budget", "max_num_seqs"), [(512, 64), (2048, 256), (48, 6), (5, 9)])
+def test_shared_programs_compute_what_programs_of_their_own_would(budget, max_num_seqs):
+    settings = {"max_num_batched_tokens": budget, "max_num_seqs": max_num_seqs}
+    own, shared = make_buckets(**settings), make_buckets(**settings, shares_programs=True)
+    for num_tokens in range(1, budget + 1):
+        step = shared.shape_for(num_tokens)
+        assert step in shared.step_shapes and step.num_tokens >= num_tokens
+        wanted = own.shape_for(num_tokens).num_computed(num_tokens)
+        assert step.num_computed(num_tokens) == wanted
+    for num_reqs in range(1, max_num_seqs + 1):
+        burst = shared.burst_shape_for(num_reqs)
+        assert burst in shared.burst_shapes and burst.num_reqs >= num_reqs
+        wanted = own.burst_shape_for(num_reqs).num_computed(num_reqs)
+        assert burst.num_computed(num_reqs) == wanted
+
+
+def test_shared_programs_are_ten_by_default():
+    buckets = make_buckets(max_num_batched_tokens=512, max_num_seqs=64, shares_programs=True)
+    assert len(buckets.largest_first) == 10
 
 
 @pytest.mark.parametrize(("budget", "max_num_seqs"), [(512, 64), (2048, 256)])

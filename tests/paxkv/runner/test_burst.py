@@ -46,17 +46,18 @@ def test_burst_writes_the_cache_in_place(tmp_path, num_reqs, max_steps):
 
 
 @functools.cache
-def compiled_burst(max_steps):
+def compiled_burst(max_steps, widths=()):
     """One program for all `TinyBursts`: their models are alike."""
-    shape = dataclasses.replace(SHAPE, max_steps=max_steps)
+    shape = dataclasses.replace(SHAPE, max_steps=max_steps, widths=widths)
     return jax.jit(make_burst(TinyModel(), shape))
 
 
 class TinyBursts:
     """Bursts of a tiny model over a cache that one token of each request was written to."""
 
-    def __init__(self, params=GREEDY):
+    def __init__(self, params=GREEDY, widths=()):
         self.model = TinyModel()
+        self.widths = widths
         self.params = params
         zeros = jnp.zeros((2, NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, HEAD_DIM))
         self.kv_cache = KVCache(k=zeros, v=zeros)
@@ -67,7 +68,8 @@ class TinyBursts:
         """Runs one burst; row r computes `num_tokens[r]` tokens from `tokens[r]` on.
 
         Returns:
-            Drawn tokens i32[max_steps, num_reqs], and the last ones i32[MAX_NUM_SEQS].
+            Drawn tokens i32[max_steps, num_reqs], and the last ones i32[MAX_NUM_SEQS]. The whole
+            result stays in `result_np`.
         """
         shape = dataclasses.replace(SHAPE, max_steps=max_steps)
         layout = PackedLayout(shape)
@@ -85,10 +87,11 @@ class TinyBursts:
         views["first_end"][:] = first_end
         for row, params in enumerate(self.params):
             views["sampling_rows"][row] = encode_sampling_params(params, seed=row, vocab_size=VOCAB)
-        self.kv_cache, result, last = compiled_burst(max_steps)(
+        self.kv_cache, result, last = compiled_burst(max_steps, self.widths)(
             self.model.params, self.kv_cache, packed_np, jnp.zeros(MAX_NUM_SEQS, jnp.int32)
         )
-        return np.asarray(result)[:, :, 0], np.asarray(last)
+        self.result_np = np.asarray(result)
+        return self.result_np[:, :, 0], np.asarray(last)
 
     def run_single_steps(self, num_steps, *, tokens):
         """The same as steps of one token, each fed by the host."""
@@ -98,6 +101,28 @@ class TinyBursts:
             tokens = step[0, : len(tokens)]
             drawn.append(tokens.tolist())
         return drawn
+
+
+MIXED = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.3, top_p=0.9, logprobs=2),
+    SamplingParams(temperature=0.8, top_k=20, min_p=0.01),
+)
+
+
+@pytest.mark.parametrize("params", [GREEDY[:1] * 3, MIXED])
+@pytest.mark.parametrize("num_reqs", [1, 2, 3])
+def test_burst_does_not_depend_on_widths(params, num_reqs):
+    """Neither on how many rows are computed, nor on drawing for two rows at a time."""
+    num_tokens = [6, 4, 5][:num_reqs]
+    one, several = (TinyBursts(params[:num_reqs], widths) for widths in ((), (2, 3)))
+    for bursts in (one, several):
+        bursts.run(num_tokens, tokens=[3, 4, 5][:num_reqs])
+    np.testing.assert_array_equal(several.result_np[:, :, 0], one.result_np[:, :, 0])
+    # Logits of another width are rounded otherwise.
+    logprobs_np = [bursts.result_np[:, :, 1].view(np.float32) for bursts in (several, one)]
+    is_drawn_np = one.result_np[:, :, 0] != NO_TOKEN
+    np.testing.assert_allclose(*(x[is_drawn_np] for x in logprobs_np), rtol=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.3])

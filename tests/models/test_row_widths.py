@@ -1,0 +1,52 @@
+"""Work is done for the least width that holds the rows in use, and for no other."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.row_widths import run_at_width
+
+WIDTHS = (2, 3, 8)
+
+
+@pytest.mark.parametrize("num_used", range(9))
+def test_least_width_that_holds_the_used_rows_is_chosen(num_used):
+    rows = jnp.arange(16.0).reshape(8, 2)
+
+    def double(width, carry):
+        doubled, num_rows = carry
+        return width.write(doubled, 2 * width.read(rows)), num_rows + width.size
+
+    run = jax.jit(lambda used: run_at_width(WIDTHS, used, double, (jnp.zeros((8, 2)), 0)))
+    doubled, num_rows = run(jnp.int32(num_used))
+    expected = next(width for width in WIDTHS if num_used <= width)
+    assert num_rows == expected
+    np.testing.assert_array_equal(doubled[:expected], 2 * rows[:expected])
+    assert not doubled[expected:].any()
+
+
+def test_one_width_needs_no_loop():
+    def double(width, rows):
+        return width.write(rows, 2 * width.read(rows))
+
+    jaxpr = jax.make_jaxpr(lambda rows, used: run_at_width((4,), used, double, rows))
+    assert "while" not in str(jaxpr(jnp.ones((4, 2)), jnp.int32(1)))
+
+
+def test_compiler_does_not_do_the_work_of_every_width_beforehand():
+    """What is multiplied comes from outside of the loops, and does not change in them."""
+
+    def project(rows, weights, used):
+        def run(width, out):
+            return width.write(out, width.read(rows) @ weights)
+
+        return run_at_width(WIDTHS, used, run, jnp.zeros((8, 32)))
+
+    shapes = (jnp.zeros((8, 16)), jnp.zeros((16, 32)), jnp.int32(1))
+    text = jax.jit(project).lower(*shapes).compile().as_text()
+    entry = re.search(r"^ENTRY .*?^}", text, re.MULTILINE | re.DOTALL)[0]
+    assert "dot_general" in text and "while" in entry
+    assert "dot_general" not in entry
