@@ -96,10 +96,10 @@ ProgramShape = StepShape | BurstShape | CopyShape | SamplerShape | RowShape
 # prompts and large batches so.
 INVARIANT_TILE_TOKENS = 32
 
-# Every bucket is a program to compile before the start, of several CPU-seconds; but with steps four
-# times as large as the one before, half of what short prompts compute would be padding. A step that
-# is no burst has a prompt in it, and computing a few tokens takes on the CPU as long as 16: reading
-# the weights.
+# Every bucket is a program to compile before the start, or a part of one (`share_programs`); but
+# with steps four times as large as the one before, half of what short prompts compute would be
+# padding. A step that is no burst has a prompt in it, and computing a few tokens takes on the CPU
+# as long as 16: reading the weights.
 MIN_BATCHED_TOKENS = 16
 # Two requests take as long as 8 (hidden 512, one core: 4.7 ms a step for one, 7.3 for 2, 8.2 for 8,
 # 11.2 for 12 or 16, 14 for 24, 18 for 32, 24 for 48, 30 for 64), and one has a program of its own.
