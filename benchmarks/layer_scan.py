@@ -32,8 +32,8 @@ from benchmarks.random_checkpoint import MODEL_SHAPES, write_checkpoint
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
 from models import ForwardBatch, KVCache, LoadedModel, load_model
 from models.layer_loop import run_in_turn
-from paxkv.runner.program_identity import num_cores
-from paxkv.runner.warmup import compiler_options
+from paxkv.runner.compiler_options import compiler_options
+from paxkv.runner.processor import instruction_sets, num_cores
 
 BLOCK_SIZE = 16
 LAYERS_PREFIX = "layers."
@@ -188,7 +188,11 @@ def compile_variant(name: str, model: LoadedModel, work: Work) -> Variant:
     lowered = jax.jit(make_step(model), donate_argnums=2).lower(params, stacked, kv_cache, batch)
     lowered_at = time.process_time()
     options = compiler_options(
-        jax.default_backend(), {param.dtype.name for param in params}, num_cores=num_cores()
+        jax.default_backend(),
+        {param.dtype.name for param in params},
+        num_rows=work.num_reqs * work.num_new_tokens,
+        num_cores=num_cores(),
+        instruction_sets=instruction_sets(),
     )
     program = lowered.compile(options)
     return Variant(

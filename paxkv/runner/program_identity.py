@@ -5,7 +5,6 @@ import functools
 import hashlib
 import json
 import os
-import platform
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from jax.sharding import Mesh
 
 import paxkv
 from models import KernelSettings, KVCache, LoadedModel
+from paxkv.runner.processor import num_cores, processor_name
 
 _ROOT = Path(__file__).resolve().parents[2]
 # Any file of these may decide what a step computes.
@@ -132,32 +132,10 @@ def _device_facts(mesh: Mesh) -> dict[str, str]:
         "mesh": json.dumps(dict(mesh.shape)),
     }
     if device.platform == "cpu":
-        facts["processor"] = _processor()
+        facts["processor"] = processor_name()
         # XLA splits loops over as many threads as there were when it compiled.
         facts["processor cores"] = f"{num_cores()}, NPROC {os.environ.get('NPROC', 'not set')}"
     return facts
-
-
-def _processor() -> str:
-    """Name and instruction sets: machine code for one processor may not run on another."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.is_file():
-        return f"{platform.machine()} {platform.processor()}"
-    fields = {}
-    # The first processor's; x86 calls them "flags", ARM "Features".
-    for line in cpuinfo.read_text().partition("\n\n")[0].splitlines():
-        name, _, value = line.partition(":")
-        fields[name.strip()] = value.strip()
-    features = fields.get("flags") or fields.get("Features") or ""
-    name = fields.get("model name") or platform.machine()
-    return f"{name}, instruction sets {_digest(sorted(features.split()))[:8]}"
-
-
-def num_cores() -> int:
-    """Processor cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _model_facts(config: object) -> dict[str, str]:

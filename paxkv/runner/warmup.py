@@ -2,10 +2,11 @@
 
 import concurrent.futures
 import contextlib
+import functools
 import logging
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +24,11 @@ from paxkv.runner.bucketing import (
     StepBuckets,
 )
 from paxkv.runner.burst import make_burst
+from paxkv.runner.compiler_options import compiler_options, product_rows
 from paxkv.runner.invariant_step import make_invariant_step
 from paxkv.runner.packed_layout import PackedLayout
-from paxkv.runner.program_identity import num_cores, program_identity
+from paxkv.runner.processor import instruction_sets, num_cores
+from paxkv.runner.program_identity import program_identity
 from paxkv.runner.program_store import ProgramFolder, ProgramStore, without_jax_cache
 from paxkv.runner.prompt_step import make_prompt_step
 from paxkv.runner.row_state import abstract_row_state, num_row_words, vocab_words, write_row
@@ -37,34 +40,6 @@ logger = logging.getLogger(__name__)
 
 # What XLA does after lowering runs beside other compilations, and beside the next lowering.
 _MAX_COMPILE_THREADS = 8
-
-
-def compiler_options(platform: str, dtypes: Collection[str], *, num_cores: int) -> dict[str, str]:
-    """What XLA is told for every program of a device.
-
-    Args:
-        dtypes: Of the model's weights.
-        num_cores: Of the processor, as many as this process may use.
-    """
-    if platform == "cpu":
-        # Of the levels 0 to 3, 2 if nobody says. With 1 programs compile in 0.85 of the time, and
-        # steps take 0.96 of it; with 0 steps take 2.6 times as long (hidden 512, JAX 0.10.2).
-        options = {"xla_backend_optimization_level": "1"}
-        if set(dtypes) == {"float32"} and num_cores == 1:
-            # On one core products of 64 tokens by YNNPACK take 1.3 to 1.5 times as long as XLA's
-            # own, of 256 tokens 1.1 to 1.3. On two cores it is the other way round: 0.7 to 0.8 with
-            # 256 tokens, about the same with fewer (JAX 0.10.2 and 0.12.0.1, hidden 512, busy
-            # machine).
-            options["xla_cpu_experimental_ynn_fusion_type"] = ""
-        return options
-    if platform == "gpu":
-        # What XLA puts into CUDA graphs by itself, and loops: so that the host launches a burst
-        # once, and does not wait for the loop's condition.
-        return {
-            "xla_gpu_enable_command_buffer": "CONDITIONAL,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
-            "DYNAMIC_SLICE_FUSION,FUSION,WHILE"
-        }
-    return {}
 
 
 class StepPrograms:
@@ -94,10 +69,12 @@ class StepPrograms:
         self._mesh = mesh
         self._store = store
         self._sharding = NamedSharding(mesh, PartitionSpec())
-        self._compiler_options = compiler_options(
+        self._compiler_options = functools.partial(
+            compiler_options,
             mesh.devices.flat[0].platform,
             {param.dtype.name for param in params},
             num_cores=num_cores(),
+            instruction_sets=instruction_sets(),
         )
         self._programs: dict[ProgramShape, Compiled] = {}
         self._is_ready = False
@@ -107,7 +84,7 @@ class StepPrograms:
 
     def compile(self, shape: ProgramShape, kv_cache: KVCache) -> Compiled:
         """The program of `shape`, not kept; `kv_cache` may be abstract."""
-        return self._finish(self._lower(shape, kv_cache))
+        return self._finish(shape, self._lower(shape, kv_cache))
 
     def measure_temp_bytes(self, kv_cache: KVCache) -> int:
         """Most memory that a program takes for itself and its results; `kv_cache` may be abstract.
@@ -165,9 +142,9 @@ class StepPrograms:
         sampler = jax.jit(make_sampler(shape), donate_argnums=(0, 1))
         return sampler.lower(self._abstract_logits(), state, sampling, token_mask)
 
-    def _finish(self, lowered: Lowered) -> Compiled:
+    def _finish(self, shape: ProgramShape, lowered: Lowered) -> Compiled:
         self.num_compiles += 1
-        return lowered.compile(self._compiler_options)
+        return lowered.compile(self._compiler_options(num_rows=product_rows(shape)))
 
     def warm_up(self, kv_cache: KVCache, *, show_progress: bool) -> int:
         """Loads or compiles every bucket, several at a time, the largest first.
@@ -212,7 +189,7 @@ class StepPrograms:
             kv_cache=kv_cache,
             mesh=self._mesh,
             max_num_seqs=self._max_num_seqs,
-            compiler_options=self._compiler_options,
+            compiler_options=self._compiler_options(num_rows=0),
         )
         return self._store.open(identity, shapes, list(self._mesh.devices.flat))
 
@@ -237,7 +214,7 @@ class StepPrograms:
         show_progress: bool,
     ) -> None:
         def finish(shape: ProgramShape, lowered: Lowered) -> Compiled:
-            program = self._finish(lowered)
+            program = self._finish(shape, lowered)
             if folder is not None:
                 folder.save(shape, program)
             return program

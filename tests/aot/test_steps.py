@@ -5,7 +5,7 @@ import functools
 
 import pytest
 
-from paxkv.runner.warmup import compiler_options
+from paxkv.runner.compiler_options import compiler_options
 from tests.aot.step_programs import (
     MODELS,
     NUM_LAYERS,
@@ -57,7 +57,9 @@ def compiled(h200, four_h200s, compile_for_h200, tmp_path_factory):
             *program.args,
             mesh=mesh,
             donate_argnums=program.donate_argnums,
-            compiler_options=compiler_options("gpu", ["bfloat16"], num_cores=1),
+            compiler_options=compiler_options(
+                "gpu", ["bfloat16"], num_rows=64, num_cores=1, instruction_sets=()
+            ),
         )
 
     return compile_step
