@@ -15,13 +15,56 @@ from paxkv.server.http_server import HttpServer, bind_socket, socket_url
 from tests.paxkv.server.fake_engine import FakeEngine
 
 
+# Seconds that no test waits for unless it fails, however busy the machine is.
+PATIENCE_S = 60.0
+
+
+class ShiftedLoop(asyncio.SelectorEventLoop):
+    """Its clock can be moved on, so that a deadline need not be waited for, nor come by itself."""
+
+    shift_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.shift_s
+
+    def move_clock(self, seconds: float) -> None:
+        """Called on the loop."""
+        self.shift_s += seconds
+
+
 class RunningServer:
     """What a test may touch: the engine behind the server, its address, and an HTTP client."""
 
-    def __init__(self, engine: FakeEngine, url: str, client: httpx.Client) -> None:
+    def __init__(
+        self,
+        engine: FakeEngine,
+        url: str,
+        client: httpx.Client,
+        server: HttpServer,
+        loop: ShiftedLoop,
+        verify: ssl.SSLContext | bool,
+    ) -> None:
         self.engine = engine
         self.url = url
         self.client = client
+        self._server = server
+        self._loop = loop
+        self._verify = verify
+
+    def pass_time(self, seconds: float) -> None:
+        """Moves the server's clock, after all that was sent to it; what was due has been done."""
+        self._answer_others()
+        self._loop.call_soon_threadsafe(self._loop.move_clock, seconds)
+        self._answer_others()
+
+    def _answer_others(self) -> None:
+        """A connection that is opened later is served later."""
+        response = httpx.get(f"{self.url}/version", timeout=PATIENCE_S, verify=self._verify)
+        assert response.status_code == 200
+
+    @property
+    def connections(self) -> set[asyncio.Protocol]:
+        return set(self._server.server_state.connections)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -35,16 +78,22 @@ def run_server(engine: FakeEngine, config: ServerConfig) -> Iterator[RunningServ
     bound = bind_socket(config)
     url = socket_url(bound, is_tls=config.is_tls)
     server = HttpServer(create_app(engine, config), engine, config, on_ready=is_ready.set)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])))
+    loop = ShiftedLoop()
+
+    def serve() -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(server.serve(sockets=[bound]))
+
+    thread = threading.Thread(target=serve)
     thread.start()
     try:
-        assert is_ready.wait(10)
+        assert is_ready.wait(PATIENCE_S)
         verify = ssl.create_default_context(cafile=config.ssl_certfile) if config.is_tls else True
-        with httpx.Client(base_url=url, timeout=10, verify=verify) as client:
-            yield RunningServer(engine, url, client)
+        with httpx.Client(base_url=url, timeout=PATIENCE_S, verify=verify) as client:
+            yield RunningServer(engine, url, client, server, loop, verify)
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
 
 
@@ -57,7 +106,7 @@ def start_server() -> Iterator[Callable[..., RunningServer]]:
             *,
             seconds_per_token: float = 0.0,
             max_body_bytes: int = 100_000,
-            request_timeout_s: float = 5.0,
+            request_timeout_s: float = PATIENCE_S,
             shutdown_timeout_s: float = 2.0,
             **settings: object,
         ) -> RunningServer:
