@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import httpx
@@ -17,6 +18,15 @@ from tests.paxkv.server.fake_engine import FakeEngine
 
 # Seconds that no test waits for unless it fails, however busy the machine is.
 PATIENCE_S = 60.0
+# A token of an engine that computes none before the test moves its clock.
+HELD_S = 3600.0
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
 
 
 class ShiftedLoop(asyncio.SelectorEventLoop):
@@ -56,6 +66,12 @@ class RunningServer:
         self._answer_others()
         self._loop.call_soon_threadsafe(self._loop.move_clock, seconds)
         self._answer_others()
+
+    def answer_once_running(self, num_requests: int, *, seconds_per_token: float = 0.0) -> None:
+        """Waits until the engine, which takes `HELD_S` a token, has so many; then it computes."""
+        wait_until(lambda: len(self.engine.running) == num_requests)
+        self.engine.seconds_per_token = seconds_per_token
+        self.pass_time(HELD_S)
 
     def _answer_others(self) -> None:
         """A connection that is opened later is served later."""

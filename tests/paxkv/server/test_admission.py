@@ -5,6 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import httpx
 import openai
 import pytest
 
@@ -14,6 +15,7 @@ from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.server.admission import Admission, num_engine_requests
 from paxkv.server.generation import Generator
 from paxkv.server.metrics import ServerMetrics
+from tests.paxkv.server.conftest import HELD_S, wait_until
 from tests.paxkv.server.fake_engine import MODEL_NAME, NO_TOKENS, FakeEngine
 
 COMPLETIONS = "/v1/completions"
@@ -103,23 +105,21 @@ def test_burst_on_one_loop_lets_in_exactly_as_many_as_fit():
 
 @pytest.fixture
 def full_server(start_server):
-    """Its 8 places are taken, and its waiting one, by requests of two seconds."""
-    server = start_server(seconds_per_token=0.05, max_waiting_requests=1)
+    """Its 8 places are taken, and its waiting one, by requests that the test lets go on."""
+    server = start_server(seconds_per_token=HELD_S, max_waiting_requests=1)
     with ThreadPoolExecutor(9) as pool:
         body = {"prompt": "a", "max_tokens": 40}
         calls = [pool.submit(server.client.post, COMPLETIONS, json=body) for _ in range(9)]
-        while len(server.engine.running) < 9:
-            time.sleep(0.005)
+        wait_until(lambda: len(server.engine.running) == 9)
         yield server
+        server.answer_once_running(len(server.engine.running))
         assert [call.result().status_code for call in calls] == [200] * 9
     assert server.client.post(COMPLETIONS, json={"prompt": "a"} | {"max_tokens": 1}).is_success
 
 
 def test_one_too_many_is_503_with_retry_after_at_once_and_the_others_finish(full_server):
     for stream in (False, True):
-        start = time.monotonic()
         response = full_server.client.post(COMPLETIONS, json={"prompt": "a", "stream": stream})
-        assert time.monotonic() - start < 1.5
         assert response.status_code == 503
         assert response.headers["retry-after"] == "1"
         error = response.json()["error"]
@@ -134,11 +134,21 @@ def test_one_too_many_is_503_with_retry_after_at_once_and_the_others_finish(full
 
 
 def test_openai_client_waits_as_it_is_told_and_comes_in(full_server):
-    with openai.OpenAI(base_url=f"{full_server.url}/v1", api_key="none", max_retries=8) as client:
-        start = time.monotonic()
+    statuses, start_s = [], time.monotonic()
+
+    def make_room(response):
+        statuses.append(response.status_code)
+        if len(statuses) == 1:
+            full_server.answer_once_running(9)
+            wait_until(lambda: full_server.client.get("/load").json() == {"server_load": 0})
+
+    http_client = httpx.Client(event_hooks={"response": [make_room]})
+    with openai.OpenAI(
+        base_url=f"{full_server.url}/v1", api_key="none", max_retries=8, http_client=http_client
+    ) as client:
         completion = client.completions.create(model=MODEL_NAME, prompt="a", max_tokens=1)
-    assert completion.choices[0].text
-    assert time.monotonic() - start >= 0.9
+    assert completion.choices[0].text and statuses == [503, 200]
+    assert time.monotonic() - start_s >= 0.9
 
 
 def test_client_that_leaves_gives_its_place_back(start_server):
@@ -148,6 +158,4 @@ def test_client_that_leaves_gives_its_place_back(start_server):
             "POST", COMPLETIONS, json={"prompt": ["a"] * 7 + [NO_TOKENS], "stream": True}
         ):
             pass
-    deadline = time.monotonic() + 5
-    while server.client.get("/load").json() != {"server_load": 0}:
-        assert time.monotonic() < deadline
+    wait_until(lambda: server.client.get("/load").json() == {"server_load": 0})

@@ -3,13 +3,13 @@
 import socket
 import subprocess
 import sys
-import time
 
 import openai
 import pytest
 
 from paxkv.config import ServerConfig
 from paxkv.server.app import create_app
+from tests.paxkv.server.conftest import PATIENCE_S, wait_until
 from tests.paxkv.server.fake_engine import (
     DIE_AFTER_3,
     FAIL_AFTER_3,
@@ -48,13 +48,6 @@ def _error(response):
 
 def _post_raw(server, content, content_type="application/json", path=COMPLETIONS):
     return server.client.post(path, content=content, headers={"Content-Type": content_type})
-
-
-def _wait_until(condition, timeout_s=5.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +304,7 @@ def test_wrong_method_is_405(shared_server, method, path):
 
 
 def test_bytes_that_are_not_http_are_400(shared_server):
-    with socket.create_connection(shared_server.address, timeout=5) as connection:
+    with socket.create_connection(shared_server.address, timeout=PATIENCE_S) as connection:
         connection.sendall(b"\x16\x03\x01 hello\r\n\r\n")
         answer = connection.makefile("rb").read()
     assert answer.startswith(b"HTTP/1.1 400")
@@ -355,7 +348,7 @@ def test_bug_is_500_without_its_traceback_and_is_logged(start_server, caplog):
     assert _error(response)["code"] == "internal_error"
     assert response.headers["connection"] == "close"  # which uvicorn does, said or not
     # Logged by uvicorn, after the answer has left.
-    _wait_until(lambda: "a secret of the inside" in caplog.text)
+    wait_until(lambda: "a secret of the inside" in caplog.text)
     assert server.client.post(COMPLETIONS, json={"prompt": "a"}).status_code == 200
 
 
@@ -378,7 +371,8 @@ def test_dead_engine_is_503_everywhere(start_server):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["a", ["a", "b", "c"], NO_TOKENS])
 def test_client_that_leaves_is_aborted(start_server, stream, prompt):
-    server = start_server(seconds_per_token=0.02)
+    # None ends by itself before its client leaves.
+    server = start_server(seconds_per_token=0.2)
     num_prompts = len(prompt) if isinstance(prompt, list) else 1
     request = server.client.build_request(
         "POST", COMPLETIONS, json={"prompt": prompt, "stream": stream, "max_tokens": 400}
@@ -389,10 +383,10 @@ def test_client_that_leaves_is_aborted(start_server, stream, prompt):
     )
     with socket.create_connection(server.address) as connection:
         connection.sendall(head.encode() + request.content)
-        _wait_until(lambda: len(server.engine.running) == num_prompts)
+        wait_until(lambda: len(server.engine.running) == num_prompts)
         if stream and prompt != NO_TOKENS:
             assert connection.recv(10).startswith(b"HTTP/1.1 2")
-    _wait_until(lambda: not server.engine.running, timeout_s=2.0)
+    wait_until(lambda: not server.engine.running)
     assert len(server.engine.aborted) == num_prompts
 
 

@@ -42,7 +42,7 @@ def test_handler_of_a_client_that_left_is_cancelled():
             await _read_body(receive)
             connection.leave()
             try:
-                await asyncio.sleep(10)
+                await asyncio.sleep(600)
             except asyncio.CancelledError:
                 seen.append("cancelled")
                 raise
@@ -50,7 +50,7 @@ def test_handler_of_a_client_that_left_is_cancelled():
         await DisconnectMiddleware(handler)(SCOPE, connection.receive, connection.send)
         assert seen == ["cancelled"]
 
-    asyncio.run(asyncio.wait_for(run(), 5))
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_handler_that_waits_for_the_disconnect_itself_is_cancelled():
@@ -64,7 +64,7 @@ def test_handler_that_waits_for_the_disconnect_itself_is_cancelled():
 
         await DisconnectMiddleware(handler)(SCOPE, connection.receive, connection.send)
 
-    asyncio.run(asyncio.wait_for(run(), 5))
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_disconnect_after_the_last_byte_lets_the_handler_tidy_up():
@@ -82,7 +82,7 @@ def test_disconnect_after_the_last_byte_lets_the_handler_tidy_up():
         await DisconnectMiddleware(handler)(SCOPE, connection.receive, connection.send)
         assert seen == ["tidy"]
 
-    asyncio.run(asyncio.wait_for(run(), 5))
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_error_of_the_handler_comes_through():
@@ -101,9 +101,12 @@ def test_cancelling_the_exchange_cancels_the_handler_first():
     async def run():
         connection, seen = Connection(), []
 
+        has_begun = asyncio.Event()
+
         async def handler(scope, receive, send):
+            has_begun.set()
             try:
-                await asyncio.sleep(10)
+                await asyncio.sleep(600)
             finally:
                 await asyncio.sleep(0.01)
                 seen.append("closed")
@@ -111,13 +114,13 @@ def test_cancelling_the_exchange_cancels_the_handler_first():
         exchange = asyncio.ensure_future(
             DisconnectMiddleware(handler)(SCOPE, connection.receive, connection.send)
         )
-        await asyncio.sleep(0.01)
+        await has_begun.wait()
         exchange.cancel()
         with pytest.raises(asyncio.CancelledError):
             await exchange
         assert seen == ["closed"]
 
-    asyncio.run(asyncio.wait_for(run(), 5))
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 @pytest.mark.parametrize(

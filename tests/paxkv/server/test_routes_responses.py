@@ -9,7 +9,7 @@ import pytest
 
 from paxkv.config import ServerConfig
 from paxkv.server.routes_responses import ResponsesRoutes
-from tests.paxkv.server.conftest import run_server
+from tests.paxkv.server.conftest import PATIENCE_S, run_server
 from tests.paxkv.server.fake_engine import (
     FAIL_AFTER_3,
     MODEL_NAME,
@@ -254,7 +254,7 @@ def test_a_server_without_a_store_says_so(start_server):
 
 
 def _wait(client, response_id):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while (found := client.responses.retrieve(response_id)).status == "queued":
         assert time.monotonic() < deadline
         time.sleep(0.01)
