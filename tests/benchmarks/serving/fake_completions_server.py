@@ -12,7 +12,11 @@ REFUSE, FAIL_MIDWAY, CUT_OFF, SAY_NOTHING, LINE_SEPARATOR = 1, 2, 3, 4, 5
 
 
 class FakeCompletionsServer:
-    """Answers with `max_tokens` tokens; see `running_fake_server`."""
+    """Answers with `max_tokens` tokens; see `running_fake_server`.
+
+    Args:
+        num_awaited: The first answers begin when so many requests run.
+    """
 
     def __init__(
         self,
@@ -22,6 +26,7 @@ class FakeCompletionsServer:
         tokens_per_piece: int = 1,
         sends_usage: bool = True,
         is_chunked: bool = False,
+        num_awaited: int = 0,
     ) -> None:
         self.first_delay_s = first_delay_s
         self.gap_s = gap_s
@@ -35,6 +40,7 @@ class FakeCompletionsServer:
         self.keys: list[str | None] = []
         self.num_running = 0
         self.most_running = 0
+        self.num_awaited = num_awaited
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # Clients may hang up, and the server may end before the last one has.
@@ -79,6 +85,8 @@ class FakeCompletionsServer:
             writer.write(b"Transfer-Encoding: chunked\r\n\r\n")
         else:
             writer.write(b"Connection: close\r\n\r\n")
+        while self.most_running < self.num_awaited:
+            await asyncio.sleep(0.001)
         num_tokens = 0 if order == SAY_NOTHING else body["max_tokens"]
         for token in range(0, num_tokens, self.tokens_per_piece):
             await asyncio.sleep(self.gap_s if token else self.first_delay_s)
@@ -86,6 +94,7 @@ class FakeCompletionsServer:
                 self._event(writer, {"error": {"message": "the engine died"}})
                 return
             if token and order == CUT_OFF:
+                writer.close()
                 return
             text = "a\u2028b" if order == LINE_SEPARATOR else "a"
             self._event(writer, {"choices": [{"index": 0, "text": text, "finish_reason": None}]})
@@ -138,9 +147,9 @@ def running_fake_server(**settings: object) -> Iterator[FakeCompletionsServer]:
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     try:
-        assert is_ready.wait(10)
+        assert is_ready.wait(60)
         yield fake
     finally:
         ends[0]()
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()

@@ -22,7 +22,7 @@ from tests.benchmarks.serving.fake_completions_server import (
 
 def complete(fake: FakeCompletionsServer, first_token: int, max_tokens: int = 4) -> RequestRecord:
     async def run() -> RequestRecord:
-        async with CompletionsClient(fake.url, api_key="secret", timeout_s=10) as client:
+        async with CompletionsClient(fake.url, api_key="secret", timeout_s=60) as client:
             request = RequestInput(prompt=[first_token, 9, 9], max_tokens=max_tokens)
             return await client.complete(request, {"model": MODEL}, start=0.0, due_s=0.0)
 
@@ -37,7 +37,7 @@ def test_times_are_the_servers() -> None:
     assert record.ttft_s >= 0.3
     assert record.e2e_s >= 0.3 + 3 * 0.02
     assert len(record.itls_s) == 3
-    assert 0 < record.tpot_s < record.ttft_s
+    assert 0 < record.tpot_s and record.ttft_s + 3 * record.tpot_s <= record.e2e_s
     assert math.isclose(record.tpot_s, sum(record.itls_s) / 3)
 
 
@@ -93,18 +93,19 @@ def test_failure_says_what_happened(order: int, words: list[str]) -> None:
 
 def test_silence_is_a_failure() -> None:
     async def run(url: str) -> RequestRecord:
-        async with CompletionsClient(url, api_key=None, timeout_s=0.05) as client:
+        async with CompletionsClient(url, api_key=None, timeout_s=0.3) as client:
             request = RequestInput(prompt=[9], max_tokens=2)
             return await client.complete(request, {}, start=0.0, due_s=0.0)
 
-    with running_fake_server(first_delay_s=0.6) as fake:
+    with running_fake_server(first_delay_s=600.0) as fake:
         record = asyncio.run(run(fake.url))
-    assert record.error == "ReadTimeout"
+    # On a machine that is busy the connection, too, may take too long.
+    assert record.error in ("ReadTimeout", "ConnectTimeout")
 
 
 def test_first_model_is_the_first_one_listed() -> None:
     async def run(url: str) -> str:
-        async with CompletionsClient(url, api_key=None, timeout_s=10) as client:
+        async with CompletionsClient(url, api_key=None, timeout_s=60) as client:
             return await client.first_model()
 
     with running_fake_server() as fake:

@@ -21,7 +21,7 @@ def ask(orders: list[int], **settings: object) -> list[RequestRecord]:
 
         async def run() -> list[RequestRecord]:
             start = time.perf_counter()
-            async with LightClient(fake.url.removesuffix("/v1"), timeout_s=10) as client:
+            async with LightClient(fake.url.removesuffix("/v1"), timeout_s=60) as client:
                 return [
                     await client.complete(
                         RequestInput(prompt=[order, 9], max_tokens=4), {}, start=start
@@ -38,7 +38,8 @@ def test_text_usage_and_times_of_several_requests() -> None:
         assert record.text in ("aaaa", "a\u2028b" * 4)
         assert (record.num_output_tokens, record.num_prompt_tokens) == (4, 2)
         assert len(record.chunk_times_s) == 4
-        assert min(record.itls_s) > 0.01
+        # Pieces that are read late may come together, but not before they are sent.
+        assert min(record.itls_s) >= 0 and record.e2e_s >= 3 * 0.02
 
 
 def test_failures_are_told_and_the_next_request_is_served() -> None:

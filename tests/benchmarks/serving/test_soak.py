@@ -17,17 +17,26 @@ class GrowingServer:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._num_samples = 0
+        self.num_samples = 0
+        self._num_looks = 0
 
     def resident_bytes(self) -> dict[str, int]:
-        self._num_samples += 1
-        return {"server": 10**6, "engine": int(10**6 * 1.1**self._num_samples)}
+        self.num_samples += 1
+        return {"server": 10**6, "engine": int(10**6 * 1.1**self.num_samples)}
+
+    def perf_counter(self) -> float:
+        """A clock that goes on with what is done: a soak of 2 seconds takes 30 samples or so."""
+        self._num_looks += 1
+        return 0.05 * self.num_samples + 0.001 * self._num_looks
+
+
+_send_bursts = soak_module._send_bursts
 
 
 def run_soak(monkeypatch, *, num_wrong: int, held: float) -> SoakResult:
     """Over five different requests, of which some are to get another answer than they do."""
     monkeypatch.setattr(soak_module, "_SAMPLE_EVERY_S", 0.02)
-    monkeypatch.setattr(soak_module, "_IDLE_WITHIN_S", 0.1)
+    monkeypatch.setattr(soak_module, "_IDLE_WITHIN_S", 0.01)
     requests = [
         dataclasses.replace(request, max_tokens=4, answer="aaab" if i < num_wrong else "aaaa")
         for i, request in enumerate(make_requests(5, seed=0))
@@ -35,6 +44,14 @@ def run_soak(monkeypatch, *, num_wrong: int, held: float) -> SoakResult:
     with running_fake_server(gap_s=0.02, is_chunked=True) as fake:
         fake.metrics = "".join(f'{name}{{engine="0"}} {held}\n' for name in HELD)
         server = GrowingServer(fake.url.removesuffix("/v1"))
+        monkeypatch.setattr(soak_module, "time", server)
+
+        def send_bursts(*arguments):
+            # All of a burst run before one is answered.
+            fake.most_running, fake.num_awaited = 0, SIZE.burst_size
+            return _send_bursts(*arguments)
+
+        monkeypatch.setattr(soak_module, "_send_bursts", send_bursts)
         result = asyncio.run(soak_module.soak(server, requests, SIZE))
         assert fake.most_running == SIZE.burst_size
     assert result.figures["bursts_num_requests"] == SIZE.num_burst_requests
