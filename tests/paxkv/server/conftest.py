@@ -15,7 +15,6 @@ from paxkv.server.app import create_app
 from paxkv.server.http_server import HttpServer, bind_socket, socket_url
 from tests.paxkv.server.fake_engine import FakeEngine
 
-
 # Seconds that no test waits for unless it fails, however busy the machine is.
 PATIENCE_S = 60.0
 # A token of an engine that computes none before the test moves its clock.

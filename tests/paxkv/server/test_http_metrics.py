@@ -22,7 +22,7 @@ def _samples(text):
 
 def _scrape(server):
     # A connection of its own: after a bug, the server closes the one that it was on.
-    return _samples(httpx.get(f"{server.url}/metrics").text)
+    return _samples(httpx.get(f"{server.url}/metrics", timeout=60).text)
 
 
 def test_a_request_is_counted_by_route_method_and_class_of_status(start_server):
