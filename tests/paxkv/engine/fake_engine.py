@@ -1,6 +1,7 @@
 """An engine core over the real scheduler and a fake executor, whose tokens are known beforehand."""
 
 import ctypes
+import sys
 import time
 
 from paxkv.config import CacheConfig, SchedulerConfig
@@ -14,6 +15,23 @@ from paxkv.scheduler.async_scheduler import AsyncScheduler
 from paxkv.scheduler.scheduler import Scheduler
 
 BLOCK_SIZE = 8
+
+
+class FakeClock:
+    """Stands for `time` where a test is not to depend on the machine: it passes by itself only
+    while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def time(self) -> float:
+        return self.now_s
 
 
 class FakeExecutor:
@@ -63,6 +81,7 @@ class FakeExecutor:
         if self.num_steps == self._fails_at_step:
             raise RuntimeError("the device is on fire")
         while self.num_steps == self._hangs_at_step:
+            print("the step hangs", file=sys.stderr, flush=True)
             ctypes.PyDLL(None).sleep(3600)  # with the interpreter's lock
         self.num_steps += 1
         self.num_decode_steps.append(scheduler_output.num_decode_steps)
