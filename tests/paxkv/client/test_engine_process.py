@@ -15,6 +15,7 @@ import zmq
 
 from paxkv.client import engine_process
 from paxkv.client.engine_process import EngineProcess, describe_end
+from paxkv.client.step_watch import StepWatch
 from paxkv.contracts import wire
 from paxkv.contracts.engine_output import EngineDead, EngineOutput, StepOutputs, UtilityReply
 from paxkv.contracts.engine_request import AddRequest, Shutdown, UtilityCall
@@ -24,7 +25,7 @@ from tests.paxkv.engine.fake_engine import make_request
 from tests.paxkv.engine.fake_engine_process import COMMAND, fake_config
 
 ROOT = Path(__file__).resolve().parents[3]
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 @contextmanager
@@ -84,13 +85,11 @@ def is_running(pid: int) -> bool:
     return status.rpartition(")")[2].split()[0] != "Z"
 
 
-def wait_for_end(pid: int) -> float:
-    """Seconds until it has ended."""
+def wait_for_end(pid: int) -> None:
     start = time.monotonic()
     while is_running(pid):
         assert time.monotonic() - start < TIMEOUT_S, f"process {pid} goes on"
         time.sleep(0.02)
-    return time.monotonic() - start
 
 
 def test_requests_and_calls_cross_and_signals_of_a_terminal_do_not_end_it() -> None:
@@ -159,7 +158,7 @@ def test_step_that_hangs_does_not_keep_the_process(monkeypatch: pytest.MonkeyPat
         process.send(AddRequest(request=make_request("a", [5])))
         start = time.monotonic()
         process.end()
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < TIMEOUT_S
         assert not is_running(process.pid)
 
 
@@ -188,7 +187,7 @@ def test_engine_of_a_killed_parent_ends_by_itself(is_ready: bool) -> None:
         if is_ready:
             assert parent.stdout.readline() == "ready\n"
         parent.kill()
-        assert wait_for_end(int(pid)) < 10
+        wait_for_end(int(pid))
     # Also one whose interpreter was still starting.
     assert not Path(folder).exists()
 
@@ -222,19 +221,35 @@ def test_end_of_a_process_is_put_into_words() -> None:
     assert "code 3" in describe_end(3)
 
 
-def test_start_that_hangs_is_ended_and_says_where(capfd) -> None:
-    with starting(max_idle_start_s=2.5, start_s=3600) as process:
-        begin_s = time.monotonic()
+def test_start_that_hangs_is_ended_and_says_where(capfd, monkeypatch: pytest.MonkeyPatch) -> None:
+    # However busy the machine is, it hears of the question where it stands before it is killed.
+    monkeypatch.setattr(engine_process, "_TRACEBACK_S", 5.0)
+    connect = EngineProcess._connect_inputs
+
+    def connect_and_hurry(process: EngineProcess, endpoint: str) -> None:
+        connect(process, endpoint)
+        # It has loaded its libraries, which may take long, and can be asked.
+        process._start_watch = StepWatch(2.5)
+
+    monkeypatch.setattr(EngineProcess, "_connect_inputs", connect_and_hurry)
+    with starting(max_idle_start_s=600.0, start_s=3600) as process:
         with pytest.raises(EngineDeadError, match="nothing for 2.5 seconds.*engine-ready-timeout"):
             process.wait_until_ready()
-        assert time.monotonic() - begin_s < TIMEOUT_S
-        assert process.wait(5) == -signal.SIGKILL
+        assert process.wait(TIMEOUT_S) == -signal.SIGKILL
     assert "fake_engine_process.py" in capfd.readouterr().err
 
 
 def test_start_may_take_longer_than_the_limit_while_it_computes() -> None:
-    # It says so every second; a machine that is busy with other things may be a second late.
-    with starting(max_idle_start_s=3.0, work_s=3.5) as process:
-        begin_s = time.monotonic()
+    with starting(max_idle_start_s=600.0, work_s=3.5) as process:
+        counts = set()
+        is_too_long = process._start_watch.is_too_long
+
+        def look(count: int, num_sent: int, now_s: float) -> bool:
+            counts.add(count)
+            return is_too_long(count, num_sent, now_s)
+
+        process._start_watch.is_too_long = look
         assert isinstance(process.wait_until_ready(), EngineReady)
-        assert time.monotonic() - begin_s > 3.5
+    # It says so when it has loaded its libraries, and every second that it computes; a machine that
+    # is busy with other things may let one or two pass. `test_step_watch.py` has what follows.
+    assert len(counts) >= 3
