@@ -26,7 +26,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
 
 @pytest.fixture(scope="module")
 def server():
-    arguments = ("--request-timeout-s", "4", "--max-body-bytes", str(MAX_BODY_BYTES))
+    arguments = ("--request-timeout-s", "12", "--max-body-bytes", str(MAX_BODY_BYTES))
     with running_server(*arguments) as running:
         yield running
 
@@ -39,7 +39,7 @@ def offline_answers() -> list[str]:
 
 
 def metric(server: RealServer, name: str) -> float:
-    text = httpx.get(f"{server.url}/metrics").raise_for_status().text
+    text = httpx.get(f"{server.url}/metrics", timeout=60).raise_for_status().text
     return float(re.search(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.M).group(1))
 
 
@@ -111,7 +111,7 @@ def test_grammars_and_forced_calls_bind_beside_other_requests(server) -> None:
     assert not form.fullmatch(free.choices[0].message.content)
     assert all(map(form.fullmatch, streamed))
     body = {"prompt": "a", "structured_outputs": {"regex": "(a"}}
-    refused = httpx.post(f"{server.url}/v1/completions", json=body)
+    refused = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
     assert refused.status_code == 400 and "unclosed group" in refused.text
     assert metric(server, "paxkv_compiles_after_ready_total") == 0
 
@@ -140,7 +140,7 @@ def test_killing_half_of_the_clients_leaves_no_block_behind(server, offline_answ
 
     answers = asyncio.run(run())
     assert answers[1::2] == offline_answers[1::2]
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while metric(server, "vllm:num_requests_running") and time.monotonic() < deadline:
         time.sleep(0.05)
     assert metric(server, "vllm:num_requests_running") == 0
@@ -227,12 +227,12 @@ def test_bad_input_is_refused_and_the_server_goes_on(server, content, status, wo
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert word in error["message"]
-    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
 
 
 def test_half_a_request_then_silence_is_ended(server) -> None:
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             b"Content-Length: 50\r\n\r\n{"
@@ -241,7 +241,7 @@ def test_half_a_request_then_silence_is_ended(server) -> None:
         while data := connection.recv(4096):
             received += data
     assert received.startswith(b"HTTP/1.1 408")
-    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
     assert metric(server, "vllm:kv_cache_usage_perc") == 0
 
 
@@ -295,7 +295,7 @@ def test_sigterm_lets_a_running_stream_finish() -> None:
         server.process.terminate()
         chunks += list(stream)
         assert chunks[-1].usage.completion_tokens == 900
-        assert server.process.wait(30) == 0
+        assert server.process.wait(60) == 0
         client.close()
 
 

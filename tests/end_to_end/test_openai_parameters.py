@@ -278,8 +278,10 @@ def test_a_called_tool_answers_and_the_chat_goes_on(client, server) -> None:
             )
             assert answer.usage.prompt_tokens > first.usage.prompt_tokens
     turns = [*QUESTION, message.model_dump(exclude_none=True)]
-    ids = httpx.post(f"{server.url}/tokenize", json={"messages": turns}).json()["tokens"]
-    text = httpx.post(f"{server.url}/detokenize", json={"tokens": ids}).json()["prompt"]
+    ids = httpx.post(f"{server.url}/tokenize", json={"messages": turns}, timeout=60).json()[
+        "tokens"
+    ]
+    text = httpx.post(f"{server.url}/detokenize", json={"tokens": ids}, timeout=60).json()["prompt"]
     assert '<tool_call>\n{"name": "add", "arguments": {"b"' in text
 
 
@@ -331,7 +333,7 @@ def test_a_response_is_made_in_the_background_or_cancelled(client) -> None:
     fields = {"model": MODEL, "input": "What is 2 + 2?", "temperature": 0, "background": True}
     begun = client.responses.create(max_output_tokens=20, **fields)
     assert (begun.status, begun.output_text) == ("queued", "")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while (found := client.responses.retrieve(begun.id)).status == "queued":
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -349,6 +351,6 @@ def test_what_cannot_be_compiled_is_a_400_with_the_reason(client, server) -> Non
         chat(client, extra_body={"structured_outputs": {"json": endless}})
     (choice,) = chat(client, extra_body={"structured_outputs": {"choice": ["fine"]}})
     assert choice["content"] == "fine"
-    metrics = httpx.get(f"{server.url}/metrics").text
+    metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
     assert re.search(r"^vllm:num_requests_running(\{[^}]*\})? 0", metrics, re.M)
     assert re.search(r"^paxkv_compiles_after_ready_total(\{[^}]*\})? 0", metrics, re.M)

@@ -17,7 +17,7 @@ from paxkv.client.engine_supervisor import EngineSupervisor
 from tests.paxkv.engine.fake_engine_process import COMMAND
 
 ROOT = Path(__file__).resolve().parents[2]
-END_TIMEOUT_S = 30
+END_TIMEOUT_S = 120
 
 
 class FakeServer:
@@ -32,7 +32,7 @@ class FakeServer:
         return only_child(self.process.pid)
 
     def health(self) -> int:
-        return httpx.get(f"{self.url}/health").status_code
+        return httpx.get(f"{self.url}/health", timeout=END_TIMEOUT_S).status_code
 
     def complete(self, prompt: list[int], max_tokens: int) -> httpx.Response:
         body = {"prompt": prompt, "max_tokens": max_tokens}
