@@ -120,7 +120,7 @@ async def test_fifty_requests_at_once_each_get_their_own() -> None:
 
 @in_loop
 async def test_closing_the_iterator_aborts_in_the_engine() -> None:
-    async with running(step_s=0.01) as client:
+    async with running(step_s=0.05) as client:
         generated = client.generate("abc", LONG, request_id="r", stream=True)
         async for _ in generated:
             break
@@ -132,7 +132,7 @@ async def test_closing_the_iterator_aborts_in_the_engine() -> None:
 
 @in_loop
 async def test_cancelled_task_aborts_in_the_engine() -> None:
-    async with running(step_s=0.01) as client:
+    async with running(step_s=0.05) as client:
         for stream in (True, False):
             task = asyncio.create_task(collect(client, "abc", LONG, "r", stream=stream))
             while not (await client.get_stats()).num_running_reqs:
@@ -158,7 +158,7 @@ async def test_finished_request_sends_no_abort() -> None:
 
 @in_loop
 async def test_abort_by_id_ends_the_iterator_with_a_last_output() -> None:
-    async with running(step_s=0.01) as client:
+    async with running(step_s=0.05) as client:
         task = asyncio.create_task(collect(client, "abc", LONG, "r", stream=False))
         while not (await client.get_stats()).num_running_reqs:
             await asyncio.sleep(0.01)
@@ -171,7 +171,7 @@ async def test_abort_by_id_ends_the_iterator_with_a_last_output() -> None:
 
 @in_loop
 async def test_id_of_an_aborted_request_may_be_used_again_at_once() -> None:
-    async with running(step_s=0.01) as client:
+    async with running(step_s=0.05) as client:
         for _ in range(5):
             generated = client.generate("abc", LONG, request_id="r", stream=True)
             await anext(generated)
@@ -182,7 +182,7 @@ async def test_id_of_an_aborted_request_may_be_used_again_at_once() -> None:
 
 @in_loop
 async def test_mistakes_raise_before_the_first_output() -> None:
-    async with running(step_s=0.01) as client:
+    async with running(step_s=0.05) as client:
         with pytest.raises(PromptTooLongError):
             await collect(client, "x" * 300, SamplingParams(), "r")
         # Tokenised in a worker thread.
@@ -217,7 +217,7 @@ async def test_dead_engine_ends_every_request() -> None:
 
 @in_loop
 async def test_step_that_cannot_become_text_ends_every_request() -> None:
-    async with running(step_s=0.01) as client:
+    async with running(step_s=0.05) as client:
         tasks = [asyncio.create_task(collect(client, "abc", LONG, str(n))) for n in range(3)]
         while (await client.get_stats()).num_running_reqs < 3:
             await asyncio.sleep(0.01)
@@ -235,7 +235,7 @@ async def test_step_that_cannot_become_text_ends_every_request() -> None:
 
 @in_loop
 async def test_request_whose_text_cannot_be_made_fails_alone() -> None:
-    async with running(step_s=0.01) as client:
+    async with running(step_s=0.02) as client:
         tasks = [asyncio.create_task(collect(client, "abc", LONG, str(n))) for n in range(3)]
         several = dataclasses.replace(LONG, n=3)
         tasks.append(asyncio.create_task(collect(client, "abc", several, "3", stream=False)))
@@ -261,7 +261,7 @@ async def test_request_whose_text_cannot_be_made_fails_alone() -> None:
 
 @in_loop
 async def test_abort_reaches_the_engine_though_the_last_text_cannot_be_made() -> None:
-    async with running(step_s=0.01) as client:
+    async with running(step_s=0.05) as client:
         task = asyncio.create_task(collect(client, "abc", LONG, "0"))
         while not (await client.get_stats()).num_running_reqs:
             await asyncio.sleep(0.01)
@@ -279,7 +279,7 @@ async def test_abort_reaches_the_engine_though_the_last_text_cannot_be_made() ->
 
 @in_loop
 async def test_unreadable_message_ends_every_request() -> None:
-    async with running(step_s=0.01) as client:
+    async with running(step_s=0.05) as client:
         tasks = [asyncio.create_task(collect(client, "abc", LONG, str(n))) for n in range(3)]
         while (await client.get_stats()).num_running_reqs < 3:
             await asyncio.sleep(0.01)
@@ -309,7 +309,7 @@ async def test_stats_and_reset_come_from_the_engine() -> None:
 
 @in_loop
 async def test_reset_may_preempt_what_runs() -> None:
-    async with running(step_s=0.01) as client:
+    async with running(step_s=0.02) as client:
         task = asyncio.create_task(collect(client, "abc", LONG, "r", stream=False))
         while not (await client.get_stats()).num_running_reqs:
             await asyncio.sleep(0.01)
@@ -321,7 +321,7 @@ async def test_reset_may_preempt_what_runs() -> None:
 
 @in_loop
 async def test_miss_is_explained_under_the_callers_id() -> None:
-    async with running(step_s=0.01) as client:
+    async with running(step_s=0.05) as client:
         for params in (LONG, SamplingParams(max_tokens=250, n=2)):
             generated = client.generate("abcdefgh" * 3, params, request_id="r", stream=True)
             await anext(generated)
@@ -350,7 +350,7 @@ async def test_several_completions_stream_side_by_side() -> None:
 
 @in_loop
 async def test_several_completions_end_together_when_aborted() -> None:
-    async with running(step_s=0.01) as client:
+    async with running(step_s=0.05) as client:
         params = SamplingParams(max_tokens=250, n=3)
         generated = client.generate("abc", params, request_id="r", stream=True)
         await anext(generated)
@@ -386,7 +386,7 @@ async def test_child_that_the_engine_refuses_does_not_hang_the_request() -> None
 
 @in_loop
 async def test_request_that_cannot_be_sent_whole_leaves_nothing_behind() -> None:
-    async with running(step_s=0.01) as client:
+    async with running(step_s=0.05) as client:
         send = client._transport.send
 
         def send_some(message: object) -> None:
@@ -420,7 +420,7 @@ async def test_close_with_drain_lets_requests_finish_and_takes_no_more() -> None
 
 @in_loop
 async def test_close_ends_what_does_not_finish_in_time() -> None:
-    async with running(step_s=0.02) as client:
+    async with running(step_s=0.2) as client:
         task = asyncio.create_task(collect(client, "abc", LONG, "r"))
         await asyncio.sleep(0.1)
         await client.close(drain_timeout_s=0.05)

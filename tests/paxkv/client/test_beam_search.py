@@ -287,10 +287,11 @@ async def test_beam_search_yields_its_sequences_as_completions() -> None:
 
 @in_loop
 async def test_beam_search_given_up_at_any_moment_leaves_nothing() -> None:
-    async with running(step_s=0.002) as client:
+    async with running(step_s=0.03) as client:
         for pause in range(12):
-            task = asyncio.create_task(search(client, "xyz", max_tokens=100))
-            await asyncio.sleep(0.002 * pause)
+            # Far more than is computed in the pauses, however long they last.
+            task = asyncio.create_task(search(client, "xyz", max_tokens=240))
+            await asyncio.sleep(0.03 * pause)
             if pause % 2:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -328,7 +329,7 @@ async def test_dead_engine_ends_a_beam_search() -> None:
 
 @in_loop
 async def test_beam_search_ends_at_its_next_step_when_the_engine_drains() -> None:
-    async with running(step_s=0.01) as client:
+    async with running(step_s=0.1) as client:
         task = asyncio.create_task(search(client, "xyz", max_tokens=100))
         while not (await client.get_stats()).num_steps:
             await asyncio.sleep(0.01)

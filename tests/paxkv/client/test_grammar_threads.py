@@ -39,7 +39,7 @@ class SlowChecker:
 
     def check(self, params):
         self.num_begun += 1
-        assert self.may_answer.wait(20)
+        assert self.may_answer.wait(60)
         raise InvalidRequestError("no grammar is good enough")
 
     def close(self):
@@ -55,7 +55,7 @@ class HeldChecker(SlowChecker):
 
     def check_quickly(self, params):
         self.num_tried += 1
-        assert self.may_answer.wait(20)
+        assert self.may_answer.wait(60)
         return True
 
 
@@ -63,9 +63,9 @@ def test_a_small_grammar_waits_for_no_heavy_one():
     async def run():
         checker, threads = SlowChecker(), GrammarThreads()
         waiting = [asyncio.ensure_future(threads.check(checker, HEAVY)) for _ in range(40)]
-        await asyncio.wait_for(checker.wait_until_all_threads_are_taken(40), 10)
-        await asyncio.wait_for(threads.check(checker, SMALL), 10)
-        assert await asyncio.wait_for(asyncio.to_thread(lambda: 7), 10) == 7
+        await asyncio.wait_for(checker.wait_until_all_threads_are_taken(40), 60)
+        await asyncio.wait_for(threads.check(checker, SMALL), 60)
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: 7), 60) == 7
         assert checker.num_begun == MAX_LONG_THREADS
         checker.may_answer.set()
         errors = await asyncio.gather(*waiting, return_exceptions=True)
@@ -103,7 +103,8 @@ def test_at_the_close_those_without_a_thread_hear_of_it():
         await checker.wait_until_all_threads_are_taken(MAX_LONG_THREADS)
         waiting += begin(3)
         await checker.wait_until_all_threads_are_taken(MAX_LONG_THREADS + 3)
-        await asyncio.sleep(0.01)
+        while threads._long._work_queue.qsize() < 3:
+            await asyncio.sleep(0.001)
         # Whoever left by himself is cancelled, as always.
         waiting[-1].cancel()
         threads.close()
@@ -141,7 +142,7 @@ def test_a_request_that_is_looked_at_for_mistakes_alone_compiles_nothing():
             info,
         )
         await client.start()
-        await asyncio.wait_for(client.check("a", SamplingParams(structured_outputs=HEAVY)), 5)
+        await asyncio.wait_for(client.check("a", SamplingParams(structured_outputs=HEAVY)), 60)
         with pytest.raises(InvalidRequestError, match="prompt is empty"):
             await client.check([], SamplingParams(structured_outputs=HEAVY))
         assert checker.num_tried == checker.num_begun == 0

@@ -44,7 +44,7 @@ def make_old(path: Path) -> None:
 def test_folder_goes_with_its_owner_who_may_forget_it():
     process, path = start_owner("exit")
     with process:
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     assert path.name.startswith("paxkv-engine-") and not path.exists()
     folder = SocketFolder()
     assert folder.path.is_dir()
@@ -60,7 +60,7 @@ def test_folder_of_an_owner_who_was_killed_is_stale_and_one_in_use_is_not():
         remove_stale_folders()
         assert (path / "outputs").exists()
         process.kill()
-        process.wait(20)
+        process.wait(60)
     # Another that is being made has no lock yet.
     new = Path(tempfile.mkdtemp(prefix="paxkv-engine-"))
     remove_stale_folders()
