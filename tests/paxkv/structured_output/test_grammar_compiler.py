@@ -221,7 +221,7 @@ def test_what_would_grow_without_end_is_refused_soon(name):
     start_s = time.monotonic()
     with pytest.raises(InvalidRequestError):
         compiler.compile(StructuredOutputsParams(**BOMBS[name]))
-    assert time.monotonic() - start_s < 10
+    assert time.monotonic() - start_s < 60  # it would be minutes, or for ever
 
 
 def test_white_space_in_json_has_an_end_or_none_at_all():

@@ -133,7 +133,7 @@ def test_endless_replacement_characters_are_shown_in_linear_time() -> None:
     started = time.perf_counter()
     pieces, _ = stream(tokenizer, token_ids)
     # Far above the need, far below the minutes that decoding the whole at each token takes.
-    assert time.perf_counter() - started < 20
+    assert time.perf_counter() - started < 60
     assert "".join(pieces) == REPLACEMENT * 5000
     assert max(map(len, pieces)) < 50
 
