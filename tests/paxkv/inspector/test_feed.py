@@ -46,7 +46,7 @@ def read(event):
 
 
 async def take(events, count):
-    return [read(await asyncio.wait_for(anext(events), 5)) for _ in range(count)]
+    return [read(await asyncio.wait_for(anext(events), 60)) for _ in range(count)]
 
 
 def test_pages_share_questions_and_each_begins_with_a_snapshot():
