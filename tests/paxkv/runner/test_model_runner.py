@@ -287,7 +287,7 @@ def test_step_says_when_its_tokens_are_there(runner):
     driver = RunnerDriver(runner)
     driver.add("a", prompt(0, 1), GREEDY)
     handle = runner.execute_model(driver.schedule({"a": 1}))
-    end_s = time.monotonic() + 20.0
+    end_s = time.monotonic() + 60.0
     while not handle.is_done:
         assert time.monotonic() < end_s
         time.sleep(0.001)
