@@ -29,7 +29,7 @@ def start():
 
         def run(**settings):
             config = ServerConfig(port=0, shutdown_timeout_s=1.0, **settings)
-            engine = FakeEngine(seconds_per_token=0.005)
+            engine = FakeEngine(seconds_per_token=0.05)
             return stack.enter_context(run_server(engine, config))
 
         yield run
@@ -72,7 +72,7 @@ def test_stopped_answer_is_aborted_in_the_server(start):
     stream = ChatClient(f"{server.url}/v1").stream(MODEL_NAME, [USER], max_tokens=400)
     next(stream)
     stream.close()
-    for _ in range(500):
+    for _ in range(6000):
         if server.engine.aborted:
             break
         threading.Event().wait(0.01)
