@@ -277,6 +277,11 @@ class StepBuckets:
         )
 
     @property
+    def is_batch_invariant(self) -> bool:
+        """Whether steps go through their tokens in tiles."""
+        return self.step_shapes[-1].tile_tokens is not None
+
+    @property
     def has_bursts(self) -> bool:
         """Whether steps of one token a request are bursts."""
         return bool(self.burst_shapes)

@@ -18,6 +18,7 @@ def compiler_options(
     num_rows: int,
     num_cores: int,
     instruction_sets: Collection[str],
+    batch_invariant: bool = False,
 ) -> dict[str, str]:
     """Names and values of XLA's options.
 
@@ -26,12 +27,14 @@ def compiler_options(
         num_rows: As of `product_rows`, of the program's shape.
         num_cores: Of the processor, as many as this process may use.
         instruction_sets: Of the processor, as of `paxkv/runner/processor.py`.
+        batch_invariant: A row's products must not depend on its place among the others. XLA's own
+            sum some rows in another order; YNNPACK does not.
     """
     if platform == "cpu":
         # Of the levels 0 to 3, 2 if nobody says. With 1 programs compile in 0.85 of the time, and
         # steps take 0.96 of it; with 0 steps take 2.6 times as long (hidden 512, JAX 0.10.2).
         options = {"xla_backend_optimization_level": "1"}
-        if set(dtypes) == {"float32"}:
+        if set(dtypes) == {"float32"} and not batch_invariant:
             options |= _float32_products(num_rows, num_cores, instruction_sets)
         return options
     if platform == "gpu":
@@ -65,7 +68,8 @@ def _float32_products(
     with 256; on two 0.7 to 0.8 with 256, about the same with fewer. With AVX2 and hidden 512 or
     1,024, all of a model's products in turn: on one core 0.54 to 0.91 with 64 rows, 0.63 to 0.84
     with 128 to 512, 0.96 to 1.35 with 8 to 48; on two 1.1 to 1.5 with 8 to 48, 0.94 to 1.15 with
-    more. Processors with neither were not measured.
+    more. Processors with neither were not measured. A program of several widths counts as its
+    largest, which full batches take.
     """
     if "avx512f" in instruction_sets:
         return {_YNNPACK_DOES: _NOTHING} if num_cores == 1 else {}

@@ -9,7 +9,7 @@ from pathlib import Path
 _CPUINFO = Path("/proc/cpuinfo")
 
 
-def processor_name() -> str:
+def processor_identity() -> str:
     """Name and instruction sets: machine code for one processor may not run on another."""
     if not _CPUINFO.is_file():
         return f"{platform.machine()} {platform.processor()}"

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 import paxkv
 from models import KernelSettings, KVCache, LoadedModel
-from paxkv.runner.processor import num_cores, processor_name
+from paxkv.runner.processor import num_cores, processor_identity
 
 _ROOT = Path(__file__).resolve().parents[2]
 # Any file of these may decide what a step computes.
@@ -132,7 +132,7 @@ def _device_facts(mesh: Mesh) -> dict[str, str]:
         "mesh": json.dumps(dict(mesh.shape)),
     }
     if device.platform == "cpu":
-        facts["processor"] = processor_name()
+        facts["processor"] = processor_identity()
         # XLA splits loops over as many threads as there were when it compiled.
         facts["processor cores"] = f"{num_cores()}, NPROC {os.environ.get('NPROC', 'not set')}"
     return facts

@@ -75,6 +75,7 @@ class StepPrograms:
             {param.dtype.name for param in params},
             num_cores=num_cores(),
             instruction_sets=instruction_sets(),
+            batch_invariant=buckets.is_batch_invariant,
         )
         self._programs: dict[ProgramShape, Compiled] = {}
         self._is_ready = False
@@ -189,6 +190,7 @@ class StepPrograms:
             kv_cache=kv_cache,
             mesh=self._mesh,
             max_num_seqs=self._max_num_seqs,
+            # Those of other rows follow from the shape, which names the file, and from the rest.
             compiler_options=self._compiler_options(num_rows=0),
         )
         return self._store.open(identity, shapes, list(self._mesh.devices.flat))

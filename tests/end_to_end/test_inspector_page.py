@@ -206,7 +206,7 @@ def test_page_equals_the_engine_when_traffic_has_settled(open_page):
         traffic = Traffic(engine, loop)
         for i in range(60):
             traffic.send("a common beginning, then " + "xyz"[i % 3] * rng.randint(1, 90), 60)
-        wait_until(lambda: traffic.is_over, 240.0)
+        wait_until(lambda: traffic.is_over, 120.0)
         time.sleep(1.5)
         # Another page begins with a snapshot; the first came here by deltas alone.
         other = open_page(url)

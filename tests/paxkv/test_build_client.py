@@ -88,7 +88,7 @@ def test_killed_engine_is_a_clear_error_then_503_then_service_again() -> None:
         assert server.wait()[0] == 0
 
 
-def test_engine_that_hangs_is_503_until_another_serves() -> None:
+def test_engine_that_hangs_is_503_and_another_serves() -> None:
     flags = ("--execute-model-timeout-s", "3")
     with running_fake_server(*flags, hangs_at_step=2) as server:
         engine_pid = server.engine_pid

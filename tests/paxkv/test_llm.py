@@ -314,7 +314,7 @@ def test_forgotten_llm_ends_its_thread(tmp_path: Path, monkeypatch: pytest.Monke
     thread = llm._engine.transport._thread
     del llm
     gc.collect()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
 
 

@@ -109,18 +109,18 @@ def test_what_killed_two_processes_is_not_tried_again(runs: Runs) -> None:
 
 
 def test_units_without_time_are_skipped(runs: Runs, monkeypatch) -> None:
-    now_s = [0.0]
-    clock = SimpleNamespace(monotonic=lambda: now_s[0], sleep=time.sleep)
+    shift_s = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + shift_s[0], sleep=time.sleep)
     monkeypatch.setattr(gpu_processes, "time", clock)
     take = runs.runner._on_result
 
     def take_and_pass_time(result: Result) -> None:
         take(result)
-        now_s[0] = 61.0
+        shift_s[0] = 61.0
 
     runs.runner._on_result = take_and_pass_time
     units = [make_unit("first"), make_unit("hangs"), make_unit("last")]
-    runs.runner.run_groups([units], deadline=60.0, num_at_once=1)
+    runs.runner.run_groups([units], deadline=time.monotonic() + 60, num_at_once=1)
     outcomes = {result.unit.case: result.outcome for result in runs.results}
     assert outcomes == {"first": "done", "hangs": "skipped", "last": "skipped"}
     assert runs.results[-1].reason == "out of time"

@@ -61,7 +61,7 @@ def in_loop(test: Callable[[], Coroutine]) -> Callable[[], None]:
     """Runs an async test; no plugin needed."""
 
     def run() -> None:
-        asyncio.run(asyncio.wait_for(test(), 240))
+        asyncio.run(asyncio.wait_for(test(), 120))
 
     run.__name__, run.__doc__ = test.__name__, test.__doc__
     return run

@@ -239,7 +239,7 @@ def test_start_that_hangs_is_ended_and_says_where(capfd, monkeypatch: pytest.Mon
     assert "fake_engine_process.py" in capfd.readouterr().err
 
 
-def test_start_may_take_longer_than_the_limit_while_it_computes() -> None:
+def test_start_that_computes_says_so() -> None:
     with starting(max_idle_start_s=600.0, work_s=3.5) as process:
         counts = set()
         is_too_long = process._start_watch.is_too_long

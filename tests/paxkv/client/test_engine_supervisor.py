@@ -21,7 +21,7 @@ from tests.paxkv.client.test_async_client import LONG, collect, in_loop, until_i
 from tests.paxkv.engine.fake_engine_process import COMMAND, VOCAB_SIZE, fake_config
 from tests.paxkv.text.small_tokenizers import byte_level_tokenizer
 
-# Seconds of which nobody waits for all: a limit that a busy machine does not reach.
+# Seconds that no test waits for unless it fails, however busy the machine is.
 PATIENCE_S = 60.0
 
 
@@ -137,7 +137,7 @@ async def test_enormous_prompt_does_not_hold_up_a_stream() -> None:
         large.cancel()
         await stream.aclose()
         await until_idle(client)
-    # Of the loop's own work: what else the machine does meanwhile counts for little.
+    # Of the loop's own work, and not the engine's: what else the machine does counts for little.
     assert max(works_s) < 2.0 and max(gaps_s) < 30.0
 
 
@@ -292,9 +292,10 @@ async def test_slow_starts_idle_engines_and_many_steps_are_no_hang() -> None:
         # It sleeps, and nothing was sent to it.
         (idle,) = set(looks)
         assert idle[0] % 2 == 0
-        assert await text_of(client, "abc", 8) == "abcabcab"
-        # Each step is a count of its own.
-        assert client._transport._process.step_count >= idle[0] + 2 * 8
+        assert await text_of(client, "abc", 20) == ("abc" * 7)[:20]
+        # Each step is a count of its own; the last one's may come behind its token.
+        while client._transport._process.step_count < idle[0] + 2 * 20:
+            await asyncio.sleep(0.01)
         assert len({count for count, _ in looks}) >= 3
         kill_engine(client)
         await until_dead(client)

@@ -72,7 +72,7 @@ def test_a_small_grammar_waits_for_no_heavy_one():
         assert all(isinstance(error, InvalidRequestError) for error in errors)
         threads.close()
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_no_more_grammars_than_have_threads_are_tried_at_once():
@@ -88,7 +88,7 @@ def test_no_more_grammars_than_have_threads_are_tried_at_once():
         assert checker.num_tried == 40
         threads.close()
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_at_the_close_those_without_a_thread_hear_of_it():
@@ -118,7 +118,7 @@ def test_at_the_close_those_without_a_thread_hear_of_it():
         with pytest.raises(EngineDeadError):
             await threads.check(checker, SMALL)
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_a_request_that_is_looked_at_for_mistakes_alone_compiles_nothing():
@@ -155,4 +155,4 @@ def test_a_request_that_is_looked_at_for_mistakes_alone_compiles_nothing():
                 pass
         await client.close(drain_timeout_s=0)
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 60))

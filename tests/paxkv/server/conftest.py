@@ -17,7 +17,7 @@ from tests.paxkv.server.fake_engine import FakeEngine
 
 # Seconds that no test waits for unless it fails, however busy the machine is.
 PATIENCE_S = 60.0
-# A token of an engine that computes none before the test moves its clock.
+# Seconds that a token takes of an engine that computes none before the test moves its clock.
 HELD_S = 3600.0
 
 
