@@ -21,7 +21,6 @@ from paxkv.contracts.engine_request import (
     UtilityCall,
 )
 from paxkv.contracts.scheduler_output import SchedulerOutput
-from paxkv.engine import engine_core
 from paxkv.engine.core_loop import run_core
 from paxkv.engine.core_thread import CoreThread
 from paxkv.engine.engine_core import EngineCore
@@ -30,7 +29,6 @@ from paxkv.scheduler.trace.calls import ScheduleCall
 from paxkv.scheduler.trace.recorder import record_scheduler
 from paxkv.scheduler.trace.replayer import replay
 from paxkv.scheduler.trace.trace_file import TraceReader
-from tests.paxkv.engine import fake_engine
 from tests.paxkv.engine.fake_engine import (
     FakeClock,
     FakeExecutor,
@@ -195,14 +193,6 @@ class ClockChannel:
         self.outputs.append((self._clock.now_s, wire.decode_output(data)))
 
     def note_step(self) -> None: ...
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    clock = FakeClock()
-    for module in (engine_core, fake_engine):
-        monkeypatch.setattr(module, "time", clock)
-    return clock
 
 
 def test_burst_that_ends_early_is_fetched_then(clock: FakeClock) -> None:

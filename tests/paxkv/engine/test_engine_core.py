@@ -10,24 +10,14 @@ from paxkv.config import CacheConfig
 from paxkv.contracts.engine_output import EngineCoreOutput, StepOutputs, UtilityReply
 from paxkv.contracts.engine_request import AbortRequests, AddRequest, Shutdown, UtilityCall
 from paxkv.contracts.scheduler_output import CachedRequestData, SchedulerOutput
-from paxkv.engine import engine_core
 from paxkv.engine.engine_core import MAX_EMPTY_STEPS, EngineCore
 from paxkv.errors import InvariantError
 from paxkv.scheduler.scheduler import Scheduler
-from tests.paxkv.engine import fake_engine
 from tests.paxkv.engine.fake_engine import (
     FakeClock,
     make_engine_core,
     make_request,
 )
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    clock = FakeClock()
-    for module in (engine_core, fake_engine):
-        monkeypatch.setattr(module, "time", clock)
-    return clock
 
 
 def run_until_idle(core: EngineCore) -> list[EngineCoreOutput]:

@@ -1,0 +1,15 @@
+"""A clock of an engine core over a fake executor."""
+
+import pytest
+
+from paxkv.engine import engine_core
+from tests.paxkv.engine import fake_engine
+from tests.paxkv.engine.fake_engine import FakeClock
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
+    for module in (engine_core, fake_engine):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
