@@ -22,10 +22,13 @@ _LINEAR_SPECS = {
 }
 
 
-def param_spec(name: str) -> PartitionSpec:
+def param_spec(name: str, *, in_panels: bool = False) -> PartitionSpec:
     """The spec of a parameter such as "layers.0.self_attn.q_proj.kernel".
 
     Heads and the MLP's inner width are split, the vocabulary too; norms are whole on every device.
+
+    Args:
+        in_panels: It is a kernel [num_panels, in, panel_width] (`models/loading/column_panels.py`).
 
     Raises:
         ModelError: No rule covers the name: a new kind of layer needs one here.
@@ -36,5 +39,7 @@ def param_spec(name: str) -> PartitionSpec:
     if kind == "embedding":
         return _SPLIT_IN
     if module in _LINEAR_SPECS and kind in ("kernel", "kernel_scale", "bias"):
-        return _LINEAR_SPECS[module][kind != "kernel"]
+        spec = _LINEAR_SPECS[module][kind != "kernel"]
+        # Neighbouring panels are neighbouring columns: a device's are a part of either.
+        return PartitionSpec(spec[1], spec[0], None) if in_panels else spec
     raise ModelError(f"parameter {name!r} has no sharding; wanted a rule for {module}.{kind}.")

@@ -48,8 +48,10 @@ check_package_origin()
 
 from models import LoadedModel, ModelConfig, load_model  # noqa: E402
 from models.loading.source import resolve_model_folder  # noqa: E402
+from paxkv.runner.compiler_options import wants_column_panels  # noqa: E402
 from paxkv.runner.memory_plan import GPU_SHARE_VARIABLE  # noqa: E402
 from paxkv.runner.model_runner import ModelRunner  # noqa: E402
+from paxkv.runner.processor import instruction_sets, num_cores  # noqa: E402
 from paxkv.runner.program_store import (  # noqa: E402
     CompiledPrograms,
     NewCompiledPrograms,
@@ -214,6 +216,12 @@ def _load_model(config: EngineConfig, folder: Path) -> LoadedModel:
         seed=config.model.seed,
         has_unified_kv=config.cache.disable_hybrid_kv_cache_manager,
         product_dtype=config.model.product_dtype,
+        has_column_panels=wants_column_panels(
+            jax.default_backend(),
+            num_cores=num_cores(),
+            instruction_sets=instruction_sets(),
+            batch_invariant=config.runner.batch_invariant,
+        ),
     )
 
 

@@ -23,6 +23,21 @@ def dot_float32(
     return jnp.dot(x, kernel, precision=precision, preferred_element_type=jnp.float32)
 
 
+def dot_panels(
+    x: jax.Array,  # f32[num_tokens, in_features]
+    panels: jax.Array,  # f32[num_panels, in_features, panel_width]
+) -> jax.Array:  # f32[num_tokens, num_panels * panel_width]
+    """`dot_float32` with a kernel that lies in panels of its columns."""
+    out = lax.dot_general(
+        jnp.broadcast_to(x, (panels.shape[0], *x.shape)),
+        panels,
+        dimension_numbers=(((2,), (1,)), ((0,), (0,))),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    return out.transpose(1, 0, 2).reshape(x.shape[0], -1)
+
+
 def dot_rounded(
     x: jax.Array,  # f[num_tokens, in_features]
     kernel: jax.Array,  # bf16[in_features, out_features]
@@ -65,7 +80,7 @@ class Linear(nnx.Module):
     `in_features` of o and down.
 
     The kernel may be of fewer bits than x (`models/loading/product_dtype.py`): then x is rounded to
-    them as well.
+    them as well. Or it may lie in panels of columns (`models/loading/column_panels.py`).
     """
 
     def __init__(
@@ -90,6 +105,8 @@ class Linear(nnx.Module):
         x: jax.Array,  # f[num_tokens, in_features]
     ) -> jax.Array:  # f32[num_tokens, out_features]
         """`x @ kernel` alone."""
+        if self.kernel[...].ndim == 3:
+            return dot_panels(x, self.kernel[...])
         if self.kernel_scale is not None:
             return dot_int8(x, self.kernel[...], self.kernel_scale[...])
         if self.kernel[...].dtype != x.dtype:

@@ -12,6 +12,7 @@ from flax import nnx
 
 from models.config import ModelConfig, ModelDtype
 from models.errors import ModelError
+from models.loading.column_panels import split_columns
 from models.loading.finite_weights import checked_finite
 from models.loading.loaded_model import LoadedModel
 from models.loading.product_dtype import ProductDtype, with_product_dtype
@@ -35,6 +36,7 @@ def load_model(
     seed: int = 0,
     has_unified_kv: bool = False,
     product_dtype: ProductDtype = "auto",
+    has_column_panels: bool = False,
 ) -> LoadedModel:
     """Loads a model onto the default device.
 
@@ -47,6 +49,7 @@ def load_model(
         seed: Of the random weights.
         has_unified_kv: Layers with a sliding window keep all keys and values, as the others do.
         product_dtype: What the weights of products are rounded to (`with_product_dtype`).
+        has_column_panels: Kernels lie in panels of columns (`split_columns`), if not rounded.
 
     Raises:
         ModelError: The model cannot be found, is not supported, or its weights do not fit; which of
@@ -62,12 +65,14 @@ def load_model(
         params = _random_params(structure, seed)
     else:
         params = _read_params(structure, folder)
+    if has_column_panels and product_dtype == "auto":
+        split_columns(params, structure.names)
     model = LoadedModel(
         config=config,
         graphdef=structure.graphdef,
         params_treedef=structure.treedef,
         param_names=structure.names,
-        params=params,
+        params=tuple(params),
     )
     return with_product_dtype(model, product_dtype)
 
@@ -92,7 +97,7 @@ class _Structure:
         self.shapes: tuple[jax.ShapeDtypeStruct, ...] = tuple(leaf for _, leaf in leaves_with_path)
 
 
-def _read_params(structure: _Structure, folder: Path) -> tuple[jax.Array, ...]:
+def _read_params(structure: _Structure, folder: Path) -> list[jax.Array]:
     is_tied = structure.config.tie_word_embeddings
     checkpoint = SafetensorsCheckpoint(folder)
     sources = [
@@ -103,10 +108,10 @@ def _read_params(structure: _Structure, folder: Path) -> tuple[jax.Array, ...]:
         checkpoint.weights, sources, tie_word_embeddings=is_tied, where=str(checkpoint.folder)
     )
     # One weight at a time, so that the host never holds a second copy of the model.
-    return tuple(
+    return [
         _to_param(_read(checkpoint, source.name), wanted.dtype, source.is_transposed)
         for source, wanted in zip(sources, structure.shapes, strict=True)
-    )
+    ]
 
 
 def _read(checkpoint: SafetensorsCheckpoint, name: str) -> np.ndarray:
@@ -131,7 +136,7 @@ def _cast_and_transpose(weight: jax.Array, dtype: jnp.dtype, is_transposed: bool
     return weight.T if is_transposed else jnp.copy(weight)
 
 
-def _random_params(structure: _Structure, seed: int) -> tuple[jax.Array, ...]:
+def _random_params(structure: _Structure, seed: int) -> list[jax.Array]:
     """Draws weights as an untrained model has them: normal, norms scaling by one, biases zero."""
     key = jax.random.key(seed)
     params = []
@@ -145,7 +150,7 @@ def _random_params(structure: _Structure, seed: int) -> tuple[jax.Array, ...]:
                 std = structure.config.initializer_range
                 param = _random_normal(key, param_idx, std, wanted.shape, wanted.dtype)
         params.append(param)
-    return tuple(params)
+    return params
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))

@@ -33,7 +33,10 @@ class LoadedModel:
     @property
     def param_specs(self) -> tuple[PartitionSpec, ...]:
         """How each of `params` is split over a mesh with the axis `MODEL_AXIS`."""
-        return tuple(param_spec(name) for name in self.param_names)
+        return tuple(
+            param_spec(name, in_panels=param.ndim == 3)
+            for name, param in zip(self.param_names, self.params, strict=True)
+        )
 
     def with_kernels(self, kernels: KernelSettings) -> "LoadedModel":
         """The same model calling the ops on the KV cache in another way.

@@ -1,11 +1,7 @@
-"""What XLA is told when it compiles a program."""
+"""What XLA is told when it compiles a program, and how weights are to lie for it."""
 
 from collections.abc import Collection
 
-from paxkv.runner.bucketing import BurstShape, ProgramShape, StepShape
-
-# On one core without AVX-512, YNNPACK is quicker from so many rows on.
-YNNPACK_MIN_ROWS = 64
 # What YNNPACK does; XLA's default is more than that. Reductions by it compile in less time.
 _YNNPACK_DOES = "xla_cpu_experimental_ynn_fusion_type"
 _NOTHING, _REDUCTIONS = "", "LIBRARY_FUSION_TYPE_REDUCE"
@@ -15,7 +11,6 @@ def compiler_options(
     platform: str,
     dtypes: Collection[str],
     *,
-    num_rows: int,
     num_cores: int,
     instruction_sets: Collection[str],
     batch_invariant: bool = False,
@@ -24,7 +19,6 @@ def compiler_options(
 
     Args:
         dtypes: Of the model's weights.
-        num_rows: As of `product_rows`, of the program's shape.
         num_cores: Of the processor, as many as this process may use.
         instruction_sets: Of the processor, as of `paxkv/runner/processor.py`.
         batch_invariant: A row's products must not depend on its place among the others. XLA's own
@@ -35,7 +29,7 @@ def compiler_options(
         # steps take 0.96 of it; with 0 steps take 2.6 times as long (hidden 512, JAX 0.10.2).
         options = {"xla_backend_optimization_level": "1"}
         if set(dtypes) == {"float32"} and not batch_invariant:
-            options |= _float32_products(num_rows, num_cores, instruction_sets)
+            options |= _float32_products(num_cores, instruction_sets)
         return options
     if platform == "gpu":
         # What XLA puts into CUDA graphs by itself, and loops: so that the host launches a burst
@@ -47,32 +41,32 @@ def compiler_options(
     return {}
 
 
-def product_rows(shape: ProgramShape) -> int:
-    """Most rows of a program's products with the layers' weights; 0 where it has none."""
-    match shape:
-        case StepShape():
-            return shape.tile_tokens or shape.num_tokens
-        case BurstShape():
-            return shape.num_reqs
-        case _:
-            return 0
+def wants_column_panels(
+    platform: str, *, num_cores: int, instruction_sets: Collection[str], batch_invariant: bool
+) -> bool:
+    """Whether float32 kernels are to lie in panels (`models/loading/column_panels.py`).
+
+    Measured with AVX2 alone: all of a model's products in turn, hidden 512, JAX 0.10.2, time with
+    panels and XLA's own products over the least by YNNPACK or XLA without panels. On one core 0.6
+    with 16 and 32 rows, 0.8 to 0.9 with 64, 0.95 to 1.1 with 256; on two, where each panel's
+    product is shared among them, about the same with more than 16 rows and 1.3 with 8.
+    """
+    is_measured = "avx2" in instruction_sets and "avx512f" not in instruction_sets
+    return platform == "cpu" and is_measured and num_cores == 1 and not batch_invariant
 
 
-def _float32_products(
-    num_rows: int, num_cores: int, instruction_sets: Collection[str]
-) -> dict[str, str]:
+def _float32_products(num_cores: int, instruction_sets: Collection[str]) -> dict[str, str]:
     """Leaves out products by YNNPACK where XLA's own take less time.
 
     Time by YNNPACK over that by XLA's own, with JAX 0.10.2 and 0.12.0.1. Where a core does more
     than AVX2 can (160 GFLOP/s), and hidden 512: on one core 1.3 to 1.5 with 64 rows and 1.1 to 1.3
     with 256; on two 0.7 to 0.8 with 256, about the same with fewer. With AVX2 and hidden 512 or
-    1,024, all of a model's products in turn: on one core 0.54 to 0.91 with 64 rows, 0.63 to 0.84
-    with 128 to 512, 0.96 to 1.35 with 8 to 48; on two 1.1 to 1.5 with 8 to 48, 0.94 to 1.15 with
-    more. Processors with neither were not measured. A program of several widths counts as its
-    largest, which full batches take.
+    1,024, all of a model's products in turn, on two cores: 1.1 to 1.5 with 8 to 48, 0.94 to 1.15
+    with more. On one core with AVX2 kernels lie in panels, which YNNPACK is slow with:
+    `wants_column_panels`. Processors with neither were not measured.
     """
     if "avx512f" in instruction_sets:
         return {_YNNPACK_DOES: _NOTHING} if num_cores == 1 else {}
-    if "avx2" in instruction_sets and (num_cores > 1 or num_rows < YNNPACK_MIN_ROWS):
+    if "avx2" in instruction_sets:
         return {_YNNPACK_DOES: _REDUCTIONS}
     return {}

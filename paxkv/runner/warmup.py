@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import functools
 import logging
 import sys
 import time
@@ -24,7 +23,7 @@ from paxkv.runner.bucketing import (
     StepBuckets,
 )
 from paxkv.runner.burst import make_burst
-from paxkv.runner.compiler_options import compiler_options, product_rows
+from paxkv.runner.compiler_options import compiler_options
 from paxkv.runner.invariant_step import make_invariant_step
 from paxkv.runner.packed_layout import PackedLayout
 from paxkv.runner.processor import instruction_sets, num_cores
@@ -69,8 +68,7 @@ class StepPrograms:
         self._mesh = mesh
         self._store = store
         self._sharding = NamedSharding(mesh, PartitionSpec())
-        self._compiler_options = functools.partial(
-            compiler_options,
+        self._compiler_options = compiler_options(
             mesh.devices.flat[0].platform,
             {param.dtype.name for param in params},
             num_cores=num_cores(),
@@ -145,7 +143,7 @@ class StepPrograms:
 
     def _finish(self, shape: ProgramShape, lowered: Lowered) -> Compiled:
         self.num_compiles += 1
-        return lowered.compile(self._compiler_options(num_rows=product_rows(shape)))
+        return lowered.compile(self._compiler_options)
 
     def warm_up(self, kv_cache: KVCache, *, show_progress: bool) -> int:
         """Loads or compiles every bucket, several at a time, the largest first.
@@ -190,8 +188,7 @@ class StepPrograms:
             kv_cache=kv_cache,
             mesh=self._mesh,
             max_num_seqs=self._max_num_seqs,
-            # Those of other rows follow from the shape, which names the file, and from the rest.
-            compiler_options=self._compiler_options(num_rows=0),
+            compiler_options=self._compiler_options,
         )
         return self._store.open(identity, shapes, list(self._mesh.devices.flat))
 

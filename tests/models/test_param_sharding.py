@@ -31,6 +31,14 @@ def test_attention_and_mlp_need_one_sum_each() -> None:
     assert param_spec("layers.0.self_attn.o_proj.bias") == PartitionSpec()
 
 
+def test_panels_are_split_as_their_columns_and_rows_are() -> None:
+    # [in, out] -> [num_panels, in, panel_width]
+    out, into = PartitionSpec("model", None, None), PartitionSpec(None, "model", None)
+    assert param_spec("layers.0.mlp.up_proj.kernel", in_panels=True) == out
+    assert param_spec("layers.0.mlp.down_proj.kernel", in_panels=True) == into
+    assert param_spec("lm_head.kernel", in_panels=True) == out
+
+
 def test_unknown_parameter_needs_a_rule() -> None:
     with pytest.raises(ModelError, match="router"):
         param_spec("layers.0.mlp.router.kernel")

@@ -6,7 +6,13 @@ from pathlib import Path
 import jax
 import pytest
 
-from paxkv.build import DEMO_MODEL_NAME, build_core, build_engine, build_llm_client
+from paxkv.build import (
+    DEMO_MODEL_NAME,
+    build_core,
+    build_engine,
+    build_llm_client,
+    compile_programs,
+)
 from paxkv.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from paxkv.errors import ConfigError, InvalidRequestError
 from paxkv.runner.program_store import CompiledPrograms, NewCompiledPrograms
@@ -140,6 +146,39 @@ def test_folder_without_programs_is_refused_before_anything_is_loaded(
     with pytest.raises(ConfigError, match="holds no compiled programs"):
         build_engine(config)
     assert not runner_class.instances
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "batch_invariant", "wanted"),
+    [(1, False, True), (1, True, False), (2, False, False)],
+)
+def test_kernels_lie_in_panels_where_one_core_without_batch_invariance_is_quicker_so(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_cores: int,
+    batch_invariant: bool,
+    wanted: bool,
+) -> None:
+    asked = []
+
+    def load_model(folder: Path, **arguments: object) -> None:
+        asked.append(arguments["has_column_panels"])
+        raise ConfigError("no model")
+
+    monkeypatch.setattr("paxkv.build.load_model", load_model)
+    monkeypatch.setattr("paxkv.build.num_cores", lambda: num_cores)
+    monkeypatch.setattr("paxkv.build.instruction_sets", lambda: frozenset(["avx2"]))
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    config = EngineConfig(
+        model=ModelConfig(model=str(tmp_path)),
+        runner=RunnerConfig(batch_invariant=batch_invariant, enable_compilation_cache=False),
+    )
+    with pytest.raises(ConfigError, match="no model"):
+        build_core(config)
+    # Programs are compiled for weights that lie as those of an engine will.
+    with pytest.raises(ConfigError, match="no model"):
+        compile_programs(config, tmp_path / "out")
+    assert asked == [wanted, wanted]
 
 
 def test_trace_file_records_an_engine_so_that_it_replays(
