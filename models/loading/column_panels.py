@@ -1,5 +1,6 @@
 """Lays the kernels of products out so that one core multiplies few rows with them in less time."""
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -9,6 +10,8 @@ import numpy as np
 # Columns of a panel: the first of these that divides a kernel's. No kernel of fewer than twice the
 # first is split.
 PANEL_WIDTHS = (256, 128, 64)
+# Numbers of a kernel that the host turns itself: a program for it is 0.06 s to compile.
+_MAX_HOST_TURN = 2**20
 
 
 def split_columns(
@@ -34,6 +37,14 @@ def _in_panels(kernel: jax.Array) -> jax.Array:
     width = next((width for width in PANEL_WIDTHS if out_features % width == 0), None)
     if width is None or out_features < 2 * PANEL_WIDTHS[0]:
         return kernel
-    panels_np = np.asarray(kernel).reshape(in_features, out_features // width, width)
-    panels = jax.device_put(np.ascontiguousarray(panels_np.transpose(1, 0, 2)))
+    if kernel.size > _MAX_HOST_TURN:
+        panels = _turn(kernel, width)  # and no copy of the host's besides
+    else:
+        panels_np = np.asarray(kernel).reshape(in_features, -1, width).transpose(1, 0, 2)
+        panels = jax.device_put(np.ascontiguousarray(panels_np))
     return panels.block_until_ready()  # or several would be on their way at once
+
+
+@functools.partial(jax.jit, static_argnames="width")
+def _turn(kernel: jax.Array, width: int) -> jax.Array:
+    return kernel.reshape(kernel.shape[0], -1, width).transpose(1, 0, 2)

@@ -50,7 +50,11 @@ def by_name(model: LoadedModel) -> dict[str, jax.Array]:
     ("out_features", "num_panels", "width"),
     [(512, 2, 256), (1024, 4, 256), (640, 5, 128), (576, 9, 64)],
 )
-def test_panels_side_by_side_are_the_kernel(out_features, num_panels, width):
+@pytest.mark.parametrize("max_host_turn", [0, 2**20])
+def test_panels_side_by_side_are_the_kernel(
+    monkeypatch, out_features, num_panels, width, max_host_turn
+):
+    monkeypatch.setattr(column_panels, "_MAX_HOST_TURN", max_host_turn)
     kernel = random_array(48, out_features)
     panels = in_panels(kernel)
     assert (panels.shape, panels.dtype) == ((num_panels, 48, width), jnp.float32)
