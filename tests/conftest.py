@@ -2,7 +2,11 @@
 
 import os
 import signal
+import sys
 import tempfile
+from collections.abc import Iterator
+
+import pytest
 
 # Tests and the servers they start compile many of the same programs; the folder lives as long as
 # this run and is set before anything imports JAX, which reads it then.
@@ -11,10 +15,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compilation_cache.name)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 # Programs that only a test compiles run once or twice, and take a fifth less time in all like this.
-# Those of the engine say their own level for a CPU (`paxkv/runner/warmup.py`). `.ci/aot`, which
-# compiles for other devices too, sets the variable itself.
-if os.environ["JAX_PLATFORMS"] == "cpu":
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# `.ci/aot`, which compiles for other devices too, sets the variable itself.
+_compiles_quickly = os.environ["JAX_PLATFORMS"] == "cpu" and "XLA_FLAGS" not in os.environ
+if _compiles_quickly:
+    os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 # Threads of XLA's CPU client. A simulated GPU kernel blocks up to four of them at barriers, one a
 # warpgroup; on a machine of two cores nobody would be left to release them.
 os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
@@ -23,3 +27,16 @@ os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
 # start and interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_engine_compilations() -> Iterator[None]:
+    """Engines of this process compile quickly, unless XLA_FLAGS was set: then as for users."""
+    if not _compiles_quickly or "jax" not in sys.modules:
+        yield
+        return
+    # Not before: tests of the host half alone do not load JAX.
+    from tests import engine_compilations
+
+    with engine_compilations.quick_engine_compilations():
+        yield

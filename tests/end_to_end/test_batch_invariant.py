@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.end_to_end.engine_harness import EngineSettings, RecordingRunner, greedy, run_engine
+from tests.engine_compilations import own_engine_compilations
 from tests.oracles.make_checkpoint import write_random_checkpoint
 
 BLOCK_SIZE, NUM_NEW_TOKENS = 16, 6
@@ -51,7 +52,8 @@ def run(runner, prompts, name):
 
 @pytest.fixture(scope="module")
 def runner(checkpoint):
-    return RecordingRunner(checkpoint, BLOCK_SIZE, max_model_len=512, batch_invariant=True)
+    with own_engine_compilations():
+        return RecordingRunner(checkpoint, BLOCK_SIZE, max_model_len=512, batch_invariant=True)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,8 @@ def test_logits_have_the_bits_that_they_have_alone(runner, alone, name):
 
 def test_plain_steps_give_the_same_tokens_and_do_not_keep_that_promise(checkpoint, runner, alone):
     """Or the test above would show nothing."""
-    plain = RecordingRunner(checkpoint, BLOCK_SIZE, max_model_len=512)
+    with own_engine_compilations():
+        plain = RecordingRunner(checkpoint, BLOCK_SIZE, max_model_len=512)
     result = run(plain, make_prompts(), "prompts_in_pieces")
     assert result.token_ids == run(runner, make_prompts(), "all_at_once").token_ids
     for logits, expected in zip(result.logits, alone, strict=True):

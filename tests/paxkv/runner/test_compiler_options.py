@@ -85,6 +85,7 @@ def test_every_program_of_an_engine_is_compiled_with_the_same_options(monkeypatc
     asked = []
     monkeypatch.setattr(warmup, "num_cores", lambda: 1)
     monkeypatch.setattr(warmup, "instruction_sets", lambda: frozenset(["avx2"]))
+    monkeypatch.setattr(warmup, "compiler_options", compiler_options)
     buckets = StepBuckets(
         max_num_batched_tokens=64,
         max_num_seqs=8,
