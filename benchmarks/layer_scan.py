@@ -190,7 +190,6 @@ def compile_variant(name: str, model: LoadedModel, work: Work) -> Variant:
     options = compiler_options(
         jax.default_backend(),
         {param.dtype.name for param in params},
-        num_rows=work.num_reqs * work.num_new_tokens,
         num_cores=num_cores(),
         instruction_sets=instruction_sets(),
     )

@@ -40,6 +40,7 @@ def _in_panels(kernel: jax.Array) -> jax.Array:
     if kernel.size > _MAX_HOST_TURN:
         panels = _turn(kernel, width)  # and no copy of the host's besides
     else:
+        # On a CPU, the one device that has panels, this is the kernel's own memory.
         panels_np = np.asarray(kernel).reshape(in_features, -1, width).transpose(1, 0, 2)
         panels = jax.device_put(np.ascontiguousarray(panels_np))
     return panels.block_until_ready()  # or several would be on their way at once

@@ -34,7 +34,7 @@ class LoadedModel:
     def param_specs(self) -> tuple[PartitionSpec, ...]:
         """How each of `params` is split over a mesh with the axis `MODEL_AXIS`."""
         return tuple(
-            param_spec(name, in_panels=param.ndim == 3)
+            param_spec(name, in_panels=name.endswith(".kernel") and param.ndim == 3)
             for name, param in zip(self.param_names, self.params, strict=True)
         )
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.errors import ModelError
 from models.layers.linear import Linear, round_to_int8
 from models.loading.loaded_model import LoadedModel
 
@@ -22,6 +23,9 @@ def with_product_dtype(model: LoadedModel, product_dtype: ProductDtype) -> Loade
     every token; nothing has to be calibrated.
 
     Embeddings are not rounded, and neither is a head that reads the embedding.
+
+    Raises:
+        ModelError: Kernels lie in panels: only whole columns are rounded.
     """
     if product_dtype == "auto":
         return model
@@ -45,6 +49,10 @@ def with_product_dtype(model: LoadedModel, product_dtype: ProductDtype) -> Loade
 
 def _round_linear(linear: Linear, product_dtype: ProductDtype) -> None:
     kernel = linear.kernel[...]
+    if kernel.ndim != 2:
+        raise ModelError(
+            f"a kernel is {kernel.shape}; wanted [in, out]. Load without has_column_panels."
+        )
     if product_dtype == "bfloat16":
         linear.kernel = nnx.Param(kernel.astype(jnp.bfloat16))
         return

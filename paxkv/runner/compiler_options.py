@@ -62,8 +62,9 @@ def _float32_products(num_cores: int, instruction_sets: Collection[str]) -> dict
     than AVX2 can (160 GFLOP/s), and hidden 512: on one core 1.3 to 1.5 with 64 rows and 1.1 to 1.3
     with 256; on two 0.7 to 0.8 with 256, about the same with fewer. With AVX2 and hidden 512 or
     1,024, all of a model's products in turn, on two cores: 1.1 to 1.5 with 8 to 48, 0.94 to 1.15
-    with more. On one core with AVX2 kernels lie in panels, which YNNPACK is slow with:
-    `wants_column_panels`. Processors with neither were not measured.
+    with more. On one core with AVX2 wide kernels lie in panels, which YNNPACK is slow with
+    (`wants_column_panels`); the others would take 0.5 to 0.9 of the time with it from 64 rows on.
+    Processors with neither were not measured.
     """
     if "avx512f" in instruction_sets:
         return {_YNNPACK_DOES: _NOTHING} if num_cores == 1 else {}

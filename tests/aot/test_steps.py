@@ -58,7 +58,7 @@ def compiled(h200, four_h200s, compile_for_h200, tmp_path_factory):
             mesh=mesh,
             donate_argnums=program.donate_argnums,
             compiler_options=compiler_options(
-                "gpu", ["bfloat16"], num_rows=64, num_cores=1, instruction_sets=()
+                "gpu", ["bfloat16"], num_cores=1, instruction_sets=()
             ),
         )
 

@@ -39,7 +39,7 @@ def test_panels_are_columns_whether_multiplied_at_once_or_in_turn(monkeypatch, m
     np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_tokens", [16, 33, 512])
+@pytest.mark.parametrize("num_tokens", [16, 64, 512])
 def test_products_with_panels_need_little_memory_however_many_there_are(num_tokens):
     x = jax.ShapeDtypeStruct((num_tokens, 1024), jnp.float32)
     panels = jax.ShapeDtypeStruct((128, 1024, 256), jnp.float32)

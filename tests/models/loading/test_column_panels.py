@@ -11,10 +11,12 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from models import LoadedModel
+from models.errors import ModelError
 from models.layers.linear import Linear
 from models.loading import column_panels
 from models.loading.column_panels import split_columns
 from models.loading.load_model import load_model
+from models.loading.product_dtype import with_product_dtype
 from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.oracles.paged_stepper import PagedStepper
 
@@ -141,3 +143,10 @@ def test_kernels_of_fewer_bits_stay_whole(tmp_path, other):
     model = load_model(folder, **{"dtype": "float32"} | other, has_column_panels=True)
     assert by_name(model)[KERNEL].shape == (512, 1024)
     assert all(array.ndim <= 2 for array in model.params)
+
+
+def test_kernels_in_panels_are_not_rounded(tmp_path):
+    checkpoint = write_random_checkpoint(tmp_path, **SHAPE)
+    model = load_model(checkpoint, has_column_panels=True)
+    with pytest.raises(ModelError, match=r"a kernel is \(\d, \d+, 256\); wanted \[in, out\]"):
+        with_product_dtype(model, "int8")

@@ -1,0 +1,65 @@
+"""An engine whose kernels lie in panels, as on one core with AVX2 alone, answers as any other."""
+
+import jax
+import numpy as np
+import pytest
+
+from models import LoadedModel
+from paxkv import LLM, SamplingParams, build
+from paxkv.runner import warmup
+from tests.oracles.make_checkpoint import write_random_checkpoint
+
+SETTINGS = {
+    "max_model_len": 64,
+    "num_gpu_blocks_override": 24,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 16,
+}
+VOCAB_SIZE = 1024
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_random_checkpoint(
+        tmp_path_factory.mktemp("model"),
+        num_layers=1,
+        hidden_size=512,
+        intermediate_size=1024,
+        vocab_size=VOCAB_SIZE,
+        num_q_heads=8,
+        num_kv_heads=4,
+        head_dim=64,
+    )
+
+
+@pytest.fixture
+def answers(checkpoint, monkeypatch):
+    """The tokens of each prompt, and how many kernels are in panels, on so many cores."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(1, VOCAB_SIZE, n).tolist() for n in (3, 20, 40)]
+    loaded, load_model = [], build.load_model
+
+    def load_and_keep(*args: object, **settings: object) -> LoadedModel:
+        loaded.append(load_model(*args, **settings))
+        return loaded[-1]
+
+    def answers(num_cores: int) -> tuple[list[list[int]], int]:
+        for module in (build, warmup):
+            monkeypatch.setattr(module, "num_cores", lambda: num_cores)
+            monkeypatch.setattr(module, "instruction_sets", lambda: frozenset(["avx2"]))
+        monkeypatch.setattr(build, "load_model", load_and_keep)
+        with LLM(str(checkpoint), enable_compilation_cache=False, **SETTINGS) as llm:
+            outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        num_panelled = sum(param.ndim == 3 for param in loaded[-1].params)
+        return [output.outputs[0].token_ids for output in outputs], num_panelled
+
+    return answers
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="kernels lie in panels on a CPU alone")
+def test_answers_are_those_of_whole_kernels(answers):
+    whole, num_panelled = answers(num_cores=2)
+    assert num_panelled == 0
+    # Of the layer q, o, gate, up and down; and the head.
+    assert answers(num_cores=1) == (whole, 6)
