@@ -57,9 +57,8 @@ def answers(checkpoint, monkeypatch):
     return answers
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="kernels lie in panels on a CPU alone")
 def test_answers_are_those_of_whole_kernels(answers):
     whole, num_panelled = answers(num_cores=2)
     assert num_panelled == 0
-    # Of the layer q, o, gate, up and down; and the head.
-    assert answers(num_cores=1) == (whole, 6)
+    # Of the layer q, o, gate, up and down; and the head. On a CPU alone.
+    assert answers(num_cores=1) == (whole, 6 if jax.default_backend() == "cpu" else 0)
