@@ -14,9 +14,6 @@ from paxkv.runner.sampler import argmax_grouped, sample
 from paxkv.runner.sampling_columns import SamplingInputs
 from paxkv.runner.step import Params, take_tokens
 
-# Turns in which a burst of several widths draws for all its rows. A guess: with 1, 2 and 4 the time
-# of a step did not differ by more than it varied (64 rows, vocabulary 16,384, busy machine).
-_NUM_CHUNKS = 2
 # (params, kv_cache, packed, prev_tokens) -> (kv_cache, result, next_tokens)
 BurstFunction = Callable[
     [Params, KVCache, jax.Array, jax.Array], tuple[KVCache, jax.Array, jax.Array]
@@ -162,7 +159,7 @@ def _sample_chunks(
     Rows whose request wants no log-probabilities have some where another of the chunk does.
     """
     num_rows = shape.num_reqs
-    chunk_rows = max(shape.widths[0], num_rows // _NUM_CHUNKS)
+    chunk_rows = min(shape.chunk_rows, num_rows)
 
     def sample_chunk(chunk_idx: jax.Array, result: jax.Array) -> jax.Array:
         # The last chunk may begin earlier than it would, and draw some rows again, with the same

@@ -48,7 +48,8 @@ def test_burst_writes_the_cache_in_place(tmp_path, num_reqs, max_steps):
 @functools.cache
 def compiled_burst(max_steps, widths=()):
     """One program for all `TinyBursts`: their models are alike."""
-    shape = dataclasses.replace(SHAPE, max_steps=max_steps, widths=widths)
+    # Two rows at a time, so that three take turns.
+    shape = dataclasses.replace(SHAPE, max_steps=max_steps, widths=widths, chunk_rows=2)
     return jax.jit(make_burst(TinyModel(), shape))
 
 
