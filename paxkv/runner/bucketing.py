@@ -6,8 +6,8 @@ import dataclasses
 from paxkv.errors import InvariantError
 
 # Rows of a large vocabulary are long, and most steps with a prompt draw for few of their rows. With
-# bursts of 64 rows that all sample, hidden 512 and vocabulary 16,384: 310 tokens per CPU-second
-# with 8 at a time, 285 with 32 (one core with AVX-512, JAX 0.10.2).
+# bursts of 64 rows that all sample, hidden 512 and vocabulary 16,384: 306 tokens per CPU-second
+# with 8 at a time, 289 with 32 (one core with AVX-512, JAX 0.10.2).
 SAMPLED_CHUNK_ROWS = 8
 
 

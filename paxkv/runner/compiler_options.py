@@ -51,7 +51,7 @@ def wants_column_panels(
     with 16 and 32 rows, 0.8 to 0.9 with 64, 0.95 to 1.1 with 256; on two, where each panel's
     product is shared among them, about the same with more than 16 rows and 1.3 with 8.
 
-    With AVX-512 and one core products alone take 0.74 to 0.9 of the time from 8 rows on, but a
+    With AVX-512 and one core products alone take 0.76 to 0.9 of the time from 8 rows on, but a
     model's steps no less than without (64 mixed requests, hidden 512: 0.96 of the tokens a second,
     within what runs differ by).
     """
