@@ -22,13 +22,14 @@ _LINEAR_SPECS = {
 }
 
 
-def param_spec(name: str, *, in_panels: bool = False) -> PartitionSpec:
+def param_spec(name: str, *, in_panels: bool = False, is_transposed: bool = False) -> PartitionSpec:
     """The spec of a parameter such as "layers.0.self_attn.q_proj.kernel".
 
     Heads and the MLP's inner width are split, the vocabulary too; norms are whole on every device.
 
     Args:
         in_panels: It is a kernel [num_panels, in, panel_width] (`models/loading/column_panels.py`).
+        is_transposed: It is a kernel [out, in] (`models/loading/product_dtype.py`).
 
     Raises:
         ModelError: No rule covers the name: a new kind of layer needs one here.
@@ -41,5 +42,7 @@ def param_spec(name: str, *, in_panels: bool = False) -> PartitionSpec:
     if module in _LINEAR_SPECS and kind in ("kernel", "kernel_scale", "bias"):
         spec = _LINEAR_SPECS[module][kind != "kernel"]
         # Neighbouring panels are neighbouring columns: a device's are a part of either.
-        return PartitionSpec(spec[1], spec[0], None) if in_panels else spec
+        if in_panels:
+            return PartitionSpec(spec[1], spec[0], None)
+        return PartitionSpec(spec[1], spec[0]) if is_transposed else spec
     raise ModelError(f"parameter {name!r} has no sharding; wanted a rule for {module}.{kind}.")

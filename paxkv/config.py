@@ -12,6 +12,7 @@ from paxkv.setting import at_least, is_number, one_of, setting, true_or_false
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 ProductDtype = Literal["auto", "bfloat16", "int8"]
+KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16"]
 SchedulerPolicy = Literal["fcfs", "priority"]
 PrefixCachingHashAlgo = Literal["sha256", "sha256_cbor", "xxhash"]
 KVEventPublisherKind = Literal["zmq", "null"]
@@ -147,6 +148,12 @@ class CacheConfig:
         "small blocks more slowly",
         None,
     )
+    kv_cache_dtype: KVCacheDtype = setting(
+        "precision that keys and values are kept in; auto is float32 on the CPU and the model's "
+        "elsewhere. On the CPU float16 takes half of the memory and is read faster, and changes "
+        "answers: docs/tuning.md says by how much. Other devices have no choice yet",
+        "auto",
+    )
     enable_prefix_caching: bool = setting("share KV blocks between equal prompt prefixes", True)
     disable_hybrid_kv_cache_manager: bool = setting(
         "keep all KV blocks of sliding-window layers, so that all layers share one block table: "
@@ -183,6 +190,7 @@ class CacheConfig:
     )
 
     def __post_init__(self) -> None:
+        one_of("kv_cache_dtype", self.kv_cache_dtype, KVCacheDtype.__args__)
         true_or_false("enable_prefix_caching", self.enable_prefix_caching)
         true_or_false("disable_hybrid_kv_cache_manager", self.disable_hybrid_kv_cache_manager)
         # A float 16.0 would pass as 16, and make floats of block numbers.

@@ -3,6 +3,7 @@
     python -m benchmarks.engine --workload mixed --model small --threads 1 --repetitions 3
     python -m benchmarks.engine --workload prefix --prefix-caching both
     python -m benchmarks.engine --workload prefix-no-hits --prefix-caching both
+    python -m benchmarks.engine --beside product_dtype=int8 --beside kv_cache_dtype=float16
 
 The engine is a process of its own, pinned to --threads processors; it is loaded, compiled and
 warmed up before the clock starts. Every repetition adds all requests at once and ends with the last
@@ -18,9 +19,12 @@ token; cached prefixes are forgotten between repetitions. Printed, and with --ou
     prefix_hit_percent     prompt tokens found in the prefix cache
     compiles_after_ready   programs compiled after the engine was ready
 
-With --prefix-caching both, two engines run in turn, and their ratio is given too.
+With --prefix-caching both, two engines run in turn, and their ratio is given too. So they do with
+--beside, which names what the second has besides the settings of the first; where either rounds
+numbers, their tokens are not compared.
 """
 
+import argparse
 import contextlib
 import sys
 from pathlib import Path
@@ -34,13 +38,14 @@ from benchmarks.engine.measure import (
     speed_rows,
     spread,
 )
-from benchmarks.engine.offline_engine import EngineRun
+from benchmarks.engine.offline_engine import EngineRun, Setting
 from benchmarks.engine.options import (
     PAXKV_MODULE,
     case_of,
     chosen_workload,
     engine_spec,
     make_parser,
+    named_setting,
     paxkv_settings,
     rounded_dtype,
     work_folder,
@@ -61,17 +66,23 @@ DIGITS = {
     "prefix_hit_percent": 1,
     "cache_on_times_off_per_cpu_s": 3,
     "cache_on_times_off_per_s": 3,
+    "times_without_per_cpu_s": 2,
+    "times_without_per_s": 2,
 }
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(f"python -m {BENCHMARK}", __doc__)
     parser.add_argument("--prefix-caching", choices=("on", "off", "both"), default="on")
+    parser.add_argument(
+        *("--beside",), metavar="NAME=VALUE", type=named_setting, action="append", default=[],
+        help="a setting of a second engine",
+    )  # fmt: skip
     arguments = parser.parse_args(argv)
-    modes = ("on", "off") if arguments.prefix_caching == "both" else (arguments.prefix_caching,)
-    settings = {
-        mode: paxkv_settings(arguments) | {"enable_prefix_caching": mode == "on"} for mode in modes
-    }
+    if arguments.beside and arguments.prefix_caching == "both":
+        parser.error("--beside and --prefix-caching both are two comparisons; choose one")
+    settings = _settings_of_modes(arguments)
+    modes = tuple(settings)
     workload = chosen_workload(arguments)
     with work_folder(arguments, workload) as folder, contextlib.ExitStack() as processes:
         contenders = []
@@ -82,7 +93,8 @@ def main(argv: list[str] | None = None) -> int:
             process.run({}, is_warm_up=True)
             contenders.append(Contender(label=mode, process=process, settings={}))
         runs = run_in_turn(contenders, arguments.repetitions)
-    problem = None if rounded_dtype(arguments) else _token_problem(runs)
+    is_rounded = any(rounded_dtype(arguments, settings[mode]) for mode in modes)
+    problem = None if is_rounded else _token_problem(runs)
     if problem is not None:
         print(problem)
         return 1
@@ -91,23 +103,47 @@ def main(argv: list[str] | None = None) -> int:
         case = case_of(arguments, "paxkv", settings[mode])
         rows += speed_rows(BENCHMARK, case, runs[mode], processor_name())
     if len(modes) == 2:
-        case = case_of(arguments, "paxkv", paxkv_settings(arguments))
-        for figure in ("tokens_per_cpu_s", "tokens_per_s"):
-            rows.append(
-                ResultRow(
-                    benchmark=BENCHMARK,
-                    case=case,
-                    metric=figure.replace("tokens", "cache_on_times_off"),
-                    values=ratios(runs["on"], runs["off"], figure),
-                    device=processor_name(),
-                )
-            )
+        rows += _ratio_rows(arguments, settings, runs)
     print(_table(rows))
     for line in restless(runs):
         print(line)
     if arguments.out is not None:
         append_rows(rows, Path(arguments.out))
     return 0
+
+
+def _settings_of_modes(arguments: argparse.Namespace) -> dict[str, dict[str, Setting]]:
+    """paxkv's settings of each engine that is to run, by its name."""
+    own = paxkv_settings(arguments)
+    if arguments.prefix_caching == "both":
+        return {mode: own | {"enable_prefix_caching": mode == "on"} for mode in ("on", "off")}
+    own["enable_prefix_caching"] = arguments.prefix_caching == "on"
+    modes = {arguments.prefix_caching: own}
+    return modes | ({"beside": own | dict(arguments.beside)} if arguments.beside else {})
+
+
+def _ratio_rows(
+    arguments: argparse.Namespace,
+    settings: dict[str, dict[str, Setting]],
+    runs: dict[str, list[EngineRun]],
+) -> list[ResultRow]:
+    """How many times as fast one of two engines is as the other."""
+    if "beside" in runs:
+        metric, case = "times_without", case_of(arguments, "paxkv", settings["beside"])
+        ours, others = runs["beside"], runs[arguments.prefix_caching]
+    else:
+        metric, case = "cache_on_times_off", case_of(arguments, "paxkv", paxkv_settings(arguments))
+        ours, others = runs["on"], runs["off"]
+    return [
+        ResultRow(
+            benchmark=BENCHMARK,
+            case=case,
+            metric=figure.replace("tokens", metric),
+            values=ratios(ours, others, figure),
+            device=processor_name(),
+        )
+        for figure in ("tokens_per_cpu_s", "tokens_per_s")
+    ]
 
 
 def _token_problem(runs: dict[str, list[EngineRun]]) -> str | None:
@@ -118,7 +154,7 @@ def _token_problem(runs: dict[str, list[EngineRun]]) -> str | None:
             wrong = [idx for idx, ids in enumerate(run.token_ids) if ids != first[idx]]
             if wrong:
                 return (
-                    f"DIFFERENT: prefix caching {mode}, repetition {repetition}: tokens of "
+                    f"DIFFERENT: engine {mode!r}, repetition {repetition}: tokens of "
                     f"{len(wrong)} of {len(first)} requests, the first is {wrong[0]}. No row is "
                     "written."
                 )

@@ -1,7 +1,7 @@
 """paxkv's `LLM.generate` as an offline engine: the door that a Python program goes through."""
 
 from benchmarks.engine.offline_engine import EngineOutput, EngineSpec
-from benchmarks.engine.paxkv_engine import kv_cache_bytes, settings_by_part
+from benchmarks.engine.paxkv_engine import kv_cache_bytes
 from benchmarks.workloads import Workload
 from paxkv import LLM, SamplingParams
 
@@ -12,8 +12,8 @@ def load_engine(spec: EngineSpec, workload: Workload) -> "LLMEngine":
     Raises:
         ValueError: `LLM` has no setting of that name.
     """
-    scheduler = settings_by_part(spec.settings)["scheduler"]
-    settings = {"cpu_kv_cache_bytes": kv_cache_bytes(spec, workload, scheduler)} | spec.settings
+    num_bytes = kv_cache_bytes(spec, workload, spec.settings)
+    settings = {"cpu_kv_cache_bytes": num_bytes} | spec.settings
     return LLMEngine(LLM(spec.checkpoint, dtype=spec.dtype, **settings))
 
 

@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from benchmarks.engine.offline_engine import EngineSpec, Setting
@@ -12,6 +12,7 @@ from benchmarks.random_checkpoint import MODEL_SHAPES, NUMPY_DTYPES, write_check
 from benchmarks.workloads import WORKLOADS, Workload, make_workload
 
 PAXKV_MODULE = "benchmarks.engine.paxkv_engine"
+_NOT_ROUNDED = ("auto", "float32")
 
 
 def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
@@ -62,10 +63,15 @@ def paxkv_settings(arguments: argparse.Namespace) -> dict[str, Setting]:
     return settings
 
 
-def rounded_dtype(arguments: argparse.Namespace) -> str | None:
-    """What is computed in, if equal tokens cannot be asked for: batches round in other places."""
-    dtypes = {arguments.dtype, paxkv_settings(arguments).get("product_dtype", "auto")}
-    return next(iter(dtypes - {"float32", "auto"}), None)
+def rounded_dtype(arguments: argparse.Namespace, settings: Mapping[str, Setting]) -> str | None:
+    """What is computed in, if equal tokens cannot be asked for: batches round in other places.
+
+    Args:
+        settings: paxkv's.
+    """
+    of_settings = (settings.get(name, "auto") for name in ("product_dtype", "kv_cache_dtype"))
+    rounded = (dtype for dtype in (arguments.dtype, *of_settings) if dtype not in _NOT_ROUNDED)
+    return next(rounded, None)
 
 
 def chosen_workload(arguments: argparse.Namespace) -> Workload:

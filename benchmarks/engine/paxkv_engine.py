@@ -37,7 +37,7 @@ def load_engine(spec: EngineSpec, workload: Workload) -> "PaxkvEngine":
     """
     parts = settings_by_part(spec.settings)
     parts["model"] |= {"model": spec.checkpoint, "dtype": spec.dtype}
-    defaults = {"cpu_kv_cache_bytes": kv_cache_bytes(spec, workload, parts["scheduler"])}
+    defaults = {"cpu_kv_cache_bytes": kv_cache_bytes(spec, workload, spec.settings)}
     parts["cache"] = defaults | parts["cache"]
     return PaxkvEngine(
         EngineConfig(**{name: _part_class(name)(**fields) for name, fields in parts.items()})
@@ -68,19 +68,22 @@ def _part_class(name: str) -> type:
     return field.default_factory
 
 
-def kv_cache_bytes(
-    spec: EngineSpec, workload: Workload, scheduler_settings: Mapping[str, Setting]
-) -> int:
-    """Room for the longest requests, as many as run at once: none has to be preempted."""
+def kv_cache_bytes(spec: EngineSpec, workload: Workload, settings: Mapping[str, Setting]) -> int:
+    """Room for the longest requests, as many as run at once: none has to be preempted.
+
+    Args:
+        settings: paxkv's, of any part.
+    """
+    parts = settings_by_part(settings)
     model = read_model_config(Path(spec.checkpoint))
-    max_num_seqs = SchedulerConfig(**scheduler_settings).max_num_seqs
+    max_num_seqs = SchedulerConfig(**parts["scheduler"]).max_num_seqs
     longest = sorted((r.num_tokens for r in workload.requests), reverse=True)[:max_num_seqs]
     num_tokens = sum(longest) + SPARE_TOKENS_PER_REQUEST * len(longest)
     # paxkv refuses a cache that could not hold the longest request of the model.
     num_tokens = max(num_tokens, model.max_position_embeddings) + SPARE_TOKENS
     values_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim
     # Accelerators measure their memory instead.
-    dtype = kv_cache_dtype(spec.dtype, "cpu")
+    dtype = kv_cache_dtype(spec.dtype, "cpu", parts["cache"].get("kv_cache_dtype", "auto"))
     return num_tokens * values_per_token * BYTES_PER_VALUE[dtype]
 
 

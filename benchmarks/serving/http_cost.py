@@ -34,7 +34,7 @@ from benchmarks.engine.options import (
     paxkv_settings,
     work_folder,
 )
-from benchmarks.engine.paxkv_engine import kv_cache_bytes, settings_by_part
+from benchmarks.engine.paxkv_engine import kv_cache_bytes
 from benchmarks.engine.process import EngineProcess, pinned
 from benchmarks.engine.worker import WARM_UP_OUTPUT_TOKENS, WARM_UP_REQUESTS
 from benchmarks.markdown_table import markdown_table
@@ -140,7 +140,7 @@ def measure(arguments: argparse.Namespace) -> tuple[list[EngineRun], list[Served
     with work_folder(arguments, workload) as folder, contextlib.ExitStack() as processes:
         write_tokenizer(folder / "checkpoint", MODEL_SHAPES[arguments.model].vocab_size)
         spec = engine_spec(arguments, folder, OFFLINE_MODULE, settings)
-        num_bytes = kv_cache_bytes(spec, workload, settings_by_part(settings)["scheduler"])
+        num_bytes = kv_cache_bytes(spec, workload, settings)
         flags = server_flags(
             {"model": spec.checkpoint, "dtype": spec.dtype, "cpu_kv_cache_bytes": num_bytes}
             | settings

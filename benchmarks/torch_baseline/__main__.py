@@ -155,7 +155,7 @@ def _token_problems(
     judge: LogitGap | None,
 ) -> list[str]:
     """A line for every engine whose tokens are not those of paxkv's first run."""
-    if rounded := rounded_dtype(arguments):
+    if rounded := rounded_dtype(arguments, paxkv_settings(arguments)):
         print(f"tokens are not compared: {rounded} rounds more than logits lie apart.")
         return []
     wanted = runs["paxkv"][0].token_ids

@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
@@ -34,7 +35,11 @@ class LoadedModel:
     def param_specs(self) -> tuple[PartitionSpec, ...]:
         """How each of `params` is split over a mesh with the axis `MODEL_AXIS`."""
         return tuple(
-            param_spec(name, in_panels=name.endswith(".kernel") and param.ndim == 3)
+            param_spec(
+                name,
+                in_panels=name.endswith(".kernel") and param.ndim == 3,
+                is_transposed=name.endswith(".kernel") and param.dtype == jnp.int8,
+            )
             for name, param in zip(self.param_names, self.params, strict=True)
         )
 

@@ -22,6 +22,8 @@ def with_product_dtype(model: LoadedModel, product_dtype: ProductDtype) -> Loade
     else stays in the model's dtype. "int8" has a step for every output of a kernel, and one for
     every token; nothing has to be calibrated.
 
+    Kernels of int8 are stored [out, in] (`models.layers.linear.dot_int8`).
+
     Embeddings are not rounded, and neither is a head that reads the embedding.
 
     Raises:
@@ -62,5 +64,8 @@ def _round_linear(linear: Linear, product_dtype: ProductDtype) -> None:
 
 
 @jax.jit
-def _round_columns(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return round_to_int8(kernel, axis=0)
+def _round_columns(
+    kernel: jax.Array,  # f[in, out]
+) -> tuple[jax.Array, jax.Array]:  # i8[out, in], f32[out]
+    rounded, scale = round_to_int8(kernel, axis=0)
+    return rounded.T, scale

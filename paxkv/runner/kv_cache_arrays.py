@@ -28,13 +28,27 @@ def default_block_size(platform: str) -> int:
     return 64 if platform == "cpu" else 16
 
 
-def kv_cache_dtype(model_dtype: str, platform: str) -> str:
+def kv_cache_dtype(model_dtype: str, platform: str, wanted: str = "auto") -> str:
     """The dtype that keys and values are stored in.
 
-    float32 on the CPU, whatever the model's: XLA there rewrites a 16-bit scatter through float32
-    and copies the whole cache for it, seconds a step for 1 GiB.
+    float32 on the CPU, whatever the model's: XLA there rewrites a scatter of bfloat16 through
+    float32 and copies the whole cache for it, seconds a step for 1 GiB. It does not with float16.
+
+    Args:
+        wanted: `CacheConfig.kv_cache_dtype`.
+
+    Raises:
+        ConfigError: The platform cannot keep them in what is wanted.
     """
-    return "float32" if platform == "cpu" else model_dtype
+    allowed = ["float32", "float16"] if platform == "cpu" else [model_dtype]
+    if wanted == "auto":
+        return allowed[0]
+    if wanted not in allowed:
+        raise ConfigError(
+            f"kv_cache_dtype is {wanted!r}; on {platform} a model in {model_dtype} keeps keys and "
+            f"values in {' or '.join(allowed)}. Choose one of them, or auto."
+        )
+    return wanted
 
 
 def device_mesh(device: jax.Device) -> Mesh:

@@ -76,11 +76,7 @@ class ModelRunner:
         max_num_seqs = scheduler_config.max_num_seqs
         device = next(iter(model.params[0].devices()))
         mesh = device_mesh(device)
-        groups = groups_of_layers(
-            kv_cache_layers(model.config),
-            block_size=cache_config.block_size or default_block_size(device.platform),
-            dtype=kv_cache_dtype(model.params[0].dtype.name, device.platform),
-        )
+        groups = _groups_of(model, cache_config, device.platform)
         # All groups must have one, or the arrays cannot be made.
         spec = page_spec(groups.kv_cache_groups)
         model = model.with_kernels(_kernel_settings(runner_config, model, spec, mesh))
@@ -255,6 +251,15 @@ def _put_params(model: LoadedModel, mesh: Mesh) -> tuple[jax.Array, ...]:
     return tuple(
         jax.device_put(param, NamedSharding(mesh, spec))
         for param, spec in zip(model.params, model.param_specs, strict=True)
+    )
+
+
+def _groups_of(model: LoadedModel, config: CacheConfig, platform: str) -> KVCacheGroups:
+    dtype = kv_cache_dtype(model.params[0].dtype.name, platform, config.kv_cache_dtype)
+    return groups_of_layers(
+        kv_cache_layers(model.config),
+        block_size=config.block_size or default_block_size(platform),
+        dtype=dtype,
     )
 
 

@@ -40,11 +40,13 @@ BLOCK_SIZE = 8
 MAX_NUM_BLOCKS = 160
 
 
-def make_runner(checkpoint: Path) -> ModelRunner:
+def make_runner(checkpoint: Path, **cache_settings: str) -> ModelRunner:
     """A runner that engines of one test file share, one after another: each step compiles once."""
     return ModelRunner(
         load_model(checkpoint, dtype="float32", load_format="auto", seed=0),
-        cache_config=CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=MAX_NUM_BLOCKS),
+        cache_config=CacheConfig(
+            block_size=BLOCK_SIZE, num_gpu_blocks_override=MAX_NUM_BLOCKS, **cache_settings
+        ),
         scheduler_config=SchedulerConfig(
             max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS
         ),

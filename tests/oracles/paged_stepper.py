@@ -25,12 +25,19 @@ class PagedStepper:
     Args:
         only_last_tokens: The logits of each chunk's last token are computed, and no others.
         widths: Numbers of tokens that a step may compute, the last `NUM_TOKENS`.
+        cache_dtype: Of keys and values; None is that of the model.
     """
 
     def __init__(
-        self, loaded: LoadedModel, *, only_last_tokens: bool = False, widths: tuple[int, ...] = ()
+        self,
+        loaded: LoadedModel,
+        *,
+        only_last_tokens: bool = False,
+        widths: tuple[int, ...] = (),
+        cache_dtype: str | None = None,
     ) -> None:
         self._loaded = loaded
+        self._cache_dtype = cache_dtype or loaded.params[0].dtype.name
         self._only_last_tokens = only_last_tokens
         self._widths = widths
         self.params = loaded.params
@@ -53,8 +60,8 @@ class PagedStepper:
         self._block_tables = block_ids.reshape(tables_shape).astype(np.int32)
         self._seq_lens = np.zeros(NUM_REQS, np.int32)
         shape = (self._num_rows, num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-        dtype = self.params[0].dtype
-        self._kv_cache = KVCache(k=jnp.full(shape, np.nan, dtype), v=jnp.full(shape, np.nan, dtype))
+        k, v = (jnp.full(shape, np.nan, self._cache_dtype) for _ in range(2))
+        self._kv_cache = KVCache(k=k, v=v)
 
     def step(self, chunks: dict[int, list[int]]) -> dict[int, np.ndarray]:
         """Runs one step.

@@ -14,19 +14,20 @@ BOTH = ["--prefix-caching", "both", "--block-size", "16"]
 
 
 class FakeProcess:
-    """Stands for paxkv's process; with a cache it takes half the time."""
+    """Stands for paxkv's process; with a cache, or keys in float16, it takes half the time."""
 
     def __init__(self, spec: EngineSpec, workload_file: Path, log_file: Path) -> None:
         assert (spec.settings["block_size"], spec.num_threads) == (16, 1)
         self._is_cached = spec.settings["enable_prefix_caching"]
+        self._is_fast = self._is_cached or "kv_cache_dtype" in spec.settings
         self._workload = Workload.read(workload_file)
 
     def run(self, settings: dict[str, int], *, is_warm_up: bool = False) -> EngineRun:
         return EngineRun(
             token_ids=[[0] * r.num_output_tokens for r in self._workload.requests],
             figures={"prefix_hit_percent": 90.0 if self._is_cached else 0.0},
-            wall_s=2.0 if self._is_cached else 4.0,
-            cpu_s=1.0 if self._is_cached else 4.0,
+            wall_s=2.0 if self._is_fast else 4.0,
+            cpu_s=1.0 if self._is_fast else 4.0,
             idle_wall_s=1.0,
             idle_cpu_s=0.5,
         )
@@ -74,7 +75,51 @@ def test_cache_that_changes_an_answer_is_no_result(tmp_path, capsys, monkeypatch
     assert main([*OPTIONS, *BOTH, "--out", str(out)]) == 1
     assert not out.exists()
     text = capsys.readouterr().out
-    assert "DIFFERENT: prefix caching off, repetition 0: tokens of 1 of 4 requests" in text
+    assert "DIFFERENT: engine 'off', repetition 0: tokens of 1 of 4 requests" in text
+
+
+BESIDE = ["--prefix-caching", "off", "--block-size", "16", "--beside", "kv_cache_dtype=float16"]
+
+
+@pytest.fixture
+def differing(monkeypatch):
+    """Every engine has tokens of its own."""
+
+    class Differing(FakeProcess):
+        num_made = 0
+
+        def __init__(self, *args: object) -> None:
+            super().__init__(*args)
+            Differing.num_made += 1
+            self._token_id = Differing.num_made
+
+        def run(self, settings: dict[str, int], *, is_warm_up: bool = False) -> EngineRun:
+            run = super().run(settings, is_warm_up=is_warm_up)
+            run.token_ids[2][0] = self._token_id
+            return run
+
+    monkeypatch.setattr("benchmarks.engine.__main__.EngineProcess", Differing)
+
+
+def test_a_second_engine_has_further_settings_and_a_ratio(tmp_path, differing) -> None:
+    out = tmp_path / "rows.jsonl"
+    assert main([*OPTIONS, *BESIDE, "--out", str(out)]) == 0
+    rows = read(out)
+    assert rows["tokens_per_cpu_s", "False"]["median"] == 4 * 16 / 4
+    assert rows["tokens_per_cpu_s", "False kv_cache_dtype=float16"]["median"] == 4 * 16
+    assert rows["times_without_per_cpu_s", "False kv_cache_dtype=float16"]["median"] == 4
+    assert rows["times_without_per_s", "False kv_cache_dtype=float16"]["median"] == 2
+
+
+def test_a_second_engine_that_rounds_nothing_has_the_same_tokens(tmp_path, differing) -> None:
+    options = [*BESIDE[:-1], "max_num_batched_tokens=1024", "--out", str(tmp_path / "rows.jsonl")]
+    assert main([*OPTIONS, *options]) == 1
+
+
+def test_two_comparisons_at_once_are_refused(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main([*OPTIONS, *BOTH, "--beside", "kv_cache_dtype=float16"])
+    assert "two comparisons; choose one" in capsys.readouterr().err
 
 
 @pytest.mark.slow

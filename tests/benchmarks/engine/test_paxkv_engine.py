@@ -94,3 +94,5 @@ def test_cache_has_room_for_all_that_may_run_at_once(spec: EngineSpec) -> None:
     half = dataclasses.replace(spec, dtype="bfloat16")
     sizes = [kv_cache_bytes(s, workload, {"max_num_seqs": 2}) for s in (spec, half)]
     assert sizes[0] == sizes[1]
+    settings = {"max_num_seqs": 2, "kv_cache_dtype": "float16"}
+    assert kv_cache_bytes(spec, workload, settings) == sizes[0] / 2

@@ -141,7 +141,9 @@ def test_logits_are_those_of_whole_kernels(tmp_path, tie, loops_over_layers):
 def test_kernels_of_fewer_bits_stay_whole(tmp_path, other):
     folder = write_random_checkpoint(tmp_path, **SHAPE | {"num_layers": 1})
     model = load_model(folder, **{"dtype": "float32"} | other, has_column_panels=True)
-    assert by_name(model)[KERNEL].shape == (512, 1024)
+    # A kernel of int8 is turned besides.
+    wanted = (1024, 512) if "int8" in other.values() else (512, 1024)
+    assert by_name(model)[KERNEL].shape == wanted
     assert all(array.ndim <= 2 for array in model.params)
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from models import load_model
 from models.errors import ModelError
@@ -48,13 +49,22 @@ def test_kernels_alone_are_rounded(own_model, product_dtype, kernel_dtype):
     for name, own_param in own_params.items():
         if name.endswith(".kernel"):
             assert params[name].dtype == kernel_dtype
-            assert params[name].shape == own_param.shape
+            # What is summed lies together in int8.
+            is_turned = product_dtype == "int8"
+            assert params[name].shape == (own_param.T if is_turned else own_param).shape
         else:
             assert np.array_equal(params[name], own_param)
     added = set(params) - set(own_params)
     assert all(name.endswith(".kernel_scale") for name in added)
     assert bool(added) == (product_dtype == "int8")
-    assert len(rounded.param_specs) == len(rounded.params)
+    own_specs = dict(zip(own_model.param_names, own_model.param_specs, strict=True))
+    for name, spec in zip(rounded.param_names, rounded.param_specs, strict=True):
+        is_turned = product_dtype == "int8" and name.endswith(".kernel")
+        if name in own_specs:
+            assert spec == (PartitionSpec(*own_specs[name][::-1]) if is_turned else own_specs[name])
+        else:  # a scale, split as a kernel's outputs are
+            split_out = own_specs[name.removesuffix("_scale")][1]
+            assert spec == (PartitionSpec() if split_out is None else PartitionSpec(split_out))
 
 
 def test_columns_keep_255_steps_of_their_own(own_model):
@@ -63,8 +73,9 @@ def test_columns_keep_255_steps_of_their_own(own_model):
     own = dict(zip(own_model.param_names, own_model.params, strict=True))
     name = "layers.0.mlp.down_proj.kernel"
     scale = np.asarray(params[f"{name}_scale"])
-    assert np.abs(np.asarray(params[name])).max(axis=0).min() == 127
-    difference = np.asarray(params[name]) * scale - np.asarray(own[name])
+    rounded_kernel = np.asarray(params[name]).T
+    assert np.abs(rounded_kernel).max(axis=0).min() == 127
+    difference = rounded_kernel * scale - np.asarray(own[name])
     assert (np.abs(difference) <= scale * 0.5001).all()
 
 
@@ -81,5 +92,5 @@ def test_token_of_zeros_has_a_product_of_zeros(own_model):
     rounded = module.with_product_dtype(own_model, "int8")
     params = jax.tree.unflatten(rounded.params_treedef, rounded.params)
     linear = module.nnx.merge(rounded.graphdef, params).layers[0].mlp.down_proj
-    x = jnp.zeros((2, linear.kernel[...].shape[0]))
-    assert np.array_equal(linear(x), np.zeros((2, linear.kernel[...].shape[1])))
+    num_out, num_in = linear.kernel[...].shape
+    assert np.array_equal(linear(jnp.zeros((2, num_in))), np.zeros((2, num_out)))

@@ -97,3 +97,13 @@ def test_half_precision_is_stored_as_float32_on_the_cpu_only():
     assert kv_cache_dtype("bfloat16", "cpu") == "float32"
     assert kv_cache_dtype("float16", "cpu") == "float32"
     assert kv_cache_dtype("bfloat16", "gpu") == "bfloat16"
+
+
+def test_keys_and_values_are_kept_in_what_is_asked_for_where_that_can_be():
+    assert kv_cache_dtype("float32", "cpu", "float16") == "float16"
+    assert kv_cache_dtype("bfloat16", "cpu", "float32") == "float32"
+    assert kv_cache_dtype("bfloat16", "gpu", "bfloat16") == "bfloat16"
+    with pytest.raises(ConfigError, match=r"'bfloat16'; on cpu .* in float32 or float16"):
+        kv_cache_dtype("bfloat16", "cpu", "bfloat16")
+    with pytest.raises(ConfigError, match=r"'float16'; on gpu a model in bfloat16 .* in bfloat16"):
+        kv_cache_dtype("bfloat16", "gpu", "float16")

@@ -31,14 +31,15 @@ def llama(tmp_path_factory):
     return load_model(folder)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16], ids=["f32", "f16"])
 @pytest.mark.parametrize("shape", [TINY_SHAPE, SHAPE], ids=["1_token", "8_tokens"])
-def test_step_writes_the_cache_in_place(llama, shape):
+def test_step_writes_the_cache_in_place(llama, shape, dtype):
     """The whole cache is aliased, and temporary memory does not grow with it."""
     step = jax.jit(make_step(llama, shape), donate_argnums=(1, 4))
     logits = abstract(4, llama.config.vocab_size, dtype=jnp.float32)
     temp_bytes = []
     for num_blocks in (64, 2048):
-        array = abstract(2, num_blocks, 2, 8, 16, dtype=jnp.float32)
+        array = abstract(2, num_blocks, 2, 8, 16, dtype=dtype)
         cache_bytes = 2 * array.size * array.dtype.itemsize
         packed = abstract(PackedLayout(shape).num_words)
         lowered = step.lower(llama.params, KVCache(k=array, v=array), packed, abstract(4), logits)
@@ -66,8 +67,9 @@ def test_step_of_two_groups_writes_their_one_cache_in_place(shape):
     assert temp_bytes[0] == temp_bytes[1] < cache_bytes / 4
 
 
-def test_block_copies_write_the_cache_in_place():
-    array = abstract(3, 2048, 2, 8, 16, dtype=jnp.float32)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16], ids=["f32", "f16"])
+def test_block_copies_write_the_cache_in_place(dtype):
+    array = abstract(3, 2048, 2, 8, 16, dtype=dtype)
     cache_bytes = 2 * array.size * array.dtype.itemsize
     lowered = jax.jit(make_block_copies(TinyModel()), donate_argnums=0).lower(
         KVCache(k=array, v=array), abstract(2, 8)
