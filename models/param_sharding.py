@@ -8,7 +8,7 @@ from models.errors import ModelError
 MODEL_AXIS = "model"
 
 _REPLICATED = PartitionSpec()
-_SPLIT_OUT = PartitionSpec(None, MODEL_AXIS)  # kernel [in, out]: each device makes some outputs
+_SPLIT_OUT = PartitionSpec(None, MODEL_AXIS)  # kernel [in, out]: each makes some outputs
 _SPLIT_IN = PartitionSpec(MODEL_AXIS, None)  # and this one sums over some inputs
 _SPLIT_VECTOR = PartitionSpec(MODEL_AXIS)
 

@@ -24,8 +24,14 @@ def quantise(
     scale: jax.Array | None,  # f32[num_kv_heads]
     dtype: jnp.dtype,
 ) -> jax.Array:  # dtype[num_tokens, num_kv_heads, head_dim]
-    """What a cache of `dtype` stores for `x`; a plain cast where it is not quantised."""
+    """What a cache of `dtype` stores for `x`; a cast where it is not quantised.
+
+    Numbers beyond those of a narrower dtype become its largest: infinite ones would be NaN in sums.
+    """
     if not is_quantised(dtype):
+        largest = float(jnp.finfo(dtype).max)
+        if largest < float(jnp.finfo(x.dtype).max):
+            x = jnp.clip(x.astype(jnp.float32), -largest, largest)
         return x.astype(dtype)
     largest = LARGEST_STORED[jnp.dtype(dtype).name]
     scaled = jnp.clip(x.astype(jnp.float32) / scale[:, None], -largest, largest)

@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prefix-caching", choices=("on", "off", "both"), default="on")
     parser.add_argument(
         *("--beside",), metavar="NAME=VALUE", type=named_setting, action="append", default=[],
-        help="a setting of a second engine",
+        help="a setting of a second engine, besides those of the first; may be given again",
     )  # fmt: skip
     arguments = parser.parse_args(argv)
     if arguments.beside and arguments.prefix_caching == "both":
@@ -93,8 +93,11 @@ def main(argv: list[str] | None = None) -> int:
             process.run({}, is_warm_up=True)
             contenders.append(Contender(label=mode, process=process, settings={}))
         runs = run_in_turn(contenders, arguments.repetitions)
-    is_rounded = any(rounded_dtype(arguments, settings[mode]) for mode in modes)
-    problem = None if is_rounded else _token_problem(runs)
+    rounded = [rounded_dtype(arguments, settings[mode]) for mode in modes]
+    if any(rounded):
+        dtype = next(filter(None, rounded))
+        print(f"tokens are not compared: {dtype} rounds more than logits lie apart.")
+    problem = None if any(rounded) else _token_problem(runs)
     if problem is not None:
         print(problem)
         return 1

@@ -33,7 +33,7 @@ import numpy as np
 
 from benchmarks.engine.measure import spread
 from benchmarks.engine.options import named_setting
-from benchmarks.engine.paxkv_engine import settings_by_part
+from benchmarks.engine.paxkv_engine import BYTES_PER_VALUE, settings_by_part
 from benchmarks.markdown_table import markdown_table
 from benchmarks.random_checkpoint import MODEL_SHAPES, write_checkpoint
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
@@ -45,6 +45,7 @@ from paxkv.contracts.engine_request import AbortRequests, AddRequest, EngineRequ
 from paxkv.contracts.executor import Executor, StepHandle
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.engine.engine_core import EngineCore
+from paxkv.runner.kv_cache_arrays import kv_cache_dtype
 from paxkv.sampling_params import SamplingParams
 
 BENCHMARK = "benchmarks.host.engine_step"
@@ -152,7 +153,9 @@ def build(checkpoint: Path, arguments: argparse.Namespace) -> EngineCore:
         "max_num_batched_tokens": max(512, arguments.num_requests),
     }
     model = read_model_config(checkpoint)
-    token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 4
+    dtype = kv_cache_dtype("float32", "cpu", parts["cache"].get("kv_cache_dtype", "auto"))
+    values_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+    token_bytes = values_per_token * BYTES_PER_VALUE[dtype]
     # Nobody is preempted, and the longest request of the model must fit too.
     num_tokens = arguments.num_requests * (PROMPT_TOKENS + TOKENS_TO_SPARE) + MAX_MODEL_LEN
     parts["cache"] = {"cpu_kv_cache_bytes": num_tokens * token_bytes} | parts["cache"]

@@ -1,4 +1,4 @@
-"""Matrix products and the `Linear` and `Embedding` layers: weights are stored [in, out]."""
+"""Matrix products and the `Linear` and `Embedding` layers: weights of float are [in, out]."""
 
 import jax
 import jax.numpy as jnp
@@ -108,9 +108,9 @@ def _at_least_min_rows(x: jax.Array) -> jax.Array:  # [num_tokens, in] -> [>= nu
 class Linear(nnx.Module):
     """`x @ kernel + bias`, summed in float32 and returned in x's dtype.
 
-    A checkpoint stores the transpose; the loader turns it once, since an [out, in] kernel costs
-    several times the product on a CPU. A mesh shards `out_features` of q, k, v, gate and up, and
-    `in_features` of o and down.
+    A checkpoint stores the transpose; the loader turns it once, since an [out, in] kernel of floats
+    costs several times the product on a CPU. A mesh shards `out_features` of q, k, v, gate and up,
+    and `in_features` of o and down.
 
     The kernel may be of fewer bits than x (`models/loading/product_dtype.py`): then x is rounded to
     them as well, and a kernel of int8 is [out, in] (`dot_int8`). Or it may lie in panels of columns
@@ -121,7 +121,7 @@ class Linear(nnx.Module):
         self, in_features: int, out_features: int, *, use_bias: bool, dtype: jnp.dtype
     ) -> None:
         self.kernel = nnx.Param(jnp.zeros((in_features, out_features), dtype))
-        # f32[out_features], what a column of an int8 kernel is to be multiplied by.
+        # f32[out_features], what an output of an int8 kernel is to be multiplied by.
         self.kernel_scale: nnx.Param | None = None
         self.bias = nnx.Param(jnp.zeros((out_features,), dtype)) if use_bias else None
 

@@ -182,6 +182,24 @@ CASES: tuple[PagedAttentionCase, ...] = (
 
 # The greatest length, cut into few blocks and into many. Heads are few and small, because the
 # reference gives each token its own copy of its keys.
+# Queries of more bits than the cache, which the bodies in plain XLA and the reference take.
+NARROW_CACHE_CASES: tuple[PagedAttentionCase, ...] = (
+    PagedAttentionCase(name="mixed_float16_cache", requests=_MIXED, cache_dtype="float16"),
+    PagedAttentionCase(
+        name="shared_window_float16_cache",
+        requests=((1, 40),) * 9,
+        cache_dtype="float16",
+        sliding_window=20,
+        has_sinks=True,
+    ),
+    PagedAttentionCase(
+        name="bfloat16_mixed_float16_cache",
+        requests=_MIXED,
+        dtype="bfloat16",
+        cache_dtype="float16",
+    ),
+)
+
 LONG_CASES: tuple[PagedAttentionCase, ...] = (
     PagedAttentionCase(
         name="decode_131072",
@@ -289,9 +307,9 @@ def _draw_scales(rng: np.random.Generator, case: PagedAttentionCase) -> np.ndarr
 
 def _store(x_np: np.ndarray, scale_np: np.ndarray | None, case: PagedAttentionCase) -> np.ndarray:
     """What the cache holds for `x_np` (f32[seq_len, num_kv_heads, head_dim]), as float32."""
-    if scale_np is None:
-        return x_np
     dtype = jnp.dtype(case.cache_dtype or case.dtype)
+    if scale_np is None:
+        return x_np.astype(dtype).astype(np.float32)
     largest = LARGEST_STORED[dtype.name]
     scaled = np.clip(x_np / scale_np[:, None], -largest, largest)
     return (np.rint(scaled) if dtype == np.int8 else scaled).astype(dtype).astype(np.float32)

@@ -146,7 +146,7 @@ def _add_keys(
         largest,
         softmax.denominator * rescale + sum_of_rows(weights),
         softmax.weighted_values * rescale[..., None]
-        + product_f32("thgp,thpd->thgd", weights.astype(v.dtype), v),
+        + product_f32("thgp,thpd->thgd", problem.as_weights(weights), v),
     )
 
 

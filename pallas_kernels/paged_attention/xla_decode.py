@@ -101,7 +101,7 @@ def _add_blocks(
     # A block on the list has a key that is seen, so `largest` is a true logit and masked weights
     # underflow to 0.
     weights = jnp.exp(logits - rows_at(largest, req_idx)[..., None])
-    sums = [product_f32("nhp,nhpd->nhd", weights[:, :, g].astype(v.dtype), v) for g in group]
+    sums = [product_f32("nhp,nhpd->nhd", problem.as_weights(weights[:, :, g]), v) for g in group]
     return RunningSoftmax(
         largest,
         (softmax.denominator * rescale).at[written_req].add(sum_of_rows(weights), **_DROPPED),

@@ -135,7 +135,7 @@ def add_kv_tile(
     rescale = jnp.exp(softmax.largest - largest)
     # Selected, because a query token may see no key of this tile: then all its logits are alike.
     weights = jnp.where(is_seen, jnp.exp(logits - largest[..., None]), 0)
-    rows = weights.astype(v.dtype).reshape(num_kv_heads, -1, kv_tile)
+    rows = problem.as_weights(weights).reshape(num_kv_heads, -1, kv_tile)
     sums = product_f32("hqk,hkd->hqd", rows, v).reshape(*shape, -1)
     return RunningSoftmax(
         largest,

@@ -85,6 +85,14 @@ class AttentionProblem:
         k, v = (x.astype(self.q.dtype) if is_quantised(x.dtype) else x for x in blocks)
         return k, v
 
+    def as_weights(self, weights: jax.Array) -> jax.Array:
+        """Weights of values in q's dtype, or in float32 where the cache is of fewer bits than q.
+
+        Values of a 16-bit model are multiplied as such, and a sum in float32 stays one.
+        """
+        stored = self.q.dtype if is_quantised(self.v_cache.dtype) else self.v_cache.dtype
+        return weights.astype(jnp.promote_types(self.q.dtype, stored))
+
     def logits(self, products: jax.Array, is_seen: jax.Array, head_axis: int) -> jax.Array:
         """Scales, caps and masks products of queries and keys, in this order."""
         scale = self.scale

@@ -91,7 +91,6 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
     VllmFlag(("--runner",), "the engine generates", accepted=("auto", "generate")),
     VllmFlag(("--convert",), "models are not converted", accepted=("auto", "none")),
     VllmFlag(("--task",), "the engine generates", accepted=("auto", "generate")),
-    VllmFlag(("--kv-cache-dtype",), "keys and values have the model's dtype", accepted=("auto",)),
     VllmFlag(("--logprobs-mode",), "logprobs are raw ones", accepted=("raw_logprobs",)),
     VllmFlag(("--max-num-partial-prefills",), "there may be any number", accepted=("1",)),
     VllmFlag(("--max-long-partial-prefills",), "there may be any number", accepted=("1",)),

@@ -28,7 +28,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 PROMPTS = [
     [random.Random(0).randrange(VOCAB_SIZE) for _ in range(16)]
     + [random.Random(i).randrange(VOCAB_SIZE) for _ in range(length)]
-    for i, length in enumerate((3, 9, 14, 27), 1)
+    # As many as look for a prefix that they share.
+    for i, length in enumerate((3, 9, 14, 27, 5, 2, 8, 11), 1)
 ]
 
 

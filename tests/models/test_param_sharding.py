@@ -39,6 +39,12 @@ def test_panels_are_split_as_their_columns_and_rows_are() -> None:
     assert param_spec("lm_head.kernel", in_panels=True) == out
 
 
+def test_kernels_that_are_turned_are_split_along_the_same_features() -> None:
+    out, into = PartitionSpec("model", None), PartitionSpec(None, "model")
+    assert param_spec("layers.0.mlp.up_proj.kernel", is_transposed=True) == out
+    assert param_spec("layers.0.mlp.down_proj.kernel", is_transposed=True) == into
+
+
 def test_unknown_parameter_needs_a_rule() -> None:
     with pytest.raises(ModelError, match="router"):
         param_spec("layers.0.mlp.router.kernel")

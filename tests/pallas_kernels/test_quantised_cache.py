@@ -72,6 +72,15 @@ def test_a_cache_of_floats_is_a_cast():
     assert (got.dtype, got.item()) == (jnp.bfloat16, 1.5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_number_too_large_for_a_narrower_float_becomes_its_largest(dtype):
+    x = jnp.array([-1e6, -3.5, 65_504.0, 3e38, jnp.inf, jnp.nan], dtype).reshape(1, 1, -1)
+    got = quantise(x, None, jnp.float16).ravel()
+    wanted = [-65_504.0, -3.5, 65_504.0, 65_504.0, 65_504.0, jnp.nan]
+    assert got.dtype == jnp.float16
+    assert jnp.array_equal(got, jnp.array(wanted, jnp.float16), equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_floats_are_not_quantised(dtype):
     assert not is_quantised(jnp.dtype(dtype))

@@ -100,6 +100,7 @@ def test_a_start_with_the_cache_gives_the_same_tokens_and_compiles_nothing(
         ({"max_model_len": 32}, "max_blocks_per_req: compiled with 4, now also 2"),
         ({"block_size": 8}, "block_size: compiled with '16', now '8'"),
         ({"num_gpu_blocks_override": 25}, "number of KV blocks: compiled with '24', now '25'"),
+        ({"kv_cache_dtype": "float16"}, "KV cache: compiled with 'float32, "),
         ({"dtype": "bfloat16"}, "dtype: compiled with 'float32', now 'bfloat16'"),
         ({"kernels": "xla"}, "kernels' implementation: compiled with 'None', now 'xla'"),
     ],

@@ -23,6 +23,7 @@ def test_defaults_are_valid() -> None:
 @pytest.mark.parametrize(
     ("make", "word"),
     [
+        (lambda: CacheConfig(kv_cache_dtype="fp8"), "kv_cache_dtype"),
         (lambda: CacheConfig(block_size=12), "block_size"),
         (lambda: CacheConfig(block_size=16.0), "block_size"),
         (lambda: CacheConfig(enable_prefix_caching="no"), "enable_prefix_caching"),

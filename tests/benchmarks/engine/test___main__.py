@@ -101,9 +101,10 @@ def differing(monkeypatch):
     monkeypatch.setattr("benchmarks.engine.__main__.EngineProcess", Differing)
 
 
-def test_a_second_engine_has_further_settings_and_a_ratio(tmp_path, differing) -> None:
+def test_a_second_engine_has_further_settings_and_a_ratio(tmp_path, differing, capsys) -> None:
     out = tmp_path / "rows.jsonl"
     assert main([*OPTIONS, *BESIDE, "--out", str(out)]) == 0
+    assert "tokens are not compared: float16" in capsys.readouterr().out
     rows = read(out)
     assert rows["tokens_per_cpu_s", "False"]["median"] == 4 * 16 / 4
     assert rows["tokens_per_cpu_s", "False kv_cache_dtype=float16"]["median"] == 4 * 16

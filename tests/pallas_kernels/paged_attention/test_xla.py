@@ -14,6 +14,7 @@ from pallas_kernels import kv_scatter, paged_attention
 from pallas_kernels.paged_attention.cases import (
     CASES,
     LONG_CASES,
+    NARROW_CACHE_CASES,
     PagedAttentionCase,
     build_inputs,
 )
@@ -23,7 +24,9 @@ from pallas_kernels.paged_attention.xla import paged_attention_xla
 TOLERANCES = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 2e-2}
 
 
-@pytest.mark.parametrize("case", CASES + LONG_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", CASES + LONG_CASES + NARROW_CACHE_CASES, ids=lambda case: case.name
+)
 def test_equals_reference(case, attend, attend_by_reference):
     out, lse = attend(build_inputs(case), paged_attention_xla)
     expected_out, expected_lse = attend_by_reference(case)

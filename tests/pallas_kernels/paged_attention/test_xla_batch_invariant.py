@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from pallas_kernels import paged_attention
-from pallas_kernels.paged_attention.cases import CASES, LONG_CASES, build_inputs
+from pallas_kernels.paged_attention.cases import CASES, LONG_CASES, NARROW_CACHE_CASES, build_inputs
 from pallas_kernels.paged_attention.xla_batch_invariant import paged_attention_batch_invariant
 
 TOLERANCES = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 2e-2}
 
 
-@pytest.mark.parametrize("case", CASES + LONG_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", CASES + LONG_CASES + NARROW_CACHE_CASES, ids=lambda case: case.name
+)
 def test_equals_reference(case, attend, attend_by_reference):
     out, lse = attend(build_inputs(case), paged_attention_batch_invariant)
     expected_out, expected_lse = attend_by_reference(case)

@@ -27,15 +27,16 @@ def abstract(*dims, dtype=jnp.int32):
     return jax.ShapeDtypeStruct(dims, dtype)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16], ids=["f32", "f16"])
 @pytest.mark.parametrize(("num_reqs", "max_steps"), [(1, 1), (4, 8)])
-def test_burst_writes_the_cache_in_place(tmp_path, num_reqs, max_steps):
+def test_burst_writes_the_cache_in_place(tmp_path, num_reqs, max_steps, dtype):
     """The whole cache is aliased, and temporary memory does not grow with it."""
     model = load_model(write_random_checkpoint(tmp_path / "llama", num_layers=2))
     shape = dataclasses.replace(SHAPE, max_steps=max_steps, num_reqs=num_reqs)
     burst = jax.jit(make_burst(model, shape), donate_argnums=1)
     temp_bytes = []
     for num_blocks in (64, 2048):
-        array = abstract(2, num_blocks, 2, 8, 16, dtype=jnp.float32)
+        array = abstract(2, num_blocks, 2, 8, 16, dtype=dtype)
         cache_bytes = 2 * array.size * array.dtype.itemsize
         packed = abstract(PackedLayout(shape).num_words)
         lowered = burst.lower(model.params, KVCache(k=array, v=array), packed, abstract(4))
