@@ -77,8 +77,9 @@ def dot_int8(
     """Multiplies in integers: each token is rounded to 255 steps of its own largest number.
 
     What is summed lies together in both, as instructions for int8 want it. With [in, out] YNNPACK
-    reorders the kernel and sums its columns at each call: products of 512 by 1,536 take 1.33 times
-    as long with 8 rows, 1.12 with 64, 1.03 with 256 (one core with AVX-512 VNNI, JAX 0.12.0.1).
+    reorders the kernel and sums its columns at each call: products of 512 by 1,536 take 1.2 to
+    1.3 times as long with 8 rows, 1.1 with 64, and about as long with 256 (one core with AVX-512
+    VNNI, JAX 0.12.0.1).
     """
     x_q, x_scale = round_to_int8(x, axis=1)
     sums = lax.dot_general(

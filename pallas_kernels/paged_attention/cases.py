@@ -186,7 +186,7 @@ CASES: tuple[PagedAttentionCase, ...] = (
 NARROW_CACHE_CASES: tuple[PagedAttentionCase, ...] = (
     PagedAttentionCase(name="mixed_float16_cache", requests=_MIXED, cache_dtype="float16"),
     PagedAttentionCase(
-        name="shared_window_float16_cache",
+        name="decode_window_float16_cache",
         requests=((1, 40),) * 9,
         cache_dtype="float16",
         sliding_window=20,

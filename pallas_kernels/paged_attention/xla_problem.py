@@ -86,9 +86,9 @@ class AttentionProblem:
         return k, v
 
     def as_weights(self, weights: jax.Array) -> jax.Array:
-        """Weights of values in q's dtype, or in float32 where the cache is of fewer bits than q.
+        """Weights as values are multiplied with them: in the wider of q's dtype and the cache's.
 
-        Values of a 16-bit model are multiplied as such, and a sum in float32 stays one.
+        So a 16-bit model multiplies 16 bits, and float32 queries lose none to a narrower cache.
         """
         stored = self.q.dtype if is_quantised(self.v_cache.dtype) else self.v_cache.dtype
         return weights.astype(jnp.promote_types(self.q.dtype, stored))
