@@ -32,9 +32,9 @@ def kv_scatter(
 ) -> tuple[jax.Array, jax.Array]:  # the two caches
     """Writes each token's key and value into its slot of one cache row.
 
-    `k` and `v` are cast to the caches' dtypes, or quantised where these are int8 or float8_e4m3fn
-    (`quantised_cache.py` says how). In place when the caller donates the caches and rebinds them,
-    with two things to know:
+    `k` and `v` are cast to the caches' dtypes, or quantised where these are int8 or float8_e4m3fn;
+    numbers too large for either become the largest (`quantised_cache.py`). In place when the caller
+    donates the caches and rebinds them, with two things to know:
 
     - `k` or `v` must depend on the last read of the cache, as a layer's do on the layer before it.
       If nothing orders a write after a read, XLA copies the whole cache to keep both.

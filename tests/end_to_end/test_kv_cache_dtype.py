@@ -60,6 +60,14 @@ def answers(runner, settings: EngineSettings) -> tuple[list[list[int]], CheckedC
     return [output.outputs[0].token_ids for output in outputs], core
 
 
+@pytest.fixture(scope="module")
+def plain(runner) -> list[list[int]]:
+    """Without prefix cache, chunks, preemption or overlap."""
+    tokens, core = answers(runner, EngineSettings())
+    assert (core.num_preemptions, core.observed.num_computed_tokens) == (0, num_tokens(tokens))
+    return tokens
+
+
 def test_logits_are_as_near_as_stated():
     model = load_model(DEMO)
     prompts = np.random.default_rng(0).integers(3, model.config.vocab_size, (3, 15))
@@ -83,9 +91,7 @@ def test_logits_are_as_near_as_stated():
     ],
     ids=["prefix_cache", "chunks", "preemption", "ahead", "all"],
 )
-def test_answers_are_the_same_in_every_mode(runner, settings):
-    plain, core = answers(runner, EngineSettings())
-    assert (core.num_preemptions, core.observed.num_computed_tokens) == (0, num_tokens(plain))
+def test_answers_are_the_same_in_every_mode(runner, plain, settings):
     got, core = answers(runner, settings)
     assert got == plain
     assert (core.num_preemptions > 0) == (settings.num_blocks <= 20)
