@@ -33,7 +33,7 @@ from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, proce
 from models import ForwardBatch, KVCache, LoadedModel, load_model
 from models.layer_loop import run_in_turn
 from paxkv.runner.compiler_options import compiler_options
-from paxkv.runner.processor import instruction_sets, num_cores
+from paxkv.runner.processor import instruction_sets, num_threads
 
 BLOCK_SIZE = 16
 LAYERS_PREFIX = "layers."
@@ -190,7 +190,7 @@ def compile_variant(name: str, model: LoadedModel, work: Work) -> Variant:
     options = compiler_options(
         jax.default_backend(),
         {param.dtype.name for param in params},
-        num_cores=num_cores(),
+        num_cores=num_threads(),
         instruction_sets=instruction_sets(),
     )
     program = lowered.compile(options)

@@ -6,6 +6,7 @@
 import dataclasses
 import importlib.resources
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -19,9 +20,12 @@ from paxkv.build_client import (
     load_text_parts,
     load_tokenizer,
     make_input_processor,
+    start_engines,
 )
+from paxkv.client.engine_supervisor import RestartPolicy
 from paxkv.client.inproc_client import InprocClient
 from paxkv.client.input_processor import InputProcessor
+from paxkv.client.loop_thread import LoopThread
 from paxkv.client.output_processor import OutputProcessor
 from paxkv.config import CacheConfig, EngineConfig
 from paxkv.contracts.engine_client import EngineTransport
@@ -51,7 +55,7 @@ from models.loading.source import resolve_model_folder  # noqa: E402
 from paxkv.runner.compiler_options import wants_column_panels  # noqa: E402
 from paxkv.runner.memory_plan import GPU_SHARE_VARIABLE  # noqa: E402
 from paxkv.runner.model_runner import ModelRunner  # noqa: E402
-from paxkv.runner.processor import instruction_sets, num_cores  # noqa: E402
+from paxkv.runner.processor import instruction_sets, num_threads  # noqa: E402
 from paxkv.runner.program_store import (  # noqa: E402
     CompiledPrograms,
     NewCompiledPrograms,
@@ -86,13 +90,19 @@ class BuiltEngine:
 def build_engine(config: EngineConfig, *, show_progress: bool = False) -> BuiltEngine:
     """Loads the model, compiles every step, and starts the engine in a thread of this process.
 
+    Several engines are processes: threads of one would take turns.
+
     Args:
         show_progress: Draws a bar on stderr while steps compile.
 
     Raises:
-        ConfigError: The settings do not fit the model or the device.
+        ConfigError: The settings do not fit the model or the device; or, where engines are
+            processes, the model cannot be loaded.
         ModelError: The model cannot be loaded.
+        EngineDeadError: An engine's process ended before it was ready.
     """
+    if config.parallel.data_parallel_size > 1:
+        return _build_engines(config, show_progress=show_progress)
     found: list[TextParts] = []
     built = build_core(
         config,
@@ -106,6 +116,25 @@ def build_engine(config: EngineConfig, *, show_progress: bool = False) -> BuiltE
         tokenizer=text.tokenizer,
         chat_template=text.chat_template,
         model_info=built.ready.model_info,
+    )
+
+
+def _build_engines(config: EngineConfig, *, show_progress: bool) -> BuiltEngine:
+    engines = start_engines(
+        config, RestartPolicy(max_restarts=0, window_s=math.inf), show_progress=show_progress
+    )
+    transport = LoopThread(engines.transport)
+    try:
+        input_processor = make_input_processor(engines.ready, engines.text.tokenizer)
+    except BaseException:
+        transport.close()
+        raise
+    return BuiltEngine(
+        transport=transport,
+        input_processor=input_processor,
+        tokenizer=engines.text.tokenizer,
+        chat_template=engines.text.chat_template,
+        model_info=engines.ready.model_info,
     )
 
 
@@ -218,7 +247,7 @@ def _load_model(config: EngineConfig, folder: Path) -> LoadedModel:
         product_dtype=config.model.product_dtype,
         has_column_panels=wants_column_panels(
             jax.default_backend(),
-            num_cores=num_cores(),
+            num_cores=num_threads(),
             instruction_sets=instruction_sets(),
             batch_invariant=config.runner.batch_invariant,
         ),

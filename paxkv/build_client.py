@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paxkv.client.async_client import AsyncEngineClient
+from paxkv.client.data_parallel import DataParallelTransport
 from paxkv.client.engine_supervisor import EngineSupervisor, RestartPolicy
 from paxkv.client.input_processor import InputProcessor, all_eos_token_ids
 from paxkv.client.output_processor import OutputProcessor
+from paxkv.client.replica_places import replica_config, replica_environments
 from paxkv.config import EngineConfig, ModelConfig, ServerConfig
+from paxkv.contracts.engine_client import LoopTransport
 from paxkv.contracts.engine_start import EngineReady
 from paxkv.structured_output.checker_process import CheckerProcess
 from paxkv.text.chat_template import ChatTemplate
@@ -82,38 +85,97 @@ def make_input_processor(ready: EngineReady, tokenizer: Tokenizer | None) -> Inp
     )
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StartedEngines:
+    """Engine processes that take requests as one, and what a client of them needs."""
+
+    transport: LoopTransport
+    ready: EngineReady
+    text: TextParts
+
+
+def start_engines(
+    config: EngineConfig,
+    policy: RestartPolicy,
+    *,
+    max_step_s: float = 0.0,
+    max_idle_start_s: float = 0.0,
+    show_progress: bool = False,
+) -> StartedEngines:
+    """Starts `ParallelConfig.data_parallel_size` engine processes and waits until all are ready.
+
+    Args:
+        max_step_s: As `EngineSupervisor` has it; `max_idle_start_s` and `show_progress` likewise.
+
+    Raises:
+        ConfigError: The settings do not fit the model or the machine, or the model cannot be
+            loaded.
+        EngineDeadError: An engine ended before it was ready.
+    """
+    # First, what fails at once.
+    environments = replica_environments(config.parallel.data_parallel_size)
+    configs = [replica_config(config, idx) for idx in range(len(environments))]
+    engines: list[EngineSupervisor] = []
+
+    def start(idx: int) -> EngineSupervisor:
+        engine = EngineSupervisor(
+            configs[idx],
+            policy,
+            max_step_s=max_step_s,
+            max_idle_start_s=max_idle_start_s,
+            show_progress=show_progress and idx == 0,
+            environment=environments[idx],
+        )
+        engines.append(engine)
+        return engine
+
+    found: list[TextParts] = []
+    try:
+        # While the engine loads its weights.
+        first_ready = start(0).wait_until_ready(
+            lambda folder: found.append(load_text_parts(config.model, folder))
+        )
+        # Not before: they find the programs that the first has compiled.
+        for idx in range(1, len(environments)):
+            start(idx)
+        readies = [engine.wait_until_ready(lambda folder: None) for engine in engines[1:]]
+    except BaseException:
+        for engine in engines:
+            engine.close()
+        raise
+    (text,) = found
+    if len(engines) == 1:
+        return StartedEngines(transport=engines[0], ready=first_ready, text=text)
+    transport = DataParallelTransport(list(zip(engines, [first_ready, *readies], strict=True)))
+    return StartedEngines(transport=transport, ready=transport.ready, text=text)
+
+
 def build_async_client(
     config: EngineConfig, server_config: ServerConfig, *, show_progress: bool = False
 ) -> AsyncEngineClient:
-    """Starts an engine process and makes its asyncio client; `start` the client on its loop.
+    """Starts the engines and makes their asyncio client; `start` the client on its loop.
 
     Args:
-        show_progress: The engine draws a bar on stderr while its steps compile.
+        show_progress: An engine draws a bar on stderr while its steps compile.
 
     Raises:
-        ConfigError: The settings do not fit the model or the device, or the model cannot be loaded.
-        EngineDeadError: The engine ended before it was ready.
+        ConfigError: As `start_engines`; EngineDeadError likewise.
     """
     policy = RestartPolicy(
         max_restarts=server_config.max_engine_restarts,
         window_s=server_config.engine_restart_window_s,
     )
-    engine = EngineSupervisor(
+    engines = start_engines(
         config,
         policy,
         max_step_s=server_config.execute_model_timeout_s,
         max_idle_start_s=server_config.engine_ready_timeout_s,
         show_progress=show_progress,
     )
-    found: list[TextParts] = []
+    ready, text = engines.ready, engines.text
     try:
-        # While the engine loads its weights.
-        ready = engine.wait_until_ready(
-            lambda folder: found.append(load_text_parts(config.model, folder))
-        )
-        (text,) = found
         return AsyncEngineClient(
-            engine,
+            engines.transport,
             make_input_processor(ready, text.tokenizer),
             OutputProcessor(text.tokenizer),
             ready.model_info,
@@ -121,5 +183,5 @@ def build_async_client(
             chat_template=text.chat_template,
         )
     except BaseException:
-        engine.close()
+        engines.transport.close()
         raise

@@ -2,13 +2,22 @@
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from paxkv.cli.arguments import add_serve_arguments, parse_arguments
+from paxkv.client.replica_places import replica_environments
 from paxkv.command_line import add_config_flags, config_from_arguments
-from paxkv.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from paxkv.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunnerConfig,
+    SchedulerConfig,
+)
 from paxkv.errors import ConfigError
 from paxkv.package_origin import check_package_origin
 
@@ -21,7 +30,7 @@ except ConfigError as error:
 from models.errors import ModelError
 from paxkv.build import compile_programs
 
-_CONFIG_CLASSES = (ModelConfig, CacheConfig, SchedulerConfig, RunnerConfig)
+_CONFIG_CLASSES = (ModelConfig, CacheConfig, SchedulerConfig, RunnerConfig, ParallelConfig)
 # `--out` says it here.
 _WHERE_PROGRAMS_LIE = ("enable_compilation_cache", "compilation_cache_dir", "compiled_dir")
 
@@ -37,7 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cache=config_from_arguments(CacheConfig, namespace),
             scheduler=config_from_arguments(SchedulerConfig, namespace),
             runner=config_from_arguments(RunnerConfig, namespace),
+            parallel=config_from_arguments(ParallelConfig, namespace),
         )
+        # JAX looks at them when it first touches a device: all replicas have the same programs.
+        os.environ.update(replica_environments(config.parallel.data_parallel_size)[0])
         num_programs = compile_programs(config, namespace.out, show_progress=True)
     except (ConfigError, ModelError) as error:
         print("paxkv: error:", *str(error).splitlines(), file=sys.stderr)

@@ -361,6 +361,22 @@ class RunnerConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """How many engines share the work."""
+
+    data_parallel_size: int = setting(
+        "engines that share the requests, each a process with weights and a KV cache of its own, "
+        "so that other limits and sizes are of each: on an NVIDIA machine each has one GPU, and "
+        "without GPUs an equal part of the processor cores",
+        1,
+        aliases=("-dp",),
+    )
+
+    def __post_init__(self) -> None:
+        at_least("data_parallel_size", self.data_parallel_size, 1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything an engine needs to be built."""
 
@@ -368,6 +384,7 @@ class EngineConfig:
     cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
     runner: RunnerConfig = dataclasses.field(default_factory=RunnerConfig)
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
 
 
 def _zmq_endpoint(name: str, value: object) -> None:

@@ -21,6 +21,7 @@ from paxkv.config import (
     EngineConfig,
     LoadFormat,
     ModelConfig,
+    ParallelConfig,
     ProductDtype,
     RunnerConfig,
     SchedulerConfig,
@@ -52,13 +53,15 @@ class LLM:
         max_model_len: Most tokens of prompt and output together; None is the model's own limit.
         product_dtype: `ModelConfig.product_dtype`; the chat template's two likewise.
         scheduling_policy: `SchedulerConfig.policy`, under vLLM's name.
-        settings: Any field of `CacheConfig`, `SchedulerConfig` and `RunnerConfig`, as in
-            `LLM(block_size=32, enable_prefix_caching=False)`.
+        settings: Any field of `CacheConfig`, `SchedulerConfig`, `RunnerConfig` and
+            `ParallelConfig`, as in `LLM(block_size=32, enable_prefix_caching=False)`.
 
     Raises:
         TypeError: An argument of another name.
         ConfigError: The settings do not fit each other, the model or the device.
-        ModelError: The model cannot be loaded.
+        ModelError: The model cannot be loaded; where there are several engines, which are
+            processes, ConfigError says so.
+        EngineDeadError: One of several engines ended before it was ready.
     """
 
     def __init__(
@@ -383,7 +386,12 @@ def _check_completed(output: RequestOutput) -> None:
 
 def _engine_config(model_config: ModelConfig, settings: Mapping[str, object]) -> EngineConfig:
     """The config in which each setting stands where its name does."""
-    parts = {"cache": CacheConfig, "scheduler": SchedulerConfig, "runner": RunnerConfig}
+    parts = {
+        "cache": CacheConfig,
+        "scheduler": SchedulerConfig,
+        "runner": RunnerConfig,
+        "parallel": ParallelConfig,
+    }
     names = {
         part: {field.name for field in dataclasses.fields(config_class)}
         for part, config_class in parts.items()

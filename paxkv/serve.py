@@ -15,6 +15,7 @@ from paxkv.config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
+    ParallelConfig,
     RunnerConfig,
     SchedulerConfig,
     ServerConfig,
@@ -25,7 +26,10 @@ from paxkv.process_logging import set_up_logging
 from paxkv.server.app import create_app
 from paxkv.server.http_server import HttpServer, bind_socket, socket_url
 
-_CONFIG_CLASSES = (ModelConfig, CacheConfig, SchedulerConfig, RunnerConfig, ServerConfig)
+_CONFIG_CLASSES = (
+    *(ModelConfig, CacheConfig, SchedulerConfig, RunnerConfig),
+    *(ParallelConfig, ServerConfig),
+)
 _INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
@@ -41,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cache=config_from_arguments(CacheConfig, namespace),
             scheduler=config_from_arguments(SchedulerConfig, namespace),
             runner=config_from_arguments(RunnerConfig, namespace),
+            parallel=config_from_arguments(ParallelConfig, namespace),
         )
         server_config = config_from_arguments(ServerConfig, namespace)
         # Before the engine: a taken port is known at once, not after minutes of warm-up. The

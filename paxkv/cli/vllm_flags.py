@@ -26,7 +26,7 @@ class VllmFlag:
     accepted: tuple[str, ...] | None = None
 
 
-_ONE_DEVICE = "the engine computes on one device"
+_ONE_DEVICE = "an engine computes on one device; --data-parallel-size starts several engines"
 _COMPILED = "every step is a program that XLA compiled, before the port opens"
 _MODEL = "the checkpoint decides that; convert it, or choose another"
 _NO_MULTIMODAL = "models take text alone"
@@ -45,7 +45,6 @@ def _refused(reason: str, *names: str, num_values: Literal[0, 1, "+"] = 1) -> li
 VLLM_FLAGS: tuple[VllmFlag, ...] = (
     VllmFlag(("--tensor-parallel-size", "-tp"), _ONE_DEVICE, accepted=("1",)),
     VllmFlag(("--pipeline-parallel-size", "-pp"), _ONE_DEVICE, accepted=("1",)),
-    VllmFlag(("--data-parallel-size", "-dp"), _ONE_DEVICE, accepted=("1",)),
     VllmFlag(("--decode-context-parallel-size", "-dcp"), _ONE_DEVICE, accepted=("1",)),
     VllmFlag(("--prefill-context-parallel-size", "-pcp"), _ONE_DEVICE, accepted=("1",)),
     VllmFlag(("--api-server-count", "-asc"), "one process speaks HTTP", accepted=("1",)),

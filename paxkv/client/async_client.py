@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 
 import msgspec
 
@@ -34,7 +34,7 @@ from paxkv.contracts.inspection import BlockDetails
 from paxkv.contracts.model_info import ModelInfo
 from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
 from paxkv.contracts.request_output import RequestOutput
-from paxkv.errors import EngineDeadError, InvalidRequestError, InvariantError, PaxkvError
+from paxkv.errors import EngineDeadError, InvalidRequestError, PaxkvError
 from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.text.chat_template import ChatTemplate
 from paxkv.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
@@ -257,6 +257,8 @@ class AsyncEngineClient:
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forgets all cached prefixes; False, and nothing changed, while blocks are in use.
 
+        Of several engines each decides for itself; False where one could not.
+
         Args:
             reset_running_requests: Preempt all running requests first; they are computed again.
         """
@@ -426,6 +428,10 @@ class AsyncEngineClient:
         elif isinstance(message, EngineReady):
             self._dead = None
             self._latest_stats = message.stats
+        elif message.request_ids is not None:
+            processed = self._output_processor.end_with_engine(message)
+            self._abort_in_engine(processed.request_ids_to_abort)
+            self._end_failed(processed.errors)
         else:
             self._on_dead(message)
 
@@ -439,8 +445,8 @@ class AsyncEngineClient:
                 del self._streams_by_engine_id[output.request_id]
             stream.queue.put_nowait(output)
 
-    def _end_failed(self, errors: dict[str, InvariantError]) -> None:
-        """Ends the requests whose outputs cannot be made, and no others."""
+    def _end_failed(self, errors: Mapping[str, PaxkvError]) -> None:
+        """Ends requests that cannot be answered, and no others."""
         for engine_id, error in errors.items():
             stream = self._streams_by_engine_id.pop(engine_id, None)
             if stream is not None:
@@ -464,12 +470,9 @@ class AsyncEngineClient:
         if not self._is_closing:
             logger.error("%s", _dead_error(message))
         # Nothing runs any more; what was counted stays.
+        nothing = {"num_running_reqs": 0, "num_waiting_reqs": 0, "num_compiling_reqs": 0}
         self._latest_stats = msgspec.structs.replace(
-            self._latest_stats,
-            num_running_reqs=0,
-            num_waiting_reqs=0,
-            num_compiling_reqs=0,
-            kv_cache_usage=0.0,
+            self._latest_stats, **nothing, kv_cache_usage=0.0
         )
         # The next engine knows none of its requests.
         self._latest_engine_ids.clear()

@@ -8,8 +8,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 import zmq
@@ -59,6 +60,7 @@ class EngineProcess:
     Args:
         show_progress: It draws a bar on stderr while steps compile.
         command: What runs `run_engine_process`.
+        environment: Variables that it is started with, besides those of this process.
         max_idle_start_s: Seconds that it may do nothing before it is ready; 0 is no limit.
 
     Attributes:
@@ -71,6 +73,7 @@ class EngineProcess:
         *,
         show_progress: bool,
         command: Sequence[str] = ENGINE_COMMAND,
+        environment: Mapping[str, str] = MappingProxyType({}),
         max_idle_start_s: float = 0.0,
     ) -> None:
         self._start_watch = StepWatch(max_idle_start_s)
@@ -93,7 +96,7 @@ class EngineProcess:
                         config, show_progress=show_progress, step_counter=counter_file
                     )
                     self._curve_keys = order.curve_keys
-                    self._process = _spawn(command, counter_file)
+                    self._process = _spawn(command, environment, counter_file)
                     self._give_order(order)
             finally:
                 os.close(counter_file)
@@ -343,14 +346,16 @@ def describe_end(code: int) -> str:
     return f"it exited with code {code}; its log says more."
 
 
-def _spawn(command: Sequence[str], file: int) -> subprocess.Popen[bytes]:
+def _spawn(
+    command: Sequence[str], environment: Mapping[str, str], file: int
+) -> subprocess.Popen[bytes]:
     """Starts the process, which inherits one open file besides the standard ones."""
     # It finds the modules that this process finds.
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    environment = os.environ | {"PYTHONPATH": path}
+    variables = os.environ | {"PYTHONPATH": path} | environment
     # Without a buffer: the pipe stays open, and is written to once.
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, bufsize=0, env=environment, pass_fds=(file,)
+        command, stdin=subprocess.PIPE, bufsize=0, env=variables, pass_fds=(file,)
     )
 
 

@@ -6,8 +6,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from paxkv.client.engine_process import ENGINE_COMMAND, EngineProcess, describe_end
 from paxkv.client.step_watch import StepWatch
@@ -19,6 +20,7 @@ from paxkv.errors import ConfigError, EngineDeadError, InvariantError
 
 logger = logging.getLogger(__name__)
 
+SUPERVISOR_THREAD = "paxkv-engine-supervisor"
 # What an engine said before it exited is with us by then, however busy the machine is.
 _LAST_WORDS_S = 2.0
 _MAX_PAUSE_S = 30.0
@@ -51,7 +53,7 @@ class EngineSupervisor:
         max_step_s: Seconds that a step may take, or the engine to wake; 0 is no limit.
         max_idle_start_s: As `EngineProcess` has it.
         show_progress: The first engine draws a bar on stderr while steps compile.
-        command: As `EngineProcess` has it.
+        command: As `EngineProcess` has it; `environment` likewise.
     """
 
     def __init__(
@@ -63,11 +65,13 @@ class EngineSupervisor:
         max_idle_start_s: float,
         show_progress: bool = False,
         command: Sequence[str] = ENGINE_COMMAND,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._config = config
         self._step_watch = StepWatch(max_step_s)
         self._policy = policy
         self._command = command
+        self._environment = environment
         self._max_idle_start_s = max_idle_start_s
         self._is_closing = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -88,6 +92,7 @@ class EngineSupervisor:
             config,
             show_progress=show_progress,
             command=command,
+            environment=environment,
             max_idle_start_s=max_idle_start_s,
         )
 
@@ -126,9 +131,7 @@ class EngineSupervisor:
         self._process.deliver_on(loop, self._take)
         if self._step_watch.limit_s > 0:
             self._watch_steps()
-        self._thread = threading.Thread(
-            target=self._supervise, name="paxkv-engine-supervisor", daemon=True
-        )
+        self._thread = threading.Thread(target=self._supervise, name=SUPERVISOR_THREAD, daemon=True)
         self._thread.start()
 
     def give_up(self, reason: str) -> None:
@@ -193,6 +196,7 @@ class EngineSupervisor:
                 _traced_elsewhere(self._config, self._num_restarts),
                 show_progress=False,
                 command=self._command,
+                environment=self._environment,
                 max_idle_start_s=self._max_idle_start_s,
             )
         except OSError as error:

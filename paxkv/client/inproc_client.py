@@ -97,10 +97,14 @@ class InprocClient:
 
     def _take(self, message: EngineOutput | None) -> UtilityReply | None:
         """Keeps what a step made; returns a reply to whoever waits for one."""
-        if isinstance(message, EngineDead):
+        if isinstance(message, EngineDead) and message.request_ids is None:
             raise EngineDeadError(f"the engine has ended: {message.reason}")
-        if isinstance(message, StepOutputs):
-            processed = self._output_processor.process(message)
+        if isinstance(message, StepOutputs | EngineDead):
+            processed = (
+                self._output_processor.process(message)
+                if isinstance(message, StepOutputs)
+                else self._output_processor.end_with_engine(message)
+            )
             self._request_outputs += processed.request_outputs
             if processed.request_ids_to_abort:
                 self._transport.send(AbortRequests(request_ids=processed.request_ids_to_abort))

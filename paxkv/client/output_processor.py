@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from paxkv.client.parallel_sampling import OutputKind, ParentRequest, PromptLogprobs
 from paxkv.contracts.engine_output import (
     EngineCoreOutput,
+    EngineDead,
     FinishReason,
     RequestTimes,
     StepOutputs,
@@ -19,7 +20,7 @@ from paxkv.contracts.request_output import (
     RequestOutput,
 )
 from paxkv.contracts.runner_output import TokenLogprobs
-from paxkv.errors import InvariantError
+from paxkv.errors import EngineDeadError, InvariantError, PaxkvError
 from paxkv.text.detokenizer import IncrementalDetokenizer
 from paxkv.text.tokenizer import Tokenizer
 
@@ -34,12 +35,13 @@ class ProcessedOutputs:
         request_outputs: At most one per caller's request, in the step's order.
         request_ids_to_abort: What the engine is to end, or to release the kept blocks of: it does
             not know of a stop string, nor of an abort.
-        errors: By caller's request, what ended it: a bug in what makes its text.
+        errors: By caller's request, what ended it: a bug in what makes its text, or its engine's
+            end.
     """
 
     request_outputs: list[RequestOutput]
     request_ids_to_abort: list[str]
-    errors: dict[str, InvariantError] = dataclasses.field(default_factory=dict)
+    errors: dict[str, PaxkvError] = dataclasses.field(default_factory=dict)
 
 
 class OutputProcessor:
@@ -88,7 +90,7 @@ class OutputProcessor:
     def process(self, step_outputs: StepOutputs) -> ProcessedOutputs:
         """Turns one step's outputs into text; finished requests are forgotten."""
         request_ids_to_abort = []
-        errors: dict[str, InvariantError] = {}
+        errors: dict[str, PaxkvError] = {}
         parents: dict[str, ParentRequest] = {}
         for output in step_outputs.outputs:
             state = self._completions.get(output.request_id)
@@ -136,7 +138,7 @@ class OutputProcessor:
         """
         request_outputs = []
         request_ids_to_abort = []
-        errors: dict[str, InvariantError] = {}
+        errors: dict[str, PaxkvError] = {}
         for request_id in request_ids:
             parent = self._parents.get(request_id)
             if parent is None:
@@ -155,6 +157,27 @@ class OutputProcessor:
             request_outputs=request_outputs,
             request_ids_to_abort=request_ids_to_abort,
             errors=errors,
+        )
+
+    def end_with_engine(self, dead: EngineDead) -> ProcessedOutputs:
+        """Forgets the requests of one engine of several; an error for each caller's.
+
+        Unknown ids are ignored: their callers have ended them.
+        """
+        parents = {}
+        for request_id in dead.request_ids or ():
+            state = self._completions.get(request_id)
+            if state is not None:
+                parents[state.parent.request_id] = state.parent
+        text = (
+            f"the engine of this request has ended: {dead.reason.rstrip('.')}. Others go on: send "
+            "the request again."
+        )
+        return ProcessedOutputs(
+            request_outputs=[],
+            # Completions of a request that did not fork may be with other engines.
+            request_ids_to_abort=[i for parent in parents.values() for i in self._forget(parent)],
+            errors={i: EngineDeadError(text, retry_after_s=dead.retry_after_s) for i in parents},
         )
 
     def _forget(self, parent: ParentRequest) -> list[str]:

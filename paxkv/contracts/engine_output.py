@@ -74,6 +74,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
             block counted once.
         num_used_slots: Those that hold a computed token. Both are counted every few steps only;
             between, they are those of the last count.
+        num_replaced_engines: Where several engines count as one, how often another took the place
+            of one that had died, while this one's start time stayed as it was.
         step_token_counts: Steps in each bucket alone of `STEP_TOKEN_BUCKETS`, and of more tokens;
             a burst counts as its steps.
         engine_start_time: Seconds since the epoch. Another one is another engine, whose counters
@@ -99,6 +101,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_scheduled_tokens: int = 0
     num_padded_tokens: int = 0
     num_compiles_after_ready: int = 0
+    num_replaced_engines: int = 0
     kv_block_residency: BlockResidency = BlockResidency()
     step_token_counts: tuple[int, ...] = (0,) * (len(STEP_TOKEN_BUCKETS) + 1)
     engine_start_time: float = 0.0
@@ -155,10 +158,13 @@ class EngineDead:
     Args:
         retry_after_s: Another is being started in its place, and may be ready after so many
             seconds; None where nobody will come.
+        request_ids: Those that have ended with it, where it was one engine of several: the others
+            go on. None is all requests.
     """
 
     reason: str
     retry_after_s: int | None = None
+    request_ids: tuple[str, ...] | None = None
 
 
 # What an engine may send; `contracts/wire.py` writes them as bytes.

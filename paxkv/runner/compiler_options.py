@@ -20,7 +20,7 @@ def compiler_options(
 
     Args:
         dtypes: Of the model's weights.
-        num_cores: Of the processor, as many as this process may use.
+        num_cores: Of the processor, as many as XLA computes with.
         instruction_sets: Of the processor, as of `paxkv/runner/processor.py`.
         batch_invariant: A row's products must not depend on its place among the others. XLA's own
             sum some rows in another order; YNNPACK does not.

@@ -33,6 +33,12 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
+def num_threads() -> int:
+    """Threads that XLA computes with on the CPU: NPROC says so where there are to be fewer."""
+    wanted = os.environ.get("NPROC", "")
+    return min(num_cores(), int(wanted)) if wanted.isdecimal() and int(wanted) else num_cores()
+
+
 @functools.cache
 def _first_processor() -> dict[str, str]:
     if not _CPUINFO.is_file():

@@ -26,7 +26,7 @@ from paxkv.runner.burst import make_burst
 from paxkv.runner.compiler_options import compiler_options
 from paxkv.runner.invariant_step import make_invariant_step
 from paxkv.runner.packed_layout import PackedLayout
-from paxkv.runner.processor import instruction_sets, num_cores
+from paxkv.runner.processor import instruction_sets, num_cores, num_threads
 from paxkv.runner.program_identity import program_identity
 from paxkv.runner.program_store import ProgramFolder, ProgramStore, without_jax_cache
 from paxkv.runner.prompt_step import make_prompt_step
@@ -71,7 +71,7 @@ class StepPrograms:
         self._compiler_options = compiler_options(
             mesh.devices.flat[0].platform,
             {param.dtype.name for param in params},
-            num_cores=num_cores(),
+            num_cores=num_threads(),
             instruction_sets=instruction_sets(),
             batch_invariant=buckets.is_batch_invariant,
         )
@@ -157,8 +157,8 @@ class StepPrograms:
         start = time.monotonic()
         shapes = [shape for shape in self.buckets.largest_first if shape not in self._programs]
         folder = self._open_store(shapes, kv_cache)
-        num_threads = min(num_cores(), _MAX_COMPILE_THREADS)
-        with concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
+        num_workers = min(num_cores(), _MAX_COMPILE_THREADS)
+        with concurrent.futures.ThreadPoolExecutor(num_workers) as threads:
             try:
                 if folder is not None:
                     self._load_all(shapes, folder, threads)

@@ -118,7 +118,8 @@ class EngineCollector(Collector):
         restarts = CounterMetricFamily(
             "paxkv:engine_restarts", "engines that ended and were followed by another", None, LABELS
         )
-        restarts.add_metric(self._labels, self._totals.num_restarts)
+        num_restarts = self._totals.num_restarts + self._stats.num_replaced_engines
+        restarts.add_metric(self._labels, num_restarts)
         yield restarts
         for name, field, help_text in _GAUGES:
             gauge = GaugeMetricFamily(name, help_text, labels=LABELS)

@@ -46,7 +46,7 @@ def answers(checkpoint, monkeypatch):
 
     def answers(num_cores: int) -> tuple[list[list[int]], int]:
         for module in (build, warmup):
-            monkeypatch.setattr(module, "num_cores", lambda: num_cores)
+            monkeypatch.setattr(module, "num_threads", lambda: num_cores)
             monkeypatch.setattr(module, "instruction_sets", lambda: frozenset(["avx2"]))
         monkeypatch.setattr(build, "load_model", load_and_keep)
         with LLM(str(checkpoint), enable_compilation_cache=False, **SETTINGS) as llm:

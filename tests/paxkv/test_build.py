@@ -166,7 +166,7 @@ def test_kernels_lie_in_panels_where_one_core_without_batch_invariance_is_quicke
         raise ConfigError("no model")
 
     monkeypatch.setattr("paxkv.build.load_model", load_model)
-    monkeypatch.setattr("paxkv.build.num_cores", lambda: num_cores)
+    monkeypatch.setattr("paxkv.build.num_threads", lambda: num_cores)
     monkeypatch.setattr("paxkv.build.instruction_sets", lambda: frozenset(["avx2"]))
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     config = EngineConfig(

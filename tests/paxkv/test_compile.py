@@ -1,6 +1,7 @@
 """What is compiled ahead of time serves the same tokens, and nothing but what it was made for."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from jax import monitoring
 
 from paxkv import LLM, SamplingParams, compile
+from paxkv.client import replica_places
 from paxkv.errors import ConfigError
 from paxkv.runner.program_identity import identity_digest
 from tests.oracles.make_checkpoint import write_random_checkpoint
@@ -138,3 +140,16 @@ def test_where_programs_lie_is_said_by_out_alone(capsys):
     with pytest.raises(SystemExit):
         compile.main(["--out", "x", "--compiled-dir", "y"])
     assert "--compiled-dir" in capsys.readouterr().err
+
+
+def test_replicas_have_programs_for_their_part_of_the_cores(monkeypatch, tmp_path) -> None:
+    seen = []
+    monkeypatch.setenv("NPROC", "7")
+    monkeypatch.setattr(replica_places, "_num_cores", lambda: 4)
+    monkeypatch.setattr(
+        compile, "compile_programs", lambda *_, **__: seen.append(os.environ["NPROC"]) or 3
+    )
+    for size in ("1", "2", "4"):
+        assert compile.main(["--out", str(tmp_path), "--data-parallel-size", size]) == 0
+    assert seen == ["7", "2", "1"]
+    assert compile.main(["--out", str(tmp_path), "--data-parallel-size", "5"]) == 1

@@ -5,6 +5,7 @@ import pytest
 from paxkv.client.output_processor import OutputProcessor, ProcessedOutputs
 from paxkv.contracts.engine_output import (
     EngineCoreOutput,
+    EngineDead,
     RequestTimes,
     SchedulerStats,
     StepOutputs,
@@ -206,3 +207,19 @@ def test_finished_completion_says_where_its_time_went() -> None:
     assert step(107.0, finish_reason="length").times == CompletionTimes(
         queue_s=1.0, prefill_s=1.5, decode_s=4.0, first_token_s=3.0
     )
+
+
+def test_a_request_ends_with_the_engine_of_one_of_its_completions() -> None:
+    caller = Caller("delta", n=2, temperature=1.0)
+    ids = [child.request_id for child in caller.processor._parents["r"].children]
+    dead = EngineDead(reason="boom.", retry_after_s=1, request_ids=(ids[0], "unknown"))
+    processed = caller.processor.end_with_engine(dead)
+    (error,) = processed.errors.values()
+    assert "has ended: boom. Others go on" in str(error) and error.retry_after_s == 1
+    # The other completion may be with an engine that lives.
+    assert (list(processed.errors), processed.request_ids_to_abort) == (["r"], ids)
+    assert caller.processor.num_unfinished_requests == 0
+    late = EngineCoreOutput(request_id=ids[1], new_token_ids=[97])
+    step = StepOutputs(outputs=[late], stats=SchedulerStats(), timestamp=0.0)
+    assert caller.processor.process(step) == NOTHING
+    assert caller.processor.end_with_engine(dead) == NOTHING

@@ -95,7 +95,7 @@ def test_batch_invariant_programs_keep_ynnpack():
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_every_program_of_an_engine_is_compiled_with_the_same_options(monkeypatch, batch_invariant):
     asked = []
-    monkeypatch.setattr(warmup, "num_cores", lambda: 1)
+    monkeypatch.setattr(warmup, "num_threads", lambda: 1)
     monkeypatch.setattr(warmup, "instruction_sets", lambda: frozenset(["avx2"]))
     monkeypatch.setattr(warmup, "compiler_options", compiler_options)
     buckets = StepBuckets(

@@ -51,3 +51,14 @@ def test_identity_tells_instruction_sets_apart_and_not_their_order(cpuinfo):
         return processor.processor_identity()
 
     assert identity("fpu avx2") == identity("avx2 fpu") != identity("fpu avx2 avx512f")
+
+
+@pytest.mark.parametrize(
+    ("nproc", "expected"), [(None, 4), ("1", 1), ("4", 4), ("64", 4), ("0", 4), ("many", 4)]
+)
+def test_xla_computes_with_every_core_unless_told_otherwise(monkeypatch, nproc, expected):
+    monkeypatch.setattr(processor, "num_cores", lambda: 4)
+    monkeypatch.delenv("NPROC", raising=False)
+    if nproc is not None:
+        monkeypatch.setenv("NPROC", nproc)
+    assert processor.num_threads() == expected

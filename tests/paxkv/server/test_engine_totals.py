@@ -4,9 +4,10 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paxkv.client.stats_sum import COUNTERS
 from paxkv.contracts.block_residency import BlockResidency, ResidencyHistogram
 from paxkv.contracts.engine_output import SchedulerStats
-from paxkv.server.engine_totals import COUNTERS, EngineTotals
+from paxkv.server.engine_totals import EngineTotals
 
 
 def _stats(start_time, count):

@@ -1,0 +1,338 @@
+"""`DataParallelTransport`: several engines that share the requests, as if they were one."""
+
+import asyncio
+import dataclasses
+import functools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from paxkv.client.stats_sum import add_counters, sum_stats
+from paxkv.contracts.engine_client import LoopTransport
+from paxkv.contracts.engine_output import (
+    EngineDead,
+    EngineOutput,
+    SchedulerStats,
+    StepOutputs,
+    UtilityReply,
+)
+from paxkv.contracts.engine_request import (
+    AbortRequests,
+    AddRequest,
+    EngineInput,
+    EngineRequest,
+    Shutdown,
+    UtilityCall,
+)
+from paxkv.contracts.engine_start import EngineReady
+from paxkv.errors import EngineDeadError, InvariantError
+
+logger = logging.getLogger(__name__)
+
+# A request whose engine died may come again at once, to another.
+_RETRY_AFTER_S = 1
+# What the inspector shows is one engine's.
+_ASKED_OF_THE_FIRST = ("inspect", "inspect_block")
+
+
+@dataclasses.dataclass(slots=True)
+class _Replica:
+    """One engine, as far as its messages tell.
+
+    Args:
+        ended: Its last words, while none has taken its place.
+        is_mute: It takes no message any more; its last words are on their way, or have come.
+        requests: Ids of those that it was sent and has not ended; whether they keep their blocks.
+        kept_ids: Those that have ended, and keep their blocks for forks.
+    """
+
+    transport: LoopTransport
+    stats: SchedulerStats
+    ended: EngineDead | None = None
+    is_mute: bool = False
+    requests: dict[str, bool] = dataclasses.field(default_factory=dict)
+    kept_ids: set[str] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass(slots=True)
+class _PendingCall:
+    """A control call that some replicas have not answered."""
+
+    method: str
+    awaited: set[int]
+    replies: list[UtilityReply] = dataclasses.field(default_factory=list)
+
+
+class DataParallelTransport:
+    """The `LoopTransport` of replicas: engines with the same model and a KV cache each.
+
+    A request goes to the replica with the fewest that are unfinished, and stays there; one that
+    forks goes to where its blocks are. Control calls go to all. When a replica dies, the client
+    hears which requests have ended with it, and the others go on; it hears of an engine's end when
+    no replica is left.
+
+    `send` may be called from any thread.
+
+    Args:
+        replicas: What each answered when it was ready.
+
+    Source: vLLM `v1/engine/core_client.py`, its load-balancing client.
+    """
+
+    def __init__(self, replicas: Sequence[tuple[LoopTransport, EngineReady]]) -> None:
+        self._replicas = [_Replica(transport, ready.stats) for transport, ready in replicas]
+        self._calls: dict[int, _PendingCall] = {}
+        self._is_closing = False
+        # Whose message the client is being told of.
+        self._speaker: int | None = None
+        # What engines had counted that others have taken the place of.
+        self._ended = SchedulerStats()
+        self._start_time = min(ready.stats.engine_start_time for _, ready in replicas)
+        self._on_message: Callable[[EngineOutput | EngineReady], None] | None = None
+        self._readies = [ready for _, ready in replicas]
+        # The client's thread and the loop's; and a client may send while it is told something.
+        self._lock = threading.RLock()
+
+    @property
+    def ready(self) -> EngineReady:
+        """What clients are to know of all of them together."""
+        infos = [ready.model_info for ready in self._readies]
+        model_info = dataclasses.replace(
+            infos[0],
+            max_num_seqs=sum(info.max_num_seqs for info in infos),
+            max_fitting_tokens=min(info.max_fitting_tokens for info in infos),
+        )
+        return dataclasses.replace(
+            self._readies[0], model_info=model_info, stats=self._merged_stats()
+        )
+
+    def send(self, message: EngineInput) -> None:
+        """As `EngineTransport.send`; an abort of what has ended with its replica is no error."""
+        with self._lock:
+            match message:
+                case AddRequest(request=request):
+                    self._add(request)
+                case AbortRequests(request_ids=request_ids):
+                    self._abort(request_ids)
+                case UtilityCall():
+                    self._call(message)
+                case Shutdown():
+                    self._is_closing = True
+                    # Those too of which another is being started.
+                    for idx in range(len(self._replicas)):
+                        self._send_to(idx, message)
+
+    def deliver_on(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_message: Callable[[EngineOutput | EngineReady], None],
+    ) -> None:
+        """See `LoopTransport.deliver_on`."""
+        self._on_message = on_message
+        for idx, replica in enumerate(self._replicas):
+            replica.transport.deliver_on(loop, functools.partial(self._take, idx))
+
+    def give_up(self, reason: str) -> None:
+        """See `LoopTransport.give_up`: of the replica whose message it was, if that is known."""
+        speaker = self._speaker
+        for idx, replica in enumerate(self._replicas):
+            if speaker is None or idx == speaker:
+                replica.transport.give_up(reason)
+
+    def close(self) -> None:
+        """See `LoopTransport.close`."""
+        # First to all, because each ends the step that it computes. Not on threads: there are no
+        # more of them when the interpreter ends.
+        self.send(Shutdown())
+        for replica in self._replicas:
+            replica.transport.close()
+
+    def _alive(self) -> list[int]:
+        return [idx for idx, replica in enumerate(self._replicas) if replica.ended is None]
+
+    def _hearing(self) -> list[int]:
+        return [idx for idx in self._alive() if not self._replicas[idx].is_mute]
+
+    def _add(self, request: EngineRequest) -> None:
+        idx = self._find(request.fork_from)
+        if idx is None:
+            idx = self._choose()
+        while not self._send_to(idx, AddRequest(request=request)):
+            idx = self._choose()
+        self._replicas[idx].requests[request.request_id] = request.keep_blocks
+
+    def _find(self, request_id: str | None) -> int | None:
+        """The replica that has a request or its blocks."""
+        for idx in self._hearing():
+            replica = self._replicas[idx]
+            if request_id in replica.requests or request_id in replica.kept_ids:
+                return idx
+        return None
+
+    def _choose(self) -> int:
+        hearing = self._hearing()
+        if not hearing:
+            raise EngineDeadError("all engines have ended.")
+        # Of those with equally many the first: who comes alone, again and again, finds there what
+        # the prefix cache has kept.
+        return min(hearing, key=lambda idx: len(self._replicas[idx].requests))
+
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        for idx in self._alive():
+            replica = self._replicas[idx]
+            own_ids = [i for i in request_ids if i in replica.requests or i in replica.kept_ids]
+            if not own_ids:
+                continue
+            for request_id in own_ids:
+                replica.requests.pop(request_id, None)
+                replica.kept_ids.discard(request_id)
+            self._send_to(idx, AbortRequests(request_ids=own_ids))
+
+    def _call(self, call: UtilityCall) -> None:
+        hearing = self._hearing()
+        asked = hearing[:1] if call.method in _ASKED_OF_THE_FIRST else hearing
+        if not asked:
+            raise EngineDeadError("all engines have ended.")
+        # First: an answer may come before the last is asked.
+        pending = self._calls[call.call_id] = _PendingCall(call.method, set(asked))
+        for idx in asked:
+            arguments = call.arguments
+            if call.method == "start_profile":
+                # Each writes files of the same names.
+                arguments = (f"{arguments[0]}/replica-{idx}",)
+            if not self._send_to(idx, dataclasses.replace(call, arguments=arguments)):
+                pending.awaited.discard(idx)
+        self._answer(call.call_id)
+
+    def _send_to(self, idx: int, message: EngineInput) -> bool:
+        """Sends to one replica; False if it has died, and its last words are on their way."""
+        try:
+            self._replicas[idx].transport.send(message)
+        except EngineDeadError:
+            self._replicas[idx].is_mute = True
+            return False
+        return True
+
+    def _take(self, idx: int, message: EngineOutput | EngineReady) -> None:
+        """A message of a replica, on the loop."""
+        with self._lock:
+            speaker, self._speaker = self._speaker, idx
+            try:
+                self._note(idx, message)
+            # The loop would only log it, and callers would wait for ever.
+            except Exception as error:
+                logger.exception("a message of replica %d could not be used", idx)
+                self.give_up(f"{type(error).__name__}: {error}")
+            finally:
+                self._speaker = speaker
+
+    def _note(self, idx: int, message: EngineOutput | EngineReady) -> None:
+        match message:
+            case StepOutputs():
+                self._on_message(self._note_step(idx, message))
+            case UtilityReply():
+                self._note_reply(idx, message)
+            case EngineReady():
+                self._note_ready(idx, message)
+            case EngineDead():
+                self._note_dead(idx, message)
+
+    def _note_step(self, idx: int, step: StepOutputs) -> StepOutputs:
+        replica = self._replicas[idx]
+        replica.stats = step.stats
+        for output in step.outputs:
+            if output.finish_reason is not None:
+                if replica.requests.pop(output.request_id, False):
+                    replica.kept_ids.add(output.request_id)
+        return dataclasses.replace(step, stats=self._merged_stats())
+
+    def _note_reply(self, idx: int, reply: UtilityReply) -> None:
+        call = self._calls.get(reply.call_id)
+        if call is None or idx not in call.awaited:
+            raise InvariantError(f"replica {idx} answered call {reply.call_id}, not asked to.")
+        if call.method == "get_stats" and reply.error is None:
+            stats = msgspec.json.decode(reply.result_json, type=SchedulerStats)
+            self._replicas[idx].stats = stats
+        call.replies.append(reply)
+        call.awaited.discard(idx)
+        self._answer(reply.call_id)
+
+    def _answer(self, call_id: int) -> None:
+        """Tells the client, if all have answered that will."""
+        call = self._calls.get(call_id)
+        if call is None or call.awaited:
+            return
+        del self._calls[call_id]
+        if not call.replies:
+            reply = UtilityReply(call_id=call_id, error="the engine that was asked has ended.")
+        elif call.method == "get_stats":
+            stats_json = msgspec.json.encode(self._merged_stats()).decode()
+            reply = UtilityReply(call_id=call_id, result_json=stats_json)
+        else:
+            reply = _merge_replies(call.method, call.replies)
+        self._on_message(reply)
+
+    def _note_ready(self, idx: int, ready: EngineReady) -> None:
+        was_dead = not self._alive()
+        replica = self._replicas[idx]
+        self._ended = add_counters(self._ended, replica.stats)
+        self._ended = msgspec.structs.replace(
+            self._ended, num_replaced_engines=self._ended.num_replaced_engines + 1
+        )
+        replica.ended, replica.is_mute, replica.stats = None, False, ready.stats
+        self._readies[idx] = ready
+        if self._is_closing:
+            self._send_to(idx, Shutdown())
+        if was_dead:
+            self._on_message(self.ready)
+
+    def _note_dead(self, idx: int, dead: EngineDead) -> None:
+        replica = self._replicas[idx]
+        was_dead = not self._alive()
+        if not self._is_closing:
+            goes_on = "another is being started" if dead.retry_after_s else "for good"
+            logger.error("replica %d has ended, %s: %s", idx, goes_on, dead.reason)
+        request_ids = tuple(replica.requests)
+        replica.ended, replica.stats = dead, add_counters(SchedulerStats(), replica.stats)
+        replica.requests.clear()
+        replica.kept_ids.clear()
+        reason = f"replica {idx}: {dead.reason}"
+        if self._alive():
+            for call_id, call in list(self._calls.items()):
+                call.awaited.discard(idx)
+                self._answer(call_id)
+            if request_ids:
+                retry_after_s = None if self._is_closing else _RETRY_AFTER_S
+                self._on_message(
+                    EngineDead(reason=reason, retry_after_s=retry_after_s, request_ids=request_ids)
+                )
+            return
+        # Their callers hear of the end.
+        self._calls.clear()
+        waits = [replica.ended.retry_after_s for replica in self._replicas]
+        retry_after_s = min((wait for wait in waits if wait is not None), default=None)
+        if retry_after_s is None or not was_dead:
+            self._on_message(EngineDead(reason=reason, retry_after_s=retry_after_s))
+
+    def _merged_stats(self) -> SchedulerStats:
+        """Of all together: what runs is of those that live, what was counted of all ever."""
+        stats = add_counters(sum_stats([r.stats for r in self._replicas]), self._ended)
+        return msgspec.structs.replace(stats, engine_start_time=self._start_time)
+
+
+def _merge_replies(method: str, replies: Sequence[UtilityReply]) -> UtilityReply:
+    """What all answered, as one answer."""
+    told = [reply for reply in replies if reply.error is None]
+    failed = [reply for reply in replies if reply.error is not None]
+    if method == "explain_prefix_cache_miss":
+        # Only one of them knows the request.
+        return told[0] if told else failed[0]
+    if failed:
+        return failed[0]
+    if all(reply.result_json in ("true", "false") for reply in told):
+        # Those that did what was asked have done it, also where another could not.
+        is_done = all(reply.result_json == "true" for reply in told)
+        return dataclasses.replace(told[0], result_json="true" if is_done else "false")
+    return told[0]

@@ -1,0 +1,81 @@
+"""`LoopThread`: lets a caller that waits use a transport that calls."""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+
+from paxkv.client.engine_supervisor import SUPERVISOR_THREAD
+from paxkv.contracts.engine_client import LoopTransport
+from paxkv.contracts.engine_output import EngineDead, EngineOutput
+from paxkv.contracts.engine_request import EngineInput
+from paxkv.contracts.engine_start import EngineReady
+from paxkv.errors import InvariantError
+
+
+class LoopThread:
+    """The `EngineTransport` over a `LoopTransport`, which gets a loop of its own in a thread.
+
+    After the last message, which is `EngineDead`, `receive` repeats it.
+
+    Args:
+        transport: Starts no engine again where one died: whoever waits would not hear of it.
+    """
+
+    def __init__(self, transport: LoopTransport) -> None:
+        self._transport = transport
+        self._messages: queue.SimpleQueue[EngineOutput | EngineReady] = queue.SimpleQueue()
+        self._loop = asyncio.new_event_loop()
+        # It holds no reference to this object, which may go before it.
+        self._thread = threading.Thread(
+            target=_run, args=(self._loop,), name="paxkv-engine-loop", daemon=True
+        )
+        self._thread.start()
+        # Whoever ends the interpreter next finds all threads started.
+        asyncio.run_coroutine_threadsafe(
+            _deliver(transport, self._loop, self._messages.put), self._loop
+        ).result()
+
+    def send(self, message: EngineInput) -> None:
+        """See `EngineTransport.send`."""
+        self._transport.send(message)
+
+    def receive(self, timeout_s: float | None = None) -> EngineOutput | None:
+        """See `EngineTransport.receive`."""
+        try:
+            message = self._messages.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if isinstance(message, EngineReady):
+            raise InvariantError("an engine was started again, and nobody can be told.")
+        if isinstance(message, EngineDead) and message.request_ids is None:
+            self._messages.put(message)
+        return message
+
+    def close(self) -> None:
+        """See `EngineTransport.close`; may be repeated."""
+        if self._loop.is_closed():
+            return
+        # The garbage collector may call this from any thread, and those of the engines must go on.
+        thread = threading.current_thread()
+        if thread is self._thread or thread.name == SUPERVISOR_THREAD:
+            threading.Thread(target=self.close, name="paxkv-engine-close").start()
+            return
+        self._transport.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+
+async def _deliver(
+    transport: LoopTransport,
+    loop: asyncio.AbstractEventLoop,
+    on_message: Callable[[EngineOutput | EngineReady], None],
+) -> None:
+    transport.deliver_on(loop, on_message)
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()

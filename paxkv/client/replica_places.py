@@ -1,0 +1,124 @@
+"""Which part of the machine each replica of a data-parallel engine has, and its own settings."""
+
+import dataclasses
+import itertools
+import json
+import os
+import re
+from pathlib import Path
+
+from paxkv.config import EngineConfig
+from paxkv.errors import ConfigError
+
+_VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+# JAX computes on the CPU with so many threads.
+_NUM_THREADS = "NPROC"
+_GPU_FILE = re.compile(r"nvidia\d+")
+_TPU_FILE = re.compile(r"accel\d+")
+_GPU_PLATFORMS = ("cuda", "gpu")
+_TCP_PORT = re.compile(r"(tcp://.*:)(\d+)")
+
+
+def replica_environments(
+    num_replicas: int, *, devices: Path = Path("/dev")
+) -> list[dict[str, str]]:
+    """For each replica the variables that its process is started with, besides those of this one.
+
+    A process that uses JAX takes the memory of every GPU that it sees, and computes on the CPU with
+    every core. So a replica sees one GPU; without GPUs it has an equal part of the cores.
+
+    Args:
+        devices: Where the system's devices are files.
+
+    Raises:
+        ConfigError: There are more replicas than GPUs, or than cores; or the device is a TPU.
+    """
+    if num_replicas == 1:
+        return [{}]
+    platforms = [name for name in os.environ.get("JAX_PLATFORMS", "").lower().split(",") if name]
+    files = os.listdir(devices) if devices.is_dir() else []
+    has_tpu = not platforms and any(_TPU_FILE.fullmatch(file) for file in files)
+    if has_tpu or "tpu" in platforms[:1]:
+        raise ConfigError(
+            f"data_parallel_size={num_replicas}: on TPUs it must be 1 so far. Leave it out."
+        )
+    gpus = _visible_gpus(files) if not platforms or platforms[0] in _GPU_PLATFORMS else []
+    if gpus:
+        if num_replicas > len(gpus):
+            raise ConfigError(
+                f"data_parallel_size={num_replicas} is more than the {len(gpus)} GPUs that this "
+                f"process sees ({', '.join(gpus)}). Lower it, or set {_VISIBLE_GPUS}; "
+                "JAX_PLATFORMS=cpu leaves GPUs alone."
+            )
+        return [{_VISIBLE_GPUS: gpu} for gpu in gpus[:num_replicas]]
+    num_cores = _num_cores()
+    if num_replicas > num_cores:
+        raise ConfigError(
+            f"data_parallel_size={num_replicas} is more than the {num_cores} processor cores that "
+            "this process may use, and it sees no GPU. Lower it."
+        )
+    return [{_NUM_THREADS: str(num_cores // num_replicas)}] * num_replicas
+
+
+def replica_config(config: EngineConfig, replica: int) -> EngineConfig:
+    """The settings of one replica: the first has those of all, and others do not use its files.
+
+    KV cache events of the next replica go to the next port; where missed ones can be asked for at a
+    port too, to as many ports on as keeps all of them apart.
+
+    Raises:
+        ConfigError: There is no such port.
+    """
+    if replica == 0:
+        return config
+    scheduler, cache = config.scheduler, config.cache
+    if scheduler.trace_file is not None:
+        trace_file = f"{scheduler.trace_file}.replica-{replica}"
+        scheduler = dataclasses.replace(scheduler, trace_file=trace_file)
+    events = cache.kv_events
+    if events is not None:
+        ports = [_port(endpoint) for endpoint in (events.endpoint, events.replay_endpoint)]
+        distance = 1 if None in ports else abs(ports[0] - ports[1]) + 1
+        events = dataclasses.replace(
+            events,
+            endpoint=_own_endpoint(events.endpoint, replica, distance),
+            replay_endpoint=_own_endpoint(events.replay_endpoint, replica, distance),
+        )
+        cache = dataclasses.replace(cache, kv_events_config=json.dumps(dataclasses.asdict(events)))
+    return dataclasses.replace(config, scheduler=scheduler, cache=cache)
+
+
+def _port(endpoint: str | None) -> int | None:
+    """The port of an address; None where it has none, or any free one."""
+    match = _TCP_PORT.fullmatch(endpoint or "")
+    return int(match[2]) or None if match else None
+
+
+def _own_endpoint(endpoint: str | None, replica: int, distance: int) -> str | None:
+    if endpoint is None:
+        return None
+    if not endpoint.startswith("tcp://"):
+        return f"{endpoint}.replica-{replica}"
+    port = _port(endpoint)
+    if port is None:
+        return endpoint
+    return f"{_TCP_PORT.fullmatch(endpoint)[1]}{port + replica * distance}"
+
+
+def _visible_gpus(files: list[str]) -> list[str]:
+    # CUDA counts those that there are, whatever their files are called.
+    found = [str(idx) for idx in range(sum(bool(_GPU_FILE.fullmatch(file)) for file in files))]
+    named = os.environ.get(_VISIBLE_GPUS)
+    if named is None or not found:
+        return found
+    gpus = [gpu.strip() for gpu in named.split(",")]
+    # -1 is how people say that there are no more; and nobody means the same one twice.
+    return list(dict.fromkeys(itertools.takewhile(lambda gpu: gpu not in ("", "-1"), gpus)))
+
+
+def _num_cores() -> int:
+    """Processor cores that this process is to compute with."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    wanted = os.environ.get(_NUM_THREADS, "")
+    return min(num_cores, int(wanted)) if wanted.isdecimal() and int(wanted) else num_cores

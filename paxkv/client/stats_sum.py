@@ -1,0 +1,80 @@
+"""Statistics of several engines, or of one after another, as those of one."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import msgspec
+
+from paxkv.contracts.block_residency import BlockResidency, ResidencyHistogram
+from paxkv.contracts.engine_output import SchedulerStats
+
+# Numbers that only grow; `kv_block_residency` and `step_token_counts` are counters too.
+COUNTERS = (
+    "num_preemptions",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "prefix_cache_preempted_queries",
+    "prefix_cache_preempted_hits",
+    "num_steps",
+    "num_scheduled_tokens",
+    "num_padded_tokens",
+    "num_compiles_after_ready",
+    "num_replaced_engines",
+)
+# Numbers of now, or of lately.
+GAUGES = (
+    "num_running_reqs",
+    "num_waiting_reqs",
+    "num_compiling_reqs",
+    "num_blocks",
+    "num_free_blocks",
+    "prefix_cache_recent_queries",
+    "prefix_cache_recent_hits",
+    "num_allocated_slots",
+    "num_used_slots",
+)
+_HISTOGRAMS = tuple(field.name for field in dataclasses.fields(BlockResidency))
+
+
+def add_counters(stats: SchedulerStats, more: SchedulerStats) -> SchedulerStats:
+    """`stats` with its counters raised by those of `more`."""
+    counters = {name: getattr(stats, name) + getattr(more, name) for name in COUNTERS}
+    residency = stats.kv_block_residency
+    # The same where no block was sampled, as in most steps.
+    if more.kv_block_residency != BlockResidency():
+        histograms = {
+            name: _add_histograms(getattr(residency, name), getattr(more.kv_block_residency, name))
+            for name in _HISTOGRAMS
+        }
+        residency = BlockResidency(**histograms)
+    return msgspec.structs.replace(
+        stats,
+        **counters,
+        kv_block_residency=residency,
+        step_token_counts=_add_counts(stats.step_token_counts, more.step_token_counts),
+    )
+
+
+def sum_stats(all_stats: Sequence[SchedulerStats]) -> SchedulerStats:
+    """Those of several engines as of one: it began when the last of them did."""
+    total = all_stats[0]
+    for stats in all_stats[1:]:
+        total = add_counters(total, stats)
+    num_blocks = sum(stats.num_blocks for stats in all_stats)
+    num_used = sum(stats.kv_cache_usage * stats.num_blocks for stats in all_stats)
+    return msgspec.structs.replace(
+        total,
+        **{name: sum(getattr(stats, name) for stats in all_stats) for name in GAUGES},
+        kv_cache_usage=num_used / num_blocks if num_blocks else 0.0,
+        engine_start_time=max(stats.engine_start_time for stats in all_stats),
+    )
+
+
+def _add_histograms(a: ResidencyHistogram, b: ResidencyHistogram) -> ResidencyHistogram:
+    return ResidencyHistogram(
+        bucket_counts=_add_counts(a.bucket_counts, b.bucket_counts), sum_s=a.sum_s + b.sum_s
+    )
+
+
+def _add_counts(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(x + y for x, y in zip(a, b, strict=True))

@@ -1,0 +1,394 @@
+"""Replicas as one engine: where requests go, who hears of a death, and what all have counted."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    precondition,
+    rule,
+)
+
+from paxkv.client.data_parallel import DataParallelTransport
+from paxkv.client.loop_thread import LoopThread
+from paxkv.client.stats_sum import COUNTERS
+from paxkv.contracts.engine_output import (
+    EngineCoreOutput,
+    EngineDead,
+    SchedulerStats,
+    StepOutputs,
+    UtilityReply,
+)
+from paxkv.contracts.engine_request import (
+    AbortRequests,
+    AddRequest,
+    EngineRequest,
+    Shutdown,
+    UtilityCall,
+)
+from paxkv.contracts.engine_start import EngineReady
+from paxkv.contracts.model_info import ModelInfo
+from paxkv.errors import EngineDeadError
+from paxkv.sampling_params import SamplingParams
+from paxkv.server.engine_totals import EngineTotals
+from tests.paxkv.engine.fake_engine_process import VOCAB_SIZE
+
+INFO = ModelInfo(
+    served_model_name="fake",
+    model="fake",
+    max_model_len=64,
+    vocab_size=VOCAB_SIZE,
+    max_fitting_tokens=512,
+    created=0,
+    max_num_seqs=8,
+    cache_settings={},
+)
+
+
+def ready_engine(start_time: float = 0.0, **info: int) -> EngineReady:
+    return EngineReady(
+        model_info=dataclasses.replace(INFO, **info),
+        eos_token_ids=(0,),
+        max_prompt_tokens=None,
+        stats=SchedulerStats(num_blocks=10, engine_start_time=start_time),
+    )
+
+
+def request(request_id: str, **settings: object) -> EngineRequest:
+    return EngineRequest(
+        request_id=request_id, prompt_token_ids=[1], sampling_params=SamplingParams(), **settings
+    )
+
+
+class FakeReplica:
+    """A `LoopTransport` that keeps what it is sent; its engine says what a test has it say."""
+
+    def __init__(self) -> None:
+        self.sent: list[object] = []
+        self.is_dead = False
+
+    def send(self, message: object) -> None:
+        if self.is_dead:
+            raise EngineDeadError("the engine has ended.")
+        self.sent.append(message)
+
+    def deliver_on(self, loop: object, on_message: object) -> None:
+        self.say = on_message
+
+    def give_up(self, reason: str) -> None:
+        self.is_dead = True
+        self.say(EngineDead(reason=reason))
+
+    def close(self) -> None:
+        self.sent.append("closed")
+
+    def take(self, kind: type) -> list:
+        """What it was sent of one kind since it was last asked for anything."""
+        found = [message for message in self.sent if isinstance(message, kind)]
+        self.sent.clear()
+        return found
+
+
+class Replicas:
+    """Three replicas behind one transport, and what the client heard."""
+
+    def __init__(self, num_replicas: int = 3) -> None:
+        self.engines = [FakeReplica() for _ in range(num_replicas)]
+        self.transport = DataParallelTransport([(e, ready_engine()) for e in self.engines])
+        self.heard: list[object] = []
+        self.transport.deliver_on(None, self.heard.append)
+
+    def add(self, request_id: str, **settings: object) -> int:
+        """Adds a request; returns the replica that it went to."""
+        self.transport.send(AddRequest(request=request(request_id, **settings)))
+        (idx,) = [
+            idx
+            for idx, engine in enumerate(self.engines)
+            if any(m.request.request_id == request_id for m in engine.take(AddRequest))
+        ]
+        return idx
+
+    def die(self, idx: int, retry_after_s: int | None = 5) -> None:
+        self.engines[idx].is_dead = True
+        self.engines[idx].say(EngineDead(reason="boom", retry_after_s=retry_after_s))
+
+    def restart(self, idx: int, start_time: float) -> None:
+        self.engines[idx].is_dead = False
+        self.engines[idx].say(ready_engine(start_time))
+
+    def end(self, idx: int, request_id: str, stats: SchedulerStats) -> None:
+        output = EngineCoreOutput(request_id=request_id, new_token_ids=[7], finish_reason="stop")
+        self.engines[idx].say(StepOutputs(outputs=[output], stats=stats, timestamp=0.0))
+
+    def call(self, method: str, answers: Sequence[UtilityReply]) -> UtilityReply:
+        """Calls, has each replica answer, and returns what the client heard."""
+        self.transport.send(UtilityCall(call_id=3, method=method))
+        self.heard.clear()
+        for engine, answer in zip(self.engines, answers, strict=True):
+            assert self.heard == []
+            engine.say(answer)
+        (reply,) = self.heard
+        return reply
+
+
+class RoutingMachine(RuleBasedStateMachine):
+    """Against a model that knows where everybody is."""
+
+    requests = Bundle("requests")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replicas = Replicas()
+        self.running: list[set[str]] = [set() for _ in self.replicas.engines]
+        self.is_dead = [False] * len(self.running)
+        self.ids = itertools.count()
+        # How far each engine has counted, and what Prometheus has seen of them.
+        self.counts = [0] * len(self.running)
+        self.start_times = itertools.count(1)
+        self.totals = EngineTotals()
+        self.num_counted = self.num_restarts = 0
+
+    def place(self, request_id: str) -> int | None:
+        places = [idx for idx, ids in enumerate(self.running) if request_id in ids]
+        return places[0] if places else None
+
+    @precondition(lambda self: not all(self.is_dead))
+    @rule(target=requests)
+    def add(self) -> str:
+        request_id = str(next(self.ids))
+        least = min(len(r) for r, dead in zip(self.running, self.is_dead, strict=True) if not dead)
+        idx = self.replicas.add(request_id)
+        assert not self.is_dead[idx] and len(self.running[idx]) == least
+        self.running[idx].add(request_id)
+        return request_id
+
+    @precondition(lambda self: not all(self.is_dead))
+    @rule(target=requests, source=requests)
+    def fork(self, source: str) -> str:
+        request_id, place = str(next(self.ids)), self.place(source)
+        idx = self.replicas.add(request_id, fork_from=source)
+        assert idx == place or (place is None and not self.is_dead[idx])
+        self.running[idx].add(request_id)
+        return request_id
+
+    @rule(request_id=consumes(requests))
+    def end(self, request_id: str) -> None:
+        idx = self.place(request_id)
+        if idx is None:
+            return
+        self.running[idx].remove(request_id)
+        self.counts[idx] += 2
+        self.num_counted += 2
+        self.replicas.heard.clear()
+        self.replicas.end(idx, request_id, self.stats_of(idx))
+        (step,) = self.replicas.heard
+        assert [output.request_id for output in step.outputs] == [request_id]
+        self.check_stats(step.stats)
+
+    @precondition(lambda self: not all(self.is_dead))
+    @rule(dying=st.none() | st.integers(0, 2))
+    def scrape(self, dying: int | None) -> None:
+        """Asks all for their numbers; one may die before it answers."""
+        if dying is not None and (self.is_dead[dying] or self.is_dead.count(False) == 1):
+            return
+        self.replicas.transport.send(UtilityCall(call_id=9, method="get_stats"))
+        for idx, engine in enumerate(self.replicas.engines):
+            if idx != dying and engine.take(UtilityCall):
+                stats = msgspec.json.encode(self.stats_of(idx)).decode()
+                engine.say(UtilityReply(call_id=9, result_json=stats))
+        if dying is not None:
+            self.die(dying, False)
+        (reply,) = [m for m in self.replicas.heard if isinstance(m, UtilityReply)]
+        self.replicas.heard.clear()
+        self.check_stats(msgspec.json.decode(reply.result_json, type=SchedulerStats))
+
+    def check_stats(self, stats: SchedulerStats) -> None:
+        seen = self.totals.update(stats)
+        counters = {name: getattr(seen, name) for name in COUNTERS}
+        num_replaced = counters.pop("num_replaced_engines") + self.totals.num_restarts
+        assert num_replaced == self.num_restarts
+        assert set(counters.values()) == {self.num_counted}
+        assert seen.num_blocks == 10 * self.is_dead.count(False)
+
+    @rule(request_ids=st.lists(consumes(requests), min_size=1))
+    def abort(self, request_ids: list[str]) -> None:
+        self.replicas.transport.send(AbortRequests(request_ids=request_ids))
+        for idx, engine in enumerate(self.replicas.engines):
+            told = [i for message in engine.take(AbortRequests) for i in message.request_ids]
+            assert set(told) == self.running[idx] & set(request_ids)
+            self.running[idx] -= set(told)
+
+    @rule(idx=st.integers(0, 2), is_noticed_first=st.booleans())
+    def die(self, idx: int, is_noticed_first: bool) -> None:
+        if self.is_dead[idx]:
+            return
+        self.is_dead[idx] = True
+        if is_noticed_first and not all(self.is_dead):
+            # By a request, which goes to another.
+            self.replicas.engines[idx].is_dead = True
+            request_id = str(next(self.ids))
+            place = self.replicas.add(request_id)
+            assert not self.is_dead[place]
+            self.running[place].add(request_id)
+        self.replicas.heard.clear()
+        self.replicas.die(idx)
+        deaths = [message for message in self.replicas.heard if isinstance(message, EngineDead)]
+        if all(self.is_dead):
+            (dead,) = deaths
+            assert (dead.retry_after_s, dead.request_ids) == (5, None)
+        elif self.running[idx]:
+            (dead,) = deaths
+            assert set(dead.request_ids) == self.running[idx]
+        else:
+            assert deaths == []
+        self.running[idx] = set()
+
+    @rule(idx=st.integers(0, 2))
+    def restart(self, idx: int) -> None:
+        if not self.is_dead[idx]:
+            return
+        self.replicas.heard.clear()
+        self.replicas.restart(idx, float(next(self.start_times)))
+        told = [isinstance(message, EngineReady) for message in self.replicas.heard]
+        assert told == ([True] if all(self.is_dead) else [])
+        self.is_dead[idx] = False
+        # Another engine, which has counted nothing.
+        self.counts[idx] = 0
+        self.num_restarts += 1
+
+    def stats_of(self, idx: int) -> SchedulerStats:
+        counters = dict.fromkeys(COUNTERS, self.counts[idx]) | {"num_replaced_engines": 0}
+        return SchedulerStats(num_blocks=10, engine_start_time=float(idx), **counters)
+
+    @invariant()
+    def nobody_is_forgotten(self) -> None:
+        replicas = self.replicas.transport._replicas
+        assert [set(replica.requests) for replica in replicas] == self.running
+
+    def teardown(self) -> None:
+        self.replicas.transport.close()
+        assert all(engine.sent[-1] == "closed" for engine in self.replicas.engines)
+
+
+TestRouting = RoutingMachine.TestCase
+
+
+def test_kept_blocks_draw_forks_until_they_are_given_up() -> None:
+    replicas = Replicas()
+    idx = replicas.add("kept", keep_blocks=True)
+    replicas.end(idx, "kept", SchedulerStats())
+    assert {replicas.add(f"fork{i}", fork_from="kept") for i in range(4)} == {idx}
+    replicas.transport.send(AbortRequests(request_ids=["kept"]))
+    assert replicas.engines[idx].take(AbortRequests) == [AbortRequests(request_ids=["kept"])]
+    assert {replicas.add(f"late{i}", fork_from="kept") for i in range(4)} != {idx}
+
+
+def test_calls_are_answered_for_all() -> None:
+    replicas = Replicas(2)
+
+    def reply(result: str | None, error: str | None = None) -> UtilityReply:
+        return UtilityReply(call_id=3, result_json=result, error=error)
+
+    for first, second, both in (("true", "true", "true"), ("true", "false", "false")):
+        answers = [reply(first), reply(second)]
+        assert replicas.call("reset_prefix_cache", answers).result_json == both
+    stats = [
+        SchedulerStats(num_running_reqs=1, kv_cache_usage=0.5, num_blocks=10, num_steps=4),
+        SchedulerStats(num_running_reqs=2, kv_cache_usage=0.1, num_blocks=30, num_steps=5),
+    ]
+    answers = [reply(msgspec.json.encode(one).decode()) for one in stats]
+    told = msgspec.json.decode(replicas.call("get_stats", answers).result_json, type=SchedulerStats)
+    assert (told.num_running_reqs, told.num_blocks, told.num_steps) == (3, 40, 9)
+    assert told.kv_cache_usage == pytest.approx(0.2)
+    answers = [reply(None, "unknown request"), reply('{"a": 1}')]
+    assert replicas.call("explain_prefix_cache_miss", answers).result_json == '{"a": 1}'
+    assert replicas.call("check_invariants", [reply("null"), reply(None, "bad")]).error == "bad"
+
+
+def test_a_call_is_answered_when_those_who_owe_an_answer_die() -> None:
+    replicas = Replicas(2)
+    replicas.transport.send(UtilityCall(call_id=1, method="start_profile", arguments=("/p",)))
+    folders = [engine.take(UtilityCall)[0].arguments for engine in replicas.engines]
+    assert folders == [("/p/replica-0",), ("/p/replica-1",)]
+    replicas.engines[1].say(UtilityReply(call_id=1, result_json="true"))
+    replicas.die(0)
+    assert replicas.heard == [UtilityReply(call_id=1, result_json="true")]
+    # Alone, the second is asked what the first was asked before.
+    replicas.transport.send(UtilityCall(call_id=2, method="inspect"))
+    replicas.heard.clear()
+    replicas.die(1)
+    # And of all calls that wait, the client tells their callers.
+    (dead,) = replicas.heard
+    assert (dead.retry_after_s, dead.request_ids) == (5, None)
+    with pytest.raises(EngineDeadError):
+        replicas.transport.send(UtilityCall(call_id=3, method="inspect"))
+    with pytest.raises(EngineDeadError):
+        replicas.add("late")
+
+
+def test_client_hears_of_the_end_when_no_replica_will_come_back() -> None:
+    replicas = Replicas(2)
+    replicas.transport.send(Shutdown(drain=True))
+    assert [engine.take(Shutdown) for engine in replicas.engines] == [[Shutdown(drain=True)]] * 2
+    replicas.die(0, retry_after_s=None)
+    assert replicas.heard == []
+    replicas.die(1, retry_after_s=None)
+    (dead,) = replicas.heard
+    assert (dead.retry_after_s, dead.request_ids) == (None, None)
+
+
+def test_one_that_comes_back_while_all_are_to_end_hears_of_it() -> None:
+    replicas = Replicas(2)
+    replicas.die(0)
+    replicas.transport.send(Shutdown(drain=True))
+    replicas.restart(0, 5.0)
+    assert replicas.engines[0].take(Shutdown) == [Shutdown()]
+
+
+def test_what_cannot_be_used_ends_its_replica_alone() -> None:
+    replicas = Replicas(3)
+    idx = replicas.add("r")
+    # Nobody asked.
+    replicas.engines[idx].say(UtilityReply(call_id=77, result_json="true"))
+    (dead,) = replicas.heard
+    assert "not asked to" in dead.reason and dead.request_ids == ("r",)
+    assert [engine.is_dead for engine in replicas.engines].count(True) == 1
+    # Nor could the client use this.
+    engines = [FakeReplica(), FakeReplica()]
+    transport = DataParallelTransport([(engine, ready_engine()) for engine in engines])
+
+    def on_message(message: object) -> None:
+        if isinstance(message, StepOutputs):
+            transport.give_up("cannot be used")
+
+    transport.deliver_on(None, on_message)
+    engines[1].say(StepOutputs(outputs=[], stats=SchedulerStats(), timestamp=0.0))
+    assert [engine.is_dead for engine in engines] == [False, True]
+    transport.give_up("nobody knows whose")
+    assert [engine.is_dead for engine in engines] == [True, True]
+
+
+def test_what_clients_may_ask_for_is_what_every_replica_can_do() -> None:
+    replicas = [
+        (FakeReplica(), ready_engine(max_num_seqs=8, max_fitting_tokens=tokens))
+        for tokens in (512, 400)
+    ]
+    ready = DataParallelTransport(replicas).ready
+    assert (ready.model_info.max_num_seqs, ready.model_info.max_fitting_tokens) == (16, 400)
+    assert ready.stats.num_blocks == 20
+
+
+def test_close_on_the_loops_own_thread_does_not_wait_for_itself() -> None:
+    replicas = Replicas(2)
+    transport = LoopThread(replicas.transport)
+    transport._loop.call_soon_threadsafe(transport.close)
+    transport._thread.join(60)
+    assert not transport._thread.is_alive()
+    assert [engine.sent[-1] for engine in replicas.engines] == ["closed"] * 2

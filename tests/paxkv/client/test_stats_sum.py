@@ -1,0 +1,46 @@
+"""Every number of the engines' statistics is a counter, a number of now, or named here."""
+
+import msgspec
+import pytest
+
+from paxkv.client.stats_sum import COUNTERS, GAUGES, add_counters, sum_stats
+from paxkv.contracts.block_residency import BlockResidency, ResidencyHistogram
+from paxkv.contracts.engine_output import SchedulerStats
+
+OTHERS = {"kv_block_residency", "step_token_counts", "kv_cache_usage", "engine_start_time"}
+GAP = ResidencyHistogram(bucket_counts=(4, *[0] * 22), sum_s=2.0)
+STATS = SchedulerStats(
+    **dict.fromkeys(COUNTERS, 5),
+    **dict.fromkeys(GAUGES, 7),
+    kv_block_residency=BlockResidency(reuse_gap=GAP),
+    step_token_counts=(3, *SchedulerStats().step_token_counts[1:]),
+    kv_cache_usage=0.5,
+    engine_start_time=10.0,
+)
+
+
+def test_no_number_is_left_out() -> None:
+    named = [*COUNTERS, *GAUGES, *OTHERS]
+    assert sorted(named) == sorted(field.name for field in msgspec.structs.fields(SchedulerStats))
+
+
+def test_sum_of_several() -> None:
+    later = msgspec.structs.replace(STATS, engine_start_time=11.0, kv_cache_usage=0.1)
+    total = sum_stats([STATS, later, later])
+    assert {getattr(total, name) for name in COUNTERS} == {15}
+    assert {getattr(total, name) for name in GAUGES} == {21}
+    assert total.step_token_counts[0] == 9
+    gap = total.kv_block_residency.reuse_gap
+    assert (gap.bucket_counts[0], gap.sum_s) == (12, 6.0)
+    assert total.kv_cache_usage == pytest.approx(0.7 / 3)
+    assert total.engine_start_time == 11.0
+    assert sum_stats([STATS]) == STATS
+    assert sum_stats([SchedulerStats()]).kv_cache_usage == 0.0
+
+
+def test_counters_of_the_dead_are_added_and_what_they_ran_is_not() -> None:
+    left = add_counters(SchedulerStats(), STATS)
+    assert {getattr(left, name) for name in COUNTERS} == {5}
+    assert {getattr(left, name) for name in (*GAUGES, "kv_cache_usage")} == {0}
+    assert left.step_token_counts == STATS.step_token_counts
+    assert left.kv_block_residency == STATS.kv_block_residency
