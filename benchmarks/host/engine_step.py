@@ -11,14 +11,18 @@ All requests decode; nothing arrives and nothing ends. The engine's own thread i
 
 What a device computes is not among it: XLA has threads of its own also where the device is the CPU.
 But there they take the cores and the caches of the engine's thread, so that its own work takes
-about twice the time that it takes beside another device, and more on a busy machine.
+about twice the time that it takes beside another device, and more on a busy machine. Nearer to that
+comes a model that needs few caches, with as many threads of XLA's as leave a core to the engine.
 
     python -m benchmarks.host.engine_step --num-requests 256
+    python -m benchmarks.host.engine_step --num-requests 256 --model tiny --xla-threads 1
     python -m benchmarks.host.engine_step --num-requests 64 --set max_decode_burst=1 \
         --set async_scheduling=false
 """
 
 import argparse
+import gc
+import os
 import queue
 import statistics
 import sys
@@ -185,16 +189,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         *("--set",), type=named_setting, action="append", default=[], metavar="NAME=VALUE",
         help="a setting of paxkv's",
     )  # fmt: skip
+    parser.add_argument(
+        *("--xla-threads",), type=int, metavar="N",
+        help="threads that XLA computes with; as many as there are cores if left out",
+    )  # fmt: skip
     parser.add_argument("--save", action="store_true", help="append rows to benchmarks/results")
     arguments = parser.parse_args(argv)
+    if arguments.xla_threads is not None:
+        # XLA looks for it when it makes its device.
+        os.environ["NPROC"] = str(arguments.xla_threads)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = write_checkpoint(Path(folder) / "model", MODEL_SHAPES[arguments.model])
         core = build(checkpoint, arguments)
+    gc.freeze()  # as the engine's process does
     runs = []
     for _ in range(arguments.repetitions):
         runs.append(measure(core, arguments.num_requests, arguments.num_steps))
     core.close()
     settings = " ".join(f"{name}={value}" for name, value in arguments.set)
+    if arguments.xla_threads is not None:
+        settings = f"xla_threads={arguments.xla_threads} {settings}"
     case = f"model={arguments.model} requests={arguments.num_requests} {settings}".strip()
     rows = [
         ResultRow(

@@ -189,7 +189,7 @@ class DeviceStep:
             else:
                 kept_np = self._are_kept()
                 self._rows.append_one_each(rows_np[kept_np], token_ids_np[kept_np])
-            return [[token_id] for token_id in token_ids_np.tolist()]
+            return token_ids_np[:, None].tolist()
         drawn_np = result_np[: num_drawn_np.max(), :num_reqs, 0]
         # A row that draws fewer than others has drawn nothing in the last steps.
         step_idx_np = np.arange(len(drawn_np), dtype=np.int32)[:, None]
