@@ -231,7 +231,7 @@ class DataParallelTransport:
     def _note(self, idx: int, message: EngineOutput | EngineReady) -> None:
         match message:
             case StepOutputs():
-                self._on_message(self._note_step(idx, message))
+                self._note_step(idx, message)
             case UtilityReply():
                 self._note_reply(idx, message)
             case EngineReady():
@@ -239,14 +239,15 @@ class DataParallelTransport:
             case EngineDead():
                 self._note_dead(idx, message)
 
-    def _note_step(self, idx: int, step: StepOutputs) -> StepOutputs:
+    def _note_step(self, idx: int, step: StepOutputs) -> None:
         replica = self._replicas[idx]
         replica.stats = step.stats
+        # First: a client that cannot use it hears of all its requests.
+        self._on_message(dataclasses.replace(step, stats=self._merged_stats()))
         for output in step.outputs:
             if output.finish_reason is not None:
                 if replica.requests.pop(output.request_id, False):
                     replica.kept_ids.add(output.request_id)
-        return dataclasses.replace(step, stats=self._merged_stats())
 
     def _note_reply(self, idx: int, reply: UtilityReply) -> None:
         call = self._calls.get(reply.call_id)

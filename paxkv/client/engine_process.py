@@ -190,6 +190,10 @@ class EngineProcess:
             self._process.kill()
             self._process.wait()
 
+    def kill(self) -> None:
+        """Ends the process now; may be repeated."""
+        self._process.kill()
+
     def kill_with_traceback(self) -> None:
         """Has the process say on stderr where it is, and kills it. Called on the loop."""
         self._process.send_signal(signal.SIGUSR1)

@@ -117,6 +117,9 @@ class EngineSupervisor:
         if isinstance(message, Shutdown):
             # Its end is wanted.
             self._is_closing.set()
+            if self._is_dead.is_set():
+                # What is being started has nothing to finish.
+                self._process.kill()
         if self._is_dead.is_set():
             raise EngineDeadError("the engine has ended.")
         self._process.send(message)

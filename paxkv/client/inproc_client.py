@@ -50,7 +50,12 @@ class InprocClient:
             self._transport.send(AddRequest(request=child))
 
     def wait_for_outputs(self) -> list[RequestOutput]:
-        """Waits for the engine's next step; what it made may be an empty list."""
+        """Waits for the engine's next step; what it made may be an empty list.
+
+        Raises:
+            EngineDeadError: Also where requests ended with one engine of several; then all of these
+                are forgotten, and others can be waited for.
+        """
         if not self._request_outputs:
             self._take(self._transport.receive())
         request_outputs, self._request_outputs = self._request_outputs, []

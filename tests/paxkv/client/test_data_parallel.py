@@ -344,6 +344,40 @@ def test_client_hears_of_the_end_when_no_replica_will_come_back() -> None:
     assert (dead.retry_after_s, dead.request_ids) == (None, None)
 
 
+def test_one_that_takes_no_message_any_more_is_left_out_until_it_has_said_why() -> None:
+    replicas = Replicas(2)
+    replicas.engines[0].is_dead = True
+    assert {replicas.add(f"r{number}") for number in range(3)} == {1}
+    replicas.transport.send(UtilityCall(call_id=4, method="get_stats"))
+    stats = SchedulerStats(num_running_reqs=3, num_blocks=10)
+    stats_json = msgspec.json.encode(stats).decode()
+    replicas.engines[1].say(UtilityReply(call_id=4, result_json=stats_json))
+    (reply,) = replicas.heard
+    told = msgspec.json.decode(reply.result_json, type=SchedulerStats)
+    assert told.num_running_reqs == 3
+    # It had no request, so nobody needs to hear of it.
+    replicas.die(0)
+    assert replicas.heard == [reply]
+
+
+def test_a_step_that_the_client_cannot_use_ends_the_requests_that_ended_with_it() -> None:
+    engines = [FakeReplica(), FakeReplica()]
+    transport = DataParallelTransport([(engine, ready_engine()) for engine in engines])
+    deaths = []
+
+    def on_message(message: object) -> None:
+        if isinstance(message, StepOutputs):
+            raise ValueError("cannot be used")
+        deaths.append(message)
+
+    transport.deliver_on(None, on_message)
+    transport.send(AddRequest(request=request("r")))
+    output = EngineCoreOutput(request_id="r", new_token_ids=[7], finish_reason="stop")
+    engines[0].say(StepOutputs(outputs=[output], stats=SchedulerStats(), timestamp=0.0))
+    (dead,) = deaths
+    assert dead.request_ids == ("r",)
+
+
 def test_one_that_comes_back_while_all_are_to_end_hears_of_it() -> None:
     replicas = Replicas(2)
     replicas.die(0)

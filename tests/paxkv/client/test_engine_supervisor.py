@@ -15,6 +15,7 @@ from paxkv.client.async_client import AsyncEngineClient
 from paxkv.client.engine_supervisor import EngineSupervisor, RestartPolicy
 from paxkv.client.input_processor import InputProcessor
 from paxkv.client.output_processor import OutputProcessor
+from paxkv.contracts.engine_request import Shutdown
 from paxkv.errors import EngineDeadError
 from paxkv.sampling_params import SamplingParams
 from tests.paxkv.client.test_async_client import LONG, collect, in_loop, until_idle
@@ -353,6 +354,22 @@ async def test_close_while_another_engine_starts_does_not_wait_for_it() -> None:
         await until_dead(client)
         await client.close(drain_timeout_s=0)
         assert await client.wait_until_ended() == "it was shut down"
+
+
+@in_loop
+async def test_drain_while_another_engine_starts_does_not_wait_for_it() -> None:
+    async with running(step_s=0.01) as client:
+        supervisor = client._transport
+        supervisor._config = fake_config(start_s=3600)
+        first_pid = supervisor.pid
+        kill_engine(client)
+        while supervisor.pid == first_pid:
+            await asyncio.sleep(0.01)
+        # As one of several engines, where the client goes on to drain.
+        with pytest.raises(EngineDeadError):
+            supervisor.send(Shutdown(drain=True))
+        reason = await asyncio.wait_for(client.wait_until_ended(), PATIENCE_S)
+        assert reason == "it was shut down"
 
 
 @in_loop
