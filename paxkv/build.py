@@ -36,7 +36,6 @@ from paxkv.contracts.model_info import ModelInfo
 from paxkv.engine.core_thread import CoreThread
 from paxkv.engine.engine_core import EngineCore
 from paxkv.engine.kv_event_publisher import KVEventPublisher, make_kv_event_publisher
-from paxkv.errors import ConfigError
 from paxkv.package_origin import check_package_origin
 from paxkv.scheduler.scheduler import Scheduler
 from paxkv.scheduler.trace.header import TraceHeader
@@ -50,9 +49,10 @@ from paxkv.text.tokenizer import Tokenizer
 # Before the imports below: with a foreign `models` they would fail without saying why.
 check_package_origin()
 
-from models import LoadedModel, ModelConfig, load_model  # noqa: E402
+from models import LoadedModel, load_model  # noqa: E402
 from models.loading.source import resolve_model_folder  # noqa: E402
 from paxkv.runner.compiler_options import wants_column_panels  # noqa: E402
+from paxkv.runner.max_model_len import find_max_model_len  # noqa: E402
 from paxkv.runner.memory_plan import GPU_SHARE_VARIABLE  # noqa: E402
 from paxkv.runner.model_runner import ModelRunner  # noqa: E402
 from paxkv.runner.processor import instruction_sets, num_threads  # noqa: E402
@@ -194,7 +194,7 @@ def _build_core(
     folder = _model_folder(config)
     on_model_found(folder)
     model = _load_model(config, folder)
-    max_model_len = _max_model_len(config, model.config)
+    max_model_len = find_max_model_len(config.model.max_model_len, model.config)
     runner = _make_runner(config, model, store, show_progress=show_progress)
     runner.warm_up()
     grammar_setup = find_grammar_setup(
@@ -261,7 +261,7 @@ def _make_runner(
         model,
         cache_config=_cache_config(config.cache, store),
         scheduler_config=config.scheduler,
-        max_model_len=_max_model_len(config, model.config),
+        max_model_len=find_max_model_len(config.model.max_model_len, model.config),
         seed=config.model.seed,
         runner_config=config.runner,
         program_store=store,
@@ -331,13 +331,3 @@ def _make_core(
         max_steps_in_flight=2 if config.scheduler.async_scheduling else 1,
         max_decode_burst=1 if config.runner.batch_invariant else config.scheduler.max_decode_burst,
     )
-
-
-def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
-    asked, limit = config.model.max_model_len, model_config.max_scaled_positions
-    if asked is not None and asked > limit:
-        raise ConfigError(
-            f"max_model_len={asked} is more than the {limit} positions that the model has. "
-            f"Set at most {limit}, or leave it out."
-        )
-    return model_config.max_position_embeddings if asked is None else asked
