@@ -4,6 +4,10 @@
 programs; `CompiledGenerator` wraps it with lists of token ids. Neither needs an engine, a server or
 a step on the host, and their tokens are the engine's: greedily, and for prompts that bring a seed.
 Without one the engine derives a seed from the request's id, and this from the prompt's place.
+
+Every field of `SamplingParams` that tokens depend on holds here too, or is refused: `n` above 1,
+`stop`, `logprobs`, `prompt_logprobs` and `structured_outputs` need the host between tokens, or are
+more than tokens. Those about text and the prefix cache, neither of which is here, change nothing.
 """
 
 import dataclasses
@@ -14,63 +18,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import ForwardBatch, KVCache, LoadedModel, kv_cache_layers, place_layers
-from paxkv.errors import ConfigError, InvalidRequestError, PromptTooLongError
+from paxkv.client.input_processor import InputProcessor
+from paxkv.contracts.engine_request import EngineRequest
+from paxkv.errors import InvalidRequestError, PromptTooLongError, UnsupportedFeatureError
+from paxkv.runner.bucketing import SamplerShape
+from paxkv.runner.generate_inputs import GenerateInputs, GenerateShape, make_generate_inputs
 from paxkv.runner.kv_cache_arrays import kv_cache_dtype
+from paxkv.runner.max_model_len import find_max_model_len
+from paxkv.runner.row_state import RowState, unpack_rows, vocab_words
 from paxkv.runner.sampler import sample
-from paxkv.runner.sampling_columns import (
-    NUM_COLUMNS,
-    SamplingInputs,
-    encode_sampling_params,
-    seed_of_request,
-)
+from paxkv.runner.sampler_program import SamplerFunction, make_sampler
+from paxkv.runner.sampling_columns import MIN_TOKENS_END, SamplingInputs, join_step_rows
 from paxkv.runner.step import Params, forward
 from paxkv.sampling_params import SamplingParams
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateShape:
-    """Every static number of a compiled generation.
-
-    Args:
-        batch_size: Rows, each one prompt.
-        max_prompt_len: Most tokens of a prompt.
-        max_new_tokens: Most tokens generated for a row.
-        block_size: Token positions in a KV block.
-        max_stop_ids: Most token ids that end a row.
-    """
-
-    batch_size: int
-    max_prompt_len: int
-    max_new_tokens: int
-    block_size: int = 16
-    max_stop_ids: int = 8
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{field.name} must be an integer of at least 1, got {value!r}.")
-
-    @property
-    def max_blocks_per_req(self) -> int:
-        # The last token is drawn and returned, but its key and value are never needed.
-        return -(-(self.max_prompt_len + self.max_new_tokens - 1) // self.block_size)
-
-    def num_blocks(self, num_groups: int) -> int:
-        """Blocks of the cache; each row has its own in every group of layers, and 0 is null."""
-        return 1 + num_groups * self.batch_size * self.max_blocks_per_req
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateInputs:
-    """The arrays that a compiled generation takes; a row with prompt length 0 generates nothing."""
-
-    prompt_token_ids: jax.Array  # i32[batch_size, max_prompt_len], anything past the prompt's end
-    prompt_lens: jax.Array  # i32[batch_size], in [0, max_prompt_len]
-    max_new_tokens: jax.Array  # i32[batch_size], in [1, max_new_tokens]
-    stop_token_ids: jax.Array  # i32[batch_size, max_stop_ids], vocab size where there is none
-    sampling_rows: jax.Array  # i32[batch_size, NUM_COLUMNS], by `encode_sampling_params`
+from paxkv.setting import at_least
+from paxkv.text.tokenizer import Tokenizer
 
 
 @jax.tree_util.register_dataclass
@@ -90,6 +52,7 @@ class _LoopState:
     num_tokens: jax.Array  # i32[batch_size], generated so far
     is_done: jax.Array  # bool[batch_size]
     token_ids: jax.Array  # i32[batch_size, max_new_tokens]
+    row_state: RowState | None  # of `packed_rows`
 
 
 def make_generate(
@@ -108,25 +71,35 @@ def make_generate(
     # run; those of group 1 follow.
     block_ids = np.arange(1, shape.num_blocks(num_groups), dtype=np.int32)
     block_tables = block_ids.reshape(num_groups, shape.batch_size, shape.max_blocks_per_req)
+    draw_processed = make_sampler(
+        SamplerShape(
+            num_rows=shape.batch_size,
+            max_model_len=shape.max_tokens_per_row,
+            chunk_rows=shape.batch_size,
+        )
+    )
 
     def draw(
         params: Params, state: _LoopState, batch: ForwardBatch, inputs: GenerateInputs
     ) -> _LoopState:
         """One forward pass and one drawn token for every row that is not done."""
         logits, kv_cache = forward(model, params, state.kv_cache, batch)
-        draw_position = inputs.prompt_lens + state.num_tokens
-        sampling = SamplingInputs(rows=inputs.sampling_rows, draw_position=draw_position)
-        drawn = sample(logits, sampling).token_ids
+        drawn, row_state = _draw_tokens(draw_processed, logits, state, inputs)
         # Rows that are done write past the end, which drops the write.
         place = jnp.where(state.is_done, shape.max_new_tokens, state.num_tokens)
         num_tokens = state.num_tokens + ~state.is_done
         is_stop = jnp.any(drawn[:, None] == inputs.stop_token_ids, axis=1)
+        if row_state is not None:
+            # Below `min_tokens` one comes only where no token is allowed at all, and ends nothing.
+            first_end = inputs.sampling_rows[:, MIN_TOKENS_END] - 1
+            is_stop &= inputs.prompt_lens + state.num_tokens >= first_end
         return _LoopState(
             kv_cache=kv_cache,
             last_token_ids=jnp.where(state.is_done, state.last_token_ids, drawn),
             num_tokens=num_tokens,
             is_done=state.is_done | is_stop | (num_tokens >= inputs.max_new_tokens),
             token_ids=state.token_ids.at[row_ids, place].set(drawn, mode="drop"),
+            row_state=row_state,
         )
 
     def decode_batch(state: _LoopState, inputs: GenerateInputs) -> ForwardBatch:
@@ -149,6 +122,7 @@ def make_generate(
             num_tokens=jnp.zeros(shape.batch_size, jnp.int32),
             is_done=inputs.prompt_lens == 0,
             token_ids=jnp.zeros((shape.batch_size, shape.max_new_tokens), jnp.int32),
+            row_state=_first_row_state(inputs, shape, model.config.vocab_size),
         )
         state = draw(params, state, _prompt_batch(inputs, shape, block_tables), inputs)
         state = jax.lax.while_loop(
@@ -161,19 +135,67 @@ def make_generate(
     return generate
 
 
+def _first_row_state(
+    inputs: GenerateInputs, shape: GenerateShape, vocab_size: int
+) -> RowState | None:
+    if inputs.packed_rows is None:
+        return None
+    return unpack_rows(
+        inputs.packed_rows, max_model_len=shape.max_tokens_per_row, vocab_size=vocab_size
+    )
+
+
+def _draw_tokens(
+    draw_processed: SamplerFunction,
+    logits: jax.Array,  # f32[batch_size, vocab]
+    state: _LoopState,
+    inputs: GenerateInputs,
+) -> tuple[jax.Array, RowState | None]:  # i32[batch_size]
+    """A token for every row, and the state with those of rows that are not done."""
+    draw_position = inputs.prompt_lens + state.num_tokens
+    if state.row_state is None:
+        sampling = SamplingInputs(rows=inputs.sampling_rows, draw_position=draw_position)
+        return sample(logits, sampling).token_ids, None
+    # Place 0 draws nothing: rows that are done are not processed any more.
+    draw_position = jnp.where(state.is_done, 0, draw_position)
+    fields = {"sampling_rows": inputs.sampling_rows, "draw_position": draw_position}
+    sampling_rows = join_step_rows(fields, max_num_seqs=logits.shape[0])
+    no_mask = jnp.zeros((logits.shape[0], 1 + vocab_words(logits.shape[1])), jnp.int32)
+    _, row_state, _, drawn = draw_processed(logits, state.row_state, sampling_rows, no_mask)
+    return drawn, row_state
+
+
 class CompiledGenerator:
     """Generates for lists of token ids with one compiled function.
 
     Args:
         model: What `models.load_model` gave.
-        shape: The static sizes; the first `generate` compiles, later ones do not.
+        shape: The static sizes. The first `generate` compiles, later ones do not; but the first one
+            with `min_tokens`, penalties, biases, allowed tokens or bad words compiles once more.
         seed: Of prompts whose `SamplingParams` bring none.
+        max_model_len: Most tokens of prompt and output together, as the engine takes it: None is
+            the model's `max_position_embeddings`, and a scaled rotary embedding goes further.
+        tokenizer: Of the model; `bad_words` need it. Its EOS token ends rows, as the engine's does.
+
+    Raises:
+        ConfigError: `max_model_len` is below 2, or over the model's positions.
     """
 
-    def __init__(self, model: LoadedModel, shape: GenerateShape, *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        shape: GenerateShape,
+        *,
+        seed: int = 0,
+        max_model_len: int | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        at_least("max_model_len", max_model_len, 2)
         self._model = model
         self._shape = shape
         self._seed = seed
+        self._max_model_len = find_max_model_len(max_model_len, model.config)
+        self._tokenizer = tokenizer
         self._generate = jax.jit(make_generate(model, shape))
 
     def generate(
@@ -183,10 +205,15 @@ class CompiledGenerator:
         *,
         eos_token_ids: Sequence[int] = (),
     ) -> list[list[int]]:
-        """New token ids of each prompt, in order; `stop` strings are not looked for.
+        """New token ids of each prompt, in order.
+
+        Args:
+            sampling_params: `max_tokens=None` is as many as `shape` has room for.
+            eos_token_ids: Of the model, besides the tokenizer's.
 
         Raises:
             InvalidRequestError: A prompt or setting does not fit the shape or the model.
+            UnsupportedFeatureError: A setting needs the engine.
         """
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
@@ -195,91 +222,89 @@ class CompiledGenerator:
                 f"got {len(prompts)} prompts and {len(sampling_params)} SamplingParams; "
                 "wanted one of each, or one SamplingParams for all."
             )
-        inputs_np = self._make_inputs(prompts, sampling_params, eos_token_ids)
+        if len(prompts) > self._shape.batch_size:
+            raise InvalidRequestError(
+                f"got {len(prompts)} prompts, wanted at most batch_size={self._shape.batch_size}."
+            )
+        requests = self._process(prompts, sampling_params, eos_token_ids)
+        inputs_np = make_generate_inputs(
+            requests, self._shape, vocab_size=self._model.config.vocab_size, seed=self._seed
+        )
         outputs = jax.device_get(self._generate(self._model.params, jax.device_put(inputs_np)))
         return [
             outputs.token_ids[row, : outputs.num_tokens[row]].tolist()
             for row in range(len(prompts))
         ]
 
-    def _make_inputs(
+    def _process(
         self,
         prompts: Sequence[Sequence[int]],
         sampling_params: Sequence[SamplingParams],
         eos_token_ids: Sequence[int],
-    ) -> GenerateInputs:
-        shape, vocab_size = self._shape, self._model.config.vocab_size
-        if len(prompts) > shape.batch_size:
-            raise InvalidRequestError(
-                f"got {len(prompts)} prompts, wanted at most batch_size={shape.batch_size}."
-            )
-        prompt_token_ids_np = np.zeros((shape.batch_size, shape.max_prompt_len), np.int32)
-        prompt_lens_np = np.zeros(shape.batch_size, np.int32)
-        max_new_tokens_np = np.ones(shape.batch_size, np.int32)
-        stop_token_ids_np = np.full((shape.batch_size, shape.max_stop_ids), vocab_size, np.int32)
-        sampling_rows_np = np.zeros((shape.batch_size, NUM_COLUMNS), np.int32)
-        for row, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
-            self._check_row(prompt, params)
-            stop_ids = [
-                *(() if params.ignore_eos else eos_token_ids),
-                *(params.stop_token_ids or ()),
-            ]
-            if len(stop_ids) > shape.max_stop_ids:
-                raise InvalidRequestError(
-                    f"row {row} has {len(stop_ids)} stop tokens, wanted at most "
-                    f"max_stop_ids={shape.max_stop_ids}; make the shape with more."
-                )
-            prompt_token_ids_np[row, : len(prompt)] = prompt
-            prompt_lens_np[row] = len(prompt)
-            # As in the engine, a row ends where the model's positions do.
-            room = self._model.config.max_position_embeddings - len(prompt)
-            max_new_tokens_np[row] = min(params.max_tokens or shape.max_new_tokens, room)
-            stop_token_ids_np[row, : len(stop_ids)] = stop_ids
-            seed = params.seed if params.seed is not None else seed_of_request(self._seed, str(row))
-            sampling_rows_np[row] = encode_sampling_params(params, seed=seed, vocab_size=vocab_size)
-        return GenerateInputs(
-            prompt_token_ids=prompt_token_ids_np,
-            prompt_lens=prompt_lens_np,
-            max_new_tokens=max_new_tokens_np,
-            stop_token_ids=stop_token_ids_np,
-            sampling_rows=sampling_rows_np,
+    ) -> list[EngineRequest]:
+        """What the engine would get for each prompt, through its own door."""
+        if not all(type(token_id) is int and token_id >= 0 for token_id in eos_token_ids):
+            raise InvalidRequestError(f"eos_token_ids must be token ids, got {eos_token_ids!r}.")
+        processor = InputProcessor(
+            tokenizer=self._tokenizer,
+            vocab_size=self._model.config.vocab_size,
+            max_model_len=self._max_model_len,
+            max_fitting_tokens=self._max_model_len,
+            eos_token_ids=eos_token_ids,
         )
+        requests = []
+        for row, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
+            self._check_prompt(prompt)
+            self._check_params(params)
+            requests.append(processor.process(prompt, params, request_id=str(row)))
+        return requests
 
-    def _check_row(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        shape, config = self._shape, self._model.config
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes)):
+            raise InvalidRequestError(
+                f"a prompt must be a list of token ids, got {type(prompt).__name__}."
+            )
         if not prompt:
             raise InvalidRequestError("prompt has 0 tokens, wanted at least 1.")
-        if len(prompt) > shape.max_prompt_len:
+        if len(prompt) > self._shape.max_prompt_len:
             raise PromptTooLongError(
                 f"prompt has {len(prompt)} tokens, wanted at most max_prompt_len="
-                f"{shape.max_prompt_len}; make the shape with more."
+                f"{self._shape.max_prompt_len}; make the shape with more."
             )
-        if len(prompt) >= config.max_position_embeddings:
+        if len(prompt) >= self._max_model_len:
             raise PromptTooLongError(
-                f"prompt has {len(prompt)} tokens, wanted at most "
-                f"{config.max_position_embeddings - 1}: the model has "
-                f"{config.max_position_embeddings} positions, and one new token must fit."
+                f"prompt has {len(prompt)} tokens, wanted at most {self._max_model_len - 1}, so "
+                f"that one new token fits within max_model_len={self._max_model_len}; the model "
+                f"has {self._model.config.max_scaled_positions} positions."
             )
-        if not all(0 <= token_id < config.vocab_size for token_id in prompt):
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
             raise InvalidRequestError(
-                f"prompt token ids must be in [0, {config.vocab_size}), got {list(prompt)}."
+                f"sampling_params must be SamplingParams, got {type(params).__name__}."
             )
-        if (params.max_tokens or 1) > shape.max_new_tokens:
-            raise InvalidRequestError(
-                f"max_tokens={params.max_tokens} is over the shape's max_new_tokens="
-                f"{shape.max_new_tokens}; make the shape with more.",
-                param="max_tokens",
-            )
-        if params.n > 1:
-            raise InvalidRequestError(
-                f"CompiledGenerator makes one completion of each row, got n={params.n}; pass the "
-                "prompt as several rows, or use LLM.",
-                param="n",
-            )
-        if params.stop_strings or params.logprobs is not None:
-            raise InvalidRequestError(
-                "CompiledGenerator returns token ids only; stop strings and logprobs need LLM."
-            )
+        max_new_tokens = self._shape.max_new_tokens
+        for name in ("max_tokens", "min_tokens"):
+            if (getattr(params, name) or 0) > max_new_tokens:
+                raise InvalidRequestError(
+                    f"{name}={getattr(params, name)} is over the shape's {max_new_tokens=}; make "
+                    "the shape with more.",
+                    param=name,
+                )
+        for name, (is_asked, remedy) in {
+            "n": (params.n > 1, "pass the prompt as several rows"),
+            "stop": (params.stop_strings, "use stop_token_ids"),
+            "logprobs": (params.logprobs is not None, "leave it out"),
+            "prompt_logprobs": (params.prompt_logprobs is not None, "leave it out"),
+            "structured_outputs": (params.structured_outputs is not None, "leave it out"),
+        }.items():
+            if is_asked:
+                raise UnsupportedFeatureError(
+                    f"got {name}={getattr(params, name)!r}; CompiledGenerator returns token ids "
+                    "alone, one row of each prompt, and never goes back to the host in between. "
+                    f"For this use LLM, or {remedy}.",
+                    param=name,
+                )
 
 
 def _empty_kv_cache(

@@ -7,7 +7,7 @@ with 64 rows of Qwen3's vocabulary 87 MB; these are 14 MB with 40,960 tokens a r
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -93,12 +93,33 @@ def write_row(
     packed: jax.Array,  # i32[num_row_words]
 ) -> RowState:
     """The state with one row of `pack_row` in it, under `jit`."""
+    dims = {field.name: getattr(state, field.name).shape[1:] for field in dataclasses.fields(state)}
+    return jax.tree.map(
+        lambda array, row: jax.lax.dynamic_update_slice_in_dim(array, row, packed[0], axis=0),
+        state,
+        _split_rows(packed[None], dims),
+    )
+
+
+def unpack_rows(
+    packed: jax.Array,  # i32[num_rows, num_row_words]
+    *,
+    max_model_len: int,
+    vocab_size: int,
+) -> RowState:
+    """A state of these rows of `pack_row` in their order, under `jit`; row indices are not read."""
+    return _split_rows(packed, row_fields(max_model_len, vocab_size))
+
+
+def _split_rows(
+    packed: jax.Array,  # i32[num_rows, num_row_words]
+    dims: Mapping[str, tuple[int, ...]],
+) -> RowState:
     fields, start = {}, 1
-    for field in dataclasses.fields(RowState):
-        array = getattr(state, field.name)
-        end = start + math.prod(array.shape[1:])
-        row = jax.lax.slice(packed, (start,), (end,)).reshape(1, *array.shape[1:])
-        fields[field.name] = jax.lax.dynamic_update_slice_in_dim(array, row, packed[0], axis=0)
+    for name, field_dims in dims.items():
+        end = start + math.prod(field_dims)
+        part = jax.lax.slice_in_dim(packed, start, end, axis=1)
+        fields[name] = part.reshape(packed.shape[0], *field_dims)
         start = end
     return RowState(**fields)
 

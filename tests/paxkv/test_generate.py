@@ -100,6 +100,38 @@ def test_rows_end_where_the_models_positions_do(tmp_path) -> None:
         generator.generate([[3] * 8], SamplingParams(max_tokens=1))
 
 
+def test_scaled_positions_are_reached_where_max_model_len_says_so(tmp_path) -> None:
+    """A prompt of 40 tokens with 16 positions, scaled to 64: as the engine answers it."""
+    folder = write_random_checkpoint(
+        tmp_path, max_position_embeddings=16, rope={"rope_type": "yarn", "factor": 4.0}
+    )
+    model = load_model(folder, dtype="float32")
+    shape = GenerateShape(batch_size=2, max_prompt_len=60, max_new_tokens=12)
+    prompts = [np.random.default_rng(0).integers(1, 160, n).tolist() for n in (40, 57)]
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    result = run_engine(
+        RecordingRunner(folder, 16, max_model_len=64),
+        prompts,
+        EngineSettings(block_size=16, num_blocks=64),
+        sampling_params=[params] * 2,
+    )
+    tokens = CompiledGenerator(model, shape, max_model_len=64).generate(prompts, params)
+    assert tokens == result.token_ids
+    assert [len(row) for row in tokens] == [12, 7]
+    with pytest.raises(PromptTooLongError, match="max_model_len=16.*64 positions"):
+        CompiledGenerator(model, shape).generate(prompts, params)
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "word"), [(129, "129.*128 positions"), (1, "at least 2")]
+)
+def test_max_model_len_must_fit_the_model(tmp_path, max_model_len, word) -> None:
+    folder = write_random_checkpoint(tmp_path, num_layers=1, max_position_embeddings=128)
+    model = load_model(folder, dtype="float32")
+    with pytest.raises(ConfigError, match=word):
+        CompiledGenerator(model, SHAPE, max_model_len=max_model_len)
+
+
 def test_empty_rows_generate_nothing(checkpoint) -> None:
     model = load_model(checkpoint, dtype="float32")
     shape = GenerateShape(batch_size=2, max_prompt_len=3, max_new_tokens=2)
@@ -123,14 +155,21 @@ def test_empty_rows_generate_nothing(checkpoint) -> None:
         ([[1, 160]], {}, InvalidRequestError, "160"),
         ([[1]], {"max_tokens": 13}, InvalidRequestError, "max_new_tokens=12"),
         ([[1]] * 9, {}, InvalidRequestError, "batch_size=8"),
-        ([[1]], {"n": 2}, InvalidRequestError, "n=2"),
-        ([[1]], {"stop": "x"}, InvalidRequestError, "stop strings"),
+        ([[1]], {"max_tokens": None, "min_tokens": 13}, InvalidRequestError, "max_new_tokens=12"),
+        (["1"], {}, InvalidRequestError, "list of token ids, got str"),
+        ([[1]], {"allowed_token_ids": [160]}, InvalidRequestError, "160"),
         ([[1]], {"stop_token_ids": list(range(9))}, InvalidRequestError, "max_stop_ids=8"),
     ],
 )
 def test_what_does_not_fit_is_refused(generator, prompts, settings, error, word) -> None:
     with pytest.raises(error, match=word):
         generator.generate(prompts, SamplingParams(**({"max_tokens": 2} | settings)))
+
+
+@pytest.mark.parametrize("eos_token_ids", [[-1], [2.0]])
+def test_eos_tokens_must_be_token_ids(generator, eos_token_ids) -> None:
+    with pytest.raises(InvalidRequestError, match="eos_token_ids"):
+        generator.generate([[1]], SamplingParams(max_tokens=2), eos_token_ids=eos_token_ids)
 
 
 def test_one_setting_for_each_prompt(generator: CompiledGenerator) -> None:
