@@ -5,13 +5,14 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 
 import msgspec
 
 from paxkv.client.beam_search import BeamSearch, prompt_params
 from paxkv.client.grammar_threads import GrammarThreads
 from paxkv.client.input_processor import InputProcessor, Prompt, text_of_prompt
+from paxkv.client.long_text import run_beside_long_text
 from paxkv.client.output_processor import OutputKind, OutputProcessor
 from paxkv.client.output_stream import OutputStream
 from paxkv.contracts.engine_client import LoopTransport
@@ -34,10 +35,11 @@ from paxkv.contracts.inspection import BlockDetails
 from paxkv.contracts.model_info import ModelInfo
 from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
 from paxkv.contracts.request_output import RequestOutput
+from paxkv.contracts.token_totals import TokenTotals
 from paxkv.errors import EngineDeadError, InvalidRequestError, PaxkvError
 from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.text.chat_template import ChatTemplate
-from paxkv.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
+from paxkv.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +101,11 @@ class AsyncEngineClient:
     def latest_stats(self) -> SchedulerStats:
         """Statistics of the last step, or of the start before the first."""
         return self._latest_stats
+
+    @property
+    def token_totals(self) -> TokenTotals:
+        """Tokens of all requests so far; goes on when another engine is started."""
+        return self._output_processor.token_totals
 
     @property
     def is_alive(self) -> bool:
@@ -239,7 +246,7 @@ class AsyncEngineClient:
             request_id="checked",
             checks_grammar=checks_grammar,
         )
-        await _run_beside_long_text(prompt, process)
+        await run_beside_long_text(prompt, process)
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its iterator yields a last output with finish reason "abort".
@@ -358,7 +365,7 @@ class AsyncEngineClient:
             request_id=request_id,
             priority=priority,
         )
-        return await _run_beside_long_text(prompt, process)
+        return await run_beside_long_text(prompt, process)
 
     def _check_alive(self) -> None:
         if self._dead is not None:
@@ -481,16 +488,6 @@ class AsyncEngineClient:
                 future.set_exception(_dead_error(message))
         for stream in set(self._streams_by_engine_id.values()):
             stream.queue.put_nowait(_dead_error(message))
-
-
-async def _run_beside_long_text(
-    prompt: Prompt, process: Callable[[], EngineRequest]
-) -> EngineRequest:
-    text = text_of_prompt(prompt)
-    # A megabyte takes seconds, which the loop must not wait for.
-    if text is not None and len(text) > LONG_TEXT_CHARS:
-        return await asyncio.to_thread(process)
-    return process()
 
 
 def _dead_error(message: EngineDead) -> EngineDeadError:

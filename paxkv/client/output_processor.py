@@ -2,9 +2,11 @@
 
 import dataclasses
 import logging
+from collections import defaultdict
 from collections.abc import Iterable
 
 from paxkv.client.parallel_sampling import OutputKind, ParentRequest, PromptLogprobs
+from paxkv.client.token_counter import TokenCounter
 from paxkv.contracts.engine_output import (
     EngineCoreOutput,
     EngineDead,
@@ -20,6 +22,7 @@ from paxkv.contracts.request_output import (
     RequestOutput,
 )
 from paxkv.contracts.runner_output import TokenLogprobs
+from paxkv.contracts.token_totals import TokenTotals
 from paxkv.errors import EngineDeadError, InvariantError, PaxkvError
 from paxkv.text.detokenizer import IncrementalDetokenizer
 from paxkv.text.tokenizer import Tokenizer
@@ -56,6 +59,12 @@ class OutputProcessor:
         # Callers' requests, and the engine's: one a completion.
         self._parents: dict[str, ParentRequest] = {}
         self._completions: dict[str, _CompletionState] = {}
+        self._token_counter = TokenCounter()
+
+    @property
+    def token_totals(self) -> TokenTotals:
+        """What steps have brought so far, of every kind of output, ended or not."""
+        return self._token_counter.totals
 
     @property
     def num_unfinished_requests(self) -> int:
@@ -92,28 +101,54 @@ class OutputProcessor:
         request_ids_to_abort = []
         errors: dict[str, PaxkvError] = {}
         parents: dict[str, ParentRequest] = {}
+        # See `TokenCounter.count_step`; those in a row that are alike, as most are, make one entry.
+        num_completions: dict[tuple[int, float | None], int] = defaultdict(int)
+        alike, num_alike = (0, None), 0
+        request_times, timestamp = step_outputs.request_times, step_outputs.timestamp
         for output in step_outputs.outputs:
             state = self._completions.get(output.request_id)
             # Ended here already: by a stop string, or aborted while this step was computed.
             if state is None:
                 continue
-            parents[state.parent.request_id] = state.parent
-            if step_outputs.request_times:
+            parent = state.parent
+            parents[parent.request_id] = parent
+            num_new_tokens, last_token_time = len(output.new_token_ids), state.last_token_time
+            if num_new_tokens > 0:
+                if num_new_tokens != alike[0] or last_token_time != alike[1]:
+                    num_completions[alike] += num_alike
+                    alike, num_alike = (num_new_tokens, last_token_time), 0
+                num_alike += 1
+                if last_token_time is None and state.has_own_prompt:
+                    self._token_counter.count_prompt(
+                        state.num_prompt_tokens, output.num_cached_tokens
+                    )
+            if request_times:
                 state.note_first_token(step_outputs)
             try:
-                state.process(output, step_outputs.timestamp)
+                state.process(output, timestamp)
             # Whatever it is, the other requests of the step have no part in it.
             except Exception as error:
-                del parents[state.parent.request_id]
-                errors[state.parent.request_id] = _failure(state.parent.request_id, error)
-                request_ids_to_abort += self._forget(state.parent)
+                del parents[parent.request_id]
+                errors[parent.request_id] = _failure(parent.request_id, error)
+                request_ids_to_abort += self._forget(parent)
                 continue
             if state.finish_reason is not None:
                 del self._completions[output.request_id]
                 if output.finish_reason is None:
                     request_ids_to_abort.append(output.request_id)
+        num_completions[alike] += num_alike
+        self._token_counter.count_step(num_completions, timestamp)
+        return self._take_outputs(parents.values(), request_ids_to_abort, errors)
+
+    def _take_outputs(
+        self,
+        parents: Iterable[ParentRequest],
+        request_ids_to_abort: list[str],
+        errors: dict[str, PaxkvError],
+    ) -> ProcessedOutputs:
+        """What callers are given of a step, beside what it means for the engine so far."""
         request_outputs = []
-        for parent in parents.values():
+        for parent in parents:
             try:
                 request_output = parent.take_output()
             except Exception as error:
@@ -208,12 +243,17 @@ class _CompletionState:
         tokenizer: Tokenizer | None,
     ) -> None:
         self.parent = parent
+        # Whoever forks shares another's, and so do completions of one prompt for those who count.
+        self.has_own_prompt = index == 0 and request.fork_from is None
         self._request_id = request.request_id
         self._arrival_time = request.arrival_time
         self._times: RequestTimes | None = None
-        self._first_token_time = self._last_token_time = 0.0
+        self._first_token_time = 0.0
+        # None before the first.
+        self.last_token_time: float | None = None
         self._index = index
-        self._output_kind = output_kind
+        self._is_final_only = output_kind == "final_only"
+        self._is_delta = output_kind == "delta"
         self._tokenizer = tokenizer
         self._prompt_token_ids = request.prompt_token_ids
         self._include_stop_str = request.sampling_params.include_stop_str_in_output
@@ -232,6 +272,10 @@ class _CompletionState:
         self.finish_reason: FinishReason | None = None
         self._stop_reason: int | str | None = None
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self._prompt_token_ids)
+
     def note_first_token(self, step_outputs: StepOutputs) -> None:
         """Notes the times that come with its first token."""
         times = step_outputs.request_times.get(self._request_id)
@@ -242,11 +286,12 @@ class _CompletionState:
         """Takes one step's output, and hands its parent what the caller is to hear of it."""
         if output.prompt_logprobs is not None:
             self.parent.take_prompt_logprobs(self._to_prompt_logprobs(output.prompt_logprobs))
-        self._last_token_time = timestamp
+        new_token_ids = output.new_token_ids
+        if new_token_ids:
+            self.last_token_time = timestamp
         self._num_cached_tokens = output.num_cached_tokens
         self.finish_reason = output.finish_reason
         self._stop_reason = output.stop_reason
-        new_token_ids = output.new_token_ids
         if self._detokenizer is not None:
             new_token_ids = self._detokenize(output)
         self._token_ids += new_token_ids
@@ -254,18 +299,18 @@ class _CompletionState:
             for token_id, logprobs in zip(new_token_ids, output.logprobs, strict=False):
                 self._logprobs.append(self._to_logprobs(token_id, logprobs))
                 self._cumulative_logprob += logprobs.token_logprob
-        is_silent = self._output_kind == "final_only" and self.finish_reason is None
-        self._hand_over(None if is_silent else self._make_output())
+        is_silent = self._is_final_only and self.finish_reason is None
+        completion = None if is_silent else self._make_output()
+        self.parent.take(self._index, completion, num_cached_tokens=self._num_cached_tokens)
 
     def abort(self) -> None:
         """Ends a completion that its caller gave up, and hands its parent what there is of it."""
         self.finish_reason, self._stop_reason = "abort", None
         if self._detokenizer is not None:
             self._detokenizer.update([], is_last=True)
-        self._hand_over(self._make_output())
-
-    def _hand_over(self, completion: CompletionOutput | None) -> None:
-        self.parent.take(self._index, completion, num_cached_tokens=self._num_cached_tokens)
+        self.parent.take(
+            self._index, self._make_output(), num_cached_tokens=self._num_cached_tokens
+        )
 
     def _detokenize(self, output: EngineCoreOutput) -> list[int]:
         """Feeds the new tokens; returns those that count, fewer after a stop string."""
@@ -299,7 +344,7 @@ class _CompletionState:
         return Logprob(logprob=logprob, rank=rank, decoded_token=text)
 
     def _make_output(self) -> CompletionOutput:
-        if self._output_kind == "delta":
+        if self._is_delta:
             first = self._num_taken_tokens
             self._num_taken_tokens = len(self._token_ids)
             text = self._detokenizer.take_new_text() if self._detokenizer is not None else ""
@@ -318,12 +363,12 @@ class _CompletionState:
         )
 
     def _completion_times(self) -> CompletionTimes | None:
-        if self._times is None:
+        if self._times is None or self.last_token_time is None:
             return None
         # The clocks of two processes, and one that may be set: never less than 0.
         return CompletionTimes(
             queue_s=self._times.queue_s,
             prefill_s=self._times.prefill_s,
-            decode_s=max(self._last_token_time - self._first_token_time, 0.0),
+            decode_s=max(self.last_token_time - self._first_token_time, 0.0),
             first_token_s=max(self._first_token_time - self._arrival_time, 0.0),
         )

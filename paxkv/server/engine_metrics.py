@@ -125,31 +125,38 @@ class EngineCollector(Collector):
             gauge = GaugeMetricFamily(name, help_text, labels=LABELS)
             gauge.add_metric(self._labels, getattr(self._stats, field))
             yield gauge
-        yield self._histogram(
+        yield make_histogram(
             "vllm:iteration_tokens_total",
             "tokens of a step",
             STEP_TOKEN_BUCKETS,
             self._stats.step_token_counts,
             self._stats.num_scheduled_tokens,
+            self._labels,
         )
         for name, field, help_text in _BLOCK_HISTOGRAMS:
             counts: ResidencyHistogram = getattr(self._stats.kv_block_residency, field)
-            yield self._histogram(
-                name, help_text, RESIDENCY_BUCKETS_S, counts.bucket_counts, counts.sum_s
+            yield make_histogram(
+                name,
+                help_text,
+                RESIDENCY_BUCKETS_S,
+                counts.bucket_counts,
+                counts.sum_s,
+                self._labels,
             )
 
-    def _histogram(
-        self,
-        name: str,
-        help_text: str,
-        bounds: Sequence[float],
-        bucket_counts: Sequence[int],
-        total: float,
-    ) -> HistogramMetricFamily:
-        """Of counts of each bucket alone; Prometheus wants those of everything up to it."""
-        texts = [*(str(float(bound)) for bound in bounds), "+Inf"]
-        cumulative = itertools.accumulate(bucket_counts)
-        buckets = [(text, float(count)) for text, count in zip(texts, cumulative, strict=True)]
-        histogram = HistogramMetricFamily(name, help_text, labels=LABELS)
-        histogram.add_metric(self._labels, buckets, total)
-        return histogram
+
+def make_histogram(
+    name: str,
+    help_text: str,
+    bounds: Sequence[float],
+    bucket_counts: Sequence[int],
+    total: float,
+    label_values: Sequence[str],
+) -> HistogramMetricFamily:
+    """Of counts of each bucket alone; Prometheus wants those of everything up to it."""
+    texts = [*(str(float(bound)) for bound in bounds), "+Inf"]
+    cumulative = itertools.accumulate(bucket_counts)
+    buckets = [(text, float(count)) for text, count in zip(texts, cumulative, strict=True)]
+    histogram = HistogramMetricFamily(name, help_text, labels=LABELS)
+    histogram.add_metric(label_values, buckets, total)
+    return histogram

@@ -8,6 +8,7 @@ from paxkv.contracts.inspection import BlockDetails
 from paxkv.contracts.model_info import ModelInfo
 from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
 from paxkv.contracts.request_output import RequestOutput
+from paxkv.contracts.token_totals import TokenTotals
 from paxkv.sampling_params import BeamSearchParams, SamplingParams
 
 # "text", [1, 2, 3], or {"prompt": "text", "add_special_tokens": False, "cache_salt": "tenant"}
@@ -59,6 +60,11 @@ class EngineClient(Protocol):
 
     @property
     def latest_stats(self) -> SchedulerStats: ...
+
+    @property
+    def token_totals(self) -> TokenTotals:
+        """Tokens of all requests so far: also while they run, and where they were aborted."""
+        ...
 
     @property
     def is_alive(self) -> bool: ...

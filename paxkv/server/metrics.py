@@ -17,19 +17,17 @@ from prometheus_client import (
 
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.request_output import CompletionOutput, CompletionTimes, RequestOutput
+from paxkv.contracts.token_totals import TOKEN_BUCKETS_S, TokenTotals
 from paxkv.errors import InvalidRequestError
 from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.server.engine_metrics import ENGINE_NUMBER, LABELS, EngineCollector
 from paxkv.server.http_metrics import HttpMetrics
+from paxkv.server.token_metrics import TokenCollector
 
 # Upper bounds of buckets: vLLM's, as dashboards add up servers of both.
 _FIRST_TOKEN_BUCKETS_S = (
     (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0)
     + (7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
-)  # fmt: skip
-_TOKEN_BUCKETS_S = (
-    (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
-    + (7.5, 10.0, 20.0, 40.0, 80.0)
 )  # fmt: skip
 _REQUEST_BUCKETS_S = (
     (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
@@ -60,6 +58,8 @@ class ServerMetrics:
         self._registry = CollectorRegistry()
         self._engine = EngineCollector(model_name)
         self._registry.register(self._engine)
+        self._tokens = TokenCollector(model_name)
+        self._registry.register(self._tokens)
         ProcessCollector(registry=self._registry)
         PlatformCollector(registry=self._registry)
         self.http = HttpMetrics(self._registry)
@@ -75,9 +75,10 @@ class ServerMetrics:
             )
             info.labels(ENGINE_NUMBER, *cache_settings.values()).set(1)
 
-    def render(self, stats: SchedulerStats) -> bytes:
-        """Everything in Prometheus' text format, with `stats` as the engine's part."""
+    def render(self, stats: SchedulerStats, token_totals: TokenTotals) -> bytes:
+        """Everything in Prometheus' text format, with the engine's part and its client's."""
         self._engine.update(stats)
+        self._tokens.update(token_totals)
         return generate_latest(self._registry)
 
     def note_engine(self, stats: SchedulerStats) -> None:
@@ -90,28 +91,14 @@ class ServerMetrics:
         """Starts the clock of one prompt."""
         return RequestTimer(self, is_stream=is_stream, params=params)
 
-    def count_new_tokens(self, num_tokens: int) -> None:
-        self._generation_tokens.inc(num_tokens)
-
     def observe_first_token(self, seconds: float) -> None:
         self._time_to_first_token.observe(seconds)
-
-    def observe_tokens(self, num_tokens: int, seconds_per_token: float) -> None:
-        for _ in range(num_tokens):
-            self._inter_token_latency.observe(seconds_per_token)
 
     def observe_prompt(self, output: RequestOutput) -> None:
         """Counts the prompt of a finished request."""
         num_tokens = len(output.prompt_token_ids)
-        # A counter that is made smaller raises, and no number is worth a request.
-        num_cached = min(output.num_cached_tokens, num_tokens)
-        num_computed = num_tokens - num_cached
-        self._prompt_tokens.inc(num_tokens)
-        self._prompt_tokens_cached.inc(num_cached)
-        self._prompt_tokens_by_source["local_compute"].inc(num_computed)
-        self._prompt_tokens_by_source["local_cache_hit"].inc(num_cached)
         self._request_prompt_tokens.observe(num_tokens)
-        self._computed_tokens.observe(num_computed)
+        self._computed_tokens.observe(max(num_tokens - output.num_cached_tokens, 0))
 
     def observe_params(self, params: SamplingParams | BeamSearchParams) -> None:
         """Counts what a finished request asked for."""
@@ -142,17 +129,6 @@ class ServerMetrics:
         self._longest_generation.observe(num_tokens)
 
     def _make_counters(self) -> None:
-        self._prompt_tokens = self._counter("vllm:prompt_tokens", "prompt tokens")
-        self._prompt_tokens_cached = self._counter(
-            "vllm:prompt_tokens_cached", "prompt tokens that came from the prefix cache"
-        )
-        self._prompt_tokens_by_source = self._counters(
-            "vllm:prompt_tokens_by_source",
-            "prompt tokens, computed or from the prefix cache",
-            "source",
-            ("local_compute", "local_cache_hit"),
-        )
-        self._generation_tokens = self._counter("vllm:generation_tokens", "tokens drawn")
         self._request_success = self._counters(
             "vllm:request_success", "completions that ended", "finished_reason", _FINISH_REASONS
         )
@@ -163,13 +139,10 @@ class ServerMetrics:
             "from arrival to the first token",
             _FIRST_TOKEN_BUCKETS_S,
         )
-        self._inter_token_latency = self._histogram(
-            "vllm:inter_token_latency_seconds", "between two tokens of a stream", _TOKEN_BUCKETS_S
-        )
         self._time_per_token = self._histogram(
             "vllm:request_time_per_output_token_seconds",
             "mean time of a completion's tokens after the first",
-            _TOKEN_BUCKETS_S,
+            TOKEN_BUCKETS_S,
         )
         self._e2e_latency, self._queue_time, self._inference_time = (
             self._histogram(f"vllm:{name}_seconds", help_text, _REQUEST_BUCKETS_S)
@@ -211,10 +184,6 @@ class ServerMetrics:
             "vllm:request_params_n", "completions that a request asks for", _N_BUCKETS
         )
 
-    def _counter(self, name: str, help_text: str) -> Counter:
-        counter = Counter(name, help_text, LABELS, registry=self._registry)
-        return counter.labels(*self._label_values)
-
     def _counters(
         self, name: str, help_text: str, label: str, values: Sequence[str]
     ) -> dict[str, Counter]:
@@ -246,8 +215,7 @@ class RequestTimer:
         self._is_stream = is_stream
         self._params = params
         self._start_time = time.perf_counter()
-        # Index of a completion -> when its last token came.
-        self._last_token_times: dict[int, float] = {}
+        self._has_first_token = False
         # Index of a completion -> its tokens so far.
         self._num_tokens: dict[int, int] = {}
         self._num_ended = 0
@@ -284,9 +252,9 @@ class RequestTimer:
 
     def _observe_completion(self, completion: CompletionOutput, now: float) -> None:
         index, num_tokens = completion.index, len(completion.token_ids)
-        self._metrics.count_new_tokens(num_tokens)
-        if num_tokens and self._is_stream:
-            self._observe_tokens(index, num_tokens, now)
+        if num_tokens and self._is_stream and not self._has_first_token:
+            self._has_first_token = True
+            self._metrics.observe_first_token(now - self._start_time)
         num_tokens += self._num_tokens.get(index, 0)
         self._num_tokens[index] = num_tokens
         if completion.finish_reason is None:
@@ -296,15 +264,6 @@ class RequestTimer:
         self._metrics.observe_completion(num_tokens, completion.times)
         if not self._is_stream and index == 0 and completion.times is not None:
             self._metrics.observe_first_token(completion.times.first_token_s)
-
-    def _observe_tokens(self, index: int, num_tokens: int, now: float) -> None:
-        if not self._last_token_times:
-            self._metrics.observe_first_token(now - self._start_time)
-        elif index in self._last_token_times:
-            # Several tokens at once took as long as they took, each its share.
-            seconds = (now - self._last_token_times[index]) / num_tokens
-            self._metrics.observe_tokens(num_tokens, seconds)
-        self._last_token_times[index] = now
 
 
 def build_1_2_5_buckets(most: int) -> list[int]:

@@ -75,7 +75,8 @@ class InfoRoutes:
 
     async def metrics(self, _request: Request) -> Response:
         stats = await self._stats()
-        return Response(self._metrics.render(stats), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        body = self._metrics.render(stats, self._engine.token_totals)
+        return Response(body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def version(self, _request: Request) -> Response:
         return _json({"version": paxkv.__version__})

@@ -13,6 +13,7 @@ from paxkv.cli import chat, generate
 from paxkv.cli.vllm_flags import VLLM_FLAGS
 from paxkv.config import ServerConfig
 from paxkv.contracts.engine_output import SchedulerStats
+from paxkv.contracts.token_totals import TokenTotals
 from paxkv.server.app import create_app
 from paxkv.server.metrics import ServerMetrics
 from paxkv.server.openai_protocol import ChatCompletionRequest, CompletionRequest
@@ -102,9 +103,8 @@ def test_serving_lists_every_route(routes) -> None:
 @pytest.fixture(scope="module")
 def metrics() -> str:
     """All metrics of a server that has answered nothing yet."""
-    return ServerMetrics("model", cache_settings={"block_size": "16"}).render(
-        SchedulerStats()
-    ).decode()  # fmt: skip
+    metrics = ServerMetrics("model", cache_settings={"block_size": "16"})
+    return metrics.render(SchedulerStats(), TokenTotals()).decode()
 
 
 def metric_names(metrics: str) -> set[str]:

@@ -308,6 +308,43 @@ async def test_stats_and_reset_come_from_the_engine() -> None:
 
 
 @in_loop
+async def test_tokens_are_counted_once_while_requests_are_preempted_and_leave() -> None:
+    for in_flight, burst in ((1, 1), (2, 1), (2, 4)):
+        settings = {"max_steps_in_flight": in_flight, "max_decode_burst": burst}
+        async with running(num_blocks=20, **settings) as client:
+            params = SamplingParams(max_tokens=40)
+            prompts = [f"<{number}>" * 5 for number in range(30)]
+            results = await asyncio.gather(
+                *(collect(client, p, params, p, stream=p > "<2") for p in prompts)
+            )
+            assert client.latest_stats.num_preemptions > 0
+            totals = client.token_totals
+            given = [len(o.outputs[0].token_ids) for outputs in results for o in outputs]
+            assert totals.num_generation_tokens == sum(given) == 30 * 40
+            assert totals.num_prompt_tokens == sum(map(len, prompts))
+            cached = sum(outputs[-1].num_cached_tokens for outputs in results)
+            assert totals.num_cached_prompt_tokens == cached
+            # All but the first of each were waited for.
+            assert sum(totals.token_latency_counts) == 30 * 39
+
+
+@in_loop
+async def test_tokens_are_counted_before_a_request_ends_and_stay_when_it_is_given_up() -> None:
+    async with running(step_s=0.02) as client:
+        task = asyncio.create_task(collect(client, "abc", LONG, "r", stream=False))
+        while client.token_totals.num_generation_tokens < 3:
+            await asyncio.sleep(0.001)
+        assert not task.done()
+        assert client.token_totals.num_prompt_tokens == 3
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        num_tokens = client.token_totals.num_generation_tokens
+        await until_idle(client)
+        # Nobody hears of those that the engine drew until it heard of the end.
+        assert client.token_totals.num_generation_tokens == num_tokens >= 3
+
+
+@in_loop
 async def test_reset_may_preempt_what_runs() -> None:
     async with running(step_s=0.02) as client:
         task = asyncio.create_task(collect(client, "abc", LONG, "r", stream=False))

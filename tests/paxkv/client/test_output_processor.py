@@ -209,6 +209,57 @@ def test_finished_completion_says_where_its_time_went() -> None:
     )
 
 
+@pytest.mark.parametrize("output_kind", ["cumulative", "delta", "final_only"])
+def test_tokens_count_when_they_come_whatever_the_caller_is_told(output_kind: str) -> None:
+    caller = Caller(output_kind, prompt=(112, 113, 114), stop=["XY"])
+
+    def counted() -> tuple[int, ...]:
+        totals = caller.processor.token_totals
+        num_waits = sum(totals.token_latency_counts)
+        num_cached = totals.num_cached_prompt_tokens
+        return totals.num_prompt_tokens, num_cached, totals.num_generation_tokens, num_waits
+
+    assert counted() == (0, 0, 0, 0)
+    caller.step(b"a", num_cached_tokens=2)
+    assert counted() == (3, 2, 1, 0)
+    caller.step(b"bcd", num_cached_tokens=2)
+    assert counted() == (3, 2, 4, 3)
+    # Drawn, though the caller is not given what follows the stop string.
+    caller.step(b"XYZ", num_cached_tokens=2)
+    assert counted() == (3, 2, 7, 6)
+    # Of a step that was on its way.
+    caller.step(b"e")
+    assert counted() == (3, 2, 7, 6)
+
+
+def test_tokens_of_a_request_that_is_given_up_stay_counted() -> None:
+    caller = Caller("final_only")
+    caller.step(b"ab")
+    caller.processor.abort(["r"])
+    caller.step(b"c")
+    totals = caller.processor.token_totals
+    assert (totals.num_prompt_tokens, totals.num_generation_tokens) == (1, 2)
+
+
+def test_completions_and_forks_count_their_one_prompt_once() -> None:
+    caller = Caller("final_only", prompt=(112, 113), n=3, temperature=1.0)
+    fork = EngineRequest(
+        request_id="beam",
+        prompt_token_ids=[112, 113, 97],
+        sampling_params=SamplingParams(),
+        fork_from="0_r",
+    )
+    caller.processor.add_request(fork, prompt=None, output_kind="final_only")
+    outputs = [
+        EngineCoreOutput(request_id=request_id, new_token_ids=[97], num_cached_tokens=1)
+        for request_id in ("0_r", "1_r", "2_r", "beam")
+    ]
+    caller.processor.process(StepOutputs(outputs=outputs, stats=SchedulerStats(), timestamp=0.0))
+    totals = caller.processor.token_totals
+    assert (totals.num_prompt_tokens, totals.num_cached_prompt_tokens) == (2, 1)
+    assert totals.num_generation_tokens == 4
+
+
 def test_a_request_ends_with_the_engine_of_one_of_its_completions() -> None:
     caller = Caller("delta", n=2, temperature=1.0)
     ids = [child.request_id for child in caller.processor._parents["r"].children]

@@ -5,11 +5,13 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import msgspec
 
+from paxkv.client.token_counter import TokenCounter
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.inspection import BlockDetails
 from paxkv.contracts.model_info import ModelInfo
 from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
 from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput
+from paxkv.contracts.token_totals import TokenTotals
 from paxkv.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
 from paxkv.inspector.recorder import InspectionRecorder
 from paxkv.sampling_params import BeamSearchParams, SamplingParams, check_num_logprobs
@@ -19,6 +21,7 @@ MODEL_NAME = "org/fake"
 MAX_MODEL_LEN = 512
 VOCAB_SIZE = 300
 BOS = 256
+NUM_CACHED_TOKENS = 2
 # A prompt with this text in it makes the engine do what it says.
 DIE_AFTER_3 = "die after three tokens"
 FAIL_AFTER_3 = "raise a bug after three tokens"
@@ -113,6 +116,7 @@ class FakeEngine:
         self.seen_prompts: list[object] = []
         self.seen_request_ids: list[str] = []
         self.calls: list[tuple[object, ...]] = []
+        self.token_counter = TokenCounter()
         # How many tokens stand for the whole vocabulary.
         self.tops_of_all = VOCAB_SIZE
 
@@ -125,6 +129,10 @@ class FakeEngine:
             prefix_cache_hits=40,
             num_preemptions=3,
         )
+
+    @property
+    def token_totals(self) -> TokenTotals:
+        return self.token_counter.totals
 
     async def get_stats(self) -> SchedulerStats:
         return self.latest_stats
@@ -221,6 +229,7 @@ class FakeEngine:
         try:
             for i in range(max_tokens):
                 await self._compute(text, num_done=i)
+                self._count_tokens(prompt_token_ids, answers, i)
                 is_done = i + 1 == max_tokens
                 if stream or is_done:
                     completions = [
@@ -251,6 +260,15 @@ class FakeEngine:
             for index, answer in enumerate(answers)
         ]
         yield _output(request_id, prompt_token_ids, completions, is_done=True)
+
+    def _count_tokens(
+        self, prompt_token_ids: list[int], answers: list[list[int]], idx: int
+    ) -> None:
+        if idx == 0:
+            self.token_counter.count_prompt(len(prompt_token_ids), NUM_CACHED_TOKENS)
+        num_going_on = sum(len(answer) > idx for answer in answers)
+        # On a clock that stands still.
+        self.token_counter.count_step({(1, 0.0 if idx else None): num_going_on}, 0.0)
 
     async def _compute(self, text: str, *, num_done: int) -> None:
         if NO_TOKENS in text:
@@ -316,7 +334,7 @@ def _output(
         prompt_token_ids=prompt_token_ids,
         outputs=completions,
         finished=is_done,
-        num_cached_tokens=2,
+        num_cached_tokens=NUM_CACHED_TOKENS,
     )
 
 

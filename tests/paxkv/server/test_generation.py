@@ -70,14 +70,14 @@ def test_one_failure_ends_all_with_its_error():
 
 def test_every_completion_is_counted_when_it_ends_and_each_prompt_once():
     async def run():
-        metrics = ServerMetrics("m")
+        engine, metrics = FakeEngine(), ServerMetrics("m")
         params = SamplingParams(max_tokens=6, n=3)
-        outputs = Generator(FakeEngine(), metrics).generate(
+        outputs = Generator(engine, metrics).generate(
             [_prompt(1), _prompt(2, 3)], params, priority=0, stream=True
         )
         async for _ in outputs:
             pass
-        return metrics.render(SchedulerStats()).decode()
+        return metrics.render(SchedulerStats(), engine.token_totals).decode()
 
     lines = asyncio.run(run()).splitlines()
     samples = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#")]
@@ -133,7 +133,7 @@ def test_an_engine_that_ends_between_two_scrapes_is_counted():
             ):
                 pass
             engine.num_ended += 1
-        text = metrics.render(engine.latest_stats).decode()
+        text = metrics.render(engine.latest_stats, engine.token_totals).decode()
         assert 'paxkv:engine_restarts_total{engine="0",model_name="m"} 2.0' in text
         assert 'paxkv:steps_total{engine="0",model_name="m"} 30.0' in text
 

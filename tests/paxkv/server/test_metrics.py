@@ -5,6 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.request_output import CompletionOutput, CompletionTimes, RequestOutput
+from paxkv.contracts.token_totals import TokenTotals
 from paxkv.errors import EngineDeadError, InvalidRequestError
 from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.server.metrics import ServerMetrics, build_1_2_5_buckets
@@ -39,9 +40,9 @@ COUNTERS = (
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
-def scrape(metrics, stats=None):
+def scrape(metrics, stats=None, totals=None):
     """(name, labels but those of every metric) -> value."""
-    text = metrics.render(stats or SchedulerStats()).decode()
+    text = metrics.render(stats or SchedulerStats(), totals or TokenTotals()).decode()
     samples = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -88,11 +89,6 @@ def test_finished_request_is_counted_with_its_times():
     with metrics.start_request(is_stream=False, params=params) as timer:
         timer.observe(_output(_completion(7), _completion(4, "stop", index=1)))
     samples = scrape(metrics)
-    assert samples["vllm:prompt_tokens_total",] == 10
-    assert samples["vllm:prompt_tokens_cached_total",] == 2
-    assert samples["vllm:prompt_tokens_by_source_total", "local_compute"] == 8
-    assert samples["vllm:prompt_tokens_by_source_total", "local_cache_hit"] == 2
-    assert samples["vllm:generation_tokens_total",] == 11
     assert samples["vllm:request_success_total", "length"] == 1
     assert samples["vllm:request_success_total", "stop"] == 1
     sums = {name: samples[f"vllm:{name}_sum",] for name in HISTOGRAMS}
@@ -107,13 +103,12 @@ def test_finished_request_is_counted_with_its_times():
     assert sums["request_generation_tokens"] == 11
     assert sums["request_max_num_generation_tokens"] == 7
     assert (sums["request_params_n"], sums["request_params_max_tokens"]) == (2, 7)
-    assert samples["vllm:inter_token_latency_seconds_count",] == 0
     # 0.4 s of queue, twice, lie between vLLM's bounds of 0.3 and 0.5.
     name = "vllm:request_queue_time_seconds_bucket"
     assert [samples[name, le] for le in ("0.3", "0.5", "7680.0")] == [0, 2, 2]
 
 
-def test_stream_shows_first_and_next_tokens_when_they_come():
+def test_stream_shows_its_first_token_when_it_comes():
     metrics = ServerMetrics("m")
     with metrics.start_request(is_stream=True, params=SamplingParams()) as timer:
         timer.observe(_output(_completion(1, None, times=None)))
@@ -122,8 +117,30 @@ def test_stream_shows_first_and_next_tokens_when_they_come():
         timer.observe(_output(_completion(2)))
     samples = scrape(metrics)
     assert samples["vllm:time_to_first_token_seconds_count",] == 1
-    assert samples["vllm:inter_token_latency_seconds_count",] == 5
     assert samples["vllm:request_generation_tokens_sum",] == 6
+
+
+def test_tokens_are_those_that_the_engines_client_has_counted():
+    metrics = ServerMetrics("m")
+    # 2 tokens within 0.01 s, 3 within 0.05 s, 1 later than the last bound.
+    counts = (2, 0, 3, *[0] * 16, 1)
+    totals = TokenTotals(
+        num_prompt_tokens=10,
+        num_cached_prompt_tokens=2,
+        num_generation_tokens=11,
+        token_latency_counts=counts,
+        token_latency_sum_s=90.5,
+    )
+    samples = scrape(metrics, totals=totals)
+    assert samples["vllm:prompt_tokens_total",] == 10
+    assert samples["vllm:prompt_tokens_cached_total",] == 2
+    assert samples["vllm:prompt_tokens_by_source_total", "local_compute"] == 8
+    assert samples["vllm:prompt_tokens_by_source_total", "local_cache_hit"] == 2
+    assert samples["vllm:generation_tokens_total",] == 11
+    name = "vllm:inter_token_latency_seconds"
+    buckets = [samples[f"{name}_bucket", le] for le in ("0.01", "0.025", "0.05", "80.0", "+Inf")]
+    assert buckets == [2, 2, 5, 5, 6]
+    assert (samples[f"{name}_count",], samples[f"{name}_sum",]) == (6, 90.5)
 
 
 @pytest.mark.parametrize(

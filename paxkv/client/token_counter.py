@@ -1,0 +1,52 @@
+"""`TokenCounter`: tokens of all requests, counted when a step brings them."""
+
+import bisect
+from collections.abc import Mapping
+
+from paxkv.contracts.token_totals import TOKEN_BUCKETS_S, TokenTotals
+
+
+class TokenCounter:
+    """Lives as long as its client, which may see several engines begin and end."""
+
+    def __init__(self) -> None:
+        self._num_prompt_tokens = 0
+        self._num_cached_prompt_tokens = 0
+        self._num_generation_tokens = 0
+        self._latency_counts = [0] * (len(TOKEN_BUCKETS_S) + 1)
+        self._latency_sum_s = 0.0
+
+    @property
+    def totals(self) -> TokenTotals:
+        return TokenTotals(
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_prompt_tokens=self._num_cached_prompt_tokens,
+            num_generation_tokens=self._num_generation_tokens,
+            token_latency_counts=tuple(self._latency_counts),
+            token_latency_sum_s=self._latency_sum_s,
+        )
+
+    def count_prompt(self, num_tokens: int, num_cached_tokens: int) -> None:
+        """Counts a prompt whose first token has come."""
+        self._num_prompt_tokens += num_tokens
+        self._num_cached_prompt_tokens += min(num_cached_tokens, num_tokens)
+
+    def count_step(
+        self, num_completions: Mapping[tuple[int, float | None], int], timestamp: float
+    ) -> None:
+        """Counts the new tokens of a step, with its completions in groups: mostly there is one.
+
+        Args:
+            num_completions: By how many tokens each got, and when the one before them had come:
+                {(1, 7.5): 255, (1, None): 1} is 255 that go on and one that begins.
+            timestamp: Seconds, on the same clock.
+        """
+        for (num_tokens, last_token_time), num_alike in num_completions.items():
+            self._num_generation_tokens += num_tokens * num_alike
+            if last_token_time is None:
+                continue
+            # The clock may be set back. Tokens that come together took their share each.
+            waited_s = max(timestamp - last_token_time, 0.0)
+            bucket = bisect.bisect_left(TOKEN_BUCKETS_S, waited_s / num_tokens)
+            self._latency_counts[bucket] += num_tokens * num_alike
+            self._latency_sum_s += waited_s * num_alike

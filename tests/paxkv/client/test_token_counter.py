@@ -1,0 +1,38 @@
+"""What a step brings is counted in groups as it would be token by token."""
+
+import pytest
+
+from paxkv.client.token_counter import TokenCounter
+from paxkv.contracts.token_totals import TOKEN_BUCKETS_S, TokenTotals
+
+
+def test_nothing_is_counted_before_the_first_step() -> None:
+    assert TokenCounter().totals == TokenTotals()
+
+
+def test_several_tokens_of_a_step_took_their_share_each_and_the_first_took_none() -> None:
+    counter = TokenCounter()
+    # Three begin; one goes on with one after 0.25 s; two with four in 0.5 s.
+    counter.count_step({(1, None): 3, (1, 9.75): 1, (4, 9.5): 2}, 10.0)
+    counter.count_step({(2, 10.0): 1}, 400.0)
+    totals = counter.totals
+    assert totals.num_generation_tokens == 3 + 1 + 8 + 2
+    counts = dict(zip((*TOKEN_BUCKETS_S, None), totals.token_latency_counts, strict=True))
+    # 0.25 s, 0.125 s and 195 s.
+    assert {bound: count for bound, count in counts.items() if count} == {0.3: 1, 0.15: 8, None: 2}
+    assert totals.token_latency_sum_s == pytest.approx(0.25 + 2 * 0.5 + 390.0)
+
+
+def test_clock_that_is_set_back_takes_nothing_off() -> None:
+    counter = TokenCounter()
+    counter.count_step({(1, 10.0): 1}, 3.0)
+    assert (counter.totals.token_latency_counts[0], counter.totals.token_latency_sum_s) == (1, 0.0)
+
+
+def test_no_more_of_a_prompt_is_cached_than_there_is() -> None:
+    counter = TokenCounter()
+    counter.count_prompt(10, 4)
+    counter.count_prompt(3, 5)
+    totals = counter.totals
+    assert (totals.num_prompt_tokens, totals.num_cached_prompt_tokens) == (13, 7)
+    assert totals.num_computed_prompt_tokens == 6
