@@ -25,6 +25,7 @@ from paxkv.package_origin import check_package_origin
 from paxkv.process_logging import set_up_logging
 from paxkv.server.app import create_app
 from paxkv.server.http_server import HttpServer, bind_socket, socket_url
+from paxkv.server.stats_log import StatsLog
 
 _CONFIG_CLASSES = (
     *(ModelConfig, CacheConfig, SchedulerConfig, RunnerConfig),
@@ -68,6 +69,7 @@ async def serve(engine: AsyncEngineClient, config: ServerConfig, bound: socket.s
         EngineDeadError: The engine has ended, and none takes its place.
     """
     watcher: asyncio.Task[None] | None = None
+    stats_log: asyncio.Task[None] | None = None
     try:
         await engine.start()
         server = HttpServer(
@@ -79,12 +81,15 @@ async def serve(engine: AsyncEngineClient, config: ServerConfig, bound: socket.s
             ),
         )
         watcher = asyncio.create_task(_end_with_engine(engine, server))
+        if not config.disable_log_stats:
+            stats_log = asyncio.create_task(StatsLog(engine, config.log_stats_interval_s).run())
         await server.serve(sockets=[bound])
         if watcher.done():
             watcher.result()
     finally:
-        if watcher is not None:
-            watcher.cancel()
+        for task in (watcher, stats_log):
+            if task is not None:
+                task.cancel()
         await engine.close(drain_timeout_s=0.0)
 
 

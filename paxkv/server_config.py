@@ -100,6 +100,14 @@ class ServerConfig:
     disable_access_log_for_endpoints: str | None = setting(
         "paths that get none, with commas between: /health,/metrics,/ping", None
     )
+    disable_log_stats: bool = setting(
+        "log no line on throughput, requests and cache every --log-stats-interval-s; /metrics has "
+        "its numbers all the same",
+        False,
+    )
+    log_stats_interval_s: float = setting(
+        "seconds between two such lines; there is none where nothing ran meanwhile", 10.0
+    )
     response_store_bytes: int = setting(
         "bytes of memory for answers of /v1/responses, with their conversations: for "
         "previous_response_id, background and GET. The least recently used are dropped; 0 stores "
@@ -162,7 +170,10 @@ class ServerConfig:
         if self.enable_inspector is not None:
             true_or_false("enable_inspector", self.enable_inspector)
         at_least("max_engine_restarts", self.max_engine_restarts, 0)
-        for name in ("request_timeout_s", "shutdown_timeout_s", "engine_restart_window_s"):
+        for name in (
+            *("request_timeout_s", "shutdown_timeout_s", "engine_restart_window_s"),
+            "log_stats_interval_s",
+        ):
             value = getattr(self, name)
             if not (is_number(value) and 0 < value < math.inf):
                 raise ConfigError(f"{name} must be a positive number of seconds, got {value!r}.")
@@ -178,7 +189,8 @@ class ServerConfig:
                 f"for none, got {self.engine_ready_timeout_s!r}."
             )
         for name in (
-            *("allow_credentials", "disable_uvicorn_access_log", "enable_admin"),
+            *("allow_credentials", "disable_uvicorn_access_log", "disable_log_stats"),
+            "enable_admin",
             *("trust_request_chat_template", "enable_auto_tool_choice"),
             *("exclude_tools_when_tool_choice_none", "inspector_show_text"),
         ):

@@ -69,7 +69,6 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
     *_ignored(_LOGS, "--enable-log-outputs", "--enable-log-deltas", num_values=0),
     *_ignored(_LOGS, "--max-log-len", "--uvicorn-log-level", "--log-config-file"),
     *_ignored("errors of ours are always logged whole", "--log-error-stack", num_values=0),
-    *_ignored("/metrics always has them", "--disable-log-stats", num_values=0),
     *_ignored("no name was renamed", "--show-hidden-metrics-for-version"),
     *_ignored("see --kv-cache-metrics-sample", "--kv-cache-metrics", num_values=0),
     *_ignored("traces are not sent anywhere", "--otlp-traces-endpoint"),

@@ -11,6 +11,7 @@ import pytest
 
 from paxkv import serve
 from paxkv.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig, ServerConfig
+from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.errors import ConfigError, EngineDeadError
 from tests.paxkv.server.fake_engine import FakeEngine
 
@@ -154,6 +155,31 @@ def test_banner_names_the_port_that_was_picked_and_opens_after_the_start(monkeyp
     assert "org/fake (max_model_len 512)" in out
     assert "blocks, 10000 tokens" in out
     assert engine.was_closed
+
+
+@pytest.mark.parametrize("is_logged", [True, False])
+def test_what_runs_is_logged_unless_it_is_turned_off(is_logged, caplog, capsys):
+    class BusyEngine(StartableEngine):
+        latest_stats = SchedulerStats(num_running_reqs=3)
+
+    caplog.set_level(logging.INFO, logger="paxkv.server.stats_log")
+    engine = BusyEngine()
+
+    async def run():
+        config = ServerConfig(port=0, log_stats_interval_s=0.001, disable_log_stats=not is_logged)
+        with serve.bind_socket(config) as bound:
+            engine.address = bound.getsockname()
+            serving = asyncio.ensure_future(serve.serve(engine, config, bound))
+            while not capsys.readouterr().out:
+                await asyncio.sleep(0.01)
+            while is_logged and not caplog.messages:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.02)
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert any("running 3, " in line for line in caplog.messages) == is_logged
 
 
 def test_server_ends_with_its_engine(capsys):

@@ -34,6 +34,8 @@ def test_keys_are_shown_in_no_repr_and_no_error():
         ({"allowed_origins": "*"}, "allowed_origins must be a list"),
         ({"disable_access_log_for_endpoints": "/a,b"}, "got 'b'"),
         ({"profile_dir": "p"}, "enable_admin"),
+        ({"log_stats_interval_s": 0}, "log_stats_interval_s must be a positive number .* got 0"),
+        ({"disable_log_stats": "no"}, "disable_log_stats must be true or false, got 'no'"),
         ({"enable_admin": 1}, "true or false"),
         ({"engine_ready_timeout_s": -1}, "0 for none, got -1"),
         # Every start would be taken for one that hangs.

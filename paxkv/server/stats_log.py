@@ -1,0 +1,57 @@
+"""A line in the log, now and then, that says how much the engine does."""
+
+import asyncio
+import logging
+
+from paxkv.server.engine_protocol import EngineClient
+
+logger = logging.getLogger(__name__)
+
+
+class StatsLog:
+    """Logs once an interval what was done in it; nothing where nothing ran.
+
+    prompts 1519.2 tokens/s, generation 804.0 tokens/s, running 8, waiting 0, KV cache 12.5 %,
+    prefix cache hits 61.0 %
+
+    Args:
+        interval_s: Seconds, more than 0.
+    """
+
+    def __init__(self, engine: EngineClient, interval_s: float) -> None:
+        self._engine = engine
+        self._interval_s = interval_s
+        self._tokens = engine.token_totals
+        self._num_steps = engine.latest_stats.num_steps
+
+    async def run(self) -> None:
+        """Logs until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        begin_s = loop.time()
+        while True:
+            await asyncio.sleep(self._interval_s)
+            # A busy loop comes late.
+            end_s = loop.time()
+            self.log(end_s - begin_s)
+            begin_s = end_s
+
+    def log(self, took_s: float) -> None:
+        """Logs what was done since the last call, so many seconds ago."""
+        stats, tokens, before = self._engine.latest_stats, self._engine.token_totals, self._tokens
+        # An engine that was started anew has counted less.
+        has_run = stats.num_steps != self._num_steps
+        self._tokens, self._num_steps = tokens, stats.num_steps
+        if not (has_run or stats.num_running_reqs or stats.num_waiting_reqs):
+            return
+        num_prompt_tokens = tokens.num_computed_prompt_tokens - before.num_computed_prompt_tokens
+        num_generation_tokens = tokens.num_generation_tokens - before.num_generation_tokens
+        logger.info(
+            "prompts %.1f tokens/s, generation %.1f tokens/s, running %d, waiting %d, "
+            "KV cache %.1f %%, prefix cache hits %.1f %%",
+            num_prompt_tokens / took_s,
+            num_generation_tokens / took_s,
+            stats.num_running_reqs,
+            stats.num_waiting_reqs,
+            100 * stats.kv_cache_usage,
+            100 * stats.prefix_cache_hit_rate,
+        )
