@@ -1,5 +1,6 @@
 """`RopeConfig`: which rotary embedding a model uses, from both generations of config.json."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -86,17 +87,22 @@ def parse_ropes_by_layer_type(
 
 
 def max_scaled_positions(rope: RopeConfig, max_position_embeddings: int) -> int:
-    """Most positions that an embedding can take once it is scaled.
+    """Positions that an embedding is made for once it is scaled.
 
-    A config.json with a factor may state the length before it (Qwen2.5's yarn: 32,768 and a
-    factor of 4 are 131,072) or after it (Llama 3.1), so the larger one counts.
+    For "yarn" they count from the length before scaling, whether config.json states that one
+    (Qwen2.5: 32,768 and a factor of 4 are 131,072) or the one after it (DeepSeek). For "linear" and
+    "dynamic" they are as many times what config.json states; for "llama3" it is stated already.
+
+    Source: vllm/config/model.py, `_get_and_verify_max_len`.
     """
-    scaled = 0.0
-    if rope.kind in ("yarn", "dynamic"):
+    if rope.kind == "yarn":
         scaled = rope.original_max_position_embeddings * rope.factor
-    elif rope.kind == "linear":
+    elif rope.kind in ("linear", "dynamic"):
         scaled = max_position_embeddings * rope.factor
-    return max(max_position_embeddings, int(scaled))
+    else:
+        return max_position_embeddings
+    # A factor that is the ratio of two lengths brings the longer one back, or a bit less.
+    return int(math.nextafter(scaled, math.inf))
 
 
 def _parse_fields(

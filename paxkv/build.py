@@ -36,6 +36,7 @@ from paxkv.contracts.model_info import ModelInfo
 from paxkv.engine.core_thread import CoreThread
 from paxkv.engine.engine_core import EngineCore
 from paxkv.engine.kv_event_publisher import KVEventPublisher, make_kv_event_publisher
+from paxkv.errors import KVCacheTooSmallError
 from paxkv.package_origin import check_package_origin
 from paxkv.scheduler.scheduler import Scheduler
 from paxkv.scheduler.trace.header import TraceHeader
@@ -194,8 +195,8 @@ def _build_core(
     folder = _model_folder(config)
     on_model_found(folder)
     model = _load_model(config, folder)
-    max_model_len = find_max_model_len(config.model.max_model_len, model.config)
     runner = _make_runner(config, model, store, show_progress=show_progress)
+    max_model_len = runner.memory_plan.max_model_len
     runner.warm_up()
     grammar_setup = find_grammar_setup(
         load_tokenizer(folder), model.config.eos_token_ids, model.config.vocab_size
@@ -257,16 +258,40 @@ def _load_model(config: EngineConfig, folder: Path) -> LoadedModel:
 def _make_runner(
     config: EngineConfig, model: LoadedModel, store: ProgramStore | None, *, show_progress: bool
 ) -> ModelRunner:
-    runner = ModelRunner(
-        model,
-        cache_config=_cache_config(config.cache, store),
-        scheduler_config=config.scheduler,
-        max_model_len=find_max_model_len(config.model.max_model_len, model.config),
-        seed=config.model.seed,
-        runner_config=config.runner,
-        program_store=store,
-        show_progress=show_progress,
-    )
+    """The runner, with room for one request of its `max_model_len` unless that was asked for."""
+
+    def make(max_model_len: int) -> ModelRunner:
+        return ModelRunner(
+            model,
+            cache_config=_cache_config(config.cache, store),
+            scheduler_config=config.scheduler,
+            max_model_len=max_model_len,
+            seed=config.model.seed,
+            runner_config=config.runner,
+            program_store=store,
+            show_progress=show_progress,
+        )
+
+    asked, unscaled_length = config.model.max_model_len, model.config.max_position_embeddings
+    length = find_max_model_len(asked, model.config)
+    may_be_shorter = asked is None and unscaled_length < length
+    runner = None
+    try:
+        runner = make(length)
+        has_room = runner.memory_plan.num_longest_reqs > 0
+    except KVCacheTooSmallError:
+        if not may_be_shorter:
+            raise
+        has_room = False
+    if may_be_shorter and not has_room:
+        logger.warning(
+            "the KV cache has no room for one request of the model's %d positions: max_model_len "
+            "is %d, those without its rotary embedding's scaling. Give the KV cache more memory, "
+            "or set max_model_len.",
+            *(length, unscaled_length),
+        )
+        runner = None  # whose memory is the next one's
+        runner = make(unscaled_length)
     logger.info("%s", runner.memory_plan.report())
     return runner
 

@@ -46,7 +46,9 @@ class ModelConfig:
     )
     seed: int = setting("seed of random weights and of requests that bring none", 0)
     max_model_len: int | None = setting(
-        "most tokens of prompt and output together; the model's own limit if left out", None
+        "most tokens of prompt and output together; if left out the model's own limit, with its "
+        "rotary embedding's scaling where the KV cache has room for one request of that",
+        None,
     )
     load_format: LoadFormat = setting("auto reads safetensors; dummy makes random weights", "auto")
     chat_template: str | None = setting(

@@ -6,6 +6,7 @@ PaxkvError
 │   ├── NeverFitsError         400  could not fit the KV pool even alone
 │   └── UnsupportedFeatureError 400 a known field that this version cannot honour
 ├── ConfigError                     a setting that cannot work; raised at construction
+│   └── KVCacheTooSmallError        the KV cache holds no request of max_model_len
 ├── TraceFileError                  a file that is no trace of this version; `paxkv.replay` exits 2
 ├── EngineDeadError            503  the engine stopped; requests end with this
 └── InvariantError             500  our own mistake; a bug
@@ -47,6 +48,10 @@ class UnsupportedFeatureError(InvalidRequestError):
 
 class ConfigError(PaxkvError, ValueError):
     """A setting, or a combination of settings, that cannot work."""
+
+
+class KVCacheTooSmallError(ConfigError):
+    """The KV cache would not hold even one request of max_model_len tokens."""
 
 
 class TraceFileError(PaxkvError, ValueError):

@@ -174,7 +174,7 @@ class CompiledGenerator:
             with `min_tokens`, penalties, biases, allowed tokens or bad words compiles once more.
         seed: Of prompts whose `SamplingParams` bring none.
         max_model_len: Most tokens of prompt and output together, as the engine takes it: None is
-            the model's `max_position_embeddings`, and a scaled rotary embedding goes further.
+            the model's limit, as far as its rotary embedding is scaled.
         tokenizer: Of the model; `bad_words` need it. Its EOS token ends rows, as the engine's does.
 
     Raises:
@@ -274,8 +274,7 @@ class CompiledGenerator:
         if len(prompt) >= self._max_model_len:
             raise PromptTooLongError(
                 f"prompt has {len(prompt)} tokens, wanted at most {self._max_model_len - 1}, so "
-                f"that one new token fits within max_model_len={self._max_model_len}; the model "
-                f"has {self._model.config.max_scaled_positions} positions."
+                f"that one new token fits within max_model_len={self._max_model_len}."
             )
 
     def _check_params(self, params: SamplingParams) -> None:

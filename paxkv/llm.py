@@ -50,7 +50,8 @@ class LLM:
         model: Folder of a Hugging Face checkpoint or name on the hub; None is the embedded demo.
         dtype: "auto" is float32 on the CPU and the checkpoint's own elsewhere.
         seed: Of random weights and of requests that bring no seed.
-        max_model_len: Most tokens of prompt and output together; None is the model's own limit.
+        max_model_len: Most tokens of prompt and output together; None is the model's own limit,
+            as `ModelConfig.max_model_len` says.
         product_dtype: `ModelConfig.product_dtype`; the chat template's two likewise.
         scheduling_policy: `SchedulerConfig.policy`, under vLLM's name.
         settings: Any field of `CacheConfig`, `SchedulerConfig`, `RunnerConfig` and

@@ -102,6 +102,7 @@ class DataParallelTransport:
         model_info = dataclasses.replace(
             infos[0],
             max_num_seqs=sum(info.max_num_seqs for info in infos),
+            max_model_len=min(info.max_model_len for info in infos),
             max_fitting_tokens=min(info.max_fitting_tokens for info in infos),
         )
         return dataclasses.replace(

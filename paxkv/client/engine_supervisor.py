@@ -323,9 +323,10 @@ class EngineSupervisor:
 
 
 def _restart_config(config: EngineConfig, ready: EngineReady) -> EngineConfig:
-    """With a KV cache as large as the first, which its clients have been told of."""
+    """With a KV cache and requests as large as the first's, which its clients have been told of."""
     cache = dataclasses.replace(config.cache, num_gpu_blocks_override=ready.stats.num_blocks)
-    return dataclasses.replace(config, cache=cache)
+    model = dataclasses.replace(config.model, max_model_len=ready.model_info.max_model_len)
+    return dataclasses.replace(config, cache=cache, model=model)
 
 
 def _traced_elsewhere(config: EngineConfig, num_restarts: int) -> EngineConfig:

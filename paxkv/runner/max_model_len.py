@@ -8,8 +8,7 @@ def find_max_model_len(asked: int | None, model_config: ModelConfig) -> int:
     """Most tokens of prompt and output together.
 
     Args:
-        asked: At least 2. It may go as far as the rotary embedding is scaled; None is the model's
-            `max_position_embeddings`.
+        asked: At least 2. None is the model's limit: as far as its rotary embedding is scaled.
 
     Raises:
         ConfigError: The model has fewer positions.
@@ -20,4 +19,4 @@ def find_max_model_len(asked: int | None, model_config: ModelConfig) -> int:
             f"max_model_len={asked} is more than the {limit} positions that the model has. "
             f"Set at most {limit}, or leave it out."
         )
-    return model_config.max_position_embeddings if asked is None else asked
+    return limit if asked is None else asked

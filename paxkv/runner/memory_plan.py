@@ -13,7 +13,7 @@ from paxkv.contracts.kv_cache_spec import (
     KVCacheGroupSpec,
     KVCacheSpec,
 )
-from paxkv.errors import ConfigError
+from paxkv.errors import ConfigError, KVCacheTooSmallError
 from paxkv.runner.kv_cache_groups import KVCacheGroups
 
 # JAX's variable for the share of a GPU's memory that it takes, and its value when it is not set.
@@ -136,7 +136,7 @@ def plan_memory(
         device_memory: None on the CPU, where `cpu_kv_cache_bytes` decides.
 
     Raises:
-        ConfigError: Not even one request of `max_model_len` tokens fits what was measured.
+        KVCacheTooSmallError: Not even one request of `max_model_len` tokens fits what was measured.
     """
     group_specs = groups.kv_cache_groups
     block_bytes = _block_bytes(group_specs)
@@ -170,7 +170,7 @@ def plan_memory(
         group_specs, max_model_len, max_num_batched_tokens
     )
     if num_blocks < num_wanted:
-        raise ConfigError(
+        raise KVCacheTooSmallError(
             f"the KV cache is too small for one request of max_model_len={max_model_len}: got "
             f"{max(num_blocks, 0)} blocks ({reason}), wanted at least {num_wanted} blocks, or "
             f"{_mib(num_wanted * block_bytes)}. Set a smaller max_model_len, or {remedy}."

@@ -57,8 +57,8 @@ class ModelRunner:
         show_progress: Draws a bar on stderr while the warm-up compiles.
 
     Raises:
-        ConfigError: The KV cache does not fit, is too small for one request, or the layers cannot
-            share one.
+        KVCacheTooSmallError: It has no room for one request of `max_model_len` tokens.
+        ConfigError: The KV cache does not fit, or the layers cannot share one.
     """
 
     def __init__(

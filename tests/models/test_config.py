@@ -6,6 +6,14 @@ from models.config import ModelConfig
 from models.errors import ModelConfigError, UnsupportedModelError
 from models.family_traits import FAMILY_TRAITS
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+
 
 def hf_config(architecture: str = "LlamaForCausalLM", **fields: object) -> dict[str, object]:
     """A small config.json; a field given as None is null."""
@@ -38,6 +46,10 @@ def test_sizes_are_read():
         ({"rope_type": "yarn", "factor": 4.0}, 8192),
         # The length in config.json is the one after scaling.
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}, 1024),
+        # 2048 / 49 * 49 is a bit less than 2048 in floating point.
+        ({"rope_type": "yarn", "original_max_position_embeddings": 49}, 2048),
+        (LLAMA3, 2048),
         ({"rope_type": "dynamic", "factor": 2.0}, 4096),
         ({"type": "linear", "factor": 2.0}, 4096),
     ],

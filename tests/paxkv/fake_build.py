@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from paxkv.errors import KVCacheTooSmallError
 from tests.paxkv.engine.fake_engine import FakeExecutor
 from tests.paxkv.text.small_tokenizers import BOS, EOS, byte_level_backend
 
-MAX_POSITIONS = 128
+MAX_POSITIONS, MAX_SCALED_POSITIONS = 64, 128
 VOCAB_SIZE = 258
 
 
@@ -19,8 +20,13 @@ class FakeRunner(FakeExecutor):
 
     instances: list["FakeRunner"] = []
     fails_at_step: int | None = None
+    # Longest request that the memory it measures has room for.
+    max_fitting_len = 10**9
 
     def __init__(self, model: object, **arguments: object) -> None:
+        max_model_len = arguments["max_model_len"]
+        if max_model_len > self.max_fitting_len:
+            raise KVCacheTooSmallError(f"no room for {max_model_len}")
         self.arguments = arguments
         self.is_warm = False
         cache_config = arguments["cache_config"]
@@ -35,7 +41,11 @@ class FakeRunner(FakeExecutor):
             num_blocks=cache_config.num_gpu_blocks_override or 65, kv_cache_groups=(group,)
         )
         super().__init__(kv_cache_config, fails_at_step=self.fails_at_step)
-        self.memory_plan = SimpleNamespace(report=lambda: "KV cache: fake")
+        self.memory_plan = SimpleNamespace(
+            report=lambda: "KV cache: fake",
+            max_model_len=max_model_len,
+            num_longest_reqs=(kv_cache_config.num_blocks - 1) * spec.block_size // max_model_len,
+        )
         self.instances.append(self)
 
     def warm_up(self) -> None:
@@ -51,7 +61,7 @@ def fake_model_parts(monkeypatch: pytest.MonkeyPatch) -> type[FakeRunner]:
     config = SimpleNamespace(
         vocab_size=VOCAB_SIZE,
         max_position_embeddings=MAX_POSITIONS,
-        max_scaled_positions=2 * MAX_POSITIONS,
+        max_scaled_positions=MAX_SCALED_POSITIONS,
         eos_token_ids=(257,),
     )
     monkeypatch.setattr(

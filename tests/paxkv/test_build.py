@@ -14,13 +14,14 @@ from paxkv.build import (
     compile_programs,
 )
 from paxkv.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
-from paxkv.errors import ConfigError, InvalidRequestError
+from paxkv.errors import ConfigError, InvalidRequestError, KVCacheTooSmallError
 from paxkv.runner.program_store import CompiledPrograms, NewCompiledPrograms
 from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.trace.replayer import replay
 from paxkv.scheduler.trace.trace_file import TraceReader
 from tests.paxkv.fake_build import (
     MAX_POSITIONS,
+    MAX_SCALED_POSITIONS,
     VOCAB_SIZE,
     FakeRunner,
     fake_model_parts,
@@ -45,7 +46,7 @@ def test_engine_is_warm_and_knows_its_model(tmp_path: Path, runner_class: type[F
     try:
         assert runner_class.instances[0].is_warm
         assert engine.model_info.served_model_name == str(tmp_path)
-        assert engine.model_info.max_model_len == MAX_POSITIONS
+        assert engine.model_info.max_model_len == MAX_SCALED_POSITIONS
         # 64 blocks of 16 without the null block.
         assert engine.model_info.max_fitting_tokens == 64 * 16
         assert engine.chat_template.render([{"role": "user", "content": "a"}]) == "<s>a"
@@ -81,9 +82,32 @@ def test_max_model_len_is_the_models_unless_a_smaller_one_is_asked(
     assert engine.model_info.max_model_len == 40
     assert runner_class.instances[0].arguments["max_model_len"] == 40
     with pytest.raises(
-        ConfigError, match=f"{2 * MAX_POSITIONS + 1} .* {2 * MAX_POSITIONS} positions"
+        ConfigError, match=f"{MAX_SCALED_POSITIONS + 1} .* {MAX_SCALED_POSITIONS} positions"
     ):
-        build_engine(config_for(tmp_path, max_model_len=2 * MAX_POSITIONS + 1))
+        build_engine(config_for(tmp_path, max_model_len=MAX_SCALED_POSITIONS + 1))
+
+
+def test_positions_without_scaling_are_enough_where_the_cache_has_no_room_for_more(
+    tmp_path: Path, runner_class: type[FakeRunner], caplog: pytest.LogCaptureFixture
+) -> None:
+    def max_model_len(num_blocks: int | None = None) -> int:
+        cache = CacheConfig(num_gpu_blocks_override=num_blocks)
+        config = EngineConfig(model=ModelConfig(model=str(tmp_path)), cache=cache)
+        return build_core(config).ready.model_info.max_model_len
+
+    # Of 16 tokens each; one more is the null block.
+    assert max_model_len(num_blocks=1 + 8) == MAX_SCALED_POSITIONS
+    assert "no room" not in caplog.text
+    assert max_model_len(num_blocks=1 + 7) == MAX_POSITIONS
+    assert f"no room for one request of the model's {MAX_SCALED_POSITIONS}" in caplog.text
+    runner_class.max_fitting_len = MAX_SCALED_POSITIONS - 1
+    assert max_model_len() == MAX_POSITIONS
+    # As before: neither what was asked for nor what every request may need is made shorter.
+    with pytest.raises(KVCacheTooSmallError, match=f"{MAX_SCALED_POSITIONS}"):
+        build_core(config_for(tmp_path, max_model_len=MAX_SCALED_POSITIONS))
+    runner_class.max_fitting_len = MAX_POSITIONS - 1
+    with pytest.raises(KVCacheTooSmallError, match=f"{MAX_POSITIONS}"):
+        max_model_len()
 
 
 def test_folder_without_tokenizer_serves_token_ids(
@@ -100,7 +124,7 @@ def test_folder_without_tokenizer_serves_token_ids(
 def test_settings_reach_the_runner(tmp_path: Path, runner_class: type[FakeRunner]) -> None:
     config = EngineConfig(
         model=ModelConfig(model=str(tmp_path), seed=5, served_model_name="mine"),
-        cache=CacheConfig(block_size=8, num_gpu_blocks_override=9),
+        cache=CacheConfig(block_size=8, num_gpu_blocks_override=17),
         scheduler=SchedulerConfig(max_num_batched_tokens=64, enable_chunked_prefill=False),
     )
     engine = build_engine(config, show_progress=True)
@@ -109,7 +133,7 @@ def test_settings_reach_the_runner(tmp_path: Path, runner_class: type[FakeRunner
     assert (arguments["seed"], arguments["show_progress"]) == (5, True)
     assert arguments["cache_config"] is config.cache
     assert engine.model_info.served_model_name == "mine"
-    assert engine.model_info.max_fitting_tokens == 64
+    assert engine.model_info.max_fitting_tokens == 128
     assert engine.model_info.max_num_seqs == config.scheduler.max_num_seqs
     with pytest.raises(InvalidRequestError, match="chunked prefill"):
         engine.input_processor.process([1] * 65, SamplingParams(max_tokens=1), request_id="r")
@@ -201,7 +225,7 @@ def test_trace_file_records_an_engine_so_that_it_replays(
     finally:
         engine.transport.close()
     reader = TraceReader.open(trace)
-    assert reader.header.max_model_len == MAX_POSITIONS
+    assert reader.header.max_model_len == MAX_SCALED_POSITIONS
     # Drawn for this engine: without it no hash would be the same again.
     assert reader.header.cache_config.prefix_caching_seed is not None
     summary = replay(reader)

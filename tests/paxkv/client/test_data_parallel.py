@@ -411,11 +411,15 @@ def test_what_cannot_be_used_ends_its_replica_alone() -> None:
 
 def test_what_clients_may_ask_for_is_what_every_replica_can_do() -> None:
     replicas = [
-        (FakeReplica(), ready_engine(max_num_seqs=8, max_fitting_tokens=tokens))
-        for tokens in (512, 400)
+        (
+            FakeReplica(),
+            ready_engine(max_num_seqs=8, max_fitting_tokens=tokens, max_model_len=length),
+        )
+        for tokens, length in ((512, 64), (400, 32))
     ]
     ready = DataParallelTransport(replicas).ready
     assert (ready.model_info.max_num_seqs, ready.model_info.max_fitting_tokens) == (16, 400)
+    assert ready.model_info.max_model_len == 32
     assert ready.stats.num_blocks == 20
 
 

@@ -172,6 +172,21 @@ async def test_killed_engine_ends_its_requests_and_another_serves() -> None:
         await until_idle(client)
 
 
+def test_another_engine_has_the_lengths_that_clients_were_told(tmp_path: Path) -> None:
+    order_file = tmp_path / "orders"
+
+    @in_loop
+    async def run() -> None:
+        async with running(order_file=str(order_file), max_model_len=64) as client:
+            kill_engine(client)
+            while client.is_alive:
+                await asyncio.sleep(0.01)
+            await until_alive(client)
+
+    run()
+    assert order_file.read_text().splitlines() == ["None None", "65 64"]
+
+
 @in_loop
 async def test_failing_step_is_named_and_another_engine_serves() -> None:
     async with running(fails_at_step=3) as client:

@@ -20,7 +20,7 @@ YARN = ModelConfig.from_hf(
 )
 
 
-@pytest.mark.parametrize(("asked", "found"), [(None, 512), (40, 40), (2048, 2048)])
+@pytest.mark.parametrize(("asked", "found"), [(None, 2048), (40, 40), (2048, 2048)])
 def test_asked_length_counts_and_else_the_models(asked, found) -> None:
     assert find_max_model_len(asked, YARN) == found
 

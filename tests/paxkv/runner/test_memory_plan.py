@@ -7,7 +7,7 @@ import pytest
 
 from models import LayerKVSpec
 from paxkv.config import CacheConfig
-from paxkv.errors import ConfigError
+from paxkv.errors import ConfigError, KVCacheTooSmallError
 from paxkv.runner.kv_cache_groups import groups_of_layers
 from paxkv.runner.memory_plan import (
     GPU_SHARE_VARIABLE,
@@ -115,7 +115,7 @@ def test_report_says_tokens_and_longest_requests():
     ],
 )
 def test_pool_too_small_for_one_request_says_got_wanted_and_remedy(cache_config, memory, remedy):
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(KVCacheTooSmallError) as raised:
         plan(cache_config, memory)
     message = str(raised.value)
     assert "got 7 blocks" in message or "got 0 blocks" in message
