@@ -24,7 +24,8 @@ class EngineCoreOutput(
         new_token_ids: Tokens drawn since the last output; may be empty at an abort.
         num_cached_tokens: Prompt tokens that came from the prefix cache.
         finish_reason: None while the request goes on.
-        stop_reason: The stop token id that ended it; None for EOS and for every other reason.
+        stop_reason: The id of the stop token, or of a further EOS of the model, that ended it; None
+            for its first EOS and for every other reason.
         prompt_logprobs: With the first token of a request that asked for them: an entry for each
             token of the prompt but the first.
     """

@@ -41,7 +41,8 @@ class EngineRequest:
         prompt_token_ids: At least one token id, each in `[0, vocab_size)`.
         sampling_params: `max_tokens` is a number here, already cut to max_model_len.
         eos_token_ids: Tokens that end the request unless `ignore_eos`. The first is the
-            tokenizer's EOS; the rest come from generation_config.json.
+            tokenizer's EOS, or config.json's where there is none, and ends it without a stop
+            reason; the others are their own.
         arrival_time: Seconds since the epoch.
         priority: Lower runs first under the priority policy; ties by arrival.
         cache_salt: Separates prefix-cache entries of tenants; None shares with everyone.

@@ -40,7 +40,8 @@ class CompletionOutput:
         text: The completion so far, or the new part of it when streaming deltas.
         logprobs: Per token, `token id -> Logprob` of the drawn token and the most likely ones;
             None unless asked for.
-        stop_reason: The stop string or stop token id that ended it; None for EOS.
+        stop_reason: The stop string, or the id of the stop token, that ended it; None for the
+            tokenizer's EOS. Further ones of the model count as stop tokens.
         times: Of a finished one that had a token.
     """
 

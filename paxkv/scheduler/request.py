@@ -75,7 +75,7 @@ class Request:
         "cache_salt",
         "early_end_ids",
         "ending_token_ids",
-        "eos_token_ids",
+        "eos_token_id",
         "fork_source",
         "is_streamed",
         "keep_blocks",
@@ -100,7 +100,6 @@ class Request:
         "spec_token_ids",
         "status",
         "stop_reason",
-        "stop_token_ids",
     )
 
     def __init__(
@@ -127,10 +126,11 @@ class Request:
         self.fork_source: Request | None = None
 
         self.max_num_tokens = max_num_tokens
-        self.eos_token_ids = frozenset(() if params.ignore_eos else engine_request.eos_token_ids)
-        self.stop_token_ids = frozenset(params.stop_token_ids or ())
-        # A token that is in neither costs one look-up.
-        self.ending_token_ids = self.eos_token_ids | self.stop_token_ids
+        eos_token_ids = () if params.ignore_eos else engine_request.eos_token_ids
+        # The one end that is not told by its id; further ones are stop tokens, as in vLLM.
+        self.eos_token_id = eos_token_ids[0] if eos_token_ids else None
+        # Of both kinds, so that a token that ends nothing costs one look-up.
+        self.ending_token_ids = frozenset((*eos_token_ids, *(params.stop_token_ids or ())))
         self.min_tokens = params.min_tokens
         # The model's EOS too where it ends nothing: whoever asks for tokens wants others.
         self.early_end_ids = (

@@ -23,7 +23,7 @@ def check_stop(request: Request) -> tuple[FinishReason, int | None] | None:
         and num_tokens - request.num_prompt_tokens >= request.min_tokens
     ):
         last_token_id = all_token_ids[-1]
-        return "stop", None if last_token_id in request.eos_token_ids else last_token_id
+        return "stop", None if last_token_id == request.eos_token_id else last_token_id
     if num_tokens >= request.max_num_tokens:
         return "length", None
     return None

@@ -21,12 +21,21 @@ from tests.paxkv.scheduler.stepping import (
 STATE = MambaSpec(block_size=4, shapes=((8,),), dtypes=("float32",), page_size_padded=256)
 
 
-def make_decoding(lengths=(5,), *, max_tokens=20, runner=None, params=None, **settings):
+def make_decoding(
+    lengths=(5,), *, max_tokens=20, runner=None, params=None, eos_token_ids=(), **settings
+):
     """Requests "a", "b" and so on, whose prompts are computed, and that have one token more."""
     scheduler = make_scheduler(**settings)
     runner = FunctionRunner() if runner is None else runner
     for name, length in zip("abcd", lengths, strict=False):
-        add(scheduler, name, range(length), max_tokens=max_tokens, params=params)
+        add(
+            scheduler,
+            name,
+            range(length),
+            max_tokens=max_tokens,
+            params=params,
+            eos_token_ids=eos_token_ids,
+        )
     step(scheduler, runner)
     return scheduler, runner
 
@@ -216,20 +225,28 @@ def test_blocks_that_fill_up_in_a_burst_are_findable_when_its_tokens_are_there()
     assert [block.block_hash is not None for block in blocks] == [True, True, True, False]
 
 
+STOP = continuation(range(5), 5)[4]
+
+
 @pytest.mark.parametrize("knows_ends", [True, False])
-def test_a_token_that_ends_a_request_ends_its_burst(knows_ends):
+@pytest.mark.parametrize(
+    ("ends", "stop_reason"),
+    [
+        ({"params": {"stop_token_ids": [STOP]}}, STOP),
+        ({"eos_token_ids": (STOP, 98)}, None),
+        ({"eos_token_ids": (98, STOP)}, STOP),
+    ],
+)
+def test_a_token_that_ends_a_request_ends_its_burst(knows_ends, ends, stop_reason):
     tokens = continuation(range(5), 12)
-    stop = tokens[4]
-    assert stop not in tokens[:4]
-    scheduler, runner = make_decoding(
-        runner=FunctionRunner(knows_ends=knows_ends), params={"stop_token_ids": [stop]}
-    )
+    assert STOP not in tokens[:4] and 98 not in tokens
+    scheduler, runner = make_decoding(runner=FunctionRunner(knows_ends=knows_ends), **ends)
     output = scheduler.schedule(8)
     runner_output = runner.execute(output)
     assert len(runner_output.sampled_token_ids[0]) == (4 if knows_ends else 8)
     (result,) = scheduler.update_from_output(output, runner_output)
     assert result.new_token_ids == tokens[1:5]
-    assert (result.finish_reason, result.stop_reason) == ("stop", stop)
+    assert (result.finish_reason, result.stop_reason) == ("stop", stop_reason)
     scheduler.check_invariants()
     assert scheduler.make_stats().kv_cache_usage == 0
     assert scheduler.schedule().finished_req_ids == {"a"}

@@ -50,9 +50,10 @@ def test_without_a_hasher_there_are_no_hashes():
 
 
 def test_ignore_eos_leaves_the_stop_tokens():
-    assert make_request([1]).eos_token_ids == {2, 3}
+    request = make_request([1], stop_token_ids=[4])
+    assert (request.eos_token_id, request.ending_token_ids) == (2, {2, 3, 4})
     request = make_request([1], ignore_eos=True, stop_token_ids=[2])
-    assert (request.eos_token_ids, request.stop_token_ids) == (frozenset(), {2})
+    assert (request.eos_token_id, request.ending_token_ids) == (None, {2})
 
 
 @pytest.mark.parametrize(

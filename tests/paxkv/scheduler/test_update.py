@@ -38,8 +38,10 @@ def make_request(*, max_num_tokens=10, block_hasher=None, **params):
     [
         ({}, 7, None),
         ({}, EOS, ("stop", None)),
-        ({}, 3, ("stop", None)),
+        # A further one of the model is a stop token.
+        ({}, 3, ("stop", 3)),
         ({"ignore_eos": True}, EOS, None),
+        ({"ignore_eos": True}, 3, None),
         ({"stop_token_ids": [7, 8]}, 8, ("stop", 8)),
         # EOS is looked at first, unless it is ignored.
         ({"stop_token_ids": [EOS]}, EOS, ("stop", None)),
