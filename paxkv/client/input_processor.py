@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.grammar_checker import GrammarChecker
@@ -105,6 +105,8 @@ class InputProcessor:
         # Not before: there may be millions.
         self._check_token_ids(token_ids)
         form = sampling_params.structured_outputs
+        bad_words = self._bad_words(sampling_params)
+        scarce_token_ids = self._scarce_token_ids(sampling_params, bad_words)
         return EngineRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -116,7 +118,9 @@ class InputProcessor:
             arrival_time=time.time(),
             priority=_checked_priority(priority),
             cache_salt=cache_salt,
-            bad_words_token_ids=self._bad_words(sampling_params),
+            bad_words_token_ids=bad_words,
+            # A grammar knows better what is left, and whether it is complete without.
+            scarce_token_ids=scarce_token_ids if form is None else (),
             needs_grammar=form is not None,
             has_heavy_grammar=form is not None and self._grammar_checker.is_heavy(form),
         )
@@ -327,7 +331,6 @@ class InputProcessor:
             if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
                 self._check_bad_word(word, spaced)
                 found[spaced] = None
-        self._check_some_token_is_left(sampling_params, found)
         return tuple(found)
 
     def _check_bad_word(self, word: str, token_ids: tuple[int, ...]) -> None:
@@ -344,22 +347,31 @@ class InputProcessor:
                 param="bad_words",
             )
 
-    def _check_some_token_is_left(
-        self, sampling_params: SamplingParams, bad_words: Iterable[tuple[int, ...]]
-    ) -> None:
-        """Refuses settings that allow no token at all."""
+    def _scarce_token_ids(
+        self, sampling_params: SamplingParams, bad_words: Sequence[tuple[int, ...]]
+    ) -> tuple[int, ...]:
+        """`EngineRequest.scarce_token_ids`; refuses settings that allow no token at all."""
         allowed = sampling_params.allowed_token_ids
-        if allowed is None:
-            return
-        banned = {word[0] for word in bad_words if len(word) == 1}
+        never = {word[0] for word in bad_words if len(word) == 1}
+        early = set()
         if sampling_params.min_tokens > 0:
-            banned |= {*self._eos_token_ids, *(sampling_params.stop_token_ids or ())}
-        if banned.issuperset(allowed):
+            early.update(self._eos_token_ids, sampling_params.stop_token_ids or ())
+        sometimes = early.union(word[-1] for word in bad_words if len(word) > 1)
+        candidates = range(self._vocab_size) if allowed is None else dict.fromkeys(allowed)
+        # Nearly always the first one is free.
+        if any(i not in never and i not in sometimes for i in candidates):
+            return ()
+        left = tuple(i for i in candidates if i not in never)
+        if early.issuperset(left):
+            asked = f"the model's {self._vocab_size} token ids leave"
+            if allowed is not None:
+                asked = f"allowed_token_ids={allowed[:10]} leaves"
             raise InvalidRequestError(
-                f"allowed_token_ids={allowed[:10]} leaves no token: all of them are bad_words, or "
-                "end the request before min_tokens.",
-                param="allowed_token_ids",
+                f"{asked} no token: all of them are bad_words, or end the request before "
+                "min_tokens.",
+                param="bad_words" if allowed is None else "allowed_token_ids",
             )
+        return left
 
 
 def all_eos_token_ids(

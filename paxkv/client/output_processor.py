@@ -316,7 +316,11 @@ class _CompletionState:
         """Feeds the new tokens; returns those that count, fewer after a stop string."""
         token_ids = output.new_token_ids
         # A token that ends the request belongs to the output's ids, not to its text.
-        is_ended_by_token = output.finish_reason == "stop" and not self._include_stop_str
+        is_ended_by_token = (
+            output.finish_reason == "stop"
+            and not isinstance(output.stop_reason, str)
+            and not self._include_stop_str
+        )
         num_text_tokens = len(token_ids) - (1 if is_ended_by_token else 0)
         stopped = self._detokenizer.update(
             token_ids[: max(num_text_tokens, 0)], is_last=output.finish_reason is not None

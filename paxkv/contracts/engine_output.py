@@ -8,8 +8,14 @@ import msgspec
 from paxkv.contracts.block_residency import BlockResidency
 from paxkv.contracts.runner_output import TokenLogprobs
 
-# "stop" is EOS, a stop token or a stop string; "error" is the engine's own failure.
+# "stop" is EOS, a stop token or a stop string, or that nothing may follow; "error" is the engine's
+# own failure, or a grammar's.
 FinishReason = Literal["stop", "length", "abort", "error"]
+# Stop reason where a request's own settings rule out every token that might come next.
+NO_TOKEN_LEFT = (
+    "allowed_token_ids, bad_words and min_tokens leave none of the tokens that may come next; "
+    "loosen them"
+)
 
 
 # Not a dataclass: one is made for every token of every request, and a frozen dataclass takes five
@@ -25,7 +31,7 @@ class EngineCoreOutput(
         num_cached_tokens: Prompt tokens that came from the prefix cache.
         finish_reason: None while the request goes on.
         stop_reason: The id of the stop token, or of a further EOS of the model, that ended it; None
-            for its first EOS and for every other reason.
+            for its first EOS. Text says why the engine itself could not go on; no token ended it.
         prompt_logprobs: With the first token of a request that asked for them: an entry for each
             token of the prompt but the first.
     """

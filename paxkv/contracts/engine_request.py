@@ -50,6 +50,9 @@ class EngineRequest:
         mm_features: In the order of their positions, which do not overlap.
         prompt_embeds: None where the prompt is tokens alone.
         bad_words_token_ids: Token sequences of `bad_words`, none of which its output may have.
+        scarce_token_ids: Where bad words of several tokens and `min_tokens` may rule out all that
+            its other settings let it draw: those tokens. It ends where none of them is left. Empty
+            for nearly every request.
         needs_grammar: Its tokens are bound by a grammar, which must be compiled before it runs.
         has_heavy_grammar: Compiling it takes so long that others should not wait behind it.
         fork_from: Request whose blocks this one shares, as far as the tokens of the two are equal
@@ -71,6 +74,7 @@ class EngineRequest:
     mm_features: tuple[MultiModalFeature, ...] = ()
     prompt_embeds: PromptEmbeds | None = None
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    scarce_token_ids: tuple[int, ...] = ()
     needs_grammar: bool = False
     has_heavy_grammar: bool = False
     fork_from: str | None = None

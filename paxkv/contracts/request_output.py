@@ -41,7 +41,8 @@ class CompletionOutput:
         logprobs: Per token, `token id -> Logprob` of the drawn token and the most likely ones;
             None unless asked for.
         stop_reason: The stop string, or the id of the stop token, that ended it; None for the
-            tokenizer's EOS. Further ones of the model count as stop tokens.
+            tokenizer's EOS. Further ones of the model count as stop tokens. Where its settings left
+            no token, a sentence that says so.
         times: Of a finished one that had a token.
     """
 

@@ -65,6 +65,7 @@ class Request:
 
     __slots__ = (
         "_block_hasher",
+        "_ends_from",
         "_extra_key_sources",
         "_needs_single_steps",
         "_num_tokens_to_hash_at",
@@ -97,6 +98,7 @@ class Request:
         "prompt_token_ids",
         "request_id",
         "sampling_params",
+        "scarce_token_ids",
         "spec_token_ids",
         "status",
         "stop_reason",
@@ -139,13 +141,14 @@ class Request:
             else ()
         )
         self.bad_words_token_ids = engine_request.bad_words_token_ids
+        self.scarce_token_ids = frozenset(engine_request.scarce_token_ids)
         self.needs_grammar = engine_request.needs_grammar
         self._needs_single_steps = params.needs_single_steps or engine_request.needs_grammar
 
         self.status = (
             RequestStatus.WAITING_FOR_FSM if engine_request.needs_grammar else RequestStatus.WAITING
         )
-        self.stop_reason: int | None = None
+        self.stop_reason: int | str | None = None
         self.all_token_ids = list(engine_request.prompt_token_ids)
         self.num_computed_tokens = 0
         # Drafts to be verified in its next step, behind `all_token_ids`.
@@ -164,8 +167,10 @@ class Request:
         self._extra_key_sources = extra_key_sources(engine_request)
         # `num_tokens` at which the next block is full: a decode step compares one number.
         self._num_tokens_to_hash_at = sys.maxsize if block_hasher is None else 0
+        # `num_tokens` from which on any token may be the last.
+        self._ends_from = 0 if self.scarce_token_ids else max_num_tokens
         # The same for all that a token may do by its place: fill a block, or be the last.
-        self.num_tokens_to_look_at = max_num_tokens
+        self.num_tokens_to_look_at = self._ends_from
         if self.num_tokens >= self._num_tokens_to_hash_at:
             self._hash_full_blocks()
 
@@ -223,7 +228,22 @@ class Request:
     def may_be_ended_by(self, token_ids: list[int]) -> bool:
         """Whether one of these, to be appended, has to be looked at by itself."""
         num_tokens = len(self.all_token_ids) + len(token_ids)
-        return num_tokens >= self.max_num_tokens or not self.ending_token_ids.isdisjoint(token_ids)
+        return num_tokens >= self._ends_from or not self.ending_token_ids.isdisjoint(token_ids)
+
+    def has_token_left(self) -> bool:
+        """Whether its settings leave any token that may come next; the device rules out the same.
+
+        With [21] allowed and the bad word [21, 21] none is left behind the first.
+        """
+        if not self.scarce_token_ids:
+            return True
+        num_output_tokens = self.num_output_tokens
+        banned = set(self.early_end_ids if num_output_tokens < self.min_tokens else ())
+        for *before, last in self.bad_words_token_ids:
+            num_before = len(before)
+            if 0 < num_before <= num_output_tokens and self.all_token_ids[-num_before:] == before:
+                banned.add(last)
+        return not self.scarce_token_ids <= banned
 
     def append_output_tokens(self, token_ids: list[int]) -> None:
         """Adds sampled tokens, and the hashes of the blocks that they may fill."""
@@ -231,7 +251,7 @@ class Request:
         if len(self.all_token_ids) >= self._num_tokens_to_hash_at:
             self._hash_full_blocks()
 
-    def finish(self, reason: EndReason, stop_reason: int | None = None) -> None:
+    def finish(self, reason: EndReason, stop_reason: int | str | None = None) -> None:
         self.status = _FINISHED_STATUS[reason]
         self.stop_reason = stop_reason
 
@@ -240,7 +260,7 @@ class Request:
         assert hasher is not None
         hasher.extend(self.block_hashes, self.all_token_ids, self._extra_key_sources)
         self._num_tokens_to_hash_at = (len(self.block_hashes) + 1) * hasher.block_size
-        self.num_tokens_to_look_at = min(self.max_num_tokens, self._num_tokens_to_hash_at)
+        self.num_tokens_to_look_at = min(self._ends_from, self._num_tokens_to_hash_at)
 
     def __repr__(self) -> str:
         return (

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Mapping
 
-from paxkv.contracts.engine_output import EngineCoreOutput, FinishReason
+from paxkv.contracts.engine_output import NO_TOKEN_LEFT, EngineCoreOutput, FinishReason
 from paxkv.contracts.runner_output import ModelRunnerOutput, TokenLogprobs
 from paxkv.scheduler.request import Request
 
 
-def check_stop(request: Request) -> tuple[FinishReason, int | None] | None:
+def check_stop(request: Request) -> tuple[FinishReason, int | str | None] | None:
     """Whether the last token ends the request, which has at least one output token.
 
     Stop strings are found where text is made, and come back as `Scheduler.finish_requests`.
@@ -26,6 +26,9 @@ def check_stop(request: Request) -> tuple[FinishReason, int | None] | None:
         return "stop", None if last_token_id == request.eos_token_id else last_token_id
     if num_tokens >= request.max_num_tokens:
         return "length", None
+    # Here, because the device would draw one all the same.
+    if not request.has_token_left():
+        return "stop", NO_TOKEN_LEFT
     return None
 
 

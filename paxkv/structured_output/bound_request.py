@@ -6,14 +6,10 @@ from collections.abc import Sequence
 import llguidance
 import numpy as np
 
+from paxkv.contracts.engine_output import NO_TOKEN_LEFT
 from paxkv.structured_output.thoughts import Thoughts
 from paxkv.structured_output.token_limits import TokenLimits, token_bits
 from paxkv.structured_output.token_texts import TokenTexts
-
-_NO_TOKEN = (
-    "allowed_token_ids, bad_words and min_tokens leave none of the tokens that may come next; "
-    "loosen them"
-)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +69,7 @@ class BoundRequest:
         if mask_np.any():
             return None
         is_complete = self._thoughts is None and self._matcher.is_accepting()
-        return GrammarEnd() if is_complete else GrammarEnd(error=_NO_TOKEN)
+        return GrammarEnd() if is_complete else GrammarEnd(error=NO_TOKEN_LEFT)
 
     def _other_spellings(
         self, token_texts: TokenTexts, num_words: int

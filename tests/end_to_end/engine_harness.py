@@ -139,12 +139,13 @@ def run_engine(
     *,
     sampling_params: Sequence[SamplingParams],
     bad_words_token_ids: Mapping[int, tuple[tuple[int, ...], ...]] = MappingProxyType({}),
+    scarce_token_ids: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
     watch: Callable[[Scheduler], None] = lambda scheduler: None,
 ) -> RunResult:
     """Generates for all prompts under the given settings; the pool must end whole.
 
     Args:
-        bad_words_token_ids: Of some of the prompts, by index.
+        bad_words_token_ids: Of some of the prompts, by index; `scarce_token_ids` likewise.
         watch: Called after every step.
     """
     kv_cache_config = recording.runner.kv_cache_config
@@ -170,6 +171,7 @@ def run_engine(
             prompt_token_ids=list(prompt),
             sampling_params=params,
             bad_words_token_ids=bad_words_token_ids.get(i, ()),
+            scarce_token_ids=scarce_token_ids.get(i, ()),
         )
         for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True))
     ]

@@ -97,6 +97,36 @@ def test_answer_does_not_depend_on_settings(runner, bad_words, alone, name):
     assert result.token_ids == at_once.token_ids
 
 
+@pytest.mark.parametrize("name", SETTINGS)
+def test_an_answer_ends_where_no_token_is_left(runner, name):
+    """Of two allowed tokens neither may follow the other twice, nor itself."""
+    words = ((7, 7), (9, 9), (7, 9, 7), (9, 7, 9))
+    params = [
+        PARAMS[0],
+        *(
+            SamplingParams(
+                temperature=temperature,
+                seed=1,
+                max_tokens=NUM_NEW_TOKENS,
+                allowed_token_ids=[7, 9],
+                logprobs=1,
+            )
+            for temperature in (0.0, 1.0)
+        ),
+    ]
+    result = run_engine(
+        runner,
+        PROMPTS[:3],
+        SETTINGS[name],
+        sampling_params=params,
+        bad_words_token_ids={1: words, 2: words},
+        scarce_token_ids={1: (7, 9), 2: (7, 9)},
+    )
+    assert len(result.token_ids[0]) == params[0].max_tokens
+    for tokens in result.token_ids[1:]:
+        assert tokens in ([7, 9], [9, 7])
+
+
 def test_fields_hold_in_the_answer(runner, bad_words, alone):
     tokens = alone[2]
     (first,), pair, _ = bad_words[2]

@@ -54,6 +54,17 @@ def test_answers_come_in_the_order_of_the_prompts(make_llm: Callable[..., LLM]) 
         assert output.finished
 
 
+def test_an_answer_ends_whole_where_settings_leave_no_token(
+    make_llm: Callable[..., LLM],
+) -> None:
+    params = SamplingParams(max_tokens=9, allowed_token_ids=[97], bad_words=["aaa"])
+    (output,) = make_llm().generate({"prompt_token_ids": [97]}, params, use_tqdm=False)
+    (completion,) = output.outputs
+    assert (completion.text, completion.token_ids) == ("aa", [97, 97])
+    assert completion.finish_reason == "stop"
+    assert "leave none of the tokens" in completion.stop_reason
+
+
 @pytest.mark.parametrize(
     ("prompts", "expected"),
     [

@@ -335,6 +335,37 @@ def test_settings_that_leave_no_token_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="leaves no token"):
         process(make(), [97], allowed_token_ids=[EOS_ID], min_tokens=1)
 
+    # Without a list of allowed ones, too.
+    whole = list(range(300))
+    assert process(make(), [97], stop_token_ids=whole).scarce_token_ids == ()
+    with pytest.raises(InvalidRequestError, match="300 token ids leave no token") as caught:
+        process(make(), [97], stop_token_ids=whole, min_tokens=1)
+    assert caught.value.param == "bad_words"
+
+
+@pytest.mark.parametrize(
+    ("words", "params", "wanted"),
+    [
+        (["ever"], {"allowed_token_ids": [9, 10]}, ()),
+        (["ever"], {"allowed_token_ids": [10]}, (10,)),
+        (["ever", "never"], {"allowed_token_ids": [10, 8, 10]}, (10, 8)),
+        # 5 and 6 are never drawn.
+        (["ever", "no"], {"allowed_token_ids": [5, 10, 6]}, (10,)),
+        (["ever"], {"allowed_token_ids": [10, 4], "stop_token_ids": [4]}, ()),
+        (["ever"], {"allowed_token_ids": [10, 4], "stop_token_ids": [4], "min_tokens": 2}, (10, 4)),
+        (["ever"], {"allowed_token_ids": [10, EOS_ID], "min_tokens": 2}, (10, EOS_ID)),
+        (["ever", "no"], {}, ()),
+        # A whole vocabulary that may be ruled out.
+        (["ever"], {"stop_token_ids": [*range(10), *range(11, 300)], "min_tokens": 1}, "all"),
+    ],
+)
+def test_tokens_are_told_that_may_all_be_ruled_out_on_the_way(
+    words: list[str], params: dict[str, object], wanted: object
+) -> None:
+    processor = make(tokenizer=WordTokenizer())
+    found = process(processor, [97], bad_words=words, **params).scarce_token_ids
+    assert found == (tuple(range(300)) if wanted == "all" else wanted)
+
 
 class FakeChecker:
     """Takes "good" alone, and knows it already."""
@@ -357,6 +388,10 @@ def test_a_grammar_is_checked_at_the_door_and_waited_for_behind_it() -> None:
     assert process(processor, "a", structured_outputs=good).needs_grammar
     assert not process(processor, "a").needs_grammar
     assert not process(processor, "a", structured_outputs=good).has_heavy_grammar
+    # A grammar finds out by itself what is left.
+    scarce = {"allowed_token_ids": [97], "bad_words": ["aa"]}
+    assert process(processor, "a", **scarce).scarce_token_ids == (97,)
+    assert process(processor, "a", structured_outputs=good, **scarce).scarce_token_ids == ()
     heavy = StructuredOutputsParams(regex="good", disable_any_whitespace=True)
     assert process(processor, "a", structured_outputs=heavy).has_heavy_grammar
     with pytest.raises(InvalidRequestError, match="not good"):

@@ -59,6 +59,11 @@ def test_delta_holds_only_what_is_new() -> None:
     assert caller.processor.num_unfinished_requests == 0
 
 
+def test_text_is_whole_where_the_engine_ends_it_because_nothing_may_follow() -> None:
+    last = Caller("cumulative").completion(b"ab", finish_reason="stop", stop_reason="none left")
+    assert (last.text, last.stop_reason) == ("ab", "none left")
+
+
 def test_cumulative_holds_everything_so_far() -> None:
     caller = Caller("cumulative")
     caller.step(b"ab")

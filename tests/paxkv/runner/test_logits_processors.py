@@ -1,6 +1,7 @@
 """Masks, bad words, biases and penalties against a slow NumPy truth, whoever stands beside."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paxkv.contracts.engine_request import EngineRequest
 from paxkv.runner.bucketing import RowShape
 from paxkv.runner.logits_processors import needs_processing, process_logits
 from paxkv.runner.row_state import (
@@ -26,6 +28,7 @@ from paxkv.runner.sampling_columns import (
     encode_sampling_params,
 )
 from paxkv.sampling_params import SamplingParams
+from paxkv.scheduler.request import Request
 from tests.paxkv.runner.logits_truth import true_logits
 
 # Not multiples of 32, nor of the pieces in which a history is counted.
@@ -217,3 +220,33 @@ def cases(draw):
 @given(rows=st.lists(cases(), min_size=NUM_ROWS, max_size=NUM_ROWS), seed=st.integers(0, 1000))
 def test_any_fields_together_equal_the_truth(rows, seed):
     check(rows, seed)
+
+
+def test_the_host_knows_where_no_token_is_left():
+    """Every output of three tokens, drawn by the device's masks; the end of each as it finds it."""
+    words = ((7, 7), (7, 9, 7), (9, 7, 9), (9, 9, 9), (40, 5))
+    params = SamplingParams(allowed_token_ids=[7, 9], min_tokens=2, stop_token_ids=[9])
+    outputs = [list(tokens) for num in range(4) for tokens in itertools.product((7, 9), repeat=num)]
+    is_left = []
+    for output in outputs:
+        request = Request(
+            EngineRequest(
+                request_id="r",
+                prompt_token_ids=[9, 7],
+                sampling_params=params,
+                bad_words_token_ids=words,
+                scarce_token_ids=(7, 9),
+            ),
+            max_num_tokens=20,
+        )
+        request.append_output_tokens(output)
+        is_left.append(request.has_token_left())
+    cases = [
+        Case(params=params, prompt=[9, 7], outputs=output, bad_words=words, early_end_ids=(9,))
+        for output in outputs
+    ]
+    for start in range(0, len(cases), NUM_ROWS):
+        part = cases[start : start + NUM_ROWS]
+        processed_np, _, _ = process(part, np.zeros((len(part), VOCAB), np.float32))
+        assert np.isfinite(processed_np).any(axis=1).tolist() == is_left[start : start + NUM_ROWS]
+    assert {True, False} == set(is_left)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from paxkv.contracts.engine_output import NO_TOKEN_LEFT
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.runner_output import ModelRunnerOutput, TokenLogprobs
 from paxkv.kv_cache.block_hash import BlockHasher
@@ -17,13 +18,15 @@ from paxkv.scheduler.update import (
 EOS = 2
 
 
-def make_request(*, max_num_tokens=10, block_hasher=None, **params):
+def make_request(*, max_num_tokens=10, block_hasher=None, bad_words=(), scarce=(), **params):
     request = Request(
         EngineRequest(
             request_id="r",
             prompt_token_ids=[EOS, 50, 60],
             sampling_params=SamplingParams(**params),
             eos_token_ids=(EOS, 3),
+            bad_words_token_ids=bad_words,
+            scarce_token_ids=scarce,
         ),
         max_num_tokens=max_num_tokens,
         block_hasher=block_hasher,
@@ -66,6 +69,32 @@ def test_tokens_after_the_stop_are_dropped_and_the_stop_is_kept():
     assert (result.finish_reason, result.stop_reason) == ("stop", 9)
     assert (request.status, request.stop_reason) == (RequestStatus.FINISHED_STOPPED, 9)
     assert request.all_token_ids == [EOS, 50, 60, 7, 9]
+
+
+def test_a_request_ends_where_no_token_is_left():
+    """7 is all that is allowed, and not three times."""
+    settings = {"bad_words": ((9,), (7, 7, 7)), "scarce": (7,)}
+    request = make_request(**settings)
+    result = append_until_stop(request, [7, 7, 0], None)
+    assert (result.new_token_ids, result.finish_reason) == ([7, 7], "stop")
+    assert result.stop_reason == request.stop_reason == NO_TOKEN_LEFT
+    assert request.status is RequestStatus.FINISHED_STOPPED
+    # Another end is told first.
+    for ends, expected in (
+        ({"max_num_tokens": 4}, ("length", None)),
+        ({"stop_token_ids": [7]}, ("stop", 7)),
+    ):
+        request = make_request(bad_words=((7, 7),), scarce=(7,), **ends)
+        append_until_stop(request, [7], None)
+        assert (request.finish_reason, request.stop_reason) == expected
+
+
+def test_an_end_that_comes_too_early_is_no_token_that_is_left():
+    settings = {"bad_words": ((7, 7),), "stop_token_ids": [9], "scarce": (7, 9)}
+    for min_tokens, expected in ((1, None), (2, ("stop", NO_TOKEN_LEFT))):
+        request = make_request(min_tokens=min_tokens, **settings)
+        request.append_output_tokens([7])
+        assert check_stop(request) == expected
 
 
 def test_length_cuts_a_run_of_tokens():
@@ -113,6 +142,16 @@ def test_plain_tokens_are_appended_as_any_are():
         ([7, 8], {"max_num_tokens": 5}),
         ([7], {"block_hasher": BlockHasher(block_size=4, seed="")}),
         ([7, 8, 9], {"block_hasher": BlockHasher(block_size=5, seed="")}),
+        # Each may be the last that is allowed, in the middle of a block too.
+        ([7], {"scarce": (7, 8), "bad_words": ((7, 7), (7, 8))}),
+        (
+            [7],
+            {
+                "scarce": (7,),
+                "bad_words": ((7, 7),),
+                "block_hasher": BlockHasher(block_size=5, seed=""),
+            },
+        ),
     ],
 )
 def test_tokens_that_may_do_more_than_come_are_not_plain(token_ids, settings):

@@ -36,6 +36,7 @@ FULL_REQUEST = EngineRequest(
     mm_features=(MultiModalFeature(identifier="i", offset=1, length=2),),
     prompt_embeds=PromptEmbeds(data=b"\x00\xff" * 3, bytes_per_token=2),
     bad_words_token_ids=((5,), (6, 7)),
+    scarce_token_ids=(7,),
     needs_grammar=True,
     has_heavy_grammar=True,
     fork_from="other",
