@@ -19,6 +19,7 @@ from paxkv.build_client import (
     find_grammar_setup,
     load_text_parts,
     load_tokenizer,
+    log_sampling_defaults,
     make_input_processor,
     start_engines,
 )
@@ -37,6 +38,7 @@ from paxkv.engine.core_thread import CoreThread
 from paxkv.engine.engine_core import EngineCore
 from paxkv.engine.kv_event_publisher import KVEventPublisher, make_kv_event_publisher
 from paxkv.errors import KVCacheTooSmallError
+from paxkv.generation_config import find_sampling_defaults, generation_config_folder
 from paxkv.package_origin import check_package_origin
 from paxkv.scheduler.scheduler import Scheduler
 from paxkv.scheduler.trace.header import TraceHeader
@@ -111,6 +113,7 @@ def build_engine(config: EngineConfig, *, show_progress: bool = False) -> BuiltE
         on_model_found=lambda folder: found.append(load_text_parts(config.model, folder)),
     )
     (text,) = found
+    log_sampling_defaults(built.ready.model_info)
     return BuiltEngine(
         transport=CoreThread(built.core),
         input_processor=make_input_processor(built.ready, text.tokenizer),
@@ -130,6 +133,7 @@ def _build_engines(config: EngineConfig, *, show_progress: bool) -> BuiltEngine:
     except BaseException:
         transport.close()
         raise
+    log_sampling_defaults(engines.ready.model_info)
     return BuiltEngine(
         transport=transport,
         input_processor=input_processor,
@@ -194,6 +198,10 @@ def _build_core(
     store = choose_store(config.runner)
     folder = _model_folder(config)
     on_model_found(folder)
+    # Before the weights: a mistake in a small file is not to be told after minutes of loading.
+    sampling_defaults = find_sampling_defaults(
+        config.model.generation_config, config.model.override_generation_config, folder
+    )
     model = _load_model(config, folder)
     runner = _make_runner(config, model, store, show_progress=show_progress)
     max_model_len = runner.memory_plan.max_model_len
@@ -214,6 +222,7 @@ def _build_core(
         max_num_seqs=config.scheduler.max_num_seqs,
         cache_settings=_cache_settings(config.cache, runner.kv_cache_config),
         max_logprobs=config.runner.max_logprobs,
+        sampling_defaults=sampling_defaults,
     )
     ready = EngineReady(
         model_info=model_info,
@@ -246,6 +255,7 @@ def _load_model(config: EngineConfig, folder: Path) -> LoadedModel:
         seed=config.model.seed,
         has_unified_kv=config.cache.disable_hybrid_kv_cache_manager,
         product_dtype=config.model.product_dtype,
+        generation_folder=generation_config_folder(config.model.generation_config, folder),
         has_column_panels=wants_column_panels(
             jax.default_backend(),
             num_cores=num_threads(),

@@ -14,6 +14,7 @@ from paxkv.client.replica_places import replica_config, replica_environments
 from paxkv.config import EngineConfig, ModelConfig, ServerConfig
 from paxkv.contracts.engine_client import LoopTransport
 from paxkv.contracts.engine_start import EngineReady
+from paxkv.contracts.model_info import ModelInfo
 from paxkv.structured_output.checker_process import CheckerProcess
 from paxkv.text.chat_template import ChatTemplate
 from paxkv.text.reasoning_parser import thought_token_ids
@@ -70,8 +71,25 @@ def find_grammar_setup(
     }
 
 
-def make_input_processor(ready: EngineReady, tokenizer: Tokenizer | None) -> InputProcessor:
-    """Checks what an engine can take."""
+def log_sampling_defaults(model_info: ModelInfo) -> None:
+    """Says which of them change what is drawn, and how to be rid of them."""
+    changes = model_info.sampling_defaults.generation_config.changes
+    if changes:
+        logger.info(
+            "requests that do not say otherwise have %s, of the model's generation_config.json or "
+            "the flags; without the file: --generation-config vllm",
+            ", ".join(f"{name}={value}" for name, value in changes.items()),
+        )
+
+
+def make_input_processor(
+    ready: EngineReady, tokenizer: Tokenizer | None, *, default_max_tokens: int | None = None
+) -> InputProcessor:
+    """Checks what an engine can take.
+
+    Args:
+        default_max_tokens: As `InputProcessor` has it.
+    """
     grammar_setup = find_grammar_setup(tokenizer, ready.eos_token_ids, ready.model_info.vocab_size)
     return InputProcessor(
         tokenizer=tokenizer,
@@ -82,6 +100,7 @@ def make_input_processor(ready: EngineReady, tokenizer: Tokenizer | None) -> Inp
         eos_token_ids=ready.eos_token_ids,
         grammar_checker=CheckerProcess(**grammar_setup) if grammar_setup else None,
         max_logprobs=ready.model_info.max_logprobs,
+        default_max_tokens=default_max_tokens,
     )
 
 
@@ -173,10 +192,14 @@ def build_async_client(
         show_progress=show_progress,
     )
     ready, text = engines.ready, engines.text
+    log_sampling_defaults(ready.model_info)
+    generation_config = ready.model_info.sampling_defaults.generation_config
     try:
         return AsyncEngineClient(
             engines.transport,
-            make_input_processor(ready, text.tokenizer),
+            make_input_processor(
+                ready, text.tokenizer, default_max_tokens=generation_config.max_new_tokens
+            ),
             OutputProcessor(text.tokenizer),
             ready.model_info,
             tokenizer=text.tokenizer,

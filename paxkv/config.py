@@ -5,6 +5,7 @@ import json
 from typing import Literal
 
 from paxkv.errors import ConfigError
+from paxkv.generation_config import FROM_MODEL, GenerationConfig
 from paxkv.sampling_params import MAX_LOGPROBS
 from paxkv.server_config import ServerConfig as ServerConfig
 from paxkv.setting import at_least, is_number, one_of, setting, true_or_false
@@ -61,6 +62,17 @@ class ModelConfig:
         "lists of parts; auto looks at the template",
         "auto",
     )
+    generation_config: str = setting(
+        "whose generation_config.json has the sampling defaults of requests that say nothing: auto "
+        "is the model's own, vllm none (temperature 1, no filters), else a folder. The folder's "
+        "max_new_tokens also limits requests that ask for more",
+        FROM_MODEL,
+    )
+    override_generation_config: GenerationConfig = setting(
+        "JSON object on top of that file: temperature, top_p, top_k, min_p, repetition_penalty and "
+        "max_new_tokens, which also limits requests that ask for more",
+        GenerationConfig(),
+    )
 
     def __post_init__(self) -> None:
         one_of(
@@ -72,6 +84,10 @@ class ModelConfig:
         one_of("dtype", self.dtype, Dtype.__args__)
         one_of("load_format", self.load_format, LoadFormat.__args__)
         at_least("max_model_len", self.max_model_len, 2)
+        if not isinstance(self.generation_config, str) or not self.generation_config:
+            raise ConfigError(
+                f"generation_config must be auto, vllm or a folder, got {self.generation_config!r}."
+            )
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed must be an integer of 64 bits, got {self.seed!r}.")
 

@@ -33,6 +33,7 @@ from paxkv.contracts.model_info import ModelInfo
 from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
 from paxkv.contracts.request_output import BeamSearchOutput, RequestOutput
 from paxkv.errors import EngineDeadError, InvalidRequestError, InvariantError
+from paxkv.generation_config import FROM_MODEL, GenerationConfig
 from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.text.chat_template import ChatTemplate, Message
 from paxkv.text.tokenizer import Tokenizer
@@ -53,6 +54,9 @@ class LLM:
         max_model_len: Most tokens of prompt and output together; None is the model's own limit,
             as `ModelConfig.max_model_len` says.
         product_dtype: `ModelConfig.product_dtype`; the chat template's two likewise.
+        generation_config: Whose generation_config.json `get_default_sampling_params` reads: "auto"
+            is the model's own, "vllm" none, else a folder.
+        override_generation_config: On top of it, as in `{"temperature": 0.5}`.
         scheduling_policy: `SchedulerConfig.policy`, under vLLM's name.
         settings: Any field of `CacheConfig`, `SchedulerConfig`, `RunnerConfig` and
             `ParallelConfig`, as in `LLM(block_size=32, enable_prefix_caching=False)`.
@@ -76,6 +80,8 @@ class LLM:
         product_dtype: ProductDtype = "auto",
         chat_template: str | None = None,
         chat_template_content_format: ChatTemplateContentFormat = "auto",
+        generation_config: str = FROM_MODEL,
+        override_generation_config: Mapping[str, object] | None = None,
         scheduling_policy: SchedulerPolicy = "fcfs",
         **settings: int | float | bool | str | None,
     ) -> None:
@@ -88,6 +94,10 @@ class LLM:
             product_dtype=product_dtype,
             chat_template=chat_template,
             chat_template_content_format=chat_template_content_format,
+            generation_config=str(generation_config),
+            override_generation_config=GenerationConfig.from_fields(
+                {} if override_generation_config is None else override_generation_config
+            ),
         )
         config = _engine_config(model_config, {"policy": scheduling_policy} | settings)
         self._engine = build_engine(config, show_progress=sys.stderr.isatty())
@@ -105,6 +115,14 @@ class LLM:
         """The model's tokenizer, or None when it has none."""
         return self._engine.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Those of calls that bring none; `dataclasses.replace` changes them.
+
+        They are `SamplingParams()` with what the model's generation_config.json says.
+        """
+        defaults = self.model_info.sampling_defaults.generation_config
+        return SamplingParams(**defaults.sampling_keywords())
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -120,7 +138,8 @@ class LLM:
         Args:
             prompts: Text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`;
                 or a list of these.
-            sampling_params: One for all prompts or one for each; the defaults if left out.
+            sampling_params: One for all prompts or one for each, taken as they are; those of
+                `get_default_sampling_params` if left out.
             use_tqdm: Draws a progress bar on stderr.
             priority: One for all prompts or one for each; lower runs first, and only under the
                 scheduling policy "priority".
@@ -131,7 +150,7 @@ class LLM:
         """
         prompts = _as_prompts(prompts)
         if sampling_params is None:
-            sampling_params = SamplingParams()
+            sampling_params = self.get_default_sampling_params()
         sampling_params = _one_for_each("sampling_params", sampling_params, len(prompts))
         with self._lock:
             requests = self._process_inputs(prompts, sampling_params, priority)

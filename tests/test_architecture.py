@@ -45,6 +45,7 @@ COMPOSITION_ROOTS = {
 PAXKV_TOP = {
     "paxkv",
     "paxkv.errors",
+    "paxkv.generation_config",
     "paxkv.config",
     "paxkv.server_config",
     "paxkv.setting",

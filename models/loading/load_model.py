@@ -37,6 +37,7 @@ def load_model(
     has_unified_kv: bool = False,
     product_dtype: ProductDtype = "auto",
     has_column_panels: bool = False,
+    generation_folder: Path | None = None,
 ) -> LoadedModel:
     """Loads a model onto the default device.
 
@@ -50,6 +51,7 @@ def load_model(
         has_unified_kv: Layers with a sliding window keep all keys and values, as the others do.
         product_dtype: What the weights of products are rounded to (`with_product_dtype`).
         has_column_panels: Kernels lie in panels of columns (`split_columns`), if not rounded.
+        generation_folder: As in `read_model_config`.
 
     Raises:
         ModelError: The model cannot be found, is not supported, or its weights do not fit; which of
@@ -59,7 +61,8 @@ def load_model(
     _check_choice("load_format", load_format, get_args(LoadFormat))
     _check_choice("product_dtype", product_dtype, get_args(ProductDtype))
     folder = resolve_model_folder(model, with_weights=load_format != "dummy")
-    config = dataclasses.replace(read_model_config(folder), has_unified_kv=has_unified_kv)
+    config = read_model_config(folder, generation_folder=generation_folder)
+    config = dataclasses.replace(config, has_unified_kv=has_unified_kv)
     structure = _Structure(config, _resolve_dtype(dtype, config))
     if load_format == "dummy":
         params = _random_params(structure, seed)

@@ -45,17 +45,20 @@ def resolve_model_folder(model: str | Path, *, with_weights: bool = True) -> Pat
         ) from error
 
 
-def read_model_config(folder: Path) -> ModelConfig:
+def read_model_config(folder: Path, *, generation_folder: Path | None = None) -> ModelConfig:
     """Reads config.json, and adds the end-of-sequence ids of generation_config.json.
 
     Chat models list the token that ends a turn only there, so that without it they never stop.
+
+    Args:
+        generation_folder: Has the generation_config.json; None is `folder`, which may have none.
 
     Raises:
         ModelConfigError: A file is missing or malformed.
         UnsupportedModelError: The model needs something that is not built.
     """
     config = ModelConfig.from_hf(_read_json_object(folder / "config.json"))
-    generation_path = folder / "generation_config.json"
+    generation_path = (generation_folder or folder) / "generation_config.json"
     if not generation_path.is_file():
         return config
     generation_eos_ids = read_token_ids(_read_json_object(generation_path), "eos_token_id")

@@ -48,8 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("paxkv: error: no prompt; use --prompt TEXT or write to stdin.", file=sys.stderr)
         return 1
     try:
-        params = _sampling_params(namespace)
+        # Before the model: a mistake here is not to be told after loading it.
+        given = _given_sampling_fields(namespace)
+        SamplingParams(**given)
         with _make_llm(namespace) as llm:
+            params = dataclasses.replace(llm.get_default_sampling_params(), **given)
             if namespace.chat:
                 outputs = llm.chat(
                     [_conversation(p, namespace.system_prompt) for p in prompts], params
@@ -85,12 +88,15 @@ def make_parser() -> argparse.ArgumentParser:
     for name, value_type, help_text in _SAMPLING:
         flag = "--sampling-seed" if name == "seed" else "--" + name.replace("_", "-")
         help_text = help_text or "makes the draws repeatable; --seed is the engine's own"
+        default = defaults[name]
+        if name not in ("n", "seed"):
+            default = f"that of the model's generation_config.json, else {default}"
         group.add_argument(
             flag,
             dest=f"sampling_{name}",
             type=value_type,
             metavar=value_type.__name__.upper(),
-            help=f"{help_text} (default: {defaults[name]})",
+            help=f"{help_text} (default: {default})",
         )
     for config_class in _CONFIG_CLASSES:
         add_config_flags(parser, config_class, without=("served_model_name",))
@@ -98,9 +104,9 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _sampling_params(namespace: argparse.Namespace) -> SamplingParams:
+def _given_sampling_fields(namespace: argparse.Namespace) -> dict[str, int | float]:
     fields = {name: getattr(namespace, f"sampling_{name}") for name, _, _ in _SAMPLING}
-    return SamplingParams(**{name: value for name, value in fields.items() if value is not None})
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _make_llm(namespace: argparse.Namespace) -> LLM:
@@ -109,6 +115,7 @@ def _make_llm(namespace: argparse.Namespace) -> LLM:
         config = config_from_arguments(config_class, namespace)
         settings |= {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     settings = {name: value for name, value in settings.items() if name not in _NOT_OF_LLM}
+    settings["override_generation_config"] = namespace.override_generation_config.given
     return LLM(scheduling_policy=namespace.policy, **settings)
 
 

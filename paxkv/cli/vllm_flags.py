@@ -95,13 +95,8 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
     VllmFlag(("--stream-interval",), "every token is streamed when it comes", accepted=("1",)),
     VllmFlag(("--cpu-offload-gb",), "weights stay on the device", accepted=("0",)),
     VllmFlag(("--response-role",), "answers are the assistant's", accepted=("assistant",)),
-    VllmFlag(
-        ("--generation-config",),
-        "sampling defaults are vLLM's neutral ones, not the checkpoint's",
-        accepted=("vllm",),
-    ),
     *_refused(_MODEL, "--tokenizer", "--hf-config-path", "--hf-overrides"),
-    *_refused(_MODEL, "--override-generation-config", "--model-loader-extra-config"),
+    *_refused(_MODEL, "--model-loader-extra-config"),
     *_refused(_MODEL, "--disable-sliding-window", "--skip-tokenizer-init", num_values=0),
     *_refused(
         "load it into a folder with huggingface_hub, and name the folder",

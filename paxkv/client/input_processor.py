@@ -41,6 +41,8 @@ class InputProcessor:
         eos_token_ids: The model's own, from its configuration files.
         grammar_checker: None refuses requests with a grammar.
         max_logprobs: Most log-probabilities of a position; -1 is the whole vocabulary.
+        default_max_tokens: Most new tokens of a request that leaves them open; None is as many as
+            fit. More than fit count as these, too.
     """
 
     def __init__(
@@ -54,7 +56,9 @@ class InputProcessor:
         eos_token_ids: Sequence[int] = (),
         grammar_checker: GrammarChecker | None = None,
         max_logprobs: int = MAX_LOGPROBS,
+        default_max_tokens: int | None = None,
     ) -> None:
+        self._default_max_tokens = default_max_tokens
         self._max_logprobs = max_logprobs
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -240,7 +244,7 @@ class InputProcessor:
             )
 
     def _cut_max_tokens(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
-        """`max_tokens` as a number within max_model_len; None is as many as fit.
+        """`max_tokens` as a number within max_model_len; None is the default, or as many as fit.
 
         With max_model_len 100, a prompt of 90 tokens and max_tokens 50 it is 10. The last of these
         is never fed back, so 99 positions are needed.
@@ -248,7 +252,8 @@ class InputProcessor:
         most = self._max_model_len - num_prompt_tokens
         most_fitting = self._max_fitting_tokens + 1 - num_prompt_tokens
         if max_tokens is None:
-            return min(most, most_fitting)
+            default = most if self._default_max_tokens is None else self._default_max_tokens
+            return min(most, most_fitting, default)
         max_tokens = min(max_tokens, most)
         if max_tokens > most_fitting:
             raise NeverFitsError(

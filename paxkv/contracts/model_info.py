@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from paxkv.generation_config import SamplingDefaults
 from paxkv.sampling_params import MAX_LOGPROBS
 
 
@@ -19,6 +20,7 @@ class ModelInfo:
         max_num_seqs: Most requests that run at once.
         cache_settings: The KV cache's settings by name, as text.
         max_logprobs: Most log-probabilities of a position; -1 is the whole vocabulary.
+        sampling_defaults: Of requests that say nothing.
     """
 
     served_model_name: str
@@ -30,3 +32,4 @@ class ModelInfo:
     max_num_seqs: int
     cache_settings: dict[str, str]
     max_logprobs: int = MAX_LOGPROBS
+    sampling_defaults: SamplingDefaults = SamplingDefaults()

@@ -129,11 +129,13 @@ class StartedChat:
     """A chat on its way.
 
     Args:
+        sampling_params: With the defaults of what its body leaves out.
         starts_thinking: Whether its answers begin with thoughts; None where nobody tells them
             apart.
     """
 
     outputs: IndexedOutputs
+    sampling_params: SamplingParams | BeamSearchParams
     tool_use: ToolUse
     starts_thinking: bool | None
 
@@ -157,7 +159,8 @@ async def start_chat(
     )
     tools = tool_use(body, config)
     sampling_params = with_server_settings(
-        chat_sampling_params(body, tools.schema), config.structured_outputs_config
+        chat_sampling_params(body, info.sampling_defaults, tools.schema),
+        config.structured_outputs_config,
     )
     template_kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
@@ -187,7 +190,12 @@ async def start_chat(
         priority=body.priority or 0,
         stream=bool(body.stream),
     )
-    return StartedChat(outputs=outputs, tool_use=tools, starts_thinking=starts_thinking)
+    return StartedChat(
+        outputs=outputs,
+        sampling_params=sampling_params,
+        tool_use=tools,
+        starts_thinking=starts_thinking,
+    )
 
 
 def _starts_thinking(

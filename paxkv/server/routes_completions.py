@@ -70,7 +70,8 @@ class CompletionRoutes:
         check_model(body.model, self._engine.model_info.served_model_name)
         prompts = completion_prompts(body.prompt)
         sampling_params = with_server_settings(
-            completion_sampling_params(body), self._config.structured_outputs_config
+            completion_sampling_params(body, self._engine.model_info.sampling_defaults),
+            self._config.structured_outputs_config,
         )
         param = "n" if body.num_drawn == body.num_choices else "best_of"
         check_num_choices(len(prompts), body.num_drawn, param=param)

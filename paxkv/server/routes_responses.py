@@ -15,6 +15,7 @@ from starlette.routing import Route
 from paxkv.config import ServerConfig
 from paxkv.contracts.request_output import RequestOutput
 from paxkv.errors import EngineDeadError, InvalidRequestError, UnsupportedFeatureError
+from paxkv.sampling_params import SamplingParams
 from paxkv.server.answer_reader import AnswerReader
 from paxkv.server.engine_protocol import EngineClient
 from paxkv.server.error_response import ErrorBody, describe_error, error_body
@@ -94,7 +95,7 @@ class ResponsesRoutes:
         chat_body = await asyncio.to_thread(chat_of_responses, fields, body, earlier_items)
         check_model(chat_body.model, self._engine.model_info.served_model_name)
         chat = await start_chat(chat_body, self._engine, self._generator, self._config)
-        begun = self._begun(body, _new_id(chat_body.request_id))
+        begun = self._begun(body, chat.sampling_params, _new_id(chat_body.request_id))
         answer = _Answer(chat, begun, [*earlier_items, *input_items(body)])
         if body.background:
             if self._is_closed:
@@ -178,7 +179,9 @@ class ResponsesRoutes:
             return msgspec.structs.replace(response, store=False)
         return response
 
-    def _begun(self, body: ResponsesRequest, response_id: str) -> ResponseBody:
+    def _begun(
+        self, body: ResponsesRequest, sampling_params: SamplingParams, response_id: str
+    ) -> ResponseBody:
         """The answer as it is told of before it has any text."""
         return ResponseBody(
             id=response_id,
@@ -194,11 +197,11 @@ class ResponsesRoutes:
             output=[],
             parallel_tool_calls=body.parallel_tool_calls is not False,
             reasoning=body.reasoning or {"effort": None, "summary": None},
-            temperature=1.0 if body.temperature is None else body.temperature,
+            temperature=sampling_params.temperature,
             text=body.text or {"format": {"type": "text"}},
             tool_choice="auto" if body.tool_choice is None else body.tool_choice,
             tools=body.tools or [],
-            top_p=1.0 if body.top_p is None else body.top_p,
+            top_p=sampling_params.top_p,
             user=body.user,
         )
 

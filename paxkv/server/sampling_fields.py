@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.generation_config import SamplingDefaults
 from paxkv.sampling_params import (
     MAX_BEAM_WIDTH,
     MAX_LOGIT_BIASES,
@@ -19,8 +20,8 @@ from paxkv.server.openai_protocol import (
 from paxkv.server.structured_fields import structured_outputs_params
 from paxkv.structured_outputs_params import StructuredOutputsParams
 
-# The length of a completion when the request names none, as OpenAI has it. A chat goes on to
-# max_model_len instead.
+# The length of a completion when the request names none, as OpenAI has it; fewer where the model's
+# defaults say so. A chat goes on to their number instead, or to max_model_len.
 DEFAULT_COMPLETION_TOKENS = 16
 # OpenAI's bounds; as in vLLM, what lies beyond them counts as the bound.
 MAX_LOGIT_BIAS = 100.0
@@ -48,23 +49,30 @@ _SAME_NAMES = (
 )
 
 
-def completion_sampling_params(request: CompletionRequest) -> SamplingParams | BeamSearchParams:
+def completion_sampling_params(
+    request: CompletionRequest, defaults: SamplingDefaults
+) -> SamplingParams | BeamSearchParams:
     """How to find a completion.
+
+    Args:
+        defaults: Of the fields that the request leaves out, or sends as null.
 
     Raises:
         InvalidRequestError: A value is out of range.
     """
     if request.use_beam_search:
-        max_tokens = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        max_tokens = _completion_max_tokens(request, defaults)
         return _beam_search_params(request, max_tokens, "logprobs", request.logprobs)
-    return SamplingParams(**completion_keywords(request))
+    return SamplingParams(**completion_keywords(request, defaults))
 
 
-def completion_keywords(request: CompletionRequest) -> dict[str, object]:
+def completion_keywords(
+    request: CompletionRequest, defaults: SamplingDefaults
+) -> dict[str, object]:
     """The arguments of SamplingParams that a completion asks for."""
-    max_tokens = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-    _check_best_of(request)
-    keywords = _shared_keywords(request)
+    max_tokens = _completion_max_tokens(request, defaults)
+    _check_best_of(request, defaults)
+    keywords = _shared_keywords(request, defaults)
     # A prompt is scored by computing it, which samples a token that nobody asked for.
     keywords["max_tokens"] = 1 if echoes_prompt_alone(request) else max_tokens
     keywords["logprobs"] = request.logprobs
@@ -82,27 +90,44 @@ def echoes_prompt_alone(request: CompletionRequest) -> bool:
     return bool(request.echo) and request.max_tokens == 0
 
 
+def _completion_max_tokens(request: CompletionRequest, defaults: SamplingDefaults) -> int:
+    if request.max_tokens is not None:
+        return _limited(request.max_tokens, defaults)
+    default = defaults.generation_config.max_new_tokens
+    return min(DEFAULT_COMPLETION_TOKENS, default or DEFAULT_COMPLETION_TOKENS)
+
+
+def _limited(max_tokens: int, defaults: SamplingDefaults) -> int:
+    limit = defaults.max_tokens_limit
+    return max_tokens if limit is None else min(max_tokens, limit)
+
+
 def chat_sampling_params(
-    request: ChatCompletionRequest, tool_schema: str | None = None
+    request: ChatCompletionRequest, defaults: SamplingDefaults, tool_schema: str | None = None
 ) -> SamplingParams | BeamSearchParams:
-    """How to find an answer; without a limit it may fill what is left of max_model_len.
+    """How to find an answer.
+
+    Where neither `max_tokens` nor `max_completion_tokens` comes, it is left open: whoever knows how
+    long the prompt is puts in the default, or what is left of max_model_len.
 
     Args:
+        defaults: As in `completion_sampling_params`.
         tool_schema: JSON schema that the whole answer must have, where tools must be called.
 
     Raises:
         InvalidRequestError: A value is out of range, or `top_logprobs` comes without `logprobs`.
     """
-    keywords = chat_keywords(request, tool_schema)
+    keywords = chat_keywords(request, defaults, tool_schema)
     if request.use_beam_search:
-        return _beam_search_params(
-            request, keywords["max_tokens"], "top_logprobs", keywords["logprobs"]
-        )
+        max_tokens = keywords["max_tokens"]
+        if max_tokens is None:
+            max_tokens = defaults.generation_config.max_new_tokens
+        return _beam_search_params(request, max_tokens, "top_logprobs", keywords["logprobs"])
     return SamplingParams(**keywords)
 
 
 def chat_keywords(
-    request: ChatCompletionRequest, tool_schema: str | None = None
+    request: ChatCompletionRequest, defaults: SamplingDefaults, tool_schema: str | None = None
 ) -> dict[str, object]:
     """The arguments of SamplingParams that a chat asks for."""
     if request.top_logprobs is not None and not request.logprobs:
@@ -114,10 +139,12 @@ def chat_keywords(
     # Under these names SamplingParams does not know them, so its message would name another field.
     _check_range("top_logprobs", request.top_logprobs, low=-1, high=2**31 - 1)
     _check_range("max_completion_tokens", request.max_completion_tokens, low=1, high=2**31 - 1)
-    keywords = _shared_keywords(request)
+    keywords = _shared_keywords(request, defaults)
     keywords["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
     max_tokens = request.max_completion_tokens
-    keywords["max_tokens"] = request.max_tokens if max_tokens is None else max_tokens
+    if max_tokens is None:
+        max_tokens = request.max_tokens
+    keywords["max_tokens"] = None if max_tokens is None else _limited(max_tokens, defaults)
     if tool_schema is not None:
         if "structured_outputs" in keywords:
             raise InvalidRequestError(
@@ -129,10 +156,11 @@ def chat_keywords(
     return keywords
 
 
-def _shared_keywords(request: GenerationRequest) -> dict[str, object]:
-    keywords = {
-        name: getattr(request, name) for name in _SAME_NAMES if getattr(request, name) is not None
-    }
+def _shared_keywords(request: GenerationRequest, defaults: SamplingDefaults) -> dict[str, object]:
+    keywords: dict[str, object] = {**defaults.generation_config.sampling_keywords()}
+    for name in _SAME_NAMES:
+        if getattr(request, name) is not None:
+            keywords[name] = getattr(request, name)
     if request.logit_bias is not None:
         keywords["logit_bias"] = _logit_bias(request.logit_bias)
     structured = structured_outputs_params(request.response_format, request.structured_outputs)
@@ -182,7 +210,7 @@ def _beam_search_params(
     return BeamSearchParams(beam_width=request.num_choices, max_tokens=max_tokens, **given)
 
 
-def _check_best_of(request: CompletionRequest) -> None:
+def _check_best_of(request: CompletionRequest, defaults: SamplingDefaults) -> None:
     """As OpenAI has it: `best_of` completions are drawn, the `n` most likely ones are returned."""
     if request.best_of in (None, request.num_choices):
         return
@@ -196,10 +224,13 @@ def _check_best_of(request: CompletionRequest) -> None:
             "best_of equal to n.",
             param="best_of",
         )
-    if request.temperature is not None and request.temperature < MIN_TEMPERATURE:
+    temperature = request.temperature
+    if temperature is None:
+        temperature = defaults.generation_config.temperature
+    if temperature is not None and temperature < MIN_TEMPERATURE:
         raise InvalidRequestError(
             f"best_of={request.best_of} greedy completions would all be the same one, got "
-            f"temperature={request.temperature}. Send a temperature, or leave best_of out.",
+            f"temperature={temperature}. Send a temperature, or leave best_of out.",
             param="best_of",
         )
 

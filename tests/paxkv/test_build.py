@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
+import paxkv.build
 from paxkv.build import (
     DEMO_MODEL_NAME,
     build_core,
@@ -15,6 +16,7 @@ from paxkv.build import (
 )
 from paxkv.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from paxkv.errors import ConfigError, InvalidRequestError, KVCacheTooSmallError
+from paxkv.generation_config import GenerationConfig
 from paxkv.runner.program_store import CompiledPrograms, NewCompiledPrograms
 from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.trace.replayer import replay
@@ -279,6 +281,55 @@ def test_model_left_out_is_the_demo(runner_class: type[FakeRunner]) -> None:
     built = build_core(EngineConfig(), on_model_found=folders.append)
     assert built.ready.model_info.served_model_name == DEMO_MODEL_NAME
     assert folders[0].parts[-3:] == ("models", "demo", "checkpoint")
+
+
+def test_sampling_defaults_are_known_before_the_weights_and_told_once(
+    tmp_path: Path,
+    runner_class: type[FakeRunner],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    path = tmp_path / "generation_config.json"
+    path.write_text('{"temperature": 0.5, "top_p": 1.0}')
+    engine = build_engine(config_for(tmp_path, generation_config="auto"))
+    engine.transport.close()
+    config = engine.model_info.sampling_defaults.generation_config
+    assert config == GenerationConfig(temperature=0.5, top_p=1.0)
+    (line,) = [text for text in caplog.messages if "generation_config" in text]
+    assert "have temperature=0.5, of" in line and "--generation-config vllm" in line
+    caplog.clear()
+    build_engine(config_for(tmp_path, generation_config="vllm")).transport.close()
+    assert "generation" not in caplog.text
+
+    def load_no_weights(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("paxkv.build.load_model", load_no_weights)
+    path.write_text('{"temperature": -1}')
+    with pytest.raises(ConfigError, match=r"generation_config\.json: temperature must be"):
+        build_core(config_for(tmp_path))
+    with pytest.raises(ConfigError, match="a folder with a generation_config"):
+        build_core(config_for(tmp_path, generation_config=str(tmp_path / "none")))
+
+
+def test_another_folder_has_the_turn_ending_tokens_too(
+    tmp_path: Path, runner_class: type[FakeRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, other = tmp_path / "model", tmp_path / "other"
+    for folder in (model, other):
+        folder.mkdir()
+        (folder / "generation_config.json").write_text("{}")
+    load_model, seen = paxkv.build.load_model, []
+
+    def load(folder: Path, **arguments: object) -> object:
+        seen.append(arguments["generation_folder"])
+        return load_model(folder, **arguments)
+
+    monkeypatch.setattr("paxkv.build.load_model", load)
+    for source in ("auto", "vllm", str(other)):
+        build_core(config_for(model, generation_config=source))
+    assert seen == [model, model, other]
 
 
 def test_core_says_what_its_clients_need_to_know(

@@ -48,6 +48,7 @@ def test_defaults_are_valid() -> None:
         ),
         (lambda: ModelConfig(dtype="int3"), "float32"),
         (lambda: ModelConfig(max_model_len=1), "max_model_len"),
+        (lambda: ModelConfig(generation_config=""), "generation_config must be auto"),
         (lambda: ModelConfig(seed=2**63), "seed"),
         (lambda: ModelConfig(seed="lucky"), "seed"),
         (lambda: ServerConfig(port=70000), "65535"),

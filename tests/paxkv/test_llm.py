@@ -1,6 +1,7 @@
 """LLM returns every answer in order, refuses mistakes before it runs, and leaves nothing behind."""
 
 import gc
+import json
 import subprocess
 import sys
 import threading
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import paxkv
-from paxkv.errors import EngineDeadError, InvalidRequestError, InvariantError
+from paxkv.errors import ConfigError, EngineDeadError, InvalidRequestError, InvariantError
 from paxkv.llm import LLM
 from paxkv.sampling_params import SamplingParams
 from tests.paxkv.fake_build import fake_model_parts, save_tokenizer
@@ -88,6 +89,35 @@ def test_every_form_of_prompts_is_taken(
 def test_default_sampling_params_make_sixteen_tokens(make_llm: Callable[..., LLM]) -> None:
     (output,) = make_llm().generate([97], use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 16
+
+
+def test_defaults_are_the_models_and_given_params_are_taken_as_they_are(
+    make_llm: Callable[..., LLM], tmp_path: Path
+) -> None:
+    fields = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 5}
+    (tmp_path / "generation_config.json").write_text(json.dumps(fields))
+    llm = make_llm()
+    assert llm.get_default_sampling_params() == SamplingParams(
+        temperature=0.6, top_k=20, max_tokens=5
+    )
+    hello = [{"role": "user", "content": "hi"}]
+    for params, num_tokens in (
+        (None, 5),
+        (SamplingParams(), 16),
+        (SamplingParams(max_tokens=9), 9),
+    ):
+        for outputs in (
+            llm.generate([97], params, use_tqdm=False),
+            llm.chat(hello, params, use_tqdm=False),
+        ):
+            assert len(outputs[0].outputs[0].token_ids) == num_tokens
+    assert make_llm(generation_config="vllm").get_default_sampling_params() == SamplingParams()
+    changed = make_llm(override_generation_config={"top_k": None, "max_new_tokens": 7})
+    assert changed.get_default_sampling_params() == SamplingParams(temperature=0.6, max_tokens=7)
+    with pytest.raises(ConfigError, match="got top_q"):
+        make_llm(override_generation_config={"top_q": 1})
+    with pytest.raises(ConfigError, match="must be a JSON object"):
+        make_llm(override_generation_config=[])
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from paxkv import serve
 from paxkv.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig, ServerConfig
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.errors import ConfigError, EngineDeadError
+from paxkv.generation_config import GenerationConfig
 from tests.paxkv.server.fake_engine import FakeEngine
 
 CONFIG_CLASSES = (ModelConfig, CacheConfig, SchedulerConfig, RunnerConfig, ServerConfig)
@@ -44,6 +45,9 @@ def test_flags_set_fields_of_every_type():
     assert _config(CacheConfig, "--enable-prefix-caching").enable_prefix_caching
     assert _config(SchedulerConfig, "--policy", "priority").policy == "priority"
     assert _config(ServerConfig, "--port", "0", "--host", "::1").host == "::1"
+    assert _config(ModelConfig, "--generation-config", "vllm").generation_config == "vllm"
+    config = _config(ModelConfig, "--override-generation-config", '{"top_k": 5, "min_p": null}')
+    assert config.override_generation_config == GenerationConfig(top_k=5, min_p=0.0)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +57,9 @@ def test_flags_set_fields_of_every_type():
         ["--dtype", "int3"],
         ["--max-num", "3"],
         ["--nothing"],
+        ["--override-generation-config", '{"top_q": 1}'],
+        ["--override-generation-config", '{"top_p": "wide"}'],
+        ["--override-generation-config", "top_p"],
         ["x", "y"],
     ],
 )

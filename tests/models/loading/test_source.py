@@ -76,3 +76,8 @@ def test_turn_ending_tokens_of_generation_config_are_added(tmp_path):
     assert source.read_model_config(tmp_path).eos_token_ids == (2,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 2, 7]}))
     assert source.read_model_config(tmp_path).eos_token_ids == (2, 9, 7)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
+    config = source.read_model_config(tmp_path, generation_folder=other)
+    assert config.eos_token_ids == (2, 5)

@@ -43,6 +43,17 @@ def test_json_holds_every_completion(run):
     assert row == {"prompt": "abc", "completions": [completion] * 2}
 
 
+def test_what_no_flag_says_is_the_models_default(run, tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 3, "temperature": 0}')
+    assert run("--prompt", "abcdef")[1] == ["ab"]
+    assert run("--prompt", "abcdef", "--max-tokens", "5")[1] == ["abcd"]
+    override = '{"max_new_tokens": 4}'
+    assert run("--prompt", "abcdef", "--override-generation-config", override)[1] == ["abc"]
+    # The engine draws <s> first, and then the prompt over and over.
+    assert len(run("--prompt", "abcdef", "--generation-config", "vllm")[1][0]) > 8
+    assert "temperature=0" in run("--prompt", "a", "--n", "2")[2]
+
+
 def test_chat_puts_the_prompt_into_the_template(run):
     words = ("--chat", "--prompt", "ab", "--system-prompt", "s", "--max-tokens", "6")
     assert run(*words)[1] == ["s|ab|>"]

@@ -203,6 +203,13 @@ def test_max_tokens_left_open_is_what_the_pool_has_room_for() -> None:
     assert process(processor, [97] * 32, max_tokens=None).sampling_params.max_tokens == 1
 
 
+def test_max_tokens_left_open_is_the_default_as_far_as_it_fits() -> None:
+    processor = make(max_fitting_tokens=32, default_max_tokens=5)
+    assert process(processor, [97] * 20, max_tokens=None).sampling_params.max_tokens == 5
+    assert process(processor, [97] * 30, max_tokens=None).sampling_params.max_tokens == 3
+    assert process(processor, [97] * 20, max_tokens=7).sampling_params.max_tokens == 7
+
+
 def test_prompt_must_fit_a_step_without_chunked_prefill() -> None:
     processor = make(max_prompt_tokens=64)
     assert len(process(processor, [97] * 64).prompt_token_ids) == 64

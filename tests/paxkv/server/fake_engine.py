@@ -1,6 +1,7 @@
 """An engine without a model: answers of known letters, at a known pace."""
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import msgspec
@@ -13,6 +14,7 @@ from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
 from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput
 from paxkv.contracts.token_totals import TokenTotals
 from paxkv.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
+from paxkv.generation_config import GenerationConfig, SamplingDefaults
 from paxkv.inspector.recorder import InspectionRecorder
 from paxkv.sampling_params import BeamSearchParams, SamplingParams, check_num_logprobs
 from tests.paxkv.scheduler.stepping import make_scheduler
@@ -119,6 +121,13 @@ class FakeEngine:
         self.token_counter = TokenCounter()
         # How many tokens stand for the whole vocabulary.
         self.tops_of_all = VOCAB_SIZE
+
+    def set_sampling_defaults(self, *, limit: int | None = None, **fields: float) -> None:
+        """As if `fields` were in the model's generation_config.json."""
+        defaults = SamplingDefaults(
+            generation_config=GenerationConfig(**fields), max_tokens_limit=limit
+        )
+        self.model_info = dataclasses.replace(self.model_info, sampling_defaults=defaults)
 
     @property
     def latest_stats(self) -> SchedulerStats:

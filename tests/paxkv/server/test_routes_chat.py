@@ -115,6 +115,17 @@ def test_max_completion_tokens_wins_and_without_a_limit_the_context_is_filled(sh
     assert body["usage"]["total_tokens"] == 512  # the fake's max_model_len
 
 
+def test_what_is_left_out_is_the_models_default(start_server):
+    server = start_server()
+    server.engine.set_sampling_defaults(temperature=0.5, top_k=3, limit=4)
+    for fields in ({"max_tokens": 2}, {"temperature": 0.9, "top_k": 0, "max_tokens": 99}):
+        body = {"messages": [{"role": "user", "content": "hi"}]} | fields
+        assert server.client.post("/v1/chat/completions", json=body).status_code == 200
+    left_out, given = server.engine.seen_params
+    assert (left_out.temperature, left_out.top_k, left_out.max_tokens) == (0.5, 3, 2)
+    assert (given.temperature, given.top_k, given.max_tokens) == (0.9, 0, 4)
+
+
 @pytest.mark.parametrize("top_logprobs", [None, 0, 1, 3])
 def test_logprobs_hold_as_many_alternatives_as_asked(shared_server, top_logprobs):
     fields = {"logprobs": True, "top_logprobs": top_logprobs, "max_tokens": 2}

@@ -212,6 +212,18 @@ def test_null_means_the_default(shared_server):
     assert (params.temperature, params.max_tokens, params.logprobs) == (1.0, 16, None)
 
 
+def test_what_is_left_out_is_the_models_default(start_server):
+    server = start_server()
+    server.engine.set_sampling_defaults(temperature=0.5, top_k=3, max_new_tokens=4, limit=4)
+    for fields in ({}, {"temperature": 0.9, "top_k": 0, "max_tokens": 99}):
+        body = {"prompt": "a"} | fields
+        answer = server.client.post("/v1/completions", json=body).json()
+        assert answer["usage"]["completion_tokens"] == 4
+    left_out, given = server.engine.seen_params
+    assert (left_out.temperature, left_out.top_k) == (0.5, 3)
+    assert (given.temperature, given.top_k) == (0.9, 0)
+
+
 def test_openai_client_completes_and_streams(shared_server):
     client = openai.OpenAI(base_url=f"{shared_server.url}/v1", api_key="none")
     with client:

@@ -324,3 +324,16 @@ def test_a_full_server_takes_nothing_into_the_background(start_server):
     refused = server.client.post("/v1/responses", json=body)
     assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
     server.client.post(f"/v1/responses/{begun['id']}/cancel")
+
+
+def test_what_is_left_out_is_the_models_default_and_the_answer_tells_it(start_server):
+    server = start_server()
+    server.engine.set_sampling_defaults(temperature=0.5, top_p=0.75, top_k=3, limit=4)
+    asked = {"input": "hi", "max_output_tokens": 2}
+    left_out = server.client.post("/v1/responses", json=asked).json()
+    assert (left_out["temperature"], left_out["top_p"]) == (0.5, 0.75)
+    asked = {"input": "hi", "temperature": 0.9, "top_p": 1, "top_k": 0, "max_output_tokens": 99}
+    given = server.client.post("/v1/responses", json=asked).json()
+    assert (given["temperature"], given["top_p"]) == (0.9, 1)
+    seen = [(p.temperature, p.top_p, p.top_k, p.max_tokens) for p in server.engine.seen_params]
+    assert seen == [(0.5, 0.75, 3, 2), (0.9, 1, 0, 4)]

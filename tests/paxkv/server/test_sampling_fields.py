@@ -3,6 +3,7 @@
 import pytest
 
 from paxkv.errors import InvalidRequestError
+from paxkv.generation_config import GenerationConfig, SamplingDefaults
 from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.server.openai_protocol import parse_chat, parse_completion
 from paxkv.server.sampling_fields import (
@@ -17,20 +18,26 @@ from paxkv.structured_outputs_config import StructuredOutputsConfig
 from paxkv.structured_outputs_params import StructuredOutputsParams
 
 USER = {"role": "user", "content": "hi"}
+NEUTRAL = SamplingDefaults()
+DEFAULTS = SamplingDefaults(
+    generation_config=GenerationConfig(
+        temperature=0.6, top_p=0.95, top_k=20, min_p=0.1, repetition_penalty=1.5
+    )
+)
 
 
 def test_completion_stops_at_16_tokens_and_chat_goes_on_unless_told():
-    assert completion_sampling_params(parse_completion({"prompt": "a"})).max_tokens == 16
-    assert chat_sampling_params(parse_chat({"messages": [USER]})).max_tokens is None
+    assert completion_sampling_params(parse_completion({"prompt": "a"}), NEUTRAL).max_tokens == 16
+    assert chat_sampling_params(parse_chat({"messages": [USER]}), NEUTRAL).max_tokens is None
 
 
 def test_temperature_is_1_unless_told():
-    assert completion_sampling_params(parse_completion({"prompt": "a"})).temperature == 1.0
+    assert completion_sampling_params(parse_completion({"prompt": "a"}), NEUTRAL).temperature == 1.0
 
 
 def test_chat_logprobs_without_alternatives_ask_for_the_drawn_token_alone():
     def logprobs(**fields):
-        return chat_sampling_params(parse_chat({"messages": [USER]} | fields)).logprobs
+        return chat_sampling_params(parse_chat({"messages": [USER]} | fields), NEUTRAL).logprobs
 
     assert logprobs() is None
     assert logprobs(logprobs=False) is None
@@ -40,26 +47,28 @@ def test_chat_logprobs_without_alternatives_ask_for_the_drawn_token_alone():
 
 def test_n_reaches_the_sampling_params_and_best_of_may_repeat_it():
     request = parse_completion({"prompt": "a", "n": 3, "best_of": 3})
-    assert completion_sampling_params(request).n == 3
-    assert completion_sampling_params(parse_completion({"prompt": "a", "best_of": 1})).n == 1
-    assert chat_sampling_params(parse_chat({"messages": [USER], "n": None})).n == 1
+    assert completion_sampling_params(request, NEUTRAL).n == 3
+    assert (
+        completion_sampling_params(parse_completion({"prompt": "a", "best_of": 1}), NEUTRAL).n == 1
+    )
+    assert chat_sampling_params(parse_chat({"messages": [USER], "n": None}), NEUTRAL).n == 1
 
 
 def test_beam_search_takes_its_width_from_n_and_draws_nothing_unless_told():
     fields = {"use_beam_search": True, "n": 4, "length_penalty": 0.5, "ignore_eos": True}
     assert completion_sampling_params(
-        parse_completion({"prompt": "a"} | fields)
+        parse_completion({"prompt": "a"} | fields), NEUTRAL
     ) == BeamSearchParams(
         beam_width=4, max_tokens=16, temperature=0.0, length_penalty=0.5, ignore_eos=True
     )
     fields = {"use_beam_search": True, "max_tokens": 7, "temperature": 1.0, "top_p": 1}
-    assert chat_sampling_params(parse_chat({"messages": [USER]} | fields)) == BeamSearchParams(
-        beam_width=1, max_tokens=7, temperature=1.0
-    )
+    assert chat_sampling_params(
+        parse_chat({"messages": [USER]} | fields), NEUTRAL
+    ) == BeamSearchParams(beam_width=1, max_tokens=7, temperature=1.0)
 
 
 def _keywords(**fields):
-    return completion_keywords(parse_completion({"prompt": "a"} | fields))
+    return completion_keywords(parse_completion({"prompt": "a"} | fields), NEUTRAL)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +89,7 @@ def _keywords(**fields):
 )
 def test_fields_of_the_same_name_are_handed_on(name, value):
     assert _keywords(**{name: value})[name] == value
-    assert chat_keywords(parse_chat({"messages": [USER], name: value}))[name] == value
+    assert chat_keywords(parse_chat({"messages": [USER], name: value}), NEUTRAL)[name] == value
     assert name not in _keywords()
 
 
@@ -102,7 +111,7 @@ def test_too_many_logit_biases_are_counted_before_they_are_read():
         {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(-9, 2000)), 1)}
     )
     with pytest.raises(InvalidRequestError, match="at most 1024"):
-        completion_sampling_params(request)
+        completion_sampling_params(request, NEUTRAL)
 
 
 def test_echo_with_logprobs_scores_the_prompt():
@@ -122,11 +131,11 @@ def test_no_token_is_asked_for_only_where_the_prompt_is_echoed():
 
 def test_a_forced_call_is_a_grammar_and_bears_no_other():
     request = parse_chat({"messages": [USER]})
-    keywords = chat_keywords(request, '{"type":"object"}')
+    keywords = chat_keywords(request, NEUTRAL, '{"type":"object"}')
     assert keywords["structured_outputs"] == StructuredOutputsParams(json='{"type":"object"}')
     request = parse_chat({"messages": [USER], "response_format": {"type": "json_object"}})
     with pytest.raises(InvalidRequestError, match="leave response_format"):
-        chat_keywords(request, "{}")
+        chat_keywords(request, NEUTRAL, "{}")
 
 
 def test_options_alone_stand_beside_a_response_format():
@@ -166,3 +175,81 @@ def test_what_holds_for_all_structured_output_is_added():
 def test_a_beam_search_takes_no_field_that_it_does_not_heed(fields):
     with pytest.raises(InvalidRequestError, match="with use_beam_search"):
         parse_completion({"prompt": "a", "use_beam_search": True} | fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "default", "given"),
+    [
+        ("temperature", 0.6, 1.0),
+        ("top_p", 0.95, 1.0),
+        ("top_k", 20, 0),
+        ("min_p", 0.1, 0.0),
+        ("repetition_penalty", 1.5, 1.0),
+    ],
+)
+def test_a_field_left_out_or_null_has_the_models_default_and_one_that_is_given_wins(
+    name, default, given
+):
+    for fields, expected in (({}, default), ({name: None}, default), ({name: given}, given)):
+        completion = parse_completion({"prompt": "a"} | fields)
+        chat = parse_chat({"messages": [USER]} | fields)
+        for params in (
+            completion_sampling_params(completion, DEFAULTS),
+            chat_sampling_params(chat, DEFAULTS),
+        ):
+            assert getattr(params, name) == expected
+
+
+def _max_tokens(defaults, **fields):
+    """Of a completion, of a chat."""
+    completion = parse_completion({"prompt": "a"} | fields)
+    chat = parse_chat({"messages": [USER]} | fields)
+    return (
+        completion_sampling_params(completion, defaults).max_tokens,
+        chat_sampling_params(chat, defaults).max_tokens,
+    )
+
+
+def test_max_new_tokens_of_the_model_is_a_default_and_that_of_the_operator_a_limit_too():
+    few = SamplingDefaults(generation_config=GenerationConfig(max_new_tokens=9))
+    # A chat is left open: its default must fit behind its prompt.
+    assert _max_tokens(few) == (9, None)
+    assert _max_tokens(few, max_tokens=30) == (30, 30)
+    many = SamplingDefaults(generation_config=GenerationConfig(max_new_tokens=99))
+    assert _max_tokens(many) == (16, None)
+    limited = SamplingDefaults(generation_config=few.generation_config, max_tokens_limit=9)
+    assert _max_tokens(limited) == (9, None)
+    assert _max_tokens(limited, max_tokens=30) == (9, 9)
+    assert _max_tokens(limited, max_tokens=4) == (4, 4)
+    request = parse_chat({"messages": [USER], "max_completion_tokens": 30})
+    assert chat_sampling_params(request, limited).max_tokens == 9
+
+
+def test_a_limit_hides_no_mistake():
+    limited = SamplingDefaults(max_tokens_limit=9)
+    with pytest.raises(InvalidRequestError, match="max_tokens must be .*, got 0"):
+        _max_tokens(limited, max_tokens=0)
+
+
+def test_a_beam_search_has_the_models_length_and_no_other_default():
+    defaults = SamplingDefaults(
+        generation_config=GenerationConfig(temperature=0.6, top_k=20, max_new_tokens=9)
+    )
+    fields = {"use_beam_search": True, "n": 2}
+    expected = BeamSearchParams(beam_width=2, max_tokens=9, temperature=0.0)
+    completion = parse_completion({"prompt": "a"} | fields)
+    assert completion_sampling_params(completion, defaults) == expected
+    chat = parse_chat({"messages": [USER]} | fields)
+    assert chat_sampling_params(chat, defaults) == expected
+    with pytest.raises(InvalidRequestError, match="needs max_tokens"):
+        chat_sampling_params(chat, DEFAULTS)
+
+
+def test_a_greedy_default_draws_one_completion_unless_a_temperature_comes():
+    greedy = SamplingDefaults(generation_config=GenerationConfig(temperature=0.0))
+    for fields, param in (({"n": 2}, "n"), ({"best_of": 2}, "best_of")):
+        with pytest.raises(InvalidRequestError, match="temperature=0") as raised:
+            completion_sampling_params(parse_completion({"prompt": "a"} | fields), greedy)
+        assert raised.value.param == param
+        warm = parse_completion({"prompt": "a", "temperature": 1} | fields)
+        assert completion_sampling_params(warm, greedy).n == 2
