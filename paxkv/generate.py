@@ -7,7 +7,8 @@ Without one the engine derives a seed from the request's id, and this from the p
 
 Every field of `SamplingParams` that tokens depend on holds here too, or is refused: `n` above 1,
 `stop`, `logprobs`, `prompt_logprobs` and `structured_outputs` need the host between tokens, or are
-more than tokens. Those about text and the prefix cache, neither of which is here, change nothing.
+more than tokens, and so do bans that may leave no token to draw. Those about text and the prefix
+cache, neither of which is here, change nothing.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ from paxkv.runner.max_model_len import find_max_model_len
 from paxkv.runner.row_state import RowState, unpack_rows, vocab_words
 from paxkv.runner.sampler import sample
 from paxkv.runner.sampler_program import SamplerFunction, make_sampler
-from paxkv.runner.sampling_columns import MIN_TOKENS_END, SamplingInputs, join_step_rows
+from paxkv.runner.sampling_columns import SamplingInputs, join_step_rows
 from paxkv.runner.step import Params, forward
 from paxkv.sampling_params import SamplingParams
 from paxkv.setting import at_least
@@ -89,10 +90,6 @@ def make_generate(
         place = jnp.where(state.is_done, shape.max_new_tokens, state.num_tokens)
         num_tokens = state.num_tokens + ~state.is_done
         is_stop = jnp.any(drawn[:, None] == inputs.stop_token_ids, axis=1)
-        if row_state is not None:
-            # Below `min_tokens` one comes only where no token is allowed at all, and ends nothing.
-            first_end = inputs.sampling_rows[:, MIN_TOKENS_END] - 1
-            is_stop &= inputs.prompt_lens + state.num_tokens >= first_end
         return _LoopState(
             kv_cache=kv_cache,
             last_token_ids=jnp.where(state.is_done, state.last_token_ids, drawn),
@@ -256,7 +253,14 @@ class CompiledGenerator:
         for row, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
             self._check_prompt(prompt)
             self._check_params(params)
-            requests.append(processor.process(prompt, params, request_id=str(row)))
+            request = processor.process(prompt, params, request_id=str(row))
+            if request.scarce_token_ids:
+                raise UnsupportedFeatureError(
+                    "allowed_token_ids, bad_words and min_tokens may leave no next token, where "
+                    "only an engine can end the row. For this use LLM, or loosen them.",
+                    param="bad_words",
+                )
+            requests.append(request)
         return requests
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:

@@ -143,15 +143,11 @@ def test_any_rows_together_draw_the_engines_tokens(llm, prompts, generator, para
     assert generator.generate(prompts, params) == engine_tokens(llm, prompts, params)
 
 
-def test_row_with_nothing_left_to_draw_ends_where_the_engine_ends_it(
-    llm: LLM, prompts, generator
-) -> None:
-    """Behind an "x" nothing is allowed: then token 0 comes, which may end it as the fourth."""
-    params = SamplingParams(
-        **GREEDY, allowed_token_ids=[90], bad_words=["xx"], stop_token_ids=[0], min_tokens=4
-    )
-    tokens = generator.generate(prompts, params)
-    assert tokens == [[90, 0, 90, 0]] * 3 == engine_tokens(llm, prompts, params)
+def test_settings_that_may_leave_no_token_are_refused(prompts, generator) -> None:
+    """Behind an "x" nothing would be allowed."""
+    params = SamplingParams(**GREEDY, allowed_token_ids=[90], bad_words=["xx"])
+    with pytest.raises(UnsupportedFeatureError, match="may leave no next token.*LLM"):
+        generator.generate(prompts, params)
 
 
 def test_two_programs_are_all_that_is_compiled(llm: LLM, prompts) -> None:

@@ -96,7 +96,7 @@ def test_rows_end_where_the_models_positions_do(tmp_path) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         tokens = generator.generate([[3] * 6, [4] * 7], params)
         assert [len(row) for row in tokens] == [2, 1]
-    with pytest.raises(PromptTooLongError, match="8 positions"):
+    with pytest.raises(PromptTooLongError, match="max_model_len=8"):
         generator.generate([[3] * 8], SamplingParams(max_tokens=1))
 
 
