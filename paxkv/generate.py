@@ -206,7 +206,7 @@ class CompiledGenerator:
 
         Args:
             sampling_params: `max_tokens=None` is as many as `shape` has room for.
-            eos_token_ids: Of the model, besides the tokenizer's.
+            eos_token_ids: Besides the tokenizer's; the engine takes `model.config.eos_token_ids`.
 
         Raises:
             InvalidRequestError: A prompt or setting does not fit the shape or the model.

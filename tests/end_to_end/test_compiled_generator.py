@@ -16,6 +16,7 @@ from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 from paxkv.generate import GenerateShape
 
 CHECKPOINT = Path(models.demo.__file__).parent / "checkpoint"
+EOS_TOKEN_IDS = (2, 0)  # of its generation_config.json
 SHAPE = GenerateShape(batch_size=3, max_prompt_len=16, max_new_tokens=12)
 TEXTS = ["2 + 2 =", "What is a block?", "Say hello."]
 GREEDY = {"temperature": 0.0, "max_tokens": 10}
@@ -80,6 +81,10 @@ def engine_tokens(llm: LLM, prompts, params) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+def generated_tokens(generator: CompiledGenerator, prompts, params) -> list[list[int]]:
+    return generator.generate(prompts, params, eos_token_ids=EOS_TOKEN_IDS)
+
+
 def test_every_field_is_felt_or_refused_or_about_text() -> None:
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
     assert sorted([*FELT, *REFUSED, *UNFELT]) == sorted(fields)
@@ -90,7 +95,7 @@ def test_field_of_one_row_does_what_it_does_in_the_engine(llm, prompts, generato
     without, with_field = (SamplingParams(**fields) for fields in FELT[name])
     params = [without, with_field, without]
     same_prompts = [prompts[0]] * 3
-    tokens = generator.generate(same_prompts, params)
+    tokens = generated_tokens(generator, same_prompts, params)
     assert tokens == engine_tokens(llm, same_prompts, params)
     assert tokens[0] == tokens[2] != tokens[1]
 
@@ -140,7 +145,8 @@ def params_of_one() -> st.SearchStrategy[SamplingParams]:
 @given(params=st.lists(params_of_one(), min_size=3, max_size=3))
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_any_rows_together_draw_the_engines_tokens(llm, prompts, generator, params) -> None:
-    assert generator.generate(prompts, params) == engine_tokens(llm, prompts, params)
+    expected = engine_tokens(llm, prompts, params)
+    assert generated_tokens(generator, prompts, params) == expected
 
 
 def test_settings_that_may_leave_no_token_are_refused(prompts, generator) -> None:
@@ -173,3 +179,10 @@ def test_bad_words_need_a_tokenizer(prompts) -> None:
     generator = CompiledGenerator(load_model(CHECKPOINT), SHAPE)
     with pytest.raises(InvalidRequestError, match="tokenizer"):
         generator.generate(prompts, SamplingParams(max_tokens=2, bad_words=["4"]))
+
+
+def test_eos_token_of_the_tokenizer_ends_a_row(prompts, generator) -> None:
+    with_eos, without = (SamplingParams(**GREEDY, ignore_eos=ignore) for ignore in (False, True))
+    tokens = generator.generate([prompts[0]] * 2, [with_eos, without])
+    assert tokens[0][-1] == 2
+    assert len(tokens[0]) < len(tokens[1]) == 10
