@@ -104,7 +104,7 @@ class OutputProcessor:
         # See `TokenCounter.count_step`; those in a row that are alike, as most are, make one entry.
         num_completions: dict[tuple[int, float | None], int] = defaultdict(int)
         alike, num_alike = (0, None), 0
-        request_times, timestamp = step_outputs.request_times, step_outputs.timestamp
+        request_times, now_s = step_outputs.request_times, step_outputs.monotonic_s
         for output in step_outputs.outputs:
             state = self._completions.get(output.request_id)
             # Ended here already: by a stop string, or aborted while this step was computed.
@@ -112,20 +112,20 @@ class OutputProcessor:
                 continue
             parent = state.parent
             parents[parent.request_id] = parent
-            num_new_tokens, last_token_time = len(output.new_token_ids), state.last_token_time
+            num_new_tokens, last_token_s = len(output.new_token_ids), state.last_token_s
             if num_new_tokens > 0:
-                if num_new_tokens != alike[0] or last_token_time != alike[1]:
+                if num_new_tokens != alike[0] or last_token_s != alike[1]:
                     num_completions[alike] += num_alike
-                    alike, num_alike = (num_new_tokens, last_token_time), 0
+                    alike, num_alike = (num_new_tokens, last_token_s), 0
                 num_alike += 1
-                if last_token_time is None and state.has_own_prompt:
+                if last_token_s is None and state.has_own_prompt:
                     self._token_counter.count_prompt(
                         state.num_prompt_tokens, output.num_cached_tokens
                     )
             if request_times:
                 state.note_first_token(step_outputs)
             try:
-                state.process(output, timestamp)
+                state.process(output, now_s)
             # Whatever it is, the other requests of the step have no part in it.
             except Exception as error:
                 del parents[parent.request_id]
@@ -137,7 +137,7 @@ class OutputProcessor:
                 if output.finish_reason is None:
                     request_ids_to_abort.append(output.request_id)
         num_completions[alike] += num_alike
-        self._token_counter.count_step(num_completions, timestamp)
+        self._token_counter.count_step(num_completions, now_s)
         return self._take_outputs(parents.values(), request_ids_to_abort, errors)
 
     def _take_outputs(
@@ -248,9 +248,9 @@ class _CompletionState:
         self._request_id = request.request_id
         self._arrival_time = request.arrival_time
         self._times: RequestTimes | None = None
-        self._first_token_time = 0.0
-        # None before the first.
-        self.last_token_time: float | None = None
+        self._first_token_time = self._first_token_s = 0.0
+        # On the clock that nobody sets; None before the first.
+        self.last_token_s: float | None = None
         self._index = index
         self._is_final_only = output_kind == "final_only"
         self._is_delta = output_kind == "delta"
@@ -281,14 +281,15 @@ class _CompletionState:
         times = step_outputs.request_times.get(self._request_id)
         if times is not None:
             self._times, self._first_token_time = times, step_outputs.timestamp
+            self._first_token_s = step_outputs.monotonic_s
 
-    def process(self, output: EngineCoreOutput, timestamp: float) -> None:
+    def process(self, output: EngineCoreOutput, now_s: float) -> None:
         """Takes one step's output, and hands its parent what the caller is to hear of it."""
         if output.prompt_logprobs is not None:
             self.parent.take_prompt_logprobs(self._to_prompt_logprobs(output.prompt_logprobs))
         new_token_ids = output.new_token_ids
         if new_token_ids:
-            self.last_token_time = timestamp
+            self.last_token_s = now_s
         self._num_cached_tokens = output.num_cached_tokens
         self.finish_reason = output.finish_reason
         self._stop_reason = output.stop_reason
@@ -367,12 +368,12 @@ class _CompletionState:
         )
 
     def _completion_times(self) -> CompletionTimes | None:
-        if self._times is None or self.last_token_time is None:
+        if self._times is None or self.last_token_s is None:
             return None
-        # The clocks of two processes, and one that may be set: never less than 0.
         return CompletionTimes(
             queue_s=self._times.queue_s,
             prefill_s=self._times.prefill_s,
-            decode_s=max(self.last_token_time - self._first_token_time, 0.0),
+            decode_s=self.last_token_s - self._first_token_s,
+            # The clocks of two processes, and one that may be set: never less than 0.
             first_token_s=max(self._first_token_time - self._arrival_time, 0.0),
         )

@@ -32,21 +32,21 @@ class TokenCounter:
         self._num_cached_prompt_tokens += min(num_cached_tokens, num_tokens)
 
     def count_step(
-        self, num_completions: Mapping[tuple[int, float | None], int], timestamp: float
+        self, num_completions: Mapping[tuple[int, float | None], int], now_s: float
     ) -> None:
         """Counts the new tokens of a step, with its completions in groups: mostly there is one.
 
         Args:
             num_completions: By how many tokens each got, and when the one before them had come:
                 {(1, 7.5): 255, (1, None): 1} is 255 that go on and one that begins.
-            timestamp: Seconds, on the same clock.
+            now_s: Seconds, on the same clock, which nobody sets.
         """
-        for (num_tokens, last_token_time), num_alike in num_completions.items():
+        for (num_tokens, last_token_s), num_alike in num_completions.items():
             self._num_generation_tokens += num_tokens * num_alike
-            if last_token_time is None:
+            if last_token_s is None:
                 continue
-            # The clock may be set back. Tokens that come together took their share each.
-            waited_s = max(timestamp - last_token_time, 0.0)
+            # Tokens that come together took their share each.
+            waited_s = now_s - last_token_s
             bucket = bisect.bisect_left(TOKEN_BUCKETS_S, waited_s / num_tokens)
             self._latency_counts[bucket] += num_tokens * num_alike
             self._latency_sum_s += waited_s * num_alike

@@ -140,12 +140,14 @@ class StepOutputs:
 
     Args:
         timestamp: Seconds since the epoch.
+        monotonic_s: Seconds on a clock that nobody sets, of the engine's machine.
         request_times: By request id, of those who have their first token in this step.
     """
 
     outputs: list[EngineCoreOutput]
     stats: SchedulerStats
     timestamp: float
+    monotonic_s: float
     request_times: dict[str, RequestTimes] = dataclasses.field(default_factory=dict)
 
 

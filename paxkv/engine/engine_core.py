@@ -241,6 +241,7 @@ class EngineCore:
             outputs=outputs,
             stats=stats,
             timestamp=time.time(),
+            monotonic_s=time.monotonic(),
             request_times=self._request_clock.take_first_tokens(outputs),
         )
 
@@ -354,7 +355,12 @@ class EngineCore:
             refusal = EngineCoreOutput(
                 request_id=request.request_id, new_token_ids=[], finish_reason="error"
             )
-            return StepOutputs(outputs=[refusal], stats=self.make_stats(), timestamp=time.time())
+            return StepOutputs(
+                outputs=[refusal],
+                stats=self.make_stats(),
+                timestamp=time.time(),
+                monotonic_s=time.monotonic(),
+            )
 
     def _call(self, call: UtilityCall) -> UtilityReply:
         utility = self._utilities.get(call.method)

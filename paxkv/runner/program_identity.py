@@ -142,6 +142,8 @@ def _model_facts(config: object) -> dict[str, str]:
     return {
         f"model's {field.name}": repr(getattr(config, field.name))
         for field in dataclasses.fields(config)
+        # Tokens that end a request are given to the programs with it.
+        if field.name != "eos_token_ids"
     }
 
 

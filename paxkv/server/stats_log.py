@@ -38,8 +38,8 @@ class StatsLog:
     def log(self, took_s: float) -> None:
         """Logs what was done since the last call, so many seconds ago."""
         stats, tokens, before = self._engine.latest_stats, self._engine.token_totals, self._tokens
-        # An engine that was started anew has counted less.
-        has_run = stats.num_steps != self._num_steps
+        # An engine that was started anew has counted less, and nothing before its first step.
+        has_run = stats.num_steps not in (0, self._num_steps) or tokens != before
         self._tokens, self._num_steps = tokens, stats.num_steps
         if not (has_run or stats.num_running_reqs or stats.num_waiting_reqs):
             return

@@ -242,7 +242,7 @@ async def test_request_whose_text_cannot_be_made_fails_alone() -> None:
         while (await client.get_stats()).num_running_reqs < 6:
             await asyncio.sleep(0.01)
 
-        def fail(output: object, timestamp: float) -> None:
+        def fail(output: object, now_s: float) -> None:
             raise RuntimeError("no such token")
 
         for engine_id, state in client._output_processor._completions.items():

@@ -125,7 +125,9 @@ class Replicas:
 
     def end(self, idx: int, request_id: str, stats: SchedulerStats) -> None:
         output = EngineCoreOutput(request_id=request_id, new_token_ids=[7], finish_reason="stop")
-        self.engines[idx].say(StepOutputs(outputs=[output], stats=stats, timestamp=0.0))
+        self.engines[idx].say(
+            StepOutputs(outputs=[output], stats=stats, timestamp=0.0, monotonic_s=0.0)
+        )
 
     def call(self, method: str, answers: Sequence[UtilityReply]) -> UtilityReply:
         """Calls, has each replica answer, and returns what the client heard."""
@@ -373,7 +375,9 @@ def test_a_step_that_the_client_cannot_use_ends_the_requests_that_ended_with_it(
     transport.deliver_on(None, on_message)
     transport.send(AddRequest(request=request("r")))
     output = EngineCoreOutput(request_id="r", new_token_ids=[7], finish_reason="stop")
-    engines[0].say(StepOutputs(outputs=[output], stats=SchedulerStats(), timestamp=0.0))
+    engines[0].say(
+        StepOutputs(outputs=[output], stats=SchedulerStats(), timestamp=0.0, monotonic_s=0.0)
+    )
     (dead,) = deaths
     assert dead.request_ids == ("r",)
 
@@ -403,7 +407,7 @@ def test_what_cannot_be_used_ends_its_replica_alone() -> None:
             transport.give_up("cannot be used")
 
     transport.deliver_on(None, on_message)
-    engines[1].say(StepOutputs(outputs=[], stats=SchedulerStats(), timestamp=0.0))
+    engines[1].say(StepOutputs(outputs=[], stats=SchedulerStats(), timestamp=0.0, monotonic_s=0.0))
     assert [engine.is_dead for engine in engines] == [False, True]
     transport.give_up("nobody knows whose")
     assert [engine.is_dead for engine in engines] == [True, True]

@@ -349,6 +349,18 @@ async def test_restarts_are_counted_in_a_row_and_forgiven_after_a_while() -> Non
             await asyncio.sleep(0.01)
 
 
+@in_loop
+async def test_tokens_that_a_dead_engine_drew_stay_counted() -> None:
+    async with running() as client:
+        assert await text_of(client, "abc", 5) == "abcab"
+        kill_engine(client)
+        await until_dead(client)
+        await until_alive(client)
+        assert await text_of(client, "ab", 3) == "aba"
+        totals = client.token_totals
+        assert (totals.num_prompt_tokens, totals.num_generation_tokens) == (5, 8)
+
+
 def test_starts_that_fail_use_up_the_tries(tmp_path: Path) -> None:
     @in_loop
     async def run() -> None:

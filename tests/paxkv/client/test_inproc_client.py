@@ -126,7 +126,7 @@ def test_failed_call_raises_what_the_engine_said(client: InprocClient) -> None:
 def test_text_that_cannot_be_made_is_raised_and_its_request_is_ended(
     client: InprocClient,
 ) -> None:
-    def fail(output: object, timestamp: float) -> None:
+    def fail(output: object, now_s: float) -> None:
         raise RuntimeError("no such token")
 
     client.add_request(make_request("a", [97], max_tokens=240))

@@ -13,6 +13,7 @@ from paxkv.contracts.engine_output import (
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.request_output import CompletionOutput, CompletionTimes, Logprob
 from paxkv.contracts.runner_output import TokenLogprobs
+from paxkv.contracts.token_totals import TOKEN_BUCKETS_S
 from paxkv.errors import InvariantError
 from paxkv.sampling_params import SamplingParams
 from tests.paxkv.text.small_tokenizers import byte_level_tokenizer
@@ -41,7 +42,7 @@ class Caller:
     def step(self, tokens: bytes | list[int], **fields: object) -> ProcessedOutputs:
         output = EngineCoreOutput(request_id="r", new_token_ids=list(tokens), **fields)
         return self.processor.process(
-            StepOutputs(outputs=[output], stats=SchedulerStats(), timestamp=0.0)
+            StepOutputs(outputs=[output], stats=SchedulerStats(), timestamp=0.0, monotonic_s=0.0)
         )
 
     def completion(self, tokens: bytes | list[int], **fields: object) -> CompletionOutput:
@@ -199,17 +200,24 @@ def test_finished_completion_says_where_its_time_went() -> None:
     )
     processor.add_request(request, prompt=None, output_kind="delta")
 
+    monotonic_s = iter((7.0, 8.0, 11.0))
+
     def step(timestamp: float, **fields: object) -> CompletionOutput:
         times = fields.pop("times", {})
         output = EngineCoreOutput(request_id="r", new_token_ids=[5], **fields)
         outputs = StepOutputs(
-            outputs=[output], stats=SchedulerStats(), timestamp=timestamp, request_times=times
+            outputs=[output],
+            stats=SchedulerStats(),
+            timestamp=timestamp,
+            monotonic_s=next(monotonic_s),
+            request_times=times,
         )
         return processor.process(outputs).request_outputs[0].outputs[0]
 
     assert step(103.0, times={"r": RequestTimes(queue_s=1.0, prefill_s=1.5)}).times is None
-    assert step(104.0, times={"other": RequestTimes(queue_s=9.0, prefill_s=9.0)}).times is None
-    assert step(107.0, finish_reason="length").times == CompletionTimes(
+    # Somebody sets the clock.
+    assert step(90.0, times={"other": RequestTimes(queue_s=9.0, prefill_s=9.0)}).times is None
+    assert step(907.0, finish_reason="length").times == CompletionTimes(
         queue_s=1.0, prefill_s=1.5, decode_s=4.0, first_token_s=3.0
     )
 
@@ -259,10 +267,36 @@ def test_completions_and_forks_count_their_one_prompt_once() -> None:
         EngineCoreOutput(request_id=request_id, new_token_ids=[97], num_cached_tokens=1)
         for request_id in ("0_r", "1_r", "2_r", "beam")
     ]
-    caller.processor.process(StepOutputs(outputs=outputs, stats=SchedulerStats(), timestamp=0.0))
+    caller.processor.process(
+        StepOutputs(outputs=outputs, stats=SchedulerStats(), timestamp=0.0, monotonic_s=0.0)
+    )
     totals = caller.processor.token_totals
     assert (totals.num_prompt_tokens, totals.num_cached_prompt_tokens) == (2, 1)
     assert totals.num_generation_tokens == 4
+
+
+def test_tokens_are_counted_whatever_order_they_come_in() -> None:
+    processor = OutputProcessor(None)
+    for name in "abcd":
+        request = EngineRequest(
+            request_id=name, prompt_token_ids=[1], sampling_params=SamplingParams(max_tokens=99)
+        )
+        processor.add_request(request, prompt=None, output_kind="final_only")
+    # Seconds, and how many tokens each request gets then.
+    for now_s, step in ((1.0, "ac"), (2.0, "abcd"), (3.0, "aabccd"), (5.0, "abbc")):
+        outputs = [
+            EngineCoreOutput(request_id=name, new_token_ids=[5] * step.count(name))
+            for name in dict.fromkeys(step)
+        ]
+        processor.process(
+            StepOutputs(outputs=outputs, stats=SchedulerStats(), timestamp=0.0, monotonic_s=now_s)
+        )
+    totals = processor.token_totals
+    assert totals.num_generation_tokens == 2 + 4 + 6 + 4
+    counts = dict(zip(TOKEN_BUCKETS_S, totals.token_latency_counts, strict=False))
+    # Shares of 0.5 s, tokens of 1 s, and those of the last step: two of 2 s and two of 1 s.
+    assert {bound: count for bound, count in counts.items() if count} == {0.5: 4, 1.0: 6, 2.5: 2}
+    assert totals.token_latency_sum_s == 2 + 4 + 6
 
 
 def test_a_request_ends_with_the_engine_of_one_of_its_completions() -> None:
@@ -276,6 +310,6 @@ def test_a_request_ends_with_the_engine_of_one_of_its_completions() -> None:
     assert (list(processed.errors), processed.request_ids_to_abort) == (["r"], ids)
     assert caller.processor.num_unfinished_requests == 0
     late = EngineCoreOutput(request_id=ids[1], new_token_ids=[97])
-    step = StepOutputs(outputs=[late], stats=SchedulerStats(), timestamp=0.0)
+    step = StepOutputs(outputs=[late], stats=SchedulerStats(), timestamp=0.0, monotonic_s=0.0)
     assert caller.processor.process(step) == NOTHING
     assert caller.processor.end_with_engine(dead) == NOTHING

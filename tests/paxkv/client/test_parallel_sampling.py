@@ -31,7 +31,9 @@ class Parent:
 
     def step(self, *outputs: EngineCoreOutput) -> ProcessedOutputs:
         return self.processor.process(
-            StepOutputs(outputs=list(outputs), stats=SchedulerStats(), timestamp=0.0)
+            StepOutputs(
+                outputs=list(outputs), stats=SchedulerStats(), timestamp=0.0, monotonic_s=0.0
+            )
         )
 
 

@@ -23,12 +23,6 @@ def test_several_tokens_of_a_step_took_their_share_each_and_the_first_took_none(
     assert totals.token_latency_sum_s == pytest.approx(0.25 + 2 * 0.5 + 390.0)
 
 
-def test_clock_that_is_set_back_takes_nothing_off() -> None:
-    counter = TokenCounter()
-    counter.count_step({(1, 10.0): 1}, 3.0)
-    assert (counter.totals.token_latency_counts[0], counter.totals.token_latency_sum_s) == (1, 0.0)
-
-
 def test_no_more_of_a_prompt_is_cached_than_there_is() -> None:
     counter = TokenCounter()
     counter.count_prompt(10, 4)

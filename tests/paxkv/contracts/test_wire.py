@@ -68,6 +68,7 @@ def test_input_survives_the_wire(message) -> None:
             ],
             stats=SchedulerStats(num_running_reqs=2),
             timestamp=1.0,
+            monotonic_s=2.0,
             request_times={"a": RequestTimes(queue_s=0.5, prefill_s=2.0)},
         ),
         UtilityReply(call_id=3, result_json="{}"),

@@ -27,6 +27,9 @@ class FakeClock:
     def perf_counter(self) -> float:
         return self.now_s
 
+    def monotonic(self) -> float:
+        return self.now_s
+
     def sleep(self, seconds: float) -> None:
         self.now_s += seconds
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from models import KernelSettings
+from models import KernelSettings, ModelConfig
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from paxkv.runner import program_identity as program_identity_module
 from paxkv.runner.kv_cache_arrays import abstract_kv_cache, device_mesh
@@ -73,6 +73,32 @@ def test_a_change_is_seen_and_named(changed, names):
     assert {name for name in identity if identity[name] != other.get(name)} == names
     assert identity_digest(identity) != identity_digest(other)
     assert len(identity_differences(identity, other)) == len(names)
+
+
+def test_tokens_that_end_requests_shape_no_program():
+    configs = [
+        ModelConfig.from_hf(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "vocab_size": 100,
+                "hidden_size": 64,
+                "intermediate_size": vary,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "max_position_embeddings": 64,
+                "eos_token_id": eos,
+            }
+        )
+        for vary, eos in ((64, 2), (64, [2, 5]), (128, 2))
+    ]
+    models = [TinyModel() for _ in configs]
+    for model, config in zip(models, configs, strict=True):
+        model.config = config
+    first, second, third = (make_identity(model=model) for model in models)
+    assert first == second
+    assert [text.partition(":")[0] for text in identity_differences(first, third)] == [
+        "model's intermediate_size"
+    ]
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(KernelSettings)])
