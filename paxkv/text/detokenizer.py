@@ -12,6 +12,8 @@ REPLACEMENT_CHAR = "\N{REPLACEMENT CHARACTER}"
 # Tokens of the prompt's end that are decoded with the first new one: in SentencePiece vocabularies
 # the space before a word shows only when something stands before it.
 NUM_CONTEXT_TOKENS = 5
+# Those with text are looked for among so many: a chat's prompt may end in tokens without any.
+MAX_PROMPT_TOKENS = 32
 # An unfinished UTF-8 character has at most 3 bytes, and a token at least one.
 MAX_UNFINISHED_TOKENS = 3
 # So many pending tokens are no unfinished character; without a limit they would be decoded again
@@ -121,12 +123,22 @@ class _TextStream:
         # As in vLLM: those that are left out need no spaces taken away.
         self._joins_added = not (skip_special_tokens or spaces_between_special_tokens)
         self._last_is_added = False
-        self._context = [i for i in prompt_token_ids[-NUM_CONTEXT_TOKENS:] if self._has_text(i)]
-        self._context_text = self._decode(self._context)
-        if self._context_text.endswith(REPLACEMENT_CHAR):
-            # The prompt ends in half a character: the output is decoded on its own.
-            self._context, self._context_text = [], ""
+        self._context, self._context_text = self._read_prompt_end(prompt_token_ids)
         self._pending: list[int] = []
+
+    def _read_prompt_end(self, prompt_token_ids: Sequence[int]) -> tuple[list[int], str]:
+        """The context of the first new token, which ends in a whole character, and its text."""
+        last = [i for i in prompt_token_ids[-MAX_PROMPT_TOKENS:] if self._has_text(i)]
+        # Half a character at the prompt's end is left out: the output begins after it.
+        for end in range(len(last), max(len(last) - MAX_UNFINISHED_TOKENS, 0) - 1, -1):
+            # Byte tokens of SentencePiece that begin inside a character are all bad, to their end:
+            # of so many starts one is at a character's.
+            for num_tokens in range(NUM_CONTEXT_TOKENS, NUM_CONTEXT_TOKENS + 4):
+                context = last[max(end - num_tokens, 0) : end]
+                text = self._decode(context)
+                if not text.endswith(REPLACEMENT_CHAR):
+                    return context, text
+        return [], ""
 
     def push(self, token_id: int) -> str:
         """Takes one token and returns the text that is certain now, often empty."""

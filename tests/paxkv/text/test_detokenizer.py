@@ -157,6 +157,15 @@ def test_sentencepiece_space_shows_only_after_something() -> None:
     assert "".join(stream(tokenizer, token_ids)[0]) == tokenizer.decode(token_ids)
 
 
+def test_sentencepiece_space_shows_behind_any_prompt() -> None:
+    tokenizer = sentencepiece_tokenizer()
+    red, berry, eos = (tokenizer.token_to_id(word) for word in ("▁red", "berry", "</s>"))
+    in_bytes = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "👩🚀".encode()]
+    # Of eight bytes the last five are no whole characters; the last seven end in half a one.
+    for prompt in (in_bytes, in_bytes[:-1], [berry] + [eos] * 9):
+        assert stream(tokenizer, [red], prompt_token_ids=prompt)[0] == [" red"]
+
+
 def test_sentencepiece_bytes_form_characters() -> None:
     tokenizer = sentencepiece_tokenizer()
     red, dot = tokenizer.token_to_id("▁red"), tokenizer.token_to_id(".")
