@@ -11,7 +11,9 @@ from paxkv.errors import ConfigError, InvalidRequestError
 from paxkv.text.token_bounds import find_max_chars_per_token
 
 # Names that tokenizer_config.json uses and that chat templates may ask for.
-SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
+SPECIAL_TOKEN_NAMES = (
+    *("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"),
+)
 
 # From here on a text takes long enough (tens of milliseconds) to be in the way of other threads.
 LONG_TEXT_CHARS = 4096
@@ -36,7 +38,7 @@ class Tokenizer:
         self._backend = backend
         self._backend.no_truncation()
         self._backend.no_padding()
-        _add_missing_tokens(backend, tokenizer_config.get("added_tokens_decoder"))
+        _take_added_tokens(backend, tokenizer_config.get("added_tokens_decoder"))
         self.special_tokens = _read_special_tokens(tokenizer_config)  # "eos_token" -> "</s>"
         _mark_special(backend, self.special_tokens.values())
         self.bos_token_id = self._special_id("bos_token")
@@ -195,28 +197,39 @@ def _read_special_tokens(tokenizer_config: Mapping[str, object]) -> dict[str, st
 
 
 def _mark_special(backend: tokenizers.Tokenizer, tokens: Iterable[str]) -> None:
-    """Makes named tokens special that are plain words of the vocabulary, as transformers does."""
-    added = {token.content for token in backend.get_added_tokens_decoder().values()}
-    plain_words = [
-        token
-        for token in dict.fromkeys(tokens)
-        if token not in added and backend.token_to_id(token) is not None
-    ]
-    backend.add_special_tokens(plain_words)
+    """Makes named tokens special that are not yet, as transformers does."""
+    added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    for content in dict.fromkeys(tokens):
+        token = added.get(content)
+        if token is None and backend.token_to_id(content) is not None:
+            backend.add_special_tokens([content])
+        elif token is not None and not token.special:
+            token.special = True
+            backend.add_special_tokens([token])
 
 
-def _add_missing_tokens(backend: tokenizers.Tokenizer, added_tokens: object) -> None:
-    """Adds tokens that only tokenizer_config.json knows, where their ids come out as written."""
+def _take_added_tokens(backend: tokenizers.Tokenizer, added_tokens: object) -> None:
+    """Adds the tokens of tokenizer_config.json, where their ids come out as written.
+
+    What it says of a token that tokenizer.json has too counts more, as in transformers.
+    """
     if not isinstance(added_tokens, Mapping):
         return
-    by_id = sorted((int(token_id), fields) for token_id, fields in added_tokens.items())
-    for token_id, fields in by_id:
+    added = {token.content: repr(token) for token in backend.get_added_tokens_decoder().values()}
+    changed: list[tokenizers.AddedToken] = []
+    new_ids: dict[str, int] = {}
+    for token_id, fields in sorted((int(key), fields) for key, fields in added_tokens.items()):
         flags = {key: bool(value) for key, value in fields.items() if key not in ("content", "id")}
-        content = fields["content"]
-        if backend.token_to_id(content) is None:
-            backend.add_tokens([tokenizers.AddedToken(content, **flags)])
-            if backend.token_to_id(content) != token_id:
-                raise ConfigError(
-                    f"tokenizer_config.json gives token {content!r} the id {token_id}, but the "
-                    f"next free id of tokenizer.json is {backend.token_to_id(content)}."
-                )
+        token = tokenizers.AddedToken(fields["content"], **flags)
+        if repr(token) != added.get(token.content):
+            changed.append(token)
+        if backend.token_to_id(token.content) is None:
+            new_ids[token.content] = token_id
+    # At once: each call looks at all tokens again, of which there may be thousands.
+    backend.add_tokens(changed)
+    for content, token_id in new_ids.items():
+        if backend.token_to_id(content) != token_id:
+            raise ConfigError(
+                f"tokenizer_config.json gives token {content!r} the id {token_id}, but the "
+                f"next free id of tokenizer.json is {backend.token_to_id(content)}."
+            )

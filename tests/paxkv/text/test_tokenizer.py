@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import processors
+from tokenizers import AddedToken, processors
 
 from paxkv.errors import ConfigError, InvalidRequestError
 from paxkv.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
@@ -91,6 +91,27 @@ def test_named_token_that_is_a_plain_word_becomes_special() -> None:
     tokenizer = Tokenizer(byte_level_backend([b"<end>"]), {"eos_token": "<end>"})
     assert tokenizer.eos_token_id in tokenizer.special_token_ids
     assert tokenizer.decode([97, tokenizer.eos_token_id]) == "a"
+
+
+def test_named_token_that_is_added_as_a_plain_one_becomes_special() -> None:
+    backend = byte_level_backend()
+    backend.add_tokens([AddedToken("<end>", lstrip=True)])
+    tokenizer = Tokenizer(backend, {"eos_token": "<end>"})
+    assert tokenizer.encode("a <end>") == [97, tokenizer.eos_token_id]
+    assert tokenizer.decode([97, tokenizer.eos_token_id]) == "a"
+
+
+def test_tokenizer_config_counts_more_than_tokenizer_json() -> None:
+    backend = byte_level_backend([b"<word>"])
+    backend.add_tokens(["<tool>"])
+    word_id, tool_id = map(backend.token_to_id, ("<word>", "<tool>"))
+    added = {
+        str(word_id): {"content": "<word>", "special": False},
+        str(tool_id): {"content": "<tool>", "special": True, "lstrip": True},
+    }
+    tokenizer = Tokenizer(backend, {"added_tokens_decoder": added})
+    assert tokenizer.encode("<word> <tool>") == [word_id, tool_id]
+    assert tokenizer.decode([97, tool_id]) == "a"
 
 
 def test_tokens_only_in_tokenizer_config_are_added_at_their_id() -> None:
