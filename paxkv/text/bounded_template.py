@@ -4,15 +4,18 @@ A chat template is a program. The sandbox keeps it from reaching anything but it
 limits here keep it from running, or growing, without end.
 """
 
+import functools
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import jinja2
 import jinja2.ext
 import jinja2.nodes
+import jinja2.runtime
 import jinja2.sandbox
+import jinja2.utils
 import jinja2.visitor
 
 _ItemT = TypeVar("_ItemT")
@@ -71,7 +74,8 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         **kwargs: object,
     ) -> object:
         self._check_time()
-        _check_numbers((*args, *kwargs.values()))
+        if not _keeps_arguments(function):
+            _check_numbers((*args, *kwargs.values()))
         return super().call(context, function, *args, **kwargs)
 
     def call_binop(
@@ -146,7 +150,21 @@ def _filtered(node: jinja2.nodes.Expr, name: str) -> jinja2.nodes.Filter:
     return filtered.set_environment(node.environment)
 
 
-def _with_small_numbers(function: object) -> object:
+def _keeps_arguments(function: object) -> bool:
+    """Whether a function makes nothing of a number's size, which may be a timestamp in a message:
+    macros, what holds values, and methods such as `get`.
+    """
+    if isinstance(function, jinja2.runtime.Macro):
+        return True
+    if function is dict or function is jinja2.utils.Namespace:
+        return True
+    owner = getattr(function, "__self__", None)
+    return isinstance(owner, (dict, list, tuple, jinja2.runtime.LoopContext))
+
+
+def _with_small_numbers(function: Callable[..., object]) -> Callable[..., object]:
+    # Also what jinja notes on a filter: that it wants the environment.
+    @functools.wraps(function)
     def bounded(*args: object, **kwargs: object) -> object:
         _check_numbers((*args, *kwargs.values()))
         return function(*args, **kwargs)

@@ -80,9 +80,19 @@ def test_loops_and_texts_are_those_of_jinja():
         "{% for x in xs %}{{ loop.index }}/{{ loop.length }}:{{ x ~ 'a' ~ 1 }}"
         "{{ ',' if not loop.last }}{% endfor %}|{% for k, v in d.items() %}{{ k + v }}{% endfor %}"
         "|{% for c in 'ab' %}{{ loop.revindex }}{{ c }}{% endfor %}"
-        "|{{ '%s-%02d' % ('x', 3) }}|{{ 'ab'|center(4) }}|{{ [1] + [2] }}"
+        "|{{ '%s-%02d' % ('x', 3) }}|{{ 'ab'|center(4) }}|{{ [1] + [2] }}|{{ 'a b'|wordwrap(1) }}"
     )
     variables = {"xs": ["p", "q"], "d": {"k": "v"}}
     plain = jinja2.Environment().from_string(source).render(variables)
     assert _render(source, **variables) == plain
     assert plain.startswith("1/2:pa1,2/2:qa1|kv|2a1b|x-03| ab |")
+
+
+def test_a_large_number_may_be_handed_on():
+    """Arguments of a tool call, such as a time, go through macros."""
+    source = (
+        "{% macro show(x) %}{{ caller(x) if caller else x }}{% endmacro %}{{ show(t) }}"
+        "{% call(x) show(t) %}{{ x }}{% endcall %}{% set ns = namespace(t=t) %}{{ ns.t }}"
+        "{{ dict(a=t).a }}{{ {}.get('a', t) }}{% for x in [t] %}{{ loop.changed(x) }}{% endfor %}"
+    )
+    assert _render(source, t=1_700_000_000) == "1700000000" * 5 + "True"
