@@ -58,13 +58,18 @@ class ChatTemplate:
     ) -> "ChatTemplate | None":
         """The template of chat_template.jinja or tokenizer_config.json; None when there is none.
 
+        Files in additional_chat_templates are further ones, by name: tool_use.jinja.
+
         Raises:
             ConfigError: tokenizer_config.json is not a JSON object.
         """
         options = {"special_tokens": special_tokens, "content_format": content_format}
+        paths = {p.stem: p for p in sorted(folder.glob("additional_chat_templates/*.jinja"))}
         path = folder / "chat_template.jinja"
         if path.is_file():
-            return cls(path.read_text(encoding="utf-8"), **options)
+            paths.setdefault("default", path)
+        if paths:
+            return cls({n: p.read_text(encoding="utf-8") for n, p in paths.items()}, **options)
         source = read_json_object(folder / "tokenizer_config.json").get("chat_template")
         if isinstance(source, list):
             # [{"name": "default", "template": "..."}, {"name": "tool_use", "template": "..."}]
@@ -232,13 +237,17 @@ def _content_text(where: str, content: object) -> str:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks training targets; only its body counts."""
+    """`{% generation %}...{% endgeneration %}` marks training targets; only its body counts.
+
+    What the body sets is unknown behind it, as in transformers.
+    """
 
     tags = frozenset({"generation"})
 
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=lineno)
 
 
 def _goes_through_contents(tree: jinja2.nodes.Template) -> bool:

@@ -111,6 +111,11 @@ def test_extras_of_hugging_face_templates_work() -> None:
     assert template.render([*MESSAGES, *MESSAGES]) == "Hi4"
 
 
+def test_what_a_generation_block_sets_ends_with_it() -> None:
+    source = "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}"
+    assert ChatTemplate(source).render(MESSAGES) == "21"
+
+
 def test_folder_without_template_has_none(tmp_path: Path) -> None:
     assert ChatTemplate.from_folder(tmp_path) is None
     (tmp_path / "tokenizer_config.json").write_text("{}")
@@ -130,6 +135,15 @@ def test_named_templates_are_chosen_by_tools(tmp_path: Path) -> None:
         {"name": "tool_use", "template": "with tools"},
     ]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    template = ChatTemplate.from_folder(tmp_path)
+    assert template.render(MESSAGES) == "plain"
+    assert template.render(MESSAGES, tools=[{"name": "f"}]) == "with tools"
+
+
+def test_named_templates_may_be_files(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("plain")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("with tools")
     template = ChatTemplate.from_folder(tmp_path)
     assert template.render(MESSAGES) == "plain"
     assert template.render(MESSAGES, tools=[{"name": "f"}]) == "with tools"
