@@ -11,8 +11,10 @@ from paxkv.text.chat_template import ChatTemplate as RequestTemplate
 # What a template gets from us already; a caller must not set it a second time.
 _RESERVED_TEMPLATE_ARGUMENTS = ("messages", "add_generation_prompt", "tools", "documents")
 # Stands behind the last message while it is rendered, so that its end can be found: a private
-# character, between two that no tokenizer's text has.
+# character, between two that no tokenizer's text has. The space behind it is lost where the
+# template takes away space at the end of a message.
 _END_MARK = "\N{NUMBER SIGN}\ue0f1\N{NUMBER SIGN}"
+_END = _END_MARK + " "
 
 
 def render_chat(
@@ -53,13 +55,13 @@ def render_chat(
     )
     if not continue_final_message:
         return text
-    head, mark, _ = text.rpartition(_END_MARK)
+    head, mark, rest = text.rpartition(_END_MARK)
     if not mark:
         raise InvalidRequestError(
             "the chat template does not show the last message, so it cannot be continued.",
             param="continue_final_message",
         )
-    return head
+    return head if rest.startswith(" ") else head.rstrip()
 
 
 def check_may_bring_template(chat_template: str | None, config: ServerConfig) -> None:
@@ -92,11 +94,11 @@ def _template(engine: EngineClient, source: str | None) -> ChatTemplate:
 def _with_end_mark(message: dict[str, object]) -> dict[str, object]:
     content = message["content"]
     if isinstance(content, str):
-        return {**message, "content": content + _END_MARK}
+        return {**message, "content": content + _END}
     if not content:
         raise InvalidRequestError(
             "the last message has no content that could be continued.",
             param="continue_final_message",
         )
     *others, last = content
-    return {**message, "content": [*others, {**last, "text": last["text"] + _END_MARK}]}
+    return {**message, "content": [*others, {**last, "text": last["text"] + _END}]}

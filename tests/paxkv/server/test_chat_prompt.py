@@ -40,3 +40,19 @@ def test_no_name_of_a_variable_breaks_the_server(name):
         assert name in str(error)
     else:
         assert text == "hi"
+
+
+@pytest.mark.parametrize(
+    ("source", "prompt"),
+    [
+        ("{% for m in messages %}{{ m.content }}<end> {% endfor %}", "hi <end> So: "),
+        # Where the template takes away the space, the answer goes on without.
+        ("{% for m in messages %}{{ m.content | trim }}<end> {% endfor %}", "hi<end> So:"),
+    ],
+)
+def test_a_continued_message_ends_as_the_template_writes_it(source, prompt):
+    messages = [{"role": "user", "content": "hi "}, {"role": "assistant", "content": "So: "}]
+    text = render_chat(
+        _engine(source), messages, add_generation_prompt=False, continue_final_message=True
+    )
+    assert text == prompt
