@@ -33,7 +33,7 @@ class CallObject:
         needs_arguments: Without any the object is no call.
 
     Attributes:
-        raw: All characters taken so far.
+        raw: All characters taken so far; no more are added once it has started.
         has_started: Whether its CallStart has been handed on: it is a call from here on.
     """
 
@@ -70,7 +70,8 @@ class CallObject:
 
     def take(self, char: str) -> list[ToolEvent]:
         """Takes the next character, which must not come after the object's end."""
-        self.raw += char
+        if not self.has_started:
+            self.raw += char
         events = self._take(char)
         # Whoever reads has been told of the call: what follows can no longer be plain text.
         if self.is_malformed and self.has_started:
@@ -210,4 +211,6 @@ def _decode_string(text: str) -> str | None:
         value = json.loads(text)
     except ValueError:
         return None
-    return value if isinstance(value, str) else None
+    # Half of a surrogate pair is no text that an answer can hold.
+    has_halves = isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value)
+    return value if isinstance(value, str) and not has_halves else None

@@ -71,3 +71,8 @@ def test_escapes_in_names_and_arguments_are_read_as_json():
     text = json.dumps({"name": "fü", "arguments": arguments})
     start, part = _read(f"<tool_call>{text}</tool_call>")
     assert start.name == "fü" and json.loads(part.text) == arguments
+
+
+def test_a_name_that_is_no_text_is_no_call():
+    text = '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'
+    assert _read(text) == [ContentPart(text)]
