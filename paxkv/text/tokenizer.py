@@ -118,8 +118,17 @@ class Tokenizer:
         """Text of one token by itself, special ones included; for showing log-probabilities."""
         text = self._token_texts.get(token_id)
         if text is None:
-            text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+            text = self._token_texts[token_id] = self._make_token_text(token_id)
         return text
+
+    def _make_token_text(self, token_id: int) -> str:
+        name = self._backend.id_to_token(token_id)
+        decoder = self._backend.decoder
+        # SentencePiece decoders drop the space that a text begins with: "▁the" is " the" only
+        # behind something.
+        if name is not None and decoder is not None and decoder.decode(["x", "▁"]) == "x ":
+            return decoder.decode(["x", name])[1:]
+        return self.decode([token_id], skip_special_tokens=False)
 
     def has_text(self, token_id: int, *, skip_special_tokens: bool) -> bool:
         """Whether `decode` looks at this token at all."""

@@ -8,7 +8,13 @@ from tokenizers import AddedToken, processors
 
 from paxkv.errors import ConfigError, InvalidRequestError
 from paxkv.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
-from tests.paxkv.text.small_tokenizers import BOS, EOS, byte_level_backend, byte_level_tokenizer
+from tests.paxkv.text.small_tokenizers import (
+    BOS,
+    EOS,
+    byte_level_backend,
+    byte_level_tokenizer,
+    sentencepiece_tokenizer,
+)
 
 BOS_ID, EOS_ID = 256, 257
 
@@ -85,6 +91,13 @@ def test_ids_beyond_the_vocabulary_have_no_text() -> None:
     assert not tokenizer.has_text(999, skip_special_tokens=False)
     assert tokenizer.decode([97, 999, 98]) == "ab"
     assert tokenizer.token_text(999) == ""
+
+
+def test_text_of_a_token_has_the_space_before_its_word() -> None:
+    tokenizer = sentencepiece_tokenizer()
+    words = ("▁red", "berry", "▁", "<0x41>", BOS)
+    token_ids = [tokenizer.token_to_id(word) for word in words]
+    assert [*map(tokenizer.token_text, token_ids)] == [" red", "berry", " ", "A", BOS]
 
 
 def test_named_token_that_is_a_plain_word_becomes_special() -> None:
