@@ -285,6 +285,10 @@ def _make_runner(
     asked, unscaled_length = config.model.max_model_len, model.config.max_position_embeddings
     length = find_max_model_len(asked, model.config)
     may_be_shorter = asked is None and unscaled_length < length
+    if may_be_shorter and isinstance(store, CompiledPrograms):
+        # Memory is not measured again, and might be enough now.
+        may_be_shorter = store.max_model_len != unscaled_length
+        length = length if may_be_shorter else unscaled_length
     runner = None
     try:
         runner = make(length)
@@ -294,14 +298,14 @@ def _make_runner(
             raise
         has_room = False
     if may_be_shorter and not has_room:
+        runner = None  # whose memory is the next one's
+        runner = make(unscaled_length)
         logger.warning(
             "the KV cache has no room for one request of the model's %d positions: max_model_len "
             "is %d, those without its rotary embedding's scaling. Give the KV cache more memory, "
             "or set max_model_len.",
             *(length, unscaled_length),
         )
-        runner = None  # whose memory is the next one's
-        runner = make(unscaled_length)
     logger.info("%s", runner.memory_plan.report())
     return runner
 

@@ -21,15 +21,20 @@ import numpy as np
 from models import ForwardBatch, KVCache, LoadedModel, kv_cache_layers, place_layers
 from paxkv.client.input_processor import InputProcessor
 from paxkv.contracts.engine_request import EngineRequest
-from paxkv.errors import InvalidRequestError, PromptTooLongError, UnsupportedFeatureError
+from paxkv.errors import (
+    ConfigError,
+    InvalidRequestError,
+    PromptTooLongError,
+    UnsupportedFeatureError,
+)
 from paxkv.runner.bucketing import SamplerShape
 from paxkv.runner.generate_inputs import GenerateInputs, GenerateShape, make_generate_inputs
 from paxkv.runner.kv_cache_arrays import kv_cache_dtype
 from paxkv.runner.max_model_len import find_max_model_len
-from paxkv.runner.row_state import RowState, unpack_rows, vocab_words
+from paxkv.runner.row_state import RowState, num_row_words, unpack_rows, vocab_words
 from paxkv.runner.sampler import sample
 from paxkv.runner.sampler_program import SamplerFunction, make_sampler
-from paxkv.runner.sampling_columns import SamplingInputs, join_step_rows
+from paxkv.runner.sampling_columns import ROW, SamplingInputs, join_step_rows
 from paxkv.runner.step import Params, forward
 from paxkv.sampling_params import SamplingParams
 from paxkv.setting import at_least
@@ -137,6 +142,12 @@ def _first_row_state(
 ) -> RowState | None:
     if inputs.packed_rows is None:
         return None
+    wanted = (shape.batch_size, num_row_words(shape.max_tokens_per_row, vocab_size))
+    if inputs.packed_rows.shape != wanted:
+        raise ConfigError(
+            f"packed_rows has the shape {inputs.packed_rows.shape}, wanted {wanted}: pack each row "
+            f"with max_model_len={shape.max_tokens_per_row} and {vocab_size=}."
+        )
     return unpack_rows(
         inputs.packed_rows, max_model_len=shape.max_tokens_per_row, vocab_size=vocab_size
     )
@@ -153,9 +164,10 @@ def _draw_tokens(
     if state.row_state is None:
         sampling = SamplingInputs(rows=inputs.sampling_rows, draw_position=draw_position)
         return sample(logits, sampling).token_ids, None
-    # Place 0 draws nothing: rows that are done are not processed any more.
+    # For speed alone: at place 0, rows that are done are not processed any more.
     draw_position = jnp.where(state.is_done, 0, draw_position)
-    fields = {"sampling_rows": inputs.sampling_rows, "draw_position": draw_position}
+    rows = inputs.sampling_rows.at[:, ROW].set(np.arange(logits.shape[0], dtype=np.int32))
+    fields = {"sampling_rows": rows, "draw_position": draw_position}
     sampling_rows = join_step_rows(fields, max_num_seqs=logits.shape[0])
     no_mask = jnp.zeros((logits.shape[0], 1 + vocab_words(logits.shape[1])), jnp.int32)
     _, row_state, _, drawn = draw_processed(logits, state.row_state, sampling_rows, no_mask)
@@ -170,8 +182,8 @@ class CompiledGenerator:
         shape: The static sizes. The first `generate` compiles, later ones do not; but the first one
             with `min_tokens`, penalties, biases, allowed tokens or bad words compiles once more.
         seed: Of prompts whose `SamplingParams` bring none.
-        max_model_len: Most tokens of prompt and output together, as the engine takes it: None is
-            the model's limit, as far as its rotary embedding is scaled.
+        max_model_len: Most tokens of prompt and output together: None is the model's limit, as far
+            as its rotary embedding is scaled.
         tokenizer: Of the model; `bad_words` need it. Its EOS token ends rows, as the engine's does.
 
     Raises:
@@ -240,7 +252,8 @@ class CompiledGenerator:
         eos_token_ids: Sequence[int],
     ) -> list[EngineRequest]:
         """What the engine would get for each prompt, through its own door."""
-        if not all(type(token_id) is int and token_id >= 0 for token_id in eos_token_ids):
+        eos_token_ids = _as_list(eos_token_ids)
+        if eos_token_ids is None or not all(type(i) is int and i >= 0 for i in eos_token_ids):
             raise InvalidRequestError(f"eos_token_ids must be token ids, got {eos_token_ids!r}.")
         processor = InputProcessor(
             tokenizer=self._tokenizer,
@@ -251,9 +264,8 @@ class CompiledGenerator:
         )
         requests = []
         for row, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
-            self._check_prompt(prompt)
             self._check_params(params)
-            request = processor.process(prompt, params, request_id=str(row))
+            request = processor.process(self._checked(prompt), params, request_id=str(row))
             if request.scarce_token_ids:
                 raise UnsupportedFeatureError(
                     "allowed_token_ids, bad_words and min_tokens may leave no next token, where "
@@ -263,23 +275,19 @@ class CompiledGenerator:
             requests.append(request)
         return requests
 
-    def _check_prompt(self, prompt: Sequence[int]) -> None:
-        if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes)):
+    def _checked(self, prompt: Sequence[int]) -> list[int]:
+        """A prompt as the engine's door takes it, which looks at the tokens themselves."""
+        token_ids = _as_list(prompt)
+        if token_ids is None:
             raise InvalidRequestError(
                 f"a prompt must be a list of token ids, got {type(prompt).__name__}."
             )
-        if not prompt:
-            raise InvalidRequestError("prompt has 0 tokens, wanted at least 1.")
-        if len(prompt) > self._shape.max_prompt_len:
+        if len(token_ids) > self._shape.max_prompt_len:
             raise PromptTooLongError(
-                f"prompt has {len(prompt)} tokens, wanted at most max_prompt_len="
+                f"prompt has {len(token_ids)} tokens, wanted at most max_prompt_len="
                 f"{self._shape.max_prompt_len}; make the shape with more."
             )
-        if len(prompt) >= self._max_model_len:
-            raise PromptTooLongError(
-                f"prompt has {len(prompt)} tokens, wanted at most {self._max_model_len - 1}, so "
-                f"that one new token fits within max_model_len={self._max_model_len}."
-            )
+        return token_ids
 
     def _check_params(self, params: SamplingParams) -> None:
         if not isinstance(params, SamplingParams):
@@ -308,6 +316,15 @@ class CompiledGenerator:
                     f"For this use LLM, or {remedy}.",
                     param=name,
                 )
+
+
+def _as_list(token_ids: object) -> list[int] | None:
+    """Token ids of a list or an array, as Python's integers; None of what is neither."""
+    if isinstance(token_ids, (np.ndarray, jax.Array)):
+        return token_ids.tolist() if token_ids.ndim == 1 else None
+    if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)):
+        return None
+    return [int(i) if isinstance(i, np.integer) else i for i in token_ids]
 
 
 def _empty_kv_cache(

@@ -397,7 +397,12 @@ def _one_for_each(
 
 
 def _check_completed(output: RequestOutput) -> None:
-    if any(completion.finish_reason == "error" for completion in output.outputs):
+    for completion in output.outputs:
+        if completion.finish_reason != "error":
+            continue
+        # What the engine says itself of an end is the request's fault, such as its grammar's.
+        if isinstance(completion.stop_reason, str):
+            raise InvalidRequestError(completion.stop_reason, param="structured_outputs")
         raise InvariantError(
             f"the engine refused request {output.request_id}, which was checked before; its log "
             "says why."

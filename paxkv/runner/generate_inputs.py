@@ -12,7 +12,6 @@ from paxkv.runner.row_state import num_row_words, pack_row, processors_of
 from paxkv.runner.sampling_columns import (
     NUM_COLUMNS,
     PROCESSORS,
-    ROW,
     encode_sampling_params,
     seed_of_request,
 )
@@ -130,15 +129,13 @@ def _sampling_row(
     row: int, request: EngineRequest, *, vocab_size: int, seed: int
 ) -> np.ndarray:  # i32[NUM_COLUMNS]
     params = request.sampling_params
-    sampling_row_np = encode_sampling_params(
+    return encode_sampling_params(
         params,
         seed=seed_of_request(seed, str(row)) if params.seed is None else params.seed,
         vocab_size=vocab_size,
         num_prompt_tokens=len(request.prompt_token_ids),
         processors=processors_of(params, request.bad_words_token_ids, needs_grammar=False),
     )
-    sampling_row_np[ROW] = row
-    return sampling_row_np
 
 
 def _packed_row(

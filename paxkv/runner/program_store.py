@@ -27,7 +27,7 @@ from jax.stages import Compiled
 
 from paxkv.config import RunnerConfig
 from paxkv.errors import ConfigError
-from paxkv.runner.bucketing import ProgramShape
+from paxkv.runner.bucketing import ProgramShape, RowShape
 from paxkv.runner.program_identity import identity_differences, identity_digest
 
 logger = logging.getLogger(__name__)
@@ -190,6 +190,12 @@ class CompiledPrograms:
     def num_blocks(self) -> int:
         """KV blocks of the cache that the programs are made for."""
         return int(self._index["identity"][_NUM_BLOCKS])
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Most tokens of a request that the programs are made for; None where none says it."""
+        rows = (p for p in self._index["programs"] if p["shape"] == RowShape.__name__)
+        return next((program["max_model_len"] for program in rows), None)
 
     def open(
         self,

@@ -159,9 +159,12 @@ def test_settings_that_may_leave_no_token_are_refused(prompts, generator) -> Non
 def test_two_programs_are_all_that_is_compiled(llm: LLM, prompts) -> None:
     generator = CompiledGenerator(load_model(CHECKPOINT), SHAPE, tokenizer=llm.get_tokenizer())
     events: list[str] = []
-    monitoring.register_event_duration_secs_listener(
-        lambda event, *_, **__: events.append(event) if "backend_compile" in event else None
-    )
+
+    def note(event: str, *_: object, **__: object) -> None:
+        if "backend_compile" in event:
+            events.append(event)
+
+    monitoring.register_event_duration_secs_listener(note)
     try:
         counts = []
         for _ in range(2):
@@ -170,7 +173,7 @@ def test_two_programs_are_all_that_is_compiled(llm: LLM, prompts) -> None:
                     generator.generate(prompts, SamplingParams(**fields))
                 counts.append(len(events))
     finally:
-        monitoring.clear_event_listeners()
+        monitoring.unregister_event_duration_listener(note)
     assert counts[0] == 1
     assert counts[-1] == 2
 

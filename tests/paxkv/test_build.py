@@ -17,6 +17,7 @@ from paxkv.build import (
 from paxkv.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from paxkv.errors import ConfigError, InvalidRequestError, KVCacheTooSmallError
 from paxkv.generation_config import GenerationConfig
+from paxkv.runner.bucketing import RowShape
 from paxkv.runner.program_store import CompiledPrograms, NewCompiledPrograms
 from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.trace.replayer import replay
@@ -108,8 +109,29 @@ def test_positions_without_scaling_are_enough_where_the_cache_has_no_room_for_mo
     with pytest.raises(KVCacheTooSmallError, match=f"{MAX_SCALED_POSITIONS}"):
         build_core(config_for(tmp_path, max_model_len=MAX_SCALED_POSITIONS))
     runner_class.max_fitting_len = MAX_POSITIONS - 1
+    caplog.clear()
     with pytest.raises(KVCacheTooSmallError, match=f"{MAX_POSITIONS}"):
         max_model_len()
+    assert "no room" not in caplog.text
+
+
+def test_compiled_programs_say_whether_the_length_was_made_shorter(
+    tmp_path: Path, runner_class: type[FakeRunner], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was too little memory then is enough now, and the programs are of then."""
+
+    def max_model_len(compiled: int) -> int:
+        out = tmp_path / f"out-{compiled}"
+        shape = RowShape(num_rows=2, max_model_len=compiled)
+        NewCompiledPrograms(out).open({"number of KV blocks": "77"}, [shape], jax.devices())
+        config = EngineConfig(
+            model=ModelConfig(model=str(tmp_path)), runner=RunnerConfig(compiled_dir=str(out))
+        )
+        return build_core(config).ready.model_info.max_model_len
+
+    assert max_model_len(compiled=MAX_POSITIONS) == MAX_POSITIONS
+    assert "no room" not in caplog.text
+    assert max_model_len(compiled=MAX_SCALED_POSITIONS) == MAX_SCALED_POSITIONS
 
 
 def test_folder_without_tokenizer_serves_token_ids(

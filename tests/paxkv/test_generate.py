@@ -1,13 +1,17 @@
 """The compiled generation function draws the engine's tokens, and transformers'."""
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from models import load_model
 from paxkv.errors import ConfigError, InvalidRequestError, PromptTooLongError
 from paxkv.generate import CompiledGenerator, GenerateInputs, GenerateShape, make_generate
-from paxkv.runner.sampling_columns import NUM_COLUMNS
+from paxkv.runner.row_state import pack_row, processors_of
+from paxkv.runner.sampling_columns import NUM_COLUMNS, encode_sampling_params
 from paxkv.sampling_params import SamplingParams
 from tests.end_to_end.engine_harness import EngineSettings, RecordingRunner, run_engine
 from tests.oracles.make_checkpoint import write_random_checkpoint
@@ -150,7 +154,7 @@ def test_empty_rows_generate_nothing(checkpoint) -> None:
 @pytest.mark.parametrize(
     ("prompts", "settings", "error", "word"),
     [
-        ([[]], {}, InvalidRequestError, "0 tokens"),
+        ([[]], {}, InvalidRequestError, "prompt is empty"),
         ([[1] * 102], {}, PromptTooLongError, "102 tokens"),
         ([[1, 160]], {}, InvalidRequestError, "160"),
         ([[1]], {"max_tokens": 13}, InvalidRequestError, "max_new_tokens=12"),
@@ -166,7 +170,64 @@ def test_what_does_not_fit_is_refused(generator, prompts, settings, error, word)
         generator.generate(prompts, SamplingParams(**({"max_tokens": 2} | settings)))
 
 
-@pytest.mark.parametrize("eos_token_ids", [[-1], [2.0]])
+def packed_inputs(shape: GenerateShape, vocab_size: int, *, max_model_len: int) -> GenerateInputs:
+    """Made by hand: two rows, with one token allowed in each."""
+    params = [SamplingParams(temperature=0.0, allowed_token_ids=[token]) for token in (20, 30)]
+    sampling_rows = [
+        encode_sampling_params(
+            p,
+            seed=0,
+            vocab_size=vocab_size,
+            num_prompt_tokens=3,
+            processors=processors_of(p, (), needs_grammar=False),
+        )
+        for p in params
+    ]
+    packed_rows = [
+        pack_row(
+            0,
+            np.ones(3, np.int32),
+            p,
+            bad_words_token_ids=(),
+            early_end_ids=(),
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+        )
+        for p in params
+    ]
+    return GenerateInputs(
+        prompt_token_ids=np.ones((2, shape.max_prompt_len), np.int32),
+        prompt_lens=np.array([3, 3], np.int32),
+        max_new_tokens=np.array([4, 2], np.int32),
+        stop_token_ids=np.full((2, shape.max_stop_ids), vocab_size, np.int32),
+        sampling_rows=np.stack(sampling_rows),
+        packed_rows=np.stack(packed_rows),
+    )
+
+
+def test_packed_rows_are_of_the_row_in_their_place(checkpoint) -> None:
+    model = load_model(checkpoint, dtype="float32")
+    shape = dataclasses.replace(SHAPE, batch_size=2)
+    generate = jax.jit(make_generate(model, shape))
+    most, vocab_size = shape.max_tokens_per_row, model.config.vocab_size
+    outputs = generate(model.params, packed_inputs(shape, vocab_size, max_model_len=most))
+    assert outputs.token_ids[:, :4].tolist() == [[20] * 4, [30, 30, 0, 0]]
+    with pytest.raises(ConfigError, match=f"packed_rows .* max_model_len={most}"):
+        generate(model.params, packed_inputs(shape, vocab_size, max_model_len=most + 1))
+
+
+def test_prompts_may_be_arrays(generator: CompiledGenerator) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=3)
+    wanted = generator.generate([[3, 4], [5, 6]], params, eos_token_ids=[2])
+    array_np = np.array([[3, 4], [5, 6]])
+    for prompts in (array_np, jnp.asarray(array_np), [list(row) for row in array_np]):
+        assert generator.generate(prompts, params, eos_token_ids=np.array([2])) == wanted
+    for prompts in ([array_np], [np.array([1.5])]):
+        with pytest.raises(InvalidRequestError):
+            generator.generate(prompts, params)
+
+
+@pytest.mark.parametrize("eos_token_ids", [[-1], [2.0], None])
 def test_eos_tokens_must_be_token_ids(generator, eos_token_ids) -> None:
     with pytest.raises(InvalidRequestError, match="eos_token_ids"):
         generator.generate([[1]], SamplingParams(max_tokens=2), eos_token_ids=eos_token_ids)

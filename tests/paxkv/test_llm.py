@@ -1,5 +1,6 @@
 """LLM returns every answer in order, refuses mistakes before it runs, and leaves nothing behind."""
 
+import dataclasses
 import gc
 import json
 import subprocess
@@ -8,9 +9,12 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import paxkv
+from paxkv.client.output_processor import ProcessedOutputs
+from paxkv.contracts.engine_output import StepOutputs
 from paxkv.errors import ConfigError, EngineDeadError, InvalidRequestError, InvariantError
 from paxkv.llm import LLM
 from paxkv.sampling_params import SamplingParams
@@ -321,6 +325,25 @@ def test_refusal_by_the_engine_is_our_bug(make_llm: Callable[..., LLM]) -> None:
     with pytest.raises(InvariantError, match="refused"):
         llm.generate([[97] * 3000, [97]], use_tqdm=False)
     assert llm._client.num_unfinished_requests == 0
+
+
+def test_end_that_the_request_brought_about_is_its_own_mistake(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a grammar that bans leave no token of."""
+    llm = make_llm()
+    process = llm._client._output_processor.process
+
+    def end(step: StepOutputs) -> ProcessedOutputs:
+        ends = [
+            msgspec.structs.replace(o, finish_reason="error", stop_reason="none is left")
+            for o in step.outputs
+        ]
+        return process(dataclasses.replace(step, outputs=ends))
+
+    monkeypatch.setattr(llm._client._output_processor, "process", end)
+    with pytest.raises(InvalidRequestError, match="none is left"):
+        llm.generate([[97]], SamplingParams(max_tokens=1), use_tqdm=False)
 
 
 def test_calls_of_several_threads_take_turns(make_llm: Callable[..., LLM]) -> None:

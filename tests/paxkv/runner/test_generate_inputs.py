@@ -18,6 +18,11 @@ def inputs_of(*params: SamplingParams):
     return make_generate_inputs(requests, SHAPE, vocab_size=40, seed=0)
 
 
+def test_no_row_generates_more_than_the_shape_has_room_for() -> None:
+    inputs = inputs_of(SamplingParams(max_tokens=5), SamplingParams(max_tokens=9))
+    assert inputs.max_new_tokens.tolist() == [5, 5, 1]
+
+
 def test_plain_requests_take_the_program_without_processors() -> None:
     assert inputs_of(PLAIN, PLAIN).packed_rows is None
 

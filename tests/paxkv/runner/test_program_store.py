@@ -206,6 +206,7 @@ def test_cache_keeps_what_it_did_not_have(tmp_path, kept, start, caplog):
 def test_compiled_programs_are_all_there_and_compute_the_same(kept, start, run, num_compilations):
     out, expected_np = kept
     assert CompiledPrograms(out).num_blocks == NUM_BLOCKS
+    assert CompiledPrograms(out).max_model_len == DIMENSIONS["max_model_len"]
     programs = start(CompiledPrograms(out))
     assert (programs.num_loaded, programs.num_compiles) == (len(SHAPES), 0)
     assert num_compilations() == 0
