@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 from tqdm import tqdm
@@ -80,7 +81,7 @@ class LLM:
         product_dtype: ProductDtype = "auto",
         chat_template: str | None = None,
         chat_template_content_format: ChatTemplateContentFormat = "auto",
-        generation_config: str = FROM_MODEL,
+        generation_config: str | Path = FROM_MODEL,
         override_generation_config: Mapping[str, object] | None = None,
         scheduling_policy: SchedulerPolicy = "fcfs",
         **settings: int | float | bool | str | None,
@@ -94,7 +95,9 @@ class LLM:
             product_dtype=product_dtype,
             chat_template=chat_template,
             chat_template_content_format=chat_template_content_format,
-            generation_config=str(generation_config),
+            generation_config=(
+                str(generation_config) if isinstance(generation_config, Path) else generation_config
+            ),
             override_generation_config=GenerationConfig.from_fields(
                 {} if override_generation_config is None else override_generation_config
             ),
@@ -118,7 +121,8 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """Those of calls that bring none; `dataclasses.replace` changes them.
 
-        They are `SamplingParams()` with what the model's generation_config.json says.
+        They are `SamplingParams()` with what the model's generation_config.json says. Handed to
+        `generate`, their `max_tokens` count as given: `cuts_max_tokens` makes them a default again.
         """
         defaults = self.model_info.sampling_defaults.generation_config
         return SamplingParams(**defaults.sampling_keywords())
@@ -130,6 +134,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: int | Sequence[int] | None = None,
+        cuts_max_tokens: bool = False,
     ) -> list[RequestOutput]:
         """Completes prompts, many at once, and returns them in the order they came.
 
@@ -139,10 +144,13 @@ class LLM:
             prompts: Text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`;
                 or a list of these.
             sampling_params: One for all prompts or one for each, taken as they are; those of
-                `get_default_sampling_params` if left out.
+                `get_default_sampling_params` if left out, whose `max_tokens` are cut to what fits
+                behind each prompt.
             use_tqdm: Draws a progress bar on stderr.
             priority: One for all prompts or one for each; lower runs first, and only under the
                 scheduling policy "priority".
+            cuts_max_tokens: Cut those of `sampling_params` too, instead of refusing more than the
+                KV cache has room for.
 
         Raises:
             InvalidRequestError: A prompt or its parameters are at fault. Nothing was run.
@@ -150,10 +158,12 @@ class LLM:
         """
         prompts = _as_prompts(prompts)
         if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
+            sampling_params, cuts_max_tokens = self.get_default_sampling_params(), True
         sampling_params = _one_for_each("sampling_params", sampling_params, len(prompts))
         with self._lock:
-            requests = self._process_inputs(prompts, sampling_params, priority)
+            requests = self._process_inputs(
+                prompts, sampling_params, priority, cuts_max_tokens=cuts_max_tokens
+            )
             texts = [text_of_prompt(prompt) for prompt in prompts]
             with tqdm(
                 total=len(prompts), desc="Processed prompts", unit="req", disable=not use_tqdm
@@ -214,12 +224,14 @@ class LLM:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
         priority: int | Sequence[int] | None = None,
+        cuts_max_tokens: bool = False,
     ) -> list[RequestOutput]:
         """Answers one conversation or several, each a list of `{"role": ..., "content": ...}`.
 
         Args:
             chat_template: A jinja template instead of the model's own.
             chat_template_kwargs: Further variables of the template.
+            cuts_max_tokens: As in `generate`; so is `sampling_params`.
 
         Raises:
             InvalidRequestError: As `generate`; also when the model has no chat template, or the
@@ -248,7 +260,13 @@ class LLM:
             }
             for conversation in ([messages] if is_single else messages)
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
+        return self.generate(
+            prompts,
+            sampling_params,
+            use_tqdm=use_tqdm,
+            priority=priority,
+            cuts_max_tokens=cuts_max_tokens,
+        )
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forgets all cached prefixes; False, and nothing changed, while blocks are in use.
@@ -294,13 +312,19 @@ class LLM:
         prompts: Sequence[Prompt],
         sampling_params: Sequence[SamplingParams],
         priority: int | Sequence[int] | None,
+        *,
+        cuts_max_tokens: bool = False,
     ) -> list[EngineRequest]:
         priorities = _one_for_each("priority", 0 if priority is None else priority, len(prompts))
         first = self._num_requests
         self._num_requests += len(prompts)
         return [
             self._engine.input_processor.process(
-                prompt, params, request_id=str(request_num), priority=request_priority
+                prompt,
+                params,
+                request_id=str(request_num),
+                priority=request_priority,
+                cuts_max_tokens=cuts_max_tokens,
             )
             for request_num, (prompt, params, request_priority) in enumerate(
                 zip(prompts, sampling_params, priorities, strict=True), start=first

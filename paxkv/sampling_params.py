@@ -265,7 +265,7 @@ class BeamSearchParams:
 
     Args:
         beam_width: Sequences kept at every step and returned at the end, in [1, 10].
-        max_tokens: Most new tokens, at least 1.
+        max_tokens: Most new tokens, at least 1; None is what `SamplingParams` mean by it.
         ignore_eos: Go on after the model's EOS token, as after any other.
         temperature: Above 0, a token drawn at this temperature joins the candidates of each beam,
             which are its `2 * beam_width` most likely tokens. In [0, 100].
@@ -278,7 +278,7 @@ class BeamSearchParams:
     """
 
     beam_width: int
-    max_tokens: int
+    max_tokens: int | None
     ignore_eos: bool = False
     temperature: float = 0.0
     length_penalty: float = 1.0
@@ -286,7 +286,8 @@ class BeamSearchParams:
 
     def __post_init__(self) -> None:
         _check_int("beam_width", self.beam_width, low=1, high=MAX_BEAM_WIDTH)
-        _check_int("max_tokens", self.max_tokens, low=1, high=2**31 - 1)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, low=1, high=2**31 - 1)
         _check_float("temperature", self.temperature, low=0.0, high=100.0)
         _check_float("length_penalty", self.length_penalty, low=-10.0, high=10.0)
         _check_bool("ignore_eos", self.ignore_eos)

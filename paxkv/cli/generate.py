@@ -53,12 +53,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SamplingParams(**given)
         with _make_llm(namespace) as llm:
             params = dataclasses.replace(llm.get_default_sampling_params(), **given)
+            cuts_max_tokens = "max_tokens" not in given
             if namespace.chat:
-                outputs = llm.chat(
-                    [_conversation(p, namespace.system_prompt) for p in prompts], params
-                )
+                conversations = [_conversation(p, namespace.system_prompt) for p in prompts]
+                outputs = llm.chat(conversations, params, cuts_max_tokens=cuts_max_tokens)
             else:
-                outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
+                outputs = llm.generate(
+                    prompts,
+                    params,
+                    use_tqdm=sys.stderr.isatty(),
+                    cuts_max_tokens=cuts_max_tokens,
+                )
     except (ConfigError, ModelError, InvalidRequestError, EngineDeadError) as error:
         print("paxkv: error:", *str(error).splitlines(), file=sys.stderr)
         return 1

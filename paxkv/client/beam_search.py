@@ -66,6 +66,8 @@ class _Candidate:
 def prompt_params(params: BeamSearchParams) -> SamplingParams:
     """What the prompt of a search is checked with: its `max_tokens` must fit behind it.
 
+    None is put in there, as for any request: the default, or as many as fit.
+
     Raises:
         InvalidRequestError: These are not a search's parameters.
     """

@@ -88,11 +88,14 @@ class InputProcessor:
         request_id: str,
         priority: int = 0,
         checks_grammar: bool = True,
+        cuts_max_tokens: bool = False,
     ) -> EngineRequest:
         """The request as the engine takes it.
 
         Args:
             checks_grammar: False leaves open whether its grammar can be compiled.
+            cuts_max_tokens: Whether its `max_tokens` is a default too, of which as many count as
+                fit; else more than the KV pool has room for are refused.
 
         Raises:
             InvalidRequestError: Or one of its subclasses; `param` names the field.
@@ -104,7 +107,10 @@ class InputProcessor:
         _check_is_unicode("request_id", request_id)
         self._check_sampling_params(sampling_params, checks_grammar=checks_grammar)
         token_ids, cache_salt = self._tokenize(prompt)
-        token_ids = self._truncate(prompt, token_ids, sampling_params.max_tokens)
+        max_tokens, is_default = sampling_params.max_tokens, cuts_max_tokens
+        if max_tokens is None:
+            max_tokens, is_default = self._default_max_tokens, True
+        token_ids = self._truncate(prompt, token_ids, max_tokens, is_default=is_default)
         self._check_prompt_length(len(token_ids))
         # Not before: there may be millions.
         self._check_token_ids(token_ids)
@@ -116,7 +122,7 @@ class InputProcessor:
             prompt_token_ids=token_ids,
             sampling_params=dataclasses.replace(
                 sampling_params,
-                max_tokens=self._cut_max_tokens(len(token_ids), sampling_params.max_tokens),
+                max_tokens=self._cut_max_tokens(len(token_ids), max_tokens, is_default=is_default),
             ),
             eos_token_ids=self._eos_token_ids,
             arrival_time=time.time(),
@@ -129,10 +135,13 @@ class InputProcessor:
             has_heavy_grammar=form is not None and self._grammar_checker.is_heavy(form),
         )
 
-    def _truncate(self, prompt: Prompt, token_ids: list[int], max_tokens: int | None) -> list[int]:
+    def _truncate(
+        self, prompt: Prompt, token_ids: list[int], max_tokens: int | None, *, is_default: bool
+    ) -> list[int]:
         """The last tokens of a prompt, as many as `truncate_prompt_tokens` says.
 
-        -1 is as many as leave room for `max_tokens`.
+        -1 is as many as leave room for `max_tokens`, or for one token where these are a default
+        that fits behind no prompt: it must not cost the whole prompt.
         """
         num_kept = prompt.get("truncate_prompt_tokens") if isinstance(prompt, Mapping) else None
         if num_kept is None:
@@ -143,7 +152,10 @@ class InputProcessor:
                 param="truncate_prompt_tokens",
             )
         if num_kept == -1:
-            num_kept = max(self._max_model_len - (max_tokens or 1), 1)
+            room = max_tokens or 1
+            if is_default and room >= self._max_model_len:
+                room = 1
+            num_kept = max(self._max_model_len - room, 1)
         return token_ids[-num_kept:]
 
     def _tokenize(self, prompt: Prompt) -> tuple[list[int], str | None]:
@@ -243,18 +255,19 @@ class InputProcessor:
                 param="prompt",
             )
 
-    def _cut_max_tokens(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
-        """`max_tokens` as a number within max_model_len; None is the default, or as many as fit.
+    def _cut_max_tokens(
+        self, num_prompt_tokens: int, max_tokens: int | None, *, is_default: bool
+    ) -> int:
+        """`max_tokens` as a number within max_model_len; None is as many as fit.
 
         With max_model_len 100, a prompt of 90 tokens and max_tokens 50 it is 10. The last of these
         is never fed back, so 99 positions are needed.
         """
         most = self._max_model_len - num_prompt_tokens
         most_fitting = self._max_fitting_tokens + 1 - num_prompt_tokens
-        if max_tokens is None:
-            default = most if self._default_max_tokens is None else self._default_max_tokens
-            return min(most, most_fitting, default)
-        max_tokens = min(max_tokens, most)
+        max_tokens = most if max_tokens is None else min(max_tokens, most)
+        if is_default:
+            return min(max_tokens, most_fitting)
         if max_tokens > most_fitting:
             raise NeverFitsError(
                 f"a prompt of {num_prompt_tokens} tokens with max_tokens={max_tokens} needs "

@@ -15,7 +15,13 @@ import pytest
 import paxkv
 from paxkv.client.output_processor import ProcessedOutputs
 from paxkv.contracts.engine_output import StepOutputs
-from paxkv.errors import ConfigError, EngineDeadError, InvalidRequestError, InvariantError
+from paxkv.errors import (
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    InvariantError,
+    NeverFitsError,
+)
 from paxkv.llm import LLM
 from paxkv.sampling_params import SamplingParams
 from tests.paxkv.fake_build import fake_model_parts, save_tokenizer
@@ -118,10 +124,42 @@ def test_defaults_are_the_models_and_given_params_are_taken_as_they_are(
     assert make_llm(generation_config="vllm").get_default_sampling_params() == SamplingParams()
     changed = make_llm(override_generation_config={"top_k": None, "max_new_tokens": 7})
     assert changed.get_default_sampling_params() == SamplingParams(temperature=0.6, max_tokens=7)
+    named = make_llm(generation_config=tmp_path)
+    assert named.get_default_sampling_params() == llm.get_default_sampling_params()
+    with pytest.raises(ConfigError, match="auto, vllm or a folder, got None"):
+        make_llm(generation_config=None)
     with pytest.raises(ConfigError, match="got top_q"):
         make_llm(override_generation_config={"top_q": 1})
     with pytest.raises(ConfigError, match="must be a JSON object"):
         make_llm(override_generation_config=[])
+
+
+def test_a_default_length_is_cut_to_what_fits_and_a_given_one_is_not(
+    make_llm: Callable[..., LLM], tmp_path: Path
+) -> None:
+    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 60}')
+    # Two blocks of 16: 32 places, and one token more that is never fed back.
+    small = {"num_gpu_blocks_override": 3, "max_model_len": 64}
+    llm = make_llm(**small)
+    prompt, hello = [97] * 20, [{"role": "user", "content": "b" * 18}]
+    params = llm.get_default_sampling_params()
+    assert params.max_tokens == 60
+    for fields in ({}, {"sampling_params": params, "cuts_max_tokens": True}):
+        for (output,) in (
+            llm.generate([prompt], use_tqdm=False, **fields),
+            llm.chat(hello, use_tqdm=False, **fields),
+        ):
+            assert len(output.prompt_token_ids) == 20
+            assert len(output.outputs[0].token_ids) == 13
+    for call, argument in ((llm.generate, prompt), (llm.chat, hello)):
+        with pytest.raises(NeverFitsError, match="at most 13 tokens"):
+            call(argument, params, use_tqdm=False)
+    open_ended = paxkv.BeamSearchParams(beam_width=1, max_tokens=None)
+    (search,) = llm.beam_search([prompt], open_ended)
+    assert len(search.sequences[0].tokens) == 33
+    # Without such a file, 16 are the default that is cut.
+    (output,) = make_llm(generation_config="vllm", **small).generate(prompt, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 13
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def test_beam_search_params_have_vllms_defaults() -> None:
         ("beam_width", 11),
         ("beam_width", 2.0),
         ("max_tokens", 0),
-        ("max_tokens", None),
+        ("max_tokens", 2**31),
         ("temperature", -1),
         ("temperature", math.nan),
         ("length_penalty", 11),

@@ -54,6 +54,19 @@ def test_what_no_flag_says_is_the_models_default(run, tmp_path):
     assert "temperature=0" in run("--prompt", "a", "--n", "2")[2]
 
 
+@pytest.mark.parametrize("chat", [(), ("--chat",)], ids=["text", "chat"])
+def test_the_models_length_is_cut_to_what_fits_and_a_given_one_is_not(run, tmp_path, chat):
+    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 60}')
+    # Two blocks of 16, for at most 33 tokens.
+    words = (*chat, "--prompt", "a" * 20, "--num-gpu-blocks-override", "3", "--json")
+    code, lines, _ = run(*words, "--max-model-len", "64", "--temperature", "0")
+    (completion,) = json.loads(*lines)["completions"]
+    num_prompt_tokens = 22 if chat else 21
+    assert (code, completion["num_tokens"]) == (0, 33 - num_prompt_tokens)
+    code, _, complaint = run(*words, "--max-model-len", "64", "--max-tokens", "60")
+    assert code == 1 and "Ask for at most" in complaint
+
+
 def test_chat_puts_the_prompt_into_the_template(run):
     words = ("--chat", "--prompt", "ab", "--system-prompt", "s", "--max-tokens", "6")
     assert run(*words)[1] == ["s|ab|>"]

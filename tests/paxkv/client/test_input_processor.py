@@ -210,6 +210,14 @@ def test_max_tokens_left_open_is_the_default_as_far_as_it_fits() -> None:
     assert process(processor, [97] * 20, max_tokens=7).sampling_params.max_tokens == 7
 
 
+def test_max_tokens_of_the_caller_may_be_a_default_too() -> None:
+    processor = make(max_fitting_tokens=32)
+    for max_tokens, num_tokens in ((50, 13), (13, 13), (2, 2), (None, 13)):
+        params = SamplingParams(max_tokens=max_tokens)
+        request = processor.process([97] * 20, params, request_id="r", cuts_max_tokens=True)
+        assert request.sampling_params.max_tokens == num_tokens
+
+
 def test_prompt_must_fit_a_step_without_chunked_prefill() -> None:
     processor = make(max_prompt_tokens=64)
     assert len(process(processor, [97] * 64).prompt_token_ids) == 64
@@ -413,14 +421,19 @@ def test_a_grammar_is_checked_at_the_door_and_waited_for_behind_it() -> None:
 
 
 def test_a_prompt_may_be_cut_to_its_last_tokens() -> None:
-    def cut(num_tokens: object, **params: object) -> list[int]:
+    def cut(num_tokens: object, default: int | None = None, **params: object) -> list[int]:
         prompt = {"prompt_token_ids": list(range(150)), "truncate_prompt_tokens": num_tokens}
-        return process(make(), prompt, **params).prompt_token_ids
+        return process(make(default_max_tokens=default), prompt, **params).prompt_token_ids
 
     assert cut(3) == [147, 148, 149]
     # As many as leave room for the output, of 100 in all.
     assert cut(-1, max_tokens=40) == list(range(90, 150))
     assert cut(-1, max_tokens=None) == list(range(51, 150))
+    assert cut(-1, default=30, max_tokens=None) == list(range(80, 150))
+    assert cut(-1, default=30, max_tokens=40) == list(range(90, 150))
+    # A default that fits behind nothing gives way to the prompt.
+    for default, first in ((99, 149), (100, 51), (2000, 51)):
+        assert cut(-1, default=default, max_tokens=None) == list(range(first, 150))
     for bad in (0, -2, 2.5, True):
         with pytest.raises(InvalidRequestError) as raised:
             cut(bad)
