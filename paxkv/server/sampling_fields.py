@@ -25,6 +25,7 @@ from paxkv.structured_outputs_params import StructuredOutputsParams
 DEFAULT_COMPLETION_TOKENS = 16
 # OpenAI's bounds; as in vLLM, what lies beyond them counts as the bound.
 MAX_LOGIT_BIAS = 100.0
+_MAX_MAX_TOKENS = 2**31 - 1
 # Fields that have the same name and meaning in SamplingParams.
 _SAME_NAMES = (
     "n",
@@ -92,12 +93,15 @@ def echoes_prompt_alone(request: CompletionRequest) -> bool:
 
 def _completion_max_tokens(request: CompletionRequest, defaults: SamplingDefaults) -> int:
     if request.max_tokens is not None:
+        if not echoes_prompt_alone(request):
+            _check_range("max_tokens", request.max_tokens, low=1, high=_MAX_MAX_TOKENS)
         return _limited(request.max_tokens, defaults)
     default = defaults.generation_config.max_new_tokens
     return min(DEFAULT_COMPLETION_TOKENS, default or DEFAULT_COMPLETION_TOKENS)
 
 
 def _limited(max_tokens: int, defaults: SamplingDefaults) -> int:
+    """What is left of a length that is in range: a limit must not hide one that is not."""
     limit = defaults.max_tokens_limit
     return max_tokens if limit is None else min(max_tokens, limit)
 
@@ -120,8 +124,12 @@ def chat_sampling_params(
     keywords = chat_keywords(request, defaults, tool_schema)
     if request.use_beam_search:
         max_tokens = keywords["max_tokens"]
-        if max_tokens is None:
-            max_tokens = defaults.generation_config.max_new_tokens
+        # With a default it is left open, too; without one it would go on to max_model_len.
+        if max_tokens is None and defaults.generation_config.max_new_tokens is None:
+            raise InvalidRequestError(
+                "use_beam_search needs max_tokens: a search goes on to that length.",
+                param="max_tokens",
+            )
         return _beam_search_params(request, max_tokens, "top_logprobs", keywords["logprobs"])
     return SamplingParams(**keywords)
 
@@ -138,12 +146,11 @@ def chat_keywords(
     _check_best_of_is_n(request)
     # Under these names SamplingParams does not know them, so its message would name another field.
     _check_range("top_logprobs", request.top_logprobs, low=-1, high=2**31 - 1)
-    _check_range("max_completion_tokens", request.max_completion_tokens, low=1, high=2**31 - 1)
+    name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    max_tokens = getattr(request, name)
+    _check_range(name, max_tokens, low=1, high=_MAX_MAX_TOKENS)
     keywords = _shared_keywords(request, defaults)
     keywords["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
-    max_tokens = request.max_completion_tokens
-    if max_tokens is None:
-        max_tokens = request.max_tokens
     keywords["max_tokens"] = None if max_tokens is None else _limited(max_tokens, defaults)
     if tool_schema is not None:
         if "structured_outputs" in keywords:
@@ -194,11 +201,6 @@ def _beam_search_params(
 ) -> BeamSearchParams:
     """The beam width is `n`, as in vLLM; the temperature is 0 unless told otherwise."""
     _check_best_of_is_n(request)
-    if max_tokens is None:
-        raise InvalidRequestError(
-            "use_beam_search needs max_tokens: a search goes on to that length.",
-            param="max_tokens",
-        )
     _check_range("n", request.n, low=1, high=MAX_BEAM_WIDTH)
     # Those are the candidates that a search sees.
     _check_range(logprobs_name, logprobs, low=0, high=2 * request.num_choices)

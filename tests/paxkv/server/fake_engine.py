@@ -259,8 +259,9 @@ class FakeEngine:
         """Its sequences are those that `generate` would make, with logprobs nobody asked for."""
         self.seen_params.append(params)
         prompt_token_ids = self._token_ids(prompt)
+        default = self.model_info.sampling_defaults.generation_config.max_new_tokens
         answers = [
-            answer_token_ids(prompt_token_ids, params.max_tokens, index=index)
+            answer_token_ids(prompt_token_ids, params.max_tokens or default, index=index)
             for index in range(params.beam_width)
         ]
         await self._compute(str(prompt), num_done=0)

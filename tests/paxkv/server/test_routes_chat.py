@@ -126,6 +126,15 @@ def test_what_is_left_out_is_the_models_default(start_server):
     assert (given.temperature, given.top_k, given.max_tokens) == (0.9, 0, 4)
 
 
+def test_a_search_without_a_length_leaves_it_to_the_models_default(start_server):
+    server = start_server()
+    body = {"messages": [{"role": "user", "content": "hi"}], "use_beam_search": True}
+    assert server.client.post("/v1/chat/completions", json=body).status_code == 400
+    server.engine.set_sampling_defaults(max_new_tokens=4)
+    answer = server.client.post("/v1/chat/completions", json=body).json()
+    assert answer["usage"]["completion_tokens"] == 4
+
+
 @pytest.mark.parametrize("top_logprobs", [None, 0, 1, 3])
 def test_logprobs_hold_as_many_alternatives_as_asked(shared_server, top_logprobs):
     fields = {"logprobs": True, "top_logprobs": top_logprobs, "max_tokens": 2}

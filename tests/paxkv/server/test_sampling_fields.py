@@ -1,5 +1,7 @@
 """What the sampling fields of a body turn into."""
 
+import dataclasses
+
 import pytest
 
 from paxkv.errors import InvalidRequestError
@@ -123,7 +125,8 @@ def test_echo_with_logprobs_scores_the_prompt():
 
 def test_no_token_is_asked_for_only_where_the_prompt_is_echoed():
     assert _keywords(echo=True, max_tokens=0)["max_tokens"] == 1
-    assert _keywords(max_tokens=0)["max_tokens"] == 0  # which SamplingParams refuses
+    with pytest.raises(InvalidRequestError, match="max_tokens must be"):
+        _keywords(max_tokens=0)
     request = parse_completion({"prompt": "a", "echo": True, "max_tokens": 0})
     assert echoes_prompt_alone(request)
     assert not echoes_prompt_alone(parse_completion({"prompt": "a", "echo": True}))
@@ -227,8 +230,31 @@ def test_max_new_tokens_of_the_model_is_a_default_and_that_of_the_operator_a_lim
 
 def test_a_limit_hides_no_mistake():
     limited = SamplingDefaults(max_tokens_limit=9)
-    with pytest.raises(InvalidRequestError, match="max_tokens must be .*, got 0"):
-        _max_tokens(limited, max_tokens=0)
+    for name in ("max_tokens", "max_completion_tokens"):
+        for value in (-1, 0, 2**31):
+            message = f"{name} must be .*, got {value}"
+            chat = parse_chat({"messages": [USER], name: value})
+            with pytest.raises(InvalidRequestError, match=message):
+                chat_sampling_params(chat, limited)
+            for fields in ({}, {"use_beam_search": True}, {"echo": True}):
+                if name == "max_completion_tokens" or (value == 0 and "echo" in fields):
+                    continue
+                completion = parse_completion({"prompt": "a", name: value} | fields)
+                with pytest.raises(InvalidRequestError, match=message):
+                    completion_sampling_params(completion, limited)
+    echo = parse_completion({"prompt": "a", "echo": True, "max_tokens": 0})
+    assert completion_sampling_params(echo, limited).max_tokens == 1
+
+
+def test_a_limit_holds_for_a_beam_search():
+    limited = SamplingDefaults(max_tokens_limit=9)
+    fields = {"use_beam_search": True, "n": 2}
+    for asked, num_tokens in ((30, 9), (4, 4)):
+        fields["max_tokens"] = asked
+        completion = parse_completion({"prompt": "a"} | fields)
+        chat = parse_chat({"messages": [USER]} | fields)
+        assert completion_sampling_params(completion, limited).max_tokens == num_tokens
+        assert chat_sampling_params(chat, limited).max_tokens == num_tokens
 
 
 def test_a_beam_search_has_the_models_length_and_no_other_default():
@@ -239,8 +265,9 @@ def test_a_beam_search_has_the_models_length_and_no_other_default():
     expected = BeamSearchParams(beam_width=2, max_tokens=9, temperature=0.0)
     completion = parse_completion({"prompt": "a"} | fields)
     assert completion_sampling_params(completion, defaults) == expected
+    # Left open, as in a chat without a search: it must fit behind the prompt.
     chat = parse_chat({"messages": [USER]} | fields)
-    assert chat_sampling_params(chat, defaults) == expected
+    assert chat_sampling_params(chat, defaults) == dataclasses.replace(expected, max_tokens=None)
     with pytest.raises(InvalidRequestError, match="needs max_tokens"):
         chat_sampling_params(chat, DEFAULTS)
 
