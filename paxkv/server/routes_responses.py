@@ -95,6 +95,8 @@ class ResponsesRoutes:
         chat_body = await asyncio.to_thread(chat_of_responses, fields, body, earlier_items)
         check_model(chat_body.model, self._engine.model_info.served_model_name)
         chat = await start_chat(chat_body, self._engine, self._generator, self._config)
+        # A beam search is none of its fields.
+        assert isinstance(chat.sampling_params, SamplingParams)
         begun = self._begun(body, chat.sampling_params, _new_id(chat_body.request_id))
         answer = _Answer(chat, begun, [*earlier_items, *input_items(body)])
         if body.background:
@@ -191,7 +193,8 @@ class ResponsesRoutes:
             store=self._store.is_enabled and body.store is not False,
             previous_response_id=body.previous_response_id,
             instructions=body.instructions,
-            max_output_tokens=body.max_output_tokens,
+            # As it counts: the server may have a limit.
+            max_output_tokens=sampling_params.max_tokens,
             metadata=body.metadata or {},
             model=self._engine.model_info.served_model_name,
             output=[],

@@ -335,5 +335,8 @@ def test_what_is_left_out_is_the_models_default_and_the_answer_tells_it(start_se
     asked = {"input": "hi", "temperature": 0.9, "top_p": 1, "top_k": 0, "max_output_tokens": 99}
     given = server.client.post("/v1/responses", json=asked).json()
     assert (given["temperature"], given["top_p"]) == (0.9, 1)
+    open_ended = server.client.post("/v1/responses", json={"input": "hi"}).json()
+    answers = (left_out, given, open_ended)
+    assert [answer["max_output_tokens"] for answer in answers] == [2, 4, None]
     seen = [(p.temperature, p.top_p, p.top_k, p.max_tokens) for p in server.engine.seen_params]
-    assert seen == [(0.5, 0.75, 3, 2), (0.9, 1, 0, 4)]
+    assert seen == [(0.5, 0.75, 3, 2), (0.9, 1, 0, 4), (0.5, 0.75, 3, None)]
