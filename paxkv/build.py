@@ -38,7 +38,11 @@ from paxkv.engine.core_thread import CoreThread
 from paxkv.engine.engine_core import EngineCore
 from paxkv.engine.kv_event_publisher import KVEventPublisher, make_kv_event_publisher
 from paxkv.errors import KVCacheTooSmallError
-from paxkv.generation_config import find_sampling_defaults, generation_config_folder
+from paxkv.generation_config import (
+    SamplingDefaults,
+    find_sampling_defaults,
+    generation_config_folder,
+)
 from paxkv.package_origin import check_package_origin
 from paxkv.scheduler.scheduler import Scheduler
 from paxkv.scheduler.trace.header import TraceHeader
@@ -183,7 +187,10 @@ def compile_programs(config: EngineConfig, path: Path, *, show_progress: bool = 
         ModelError: The model cannot be loaded.
     """
     store = NewCompiledPrograms(path)  # first, because it fails at once
-    model = _load_model(config, _model_folder(config))
+    folder = _model_folder(config)
+    # They shape no program, but the engine that is to start with these flags needs them.
+    _find_sampling_defaults(config, folder)
+    model = _load_model(config, folder)
     runner = _make_runner(config, model, store, show_progress=show_progress)
     return runner.warm_up()
 
@@ -199,9 +206,7 @@ def _build_core(
     folder = _model_folder(config)
     on_model_found(folder)
     # Before the weights: a mistake in a small file is not to be told after minutes of loading.
-    sampling_defaults = find_sampling_defaults(
-        config.model.generation_config, config.model.override_generation_config, folder
-    )
+    sampling_defaults = _find_sampling_defaults(config, folder)
     model = _load_model(config, folder)
     runner = _make_runner(config, model, store, show_progress=show_progress)
     max_model_len = runner.memory_plan.max_model_len
@@ -243,6 +248,12 @@ def _model_folder(config: EngineConfig) -> Path:
         return Path(str(importlib.resources.files("models.demo") / "checkpoint"))
     with_weights = config.model.load_format != "dummy"
     return resolve_model_folder(config.model.model, with_weights=with_weights)
+
+
+def _find_sampling_defaults(config: EngineConfig, folder: Path) -> SamplingDefaults:
+    return find_sampling_defaults(
+        config.model.generation_config, config.model.override_generation_config, folder
+    )
 
 
 def _load_model(config: EngineConfig, folder: Path) -> LoadedModel:

@@ -91,7 +91,7 @@ class GenerationConfig:
             fields = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return cls()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"cannot read {path}: {error}. Download it again.") from error
         if not isinstance(fields, dict):
             raise ConfigError(f"{path} holds a {type(fields).__name__}; wanted a JSON object.")

@@ -75,8 +75,8 @@ def _read_json_object(path: Path) -> dict[str, object]:
             f"{path} does not exist; wanted a folder in Hugging Face layout. "
             "Point at the folder that holds config.json and the *.safetensors files."
         ) from None
-    except ValueError as error:
-        raise ModelConfigError(f"{path} is not JSON: {error}. Download it again.") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelConfigError(f"{path} is no good JSON: {error}. Download it again.") from error
     if not isinstance(content, dict):
         raise ModelConfigError(f"{path} holds a {type(content).__name__}; wanted a JSON object.")
     return content

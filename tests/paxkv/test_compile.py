@@ -135,6 +135,14 @@ def test_mistake_is_one_line_and_exit_code_1(tmp_path, capsys, arguments, words)
     assert output.err.count("\n") == 1
 
 
+def test_sampling_defaults_that_no_start_would_take_are_refused(tmp_path, capsys):
+    path = tmp_path / "generation_config.json"
+    path.write_text('{"temperature": -4}')
+    out = tmp_path / "out"
+    assert compile.main(["--out", str(out), "--generation-config", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith(f"paxkv: error: {path}: temperature must be")
+
+
 def test_where_programs_lie_is_said_by_out_alone(capsys):
     assert "--out DIR" in compile.make_parser().format_help()
     with pytest.raises(SystemExit):

@@ -115,7 +115,7 @@ def test_a_bad_value_names_its_place_and_the_way_around(tmp_path, name, value, w
     assert find_sampling_defaults("auto", override, tmp_path).generation_config == override
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "\x80"])
+@pytest.mark.parametrize("content", ["{", "[]", "\x80", "[" * 10**5], ids=[*"abc", "deep"])
 def test_a_file_that_is_no_object_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "generation_config.json").write_text(content, encoding="latin-1")
     with pytest.raises(ConfigError, match=r"generation_config\.json"):

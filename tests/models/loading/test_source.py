@@ -64,7 +64,7 @@ def test_folder_without_config_is_named(tmp_path):
         source.read_model_config(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '"text"'])
+@pytest.mark.parametrize("content", ["{", "[]", '"text"', "[" * 10**5], ids=[*"abc", "deep"])
 def test_malformed_config_is_named(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelConfigError, match=r"config\.json"):
