@@ -6,9 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from paxkv.build_client import StartedEngines, TextParts
+from paxkv.contracts.engine_start import EngineReady
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from paxkv.contracts.model_info import ModelInfo
+from paxkv.engine.core_thread import CoreThread
 from paxkv.errors import KVCacheTooSmallError
-from tests.paxkv.engine.fake_engine import FakeExecutor
+from paxkv.generation_config import GenerationConfig, SamplingDefaults
+from tests.paxkv.engine.fake_engine import FakeExecutor, make_engine_core
 from tests.paxkv.text.small_tokenizers import BOS, EOS, byte_level_backend
 
 MAX_POSITIONS, MAX_SCALED_POSITIONS = 64, 128
@@ -69,6 +74,27 @@ def fake_model_parts(monkeypatch: pytest.MonkeyPatch) -> type[FakeRunner]:
     )
     monkeypatch.setattr("paxkv.build.ModelRunner", Runner)
     return Runner
+
+
+def started_fake(**sampling_defaults: object) -> StartedEngines:
+    """An engine in a thread instead of processes, whose model has these defaults and no text."""
+    core = make_engine_core()
+    model_info = ModelInfo(
+        served_model_name="fake",
+        model="fake",
+        max_model_len=256,
+        vocab_size=VOCAB_SIZE,
+        max_fitting_tokens=512,
+        created=0,
+        max_num_seqs=8,
+        cache_settings={},
+        sampling_defaults=SamplingDefaults(generation_config=GenerationConfig(**sampling_defaults)),
+    )
+    ready = EngineReady(
+        model_info=model_info, eos_token_ids=(), max_prompt_tokens=None, stats=core.make_stats()
+    )
+    text = TextParts(tokenizer=None, chat_template=None)
+    return StartedEngines(transport=CoreThread(core), ready=ready, text=text)
 
 
 def save_tokenizer(folder: Path, *, chat_template: str | None = None) -> None:

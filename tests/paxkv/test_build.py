@@ -14,7 +14,14 @@ from paxkv.build import (
     build_llm_client,
     compile_programs,
 )
-from paxkv.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from paxkv.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunnerConfig,
+    SchedulerConfig,
+)
 from paxkv.errors import ConfigError, InvalidRequestError, KVCacheTooSmallError
 from paxkv.generation_config import GenerationConfig
 from paxkv.runner.bucketing import RowShape
@@ -29,6 +36,7 @@ from tests.paxkv.fake_build import (
     FakeRunner,
     fake_model_parts,
     save_tokenizer,
+    started_fake,
 )
 
 BOS_ID, EOS_ID = 256, 257
@@ -333,6 +341,18 @@ def test_sampling_defaults_are_known_before_the_weights_and_told_once(
         build_core(config_for(tmp_path))
     with pytest.raises(ConfigError, match="a folder with a generation_config"):
         build_core(config_for(tmp_path, generation_config=str(tmp_path / "none")))
+
+
+def test_sampling_defaults_of_several_engines_are_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(
+        "paxkv.build.start_engines", lambda *_, **__: started_fake(max_new_tokens=5)
+    )
+    build_engine(EngineConfig(parallel=ParallelConfig(data_parallel_size=2))).transport.close()
+    (line,) = [text for text in caplog.messages if "generation_config" in text]
+    assert "have max_new_tokens=5, of" in line
 
 
 def test_another_folder_has_the_turn_ending_tokens_too(

@@ -9,10 +9,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from paxkv import build_client
 from paxkv.build_client import load_text_parts
-from paxkv.config import ModelConfig
+from paxkv.config import EngineConfig, ModelConfig, ServerConfig
+from paxkv.sampling_params import BeamSearchParams, SamplingParams
+from tests.paxkv.client.test_async_client import collect, in_loop
 from tests.paxkv.client.test_engine_process import wait_for_end
-from tests.paxkv.fake_build import save_tokenizer
+from tests.paxkv.fake_build import save_tokenizer, started_fake
 from tests.paxkv.fake_server import (
     FakeServer,
     only_child,
@@ -62,6 +65,22 @@ def test_text_of_a_model_is_read_without_its_weights(
     text = load_text_parts(ModelConfig(), tmp_path)
     assert text.chat_template.render([{"role": "user", "content": "a"}]) == "<s>a"
     assert text.tokenizer.encode("a", add_special_tokens=False) == [97]
+
+
+@in_loop
+async def test_a_length_left_open_is_the_models_default() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            build_client, "start_engines", lambda *_, **__: started_fake(max_new_tokens=5)
+        )
+        client = build_client.build_async_client(EngineConfig(), ServerConfig())
+    await client.start()
+    (output,) = await collect(client, [97], SamplingParams(max_tokens=None), "r", stream=False)
+    assert len(output.outputs[0].token_ids) == 5
+    params = BeamSearchParams(beam_width=1, max_tokens=None)
+    (output,) = [o async for o in client.beam_search([97], params, request_id="s")]
+    assert len(output.outputs[0].token_ids) == 5
+    await client.close(drain_timeout_s=0)
 
 
 def test_killed_engine_is_a_clear_error_then_503_then_service_again() -> None:
