@@ -38,12 +38,9 @@ from paxkv.engine.core_thread import CoreThread
 from paxkv.engine.engine_core import EngineCore
 from paxkv.engine.kv_event_publisher import KVEventPublisher, make_kv_event_publisher
 from paxkv.errors import KVCacheTooSmallError
-from paxkv.generation_config import (
-    SamplingDefaults,
-    find_sampling_defaults,
-    generation_config_folder,
-)
+from paxkv.generation_config import find_sampling_defaults, generation_config_folder
 from paxkv.package_origin import check_package_origin
+from paxkv.sampling_defaults import SamplingDefaults
 from paxkv.scheduler.scheduler import Scheduler
 from paxkv.scheduler.trace.header import TraceHeader
 from paxkv.scheduler.trace.recorder import TraceRecorder, make_scheduler, record_scheduler

@@ -5,7 +5,8 @@ import json
 from typing import Literal
 
 from paxkv.errors import ConfigError
-from paxkv.generation_config import FROM_MODEL, GenerationConfig
+from paxkv.generation_config import FROM_MODEL
+from paxkv.sampling_defaults import GenerationConfig
 from paxkv.sampling_params import MAX_LOGPROBS
 from paxkv.server_config import ServerConfig as ServerConfig
 from paxkv.setting import at_least, is_number, one_of, setting, true_or_false

@@ -34,7 +34,8 @@ from paxkv.contracts.model_info import ModelInfo
 from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
 from paxkv.contracts.request_output import BeamSearchOutput, RequestOutput
 from paxkv.errors import EngineDeadError, InvalidRequestError, InvariantError
-from paxkv.generation_config import FROM_MODEL, GenerationConfig
+from paxkv.generation_config import FROM_MODEL
+from paxkv.sampling_defaults import GenerationConfig
 from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.text.chat_template import ChatTemplate, Message
 from paxkv.text.tokenizer import Tokenizer

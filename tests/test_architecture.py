@@ -52,6 +52,7 @@ PAXKV_TOP = {
     "paxkv.command_line",
     "paxkv.package_origin",
     "paxkv.process_logging",
+    "paxkv.sampling_defaults",
     "paxkv.sampling_params",
     "paxkv.structured_outputs_config",
     "paxkv.structured_outputs_params",

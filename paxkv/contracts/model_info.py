@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from paxkv.generation_config import SamplingDefaults
+from paxkv.sampling_defaults import SamplingDefaults
 from paxkv.sampling_params import MAX_LOGPROBS
 
 

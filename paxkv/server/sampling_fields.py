@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
-from paxkv.generation_config import SamplingDefaults
+from paxkv.sampling_defaults import SamplingDefaults
 from paxkv.sampling_params import (
     MAX_BEAM_WIDTH,
     MAX_LOGIT_BIASES,

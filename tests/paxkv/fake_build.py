@@ -12,7 +12,7 @@ from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCa
 from paxkv.contracts.model_info import ModelInfo
 from paxkv.engine.core_thread import CoreThread
 from paxkv.errors import KVCacheTooSmallError
-from paxkv.generation_config import GenerationConfig, SamplingDefaults
+from paxkv.sampling_defaults import GenerationConfig, SamplingDefaults
 from tests.paxkv.engine.fake_engine import FakeExecutor, make_engine_core
 from tests.paxkv.text.small_tokenizers import BOS, EOS, byte_level_backend
 

@@ -23,9 +23,9 @@ from paxkv.config import (
     SchedulerConfig,
 )
 from paxkv.errors import ConfigError, InvalidRequestError, KVCacheTooSmallError
-from paxkv.generation_config import GenerationConfig
 from paxkv.runner.bucketing import RowShape
 from paxkv.runner.program_store import CompiledPrograms, NewCompiledPrograms
+from paxkv.sampling_defaults import GenerationConfig
 from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.trace.replayer import replay
 from paxkv.scheduler.trace.trace_file import TraceReader

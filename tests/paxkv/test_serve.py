@@ -13,7 +13,7 @@ from paxkv import serve
 from paxkv.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig, ServerConfig
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.errors import ConfigError, EngineDeadError
-from paxkv.generation_config import GenerationConfig
+from paxkv.sampling_defaults import GenerationConfig
 from tests.paxkv.server.fake_engine import FakeEngine
 
 CONFIG_CLASSES = (ModelConfig, CacheConfig, SchedulerConfig, RunnerConfig, ServerConfig)

@@ -14,8 +14,8 @@ from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
 from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput
 from paxkv.contracts.token_totals import TokenTotals
 from paxkv.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
-from paxkv.generation_config import GenerationConfig, SamplingDefaults
 from paxkv.inspector.recorder import InspectionRecorder
+from paxkv.sampling_defaults import GenerationConfig, SamplingDefaults
 from paxkv.sampling_params import BeamSearchParams, SamplingParams, check_num_logprobs
 from tests.paxkv.scheduler.stepping import make_scheduler
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from paxkv.errors import InvalidRequestError
-from paxkv.generation_config import GenerationConfig, SamplingDefaults
+from paxkv.sampling_defaults import GenerationConfig, SamplingDefaults
 from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.server.openai_protocol import parse_chat, parse_completion
 from paxkv.server.sampling_fields import (
