@@ -6,7 +6,7 @@ from typing import Literal
 # Which layers attend to a sliding window, if the model has one:
 # - every_layer: all of them
 # - flagged: those from `max_window_layers` on, if `use_sliding_window` says so
-# - pattern: all but every `sliding_window_pattern`-th
+# - pattern: all but every so many-th
 # `layer_types`, where it is written, replaces the last two.
 WindowRule = Literal["never", "every_layer", "flagged", "pattern"]
 
@@ -41,6 +41,7 @@ class FamilyTraits:
     window_rule: WindowRule = "never"
     default_sliding_window: int | None = None
     default_window_pattern: int = 1
+    has_window_pattern_field: bool = False  # `sliding_window_pattern` may say another one
     # Sliding and full layers have rotary embeddings of their own.
     has_rope_per_layer_type: bool = False
 
@@ -79,6 +80,7 @@ _GEMMA3 = FamilyTraits(
     window_rule="pattern",
     default_sliding_window=4096,
     default_window_pattern=6,
+    has_window_pattern_field=True,
     has_rope_per_layer_type=True,
 )
 

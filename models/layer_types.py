@@ -71,7 +71,9 @@ def _types_by_rule(
 ) -> tuple[LayerType, ...]:
     if traits.window_rule == "pattern":
         # Pattern 3 -> sliding, sliding, full, sliding, sliding, full, ...
-        pattern = read_count(hf_config, "sliding_window_pattern", traits.default_window_pattern)
+        pattern = traits.default_window_pattern
+        if traits.has_window_pattern_field:
+            pattern = read_count(hf_config, "sliding_window_pattern", pattern)
         is_sliding = [(layer_idx + 1) % pattern != 0 for layer_idx in range(num_layers)]
     elif sliding_window is None:
         is_sliding = [False] * num_layers

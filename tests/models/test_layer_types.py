@@ -51,6 +51,8 @@ def test_every_sixth_layer_of_gemma3_is_full():
 
 def test_every_second_layer_of_gemma2_is_full():
     assert read(FAMILY_TRAITS["Gemma2ForCausalLM"], 5) == "SFSFS"
+    # It is Gemma 3's field.
+    assert read(FAMILY_TRAITS["Gemma2ForCausalLM"], 5, sliding_window_pattern=3) == "SFSFS"
 
 
 def test_layer_types_of_another_length_are_refused():
@@ -88,6 +90,7 @@ def test_malformed_window_is_named(fields):
         ("Gemma3ForCausalLM", "Gemma3TextConfig", {"sliding_window_pattern": 4}),
         ("Gemma3ForCausalLM", "Gemma3TextConfig", {"layer_types": [FULL] * 3 + [SLIDING] * 10}),
         ("Gemma2ForCausalLM", "Gemma2Config", {}),
+        ("Gemma2ForCausalLM", "Gemma2Config", {"sliding_window_pattern": 3}),
         ("Qwen2ForCausalLM", "Qwen2Config", {"use_sliding_window": True, "max_window_layers": 5}),
         ("Qwen2ForCausalLM", "Qwen2Config", {"use_sliding_window": True, "sliding_window": None}),
         ("Qwen3ForCausalLM", "Qwen3Config", {"use_sliding_window": True}),
