@@ -18,6 +18,7 @@ from models.loading.loaded_model import LoadedModel
 from models.loading.product_dtype import ProductDtype, with_product_dtype
 from models.loading.safetensors_reader import SafetensorsCheckpoint
 from models.loading.source import read_model_config, resolve_model_folder
+from models.loading.tied_head import is_head_tied
 from models.loading.weight_names import check_weights, weight_source
 from models.registry import MODEL_CLASSES
 
@@ -63,11 +64,15 @@ def load_model(
     folder = resolve_model_folder(model, with_weights=load_format != "dummy")
     config = read_model_config(folder, generation_folder=generation_folder)
     config = dataclasses.replace(config, has_unified_kv=has_unified_kv)
+    checkpoint = None if load_format == "dummy" else SafetensorsCheckpoint(folder)
+    if checkpoint is not None:
+        is_tied = is_head_tied(checkpoint, tie_word_embeddings=config.tie_word_embeddings)
+        config = dataclasses.replace(config, tie_word_embeddings=is_tied)
     structure = _Structure(config, _resolve_dtype(dtype, config))
-    if load_format == "dummy":
+    if checkpoint is None:
         params = _random_params(structure, seed)
     else:
-        params = _read_params(structure, folder)
+        params = _read_params(structure, checkpoint)
     if has_column_panels and product_dtype == "auto":
         split_columns(params, structure.names)
     model = LoadedModel(
@@ -100,9 +105,8 @@ class _Structure:
         self.shapes: tuple[jax.ShapeDtypeStruct, ...] = tuple(leaf for _, leaf in leaves_with_path)
 
 
-def _read_params(structure: _Structure, folder: Path) -> list[jax.Array]:
+def _read_params(structure: _Structure, checkpoint: SafetensorsCheckpoint) -> list[jax.Array]:
     is_tied = structure.config.tie_word_embeddings
-    checkpoint = SafetensorsCheckpoint(folder)
     sources = [
         weight_source(name, wanted.shape, tie_word_embeddings=is_tied)
         for name, wanted in zip(structure.names, structure.shapes, strict=True)

@@ -168,12 +168,14 @@ def test_quantized_weight_is_named_with_its_dtype(tmp_path):
 
 def test_known_leftovers_of_old_checkpoints_are_ignored(tmp_path):
     folder = write_random_checkpoint(tmp_path, tie=True, num_layers=1)
-    leftovers = {
-        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32),
-        "lm_head.weight": np.zeros((160, 64), np.float32),  # tied: the embedding counts
-    }
-    rewrite_weights(folder, lambda weights: weights.update(leftovers))
+
+    def leave(weights):
+        weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].copy()
+
+    rewrite_weights(folder, leave)
     loaded = load_model(folder)
+    assert loaded.config.tie_word_embeddings
     if "lm_head.kernel" in loaded.param_names:
         head = loaded.params[loaded.param_names.index("lm_head.kernel")]
         embedding = loaded.params[loaded.param_names.index("embed_tokens.embedding")]

@@ -1,0 +1,63 @@
+"""A head of other numbers than the embedding is no tied one, whatever config.json says."""
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from models.errors import WeightMismatchError
+from models.loading.load_model import load_model
+from models.loading.safetensors_reader import SafetensorsCheckpoint
+from models.loading.tied_head import is_head_tied
+from tests.oracles.make_checkpoint import write_random_checkpoint
+
+
+def write_tied(folder, make_head):
+    """A checkpoint whose config.json ties the head, which is stored all the same."""
+    write_random_checkpoint(folder, tie=True, num_layers=1)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = make_head(weights["model.embed_tokens.weight"])
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return weights
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_equal_head_is_tied_unless_config_says_otherwise(tmp_path, caplog, dtype):
+    write_tied(tmp_path, lambda embedding: embedding.astype(dtype))
+    checkpoint = SafetensorsCheckpoint(tmp_path)
+    assert is_head_tied(checkpoint, tie_word_embeddings=True)
+    assert not is_head_tied(checkpoint, tie_word_embeddings=False)
+    assert load_model(tmp_path).config.tie_word_embeddings
+    assert not caplog.records
+
+
+def test_other_head_is_taken_as_it_is_stored_and_said(tmp_path, caplog):
+    weights = write_tied(tmp_path, lambda embedding: embedding[::-1].copy())
+    loaded = load_model(tmp_path)
+    assert not loaded.config.tie_word_embeddings
+    params = dict(zip(loaded.param_names, loaded.params, strict=True))
+    np.testing.assert_array_equal(params["lm_head.kernel"], weights["lm_head.weight"].T)
+    np.testing.assert_array_equal(
+        params["embed_tokens.embedding"], weights["model.embed_tokens.weight"]
+    )
+    assert "Set tie_word_embeddings to false" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("make_head", "message"),
+    [
+        (lambda embedding: embedding[:-1].copy(), r"lm_head\.weight \(got \[159, 64\]"),
+        (lambda embedding: embedding.astype(np.int8), r"lm_head\.weight \(I8\)"),
+    ],
+)
+def test_head_that_does_not_fit_is_named(tmp_path, make_head, message):
+    write_tied(tmp_path, make_head)
+    with pytest.raises(WeightMismatchError, match=message):
+        load_model(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_live_transformers_takes_the_same_head(tmp_path):
+    make_golden = pytest.importorskip("tests.oracles.make_golden")  # needs torch and transformers
+    weights = write_tied(tmp_path, lambda embedding: embedding[::-1].copy())
+    head = make_golden.load_hf_model(tmp_path).lm_head.weight.numpy(force=True)
+    np.testing.assert_array_equal(head, weights["lm_head.weight"])
