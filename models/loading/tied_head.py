@@ -15,7 +15,7 @@ def is_head_tied(checkpoint: SafetensorsCheckpoint, *, tie_word_embeddings: bool
 
     Whoever trains the head alone, or merges an adapter into it, often leaves the flag as it was.
 
-    Source: transformers 5, `PreTrainedModel.tie_weights`; vLLM does the same.
+    Source: transformers 5, `PreTrainedModel.tie_weights`.
     """
     has_both = {EMBEDDING_WEIGHT, HEAD_WEIGHT} <= checkpoint.weights.keys()
     if not tie_word_embeddings or not has_both:
