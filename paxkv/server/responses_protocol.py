@@ -153,7 +153,7 @@ def _messages(items: Iterable[tuple[int, dict[str, object]]]) -> list[dict[str, 
 def _add_call(
     path: str, messages: list[dict[str, object]], item: Mapping[str, object], thought: str | None
 ) -> None:
-    """Adds a call to the assistant's last message, or to a new one."""
+    """Adds a call to the assistant's last message, or, behind thoughts, to a new one."""
     if not isinstance(item.get("name"), str):
         raise InvalidRequestError(f"{path}.name must be a string.", param="input")
     call = {
@@ -162,7 +162,7 @@ def _add_call(
         "function": {"name": item["name"], "arguments": item.get("arguments")},
     }
     last = messages[-1] if messages else {}
-    if last.get("role") == "assistant":
+    if last.get("role") == "assistant" and thought is None:
         last["tool_calls"] = [*last.get("tool_calls", ()), call]
         return
     message = {"role": "assistant", "content": None, "tool_calls": [call]}

@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from paxkv.config import ServerConfig
+from paxkv.server.responses_protocol import chat_of_responses, parse_responses
 from paxkv.server.routes_responses import ResponsesRoutes
 from tests.paxkv.server.conftest import PATIENCE_S, run_server
 from tests.paxkv.server.fake_engine import (
@@ -152,6 +153,23 @@ def test_a_conversation_with_calls_comes_to_the_template(server, client):
     )
     prompt = server.engine.seen_prompts[-1]["prompt"]
     assert prompt == "<system>be brief<user>go<assistant><tool>done<user>so?<assistant>"
+
+
+def test_thoughts_stand_before_what_followed_them():
+    def thought(text: str) -> dict[str, object]:
+        return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
+
+    def call(name: str) -> dict[str, object]:
+        return {"type": "function_call", "call_id": name, "name": name, "arguments": "{}"}
+
+    said = {"role": "assistant", "content": "let me see"}
+    fields = {"input": [said, thought("x"), call("f"), call("g"), thought("y"), call("h")]}
+    messages = chat_of_responses(fields, parse_responses(fields)).messages
+    found = [
+        (m.get("reasoning"), [c["function"]["name"] for c in m.get("tool_calls", [])])
+        for m in messages
+    ]
+    assert found == [(None, []), ("x", ["f", "g"]), ("y", ["h"])]
 
 
 def test_the_form_of_a_text_is_a_grammar(server, client):
