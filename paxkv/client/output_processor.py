@@ -248,8 +248,9 @@ class _CompletionState:
         self._request_id = request.request_id
         self._arrival_time = request.arrival_time
         self._times: RequestTimes | None = None
-        self._first_token_time = self._first_token_s = 0.0
-        # On the clock that nobody sets; None before the first.
+        self._first_token_time = 0.0  # since the epoch
+        # On the clock that nobody sets; the last is None before the first.
+        self._first_token_s = 0.0
         self.last_token_s: float | None = None
         self._index = index
         self._is_final_only = output_kind == "final_only"
