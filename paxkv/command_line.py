@@ -19,6 +19,8 @@ _SHORT_INTEGER = re.compile(
 )
 # What the help shows for the value of a flag that takes one.
 JSON_LIST, JSON_OBJECT = "JSON_LIST", "JSON_OBJECT"
+# Of what is no JSON, and of what is nested too deeply to be read.
+_JSON_ERRORS = (ValueError, RecursionError)
 
 
 def add_config_flags(
@@ -125,7 +127,7 @@ def _integer(text: str) -> int:
 def _json_list(text: str) -> list[str]:
     try:
         values = json.loads(text)
-    except ValueError:
+    except _JSON_ERRORS:
         values = None
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise argparse.ArgumentTypeError(f'wanted a JSON list as in \'["a", "b"]\', got {text!r}')
@@ -136,7 +138,7 @@ def _json_object(config_class: type[_ConfigT], text: str) -> _ConfigT:
     """A config from '{"a": true}', by its class' `from_fields`."""
     try:
         return config_class.from_fields(json.loads(text))
-    except (ValueError, ConfigError) as error:
+    except (*_JSON_ERRORS, ConfigError) as error:
         raise argparse.ArgumentTypeError(f"wanted a JSON object, got {text!r}: {error}") from None
 
 

@@ -142,7 +142,7 @@ class KVEventsConfig:
         """
         try:
             fields = json.loads(text)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"kv_events_config is not JSON: {error}; got {text!r}.") from error
         if not isinstance(fields, dict):
             raise ConfigError(f"kv_events_config must be a JSON object, got {text!r}.")

@@ -55,8 +55,9 @@ def _read_table(path: Path) -> dict[str, object]:
         raise ConfigError(f"--config reads {', '.join(_READERS)}, got {str(path)!r}.")
     try:
         fields = reader(path.read_text(encoding="utf-8"))
-    # Each reader's own error of a malformed file is a ValueError, but for YAML's.
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    # Each reader's own error of a malformed file is a ValueError, but for YAML's; where lists nest
+    # too deeply it is a RecursionError.
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error}") from error
     if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields):
         raise ConfigError(f"{str(path)!r} must hold a table of flags, with a name each.")

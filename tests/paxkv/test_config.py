@@ -83,6 +83,7 @@ def test_kv_events_config_takes_any_port_that_is_one(endpoint: str) -> None:
     [
         ("tcp://127.0.0.1:5557", "not JSON"),
         ("[1]", "JSON object"),
+        ("[" * 100_000, "not JSON"),
         ('{"endpont": 1, "hwn": 2}', "has no endpont, hwn; it has enable_kv_cache_events"),
         ('{"enable_kv_cache_events": "yes"}', "enable_kv_cache_events must be true or false"),
         ('{"publisher": "kafka"}', "publisher must be one of zmq, null"),

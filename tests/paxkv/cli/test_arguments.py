@@ -89,6 +89,11 @@ def test_several_keys_and_origins_are_lists(capsys, monkeypatch):
     assert "wanted a JSON list" in refused(capsys, "--allowed-origins", "*")
 
 
+@pytest.mark.parametrize("flag", ["--allowed-origins", "--override-generation-config"])
+def test_json_nested_too_deeply_is_refused(capsys, flag):
+    assert "wanted a JSON" in refused(capsys, flag, "[" * 100_000)
+
+
 def test_keys_may_come_from_the_environment_and_are_in_no_help(capsys, monkeypatch):
     monkeypatch.setenv("PAXKV_API_KEY", "geheim1, geheim2,")
     assert config_from_arguments(ServerConfig, parse()).api_key == ("geheim1", "geheim2")
