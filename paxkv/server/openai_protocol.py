@@ -175,12 +175,12 @@ def check_generation_prompt(
 
 
 def check_model(requested: str | None, served_model_name: str) -> None:
-    """A request may leave the model out; the one that it names must be the one served.
+    """A request may leave the model out, or its name empty; else it must be the one served.
 
     Raises:
         UnknownModelError: It is not.
     """
-    if requested not in (None, served_model_name):
+    if requested and requested != served_model_name:
         raise UnknownModelError(
             f"the model {requested[:128]!r} does not exist here; this server has "
             f"{served_model_name!r}.",
@@ -262,10 +262,8 @@ def _check_beam_search(fields: Mapping[str, object]) -> None:
 
 
 def _check_stream_options(fields: Mapping[str, object]) -> None:
-    options = fields.get("stream_options")
-    if options is None:
-        return
-    if fields.get("stream") is not True:
+    # Empty options ask for nothing.
+    if fields.get("stream_options") and fields.get("stream") is not True:
         raise InvalidRequestError(
             "stream_options needs stream to be true; leave it out.", param="stream_options"
         )

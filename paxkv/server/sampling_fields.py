@@ -138,7 +138,8 @@ def chat_keywords(
     request: ChatCompletionRequest, defaults: SamplingDefaults, tool_schema: str | None = None
 ) -> dict[str, object]:
     """The arguments of SamplingParams that a chat asks for."""
-    if request.top_logprobs is not None and not request.logprobs:
+    # 0 is vLLM's default, which clients that fill in every field send along.
+    if request.top_logprobs and not request.logprobs:
         raise InvalidRequestError(
             "top_logprobs needs logprobs to be true; send it, or leave top_logprobs out.",
             param="top_logprobs",
@@ -153,10 +154,10 @@ def chat_keywords(
     keywords["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
     keywords["max_tokens"] = None if max_tokens is None else _limited(max_tokens, defaults)
     if tool_schema is not None:
-        if "structured_outputs" in keywords:
+        # A `response_format` is about content, which an answer of calls alone has none of.
+        if request.structured_outputs is not None:
             raise InvalidRequestError(
-                "tool_choice already says what form the answer has; leave response_format and "
-                "structured_outputs out.",
+                "tool_choice already says what form the answer has; leave structured_outputs out.",
                 param="tool_choice",
             )
         keywords["structured_outputs"] = StructuredOutputsParams(json=tool_schema)

@@ -132,13 +132,23 @@ def test_no_token_is_asked_for_only_where_the_prompt_is_echoed():
     assert not echoes_prompt_alone(parse_completion({"prompt": "a", "echo": True}))
 
 
-def test_a_forced_call_is_a_grammar_and_bears_no_other():
-    request = parse_chat({"messages": [USER]})
+@pytest.mark.parametrize("form", [None, {"type": "json_object"}])
+def test_a_forced_call_is_a_grammar_whatever_form_content_would_have(form):
+    request = parse_chat({"messages": [USER], "response_format": form})
     keywords = chat_keywords(request, NEUTRAL, '{"type":"object"}')
     assert keywords["structured_outputs"] == StructuredOutputsParams(json='{"type":"object"}')
-    request = parse_chat({"messages": [USER], "response_format": {"type": "json_object"}})
-    with pytest.raises(InvalidRequestError, match="leave response_format"):
-        chat_keywords(request, NEUTRAL, "{}")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"structured_outputs": {"choice": ["a"]}}, "leave structured_outputs out"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type must be"),
+    ],
+)
+def test_a_forced_call_bears_no_grammar_of_the_whole_answer(fields, words):
+    with pytest.raises(InvalidRequestError, match=words):
+        chat_keywords(parse_chat({"messages": [USER]} | fields), NEUTRAL, "{}")
 
 
 def test_options_alone_stand_beside_a_response_format():
