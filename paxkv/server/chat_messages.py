@@ -9,8 +9,9 @@ from paxkv.server.unsupported_fields import MESSAGE_FIELDS, refuse_unsupported
 
 MAX_CONTENT_PARTS = 10_000
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-# Besides "text", what OpenAI's other endpoints call the same.
-_TEXT_PARTS = ("text", "input_text", "output_text")
+# Type of a part -> the field with its text. Besides "text", what OpenAI's other endpoints call the
+# same, and an assistant's refusal, which clients send back as they got it.
+_TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 # What an assistant thought in an earlier turn; templates know it by either name.
 _REASONING_FIELDS = ("reasoning", "reasoning_content")
 
@@ -25,10 +26,28 @@ def chat_messages(messages: list[dict[str, object]]) -> list[dict[str, object]]:
     """
     if not messages:
         raise InvalidRequestError("messages must not be empty.", param="messages")
-    return [_chat_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+    return [chat_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
 
 
-def _chat_message(path: str, message: dict[str, object]) -> dict[str, object]:
+def content_text(content: object) -> str:
+    """The text of a message's content, its parts on lines of their own.
+
+    Raises:
+        InvalidRequestError: It is neither a string nor a list of text parts.
+    """
+    parts = _content("content", content)
+    return parts if isinstance(parts, str) else "\n".join(part["text"] for part in parts)
+
+
+def chat_message(path: str, message: Mapping[str, object]) -> dict[str, object]:
+    """One message as a chat template takes it.
+
+    Args:
+        path: What errors call it.
+
+    Raises:
+        InvalidRequestError: Its role or content cannot be used.
+    """
     refuse_unsupported(message, MESSAGE_FIELDS, path=f"{path}.")
     role = message.get("role")
     if role not in _ROLES:
@@ -80,10 +99,12 @@ def _content(path: str, content: object) -> str | list[dict[str, str]]:
         )
     texts = []
     for k, part in enumerate(content):
-        # As vLLM does, and OpenAI's own refusals: a bare string counts as a part.
+        # As in vLLM, a bare string counts as a part.
         text = part
         if isinstance(part, Mapping):
-            text = part.get("text") if part.get("type") in _TEXT_PARTS else None
+            kind = part.get("type")
+            field = _TEXT_FIELDS.get(kind) if isinstance(kind, str) else None
+            text = None if field is None else part.get(field)
         if not isinstance(text, str):
             raise InvalidRequestError(
                 f'{path}[{k}] must be {{"type": "text", "text": "..."}}, got {shorten(part)}; '

@@ -15,6 +15,7 @@ from starlette.routing import Route
 from paxkv.config import ServerConfig
 from paxkv.sampling_params import BeamSearchParams, SamplingParams, check_num_logprobs
 from paxkv.server.chat_choices import ChatChoices
+from paxkv.server.chat_messages import content_text
 from paxkv.server.chat_prompt import check_may_bring_template, render_chat
 from paxkv.server.chat_responses import ChatBody, ChatChoice
 from paxkv.server.engine_protocol import EngineClient
@@ -234,7 +235,4 @@ def _echoed(body: ChatCompletionRequest) -> str:
     last = body.messages[-1]
     if not body.echo or last.get("role") != "assistant":
         return ""
-    content = last.get("content")
-    if isinstance(content, list):
-        return "\n".join(p["text"] if isinstance(p, dict) else p for p in content)
-    return content or ""
+    return content_text(last.get("content") or "")

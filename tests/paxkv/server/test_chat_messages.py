@@ -19,6 +19,12 @@ def test_parts_of_text_have_one_form_whatever_they_were_called():
     assert message["content"] == [{"type": "text", "text": t} for t in "abc"]
 
 
+def test_a_refusal_may_be_sent_back():
+    content = [{"type": "refusal", "refusal": "no"}]
+    (message,) = chat_messages([{"role": "assistant", "content": content}])
+    assert message["content"] == [{"type": "text", "text": "no"}]
+
+
 def test_a_turn_with_tools_comes_through():
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = chat_messages(

@@ -349,8 +349,9 @@ def test_tokens_can_be_shown_as_their_ids(shared_server):
     assert position["top_logprobs"][0]["token"] == "token_id:65"
 
 
-def test_the_last_message_is_continued_and_echoed(shared_server):
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "well, "}]
+@pytest.mark.parametrize("content", ["well, ", [{"type": "refusal", "refusal": "well, "}]])
+def test_the_last_message_is_continued_and_echoed(shared_server, content):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]
     fields = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
     body = _post(shared_server, echo=True, **fields)
     answer = _answer("<user>hi<assistant>well, ", 8)
