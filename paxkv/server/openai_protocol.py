@@ -21,6 +21,8 @@ from paxkv.server.unsupported_fields import (
 )
 
 MAX_PROMPTS_PER_REQUEST = 256
+# OpenAI's; the chat template decides what they mean.
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # As `repr`, but never of a whole list of a million: nothing interrupts that.
 _SHORT_REPR = reprlib.Repr()
 _SHORT_REPR.maxlist = _SHORT_REPR.maxdict = 8
@@ -123,7 +125,7 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, object] | None = None
     documents: list[dict[str, object]] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool | None = True
     tools: list[dict[str, object]] | None = None
     tool_choice: str | dict[str, object] | None = None

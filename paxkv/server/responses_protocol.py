@@ -1,12 +1,20 @@
 """The body of POST /v1/responses, and the chat that it asks for."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.server.chat_messages import chat_message
 from paxkv.server.json_body import convert_fields
-from paxkv.server.openai_protocol import ChatCompletionRequest, parse_chat, shorten
+from paxkv.server.openai_protocol import (
+    ChatCompletionRequest,
+    ReasoningEffort,
+    parse_chat,
+    shorten,
+)
+from paxkv.server.sampling_fields import MAX_MAX_TOKENS, check_range
 from paxkv.server.unsupported_fields import RESPONSES_FIELDS, refuse_unsupported
 
 # Fields that a chat has under the same name, with the same meaning.
@@ -26,6 +34,7 @@ _SAME_NAMES = (
     "stop_token_ids",
     "ignore_eos",
     "skip_special_tokens",
+    "include_stop_str_in_output",
     "priority",
     "request_id",
     "cache_salt",
@@ -33,6 +42,19 @@ _SAME_NAMES = (
     "parallel_tool_calls",
     "structured_outputs",
 )
+# What `include` may ask for: thoughts, which come as text and may be sent back as they are, and
+# what belongs to tools and images, which no answer here has.
+_INCLUDABLE = (
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
+_EFFORTS = ReasoningEffort.__args__
+_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +76,13 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     store: bool | None = None
     previous_response_id: str | None = None
     background: bool | None = False
+    include: list[str] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+
+    @property
+    def effort(self) -> object:
+        """How much the model is to think; None leaves it to the model."""
+        return (self.reasoning or {}).get("effort")
 
 
 def parse_responses(fields: Mapping[str, object]) -> ResponsesRequest:
@@ -64,6 +93,7 @@ def parse_responses(fields: Mapping[str, object]) -> ResponsesRequest:
     """
     refuse_unsupported(fields, RESPONSES_FIELDS)
     request = convert_fields(fields, ResponsesRequest)
+    _check_values(request)
     if request.background and request.stream:
         raise UnsupportedFeatureError(
             "background and stream together are not supported; send one of them, and ask for what "
@@ -77,6 +107,23 @@ def parse_responses(fields: Mapping[str, object]) -> ResponsesRequest:
             param="background",
         )
     return request
+
+
+def _check_values(request: ResponsesRequest) -> None:
+    """What a chat would check too, under the names that its own fields have."""
+    check_range("max_output_tokens", request.max_output_tokens, low=1, high=MAX_MAX_TOKENS)
+    if request.effort not in (None, *_EFFORTS):
+        raise InvalidRequestError(
+            f"reasoning.effort must be one of {', '.join(_EFFORTS)}, got "
+            f"{shorten(request.effort)}.",
+            param="reasoning",
+        )
+    for name in request.include or ():
+        if name not in _INCLUDABLE:
+            raise UnsupportedFeatureError(
+                f"include has {shorten(name)}; it may have {', '.join(_INCLUDABLE)}.",
+                param="include",
+            )
 
 
 def input_items(request: ResponsesRequest) -> list[dict[str, object]]:
@@ -118,7 +165,9 @@ def chat_of_responses(
         chat["tools"] = [_chat_tool(k, tool) for k, tool in enumerate(request.tools)]
     chat["tool_choice"] = _chat_tool_choice(request.tool_choice)
     chat["response_format"] = _response_format(request.text)
-    chat["reasoning_effort"] = (request.reasoning or {}).get("effort")
+    chat["reasoning_effort"] = request.effort
+    if request.truncation == "auto":
+        chat["truncate_prompt_tokens"] = -1
     return parse_chat(chat)
 
 
@@ -129,17 +178,11 @@ def _messages(items: Iterable[tuple[int, dict[str, object]]]) -> list[dict[str, 
         kind = item.get("type", "message")
         if kind == "message":
             message = {"role": item.get("role"), "content": item.get("content")}
-            messages.append(message | _thought(thought))
+            messages.append(chat_message(f"input[{k}]", message) | _thought(thought))
         elif kind == "function_call":
             _add_call(f"input[{k}]", messages, item, thought)
         elif kind == "function_call_output":
-            messages.append(
-                {
-                    "role": "tool",
-                    "tool_call_id": item.get("call_id"),
-                    "content": item.get("output"),
-                }
-            )
+            messages.append(_tool_message(f"input[{k}]", item))
         elif kind != "reasoning":
             raise UnsupportedFeatureError(
                 f"input[{k}].type is {shorten(kind)}; this server reads message, function_call, "
@@ -156,6 +199,7 @@ def _add_call(
     """Adds a call to the assistant's last message, or, behind thoughts, to a new one."""
     if not isinstance(item.get("name"), str):
         raise InvalidRequestError(f"{path}.name must be a string.", param="input")
+    _check_call_id(path, item)
     call = {
         "id": item.get("call_id"),
         "type": "function",
@@ -167,6 +211,26 @@ def _add_call(
         return
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
     messages.append(message | _thought(thought))
+
+
+def _tool_message(path: str, item: Mapping[str, object]) -> dict[str, object]:
+    _check_call_id(path, item)
+    # A chat calls it content; what is wrong inside of it is told where it stands.
+    if not isinstance(item.get("output"), (str, list)):
+        raise InvalidRequestError(
+            f"{path}.output must be a string or a list of text parts, got "
+            f"{shorten(item.get('output'))}.",
+            param="input",
+        )
+    return {"role": "tool", "tool_call_id": item.get("call_id"), "content": item["output"]}
+
+
+def _check_call_id(path: str, item: Mapping[str, object]) -> None:
+    call_id = item.get("call_id")
+    if call_id is not None and not isinstance(call_id, str):
+        raise InvalidRequestError(
+            f"{path}.call_id must be a string, got {shorten(call_id)}.", param="input"
+        )
 
 
 def _reasoning_text(item: Mapping[str, object]) -> str | None:
@@ -186,6 +250,12 @@ def _chat_tool(k: int, tool: Mapping[str, object]) -> dict[str, object]:
             f"tools[{k}].type is {shorten(tool.get('type'))}; this server knows functions only.",
             param="tools",
         )
+    if not isinstance(tool.get("name"), str):
+        raise InvalidRequestError(
+            f'tools[{k}] must be {{"type": "function", "name": "...", "parameters": {{...}}}}, got '
+            f"{shorten(tool)}.",
+            param="tools",
+        )
     function = {key: value for key, value in tool.items() if key not in ("type", "strict")}
     return {"type": "function", "function": function}
 
@@ -193,12 +263,32 @@ def _chat_tool(k: int, tool: Mapping[str, object]) -> dict[str, object]:
 def _chat_tool_choice(choice: str | Mapping[str, object] | None) -> object:
     if not isinstance(choice, Mapping):
         return choice
+    if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
+        raise InvalidRequestError(
+            'tool_choice must be "none", "auto", "required" or {"type": "function", "name": '
+            f'"..."}}, got {shorten(choice)}.',
+            param="tool_choice",
+        )
     return {"type": choice.get("type"), "function": {"name": choice.get("name")}}
 
 
 def _response_format(text: Mapping[str, object] | None) -> object:
     """{"format": {"type": "json_schema", "schema": {}}} -> a chat's `response_format`."""
     form = (text or {}).get("format")
-    if not isinstance(form, Mapping) or form.get("type") != "json_schema":
+    if form is None:
+        return None
+    kind = form.get("type") if isinstance(form, Mapping) else None
+    if kind not in _FORMATS:
+        raise InvalidRequestError(
+            f"text.format.type must be one of {', '.join(_FORMATS)}, got {shorten(kind)}.",
+            param="text",
+        )
+    if kind != "json_schema":
         return form
-    return {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
+    if not isinstance(form.get("schema"), (Mapping, bool)):
+        raise InvalidRequestError(
+            'text.format must be {"type": "json_schema", "name": "...", "schema": {...}}, got '
+            f"{shorten(form)}.",
+            param="text",
+        )
+    return {"type": "json_schema", "json_schema": {"schema": form["schema"]}}

@@ -205,6 +205,7 @@ class ResponsesRoutes:
             tool_choice="auto" if body.tool_choice is None else body.tool_choice,
             tools=body.tools or [],
             top_p=sampling_params.top_p,
+            truncation=body.truncation or "disabled",
             user=body.user,
         )
 

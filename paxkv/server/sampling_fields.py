@@ -25,7 +25,7 @@ from paxkv.structured_outputs_params import StructuredOutputsParams
 DEFAULT_COMPLETION_TOKENS = 16
 # OpenAI's bounds; as in vLLM, what lies beyond them counts as the bound.
 MAX_LOGIT_BIAS = 100.0
-_MAX_MAX_TOKENS = 2**31 - 1
+MAX_MAX_TOKENS = 2**31 - 1
 # Fields that have the same name and meaning in SamplingParams.
 _SAME_NAMES = (
     "n",
@@ -94,7 +94,7 @@ def echoes_prompt_alone(request: CompletionRequest) -> bool:
 def _completion_max_tokens(request: CompletionRequest, defaults: SamplingDefaults) -> int:
     if request.max_tokens is not None:
         if not echoes_prompt_alone(request):
-            _check_range("max_tokens", request.max_tokens, low=1, high=_MAX_MAX_TOKENS)
+            check_range("max_tokens", request.max_tokens, low=1, high=MAX_MAX_TOKENS)
         return _limited(request.max_tokens, defaults)
     default = defaults.generation_config.max_new_tokens
     return min(DEFAULT_COMPLETION_TOKENS, default or DEFAULT_COMPLETION_TOKENS)
@@ -146,10 +146,10 @@ def chat_keywords(
         )
     _check_best_of_is_n(request)
     # Under these names SamplingParams does not know them, so its message would name another field.
-    _check_range("top_logprobs", request.top_logprobs, low=-1, high=2**31 - 1)
+    check_range("top_logprobs", request.top_logprobs, low=-1, high=2**31 - 1)
     name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = getattr(request, name)
-    _check_range(name, max_tokens, low=1, high=_MAX_MAX_TOKENS)
+    check_range(name, max_tokens, low=1, high=MAX_MAX_TOKENS)
     keywords = _shared_keywords(request, defaults)
     keywords["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
     keywords["max_tokens"] = None if max_tokens is None else _limited(max_tokens, defaults)
@@ -202,9 +202,9 @@ def _beam_search_params(
 ) -> BeamSearchParams:
     """The beam width is `n`, as in vLLM; the temperature is 0 unless told otherwise."""
     _check_best_of_is_n(request)
-    _check_range("n", request.n, low=1, high=MAX_BEAM_WIDTH)
+    check_range("n", request.n, low=1, high=MAX_BEAM_WIDTH)
     # Those are the candidates that a search sees.
-    _check_range(logprobs_name, logprobs, low=0, high=2 * request.num_choices)
+    check_range(logprobs_name, logprobs, low=0, high=2 * request.num_choices)
     given = {
         name: getattr(request, name)
         for name in ("temperature", "ignore_eos", "length_penalty", "include_stop_str_in_output")
@@ -218,8 +218,8 @@ def _check_best_of(request: CompletionRequest, defaults: SamplingDefaults) -> No
     if request.best_of in (None, request.num_choices):
         return
     # SamplingParams sees how many are drawn, not how many of them are returned.
-    _check_range("n", request.n, low=1, high=MAX_N)
-    _check_range("best_of", request.best_of, low=request.num_choices, high=MAX_N)
+    check_range("n", request.n, low=1, high=MAX_N)
+    check_range("best_of", request.best_of, low=request.num_choices, high=MAX_N)
     if request.stream:
         raise InvalidRequestError(
             f"best_of={request.best_of} with n={request.num_choices} cannot be streamed: which "
@@ -247,6 +247,11 @@ def _check_best_of_is_n(request: GenerationRequest) -> None:
         )
 
 
-def _check_range(name: str, value: int | None, *, low: int, high: int) -> None:
+def check_range(name: str, value: int | None, *, low: int, high: int) -> None:
+    """Checks a number, where there is one.
+
+    Raises:
+        InvalidRequestError: It is not in `[low, high]`.
+    """
     if value is not None and not low <= value <= high:
         raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {value}.", param=name)

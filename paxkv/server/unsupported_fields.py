@@ -34,12 +34,13 @@ CHAT_FIELDS: NeutralValues = {
 }
 RESPONSES_FIELDS: NeutralValues = {
     "conversation": (),
-    "include": ([],),
     "max_tool_calls": (),
     "prompt": (),
     "top_logprobs": (0,),
-    "truncation": ("disabled",),
     "n": (1,),
+    # vLLM's, for models of one format.
+    "enable_response_messages": (False,),
+    "previous_input_messages": (),
 }
 TOKENIZE_FIELDS: NeutralValues = {"mm_processor_kwargs": ({},)}
 # A beam search ranks tokens by the model's own probabilities and ends at EOS or max_tokens alone.

@@ -21,6 +21,7 @@ from tests.paxkv.server.fake_engine import (
 )
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 ANSWER = (
     '<think>hm</think>so: <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
     '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
@@ -195,15 +196,56 @@ def test_the_form_of_a_text_is_a_grammar(server, client):
         ({"input": "a", "background": True, "stream": True}, "background"),
         ({"input": "a", "background": True, "store": False}, "background"),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tools"),
-        ({"input": "a", "max_output_tokens": 0}, "max_completion_tokens"),
-        ({"input": "a", "text": {"format": {"type": "yaml"}}}, "response_format"),
-        ({"input": "a", "reasoning": {"effort": "vast"}}, "reasoning_effort"),
+        ({"input": "a", "include": ["message.output_text.logprobs"]}, "include"),
+        ({"input": "a", "truncation": "middle"}, "truncation"),
+        ({"input": "a", "previous_input_messages": [{}]}, "previous_input_messages"),
     ],
 )
 def test_bad_field_is_400_and_named(server, fields, param):
     response = server.client.post("/v1/responses", json=fields)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_output_tokens": 0}, "max_output_tokens must be in"),
+        ({"reasoning": {"effort": "vast"}}, "reasoning.effort must be one of"),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format.type must be one of"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format must be"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f"}}]},
+            '"function", "name": "...", ',
+        ),
+        ({"tools": [TOOL], "tool_choice": {"type": "file_search"}}, '"name": "..."}, got'),
+        ({"instructions": "b", "input": [{"role": "bot", "content": ""}]}, "input[0].role must"),
+        ({"input": [CALL | {"call_id": 5}]}, "input[0].call_id must be"),
+        ({"input": [CALL, {"type": "function_call_output"}]}, "input[1].output must be"),
+    ],
+)
+def test_a_mistake_is_told_in_the_names_of_this_api(server, fields, words):
+    error = server.client.post("/v1/responses", json={"input": "a"} | fields).json()["error"]
+    assert words in error["message"]
+    assert error["param"].partition("[")[0] in fields
+
+
+def test_more_may_be_asked_for_than_an_answer_here_can_have(server, client):
+    include = ["reasoning.encrypted_content", "file_search_call.results"]
+    answer = _create(client, input="a", include=include, reasoning={"effort": "xhigh"})
+    assert answer.output_text
+
+
+def test_what_does_not_fit_is_cut_off_at_its_beginning_where_that_is_allowed(server, client):
+    assert _create(client, input="a", truncation="auto").truncation == "auto"
+    assert server.engine.seen_prompts[-1]["truncate_prompt_tokens"] == -1
+    assert _create(client, input="a").truncation == "disabled"
+    assert "truncate_prompt_tokens" not in server.engine.seen_prompts[-1]
+
+
+def test_a_stop_string_may_be_part_of_the_answer(server, client):
+    _create(client, input="a", extra_body={"stop": "b", "include_stop_str_in_output": True})
+    assert server.engine.seen_params[-1].include_stop_str_in_output
 
 
 def _create(client, *, stream=False, **fields):
