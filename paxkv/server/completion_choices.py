@@ -115,14 +115,18 @@ class CompletionChoices:
             if logprobs.tokens:
                 last_text = self._text_of(token_ids[-1], positions[-1])
                 self._text_offsets[index] = logprobs.text_offset[-1] + len(last_text)
+        finish_reason, stop_reason = completion.finish_reason, completion.stop_reason
+        if self._is_prompt_alone and completion.finished:
+            # Not why the token ended it that nobody asked for.
+            finish_reason, stop_reason = "length", None
         scored = self._prompt_logprobs.get(prompt_idx)
         shows_scores = body.prompt_logprobs is not None and scored is not None
         return CompletionChoice(
             index=index,
             text=text,
             logprobs=logprobs,
-            finish_reason=completion.finish_reason,
-            stop_reason=completion.stop_reason,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
             prompt_logprobs=prompt_logprobs(scored) if shows_scores else UNSET,
             token_ids=token_ids if body.return_token_ids else UNSET,
             prompt_token_ids=(

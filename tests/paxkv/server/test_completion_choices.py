@@ -59,6 +59,16 @@ def test_the_best_have_the_highest_logprob_per_token():
     assert [c.index for c in kept] == [0, 1, 2]
 
 
+def test_an_end_that_nobody_asked_for_is_not_told():
+    output = _output("x")
+    stopped = dataclasses.replace(output.outputs[0], finish_reason="stop", stop_reason="x")
+    output = dataclasses.replace(output, outputs=[stopped])
+    (choice,) = _made(echo=True, max_tokens=0).take(0, output)
+    assert (choice.text, choice.finish_reason, choice.stop_reason) == ("abc", "length", None)
+    (choice,) = _made(echo=True, max_tokens=1).take(0, output)
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", "x")
+
+
 def test_the_prompt_is_in_front_and_scored_but_for_its_first_token():
     (choice,) = _made(echo=True, logprobs=1).take(0, _output("xy"))
     assert choice.text == "abcxy"
