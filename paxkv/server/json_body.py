@@ -1,6 +1,7 @@
 """Request bodies: read within a size limit, decoded, and checked against a struct."""
 
 import asyncio
+import codecs
 import re
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -35,8 +36,9 @@ async def read_body(
     connection.
 
     Raises:
-        UnsupportedMediaTypeError: The content type is not JSON. Browsers send other types to
-            any address without asking it first, so this also keeps web pages out.
+        UnsupportedMediaTypeError: The content type is not JSON, or the body is compressed.
+            Browsers send other types to any address without asking it first, so this also keeps
+            web pages out.
         BodyTooLargeError: The body is longer than `max_body_bytes`.
         InvalidRequestError: The body is not a JSON object, or `read` raised it.
     """
@@ -44,6 +46,11 @@ async def read_body(
     if content_type.partition(";")[0].strip().lower() != "application/json":
         raise UnsupportedMediaTypeError(
             f"the body must be JSON, got {content_type=}; send 'Content-Type: application/json'."
+        )
+    content_encoding = request.headers.get("content-encoding", "identity")
+    if content_encoding.strip().lower() != "identity":
+        raise UnsupportedMediaTypeError(
+            f"the body must not be compressed, got {content_encoding=}; send it as it is."
         )
     body = await _read_body(request, max_body_bytes)
     if len(body) <= _SHORT_BODY_BYTES:
@@ -57,7 +64,8 @@ def decode_object(body: bytes) -> dict[str, object]:
     Raises:
         InvalidRequestError: `body` is not JSON, or not an object, or has too many parts.
     """
-    value = decode_json(body, name="the body")
+    # Some editors and shells begin a file with a mark, and clients send the file.
+    value = decode_json(body.removeprefix(codecs.BOM_UTF8), name="the body")
     if not isinstance(value, dict):
         raise InvalidRequestError(f"the body must be a JSON object, got {_json_type(value)}.")
     return value
@@ -117,7 +125,7 @@ def convert_fields(fields: Mapping[str, object], struct_type: type[_StructT]) ->
         InvalidRequestError: A field is missing or has the wrong type; `param` names it.
     """
     try:
-        return msgspec.convert(fields, struct_type)
+        return msgspec.convert({name: _whole(v) for name, v in fields.items()}, struct_type)
     except msgspec.ValidationError as error:
         match = _MSGSPEC_PLACE.match(str(error))
         assert match is not None
@@ -128,6 +136,12 @@ def convert_fields(fields: Mapping[str, object], struct_type: type[_StructT]) ->
             f"{path}: {what}." if path else f"{what}.",
             param=re.split(r"[.\[]", path)[0] or _missing_field(what),
         ) from None
+
+
+def _whole(value: object) -> object:
+    """16.0 -> 16, as in vLLM: some clients' languages have floats only. Both fit a float field."""
+    is_whole = type(value) is float and value.is_integer() and abs(value) < 2**53
+    return int(value) if is_whole else value
 
 
 def _missing_field(what: str) -> str | None:

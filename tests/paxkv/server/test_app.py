@@ -301,6 +301,16 @@ def test_content_type_other_than_json_is_415(shared_server, content_type):
     assert "application/json" in _error(response)["message"]
 
 
+def test_a_compressed_body_is_415_and_a_plain_one_may_say_so(shared_server):
+    headers = {"Content-Encoding": "gzip"}
+    response = shared_server.client.post(COMPLETIONS, json={"prompt": "a"}, headers=headers)
+    assert response.status_code == 415
+    assert "compressed, got content_encoding='gzip'" in _error(response)["message"]
+    headers = {"Content-Encoding": "identity"}
+    response = shared_server.client.post(COMPLETIONS, json={"prompt": "a"}, headers=headers)
+    assert response.status_code == 200
+
+
 def test_content_type_may_name_its_charset(shared_server):
     response = _post_raw(shared_server, b'{"prompt": "a"}', "Application/JSON; charset=utf-8")
     assert response.status_code == 200

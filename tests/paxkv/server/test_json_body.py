@@ -4,11 +4,19 @@ import asyncio
 import json
 import threading
 
+import msgspec
 import pytest
 from starlette.requests import Request
 
 from paxkv.errors import InvalidRequestError
-from paxkv.server.json_body import MAX_PARTS, MAX_STRINGS, decode_json, decode_object, read_body
+from paxkv.server.json_body import (
+    MAX_PARTS,
+    MAX_STRINGS,
+    convert_fields,
+    decode_json,
+    decode_object,
+    read_body,
+)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +50,27 @@ def test_what_is_no_json_has_the_name_of_what_it_was():
     for text in (b"{", b"\xff", b'"\\ud800"', b"[" * 10_000, b"NaN"):
         with pytest.raises(InvalidRequestError, match="^that thing "):
             decode_json(text, name="that thing")
+
+
+def test_a_mark_in_front_of_a_body_is_none_of_its_parts():
+    assert decode_object(b'\xef\xbb\xbf{"prompt": "a"}') == {"prompt": "a"}
+
+
+class _Numbers(msgspec.Struct):
+    count: int | None = None
+    share: float = 0.5
+
+
+def test_a_whole_number_may_be_written_as_a_float():
+    found = convert_fields({"count": 16.0, "share": 1.0}, _Numbers)
+    assert (found.count, type(found.count)) == (16, int)
+    assert (found.share, type(found.share)) == (1.0, float)
+
+
+@pytest.mark.parametrize("count", [1.5, 2.0**53, 1e300, True, "16"])
+def test_what_is_no_whole_number_is_refused(count):
+    with pytest.raises(InvalidRequestError, match="count: expected int"):
+        convert_fields({"count": count}, _Numbers)
 
 
 def _read(body, read):
