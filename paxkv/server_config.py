@@ -23,7 +23,7 @@ class ServerConfig:
     host: str = setting("address to listen on", "127.0.0.1")
     port: int = setting("port to listen on; 0 picks a free one", 8000)
     root_path: str | None = setting(
-        "path in front of all of ours, which a proxy before the server takes off", None
+        "path that a proxy has in front of all of ours, whether or not it takes it off", None
     )
     max_waiting_requests: int | None = setting(
         "requests that may wait for a place in the running batch; one more is answered with 503 "

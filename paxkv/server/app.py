@@ -26,6 +26,7 @@ from paxkv.server.middleware import (
     DisconnectMiddleware,
     HeaderLimitMiddleware,
     RequestIdMiddleware,
+    RootPathMiddleware,
 )
 from paxkv.server.openapi import OpenApiRoutes
 from paxkv.server.routes_admin import ADMIN_PATHS, AdminRoutes
@@ -84,6 +85,7 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
 def _middleware(config: ServerConfig, metrics: ServerMetrics) -> list[Middleware]:
     """The outermost first."""
     layers = [
+        Middleware(RootPathMiddleware, root_path=config.root_path or ""),
         Middleware(RequestIdMiddleware),
         Middleware(HttpMetricsMiddleware, metrics=metrics.http),
     ]

@@ -86,7 +86,6 @@ class HttpServer(uvicorn.Server):
                     max_connections=allow_connections(config.max_connections),
                 ),
                 h11_max_incomplete_event_size=config.max_header_bytes,
-                root_path=config.root_path or "",
                 ssl_keyfile=config.ssl_keyfile,
                 ssl_certfile=config.ssl_certfile,
                 ssl_ca_certs=config.ssl_ca_certs,

@@ -1,4 +1,4 @@
-"""What surrounds every route: a request id, a bound on headers, an end where the client left."""
+"""What surrounds every route: the path in front, a request id, a bound on headers, an end."""
 
 import asyncio
 import uuid
@@ -11,6 +11,22 @@ from paxkv.server.error_response import HeadersTooLargeError, error_response
 from paxkv.server.request_names import client_request_id
 
 MAX_REQUEST_ID_CHARS = 128
+
+
+class RootPathMiddleware:
+    """Says which path a proxy has in front of all of ours.
+
+    Not every proxy takes it off, so that requests come with it or without, as they may in vLLM.
+    uvicorn's own setting would put it in front of the former once more.
+    """
+
+    def __init__(self, app: ASGIApp, *, root_path: str) -> None:
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["root_path"] = self._root_path
+        await self._app(scope, receive, send)
 
 
 class RequestIdMiddleware:

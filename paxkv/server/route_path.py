@@ -4,7 +4,7 @@ from starlette.types import Scope
 
 
 def route_path(scope: Scope) -> str:
-    """The path without `--root-path`: "/api/v1/models" under "/api" is "/v1/models"."""
+    """The path without `--root-path`, if it has it: "/api/v1/models" and "/v1/models" are one."""
     path, root_path = scope["path"], scope.get("root_path", "")
     inside = path.removeprefix(root_path)
     # "/apiv1" is not below "/api".

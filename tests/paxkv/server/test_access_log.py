@@ -70,7 +70,7 @@ def test_path_cannot_forge_a_line(start_server, lines):
 
 def test_paths_and_the_whole_log_can_be_left_out(start_server, lines):
     server = start_server(disable_access_log_for_endpoints="/health, /metrics", root_path="/api")
-    for path in ("/health", "/metrics", "/version"):
+    for path in ("/health", "/api/metrics", "/api/version"):
         assert server.client.get(path).status_code == 200
     (line,) = lines(1)
     assert line["request"] == "GET /api/version"

@@ -487,13 +487,16 @@ def test_allowed_origin_may_and_another_may_not(start_server):
     assert refused.headers["access-control-allow-origin"] == "https://a.org"
 
 
-def test_root_path_of_a_proxy_changes_no_route(start_server):
+@pytest.mark.parametrize("front", ["", "/api"])
+def test_a_proxy_may_take_the_root_path_off_or_leave_it(start_server, front):
     server = start_server(root_path="/api", api_key=("key",))
-    assert server.client.get("/version").status_code == 200
-    assert server.client.get("/v1/models").status_code == 401
+    assert server.client.get(f"{front}/version").status_code == 200
+    assert server.client.get(f"{front}/v1/models").status_code == 401
     headers = {"Authorization": "Bearer key"}
-    assert server.client.get("/v1/models", headers=headers).status_code == 200
-    assert server.client.get("/api/v1/models", headers=headers).status_code == 404
+    assert server.client.get(f"{front}/v1/models", headers=headers).status_code == 200
+    assert server.client.get(f"/api{front}/api/v1/models", headers=headers).status_code == 404
+    error = _error(server.client.get(f"{front}/nothing"))
+    assert error["message"] == f"there is nothing at {front}/nothing."
 
 
 def test_ping_is_health_with_both_methods(start_server):

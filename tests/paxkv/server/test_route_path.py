@@ -10,6 +10,7 @@ from paxkv.server.route_path import route_path
     [
         ("", "/v1/models", "/v1/models"),
         ("/api", "/api/v1/models", "/v1/models"),
+        ("/api", "/v1/models", "/v1/models"),
         ("/api", "/apiv1", "/apiv1"),
         ("/api", "/api", "/api"),
         ("/api", "/api/api/v1", "/api/v1"),
