@@ -28,7 +28,7 @@ from paxkv.client.inproc_client import InprocClient
 from paxkv.client.input_processor import InputProcessor
 from paxkv.client.loop_thread import LoopThread
 from paxkv.client.output_processor import OutputProcessor
-from paxkv.config import CacheConfig, EngineConfig
+from paxkv.config import CacheConfig, EngineConfig, ModelConfig
 from paxkv.contracts.engine_client import EngineTransport
 from paxkv.contracts.engine_start import EngineReady
 from paxkv.contracts.grammar_gate import GrammarGate
@@ -214,8 +214,10 @@ def _build_core(
     grammars = GrammarManager(GrammarCompiler(**grammar_setup)) if grammar_setup else None
     scheduler = _make_scheduler(config, runner.kv_cache_config, max_model_len, grammars)
     core = _make_core(config, scheduler, runner, kv_event_publisher, grammars)
+    names = _model_names(config.model)
     model_info = ModelInfo(
-        served_model_name=_served_model_name(config),
+        served_model_name=names[0],
+        other_model_names=names[1:],
         model=config.model.model or DEMO_MODEL_NAME,
         max_model_len=max_model_len,
         vocab_size=model.config.vocab_size,
@@ -341,8 +343,8 @@ def _cache_settings(config: CacheConfig, kv_cache_config: KVCacheConfig) -> dict
     return {name: str(value) for name, value in sorted(settings.items()) if name not in hidden}
 
 
-def _served_model_name(config: EngineConfig) -> str:
-    return config.model.served_model_name or config.model.model or DEMO_MODEL_NAME
+def _model_names(config: ModelConfig) -> tuple[str, ...]:
+    return config.served_model_name or (config.model or DEMO_MODEL_NAME,)
 
 
 def _make_scheduler(

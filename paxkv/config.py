@@ -9,7 +9,7 @@ from paxkv.generation_config import FROM_MODEL
 from paxkv.sampling_defaults import GenerationConfig
 from paxkv.sampling_params import MAX_LOGPROBS
 from paxkv.server_config import ServerConfig as ServerConfig
-from paxkv.setting import at_least, is_number, one_of, setting, true_or_false
+from paxkv.setting import at_least, is_number, one_of, setting, strings, true_or_false
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -32,8 +32,8 @@ class ModelConfig:
         "out",
         None,
     )
-    served_model_name: str | None = setting(
-        "name in the API; the value of --model if left out", None
+    served_model_name: tuple[str, ...] = setting(
+        "names in the API, of which answers have the first; the value of --model if left out", ()
     )
     dtype: Dtype = setting(
         "precision of weights and activations; auto is float32 on the CPU and the checkpoint's "
@@ -85,6 +85,13 @@ class ModelConfig:
         one_of("dtype", self.dtype, Dtype.__args__)
         one_of("load_format", self.load_format, LoadFormat.__args__)
         at_least("max_model_len", self.max_model_len, 2)
+        strings("served_model_name", self.served_model_name)
+        if self.model is None and len(self.served_model_name) > 1:
+            # Else `--served-model-name demo PATH` would serve the demo model as PATH.
+            raise ConfigError(
+                f"served_model_name has {len(self.served_model_name)} names, and no model is "
+                "named: it takes all words that follow it. Put the model before it, or use --model."
+            )
         if not isinstance(self.generation_config, str) or not self.generation_config:
             raise ConfigError(
                 f"generation_config must be auto, vllm or a folder, got {self.generation_config!r}."

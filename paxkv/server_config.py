@@ -5,7 +5,7 @@ import math
 from typing import Literal
 
 from paxkv.errors import ConfigError
-from paxkv.setting import at_least, is_number, one_of, setting, true_or_false
+from paxkv.setting import at_least, is_number, one_of, setting, strings, true_or_false
 from paxkv.structured_outputs_config import StructuredOutputsConfig
 
 ToolCallParser = Literal["hermes", "llama3_json"]
@@ -197,7 +197,7 @@ class ServerConfig:
             true_or_false(name, getattr(self, name))
         self._check_parsers()
         for name in ("api_key", "allowed_origins", "allowed_methods", "allowed_headers"):
-            _check_strings(name, getattr(self, name))
+            strings(name, getattr(self, name))
         self._check_paths()
         self._check_tls()
         if self.profile_dir is not None and not self.enable_admin:
@@ -255,9 +255,3 @@ class ServerConfig:
                 f"ssl_cert_reqs={self.ssl_cert_reqs} needs ssl_ca_certs: whose certificates are "
                 "to be believed."
             )
-
-
-def _check_strings(name: str, value: object) -> None:
-    # No value is shown: one of these is secret.
-    if not isinstance(value, tuple) or not all(isinstance(item, str) and item for item in value):
-        raise ConfigError(f"{name} must be a list of strings that are not empty.")

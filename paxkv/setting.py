@@ -57,3 +57,10 @@ def one_of(name: str, value: object, allowed: tuple[str | None, ...]) -> None:
     """Checks a choice."""
     if value not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}.")
+
+
+def strings(name: str, value: object) -> None:
+    """Checks a tuple of texts."""
+    # No value is shown: some of these are secret.
+    if not isinstance(value, tuple) or not all(isinstance(item, str) and item for item in value):
+        raise ConfigError(f"{name} must be a list of strings that are not empty.")

@@ -11,7 +11,7 @@ class ModelInfo:
     """One served model.
 
     Args:
-        served_model_name: Its name in the API.
+        served_model_name: Its name in the API, which answers tell.
         model: Folder or hub name that it was loaded from.
         max_model_len: Most tokens of prompt and output together.
         vocab_size: Token ids are in `[0, vocab_size)`.
@@ -21,6 +21,7 @@ class ModelInfo:
         cache_settings: The KV cache's settings by name, as text.
         max_logprobs: Most log-probabilities of a position; -1 is the whole vocabulary.
         sampling_defaults: Of requests that say nothing.
+        other_model_names: Its other names in the API, for requests.
     """
 
     served_model_name: str
@@ -33,3 +34,9 @@ class ModelInfo:
     cache_settings: dict[str, str]
     max_logprobs: int = MAX_LOGPROBS
     sampling_defaults: SamplingDefaults = SamplingDefaults()
+    other_model_names: tuple[str, ...] = ()
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """All names in the API, the one of answers first."""
+        return (self.served_model_name, *self.other_model_names)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from paxkv.contracts.model_info import ModelInfo
 from paxkv.errors import InvalidRequestError
 from paxkv.server.engine_protocol import Prompt
 from paxkv.server.error_response import UnknownModelError
@@ -176,16 +177,19 @@ def check_generation_prompt(
         )
 
 
-def check_model(requested: str | None, served_model_name: str) -> None:
+def check_model(requested: str | None, info: ModelInfo) -> None:
     """A request may leave the model out, or its name empty; else it must be the one served.
+
+    Args:
+        info: Of the model that is served, which may have several names.
 
     Raises:
         UnknownModelError: It is not.
     """
-    if requested and requested != served_model_name:
+    if requested and requested not in info.model_names:
         raise UnknownModelError(
             f"the model {requested[:128]!r} does not exist here; this server has "
-            f"{served_model_name!r}.",
+            f"{', '.join(map(repr, info.model_names))}.",
             param="model",
         )
 

@@ -49,7 +49,7 @@ class ChatRoutes:
     async def create(self, request: Request) -> Response:
         """Answers the conversation of the body, in one piece or as a stream."""
         body = await read_body(request, parse_chat, max_body_bytes=self._config.max_body_bytes)
-        check_model(body.model, self._engine.model_info.served_model_name)
+        check_model(body.model, self._engine.model_info)
         chat = await start_chat(body, self._engine, self._generator, self._config)
         outputs = chat.outputs
         choices = ChatChoices(

@@ -67,7 +67,7 @@ class CompletionRoutes:
         self, fields: dict[str, object]
     ) -> tuple[CompletionRequest, list[str | list[int]], SamplingParams | BeamSearchParams]:
         body = parse_completion(fields)
-        check_model(body.model, self._engine.model_info.served_model_name)
+        check_model(body.model, self._engine.model_info)
         prompts = completion_prompts(body.prompt)
         sampling_params = with_server_settings(
             completion_sampling_params(body, self._engine.model_info.sampling_defaults),

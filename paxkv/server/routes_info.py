@@ -57,11 +57,16 @@ class InfoRoutes:
         ]
 
     async def list_models(self, _request: Request) -> Response:
-        return _json(ModelList(data=[self._model_card()]))
+        names = self._engine.model_info.model_names
+        return _json(ModelList(data=[self._model_card(name) for name in names]))
 
     async def get_model(self, request: Request) -> Response:
-        check_model(request.path_params["model"], self._engine.model_info.served_model_name)
-        return _json(self._model_card())
+        name = request.path_params["model"]
+        if not name:
+            # "/v1/models/" is what some clients make of the other route.
+            return await self.list_models(request)
+        check_model(name, self._engine.model_info)
+        return _json(self._model_card(name))
 
     async def health(self, _request: Request) -> Response:
         """200 while the engine lives."""
@@ -89,10 +94,10 @@ class InfoRoutes:
         except (TimeoutError, EngineDeadError):
             return self._engine.latest_stats
 
-    def _model_card(self) -> ModelCard:
+    def _model_card(self, name: str) -> ModelCard:
         info = self._engine.model_info
         return ModelCard(
-            id=info.served_model_name,
+            id=name,
             created=info.created,
             root=info.model,
             max_model_len=info.max_model_len,

@@ -93,7 +93,7 @@ class ResponsesRoutes:
         if body.background:
             self._store.check_enabled("background")
         chat_body = await asyncio.to_thread(chat_of_responses, fields, body, earlier_items)
-        check_model(chat_body.model, self._engine.model_info.served_model_name)
+        check_model(chat_body.model, self._engine.model_info)
         chat = await start_chat(chat_body, self._engine, self._generator, self._config)
         # A beam search is none of its fields.
         assert isinstance(chat.sampling_params, SamplingParams)

@@ -70,7 +70,7 @@ class TokenizerRoutes:
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or of a conversation."""
         body = await read_body(request, _read_tokenize, max_body_bytes=self._config.max_body_bytes)
-        check_model(body.model, self._engine.model_info.served_model_name)
+        check_model(body.model, self._engine.model_info)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError(
                 "send either prompt or messages, and not both.", param="prompt"
@@ -112,7 +112,7 @@ class TokenizerRoutes:
 
     def _read_detokenize(self, fields: dict[str, object]) -> DetokenizeRequest:
         body = convert_fields(fields, DetokenizeRequest)
-        check_model(body.model, self._engine.model_info.served_model_name)
+        check_model(body.model, self._engine.model_info)
         vocab_size = self._engine.model_info.vocab_size
         bad = next((i for i, t in enumerate(body.tokens) if not 0 <= t < vocab_size), None)
         if bad is not None:

@@ -155,7 +155,7 @@ def test_folder_without_tokenizer_serves_token_ids(
 
 def test_settings_reach_the_runner(tmp_path: Path, runner_class: type[FakeRunner]) -> None:
     config = EngineConfig(
-        model=ModelConfig(model=str(tmp_path), seed=5, served_model_name="mine"),
+        model=ModelConfig(model=str(tmp_path), seed=5, served_model_name=("mine", "b", "c")),
         cache=CacheConfig(block_size=8, num_gpu_blocks_override=17),
         scheduler=SchedulerConfig(max_num_batched_tokens=64, enable_chunked_prefill=False),
     )
@@ -165,6 +165,7 @@ def test_settings_reach_the_runner(tmp_path: Path, runner_class: type[FakeRunner
     assert (arguments["seed"], arguments["show_progress"]) == (5, True)
     assert arguments["cache_config"] is config.cache
     assert engine.model_info.served_model_name == "mine"
+    assert engine.model_info.model_names == ("mine", "b", "c")
     assert engine.model_info.max_fitting_tokens == 128
     assert engine.model_info.max_num_seqs == config.scheduler.max_num_seqs
     with pytest.raises(InvalidRequestError, match="chunked prefill"):

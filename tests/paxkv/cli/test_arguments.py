@@ -124,7 +124,7 @@ def test_file_gives_flags_and_the_command_line_comes_before_it(tmp_path):
     ("text", "reason"),
     [
         ("max-num-seqs: [1, 2]", "takes one value, got 2"),
-        ("served-model-name: []", "takes one value, got 0"),
+        ("chat-template: []", "takes one value, got 0"),
         ("config: other.yaml", "another file"),
     ],
 )
@@ -136,8 +136,17 @@ def test_a_file_says_nothing_that_is_taken_for_something_else(capsys, tmp_path, 
 
 def test_a_list_of_one_is_a_value(tmp_path):
     path = tmp_path / "f.yaml"
-    path.write_text("served-model-name: [a]")
-    assert parse("--config", str(path)).served_model_name == "a"
+    path.write_text("chat-template: [a]\nserved-model-name: b")
+    namespace = parse("--config", str(path))
+    assert (namespace.chat_template, namespace.served_model_name) == ("a", ["b"])
+
+
+def test_a_model_may_have_several_names(tmp_path):
+    assert parse("m", "--served-model-name", "a", "b").served_model_name == ["a", "b"]
+    path = tmp_path / "f.yaml"
+    path.write_text("served-model-name: [a, b]")
+    namespace = parse("--config", str(path), "m")
+    assert (namespace.model, namespace.served_model_name) == ("m", ["a", "b"])
 
 
 def test_mistakes_of_a_file_are_those_of_a_command_line(capsys, tmp_path):

@@ -235,35 +235,6 @@ def test_bad_chat_field_is_400_and_named(shared_server, fields, param):
     assert _error(response)["param"] == param
 
 
-# What a client sends that fills in every field from vLLM's own description.
-_SHARED_DEFAULTS = {
-    **{"frequency_penalty": 0.0, "presence_penalty": 0.0, "length_penalty": 1.0, "n": 1},
-    **{"stop": [], "stop_token_ids": [], "bad_words": [], "min_tokens": 0, "priority": 0},
-    **{"include_stop_str_in_output": False, "ignore_eos": False, "use_beam_search": False},
-    **{"skip_special_tokens": True, "spaces_between_special_tokens": True},
-    **{"stream": False, "stream_options": {}, "echo": False, "model": ""},
-}
-
-
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [
-        (COMPLETIONS, {"prompt": "a", "add_special_tokens": True}),
-        (
-            CHAT,
-            {"messages": [USER], "logprobs": False, "top_logprobs": 0, "tool_choice": "none"}
-            | {"add_generation_prompt": True, "continue_final_message": False}
-            | {"add_special_tokens": False, "include_reasoning": True, "parallel_tool_calls": True},
-        ),
-    ],
-)
-def test_a_body_with_every_default_of_vllm_is_answered(shared_server, path, fields):
-    body = _SHARED_DEFAULTS | fields | {"max_tokens": 2}
-    response = shared_server.client.post(path, json=body)
-    assert response.status_code == 200, response.text
-    assert response.json()["model"] == MODEL_NAME
-
-
 def test_message_says_what_came_and_what_is_allowed(shared_server):
     response = shared_server.client.post(COMPLETIONS, json={"prompt": "a", "max_tokens": "5"})
     assert _error(response)["message"] == "max_tokens: expected int | null, got str."

@@ -15,7 +15,7 @@ from paxkv.server.openai_protocol import (
 )
 from paxkv.text.chat_template import ChatTemplate
 from tests.paxkv.server.conftest import run_server
-from tests.paxkv.server.fake_engine import FakeEngine
+from tests.paxkv.server.fake_engine import MODEL_NAME, FakeEngine
 from tests.paxkv.server.request_bodies import REQUESTS
 
 USER = {"role": "user", "content": "hi"}
@@ -34,6 +34,35 @@ def test_neutral_value_of_an_unsupported_field_passes(neutral):
 def test_value_that_only_looks_neutral_is_refused(asking):
     with pytest.raises(UnsupportedFeatureError):
         parse_chat({"messages": [USER]} | asking)
+
+
+# What a client sends that fills in every field from vLLM's own description.
+_SHARED_DEFAULTS = {
+    **{"frequency_penalty": 0.0, "presence_penalty": 0.0, "length_penalty": 1.0, "n": 1},
+    **{"stop": [], "stop_token_ids": [], "bad_words": [], "min_tokens": 0, "priority": 0},
+    **{"include_stop_str_in_output": False, "ignore_eos": False, "use_beam_search": False},
+    **{"skip_special_tokens": True, "spaces_between_special_tokens": True},
+    **{"stream": False, "stream_options": {}, "echo": False, "model": ""},
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "a", "add_special_tokens": True}),
+        (
+            "/v1/chat/completions",
+            {"messages": [USER], "logprobs": False, "top_logprobs": 0, "tool_choice": "none"}
+            | {"add_generation_prompt": True, "continue_final_message": False}
+            | {"add_special_tokens": False, "include_reasoning": True, "parallel_tool_calls": True},
+        ),
+    ],
+)
+def test_a_body_with_every_default_of_vllm_is_answered(shared_server, path, fields):
+    body = _SHARED_DEFAULTS | fields | {"max_tokens": 2}
+    response = shared_server.client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    assert response.json()["model"] == MODEL_NAME
 
 
 # What only the engine's own requests may say.

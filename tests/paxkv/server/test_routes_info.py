@@ -1,6 +1,9 @@
 """Models, health, version, tokens, and metrics under vLLM's names."""
 
+import dataclasses
 import re
+
+import pytest
 
 import paxkv
 from paxkv.server.routes_info import InfoRoutes
@@ -32,6 +35,29 @@ def test_models_lists_the_one_model(shared_server):
     assert body == {"object": "list", "data": [card]}
     assert shared_server.client.get(f"/v1/models/{MODEL_NAME}").json() == card
     assert shared_server.client.get("/v1/models/other").status_code == 404
+    assert shared_server.client.get("/v1/models/").json() == body
+
+
+@pytest.mark.parametrize("name", ["org/other", MODEL_NAME])
+def test_a_model_answers_to_all_its_names_and_tells_the_first(start_server, name):
+    server = start_server()
+    info = dataclasses.replace(server.engine.model_info, other_model_names=("org/other",))
+    server.engine.model_info = info
+    cards = server.client.get("/v1/models").json()["data"]
+    assert [card["id"] for card in cards] == [MODEL_NAME, "org/other"]
+    assert server.client.get(f"/v1/models/{name}").json()["id"] == name
+    for path, fields in (
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/responses", {"input": "a"}),
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [97]}),
+    ):
+        response = server.client.post(path, json=fields | {"model": name})
+        assert response.status_code == 200
+        assert response.json().get("model", MODEL_NAME) == MODEL_NAME
+    response = server.client.post("/tokenize", json={"prompt": "a", "model": "third"})
+    assert "'org/other'" in response.json()["error"]["message"]
 
 
 def test_version_and_health(shared_server):
