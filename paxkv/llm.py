@@ -157,6 +157,11 @@ class LLM:
             InvalidRequestError: A prompt or its parameters are at fault. Nothing was run.
             EngineDeadError: The engine has ended.
         """
+        if type(cuts_max_tokens) is not bool:
+            raise InvalidRequestError(
+                f"cuts_max_tokens must be True or False, got {cuts_max_tokens!r}.",
+                param="cuts_max_tokens",
+            )
         prompts = _as_prompts(prompts)
         if sampling_params is None:
             sampling_params, cuts_max_tokens = self.get_default_sampling_params(), True

@@ -142,6 +142,9 @@ class InputProcessor:
 
         -1 is as many as leave room for `max_tokens`, or for one token where these are a default
         that fits behind no prompt: it must not cost the whole prompt.
+
+        Raises:
+            InvalidRequestError: `max_tokens` that are no default leave no room for any prompt.
         """
         num_kept = prompt.get("truncate_prompt_tokens") if isinstance(prompt, Mapping) else None
         if num_kept is None:
@@ -152,10 +155,20 @@ class InputProcessor:
                 param="truncate_prompt_tokens",
             )
         if num_kept == -1:
+            # The last token is never fed back.
+            most = min(self._max_model_len, self._max_fitting_tokens + 1)
             room = max_tokens or 1
-            if is_default and room >= self._max_model_len:
-                room = 1
-            num_kept = max(self._max_model_len - room, 1)
+            if room >= most and not is_default:
+                raise InvalidRequestError(
+                    f"truncate_prompt_tokens=-1 leaves no prompt before max_tokens={room}: prompt "
+                    f"and output may have {most} tokens together, of max_model_len="
+                    f"{self._max_model_len} and what the KV cache has room for. Ask for at most "
+                    f"{most - 1} tokens.",
+                    param="max_tokens",
+                )
+            num_kept = most - (room if room < most else 1)
+            if self._max_prompt_tokens is not None:
+                num_kept = min(num_kept, self._max_prompt_tokens)
         return token_ids[-num_kept:]
 
     def _tokenize(self, prompt: Prompt) -> tuple[list[int], str | None]:

@@ -154,6 +154,8 @@ def test_a_default_length_is_cut_to_what_fits_and_a_given_one_is_not(
     for call, argument in ((llm.generate, prompt), (llm.chat, hello)):
         with pytest.raises(NeverFitsError, match="at most 13 tokens"):
             call(argument, params, use_tqdm=False)
+        with pytest.raises(InvalidRequestError, match="True or False, got 'no'"):
+            call(argument, use_tqdm=False, cuts_max_tokens="no")
     open_ended = paxkv.BeamSearchParams(beam_width=1, max_tokens=None)
     (search,) = llm.beam_search([prompt], open_ended)
     assert len(search.sequences[0].tokens) == 33

@@ -438,3 +438,36 @@ def test_a_prompt_may_be_cut_to_its_last_tokens() -> None:
         with pytest.raises(InvalidRequestError) as raised:
             cut(bad)
         assert raised.value.param == "truncate_prompt_tokens"
+
+
+def test_cutting_a_prompt_for_more_tokens_than_there_can_be_is_refused() -> None:
+    prompt = {"prompt_token_ids": list(range(150)), "truncate_prompt_tokens": -1}
+
+    def cut(max_tokens: int, *, cuts: bool = False, **changes: object) -> tuple[int, int]:
+        params = SamplingParams(max_tokens=max_tokens)
+        request = make(**changes).process(prompt, params, request_id="r", cuts_max_tokens=cuts)
+        return len(request.prompt_token_ids), request.sampling_params.max_tokens
+
+    assert cut(99) == (1, 99)
+    for max_tokens in (100, 5000):
+        with pytest.raises(InvalidRequestError, match=f"={max_tokens}: .* max_model_len=100") as e:
+            cut(max_tokens)
+        assert e.value.param == "max_tokens"
+        # Of a default, the prompt takes what there is.
+        assert cut(max_tokens, cuts=True) == (99, 1)
+    # 40 places, and one token more that is never fed back.
+    assert cut(40, max_fitting_tokens=40) == (1, 40)
+    with pytest.raises(InvalidRequestError, match="may have 41 tokens .* at most 40 tokens"):
+        cut(41, max_fitting_tokens=40)
+
+
+def test_a_prompt_is_cut_to_what_is_not_refused_afterwards() -> None:
+    prompt = {"prompt_token_ids": list(range(150)), "truncate_prompt_tokens": -1}
+    small = {"max_fitting_tokens": 40, "default_max_tokens": 60}
+    for changes, max_tokens, wanted in (
+        (small, 20, (21, 20)),
+        (small, None, (40, 1)),
+        ({"max_prompt_tokens": 32}, 20, (32, 20)),
+    ):
+        request = process(make(**changes), prompt, max_tokens=max_tokens)
+        assert (len(request.prompt_token_ids), request.sampling_params.max_tokens) == wanted
