@@ -123,22 +123,26 @@ class _TextStream:
         # As in vLLM: those that are left out need no spaces taken away.
         self._joins_added = not (skip_special_tokens or spaces_between_special_tokens)
         self._last_is_added = False
-        self._context, self._context_text = self._read_prompt_end(prompt_token_ids)
-        self._pending: list[int] = []
+        self._context, self._pending = self._split_prompt_end(prompt_token_ids)
+        self._context_text = self._decode(self._context)
+        # How the prompt shows the half of a character that is pending: what comes may finish it.
+        self._half_text = ""
+        if self._pending:
+            self._half_text = self._take_new_text(self._decode(self._context + self._pending))
 
-    def _read_prompt_end(self, prompt_token_ids: Sequence[int]) -> tuple[list[int], str]:
-        """The context of the first new token, which ends in a whole character, and its text."""
+    def _split_prompt_end(self, prompt_token_ids: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The context of the first new token, and behind it the tokens of half a character."""
         last = [i for i in prompt_token_ids[-MAX_PROMPT_TOKENS:] if self._has_text(i)]
-        # Half a character at the prompt's end is left out: the output begins after it.
         for end in range(len(last), max(len(last) - MAX_UNFINISHED_TOKENS, 0) - 1, -1):
             # Byte tokens of SentencePiece that begin inside a character are all bad, to their end:
             # of so many starts one is at a character's.
             for num_tokens in range(NUM_CONTEXT_TOKENS, NUM_CONTEXT_TOKENS + 4):
                 context = last[max(end - num_tokens, 0) : end]
-                text = self._decode(context)
-                if not text.endswith(REPLACEMENT_CHAR):
-                    return context, text
-        return [], ""
+                if not self._decode(context).endswith(REPLACEMENT_CHAR):
+                    # Without a context, the window may begin inside of a character.
+                    is_half = bool(context) or len(prompt_token_ids) <= MAX_PROMPT_TOKENS
+                    return context, last[end:] if is_half else []
+        return [], []
 
     def push(self, token_id: int) -> str:
         """Takes one token and returns the text that is certain now, often empty."""
@@ -164,10 +168,20 @@ class _TextStream:
         return self._show_pending(self._decode(self._context + self._pending))
 
     def _show_pending(self, text: str) -> str:
-        new_text = text[len(self._context_text) :]
+        new_text = self._take_new_text(text)
         self._context, self._pending = self._pending, []
         self._context_text = self._decode(self._context)
         return new_text
+
+    def _take_new_text(self, text: str) -> str:
+        """What the text of the window has beyond what is shown."""
+        new_text = text[len(self._context_text) :]
+        if not self._half_text:
+            return new_text
+        # Behind a prompt of "a \ufffd", " \ufffdb" is "b" and " é" is "é".
+        half, self._half_text = self._half_text, ""
+        is_half_still = new_text.startswith(half)
+        return new_text.removeprefix(half if is_half_still else half.rstrip(REPLACEMENT_CHAR))
 
     def _show_as_written(self, token_id: int) -> str:
         """The text of an added token by itself: a decoder might put a space before it."""
@@ -187,7 +201,7 @@ class _TextStream:
             head = self._decode(self._context + self._pending[:cut])
             tail = self._decode(self._pending[cut:])
             if head + tail == text:
-                new_text = head[len(self._context_text) :]
+                new_text = self._take_new_text(head)
                 self._context, self._context_text = [], ""
                 self._pending = self._pending[cut:]
                 return new_text

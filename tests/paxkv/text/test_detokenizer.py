@@ -162,8 +162,11 @@ def test_sentencepiece_space_shows_behind_any_prompt() -> None:
     red, berry, eos = (tokenizer.token_to_id(word) for word in ("▁red", "berry", "</s>"))
     in_bytes = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "👩🚀".encode()]
     # Of eight bytes the last five are no whole characters; the last seven end in half a one.
-    for prompt in (in_bytes, in_bytes[:-1], [berry] + [eos] * 9):
+    for prompt in (in_bytes, in_bytes[:-1], [berry] + [eos] * 31):
         assert stream(tokenizer, [red], prompt_token_ids=prompt)[0] == [" red"]
+    # Of the prompt's characters only the last byte is looked at.
+    pieces, _ = stream(tokenizer, in_bytes, prompt_token_ids=in_bytes + [eos] * 31)
+    assert "".join(pieces) == "👩🚀"
 
 
 def test_sentencepiece_bytes_form_characters() -> None:
@@ -173,10 +176,40 @@ def test_sentencepiece_bytes_form_characters() -> None:
     assert stream(tokenizer, token_ids)[0] == ["red", "", "é", "."]
 
 
+@pytest.mark.parametrize("num_prompt_bytes", [1, 2, 3, 4])
+def test_output_that_finishes_a_character_of_the_prompt_shows_it_whole(
+    num_prompt_bytes: int,
+) -> None:
+    sentencepiece = sentencepiece_tokenizer()
+    woman = [sentencepiece.token_to_id(f"<0x{byte:02X}>") for byte in "👩".encode()]
+    red, berry = map(sentencepiece.token_to_id, ("▁red", "berry"))
+    # Behind a prompt of many tokens, and alone.
+    for tokenizer, head, tail, text in (
+        (byte_level_tokenizer(), [*b"some text: "] * 4, list("👩 c".encode()), "👩 c"),
+        (sentencepiece, [red, berry], [*woman, red], "👩 red"),
+        (sentencepiece, [], [*woman, red], "👩 red"),
+    ):
+        prompt = head + tail[:num_prompt_bytes]
+        pieces, _ = stream(tokenizer, tail[num_prompt_bytes:], prompt_token_ids=prompt)
+        assert "".join(pieces) == (text if num_prompt_bytes < 4 else text[1:])
+
+
 def test_prompt_that_ends_in_half_a_character_does_not_eat_the_output() -> None:
-    token_ids = list(b"\xa9abc")
-    pieces, _ = stream(byte_level_tokenizer(), token_ids, prompt_token_ids=[97, 0xC3])
-    assert "".join(pieces) == f"{REPLACEMENT}abc"
+    """What follows is all of the output; half a character that stays one is the prompt's."""
+    tokenizer = byte_level_tokenizer([b" \xc3"])
+    half_a_word = tokenizer.vocab_size - 3
+    for prompt, output, text in (
+        (b"a\xc3", b"abc", "abc"),
+        (b"a\xc3", b"", ""),
+        (b"a\xf0\x9f", b"\x91abc", "abc"),
+        (b"a\xc3", b"\xc3\xa9b", "éb"),
+        # So long that it is shown before the next whole character.
+        (b"a\xc3", b"\xc3" * 29 + "👩b".encode(), f"{REPLACEMENT * 29}👩b"),
+        ([97, half_a_word], b"\xa9b", "éb"),
+        ([97, half_a_word], b"b", "b"),
+    ):
+        pieces, _ = stream(tokenizer, list(output), prompt_token_ids=list(prompt))
+        assert "".join(pieces) == text
 
 
 def test_stop_string_across_tokens_cuts_the_text_before_it() -> None:
