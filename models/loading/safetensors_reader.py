@@ -59,7 +59,7 @@ def _list_files(folder: Path) -> list[Path]:
         weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
         names = sorted(set(weight_map.values()))
         files = [folder / name for name in names]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{index_path} is not a safetensors index ({type(error).__name__}: {error}); wanted an "
             "object with a weight_map of file names. Download it again."

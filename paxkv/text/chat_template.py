@@ -61,7 +61,7 @@ class ChatTemplate:
         Files in additional_chat_templates are further ones, by name: tool_use.jinja.
 
         Raises:
-            ConfigError: tokenizer_config.json is not a JSON object.
+            ConfigError: A file cannot be read, or what it holds is no template.
         """
         options = {"special_tokens": special_tokens, "content_format": content_format}
         paths = {p.stem: p for p in sorted(folder.glob("additional_chat_templates/*.jinja"))}
@@ -69,11 +69,9 @@ class ChatTemplate:
         if path.is_file():
             paths.setdefault("default", path)
         if paths:
-            return cls({n: p.read_text(encoding="utf-8") for n, p in paths.items()}, **options)
-        source = read_json_object(folder / "tokenizer_config.json").get("chat_template")
-        if isinstance(source, list):
-            # [{"name": "default", "template": "..."}, {"name": "tool_use", "template": "..."}]
-            source = {entry["name"]: entry["template"] for entry in source}
+            return cls({name: _read_template(path) for name, path in paths.items()}, **options)
+        path = folder / "tokenizer_config.json"
+        source = _as_sources(path, read_json_object(path).get("chat_template"))
         return cls(source, **options) if source else None
 
     @classmethod
@@ -186,6 +184,31 @@ class ChatTemplate:
                     f"the chat template cannot be compiled: {error}", param="chat_template"
                 ) from error
         return self._compiled[name]
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}. Download it again.") from error
+
+
+def _as_sources(path: Path, value: object) -> dict[str, str]:
+    """Templates by name, of one or of [{"name": "default", "template": "..."}]; none of nothing."""
+    if not value:
+        return {}
+    entries = value if isinstance(value, list) else [{"name": "default", "template": value}]
+    sources = {}
+    for entry in entries:
+        fields = entry if isinstance(entry, Mapping) else {}
+        name, source = fields.get("name"), fields.get("template")
+        if not isinstance(name, str) or not isinstance(source, str):
+            raise ConfigError(
+                f"chat_template of {path} is {value!r:.100}; wanted a template, or a list of "
+                '{"name": "default", "template": ...}.'
+            )
+        sources[name] = source
+    return sources
 
 
 def check_messages(messages: Sequence[Message]) -> list[dict[str, object]]:

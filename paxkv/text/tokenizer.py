@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -10,10 +10,7 @@ import tokenizers
 from paxkv.errors import ConfigError, InvalidRequestError
 from paxkv.text.token_bounds import find_max_chars_per_token
 
-# Names that tokenizer_config.json uses and that chat templates may ask for.
-SPECIAL_TOKEN_NAMES = (
-    *("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"),
-)
+_TOKEN_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 # From here on a text takes long enough (tens of milliseconds) to be in the way of other threads.
 LONG_TEXT_CHARS = 4096
@@ -28,7 +25,7 @@ class Tokenizer:
             given, replace what tokenizer.json itself would add.
 
     Raises:
-        ConfigError: tokenizer_config.json names a token that has no id.
+        ConfigError: tokenizer_config.json names a token that has no id, or is malformed.
     """
 
     def __init__(
@@ -39,8 +36,10 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         _take_added_tokens(backend, tokenizer_config.get("added_tokens_decoder"))
-        self.special_tokens = _read_special_tokens(tokenizer_config)  # "eos_token" -> "</s>"
-        _mark_special(backend, self.special_tokens.values())
+        named = _read_named_tokens(tokenizer_config)
+        # Which chat templates may ask for: "eos_token" -> "</s>".
+        self.special_tokens = {name: token.content for name, token in named.items()}
+        _mark_special(backend, named.values(), _read_extra_tokens(tokenizer_config))
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
         added_tokens = backend.get_added_tokens_decoder()
@@ -187,34 +186,69 @@ def read_json_object(path: Path) -> dict[str, object]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}. Download it again.") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}. Download it again.") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds a {type(content).__name__}; wanted a JSON object.")
     return content
 
 
-def _read_special_tokens(tokenizer_config: Mapping[str, object]) -> dict[str, str]:
-    found = {}
-    for name in SPECIAL_TOKEN_NAMES:
-        value = tokenizer_config.get(name)
-        # Written as "</s>" or as {"content": "</s>", "lstrip": false, ...}.
-        content = value.get("content") if isinstance(value, Mapping) else value
-        if isinstance(content, str) and content:
-            found[name] = content
-    return found
+def _read_named_tokens(
+    tokenizer_config: Mapping[str, object],
+) -> dict[str, tokenizers.AddedToken]:
+    """Tokens with a name: those of transformers, and what else a checkpoint calls a token."""
+    named = {name: value for name, value in tokenizer_config.items() if name.endswith("_token")}
+    extra = tokenizer_config.get("extra_special_tokens")
+    if isinstance(extra, Mapping):
+        named.update(extra)
+    tokens = {name: _as_special_token(value) for name, value in named.items()}
+    return {name: token for name, token in tokens.items() if token is not None}
 
 
-def _mark_special(backend: tokenizers.Tokenizer, tokens: Iterable[str]) -> None:
-    """Makes named tokens special that are not yet, as transformers does."""
+def _read_extra_tokens(tokenizer_config: Mapping[str, object]) -> list[tokenizers.AddedToken]:
+    """Special tokens without a name, which older checkpoints call additional ones."""
+    extra = tokenizer_config.get("extra_special_tokens")
+    values = extra or tokenizer_config.get("additional_special_tokens")
+    if not isinstance(values, list):
+        return []
+    return [token for token in map(_as_special_token, values) if token is not None]
+
+
+def _as_special_token(value: object) -> tokenizers.AddedToken | None:
+    """Of "</s>", or of {"content": "</s>", "lstrip": false, ...}; None of what is neither."""
+    fields = value if isinstance(value, Mapping) else {"content": value}
+    content = fields.get("content")
+    if not isinstance(content, str) or not content:
+        return None
+    return tokenizers.AddedToken(content, **{**_token_flags(fields), "special": True})
+
+
+def _token_flags(fields: Mapping[str, object]) -> dict[str, bool]:
+    return {name: bool(fields[name]) for name in _TOKEN_FLAGS if name in fields}
+
+
+def _mark_special(
+    backend: tokenizers.Tokenizer,
+    named: Collection[tokenizers.AddedToken],
+    extra: Collection[tokenizers.AddedToken],
+) -> None:
+    """Makes tokens special that are not yet, as transformers does: plain words of the vocabulary,
+    and named tokens that were added as plain ones.
+
+    Those without an id stay out: a model has no embedding of them.
+    """
     added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-    for content in dict.fromkeys(tokens):
-        token = added.get(content)
-        if token is None and backend.token_to_id(content) is not None:
-            backend.add_special_tokens([content])
-        elif token is not None and not token.special:
-            token.special = True
-            backend.add_special_tokens([token])
+    changed: dict[str, tokenizers.AddedToken] = {}
+    for token in (*named, *extra):
+        if token.content not in added and backend.token_to_id(token.content) is not None:
+            changed.setdefault(token.content, token)
+    for token in named:
+        known = added.get(token.content)
+        if known is not None and not known.special:
+            known.special = True
+            changed[token.content] = known
+    # At once: each call looks at all tokens again, of which there may be thousands.
+    backend.add_special_tokens([*changed.values()])
 
 
 def _take_added_tokens(backend: tokenizers.Tokenizer, added_tokens: object) -> None:
@@ -222,19 +256,14 @@ def _take_added_tokens(backend: tokenizers.Tokenizer, added_tokens: object) -> N
 
     What it says of a token that tokenizer.json has too counts more, as in transformers.
     """
-    if not isinstance(added_tokens, Mapping):
-        return
     added = {token.content: repr(token) for token in backend.get_added_tokens_decoder().values()}
     changed: list[tokenizers.AddedToken] = []
     new_ids: dict[str, int] = {}
-    for token_id, fields in sorted((int(key), fields) for key, fields in added_tokens.items()):
-        flags = {key: bool(value) for key, value in fields.items() if key not in ("content", "id")}
-        token = tokenizers.AddedToken(fields["content"], **flags)
+    for token_id, token in _read_added_tokens(added_tokens):
         if repr(token) != added.get(token.content):
             changed.append(token)
         if backend.token_to_id(token.content) is None:
             new_ids[token.content] = token_id
-    # At once: each call looks at all tokens again, of which there may be thousands.
     backend.add_tokens(changed)
     for content, token_id in new_ids.items():
         if backend.token_to_id(content) != token_id:
@@ -242,3 +271,25 @@ def _take_added_tokens(backend: tokenizers.Tokenizer, added_tokens: object) -> N
                 f"tokenizer_config.json gives token {content!r} the id {token_id}, but the "
                 f"next free id of tokenizer.json is {backend.token_to_id(content)}."
             )
+
+
+def _read_added_tokens(added_tokens: object) -> list[tuple[int, tokenizers.AddedToken]]:
+    """Of {"7": {"content": "<tool>", "special": true}}; by id, which JSON's order need not be."""
+    if added_tokens is None:
+        return []
+    if not isinstance(added_tokens, Mapping):
+        raise _bad_added_tokens(added_tokens)
+    found: list[tuple[int, tokenizers.AddedToken]] = []
+    for key, fields in added_tokens.items():
+        content = fields.get("content") if isinstance(fields, Mapping) else None
+        if not key.isdecimal() or not isinstance(content, str) or not content:
+            raise _bad_added_tokens({key: fields})
+        found.append((int(key), tokenizers.AddedToken(content, **_token_flags(fields))))
+    return sorted(found, key=lambda entry: entry[0])
+
+
+def _bad_added_tokens(got: object) -> ConfigError:
+    return ConfigError(
+        f"added_tokens_decoder of tokenizer_config.json has {got!r}; wanted ids with their tokens, "
+        'such as {"7": {"content": "<tool>"}}. Download it again.'
+    )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.errors import ConfigError, InvalidRequestError, UnsupportedFeatureError
 from paxkv.text.chat_template import ChatTemplate
 
 CHATML = (
@@ -147,3 +147,20 @@ def test_named_templates_may_be_files(tmp_path: Path) -> None:
     template = ChatTemplate.from_folder(tmp_path)
     assert template.render(MESSAGES) == "plain"
     assert template.render(MESSAGES, tools=[{"name": "f"}]) == "with tools"
+    # As in transformers, what has the name goes before the file that has none.
+    (tmp_path / "additional_chat_templates" / "default.jinja").write_text("by name")
+    assert ChatTemplate.from_folder(tmp_path).render(MESSAGES) == "by name"
+
+
+def test_files_that_hold_no_template_are_config_errors(tmp_path: Path) -> None:
+    config = tmp_path / "tokenizer_config.json"
+    for bad in (5, ["plain"], [{"name": "default"}], {"default": "plain"}):
+        config.write_text(json.dumps({"chat_template": bad}))
+        with pytest.raises(ConfigError, match="wanted a template"):
+            ChatTemplate.from_folder(tmp_path)
+    config.write_text("[" * 10**5)
+    with pytest.raises(ConfigError, match="recursion"):
+        ChatTemplate.from_folder(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"caf\xe9")
+    with pytest.raises(ConfigError, match="chat_template.jinja cannot be read"):
+        ChatTemplate.from_folder(tmp_path)

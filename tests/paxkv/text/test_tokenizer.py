@@ -114,6 +114,56 @@ def test_named_token_that_is_added_as_a_plain_one_becomes_special() -> None:
     assert tokenizer.decode([97, tokenizer.eos_token_id]) == "a"
 
 
+SPECIAL_WORDS = {
+    "named": {"mask_token": "<tool>"},
+    "named by the checkpoint": {"tool_token": "<tool>"},
+    "with flags": {"eos_token": {"__type": "AddedToken", "content": "<tool>", "lstrip": True}},
+    "additional": {"additional_special_tokens": ["<tool>"]},
+    "extra": {"extra_special_tokens": ["<tool>"], "additional_special_tokens": ["<s>"]},
+    "extra by name": {"extra_special_tokens": {"tool_token": "<tool>"}},
+}
+
+
+@pytest.mark.parametrize("config", SPECIAL_WORDS.values(), ids=SPECIAL_WORDS)
+def test_special_tokens_that_are_plain_words_have_one_id_each(config: dict) -> None:
+    tokenizer = Tokenizer(byte_level_backend([b"<tool>"]), config)
+    tool_id = tokenizer.token_to_id("<tool>")
+    is_stripped = "eos_token" in config
+    assert tokenizer.encode("a <tool>b") == [97, *b" "[is_stripped:], tool_id, 98]
+    assert tokenizer.decode([97, tool_id, 98]) == "ab"
+
+
+@pytest.mark.parametrize("is_added", [False, True])
+@pytest.mark.parametrize("config", SPECIAL_WORDS.values(), ids=SPECIAL_WORDS)
+def test_special_tokens_are_those_of_live_transformers(
+    tmp_path: Path, config: dict, is_added: bool
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    backend = byte_level_backend([] if is_added else [b"<tool>"])
+    backend.add_tokens(["<tool>"] if is_added else [])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **config})
+    )
+    ours = Tokenizer.from_folder(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    token_ids = ours.encode("a <tool> b<s>")
+    assert token_ids == theirs.encode("a <tool> b<s>", add_special_tokens=False)
+    assert ours.decode(token_ids) == theirs.decode(token_ids, skip_special_tokens=True)
+
+
+def test_chat_templates_may_ask_for_every_named_token() -> None:
+    config = {
+        "mask_token": "<m>",
+        "image_token": {"content": "<i>"},
+        "extra_special_tokens": {"call_token": "<c>"},
+        "pad_token": None,
+        "add_bos_token": False,
+    }
+    named = {"mask_token": "<m>", "image_token": "<i>", "call_token": "<c>"}
+    assert Tokenizer(byte_level_backend(), config).special_tokens == named
+
+
 def test_tokenizer_config_counts_more_than_tokenizer_json() -> None:
     backend = byte_level_backend([b"<word>"])
     backend.add_tokens(["<tool>"])
@@ -131,6 +181,10 @@ def test_tokens_only_in_tokenizer_config_are_added_at_their_id() -> None:
     added = {"258": {"content": "<tool>", "special": False, "lstrip": False}}
     tokenizer = Tokenizer(byte_level_backend(), {"added_tokens_decoder": added})
     assert tokenizer.encode("<tool>") == [258]
+    # Ids of any order: they are given by it.
+    many = {str(token_id): {"content": f"<{token_id}>"} for token_id in (260, 258, 259)}
+    tokenizer = Tokenizer(byte_level_backend(), {"added_tokens_decoder": many})
+    assert tokenizer.encode("<258><259><260>") == [258, 259, 260]
     added = {"300": {"content": "<tool>", "special": False}}
     with pytest.raises(ConfigError, match="258"):
         Tokenizer(byte_level_backend(), {"added_tokens_decoder": added})
@@ -146,6 +200,19 @@ def test_missing_and_broken_files_are_config_errors(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("[]")
     with pytest.raises(ConfigError, match="JSON object"):
         Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"a": ' + "[" * 10**5 + "]" * 10**5 + "}")
+    with pytest.raises(ConfigError, match="recursion"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "added",
+    [{"7": "<tool>"}, {"x": {"content": "<tool>"}}, {"7": {"content": 5}}, {"7": {}}, ["<tool>"]],
+    ids=repr,
+)
+def test_added_tokens_that_are_none_are_a_config_error(added: object) -> None:
+    with pytest.raises(ConfigError, match="added_tokens_decoder .* such as"):
+        Tokenizer(byte_level_backend(), {"added_tokens_decoder": added})
 
 
 def test_eos_token_without_an_id_is_a_config_error() -> None:
