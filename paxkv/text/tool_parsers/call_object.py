@@ -33,7 +33,6 @@ class CallObject:
         needs_arguments: Without any the object is no call.
 
     Attributes:
-        raw: All characters taken so far; no more are added once it has started.
         has_started: Whether its CallStart has been handed on: it is a call from here on.
     """
 
@@ -51,8 +50,13 @@ class CallObject:
         # Arguments that came before the name.
         self._early_arguments: str | None = None
         self._has_arguments = False
-        self.raw = ""
+        self._taken: list[str] = []
         self.has_started = False
+
+    @property
+    def raw(self) -> str:
+        """All characters taken so far; no more are added once it has started."""
+        return "".join(self._taken)
 
     @property
     def is_done(self) -> bool:
@@ -71,7 +75,7 @@ class CallObject:
     def take(self, char: str) -> list[ToolEvent]:
         """Takes the next character, which must not come after the object's end."""
         if not self.has_started:
-            self.raw += char
+            self._taken.append(char)
         events = self._take(char)
         # Whoever reads has been told of the call: what follows can no longer be plain text.
         if self.is_malformed and self.has_started:

@@ -1,6 +1,7 @@
 """`ToolParser`: what all of them do, and what they find."""
 
 import dataclasses
+import itertools
 from typing import Protocol
 
 
@@ -52,16 +53,15 @@ class ToolParser(Protocol):
 def join_events(events: list[ToolEvent]) -> list[ToolEvent]:
     """The same with neighbours of one kind put together: "a", "b" -> "ab"."""
     joined: list[ToolEvent] = []
-    for event in events:
-        last = joined[-1] if joined else None
-        if isinstance(event, ContentPart) and isinstance(last, ContentPart):
-            joined[-1] = ContentPart(last.text + event.text)
-        elif (
-            isinstance(event, ArgumentsPart)
-            and isinstance(last, ArgumentsPart)
-            and event.index == last.index
-        ):
-            joined[-1] = ArgumentsPart(event.index, last.text + event.text)
+    # A long answer that comes at once is an event a character.
+    for (kind, index), run in itertools.groupby(events, key=_kind_and_call):
+        if kind is CallStart:
+            joined += run
         else:
-            joined.append(event)
+            text = "".join(event.text for event in run)
+            joined.append(ContentPart(text) if index is None else ArgumentsPart(index, text))
     return joined
+
+
+def _kind_and_call(event: ToolEvent) -> tuple[type, int | None]:
+    return type(event), None if isinstance(event, ContentPart) else event.index

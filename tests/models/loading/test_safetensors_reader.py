@@ -41,7 +41,10 @@ def test_file_that_the_index_names_and_is_missing_is_named(tmp_path):
         SafetensorsCheckpoint(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": {"a": 1}}', "[" * 10**5])
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", "{}", '{"weight_map": {"a": 1}}', pytest.param("[" * 10**5, id="nested")],
+)
 def test_malformed_index_is_named(tmp_path, content):
     (tmp_path / INDEX).write_text(content)
     with pytest.raises(CheckpointError, match="not a safetensors index"):
