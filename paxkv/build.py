@@ -298,7 +298,13 @@ def _make_runner(
     if may_be_shorter and isinstance(store, CompiledPrograms):
         # Memory is not measured again, and might be enough now.
         may_be_shorter = store.max_model_len != unscaled_length
-        length = length if may_be_shorter else unscaled_length
+        if not may_be_shorter:
+            logger.warning(
+                "max_model_len is %d, which the compiled programs are for; the model's own limit "
+                "is %d. Set max_model_len to the first, or compile programs for the second.",
+                *(unscaled_length, length),
+            )
+            length = unscaled_length
     runner = None
     try:
         runner = make(length)

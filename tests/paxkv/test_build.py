@@ -137,9 +137,11 @@ def test_compiled_programs_say_whether_the_length_was_made_shorter(
         )
         return build_core(config).ready.model_info.max_model_len
 
+    assert max_model_len(compiled=MAX_SCALED_POSITIONS) == MAX_SCALED_POSITIONS
+    assert "max_model_len" not in caplog.text
     assert max_model_len(compiled=MAX_POSITIONS) == MAX_POSITIONS
     assert "no room" not in caplog.text
-    assert max_model_len(compiled=MAX_SCALED_POSITIONS) == MAX_SCALED_POSITIONS
+    assert f"is {MAX_POSITIONS}, which the compiled programs are for" in caplog.text
 
 
 def test_folder_without_tokenizer_serves_token_ids(
