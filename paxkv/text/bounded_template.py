@@ -5,6 +5,7 @@ limits here keep it from running, or growing, without end.
 """
 
 import functools
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -12,6 +13,7 @@ from typing import TypeVar
 
 import jinja2
 import jinja2.ext
+import jinja2.filters
 import jinja2.nodes
 import jinja2.runtime
 import jinja2.sandbox
@@ -24,6 +26,8 @@ MAX_RENDER_S = 10.0
 MAX_RENDERED_CHARS = 32 * 2**20
 # Looking at the clock takes about as long as the body of a short loop.
 _ITEMS_PER_LOOK = 256
+# "%*d" and "%.*f" have their width among the values.
+_STARRED_WIDTH = re.compile(r"%[-+ #0-9.]*\*")
 _LOOP_FILTER, _CONCAT_FILTER = "paxkv_loop", "paxkv_concat"
 
 
@@ -37,7 +41,8 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self._renders = threading.local()
         self.filters[_LOOP_FILTER] = self._timed
         self.filters[_CONCAT_FILTER] = self._concatenated
-        for name in ("center", "indent", "wordwrap"):
+        self.filters["format"] = _formatted
+        for name in ("batch", "center", "indent", "slice", "wordwrap"):
             self.filters[name] = _with_small_numbers(self.filters[name])
 
     def render(
@@ -75,7 +80,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     ) -> object:
         self._check_time()
         if not _keeps_arguments(function):
-            _check_numbers((*args, *kwargs.values()))
+            check_numbers((*args, *kwargs.values()))
         return super().call(context, function, *args, **kwargs)
 
     def call_binop(
@@ -88,11 +93,25 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         elif operator == "+" and all(isinstance(v, (str, list, tuple)) for v in (left, right)):
             _check_size(len(left) + len(right))
         elif operator == "**":
-            _check_numbers((left, right), most=64)
+            check_numbers((left, right), most=64)
         elif operator == "%" and isinstance(left, str):
-            # A width in a format makes a string of that length.
-            _check_size(max(map(int, _digit_runs(left)), default=0))
+            _check_format(left, right)
         return super().call_binop(context, operator, left, right)
+
+    def wrap_str_format(self, value: object) -> Callable[..., str] | None:
+        formatted = super().wrap_str_format(value)
+        if formatted is None:
+            return None
+
+        @functools.wraps(formatted)
+        def bounded(*args: object, **kwargs: object) -> str:
+            is_map = value.__name__ == "format_map" and args
+            fields = ((), args[0]) if is_map else (args, kwargs)
+            # For its length alone: a string that is safe as HTML makes another text of it.
+            _SizedFormatter(self).vformat(value.__self__, *fields)
+            return formatted(*args, **kwargs)
+
+        return bounded
 
     def _timed(self, items: Iterable[_ItemT]) -> "Iterable[_ItemT]":
         # jinja's loops ask for the length of what they go through.
@@ -116,6 +135,21 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         deadline_s = getattr(self._renders, "deadline_s", None)
         if deadline_s is not None and time.monotonic() > deadline_s:
             raise jinja2.TemplateError("it takes too long")
+
+
+class _SizedFormatter(jinja2.sandbox.SandboxedFormatter):
+    """Gives up before a text is too long: "{:{width}}" has its width from anywhere."""
+
+    def __init__(self, environment: BoundedEnvironment) -> None:
+        super().__init__(environment)
+        self._num_chars = 0
+
+    def format_field(self, value: object, format_spec: str) -> str:
+        _check_widths(format_spec)
+        text = super().format_field(value, format_spec)
+        self._num_chars += len(text)
+        _check_size(self._num_chars)
+        return text
 
 
 class _TimedItems:
@@ -166,14 +200,23 @@ def _with_small_numbers(function: Callable[..., object]) -> Callable[..., object
     # Also what jinja notes on a filter: that it wants the environment.
     @functools.wraps(function)
     def bounded(*args: object, **kwargs: object) -> object:
-        _check_numbers((*args, *kwargs.values()))
+        check_numbers((*args, *kwargs.values()))
         return function(*args, **kwargs)
 
     return bounded
 
 
-def _check_numbers(values: Iterable[object], *, most: int = 1_000_000) -> None:
-    """`"x".center(10 ** 10)` is 10 GB."""
+def _formatted(template: str, *args: object, **kwargs: object) -> str:
+    _check_format(str(template), args)
+    return jinja2.filters.do_format(template, *args, **kwargs)
+
+
+def check_numbers(values: Iterable[object], *, most: int = 1_000_000) -> None:
+    """Refuses numbers that may be sizes: `"x".center(10 ** 10)` is 10 GB.
+
+    Raises:
+        TemplateError: One is over `most`, or under `-most`.
+    """
     for value in values:
         if isinstance(value, int) and abs(value) > most:
             raise jinja2.TemplateError(f"it uses a number over {most}")
@@ -182,6 +225,18 @@ def _check_numbers(values: Iterable[object], *, most: int = 1_000_000) -> None:
 def _check_size(num_items: int) -> None:
     if num_items > MAX_RENDERED_CHARS:
         raise jinja2.TemplateError(f"it makes more than {MAX_RENDERED_CHARS} characters")
+
+
+def _check_format(template: str, values: object) -> None:
+    """Of `template % values`."""
+    _check_widths(template)
+    if _STARRED_WIDTH.search(template) and isinstance(values, tuple):
+        check_numbers(values)
+
+
+def _check_widths(template: str) -> None:
+    # A width in a format makes a string of that length.
+    _check_size(max(map(int, _digit_runs(template)), default=0))
 
 
 def _digit_runs(text: str) -> list[str]:

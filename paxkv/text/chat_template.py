@@ -11,7 +11,7 @@ import jinja2.ext
 import jinja2.nodes
 
 from paxkv.errors import ConfigError, InvalidRequestError, UnsupportedFeatureError
-from paxkv.text.bounded_template import BoundedEnvironment
+from paxkv.text.bounded_template import BoundedEnvironment, check_numbers
 from paxkv.text.tokenizer import read_json_object
 
 Message = Mapping[str, object]
@@ -324,6 +324,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """jinja's own filter would escape HTML characters."""
+    check_numbers((indent,))
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

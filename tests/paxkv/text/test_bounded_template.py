@@ -45,6 +45,16 @@ HUGE = {
     "padded by a filter": "{{ 'x'|center(10000000000) }}",
     "padded by a method": "{{ 'x'.ljust(10000000000) }}",
     "padded by a format": "{{ '%9999999999d' % 1 }}",
+    "padded by a format with its width apart": "{{ '%-5.*f' % (10000000000, 1) }}",
+    "padded by a filter's format": "{{ '%9999999999d'|format(1) }}",
+    "padded by a filter's format with its width apart": "{{ '%*d'|format(10000000000, 1) }}",
+    "padded by str.format": "{{ '{:9999999999}'.format(1) }}",
+    "padded by a nested width": "{{ '{:{d[w]}}'.format(1, d={'w': 10000000000}) }}",
+    "padded by a width of a map": "{{ '{a:{w}}'.format_map({'a': 1, 'w': 10000000000}) }}",
+    "padded by many widths": "{{ ('{:30000000}' * 400).format(*([1] * 400)) }}",
+    "padded as HTML": "{{ ('{:{d[w]}}'|safe).format(1, d={'w': 10000000000}) }}",
+    "filled up": "{{ [1]|batch(10000000000, 0)|list }}",
+    "sliced": "{{ [1]|slice(10000000000)|list }}",
     "power": "{{ 9 ** 999999999 }}",
 }
 
@@ -80,12 +90,16 @@ def test_loops_and_texts_are_those_of_jinja():
         "{% for x in xs %}{{ loop.index }}/{{ loop.length }}:{{ x ~ 'a' ~ 1 }}"
         "{{ ',' if not loop.last }}{% endfor %}|{% for k, v in d.items() %}{{ k + v }}{% endfor %}"
         "|{% for c in 'ab' %}{{ loop.revindex }}{{ c }}{% endfor %}"
-        "|{{ '%s-%02d' % ('x', 3) }}|{{ 'ab'|center(4) }}|{{ [1] + [2] }}|{{ 'a b'|wordwrap(1) }}"
+        "|{{ '%s-%*d' % ('x', 3, 7) }}|{{ '%s-%02d'|format('x', 3) }}"
+        "|{{ '{:>{w}}'.format('a', w=3) }}{{ '{a}'.format_map({'a': 1}) }}"
+        "|{{ ('<{}>'|safe).format('<') }}|{{ [1, 2, 3]|batch(2, 0)|list }}"
+        "|{{ [1, 2, 3]|slice(2)|list }}|{{ '%s-%02d' % ('x', 3) }}|{{ 'ab'|center(4) }}"
+        "|{{ [1] + [2] }}|{{ 'a b'|wordwrap(1) }}"
     )
     variables = {"xs": ["p", "q"], "d": {"k": "v"}}
     plain = jinja2.Environment().from_string(source).render(variables)
     assert _render(source, **variables) == plain
-    assert plain.startswith("1/2:pa1,2/2:qa1|kv|2a1b|x-03| ab |")
+    assert plain.startswith("1/2:pa1,2/2:qa1|kv|2a1b|x-  7|x-03|  a1|<&lt;>|[[1, 2], [3, 0]]|")
 
 
 def test_a_large_number_may_be_handed_on():
@@ -94,5 +108,6 @@ def test_a_large_number_may_be_handed_on():
         "{% macro show(x) %}{{ caller(x) if caller else x }}{% endmacro %}{{ show(t) }}"
         "{% call(x) show(t) %}{{ x }}{% endcall %}{% set ns = namespace(t=t) %}{{ ns.t }}"
         "{{ dict(a=t).a }}{{ {}.get('a', t) }}{% for x in [t] %}{{ loop.changed(x) }}{% endfor %}"
+        "{{ [t].index(t) }}{{ (t,).count(t) }}{{ '**%d**' % (t,) }}"
     )
-    assert _render(source, t=1_700_000_000) == "1700000000" * 5 + "True"
+    assert _render(source, t=1_700_000_000) == "1700000000" * 5 + "True01**1700000000**"

@@ -101,6 +101,8 @@ def test_template_that_misbehaves_is_an_error_not_a_crash(source: str) -> None:
 def test_tojson_keeps_html_characters_and_unicode() -> None:
     template = ChatTemplate("{{ tools | tojson }}")
     assert template.render(MESSAGES, tools=[{"name": "<é>"}]) == '[{"name": "<é>"}]'
+    with pytest.raises(InvalidRequestError, match="a number over"):
+        ChatTemplate("{{ tools | tojson(indent=2000000) }}").render(MESSAGES, tools=[{}])
 
 
 def test_extras_of_hugging_face_templates_work() -> None:
