@@ -252,15 +252,18 @@ class CompiledGenerator:
         eos_token_ids: Sequence[int],
     ) -> list[EngineRequest]:
         """What the engine would get for each prompt, through its own door."""
-        eos_token_ids = _as_list(eos_token_ids)
-        if eos_token_ids is None or not all(type(i) is int and i >= 0 for i in eos_token_ids):
-            raise InvalidRequestError(f"eos_token_ids must be token ids, got {eos_token_ids!r}.")
+        eos_ids = _as_list(eos_token_ids)
+        if eos_ids is None or not all(type(i) is int and i >= 0 for i in eos_ids):
+            raise InvalidRequestError(
+                "eos_token_ids must be a list of token ids, integers of at least 0, got "
+                f"{eos_token_ids!r}."
+            )
         processor = InputProcessor(
             tokenizer=self._tokenizer,
             vocab_size=self._model.config.vocab_size,
             max_model_len=self._max_model_len,
             max_fitting_tokens=self._max_model_len,
-            eos_token_ids=eos_token_ids,
+            eos_token_ids=eos_ids,
         )
         requests = []
         for row, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
@@ -279,9 +282,10 @@ class CompiledGenerator:
         """A prompt as the engine's door takes it, which looks at the tokens themselves."""
         token_ids = _as_list(prompt)
         if token_ids is None:
-            raise InvalidRequestError(
-                f"a prompt must be a list of token ids, got {type(prompt).__name__}."
-            )
+            got = type(prompt).__name__
+            if isinstance(prompt, (np.ndarray, jax.Array)):
+                got = f"an array of shape {prompt.shape}"
+            raise InvalidRequestError(f"a prompt must be a list of token ids, got {got}.")
         if len(token_ids) > self._shape.max_prompt_len:
             raise PromptTooLongError(
                 f"prompt has {len(token_ids)} tokens, wanted at most max_prompt_len="

@@ -1,6 +1,7 @@
 """The compiled generation function draws the engine's tokens, and transformers'."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -222,14 +223,15 @@ def test_prompts_may_be_arrays(generator: CompiledGenerator) -> None:
     array_np = np.array([[3, 4], [5, 6]])
     for prompts in (array_np, jnp.asarray(array_np), [list(row) for row in array_np]):
         assert generator.generate(prompts, params, eos_token_ids=np.array([2])) == wanted
-    for prompts in ([array_np], [np.array([1.5])]):
-        with pytest.raises(InvalidRequestError):
-            generator.generate(prompts, params)
+    for prompt, got in ((array_np, r"shape \(2, 2\)"), (np.array([1.5]), "is 1.5")):
+        with pytest.raises(InvalidRequestError, match=got):
+            generator.generate([prompt], params)
 
 
-@pytest.mark.parametrize("eos_token_ids", [[-1], [2.0], None])
+@pytest.mark.parametrize("eos_token_ids", [[-1], [2.0], None, {2}])
 def test_eos_tokens_must_be_token_ids(generator, eos_token_ids) -> None:
-    with pytest.raises(InvalidRequestError, match="eos_token_ids"):
+    wanted = f"list of token ids, .* got {re.escape(repr(eos_token_ids))}"
+    with pytest.raises(InvalidRequestError, match=wanted):
         generator.generate([[1]], SamplingParams(max_tokens=2), eos_token_ids=eos_token_ids)
 
 

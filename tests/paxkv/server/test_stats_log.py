@@ -71,6 +71,11 @@ def test_an_idle_interval_has_no_line_and_one_that_waits_has(caplog) -> None:
     engine.has_counted(10, 0, 30, num_steps=0)
     log.log(10.0)
     assert len(caplog.messages) == 2
+    # A fourth one that has not begun yet, behind one that had done something.
+    engine.has_counted(10, 0, 50, num_steps=0)
+    log.log(10.0)
+    log.log(10.0)
+    assert len(caplog.messages) == 3 and "generation 2.0 tokens/s" in caplog.messages[2]
 
 
 def test_every_interval_ends_at_its_time_and_a_late_one_is_longer(caplog) -> None:
