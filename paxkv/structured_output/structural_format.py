@@ -177,7 +177,7 @@ def _is_unlimited(form: object) -> bool:
 
 
 def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False) if text else ""
+    return json.dumps(text) if text else ""
 
 
 def _joined(*parts: str) -> str:

@@ -53,6 +53,7 @@ def has_format(form, text, **options):
 
 FORMATS = {
     "const": (const('say "é"\n😀/\\'), ['say "é"\n😀/\\'], ["say", 'say "é"\n😀/\\ ']),
+    "control characters": (const("\x00\x7f\u2028"), ["\x00\x7f\u2028"], ["\x00\x7f"]),
     "schema": (INTEGER, ["12", "-3"], ["a", "1.5", ""]),
     "any": (ANY, ["", "all <f> {"], []),
     "regex": ({"type": "regex", "pattern": "a/+b"}, ["a/b", "a//b"], ["ab", "a/b/"]),
