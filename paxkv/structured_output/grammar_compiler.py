@@ -9,6 +9,7 @@ import llguidance
 import numpy as np
 
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.structured_output.grammar_tokenizer import make_grammar_tokenizer
 from paxkv.structured_output.structural_format import StructuralFormat
 from paxkv.structured_output.thoughts import ThoughtTokens, find_thought_tokens
 from paxkv.structured_output.token_texts import TokenTexts
@@ -143,10 +144,10 @@ class GrammarCompiler:
         with self._lock:
             if self._tokenizer is None:
                 try:
-                    self._tokenizer = llguidance.LLTokenizer(
+                    self._tokenizer = make_grammar_tokenizer(
                         self._tokenizer_json,
-                        n_vocab=self.vocab_size,
-                        eos_token=self._eos_token_ids,
+                        vocab_size=self.vocab_size,
+                        eos_token_ids=self._eos_token_ids,
                     )
                 except ValueError as error:
                     raise UnsupportedFeatureError(
