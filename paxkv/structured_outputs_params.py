@@ -63,8 +63,9 @@ class StructuredOutputsParams:
         if self.json is not None and not isinstance(self.json, (str, dict)):
             raise _error("structured_outputs.json must be a JSON schema, as an object or as text.")
         self._check_choice()
-        for name in ("disable_any_whitespace", "disable_additional_properties"):
-            if not isinstance(getattr(self, name), bool):
+        for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and (name, value) != ("json_object", None):
                 raise _error(f"structured_outputs.{name} must be true or false.")
         self._check_whitespace()
         if self.thoughts not in _THOUGHTS:

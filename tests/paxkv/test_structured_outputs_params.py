@@ -32,6 +32,8 @@ def test_the_kind_is_the_field_that_is_set(fields, kind, source):
     [
         {},
         {"json_object": False},
+        {"json_object": 1},
+        {"json_object": "yes"},
         {"json": {}, "regex": "a"},
         {"regex": ""},
         {"regex": 5},
