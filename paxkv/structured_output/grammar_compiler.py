@@ -9,6 +9,7 @@ import llguidance
 import numpy as np
 
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.structured_output.grammar_syntax import NO_FORCING, to_lark
 from paxkv.structured_output.grammar_tokenizer import make_grammar_tokenizer
 from paxkv.structured_output.structural_format import StructuralFormat
 from paxkv.structured_output.thoughts import ThoughtTokens, find_thought_tokens
@@ -227,9 +228,9 @@ def _grammar(params: StructuredOutputsParams) -> str:
         case "regex":
             return llguidance.LLMatcher.grammar_from_regex(source)
         case "choice":
-            return llguidance.grammar_from("grammar", _choice_grammar(source))
+            return _choice_grammar(source)
         case "grammar":
-            return llguidance.grammar_from("grammar", source)
+            return f"{to_lark(source)}\n{NO_FORCING}"
     tag = json.loads(source)
     if params.disable_additional_properties:
         tag = _without_more_properties(tag)

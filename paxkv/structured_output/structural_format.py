@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import llguidance
 
+from paxkv.structured_output.grammar_syntax import NO_FORCING, to_lark
+
 _ANY_TEXT = "/(?s:.*)/"
 # So deep that nobody writes it by hand, and no deeper than a recursion may go.
 _MAX_DEPTH = 32
@@ -45,7 +47,7 @@ class StructuralFormat:
             ValueError: The format is malformed, or cannot be expressed.
         """
         start = self._read(form, (), 0)
-        return "\n".join(["%llguidance {}", f"start: {start}", *self._rules])
+        return "\n".join([NO_FORCING, f"start: {start}", *self._rules])
 
     def _read(self, form: object, ends: Sequence[str], depth: int) -> str:
         """An expression of `form` with one of `ends` behind it, if there are any."""
@@ -76,7 +78,7 @@ class StructuralFormat:
         return self._rule(_joined(pattern, _alternatives(ends)), is_terminal=True)
 
     def _grammar(self, form: _Format, ends: Sequence[str], depth: int) -> str:
-        source = llguidance.grammar_from("grammar", _text(form, "grammar"))
+        source = to_lark(_text(form, "grammar"))
         return _joined(self._rule(f"%lark {{\n{source}\n}}"), _alternatives(ends))
 
     def _any_text(self, form: _Format, ends: Sequence[str], depth: int) -> str:

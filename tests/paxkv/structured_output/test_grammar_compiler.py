@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import re
+import threading
 import time
 
 import numpy as np
@@ -222,6 +223,38 @@ def test_what_would_grow_without_end_is_refused_soon(name):
     with pytest.raises(InvalidRequestError):
         compiler.compile(StructuredOutputsParams(**BOMBS[name]))
     assert time.monotonic() - start_s < 60  # it would be minutes, or for ever
+
+
+X_AND_ON = ["[a-z]{10}!", "x+", "x"]  # the second takes all that the third could
+ENDLESS = {
+    "grammar": {"grammar": 'start: /[a-z]{10}!/ A "x"\nA: /x+/'},
+    "options of its own": {
+        "grammar": '%llguidance {"no_forcing": false}\nstart: /[a-z]{10}!/ A "x"\nA: /x+/'
+    },
+    "gbnf": {"grammar": 'root ::= [a-z]{10} "!" a "x"\na ::= [x]+'},
+    "format": {
+        "structural_tag": json.dumps(
+            {
+                "format": {
+                    "type": "sequence",
+                    "elements": [{"type": "regex", "pattern": part} for part in X_AND_ON],
+                }
+            }
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_what_is_settled_without_an_end_stops_no_step(name):
+    matcher = make_compiler().compile(StructuredOutputsParams(**ENDLESS[name]))
+    assert matcher.consume_tokens(TOKENIZER.encode("abcdefghij!"))
+    # It would never come back.
+    thread = threading.Thread(target=matcher.compute_bitmask, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert matcher.consume_tokens(TOKENIZER.encode("xxx"))
 
 
 def test_white_space_in_json_has_an_end_or_none_at_all():

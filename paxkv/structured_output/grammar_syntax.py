@@ -1,0 +1,60 @@
+"""A grammar's text, in either syntax, becomes Lark's, which llguidance reads."""
+
+import json
+import re
+
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+# llguidance looks for the end of what is settled, and `start: A "x"` with `A: /x+/` has none: it
+# would look for ever, perhaps in a step, behind some tokens. Nested options do not count.
+NO_FORCING = '%llguidance {"no_forcing": true}'
+# root ::= "a" | other-rule
+_GBNF_RULE = re.compile(r"(?m)^[ \t]*[\w-]+[ \t]*::=")
+# What may hold escapes, and what looks like it in a comment.
+_GBNF_TEXT = re.compile(r'#[^\r\n]*|"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]', re.DOTALL)
+# Punctuation by itself too: a class may have "\-" in it.
+_ESCAPE = re.compile(
+    r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([^\w\s\"\\\[\]])|.)", re.DOTALL
+)
+
+
+def to_lark(source: str) -> str:
+    """A text with a rule of GBNF is that; any other is Lark's already.
+
+    Raises:
+        ValueError: It is malformed GBNF.
+    """
+    if _GBNF_RULE.search(source) is None:
+        return source
+    try:
+        return gbnf_to_lark(_GBNF_TEXT.sub(_with_known_escapes, source))
+    # The library has many: of its own, for an index, for depth.
+    except Exception as error:
+        raise ValueError(f"as GBNF: {error}") from None
+
+
+def _with_known_escapes(text: re.Match[str]) -> str:
+    """[\\u00e9\\-] -> [é\\x2d]: llguidance's converter knows few escapes."""
+    whole = text.group()
+    if whole.startswith("#"):
+        return whole
+    return _ESCAPE.sub(_in_class if whole.startswith("[") else _in_literal, whole)
+
+
+def _in_class(escape: re.Match[str]) -> str:
+    char = _character(escape)
+    if char is None:
+        return escape.group()
+    return char if ord(char) >= 0x80 else f"\\x{ord(char):02x}"
+
+
+def _in_literal(escape: re.Match[str]) -> str:
+    char = _character(escape)
+    return escape.group() if char is None else json.dumps(char, ensure_ascii=False)[1:-1]
+
+
+def _character(escape: re.Match[str]) -> str | None:
+    """What an escape stands for; None of those that are known."""
+    *codes, punctuation = escape.groups()
+    code = next(filter(None, codes), None)
+    return punctuation if code is None else chr(int(code, 16))
