@@ -311,8 +311,10 @@ def _answer(
     except InvalidRequestError as raised:
         error = str(raised)
     verdict = _Verdict(error, time.process_time() - start_s)
-    connection.write(msgspec.json.encode(verdict) + b"\n")
-    connection.flush()
+    # Whoever asked may have given up.
+    with contextlib.suppress(BrokenPipeError):
+        connection.write(msgspec.json.encode(verdict) + b"\n")
+        connection.flush()
 
 
 def _next_connection(control: socket.socket) -> BinaryIO:

@@ -137,3 +137,17 @@ def test_a_trial_is_answered_in_a_line():
     for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
         # What would have ended it.
         assert signal.setitimer(timer, 0)[0] > 0
+
+
+def test_who_has_given_up_waiting_is_no_error():
+    ours, theirs = socket.socketpair()
+    with theirs:
+        answered = theirs.makefile("rwb")
+        trial = {"params": GOOD, "compile_s": 100.0, "is_long": False}
+        ours.sendall(msgspec.json.encode(trial) + b"\n")
+        ours.close()
+        answer_trial(answered, make_compiler())
+        for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
+            signal.setitimer(timer, 0)
+        with pytest.raises(BrokenPipeError):  # nobody was there indeed
+            answered.close()
