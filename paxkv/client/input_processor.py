@@ -140,11 +140,11 @@ class InputProcessor:
     ) -> list[int]:
         """The last tokens of a prompt, as many as `truncate_prompt_tokens` says.
 
-        -1 is as many as leave room for `max_tokens`, or for one token where these are a default
-        that fits behind no prompt: it must not cost the whole prompt.
+        -1 is as many as leave room for `max_tokens`. Where these fit behind no prompt, they must
+        not cost the whole of it: one that fits as it is stays, and a default makes room.
 
         Raises:
-            InvalidRequestError: `max_tokens` that are no default leave no room for any prompt.
+            InvalidRequestError: `max_tokens` that are no default leave no room for a long prompt.
         """
         num_kept = prompt.get("truncate_prompt_tokens") if isinstance(prompt, Mapping) else None
         if num_kept is None:
@@ -158,12 +158,12 @@ class InputProcessor:
             # The last token is never fed back.
             most = min(self._max_model_len, self._max_fitting_tokens + 1)
             room = max_tokens or 1
-            if room >= most and not is_default:
+            if room >= most and not is_default and len(token_ids) >= most:
                 raise InvalidRequestError(
-                    f"truncate_prompt_tokens=-1 leaves no prompt before max_tokens={room}: prompt "
-                    f"and output may have {most} tokens together, of max_model_len="
-                    f"{self._max_model_len} and what the KV cache has room for. Ask for at most "
-                    f"{most - 1} tokens.",
+                    f"the prompt is to be cut to what leaves room for max_tokens={room}, which "
+                    f"would be nothing: prompt and output may have {most} tokens together, of "
+                    f"max_model_len={self._max_model_len} and what the KV cache has room for. Ask "
+                    f"for at most {most - 1} tokens, or for no cut.",
                     param="max_tokens",
                 )
             num_kept = most - (room if room < most else 1)

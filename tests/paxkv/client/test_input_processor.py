@@ -450,11 +450,16 @@ def test_cutting_a_prompt_for_more_tokens_than_there_can_be_is_refused() -> None
 
     assert cut(99) == (1, 99)
     for max_tokens in (100, 5000):
-        with pytest.raises(InvalidRequestError, match=f"={max_tokens}: .* max_model_len=100") as e:
+        with pytest.raises(InvalidRequestError, match=f"={max_tokens}, .* max_model_len=100") as e:
             cut(max_tokens)
         assert e.value.param == "max_tokens"
         # Of a default, the prompt takes what there is.
         assert cut(max_tokens, cuts=True) == (99, 1)
+        # And what fits is not cut at all; the tokens are, as ever.
+        fits = {"prompt_token_ids": list(range(60)), "truncate_prompt_tokens": -1}
+        request = process(make(), fits, max_tokens=max_tokens)
+        assert len(request.prompt_token_ids) == 60
+        assert request.sampling_params.max_tokens == 40
     # 40 places, and one token more that is never fed back.
     assert cut(40, max_fitting_tokens=40) == (1, 40)
     with pytest.raises(InvalidRequestError, match="may have 41 tokens .* at most 40 tokens"):
