@@ -24,6 +24,7 @@ _SHORT_BODY_BYTES = 32 * 2**10
 # An oversized body is read on, and thrown away, up to this multiple of the limit: a client that
 # is cut off while it still sends sees a broken connection instead of the 413.
 _DISCARD_FACTOR = 4
+_COMPRESSIONS = frozenset({"br", "compress", "deflate", "gzip", "x-compress", "x-gzip", "zstd"})
 
 
 async def read_body(
@@ -47,8 +48,9 @@ async def read_body(
         raise UnsupportedMediaTypeError(
             f"the body must be JSON, got {content_type=}; send 'Content-Type: application/json'."
         )
-    content_encoding = request.headers.get("content-encoding", "identity")
-    if content_encoding.strip().lower() != "identity":
+    content_encoding = request.headers.get("content-encoding", "")
+    # Others that are sent, such as "utf-8", say nothing about the bytes.
+    if _COMPRESSIONS.intersection(re.split(r"[\s,]+", content_encoding.lower())):
         raise UnsupportedMediaTypeError(
             f"the body must not be compressed, got {content_encoding=}; send it as it is."
         )

@@ -272,12 +272,17 @@ def test_content_type_other_than_json_is_415(shared_server, content_type):
     assert "application/json" in _error(response)["message"]
 
 
-def test_a_compressed_body_is_415_and_a_plain_one_may_say_so(shared_server):
-    headers = {"Content-Encoding": "gzip"}
+@pytest.mark.parametrize("encoding", ["gzip", "identity, br"])
+def test_a_compressed_body_is_415(shared_server, encoding):
+    headers = {"Content-Encoding": encoding}
     response = shared_server.client.post(COMPLETIONS, json={"prompt": "a"}, headers=headers)
     assert response.status_code == 415
-    assert "compressed, got content_encoding='gzip'" in _error(response)["message"]
-    headers = {"Content-Encoding": "identity"}
+    assert f"compressed, got content_encoding='{encoding}'" in _error(response)["message"]
+
+
+@pytest.mark.parametrize("encoding", ["identity", "", "utf-8"])
+def test_a_plain_body_may_say_how_it_is_encoded(shared_server, encoding):
+    headers = {"Content-Encoding": encoding}
     response = shared_server.client.post(COMPLETIONS, json={"prompt": "a"}, headers=headers)
     assert response.status_code == 200
 
