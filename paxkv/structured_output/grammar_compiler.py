@@ -64,7 +64,7 @@ class GrammarCompiler:
         self.eos_token_ids = frozenset(eos_token_ids)
         self._tokenizer_json = tokenizer_json
         self._eos_token_ids = list(eos_token_ids)
-        # Made for the first grammar: with a large vocabulary it takes a second.
+        # Made for the first grammar: with a large vocabulary it takes a second or two.
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._thought_token_ids = thought_token_ids
         self._token_texts: TokenTexts | None = None

@@ -10,7 +10,7 @@ import tokenizers
 def make_grammar_tokenizer(
     tokenizer_json: str, *, vocab_size: int, eos_token_ids: Sequence[int]
 ) -> llguidance.LLTokenizer:
-    """Takes a second with a large vocabulary.
+    """Takes a second or two with a large vocabulary.
 
     Raises:
         ValueError: Its tokens have no bytes, or there are more of them than `vocab_size`.

@@ -230,7 +230,7 @@ def _check_size(num_items: int) -> None:
 def _check_format(template: str, values: object) -> None:
     """Of `template % values`."""
     _check_widths(template)
-    if _STARRED_WIDTH.search(template) and isinstance(values, tuple):
+    if _STARRED_WIDTH.search(template.replace("%%", "")) and isinstance(values, tuple):
         check_numbers(values)
 
 

@@ -194,10 +194,14 @@ def _read_template(path: Path) -> str:
 
 
 def _as_sources(path: Path, value: object) -> dict[str, str]:
-    """Templates by name, of one or of [{"name": "default", "template": "..."}]; none of nothing."""
+    """Templates by name, of one, of {"default": "..."}, or of [{"name": "default", "template":
+    "..."}]; none of nothing."""
     if not value:
         return {}
-    entries = value if isinstance(value, list) else [{"name": "default", "template": value}]
+    entries = value
+    if not isinstance(value, list):
+        named = value if isinstance(value, Mapping) else {"default": value}
+        entries = [{"name": name, "template": source} for name, source in named.items()]
     sources = {}
     for entry in entries:
         fields = entry if isinstance(entry, Mapping) else {}

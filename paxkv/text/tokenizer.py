@@ -207,8 +207,9 @@ def _read_named_tokens(
 
 def _read_extra_tokens(tokenizer_config: Mapping[str, object]) -> list[tokenizers.AddedToken]:
     """Special tokens without a name, which older checkpoints call additional ones."""
-    extra = tokenizer_config.get("extra_special_tokens")
-    values = extra or tokenizer_config.get("additional_special_tokens")
+    values = tokenizer_config.get("extra_special_tokens")
+    if not isinstance(values, list) or not values:
+        values = tokenizer_config.get("additional_special_tokens")
     if not isinstance(values, list):
         return []
     return [token for token in map(_as_special_token, values) if token is not None]

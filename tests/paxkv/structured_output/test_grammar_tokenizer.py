@@ -85,6 +85,13 @@ def test_an_added_token_that_is_not_special_is_text():
     assert _spelled(backend, "<tool_call>a</tool_call>") == [begin, *backend.encode("a").ids, end]
 
 
+def test_the_name_of_a_special_token_leaves_the_rest_as_the_tokenizer_spells_it():
+    backend = BACKENDS["byte-level"]
+    before, after = (backend.encode(text).ids for text in ("the model", " and the text"))
+    token_ids = _spelled(backend, "the model<|im_end|> and the text")
+    assert token_ids[: len(before)] == before and token_ids[-len(after) :] == after
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

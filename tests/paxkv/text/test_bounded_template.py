@@ -90,7 +90,7 @@ def test_loops_and_texts_are_those_of_jinja():
         "{% for x in xs %}{{ loop.index }}/{{ loop.length }}:{{ x ~ 'a' ~ 1 }}"
         "{{ ',' if not loop.last }}{% endfor %}|{% for k, v in d.items() %}{{ k + v }}{% endfor %}"
         "|{% for c in 'ab' %}{{ loop.revindex }}{{ c }}{% endfor %}"
-        "|{{ '%s-%*d' % ('x', 3, 7) }}|{{ '%s-%02d'|format('x', 3) }}"
+        "|{{ '%s-%*d' % ('x', 3, 7) }}|{{ '%%*d %s' % (5000000,) }}|{{ '%s-%02d'|format('x', 3) }}"
         "|{{ '{:>{w}}'.format('a', w=3) }}{{ '{a}'.format_map({'a': 1}) }}"
         "|{{ ('<{}>'|safe).format('<') }}|{{ [1, 2, 3]|batch(2, 0)|list }}"
         "|{{ [1, 2, 3]|slice(2)|list }}|{{ '%s-%02d' % ('x', 3) }}|{{ 'ab'|center(4) }}"
@@ -99,7 +99,9 @@ def test_loops_and_texts_are_those_of_jinja():
     variables = {"xs": ["p", "q"], "d": {"k": "v"}}
     plain = jinja2.Environment().from_string(source).render(variables)
     assert _render(source, **variables) == plain
-    assert plain.startswith("1/2:pa1,2/2:qa1|kv|2a1b|x-  7|x-03|  a1|<&lt;>|[[1, 2], [3, 0]]|")
+    assert plain.startswith(
+        "1/2:pa1,2/2:qa1|kv|2a1b|x-  7|%*d 5000000|x-03|  a1|<&lt;>|[[1, 2], [3, 0]]|"
+    )
 
 
 def test_a_large_number_may_be_handed_on():

@@ -154,9 +154,19 @@ def test_named_templates_may_be_files(tmp_path: Path) -> None:
     assert ChatTemplate.from_folder(tmp_path).render(MESSAGES) == "by name"
 
 
+def test_named_templates_may_stand_in_a_table_or_a_list(tmp_path: Path) -> None:
+    as_list = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    for templates in (as_list, {"default": "plain", "tool_use": "tools"}):
+        config = {"chat_template": templates}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        template = ChatTemplate.from_folder(tmp_path)
+        assert template.render(MESSAGES) == "plain"
+        assert template.render(MESSAGES, tools=[{"name": "f"}]) == "tools"
+
+
 def test_files_that_hold_no_template_are_config_errors(tmp_path: Path) -> None:
     config = tmp_path / "tokenizer_config.json"
-    for bad in (5, ["plain"], [{"name": "default"}], {"default": "plain"}):
+    for bad in (5, ["plain"], [{"name": "default"}], {"default": 5}):
         config.write_text(json.dumps({"chat_template": bad}))
         with pytest.raises(ConfigError, match="wanted a template"):
             ChatTemplate.from_folder(tmp_path)

@@ -121,6 +121,10 @@ SPECIAL_WORDS = {
     "additional": {"additional_special_tokens": ["<tool>"]},
     "extra": {"extra_special_tokens": ["<tool>"], "additional_special_tokens": ["<s>"]},
     "extra by name": {"extra_special_tokens": {"tool_token": "<tool>"}},
+    "additional beside named extra": {
+        "extra_special_tokens": {"cls_token": "<s>"},
+        "additional_special_tokens": ["<tool>"],
+    },
 }
 
 
