@@ -173,9 +173,17 @@ def chat_of_responses(
 
 def _messages(items: Iterable[tuple[int, dict[str, object]]]) -> list[dict[str, object]]:
     messages: list[dict[str, object]] = []
-    thought: str | None = None
+    thoughts: list[str] = []
     for k, item in items:
         kind = item.get("type", "message")
+        if kind == "reasoning":
+            thoughts += _reasoning_texts(item)
+            continue
+        thought, thoughts = "\n".join(thoughts) or None, []
+        is_assistants = kind == "function_call" or item.get("role") == "assistant"
+        if thought is not None and not is_assistants:
+            messages.append(_only_thought(thought))
+            thought = None
         if kind == "message":
             message = {"role": item.get("role"), "content": item.get("content")}
             messages.append(chat_message(f"input[{k}]", message) | _thought(thought))
@@ -183,13 +191,14 @@ def _messages(items: Iterable[tuple[int, dict[str, object]]]) -> list[dict[str, 
             _add_call(f"input[{k}]", messages, item, thought)
         elif kind == "function_call_output":
             messages.append(_tool_message(f"input[{k}]", item))
-        elif kind != "reasoning":
+        else:
             raise UnsupportedFeatureError(
                 f"input[{k}].type is {shorten(kind)}; this server reads message, function_call, "
                 "function_call_output and reasoning.",
                 param="input",
             )
-        thought = _reasoning_text(item) if kind == "reasoning" else None
+    if thoughts:
+        messages.append(_only_thought("\n".join(thoughts)))
     return messages
 
 
@@ -233,10 +242,17 @@ def _check_call_id(path: str, item: Mapping[str, object]) -> None:
         )
 
 
-def _reasoning_text(item: Mapping[str, object]) -> str | None:
+def _reasoning_texts(item: Mapping[str, object]) -> list[str]:
+    """The item's text, or nothing."""
     parts = item.get("content")
     texts = [p.get("text") for p in parts if isinstance(p, dict)] if isinstance(parts, list) else []
-    return "".join(text for text in texts if isinstance(text, str)) or None
+    text = "".join(text for text in texts if isinstance(text, str))
+    return [text] if text else []
+
+
+def _only_thought(thought: str) -> dict[str, object]:
+    """Of an answer that was cut off while it thought."""
+    return {"role": "assistant", "content": "", **_thought(thought)}
 
 
 def _thought(thought: str | None) -> dict[str, str]:

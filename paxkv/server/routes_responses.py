@@ -193,7 +193,7 @@ class ResponsesRoutes:
             store=self._store.is_enabled and body.store is not False,
             previous_response_id=body.previous_response_id,
             instructions=body.instructions,
-            # As it counts: the server may have a limit.
+            # The server may have a lower limit.
             max_output_tokens=sampling_params.max_tokens,
             metadata=body.metadata or {},
             model=self._engine.model_info.served_model_name,

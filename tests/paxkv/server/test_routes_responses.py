@@ -173,6 +173,21 @@ def test_thoughts_stand_before_what_followed_them():
     assert found == [(None, []), ("x", ["f", "g"]), ("y", ["h"])]
 
 
+def test_thoughts_are_joined_and_stay_the_assistants():
+    def thought(text: str) -> dict[str, object]:
+        return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
+
+    user, said = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
+    fields = {"input": [thought("x"), thought("y"), said, thought("cut"), user, thought("last")]}
+    messages = chat_of_responses(fields, parse_responses(fields)).messages
+    assert [(m["role"], m["content"], m.get("reasoning")) for m in messages] == [
+        ("assistant", "a", "x\ny"),
+        ("assistant", "", "cut"),
+        ("user", "u", None),
+        ("assistant", "", "last"),
+    ]
+
+
 def test_the_form_of_a_text_is_a_grammar(server, client):
     schema = {"type": "object", "properties": {}}
     client.responses.create(
