@@ -54,7 +54,15 @@ def _in_literal(escape: re.Match[str]) -> str:
 
 
 def _character(escape: re.Match[str]) -> str | None:
-    """What an escape stands for; None of those that are known."""
+    """What an escape stands for; None of those that are known.
+
+    Raises:
+        ValueError: It is half a surrogate pair, or beyond Unicode.
+    """
     *codes, punctuation = escape.groups()
     code = next(filter(None, codes), None)
-    return punctuation if code is None else chr(int(code, 16))
+    if code is None:
+        return punctuation
+    if 0xD800 <= int(code, 16) < 0xE000:
+        raise ValueError(f"U+{code.upper()} is half a character; write all of it.")
+    return chr(int(code, 16))

@@ -47,6 +47,7 @@ def test_a_class_with_an_escaped_hyphen_has_no_range():
         (r"root ::= [\d]", "Invalid escape"),
         ('root ::= "a\\', "GBNF"),
         (r'root ::= "\UFFFFFFFF"', "GBNF"),
+        (r"root ::= [\ud800-\udfff]", r"U\+D800 is half a character"),
         ('root ::= "a', "Unexpected end"),
     ],
 )
