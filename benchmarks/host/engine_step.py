@@ -69,10 +69,11 @@ class WatchedExecutor:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._launched: queue.SimpleQueue[tuple[float, jax.Array]] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[tuple[float, jax.Array] | None] = queue.SimpleQueue()
         self.busy_s = 0.0
         self.num_decode_steps = 0
-        threading.Thread(target=self._watch, name="watcher", daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch, name="watcher", daemon=True)
+        self._watcher.start()
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._executor, name)
@@ -86,21 +87,25 @@ class WatchedExecutor:
             self.num_decode_steps += scheduler_output.num_decode_steps
         return handle
 
+    def stop_watching(self) -> None:
+        """Ends the thread: Python's end aborts the process where one waits within XLA."""
+        self._launched.put(None)
+        self._watcher.join()
+
     def _watch(self) -> None:
         last_done_s = 0.0
-        while True:
-            start_s, result = self._launched.get()
+        while (launched := self._launched.get()) is not None:
+            start_s, result = launched
             jax.block_until_ready(result)
             done_s = time.perf_counter()
             self.busy_s += done_s - max(start_s, last_done_s)
             last_done_s = done_s
 
 
-def measure(core: EngineCore, num_requests: int, num_steps: int) -> dict[str, float]:
+def measure(
+    core: EngineCore, executor: WatchedExecutor, num_requests: int, num_steps: int
+) -> dict[str, float]:
     """One run: requests are added, computed to steady decode, watched, and aborted."""
-    # Nothing of the engine's can be watched from outside without its executor.
-    executor = core._executor
-    assert isinstance(executor, WatchedExecutor)
     rng = np.random.default_rng(0)
     for idx in range(num_requests):
         prompt = rng.integers(0, 1000, PROMPT_TOKENS).tolist()
@@ -149,7 +154,7 @@ def _run(core: EngineCore, executor: WatchedExecutor, num_steps: int) -> list[fl
     return step_times_s
 
 
-def build(checkpoint: Path, arguments: argparse.Namespace) -> EngineCore:
+def build(checkpoint: Path, arguments: argparse.Namespace) -> tuple[EngineCore, WatchedExecutor]:
     """An engine with room for all requests."""
     parts = settings_by_part(dict(arguments.set))
     scheduler = {
@@ -170,8 +175,9 @@ def build(checkpoint: Path, arguments: argparse.Namespace) -> EngineCore:
         runner=RunnerConfig(**parts["runner"]),
     )
     core = build_core(config, show_progress=True).core
-    core._executor = WatchedExecutor(core._executor)
-    return core
+    # Nothing of the engine's can be watched from outside without its executor.
+    executor = core._executor = WatchedExecutor(core._executor)
+    return core, executor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -200,12 +206,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ["NPROC"] = str(arguments.xla_threads)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = write_checkpoint(Path(folder) / "model", MODEL_SHAPES[arguments.model])
-        core = build(checkpoint, arguments)
+        core, executor = build(checkpoint, arguments)
     gc.freeze()  # as the engine's process does
-    runs = []
-    for _ in range(arguments.repetitions):
-        runs.append(measure(core, arguments.num_requests, arguments.num_steps))
-    core.close()
+    num_requests, num_steps = arguments.num_requests, arguments.num_steps
+    try:
+        runs = [
+            measure(core, executor, num_requests, num_steps) for _ in range(arguments.repetitions)
+        ]
+    finally:
+        executor.stop_watching()
+        core.close()
     settings = " ".join(f"{name}={value}" for name, value in arguments.set)
     if arguments.xla_threads is not None:
         settings = f"xla_threads={arguments.xla_threads} {settings}"
