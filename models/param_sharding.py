@@ -22,27 +22,28 @@ _LINEAR_SPECS = {
 }
 
 
-def param_spec(name: str, *, in_panels: bool = False, is_transposed: bool = False) -> PartitionSpec:
-    """The spec of a parameter such as "layers.0.self_attn.q_proj.kernel".
+def param_spec(name: str, *, is_transposed: bool = False) -> PartitionSpec:
+    """The spec of a parameter such as "layers.0.self_attn.q_proj.kernel", or "....kernel.0".
+
+    A panel [in, width] of a kernel (`models/loading/column_panels.py`) is split as the kernel is.
 
     Heads and the MLP's inner width are split, the vocabulary too; norms are whole on every device.
 
     Args:
-        in_panels: It is a kernel [num_panels, in, panel_width] (`models/loading/column_panels.py`).
         is_transposed: It is a kernel [out, in] (`models/loading/product_dtype.py`).
 
     Raises:
         ModelError: No rule covers the name: a new kind of layer needs one here.
     """
-    *_, module, kind = name.split(".")
+    parts = name.split(".")
+    if parts[-1].isdecimal():
+        parts.pop()
+    *_, module, kind = parts
     if kind in ("scale", "offset"):
         return _REPLICATED
     if kind == "embedding":
         return _SPLIT_IN
     if module in _LINEAR_SPECS and kind in ("kernel", "kernel_scale", "bias"):
         spec = _LINEAR_SPECS[module][kind != "kernel"]
-        # Neighbouring panels are neighbouring columns: a device's are a part of either.
-        if in_panels:
-            return PartitionSpec(spec[1], spec[0], None)
         return PartitionSpec(spec[1], spec[0]) if is_transposed else spec
     raise ModelError(f"parameter {name!r} has no sharding; wanted a rule for {module}.{kind}.")

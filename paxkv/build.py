@@ -55,7 +55,7 @@ check_package_origin()
 
 from models import LoadedModel, load_model  # noqa: E402
 from models.loading.source import resolve_model_folder  # noqa: E402
-from paxkv.runner.compiler_options import wants_column_panels  # noqa: E402
+from paxkv.runner.compiler_options import column_panel_width  # noqa: E402
 from paxkv.runner.max_model_len import find_max_model_len  # noqa: E402
 from paxkv.runner.memory_plan import GPU_SHARE_VARIABLE  # noqa: E402
 from paxkv.runner.model_runner import ModelRunner  # noqa: E402
@@ -266,7 +266,7 @@ def _load_model(config: EngineConfig, folder: Path) -> LoadedModel:
         has_unified_kv=config.cache.disable_hybrid_kv_cache_manager,
         product_dtype=config.model.product_dtype,
         generation_folder=generation_config_folder(config.model.generation_config, folder),
-        has_column_panels=wants_column_panels(
+        panel_width=column_panel_width(
             jax.default_backend(),
             num_cores=num_threads(),
             instruction_sets=instruction_sets(),

@@ -2,14 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
 INT8_MAX = 127
 # XLA:CPU multiplies fewer rows of bfloat16 or int8 than this ten times as slowly as so many.
 MIN_ROUNDED_ROWS = 8
-# Most numbers in the copies of x that panels are multiplied with at once: 16 MiB.
-MAX_COPIED_NUMBERS = 2**22
 
 
 def dot_float32(
@@ -23,42 +22,6 @@ def dot_float32(
     """
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.dot(x, kernel, precision=precision, preferred_element_type=jnp.float32)
-
-
-def dot_panels(
-    x: jax.Array,  # f32[num_tokens, in_features]
-    panels: jax.Array,  # f32[num_panels, in_features, panel_width]
-) -> jax.Array:  # f32[num_tokens, num_panels * panel_width]
-    """`dot_float32` with a kernel that lies in panels of its columns.
-
-    XLA:CPU multiplies all panels at once with a copy of x for each. Where these are many numbers,
-    panels take turns, and each is copied instead. With a head of 1,024 by 151,936, 8 to 64 tokens
-    then take 0.7 to 0.85 of the time, and 1 MB instead of 42 to 334; with one of 1,024 by 32,768,
-    64 take 0.7 to 0.9 of it and 48 1.1, but 16 to 32, which are fewer numbers, would take 1.0 to
-    1.2 (one core with AVX2, JAX 0.10.2).
-    """
-    num_panels = panels.shape[0]
-    if num_panels * x.size > MAX_COPIED_NUMBERS:
-        return _dot_panels_in_turn(x, panels)
-    out = lax.dot_general(
-        jnp.broadcast_to(x, (num_panels, *x.shape)),
-        panels,
-        dimension_numbers=(((2,), (1,)), ((0,), (0,))),
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
-    return out.transpose(1, 0, 2).reshape(x.shape[0], -1)
-
-
-def _dot_panels_in_turn(x: jax.Array, panels: jax.Array) -> jax.Array:
-    num_panels, _, width = panels.shape
-
-    def write_columns(panel_idx: jax.Array, out: jax.Array) -> jax.Array:
-        columns = dot_float32(x, lax.dynamic_index_in_dim(panels, panel_idx, keepdims=False))
-        return lax.dynamic_update_slice(out, columns, (0, panel_idx * width))
-
-    out = jnp.zeros((x.shape[0], num_panels * width), jnp.float32)
-    return lax.fori_loop(0, num_panels, write_columns, out)
 
 
 def dot_rounded(
@@ -114,8 +77,8 @@ class Linear(nnx.Module):
     and `in_features` of o and down.
 
     The kernel may be of fewer bits than x (`models/loading/product_dtype.py`): then x is rounded to
-    them as well, and a kernel of int8 is [out, in] (`dot_int8`). Or it may lie in panels of columns
-    (`models/loading/column_panels.py`).
+    them as well, and a kernel of int8 is [out, in] (`dot_int8`). Or it may be a tuple of
+    panels of columns (`models/loading/column_panels.py`).
     """
 
     def __init__(
@@ -130,23 +93,46 @@ class Linear(nnx.Module):
         self,
         x: jax.Array,  # f[num_tokens, in_features]
     ) -> jax.Array:  # f[num_tokens, out_features]
-        out = self.product(x)
+        return side_by_side(self.parts(x))
+
+    def parts(
+        self,
+        x: jax.Array,  # f[num_tokens, in_features]
+    ) -> list[jax.Array]:  # f[num_tokens, columns of a panel]
+        """The same in pieces, one a panel: what works on each number alone needs them not joined.
+
+        Layers of as many `out_features` have the same pieces.
+        """
+        products = self._products(x)
         if self.bias is not None:
-            out = out + self.bias[...].astype(jnp.float32)
-        return out.astype(x.dtype)
+            ends = np.cumsum([product.shape[1] for product in products])
+            biases = jnp.split(self.bias[...].astype(jnp.float32), ends[:-1])
+            products = [product + bias for product, bias in zip(products, biases, strict=True)]
+        return [product.astype(x.dtype) for product in products]
 
     def product(
         self,
         x: jax.Array,  # f[num_tokens, in_features]
     ) -> jax.Array:  # f32[num_tokens, out_features]
         """`x @ kernel` alone."""
-        if self.kernel[...].ndim == 3:
-            return dot_panels(x, self.kernel[...])
+        return side_by_side(self._products(x))
+
+    def _products(self, x: jax.Array) -> list[jax.Array]:
+        kernel = self.kernel.get_value()
+        if isinstance(kernel, tuple):
+            return [dot_float32(x, panel) for panel in kernel]
         if self.kernel_scale is not None:
-            return dot_int8(x, self.kernel[...], self.kernel_scale[...])
-        if self.kernel[...].dtype != x.dtype:
-            return dot_rounded(x, self.kernel[...])
-        return dot_float32(x, self.kernel[...])
+            return [dot_int8(x, kernel, self.kernel_scale[...])]
+        if kernel.dtype != x.dtype:
+            return [dot_rounded(x, kernel)]
+        return [dot_float32(x, kernel)]
+
+
+def side_by_side(
+    parts: list[jax.Array],  # f[num_tokens, columns of a part]
+) -> jax.Array:  # f[num_tokens, columns of all]
+    """Joins the columns of `Linear.parts`."""
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
 class Embedding(nnx.Module):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.config import Activation, ModelConfig
-from models.layers.linear import Linear
+from models.layers.linear import Linear, side_by_side
 
 
 class GatedMLP(nnx.Module):
@@ -25,8 +25,9 @@ class GatedMLP(nnx.Module):
         self,
         x: jax.Array,  # f[num_tokens, hidden]
     ) -> jax.Array:  # f[num_tokens, hidden]
-        gate = activate(self.gate_proj(x), self.activation)
-        return self.down_proj(gate * self.up_proj(x))
+        gates, ups = self.gate_proj.parts(x), self.up_proj.parts(x)
+        inner = [activate(gate, self.activation) * up for gate, up in zip(gates, ups, strict=True)]
+        return self.down_proj(side_by_side(inner))
 
 
 def activate(x: jax.Array, activation: Activation) -> jax.Array:

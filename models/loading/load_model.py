@@ -14,7 +14,7 @@ from models.config import ModelConfig, ModelDtype
 from models.errors import ModelError
 from models.loading.column_panels import split_columns
 from models.loading.finite_weights import checked_finite
-from models.loading.loaded_model import LoadedModel
+from models.loading.loaded_model import LoadedModel, flatten_state
 from models.loading.product_dtype import ProductDtype, with_product_dtype
 from models.loading.safetensors_reader import SafetensorsCheckpoint
 from models.loading.source import read_model_config, resolve_model_folder
@@ -37,7 +37,7 @@ def load_model(
     seed: int = 0,
     has_unified_kv: bool = False,
     product_dtype: ProductDtype = "auto",
-    has_column_panels: bool = False,
+    panel_width: int | None = None,
     generation_folder: Path | None = None,
 ) -> LoadedModel:
     """Loads a model onto the default device.
@@ -51,7 +51,8 @@ def load_model(
         seed: Of the random weights.
         has_unified_kv: Layers with a sliding window keep all keys and values, as the others do.
         product_dtype: What the weights of products are rounded to (`with_product_dtype`).
-        has_column_panels: Kernels lie in panels of columns (`split_columns`), if not rounded.
+        panel_width: Columns of the panels that kernels lie in (`split_columns`), if not rounded;
+            None leaves them whole.
         generation_folder: As in `read_model_config`.
 
     Raises:
@@ -73,14 +74,16 @@ def load_model(
         params = _random_params(structure, seed)
     else:
         params = _read_params(structure, checkpoint)
-    if has_column_panels and product_dtype == "auto":
-        split_columns(params, structure.names)
+    if panel_width is not None and product_dtype == "auto":
+        split_columns(params, structure.names, width=panel_width)
+    state = jax.tree.unflatten(structure.treedef, params)
+    names, arrays, treedef = flatten_state(state)
     model = LoadedModel(
         config=config,
         graphdef=structure.graphdef,
-        params_treedef=structure.treedef,
-        param_names=structure.names,
-        params=tuple(params),
+        params_treedef=treedef,
+        param_names=names,
+        params=arrays,
     )
     return with_product_dtype(model, product_dtype)
 
@@ -97,12 +100,8 @@ class _Structure:
             lambda: model_class(config, has_head_kernel=has_head_kernel, dtype=jnp.dtype(dtype))
         )
         self.graphdef, state = nnx.split(abstract_model)
-        leaves_with_path, self.treedef = jax.tree.flatten_with_path(state)
-        # The last entry of a path is the Variable's own "value".
-        self.names = tuple(
-            ".".join(str(entry.key) for entry in path[:-1]) for path, _ in leaves_with_path
-        )
-        self.shapes: tuple[jax.ShapeDtypeStruct, ...] = tuple(leaf for _, leaf in leaves_with_path)
+        self.shapes: tuple[jax.ShapeDtypeStruct, ...]
+        self.names, self.shapes, self.treedef = flatten_state(state)
 
 
 def _read_params(structure: _Structure, checkpoint: SafetensorsCheckpoint) -> list[jax.Array]:

@@ -1,6 +1,7 @@
 """`LoadedModel`: a model split into static structure and a flat tuple of arrays."""
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
@@ -12,6 +13,24 @@ from models.config import ModelConfig
 from models.forward_batch import ForwardBatch, KVCache
 from models.kernel_settings import KernelSettings
 from models.param_sharding import param_spec
+
+
+def flatten_state(
+    state: nnx.State,
+) -> tuple[tuple[str, ...], tuple[jax.Array, ...], jax.tree_util.PyTreeDef]:
+    """Names and arrays of all parameters, in one order, and how to put them together again."""
+    leaves_with_path, treedef = jax.tree.flatten_with_path(state)
+    names = tuple(".".join(_name_parts(path)) for path, _ in leaves_with_path)
+    return names, tuple(leaf for _, leaf in leaves_with_path), treedef
+
+
+def _name_parts(path: jax.tree_util.KeyPath) -> Iterator[str]:
+    for entry in path:
+        if isinstance(entry, jax.tree_util.DictKey):
+            yield str(entry.key)
+        elif isinstance(entry, jax.tree_util.SequenceKey):
+            yield str(entry.idx)
+        # What is left is the Variable's own "value".
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +46,8 @@ class LoadedModel:
     config: ModelConfig
     graphdef: nnx.GraphDef
     params_treedef: jax.tree_util.PyTreeDef  # of the nnx.State that `params` are the leaves of
-    param_names: tuple[str, ...]  # "layers.0.self_attn.q_proj.kernel", one for each of `params`
+    # "layers.0.self_attn.q_proj.kernel", one for each of `params`; "....kernel.0" is a panel.
+    param_names: tuple[str, ...]
     params: tuple[jax.Array, ...]
     kernels: KernelSettings = KernelSettings()
 
@@ -37,7 +57,6 @@ class LoadedModel:
         return tuple(
             param_spec(
                 name,
-                in_panels=name.endswith(".kernel") and param.ndim == 3,
                 is_transposed=name.endswith(".kernel") and param.dtype == jnp.int8,
             )
             for name, param in zip(self.param_names, self.params, strict=True)

@@ -9,7 +9,7 @@ from flax import nnx
 
 from models.errors import ModelError
 from models.layers.linear import Linear, round_to_int8
-from models.loading.loaded_model import LoadedModel
+from models.loading.loaded_model import LoadedModel, flatten_state
 
 # "auto" is the dtype of the model's other numbers.
 ProductDtype = Literal["auto", "bfloat16", "int8"]
@@ -36,25 +36,16 @@ def with_product_dtype(model: LoadedModel, product_dtype: ProductDtype) -> Loade
         if isinstance(module, Linear):
             _round_linear(module, product_dtype)
     graphdef, state = nnx.split(decoder)
-    leaves_with_path, treedef = jax.tree.flatten_with_path(state)
+    names, params, treedef = flatten_state(state)
     return dataclasses.replace(
-        model,
-        graphdef=graphdef,
-        params_treedef=treedef,
-        # The last entry of a path is the Variable's own "value".
-        param_names=tuple(
-            ".".join(str(entry.key) for entry in path[:-1]) for path, _ in leaves_with_path
-        ),
-        params=tuple(leaf for _, leaf in leaves_with_path),
+        model, graphdef=graphdef, params_treedef=treedef, param_names=names, params=params
     )
 
 
 def _round_linear(linear: Linear, product_dtype: ProductDtype) -> None:
-    kernel = linear.kernel[...]
-    if kernel.ndim != 2:
-        raise ModelError(
-            f"a kernel is {kernel.shape}; wanted [in, out]. Load without has_column_panels."
-        )
+    kernel = linear.kernel.get_value()
+    if isinstance(kernel, tuple):
+        raise ModelError(f"a kernel is {len(kernel)} panels; wanted one. Load without panel_width.")
     if product_dtype == "bfloat16":
         linear.kernel = nnx.Param(kernel.astype(jnp.bfloat16))
         return

@@ -49,22 +49,19 @@ def compiler_options(
     return {}
 
 
-def wants_column_panels(
+def column_panel_width(
     platform: str, *, num_cores: int, instruction_sets: Collection[str], batch_invariant: bool
-) -> bool:
-    """Whether float32 kernels are to lie in panels (`models/loading/column_panels.py`).
+) -> int | None:
+    """Columns of the panels that float32 kernels are to lie in (`split_columns`).
 
-    Measured with AVX2 alone: all of a model's products in turn, hidden 512, JAX 0.10.2, time with
-    panels and XLA's own products over the least by YNNPACK or XLA without panels. On one core 0.6
-    with 16 and 32 rows, 0.8 to 0.9 with 64, 0.95 to 1.1 with 256; on two, where each panel's
-    product is shared among them, about the same with more than 16 rows and 1.3 with 8.
-
-    With AVX-512 and one core products alone take 0.76 to 0.9 of the time from 8 rows on, but a
-    model's steps no less than without (64 mixed requests, hidden 512: 0.96 of the tokens a second,
-    within what runs differ by).
+    None leaves kernels whole: with several cores, which share the columns of a whole one, with
+    YNNPACK, and where nothing was measured.
     """
-    is_measured = "avx2" in instruction_sets and "avx512f" not in instruction_sets
-    return platform == "cpu" and is_measured and num_cores == 1 and not batch_invariant
+    if platform != "cpu" or num_cores > 1 or batch_invariant:
+        return None
+    if "avx512f" in instruction_sets:
+        return 512
+    return 256 if "avx2" in instruction_sets else None
 
 
 def _float32_products(num_cores: int, instruction_sets: Collection[str]) -> dict[str, str]:
@@ -75,7 +72,7 @@ def _float32_products(num_cores: int, instruction_sets: Collection[str]) -> dict
     with 256; on two 0.7 to 0.8 with 256, about the same with fewer. With AVX2 and hidden 512 or
     1,024, all of a model's products in turn, on two cores: 1.1 to 1.5 with 8 to 48, 0.94 to 1.15
     with more. On one core with AVX2 wide kernels lie in panels, which YNNPACK is slow with
-    (`wants_column_panels`); the others would take 0.5 to 0.9 of the time with it from 64 rows on.
+    (`column_panel_width`); the others would take 0.5 to 0.9 of the time with it from 64 rows on.
     Processors with neither were not measured.
     """
     if "avx512f" in instruction_sets:

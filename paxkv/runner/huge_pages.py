@@ -20,8 +20,9 @@ _MADV_COLLAPSE = 25
 def use_huge_pages(arrays: Iterable[jax.Array]) -> int:
     """Asks for the arrays of a CPU; others, and those smaller than a page, are left alone.
 
-    What an array holds does not change. A system that has no huge pages, or none left, refuses,
-    and nothing else happens.
+    Arrays that lie one behind the other, as the panels of a kernel do, count as one. What an array
+    holds does not change. A system that has no huge pages, or none left, refuses, and nothing else
+    happens.
 
     Returns:
         Bytes that the system has put into huge pages.
@@ -30,14 +31,28 @@ def use_huge_pages(arrays: Iterable[jax.Array]) -> int:
         return 0
     libc = ctypes.CDLL(None)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    num_bytes = 0
-    for array in arrays:
-        if array.nbytes < 2 * HUGE_PAGE_BYTES or not array.is_fully_addressable:
-            continue
-        for shard in array.addressable_shards:
-            if shard.device.platform == "cpu":
-                num_bytes += _collapse(libc, shard.data.unsafe_buffer_pointer(), shard.data.nbytes)
-    return num_bytes
+    return sum(
+        _collapse(libc, start, end - start)
+        for start, end in _stretches(arrays)
+        if end - start > HUGE_PAGE_BYTES
+    )
+
+
+def _stretches(arrays: Iterable[jax.Array]) -> list[tuple[int, int]]:
+    """First addresses and ends of the memory of arrays on a CPU."""
+    pieces = [
+        (shard.data.unsafe_buffer_pointer(), shard.data.nbytes)
+        for array in arrays
+        if array.is_fully_addressable
+        for shard in array.addressable_shards
+        if shard.device.platform == "cpu"
+    ]
+    stretches: list[tuple[int, int]] = []
+    for start, num_bytes in sorted(pieces):
+        is_next = stretches and stretches[-1][1] == start
+        first = stretches.pop()[0] if is_next else start
+        stretches.append((first, start + num_bytes))
+    return stretches
 
 
 def _collapse(libc: ctypes.CDLL, address: int, num_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""An engine whose kernels lie in panels, as on one core with AVX2 alone, answers as any other."""
+"""An engine whose kernels lie in panels, as on one core, answers as any other."""
 
 import jax
 import numpy as np
@@ -51,7 +51,8 @@ def answers(checkpoint, monkeypatch):
         monkeypatch.setattr(build, "load_model", load_and_keep)
         with LLM(str(checkpoint), enable_compilation_cache=False, **SETTINGS) as llm:
             outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-        num_panelled = sum(param.ndim == 3 for param in loaded[-1].params)
+        names = loaded[-1].param_names
+        num_panelled = len({name.rpartition(".")[0] for name in names if name[-1].isdecimal()})
         return [output.outputs[0].token_ids for output in outputs], num_panelled
 
     return answers

@@ -31,12 +31,13 @@ def test_attention_and_mlp_need_one_sum_each() -> None:
     assert param_spec("layers.0.self_attn.o_proj.bias") == PartitionSpec()
 
 
-def test_panels_are_split_as_their_columns_and_rows_are() -> None:
-    # [in, out] -> [num_panels, in, panel_width]
-    out, into = PartitionSpec("model", None, None), PartitionSpec(None, "model", None)
-    assert param_spec("layers.0.mlp.up_proj.kernel", in_panels=True) == out
-    assert param_spec("layers.0.mlp.down_proj.kernel", in_panels=True) == into
-    assert param_spec("lm_head.kernel", in_panels=True) == out
+def test_a_panel_is_split_as_its_kernel_is() -> None:
+    for kernel in (
+        "layers.0.mlp.up_proj.kernel",
+        "layers.0.mlp.down_proj.kernel",
+        "lm_head.kernel",
+    ):
+        assert param_spec(f"{kernel}.12") == param_spec(kernel)
 
 
 def test_kernels_that_are_turned_are_split_along_the_same_features() -> None:

@@ -209,19 +209,19 @@ def test_folder_without_programs_is_refused_before_anything_is_loaded(
 
 @pytest.mark.parametrize(
     ("num_cores", "batch_invariant", "wanted"),
-    [(1, False, True), (1, True, False), (2, False, False)],
+    [(1, False, 256), (1, True, None), (2, False, None)],
 )
 def test_kernels_lie_in_panels_where_one_core_without_batch_invariance_is_quicker_so(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     num_cores: int,
     batch_invariant: bool,
-    wanted: bool,
+    wanted: int | None,
 ) -> None:
     asked = []
 
     def load_model(folder: Path, **arguments: object) -> None:
-        asked.append(arguments["has_column_panels"])
+        asked.append(arguments["panel_width"])
         raise ConfigError("no model")
 
     monkeypatch.setattr("paxkv.build.load_model", load_model)

@@ -1,12 +1,9 @@
 """Matrix products keep float32 sums, and the tied head equals the transposed copy."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from models.layers import linear as module
-from models.layers.linear import Embedding, Linear, dot_float32, dot_panels
+from models.layers.linear import Embedding, Linear, dot_float32
 
 
 def test_linear_is_x_times_kernel_plus_bias():
@@ -26,27 +23,6 @@ def test_bfloat16_products_are_summed_in_float32():
     assert dot_float32(ones, jnp.ones((4096, 1), jnp.bfloat16)).tolist() == [[4096.0]]
     out = Linear(4096, 1, use_bias=False, dtype=jnp.bfloat16)(ones)
     assert out.dtype == jnp.bfloat16
-
-
-@pytest.mark.parametrize("max_copied_numbers", [0, 3 * 5 * 7 - 1, 3 * 5 * 7])
-def test_panels_are_columns_whether_multiplied_at_once_or_in_turn(monkeypatch, max_copied_numbers):
-    monkeypatch.setattr(module, "MAX_COPIED_NUMBERS", max_copied_numbers)
-    rng = np.random.default_rng(0)
-    x, panels = rng.standard_normal((5, 7), np.float32), rng.standard_normal((3, 7, 4), np.float32)
-    out = jax.jit(lambda *arrays: dot_panels(*arrays))(x, panels)
-    wanted = np.concatenate([x @ panel for panel in panels], axis=1)
-    assert (out.shape, out.dtype) == ((5, 12), jnp.float32)
-    np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("num_tokens", [16, 64, 512])
-def test_products_with_panels_need_little_memory_however_many_there_are(num_tokens):
-    x = jax.ShapeDtypeStruct((num_tokens, 1024), jnp.float32)
-    panels = jax.ShapeDtypeStruct((128, 1024, 256), jnp.float32)
-    memory = jax.jit(dot_panels).lower(x, panels).compile().memory_analysis()
-    copies = 4 * module.MAX_COPIED_NUMBERS
-    # A product may be written once before its columns lie in their order.
-    assert memory.temp_size_in_bytes <= copies + memory.output_size_in_bytes
 
 
 def test_tied_head_scores_tokens_with_their_embeddings():

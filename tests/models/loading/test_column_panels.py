@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec
 
 from models import LoadedModel
@@ -17,6 +16,7 @@ from models.loading import column_panels
 from models.loading.column_panels import split_columns
 from models.loading.load_model import load_model
 from models.loading.product_dtype import with_product_dtype
+from paxkv.runner.huge_pages import HUGE_PAGE_BYTES
 from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.oracles.paged_stepper import PagedStepper
 
@@ -38,9 +38,9 @@ def random_array(*shape: int, dtype: str = "float32") -> jax.Array:
     return jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
 
 
-def in_panels(kernel: jax.Array) -> jax.Array:
+def in_panels(kernel: jax.Array, width: int = 256) -> tuple[jax.Array, ...]:
     params = [kernel]
-    split_columns(params, [KERNEL])
+    split_columns(params, [KERNEL], width=width)
     return params[0]
 
 
@@ -49,25 +49,37 @@ def by_name(model: LoadedModel) -> dict[str, jax.Array]:
 
 
 @pytest.mark.parametrize(
-    ("out_features", "num_panels", "width"),
-    [(512, 2, 256), (1024, 4, 256), (640, 5, 128), (576, 9, 64)],
+    ("out_features", "width", "widths"),
+    [
+        (512, 256, [256, 256]),
+        (1024, 512, [512, 512]),
+        (640, 256, [256, 256, 128]),
+        (513, 256, [256, 256, 1]),
+        (256, 64, [64] * 4),
+    ],
 )
-@pytest.mark.parametrize("max_host_turn", [0, 2**20])
-def test_panels_side_by_side_are_the_kernel(
-    monkeypatch, out_features, num_panels, width, max_host_turn
-):
-    monkeypatch.setattr(column_panels, "_MAX_HOST_TURN", max_host_turn)
+def test_panels_side_by_side_are_the_kernel(out_features, width, widths):
     kernel = random_array(48, out_features)
-    panels = in_panels(kernel)
-    assert (panels.shape, panels.dtype) == ((num_panels, 48, width), jnp.float32)
-    np.testing.assert_array_equal(np.concatenate(list(panels), axis=1), kernel)
+    panels = in_panels(kernel, width)
+    assert [(panel.shape, panel.dtype) for panel in panels] == [
+        ((48, wanted), jnp.float32) for wanted in widths
+    ]
+    np.testing.assert_array_equal(np.concatenate(panels, axis=1), kernel)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="panels are for CPUs")
+def test_panels_of_a_kernel_are_one_piece_of_memory():
+    """So they can lie in huge pages, which are larger than most panels."""
+    panels = in_panels(random_array(512, 1000), 256)
+    starts = [panel.unsafe_buffer_pointer() for panel in panels]
+    assert starts[0] % HUGE_PAGE_BYTES == 0
+    assert np.diff(starts).tolist() == [panel.nbytes for panel in panels[:-1]]
 
 
 @pytest.mark.parametrize(
     ("name", "shape", "dtype"),
     [
-        (KERNEL, (8, 448), "float32"),  # narrow, though 64 divides it
-        (KERNEL, (8, 1000), "float32"),
+        (KERNEL, (8, 511), "float32"),  # narrow
         (KERNEL, (8, 1024), "bfloat16"),
         ("layers.0.mlp.up_proj.kernel_scale", (1024,), "float32"),
         ("layers.0.mlp.up_proj.bias", (1024,), "float32"),
@@ -78,7 +90,7 @@ def test_panels_side_by_side_are_the_kernel(
 def test_what_is_not_split_stays_the_same_array(name, shape, dtype):
     array = random_array(*shape, dtype=dtype)
     params = [array]
-    split_columns(params, [name])
+    split_columns(params, [name], width=256)
     assert params[0] is array
 
 
@@ -88,26 +100,29 @@ def test_kernels_are_replaced_one_at_a_time(monkeypatch):
     whole = [weakref.ref(kernel) for kernel in params]
     num_whole = []
 
-    def split(kernel: jax.Array) -> jax.Array:
+    def split(kernel: jax.Array, width: int) -> tuple[jax.Array, ...]:
         num_whole.append(sum(kernel() is not None for kernel in whole))
-        return in_panels_of(kernel)
+        return panels_of(kernel, width)
 
-    in_panels_of = column_panels._in_panels
-    monkeypatch.setattr(column_panels, "_in_panels", split)
-    split_columns(params, [KERNEL] * 3)
+    panels_of = column_panels._panels_of
+    monkeypatch.setattr(column_panels, "_panels_of", split)
+    split_columns(params, [KERNEL] * 3, width=256)
     assert num_whole == [3, 2, 1]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 17])
-def test_products_are_those_of_the_kernel(num_tokens):
-    linear = Linear(48, 640, use_bias=True, dtype=jnp.float32)
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_products_are_those_of_the_kernel(num_tokens, use_bias):
+    linear = Linear(48, 640, use_bias=use_bias, dtype=jnp.float32)
     linear.kernel[...] = random_array(48, 640)
-    linear.bias[...] = random_array(640)
+    if use_bias:
+        linear.bias[...] = random_array(640)
     x = random_array(num_tokens, 48)
     product, out = linear.product(x), linear(x)
-    linear.kernel = nnx.Param(in_panels(linear.kernel[...]))
-    assert linear.kernel[...].shape == (5, 48, 128)
-    for got, wanted in ((linear.product(x), product), (linear(x), out)):
+    linear.kernel.set_value(in_panels(linear.kernel[...]))
+    parts = linear.parts(x)
+    assert [part.shape for part in parts] == [(num_tokens, n) for n in (256, 256, 128)]
+    for got, wanted in ((linear.product(x), product), (linear(x), out), (jnp.hstack(parts), out)):
         assert (got.shape, got.dtype) == ((num_tokens, 640), jnp.float32)
         np.testing.assert_allclose(got, wanted, rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -117,16 +132,17 @@ def test_products_are_those_of_the_kernel(num_tokens):
 )
 def test_logits_are_those_of_whole_kernels(tmp_path, tie, loops_over_layers):
     folder = write_random_checkpoint(tmp_path, **SHAPE, tie=tie, bias=True, std=0.04)
-    models = [load_model(folder, dtype="float32", has_column_panels=has) for has in (False, True)]
+    models = [load_model(folder, dtype="float32", panel_width=width) for width in (None, 256)]
     whole, split = map(by_name, models)
     for name, array in whole.items():
-        is_wide = name.endswith(".kernel") and array.shape[1] >= 512
-        assert split[name].ndim == (3 if is_wide else array.ndim), name
-        if not is_wide:
-            np.testing.assert_array_equal(split[name], array)
-    assert split["layers.1.mlp.down_proj.kernel"].shape == (2, 1024, 256)
+        if name.endswith(".kernel") and array.shape[1] >= 512:
+            panels = [split.pop(f"{name}.{idx}") for idx in range(array.shape[1] // 256)]
+            np.testing.assert_array_equal(np.concatenate(panels, axis=1), array)
+        else:
+            np.testing.assert_array_equal(split.pop(name), array)
+    assert not split
     specs = dict(zip(models[1].param_names, models[1].param_specs, strict=True))
-    assert specs["layers.1.mlp.down_proj.kernel"] == PartitionSpec(None, "model", None)
+    assert specs["layers.1.mlp.down_proj.kernel.1"] == PartitionSpec("model", None)
     kernels = dataclasses.replace(models[0].kernels, loops_over_layers=loops_over_layers)
     steppers = [PagedStepper(model.with_kernels(kernels)) for model in models]
     for chunk in ({0: [3, 4, 5, 6], 1: list(range(7, 30)), 2: [8]}, {0: [9], 2: [10]}):
@@ -140,15 +156,16 @@ def test_logits_are_those_of_whole_kernels(tmp_path, tie, loops_over_layers):
 )
 def test_kernels_of_fewer_bits_stay_whole(tmp_path, other):
     folder = write_random_checkpoint(tmp_path, **SHAPE | {"num_layers": 1})
-    model = load_model(folder, **{"dtype": "float32"} | other, has_column_panels=True)
+    model = load_model(folder, **{"dtype": "float32"} | other, panel_width=256)
     # A kernel of int8 is turned besides.
     wanted = (1024, 512) if "int8" in other.values() else (512, 1024)
     assert by_name(model)[KERNEL].shape == wanted
-    assert all(array.ndim <= 2 for array in model.params)
+    assert len(model.params) == len(set(model.param_names))
+    assert not any(name.endswith("0") for name in model.param_names)
 
 
 def test_kernels_in_panels_are_not_rounded(tmp_path):
     checkpoint = write_random_checkpoint(tmp_path, **SHAPE)
-    model = load_model(checkpoint, has_column_panels=True)
-    with pytest.raises(ModelError, match=r"a kernel is \(\d, \d+, 256\); wanted \[in, out\]"):
+    model = load_model(checkpoint, panel_width=256)
+    with pytest.raises(ModelError, match=r"a kernel is \d panels; wanted one"):
         with_product_dtype(model, "int8")

@@ -10,7 +10,7 @@ import pytest
 
 from paxkv.runner import warmup
 from paxkv.runner.bucketing import StepBuckets
-from paxkv.runner.compiler_options import compiler_options, wants_column_panels
+from paxkv.runner.compiler_options import column_panel_width, compiler_options
 from paxkv.runner.kv_cache_arrays import device_mesh
 from paxkv.runner.processor import instruction_sets
 from paxkv.runner.warmup import StepPrograms
@@ -120,12 +120,17 @@ def test_every_program_of_an_engine_is_compiled_with_the_same_options(monkeypatc
     assert all(found == wanted for found in asked)
 
 
-def wants_panels(
+def panel_width(
     *, platform="cpu", num_cores=1, has=("sse2", "avx2"), batch_invariant=False
-) -> bool:
-    return wants_column_panels(
+) -> int | None:
+    return column_panel_width(
         platform, num_cores=num_cores, instruction_sets=has, batch_invariant=batch_invariant
     )
+
+
+def test_panels_are_for_one_core_and_as_wide_as_its_vectors_like():
+    assert panel_width() == 256
+    assert panel_width(has=["sse2", "avx2", "avx512f"]) == 512
 
 
 @pytest.mark.parametrize(
@@ -135,18 +140,20 @@ def wants_panels(
         {"num_cores": 2},
         {"has": ["sse2"]},
         {"has": ["asimd"]},
-        {"has": ["sse2", "avx2", "avx512f"]},
         {"batch_invariant": True},
     ],
     ids=str,
 )
-def test_panels_are_for_one_core_with_avx2_alone_whose_rows_may_depend_on_others(other):
-    assert wants_panels()
-    assert not wants_panels(**other)
+def test_kernels_stay_whole_with_cores_that_share_them_or_rows_that_must_not_depend_on_others(
+    other,
+):
+    assert panel_width(**other) is None
 
 
 def test_where_panels_are_wanted_ynnpack_does_no_products():
     """It is slow with them."""
-    processors = itertools.product((1, 2), PROCESSORS)
-    wanting = [(cores, has) for cores, has in processors if wants_panels(num_cores=cores, has=has)]
-    assert [options(num_cores=cores, has=has)[YNNPACK] for cores, has in wanting] == [REDUCTIONS]
+    processors = list(itertools.product((1, 2), PROCESSORS))
+    wanting = [at for at in processors if panel_width(num_cores=at[0], has=at[1]) is not None]
+    assert wanting
+    found = [options(num_cores=num_cores, has=has)[YNNPACK] for num_cores, has in wanting]
+    assert set(found) <= {"", REDUCTIONS}

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models.loading.column_panels import split_columns
 from paxkv.runner import huge_pages
 from paxkv.runner.huge_pages import HUGE_PAGE_BYTES, use_huge_pages
 
@@ -47,6 +48,19 @@ def test_large_arrays_are_in_huge_pages_and_keep_their_numbers():
 def test_small_arrays_are_left_alone(monkeypatch):
     monkeypatch.setattr(huge_pages, "_collapse", lambda *_: pytest.fail("asked for a small one"))
     assert use_huge_pages([jnp.zeros(1000), jnp.zeros(HUGE_PAGE_BYTES // 4)]) == 0
+
+
+@on_linux
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="another device's memory")
+def test_arrays_that_lie_one_behind_the_other_count_as_one(monkeypatch):
+    asked = []
+    kernel = jnp.zeros((512, 2048 + 5))
+    params = [kernel]
+    split_columns(params, ["mlp.up_proj.kernel"], width=512)
+    panels = params[0]
+    monkeypatch.setattr(huge_pages, "_collapse", lambda *args: asked.append(args[1:]) or 0)
+    use_huge_pages([panels[3], *panels[:3], panels[4], jnp.zeros(1000)])
+    assert asked == [(panels[0].unsafe_buffer_pointer(), kernel.nbytes)]
 
 
 @on_linux
