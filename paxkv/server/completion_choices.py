@@ -70,22 +70,27 @@ class CompletionChoices:
 
     def take(self, prompt_idx: int, output: RequestOutput) -> list[CompletionChoice]:
         """The choices that an output has news of."""
-        if output.prompt_logprobs is not None:
-            self._prompt_logprobs[prompt_idx] = output.prompt_logprobs
-        choices = []
         completions = output.outputs
         if self._body.num_drawn > self._body.num_choices:
             completions = best_completions(completions, self._body.num_choices)
-        for completion in completions:
-            index = choice_index(prompt_idx, completion, self._body.num_choices)
-            is_new = has_news(completion, shows_token_ids=bool(self._body.return_token_ids))
-            if is_new or (self._body.echo and index not in self._begun):
-                choices.append(self._choice(index, prompt_idx, output, completion))
-        return choices
+        choices = [self.take_one(prompt_idx, output, completion) for completion in completions]
+        return [choice for choice in choices if choice is not None]
 
-    def num_tokens(self, output: RequestOutput) -> int:
-        """Tokens of an output that the caller asked for: none where the prompt alone is scored."""
-        return 0 if self._is_prompt_alone else sum(len(c.token_ids) for c in output.outputs)
+    def take_one(
+        self, prompt_idx: int, output: RequestOutput, completion: CompletionOutput
+    ) -> CompletionChoice | None:
+        """The choice of one completion of an output; None where there is no news of it."""
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs[prompt_idx] = output.prompt_logprobs
+        index = choice_index(prompt_idx, completion, self._body.num_choices)
+        is_new = has_news(completion, shows_token_ids=bool(self._body.return_token_ids))
+        if is_new or (self._body.echo and index not in self._begun):
+            return self._choice(index, prompt_idx, output, completion)
+        return None
+
+    def num_tokens(self, completion: CompletionOutput) -> int:
+        """Its tokens that the caller asked for: none where the prompt alone is scored."""
+        return 0 if self._is_prompt_alone else len(completion.token_ids)
 
     def _choice(
         self, index: int, prompt_idx: int, output: RequestOutput, completion: CompletionOutput

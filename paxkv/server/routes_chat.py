@@ -115,8 +115,8 @@ class ChatRoutes:
                     if body.return_token_ids:
                         so_far["prompt_token_ids"] = output.prompt_token_ids
                     yield msgspec.structs.replace(chunk, choices=[firsts.pop(0)], **so_far)
-                usage.add_tokens(output)
                 for completion in output.outputs:
+                    usage.completion_tokens += len(completion.token_ids)
                     choice = made.chunk(completion)
                     if choice is not None:
                         so_far = {"usage": usage.usage()} if body.has_continuous_usage else {}

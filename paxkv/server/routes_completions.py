@@ -85,7 +85,7 @@ class CompletionRoutes:
         async with aclosing(outputs):
             async for prompt_idx, output in outputs:
                 usage.note_prompt(prompt_idx, output)
-                usage.completion_tokens += made.num_tokens(output)
+                usage.completion_tokens += sum(map(made.num_tokens, output.outputs))
                 choices += made.take(prompt_idx, output)
         return CompletionBody(
             id=completion_id,
@@ -112,9 +112,12 @@ class CompletionRoutes:
         )
         async with aclosing(outputs):
             async for prompt_idx, output in outputs:
-                usage.completion_tokens += made.num_tokens(output)
                 usage.note_prompt(prompt_idx, output)
-                for choice in made.take(prompt_idx, output):
+                for completion in output.outputs:
+                    usage.completion_tokens += made.num_tokens(completion)
+                    choice = made.take_one(prompt_idx, output, completion)
+                    if choice is None:
+                        continue
                     so_far = {"usage": usage.usage()} if body.has_continuous_usage else {}
                     yield msgspec.structs.replace(chunk, choices=[choice], **so_far)
         if body.include_usage:

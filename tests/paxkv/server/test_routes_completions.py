@@ -113,6 +113,19 @@ def test_stream_of_n_choices_says_the_same_as_the_whole(shared_server, fields):
             assert joined == choice["logprobs"][key]
 
 
+def test_usage_of_a_chunk_counts_what_came_up_to_it(shared_server):
+    body = {"prompt": [[1], [2, 3]], "n": 2, "max_tokens": 5, "return_token_ids": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body |= {"stream": True, "stream_options": options}
+    with shared_server.client.stream("POST", "/v1/completions", json=body) as response:
+        chunks = _events(response)
+    num_told = 0
+    for chunk in chunks:
+        num_told += sum(len(choice["token_ids"]) for choice in chunk["choices"])
+        assert chunk["usage"]["completion_tokens"] == num_told
+    assert num_told == 2 * (5 + 4)
+
+
 def test_the_n_best_of_best_of_are_returned_and_all_are_counted(shared_server):
     body = {"prompt": ["a", "b"], "max_tokens": 8, "n": 2, "best_of": 5}
     answer = shared_server.client.post("/v1/completions", json=body).json()
