@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import uuid
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 
 from paxkv.contracts.request_output import CompletionOutput, RequestOutput
 from paxkv.errors import InvalidRequestError, InvariantError, PaxkvError
@@ -114,8 +114,10 @@ class Generator:
         timer = self._metrics.start_request(
             is_stream=stream and not is_search, params=sampling_params
         )
+        # Who comes while there is no engine is refused: nothing has begun that could end.
+        clock = timer if self._engine.is_alive else nullcontext()
         try:
-            with timer:
+            with clock:
                 async with aclosing(outputs):
                     async for output in outputs:
                         timer.observe(output)

@@ -102,8 +102,7 @@ class ServerMetrics:
 
     def observe_params(self, params: SamplingParams | BeamSearchParams) -> None:
         """Counts what a finished request asked for."""
-        num_completions = params.beam_width if isinstance(params, BeamSearchParams) else params.n
-        self._params_n.observe(num_completions)
+        self._params_n.observe(num_completions_of(params))
         if params.max_tokens is not None:
             self._params_max_tokens.observe(params.max_tokens)
 
@@ -234,7 +233,7 @@ class RequestTimer:
             return
         # The engine's error is an `Exception`; that the client left is none.
         reason = "error" if isinstance(exc, Exception) else "abort"
-        num_completions = getattr(self._params, "n", 1)
+        num_completions = 1 if self._params is None else num_completions_of(self._params)
         for _ in range(num_completions - self._num_ended):
             self._metrics.observe_finish(reason, time.perf_counter() - self._start_time)
 
@@ -264,6 +263,11 @@ class RequestTimer:
         self._metrics.observe_completion(num_tokens, completion.times)
         if not self._is_stream and index == 0 and completion.times is not None:
             self._metrics.observe_first_token(completion.times.first_token_s)
+
+
+def num_completions_of(params: SamplingParams | BeamSearchParams) -> int:
+    """How many answers a request asks for."""
+    return params.beam_width if isinstance(params, BeamSearchParams) else params.n
 
 
 def build_1_2_5_buckets(most: int) -> list[int]:

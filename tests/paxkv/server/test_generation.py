@@ -114,6 +114,23 @@ def test_a_grammar_that_fails_is_the_requests_fault():
     asyncio.run(run())
 
 
+def test_who_is_refused_as_there_is_no_engine_is_no_request_that_ended():
+    async def run(*, is_alive):
+        engine, metrics = FakeEngine(), ServerMetrics("m")
+        engine.is_alive = is_alive
+        dying = {"prompt": DIE_AFTER_3, "add_special_tokens": False}
+        with pytest.raises(EngineDeadError):
+            async for _ in Generator(engine, metrics).generate(
+                [dying], SamplingParams(), priority=0, stream=True
+            ):
+                pass
+        text = metrics.render(SchedulerStats(), engine.token_totals).decode()
+        return 'finished_reason="error",model_name="m"} 1.0' in text
+
+    assert asyncio.run(run(is_alive=True))
+    assert not asyncio.run(run(is_alive=False))
+
+
 def test_an_engine_that_ends_between_two_scrapes_is_counted():
     class Engine(FakeEngine):
         """Another engine takes the place of this one after each request."""

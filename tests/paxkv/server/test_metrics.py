@@ -159,6 +159,14 @@ def test_request_that_does_not_end_counts_once_a_completion(error, reason):
     assert samples["vllm:request_params_n_count",] == 0
 
 
+def test_search_that_is_given_up_counts_each_of_its_sequences():
+    metrics = ServerMetrics("m")
+    params = BeamSearchParams(beam_width=3, max_tokens=3)
+    with pytest.raises(GeneratorExit), metrics.start_request(is_stream=False, params=params):
+        raise GeneratorExit
+    assert scrape(metrics)["vllm:request_success_total", "abort"] == 3
+
+
 def test_callers_mistake_is_no_request():
     metrics = ServerMetrics("m")
     with pytest.raises(InvalidRequestError), metrics.start_request(is_stream=True):
