@@ -343,9 +343,11 @@ def _cache_settings(config: CacheConfig, kv_cache_config: KVCacheConfig) -> dict
     settings = dataclasses.asdict(config) | {
         "block_size": min(block_sizes),
         "num_gpu_blocks": kv_cache_config.num_blocks,
+        # As vLLM calls it.
+        "cache_dtype": config.kv_cache_dtype,
     }
     # Hashes are to be guessed by nobody who can read metrics; addresses are nobody's business.
-    hidden = {"prefix_caching_seed", "kv_events_config"}
+    hidden = {"prefix_caching_seed", "kv_events_config", "kv_cache_dtype"}
     return {name: str(value) for name, value in sorted(settings.items()) if name not in hidden}
 
 

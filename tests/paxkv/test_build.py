@@ -81,6 +81,8 @@ def test_cache_settings_are_told_as_text_and_what_protects_the_cache_is_not(
     assert settings["block_size"] == "16"
     assert settings["num_gpu_blocks"] == "9"
     assert settings["enable_prefix_caching"] == "True"
+    # Under the name that it has in vLLM's metric.
+    assert settings["cache_dtype"] == "auto"
     assert "geheim" not in settings.values()
     assert all(name.isidentifier() for name in settings)
 
