@@ -249,6 +249,11 @@ class KVCacheConfig:
     def __post_init__(self) -> None:
         if self.hash_block_size is not None and self.hash_block_size < 1:
             raise ConfigError(f"hash_block_size must be at least 1, got {self.hash_block_size}.")
+        for group in self.kv_cache_groups:
+            block_size = group.kv_cache_spec.block_size
+            # Hashes begin with it as 32 bits.
+            if not 1 <= block_size < 2**32:
+                raise ConfigError(f"a group's {block_size=} must be in [1, 2**32).")
 
     @property
     def num_rows(self) -> int:

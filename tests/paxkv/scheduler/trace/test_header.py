@@ -107,6 +107,17 @@ def test_what_is_no_header_of_this_version_is_refused(line: bytes, message: str)
         decode_header(line)
 
 
+@pytest.mark.parametrize("block_size", [0, -16, 2**32])
+def test_block_sizes_that_no_block_has_are_refused(block_size: int) -> None:
+    line = encode_header(make_header())
+    config = msgspec.json.decode(line)["kv_cache_config"]
+    config["groups"][0]["spec"]["block_size"] = block_size
+    # Else a page's padding would be compared with its size first.
+    config["groups"][0]["spec"]["page_size_padded"] = None
+    with pytest.raises(TraceFileError, match=f"block_size={block_size} must be in"):
+        decode_header(changed(line, kv_cache_config=config))
+
+
 def test_settings_of_another_version_are_refused() -> None:
     """An unknown one would be dropped, a missing one would get today's default."""
     line = encode_header(make_header())
