@@ -122,6 +122,7 @@ class EngineCore:
         self._last_wait_s = 0.0
         self._last_deciding_s = 0.0
         self._last_was_single = True
+        self._last_was_empty = False
         self._num_steps = 0
         self._num_empty_steps = 0
         self._shutdown: Shutdown | None = None
@@ -236,6 +237,7 @@ class EngineCore:
                 took_s=took_s,
                 wait_s=self._last_wait_s,
                 is_one_token_each=self._last_was_single,
+                is_empty=self._last_was_empty,
             )
         return StepOutputs(
             outputs=outputs,
@@ -291,6 +293,7 @@ class EngineCore:
         self._last_was_single = (
             decided.num_decode_steps == 1 and not decided.scheduled_spec_decode_tokens
         )
+        self._last_was_empty = decided.total_num_scheduled_tokens == 0
         if step.is_burst:
             # It began when it was started, or when the device had done the one before it.
             now_s = time.perf_counter()

@@ -42,6 +42,7 @@ class InspectionRecorder:
         took_s: float,
         wait_s: float,
         is_one_token_each: bool = False,
+        is_empty: bool = False,
     ) -> None:
         """A step came home; see `StepMeter.on_step`."""
         if self._frames is None:
@@ -52,6 +53,7 @@ class InspectionRecorder:
             wait_s=wait_s,
             now_s=time.time(),
             is_one_token_each=is_one_token_each,
+            is_empty=is_empty,
         )
         if time.monotonic() > self._lease_end_s:
             self._frames.close()
@@ -94,5 +96,7 @@ class InspectionRecorder:
             InvalidRequestError: There is no such block, or nobody looks.
         """
         if self._frames is None:
-            raise InvalidRequestError("nobody looks at this engine; call inspect first.")
+            raise InvalidRequestError(
+                "nobody looks at this engine: blocks are described while an inspector page is open."
+            )
         return self._frames.describe_block(block_id, holder_key, with_tokens=with_tokens)

@@ -37,6 +37,7 @@ class StepMeter:
         wait_s: float,
         now_s: float,
         is_one_token_each: bool = False,
+        is_empty: bool = False,
     ) -> None:
         """A step came home.
 
@@ -44,8 +45,10 @@ class StepMeter:
             took_s: With `wait_s`, in which the host only waited for the device.
             now_s: Seconds since the epoch.
             is_one_token_each: So that they need not be counted: steps have hundreds of outputs.
+            is_empty: It computed nothing, and told the runner alone who has ended. Its time counts
+                with that of the others, and it is none of them.
         """
-        self.num_steps += 1
+        self.num_steps += 0 if is_empty else 1
         self.host_s += took_s - wait_s
         self.device_s += wait_s
         self.num_output_tokens += (

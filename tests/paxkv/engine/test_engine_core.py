@@ -52,6 +52,23 @@ def test_requests_run_to_their_ends_together(
 
 
 @every_mode
+def test_an_inspector_is_told_of_as_many_steps_as_the_metrics(
+    max_steps_in_flight: int, max_decode_burst: int
+) -> None:
+    core = make_engine_core(
+        max_steps_in_flight=max_steps_in_flight, max_decode_burst=max_decode_burst
+    )
+    inspect = UtilityCall(call_id=1, method="inspect", arguments=(-1, True))
+    core.handle(inspect)
+    core.handle(AddRequest(request=make_request("a", [5, 6, 7], max_tokens=5)))
+    run_until_idle(core)
+    told = json.loads(core.handle(inspect).result_json)["snapshot"]["counters"]
+    # The last step computes nothing: the runner hears that the request has ended.
+    assert told["num_steps"] == core.make_stats().num_steps
+    assert told["num_output_tokens"] == 5
+
+
+@every_mode
 def test_traffic_gets_the_same_tokens_in_every_mode(
     max_steps_in_flight: int, max_decode_burst: int
 ) -> None:
