@@ -247,6 +247,10 @@ class KVCacheConfig:
     hash_block_size: int | None = None
 
     def __post_init__(self) -> None:
+        if self.num_blocks >= 2**31:
+            raise ConfigError(
+                f"num_blocks must be below 2**31, as ids of blocks are i32, got {self.num_blocks}."
+            )
         if self.hash_block_size is not None and self.hash_block_size < 1:
             raise ConfigError(f"hash_block_size must be at least 1, got {self.hash_block_size}.")
         for group in self.kv_cache_groups:

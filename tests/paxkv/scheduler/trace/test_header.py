@@ -108,9 +108,11 @@ def test_what_is_no_header_of_this_version_is_refused(line: bytes, message: str)
 
 
 @pytest.mark.parametrize("block_size", [0, -16, 2**32])
-def test_block_sizes_that_no_block_has_are_refused(block_size: int) -> None:
+def test_pools_that_no_device_has_are_refused(block_size: int) -> None:
     line = encode_header(make_header())
     config = msgspec.json.decode(line)["kv_cache_config"]
+    with pytest.raises(TraceFileError, match="num_blocks must be below"):
+        decode_header(changed(line, kv_cache_config=config | {"num_blocks": 2**31}))
     config["groups"][0]["spec"]["block_size"] = block_size
     # Else a page's padding would be compared with its size first.
     config["groups"][0]["spec"]["page_size_padded"] = None
