@@ -2,9 +2,13 @@
 
 import argparse
 import asyncio
+import contextlib
+import signal
 import socket
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from types import FrameType
 
 import paxkv
 from paxkv.build_client import build_async_client
@@ -31,7 +35,12 @@ _CONFIG_CLASSES = (
     *(ModelConfig, CacheConfig, SchedulerConfig, RunnerConfig),
     *(ParallelConfig, ServerConfig),
 )
-_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+# 128 + SIGINT and 128 + SIGTERM, as shells have it.
+_INTERRUPTED, _TERMINATED = 130, 143
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM came before the server could drain."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,14 +61,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Before the engine: a taken port is known at once, not after minutes of warm-up. The
         # port opens only when the engine is ready.
         with bind_socket(server_config) as bound:
-            engine = build_async_client(engine_config, server_config, show_progress=True)
+            with _ended_by_sigterm():
+                engine = build_async_client(engine_config, server_config, show_progress=True)
             asyncio.run(serve(engine, server_config, bound))
     except (ConfigError, EngineDeadError) as error:
         print("paxkv: error:", *str(error).splitlines(), file=sys.stderr)
         return 1
+    except _Terminated:
+        # Whoever sent it is to see that it worked. The first process of a container goes on here.
+        signal.raise_signal(signal.SIGTERM)
+        return _TERMINATED
     except KeyboardInterrupt:
         return _INTERRUPTED
     return 0
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM raises `_Terminated`, so that the engine that is being started ends first.
+
+    Without a handler it would do nothing at all to the first process of a container.
+    """
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
 
 
 async def serve(engine: AsyncEngineClient, config: ServerConfig, bound: socket.socket) -> None:

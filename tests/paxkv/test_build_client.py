@@ -1,5 +1,6 @@
 """A server of two processes: every way in which one of them can end, seen from outside."""
 
+import contextlib
 import os
 import signal
 import time
@@ -240,3 +241,22 @@ def test_interrupted_start_leaves_no_engine_and_no_file(
         wait_for_end(engine_pid)
         assert list(tmp_path.iterdir()) == []
         assert "Traceback" not in process.stderr.read()
+
+
+def test_sigterm_ends_the_engine_of_a_start_before_the_server() -> None:
+    with start_process(start_s=3600) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        deadline = time.monotonic() + TIMEOUT_S
+        while not children.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        engine_pid = only_child(process.pid)
+        # It cannot see that the server has gone.
+        os.kill(engine_pid, signal.SIGSTOP)
+        try:
+            process.terminate()
+            assert process.wait(TIMEOUT_S) == -signal.SIGTERM
+            wait_for_end(engine_pid)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(engine_pid, signal.SIGKILL)
