@@ -1,12 +1,22 @@
 """uvicorn's HTTP protocol with a deadline: a whole request in time, or the connection ends."""
 
 import asyncio
+import logging
+import re
 import sys
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paxkv.server.error_response import error_body
+
+logger = logging.getLogger(__name__)
+# uvicorn warns of a request that is no HTTP without saying whose it is, and of an `Upgrade` that it
+# passes over, as it may, with advice to install something. Its errors are worth a line.
+_uvicorn_logger = logger.getChild("uvicorn")
+_uvicorn_logger.setLevel(logging.ERROR)
+# "illegal header line: bytearray(b'Authorization Bearer ...')": what was sent is not for the log.
+_QUOTED_BYTES = re.compile(r":? (bytearray\(b|b)['\"].*", re.DOTALL)
 
 
 def deadline_protocol(
@@ -54,6 +64,7 @@ class DeadlineProtocol(H11Protocol):
     max_connections: int | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.logger = _uvicorn_logger
         super().connection_made(transport)
         self.transport = OpenTransport(transport)
         self._deadline: asyncio.TimerHandle | None = None
@@ -95,9 +106,13 @@ class DeadlineProtocol(H11Protocol):
         """Answers what is not HTTP, or has headers without end."""
         error = sys.exception()
         if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431:
-            self._refuse(431, "the request's first line and headers are too long.")
+            status, message = 431, "the request's first line and headers are too long."
         else:
-            self._refuse(400, msg)
+            reason = _QUOTED_BYTES.sub("", str(error or msg))
+            status, message = 400, f"the request is not valid HTTP/1.1: {reason}."
+        host, port = (self.client or ("-", 0))[:2]
+        logger.warning("%s:%d is refused with %d: %s", host, port, status, message)
+        self._refuse(status, message)
 
     def _keep_deadline(self) -> None:
         is_waiting = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)

@@ -9,7 +9,7 @@ import pytest
 
 from paxkv.config import ServerConfig
 from paxkv.server.app import create_app
-from tests.paxkv.server.conftest import PATIENCE_S, wait_until
+from tests.paxkv.server.conftest import wait_until
 from tests.paxkv.server.fake_engine import (
     DIE_AFTER_3,
     FAIL_AFTER_3,
@@ -316,14 +316,6 @@ def test_wrong_method_is_405(shared_server, method, path):
     assert response.status_code == 405
     assert response.headers["allow"]
     assert path in _error(response)["message"]
-
-
-def test_bytes_that_are_not_http_are_400(shared_server):
-    with socket.create_connection(shared_server.address, timeout=PATIENCE_S) as connection:
-        connection.sendall(b"\x16\x03\x01 hello\r\n\r\n")
-        answer = connection.makefile("rb").read()
-    assert answer.startswith(b"HTTP/1.1 400")
-    assert b'{"error":{"message":"Invalid HTTP request received."' in answer
 
 
 def test_same_request_id_twice_at_once_is_served_twice(start_server):

@@ -307,3 +307,30 @@ def test_a_client_that_takes_no_answer_is_dropped(start_server):
     # "97," for every letter.
     assert num_bytes < 3 * 3_900_000
     assert server.client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        (b"\x16\x03\x01 hello\r\n\r\n", "illegal request line"),
+        (b"GET /version HTTP/1.1\r\n\r\n", "Missing mandatory Host: header"),
+        (b"GET /version HTTP/1.1\r\nHost: x\r\nKey secret\r\n\r\n", "illegal header line"),
+    ],
+)
+def test_what_is_not_http_is_400_and_one_line_that_says_whose_and_why(server, caplog, sent, reason):
+    with socket.create_connection(server.address, timeout=PATIENCE_S) as connection:
+        host, port = connection.getsockname()
+        connection.sendall(sent)
+        answer = _read_to_end(connection)
+    assert answer.startswith(b"HTTP/1.1 400")
+    error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    assert error["message"] == f"the request is not valid HTTP/1.1: {reason}."
+    assert error["type"] == "invalid_request_error"
+    assert caplog.messages == [f"{host}:{port} is refused with 400: {error['message']}"]
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+def test_an_upgrade_is_passed_over_without_a_word(server, caplog, protocol):
+    headers = {"Connection": "Upgrade", "Upgrade": protocol}
+    assert server.client.get("/version", headers=headers).status_code == 200
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
