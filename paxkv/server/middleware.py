@@ -1,7 +1,9 @@
 """What surrounds every route: the path in front, a request id, a bound on headers, an end."""
 
 import asyncio
+import re
 import uuid
+from urllib.parse import unquote
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
@@ -11,13 +13,15 @@ from paxkv.server.error_response import HeadersTooLargeError, error_response
 from paxkv.server.request_names import client_request_id
 
 MAX_REQUEST_ID_CHARS = 128
+_WHOLE_URL = re.compile(rb"https?://[^/]*(.*)", re.IGNORECASE | re.DOTALL)
 
 
 class RootPathMiddleware:
     """Says which path a proxy has in front of all of ours.
 
     Not every proxy takes it off, so that requests come with it or without, as they may in vLLM.
-    uvicorn's own setting would put it in front of the former once more.
+    uvicorn's own setting would put it in front of the former once more. A client that takes us for
+    its proxy sends a whole URL in place of a path, which every server has to understand.
     """
 
     def __init__(self, app: ASGIApp, *, root_path: str) -> None:
@@ -26,6 +30,10 @@ class RootPathMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["root_path"] = self._root_path
+        url = _WHOLE_URL.fullmatch(scope.get("raw_path", b""))
+        if url is not None:
+            raw_path = url[1] or b"/"
+            scope.update(raw_path=raw_path, path=unquote(raw_path.decode("ascii")))
         await self._app(scope, receive, send)
 
 

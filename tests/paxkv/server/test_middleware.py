@@ -1,6 +1,8 @@
-"""Handlers are cancelled when their client leaves, and only then."""
+"""Handlers are cancelled when their client leaves, and only then; what a path may look like."""
 
 import asyncio
+import contextlib
+import http.client
 
 import pytest
 
@@ -142,3 +144,17 @@ def test_request_id_is_echoed_when_it_can_be_a_header(given, is_kept):
         assert is_kept or len(value) == 32
 
     asyncio.run(run())
+
+
+def _status_of(server, target):
+    connection = http.client.HTTPConnection(*server.address, timeout=60)
+    with contextlib.closing(connection):
+        connection.request("GET", target)
+        return connection.getresponse().status
+
+
+def test_a_whole_url_in_place_of_a_path_is_understood(start_server):
+    server = start_server(api_key=("key",))
+    assert _status_of(server, "http://anywhere:80/version?a=b") == 200
+    assert _status_of(server, "HTTPS://anywhere/v1/models") == 401
+    assert _status_of(server, "http://anywhere") == 404
