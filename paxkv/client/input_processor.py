@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.grammar_checker import GrammarChecker
@@ -107,10 +108,12 @@ class InputProcessor:
         _check_is_unicode("request_id", request_id)
         self._check_sampling_params(sampling_params, checks_grammar=checks_grammar)
         token_ids, cache_salt = self._tokenize(prompt)
-        max_tokens, is_default = sampling_params.max_tokens, cuts_max_tokens
+        num_kept = _checked_truncation(prompt)
+        max_tokens, is_default = sampling_params.max_tokens, cuts_max_tokens or num_kept == "auto"
         if max_tokens is None:
             max_tokens, is_default = self._default_max_tokens, True
-        token_ids = self._truncate(prompt, token_ids, max_tokens, is_default=is_default)
+        if num_kept is not None:
+            token_ids = self._truncate(token_ids, num_kept, max_tokens, is_default=is_default)
         self._check_prompt_length(len(token_ids))
         # Not before: there may be millions.
         self._check_token_ids(token_ids)
@@ -136,39 +139,43 @@ class InputProcessor:
         )
 
     def _truncate(
-        self, prompt: Prompt, token_ids: list[int], max_tokens: int | None, *, is_default: bool
+        self,
+        token_ids: list[int],
+        num_kept: int | Literal["auto"],
+        max_tokens: int | None,
+        *,
+        is_default: bool,
     ) -> list[int]:
         """The last tokens of a prompt, as many as `truncate_prompt_tokens` says.
 
-        -1 is as many as leave room for `max_tokens`. Where these fit behind no prompt, they must
-        not cost the whole of it: one that fits as it is stays, and a default makes room.
+        With -1, `max_tokens` have their room: of 100 in all, 40 leave 60 of each longer prompt.
+        "auto", and -1 where they are a default, cut no prompt that fits by itself: 80 tokens stay,
+        and 150 become 60, or 50 where more than half of the room would go to the output.
 
         Raises:
-            InvalidRequestError: `max_tokens` that are no default leave no room for a long prompt.
+            InvalidRequestError: With -1, `max_tokens` leave no room for any prompt.
         """
-        num_kept = prompt.get("truncate_prompt_tokens") if isinstance(prompt, Mapping) else None
-        if num_kept is None:
-            return token_ids
-        if type(num_kept) is not int or not (num_kept == -1 or num_kept >= 1):
-            raise InvalidRequestError(
-                f"truncate_prompt_tokens must be -1 or at least 1, got {num_kept!r}.",
-                param="truncate_prompt_tokens",
-            )
-        if num_kept == -1:
+        if num_kept in (-1, "auto"):
             # The last token is never fed back.
             most = min(self._max_model_len, self._max_fitting_tokens + 1)
             room = max_tokens or 1
-            if room >= most and not is_default and len(token_ids) >= most:
+            most_kept = most - 1
+            if self._max_prompt_tokens is not None:
+                most_kept = min(most_kept, self._max_prompt_tokens)
+            if is_default:
+                if len(token_ids) <= most_kept:
+                    return token_ids
+                room = min(room, most // 2)
+            elif room >= most:
                 raise InvalidRequestError(
-                    f"the prompt is to be cut to what leaves room for max_tokens={room}, which "
-                    f"would be nothing: prompt and output may have {most} tokens together, of "
+                    f"max_tokens={room} leaves no room for a prompt, which truncate_prompt_tokens="
+                    f"-1 cuts to what is left: both may have {most} tokens together, of "
                     f"max_model_len={self._max_model_len} and what the KV cache has room for. Ask "
-                    f"for at most {most - 1} tokens, or for no cut.",
+                    f'for at most {most - 1} tokens, or send truncate_prompt_tokens="auto", which '
+                    "makes max_tokens fewer instead.",
                     param="max_tokens",
                 )
-            num_kept = most - (room if room < most else 1)
-            if self._max_prompt_tokens is not None:
-                num_kept = min(num_kept, self._max_prompt_tokens)
+            num_kept = min(most - room, most_kept)
         return token_ids[-num_kept:]
 
     def _tokenize(self, prompt: Prompt) -> tuple[list[int], str | None]:
@@ -421,6 +428,18 @@ def text_of_prompt(prompt: Prompt) -> str | None:
         return prompt
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else None
     return text if isinstance(text, str) else None
+
+
+def _checked_truncation(prompt: Prompt) -> int | Literal["auto"] | None:
+    """Its `truncate_prompt_tokens`."""
+    num_kept = prompt.get("truncate_prompt_tokens") if isinstance(prompt, Mapping) else None
+    is_number = type(num_kept) is int and (num_kept == -1 or num_kept >= 1)
+    if not is_number and num_kept not in (None, "auto"):
+        raise InvalidRequestError(
+            f'truncate_prompt_tokens must be "auto", -1 or at least 1, got {num_kept!r}.',
+            param="truncate_prompt_tokens",
+        )
+    return num_kept
 
 
 def _as_token_ids(token_ids: object) -> list[int]:

@@ -167,7 +167,7 @@ def chat_of_responses(
     chat["response_format"] = _response_format(request.text)
     chat["reasoning_effort"] = request.effort
     if request.truncation == "auto":
-        chat["truncate_prompt_tokens"] = -1
+        chat["truncate_prompt_tokens"] = "auto"
     return parse_chat(chat)
 
 

@@ -431,48 +431,63 @@ def test_a_prompt_may_be_cut_to_its_last_tokens() -> None:
     assert cut(-1, max_tokens=None) == list(range(51, 150))
     assert cut(-1, default=30, max_tokens=None) == list(range(80, 150))
     assert cut(-1, default=30, max_tokens=40) == list(range(90, 150))
-    # A default that fits behind nothing gives way to the prompt.
-    for default, first in ((99, 149), (100, 51), (2000, 51)):
-        assert cut(-1, default=default, max_tokens=None) == list(range(first, 150))
-    for bad in (0, -2, 2.5, True):
+    for bad in (0, -2, 2.5, True, "most"):
         with pytest.raises(InvalidRequestError) as raised:
             cut(bad)
         assert raised.value.param == "truncate_prompt_tokens"
 
 
-def test_cutting_a_prompt_for_more_tokens_than_there_can_be_is_refused() -> None:
-    prompt = {"prompt_token_ids": list(range(150)), "truncate_prompt_tokens": -1}
+def _cut(
+    how: object, num_tokens: int, max_tokens: int | None, *, cuts: bool = False, **changes: object
+) -> tuple[int, int]:
+    """Tokens of prompt and output that are left of so many."""
+    prompt = {"prompt_token_ids": list(range(num_tokens)), "truncate_prompt_tokens": how}
+    params = SamplingParams(max_tokens=max_tokens)
+    request = make(**changes).process(prompt, params, request_id="r", cuts_max_tokens=cuts)
+    num_kept = len(request.prompt_token_ids)
+    assert request.prompt_token_ids == list(range(num_tokens - num_kept, num_tokens))
+    return num_kept, request.sampling_params.max_tokens
 
-    def cut(max_tokens: int, *, cuts: bool = False, **changes: object) -> tuple[int, int]:
-        params = SamplingParams(max_tokens=max_tokens)
-        request = make(**changes).process(prompt, params, request_id="r", cuts_max_tokens=cuts)
-        return len(request.prompt_token_ids), request.sampling_params.max_tokens
 
-    assert cut(99) == (1, 99)
+@pytest.mark.parametrize("num_tokens", [18, 98, 99, 100, 150])
+def test_a_prompt_is_cut_for_no_more_tokens_than_there_can_be(num_tokens: int) -> None:
+    # However short it is: one rule for all prompts.
+    assert _cut(-1, num_tokens, 99) == (1, 99)
     for max_tokens in (100, 5000):
-        with pytest.raises(InvalidRequestError, match=f"={max_tokens}, .* max_model_len=100") as e:
-            cut(max_tokens)
+        with pytest.raises(InvalidRequestError, match=f"={max_tokens} .* max_model_len=100") as e:
+            _cut(-1, num_tokens, max_tokens)
         assert e.value.param == "max_tokens"
-        # Of a default, the prompt takes what there is.
-        assert cut(max_tokens, cuts=True) == (99, 1)
-        # And what fits is not cut at all; the tokens are, as ever.
-        fits = {"prompt_token_ids": list(range(60)), "truncate_prompt_tokens": -1}
-        request = process(make(), fits, max_tokens=max_tokens)
-        assert len(request.prompt_token_ids) == 60
-        assert request.sampling_params.max_tokens == 40
     # 40 places, and one token more that is never fed back.
-    assert cut(40, max_fitting_tokens=40) == (1, 40)
+    assert _cut(-1, num_tokens, 40, max_fitting_tokens=40) == (1, 40)
     with pytest.raises(InvalidRequestError, match="may have 41 tokens .* at most 40 tokens"):
-        cut(41, max_fitting_tokens=40)
+        _cut(-1, num_tokens, 41, max_fitting_tokens=40)
+
+
+@pytest.mark.parametrize("max_tokens", [30, 99, 100, 5000, None])
+def test_a_prompt_that_fits_gives_way_to_no_tokens_that_may_be_fewer(max_tokens) -> None:
+    rest = 30 if max_tokens == 30 else 50
+    for num_tokens, wanted in ((60, (60, min(max_tokens or 40, 40))), (99, (99, 1))):
+        assert _cut("auto", num_tokens, max_tokens) == wanted
+        assert _cut(-1, num_tokens, max_tokens, cuts=True) == wanted
+        assert _cut(-1, num_tokens, None, default_max_tokens=max_tokens) == wanted
+    # Of a longer one, no more than half goes; where the length is open, the last token alone.
+    wanted = (99, 1) if max_tokens is None else (100 - rest, rest)
+    for num_tokens in (100, 150):
+        assert _cut("auto", num_tokens, max_tokens) == wanted
+        assert _cut(-1, num_tokens, max_tokens, cuts=True) == wanted
+        assert _cut(-1, num_tokens, None, default_max_tokens=max_tokens) == wanted
 
 
 def test_a_prompt_is_cut_to_what_is_not_refused_afterwards() -> None:
-    prompt = {"prompt_token_ids": list(range(150)), "truncate_prompt_tokens": -1}
-    small = {"max_fitting_tokens": 40, "default_max_tokens": 60}
-    for changes, max_tokens, wanted in (
-        (small, 20, (21, 20)),
-        (small, None, (40, 1)),
-        ({"max_prompt_tokens": 32}, 20, (32, 20)),
+    small = {"max_fitting_tokens": 40}
+    for how, num_tokens, max_tokens, changes, wanted in (
+        (-1, 150, 20, small, (21, 20)),
+        (-1, 150, None, small, (40, 1)),
+        ("auto", 40, 60, small, (40, 1)),
+        ("auto", 41, 60, small, (21, 20)),
+        ("auto", 8, 60, small, (8, 33)),
+        (-1, 150, 20, {"max_prompt_tokens": 32}, (32, 20)),
+        ("auto", 32, 80, {"max_prompt_tokens": 32}, (32, 68)),
+        ("auto", 33, 20, {"max_prompt_tokens": 32}, (32, 20)),
     ):
-        request = process(make(**changes), prompt, max_tokens=max_tokens)
-        assert (len(request.prompt_token_ids), request.sampling_params.max_tokens) == wanted
+        assert _cut(how, num_tokens, max_tokens, **changes) == wanted

@@ -104,9 +104,10 @@ def test_prompt_carries_its_options():
         "add_special_tokens": True,
         "cache_salt": "s",
     }
-    request = parse_completion({"prompt": "a", "truncate_prompt_tokens": -1})
-    prompt = prompt_with_options("a", request, add_special_tokens=True)
-    assert prompt["truncate_prompt_tokens"] == -1
+    for num_kept in (-1, "auto"):
+        request = parse_completion({"prompt": "a", "truncate_prompt_tokens": num_kept})
+        prompt = prompt_with_options("a", request, add_special_tokens=True)
+        assert prompt["truncate_prompt_tokens"] == num_kept
 
 
 @pytest.mark.parametrize("fields", [{}, {"add_generation_prompt": True}])

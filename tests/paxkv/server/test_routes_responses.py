@@ -253,7 +253,7 @@ def test_more_may_be_asked_for_than_an_answer_here_can_have(server, client):
 
 def test_what_does_not_fit_is_cut_off_at_its_beginning_where_that_is_allowed(server, client):
     assert _create(client, input="a", truncation="auto").truncation == "auto"
-    assert server.engine.seen_prompts[-1]["truncate_prompt_tokens"] == -1
+    assert server.engine.seen_prompts[-1]["truncate_prompt_tokens"] == "auto"
     assert _create(client, input="a").truncation == "disabled"
     assert "truncate_prompt_tokens" not in server.engine.seen_prompts[-1]
 
