@@ -234,6 +234,11 @@ class ServerConfig:
                 f"root_path must begin with a slash and not end in one, as in /api, got "
                 f"{self.root_path!r}."
             )
+        if f"{path}/".startswith("/v1/"):
+            raise ConfigError(
+                f"root_path must not be /v1 nor below it, as our own paths are, got {path!r}; let "
+                "the proxy add another, as in /api/v1/models."
+            )
         for path in sorted(self.paths_without_access_log):
             if not path.startswith("/"):
                 raise ConfigError(

@@ -27,6 +27,8 @@ def test_keys_are_shown_in_no_repr_and_no_error():
         ({"max_connections": 0}, "at least 1, got 0"),
         ({"root_path": "api"}, "begin with a slash.*'api'"),
         ({"root_path": "/api/"}, "not end in one"),
+        ({"root_path": "/v1"}, "must not be /v1 nor below"),
+        ({"root_path": "/v1/chat"}, "must not be /v1 nor below"),
         ({"ssl_keyfile": "k.pem"}, "ssl_keyfile is set, but HTTPS needs ssl_certfile"),
         ({"ssl_cert_reqs": 2}, "ssl_cert_reqs is set, but"),
         ({"ssl_certfile": "c.pem", "ssl_cert_reqs": 3}, "0, 1 or 2, got 3"),
