@@ -194,8 +194,7 @@ def _read_template(path: Path) -> str:
 
 
 def _as_sources(path: Path, value: object) -> dict[str, str]:
-    """Templates by name, of one, of {"default": "..."}, or of [{"name": "default", "template":
-    "..."}]; none of nothing."""
+    """Templates by name, of one of the three forms that the error tells; none of nothing."""
     if not value:
         return {}
     entries = value
@@ -208,8 +207,8 @@ def _as_sources(path: Path, value: object) -> dict[str, str]:
         name, source = fields.get("name"), fields.get("template")
         if not isinstance(name, str) or not isinstance(source, str):
             raise ConfigError(
-                f"chat_template of {path} is {value!r:.100}; wanted a template, or a list of "
-                '{"name": "default", "template": ...}.'
+                f"chat_template of {path} is {value!r:.100}; wanted a template, a table of "
+                'them, {"default": "..."}, or a list of {"name": "default", "template": "..."}.'
             )
         sources[name] = source
     return sources

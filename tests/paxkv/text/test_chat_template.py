@@ -168,7 +168,7 @@ def test_files_that_hold_no_template_are_config_errors(tmp_path: Path) -> None:
     config = tmp_path / "tokenizer_config.json"
     for bad in (5, ["plain"], [{"name": "default"}], {"default": 5}):
         config.write_text(json.dumps({"chat_template": bad}))
-        with pytest.raises(ConfigError, match="wanted a template"):
+        with pytest.raises(ConfigError, match="wanted a template, a table of them"):
             ChatTemplate.from_folder(tmp_path)
     config.write_text("[" * 10**5)
     with pytest.raises(ConfigError, match="recursion"):
