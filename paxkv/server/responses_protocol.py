@@ -159,7 +159,12 @@ def chat_of_responses(
     chat["messages"] = system if request.instructions is not None else []
     # Those of the request itself count from 0 on.
     items = enumerate([*earlier_items, *input_items(request)], start=-len(earlier_items))
-    chat["messages"] += _messages(items)
+    messages = _messages(items)
+    if not messages:
+        raise InvalidRequestError(
+            "input has only reasoning without a text; send a message too.", param="input"
+        )
+    chat["messages"] += messages
     chat["max_completion_tokens"] = request.max_output_tokens
     if request.tools is not None:
         chat["tools"] = [_chat_tool(k, tool) for k, tool in enumerate(request.tools)]
@@ -177,12 +182,12 @@ def _messages(items: Iterable[tuple[int, dict[str, object]]]) -> list[dict[str, 
     for k, item in items:
         kind = item.get("type", "message")
         if kind == "reasoning":
-            thoughts += _reasoning_texts(item)
+            thoughts += _reasoning_texts(f"input[{k}]", item)
             continue
         thought, thoughts = "\n".join(thoughts) or None, []
-        is_assistants = kind == "function_call" or item.get("role") == "assistant"
-        if thought is not None and not is_assistants:
-            messages.append(_only_thought(thought))
+        is_assistants = kind == "message" and item.get("role") == "assistant"
+        if thought is not None and not is_assistants and kind != "function_call":
+            _add_thought(messages, thought, is_before_output=kind == "function_call_output")
             thought = None
         if kind == "message":
             message = {"role": item.get("role"), "content": item.get("content")}
@@ -198,8 +203,26 @@ def _messages(items: Iterable[tuple[int, dict[str, object]]]) -> list[dict[str, 
                 param="input",
             )
     if thoughts:
-        messages.append(_only_thought("\n".join(thoughts)))
+        _add_thought(messages, "\n".join(thoughts), is_before_output=False)
     return messages
+
+
+def _add_thought(
+    messages: list[dict[str, object]], thought: str, *, is_before_output: bool
+) -> None:
+    """Adds what no answer of the assistant follows.
+
+    Before the output of a call it belongs to the message with the call, as nothing may come between
+    them: [call, thought, output] -> [assistant(thought, call), tool]. Else it is an answer that was
+    cut off while the model thought.
+    """
+    # Several calls of one message have their outputs one behind the other.
+    caller = next((m for m in reversed(messages) if m.get("role") != "tool"), {})
+    if is_before_output and caller.get("tool_calls"):
+        earlier = caller.get("reasoning")
+        caller["reasoning"] = thought if earlier is None else f"{earlier}\n{thought}"
+        return
+    messages.append({"role": "assistant", "content": "", "reasoning": thought})
 
 
 def _add_call(
@@ -242,17 +265,27 @@ def _check_call_id(path: str, item: Mapping[str, object]) -> None:
         )
 
 
-def _reasoning_texts(item: Mapping[str, object]) -> list[str]:
-    """The item's text, or nothing."""
-    parts = item.get("content")
+def _reasoning_texts(path: str, item: Mapping[str, object]) -> list[str]:
+    """The item's text, or else its summary, part by part; or nothing.
+
+    Raises:
+        UnsupportedFeatureError: All of it is encrypted.
+    """
+    text = "".join(_part_texts(item.get("content")))
+    if text:
+        return [text]
+    if item.get("encrypted_content"):
+        raise UnsupportedFeatureError(
+            f"{path}.encrypted_content cannot be read: thoughts come as text here, in content. "
+            "Leave out items of another server, or their encrypted_content.",
+            param="input",
+        )
+    return _part_texts(item.get("summary"))
+
+
+def _part_texts(parts: object) -> list[str]:
     texts = [p.get("text") for p in parts if isinstance(p, dict)] if isinstance(parts, list) else []
-    text = "".join(text for text in texts if isinstance(text, str))
-    return [text] if text else []
-
-
-def _only_thought(thought: str) -> dict[str, object]:
-    """Of an answer that was cut off while it thought."""
-    return {"role": "assistant", "content": "", **_thought(thought)}
+    return [text for text in texts if isinstance(text, str) and text]
 
 
 def _thought(thought: str | None) -> dict[str, str]:

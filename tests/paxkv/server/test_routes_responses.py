@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from paxkv.config import ServerConfig
+from paxkv.errors import UnsupportedFeatureError
 from paxkv.server.responses_protocol import chat_of_responses, parse_responses
 from paxkv.server.routes_responses import ResponsesRoutes
 from tests.paxkv.server.conftest import PATIENCE_S, run_server
@@ -156,36 +157,70 @@ def test_a_conversation_with_calls_comes_to_the_template(server, client):
     assert prompt == "<system>be brief<user>go<assistant><tool>done<user>so?<assistant>"
 
 
-def test_thoughts_stand_before_what_followed_them():
-    def thought(text: str) -> dict[str, object]:
-        return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
+def _thought(text: str) -> dict[str, object]:
+    return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
 
-    def call(name: str) -> dict[str, object]:
-        return {"type": "function_call", "call_id": name, "name": name, "arguments": "{}"}
 
-    said = {"role": "assistant", "content": "let me see"}
-    fields = {"input": [said, thought("x"), call("f"), call("g"), thought("y"), call("h")]}
-    messages = chat_of_responses(fields, parse_responses(fields)).messages
-    found = [
-        (m.get("reasoning"), [c["function"]["name"] for c in m.get("tool_calls", [])])
-        for m in messages
+def _call(name: str) -> dict[str, object]:
+    return {"type": "function_call", "call_id": name, "name": name, "arguments": "{}"}
+
+
+def _output(name: str) -> dict[str, object]:
+    return {"type": "function_call_output", "call_id": name, "output": name}
+
+
+def _chat(items: list[object]) -> list[tuple[object, ...]]:
+    """The messages of a chat: role, thought, and text or the names of calls."""
+    fields = {"input": items}
+    return [
+        (m["role"], m.get("reasoning"), m["content"] or [c["id"] for c in m.get("tool_calls", [])])
+        for m in chat_of_responses(fields, parse_responses(fields)).messages
     ]
-    assert found == [(None, []), ("x", ["f", "g"]), ("y", ["h"])]
+
+
+def test_thoughts_stand_before_what_followed_them():
+    said = {"role": "assistant", "content": "let me see"}
+    items = [said, _thought("x"), _call("f"), _call("g"), _thought("y"), _call("h")]
+    assert _chat(items) == [
+        ("assistant", None, "let me see"),
+        ("assistant", "x", ["f", "g"]),
+        ("assistant", "y", ["h"]),
+    ]
 
 
 def test_thoughts_are_joined_and_stay_the_assistants():
-    def thought(text: str) -> dict[str, object]:
-        return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
-
     user, said = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
-    fields = {"input": [thought("x"), thought("y"), said, thought("cut"), user, thought("last")]}
-    messages = chat_of_responses(fields, parse_responses(fields)).messages
-    assert [(m["role"], m["content"], m.get("reasoning")) for m in messages] == [
-        ("assistant", "a", "x\ny"),
-        ("assistant", "", "cut"),
-        ("user", "u", None),
-        ("assistant", "", "last"),
+    items = [_thought("x"), _thought("y"), said, _thought("cut"), user, _thought("last")]
+    assert _chat(items) == [
+        ("assistant", "x\ny", "a"),
+        ("assistant", "cut", []),
+        ("user", None, "u"),
+        ("assistant", "last", []),
     ]
+
+
+@pytest.mark.parametrize("role", [{}, {"role": "assistant"}])
+def test_thoughts_between_a_call_and_its_output_are_the_calls(role):
+    outputs = [_output(name) | role for name in "fg"]
+    called = [_call("f"), _call("g")]
+    tools = [("tool", None, name) for name in "fg"]
+    assert _chat([*called, _thought("x"), *outputs]) == [("assistant", "x", ["f", "g"]), *tools]
+    items = [_thought("v"), *called, _thought("x"), outputs[0], _thought("y"), outputs[1]]
+    assert _chat(items) == [("assistant", "v\nx\ny", ["f", "g"]), *tools]
+    # Of a call that is not told.
+    said = {"role": "assistant", "content": "a"}
+    items = [said, _thought("x"), outputs[0]]
+    assert _chat(items) == [("assistant", None, "a"), ("assistant", "x", []), tools[0]]
+
+
+def test_thoughts_without_text_are_their_summary():
+    summary = [{"type": "summary_text", "text": text} for text in ("s", "", "t")]
+    thought = {"type": "reasoning", "content": None, "summary": summary}
+    assert _chat([thought, _call("f")]) == [("assistant", "s\nt", ["f"])]
+    encrypted = {"encrypted_content": "gAAA", "summary": summary}
+    assert _chat([_thought("x") | encrypted, _call("f")]) == [("assistant", "x", ["f"])]
+    with pytest.raises(UnsupportedFeatureError, match=r"input\[1\].encrypted_content cannot"):
+        _chat([_call("f"), thought | encrypted])
 
 
 def test_the_form_of_a_text_is_a_grammar(server, client):
@@ -206,6 +241,7 @@ def test_the_form_of_a_text_is_a_grammar(server, client):
         ({"input": 5}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"type": "function_call"}]}, "input"),
+        ({"input": [{"type": "reasoning", "content": []}]}, "input"),
         ({"input": "a", "previous_response_id": "chat_1"}, "previous_response_id"),
         ({"input": "a", "previous_response_id": 1}, "previous_response_id"),
         ({"input": "a", "background": True, "stream": True}, "background"),
