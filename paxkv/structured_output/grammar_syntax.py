@@ -1,7 +1,7 @@
 """A grammar's text, in either syntax, becomes Lark's, which llguidance reads."""
 
-import json
 import re
+import sys
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -16,6 +16,8 @@ _GBNF_TEXT = re.compile(r'#[^\r\n]*|"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]', re.
 _ESCAPE = re.compile(
     r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([^\w\s\"\\\[\]])|.)", re.DOTALL
 )
+# Lark's literals have no control characters; its classes do.
+_ESCAPE_OR_CONTROL = re.compile(r"\\.|([\x00-\x1f\x7f])", re.DOTALL)
 
 
 def to_lark(source: str) -> str:
@@ -34,11 +36,16 @@ def to_lark(source: str) -> str:
 
 
 def _with_known_escapes(text: re.Match[str]) -> str:
-    """[\\u00e9\\-] -> [é\\x2d]: llguidance's converter knows few escapes."""
+    """[\\u00e9\\-] -> [é\\x2d], "a\\x1b" -> ("a" [\\x1b] ""): the converter knows few escapes."""
     whole = text.group()
     if whole.startswith("#"):
         return whole
-    return _ESCAPE.sub(_in_class if whole.startswith("[") else _in_literal, whole)
+    if whole.startswith("["):
+        return _ESCAPE.sub(_in_class, whole)
+    literal = _ESCAPE.sub(_in_literal, whole)
+    pieces = _ESCAPE_OR_CONTROL.sub(_outside_of_literal, literal)
+    # What is repeated is all of it.
+    return literal if pieces == literal else f"({pieces})"
 
 
 def _in_class(escape: re.Match[str]) -> str:
@@ -50,7 +57,13 @@ def _in_class(escape: re.Match[str]) -> str:
 
 def _in_literal(escape: re.Match[str]) -> str:
     char = _character(escape)
-    return escape.group() if char is None else json.dumps(char, ensure_ascii=False)[1:-1]
+    if char is None:
+        return escape.group()
+    return f"\\{char}" if char in '"\\' else char
+
+
+def _outside_of_literal(char: re.Match[str]) -> str:
+    return char.group() if char[1] is None else f'" [\\x{ord(char[1]):02x}] "'
 
 
 def _character(escape: re.Match[str]) -> str | None:
@@ -65,4 +78,6 @@ def _character(escape: re.Match[str]) -> str | None:
         return punctuation
     if 0xD800 <= int(code, 16) < 0xE000:
         raise ValueError(f"U+{code.upper()} is half a character; write all of it.")
+    if int(code, 16) > sys.maxunicode:
+        raise ValueError(f"U+{code.upper()} is no character; the last one is U+{sys.maxunicode:X}.")
     return chr(int(code, 16))

@@ -18,6 +18,11 @@ FITTING = {
     "characters by number": (r'root ::= "\x41\u00e9\U0001F600\x22\x5c" [\u00e9\x5d]+', 'Aé😀"\\]é'),
     "characters by number, twice": (r'root ::= "\\x41"', r"\x41"),
     "lines": (r'root ::= "\x0a\n" [\x0a\t]', "\n\n\t"),
+    "control characters": (
+        r'root ::= "\x1b[0m\x00"{2} "\x08\u000c" "\U0000007f" [\x01] "\"\x1f"',
+        '\x1b[0m\0\x1b[0m\0\b\f\x7f\x01"\x1f',
+    ),
+    "control characters as they are": ('root ::= "a\nb\x1b"+', "a\nb\x1ba\nb\x1b"),
     "a hyphen": (r'root ::= [a\-z]+ "\-"', "a-z-"),
     "a roof": (r"root ::= [\^a]+", "^a"),
     "brackets": (r'root ::= "]" [\[\]]+', "][]"),
@@ -46,9 +51,11 @@ def test_a_class_with_an_escaped_hyphen_has_no_range():
         ('start ::= "a"', "No 'root' rule"),
         (r"root ::= [\d]", "Invalid escape"),
         ('root ::= "a\\', "GBNF"),
-        (r'root ::= "\UFFFFFFFF"', "GBNF"),
+        (r'root ::= "\U00110000"', r"U\+00110000 is no character"),
+        (r"root ::= [\UFFFFFFFF]", r"U\+FFFFFFFF is no character"),
         (r"root ::= [\ud800-\udfff]", r"U\+D800 is half a character"),
         ('root ::= "a', "Unexpected end"),
+        ('root ::= "\\\t"', "Invalid escape"),
     ],
 )
 def test_malformed_gbnf_is_refused_with_the_reason(grammar, reason):
