@@ -76,7 +76,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: Annotated[str, Meta(max_length=MAX_REQUEST_ID_CHARS)] | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
-    truncate_prompt_tokens: int | Literal["auto"] | None = None
+    # "auto" alone is a string that the engine takes.
+    truncate_prompt_tokens: int | str | None = None
     echo: bool | None = False
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
