@@ -302,7 +302,8 @@ class EngineCore:
         self._last_fetch_s = time.perf_counter()
         outputs = self._scheduler.update_from_output(step.scheduler_output, runner_output)
         outputs = _with_prompt_logprobs(outputs, runner_output)
-        return advance_grammars(outputs, self._scheduler, self._grammars)
+        in_flight = (other.scheduler_output for other in self._in_flight)
+        return advance_grammars(outputs, self._scheduler, self._grammars, in_flight)
 
     def _forget_grammars(self, request_ids: list[str]) -> None:
         if self._grammars is not None:

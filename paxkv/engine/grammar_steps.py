@@ -31,16 +31,22 @@ def advance_grammars(
     outputs: list[EngineCoreOutput],
     scheduler: Scheduler | TraceRecorder,
     grammars: GrammarManager | None,
+    in_flight: Iterable[SchedulerOutput] = (),
 ) -> list[EngineCoreOutput]:
     """Moves grammars on by a step's outputs, and ends requests whose form is complete or cannot.
+
+    Args:
+        in_flight: Steps that are not home yet. A request that has nothing to draw in one of them
+            ends when it comes home, with the log-probabilities of its prompt.
 
     Returns:
         The step's outputs, with what requests hear that their grammars end.
     """
     if grammars is None or grammars.num_requests == 0:
         return outputs
+    awaited = {req_id for step in in_flight for req_id in step.num_scheduled_tokens}
     # They had nothing to draw: what came for them is nobody's.
-    ended = grammars.take_ended()
+    ended = grammars.take_ended(awaited)
     strays = set(ended)
     for output in outputs:
         if output.request_id in strays:
@@ -49,7 +55,7 @@ def advance_grammars(
             grammars.advance(output.request_id, output.new_token_ids)
         else:
             grammars.remove(output.request_id)
-    ended |= grammars.take_ended()
+    ended |= grammars.take_ended(awaited)
     if not ended:
         return outputs
     by_id = {

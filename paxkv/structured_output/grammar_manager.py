@@ -3,7 +3,7 @@
 import concurrent.futures
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import llguidance
 import llguidance.numpy
@@ -94,9 +94,11 @@ class GrammarManager:
             return False
         return True
 
-    def take_ended(self) -> dict[str, GrammarEnd]:
-        """Requests that end, each told of once."""
-        ended, self._ended = self._ended, {}
+    def take_ended(self, awaited: Container[str] = ()) -> dict[str, GrammarEnd]:
+        """Requests that end, each told of once; those of `awaited` not yet."""
+        ended = {req_id: end for req_id, end in self._ended.items() if req_id not in awaited}
+        for req_id in ended:
+            del self._ended[req_id]
         return ended
 
     def make_bitmask(self, request_ids: Sequence[str]) -> GrammarBitmask:

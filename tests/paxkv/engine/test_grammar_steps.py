@@ -8,7 +8,7 @@ from paxkv.config import CacheConfig, SchedulerConfig
 from paxkv.contracts.engine_request import AbortRequests, AddRequest
 from paxkv.contracts.grammar_bitmask import GrammarBitmask
 from paxkv.contracts.kv_cache_spec import KVCacheConfig
-from paxkv.contracts.runner_output import ModelRunnerOutput
+from paxkv.contracts.runner_output import ModelRunnerOutput, TokenLogprobs
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.engine.engine_core import EngineCore
 from paxkv.engine.grammar_steps import advance_grammars
@@ -32,6 +32,8 @@ from tests.paxkv.structured_output.demo_grammars import (
     make_compiler,
 )
 
+LOGPROBS = TokenLogprobs(token_logprob=-1.0, token_rank=1, top_token_ids=[], top_logprobs=[])
+
 
 class GrammarStep:
     """A step in which those bound by a grammar draw the first token that it allows."""
@@ -42,6 +44,7 @@ class GrammarStep:
         self._is_lawless = is_lawless
         self._drawn: dict[str, int] = {}
         self.needs_bitmask = bool(bound)
+        self.prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
 
     @property
     def is_done(self) -> bool:
@@ -54,6 +57,7 @@ class GrammarStep:
 
     def sample_tokens(self) -> ModelRunnerOutput:
         output = self._step.sample_tokens()
+        output.prompt_logprobs.update(self.prompt_logprobs)
         for req_id, token_ids in zip(output.req_ids, output.sampled_token_ids, strict=True):
             if req_id in self._bound and not self._is_lawless:
                 token_ids[:] = [self._drawn[req_id]]
@@ -80,7 +84,13 @@ class GrammarExecutor(FakeExecutor):
             )
             if token_ids and self.rows[req_id].needs_grammar
         }
-        return GrammarStep(step, drawing, is_lawless=self.num_steps >= self._lawless_step)
+        grammar_step = GrammarStep(step, drawing, is_lawless=self.num_steps >= self._lawless_step)
+        grammar_step.prompt_logprobs = {
+            req_id: [LOGPROBS]
+            for req_id in drawing
+            if self.rows[req_id].sampling_params.prompt_logprobs is not None
+        }
+        return grammar_step
 
 
 class ThinkingStep(GrammarStep):
@@ -234,6 +244,24 @@ def test_thoughts_are_free_and_the_form_binds_behind_them(max_steps_in_flight: i
     assert maybe == [OPEN, *thoughts, CLOSE, *answer]
     assert tokens_of(outputs, "none") == answer
     assert {o.finish_reason for o in outputs if o.finish_reason} == {"stop"}
+    core.close()
+
+
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_prompt_logprobs_come_also_where_nothing_may_follow(max_steps_in_flight: int) -> None:
+    core = make_grammar_core(max_steps_in_flight)
+    core.handle(AddRequest(request=make_request("b", [7, 8], max_tokens=12)))
+    outputs = list(core.step().outputs)
+    # Its form may be empty, and has to be.
+    params = {"allowed_token_ids": [5], "prompt_logprobs": 0}
+    params["structured_outputs"] = StructuredOutputsParams(regex="(yes)?")
+    request = make_request("a", [5, 6], **params)
+    core.handle(AddRequest(request=dataclasses.replace(request, needs_grammar=True)))
+    outputs += run_until_idle(core)
+    (last,) = [o for o in outputs if o.request_id == "a"]
+    assert (last.finish_reason, last.new_token_ids) == ("stop", [])
+    assert last.prompt_logprobs == [LOGPROBS]
+    assert tokens_of(outputs, "b") == [7, 8] * 6
     core.close()
 
 
