@@ -27,6 +27,8 @@ MAX_PENALTY = 2.0
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
 # Below this, dividing by the temperature overflows f32; such requests are drawn greedily.
 MIN_TEMPERATURE = 1e-5
+# A caller's way to say that a draw need not be repeatable, as good as None.
+NO_SEED = -1
 _MAX_SEED = 2**63 - 1
 
 
@@ -42,7 +44,7 @@ class SamplingParams:
         top_p: Keep the smallest set of most likely tokens whose probability reaches it, in (0, 1].
         min_p: Drop tokens less likely than `min_p` times the most likely one, in [0, 1].
         seed: With a seed the draw depends only on the seed and the position, never on the batch.
-            Completion i of several is drawn with `seed + i`, in 64 bits.
+            Completion i of several is drawn with `seed + i`, in 64 bits. -1 is none, as None is.
         max_tokens: Most new tokens, at least 1; None means up to max_model_len.
         min_tokens: Before so many new tokens neither the model's EOS nor a stop token is drawn, and
             no stop string is looked for. At most `max_tokens`.

@@ -16,6 +16,7 @@ from paxkv.errors import (
 from paxkv.sampling_params import (
     MAX_BAD_WORD_TOKENS,
     MAX_LOGPROBS,
+    NO_SEED,
     SamplingParams,
     check_num_logprobs,
 )
@@ -126,6 +127,8 @@ class InputProcessor:
             sampling_params=dataclasses.replace(
                 sampling_params,
                 max_tokens=self._cut_max_tokens(len(token_ids), max_tokens, is_default=is_default),
+                # Here, because completion 1 of several with seed -2 has the seed -1.
+                seed=None if sampling_params.seed == NO_SEED else sampling_params.seed,
             ),
             eos_token_ids=self._eos_token_ids,
             arrival_time=time.time(),

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from paxkv.client.input_processor import InputProcessor, text_of_prompt
+from paxkv.client.parallel_sampling import make_children
 from paxkv.contracts import wire
 from paxkv.contracts.engine_request import AddRequest
 from paxkv.errors import (
@@ -44,6 +45,12 @@ def test_every_form_of_a_prompt_becomes_the_same_token_ids(prompt: object) -> No
     assert request.request_id == "r"
     assert request.arrival_time > 1.7e9
     wire.encode(AddRequest(request=request))
+
+
+def test_seed_of_minus_one_is_none_but_not_as_a_later_completions() -> None:
+    assert process(make(), [97], seed=-1).sampling_params.seed is None
+    request = process(make(), [97, 98], seed=-2, n=2)
+    assert [child.sampling_params.seed for child in make_children(request)] == [-2, -1]
 
 
 def test_bos_is_added_to_text_unless_told_otherwise() -> None:
