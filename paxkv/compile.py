@@ -9,6 +9,7 @@ from pathlib import Path
 
 from paxkv.cli.arguments import add_serve_arguments, parse_arguments
 from paxkv.client.replica_places import replica_environments
+from paxkv.command_end import ended_by_interrupt, run_command
 from paxkv.command_line import add_config_flags, config_from_arguments
 from paxkv.config import (
     CacheConfig,
@@ -50,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         # JAX looks at them when it first touches a device: all replicas have the same programs.
         os.environ.update(replica_environments(config.parallel.data_parallel_size)[0])
-        num_programs = compile_programs(config, namespace.out, show_progress=True)
+        with ended_by_interrupt():
+            num_programs = compile_programs(config, namespace.out, show_progress=True)
     except (ConfigError, ModelError) as error:
         print("paxkv: error:", *str(error).splitlines(), file=sys.stderr)
         return 1
@@ -78,4 +80,4 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

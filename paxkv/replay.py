@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from paxkv.command_end import run_command
 from paxkv.errors import TraceFileError
 from paxkv.scheduler.trace.chrome_view import write_chrome_view
 from paxkv.scheduler.trace.replayer import ReplaySummary, replay
@@ -76,4 +77,4 @@ def _report(summary: ReplaySummary, reader: TraceReader, replay_s: float) -> str
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -14,6 +14,7 @@ import paxkv
 from paxkv.build_client import build_async_client
 from paxkv.cli.arguments import add_serve_arguments, parse_arguments
 from paxkv.client.async_client import AsyncEngineClient
+from paxkv.command_end import INTERRUPTED, run_command
 from paxkv.command_line import add_config_flags, config_from_arguments
 from paxkv.config import (
     CacheConfig,
@@ -35,8 +36,7 @@ _CONFIG_CLASSES = (
     *(ModelConfig, CacheConfig, SchedulerConfig, RunnerConfig),
     *(ParallelConfig, ServerConfig),
 )
-# 128 + SIGINT and 128 + SIGTERM, as shells have it.
-_INTERRUPTED, _TERMINATED = 130, 143
+_TERMINATED = 143  # 128 + SIGTERM, as shells have it
 
 
 class _Terminated(KeyboardInterrupt):
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.raise_signal(signal.SIGTERM)
         return _TERMINATED
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return INTERRUPTED
     return 0
 
 
@@ -158,4 +158,4 @@ def _banner(engine: AsyncEngineClient, url: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -49,6 +49,7 @@ PAXKV_TOP = {
     "paxkv.config",
     "paxkv.server_config",
     "paxkv.setting",
+    "paxkv.command_end",
     "paxkv.command_line",
     "paxkv.package_origin",
     "paxkv.process_logging",

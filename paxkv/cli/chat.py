@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from paxkv.cli.arguments import parse_arguments
 from paxkv.cli.chat_client import ChatClient, ChatError
+from paxkv.command_end import INTERRUPTED, run_command
 
 _KEY_VARIABLE = "PAXKV_API_KEY"
-_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 Message = dict[str, str]
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
-        return _INTERRUPTED
+        return INTERRUPTED
     return 0
 
 
@@ -123,4 +123,4 @@ def _api_key(namespace: argparse.Namespace) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

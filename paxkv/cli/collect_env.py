@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 
 import paxkv
+from paxkv.command_end import run_command
 from paxkv.runner.program_store import user_cache_folder
 
 _PACKAGES = (
@@ -82,4 +83,4 @@ def _devices() -> Iterator[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

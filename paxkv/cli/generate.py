@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from paxkv.cli.arguments import add_serve_arguments, parse_arguments
+from paxkv.command_end import ended_by_interrupt, run_command
 from paxkv.command_line import add_config_flags, config_from_arguments
 from paxkv.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from paxkv.contracts.request_output import RequestOutput
@@ -43,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the completions in the prompts' order; returns the exit code of the process."""
     namespace = parse_arguments(make_parser(), arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    if namespace.system_prompt is not None and not namespace.chat:
+        print("paxkv: error: --system-prompt needs --chat.", file=sys.stderr)
+        return 1
     prompts = namespace.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts:
         print("paxkv: error: no prompt; use --prompt TEXT or write to stdin.", file=sys.stderr)
@@ -51,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Before the model: a mistake here is not to be told after loading it.
         given = _given_sampling_fields(namespace)
         SamplingParams(**given)
-        with _make_llm(namespace) as llm:
+        with ended_by_interrupt(), _make_llm(namespace) as llm:
             params = dataclasses.replace(llm.get_default_sampling_params(), **given)
             cuts_max_tokens = "max_tokens" not in given
             if namespace.chat:
@@ -142,4 +146,4 @@ def _show(prompt: str, output: RequestOutput, *, is_json: bool) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

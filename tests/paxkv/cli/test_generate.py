@@ -79,6 +79,7 @@ def test_chat_puts_the_prompt_into_the_template(run):
         (("--prompt", "a", "--temperature", "-1"), "temperature"),
         (("--prompt", "a", "--block-size", "7"), "block_size"),
         (("--prompt", "a" * 500), "501 tokens"),
+        (("--prompt", "a", "--system-prompt", "s"), "--system-prompt needs --chat"),
     ],
 )
 def test_mistake_is_one_line_and_exit_code_1(run, words, complaint):

@@ -1,0 +1,67 @@
+"""How a command ends where somebody stops it, or no longer reads what it prints."""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+_STDOUT_CLOSED = 1
+_LINE = "paxkv: interrupted."
+
+
+def run_command(main: Callable[[], int | None]) -> int:
+    """Runs a command's `main`; returns the exit code of the process.
+
+    Ctrl-C is answered with a line, a reader that goes away (`| head -1`) with none; neither with a
+    traceback.
+    """
+    try:
+        code = main()
+        # Python's own flush comes too late to be answered.
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(_LINE, file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        if not _is_stdout_closed():
+            raise
+        # What is still in its buffer has to go somewhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _STDOUT_CLOSED
+    return code or 0
+
+
+@contextlib.contextmanager
+def ended_by_interrupt() -> Iterator[None]:
+    """In here Ctrl-C ends the process, with a line, and nothing is tidied up first.
+
+    For imports and for work of JAX's: an interruption that meets one of its callbacks is lost, and
+    one that meets the import of an extension becomes an ImportError. Where SIGINT means something
+    else already, it goes on to.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end(*_: object) -> None:
+    # Not through `print`, which may be what was interrupted. A progress bar may be in the line.
+    os.write(2, f"\n{_LINE}\n".encode())
+    os._exit(INTERRUPTED)
+
+
+def _is_stdout_closed() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLOUT)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
