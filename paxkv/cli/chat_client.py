@@ -6,7 +6,7 @@ import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from paxkv.errors import PaxkvError
 
@@ -23,17 +23,20 @@ class ChatClient:
         api_key: Empty without.
         ca_certs: PEM file of who signed the server's certificate; None is whom the system trusts.
         timeout_s: Of silence: before the first token too.
+
+    Raises:
+        ChatError: One of them is not of this kind.
     """
 
     def __init__(
         self, url: str, *, api_key: str = "", ca_certs: str | None = None, timeout_s: float = 600.0
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ChatError(f"--url must be as http://127.0.0.1:8000/v1, got {url!r}.")
-        self._parts = parts
+        self._parts = _split(url)
+        # A header holds nothing else.
+        if not (api_key.isascii() and api_key.isprintable()):
+            raise ChatError("--api-key must be of printable ASCII characters.")
         self._api_key = api_key
-        self._ca_certs = ca_certs
+        self._tls = None if self._parts.scheme == "http" else _tls_context(ca_certs)
         self._timeout_s = timeout_s
 
     def first_model(self) -> str:
@@ -86,10 +89,30 @@ class ChatClient:
 
     def _connect(self) -> http.client.HTTPConnection:
         host, port = self._parts.hostname, self._parts.port
-        if self._parts.scheme == "http":
+        if self._tls is None:
             return http.client.HTTPConnection(host, port, timeout=self._timeout_s)
-        context = ssl.create_default_context(cafile=self._ca_certs)
-        return http.client.HTTPSConnection(host, port, timeout=self._timeout_s, context=context)
+        return http.client.HTTPSConnection(host, port, timeout=self._timeout_s, context=self._tls)
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        # Ports are looked at when they are asked for.
+        is_known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        is_known = False
+    if not is_known:
+        raise ChatError(f"--url must be as http://127.0.0.1:8000/v1, got {url!r}.")
+    return parts
+
+
+def _tls_context(ca_certs: str | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=ca_certs)
+    except OSError as error:
+        raise ChatError(
+            f"--ssl-ca-certs must be a PEM file of certificates, got {ca_certs!r}: {error}."
+        ) from error
 
 
 class _Response:

@@ -103,7 +103,23 @@ def test_server_that_is_not_there_or_ends_early_is_an_error():
         thread.join()
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000/v1", "ftp://x/v1", "http:///v1"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("127.0.0.1:8000/v1", "ftp://x/v1", "http:///v1"),
+        *("http://127.0.0.1:99999/v1", "http://127.0.0.1:x/v1", "http://[::1/v1"),
+    ],
+)
 def test_address_that_is_none_is_refused(url):
     with pytest.raises(ChatError, match="--url must be"):
         ChatClient(url)
+
+
+def test_key_and_certificates_that_cannot_be_sent_or_read_are_refused(tmp_path):
+    for key in ("a\nb", "ключ"):
+        with pytest.raises(ChatError, match="--api-key must be"):
+            ChatClient("http://127.0.0.1:1/v1", api_key=key)
+    (tmp_path / "empty.pem").touch()
+    for name in ("empty.pem", "missing.pem"):
+        with pytest.raises(ChatError, match=f"--ssl-ca-certs must be .*{name}"):
+            ChatClient("https://127.0.0.1:1/v1", ca_certs=str(tmp_path / name))
