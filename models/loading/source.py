@@ -75,6 +75,10 @@ def _read_json_object(path: Path) -> dict[str, object]:
             f"{path} does not exist; wanted a folder in Hugging Face layout. "
             "Point at the folder that holds config.json and the *.safetensors files."
         ) from None
+    except OSError as error:
+        raise ModelConfigError(
+            f"{path} cannot be read: {error.strerror}. Wanted a JSON file."
+        ) from error
     except (ValueError, RecursionError) as error:
         raise ModelConfigError(f"{path} is no good JSON: {error}. Download it again.") from error
     if not isinstance(content, dict):

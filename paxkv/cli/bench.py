@@ -10,6 +10,7 @@ import paxkv
 
 # vLLM's names of what the benchmarks here do.
 _SAME = {"serve": "serving", "throughput": "engine"}
+_OURS = ("paxkv", "benchmarks", "models", "pallas_kernels")
 _USAGE_ERROR = 2
 
 
@@ -42,6 +43,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.argv = [f"paxkv bench {words[0]}", *words[1:]]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in ("", *_OURS):
+            raise
+        print(
+            f"paxkv: error: {words[0]} needs {error.name}: `pip install -e '.[bench]'` in "
+            f"{folder.parent}.",
+            file=sys.stderr,
+        )
+        return _USAGE_ERROR
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     return 0

@@ -109,11 +109,25 @@ def abstract_kv_cache(config: KVCacheConfig, mesh: Mesh) -> KVCache:
 
 
 def allocate_kv_cache(config: KVCacheConfig, mesh: Mesh) -> KVCache:
-    """The cache, all zeros. Raises as `abstract_kv_cache` does."""
-    return jax.tree.map(
-        lambda array: jnp.zeros(array.shape, array.dtype, device=array.sharding),
-        abstract_kv_cache(config, mesh),
-    )
+    """The cache, all zeros.
+
+    Raises:
+        ConfigError: There is no memory for it, or as `abstract_kv_cache` does.
+    """
+    arrays = abstract_kv_cache(config, mesh)
+    try:
+        return jax.tree.map(
+            lambda array: jnp.zeros(array.shape, array.dtype, device=array.sharding), arrays
+        )
+    except jax.errors.JaxRuntimeError as error:
+        if not str(error).startswith("RESOURCE_EXHAUSTED"):
+            raise
+        num_mib = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(arrays)) >> 20
+        raise ConfigError(
+            f"there is no memory for a KV cache of {num_mib:,} MiB ({config.num_blocks} blocks): "
+            f"{error}. Set a smaller cpu_kv_cache_bytes on the CPU, elsewhere a smaller "
+            "gpu_memory_utilization; or num_gpu_blocks_override."
+        ) from error
 
 
 def _page_format(spec: AttentionSpec) -> tuple[int | str, ...]:

@@ -71,6 +71,12 @@ def test_malformed_config_is_named(tmp_path, content):
         source.read_model_config(tmp_path)
 
 
+def test_config_that_is_a_folder_is_named(tmp_path):
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ModelConfigError, match="config.json cannot be read: Is a directory"):
+        source.read_model_config(tmp_path)
+
+
 def test_turn_ending_tokens_of_generation_config_are_added(tmp_path):
     write_random_checkpoint(tmp_path, num_layers=1)
     assert source.read_model_config(tmp_path).eos_token_ids == (2,)

@@ -43,3 +43,12 @@ def test_installed_package_says_where_benchmarks_are(monkeypatch, tmp_path, caps
     assert bench.main(["serve"]) == 2
     assert "source checkout" in capsys.readouterr().err
     assert not runs
+
+
+def test_benchmark_that_lacks_a_package_says_which(monkeypatch, capsys):
+    def run_module(name, **_):
+        raise ModuleNotFoundError("No module named 'httpx'", name="httpx")
+
+    monkeypatch.setattr(runpy, "run_module", run_module)
+    assert bench.main(["serving"]) == 2
+    assert "serving needs httpx: `pip install -e '.[bench]'`" in capsys.readouterr().err

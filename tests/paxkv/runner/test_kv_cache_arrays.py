@@ -49,6 +49,13 @@ def test_more_slots_than_int32_counts_is_a_config_error():
         abstract_kv_cache(make_config(num_blocks=2**26), device_mesh(jax.devices()[0]))
 
 
+def test_cache_that_no_memory_is_there_for_is_a_config_error():
+    # 2**24 slots of 2**25 values: petabytes.
+    config = make_config(num_blocks=2**19, head_sizes=(2**23,))
+    with pytest.raises(ConfigError, match="no memory for a KV cache of .*smaller cpu_kv_cache_b"):
+        allocate_kv_cache(config, device_mesh(jax.devices()[0]))
+
+
 def test_groups_share_one_pair_of_arrays_as_tall_as_the_largest():
     full = make_config().kv_cache_groups[0]
     sliding = SlidingWindowSpec(
