@@ -8,7 +8,10 @@ from matplotlib.figure import Figure
 
 # Contiguous schemes in warm colours, paging in cold ones.
 _CONTIGUOUS_COLORS = ("#b2452f", "#df8a5b", "#efc49a")
-_PAGED_COLORS = ("#1b5e8c", "#6aaed6", "#b5d7ec", "#dcebf5")
+# As many as there are sizes of blocks.
+_PAGED_COLORS = ("#1b5e8c", "#6aaed6", "#123c5a", "#b5d7ec", "#3d86b8", "#92a8b8")
+_BAR_INCHES = 0.19
+_MAX_LEGEND_COLUMNS = 5
 # Waste in percent that the reference documents give.
 _TRADITIONAL_RANGE = (60, 80)
 _PAGED_LIMIT = 4
@@ -22,7 +25,9 @@ def draw_memory(
     Args:
         figures: Distribution -> name -> a value a seed; `schemes` and "memory" are drawn.
     """
-    figure = Figure(figsize=(12, 1.6 + 0.95 * len(figures)), layout="constrained")
+    figure = Figure(
+        figsize=(12, 1.9 + _BAR_INCHES * len(schemes) * len(figures)), layout="constrained"
+    )
     left, right = figure.subplots(1, 2, width_ratios=(3, 1), sharey=True)
     colors = _colors(schemes)
     height = 0.8 / len(schemes)
@@ -43,15 +48,19 @@ def draw_memory(
     left.text((low + high) / 2, 1.01, "reference:\n60 to 80 %", transform=top, **_NOTE)
     left.text(_PAGED_LIMIT / 2, 1.01, "reference:\n< 4 %", transform=top, **_NOTE)
     left.set_xlabel("allocated KV positions that hold no token, %")
-    left.set_xlim(0, 100)
+    # Room for the numbers behind the bars.
+    left.set_xlim(0, 106)
     left.set_yticks(range(len(figures)), list(figures), fontsize=11)
     left.invert_yaxis()
     right.set_xlabel("paged memory, % of\ncontiguous max_model_len")
-    right.set_xlim(0, 100)
+    right.set_xlim(0, 125)
+    right.set_xticks(range(0, 101, 25))
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
-    figure.legend(loc="outside lower center", ncols=len(schemes), frameon=False)
+    figure.legend(
+        loc="outside lower center", ncols=min(len(schemes), _MAX_LEGEND_COLUMNS), frameon=False
+    )
     figure.suptitle("KV memory that holds nothing, by length of prompts and outputs", fontsize=13)
     figure.savefig(file, dpi=130)
 
@@ -64,5 +73,5 @@ def _colors(schemes: Sequence[str]) -> dict[str, str]:
     paged = [scheme for scheme in schemes if scheme.startswith("paged")]
     return {
         **dict(zip(contiguous, _CONTIGUOUS_COLORS, strict=False)),
-        **{scheme: _PAGED_COLORS[i % len(_PAGED_COLORS)] for i, scheme in enumerate(paged)},
+        **dict(zip(paged, _PAGED_COLORS, strict=False)),
     }
