@@ -32,9 +32,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from benchmarks.command_line import (
+    image_file,
+    output_file,
+    positive_int,
+    run_benchmark,
+    seed_number,
+)
 from benchmarks.markdown_table import markdown_table
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
 from benchmarks.workloads import Workload, make_workload
+from models.errors import ModelError
 from paxkv.build import BuiltEngine, build_engine
 from paxkv.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from paxkv.contracts.engine_output import EngineDead, StepOutputs
@@ -298,22 +306,26 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--model", help="folder of a checkpoint; the demo model if left out")
-    parser.add_argument("--num-requests", type=int, default=32, metavar="N", help="at most 64")
-    parser.add_argument("--num-slots", type=int, default=8, metavar="N")
+    parser.add_argument(
+        "--num-requests", type=positive_int, default=32, metavar="N", help="at most 64"
+    )
+    parser.add_argument("--num-slots", type=positive_int, default=8, metavar="N")
     parser.add_argument(
         "--max-batched-tokens",
-        type=int,
+        type=positive_int,
         default=256,
         metavar="N",
         help="token budget of a step, prefill and decode together",
     )
-    parser.add_argument("--num-repetitions", type=int, default=5, metavar="N")
-    parser.add_argument("--seed", type=int, default=0, help="of the workload")
+    parser.add_argument("--num-repetitions", type=positive_int, default=5, metavar="N")
+    parser.add_argument("--seed", type=seed_number, default=0, help="of the workload")
     parser.add_argument("--device", default=processor_name(), help="chip, for the rows")
-    parser.add_argument("--out", type=Path, default=RESULTS_FOLDER / "continuous_vs_static.jsonl")
+    parser.add_argument(
+        "--out", type=output_file, default=str(RESULTS_FOLDER / "continuous_vs_static.jsonl")
+    )
     parser.add_argument(
         "--plot",
-        type=Path,
+        type=image_file,
         metavar="PNG",
         help="draw the repetition with the median ratio; needs matplotlib",
     )
@@ -321,4 +333,4 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_benchmark(main, ModelError))

@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import importlib.resources
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ import numpy as np
 from flax import nnx
 from jax.stages import Compiled
 
+from benchmarks.command_line import positive_int, run_benchmark
 from benchmarks.random_checkpoint import MODEL_SHAPES, write_checkpoint
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
 from models import ForwardBatch, KVCache, LoadedModel, load_model
@@ -288,7 +290,9 @@ def main() -> None:
         choices=("demo", *sorted(MODEL_SHAPES)),
         default=["demo", "small"],
     )
-    parser.add_argument("--repetitions", type=int, default=30, help="steps timed of each kind")
+    parser.add_argument(
+        "--repetitions", type=positive_int, default=30, help="steps timed of each kind"
+    )
     parser.add_argument("--save", action="store_true", help="append rows to benchmarks/results")
     arguments = parser.parse_args()
     # Programs from an earlier run would make compiling look free.
@@ -303,4 +307,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_benchmark(main))

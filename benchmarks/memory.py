@@ -42,8 +42,15 @@ import random
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
+from benchmarks.command_line import (
+    image_file,
+    output_file,
+    positive_int,
+    run_benchmark,
+    seed_number,
+    whole_number,
+)
 from benchmarks.host.kv_waste import MAX_MODEL_LEN, make_requests, make_scheduler, run_steps
 from benchmarks.markdown_table import markdown_table
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
@@ -222,12 +229,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--lengths", nargs="+", choices=DISTRIBUTIONS, default=DISTRIBUTIONS)
-    parser.add_argument("--block-sizes", type=int, nargs="+", default=[16, 64], metavar="N")
-    parser.add_argument("--pool-tokens", type=int, default=40_000, metavar="N")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N")
-    parser.add_argument("--out", type=Path, default=RESULTS_FOLDER / "memory.jsonl")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="needs matplotlib")
+    parser.add_argument(
+        "--block-sizes", type=positive_int, nargs="+", default=[16, 64], metavar="N"
+    )
+    parser.add_argument(
+        "--pool-tokens", type=whole_number(MAX_MODEL_LEN, 2**24), default=40_000, metavar="N"
+    )
+    parser.add_argument("--seeds", type=seed_number, nargs="+", default=[0, 1, 2], metavar="N")
+    parser.add_argument("--out", type=output_file, default=str(RESULTS_FOLDER / "memory.jsonl"))
+    parser.add_argument("--plot", type=image_file, metavar="PNG", help="needs matplotlib")
     arguments = parser.parse_args(argv)
+    for name in ("lengths", "block_sizes", "seeds"):
+        values = getattr(arguments, name)
+        if len(set(values)) < len(values):
+            parser.error(f"--{name.replace('_', '-')} names one of them twice; name each once")
     figures = {
         name: measure_distribution(
             name,
@@ -237,8 +252,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         for name in arguments.lengths
     }
-    print(table(figures, block_sizes=arguments.block_sizes, pool_tokens=arguments.pool_tokens))
     append_rows(result_rows(figures, arguments), arguments.out)
+    print(table(figures, block_sizes=arguments.block_sizes, pool_tokens=arguments.pool_tokens))
     if arguments.plot is not None:
         # Figures need no matplotlib, which only the `bench` extra brings.
         from benchmarks.memory_plot import draw_memory  # noqa: PLC0415
@@ -249,4 +264,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_benchmark(main))

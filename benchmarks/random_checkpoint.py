@@ -12,12 +12,15 @@ import argparse
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
+
+from benchmarks.command_line import output_folder, run_benchmark, seed_number
 
 MAX_POSITION_EMBEDDINGS = 2048
 NUMPY_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -149,8 +152,8 @@ def main() -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--model", choices=sorted(MODEL_SHAPES), required=True)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write into")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=output_folder, required=True, help="folder to write into")
+    parser.add_argument("--seed", type=seed_number, default=0)
     parser.add_argument("--dtype", choices=sorted(NUMPY_DTYPES), default="float32")
     arguments = parser.parse_args()
     shape = MODEL_SHAPES[arguments.model]
@@ -160,4 +163,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_benchmark(main))

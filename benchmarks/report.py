@@ -5,12 +5,14 @@
 writes report/report.md, which shows every figure and links the plots beside it. Of figures that
 were taken again, the file's last row counts. Rows with an engine and a workload in their case
 become bars of tokens per second, engine by engine, one plot for each workload; any other metric
-becomes a bar a case. A thin line on a bar goes from the least to the most of its repetitions.
+becomes a bar a case, where there are two or more. A thin line on a bar goes from the least to the
+most of its repetitions.
 """
 
 import argparse
 import dataclasses
 import json
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -19,6 +21,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.command_line import BenchmarkError, output_folder, run_benchmark
 from benchmarks.engine.measure import case_fields, short_cases
 from benchmarks.markdown_table import markdown_table
 
@@ -68,24 +71,53 @@ class Row:
         return self.metric in SPEED_METRICS and {"engine", "workload"} <= set(self.fields)
 
 
+# Field of a row -> what it may be; an integer may be as large as it likes.
+_KINDS = {str: (str,), int: (int,), float: (int, float)}
+_FIELD_TYPES = {field.name: _KINDS[field.type] for field in dataclasses.fields(Row)}
+
+
 def read_rows(files: Sequence[Path]) -> list[Row]:
     """The rows of all files, in order of appearance: the last of each benchmark, case, metric and
     device.
 
     Raises:
-        ValueError: A line is no result row.
+        BenchmarkError: A file cannot be read, or a line is no result row.
     """
-    names = [field.name for field in dataclasses.fields(Row)]
     found: dict[tuple[str, str, str, str], Row] = {}
     for file in files:
-        for number, line in enumerate(file.read_text().splitlines(), start=1):
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise BenchmarkError(f"{file} cannot be read: {error}.") from error
+        for number, line in enumerate(lines, start=1):
             try:
-                fields = json.loads(line)
-                row = Row(**{name: fields[name] for name in names})
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{file}:{number} is no result row: {error!r}.") from error
+                row = _row_of(json.loads(line))
+            except (ValueError, RecursionError) as error:
+                raise BenchmarkError(
+                    f"{file}:{number} is no result row: {error}. Take the line out of the file, "
+                    "or write it again with its benchmark."
+                ) from error
             found[row.benchmark, row.case, row.metric, row.device] = row
     return list(found.values())
+
+
+def _row_of(fields: object) -> Row:
+    """Raises ValueError where it is none."""
+    if not isinstance(fields, dict):
+        raise ValueError(f"got a {type(fields).__name__}, wanted a JSON object")
+    missing = [name for name in _FIELD_TYPES if name not in fields]
+    if missing:
+        raise ValueError(f"it has no {', '.join(missing)}")
+    for name, types in _FIELD_TYPES.items():
+        value = fields[name]
+        is_wrong = not isinstance(value, types) or isinstance(value, bool)
+        if is_wrong or (isinstance(value, float) and not math.isfinite(value)):
+            wanted = " or ".join(t.__name__ for t in types)
+            raise ValueError(f"{name} is {value!r}, wanted a finite {wanted}")
+    row = Row(**{name: fields[name] for name in _FIELD_TYPES})
+    if not row.min <= row.median <= row.max:
+        raise ValueError(f"median {row.median} is not between {row.min} and {row.max}")
+    return row
 
 
 def write_report(rows: Sequence[Row], folder: Path) -> Path:
@@ -155,8 +187,8 @@ def _write_plots(rows: Sequence[Row], folder: Path, name: Sequence[str]) -> list
     # Metrics of the same cases share a figure.
     by_cases: dict[tuple[str, ...], list[list[Row]]] = {}
     for of_metric in by_metric.values():
-        # Nothing to see where nothing happened; the table says so.
-        if not any(row.max for row in of_metric):
+        # Nothing to see where nothing happened, or where nothing stands beside; the table says so.
+        if len(of_metric) == 1 or not any(row.max for row in of_metric):
             continue
         by_cases.setdefault(tuple(row.case for row in of_metric), []).append(of_metric)
     for panels in by_cases.values():
@@ -222,11 +254,11 @@ def _engine_labels(rows: Sequence[Row]) -> list[str]:
 
 
 def _plot_cases(metrics: Sequence[Sequence[Row]]) -> Figure:
-    """A bar a case, and a set of them for each metric; all metrics have the same cases."""
+    """A bar for each of several cases, and a set of them for each metric."""
     cases = [row.case for row in metrics[0]]
     common, labels = short_cases(cases)
-    # One case alone is the title. A case that has no more than the common fields stays whole.
-    if len(cases) > 1 and not all(labels):
+    # A case that has no more than the common fields stays whole.
+    if not all(labels):
         common, labels = "", cases
     labels = [_in_two_lines(label) for label in labels]
     widest = max(len(line) for label in labels for line in label.split("\n"))
@@ -281,6 +313,7 @@ def _draw_bars(
             fontsize=8.5,
         )
     axes.set_yticks(places, labels, fontsize=8.5)
+    axes.set_ylim(-0.6, len(rows) - 0.4)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=8)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -301,12 +334,15 @@ def main(argv: list[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("files", nargs="+", type=Path, help="files of JSON lines")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write into")
+    parser.add_argument("--out", type=output_folder, required=True, help="folder to write into")
     arguments = parser.parse_args(argv)
-    report = write_report(read_rows(arguments.files), arguments.out)
+    rows = read_rows(arguments.files)
+    if not rows:
+        raise BenchmarkError(f"no result row in {', '.join(map(str, arguments.files))}.")
+    report = write_report(rows, arguments.out)
     print(report)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_benchmark(main))

@@ -36,6 +36,13 @@ from typing import IO
 
 import httpx
 
+from benchmarks.command_line import (
+    image_file,
+    output_file,
+    positive_float,
+    positive_int,
+    run_benchmark,
+)
 from benchmarks.markdown_table import markdown_table
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
 
@@ -189,6 +196,14 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.communicate()
 
 
+def _import_everything() -> None:
+    """Has the system read all files."""
+    command = [sys.executable, "-c", _IMPORT]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise StartError(f"paxkv cannot be imported. {_last_of(done.stderr.splitlines())}")
+
+
 def measure_starts(
     serve_arguments: Sequence[str], num_repetitions: int, timeout_s: float
 ) -> dict[str, dict[str, list[float]]]:
@@ -249,16 +264,16 @@ def table(figures: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
-    subprocess.run([sys.executable, "-c", _IMPORT], cwd=ROOT, check=True)
     try:
+        _import_everything()
         figures = measure_starts(
             arguments.serve_arguments, arguments.num_repetitions, arguments.timeout_s
         )
     except StartError as error:
         print(f"benchmarks.startup: error: {error}", file=sys.stderr)
         return 1
-    print(table(figures))
     append_rows(result_rows(figures, arguments.serve_arguments, arguments.device), arguments.out)
+    print(table(figures))
     if arguments.plot is not None:
         # Figures need no matplotlib, which only the `bench` extra brings.
         from benchmarks.startup_plot import draw_starts  # noqa: PLC0415
@@ -274,11 +289,13 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--num-repetitions", type=int, default=3, metavar="N")
-    parser.add_argument("--timeout-s", type=float, default=600.0, metavar="S", help="of a start")
+    parser.add_argument("--num-repetitions", type=positive_int, default=3, metavar="N")
+    parser.add_argument(
+        "--timeout-s", type=positive_float, default=600.0, metavar="S", help="of a start"
+    )
     parser.add_argument("--device", default=processor_name(), help="chip, for the rows")
-    parser.add_argument("--out", type=Path, default=RESULTS_FOLDER / "startup.jsonl")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="needs matplotlib")
+    parser.add_argument("--out", type=output_file, default=str(RESULTS_FOLDER / "startup.jsonl"))
+    parser.add_argument("--plot", type=image_file, metavar="PNG", help="needs matplotlib")
     parser.add_argument(
         "serve_arguments", nargs="*", metavar="-- FLAG", help="flags of python -m paxkv.serve"
     )
@@ -286,4 +303,4 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_benchmark(main))

@@ -27,8 +27,8 @@ numbers, their tokens are not compared.
 import argparse
 import contextlib
 import sys
-from pathlib import Path
 
+from benchmarks.command_line import run_benchmark
 from benchmarks.engine.measure import (
     Contender,
     ratios,
@@ -40,17 +40,20 @@ from benchmarks.engine.measure import (
 )
 from benchmarks.engine.offline_engine import EngineRun, Setting
 from benchmarks.engine.options import (
+    MODEL_FLAGS,
     PAXKV_MODULE,
     case_of,
     chosen_workload,
     engine_spec,
     make_parser,
     named_setting,
+    parse_options,
     paxkv_settings,
     rounded_dtype,
     work_folder,
 )
-from benchmarks.engine.process import EngineProcess
+from benchmarks.engine.paxkv_settings import checked_settings, engine_config, settings_by_part
+from benchmarks.engine.process import EngineProcess, EngineProcessError
 from benchmarks.markdown_table import markdown_table
 from benchmarks.result_rows import ResultRow, append_rows, processor_name
 
@@ -78,10 +81,15 @@ def main(argv: list[str] | None = None) -> int:
         *("--beside",), metavar="NAME=VALUE", type=named_setting, action="append", default=[],
         help="a setting of a second engine, besides those of the first; may be given again",
     )  # fmt: skip
-    arguments = parser.parse_args(argv)
+    decided_by = {"enable_prefix_caching": "--prefix-caching"}
+    arguments = parse_options(parser, argv, decided_by=decided_by)
     if arguments.beside and arguments.prefix_caching == "both":
         parser.error("--beside and --prefix-caching both are two comparisons; choose one")
+    checked_settings(parser, arguments.beside, decided_by=MODEL_FLAGS)
     settings = _settings_of_modes(arguments)
+    configs = [engine_config(settings_by_part(of_mode)) for of_mode in settings.values()]
+    if len(configs) == 2 and configs[0] == configs[1]:
+        parser.error("--beside sets nothing that the first engine has not: nothing to compare")
     modes = tuple(settings)
     workload = chosen_workload(arguments)
     with work_folder(arguments, workload) as folder, contextlib.ExitStack() as processes:
@@ -107,11 +115,11 @@ def main(argv: list[str] | None = None) -> int:
         rows += speed_rows(BENCHMARK, case, runs[mode], processor_name())
     if len(modes) == 2:
         rows += _ratio_rows(arguments, settings, runs)
+    if arguments.out is not None:
+        append_rows(rows, arguments.out)
     print(_table(rows))
     for line in restless(runs):
         print(line)
-    if arguments.out is not None:
-        append_rows(rows, Path(arguments.out))
     return 0
 
 
@@ -182,4 +190,4 @@ def _table(rows: list[ResultRow]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_benchmark(main, EngineProcessError))

@@ -10,7 +10,7 @@ def load_engine(spec: EngineSpec, workload: Workload) -> "LLMEngine":
     """Builds it; settings are those of `paxkv_engine`, and so is the size of the cache.
 
     Raises:
-        ValueError: `LLM` has no setting of that name.
+        ConfigError: There is no setting of that name, or a value cannot work.
     """
     num_bytes = kv_cache_bytes(spec, workload, spec.settings)
     settings = {"cpu_kv_cache_bytes": num_bytes} | spec.settings

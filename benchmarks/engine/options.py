@@ -3,15 +3,26 @@
 import argparse
 import contextlib
 import json
+import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.command_line import (
+    BenchmarkError,
+    output_file,
+    positive_int,
+    seed_number,
+    whole_number,
+)
 from benchmarks.engine.offline_engine import EngineSpec, Setting
+from benchmarks.engine.paxkv_settings import checked_settings
 from benchmarks.random_checkpoint import MODEL_SHAPES, NUMPY_DTYPES, write_checkpoint
 from benchmarks.workloads import WORKLOADS, Workload, make_workload
 
 PAXKV_MODULE = "benchmarks.engine.paxkv_engine"
+# Settings of paxkv's that the model of a benchmark decides.
+MODEL_FLAGS = {"model": "--model", "dtype": "--dtype"}
 _NOT_ROUNDED = ("auto", "float32")
 
 
@@ -29,15 +40,17 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--threads",
-        type=_positive,
+        type=whole_number(1, _num_processors()),
         default=1,
         help="processors that an engine may use; its process is pinned to as many",
     )
-    parser.add_argument("--repetitions", type=_positive, default=3)
+    parser.add_argument("--repetitions", type=positive_int, default=3)
     parser.add_argument("--dtype", choices=list(NUMPY_DTYPES), default="float32")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the workload")
     parser.add_argument(
-        "--num-requests", type=_positive, help="only the first ones of the workload"
+        "--seed", type=seed_number, default=0, help="of the weights and the workload"
+    )
+    parser.add_argument(
+        "--num-requests", type=positive_int, help="only the first ones of the workload"
     )
     parser.add_argument(
         "--set",
@@ -50,8 +63,30 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--block-size", type=int, help="paxkv's; its default if left out")
     parser.add_argument("--max-num-seqs", type=int, help="paxkv's; its default if left out")
-    parser.add_argument("--out", type=Path, help="file of JSON lines that rows are appended to")
+    parser.add_argument(
+        "--out", type=output_file, help="file of JSON lines that rows are appended to"
+    )
     return parser
+
+
+def parse_options(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    *,
+    decided_by: Mapping[str, str] = {},
+) -> argparse.Namespace:
+    """Reads a command line of `make_parser`; a mistake ends the program with its usage.
+
+    Args:
+        decided_by: Setting of paxkv's -> flag that says it instead of --set.
+    """
+    arguments = parser.parse_args(argv)
+    own = {"block_size": "--block-size", "max_num_seqs": "--max-num-seqs"}
+    doubled = {name: flag for name, flag in own.items() if getattr(arguments, name) is not None}
+    decided_by = MODEL_FLAGS | doubled | decided_by
+    checked_settings(parser, arguments.settings, decided_by=decided_by)
+    checked_settings(parser, list(paxkv_settings(arguments).items()), decided_by={})
+    return arguments
 
 
 def paxkv_settings(arguments: argparse.Namespace) -> dict[str, Setting]:
@@ -75,15 +110,19 @@ def rounded_dtype(arguments: argparse.Namespace, settings: Mapping[str, Setting]
 
 
 def chosen_workload(arguments: argparse.Namespace) -> Workload:
-    """The workload that the options name; ends the program if it has fewer requests."""
+    """The workload that the options name.
+
+    Raises:
+        BenchmarkError: It has fewer requests.
+    """
     vocab_size = MODEL_SHAPES[arguments.model].vocab_size
     workload = make_workload(arguments.workload, vocab_size=vocab_size, seed=arguments.seed)
     if arguments.num_requests is None:
         return workload
     # Rows would tell of requests that nobody sent.
     if arguments.num_requests > len(workload.requests):
-        raise SystemExit(
-            f"error: --num-requests must be at most {len(workload.requests)}, the requests of "
+        raise BenchmarkError(
+            f"--num-requests must be at most {len(workload.requests)}, the requests of "
             f"{workload.name}; got {arguments.num_requests}."
         )
     return workload.first(arguments.num_requests)
@@ -131,11 +170,10 @@ def case_of(arguments: argparse.Namespace, engine: str, settings: dict[str, Sett
     return " ".join(f"{name}={value}" for name, value in (fields | settings).items())
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+def _num_processors() -> int:
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def named_setting(text: str) -> tuple[str, Setting]:

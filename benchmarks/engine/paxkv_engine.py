@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.engine.offline_engine import EngineOutput, EngineSpec, Setting
+from benchmarks.engine.paxkv_settings import engine_config, settings_by_part
 from benchmarks.workloads import Workload
 from models import read_model_config
 from paxkv.build import build_engine, build_llm_client
@@ -33,39 +34,13 @@ def load_engine(spec: EngineSpec, workload: Workload) -> "PaxkvEngine":
     Settings are fields of the parts of `EngineConfig`; `cpu_kv_cache_bytes` overrules the above.
 
     Raises:
-        ValueError: No part has a setting of that name.
+        ConfigError: No part has a setting of that name, or a value cannot work.
     """
     parts = settings_by_part(spec.settings)
     parts["model"] |= {"model": spec.checkpoint, "dtype": spec.dtype}
     defaults = {"cpu_kv_cache_bytes": kv_cache_bytes(spec, workload, spec.settings)}
     parts["cache"] = defaults | parts["cache"]
-    return PaxkvEngine(
-        EngineConfig(**{name: _part_class(name)(**fields) for name, fields in parts.items()})
-    )
-
-
-def settings_by_part(settings: Mapping[str, Setting]) -> dict[str, dict[str, Setting]]:
-    """Each setting under the part of `EngineConfig` whose field it is.
-
-    Raises:
-        ValueError: No part has it.
-    """
-    names = {
-        part.name: {field.name for field in dataclasses.fields(_part_class(part.name))}
-        for part in dataclasses.fields(EngineConfig)
-    }
-    unknown = sorted(set(settings) - set().union(*names.values()))
-    if unknown:
-        raise ValueError(f"paxkv has no setting {', '.join(unknown)}; see paxkv/config.py.")
-    return {
-        part: {name: value for name, value in settings.items() if name in known}
-        for part, known in names.items()
-    }
-
-
-def _part_class(name: str) -> type:
-    field = next(f for f in dataclasses.fields(EngineConfig) if f.name == name)
-    return field.default_factory
+    return PaxkvEngine(engine_config(parts))
 
 
 def kv_cache_bytes(spec: EngineSpec, workload: Workload, settings: Mapping[str, Setting]) -> int:

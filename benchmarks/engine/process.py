@@ -48,7 +48,7 @@ class EngineProcess:
         try:
             self._ask({"spec": dataclasses.asdict(spec), "workload": str(workload_file)})
         except BaseException:
-            self.close()
+            self._kill()
             raise
 
     def run(self, settings: Mapping[str, Setting], *, is_warm_up: bool = False) -> EngineRun:
@@ -86,11 +86,19 @@ class EngineProcess:
             self._process.wait()
         self._process.stdout.close()
 
+    def _kill(self) -> None:
+        self._process.kill()
+        self.close()
+
     def __enter__(self) -> "EngineProcess":
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
+        # Whoever interrupts a run does not wait for its end.
+        if exc_type is None:
+            self.close()
+        else:
+            self._kill()
 
     def _ask(self, command: Mapping[str, object]) -> dict[str, object]:
         with contextlib.suppress(BrokenPipeError):

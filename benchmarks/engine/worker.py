@@ -18,6 +18,7 @@ from typing import TextIO
 
 from benchmarks.engine.offline_engine import EngineRun, EngineSpec, OfflineEngine
 from benchmarks.workloads import Workload
+from paxkv.errors import PaxkvError
 
 # Of a run that only warms up: as many requests, with outputs of so many tokens.
 WARM_UP_REQUESTS = 16
@@ -94,7 +95,14 @@ def _serve(commands: TextIO, answers: TextIO) -> None:
     start = json.loads(commands.readline())
     spec = EngineSpec(**start["spec"])
     workload = Workload.read(Path(start["workload"]))
-    engine = importlib.import_module(spec.module).load_engine(spec, workload)
+    try:
+        engine = importlib.import_module(spec.module).load_engine(spec, workload)
+    # What an engine refuses, and a peer that is not installed. Where a model is at fault, it is a
+    # ValueError. All else is a crash, and the log tells of it.
+    except (PaxkvError, ValueError, ImportError) as error:
+        traceback.print_exception(error)
+        _answer(answers, {"error": str(error)})
+        return
     worker = Worker(engine, workload)
     _answer(answers, {"ready": True})
     for line in commands:

@@ -35,6 +35,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.command_line import (
+    output_file,
+    output_folder,
+    positive_float,
+    run_benchmark,
+    seed_number,
+)
 from benchmarks.gpu.packages import STEP_PACKAGES, missing_packages, missing_text
 
 RESULTS_FILE = Path(__file__).resolve().parents[1] / "results" / "gpu.jsonl"
@@ -48,12 +55,18 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--out", type=Path, help="file of JSON lines that rows are appended to")
+    parser.add_argument(
+        "--out", type=output_file, help="file of JSON lines that rows are appended to"
+    )
     parser.add_argument("--only", choices=MODELS, metavar="MODEL", help=" or ".join(MODELS))
-    parser.add_argument("--time-limit", type=float, default=530.0, metavar="S", help="in seconds")
-    parser.add_argument("--seed", type=int, default=0, help="of prompts and lengths")
+    parser.add_argument(
+        "--time-limit", type=positive_float, default=530.0, metavar="S", help="in seconds"
+    )
+    parser.add_argument("--seed", type=seed_number, default=0, help="of prompts and lengths")
     parser.add_argument("--commit", help="for the rows, where the code is no git checkout")
-    parser.add_argument("--logs", type=Path, help="folder for the processes' events and logs")
+    parser.add_argument(
+        "--logs", type=output_folder, help="folder for the processes' events and logs"
+    )
     parser.add_argument(
         "--rehearse",
         action="store_true",
@@ -81,4 +94,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_benchmark(main))

@@ -8,11 +8,12 @@ and of one where every block that is handed out has to be forgotten first.
 import argparse
 import random
 import statistics
+import sys
 import time
 import typing
 from collections.abc import Callable
-from pathlib import Path
 
+from benchmarks.command_line import output_file, positive_int, run_benchmark
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
 from paxkv.config import PrefixCachingHashAlgo
 from paxkv.contracts.engine_request import EngineRequest
@@ -97,10 +98,19 @@ def _cpu_seconds(run: Callable[[], None]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--num-repetitions", type=int, default=9)
-    parser.add_argument("--num-runs", type=int, default=100, help="prompts or runs a repetition")
-    parser.add_argument("--out", type=Path, default=RESULTS_FOLDER / "block_speed.jsonl")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.host.block_speed",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--num-repetitions", type=positive_int, default=9)
+    parser.add_argument(
+        "--num-runs", type=positive_int, default=100, help="prompts or runs a repetition"
+    )
+    parser.add_argument(
+        "--out", type=output_file, default=str(RESULTS_FOLDER / "block_speed.jsonl")
+    )
     arguments = parser.parse_args()
     num_runs = arguments.num_runs
     cases: dict[str, tuple[str, Callable[[], float], str | None]] = {
@@ -133,4 +143,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_benchmark(main))

@@ -35,9 +35,11 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from benchmarks.command_line import positive_int, run_benchmark, whole_number
 from benchmarks.engine.measure import spread
 from benchmarks.engine.options import named_setting
-from benchmarks.engine.paxkv_engine import BYTES_PER_VALUE, settings_by_part
+from benchmarks.engine.paxkv_engine import BYTES_PER_VALUE
+from benchmarks.engine.paxkv_settings import checked_settings, settings_by_part
 from benchmarks.markdown_table import markdown_table
 from benchmarks.random_checkpoint import MODEL_SHAPES, write_checkpoint
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
@@ -59,6 +61,15 @@ MAX_MODEL_LEN = 2048
 TOKENS_TO_SPARE = 448
 # Decode steps before the clock starts: bursts have their length by then.
 WARM_UP_STEPS = 24
+# With these, and with bursts that go on past them, a request stays within `TOKENS_TO_SPARE`.
+MAX_NUM_STEPS = 320
+# Settings that cannot be chosen -> what says them.
+_DECIDED_BY = {
+    "model": "--model",
+    "max_num_seqs": "--num-requests",
+    "max_model_len": BENCHMARK,
+    "data_parallel_size": f"{BENCHMARK}, which watches one engine",
+}
 
 
 class WatchedExecutor:
@@ -188,19 +199,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--model", choices=sorted(MODEL_SHAPES), default="small")
-    parser.add_argument("--num-requests", type=int, default=256)
-    parser.add_argument("--num-steps", type=int, default=64, help="decode steps of a repetition")
-    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--num-requests", type=positive_int, default=256)
+    parser.add_argument(
+        "--num-steps",
+        type=whole_number(1, MAX_NUM_STEPS),
+        default=64,
+        help="decode steps of a repetition",
+    )
+    parser.add_argument("--repetitions", type=positive_int, default=3)
     parser.add_argument(
         *("--set",), type=named_setting, action="append", default=[], metavar="NAME=VALUE",
         help="a setting of paxkv's",
     )  # fmt: skip
     parser.add_argument(
-        *("--xla-threads",), type=int, metavar="N",
+        *("--xla-threads",), type=positive_int, metavar="N",
         help="threads that XLA computes with; as many as there are cores if left out",
     )  # fmt: skip
     parser.add_argument("--save", action="store_true", help="append rows to benchmarks/results")
     arguments = parser.parse_args(argv)
+    checked_settings(parser, arguments.set, decided_by=_DECIDED_BY)
     if arguments.xla_threads is not None:
         # XLA looks for it when it makes its device.
         os.environ["NPROC"] = str(arguments.xla_threads)
@@ -238,4 +255,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_benchmark(main))

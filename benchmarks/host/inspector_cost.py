@@ -9,11 +9,13 @@ blocks change half a million times a second, which no real one does:
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 
 import msgspec
 
+from benchmarks.command_line import run_benchmark, whole_number
 from paxkv.config import CacheConfig, SchedulerConfig
 from paxkv.contracts import wire
 from paxkv.contracts.engine_request import AddRequest, EngineRequest, UtilityCall
@@ -172,8 +174,13 @@ def report(case: str, without: Sequence[float], with_page: Sequence[float], step
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--num-slices", type=int, default=24, help="of 400 steps each")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.host.inspector_cost",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--num-slices", type=whole_number(2), default=24, help="of 400 steps each")
     arguments = parser.parse_args()
     print(f"{'CPU microseconds a step':<58} {'without':>9} {'with page':>9} {'of a step':>11}")
     for num_running, num_prompt_tokens, step_s in CASES:
@@ -195,4 +202,4 @@ def measure_snapshot() -> float:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_benchmark(main))

@@ -7,9 +7,16 @@ max_model_len for each request, as a contiguous cache does, is printed beside it
 
 import argparse
 import random
+import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
+from benchmarks.command_line import (
+    output_file,
+    positive_int,
+    run_benchmark,
+    seed_number,
+    whole_number,
+)
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
 from paxkv.config import CacheConfig, SchedulerConfig
 from paxkv.contracts.engine_output import SchedulerStats
@@ -21,6 +28,7 @@ from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.scheduler import Scheduler
 
 MAX_MODEL_LEN = 2048
+MAX_PROMPT_LEN = 1500
 
 
 def make_scheduler(
@@ -45,7 +53,7 @@ def make_requests(num_requests: int, min_tokens: int, seed: int) -> list[EngineR
     shared = [rng.randrange(32_000) for _ in range(512)]
     requests = []
     for index in range(num_requests):
-        length = rng.randint(min_tokens, 1500)
+        length = rng.randint(min_tokens, MAX_PROMPT_LEN)
         tokens = [rng.randrange(32_000) for _ in range(length)]
         if index % 3 == 0:
             tokens[: len(shared)] = shared[:length]
@@ -96,12 +104,19 @@ def measure(block_size: int, num_requests: int, min_tokens: int, seed: int) -> t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--num-requests", type=int, default=200, help="requests a run")
-    parser.add_argument("--min-tokens", type=int, default=500, help="shortest prompt")
-    parser.add_argument("--block-sizes", type=int, nargs="+", default=[16, 64])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--out", type=Path, default=RESULTS_FOLDER / "kv_waste.jsonl")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.host.kv_waste",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--num-requests", type=positive_int, default=200, help="requests a run")
+    parser.add_argument(
+        "--min-tokens", type=whole_number(1, MAX_PROMPT_LEN), default=500, help="shortest prompt"
+    )
+    parser.add_argument("--block-sizes", type=positive_int, nargs="+", default=[16, 64])
+    parser.add_argument("--seeds", type=seed_number, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--out", type=output_file, default=str(RESULTS_FOLDER / "kv_waste.jsonl"))
     arguments = parser.parse_args()
     rows = []
     print(f"{'block size':>10}  {'paged waste %':>14}  {'contiguous waste %':>18}")
@@ -133,4 +148,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_benchmark(main))

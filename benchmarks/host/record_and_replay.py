@@ -10,6 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.command_line import output_file, positive_int, run_benchmark
 from benchmarks.host.random_outside import RandomConnector, RandomGrammarGate
 from benchmarks.host.random_workload import RandomWorkload, make_header
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
@@ -52,11 +53,18 @@ def replay_without_jax(file: Path, *arguments: str) -> subprocess.CompletedProce
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--num-requests", type=int, default=10_000)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.host.record_and_replay",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--num-requests", type=positive_int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--trace", type=Path, help="keep the trace here")
-    parser.add_argument("--out", type=Path, default=RESULTS_FOLDER / "record_and_replay.jsonl")
+    parser.add_argument("--trace", type=output_file, help="keep the trace here")
+    parser.add_argument(
+        "--out", type=output_file, default=str(RESULTS_FOLDER / "record_and_replay.jsonl")
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         file = arguments.trace or Path(folder) / "trace.jsonl"
@@ -93,4 +101,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_benchmark(main))

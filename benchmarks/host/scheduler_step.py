@@ -9,10 +9,11 @@ engine on this kind of machine, taken elsewhere, are printed beside.
 import argparse
 import random
 import statistics
+import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
+from benchmarks.command_line import output_file, positive_int, run_benchmark, whole_number
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
 from paxkv.config import CacheConfig, SchedulerConfig
 from paxkv.contracts.engine_request import EngineRequest
@@ -27,6 +28,9 @@ NUM_BLOCKS = 60_001
 MAX_MODEL_LEN = 16_384
 VOCAB_SIZE = 32_000
 NUM_ADMITTED_TOKENS = 4096
+# Of each request: its prompt, and steps before those that are measured.
+NUM_OTHER_TOKENS = 192
+MAX_NUM_STEPS = MAX_MODEL_LEN - NUM_OTHER_TOKENS
 
 # Microseconds of another engine, measured elsewhere on this kind of machine; not taken again here.
 ELSEWHERE_STEP_US = {1: 30, 64: 630, 256: 3230, 1024: 15370}
@@ -142,12 +146,33 @@ def report(name: str, times_us: Sequence[float], elsewhere_us: float | None) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--num-running", type=int, nargs="+", default=list(ELSEWHERE_STEP_US))
-    parser.add_argument("--num-steps", type=int, default=400, help="measured steps a case")
-    parser.add_argument("--num-admissions", type=int, default=200)
-    parser.add_argument("--out", type=Path, default=RESULTS_FOLDER / "scheduler_step.jsonl")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.host.scheduler_step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--num-running", type=positive_int, nargs="+", default=list(ELSEWHERE_STEP_US)
+    )
+    parser.add_argument(
+        "--num-steps",
+        type=whole_number(2, MAX_NUM_STEPS),
+        default=400,
+        help="measured steps a case",
+    )
+    parser.add_argument("--num-admissions", type=whole_number(2), default=200)
+    parser.add_argument(
+        "--out", type=output_file, default=str(RESULTS_FOLDER / "scheduler_step.jsonl")
+    )
     arguments = parser.parse_args()
+    num_tokens = max(arguments.num_running) * (arguments.num_steps + NUM_OTHER_TOKENS)
+    if num_tokens > (NUM_BLOCKS - 1) * BLOCK_SIZE:
+        parser.error(
+            f"{max(arguments.num_running)} requests of {arguments.num_steps} steps need room for "
+            f"{num_tokens} tokens, there is room for {(NUM_BLOCKS - 1) * BLOCK_SIZE}; lower "
+            "--num-running or --num-steps"
+        )
     rows: list[ResultRow] = []
 
     def add(case: str, metric: str, values: list[float], elsewhere_us: float | None) -> None:
@@ -178,4 +203,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_benchmark(main))

@@ -31,12 +31,25 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.command_line import (
+    output_file,
+    output_folder,
+    positive_float,
+    run_benchmark,
+    seed_number,
+)
 from benchmarks.ops.cpu import run_cpu
 from benchmarks.ops.gpu import GpuOptions, run_compile_only, run_gpu
 from benchmarks.ops.gpu_list import all_units
 from benchmarks.result_rows import RESULTS_FOLDER
 
 DEFAULT_TARGET_CONFIG = Path("tests/aot/h200_target_config.textproto")
+
+# Flags that the CPU's half does not know.
+_OF_GPU = (
+    *("only", "body", "list", "time_limit", "seed", "commit", "logs"),
+    *("rehearse", "compile_only", "target_config", "tune"),
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,15 +60,21 @@ def main(argv: list[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--platform", choices=("gpu", "cpu"), required=True)
-    parser.add_argument("--out", type=Path, help="file of JSON lines that rows are appended to")
+    parser.add_argument(
+        "--out", type=output_file, help="file of JSON lines that rows are appended to"
+    )
     parser.add_argument("--quick", action="store_true", help="less of everything")
     parser.add_argument("--only", metavar="OP", help="one op")
     parser.add_argument("--body", metavar="BODY", help="one body, such as xla or torch")
     parser.add_argument("--list", action="store_true", help="print the units and end")
-    parser.add_argument("--time-limit", type=float, default=450.0, metavar="S", help="in seconds")
-    parser.add_argument("--seed", type=int, help="of the inputs; drawn if not given")
+    parser.add_argument(
+        "--time-limit", type=positive_float, default=450.0, metavar="S", help="in seconds"
+    )
+    parser.add_argument("--seed", type=seed_number, help="of the inputs; drawn if not given")
     parser.add_argument("--commit", help="for the rows, where the code is no git checkout")
-    parser.add_argument("--logs", type=Path, help="folder for the processes' events and logs")
+    parser.add_argument(
+        "--logs", type=output_folder, help="folder for the processes' events and logs"
+    )
     parser.add_argument(
         "--rehearse",
         action="store_true",
@@ -75,6 +94,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tune", action="store_true", help="try other block configurations, last")
     arguments = parser.parse_args(argv)
     if arguments.platform == "cpu":
+        for name in _OF_GPU:
+            if getattr(arguments, name) != parser.get_default(name):
+                parser.error(f"--{name.replace('_', '-')} is of --platform gpu")
         return run_cpu(quick=arguments.quick, out=arguments.out)
     # What a rehearsal measures are no results.
     folder = Path(tempfile.mkdtemp()) if arguments.rehearse else RESULTS_FOLDER
@@ -107,4 +129,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_benchmark(main))

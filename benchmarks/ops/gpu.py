@@ -16,6 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command_line import BenchmarkError
 from benchmarks.ops.gpu_list import all_units
 from benchmarks.ops.gpu_processes import Result, UnitRunner
 from benchmarks.ops.gpu_report import (
@@ -164,7 +165,7 @@ def run_compile_only(options: GpuOptions, target_config: Path) -> int:
         The exit code: 1 if one did not compile, or would not measure what it is to measure.
     """
     if not target_config.is_file():
-        raise FileNotFoundError(
+        raise BenchmarkError(
             f"no description of a GPU: got {target_config}, wanted a file in the format of XLA's "
             "GpuTargetConfigProto. Name one with --target-config."
         )

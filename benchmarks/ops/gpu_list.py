@@ -5,6 +5,7 @@ import importlib
 
 import jax
 
+from benchmarks.command_line import BenchmarkError
 from benchmarks.ops import (
     gpu_attention_checks,
     gpu_attention_speed,
@@ -48,7 +49,7 @@ def all_units(
         is_tuning: Other block configurations too, last.
 
     Raises:
-        ValueError: No op or body has this name, or this JAX cannot run what would be tuned.
+        BenchmarkError: No op or body has this name, or this JAX cannot run what would be tuned.
     """
     modules = (
         gpu_attention_checks.check_units,
@@ -66,7 +67,7 @@ def all_units(
     if only is not None:
         ops = sorted({unit.op for unit in listed})
         if only not in ops:
-            raise ValueError(f"no such op: got {only!r}, wanted one of {ops}")
+            raise BenchmarkError(f"no such op: got {only!r}, wanted one of {ops}")
         listed = [unit for unit in listed if unit.op == only]
     checks = sorted((u for u in listed if u.kind == "check"), key=_body_rank)
     timings = sorted((u for u in listed if u.kind == "time"), key=_body_rank)
@@ -79,7 +80,7 @@ def all_units(
     if body is not None:
         bodies = sorted({unit.body for unit in units if unit.kind != "machine"})
         if not any(name.startswith(body) for name in bodies):
-            raise ValueError(f"no such body: got {body!r}, wanted one of {bodies}")
+            raise BenchmarkError(f"no such body: got {body!r}, wanted one of {bodies}")
         units = [u for u in units if u.kind == "machine" or u.body.startswith(body)]
     if is_rehearsal:
         units = [dataclasses.replace(unit, wanted=None) for unit in units]
@@ -94,7 +95,7 @@ def all_units(
 def _tuning_units(is_rehearsal: bool) -> list[Unit]:
     if jax.__version_info__ < MIN_JAX_FOR_MOSAIC_GPU:
         wanted = ".".join(map(str, MIN_JAX_FOR_MOSAIC_GPU))
-        raise ValueError(f"--tune: got JAX {jax.__version__}, wanted {wanted} or newer.")
+        raise BenchmarkError(f"--tune: got JAX {jax.__version__}, wanted {wanted} or newer.")
     # It imports the kernels themselves, which older JAX cannot.
     tuning = importlib.import_module("benchmarks.ops.gpu_tune")
     return tuning.units(is_rehearsal=is_rehearsal)

@@ -51,6 +51,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.command_line import run_benchmark
 from benchmarks.result_rows import append_rows
 from benchmarks.serving.command_line import make_parser
 from benchmarks.serving.completions_client import CompletionsClient, ServerError
@@ -76,11 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"benchmarks.serving: error: {error}", file=sys.stderr)
         return 1
     rows = result_rows(arguments, summaries)
+    is_answered = any(summary.num_failed < summary.num_requests for summary in summaries)
+    if is_answered:
+        append_rows(rows, arguments.out)
     print(report(rows, summaries))
-    if not any(summary.num_failed < summary.num_requests for summary in summaries):
-        return 1
-    append_rows(rows, arguments.out)
-    return 0
+    return 0 if is_answered else 1
 
 
 async def run(arguments: argparse.Namespace) -> list[LoadSummary]:
@@ -170,4 +171,4 @@ def _save_requests(records: Sequence[RequestRecord], seed: int, file: Path) -> N
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_benchmark(main))

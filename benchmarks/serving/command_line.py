@@ -4,12 +4,24 @@ import argparse
 import json
 import math
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from benchmarks.command_line import (
+    natural,
+    natural_float,
+    output_file,
+    positive_float,
+    positive_int,
+    whole_number,
+)
 from benchmarks.result_rows import RESULTS_FOLDER
 from benchmarks.serving.summary import BOUNDED
 
 # Names of vLLM's benchmark for the same.
 _BOUND_SYNONYMS = {"e2el": "e2e"}
+# Longer than any prompt; prompts are made in memory.
+_MAX_TOKENS = 2**20
+_num_tokens = whole_number(1, _MAX_TOKENS)
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
@@ -20,7 +32,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     server = parser.add_argument_group("server")
-    server.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
+    server.add_argument("--base-url", type=_base_url, default="http://127.0.0.1:8000/v1")
     server.add_argument("--model", help="its name there; the first one that the server lists")
     server.add_argument(
         "--device", default="not named", help="chip that serves, for the rows; nobody can ask it"
@@ -35,7 +47,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     _add_load_flags(parser.add_argument_group("load"))
     _add_input_flags(parser.add_argument_group("inputs"))
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--temperature", type=float, default=0.0)
+    sampling.add_argument("--temperature", type=natural_float, default=0.0)
     sampling.add_argument(
         "--ignore-eos",
         action="store_true",
@@ -59,13 +71,13 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     )
     results.add_argument(
         "--out",
-        type=Path,
-        default=RESULTS_FOLDER / "serving.jsonl",
+        type=output_file,
+        default=str(RESULTS_FOLDER / "serving.jsonl"),
         help="file of JSON lines that rows are appended to",
     )
     results.add_argument(
         "--save-requests",
-        type=Path,
+        type=output_file,
         metavar="FILE",
         help="append every request's times to this file of JSON lines",
     )
@@ -76,7 +88,7 @@ def _add_load_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--num-prompts", type=positive_int, default=100, metavar="N")
     group.add_argument(
         "--request-rate",
-        type=positive_float,
+        type=_rate,
         default=math.inf,
         metavar="R",
         help="requests a second; inf, the default, is all at once",
@@ -97,7 +109,7 @@ def _add_load_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--num-repetitions", type=positive_int, default=1, metavar="N")
     group.add_argument(
         "--seed",
-        type=int,
+        type=natural,
         default=0,
         help="of prompts and arrivals; each repetition takes the next",
     )
@@ -107,8 +119,8 @@ def _add_input_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--dataset", choices=("random", "shared-prefix", "sharegpt"), default="random"
     )
-    group.add_argument("--random-input-len", type=positive_int, default=128, metavar="N")
-    group.add_argument("--random-output-len", type=positive_int, default=64, metavar="N")
+    group.add_argument("--random-input-len", type=_num_tokens, default=128, metavar="N")
+    group.add_argument("--random-output-len", type=_num_tokens, default=64, metavar="N")
     group.add_argument(
         "--random-range-ratio",
         type=float,
@@ -118,13 +130,15 @@ def _add_input_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--token-ids",
-        type=int,
+        type=whole_number(0, 2**31 - 1),
         nargs=2,
         default=[100, 700],
         metavar=("LOW", "HIGH"),
         help="random token ids lie in [LOW, HIGH), which the model must have (default: 100 700)",
     )
-    group.add_argument("--shared-prefix-len", type=natural, default=256, metavar="N")
+    group.add_argument(
+        "--shared-prefix-len", type=whole_number(0, _MAX_TOKENS), default=256, metavar="N"
+    )
     group.add_argument(
         "--num-prefixes",
         type=positive_int,
@@ -154,25 +168,20 @@ def _add_input_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
+def _rate(text: str) -> float:
+    return math.inf if text == "inf" else positive_float(text)
 
 
-def natural(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
-    return value
-
-
-def positive_float(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
-    return value
+def _base_url(text: str) -> str:
+    try:
+        parts = urlsplit(text)
+        # Ports are looked at when they are asked for.
+        is_known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        is_known = False
+    if not is_known:
+        raise argparse.ArgumentTypeError(f"must be as http://127.0.0.1:8000/v1, got {text}")
+    return text
 
 
 def _json_object(text: str) -> dict[str, object]:
@@ -187,8 +196,8 @@ def _json_object(text: str) -> dict[str, object]:
 
 def _bound(text: str) -> tuple[str, float]:
     """ "ttft:200" -> ("ttft", 200.0)."""
-    name, _, bound_ms = text.partition(":")
+    name, colon, bound_ms = text.partition(":")
     name = _BOUND_SYNONYMS.get(name, name)
-    if name not in BOUNDED:
+    if not colon or name not in BOUNDED:
         raise argparse.ArgumentTypeError(f"{text}: wanted NAME:MS, NAME of {', '.join(BOUNDED)}")
     return name, positive_float(bound_ms)

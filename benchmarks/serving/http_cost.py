@@ -24,6 +24,7 @@ from collections.abc import Sequence
 
 import httpx
 
+from benchmarks.command_line import run_benchmark
 from benchmarks.engine.measure import spread
 from benchmarks.engine.offline_engine import EngineRun, Setting
 from benchmarks.engine.options import (
@@ -31,11 +32,12 @@ from benchmarks.engine.options import (
     chosen_workload,
     engine_spec,
     make_parser,
+    parse_options,
     paxkv_settings,
     work_folder,
 )
 from benchmarks.engine.paxkv_engine import kv_cache_bytes
-from benchmarks.engine.process import EngineProcess, pinned
+from benchmarks.engine.process import EngineProcess, EngineProcessError, pinned
 from benchmarks.engine.worker import WARM_UP_OUTPUT_TOKENS, WARM_UP_REQUESTS
 from benchmarks.markdown_table import markdown_table
 from benchmarks.random_checkpoint import MODEL_SHAPES
@@ -114,16 +116,16 @@ async def serve_workload(server: ServerProcess, workload: Workload) -> ServedRun
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(f"python -m {BENCHMARK}", __doc__)
-    parser.set_defaults(out=RESULTS_FOLDER / "serving.jsonl")
-    arguments = parser.parse_args(argv)
+    parser.set_defaults(out=str(RESULTS_FOLDER / "serving.jsonl"))
+    arguments = parse_options(parser, argv)
     try:
         offline, served = measure(arguments)
     except ServerError as error:
         print(f"{BENCHMARK}: error: {error}", file=sys.stderr)
         return 1
     rows = result_rows(arguments, offline, served)
-    print(report(rows))
     append_rows(rows, arguments.out)
+    print(report(rows))
     return 0
 
 
@@ -217,4 +219,4 @@ def report(rows: Sequence[ResultRow]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_benchmark(main, EngineProcessError))

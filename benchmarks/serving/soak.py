@@ -31,14 +31,20 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import httpx
 import numpy as np
 
+from benchmarks.command_line import (
+    natural,
+    output_file,
+    positive_float,
+    positive_int,
+    run_benchmark,
+    seed_number,
+)
 from benchmarks.markdown_table import markdown_table
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
-from benchmarks.serving.command_line import natural, positive_float, positive_int
 from benchmarks.serving.completions_client import ServerError
 from benchmarks.serving.light_client import LightClient
 from benchmarks.serving.request_record import RequestRecord
@@ -272,8 +278,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ServerError, httpx.HTTPError) as error:
         print(f"benchmarks.serving.soak: error: {error}", file=sys.stderr)
         return 1
-    print(report(result))
     append_rows(result_rows(arguments, result), arguments.out)
+    print(report(result))
     return 1 if exit_code or result.broken_promises else 0
 
 
@@ -292,11 +298,11 @@ def make_parser() -> argparse.ArgumentParser:
         "--num-different", type=positive_int, default=1024, metavar="N", help="different requests"
     )
     parser.add_argument("--batch-invariant", action="store_true", help="see above")
-    parser.add_argument("--seed", type=int, default=0, help="of the requests")
+    parser.add_argument("--seed", type=seed_number, default=0, help="of the requests")
     parser.add_argument(
         "--out",
-        type=Path,
-        default=RESULTS_FOLDER / "serving.jsonl",
+        type=output_file,
+        default=str(RESULTS_FOLDER / "serving.jsonl"),
         help="file of JSON lines that rows are appended to",
     )
     parser.add_argument("server_flags", nargs="*", metavar="-- FLAGS", help="of the server")
@@ -335,4 +341,4 @@ def result_rows(arguments: argparse.Namespace, result: SoakResult) -> list[Resul
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_benchmark(main))

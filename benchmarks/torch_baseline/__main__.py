@@ -25,6 +25,7 @@ import contextlib
 import sys
 from pathlib import Path
 
+from benchmarks.command_line import natural_float, run_benchmark
 from benchmarks.engine.measure import (
     Contender,
     ratios,
@@ -40,6 +41,7 @@ from benchmarks.engine.options import (
     chosen_workload,
     engine_spec,
     make_parser,
+    parse_options,
     paxkv_settings,
     rounded_dtype,
     work_folder,
@@ -74,13 +76,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--tie-gap",
-        type=float,
+        type=natural_float,
         default=0.0,
         metavar="LOGITS",
         help="tokens whose logits lie as near to each other as this are equally right; none are "
         "if left out. Logits spread by about 1, and f32 rounds them by some 1e-6",
     )
-    arguments = parser.parse_args(argv)
+    arguments = parse_options(parser, argv)
     # Runs are kept by these names.
     if len(set(arguments.engines)) < len(arguments.engines):
         parser.error("--engines names one of them twice; name each once")
@@ -95,13 +97,13 @@ def main(argv: list[str] | None = None) -> int:
             return 1
         judge = next((processes[kind].logit_gap for kind in JUDGES if kind in processes), None)
         problems = _token_problems(arguments, workload, runs, judge)
+    if arguments.out is not None and not problems:
+        append_rows(_rows(arguments, runs), arguments.out)
     print(_table(runs))
     for line in (*restless(runs), *problems):
         print(line)
     if problems:
         print("no row is written: a faster wrong answer is none.")
-    elif arguments.out is not None:
-        append_rows(_rows(arguments, runs), Path(arguments.out))
     return 1 if problems else 0
 
 
@@ -211,4 +213,4 @@ def _table(runs: dict[str, list[EngineRun]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_benchmark(main))

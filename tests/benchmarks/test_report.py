@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from benchmarks.command_line import BenchmarkError
 from benchmarks.report import main, read_rows, write_report
 
 
@@ -79,23 +80,55 @@ def test_metrics_of_the_same_cases_share_a_figure(tmp_path) -> None:
     assert "preemptions" in text
 
 
+def test_a_case_alone_is_in_the_table_only(tmp_path) -> None:
+    rows = [row("benchmarks.x", "size=1", metric, 1.0) for metric in ("ms", "percent")]
+    report = write_report(read_rows([write(tmp_path / "rows.jsonl", rows)]), tmp_path / "out")
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["report.md"]
+    assert report.read_text().count("| size=1 ") == 2
+
+
 def test_a_figure_taken_again_replaces_the_old_one(tmp_path) -> None:
     old, new = (row("benchmarks.host.x", "size=1", "ms", median) for median in (1.0, 2.0))
     (found,) = read_rows([write(tmp_path / "rows.jsonl", [old, new])])
     assert found.median == 2.0
 
 
-def test_a_line_that_is_no_row_is_named(tmp_path) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"median": 1}',
+        "{",
+        "[1]",
+        json.dumps(row("b", "c", "m", 1.0) | {"median": "1"}),
+        json.dumps(row("b", "c", "m", float("nan"))),
+        json.dumps(row("b", "c", "m", 1.0, min=2.0)),
+        json.dumps(row("b", None, "m", 1.0)),
+    ],
+)
+def test_a_line_that_is_no_row_is_named(tmp_path, line) -> None:
     file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps(row("b", "c", "m", 1.0)) + '\n{"median": 1}\n')
-    with pytest.raises(ValueError, match=r"rows\.jsonl:2 is no result row"):
+    file.write_text(f"{json.dumps(row('b', 'c', 'm', 1.0))}\n{line}\n")
+    with pytest.raises(BenchmarkError, match=r"rows\.jsonl:2 is no result row"):
         read_rows([file])
+
+
+def test_files_without_rows_make_no_report(tmp_path) -> None:
+    (tmp_path / "empty").touch()
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    for name, complaint in (
+        ("empty", "no result row"),
+        ("bytes", "cannot be read"),
+        ("missing", "cannot be read"),
+    ):
+        with pytest.raises(BenchmarkError, match=complaint):
+            main([str(tmp_path / name), "--out", str(tmp_path / "out")])
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_a_case_keeps_a_row_for_each_device(tmp_path) -> None:
     rows = [row("b", "c", "m", 1.0) | {"device": device} for device in ("cpu", "gpu")]
-    found = read_rows([write(tmp_path / "rows.jsonl", [*rows, rows[0] | {"median": 2.0}])])
-    assert {r.device: r.median for r in found} == {"cpu": 2.0, "gpu": 1.0}
+    found = read_rows([write(tmp_path / "rows.jsonl", [*rows, rows[0] | {"median": 1.1}])])
+    assert {r.device: r.median for r in found} == {"cpu": 1.1, "gpu": 1.0}
 
 
 def test_two_devices_have_plots_of_their_own(tmp_path) -> None:

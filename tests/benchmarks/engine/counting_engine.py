@@ -11,6 +11,8 @@ def load_engine(spec: EngineSpec, workload: Workload) -> "CountingEngine":
     print("loading: this line is no answer")
     if spec.settings.get("dies"):
         raise MemoryError("no room for the model")
+    if spec.settings.get("refuses"):
+        raise ValueError("cannot have this here")
     return CountingEngine(len(workload.requests), float(spec.settings.get("prepare_s", 0)))
 
 

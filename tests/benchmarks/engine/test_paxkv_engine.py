@@ -10,7 +10,6 @@ from benchmarks.engine.paxkv_engine import (
     PaxkvEngine,
     kv_cache_bytes,
     load_engine,
-    settings_by_part,
 )
 from benchmarks.random_checkpoint import MODEL_SHAPES, write_checkpoint
 from benchmarks.workloads import make_workload
@@ -57,15 +56,6 @@ def test_every_run_begins_with_an_empty_prefix_cache(engine: PaxkvEngine) -> Non
         assert figures["preemptions"] == figures["compiles_after_ready"] == 0
         # The first prompt alone takes 68 steps of 8 tokens; the four together took 272.
         assert 68 < figures["steps"] < 272
-
-
-def test_settings_go_where_their_fields_are() -> None:
-    parts = settings_by_part({"block_size": 32, "max_num_seqs": 2, "kernels": "xla"})
-    assert parts["cache"] == {"block_size": 32}
-    assert parts["scheduler"] == {"max_num_seqs": 2}
-    assert parts["runner"] == {"kernels": "xla"}
-    with pytest.raises(ValueError, match="paxkv has no setting blocksize"):
-        settings_by_part({"blocksize": 32})
 
 
 def test_tokens_are_those_of_plain_torch(engine: PaxkvEngine, spec: EngineSpec) -> None:

@@ -1,6 +1,7 @@
 """An engine's process is pinned, is timed alone, and says why it failed."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,18 @@ def test_a_failed_run_says_why_and_the_engine_goes_on(tmp_path) -> None:
 def test_an_engine_that_dies_says_why(tmp_path) -> None:
     with pytest.raises(EngineProcessError, match="MemoryError: no room for the model"):
         start(tmp_path, dies=True)
+
+
+def test_what_an_engine_refuses_is_one_line(tmp_path) -> None:
+    with pytest.raises(EngineProcessError, match="counting_engine: cannot have this here$"):
+        start(tmp_path, refuses=True)
+
+
+def test_whoever_interrupts_a_run_does_not_wait_for_its_end(tmp_path) -> None:
+    with pytest.raises(KeyboardInterrupt), start(tmp_path, prepare_s=30) as process:
+        # Told to run, and not yet asked for what came of it.
+        process._process.stdin.write('{"command": "run", "settings": {}, "is_warm_up": false}\n')
+        process._process.stdin.flush()
+        start_s = time.monotonic()
+        raise KeyboardInterrupt
+    assert time.monotonic() - start_s < 15

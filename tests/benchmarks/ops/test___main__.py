@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.command_line import BenchmarkError
 from benchmarks.ops.__main__ import main
 
 
@@ -16,5 +17,5 @@ def test_list_prints_the_units_and_runs_none(capsys) -> None:
 
 def test_compile_only_wants_a_description(tmp_path: Path) -> None:
     missing = str(tmp_path / "gpu.textproto")
-    with pytest.raises(FileNotFoundError, match="--target-config"):
+    with pytest.raises(BenchmarkError, match="--target-config"):
         main(["--platform", "gpu", "--compile-only", "--target-config", missing])

@@ -1,0 +1,118 @@
+"""What the benchmarks' command lines share: flags that are checked, and ends without traceback."""
+
+import argparse
+import importlib.util
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from paxkv.command_end import run_command
+from paxkv.errors import PaxkvError
+
+_IMAGE_SUFFIXES = (".png", ".pdf", ".svg")
+
+
+class BenchmarkError(ValueError):
+    """What is asked for cannot be measured; the message says why and what to do."""
+
+
+def run_benchmark(main: Callable[[], int | None], *refusals: type[Exception]) -> int:
+    """Runs a benchmark's `main`; returns the exit code of the process.
+
+    Args:
+        refusals: Errors that are told in one line, besides ours and paxkv's.
+    """
+
+    def run() -> int | None:
+        try:
+            return main()
+        except (BenchmarkError, PaxkvError, *refusals) as error:
+            print(f"benchmarks: error: {error}", file=sys.stderr)
+            return 1
+
+    return run_command(run)
+
+
+def whole_number(low: int, high: int | None = None) -> Callable[[str], int]:
+    """A type for `add_argument`: an integer in `[low, high]`."""
+    wanted = f"of at least {low}" if high is None else f"in [{low}, {high}]"
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or value < low or (high is not None and value > high):
+            raise argparse.ArgumentTypeError(f"must be an integer {wanted}, got {text}")
+        return value
+
+    return read
+
+
+positive_int = whole_number(1)
+natural = whole_number(0)
+# What NumPy's RandomState takes.
+seed_number = whole_number(0, 2**32 - 1)
+
+
+def positive_float(text: str) -> float:
+    """A type for `add_argument`: a finite number above 0."""
+    value = _number(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
+    return value
+
+
+def natural_float(text: str) -> float:
+    """A type for `add_argument`: a finite number of at least 0."""
+    value = _number(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text}")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def output_file(text: str) -> Path:
+    """A type for `add_argument`: a file that can be appended to. Its folder is made.
+
+    Tried at once: what cannot be written is not to be told after the measurement.
+    """
+    _try_to_append(Path(text), named=text)
+    return Path(text)
+
+
+def image_file(text: str) -> Path:
+    """A type for `add_argument`: `output_file` of a picture, where there is what draws it."""
+    if Path(text).suffix not in _IMAGE_SUFFIXES:
+        raise argparse.ArgumentTypeError(
+            f"must be a file that ends in {', '.join(_IMAGE_SUFFIXES)}, got {text}"
+        )
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("needs matplotlib: pip install -e '.[bench]'")
+    return output_file(text)
+
+
+def output_folder(text: str) -> Path:
+    """A type for `add_argument`: a folder that can be written into, which is made."""
+    _try_to_append(Path(text) / ".writable", named=text)
+    return Path(text)
+
+
+def _try_to_append(file: Path, *, named: str) -> None:
+    is_new = not file.exists()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.open("ab").close()
+        if is_new:
+            file.unlink()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"{named} cannot be written: {error.strerror}. Choose another place"
+        ) from error

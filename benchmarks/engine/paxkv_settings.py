@@ -1,0 +1,66 @@
+"""Settings by name, as `--set block_size=32` has them: where they belong, and whether they work."""
+
+import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from benchmarks.engine.offline_engine import Setting
+from paxkv.config import EngineConfig
+from paxkv.errors import ConfigError
+
+
+def settings_by_part(settings: Mapping[str, Setting]) -> dict[str, dict[str, Setting]]:
+    """Each setting under the part of `EngineConfig` whose field it is.
+
+    Raises:
+        ConfigError: No part has it.
+    """
+    names = {
+        part.name: {field.name for field in dataclasses.fields(_part_class(part.name))}
+        for part in dataclasses.fields(EngineConfig)
+    }
+    unknown = sorted(set(settings) - set().union(*names.values()))
+    if unknown:
+        raise ConfigError(f"paxkv has no setting {', '.join(unknown)}; see paxkv/config.py.")
+    return {
+        part: {name: value for name, value in settings.items() if name in known}
+        for part, known in names.items()
+    }
+
+
+def engine_config(parts: Mapping[str, Mapping[str, Setting]]) -> EngineConfig:
+    """The config of settings by part.
+
+    Raises:
+        ConfigError: A value cannot work.
+    """
+    return EngineConfig(**{name: _part_class(name)(**fields) for name, fields in parts.items()})
+
+
+def checked_settings(
+    parser: argparse.ArgumentParser,
+    pairs: Sequence[tuple[str, Setting]],
+    *,
+    decided_by: Mapping[str, str],
+) -> dict[str, Setting]:
+    """The settings, before an engine is started; a mistake ends the program with its usage.
+
+    Args:
+        decided_by: Setting that may not be among them -> the flag, or whatever says it instead.
+    """
+    settings = dict(pairs)
+    if len(settings) < len(pairs):
+        parser.error(f"a setting is given twice in {', '.join(name for name, _ in pairs)}")
+    for name, who in decided_by.items():
+        if name in settings:
+            parser.error(f"{name} is decided by {who}; leave out {name}={settings[name]}")
+    try:
+        engine_config(settings_by_part(settings))
+    except ConfigError as error:
+        parser.error(str(error))
+    return settings
+
+
+def _part_class(name: str) -> type:
+    field = next(f for f in dataclasses.fields(EngineConfig) if f.name == name)
+    return field.default_factory

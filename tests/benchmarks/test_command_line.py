@@ -1,0 +1,65 @@
+"""Flags are refused where they are read, files before the measurement, and errors are a line."""
+
+import argparse
+
+import pytest
+
+from benchmarks import command_line
+from paxkv.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("read", "good", "bad"),
+    [
+        (command_line.positive_int, "3", ["0", "-1", "1.5", "x", ""]),
+        (command_line.natural, "0", ["-1"]),
+        (command_line.whole_number(2, 4), "4", ["1", "5"]),
+        (command_line.seed_number, str(2**32 - 1), ["-1", str(2**32)]),
+        (command_line.positive_float, "0.5", ["0", "nan", "inf", "x"]),
+        (command_line.natural_float, "0", ["-0.1", "nan", "inf"]),
+    ],
+)
+def test_number_out_of_its_range_is_refused(read, good, bad) -> None:
+    assert read(good) == float(good)
+    for text in bad:
+        with pytest.raises(argparse.ArgumentTypeError, match="must be"):
+            read(text)
+
+
+def test_output_is_tried_and_left_as_it_was(tmp_path) -> None:
+    old = tmp_path / "old.jsonl"
+    old.write_text("row\n")
+    assert command_line.output_file(str(old)) == old
+    new = command_line.output_file(str(tmp_path / "folder" / "new.jsonl"))
+    assert (old.read_text(), new.exists(), new.parent.is_dir()) == ("row\n", False, True)
+    folder = command_line.output_folder(str(tmp_path / "made"))
+    assert list(folder.iterdir()) == []
+
+
+def test_output_that_cannot_be_written_is_refused(tmp_path) -> None:
+    (tmp_path / "file").touch()
+    for read, place in (
+        (command_line.output_file, tmp_path),
+        (command_line.output_file, tmp_path / "file" / "x"),
+        (command_line.output_folder, tmp_path / "file"),
+        (command_line.image_file, tmp_path / "file" / "x.png"),
+    ):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"{place} cannot be written"):
+            read(str(place))
+    with pytest.raises(argparse.ArgumentTypeError, match=r"ends in \.png"):
+        command_line.image_file(str(tmp_path / "x.txt"))
+
+
+def test_what_is_refused_is_a_line_and_a_bug_is_not(capsys) -> None:
+    def fail(error: Exception):
+        def main():
+            raise error
+
+        return main
+
+    for error in (command_line.BenchmarkError("too many"), ConfigError("too many")):
+        assert command_line.run_benchmark(fail(error)) == 1
+        assert capsys.readouterr().err == "benchmarks: error: too many\n"
+    assert command_line.run_benchmark(fail(KeyError("k")), KeyError) == 1
+    with pytest.raises(ZeroDivisionError):
+        command_line.run_benchmark(fail(ZeroDivisionError()))
