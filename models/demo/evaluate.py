@@ -10,6 +10,7 @@ from random import Random
 import jax
 import numpy as np
 from flax import nnx
+from safetensors import SafetensorError
 from tokenizers import Tokenizer
 
 from models.demo.checkpoint import load_checkpoint
@@ -144,12 +145,20 @@ def evaluate(
     ]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--num-per-task", type=int, default=1000)
-    args = parser.parse_args()
-    model, tokenizer = load_checkpoint(args.checkpoint)
+    args = parser.parse_args(argv)
+    if args.num_per_task < 1:
+        parser.error(f"--num-per-task must be at least 1, got {args.num_per_task}")
+    try:
+        model, tokenizer = load_checkpoint(args.checkpoint)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        parser.error(
+            f"{args.checkpoint} is no checkpoint that models.demo.train wrote "
+            f"({type(error).__name__}: {error})"
+        )
     for score in evaluate(model, tokenizer, num_per_task=args.num_per_task):
         print(format_score(score))
 
