@@ -122,10 +122,11 @@ def allocate_kv_cache(config: KVCacheConfig, mesh: Mesh) -> KVCache:
     except jax.errors.JaxRuntimeError as error:
         if not str(error).startswith("RESOURCE_EXHAUSTED"):
             raise
+        reason = str(error).rstrip(".")
         num_mib = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(arrays)) >> 20
         raise ConfigError(
             f"there is no memory for a KV cache of {num_mib:,} MiB ({config.num_blocks} blocks): "
-            f"{error}. Set a smaller cpu_kv_cache_bytes on the CPU, elsewhere a smaller "
+            f"{reason}. Set a smaller cpu_kv_cache_bytes on the CPU, elsewhere a smaller "
             "gpu_memory_utilization; or num_gpu_blocks_override."
         ) from error
 
