@@ -90,7 +90,7 @@ def with_block_size(
 
 def _scale(hash_block_size: int, block_size: int) -> int:
     scale, rest = divmod(block_size, hash_block_size)
-    if rest or scale < 1:
+    if rest:
         raise InvariantError(f"{block_size=} must be a multiple of {hash_block_size=}.")
     return scale
 

@@ -56,9 +56,9 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
         Args:
             num_tokens: Encoder tokens; 0 where the request has its blocks already.
         """
+        # The computed ones are those of the request that it is forked from, which holds them.
         num_present = len(self.get_blocks(request_id)) + len(new_computed_blocks)
-        num_free = sum(block.ref_cnt == 0 for block in new_computed_blocks)
-        return max(cdiv(num_tokens, self.block_size) - num_present, 0) + num_free
+        return max(cdiv(num_tokens, self.block_size) - num_present, 0)
 
     def allocate_new_computed_blocks(
         self,

@@ -3,7 +3,6 @@
 import dataclasses
 
 from paxkv.contracts.grammar_gate import GrammarGate
-from paxkv.errors import InvariantError
 from paxkv.kv_cache.manager import KVCacheBlocks, KVCacheManager
 from paxkv.scheduler.forks import KeptRequests, num_shareable_tokens
 from paxkv.scheduler.remote_kv import RemoteKV
@@ -67,8 +66,9 @@ class AdmissionGate:
             if self._grammar_gate is None or not self._grammar_gate.is_ready(request.request_id):
                 return False
             request.status = RequestStatus.WAITING
-        if request.fork_source is not None:
-            must_wait = self._must_wait_for_source(request, plan)
+        source = request.fork_source
+        if source is not None:
+            must_wait = self._must_wait_for_source(request, source, plan)
             request.status = RequestStatus.WAITING_FOR_FORK if must_wait else RequestStatus.WAITING
             return not must_wait
         return True
@@ -97,11 +97,8 @@ class AdmissionGate:
             is_loaded_async=is_async,
         )
 
-    def _must_wait_for_source(self, request: Request, plan: StepPlan) -> bool:
+    def _must_wait_for_source(self, request: Request, source: Request, plan: StepPlan) -> bool:
         """Whether waiting brings more shared tokens; a source that cannot share is forgotten."""
-        source = request.fork_source
-        if source is None:
-            raise InvariantError(f"{request!r} is no fork.")
         if source.is_finished and source in self._kept_requests:
             return False
         # Preempted, its blocks are gone, and it would be computed no sooner than this one.

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 
-from paxkv.contracts.kv_cache_spec import AttentionSpec, CrossAttentionSpec
 from paxkv.errors import InvariantError
 from paxkv.kv_cache.manager import KVCacheManager
 from paxkv.scheduler.request import Request, RequestStatus
@@ -89,8 +88,7 @@ def check_blocks(
             raise InvariantError(f"{request!r} is kept as if it had ended.")
     for request in running:
         for group_manager in manager.coordinator.single_type_managers:
-            spec = group_manager.kv_cache_spec
-            if not isinstance(spec, AttentionSpec) or isinstance(spec, CrossAttentionSpec):
+            if not group_manager.is_written_by_decoder:
                 continue
             num_blocks = len(group_manager.get_blocks(request.request_id))
             if num_blocks * group_manager.block_size < request.num_computed_tokens:

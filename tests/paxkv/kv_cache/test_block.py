@@ -63,3 +63,18 @@ def test_a_block_cannot_enter_twice_or_leave_twice():
     queue.remove(blocks[0])
     with pytest.raises(InvariantError, match="not in the free queue"):
         queue.remove(blocks[0])
+
+
+def test_a_refusal_names_one_block_of_many():
+    blocks, queue = make_queue(2000)
+    with pytest.raises(InvariantError) as refusal:
+        queue.append(blocks[1000])
+    assert len(str(refusal.value)) < 200
+
+
+def test_the_next_to_be_handed_out_are_looked_at_in_their_order():
+    blocks, queue = make_queue(3)
+    queue.append(queue.popleft())
+    assert queue.get_first(2) == [blocks[1], blocks[2]]
+    assert queue.get_first(9) == [blocks[1], blocks[2], blocks[0]]
+    assert free_ids(queue) == [1, 2, 0]

@@ -32,9 +32,23 @@ def test_every_change_is_named_once_and_then_forgotten():
     assert not log.num_hits.any()
 
 
+def test_a_block_is_named_when_it_becomes_findable_and_when_it_is_no_more():
+    scheduler, runner = make_scheduler(num_blocks=3), FunctionRunner()
+    pool = scheduler.kv_cache_manager.block_pool
+    pool.change_log = log = BlockChangeLog(pool.blocks)
+    add(scheduler, "a", 3, max_tokens=2)
+    step(scheduler, runner)
+    (block,) = scheduler.kv_cache_manager.coordinator.get_blocks("a")[0]
+    assert changed(log, (block,)) == [block.block_id]
+    # The first token that it draws fills the block.
+    scheduler.schedule()
+    assert changed(log) == [block.block_id]
+    pool.evict_blocks([block.block_id])
+    assert changed(log) == [block.block_id]
+
+
 def contents(log):
     """By depth, (id, hash, parent) of all content whose place is known."""
-    changed(log)
     return sorted(
         (int(content["depth"]), block_id, bytes(content["hash"]), bytes(content["parent"]))
         for block_id, content in enumerate(log.contents)

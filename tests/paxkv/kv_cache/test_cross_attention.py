@@ -66,6 +66,16 @@ def test_a_fork_shares_the_encoder_blocks_and_copies_only_its_own():
     assert manager.block_pool.blocks[3].ref_cnt == 1
 
 
+def test_a_fork_needs_room_for_no_encoder_token():
+    manager = make_manager(full(), cross(), num_blocks=6)
+    source = FakeRequest("r", range(6))
+    admit(manager, source, num_encoder_tokens=6)
+    finish_step(source)
+    # One block is free, which is that of its copy.
+    assert fork(manager, source, "s", 6, num_encoder_tokens=6) is not None
+    assert manager.usage == 1
+
+
 def test_decoding_is_no_work_for_it():
     manager = make_group(CrossAttentionManager, cross())
     manager.allocate_new_blocks("r", 5, 5)
@@ -85,6 +95,18 @@ def test_slots_behind_the_last_encoder_token_are_unused():
     # It has a copy of the second block; with its own token there are 7 in two blocks, one shared.
     finish_step(forked)
     assert manager.count_slots([source, forked]) == (28, 18)
+
+
+def test_an_id_that_comes_again_counts_nothing_of_the_first():
+    manager = make_manager(full(), cross())
+    first, source = FakeRequest("s", range(4)), FakeRequest("r", range(4))
+    for request, num_encoder_tokens in ((first, 5), (source, 8)):
+        admit(manager, request, num_encoder_tokens=num_encoder_tokens)
+        finish_step(request)
+    manager.free(first)
+    forked = fork(manager, source, "s", 4)
+    # The fork has a block of its own, which is empty yet; all others are full.
+    assert manager.count_slots([source, forked]) == (16, 12)
 
 
 def test_a_finished_request_leaves_nothing():

@@ -166,6 +166,16 @@ def test_common_prefix_is_what_every_request_holds():
     assert manager.get_num_common_prefix_blocks("unknown") == 0
 
 
+def test_what_all_hold_behind_a_block_of_their_own_is_no_common_prefix():
+    manager = make()
+    own, shared = new_blocks(manager, "r", 8)
+    (equal,) = new_blocks(manager, "gone", 4)
+    manager.allocate_new_computed_blocks("s", [equal, shared], 8, 0)
+    manager.free("gone", 4)
+    assert (own.ref_cnt, equal.ref_cnt, shared.ref_cnt) == (1, 1, 2)
+    assert manager.get_num_common_prefix_blocks("r") == 0
+
+
 def test_with_context_parallelism_a_block_holds_tokens_of_all_ranks():
     manager = make(dcp_world_size=2, pcp_world_size=2)
     assert manager.block_size == 16

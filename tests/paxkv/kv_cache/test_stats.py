@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paxkv.kv_cache.stats import CachingMetrics, PrefixCacheStats
+from tests.paxkv.kv_cache.cache_fakes import make_manager, run_alone
 
 
 def test_requests_that_resume_count_apart():
@@ -47,3 +48,10 @@ def test_the_window_is_the_sum_of_the_last_requests(size, requests):
     assert window.num_queries == sum(queries for queries, _ in requests[-size:])
     assert window.num_hits == sum(hits for _, hits in requests[-size:])
     assert window.num_requests == len(requests[-size:])
+
+
+def test_where_nothing_is_looked_up_nothing_is_counted():
+    for enable_caching, skips in ((False, False), (True, True)):
+        manager = make_manager(enable_caching=enable_caching)
+        run_alone(manager, "a", range(9), skip_reading_prefix_cache=skips)
+        assert manager.prefix_cache_stats.num_queries == 0

@@ -80,6 +80,15 @@ def test_a_prompt_in_pieces_expects_no_token():
     assert request.num_output_placeholders == 1
 
 
+def test_a_block_whose_last_token_no_step_computes_yet_is_not_cached():
+    scheduler = make_scheduler(AsyncScheduler)
+    request = add(scheduler, "a", range(7))
+    LateExecutor(scheduler, depth=1).step()
+    assert (request.num_tokens, request.num_computed_tokens) == (8, 7)
+    (blocks,) = scheduler.kv_cache_manager.get_blocks("a").blocks
+    assert [block.block_hash is not None for block in blocks] == [True, False]
+
+
 def test_a_block_is_cached_when_its_last_token_is_known():
     scheduler = make_scheduler(AsyncScheduler)
     request = add(scheduler, "a", range(7))

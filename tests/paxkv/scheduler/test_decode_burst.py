@@ -163,11 +163,16 @@ def test_a_burst_ends_where_the_context_does():
     assert not scheduler.requests
 
 
-@pytest.mark.parametrize(("num_free_blocks", "num_steps"), [(4, 8), (3, 4), (2, 4), (1, 2), (0, 2)])
-def test_where_blocks_are_short_a_burst_is_and_nobody_falls(num_free_blocks, num_steps):
-    # 8 of 16 slots are used by each; 3 of them are left.
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "num_free_blocks", "num_steps"),
+    [(13, 4, 8), (13, 3, 4), (13, 2, 4), (13, 1, 2), (13, 0, 2), (15, 1, 1), (15, 0, 1)],
+)
+def test_where_blocks_are_short_a_burst_is_and_nobody_falls(
+    num_prompt_tokens, num_free_blocks, num_steps
+):
+    # Each has 16 slots, of which 3 or 1 are left.
     scheduler, runner = make_decoding(
-        (13, 13), max_tokens=9, caching=False, num_blocks=9 + num_free_blocks
+        (num_prompt_tokens,) * 2, max_tokens=9, caching=False, num_blocks=9 + num_free_blocks
     )
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == num_free_blocks
     output = step(scheduler, runner, 8)

@@ -45,16 +45,17 @@ def test_an_item_stays_as_long_as_somebody_needs_it():
 
 def test_room_is_made_from_what_has_been_unneeded_longest():
     cache = EncoderCacheManager(10)
-    request = make_request("a", ("x", 3), ("y", 3), ("z", 3), ("new", 5))
+    request = make_request("a", ("x", 3), ("y", 3), ("z", 3), ("new", 4))
     for input_id in (0, 1, 2):
         cache.allocate(request, input_id)
     for input_id in (1, 0, 2):
         cache.free_encoder_input(request, input_id)
     cache.hold(request, [1])  # needed again
     cache.allocate(request, 3)
-    assert cache.take_freed_identifiers() == ["x", "z"]
+    # "z" stays: the room of "x" was enough.
+    assert cache.take_freed_identifiers() == ["x"]
     assert cache.take_freed_identifiers() == []
-    assert cache.num_free_tokens == 2
+    assert cache.num_free_tokens == 0
     cache.check_invariants({"a": request})
 
 
@@ -88,6 +89,19 @@ def test_a_withdrawn_item_was_never_with_the_runner():
     cache.free(request)
     cache.withdraw("x")
     assert (cache.num_free_tokens, cache.take_freed_identifiers()) == (5, [])
+
+
+def test_books_that_do_not_agree_are_seen():
+    cache = EncoderCacheManager(10)
+    request = make_request("a", ("x", 4))
+    cache.allocate(request, 0)
+    cache.check_invariants({"a": request})
+    for known in ({}, {"a": make_request("a", ("y", 4))}):
+        with pytest.raises(InvariantError, match="does not need"):
+            cache.check_invariants(known)
+    cache.num_free_tokens += 1
+    with pytest.raises(InvariantError, match="4 of 10 encoder tokens are held"):
+        cache.check_invariants({"a": request})
 
 
 def test_thousands_of_operations_keep_the_books():

@@ -46,6 +46,7 @@ def fit(inputs, request, num_computed_tokens, num_new_tokens):
         ((0, 5), (5, [0])),  # its first position is enough: an item is encoded as a whole
         ((8, 4), (4, [0])),
         ((9, 5), (5, [])),
+        ((9, 6), (6, [1])),
         ((0, 20), (20, [0, 1])),
         ((30, 5), (5, [])),
     ],

@@ -8,7 +8,7 @@ from paxkv.kv_cache.manager import KVCacheManager
 from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.invariants import check_blocks, check_requests
 from paxkv.scheduler.request import Request, RequestStatus
-from tests.slow_model.specs import full, make_config, window
+from tests.slow_model.specs import cross, full, make_config, window
 
 
 def make_request(status, *, num_computed_tokens=0, num_prompt_tokens=4):
@@ -115,8 +115,8 @@ def test_lost_and_doubled_and_foreign_requests_are_seen():
             check_requests(known, [], waiting)
 
 
-def manager_with_blocks_for(request, num_tokens):
-    config = make_config((full(2), window(3, 2)), 20)
+def manager_with_blocks_for(request, num_tokens, *kinds):
+    config = make_config(kinds or (full(2), window(3, 2)), 20)
     manager = KVCacheManager(kv_cache_config=config, max_model_len=8, enable_caching=False)
     computed, request.num_computed_tokens = request.num_computed_tokens, 0
     assert manager.allocate_slots(request, num_tokens) is not None
@@ -129,8 +129,15 @@ def test_blocks_are_held_where_they_may_be():
     check_blocks(manager_with_blocks_for(running, 4), [running], [], [])
     loading = make_request(RequestStatus.WAITING_FOR_REMOTE_KVS)
     check_blocks(manager_with_blocks_for(loading, 4), [], [loading], [])
+    loaded = make_request(RequestStatus.WAITING, num_computed_tokens=1)
+    check_blocks(manager_with_blocks_for(loaded, 4), [], [loaded], [])
     kept = make_request(RequestStatus.FINISHED_STOPPED, num_computed_tokens=4)
     check_blocks(manager_with_blocks_for(kept, 4), [], [], [kept])
+
+
+def test_encoder_tokens_need_no_blocks_for_the_decoders():
+    running = make_request(RequestStatus.RUNNING, num_computed_tokens=4)
+    check_blocks(manager_with_blocks_for(running, 4, full(2), cross(2)), [running], [], [])
 
 
 def test_too_few_blocks_and_blocks_of_those_who_wait_are_seen():

@@ -139,6 +139,7 @@ def test_the_largest_request_that_fits_fills_the_pool():
     assert make_limits().max_tokens_that_fit == 16
     assert make_limits(kv_cache_specs=(full(),) * 2).max_tokens_that_fit == 8
     assert make_limits(kv_cache_specs=(full(),) * 3).max_tokens_that_fit == 4
+    assert make_limits(num_usable_blocks=100).max_tokens_that_fit == 400
     # The last token needs no slot.
     make_limits().check(make_request(10, 7))
     with pytest.raises(NeverFitsError, match="may need 5 KV cache blocks; there are 4, for 16"):

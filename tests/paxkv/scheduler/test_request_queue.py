@@ -72,6 +72,14 @@ def test_requests_can_be_removed_from_anywhere(policy):
     assert drain(queue) == "bde"
 
 
+def test_those_that_are_left_keep_the_order_of_priority():
+    queue = create_request_queue("priority")
+    for request_id in "afbghcd":
+        queue.add_request(make_request(request_id, arrival_time=float(ord(request_id))))
+    queue.remove_requests({"a"})
+    assert drain(queue) == "bcdfgh"
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_an_empty_queue_has_no_front(policy):
     queue = create_request_queue(policy)

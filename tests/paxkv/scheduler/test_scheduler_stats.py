@@ -1,0 +1,29 @@
+"""The numbers of a snapshot are those of the manager, and of the blocks where they are measured."""
+
+import pytest
+
+from paxkv.contracts.block_residency import BlockResidency
+from paxkv.kv_cache.metrics_collector import KVCacheMetricsCollector
+from paxkv.scheduler.scheduler_stats import make_scheduler_stats
+from tests.paxkv.kv_cache.cache_fakes import make_manager, run_alone
+
+
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_how_long_blocks_stay_is_told_where_it_is_measured(is_measured):
+    collector = KVCacheMetricsCollector(1.0) if is_measured else None
+    manager = make_manager(num_blocks=4, metrics_collector=collector)
+    for name in ("a", "b"):
+        manager.free(run_alone(manager, name, [ord(name)] * 12))
+    stats = make_scheduler_stats(
+        manager,
+        collector,
+        slot_counts=(0, 0),
+        num_running_reqs=0,
+        num_waiting_reqs=0,
+        num_preemptions=0,
+        num_steps=2,
+        num_scheduled_tokens=24,
+    )
+    # "b" took the blocks of "a".
+    assert sum(stats.kv_block_residency.lifetime.bucket_counts) == (3 if is_measured else 0)
+    assert (stats.kv_block_residency == BlockResidency()) == (not is_measured)
