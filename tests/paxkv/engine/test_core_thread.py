@@ -108,6 +108,9 @@ def test_idle_engine_sleeps() -> None:
     transport = CoreThread(core)
     transport.send(AddRequest(request=make_request("a", [5], max_tokens=2)))
     receive_until(transport, "a")
+    # In a last step the executor hears that "a" has ended.
+    while core.has_work:
+        time.sleep(0.001)
     transport.send(UtilityCall(call_id=0, method="get_stats"))
     receive_reply(transport)
     clock = time.pthread_getcpuclockid(transport._thread.ident)

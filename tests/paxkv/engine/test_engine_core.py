@@ -10,7 +10,7 @@ from paxkv.config import CacheConfig
 from paxkv.contracts.engine_output import EngineCoreOutput, StepOutputs, UtilityReply
 from paxkv.contracts.engine_request import AbortRequests, AddRequest, Shutdown, UtilityCall
 from paxkv.contracts.scheduler_output import CachedRequestData, SchedulerOutput
-from paxkv.engine.engine_core import MAX_EMPTY_STEPS, EngineCore
+from paxkv.engine.engine_core import MAX_EMPTY_STEPS, EngineCore, StepInFlight
 from paxkv.errors import InvariantError
 from paxkv.scheduler.scheduler import Scheduler
 from tests.paxkv.engine.fake_engine import (
@@ -362,3 +362,15 @@ def test_profile_is_recorded_by_the_executor() -> None:
     assert call("start_profile", "folder") == "true"
     assert call("start_profile", "other") == "false"
     assert call("stop_profile") == "true"
+
+
+def test_only_a_step_in_which_all_decode_tells_how_long_one_takes() -> None:
+    core = make_engine_core()
+    outputs = [core._scheduler.schedule()]
+    for prompt in ([5, 6], [7]):
+        core.handle(AddRequest(request=make_request(f"r{len(prompt)}", prompt)))
+        outputs.append(core._scheduler.schedule())
+        core.handle(AbortRequests(request_ids=[f"r{len(prompt)}"]))
+    steps = [StepInFlight(scheduler_output=output, handle=None, start_s=0.0) for output in outputs]
+    assert [step.num_scheduled_tokens for step in steps] == [0, 2, 1]
+    assert [step.is_burst for step in steps] == [False, False, True]

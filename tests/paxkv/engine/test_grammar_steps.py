@@ -14,6 +14,7 @@ from paxkv.engine.engine_core import EngineCore
 from paxkv.engine.grammar_steps import advance_grammars
 from paxkv.scheduler.async_scheduler import AsyncScheduler
 from paxkv.scheduler.scheduler import Scheduler
+from paxkv.structured_output.bound_request import GrammarEnd
 from paxkv.structured_output.grammar_manager import GrammarManager
 from paxkv.structured_outputs_params import StructuredOutputsParams
 from tests.paxkv.engine.fake_engine import (
@@ -262,6 +263,16 @@ def test_prompt_logprobs_come_also_where_nothing_may_follow(max_steps_in_flight:
     assert (last.finish_reason, last.new_token_ids) == ("stop", [])
     assert last.prompt_logprobs == [LOGPROBS]
     assert tokens_of(outputs, "b") == [7, 8] * 6
+
+
+def test_a_form_that_is_complete_while_its_request_waits_again_ends_it() -> None:
+    core = make_grammar_core(1)
+    core.handle(bound_request("a", [5], ["yes"]))
+    # As where it drew its last token and then lost its blocks to another.
+    core._grammars._ended["a"] = GrammarEnd()
+    (last,) = advance_grammars([], core._scheduler, core._grammars)
+    assert (last.request_id, last.finish_reason, last.new_token_ids) == ("a", "stop", [])
+    assert not core._scheduler.has_unfinished_requests()
     core.close()
 
 

@@ -11,7 +11,7 @@ from tests.paxkv.engine.fake_engine import make_engine_core, make_request
 
 @pytest.fixture
 def clock(monkeypatch):
-    now = [0.0]
+    now = [1.0]
     monkeypatch.setattr(request_clock.time, "perf_counter", lambda: now[0])
     return now
 
@@ -23,13 +23,13 @@ def _output(request_id, *token_ids):
 def test_queue_ends_with_the_first_step_and_prefill_with_the_first_token(clock):
     times = RequestClock()
     times.note_added("a")
-    clock[0] = 2.0
+    clock[0] = 3.0
     times.note_scheduled(["a"])
     clock[0] = 5.0
     # Preempted and scheduled anew: it does not wait for its first step any more.
     times.note_scheduled(["a"])
-    clock[0] = 7.0
-    (found,) = times.take_first_tokens([_output("a", 1), _output("b", 1)]).values()
+    clock[0] = 8.0
+    (found,) = times.take_first_tokens([_output("b", 1), _output("a", 1)]).values()
     assert (found.queue_s, found.prefill_s) == (2.0, 5.0)
     assert times.take_first_tokens([_output("a", 2)]) == {}
 

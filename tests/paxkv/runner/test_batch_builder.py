@@ -180,6 +180,37 @@ def test_token_that_only_the_device_knows_is_taken_from_there():
     assert built.num_drawn_np.tolist() == [1, 1]
 
 
+def test_token_drawn_before_the_last_step_is_nowhere():
+    batch, builder = make_batch_and_builder()
+    new_reqs = [new("a", [1, 2], [1]), new("b", [3, 4], [2])]
+    for req_id in "ab":
+        scheduled = output({req_id: 2}, [r for r in new_reqs if r.req_id == req_id])
+        built, _ = build(builder, batch, scheduled)
+        batch.note_drawn(built.rows_np, built.num_drawn_np)
+    with pytest.raises(InvariantError, match="'a' cannot compute 1 tokens up to position 3"):
+        build(builder, batch, output({"a": 1}, cached=running(("a", 2))))
+    _, views = build(builder, batch, output({"b": 1}, cached=running(("b", 2))))
+    assert views["token_source"][0] == 0
+
+
+def test_a_burst_begins_where_a_request_has_its_least_tokens():
+    batch, builder = make_batch_and_builder()
+
+    def draw(num_scheduled, num_computed, num_decode_steps=1):
+        new_reqs = [] if num_computed else [new("a", [1, 2, 3], [1], min_tokens=2)]
+        cached = running(("a", num_computed)) if num_computed else NO_CACHED
+        scheduled = output({"a": num_scheduled}, new_reqs, cached, num_decode_steps)
+        built, _ = build(builder, batch, scheduled)
+        batch.note_drawn(built.rows_np, built.num_drawn_np)
+        return built.num_drawn_np.tolist()
+
+    assert draw(3, 0) == [1]
+    with pytest.raises(InvariantError, match="a burst of 2 steps cannot change the logits"):
+        draw(2, 3, num_decode_steps=2)
+    assert draw(1, 3) == [1]
+    assert draw(2, 4, num_decode_steps=2) == [2]
+
+
 def test_last_token_of_a_burst_is_on_the_device_and_those_before_it_are_nowhere():
     batch, builder = make_batch_and_builder()
     first, _ = build(builder, batch, output({"a": 3}, [new("a", [1], [1])], num_decode_steps=3))
