@@ -1,5 +1,7 @@
 """Stop strings are found wherever the text is cut, and nothing more is held than needed."""
 
+import itertools
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +27,15 @@ def test_falls_back_to_the_border_inside_a_stop_string() -> None:
     # After "aba" comes "b": the second "a" may start "abac" anew.
     assert feed_all(["abac"], ["ababac"]) == StopStringMatch(stop_string="abac", num_chars=6)
     assert feed_all(["aab"], ["aaab"]) == StopStringMatch(stop_string="aab", num_chars=4)
+
+
+def test_every_short_stop_string_is_found_where_a_search_finds_it() -> None:
+    texts = ["".join(chars) for chars in itertools.product("ab", repeat=8)]
+    for stop in {text[:length] for text in texts for length in range(1, 6)}:
+        for text in texts:
+            match, start = feed_all([stop], [text]), text.find(stop)
+            assert (match is None) == (start < 0)
+            assert match is None or match.num_chars == start + len(stop)
 
 
 def test_holds_exactly_what_may_become_a_stop_string() -> None:
