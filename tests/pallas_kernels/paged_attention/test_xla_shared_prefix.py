@@ -101,6 +101,21 @@ def test_equals_reference_where_blocks_are_shared(name, attend):
         np.testing.assert_allclose(got_array, wanted, atol=5e-6, rtol=5e-6)
 
 
+@pytest.mark.parametrize("num_shared", [1, 4, 5, 8])
+def test_equals_reference_where_shared_blocks_are_several_products(num_shared, attend):
+    # One product is of 4 blocks.
+    case = dataclasses.replace(
+        SHARED_CASE, requests=((1, 570),) * MIN_ROWS, block_size=64, max_blocks_per_req=9
+    )
+    inputs = build_inputs(case)
+    tables = np.array(inputs.block_tables)
+    tables[:, :num_shared] = tables[0, :num_shared]
+    inputs = dataclasses.replace(inputs, block_tables=jnp.asarray(tables))
+    got = attend(inputs, paged_attention_xla)
+    for got_array, wanted in zip(got, attend(inputs, paged_attention_reference), strict=True):
+        np.testing.assert_allclose(got_array, wanted, atol=5e-6, rtol=5e-6)
+
+
 def test_shared_blocks_are_left_out_of_the_list_of_each_request(attend, monkeypatch):
     lists = []
     list_blocks = xla_decode.list_blocks
