@@ -1,5 +1,6 @@
 """The core's thread passes only bytes, sleeps when idle, and always says that it ended."""
 
+import asyncio
 import gc
 import queue
 import threading
@@ -120,6 +121,21 @@ def test_idle_engine_sleeps() -> None:
     # Of its own thread: what others do meanwhile is not its.
     assert time.clock_gettime(clock) - cpu_s < 0.15
     transport.close()
+
+
+def test_an_engine_that_is_given_up_is_heard_of_once_and_no_more() -> None:
+    heard, loop = [], asyncio.new_event_loop()
+    with running() as transport:
+        before = set(threading.enumerate())
+        transport.deliver_on(loop, heard.append)
+        (receiver,) = set(threading.enumerate()) - before
+        for reason in ("no use", "still none"):
+            transport.give_up(reason)
+        # The engine's own last message comes here.
+        receiver.join(TIMEOUT_S)
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    assert heard == [EngineDead(reason="no use")]
 
 
 def test_waiting_messages_are_obeyed_before_the_next_step() -> None:
