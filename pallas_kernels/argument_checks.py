@@ -1,4 +1,7 @@
-"""Checks of shapes and dtypes that the public ops share; their errors say got and wanted."""
+"""Checks of shapes, dtypes and numbers that the public ops share; errors say got and wanted."""
+
+import math
+import numbers
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +13,9 @@ def require_shape(
     """Checks a shape against sizes (int) and free dimensions (their names).
 
     Raises:
-        ValueError: The rank or a size differs.
+        ValueError: The rank or a size differs, or it is no array.
     """
+    _require_array(op_name, arg_name, array)
     fits = len(array.shape) == len(wanted) and all(
         isinstance(size, str) or size == got for got, size in zip(array.shape, wanted, strict=True)
     )
@@ -36,16 +40,22 @@ def require_int32(op_name: str, **arrays: jax.Array) -> None:
 
 
 def require_float(op_name: str, **arrays: jax.Array) -> None:
-    """Checks that arrays of values are of a float dtype.
+    """Checks that arrays of values are of a float dtype of 16 bits or more.
 
     Raises:
         ValueError: One is not.
     """
     for arg_name, array in arrays.items():
-        if not jnp.issubdtype(array.dtype, jnp.floating):
+        if not is_wide_float(array.dtype):
             raise ValueError(
-                f"{op_name}: {arg_name} has the wrong dtype: got {array.dtype}, wanted a float."
+                f"{op_name}: {arg_name} has the wrong dtype: got {array.dtype}, "
+                "wanted a float of 16 bits or more."
             )
+
+
+def is_wide_float(dtype: jnp.dtype) -> bool:
+    """Whether it is a float of 16 bits or more; JAX promotes no narrower one."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
 
 
 def require_scalar(op_name: str, arg_name: str, array: jax.Array) -> None:
@@ -54,6 +64,7 @@ def require_scalar(op_name: str, arg_name: str, array: jax.Array) -> None:
     Raises:
         ValueError: It is not.
     """
+    _require_array(op_name, arg_name, array)
     if array.shape != () or array.dtype != jnp.int32:
         raise ValueError(
             f"{op_name}: {arg_name} must be one integer: "
@@ -62,12 +73,50 @@ def require_scalar(op_name: str, arg_name: str, array: jax.Array) -> None:
 
 
 def require_at_least(op_name: str, arg_name: str, value: int, minimum: int) -> None:
-    """Checks a static integer against its smallest allowed value.
+    """Checks that a static number is an integer of `minimum` or more that fits int32.
 
     Raises:
-        ValueError: It is below.
+        ValueError: It is not.
     """
+    if not isinstance(value, numbers.Integral):
+        raise ValueError(
+            f"{op_name}: {arg_name} must be an integer: got {value!r}, wanted at least {minimum}."
+        )
     if value < minimum:
         raise ValueError(
             f"{op_name}: {arg_name} is too small: got {value}, wanted at least {minimum}."
+        )
+    largest = jnp.iinfo(jnp.int32).max
+    if value > largest:
+        raise ValueError(
+            f"{op_name}: {arg_name} is too large: got {value}, wanted at most {largest}."
+        )
+
+
+def require_finite(op_name: str, arg_name: str, value: float) -> None:
+    """Checks that a static number is one, neither infinite nor NaN.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if not (isinstance(value, numbers.Real) and math.isfinite(value)):
+        raise ValueError(f"{op_name}: {arg_name} must be a finite number: got {value!r}.")
+
+
+def require_not_empty(op_name: str, arg_name: str, array: jax.Array) -> None:
+    """Checks that an array has elements.
+
+    Raises:
+        ValueError: It has none.
+    """
+    if 0 in array.shape:
+        raise ValueError(
+            f"{op_name}: {arg_name} is empty: got {list(array.shape)}, wanted no axis of size 0."
+        )
+
+
+def _require_array(op_name: str, arg_name: str, value: object) -> None:
+    if not (hasattr(value, "shape") and hasattr(value, "dtype")):
+        raise ValueError(
+            f"{op_name}: {arg_name} must be an array: got {value!r} of {type(value).__name__}."
         )

@@ -7,7 +7,7 @@ A token's slot is `block_id * block_size + position % block_size`, counted insid
 
 import jax
 
-from pallas_kernels.argument_checks import require_scalar, require_shape
+from pallas_kernels.argument_checks import require_not_empty, require_scalar, require_shape
 
 INT32_MAX = 2**31 - 1
 CACHE_DIMS = ("num_rows", "num_blocks", "num_kv_heads", "block_size")
@@ -36,10 +36,13 @@ def pad_slot(num_rows: int, num_blocks: int, block_size: int) -> int:
 def check_kv_caches(op_name: str, k_cache: jax.Array, v_cache: jax.Array) -> None:
     """Checks that K and V caches have the layout above and differ at most in head_dim.
 
+    That of V may be 0: a cache of latents has no V.
+
     Raises:
         ValueError: They do not.
     """
     require_shape(op_name, "k_cache", k_cache, (*CACHE_DIMS, "head_dim"))
+    require_not_empty(op_name, "k_cache", k_cache)
     require_shape(op_name, "v_cache", v_cache, (*k_cache.shape[:4], "v_head_dim"))
 
 

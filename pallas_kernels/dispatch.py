@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.target import Target, default_target
 
@@ -92,6 +94,8 @@ def run_op(
     Raises:
         ValueError: The op has no body of this name, or the named body cannot do this call.
     """
+    # NumPy's arrays have not all the methods that bodies use.
+    args = tuple(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in args)
     name = implementation
     if name is None:
         name = preferred_body(op_name, bodies, target or default_target(), *args, **kwargs)

@@ -8,7 +8,7 @@ chooses the scales once, before the first write: they belong to the model, not t
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.argument_checks import require_float, require_shape
+from pallas_kernels.argument_checks import is_wide_float, require_float, require_shape
 
 # dtype -> the largest magnitude that is stored.
 LARGEST_STORED = {"int8": 127.0, "float8_e4m3fn": 448.0}
@@ -54,7 +54,11 @@ def check_scales(
     """
     for arg_name, cache, scale in (("k", k_cache, k_scale), ("v", v_cache, v_scale)):
         if not is_quantised(cache.dtype):
-            require_float(op_name, **{f"{arg_name}_cache": cache})
+            if not is_wide_float(cache.dtype):
+                raise ValueError(
+                    f"{op_name}: {arg_name}_cache has the wrong dtype: got {cache.dtype}, wanted a "
+                    f"float of 16 bits or more, or one of {sorted(LARGEST_STORED)}."
+                )
             if scale is not None:
                 raise ValueError(
                     f"{op_name}: {arg_name}_scale belongs to a quantised cache: got one beside a "

@@ -5,15 +5,16 @@ import jax.numpy as jnp
 
 from pallas_kernels.argument_checks import (
     require_at_least,
+    require_finite,
     require_float,
     require_int32,
+    require_not_empty,
     require_shape,
 )
 from pallas_kernels.cache_layout import check_row
 from pallas_kernels.dispatch import Body, mosaic_bodies, run_op
 from pallas_kernels.mla_decode.reference import mla_decode_reference
 from pallas_kernels.mla_decode.xla import mla_decode_xla
-from pallas_kernels.quantised_cache import is_quantised
 from pallas_kernels.target import Target
 
 _OP = "mla_decode"
@@ -86,6 +87,7 @@ def mla_decode(
         *(_OP, "kv_cache", kv_cache),
         ("num_rows", "num_blocks", 1, "block_size", "latent_dim + rope_dim"),
     )
+    require_not_empty(_OP, "kv_cache", kv_cache)
     require_shape(_OP, "q", q, ("num_tokens", "num_q_heads", kv_cache.shape[-1]))
     require_shape(_OP, "block_tables", block_tables, ("num_reqs", "max_blocks_per_req"))
     num_reqs = block_tables.shape[0]
@@ -96,7 +98,8 @@ def mla_decode(
         _OP, block_tables=block_tables, seq_lens=seq_lens, query_start_loc=query_start_loc
     )
     check_row(_OP, row, num_rows=kv_cache.shape[0])
-    _check_static(kv_cache, latent_dim)
+    require_finite(_OP, "scale", scale)
+    _check_latent_dim(kv_cache, latent_dim)
     if 0 in (*q.shape, *block_tables.shape):  # no tokens, requests or blocks: nothing is seen
         out = jnp.zeros((*q.shape[:2], latent_dim), q.dtype)
         return (out, jnp.full(q.shape[:2], -jnp.inf, jnp.float32)) if return_lse else out
@@ -109,15 +112,10 @@ def mla_decode(
     return (out, lse) if return_lse else out
 
 
-def _check_static(kv_cache: jax.Array, latent_dim: int) -> None:
+def _check_latent_dim(kv_cache: jax.Array, latent_dim: int) -> None:
     require_at_least(_OP, "latent_dim", latent_dim, 1)
     if latent_dim > kv_cache.shape[-1]:
         raise ValueError(
             f"{_OP}: latent_dim is too large: got {latent_dim}, "
             f"wanted at most the cache's last axis, {kv_cache.shape[-1]}."
-        )
-    if is_quantised(kv_cache.dtype):
-        raise ValueError(
-            f"{_OP}: the cache cannot be quantised: got {kv_cache.dtype}, wanted a float of 16 "
-            "bits or more."
         )

@@ -104,7 +104,9 @@ def _add_blocks(
     # weights underflow to 0.
     weights = jnp.exp(logits - largest[readable_req][..., None])
     values = latents[..., :latent_dim]
-    sums = product_f32("nhp,npd->nhd", weights.astype(values.dtype), values)
+    # In the wider of q's dtype and the cache's, as in `paged_attention`.
+    weights_dtype = jnp.promote_types(q.dtype, values.dtype)
+    sums = product_f32("nhp,npd->nhd", weights.astype(weights_dtype), values)
     return RunningSoftmax(
         largest,
         (softmax.denominator * rescale).at[req_idx].add(weights.sum(axis=-1), mode="drop"),

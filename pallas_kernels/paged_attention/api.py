@@ -5,8 +5,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.argument_checks import (
     require_at_least,
+    require_finite,
     require_float,
     require_int32,
+    require_not_empty,
     require_shape,
 )
 from pallas_kernels.cache_layout import check_kv_caches, check_row
@@ -103,6 +105,7 @@ def paged_attention(
     _check_arrays(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc)
     check_row(_OP, row, num_rows=k_cache.shape[0])
     check_scales(_OP, k_cache, v_cache, k_scale, v_scale)
+    require_finite(_OP, "scale", scale)
     _check_rules(is_causal, sliding_window, chunk_size, soft_cap, max_query_len)
     if sinks is not None:
         require_shape(_OP, "sinks", sinks, (q.shape[1],))
@@ -151,7 +154,10 @@ def _check_rules(
             f"{_OP}: too many limits on what a token sees: got {given} with {is_causal=}, wanted "
             "at most one, and none where attention is not causal."
         )
-    if soft_cap is not None and not soft_cap > 0:
+    if soft_cap is None:
+        return
+    require_finite(_OP, "soft_cap", soft_cap)
+    if soft_cap <= 0:
         raise ValueError(
             f"{_OP}: soft_cap is out of range: got {soft_cap}, wanted more than 0 or None."
         )
@@ -168,11 +174,7 @@ def _check_arrays(
     check_kv_caches(_OP, k_cache, v_cache)
     _, _, num_kv_heads, _, head_dim = k_cache.shape
     require_shape(_OP, "q", q, ("num_tokens", "num_q_heads", head_dim))
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if 0 in cache.shape:
-            raise ValueError(
-                f"{_OP}: {name} is empty: got {list(cache.shape)}, wanted no axis of size 0."
-            )
+    require_not_empty(_OP, "v_cache", v_cache)
     if q.shape[1] % num_kv_heads:
         raise ValueError(
             f"{_OP}: q has the wrong number of heads: got {q.shape[1]}, "

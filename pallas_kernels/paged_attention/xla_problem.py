@@ -9,8 +9,9 @@ from jax import lax
 
 from pallas_kernels.quantised_cache import is_quantised
 
-# Masked logits and empty running maxima. Finite, because -inf minus -inf is NaN.
-MASKED_LOGIT = -1e30
+# Masked logits and empty running maxima: below every logit, and finite, because -inf minus -inf is
+# NaN.
+MASKED_LOGIT = float(jnp.finfo(jnp.float32).min)
 
 
 class RunningSoftmax(NamedTuple):

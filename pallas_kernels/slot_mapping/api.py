@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.argument_checks import require_at_least, require_int32, require_shape
-from pallas_kernels.cache_layout import INT32_MAX
 from pallas_kernels.dispatch import Body, mosaic_bodies, run_op
 from pallas_kernels.slot_mapping.reference import slot_mapping_reference
 from pallas_kernels.slot_mapping.xla import slot_mapping_xla
@@ -77,11 +76,6 @@ def slot_mapping(
     )
     require_at_least("slot_mapping", "block_size", block_size, 1)
     require_at_least("slot_mapping", "pad_slot", pad_slot, 0)
-    if pad_slot > INT32_MAX:
-        raise ValueError(
-            f"slot_mapping: pad_slot does not fit int32: got {pad_slot}, "
-            f"wanted at most {INT32_MAX}."
-        )
     _check_context_parallel(block_size, cp_world_size, cp_rank, cp_interleave)
     if not block_tables.size:  # no request, or none with a block: all tokens are padding
         return jnp.full(positions.shape, pad_slot, jnp.int32)

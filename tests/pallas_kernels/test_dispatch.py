@@ -5,6 +5,7 @@ import sys
 import types
 
 import jax
+import numpy as np
 import pytest
 
 from pallas_kernels.dispatch import (
@@ -87,6 +88,12 @@ def test_arguments_and_options_reach_the_body(bodies, new_jax):
     assert run_op("fake", bodies, "xla", CPU, 7, scale=2) == ("xla", 7, {"scale": 2})
     got = run_op("fake", bodies, None, HOPPER, 7, scale=2)
     assert got == ("mosaic_gpu", 7, False, {"scale": 2})
+
+
+def test_bodies_get_the_arrays_of_numpy_as_those_of_jax(bodies):
+    _, got, _ = run_op("fake", bodies, "xla", CPU, np.arange(3, dtype=np.int32))
+    assert isinstance(got, jax.Array)
+    np.testing.assert_array_equal(got, [0, 1, 2])
 
 
 def test_without_a_target_the_default_device_counts(bodies):

@@ -117,6 +117,10 @@ def test_a_scale_for_each_quantised_cache_is_accepted():
         ({"k_scale": (4,)}, r"k_scale has the wrong shape: got \[4\], wanted \[3\]"),
         ({"v_scale": (3, 1)}, r"v_scale has the wrong shape: got \[3, 1\], wanted \[3\]"),
         ({"k_dtype": "int32", "k_scale": None}, "k_cache has the wrong dtype: got int32"),
+        (
+            {"v_dtype": "float8_e5m2", "v_scale": None},
+            "v_cache .* got float8_e5m2, wanted a float of 16 bits or more, or one of .*'int8'",
+        ),
     ],
 )
 def test_scales_that_do_not_fit_are_refused(options, message):

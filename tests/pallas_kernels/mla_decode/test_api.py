@@ -46,10 +46,14 @@ def test_every_implementation_returns_output_and_lse(implementation):
         ({"block_tables": ((3, 5), jnp.uint32)}, "block_tables .* got uint32, wanted int32"),
         ({"q": ((6, 4, 48), jnp.int32)}, "q has the wrong dtype: got int32"),
         ({"kv_cache": ((2, 9, 1, 16, 48), jnp.int8)}, "kv_cache has the wrong dtype: got int8"),
+        (
+            {"kv_cache": ((2, 9, 1, 0, 48), jnp.float32)},
+            r"kv_cache is empty: got \[2, 9, 1, 0, 48\]",
+        ),
         ({"row": ((1,), jnp.int32)}, r"row must be one integer: got int32\[1\]"),
         (
             {"kv_cache": ((2, 9, 1, 16, 48), jnp.float8_e4m3fn)},
-            "the cache cannot be quantised: got float8_e4m3fn",
+            "kv_cache .* got float8_e4m3fn, wanted a float of 16 bits or more",
         ),
     ],
 )
@@ -60,7 +64,11 @@ def test_arrays_that_do_not_fit_are_refused(changes, message):
 
 @pytest.mark.parametrize(
     ("latent_dim", "message"),
-    [(0, "latent_dim is too small: got 0"), (49, "latent_dim is too large: got 49, .* 48")],
+    [
+        (0, "latent_dim is too small: got 0"),
+        (49, "latent_dim is too large: got 49, .* 48"),
+        (32.0, "latent_dim must be an integer: got 32.0"),
+    ],
 )
 def test_a_latent_that_is_not_in_the_cache_is_refused(latent_dim, message):
     with pytest.raises(ValueError, match=message):

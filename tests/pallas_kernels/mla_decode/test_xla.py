@@ -1,5 +1,7 @@
 """Tests of `mla_decode/xla.py`: against the reference, and its promises on memory."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +23,14 @@ def test_equals_reference(case, attend, attend_by_reference):
     for got, wanted in zip(pair, attend_by_reference(case), strict=True):
         tolerance = TOLERANCES[case.dtype]
         np.testing.assert_allclose(got, wanted, atol=tolerance, rtol=tolerance)
+
+
+def test_float32_queries_lose_nothing_to_a_narrower_cache(attend):
+    inputs = build_inputs(MLADecodeCase(name="", requests=((1, 40), (1, 9))))
+    inputs = dataclasses.replace(inputs, kv_cache=inputs.kv_cache.astype(jnp.bfloat16))
+    pairs = (attend(inputs, body) for body in (mla_decode_xla, mla_decode_reference))
+    for got, wanted in zip(*pairs, strict=True):
+        np.testing.assert_allclose(got, wanted, atol=5e-6, rtol=5e-6)
 
 
 # One padded shape for all drawn batches, so that each body compiles once.

@@ -26,9 +26,8 @@ def shape_of_result(changes, **options):
     arguments = {
         name: jax.ShapeDtypeStruct(*changes.get(name, shape)) for name, shape in SHAPES.items()
     }
-    return jax.eval_shape(
-        lambda arguments: paged_attention(**arguments, scale=1.0, **options), arguments
-    )
+    options = {"scale": 1.0, **options}
+    return jax.eval_shape(lambda arguments: paged_attention(**arguments, **options), arguments)
 
 
 def test_result_has_the_shape_and_dtype_of_q():
@@ -69,6 +68,10 @@ def test_a_quantised_cache_gives_the_dtype_of_q(dtype):
         ({"k_cache": ((2, 5, 2, 16), jnp.float32)}, r"k_cache .* got \[2, 5, 2, 16\]"),
         ({"v_cache": ((2, 5, 1, 16, 32), jnp.float32)}, r"v_cache .* wanted \[2, 5, 2, 16, v_head"),
         ({"row": ((1,), jnp.int32)}, r"row must be one integer: got int32\[1\]"),
+        (
+            {name: ((2, 5, 2, 16, 32), jnp.float8_e5m2) for name in ("k_cache", "v_cache")},
+            "k_cache .* got float8_e5m2, wanted a float of 16 bits or more, or one of",
+        ),
         ({"row": ((), jnp.float32)}, r"row must be one integer: got float32\[\]"),
         ({"block_tables": ((3,), jnp.int32)}, "block_tables has the wrong shape"),
         ({"block_tables": ((3, 2), jnp.uint32)}, "block_tables .* got uint32, wanted int32"),
@@ -97,7 +100,10 @@ def test_arrays_that_do_not_fit_are_refused(changes, message):
         ),
         ({"chunk_size": 4, "is_causal": False}, r"too many limits .* got {'chunk_size': 4}"),
         ({"soft_cap": 0.0}, "soft_cap is out of range: got 0.0"),
-        ({"soft_cap": float("nan")}, "soft_cap is out of range: got nan"),
+        ({"soft_cap": float("inf")}, "soft_cap must be a finite number: got inf"),
+        ({"scale": float("nan")}, "scale must be a finite number: got nan"),
+        ({"sliding_window": 2**31}, "sliding_window is too large: got 2147483648"),
+        ({"chunk_size": 4.0}, "chunk_size must be an integer: got 4.0"),
         ({"k_scale": np.ones(2, np.float32)}, "k_scale belongs to a quantised cache"),
         ({"sinks": np.zeros(3, np.float32)}, r"sinks .* got \[3\], wanted \[4\]"),
         ({"sinks": np.zeros(4, np.int32)}, "sinks has the wrong dtype: got int32"),
@@ -203,6 +209,23 @@ def test_where_there_is_nothing_to_see_the_result_says_so(implementation, sizes)
     )
     np.testing.assert_array_equal(out, np.zeros((num_tokens, 4, 16)))
     np.testing.assert_array_equal(lse, np.full((num_tokens, 4), -np.inf))
+
+
+@pytest.mark.parametrize("num_query", [1, 2])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_logits_far_below_zero_are_no_masked_ones(num_query, batch_invariant):
+    # Every key seen has the logit -1e32, the other half of the block is not written.
+    k_cache = jnp.full((1, 1, 1, 8, 1), -1e16)
+    v_cache = jnp.full((1, 1, 1, 8, 1), jnp.nan).at[:, :, :, :4].set(3.0)
+    out, lse = paged_attention(
+        *(jnp.full((num_query, 1, 1), 1e16), k_cache, v_cache, 0, jnp.zeros((1, 1), jnp.int32)),
+        *(jnp.array([4], jnp.int32), jnp.array([0, num_query], jnp.int32)),
+        scale=1.0,
+        return_lse=True,
+        batch_invariant=batch_invariant,
+    )
+    np.testing.assert_array_equal(out, np.full((num_query, 1, 1), 3.0))
+    np.testing.assert_allclose(lse, np.full((num_query, 1), -1e32), rtol=1e-6)
 
 
 def test_an_empty_cache_is_refused():

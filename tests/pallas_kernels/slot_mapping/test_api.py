@@ -60,7 +60,7 @@ def test_arrays_that_do_not_fit_are_refused(changes, message):
     [
         ({"block_size": 0}, "block_size is too small: got 0, wanted at least 1"),
         ({"pad_slot": -1}, "pad_slot is too small: got -1, wanted at least 0"),
-        ({"pad_slot": 2**31}, "pad_slot does not fit int32: got 2147483648"),
+        ({"pad_slot": 2**31}, "pad_slot is too large: got 2147483648, wanted at most"),
         ({"cp_world_size": 0}, "cp_world_size is too small: got 0, wanted at least 1"),
         ({"cp_interleave": 0}, "cp_interleave is too small: got 0, wanted at least 1"),
         ({"cp_rank": 1}, r"cp_rank is out of range: got 1, wanted \[0, 1\)"),
