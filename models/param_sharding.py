@@ -25,7 +25,8 @@ _LINEAR_SPECS = {
 def param_spec(name: str, *, is_transposed: bool = False) -> PartitionSpec:
     """The spec of a parameter such as "layers.0.self_attn.q_proj.kernel", or "....kernel.0".
 
-    A panel [in, width] of a kernel (`models/loading/column_panels.py`) is split as the kernel is.
+    A panel of a kernel (`models/loading/column_panels.py`) is whole on every device: panels are for
+    one core, and their columns need not divide as the kernel's do.
 
     Heads and the MLP's inner width are split, the vocabulary too; norms are whole on every device.
 
@@ -37,7 +38,7 @@ def param_spec(name: str, *, is_transposed: bool = False) -> PartitionSpec:
     """
     parts = name.split(".")
     if parts[-1].isdecimal():
-        parts.pop()
+        return _REPLICATED
     *_, module, kind = parts
     if kind in ("scale", "offset"):
         return _REPLICATED

@@ -101,7 +101,7 @@ class Linear(nnx.Module):
     ) -> list[jax.Array]:  # f[num_tokens, columns of a panel]
         """The same in pieces, one a panel: what works on each number alone needs them not joined.
 
-        Layers of as many `out_features` have the same pieces.
+        Layers of one model that have as many `out_features` have the same pieces.
         """
         products = self._products(x)
         if self.bias is not None:

@@ -43,7 +43,7 @@ def _stretches(arrays: Iterable[jax.Array]) -> list[tuple[int, int]]:
     pieces = [
         (shard.data.unsafe_buffer_pointer(), shard.data.nbytes)
         for array in arrays
-        if array.is_fully_addressable
+        if array.is_fully_addressable and not array.is_deleted()
         for shard in array.addressable_shards
         if shard.device.platform == "cpu"
     ]

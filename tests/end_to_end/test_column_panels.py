@@ -44,10 +44,10 @@ def answers(checkpoint, monkeypatch):
         loaded.append(load_model(*args, **settings))
         return loaded[-1]
 
-    def answers(num_cores: int) -> tuple[list[list[int]], int]:
+    def answers(num_cores: int, *has: str) -> tuple[list[list[int]], int]:
         for module in (build, warmup):
             monkeypatch.setattr(module, "num_threads", lambda: num_cores)
-            monkeypatch.setattr(module, "instruction_sets", lambda: frozenset(["avx2"]))
+            monkeypatch.setattr(module, "instruction_sets", lambda: frozenset(has))
         monkeypatch.setattr(build, "load_model", load_and_keep)
         with LLM(str(checkpoint), enable_compilation_cache=False, **SETTINGS) as llm:
             outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
@@ -58,8 +58,9 @@ def answers(checkpoint, monkeypatch):
     return answers
 
 
-def test_answers_are_those_of_whole_kernels(answers):
-    whole, num_panelled = answers(num_cores=2)
+# Of the layer q, o, gate, up and down, and the head; with panels of 512 only those of 1,024.
+@pytest.mark.parametrize(("has", "num_wanted"), [(["avx2"], 6), (["avx2", "avx512f"], 3)])
+def test_answers_are_those_of_whole_kernels(answers, has, num_wanted):
+    whole, num_panelled = answers(2, *has)
     assert num_panelled == 0
-    # Of the layer q, o, gate, up and down; and the head. On a CPU alone.
-    assert answers(num_cores=1) == (whole, 6 if jax.default_backend() == "cpu" else 0)
+    assert answers(1, *has) == (whole, num_wanted if jax.default_backend() == "cpu" else 0)

@@ -31,13 +31,8 @@ def test_attention_and_mlp_need_one_sum_each() -> None:
     assert param_spec("layers.0.self_attn.o_proj.bias") == PartitionSpec()
 
 
-def test_a_panel_is_split_as_its_kernel_is() -> None:
-    for kernel in (
-        "layers.0.mlp.up_proj.kernel",
-        "layers.0.mlp.down_proj.kernel",
-        "lm_head.kernel",
-    ):
-        assert param_spec(f"{kernel}.12") == param_spec(kernel)
+def test_panels_of_a_kernel_are_whole_on_every_device() -> None:
+    assert param_spec("layers.0.mlp.up_proj.kernel.12") == PartitionSpec()
 
 
 def test_kernels_that_are_turned_are_split_along_the_same_features() -> None:

@@ -67,6 +67,31 @@ def test_panels_side_by_side_are_the_kernel(out_features, width, widths):
     np.testing.assert_array_equal(np.concatenate(panels, axis=1), kernel)
 
 
+@pytest.mark.parametrize(
+    ("out_features", "num_panels", "width"), [(512, 64, 8), (513, 33, 16), (2000, 63, 32)]
+)
+def test_a_very_wide_kernel_has_wider_panels(out_features, num_panels, width):
+    """Each is time to compile."""
+    panels = in_panels(random_array(2, out_features), 8)
+    assert (len(panels), panels[0].shape) == (num_panels, (2, width))
+
+
+def test_a_panel_that_is_deleted_takes_no_other_with_it():
+    kernel = random_array(512, 1024)
+    first, *others = in_panels(kernel)
+    first.delete()
+    np.testing.assert_array_equal(np.concatenate(others, axis=1), kernel[:, 256:])
+
+
+@pytest.mark.parametrize("num_tokens", [16, 512])
+def test_panels_need_no_more_memory_than_their_product_once_more(num_tokens):
+    linear = Linear(64, 1024, use_bias=False, dtype=jnp.float32)
+    linear.kernel.set_value(in_panels(random_array(64, 1024)))
+    program = jax.jit(linear.product).lower(jnp.zeros((num_tokens, 64))).compile()
+    memory = program.memory_analysis()
+    assert memory.temp_size_in_bytes <= memory.output_size_in_bytes
+
+
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="panels are for CPUs")
 def test_panels_of_a_kernel_are_one_piece_of_memory():
     """So they can lie in huge pages, which are larger than most panels."""
@@ -142,7 +167,7 @@ def test_logits_are_those_of_whole_kernels(tmp_path, tie, loops_over_layers):
             np.testing.assert_array_equal(split.pop(name), array)
     assert not split
     specs = dict(zip(models[1].param_names, models[1].param_specs, strict=True))
-    assert specs["layers.1.mlp.down_proj.kernel.1"] == PartitionSpec("model", None)
+    assert specs["layers.1.mlp.down_proj.kernel.1"] == PartitionSpec()
     kernels = dataclasses.replace(models[0].kernels, loops_over_layers=loops_over_layers)
     steppers = [PagedStepper(model.with_kernels(kernels)) for model in models]
     for chunk in ({0: [3, 4, 5, 6], 1: list(range(7, 30)), 2: [8]}, {0: [9], 2: [10]}):
