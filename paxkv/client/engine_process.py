@@ -80,6 +80,7 @@ class EngineProcess:
         self._context = zmq.Context()
         self._lock = threading.Lock()
         self._is_released = False
+        self._is_starting = True
         self.num_sent = 0
         self._inputs: zmq.Socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -136,8 +137,10 @@ class EngineProcess:
                 case ModelFound(folder=folder):
                     on_model_found(Path(folder))
                 case EngineReady() as ready:
+                    self._is_starting = False
                     return ready
                 case EngineStartFailed(message=message, is_mistake=is_mistake):
+                    self._is_starting = False
                     raise ConfigError(message) if is_mistake else EngineDeadError(message)
                 case other:
                     raise InvariantError(f"{type(other).__name__} came before EngineReady.")
@@ -178,13 +181,16 @@ class EngineProcess:
             return None
 
     def end(self) -> None:
-        """Ends the process after the step that it computes now; may be repeated."""
-        try:
-            self.send(Shutdown())
-            self.wait(CLOSE_TIMEOUT_S)
-        except EngineDeadError:
-            # It is still starting: nothing is lost with it.
+        """Ends the process after the step that it computes now; may be repeated.
+
+        One that is still starting ends at once: it would hear of nothing, and nothing is lost.
+        """
+        if self._is_starting:
             self._process.kill()
+        else:
+            with contextlib.suppress(EngineDeadError):
+                self.send(Shutdown())
+                self.wait(CLOSE_TIMEOUT_S)
         self._process.stdin.close()  # which ends it without more ado
         if self.wait(_EXIT_TIMEOUT_S) is None:
             self._process.kill()

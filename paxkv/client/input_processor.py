@@ -114,7 +114,10 @@ class InputProcessor:
         if max_tokens is None:
             max_tokens, is_default = self._default_max_tokens, True
         if num_kept is not None:
-            token_ids = self._truncate(token_ids, num_kept, max_tokens, is_default=is_default)
+            min_tokens = sampling_params.min_tokens
+            token_ids = self._truncate(
+                token_ids, num_kept, max_tokens, min_tokens=min_tokens, is_default=is_default
+            )
         self._check_prompt_length(len(token_ids))
         # Not before: there may be millions.
         self._check_token_ids(token_ids)
@@ -147,13 +150,15 @@ class InputProcessor:
         num_kept: int | Literal["auto"],
         max_tokens: int | None,
         *,
+        min_tokens: int,
         is_default: bool,
     ) -> list[int]:
         """The last tokens of a prompt, as many as `truncate_prompt_tokens` says.
 
         With -1, `max_tokens` have their room: of 100 in all, 40 leave 60 of each longer prompt.
         "auto", and -1 where they are a default, cut no prompt that fits by itself: 80 tokens stay,
-        and 150 become 60, or 50 where more than half of the room would go to the output.
+        and 150 become 60, or 50 where more than half of the room would go to the output, but for
+        `min_tokens`.
 
         Raises:
             InvalidRequestError: With -1, `max_tokens` leave no room for any prompt.
@@ -166,9 +171,10 @@ class InputProcessor:
             if self._max_prompt_tokens is not None:
                 most_kept = min(most_kept, self._max_prompt_tokens)
             if is_default:
-                if len(token_ids) <= most_kept:
+                min_tokens = min(max(min_tokens, 1), most - 1)
+                if len(token_ids) <= min(most_kept, most - min_tokens):
                     return token_ids
-                room = min(room, most // 2)
+                room = min(room, max(most // 2, min_tokens))
             elif room >= most:
                 raise InvalidRequestError(
                     f"max_tokens={room} leaves no room for a prompt, which truncate_prompt_tokens="

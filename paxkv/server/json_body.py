@@ -53,7 +53,8 @@ async def read_body(
     content_encoding = ", ".join(request.headers.getlist("content-encoding"))
     if not _PLAIN_ENCODINGS.issuperset(re.split(r"[\s,]+", content_encoding.lower())):
         raise UnsupportedMediaTypeError(
-            f"the body must not be compressed, got {content_encoding=}; send it as it is."
+            f"content_encoding must be identity or absent, got {content_encoding!r}; send the body "
+            "as it is, not compressed."
         )
     body = await _read_body(request, max_body_bytes)
     if len(body) <= _SHORT_BODY_BYTES:

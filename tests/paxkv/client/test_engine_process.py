@@ -162,6 +162,16 @@ def test_step_that_hangs_does_not_keep_the_process(monkeypatch: pytest.MonkeyPat
         assert not is_running(process.pid)
 
 
+def test_start_that_is_given_up_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "CLOSE_TIMEOUT_S", TIMEOUT_S)
+    with starting(start_s=3600) as process:
+        process._connect_inputs(receive(process).input_endpoint)
+        start = time.monotonic()
+        process.end()
+        assert time.monotonic() - start < TIMEOUT_S
+        assert process.wait(0) == -signal.SIGKILL
+
+
 # Prints the engine's process id, and whether it is ready.
 _PARENT = """
 import sys, time

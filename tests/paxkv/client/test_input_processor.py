@@ -449,7 +449,7 @@ def _cut(
 ) -> tuple[int, int]:
     """Tokens of prompt and output that are left of so many."""
     prompt = {"prompt_token_ids": list(range(num_tokens)), "truncate_prompt_tokens": how}
-    params = SamplingParams(max_tokens=max_tokens)
+    params = SamplingParams(max_tokens=max_tokens, min_tokens=changes.pop("min_tokens", 0))
     request = make(**changes).process(prompt, params, request_id="r", cuts_max_tokens=cuts)
     num_kept = len(request.prompt_token_ids)
     assert request.prompt_token_ids == list(range(num_tokens - num_kept, num_tokens))
@@ -490,11 +490,11 @@ def test_a_prompt_is_cut_to_what_is_not_refused_afterwards() -> None:
     for how, num_tokens, max_tokens, changes, wanted in (
         (-1, 150, 20, small, (21, 20)),
         (-1, 150, None, small, (40, 1)),
-        ("auto", 40, 60, small, (40, 1)),
         ("auto", 41, 60, small, (21, 20)),
         ("auto", 8, 60, small, (8, 33)),
         (-1, 150, 20, {"max_prompt_tokens": 32}, (32, 20)),
         ("auto", 32, 80, {"max_prompt_tokens": 32}, (32, 68)),
         ("auto", 33, 20, {"max_prompt_tokens": 32}, (32, 20)),
+        ("auto", 150, 90, {"min_tokens": 70}, (30, 70)),
     ):
         assert _cut(how, num_tokens, max_tokens, **changes) == wanted
