@@ -77,8 +77,8 @@ class Linear(nnx.Module):
     and `in_features` of o and down.
 
     The kernel may be of fewer bits than x (`models/loading/product_dtype.py`): then x is rounded to
-    them as well, and a kernel of int8 is [out, in] (`dot_int8`). Or it may be a tuple of
-    panels of columns (`models/loading/column_panels.py`).
+    them as well, and a kernel of int8 is [out, in] (`dot_int8`). Or it may be a tuple of panels
+    of its columns (`models/loading/column_panels.py`).
     """
 
     def __init__(

@@ -56,6 +56,15 @@ def wait_for_closed_port(server: FakeServer) -> None:
         assert time.monotonic() < deadline
 
 
+def wait_for_only_child(pid: int) -> int:
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    deadline = time.monotonic() + TIMEOUT_S
+    while not children.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return only_child(pid)
+
+
 def test_text_of_a_model_is_read_without_its_weights(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -230,12 +239,7 @@ def test_interrupted_start_leaves_no_engine_and_no_file(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with start_process(start_s=3600) as process:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        deadline = time.monotonic() + TIMEOUT_S
-        while not children.read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        engine_pid = only_child(process.pid)
+        engine_pid = wait_for_only_child(process.pid)
         os.killpg(process.pid, number)
         assert process.wait(TIMEOUT_S) == code
         wait_for_end(engine_pid)
@@ -245,12 +249,7 @@ def test_interrupted_start_leaves_no_engine_and_no_file(
 
 def test_sigterm_ends_the_engine_of_a_start_before_the_server() -> None:
     with start_process(start_s=3600) as process:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        deadline = time.monotonic() + TIMEOUT_S
-        while not children.read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        engine_pid = only_child(process.pid)
+        engine_pid = wait_for_only_child(process.pid)
         # It cannot see that the server has gone.
         os.kill(engine_pid, signal.SIGSTOP)
         try:
