@@ -165,7 +165,10 @@ def start_engines(
     (text,) = found
     if len(engines) == 1:
         return StartedEngines(transport=engines[0], ready=first_ready, text=text)
-    transport = DataParallelTransport(list(zip(engines, [first_ready, *readies], strict=True)))
+    transport = DataParallelTransport(
+        list(zip(engines, [first_ready, *readies], strict=True)),
+        have_prefix_caches=config.cache.enable_prefix_caching,
+    )
     return StartedEngines(transport=transport, ready=transport.ready, text=text)
 
 

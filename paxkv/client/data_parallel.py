@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from paxkv.client.replica_prefixes import ReplicaPrefixes, prompt_chain
 from paxkv.client.stats_sum import add_counters, sum_stats
 from paxkv.contracts.engine_client import LoopTransport
 from paxkv.contracts.engine_output import (
@@ -35,6 +36,10 @@ logger = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1
 # What the inspector shows is one engine's.
 _ASKED_OF_THE_FIRST = ("inspect", "inspect_block")
+# A replica that knows a prompt's beginning may have so many unfinished requests more than the least
+# busy one: a number, or a part of what that one has.
+_MORE_REQUESTS = 2
+_MORE_PART = 4
 
 
 @dataclasses.dataclass(slots=True)
@@ -43,6 +48,7 @@ class _Replica:
 
     Args:
         ended: Its last words, while none has taken its place.
+        prefixes: Of the prompts that it was sent.
         is_mute: It takes no message any more; its last words are on their way, or have come.
         requests: Ids of those that it was sent and has not ended; whether they keep their blocks.
         kept_ids: Those that have ended, and keep their blocks for forks.
@@ -50,6 +56,7 @@ class _Replica:
 
     transport: LoopTransport
     stats: SchedulerStats
+    prefixes: ReplicaPrefixes
     ended: EngineDead | None = None
     is_mute: bool = False
     requests: dict[str, bool] = dataclasses.field(default_factory=dict)
@@ -68,21 +75,32 @@ class _PendingCall:
 class DataParallelTransport:
     """The `LoopTransport` of replicas: engines with the same model and a KV cache each.
 
-    A request goes to the replica with the fewest that are unfinished, and stays there; one that
-    forks goes to where its blocks are. Control calls go to all. When a replica dies, the client
-    hears which requests have ended with it, and the others go on; it hears of an engine's end when
-    no replica is left.
+    A request goes to the replica with the fewest that are unfinished, and stays there; or to one
+    with hardly more that was sent more of its prompt before, in other requests, and is likely to
+    have it in its prefix cache. One that forks goes to where its blocks are. Control calls go to
+    all. When a replica dies, the client hears which requests have ended with it, and the others go
+    on; it hears of an engine's end when no replica is left.
 
     `send` may be called from any thread.
 
     Args:
         replicas: What each answered when it was ready.
+        have_prefix_caches: Equal beginnings of prompts are worth something to them.
 
-    Source: vLLM `v1/engine/core_client.py`, its load-balancing client.
+    Source: vLLM `v1/engine/core_client.py`, its load-balancing client, which knows no prompts.
     """
 
-    def __init__(self, replicas: Sequence[tuple[LoopTransport, EngineReady]]) -> None:
-        self._replicas = [_Replica(transport, ready.stats) for transport, ready in replicas]
+    def __init__(
+        self,
+        replicas: Sequence[tuple[LoopTransport, EngineReady]],
+        *,
+        have_prefix_caches: bool = True,
+    ) -> None:
+        self._replicas = [
+            _Replica(transport, ready.stats, ReplicaPrefixes(ready.model_info.max_fitting_tokens))
+            for transport, ready in replicas
+        ]
+        self._have_prefix_caches = have_prefix_caches
         self._calls: dict[int, _PendingCall] = {}
         self._is_closing = False
         # Whose message the client is being told of.
@@ -157,12 +175,14 @@ class DataParallelTransport:
         return [idx for idx in self._alive() if not self._replicas[idx].is_mute]
 
     def _add(self, request: EngineRequest) -> None:
+        chain = prompt_chain(request) if self._have_prefix_caches else []
         idx = self._find(request.fork_from)
         if idx is None:
-            idx = self._choose()
+            idx = self._choose(chain)
         while not self._send_to(idx, AddRequest(request=request)):
-            idx = self._choose()
+            idx = self._choose(chain)
         self._replicas[idx].requests[request.request_id] = request.keep_blocks
+        self._replicas[idx].prefixes.note(chain)
 
     def _find(self, request_id: str | None) -> int | None:
         """The replica that has a request or its blocks."""
@@ -172,13 +192,23 @@ class DataParallelTransport:
                 return idx
         return None
 
-    def _choose(self) -> int:
-        hearing = self._hearing()
-        if not hearing:
+    def _choose(self, chain: Sequence[int]) -> int:
+        """The replica for a prompt.
+
+        Args:
+            chain: As of `prompt_chain`.
+        """
+        num_requests = {idx: len(self._replicas[idx].requests) for idx in self._hearing()}
+        if not num_requests:
             raise EngineDeadError("all engines have ended.")
+        fewest = min(num_requests.values())
+        most = fewest + max(_MORE_REQUESTS, fewest // _MORE_PART)
         # Of those with equally many the first: who comes alone, again and again, finds there what
-        # the prefix cache has kept.
-        return min(hearing, key=lambda idx: len(self._replicas[idx].requests))
+        # the prefix cache has kept, also of prompts that are too short to be known.
+        return max(
+            (idx for idx, number in num_requests.items() if number <= most),
+            key=lambda idx: (self._replicas[idx].prefixes.num_known(chain), -num_requests[idx]),
+        )
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         for idx in self._alive():
@@ -199,6 +229,8 @@ class DataParallelTransport:
         # First: an answer may come before the last is asked.
         pending = self._calls[call.call_id] = _PendingCall(call.method, set(asked))
         for idx in asked:
+            if call.method == "reset_prefix_cache":
+                self._replicas[idx].prefixes.clear()
             arguments = call.arguments
             if call.method == "start_profile":
                 # Each writes files of the same names.
@@ -300,6 +332,7 @@ class DataParallelTransport:
         replica.ended, replica.stats = dead, add_counters(SchedulerStats(), replica.stats)
         replica.requests.clear()
         replica.kept_ids.clear()
+        replica.prefixes.clear()
         reason = f"replica {idx}: {dead.reason}"
         if self._alive():
             for call_id, call in list(self._calls.items()):

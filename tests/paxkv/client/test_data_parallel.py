@@ -62,9 +62,8 @@ def ready_engine(start_time: float = 0.0, **info: int) -> EngineReady:
 
 
 def request(request_id: str, **settings: object) -> EngineRequest:
-    return EngineRequest(
-        request_id=request_id, prompt_token_ids=[1], sampling_params=SamplingParams(), **settings
-    )
+    settings = {"prompt_token_ids": [1], "sampling_params": SamplingParams()} | settings
+    return EngineRequest(request_id=request_id, **settings)
 
 
 class FakeReplica:
@@ -99,9 +98,10 @@ class FakeReplica:
 class Replicas:
     """Three replicas behind one transport, and what the client heard."""
 
-    def __init__(self, num_replicas: int = 3) -> None:
+    def __init__(self, num_replicas: int = 3, **settings: bool) -> None:
         self.engines = [FakeReplica() for _ in range(num_replicas)]
-        self.transport = DataParallelTransport([(e, ready_engine()) for e in self.engines])
+        replicas = [(engine, ready_engine()) for engine in self.engines]
+        self.transport = DataParallelTransport(replicas, **settings)
         self.heard: list[object] = []
         self.transport.deliver_on(None, self.heard.append)
 
@@ -290,6 +290,34 @@ def test_kept_blocks_draw_forks_until_they_are_given_up() -> None:
     replicas.transport.send(AbortRequests(request_ids=["kept"]))
     assert replicas.engines[idx].take(AbortRequests) == [AbortRequests(request_ids=["kept"])]
     assert {replicas.add(f"late{i}", fork_from="kept") for i in range(4)} != {idx}
+
+
+def test_a_prompt_goes_to_where_its_beginning_was_sent_unless_that_one_is_busier() -> None:
+    replicas = Replicas(2)
+    first, second = ([token] * 64 for token in (1, 2))
+    assert replicas.add("a", prompt_token_ids=first) == 0
+    assert replicas.add("b", prompt_token_ids=second) == 1
+    assert replicas.add("c", prompt_token_ids=second) == 1
+    # A conversation goes on, and the other has fewer requests.
+    assert replicas.add("d", prompt_token_ids=second + [3] * 64) == 1
+    assert [replicas.add(name, prompt_token_ids=second) for name in ("e", "f")] == [1, 0]
+    # Both have it now, and the beginning alone does not outweigh the rest.
+    assert replicas.add("g", prompt_token_ids=second) == 0
+    assert replicas.add("h", prompt_token_ids=second + [3] * 64) == 1
+
+
+@pytest.mark.parametrize("what", ["reset", "death", "no cache"])
+def test_a_prompt_that_cannot_be_cached_goes_to_the_first_of_equally_busy_ones(what: str) -> None:
+    replicas = Replicas(2, have_prefix_caches=what != "no cache")
+    replicas.add("a")
+    assert replicas.add("b", prompt_token_ids=[5] * 64) == 1
+    if what == "death":
+        replicas.die(1)
+        replicas.restart(1, 1.0)
+    elif what == "reset":
+        replicas.call("reset_prefix_cache", [UtilityReply(call_id=3, result_json="true")] * 2)
+    replicas.transport.send(AbortRequests(request_ids=["a", "b"]))
+    assert replicas.add("c", prompt_token_ids=[5] * 64) == 0
 
 
 def test_calls_are_answered_for_all() -> None:

@@ -1,0 +1,76 @@
+"""What is known of a replica's prefix cache: the prompts sent last, chunk by chunk."""
+
+import dataclasses
+import os
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paxkv.client.replica_prefixes import ReplicaPrefixes, prompt_chain
+from paxkv.contracts.engine_request import EngineRequest, MultiModalFeature, PromptEmbeds
+from paxkv.sampling_params import SamplingParams
+
+CHUNK = 16
+
+
+def request(token_ids: list[int], **settings: object) -> EngineRequest:
+    return EngineRequest(
+        request_id="r",
+        prompt_token_ids=token_ids,
+        sampling_params=SamplingParams(),
+        **settings,
+    )
+
+
+def prompts() -> st.SearchStrategy[list[int]]:
+    """Of few different chunks, so that many begin alike, and of any length."""
+    chunks = st.lists(st.integers(0, 2), max_size=5)
+    whole = chunks.map(lambda kinds: [token for kind in kinds for token in [kind] * CHUNK])
+    return st.builds(lambda begin, rest: begin + [7] * rest, whole, st.integers(1, CHUNK - 1))
+
+
+def num_common_chunks(a: list[int], b: list[int]) -> int:
+    return len(os.path.commonprefix([a, b])) // CHUNK
+
+
+@given(sent=st.lists(prompts(), max_size=8), wanted=prompts())
+def test_the_longest_common_beginning_with_any_prompt_is_known(
+    sent: list[list[int]], wanted: list[int]
+) -> None:
+    prefixes = ReplicaPrefixes(max_tokens=10_000)
+    for token_ids in sent:
+        prefixes.note(prompt_chain(request(token_ids)))
+    longest = max((num_common_chunks(wanted, token_ids) for token_ids in sent), default=0)
+    assert prefixes.num_known(prompt_chain(request(wanted))) == longest
+    prefixes.clear()
+    assert prefixes.num_known(prompt_chain(request(wanted))) == 0
+
+
+def test_what_was_sent_last_is_kept_and_the_end_of_a_prompt_goes_before_its_beginning() -> None:
+    first, second, third = (
+        prompt_chain(request([token] * CHUNK * num)) for token, num in ((1, 4), (2, 3), (3, 2))
+    )
+    prefixes = ReplicaPrefixes(max_tokens=6 * CHUNK)
+    prefixes.note(first)
+    prefixes.note(second)
+    assert [prefixes.num_known(chain) for chain in (first, second)] == [3, 3]
+    prefixes.note(first)
+    assert [prefixes.num_known(chain) for chain in (first, second)] == [4, 2]
+    prefixes.note(third)
+    assert [prefixes.num_known(chain) for chain in (first, second, third)] == [4, 0, 2]
+
+
+def test_requests_whose_blocks_differ_have_nothing_in_common() -> None:
+    token_ids = [5] * CHUNK * 2
+    image = MultiModalFeature(identifier="cat", offset=0, length=4)
+    requests = [
+        request(token_ids),
+        request(token_ids, cache_salt="tenant"),
+        request(token_ids, lora_name="tenant"),
+        request(token_ids, mm_features=(image,)),
+        request(token_ids, mm_features=(dataclasses.replace(image, identifier="dog"),)),
+    ]
+    chains = [prompt_chain(request) for request in requests]
+    assert len({chunk for chain in chains for chunk in chain}) == 2 * len(requests)
+    embedded = request(token_ids, prompt_embeds=PromptEmbeds(data=bytes(64), bytes_per_token=2))
+    assert prompt_chain(embedded) == []
