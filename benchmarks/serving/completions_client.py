@@ -108,7 +108,11 @@ class CompletionsClient:
             response.raise_for_status()
             models = msgspec.json.decode(response.content, type=_Models).data
         except (httpx.HTTPError, msgspec.MsgspecError) as error:
-            raise ServerError(f"{self._client.base_url}models: {_describe(error)}") from error
+            base_url = str(self._client.base_url).rstrip("/")
+            raise ServerError(
+                f"GET {base_url}/models: {_describe(error)}. Is it a server's address with the "
+                "API's version, such as http://127.0.0.1:8000/v1?"
+            ) from error
         if not models:
             raise ServerError("the server lists no model; name one with --model.")
         return models[0].id

@@ -72,7 +72,8 @@ def test_exit_code_tells_that_nothing_was_answered(tmp_path: Path, capsys) -> No
         assert main(["--base-url", fake.url, *command]) == 1
         assert "warm-up" in capsys.readouterr().err
     assert main(["--base-url", fake.url, *command]) == 1
-    assert "ConnectError" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"GET {fake.url}/models: ConnectError" in told and "http://127.0.0.1:8000/v1" in told
     assert not out.exists()
 
 
