@@ -301,9 +301,10 @@ class EngineCore:
             self._burst_length.note_burst(step.scheduler_output.num_decode_steps, took_s)
         self._last_fetch_s = time.perf_counter()
         outputs = self._scheduler.update_from_output(step.scheduler_output, runner_output)
-        outputs = _with_prompt_logprobs(outputs, runner_output)
         in_flight = (other.scheduler_output for other in self._in_flight)
-        return advance_grammars(outputs, self._scheduler, self._grammars, in_flight)
+        outputs = advance_grammars(outputs, self._scheduler, self._grammars, in_flight)
+        # Behind the grammars: they may end a request that has lost its token to a preemption.
+        return _with_prompt_logprobs(outputs, runner_output)
 
     def _forget_grammars(self, request_ids: list[str]) -> None:
         if self._grammars is not None:
@@ -416,7 +417,8 @@ def _with_prompt_logprobs(
     """The same, with those that the step brought for the prompts of their requests."""
     if not runner_output.prompt_logprobs:
         return outputs
-    # Of a request that lost its first token, to a preemption, they come again with the next.
+    # Of a request that lost its first token, to a preemption, and goes on, they come again with the
+    # next.
     return [
         msgspec.structs.replace(
             output, prompt_logprobs=runner_output.prompt_logprobs.get(output.request_id)

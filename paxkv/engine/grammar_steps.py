@@ -64,8 +64,8 @@ def advance_grammars(
             new_token_ids=[],
             num_cached_tokens=request.num_cached_tokens,
         )
-        for request in scheduler.running
-        if request.request_id in ended
+        for request in map(scheduler.requests.get, ended)
+        if request is not None
     } | {output.request_id: output for output in outputs}
     for reason in ("stop", "error"):
         scheduler.finish_requests(

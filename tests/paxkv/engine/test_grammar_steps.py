@@ -1,6 +1,7 @@
 """Grammars bind their own requests alone, and end them where nothing may follow."""
 
 import dataclasses
+import time
 
 import pytest
 
@@ -120,9 +121,11 @@ class ThinkingExecutor(GrammarExecutor):
 def make_grammar_core(
     max_steps_in_flight: int,
     executor_class: type[GrammarExecutor] = GrammarExecutor,
+    *,
+    num_blocks: int = 65,
     **executor: int,
 ) -> EngineCore:
-    kv_cache_config = make_engine_core()._executor.kv_cache_config
+    kv_cache_config = make_engine_core(num_blocks=num_blocks)._executor.kv_cache_config
     grammars = GrammarManager(make_compiler(thinks=executor_class is ThinkingExecutor))
     scheduler = (AsyncScheduler if max_steps_in_flight > 1 else Scheduler)(
         scheduler_config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16),
@@ -270,10 +273,36 @@ def test_a_form_that_is_complete_while_its_request_waits_again_ends_it() -> None
     core.handle(bound_request("a", [5], ["yes"]))
     # As where it drew its last token and then lost its blocks to another.
     core._grammars._ended["a"] = GrammarEnd()
+    core._scheduler.requests["a"].num_cached_tokens = 8
     (last,) = advance_grammars([], core._scheduler, core._grammars)
     assert (last.request_id, last.finish_reason, last.new_token_ids) == ("a", "stop", [])
+    assert last.num_cached_tokens == 8
     assert not core._scheduler.has_unfinished_requests()
     core.close()
+
+
+def test_logprobs_of_a_prompt_come_though_its_request_ends_preempted() -> None:
+    ends, num_preempted = [], 0
+    # "b" needs the other of two blocks with its 9th token: for one of these just behind the step
+    # that computes the prompt of "a".
+    for num_tokens in range(1, 8):
+        core = make_grammar_core(2, num_blocks=3)
+        core.handle(AddRequest(request=make_request("b", [7] * num_tokens, 9)))
+        outputs = core.step().outputs
+        params = {"allowed_token_ids": [5], "prompt_logprobs": 0}
+        params["structured_outputs"] = StructuredOutputsParams(regex="(yes)?")
+        request = make_request("a", [5, 6], **params)
+        core.handle(AddRequest(request=dataclasses.replace(request, needs_grammar=True)))
+        while not core._grammars.is_ready("a"):
+            time.sleep(0.001)
+        outputs += run_until_idle(core)
+        (last,) = [o for o in outputs if o.request_id == "a"]
+        ends.append((last.finish_reason, last.new_token_ids, last.prompt_logprobs))
+        num_preempted += core._scheduler.num_preemptions
+        assert tokens_of(outputs, "b") == [7] * 9
+        core.close()
+    assert ends == [("stop", [], [LOGPROBS])] * 7
+    assert num_preempted > 0
 
 
 def test_an_aborted_request_leaves_no_grammar_behind() -> None:
