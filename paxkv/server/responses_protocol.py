@@ -269,9 +269,10 @@ def _reasoning_texts(path: str, item: Mapping[str, object]) -> list[str]:
     """The item's text, or else its summary, part by part; or nothing.
 
     Raises:
+        InvalidRequestError: It is no list of texts.
         UnsupportedFeatureError: All of it is encrypted.
     """
-    text = "".join(_part_texts(item.get("content")))
+    text = "".join(_part_texts(path, item, "content"))
     if text:
         return [text]
     if item.get("encrypted_content"):
@@ -280,12 +281,27 @@ def _reasoning_texts(path: str, item: Mapping[str, object]) -> list[str]:
             "Leave out items of another server, or their encrypted_content.",
             param="input",
         )
-    return _part_texts(item.get("summary"))
+    return _part_texts(path, item, "summary")
 
 
-def _part_texts(parts: object) -> list[str]:
-    texts = [p.get("text") for p in parts if isinstance(p, dict)] if isinstance(parts, list) else []
-    return [text for text in texts if isinstance(text, str) and text]
+def _part_texts(path: str, item: Mapping[str, object], name: str) -> list[str]:
+    """Those that are not empty; none of an item without the field."""
+    parts = [] if item.get(name) is None else item[name]
+    if not isinstance(parts, list):
+        raise _parts_error(f"{path}.{name}", name, parts)
+    for k, part in enumerate(parts):
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            raise _parts_error(f"{path}.{name}[{k}]", name, part)
+    return [part["text"] for part in parts if part["text"]]
+
+
+def _parts_error(where: str, name: str, value: object) -> InvalidRequestError:
+    kind = {"content": "reasoning_text", "summary": "summary_text"}[name]
+    return InvalidRequestError(
+        f'{name} of a reasoning item must be a list of {{"type": "{kind}", "text": "..."}}; '
+        f"{where} is {shorten(value)}. Send the item back as it came, or leave it out.",
+        param="input",
+    )
 
 
 def _thought(thought: str | None) -> dict[str, str]:

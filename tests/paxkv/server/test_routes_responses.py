@@ -23,6 +23,7 @@ from tests.paxkv.server.fake_engine import (
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+THOUGHT = {"type": "reasoning", "summary": []}
 ANSWER = (
     '<think>hm</think>so: <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
     '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
@@ -273,6 +274,10 @@ def test_bad_field_is_400_and_named(server, fields, param):
         ({"instructions": "b", "input": [{"role": "bot", "content": ""}]}, "input[0].role must"),
         ({"input": [CALL | {"call_id": 5}]}, "input[0].call_id must be"),
         ({"input": [CALL, {"type": "function_call_output"}]}, "input[1].output must be"),
+        ({"input": [CALL, THOUGHT | {"content": "hm"}]}, "input[1].content is 'hm'"),
+        ({"input": [THOUGHT | {"content": [{"text": "a"}, "hm"]}]}, "input[0].content[1] is 'hm'"),
+        ({"input": [THOUGHT | {"content": [{"text": 5}]}]}, "input[0].content[0] is {"),
+        ({"input": [THOUGHT | {"summary": {"text": "hm"}}]}, "input[0].summary is {"),
     ],
 )
 def test_a_mistake_is_told_in_the_names_of_this_api(server, fields, words):
