@@ -1,6 +1,7 @@
 """The access log: one line a request, with how long it took."""
 
 import logging
+import re
 import time
 from collections.abc import Collection
 
@@ -10,6 +11,8 @@ from paxkv.server.error_response import CLIENT_CLOSED_REQUEST
 from paxkv.server.route_path import route_path
 
 logger = logging.getLogger(__name__)
+# "user:password@" of a target that begins with a host instead of a path.
+_USER_INFO = re.compile(rb"((?:[a-z][a-z0-9+.-]*:)?//)?[^/]*@", re.IGNORECASE)
 
 
 class AccessLogMiddleware:
@@ -17,8 +20,8 @@ class AccessLogMiddleware:
 
     127.0.0.1:5001 "POST /v1/completions" 200 in 812.4 ms, first byte after 31.0 ms, id 5f0c
 
-    The query is left out, as are headers: they may hold what is nobody's business. A client that
-    left before its answer began is a 499.
+    The query is left out, as are headers and a URL's user and password: they may hold what is
+    nobody's business. A client that left before its answer began is a 499.
 
     Args:
         without_paths: That get no line.
@@ -73,4 +76,7 @@ def _raw_path(scope: Scope) -> str:
     raw_path = scope.get("raw_path")
     if raw_path is None:
         return ascii(scope["path"])
+    user_info = _USER_INFO.match(raw_path)
+    if user_info is not None:
+        raw_path = (user_info[1] or b"") + raw_path[user_info.end() :]
     return raw_path.decode("ascii", "backslashreplace")

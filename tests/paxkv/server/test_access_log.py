@@ -68,6 +68,24 @@ def test_path_cannot_forge_a_line(start_server, lines):
     assert line["request"] == "GET /a%0a127.0.0.1%22b"
 
 
+@pytest.mark.parametrize(
+    ("request_target", "logged"),
+    [
+        ("GET http://user:secret@host/nothing", "GET /nothing"),
+        ("GET ftp://user:sec@ret@host/a@b", "GET ftp://host/a@b"),
+        ("GET //user:secret@host/a", "GET //host/a"),
+        ("CONNECT user:secret@host:443", "CONNECT host:443"),
+        ("GET /a/user:known@host", "GET /a/user:known@host"),
+    ],
+)
+def test_line_has_no_user_and_no_password(start_server, lines, request_target, logged):
+    server = start_server()
+    with socket.create_connection(server.address, timeout=PATIENCE_S) as connection:
+        connection.sendall(request_target.encode() + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+        (line,) = lines(1)
+    assert (line["request"], line["status"]) == (logged, "404")
+
+
 def test_paths_and_the_whole_log_can_be_left_out(start_server, lines):
     server = start_server(disable_access_log_for_endpoints="/health, /metrics", root_path="/api")
     for path in ("/health", "/api/metrics", "/api/version"):
