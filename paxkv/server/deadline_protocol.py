@@ -111,7 +111,10 @@ class DeadlineProtocol(H11Protocol):
             reason = _QUOTED_BYTES.sub("", str(error or msg))
             status, message = 400, f"the request is not valid HTTP/1.1: {reason}."
         host, port = (self.client or ("-", 0))[:2]
-        logger.warning("%s:%d is refused with %d: %s", host, port, status, message)
+        if self._has_begun_to_answer():
+            logger.warning("%s:%d is closed, as its answer had begun: %s", host, port, message)
+        else:
+            logger.warning("%s:%d is refused with %d: %s", host, port, status, message)
         self._refuse(status, message)
 
     def _keep_deadline(self) -> None:
@@ -149,9 +152,12 @@ class DeadlineProtocol(H11Protocol):
         else:
             self.transport.close()
 
+    def _has_begun_to_answer(self) -> bool:
+        return self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE)
+
     def _refuse(self, status: int, message: str) -> None:
         """Answers and closes; only closes when an answer is on its way or out already."""
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+        if self._has_begun_to_answer():
             self.transport.close()
             return
         body = error_body(status, message)
