@@ -2,9 +2,11 @@
 
 import dataclasses
 import uuid
+from collections.abc import Sequence
 
 from paxkv.server.tool_choice import ToolUse
 from paxkv.text.reasoning_parser import ReasoningParser, ReasoningSplit
+from paxkv.text.thought_counter import ThoughtCounter
 from paxkv.text.tool_parsers.tool_parser import CallStart, ContentPart, ToolEvent
 
 
@@ -41,10 +43,16 @@ class AnswerReader:
     Args:
         starts_thinking: Whether the answer begins with thoughts; None looks for none.
         include_reasoning: False drops them.
+        thought_counter: Counts their tokens; None where nobody asks for them.
     """
 
     def __init__(
-        self, tool_use: ToolUse, *, starts_thinking: bool | None, include_reasoning: bool = True
+        self,
+        tool_use: ToolUse,
+        *,
+        starts_thinking: bool | None,
+        include_reasoning: bool = True,
+        thought_counter: ThoughtCounter | None = None,
     ) -> None:
         self._tool_use = tool_use
         self._include_reasoning = include_reasoning
@@ -52,7 +60,18 @@ class AnswerReader:
         self._reasoning_parser = (
             None if starts_thinking is None else ReasoningParser(starts_thinking=starts_thinking)
         )
+        self._thought_counter = thought_counter
         self.num_calls = 0
+
+    @property
+    def num_thought_tokens(self) -> int:
+        """Of what was read so far, up to and with the token that ends them."""
+        return 0 if self._thought_counter is None else self._thought_counter.num_tokens
+
+    def take_tokens(self, token_ids: Sequence[int]) -> None:
+        """Takes tokens whose text is read next, or later."""
+        if self._thought_counter is not None:
+            self._thought_counter.take(token_ids)
 
     def read(self, text: str, *, is_last: bool) -> AnswerPart:
         """What the next piece of text makes certain."""
@@ -64,6 +83,8 @@ class AnswerReader:
                 split = ReasoningSplit(
                     split.reasoning + rest.reasoning, split.content + rest.content
                 )
+            if self._thought_counter is not None:
+                self._thought_counter.note(self._reasoning_parser)
         part = AnswerPart(reasoning=split.reasoning if self._include_reasoning else "")
         if self._tool_parser is None:
             part.content = split.content

@@ -1,6 +1,7 @@
 """`ChatChoices`: outputs of the engine as choices of /v1/chat/completions, whole or in parts."""
 
 import dataclasses
+from collections.abc import Callable
 
 from msgspec import UNSET
 
@@ -10,6 +11,7 @@ from paxkv.server.chat_responses import ChatChoice, ChatDelta, ChatMessage, Func
 from paxkv.server.openai_protocol import ChatCompletionRequest
 from paxkv.server.openai_responses import chat_logprobs, has_news
 from paxkv.server.tool_choice import ToolUse
+from paxkv.text.thought_counter import ThoughtCounter
 
 
 class ChatChoices:
@@ -18,6 +20,7 @@ class ChatChoices:
     Args:
         tool_use: Of the request.
         starts_thinking: Whether answers begin with thoughts; None where nobody tells them apart.
+        make_thought_counter: Counts the thoughts of an answer; None counts none.
         echoed: Text that every answer goes on with, and is shown with.
     """
 
@@ -27,19 +30,26 @@ class ChatChoices:
         tool_use: ToolUse,
         *,
         starts_thinking: bool | None,
+        make_thought_counter: Callable[[], ThoughtCounter] | None = None,
         echoed: str = "",
     ) -> None:
         self._body = body
         self._tool_use = tool_use
         self._echoed = echoed
+        self._counts_thoughts = make_thought_counter is not None
         self._readers = [
             AnswerReader(
                 tool_use,
                 starts_thinking=starts_thinking,
                 include_reasoning=body.include_reasoning is not False,
+                thought_counter=make_thought_counter() if make_thought_counter else None,
             )
             for _ in range(body.num_choices)
         ]
+
+    def num_thought_tokens(self) -> int:
+        """Of all choices so far."""
+        return sum(reader.num_thought_tokens for reader in self._readers)
 
     def first_chunks(self) -> list[ChatChoice]:
         """What a stream begins with: a role for every choice."""
@@ -51,6 +61,7 @@ class ChatChoices:
     def whole(self, completion: CompletionOutput) -> ChatChoice:
         """The choice of a completion that has ended."""
         reader = self._readers[completion.index]
+        reader.take_tokens(completion.token_ids)
         part = reader.read(completion.text, is_last=True)
         content = self._echoed + part.content
         has_other = bool(part.calls or part.reasoning)
@@ -65,9 +76,11 @@ class ChatChoices:
     def chunk(self, completion: CompletionOutput) -> ChatChoice | None:
         """The next part of a choice; None when there is nothing to tell yet."""
         shows_token_ids = bool(self._body.return_token_ids)
+        reader = self._readers[completion.index]
+        if self._counts_thoughts:
+            reader.take_tokens(completion.token_ids)
         if not has_news(completion, shows_token_ids=shows_token_ids):
             return None
-        reader = self._readers[completion.index]
         part = reader.read(completion.text, is_last=completion.finished)
         # Text that a parser holds back may come later, the rest may not.
         silent = dataclasses.replace(completion, text="")

@@ -16,11 +16,18 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class ReasoningTokens(msgspec.Struct, frozen=True):
+    """Tokens of thoughts, with the one that ends them; they are among those of the answer."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: ReasoningTokens | UnsetType = UNSET
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
@@ -84,8 +91,13 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(slots=True)
 class UsageCounter:
-    """Tokens of the prompts of one HTTP request; deltas add up as they pass."""
+    """Tokens of the prompts of one HTTP request; deltas add up as they pass.
 
+    Args:
+        num_thought_tokens: Asked for those of thoughts, which are told of then.
+    """
+
+    num_thought_tokens: Callable[[], int] | None = None
     completion_tokens: int = 0
     # Per prompt, its tokens and those of them that were cached.
     _prompts: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
@@ -106,11 +118,13 @@ class UsageCounter:
         self.completion_tokens += sum(len(c.token_ids) for c in output.outputs)
 
     def usage(self) -> Usage:
+        thoughts = self.num_thought_tokens
         return Usage(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.completion_tokens,
             total_tokens=self.prompt_tokens + self.completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=self.cached_tokens),
+            completion_tokens_details=UNSET if thoughts is None else ReasoningTokens(thoughts()),
         )
 
 

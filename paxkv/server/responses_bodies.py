@@ -3,6 +3,8 @@
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from paxkv.server.openai_responses import ReasoningTokens
+
 # By this name inside structs too that have a field called `object`.
 _JsonObject = dict[str, object]
 
@@ -49,16 +51,11 @@ class CachedTokens(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
-class ReasoningTokens(msgspec.Struct, frozen=True):
-    reasoning_tokens: int
-
-
 class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int
     input_tokens_details: CachedTokens
     output_tokens: int
-    # Thoughts are told apart as text, so their tokens are not counted.
-    output_tokens_details: ReasoningTokens = ReasoningTokens(0)
+    output_tokens_details: ReasoningTokens
     total_tokens: int
 
 

@@ -2,8 +2,9 @@
 
 import asyncio
 import dataclasses
+import functools
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 import msgspec
@@ -33,6 +34,7 @@ from paxkv.server.sse import EventStreamResponse
 from paxkv.server.structured_fields import with_server_settings
 from paxkv.server.tool_choice import ToolUse, tool_use
 from paxkv.text.reasoning_parser import REASONING_PARSERS, thought_token_ids
+from paxkv.text.thought_counter import ThoughtCounter
 
 
 class ChatRoutes:
@@ -53,13 +55,22 @@ class ChatRoutes:
         chat = await start_chat(body, self._engine, self._generator, self._config)
         outputs = chat.outputs
         choices = ChatChoices(
-            body, chat.tool_use, starts_thinking=chat.starts_thinking, echoed=_echoed(body)
+            body,
+            chat.tool_use,
+            starts_thinking=chat.starts_thinking,
+            make_thought_counter=chat.make_thought_counter,
+            echoed=_echoed(body),
         )
         chat_id = f"chatcmpl-{body.request_id or request.state.request_id}"
         if body.stream:
             return await EventStreamResponse.start(self._chunks(outputs, choices, body, chat_id))
         whole = await self._whole(outputs, choices, body, chat_id)
         return Response(msgspec.json.encode(whole), media_type="application/json")
+
+    def _usage_counter(self, made: ChatChoices) -> UsageCounter:
+        # Of a server that tells no thoughts apart, nobody learns that there were none.
+        tells_thoughts = self._config.reasoning_parser is not None
+        return UsageCounter(made.num_thought_tokens if tells_thoughts else None)
 
     async def _whole(
         self,
@@ -68,7 +79,7 @@ class ChatRoutes:
         body: ChatCompletionRequest,
         chat_id: str,
     ) -> ChatBody:
-        usage = UsageCounter()
+        usage = self._usage_counter(made)
         choices: list[ChatChoice] = []
         shown: dict[str, object] = {}
         async with aclosing(outputs):
@@ -97,7 +108,7 @@ class ChatRoutes:
         body: ChatCompletionRequest,
         chat_id: str,
     ) -> AsyncGenerator[ChatBody, None]:
-        usage = UsageCounter()
+        usage = self._usage_counter(made)
         chunk = ChatBody(
             id=chat_id,
             object="chat.completion.chunk",
@@ -133,12 +144,14 @@ class StartedChat:
         sampling_params: With the defaults of what its body leaves out.
         starts_thinking: Whether its answers begin with thoughts; None where nobody tells them
             apart.
+        make_thought_counter: For each of its answers; None with them.
     """
 
     outputs: IndexedOutputs
     sampling_params: SamplingParams | BeamSearchParams
     tool_use: ToolUse
     starts_thinking: bool | None
+    make_thought_counter: Callable[[], ThoughtCounter] | None
 
 
 async def start_chat(
@@ -196,6 +209,23 @@ async def start_chat(
         sampling_params=sampling_params,
         tool_use=tools,
         starts_thinking=starts_thinking,
+        make_thought_counter=_thought_counters(engine, sampling_params, starts_thinking),
+    )
+
+
+def _thought_counters(
+    engine: EngineClient,
+    params: SamplingParams | BeamSearchParams,
+    starts_thinking: bool | None,
+) -> Callable[[], ThoughtCounter] | None:
+    if starts_thinking is None or engine.tokenizer is None:
+        return None
+    if isinstance(params, BeamSearchParams):
+        skips_special_tokens = not params.include_stop_str_in_output
+    else:
+        skips_special_tokens = params.skip_special_tokens
+    return functools.partial(
+        ThoughtCounter, engine.tokenizer, skip_special_tokens=skips_special_tokens
     )
 
 

@@ -22,7 +22,7 @@ from paxkv.server.error_response import ErrorBody, describe_error, error_body
 from paxkv.server.generation import Generator
 from paxkv.server.json_body import read_body
 from paxkv.server.openai_protocol import check_model
-from paxkv.server.openai_responses import UsageCounter
+from paxkv.server.openai_responses import ReasoningTokens, UsageCounter
 from paxkv.server.response_store import ResponseStore
 from paxkv.server.response_writer import ResponseWriter
 from paxkv.server.responses_bodies import (
@@ -225,7 +225,12 @@ class _Answer:
         self.begun = begun
         self.items = items
         self.writer = ResponseWriter()
-        self._reader = AnswerReader(chat.tool_use, starts_thinking=chat.starts_thinking)
+        make_counter = chat.make_thought_counter
+        self._reader = AnswerReader(
+            chat.tool_use,
+            starts_thinking=chat.starts_thinking,
+            thought_counter=None if make_counter is None else make_counter(),
+        )
         self._usage = UsageCounter()
         self._finish_reason: str | None = None
 
@@ -243,6 +248,7 @@ class _Answer:
         events: list[ResponseEvent] = []
         for completion in output.outputs:
             self._finish_reason = completion.finish_reason
+            self._reader.take_tokens(completion.token_ids)
             part = self._reader.read(completion.text, is_last=completion.finished)
             events += self.writer.write(part)
             if completion.finished:
@@ -262,6 +268,7 @@ class _Answer:
                 input_tokens=usage.prompt_tokens,
                 input_tokens_details=CachedTokens(self._usage.cached_tokens),
                 output_tokens=usage.completion_tokens,
+                output_tokens_details=ReasoningTokens(self._reader.num_thought_tokens),
                 total_tokens=usage.total_tokens,
             ),
         )

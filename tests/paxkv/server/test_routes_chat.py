@@ -287,6 +287,34 @@ def test_thoughts_can_be_left_out(tool_server):
 
 
 @pytest.mark.parametrize(
+    ("text", "max_tokens", "num_thought_tokens"),
+    [
+        ("<think>hm</think>so", 50, len("<think>hm</think>")),
+        # Cut off while it thinks, and without a thought.
+        ("<think>hm</think>so", 9, 9),
+        ("so", 50, 0),
+    ],
+)
+def test_tokens_of_thoughts_are_counted_whole_and_streamed(
+    tool_server, text, max_tokens, num_thought_tokens
+):
+    fields = {"messages": _said(text), "max_tokens": max_tokens, "n": 3}
+    usage = _post(tool_server, **fields)["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 3 * num_thought_tokens}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    # Whoever does not want to see them pays for them too.
+    chunks = _stream(tool_server, stream_options=options, include_reasoning=False, **fields)
+    assert chunks[-1]["usage"] == usage
+    so_far = [c["usage"]["completion_tokens_details"]["reasoning_tokens"] for c in chunks]
+    assert so_far[0] == 0 and so_far == sorted(so_far)
+
+
+def test_who_tells_no_thoughts_apart_counts_none(shared_server):
+    body = _post(shared_server, messages=_said("<think>hm</think>so"), max_tokens=50)
+    assert "completion_tokens_details" not in body["usage"]
+
+
+@pytest.mark.parametrize(
     ("tool_choice", "said", "reason"),
     [
         ("required", '[{"name": "f", "parameters": {"a": 1}}]', "tool_calls"),

@@ -81,6 +81,8 @@ def test_thoughts_text_and_calls_are_items(client):
     ]
     assert response.usage.output_tokens == len(ANSWER)
     assert response.usage.total_tokens == response.usage.input_tokens + len(ANSWER)
+    details = response.usage.output_tokens_details
+    assert details.reasoning_tokens == len("<think>hm</think>")
     assert response.store is True
 
 
