@@ -1,6 +1,9 @@
 """The engine's counters, added up over restarts: Prometheus' counters never go back."""
 
+import msgspec
+
 from paxkv.client.stats_sum import COUNTERS, add_counters
+from paxkv.contracts.block_residency import BlockResidency
 from paxkv.contracts.engine_output import SchedulerStats
 
 
@@ -30,6 +33,13 @@ class EngineTotals:
         self._latest = stats
 
     def update(self, stats: SchedulerStats) -> SchedulerStats:
-        """`stats` with its counters raised by those of the engines before it."""
+        """`stats` with counters as of the latest that was noted, and of the engines before it."""
         self.note(stats)
-        return add_counters(stats, self._ended)
+        # Of a step that ended before the engine was asked: its gauges are the best there is.
+        gauges = msgspec.structs.replace(
+            stats,
+            **dict.fromkeys(COUNTERS, 0),
+            kv_block_residency=BlockResidency(),
+            step_token_counts=SchedulerStats().step_token_counts,
+        )
+        return add_counters(gauges, add_counters(self._latest, self._ended))

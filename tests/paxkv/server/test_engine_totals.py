@@ -53,6 +53,10 @@ def test_a_step_from_before_the_last_answer_takes_nothing_back():
     totals = EngineTotals()
     totals.update(_stats(1.0, 5))
     totals.note(_stats(1.0, 4))
+    # Nor where it is all that is known, because the engine has ended or does not answer.
+    seen = totals.update(_stats(1.0, 4))
+    counts = (seen.num_steps, seen.step_token_counts[0], seen.kv_block_residency.lifetime.sum_s)
+    assert (counts, seen.num_waiting_reqs) == ((5, 5, 5.0), 4)
     assert totals.update(_stats(2.0, 1)).num_steps == 6
 
 
