@@ -37,7 +37,7 @@ _RETRY_AFTER_S = 1
 # What the inspector shows is one engine's.
 _ASKED_OF_THE_FIRST = ("inspect", "inspect_block")
 # A replica that knows a prompt's beginning may have so many unfinished requests more than the least
-# busy one: a number, or a part of what that one has.
+# busy one: a number, or a part of what that one has; but no more than that one has.
 _MORE_REQUESTS = 2
 _MORE_PART = 4
 
@@ -77,9 +77,10 @@ class DataParallelTransport:
 
     A request goes to the replica with the fewest that are unfinished, and stays there; or to one
     with hardly more that was sent more of its prompt before, in other requests, and is likely to
-    have it in its prefix cache. One that forks goes to where its blocks are. Control calls go to
-    all. When a replica dies, the client hears which requests have ended with it, and the others go
-    on; it hears of an engine's end when no replica is left.
+    have it in its prefix cache. A replica with nothing to do comes before both. A fork goes to
+    where its blocks are. Control calls go to all. When a replica dies, the client hears which
+    requests have ended with it, and the others go on; it hears of an engine's end when no replica
+    is left.
 
     `send` may be called from any thread.
 
@@ -175,14 +176,17 @@ class DataParallelTransport:
         return [idx for idx in self._alive() if not self._replicas[idx].is_mute]
 
     def _add(self, request: EngineRequest) -> None:
-        chain = prompt_chain(request) if self._have_prefix_caches else []
+        message = AddRequest(request=request)
         idx = self._find(request.fork_from)
-        if idx is None:
+        # Not of forks, whose place is given: there may be one for each of n long prompts, or for
+        # each token of a beam.
+        if idx is None or not self._send_to(idx, message):
+            chain = prompt_chain(request) if self._have_prefix_caches else []
             idx = self._choose(chain)
-        while not self._send_to(idx, AddRequest(request=request)):
-            idx = self._choose(chain)
+            while not self._send_to(idx, message):
+                idx = self._choose(chain)
+            self._replicas[idx].prefixes.note(chain)
         self._replicas[idx].requests[request.request_id] = request.keep_blocks
-        self._replicas[idx].prefixes.note(chain)
 
     def _find(self, request_id: str | None) -> int | None:
         """The replica that has a request or its blocks."""
@@ -202,7 +206,9 @@ class DataParallelTransport:
         if not num_requests:
             raise EngineDeadError("all engines have ended.")
         fewest = min(num_requests.values())
-        most = fewest + max(_MORE_REQUESTS, fewest // _MORE_PART)
+        # None more where one has nothing to do: what all prompts begin with would keep few callers
+        # at one replica, and the others would never learn it.
+        most = fewest + max(min(_MORE_REQUESTS, fewest), fewest // _MORE_PART)
         # Of those with equally many the first: who comes alone, again and again, finds there what
         # the prefix cache has kept, also of prompts that are too short to be known.
         return max(
@@ -229,8 +235,6 @@ class DataParallelTransport:
         # First: an answer may come before the last is asked.
         pending = self._calls[call.call_id] = _PendingCall(call.method, set(asked))
         for idx in asked:
-            if call.method == "reset_prefix_cache":
-                self._replicas[idx].prefixes.clear()
             arguments = call.arguments
             if call.method == "start_profile":
                 # Each writes files of the same names.
@@ -289,6 +293,8 @@ class DataParallelTransport:
         if call.method == "get_stats" and reply.error is None:
             stats = msgspec.json.decode(reply.result_json, type=SchedulerStats)
             self._replicas[idx].stats = stats
+        if call.method == "reset_prefix_cache" and reply.result_json == "true":
+            self._replicas[idx].prefixes.clear()
         call.replies.append(reply)
         call.awaited.discard(idx)
         self._answer(reply.call_id)

@@ -1,6 +1,7 @@
 """Which prompts a replica's prefix cache is likely to hold, as far as can be told from outside."""
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from paxkv.contracts.engine_request import EngineRequest
@@ -45,7 +46,8 @@ class ReplicaPrefixes:
         self._max_chunks = max_tokens // _CHUNK_TOKENS
         # The least recently sent first. A chunk of a prompt lies behind those that follow it in the
         # prompt: they are forgotten before it, because nothing can be found without it.
-        self._chunks: dict[int, None] = {}
+        # A plain dict would look for its first key behind all those that were removed before.
+        self._chunks: OrderedDict[int, None] = OrderedDict()
 
     def num_known(self, chain: Sequence[int]) -> int:
         """How many of a prompt's first chunks have been sent."""
@@ -58,10 +60,10 @@ class ReplicaPrefixes:
         """A prompt has been sent."""
         chunks = self._chunks
         for chunk in reversed(chain):
-            chunks.pop(chunk, None)
             chunks[chunk] = None
+            chunks.move_to_end(chunk)
         for _ in range(len(chunks) - self._max_chunks):
-            del chunks[next(iter(chunks))]
+            chunks.popitem(last=False)
 
     def clear(self) -> None:
         """The cache is empty."""

@@ -162,12 +162,14 @@ class RoutingMachine(RuleBasedStateMachine):
         return places[0] if places else None
 
     @precondition(lambda self: not all(self.is_dead))
-    @rule(target=requests)
-    def add(self) -> str:
+    @rule(target=requests, kind=st.integers(0, 2), num_chunks=st.integers(0, 2))
+    def add(self, kind: int, num_chunks: int) -> str:
         request_id = str(next(self.ids))
         least = min(len(r) for r, dead in zip(self.running, self.is_dead, strict=True) if not dead)
-        idx = self.replicas.add(request_id)
-        assert not self.is_dead[idx] and len(self.running[idx]) == least
+        # A short prompt says nothing, and no other outweighs more than these.
+        most = least + max(min(least, 2), least // 4) if num_chunks else least
+        idx = self.replicas.add(request_id, prompt_token_ids=[kind] * (16 * num_chunks + 1))
+        assert not self.is_dead[idx] and len(self.running[idx]) <= most
         self.running[idx].add(request_id)
         return request_id
 
@@ -300,13 +302,42 @@ def test_a_prompt_goes_to_where_its_beginning_was_sent_unless_that_one_is_busier
     assert replicas.add("c", prompt_token_ids=second) == 1
     # A conversation goes on, and the other has fewer requests.
     assert replicas.add("d", prompt_token_ids=second + [3] * 64) == 1
-    assert [replicas.add(name, prompt_token_ids=second) for name in ("e", "f")] == [1, 0]
+    assert [replicas.add(name, prompt_token_ids=second) for name in "ef"] == [0, 0]
     # Both have it now, and the beginning alone does not outweigh the rest.
-    assert replicas.add("g", prompt_token_ids=second) == 0
-    assert replicas.add("h", prompt_token_ids=second + [3] * 64) == 1
+    assert replicas.add("g", prompt_token_ids=second + [3] * 64) == 1
+    assert replicas.add("h", prompt_token_ids=second) == 0
+    more = [replicas.add(name, prompt_token_ids=second + [3] * 64) for name in "ijkl"]
+    assert more == [1, 1, 1, 0]
 
 
-@pytest.mark.parametrize("what", ["reset", "death", "no cache"])
+def test_a_replica_with_nothing_to_do_gets_a_prompt_that_another_knows() -> None:
+    replicas = Replicas()
+    chat = [[9] * 64 + [token] * 16 for token in range(4)]
+    # All begin alike, and yet few at a time are enough to use every replica.
+    assert [replicas.add(str(idx), prompt_token_ids=chat[idx]) for idx in range(3)] == [0, 1, 2]
+    replicas.transport.send(AbortRequests(request_ids=["2"]))
+    assert replicas.add("again", prompt_token_ids=chat[1]) == 2
+
+
+def test_a_fork_stays_where_its_blocks_are_and_its_prompt_is_not_looked_at() -> None:
+    replicas = Replicas(2)
+    assert replicas.add("a", keep_blocks=True) == 0
+    # Never sent: whatever would look at this prompt fails.
+    assert replicas.add("b", fork_from="a", prompt_token_ids=None) == 0
+    assert replicas.add("c", prompt_token_ids=[5] * 64) == 1
+
+
+@pytest.mark.parametrize("is_reset", [True, False])
+def test_a_reset_that_was_refused_is_none(is_reset: bool) -> None:
+    replicas = Replicas(2)
+    replicas.add("a")
+    assert replicas.add("b", prompt_token_ids=[5] * 64) == 1
+    answer = UtilityReply(call_id=3, result_json="true" if is_reset else "false")
+    replicas.call("reset_prefix_cache", [answer] * 2)
+    assert replicas.add("c", prompt_token_ids=[5] * 64) == (0 if is_reset else 1)
+
+
+@pytest.mark.parametrize("what", ["death", "no cache"])
 def test_a_prompt_that_cannot_be_cached_goes_to_the_first_of_equally_busy_ones(what: str) -> None:
     replicas = Replicas(2, have_prefix_caches=what != "no cache")
     replicas.add("a")
@@ -314,8 +345,6 @@ def test_a_prompt_that_cannot_be_cached_goes_to_the_first_of_equally_busy_ones(w
     if what == "death":
         replicas.die(1)
         replicas.restart(1, 1.0)
-    elif what == "reset":
-        replicas.call("reset_prefix_cache", [UtilityReply(call_id=3, result_json="true")] * 2)
     replicas.transport.send(AbortRequests(request_ids=["a", "b"]))
     assert replicas.add("c", prompt_token_ids=[5] * 64) == 0
 

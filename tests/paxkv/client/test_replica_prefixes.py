@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import time
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,3 +75,17 @@ def test_requests_whose_blocks_differ_have_nothing_in_common() -> None:
     assert len({chunk for chain in chains for chunk in chain}) == 2 * len(requests)
     embedded = request(token_ids, prompt_embeds=PromptEmbeds(data=bytes(64), bytes_per_token=2))
     assert prompt_chain(embedded) == []
+
+
+def test_to_forget_takes_hardly_longer_than_to_note() -> None:
+    num_chunks = 40_000
+    prefixes = ReplicaPrefixes(max_tokens=num_chunks * CHUNK)
+
+    def seconds_to_note(first: int) -> float:
+        start_s = time.perf_counter()
+        prefixes.note(range(first, first + num_chunks))
+        return time.perf_counter() - start_s
+
+    without = seconds_to_note(0)
+    # All that was there goes, one by one.
+    assert seconds_to_note(num_chunks) < 20 * without
