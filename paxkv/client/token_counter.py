@@ -12,6 +12,7 @@ class TokenCounter:
     def __init__(self) -> None:
         self._num_prompt_tokens = 0
         self._num_cached_prompt_tokens = 0
+        self._num_recomputed_prompt_tokens = 0
         self._num_generation_tokens = 0
         self._latency_counts = [0] * (len(TOKEN_BUCKETS_S) + 1)
         self._latency_sum_s = 0.0
@@ -21,6 +22,7 @@ class TokenCounter:
         return TokenTotals(
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_prompt_tokens=self._num_cached_prompt_tokens,
+            num_recomputed_prompt_tokens=self._num_recomputed_prompt_tokens,
             num_generation_tokens=self._num_generation_tokens,
             token_latency_counts=tuple(self._latency_counts),
             token_latency_sum_s=self._latency_sum_s,
@@ -30,6 +32,8 @@ class TokenCounter:
         """Counts a prompt whose first token has come."""
         self._num_prompt_tokens += num_tokens
         self._num_cached_prompt_tokens += min(num_cached_tokens, num_tokens)
+        # Of a prompt of one token none was cached.
+        self._num_recomputed_prompt_tokens += 0 < num_cached_tokens == num_tokens - 1
 
     def count_step(
         self, num_completions: Mapping[tuple[int, float | None], int], now_s: float

@@ -17,6 +17,8 @@ class TokenTotals:
         num_prompt_tokens: Of prompts whose first token has come; n completions, and the steps of a
             beam search, count theirs once.
         num_cached_prompt_tokens: Those of them that came from the prefix cache.
+        num_recomputed_prompt_tokens: Last tokens of prompts of which all others came from there:
+            one token at least is computed.
         num_generation_tokens: Tokens drawn.
         token_latency_counts: Tokens that were not a completion's first, by how long after the one
             before them they came: in each bucket alone of `TOKEN_BUCKETS_S`, and later.
@@ -25,6 +27,7 @@ class TokenTotals:
 
     num_prompt_tokens: int = 0
     num_cached_prompt_tokens: int = 0
+    num_recomputed_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     token_latency_counts: tuple[int, ...] = (0,) * (len(TOKEN_BUCKETS_S) + 1)
     token_latency_sum_s: float = 0.0

@@ -21,6 +21,11 @@ _COUNTERS = (
         "num_cached_prompt_tokens",
         "prompt tokens that came from the prefix cache",
     ),
+    (
+        "vllm:prompt_tokens_recomputed",
+        "num_recomputed_prompt_tokens",
+        "last tokens of prompts whose other tokens all came from the prefix cache",
+    ),
     ("vllm:generation_tokens", "num_generation_tokens", "tokens drawn"),
 )
 # Label `source`, field.

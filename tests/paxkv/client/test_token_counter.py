@@ -30,3 +30,11 @@ def test_no_more_of_a_prompt_is_cached_than_there_is() -> None:
     totals = counter.totals
     assert (totals.num_prompt_tokens, totals.num_cached_prompt_tokens) == (13, 7)
     assert totals.num_computed_prompt_tokens == 6
+
+
+def test_a_last_token_is_recomputed_where_all_others_were_cached() -> None:
+    counter = TokenCounter()
+    # Of one token nothing was cached, and of the last all.
+    for num_tokens, num_cached_tokens in ((17, 16), (18, 16), (33, 32), (1, 0), (3, 3)):
+        counter.count_prompt(num_tokens, num_cached_tokens)
+    assert counter.totals.num_recomputed_prompt_tokens == 2

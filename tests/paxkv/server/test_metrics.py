@@ -32,6 +32,7 @@ HISTOGRAMS = (
 COUNTERS = (
     "prompt_tokens_total",
     "prompt_tokens_cached_total",
+    "prompt_tokens_recomputed_total",
     "generation_tokens_total",
     "num_preemptions_total",
     "prefix_cache_queries_total",
@@ -127,6 +128,7 @@ def test_tokens_are_those_that_the_engines_client_has_counted():
     totals = TokenTotals(
         num_prompt_tokens=10,
         num_cached_prompt_tokens=2,
+        num_recomputed_prompt_tokens=1,
         num_generation_tokens=11,
         token_latency_counts=counts,
         token_latency_sum_s=90.5,
@@ -134,6 +136,7 @@ def test_tokens_are_those_that_the_engines_client_has_counted():
     samples = scrape(metrics, totals=totals)
     assert samples["vllm:prompt_tokens_total",] == 10
     assert samples["vllm:prompt_tokens_cached_total",] == 2
+    assert samples["vllm:prompt_tokens_recomputed_total",] == 1
     assert samples["vllm:prompt_tokens_by_source_total", "local_compute"] == 8
     assert samples["vllm:prompt_tokens_by_source_total", "local_cache_hit"] == 2
     assert samples["vllm:generation_tokens_total",] == 11
