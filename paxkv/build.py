@@ -89,6 +89,7 @@ class BuiltEngine:
     tokenizer: Tokenizer | None
     chat_template: ChatTemplate | None
     model_info: ModelInfo
+    num_engines: int = 1
 
 
 def build_engine(config: EngineConfig, *, show_progress: bool = False) -> BuiltEngine:
@@ -141,6 +142,7 @@ def _build_engines(config: EngineConfig, *, show_progress: bool) -> BuiltEngine:
         tokenizer=engines.text.tokenizer,
         chat_template=engines.text.chat_template,
         model_info=engines.ready.model_info,
+        num_engines=config.parallel.data_parallel_size,
     )
 
 
@@ -239,7 +241,9 @@ def _build_core(
 
 def build_llm_client(engine: BuiltEngine) -> InprocClient:
     """The synchronous client of a built engine."""
-    return InprocClient(engine.transport, OutputProcessor(engine.tokenizer))
+    return InprocClient(
+        engine.transport, OutputProcessor(engine.tokenizer, num_engines=engine.num_engines)
+    )
 
 
 def _model_folder(config: EngineConfig) -> Path:

@@ -203,7 +203,7 @@ def build_async_client(
             make_input_processor(
                 ready, text.tokenizer, default_max_tokens=generation_config.max_new_tokens
             ),
-            OutputProcessor(text.tokenizer),
+            OutputProcessor(text.tokenizer, num_engines=config.parallel.data_parallel_size),
             ready.model_info,
             tokenizer=text.tokenizer,
             chat_template=text.chat_template,

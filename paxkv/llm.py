@@ -299,7 +299,7 @@ class LLM:
             return msgspec.json.decode(reply, type=PrefixCacheMiss)
 
     def get_stats(self) -> SchedulerStats:
-        """The engine's statistics as of now."""
+        """The engine's statistics as of now; of several, their sums, with `engines` for each."""
         with self._lock:
             return msgspec.json.decode(self._client.call("get_stats"), type=SchedulerStats)
 

@@ -15,6 +15,7 @@ from paxkv.client.input_processor import InputProcessor, Prompt, text_of_prompt
 from paxkv.client.long_text import run_beside_long_text
 from paxkv.client.output_processor import OutputKind, OutputProcessor
 from paxkv.client.output_stream import OutputStream
+from paxkv.client.stats_sum import stop_running
 from paxkv.contracts.engine_client import LoopTransport
 from paxkv.contracts.engine_output import (
     EngineDead,
@@ -476,11 +477,7 @@ class AsyncEngineClient:
             self._has_ended.set()
         if not self._is_closing:
             logger.error("%s", _dead_error(message))
-        # Nothing runs any more; what was counted stays.
-        nothing = {"num_running_reqs": 0, "num_waiting_reqs": 0, "num_compiling_reqs": 0}
-        self._latest_stats = msgspec.structs.replace(
-            self._latest_stats, **nothing, kv_cache_usage=0.0
-        )
+        self._latest_stats = stop_running(self._latest_stats)
         # The next engine knows none of its requests.
         self._latest_engine_ids.clear()
         for future in self._calls.values():

@@ -47,6 +47,8 @@ class _Replica:
     """One engine, as far as its messages tell.
 
     Args:
+        stats: With `counted_before`.
+        counted_before: What engines had counted in whose place it is, and how many they were.
         ended: Its last words, while none has taken its place.
         prefixes: Of the prompts that it was sent.
         is_mute: It takes no message any more; its last words are on their way, or have come.
@@ -57,10 +59,28 @@ class _Replica:
     transport: LoopTransport
     stats: SchedulerStats
     prefixes: ReplicaPrefixes
+    counted_before: SchedulerStats = SchedulerStats()
     ended: EngineDead | None = None
     is_mute: bool = False
     requests: dict[str, bool] = dataclasses.field(default_factory=dict)
     kept_ids: set[str] = dataclasses.field(default_factory=set)
+
+    def note_stats(self, stats: SchedulerStats) -> None:
+        """Remembers what its engine said of itself."""
+        self.stats = add_counters(stats, self.counted_before)
+
+    def note_end(self) -> None:
+        """Nothing runs here; what was counted stays."""
+        nothing = SchedulerStats(engine_start_time=self.stats.engine_start_time)
+        self.stats = add_counters(nothing, self.stats)
+
+    def note_successor(self, stats: SchedulerStats) -> None:
+        """Another engine has taken its place, which says this of itself."""
+        before = add_counters(SchedulerStats(), self.stats)
+        self.counted_before = msgspec.structs.replace(
+            before, num_replaced_engines=before.num_replaced_engines + 1
+        )
+        self.note_stats(stats)
 
 
 @dataclasses.dataclass(slots=True)
@@ -106,8 +126,6 @@ class DataParallelTransport:
         self._is_closing = False
         # Whose message the client is being told of.
         self._speaker: int | None = None
-        # What engines had counted that others have taken the place of.
-        self._ended = SchedulerStats()
         self._start_time = min(ready.stats.engine_start_time for _, ready in replicas)
         self._on_message: Callable[[EngineOutput | EngineReady], None] | None = None
         self._readies = [ready for _, ready in replicas]
@@ -278,9 +296,9 @@ class DataParallelTransport:
 
     def _note_step(self, idx: int, step: StepOutputs) -> None:
         replica = self._replicas[idx]
-        replica.stats = step.stats
+        replica.note_stats(step.stats)
         # First: a client that cannot use it hears of all its requests.
-        self._on_message(dataclasses.replace(step, stats=self._merged_stats()))
+        self._on_message(dataclasses.replace(step, stats=self._merged_stats(), engine_idx=idx))
         for output in step.outputs:
             if output.finish_reason is not None:
                 if replica.requests.pop(output.request_id, False):
@@ -292,7 +310,7 @@ class DataParallelTransport:
             raise InvariantError(f"replica {idx} answered call {reply.call_id}, not asked to.")
         if call.method == "get_stats" and reply.error is None:
             stats = msgspec.json.decode(reply.result_json, type=SchedulerStats)
-            self._replicas[idx].stats = stats
+            self._replicas[idx].note_stats(stats)
         if call.method == "reset_prefix_cache" and reply.result_json == "true":
             self._replicas[idx].prefixes.clear()
         call.replies.append(reply)
@@ -317,11 +335,8 @@ class DataParallelTransport:
     def _note_ready(self, idx: int, ready: EngineReady) -> None:
         was_dead = not self._alive()
         replica = self._replicas[idx]
-        self._ended = add_counters(self._ended, replica.stats)
-        self._ended = msgspec.structs.replace(
-            self._ended, num_replaced_engines=self._ended.num_replaced_engines + 1
-        )
-        replica.ended, replica.is_mute, replica.stats = None, False, ready.stats
+        replica.note_successor(ready.stats)
+        replica.ended, replica.is_mute = None, False
         self._readies[idx] = ready
         if self._is_closing:
             self._send_to(idx, Shutdown())
@@ -335,7 +350,8 @@ class DataParallelTransport:
             goes_on = "another is being started" if dead.retry_after_s else "for good"
             logger.error("replica %d has ended, %s: %s", idx, goes_on, dead.reason)
         request_ids = tuple(replica.requests)
-        replica.ended, replica.stats = dead, add_counters(SchedulerStats(), replica.stats)
+        replica.ended = dead
+        replica.note_end()
         replica.requests.clear()
         replica.kept_ids.clear()
         replica.prefixes.clear()
@@ -359,8 +375,10 @@ class DataParallelTransport:
 
     def _merged_stats(self) -> SchedulerStats:
         """Of all together: what runs is of those that live, what was counted of all ever."""
-        stats = add_counters(sum_stats([r.stats for r in self._replicas]), self._ended)
-        return msgspec.structs.replace(stats, engine_start_time=self._start_time)
+        engines = tuple(replica.stats for replica in self._replicas)
+        return msgspec.structs.replace(
+            sum_stats(engines), engine_start_time=self._start_time, engines=engines
+        )
 
 
 def _merge_replies(method: str, replies: Sequence[UtilityReply]) -> UtilityReply:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from paxkv.client.parallel_sampling import OutputKind, ParentRequest, PromptLogprobs
-from paxkv.client.token_counter import TokenCounter
+from paxkv.client.token_counter import TokenCounter, sum_totals
 from paxkv.contracts.engine_output import (
     EngineCoreOutput,
     EngineDead,
@@ -52,19 +52,20 @@ class OutputProcessor:
 
     Args:
         tokenizer: None leaves every text empty.
+        num_engines: How many share the requests, as `StepOutputs.engine_idx` counts them.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, *, num_engines: int = 1) -> None:
         self._tokenizer = tokenizer
         # Callers' requests, and the engine's: one a completion.
         self._parents: dict[str, ParentRequest] = {}
         self._completions: dict[str, _CompletionState] = {}
-        self._token_counter = TokenCounter()
+        self._token_counters = [TokenCounter() for _ in range(num_engines)]
 
     @property
     def token_totals(self) -> TokenTotals:
         """What steps have brought so far, of every kind of output, ended or not."""
-        return self._token_counter.totals
+        return sum_totals([counter.totals for counter in self._token_counters])
 
     @property
     def num_unfinished_requests(self) -> int:
@@ -105,6 +106,7 @@ class OutputProcessor:
         num_completions: dict[tuple[int, float | None], int] = defaultdict(int)
         alike, num_alike = (0, None), 0
         request_times, now_s = step_outputs.request_times, step_outputs.monotonic_s
+        token_counter = self._token_counters[step_outputs.engine_idx]
         for output in step_outputs.outputs:
             state = self._completions.get(output.request_id)
             # Ended here already: by a stop string, or aborted while this step was computed.
@@ -119,9 +121,7 @@ class OutputProcessor:
                     alike, num_alike = (num_new_tokens, last_token_s), 0
                 num_alike += 1
                 if last_token_s is None and state.has_own_prompt:
-                    self._token_counter.count_prompt(
-                        state.num_prompt_tokens, output.num_cached_tokens
-                    )
+                    token_counter.count_prompt(state.num_prompt_tokens, output.num_cached_tokens)
             if request_times:
                 state.note_first_token(step_outputs)
             try:
@@ -137,7 +137,7 @@ class OutputProcessor:
                 if output.finish_reason is None:
                     request_ids_to_abort.append(output.request_id)
         num_completions[alike] += num_alike
-        self._token_counter.count_step(num_completions, now_s)
+        token_counter.count_step(num_completions, now_s)
         return self._take_outputs(parents.values(), request_ids_to_abort, errors)
 
     def _take_outputs(

@@ -70,6 +70,18 @@ def sum_stats(all_stats: Sequence[SchedulerStats]) -> SchedulerStats:
     )
 
 
+def stop_running(stats: SchedulerStats) -> SchedulerStats:
+    """`stats` once all engines have ended: nothing runs any more; what was counted stays."""
+    return msgspec.structs.replace(
+        stats,
+        num_running_reqs=0,
+        num_waiting_reqs=0,
+        num_compiling_reqs=0,
+        kv_cache_usage=0.0,
+        engines=tuple(map(stop_running, stats.engines)),
+    )
+
+
 def _add_histograms(a: ResidencyHistogram, b: ResidencyHistogram) -> ResidencyHistogram:
     return ResidencyHistogram(
         bucket_counts=_add_counts(a.bucket_counts, b.bucket_counts), sum_s=a.sum_s + b.sum_s

@@ -1,9 +1,17 @@
 """`TokenCounter`: tokens of all requests, counted when a step brings them."""
 
 import bisect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from paxkv.contracts.token_totals import TOKEN_BUCKETS_S, TokenTotals
+
+_NUMBERS = (
+    "num_prompt_tokens",
+    "num_cached_prompt_tokens",
+    "num_recomputed_prompt_tokens",
+    "num_generation_tokens",
+    "token_latency_sum_s",
+)
 
 
 class TokenCounter:
@@ -54,3 +62,15 @@ class TokenCounter:
             bucket = bisect.bisect_left(TOKEN_BUCKETS_S, waited_s / num_tokens)
             self._latency_counts[bucket] += num_tokens * num_alike
             self._latency_sum_s += waited_s * num_alike
+
+
+def sum_totals(all_totals: Sequence[TokenTotals]) -> TokenTotals:
+    """Those of all engines together, with those of each where there are several."""
+    if len(all_totals) == 1:
+        return all_totals[0]
+    counts = zip(*(totals.token_latency_counts for totals in all_totals), strict=True)
+    return TokenTotals(
+        **{name: sum(getattr(totals, name) for totals in all_totals) for name in _NUMBERS},
+        token_latency_counts=tuple(map(sum, counts)),
+        engines=tuple(all_totals),
+    )

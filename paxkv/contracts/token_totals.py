@@ -23,6 +23,7 @@ class TokenTotals:
         token_latency_counts: Tokens that were not a completion's first, by how long after the one
             before them they came: in each bucket alone of `TOKEN_BUCKETS_S`, and later.
         token_latency_sum_s: What they took together.
+        engines: Where several engines count as one: those of each, in their order.
     """
 
     num_prompt_tokens: int = 0
@@ -31,6 +32,7 @@ class TokenTotals:
     num_generation_tokens: int = 0
     token_latency_counts: tuple[int, ...] = (0,) * (len(TOKEN_BUCKETS_S) + 1)
     token_latency_sum_s: float = 0.0
+    engines: tuple["TokenTotals", ...] = ()
 
     @property
     def num_computed_prompt_tokens(self) -> int:

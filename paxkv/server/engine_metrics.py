@@ -1,7 +1,8 @@
 """The engine's own counts as Prometheus metrics, made when someone asks for them."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -15,9 +16,12 @@ from paxkv.contracts.block_residency import RESIDENCY_BUCKETS_S, ResidencyHistog
 from paxkv.contracts.engine_output import STEP_TOKEN_BUCKETS, SchedulerStats
 from paxkv.server.engine_totals import EngineTotals
 
-# Those of every metric. There is one engine; vLLM's dashboards filter by its number.
+# Those of every metric; engines have numbers, by which vLLM's dashboards filter.
 LABELS = ("model_name", "engine")
-ENGINE_NUMBER = "0"
+# What is not known of each engine is told of the first.
+FIRST_ENGINE = "0"
+Labels = tuple[str, str]
+_T = TypeVar("_T")
 
 # Name without `_total`, field of SchedulerStats, help.
 _COUNTERS = (
@@ -95,68 +99,83 @@ class EngineCollector(Collector):
     """Makes metrics of the last counts that it was given."""
 
     def __init__(self, model_name: str) -> None:
-        self._labels = (model_name, ENGINE_NUMBER)
+        self._model_name = model_name
         self._totals = EngineTotals()
-        self._stats = SchedulerStats()
+        self._engines: tuple[SchedulerStats, ...] = (SchedulerStats(),)
 
     def note(self, stats: SchedulerStats) -> None:
         """Sees to it that an engine counts that ends before the next `update`."""
         self._totals.note(stats)
 
     def update(self, stats: SchedulerStats) -> None:
-        self._stats = self._totals.update(stats)
+        stats = self._totals.update(stats)
+        self._engines = stats.engines or (stats,)
 
     def describe(self) -> list[Metric]:
         """Nothing: the registry would collect to find it out."""
         return []
 
     def collect(self) -> Iterator[Metric]:
+        engines = label_engines(self._model_name, self._engines)
         for name, field, help_text in _COUNTERS:
             counter = CounterMetricFamily(name, help_text, labels=LABELS)
-            counter.add_metric(self._labels, getattr(self._stats, field))
+            for labels, stats in engines:
+                counter.add_metric(labels, getattr(stats, field))
             yield counter
         restarts = CounterMetricFamily(
             "paxkv:engine_restarts", "engines that ended and were followed by another", None, LABELS
         )
-        num_restarts = self._totals.num_restarts + self._stats.num_replaced_engines
-        restarts.add_metric(self._labels, num_restarts)
+        for labels, stats in engines:
+            # The first number is of one engine alone, the other of one of several.
+            num_restarts = self._totals.num_restarts + stats.num_replaced_engines
+            restarts.add_metric(labels, num_restarts)
         yield restarts
         for name, field, help_text in _GAUGES:
             gauge = GaugeMetricFamily(name, help_text, labels=LABELS)
-            gauge.add_metric(self._labels, getattr(self._stats, field))
+            for labels, stats in engines:
+                gauge.add_metric(labels, getattr(stats, field))
             yield gauge
         yield make_histogram(
             "vllm:iteration_tokens_total",
             "tokens of a step",
             STEP_TOKEN_BUCKETS,
-            self._stats.step_token_counts,
-            self._stats.num_scheduled_tokens,
-            self._labels,
+            [
+                (labels, stats.step_token_counts, stats.num_scheduled_tokens)
+                for labels, stats in engines
+            ],
         )
         for name, field, help_text in _BLOCK_HISTOGRAMS:
-            counts: ResidencyHistogram = getattr(self._stats.kv_block_residency, field)
+            histograms: list[tuple[Labels, ResidencyHistogram]] = [
+                (labels, getattr(stats.kv_block_residency, field)) for labels, stats in engines
+            ]
             yield make_histogram(
                 name,
                 help_text,
                 RESIDENCY_BUCKETS_S,
-                counts.bucket_counts,
-                counts.sum_s,
-                self._labels,
+                [(labels, counts.bucket_counts, counts.sum_s) for labels, counts in histograms],
             )
+
+
+def label_engines(model_name: str, engines: Sequence[_T]) -> list[tuple[Labels, _T]]:
+    """What there is of each engine, with the values of `LABELS`."""
+    return [((model_name, str(idx)), of_engine) for idx, of_engine in enumerate(engines)]
 
 
 def make_histogram(
     name: str,
     help_text: str,
     bounds: Sequence[float],
-    bucket_counts: Sequence[int],
-    total: float,
-    label_values: Sequence[str],
+    rows: Iterable[tuple[Labels, Sequence[int], float]],
 ) -> HistogramMetricFamily:
-    """Of counts of each bucket alone; Prometheus wants those of everything up to it."""
+    """Of counts of each bucket alone; Prometheus wants those of everything up to it.
+
+    Args:
+        rows: Of each engine its labels, the counts, and the sum of what was counted.
+    """
     texts = [*(str(float(bound)) for bound in bounds), "+Inf"]
-    cumulative = itertools.accumulate(bucket_counts)
-    buckets = [(text, float(count)) for text, count in zip(texts, cumulative, strict=True)]
     histogram = HistogramMetricFamily(name, help_text, labels=LABELS)
-    histogram.add_metric(label_values, buckets, total)
+    for labels, bucket_counts, total in rows:
+        cumulative = itertools.accumulate(bucket_counts)
+        buckets = [(text, float(count)) for text, count in zip(texts, cumulative, strict=True)]
+        histogram.add_metric(labels, buckets, total)
     return histogram

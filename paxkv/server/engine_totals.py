@@ -35,11 +35,16 @@ class EngineTotals:
     def update(self, stats: SchedulerStats) -> SchedulerStats:
         """`stats` with counters as of the latest that was noted, and of the engines before it."""
         self.note(stats)
-        # Of a step that ended before the engine was asked: its gauges are the best there is.
-        gauges = msgspec.structs.replace(
-            stats,
-            **dict.fromkeys(COUNTERS, 0),
-            kv_block_residency=BlockResidency(),
-            step_token_counts=SchedulerStats().step_token_counts,
-        )
-        return add_counters(gauges, add_counters(self._latest, self._ended))
+        return add_counters(_with_counters(stats, self._latest), self._ended)
+
+
+def _with_counters(stats: SchedulerStats, latest: SchedulerStats) -> SchedulerStats:
+    """`stats`, which may be of an earlier step, with `latest`'s counters; also engine by engine."""
+    gauges = msgspec.structs.replace(
+        stats,
+        **dict.fromkeys(COUNTERS, 0),
+        kv_block_residency=BlockResidency(),
+        step_token_counts=SchedulerStats().step_token_counts,
+        engines=tuple(map(_with_counters, stats.engines, latest.engines)),
+    )
+    return add_counters(gauges, latest)

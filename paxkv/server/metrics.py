@@ -20,7 +20,7 @@ from paxkv.contracts.request_output import CompletionOutput, CompletionTimes, Re
 from paxkv.contracts.token_totals import TOKEN_BUCKETS_S, TokenTotals
 from paxkv.errors import InvalidRequestError
 from paxkv.sampling_params import BeamSearchParams, SamplingParams
-from paxkv.server.engine_metrics import ENGINE_NUMBER, LABELS, EngineCollector
+from paxkv.server.engine_metrics import FIRST_ENGINE, LABELS, EngineCollector
 from paxkv.server.http_metrics import HttpMetrics
 from paxkv.server.token_metrics import TokenCollector
 
@@ -53,7 +53,7 @@ class ServerMetrics:
         max_model_len: int = _DEFAULT_MAX_MODEL_LEN,
         cache_settings: Mapping[str, str] | None = None,
     ) -> None:
-        self._label_values = (model_name, ENGINE_NUMBER)
+        self._label_values = (model_name, FIRST_ENGINE)
         # A registry of its own: two servers in one process must not add up.
         self._registry = CollectorRegistry()
         self._engine = EngineCollector(model_name)
@@ -73,7 +73,7 @@ class ServerMetrics:
                 ("engine", *cache_settings),
                 registry=self._registry,
             )
-            info.labels(ENGINE_NUMBER, *cache_settings.values()).set(1)
+            info.labels(FIRST_ENGINE, *cache_settings.values()).set(1)
 
     def render(self, stats: SchedulerStats, token_totals: TokenTotals) -> bytes:
         """Everything in Prometheus' text format, with the engine's part and its client's."""

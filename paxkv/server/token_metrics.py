@@ -7,7 +7,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from paxkv.contracts.token_totals import TOKEN_BUCKETS_S, TokenTotals
-from paxkv.server.engine_metrics import ENGINE_NUMBER, LABELS, make_histogram
+from paxkv.server.engine_metrics import LABELS, label_engines, make_histogram
 
 # Name without `_total`, field of TokenTotals, help.
 _COUNTERS = (
@@ -39,35 +39,38 @@ class TokenCollector(Collector):
     """Makes metrics of the last totals that it was given."""
 
     def __init__(self, model_name: str) -> None:
-        self._labels = (model_name, ENGINE_NUMBER)
-        self._totals = TokenTotals()
+        self._model_name = model_name
+        self._engines: tuple[TokenTotals, ...] = (TokenTotals(),)
 
     def update(self, totals: TokenTotals) -> None:
-        self._totals = totals
+        self._engines = totals.engines or (totals,)
 
     def describe(self) -> list[Metric]:
         """Nothing: the registry would collect to find it out."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        totals = self._totals
+        engines = label_engines(self._model_name, self._engines)
         for name, field, help_text in _COUNTERS:
             counter = CounterMetricFamily(name, help_text, labels=LABELS)
-            counter.add_metric(self._labels, getattr(totals, field))
+            for labels, totals in engines:
+                counter.add_metric(labels, getattr(totals, field))
             yield counter
         by_source = CounterMetricFamily(
             "vllm:prompt_tokens_by_source",
             "prompt tokens, computed or from the prefix cache",
             labels=(*LABELS, "source"),
         )
-        for source, field in _PROMPT_SOURCES:
-            by_source.add_metric((*self._labels, source), getattr(totals, field))
+        for labels, totals in engines:
+            for source, field in _PROMPT_SOURCES:
+                by_source.add_metric((*labels, source), getattr(totals, field))
         yield by_source
         yield make_histogram(
             "vllm:inter_token_latency_seconds",
             "between two tokens of a completion",
             TOKEN_BUCKETS_S,
-            totals.token_latency_counts,
-            totals.token_latency_sum_s,
-            self._labels,
+            [
+                (labels, totals.token_latency_counts, totals.token_latency_sum_s)
+                for labels, totals in engines
+            ],
         )

@@ -1,12 +1,16 @@
 """Two engines that share the requests answer as one does."""
 
+import json
 import os
+import urllib.request
 
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from paxkv import LLM, SamplingParams
 from paxkv.errors import ConfigError
+from tests.end_to_end.real_server import running_server
 from tests.oracles.make_checkpoint import write_random_checkpoint
 
 SETTINGS = {
@@ -47,6 +51,9 @@ def answers(checkpoint, **settings) -> list[list[list[int]]]:
         ]
         assert llm.get_stats().num_compiles_after_ready == 0
         assert llm.get_stats().num_running_reqs == 0
+        engines = llm.get_stats().engines
+        assert len(engines) == settings.get("data_parallel_size", 0)
+        assert all(engine.num_scheduled_tokens > 0 for engine in engines)
         assert llm.model_info.max_num_seqs == 2 * settings.get("data_parallel_size", 1)
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
@@ -54,6 +61,32 @@ def answers(checkpoint, **settings) -> list[list[list[int]]]:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each engine needs a core")
 def test_tokens_are_those_of_one_engine(checkpoint) -> None:
     assert answers(checkpoint, data_parallel_size=2) == answers(checkpoint)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each engine needs a core")
+def test_metrics_tell_what_each_engine_did(checkpoint) -> None:
+    flags = [
+        argument
+        for name, value in SETTINGS.items()
+        for argument in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    body = {"prompt": [[5, 6, 7], [8, 9]], "max_tokens": 4, "ignore_eos": True}
+    with running_server(str(checkpoint), *flags, "--data-parallel-size", "2") as server:
+        request = urllib.request.Request(
+            f"{server.url}/v1/completions",
+            json.dumps(body | {"model": str(checkpoint)}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        urllib.request.urlopen(request).close()
+        with urllib.request.urlopen(f"{server.url}/metrics") as response:
+            families = list(text_string_to_metric_families(response.read().decode()))
+    found: dict[str, dict[str, float]] = {}
+    for sample in (sample for family in families for sample in family.samples):
+        found.setdefault(sample.name, {})[sample.labels.get("engine")] = sample.value
+    assert found["vllm:generation_tokens_total"] == {"0": 4, "1": 4}
+    assert found["vllm:prefix_cache_queries_total"] == {"0": 3, "1": 2}
+    assert found["vllm:num_requests_running"] == {"0": 0, "1": 0}
+    assert found["vllm:e2e_request_latency_seconds_count"] == {"0": 2}
 
 
 def test_more_engines_than_cores_are_refused(checkpoint) -> None:

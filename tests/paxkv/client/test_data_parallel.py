@@ -1,8 +1,6 @@
 """Replicas as one engine: where requests go, who hears of a death, and what all have counted."""
 
-import dataclasses
 import itertools
-from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -29,115 +27,13 @@ from paxkv.contracts.engine_output import (
 from paxkv.contracts.engine_request import (
     AbortRequests,
     AddRequest,
-    EngineRequest,
     Shutdown,
     UtilityCall,
 )
 from paxkv.contracts.engine_start import EngineReady
-from paxkv.contracts.model_info import ModelInfo
 from paxkv.errors import EngineDeadError
-from paxkv.sampling_params import SamplingParams
 from paxkv.server.engine_totals import EngineTotals
-from tests.paxkv.engine.fake_engine_process import VOCAB_SIZE
-
-INFO = ModelInfo(
-    served_model_name="fake",
-    model="fake",
-    max_model_len=64,
-    vocab_size=VOCAB_SIZE,
-    max_fitting_tokens=512,
-    created=0,
-    max_num_seqs=8,
-    cache_settings={},
-)
-
-
-def ready_engine(start_time: float = 0.0, **info: int) -> EngineReady:
-    return EngineReady(
-        model_info=dataclasses.replace(INFO, **info),
-        eos_token_ids=(0,),
-        max_prompt_tokens=None,
-        stats=SchedulerStats(num_blocks=10, engine_start_time=start_time),
-    )
-
-
-def request(request_id: str, **settings: object) -> EngineRequest:
-    settings = {"prompt_token_ids": [1], "sampling_params": SamplingParams()} | settings
-    return EngineRequest(request_id=request_id, **settings)
-
-
-class FakeReplica:
-    """A `LoopTransport` that keeps what it is sent; its engine says what a test has it say."""
-
-    def __init__(self) -> None:
-        self.sent: list[object] = []
-        self.is_dead = False
-
-    def send(self, message: object) -> None:
-        if self.is_dead:
-            raise EngineDeadError("the engine has ended.")
-        self.sent.append(message)
-
-    def deliver_on(self, loop: object, on_message: object) -> None:
-        self.say = on_message
-
-    def give_up(self, reason: str) -> None:
-        self.is_dead = True
-        self.say(EngineDead(reason=reason))
-
-    def close(self) -> None:
-        self.sent.append("closed")
-
-    def take(self, kind: type) -> list:
-        """What it was sent of one kind since it was last asked for anything."""
-        found = [message for message in self.sent if isinstance(message, kind)]
-        self.sent.clear()
-        return found
-
-
-class Replicas:
-    """Three replicas behind one transport, and what the client heard."""
-
-    def __init__(self, num_replicas: int = 3, **settings: bool) -> None:
-        self.engines = [FakeReplica() for _ in range(num_replicas)]
-        replicas = [(engine, ready_engine()) for engine in self.engines]
-        self.transport = DataParallelTransport(replicas, **settings)
-        self.heard: list[object] = []
-        self.transport.deliver_on(None, self.heard.append)
-
-    def add(self, request_id: str, **settings: object) -> int:
-        """Adds a request; returns the replica that it went to."""
-        self.transport.send(AddRequest(request=request(request_id, **settings)))
-        (idx,) = [
-            idx
-            for idx, engine in enumerate(self.engines)
-            if any(m.request.request_id == request_id for m in engine.take(AddRequest))
-        ]
-        return idx
-
-    def die(self, idx: int, retry_after_s: int | None = 5) -> None:
-        self.engines[idx].is_dead = True
-        self.engines[idx].say(EngineDead(reason="boom", retry_after_s=retry_after_s))
-
-    def restart(self, idx: int, start_time: float) -> None:
-        self.engines[idx].is_dead = False
-        self.engines[idx].say(ready_engine(start_time))
-
-    def end(self, idx: int, request_id: str, stats: SchedulerStats) -> None:
-        output = EngineCoreOutput(request_id=request_id, new_token_ids=[7], finish_reason="stop")
-        self.engines[idx].say(
-            StepOutputs(outputs=[output], stats=stats, timestamp=0.0, monotonic_s=0.0)
-        )
-
-    def call(self, method: str, answers: Sequence[UtilityReply]) -> UtilityReply:
-        """Calls, has each replica answer, and returns what the client heard."""
-        self.transport.send(UtilityCall(call_id=3, method=method))
-        self.heard.clear()
-        for engine, answer in zip(self.engines, answers, strict=True):
-            assert self.heard == []
-            engine.say(answer)
-        (reply,) = self.heard
-        return reply
+from tests.paxkv.client.fake_replicas import FakeReplica, Replicas, ready_engine, request
 
 
 class RoutingMachine(RuleBasedStateMachine):
@@ -151,11 +47,13 @@ class RoutingMachine(RuleBasedStateMachine):
         self.running: list[set[str]] = [set() for _ in self.replicas.engines]
         self.is_dead = [False] * len(self.running)
         self.ids = itertools.count()
-        # How far each engine has counted, and what Prometheus has seen of them.
+        # How far each engine has counted, all in its place have, and what Prometheus has seen.
         self.counts = [0] * len(self.running)
-        self.start_times = itertools.count(1)
+        self.num_counted = [0] * len(self.running)
+        self.num_restarts = [0] * len(self.running)
+        self.start_times = [0.0] * len(self.running)
+        self.new_start_times = itertools.count(1)
         self.totals = EngineTotals()
-        self.num_counted = self.num_restarts = 0
 
     def place(self, request_id: str) -> int | None:
         places = [idx for idx, ids in enumerate(self.running) if request_id in ids]
@@ -189,11 +87,12 @@ class RoutingMachine(RuleBasedStateMachine):
             return
         self.running[idx].remove(request_id)
         self.counts[idx] += 2
-        self.num_counted += 2
+        self.num_counted[idx] += 2
         self.replicas.heard.clear()
         self.replicas.end(idx, request_id, self.stats_of(idx))
         (step,) = self.replicas.heard
         assert [output.request_id for output in step.outputs] == [request_id]
+        assert step.engine_idx == idx
         self.check_stats(step.stats)
 
     @precondition(lambda self: not all(self.is_dead))
@@ -215,11 +114,22 @@ class RoutingMachine(RuleBasedStateMachine):
 
     def check_stats(self, stats: SchedulerStats) -> None:
         seen = self.totals.update(stats)
-        counters = {name: getattr(seen, name) for name in COUNTERS}
-        num_replaced = counters.pop("num_replaced_engines") + self.totals.num_restarts
-        assert num_replaced == self.num_restarts
-        assert set(counters.values()) == {self.num_counted}
-        assert seen.num_blocks == 10 * self.is_dead.count(False)
+        assert self.totals.num_restarts == 0
+        for one, num_counted, num_restarts, num_alive in (
+            (seen, sum(self.num_counted), sum(self.num_restarts), self.is_dead.count(False)),
+            *zip(
+                seen.engines,
+                self.num_counted,
+                self.num_restarts,
+                [not dead for dead in self.is_dead],
+                strict=True,
+            ),
+        ):
+            counters = {name: getattr(one, name) for name in COUNTERS}
+            assert counters.pop("num_replaced_engines") == num_restarts
+            assert set(counters.values()) == {num_counted}
+            assert one.num_blocks == 10 * num_alive
+        assert [one.engine_start_time for one in seen.engines] == self.start_times
 
     @rule(request_ids=st.lists(consumes(requests), min_size=1))
     def abort(self, request_ids: list[str]) -> None:
@@ -259,17 +169,18 @@ class RoutingMachine(RuleBasedStateMachine):
         if not self.is_dead[idx]:
             return
         self.replicas.heard.clear()
-        self.replicas.restart(idx, float(next(self.start_times)))
+        self.start_times[idx] = float(next(self.new_start_times))
+        self.replicas.restart(idx, self.start_times[idx])
         told = [isinstance(message, EngineReady) for message in self.replicas.heard]
         assert told == ([True] if all(self.is_dead) else [])
         self.is_dead[idx] = False
         # Another engine, which has counted nothing.
         self.counts[idx] = 0
-        self.num_restarts += 1
+        self.num_restarts[idx] += 1
 
     def stats_of(self, idx: int) -> SchedulerStats:
         counters = dict.fromkeys(COUNTERS, self.counts[idx]) | {"num_replaced_engines": 0}
-        return SchedulerStats(num_blocks=10, engine_start_time=float(idx), **counters)
+        return SchedulerStats(num_blocks=10, engine_start_time=self.start_times[idx], **counters)
 
     @invariant()
     def nobody_is_forgotten(self) -> None:

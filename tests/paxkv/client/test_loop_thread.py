@@ -94,7 +94,7 @@ async def running(
         client = AsyncEngineClient(
             transport,
             input_processor(transport.ready),
-            OutputProcessor(tokenizer),
+            OutputProcessor(tokenizer, num_engines=2),
             transport.ready.model_info,
             tokenizer=tokenizer,
         )
@@ -163,7 +163,7 @@ def test_whoever_waits_is_told_of_a_death_and_can_go_on() -> None:
     settings = {"step_s": 0.02, "max_model_len": 2048, "num_blocks": 2200}
     with started_replicas(max_restarts=0, **settings) as (engines, replicas):
         processor, transport = input_processor(replicas.ready), LoopThread(replicas)
-        client = InprocClient(transport, OutputProcessor(byte_level_tokenizer()))
+        client = InprocClient(transport, OutputProcessor(byte_level_tokenizer(), num_engines=2))
         assert transport.receive(timeout_s=0.01) is None
 
         def add(name: str, num_tokens: int) -> None:

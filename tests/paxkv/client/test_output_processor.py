@@ -299,6 +299,31 @@ def test_tokens_are_counted_whatever_order_they_come_in() -> None:
     assert totals.token_latency_sum_s == 2 + 4 + 6
 
 
+def test_tokens_are_those_of_the_engine_whose_step_brought_them() -> None:
+    processor = OutputProcessor(None, num_engines=3)
+    # Two completions of one prompt, which did not fork, and are with two engines.
+    request = EngineRequest(
+        request_id="r",
+        prompt_token_ids=[1, 2, 3],
+        sampling_params=SamplingParams(n=2, temperature=1.0),
+    )
+    children = processor.add_request(request, prompt=None, output_kind="final_only")
+    for child, engine_idx, num_tokens in zip(children, (0, 2), (1, 4), strict=True):
+        output = EngineCoreOutput(request_id=child.request_id, new_token_ids=[5] * num_tokens)
+        step = StepOutputs(
+            outputs=[output],
+            stats=SchedulerStats(),
+            timestamp=0.0,
+            monotonic_s=0.0,
+            engine_idx=engine_idx,
+        )
+        processor.process(step)
+    totals = processor.token_totals
+    assert [one.num_generation_tokens for one in totals.engines] == [1, 0, 4]
+    assert [one.num_prompt_tokens for one in totals.engines] == [3, 0, 0]
+    assert (totals.num_generation_tokens, totals.num_prompt_tokens) == (5, 3)
+
+
 def test_a_request_ends_with_the_engine_of_one_of_its_completions() -> None:
     caller = Caller("delta", n=2, temperature=1.0)
     ids = [child.request_id for child in caller.processor._parents["r"].children]

@@ -3,11 +3,17 @@
 import msgspec
 import pytest
 
-from paxkv.client.stats_sum import COUNTERS, GAUGES, add_counters, sum_stats
+from paxkv.client.stats_sum import COUNTERS, GAUGES, add_counters, stop_running, sum_stats
 from paxkv.contracts.block_residency import BlockResidency, ResidencyHistogram
 from paxkv.contracts.engine_output import SchedulerStats
 
-OTHERS = {"kv_block_residency", "step_token_counts", "kv_cache_usage", "engine_start_time"}
+OTHERS = {
+    "kv_block_residency",
+    "step_token_counts",
+    "kv_cache_usage",
+    "engine_start_time",
+    "engines",
+}
 GAP = ResidencyHistogram(bucket_counts=(4, *[0] * 22), sum_s=2.0)
 STATS = SchedulerStats(
     **dict.fromkeys(COUNTERS, 5),
@@ -44,3 +50,10 @@ def test_counters_of_the_dead_are_added_and_what_they_ran_is_not() -> None:
     assert {getattr(left, name) for name in (*GAUGES, "kv_cache_usage")} == {0}
     assert left.step_token_counts == STATS.step_token_counts
     assert left.kv_block_residency == STATS.kv_block_residency
+
+
+def test_where_all_have_ended_none_of_them_runs_anything() -> None:
+    ended = stop_running(msgspec.structs.replace(STATS, engines=(STATS, STATS)))
+    for one in (ended, *ended.engines):
+        assert (one.num_running_reqs, one.num_waiting_reqs, one.num_compiling_reqs) == (0, 0, 0)
+        assert (one.kv_cache_usage, one.num_steps, one.num_blocks) == (0.0, 5, 7)

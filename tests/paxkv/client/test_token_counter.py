@@ -2,7 +2,7 @@
 
 import pytest
 
-from paxkv.client.token_counter import TokenCounter
+from paxkv.client.token_counter import TokenCounter, sum_totals
 from paxkv.contracts.token_totals import TOKEN_BUCKETS_S, TokenTotals
 
 
@@ -38,3 +38,22 @@ def test_a_last_token_is_recomputed_where_all_others_were_cached() -> None:
     for num_tokens, num_cached_tokens in ((17, 16), (18, 16), (33, 32), (1, 0), (3, 3)):
         counter.count_prompt(num_tokens, num_cached_tokens)
     assert counter.totals.num_recomputed_prompt_tokens == 2
+
+
+def test_totals_of_several_engines_are_sums_beside_those_of_each() -> None:
+    first, second = TokenCounter(), TokenCounter()
+    first.count_prompt(17, 16)
+    first.count_step({(1, None): 3}, 1.0)
+    second.count_prompt(10, 4)
+    second.count_step({(2, 0.0): 1}, 0.5)
+    both = sum_totals([first.totals, second.totals])
+    assert both == TokenTotals(
+        num_prompt_tokens=27,
+        num_cached_prompt_tokens=20,
+        num_recomputed_prompt_tokens=1,
+        num_generation_tokens=5,
+        token_latency_counts=second.totals.token_latency_counts,
+        token_latency_sum_s=0.5,
+        engines=(first.totals, second.totals),
+    )
+    assert sum_totals([first.totals]) == first.totals

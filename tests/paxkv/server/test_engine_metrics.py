@@ -1,8 +1,10 @@
 """Metrics of the engine, as Prometheus reads them."""
 
+import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from paxkv.client.stats_sum import sum_stats
 from paxkv.contracts.block_residency import (
     RESIDENCY_BUCKETS_S,
     BlockResidency,
@@ -99,3 +101,49 @@ def test_counters_go_on_where_the_engine_before_ended():
     assert samples["vllm:num_preemptions_total", None] == 7
     assert samples["vllm:num_requests_running", None] == 1
     assert samples["paxkv:engine_restarts_total", None] == 1
+
+
+def test_each_of_several_engines_has_its_own_number():
+    first = SchedulerStats(
+        num_running_reqs=3,
+        kv_cache_usage=0.5,
+        num_preemptions=4,
+        num_scheduled_tokens=6,
+        step_token_counts=(2, *[0] * len(STEP_TOKEN_BUCKETS)),
+    )
+    second = SchedulerStats(
+        num_waiting_reqs=2, num_preemptions=1, num_replaced_engines=1, engine_start_time=9.0
+    )
+    together = sum_stats([first, second])
+    registry, collector = CollectorRegistry(), EngineCollector("m")
+    registry.register(collector)
+    collector.update(msgspec.structs.replace(together, engines=(first, second)))
+    families = list(text_string_to_metric_families(generate_latest(registry).decode()))
+    # The parser takes a name that comes twice for two families.
+    assert len({family.name for family in families}) == len(families)
+    found = {
+        name: [s.value for family in families for s in family.samples if s.name == name]
+        for name in (
+            "vllm:num_requests_running",
+            "vllm:num_requests_waiting",
+            "vllm:kv_cache_usage_perc",
+            "vllm:num_preemptions_total",
+            "vllm:iteration_tokens_total_sum",
+            "vllm:kv_block_lifetime_seconds_count",
+            "paxkv:engine_restarts_total",
+            "paxkv:engine_start_time_seconds",
+        )
+    }
+    assert list(found.values()) == [
+        [3, 0],
+        [0, 2],
+        [0.5, 0],
+        [4, 1],
+        [6, 0],
+        [0, 0],
+        [0, 1],
+        [0, 9],
+    ]
+    assert all(
+        {sample.labels["engine"] for sample in family.samples} == {"0", "1"} for family in families
+    )

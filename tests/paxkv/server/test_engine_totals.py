@@ -60,6 +60,18 @@ def test_a_step_from_before_the_last_answer_takes_nothing_back():
     assert totals.update(_stats(2.0, 1)).num_steps == 6
 
 
+def test_a_step_from_before_the_last_answer_takes_nothing_back_of_one_of_several_engines():
+    totals = EngineTotals()
+    latest, earlier = (
+        msgspec.structs.replace(_stats(1.0, 7 + n), engines=(_stats(1.0, 7), _stats(2.0, n)))
+        for n in (5, 4)
+    )
+    totals.update(latest)
+    seen = totals.update(earlier)
+    assert [engine.num_steps for engine in seen.engines] == [7, 5]
+    assert [engine.num_waiting_reqs for engine in seen.engines] == [7, 4]
+
+
 def test_every_number_that_only_grows_is_a_counter():
     """A new field must be sorted into one of the two kinds here, and in the source."""
     numbers = {field.name for field in msgspec.structs.fields(SchedulerStats) if field.type is int}

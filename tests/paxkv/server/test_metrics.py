@@ -146,6 +146,25 @@ def test_tokens_are_those_that_the_engines_client_has_counted():
     assert (samples[f"{name}_count",], samples[f"{name}_sum",]) == (6, 90.5)
 
 
+def test_tokens_of_several_engines_are_told_of_each():
+    engines = (
+        TokenTotals(num_prompt_tokens=10, num_cached_prompt_tokens=2, num_generation_tokens=7),
+        TokenTotals(num_generation_tokens=4, token_latency_counts=(4, *[0] * 19)),
+    )
+    totals = TokenTotals(num_generation_tokens=11, engines=engines)
+    text = ServerMetrics("m").render(SchedulerStats(), totals).decode()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            key = (sample.name, sample.labels.get("source") or sample.labels.get("le"))
+            found.setdefault(key, {})[sample.labels.get("engine")] = sample.value
+    assert found["vllm:generation_tokens_total", None] == {"0": 7, "1": 4}
+    assert found["vllm:prompt_tokens_by_source_total", "local_compute"] == {"0": 8, "1": 0}
+    assert found["vllm:inter_token_latency_seconds_bucket", "0.01"] == {"0": 0, "1": 4}
+    # Requests are measured here, for all engines together.
+    assert found["vllm:e2e_request_latency_seconds_count", None] == {"0": 0}
+
+
 @pytest.mark.parametrize(
     ("error", "reason"),
     [(GeneratorExit(), "abort"), (EngineDeadError("died"), "error"), (RuntimeError(), "error")],
