@@ -1,4 +1,4 @@
-"""Replicas that say what a test has them say, behind a `DataParallelTransport`."""
+"""Engines behind a client's transport that say what a test has them say."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -160,6 +160,7 @@ class RoutingMachine(RuleBasedStateMachine):
         elif self.running[idx]:
             (dead,) = deaths
             assert set(dead.request_ids) == self.running[idx]
+            assert dead.retry_after_s == 1
         else:
             assert deaths == []
         self.running[idx] = set()
@@ -173,6 +174,7 @@ class RoutingMachine(RuleBasedStateMachine):
         self.replicas.restart(idx, self.start_times[idx])
         told = [isinstance(message, EngineReady) for message in self.replicas.heard]
         assert told == ([True] if all(self.is_dead) else [])
+        assert self.replicas.engines[idx].take(Shutdown) == []
         self.is_dead[idx] = False
         # Another engine, which has counted nothing.
         self.counts[idx] = 0
@@ -203,6 +205,12 @@ def test_kept_blocks_draw_forks_until_they_are_given_up() -> None:
     replicas.transport.send(AbortRequests(request_ids=["kept"]))
     assert replicas.engines[idx].take(AbortRequests) == [AbortRequests(request_ids=["kept"])]
     assert {replicas.add(f"late{i}", fork_from="kept") for i in range(4)} != {idx}
+    idx = replicas.add("lost", keep_blocks=True)
+    replicas.end(idx, "lost", SchedulerStats())
+    replicas.die(idx)
+    replicas.restart(idx, 1.0)
+    replicas.transport.send(AbortRequests(request_ids=["lost"]))
+    assert replicas.engines[idx].take(AbortRequests) == []
 
 
 def test_a_prompt_goes_to_where_its_beginning_was_sent_unless_that_one_is_busier() -> None:
@@ -279,7 +287,14 @@ def test_calls_are_answered_for_all() -> None:
     assert told.kv_cache_usage == pytest.approx(0.2)
     answers = [reply(None, "unknown request"), reply('{"a": 1}')]
     assert replicas.call("explain_prefix_cache_miss", answers).result_json == '{"a": 1}'
+    answers = [reply(None, "unknown here"), reply(None, "nor here")]
+    assert replicas.call("explain_prefix_cache_miss", answers).error == "unknown here"
     assert replicas.call("check_invariants", [reply("null"), reply(None, "bad")]).error == "bad"
+    assert replicas.call("check_invariants", [reply("null")] * 2).result_json == "null"
+    # Of one that cannot say, what it said last.
+    answers = [reply(None, "bad"), reply(msgspec.json.encode(stats[0]).decode())]
+    told = msgspec.json.decode(replicas.call("get_stats", answers).result_json, type=SchedulerStats)
+    assert (told.num_blocks, told.num_steps) == (20, 8)
 
 
 def test_a_call_is_answered_when_those_who_owe_an_answer_die() -> None:
@@ -301,6 +316,20 @@ def test_a_call_is_answered_when_those_who_owe_an_answer_die() -> None:
         replicas.transport.send(UtilityCall(call_id=3, method="inspect"))
     with pytest.raises(EngineDeadError):
         replicas.add("late")
+    # Nobody asks the next ones for it.
+    replicas.heard.clear()
+    for idx in range(2):
+        replicas.restart(idx, 1.0)
+    replicas.die(1)
+    assert [type(message) for message in replicas.heard] == [EngineReady]
+
+
+def test_a_call_is_answered_though_whom_it_goes_to_has_just_ended() -> None:
+    replicas = Replicas(2)
+    replicas.engines[0].is_dead = True
+    replicas.transport.send(UtilityCall(call_id=4, method="inspect"))
+    (reply,) = replicas.heard
+    assert (reply.call_id, reply.error) == (4, "the engine that was asked has ended.")
 
 
 def test_client_hears_of_the_end_when_no_replica_will_come_back() -> None:
@@ -312,6 +341,50 @@ def test_client_hears_of_the_end_when_no_replica_will_come_back() -> None:
     replicas.die(1, retry_after_s=None)
     (dead,) = replicas.heard
     assert (dead.retry_after_s, dead.request_ids) == (None, None)
+
+
+def test_client_is_told_to_wait_for_the_first_that_comes_back_and_what_that_can_do() -> None:
+    replicas = Replicas(2)
+    replicas.die(0, retry_after_s=4)
+    replicas.die(1, retry_after_s=9)
+    # A start has failed, and the other goes on.
+    replicas.die(1, retry_after_s=None)
+    (dead,) = replicas.heard
+    assert dead.retry_after_s == 4
+    replicas.engines[0].say(ready_engine(1.0, max_model_len=32))
+    assert replicas.heard[1].model_info.max_model_len == 32
+    assert replicas.heard[1].stats.num_blocks == 10
+
+
+def test_client_hears_of_the_end_when_the_last_start_has_failed() -> None:
+    replicas = Replicas(2)
+    for idx in (0, 1):
+        replicas.die(idx)
+    replicas.heard.clear()
+    replicas.die(0, retry_after_s=None)
+    assert replicas.heard == []
+    replicas.die(1, retry_after_s=None)
+    (dead,) = replicas.heard
+    assert (dead.retry_after_s, dead.request_ids) == (None, None)
+
+
+def test_a_call_that_is_answered_while_it_is_sent_is_answered_once() -> None:
+    replicas = Replicas(2)
+    reply = UtilityReply(call_id=3, result_json="true")
+    for engine in replicas.engines:
+        engine.send = lambda call, engine=engine: engine.say(reply)
+    replicas.transport.send(UtilityCall(call_id=3, method="reset_prefix_cache"))
+    assert replicas.heard == [reply]
+    assert not any(engine.is_dead for engine in replicas.engines)
+
+
+def test_how_much_busier_a_replica_with_a_prompts_beginning_may_be_is_a_part() -> None:
+    replicas = Replicas(2)
+    for number in range(40):
+        replicas.add(str(number))
+    places = [replicas.add(f"known{n}", prompt_token_ids=[5] * 64) for n in range(7)]
+    # The first of them is the 21st there; 20 and a quarter of them are 25, which may have one more.
+    assert places == [0] * 6 + [1]
 
 
 def test_one_that_takes_no_message_any_more_is_left_out_until_it_has_said_why() -> None:
@@ -401,4 +474,5 @@ def test_close_on_the_loops_own_thread_does_not_wait_for_itself() -> None:
     transport._loop.call_soon_threadsafe(transport.close)
     transport._thread.join(60)
     assert not transport._thread.is_alive()
-    assert [engine.sent[-1] for engine in replicas.engines] == ["closed"] * 2
+    # All end their steps at the same time.
+    assert [engine.sent for engine in replicas.engines] == [[Shutdown(), "closed"]] * 2

@@ -137,6 +137,7 @@ def test_failed_start_says_why_and_leaves_nothing(
         folder = process._folder.path
         with pytest.raises(error, match=words):
             process.wait_until_ready()
+        assert process.wait(TIMEOUT_S) == settings.get("exit_code", 1)
     assert not folder.exists() and not is_running(process.pid)
     # A bug's traceback is all that can be said of it; a mistake needs none.
     assert ("Traceback" in capfd.readouterr().err) == ("bug" in settings)
@@ -170,6 +171,28 @@ def test_start_that_is_given_up_does_not_keep_the_process(monkeypatch: pytest.Mo
         process.end()
         assert time.monotonic() - start < TIMEOUT_S
         assert process.wait(0) == -signal.SIGKILL
+
+
+def test_engine_without_a_word_from_its_parent_ends_without_one() -> None:
+    ended = subprocess.run(
+        COMMAND,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        input=b"",
+        capture_output=True,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, b"", b"")
+
+
+def test_idle_engine_sleeps() -> None:
+    with running() as process:
+        process.send(AddRequest(request=make_request("a", [5, 6], max_tokens=3)))
+        assert receive_until(process, "a") == ([5, 6, 5], "length")
+        start = time.monotonic()
+        # Odd: it has something to do.
+        while process.step_count % 2:
+            assert time.monotonic() - start < TIMEOUT_S
+            time.sleep(0.01)
 
 
 # Prints the engine's process id, and whether it is ready.

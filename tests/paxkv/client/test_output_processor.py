@@ -60,6 +60,31 @@ def test_delta_holds_only_what_is_new() -> None:
     assert caller.processor.num_unfinished_requests == 0
 
 
+def test_requests_that_have_ended_or_fail_take_nothing_from_others_of_their_step() -> None:
+    caller = Caller(max_tokens=9)
+    for name in ("gone", "broken", "whole"):
+        request = EngineRequest(
+            request_id=name, prompt_token_ids=[112], sampling_params=SamplingParams()
+        )
+        caller.processor.add_request(request, prompt="p", output_kind="delta")
+    caller.processor.abort(["gone"])
+
+    def fail(output: EngineCoreOutput, now_s: float) -> None:
+        raise RuntimeError("no such token")
+
+    caller.processor._completions["broken"].process = fail
+    outputs = [
+        EngineCoreOutput(request_id=name, new_token_ids=[97])
+        for name in ("gone", "broken", "whole", "r")
+    ]
+    processed = caller.processor.process(
+        StepOutputs(outputs=outputs, stats=SchedulerStats(), timestamp=0.0, monotonic_s=0.0)
+    )
+    assert [o.request_id for o in processed.request_outputs] == ["whole", "r"]
+    assert processed.request_ids_to_abort == ["broken"]
+    assert "no such token" in str(processed.errors["broken"])
+
+
 def test_text_is_whole_where_the_engine_ends_it_because_nothing_may_follow() -> None:
     last = Caller("cumulative").completion(b"ab", finish_reason="stop", stop_reason="none left")
     assert (last.text, last.stop_reason) == ("ab", "none left")

@@ -1,6 +1,7 @@
 """Whoever is behind gets what waits in one piece, in order, and nothing of it is lost."""
 
 import asyncio
+import dataclasses
 
 import pytest
 
@@ -57,6 +58,14 @@ def test_completions_of_one_prompt_stay_apart() -> None:
     assert not merged.finished
 
 
+def test_an_end_without_a_token_takes_no_logprobs_away() -> None:
+    end = delta(end="abort")
+    completion = CompletionOutput(index=0, text="", token_ids=[], finish_reason="abort")
+    (merged,) = taken(delta((0, "a")), dataclasses.replace(end, outputs=[completion])).outputs
+    assert [list(position) for position in merged.logprobs] == [[97]]
+    assert merged.finish_reason == "abort"
+
+
 def test_error_comes_behind_what_came_before_it() -> None:
     async def run() -> None:
         stream = OutputStream("r", engine_request_id="r-0")
@@ -68,3 +77,5 @@ def test_error_comes_behind_what_came_before_it() -> None:
                 await take()
 
     asyncio.run(run())
+    with pytest.raises(EngineDeadError):
+        taken(EngineDeadError("it was never alive"))

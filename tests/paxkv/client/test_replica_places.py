@@ -75,6 +75,10 @@ def test_cores_are_those_that_this_process_may_use(monkeypatch) -> None:
     monkeypatch.undo()
     monkeypatch.delenv("NPROC", raising=False)
     assert replica_places._num_cores() == len(os.sched_getaffinity(0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2, 4})
+    for named in ("", "0", "64", "all"):
+        monkeypatch.setenv("NPROC", named)
+        assert replica_places._num_cores() == 3
     monkeypatch.setenv("NPROC", "1")
     assert replica_places._num_cores() == 1
 
