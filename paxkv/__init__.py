@@ -3,9 +3,6 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from paxkv.sampling_params import BeamSearchParams, SamplingParams
-from paxkv.structured_outputs_params import StructuredOutputsParams
-
 if TYPE_CHECKING:
     from paxkv.contracts.request_output import (
         BeamSearchOutput,
@@ -15,6 +12,8 @@ if TYPE_CHECKING:
     )
     from paxkv.generate import CompiledGenerator
     from paxkv.llm import LLM
+    from paxkv.sampling_params import BeamSearchParams, SamplingParams
+    from paxkv.structured_outputs_params import StructuredOutputsParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,7 +28,8 @@ __all__ = [
     "StructuredOutputsParams",
 ]
 
-# Resolved on first use, so that `import paxkv` alone stays free of JAX.
+# Resolved on first use, so that `import paxkv` alone stays free of JAX, and next to nothing comes
+# before a command can answer a signal.
 _LATE = {
     "LLM": "paxkv.llm",
     "CompiledGenerator": "paxkv.generate",
@@ -37,6 +37,9 @@ _LATE = {
     "BeamSearchSequence": "paxkv.contracts.request_output",
     "CompletionOutput": "paxkv.contracts.request_output",
     "RequestOutput": "paxkv.contracts.request_output",
+    "BeamSearchParams": "paxkv.sampling_params",
+    "SamplingParams": "paxkv.sampling_params",
+    "StructuredOutputsParams": "paxkv.structured_outputs_params",
 }
 
 

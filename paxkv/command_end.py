@@ -9,8 +9,27 @@ import threading
 from collections.abc import Callable, Iterator
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+TERMINATED = 143  # 128 + SIGTERM
 _STDOUT_CLOSED = 1
 _LINE = "paxkv: interrupted."
+# Of the first process of a container, whose signals do nothing unless it answers them.
+_FIRST_PID = 1
+
+
+def end_by_signals() -> None:
+    """Lets signals end the process; what a command that is run calls before its imports.
+
+    Ctrl-C does so with a line, until `run_command`: an interruption that meets the import of an
+    extension would become an ImportError. SIGTERM ends every process but a container's first one;
+    here that one too, until the command answers it otherwise. A signal that means something else
+    already, or is ignored, stays what it is.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+    if os.getpid() == _FIRST_PID and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(TERMINATED))
 
 
 def run_command(main: Callable[[], int | None]) -> int:
@@ -20,6 +39,8 @@ def run_command(main: Callable[[], int | None]) -> int:
     traceback.
     """
     try:
+        if signal.getsignal(signal.SIGINT) is _end:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         code = main()
         # Python's own flush comes too late to be answered.
         if sys.stdout is not None:
@@ -40,9 +61,8 @@ def run_command(main: Callable[[], int | None]) -> int:
 def ended_by_interrupt() -> Iterator[None]:
     """In here Ctrl-C ends the process, with a line, and nothing is tidied up first.
 
-    For imports and for work of JAX's: an interruption that meets one of its callbacks is lost, and
-    one that meets the import of an extension becomes an ImportError. Where SIGINT means something
-    else already, it goes on to.
+    For work of JAX's: an interruption that meets one of its callbacks is lost. Where SIGINT means
+    something else already, it goes on to.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

@@ -1,5 +1,11 @@
 """`python -m paxkv.compile`: compiles an engine's programs ahead of its starts, into a folder."""
 
+from paxkv.command_end import end_by_signals, ended_by_interrupt, run_command
+
+# Before the imports below, which take their time.
+if __name__ == "__main__":
+    end_by_signals()
+
 import argparse
 import logging
 import os
@@ -9,7 +15,6 @@ from pathlib import Path
 
 from paxkv.cli.arguments import add_serve_arguments, parse_arguments
 from paxkv.client.replica_places import replica_environments
-from paxkv.command_end import ended_by_interrupt, run_command
 from paxkv.command_line import add_config_flags, config_from_arguments
 from paxkv.config import (
     CacheConfig,

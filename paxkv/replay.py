@@ -1,12 +1,17 @@
 """`python -m paxkv.replay`: runs a recorded trace again, without a device, and compares it."""
 
+from paxkv.command_end import end_by_signals, run_command
+
+# Before the imports below, which take their time.
+if __name__ == "__main__":
+    end_by_signals()
+
 import argparse
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from paxkv.command_end import run_command
 from paxkv.errors import TraceFileError
 from paxkv.scheduler.trace.chrome_view import write_chrome_view
 from paxkv.scheduler.trace.replayer import ReplaySummary, replay

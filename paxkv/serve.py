@@ -1,5 +1,11 @@
 """`python -m paxkv.serve`: starts an engine process and serves it over HTTP."""
 
+from paxkv.command_end import INTERRUPTED, TERMINATED, end_by_signals, run_command
+
+# Before the imports below, which take their time.
+if __name__ == "__main__":
+    end_by_signals()
+
 import argparse
 import asyncio
 import contextlib
@@ -14,7 +20,6 @@ import paxkv
 from paxkv.build_client import build_async_client
 from paxkv.cli.arguments import add_serve_arguments, parse_arguments
 from paxkv.client.async_client import AsyncEngineClient
-from paxkv.command_end import INTERRUPTED, run_command
 from paxkv.command_line import add_config_flags, config_from_arguments
 from paxkv.config import (
     CacheConfig,
@@ -36,7 +41,6 @@ _CONFIG_CLASSES = (
     *(ModelConfig, CacheConfig, SchedulerConfig, RunnerConfig),
     *(ParallelConfig, ServerConfig),
 )
-_TERMINATED = 143  # 128 + SIGTERM, as shells have it
 
 
 class _Terminated(KeyboardInterrupt):
@@ -68,9 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("paxkv: error:", *str(error).splitlines(), file=sys.stderr)
         return 1
     except _Terminated:
-        # Whoever sent it is to see that it worked. The first process of a container goes on here.
+        # Whoever sent it is to see that it worked.
         signal.raise_signal(signal.SIGTERM)
-        return _TERMINATED
+        return TERMINATED
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0

@@ -24,3 +24,17 @@ def test_engine_and_llm_import_without_the_servers_libraries() -> None:
         "import paxkv.llm, paxkv.engine.engine_core"
     )
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
+def test_importing_paxkv_alone_imports_next_to_nothing() -> None:
+    program = (
+        "import sys; before = set(sys.modules); import paxkv; "
+        "new = {name.split('.')[0] for name in set(sys.modules) - before}; "
+        "print(sorted(new - set(sys.stdlib_module_names) - {'paxkv'})); "
+        "print(sorted(name for name in sys.modules if name.startswith('paxkv.'))); "
+        "paxkv.SamplingParams, paxkv.BeamSearchParams, paxkv.StructuredOutputsParams"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("[]\n[]\n", "")

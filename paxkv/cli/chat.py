@@ -1,5 +1,11 @@
 """`paxkv chat`: a conversation with a running server, in a terminal."""
 
+from paxkv.command_end import INTERRUPTED, end_by_signals, run_command
+
+# Before the imports below, which take their time.
+if __name__ == "__main__":
+    end_by_signals()
+
 import argparse
 import contextlib
 import os
@@ -8,7 +14,6 @@ from collections.abc import Sequence
 
 from paxkv.cli.arguments import parse_arguments
 from paxkv.cli.chat_client import ChatClient, ChatError
-from paxkv.command_end import INTERRUPTED, run_command
 
 _KEY_VARIABLE = "PAXKV_API_KEY"
 

@@ -1,5 +1,11 @@
 """`paxkv collect-env`: what a report of a problem should say of the machine and its software."""
 
+from paxkv.command_end import end_by_signals, run_command
+
+# Before the imports below, which take their time.
+if __name__ == "__main__":
+    end_by_signals()
+
 import argparse
 import importlib.metadata
 import os
@@ -11,7 +17,6 @@ from pathlib import Path
 import jax
 
 import paxkv
-from paxkv.command_end import run_command
 from paxkv.runner.program_store import user_cache_folder
 
 _PACKAGES = (

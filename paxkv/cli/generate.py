@@ -1,5 +1,11 @@
 """`paxkv generate`: completes prompts in this process, without a server."""
 
+from paxkv.command_end import end_by_signals, ended_by_interrupt, run_command
+
+# Before the imports below, which take their time.
+if __name__ == "__main__":
+    end_by_signals()
+
 import argparse
 import dataclasses
 import json
@@ -8,7 +14,6 @@ import sys
 from collections.abc import Sequence
 
 from paxkv.cli.arguments import add_serve_arguments, parse_arguments
-from paxkv.command_end import ended_by_interrupt, run_command
 from paxkv.command_line import add_config_flags, config_from_arguments
 from paxkv.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from paxkv.contracts.request_output import RequestOutput

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 import paxkv
-from paxkv.command_end import ended_by_interrupt, run_command
+from paxkv.command_end import end_by_signals, run_command
 
 # Subcommand -> module with a `main`, and what it is for. Imported when asked for: a chat needs no
 # JAX, and help should come at once.
@@ -35,8 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"paxkv: error: no command {name!r}.\n{_help()}", file=sys.stderr)
         return _USAGE_ERROR
     module, _ = _COMMANDS[name]
-    with ended_by_interrupt():
-        command = importlib.import_module(module).main
+    end_by_signals()
+    command = importlib.import_module(module).main
     return run_command(lambda: command(words[1:]))
 
 

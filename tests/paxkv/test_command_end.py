@@ -1,5 +1,6 @@
 """A command that is stopped, or that nobody reads any more, ends with a line and no traceback."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -92,3 +93,72 @@ def test_interrupt_means_the_same_again_afterwards():
     with command_end.ended_by_interrupt():
         assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+# A command that gets a signal when it asks for the first module that is not its own.
+IMPORTING = """
+import os, runpy, signal, sys
+pid = os.getpid()
+{before}
+class SignalsAtAnImport:
+    @staticmethod
+    def find_spec(name, *_):
+        if name == "argparse":
+            os.kill(pid, signal.{signal})
+sys.meta_path.insert(0, SignalsAtAnImport)
+sys.argv = ["paxkv", *{words}]
+runpy.run_module("{module}", run_name="__main__", alter_sys=True)
+"""
+COMMANDS = {
+    **{name: ("paxkv." + name, ["--help"]) for name in ("serve", "compile", "replay")},
+    **{name: ("paxkv.cli." + name, ["--help"]) for name in ("generate", "chat", "collect_env")},
+    "paxkv serve": ("paxkv.cli.main", ["serve", "--help"]),
+}
+commands = pytest.mark.parametrize(("module", "words"), COMMANDS.values(), ids=COMMANDS)
+
+
+@commands
+def test_interrupt_of_a_commands_imports_is_a_line(module, words):
+    done = run(IMPORTING.format(before="", signal="SIGINT", module=module, words=words))
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\n" + LINE)
+
+
+@commands
+def test_containers_first_process_is_terminated_in_its_imports(module, words):
+    before = "os.getpid = lambda: 1"
+    done = run(IMPORTING.format(before=before, signal="SIGTERM", module=module, words=words))
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", "")
+
+
+def test_first_process_of_a_pid_namespace_is_terminated_in_its_imports():
+    within = ["unshare", "--user", "--map-root-user", "--pid", "--fork", sys.executable, "-c"]
+    if shutil.which("unshare") is None or subprocess.run([*within, ""], check=False).returncode:
+        pytest.skip("this user may make no PID namespace")
+    module, words = COMMANDS["serve"]
+    program = IMPORTING.format(before="", signal="SIGTERM", module=module, words=words)
+    done = subprocess.run([*within, program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", "")
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_signal_that_is_ignored_stays_ignored_in_the_imports(name):
+    before = f"os.getpid = lambda: 1\nsignal.signal(signal.{name}, signal.SIG_IGN)"
+    module, words = COMMANDS["replay"]
+    done = run(IMPORTING.format(before=before, signal=name, module=module, words=words))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: ")
+
+
+def test_interrupt_after_the_imports_is_mains_to_answer():
+    program = (
+        "import signal, sys\n"
+        "from paxkv.command_end import end_by_signals, run_command\n"
+        "def main():\n"
+        "    try:\n"
+        "        signal.raise_signal(signal.SIGINT)\n"
+        "    except KeyboardInterrupt:\n"
+        "        return 7\n"
+        "end_by_signals()\n"
+        "sys.exit(run_command(main))"
+    )
+    assert run(program).returncode == 7
