@@ -29,6 +29,8 @@ def test_keys_are_shown_in_no_repr_and_no_error():
         ({"root_path": "/api/"}, "not end in one"),
         ({"root_path": "/v1"}, "must not be /v1 nor below"),
         ({"root_path": "/v1/chat"}, "must not be /v1 nor below"),
+        ({"root_path": "/inspector"}, "must not be /inspector nor below it.*'/inspector'"),
+        ({"root_path": "/health/llm"}, "must not be /health nor below it.*'/health/llm'"),
         ({"ssl_keyfile": "k.pem"}, "ssl_keyfile is set, but HTTPS needs ssl_certfile"),
         ({"ssl_cert_reqs": 2}, "ssl_cert_reqs is set, but"),
         ({"ssl_certfile": "c.pem", "ssl_cert_reqs": 3}, "0, 1 or 2, got 3"),

@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from paxkv.config import ServerConfig
+from paxkv.errors import ConfigError
 from paxkv.server.app import create_app
 from tests.paxkv.server.conftest import wait_until
 from tests.paxkv.server.fake_engine import (
@@ -478,6 +479,16 @@ def test_a_proxy_may_take_the_root_path_off_or_leave_it(start_server, front):
     assert server.client.get(f"/api{front}/api/v1/models", headers=headers).status_code == 404
     error = _error(server.client.get(f"{front}/nothing"))
     assert error["message"] == f"there is nothing at {front}/nothing."
+
+
+def test_no_path_of_the_server_may_be_the_root_path():
+    app = create_app(FakeEngine(), ServerConfig(enable_admin=True))
+    first_words = {route.path.split("/")[1] for route in app.routes}
+    assert len(first_words) > 10
+    for word in first_words:
+        with pytest.raises(ConfigError, match=f"must not be /{word} nor below it"):
+            ServerConfig(root_path=f"/{word}")
+        assert ServerConfig(root_path=f"/{word}s/{word}").root_path == f"/{word}s/{word}"
 
 
 def test_ping_is_health_with_both_methods(start_server):
