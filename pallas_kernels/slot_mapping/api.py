@@ -109,3 +109,5 @@ def _check_context_parallel(
             f"slot_mapping: cp_interleave must divide the block size: got {cp_interleave}, "
             f"wanted a divisor of {block_size}."
         )
+    # Positions that a logical block covers: bodies divide by it.
+    require_at_least("slot_mapping", "block_size * cp_world_size", block_size * cp_world_size, 1)

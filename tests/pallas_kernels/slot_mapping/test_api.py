@@ -65,6 +65,10 @@ def test_arrays_that_do_not_fit_are_refused(changes, message):
         ({"cp_interleave": 0}, "cp_interleave is too small: got 0, wanted at least 1"),
         ({"cp_rank": 1}, r"cp_rank is out of range: got 1, wanted \[0, 1\)"),
         ({"cp_interleave": 3}, "must divide the block size: got 3, wanted a divisor of 8"),
+        (
+            {"block_size": 2**16, "cp_world_size": 2**16},
+            "block_size \\* cp_world_size is too large: got 4294967296, wanted at most 2147483647",
+        ),
         ({"implementation": "fast"}, "got 'fast', wanted None or one of"),
     ],
 )
