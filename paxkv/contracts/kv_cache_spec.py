@@ -10,7 +10,6 @@ DTYPE_BYTES = {
     "bfloat16": 2,
     "float16": 2,
     "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
     "int8": 1,
 }
 
