@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from benchmarks.engine.offline_engine import EngineOutput, EngineSpec, Setting
@@ -13,7 +14,7 @@ from benchmarks.engine.paxkv_settings import engine_config, settings_by_part
 from benchmarks.workloads import Workload
 from models import read_model_config
 from paxkv.build import build_engine, build_llm_client
-from paxkv.config import EngineConfig, SchedulerConfig
+from paxkv.config import EngineConfig, ParallelConfig, SchedulerConfig
 from paxkv.contracts.engine_client import EngineTransport
 from paxkv.contracts.engine_output import EngineOutput as EngineMessage
 from paxkv.contracts.engine_output import SchedulerStats, StepOutputs
@@ -47,12 +48,16 @@ def kv_cache_bytes(spec: EngineSpec, workload: Workload, settings: Mapping[str, 
     """Room for the longest requests, as many as run at once: none has to be preempted.
 
     Args:
-        settings: paxkv's, of any part.
+        settings: paxkv's, of any part. Of several engines each has so much, and its part of the
+            requests; one may have a quarter and two requests more than another.
     """
     parts = settings_by_part(settings)
     model = read_model_config(Path(spec.checkpoint))
-    max_num_seqs = SchedulerConfig(**parts["scheduler"]).max_num_seqs
-    longest = sorted((r.num_tokens for r in workload.requests), reverse=True)[:max_num_seqs]
+    most_at_once = SchedulerConfig(**parts["scheduler"]).max_num_seqs
+    num_engines = ParallelConfig(**parts["parallel"]).data_parallel_size
+    if num_engines > 1:
+        most_at_once = min(most_at_once, 5 * len(workload.requests) // (4 * num_engines) + 3)
+    longest = sorted((r.num_tokens for r in workload.requests), reverse=True)[:most_at_once]
     num_tokens = sum(longest) + SPARE_TOKENS_PER_REQUEST * len(longest)
     # paxkv refuses a cache that could not hold the longest request of the model.
     num_tokens = max(num_tokens, model.max_position_embeddings) + SPARE_TOKENS
@@ -73,7 +78,15 @@ class PaxkvEngine:
         self._num_runs = 0
 
     def prepare(self) -> None:
-        """Forgets cached prefixes."""
+        """Forgets cached prefixes.
+
+        Raises:
+            RuntimeError: Requests run; or one of several engines has ended, and the others would
+                do its work.
+        """
+        stats = msgspec.json.decode(self._client.call("get_stats"), type=SchedulerStats)
+        if not all(engine.num_blocks for engine in stats.engines):
+            raise RuntimeError("an engine has ended; is there memory for all of them?")
         if self._client.call("reset_prefix_cache", False) != "true":
             raise RuntimeError("the prefix cache could not be reset: requests still hold blocks.")
 

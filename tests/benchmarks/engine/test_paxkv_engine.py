@@ -86,3 +86,7 @@ def test_cache_has_room_for_all_that_may_run_at_once(spec: EngineSpec) -> None:
     assert sizes[0] == sizes[1]
     settings = {"max_num_seqs": 2, "kv_cache_dtype": "float16"}
     assert kv_cache_bytes(spec, workload, settings) == sizes[0] / 2
+    # Two engines share 256 requests, not quite equally.
+    engines = {"max_num_seqs": 256, "data_parallel_size": 2}
+    shares = [kv_cache_bytes(spec, workload, engines | {"data_parallel_size": n}) for n in (1, 2)]
+    assert 0.6 < shares[1] / shares[0] < 0.8
