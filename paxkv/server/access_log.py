@@ -11,8 +11,9 @@ from paxkv.server.error_response import CLIENT_CLOSED_REQUEST
 from paxkv.server.route_path import route_path
 
 logger = logging.getLogger(__name__)
-# "user:password@" of a target that begins with a host instead of a path.
-_USER_INFO = re.compile(rb"((?:[a-z][a-z0-9+.-]*:)?//)?[^/]*@", re.IGNORECASE)
+# "user:password@" of a target that is no path, behind its scheme. As people forget to encode what
+# they put there, it may have slashes; so all goes up to the last "@".
+_USER_INFO = re.compile(rb"(?!/[^/])((?:[^/@]*:(?=/))?/*).*@", re.DOTALL)
 
 
 class AccessLogMiddleware:
@@ -78,5 +79,5 @@ def _raw_path(scope: Scope) -> str:
         return ascii(scope["path"])
     user_info = _USER_INFO.match(raw_path)
     if user_info is not None:
-        raw_path = (user_info[1] or b"") + raw_path[user_info.end() :]
+        raw_path = user_info[1] + raw_path[user_info.end() :]
     return raw_path.decode("ascii", "backslashreplace")

@@ -36,7 +36,6 @@ class ChatChoices:
         self._body = body
         self._tool_use = tool_use
         self._echoed = echoed
-        self._counts_thoughts = make_thought_counter is not None
         self._readers = [
             AnswerReader(
                 tool_use,
@@ -77,8 +76,7 @@ class ChatChoices:
         """The next part of a choice; None when there is nothing to tell yet."""
         shows_token_ids = bool(self._body.return_token_ids)
         reader = self._readers[completion.index]
-        if self._counts_thoughts:
-            reader.take_tokens(completion.token_ids)
+        reader.take_tokens(completion.token_ids)
         if not has_news(completion, shows_token_ids=shows_token_ids):
             return None
         part = reader.read(completion.text, is_last=completion.finished)

@@ -272,16 +272,16 @@ def _reasoning_texts(path: str, item: Mapping[str, object]) -> list[str]:
         InvalidRequestError: It is no list of texts.
         UnsupportedFeatureError: All of it is encrypted.
     """
-    text = "".join(_part_texts(path, item, "content"))
-    if text:
-        return [text]
+    content, summary = (_part_texts(path, item, name) for name in ("content", "summary"))
+    if content:
+        return ["".join(content)]
     if item.get("encrypted_content"):
         raise UnsupportedFeatureError(
             f"{path}.encrypted_content cannot be read: thoughts come as text here, in content. "
             "Leave out items of another server, or their encrypted_content.",
             param="input",
         )
-    return _part_texts(path, item, "summary")
+    return summary
 
 
 def _part_texts(path: str, item: Mapping[str, object], name: str) -> list[str]:

@@ -19,7 +19,8 @@ class ThoughtCounter:
         skip_special_tokens: As it was made.
 
     Attributes:
-        num_tokens: Of what was read so far. Thoughts that never end are the whole answer.
+        num_tokens: Of what was read so far; until thoughts end, with tokens whose text is to come.
+            Thoughts that never end are the whole answer.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:

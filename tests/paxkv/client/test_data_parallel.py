@@ -16,6 +16,7 @@ from hypothesis.stateful import (
 
 from paxkv.client.data_parallel import DataParallelTransport
 from paxkv.client.loop_thread import LoopThread
+from paxkv.client.replica_prefixes import prompt_chain
 from paxkv.client.stats_sum import COUNTERS
 from paxkv.contracts.engine_output import (
     EngineCoreOutput,
@@ -322,6 +323,19 @@ def test_a_call_is_answered_when_those_who_owe_an_answer_die() -> None:
         replicas.restart(idx, 1.0)
     replicas.die(1)
     assert [type(message) for message in replicas.heard] == [EngineReady]
+
+
+def test_as_much_is_remembered_of_a_successor_as_its_cache_has_room_for() -> None:
+    replicas = Replicas(2)
+    replicas.add("a")
+    replicas.die(1)
+    replicas.engines[1].is_dead = False
+    replicas.engines[1].say(ready_engine(1.0, max_fitting_tokens=2048))
+    # More than 512 tokens, which its predecessor had room for.
+    prompt = list(range(1024))
+    assert replicas.add("b", prompt_token_ids=prompt) == 1
+    prefixes = replicas.transport._replicas[1].prefixes
+    assert prefixes.num_known(prompt_chain(request("c", prompt_token_ids=prompt))) == 64
 
 
 def test_a_call_is_answered_though_whom_it_goes_to_has_just_ended() -> None:

@@ -280,6 +280,10 @@ def test_bad_field_is_400_and_named(server, fields, param):
         ({"input": [THOUGHT | {"content": [{"text": "a"}, "hm"]}]}, "input[0].content[1] is 'hm'"),
         ({"input": [THOUGHT | {"content": [{"text": 5}]}]}, "input[0].content[0] is {"),
         ({"input": [THOUGHT | {"summary": {"text": "hm"}}]}, "input[0].summary is {"),
+        (
+            {"input": [THOUGHT | {"content": [{"text": "a"}], "summary": 1}]},
+            "input[0].summary is 1",
+        ),
     ],
 )
 def test_a_mistake_is_told_in_the_names_of_this_api(server, fields, words):
