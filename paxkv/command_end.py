@@ -39,7 +39,8 @@ def run_command(main: Callable[[], int | None]) -> int:
     traceback.
     """
     try:
-        if signal.getsignal(signal.SIGINT) is _end:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGINT) is _end:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         code = main()
         # Python's own flush comes too late to be answered.
@@ -77,7 +78,9 @@ def ended_by_interrupt() -> Iterator[None]:
 
 def _end(*_: object) -> None:
     # Not through `print`, which may be what was interrupted. A progress bar may be in the line.
-    os.write(2, f"\n{_LINE}\n".encode())
+    # Nobody may be there to read it.
+    with contextlib.suppress(OSError):
+        os.write(2, f"\n{_LINE}\n".encode())
     os._exit(INTERRUPTED)
 
 

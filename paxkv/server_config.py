@@ -14,12 +14,14 @@ ReasoningParserName = Literal["qwen3", "deepseek_r1"]
 # An engine loads its libraries before it can say that it does something: seconds, or tens of them
 # from a slow disk.
 MIN_READY_TIMEOUT_S = 30.0
-# What every path of the server begins with.
 _OWN_PATHS = (
-    *("/v1", "/health", "/ping", "/load", "/metrics", "/version", "/openapi.json", "/inspector"),
+    *("/health", "/ping", "/load", "/metrics", "/version", "/openapi.json"),
     *("/tokenize", "/detokenize", "/reset_prefix_cache", "/explain_prefix_cache_miss"),
     *("/start_profile", "/stop_profile"),
 )
+# What other paths begin with: "/v1/chat" taken off "/v1/chat/completions" would leave one that is
+# nothing's.
+_OWN_FOLDERS = ("/v1", "/inspector")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,12 +242,12 @@ class ServerConfig:
                 f"root_path must begin with a slash and not end in one, as in /api, got "
                 f"{self.root_path!r}."
             )
-        # "/v1/chat" taken off "/v1/chat/completions" would leave a path that is nothing's.
-        own = next((own for own in _OWN_PATHS if f"{path}/".startswith(f"{own}/")), None)
-        if own is not None:
+        folder = next((own for own in _OWN_FOLDERS if f"{path}/".startswith(f"{own}/")), None)
+        if path in _OWN_PATHS or folder is not None:
+            below = "" if folder is None else f", which is {folder} or below it"
             raise ConfigError(
-                f"root_path must not be {own} nor below it, as our own paths are, got {path!r}; "
-                "let the proxy add another, as in /api/v1/models."
+                f"root_path must not be a path of our own, got {path!r}{below}; let the proxy add "
+                "another, as in /api/v1/models."
             )
         for path in sorted(self.paths_without_access_log):
             if not path.startswith("/"):

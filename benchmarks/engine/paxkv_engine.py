@@ -49,13 +49,14 @@ def kv_cache_bytes(spec: EngineSpec, workload: Workload, settings: Mapping[str, 
 
     Args:
         settings: paxkv's, of any part. Of several engines each has so much, and its part of the
-            requests; one may have a quarter and two requests more than another.
+            requests.
     """
     parts = settings_by_part(settings)
     model = read_model_config(Path(spec.checkpoint))
     most_at_once = SchedulerConfig(**parts["scheduler"]).max_num_seqs
     num_engines = ParallelConfig(**parts["parallel"]).data_parallel_size
     if num_engines > 1:
+        # One may have a quarter, or two requests and the one that it gets, more than another.
         most_at_once = min(most_at_once, 5 * len(workload.requests) // (4 * num_engines) + 3)
     longest = sorted((r.num_tokens for r in workload.requests), reverse=True)[:most_at_once]
     num_tokens = sum(longest) + SPARE_TOKENS_PER_REQUEST * len(longest)
@@ -84,9 +85,7 @@ class PaxkvEngine:
             RuntimeError: Requests run; or one of several engines has ended, and the others would
                 do its work.
         """
-        stats = msgspec.json.decode(self._client.call("get_stats"), type=SchedulerStats)
-        if not all(engine.num_blocks for engine in stats.engines):
-            raise RuntimeError("an engine has ended; is there memory for all of them?")
+        check_engines(msgspec.json.decode(self._client.call("get_stats"), type=SchedulerStats))
         if self._client.call("reset_prefix_cache", False) != "true":
             raise RuntimeError("the prefix cache could not be reset: requests still hold blocks.")
 
@@ -110,6 +109,7 @@ class PaxkvEngine:
         while len(token_ids) < len(workload.requests):
             for output in self._client.wait_for_outputs():
                 token_ids[output.request_id] = output.outputs[0].token_ids
+        check_engines(self._tap.stats)
         figures = self._tap.figures() | _counted(before, self._tap.stats)
         return EngineOutput(
             token_ids=[token_ids[f"{self._num_runs}.{i}"] for i in range(len(token_ids))],
@@ -121,6 +121,16 @@ class PaxkvEngine:
 
     def close(self) -> None:
         self._client.close()
+
+
+def check_engines(stats: SchedulerStats) -> None:
+    """Sees to it that no figures are told of several engines while one has ended.
+
+    Raises:
+        RuntimeError: One has.
+    """
+    if not all(engine.num_blocks for engine in stats.engines):
+        raise RuntimeError("an engine has ended; is there memory for all of them?")
 
 
 class OutputTap:

@@ -110,4 +110,5 @@ def _check_context_parallel(
             f"wanted a divisor of {block_size}."
         )
     # Positions that a logical block covers: bodies divide by it.
-    require_at_least("slot_mapping", "block_size * cp_world_size", block_size * cp_world_size, 1)
+    num_positions = int(block_size) * int(cp_world_size)
+    require_at_least("slot_mapping", "block_size * cp_world_size", num_positions, 1)

@@ -201,9 +201,13 @@ class DataParallelTransport:
         # each token of a beam.
         if idx is None or not self._send_to(idx, message):
             chain = prompt_chain(request) if self._have_prefix_caches else []
-            idx = self._choose(chain)
+            params = request.sampling_params
+            # Prompt log-probabilities need every token computed; what is computed is cached.
+            reads_none = params.skip_reading_prefix_cache or params.prompt_logprobs is not None
+            wanted = [] if reads_none else chain
+            idx = self._choose(wanted)
             while not self._send_to(idx, message):
-                idx = self._choose(chain)
+                idx = self._choose(wanted)
             self._replicas[idx].prefixes.note(chain)
         self._replicas[idx].requests[request.request_id] = request.keep_blocks
 

@@ -18,12 +18,8 @@ def prompt_chain(request: EngineRequest) -> list[int]:
     those of a whole prompt are told apart from its first chunk on.
 
     Returns:
-        Nothing for a prompt of embeddings, whose tokens say nothing, and where the cache is not
-        read: prompt log-probabilities need every token computed.
+        Nothing for a prompt of embeddings, whose tokens say nothing.
     """
-    params = request.sampling_params
-    if params.skip_reading_prefix_cache or params.prompt_logprobs is not None:
-        return []
     if request.prompt_embeds is not None:
         return []
     items = tuple(feature.identifier for feature in request.mm_features)

@@ -8,11 +8,13 @@ import pytest
 from benchmarks.engine.offline_engine import EngineSpec
 from benchmarks.engine.paxkv_engine import (
     PaxkvEngine,
+    check_engines,
     kv_cache_bytes,
     load_engine,
 )
 from benchmarks.random_checkpoint import MODEL_SHAPES, write_checkpoint
 from benchmarks.workloads import make_workload
+from paxkv.contracts.engine_output import SchedulerStats
 
 # Few programs to compile.
 SETTINGS = {"block_size": 16, "max_num_seqs": 2, "max_num_batched_tokens": 8}
@@ -87,6 +89,16 @@ def test_cache_has_room_for_all_that_may_run_at_once(spec: EngineSpec) -> None:
     settings = {"max_num_seqs": 2, "kv_cache_dtype": "float16"}
     assert kv_cache_bytes(spec, workload, settings) == sizes[0] / 2
     # Two engines share 256 requests, not quite equally.
-    engines = {"max_num_seqs": 256, "data_parallel_size": 2}
-    shares = [kv_cache_bytes(spec, workload, engines | {"data_parallel_size": n}) for n in (1, 2)]
+    shares = [
+        kv_cache_bytes(spec, workload, {"max_num_seqs": 256, "data_parallel_size": num_engines})
+        for num_engines in (1, 2)
+    ]
     assert 0.6 < shares[1] / shares[0] < 0.8
+
+
+def test_nothing_is_told_of_two_engines_while_one_has_ended() -> None:
+    alive, ended = SchedulerStats(num_blocks=5), SchedulerStats(num_steps=3)
+    for engines in ((), (alive, alive)):
+        check_engines(SchedulerStats(engines=engines))
+    with pytest.raises(RuntimeError, match="an engine has ended"):
+        check_engines(SchedulerStats(engines=(alive, ended)))

@@ -25,14 +25,10 @@ from paxkv.contracts.engine_output import (
     StepOutputs,
     UtilityReply,
 )
-from paxkv.contracts.engine_request import (
-    AbortRequests,
-    AddRequest,
-    Shutdown,
-    UtilityCall,
-)
+from paxkv.contracts.engine_request import AbortRequests, AddRequest, Shutdown, UtilityCall
 from paxkv.contracts.engine_start import EngineReady
 from paxkv.errors import EngineDeadError
+from paxkv.sampling_params import SamplingParams
 from paxkv.server.engine_totals import EngineTotals
 from tests.paxkv.client.fake_replicas import FakeReplica, Replicas, ready_engine, request
 
@@ -323,6 +319,15 @@ def test_a_call_is_answered_when_those_who_owe_an_answer_die() -> None:
         replicas.restart(idx, 1.0)
     replicas.die(1)
     assert [type(message) for message in replicas.heard] == [EngineReady]
+
+
+def test_a_prompt_that_reads_no_cache_goes_by_load_and_is_known_from_then_on() -> None:
+    replicas = Replicas(2)
+    replicas.add("a")
+    prompt = {"prompt_token_ids": [5] * 64}
+    unread = prompt | {"sampling_params": SamplingParams(prompt_logprobs=0)}
+    assert [replicas.add("b", **unread), replicas.add("c", **prompt)] == [1, 1]
+    assert replicas.add("d", **unread) == 0
 
 
 def test_as_much_is_remembered_of_a_successor_as_its_cache_has_room_for() -> None:

@@ -4,7 +4,6 @@ import dataclasses
 import os
 import time
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -72,12 +71,6 @@ def test_requests_whose_blocks_differ_have_nothing_in_common() -> None:
     assert len({chunk for chain in chains for chunk in chain}) == 2 * len(requests)
     embedded = request(token_ids, prompt_embeds=PromptEmbeds(data=bytes(64), bytes_per_token=2))
     assert prompt_chain(embedded) == []
-
-
-@pytest.mark.parametrize("settings", [{"skip_reading_prefix_cache": True}, {"prompt_logprobs": 0}])
-def test_a_prompt_that_reads_no_cache_is_looked_for_nowhere(settings: dict[str, int]) -> None:
-    params = SamplingParams(**settings)
-    assert prompt_chain(request([5] * CHUNK, sampling_params=params)) == []
 
 
 def test_to_forget_takes_hardly_longer_than_to_note() -> None:

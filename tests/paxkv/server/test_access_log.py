@@ -72,11 +72,12 @@ def test_path_cannot_forge_a_line(start_server, lines):
     ("request_target", "logged"),
     [
         ("GET http://user:secret@host/nothing", "GET /nothing"),
-        ("GET ftp://user:sec@ret@host/a@b", "GET ftp://b"),
-        ("GET //user:secret@host/a", "GET //host/a"),
-        ("GET http:/user:secret@host/a", "GET http:/host/a"),
-        ("GET http_x://user:sec/ret@host/a", "GET http_x://host/a"),
-        ("CONNECT user:secret@host:443", "CONNECT host:443"),
+        ("GET ftp://user:sec@ret@host/a@b", "GET -"),
+        ("GET //user:secret@host/a", "GET -"),
+        ("GET http:/user:secret@host/a", "GET -"),
+        ("GET ftp://user:sec?ret@host/a", "GET -"),
+        ("GET http://user:sec?ret@host/a", "GET /"),
+        ("CONNECT user:secret@host:443", "CONNECT -"),
         ("GET /a/user:known@host", "GET /a/user:known@host"),
     ],
 )
