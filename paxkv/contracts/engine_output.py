@@ -62,8 +62,7 @@ STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 1
 
 
 # No dataclass either: every step makes one, of so many fields that it would take 25 times as long.
-# As bytes it has its fields' names, and is half as long without those that say nothing.
-class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot after one step; counters run since the start.
 
     Args:
