@@ -55,7 +55,7 @@ check_package_origin()
 
 from models import LoadedModel, load_model  # noqa: E402
 from models.loading.source import resolve_model_folder  # noqa: E402
-from paxkv.runner.compiler_options import column_panel_width  # noqa: E402
+from paxkv.runner.compiler_options import column_panel_width, max_looped_tokens  # noqa: E402
 from paxkv.runner.max_model_len import find_max_model_len  # noqa: E402
 from paxkv.runner.memory_plan import GPU_SHARE_VARIABLE  # noqa: E402
 from paxkv.runner.model_runner import ModelRunner  # noqa: E402
@@ -262,6 +262,11 @@ def _find_sampling_defaults(config: EngineConfig, folder: Path) -> SamplingDefau
 def _load_model(config: EngineConfig, folder: Path) -> LoadedModel:
     # Read by JAX when it first touches a GPU, and the only way to tell it how much memory to take.
     os.environ.setdefault(GPU_SHARE_VARIABLE, f"{config.cache.gpu_memory_utilization:g}")
+    processor = {
+        "num_cores": num_threads(),
+        "instruction_sets": instruction_sets(),
+        "batch_invariant": config.runner.batch_invariant,
+    }
     return load_model(
         folder,
         dtype=config.model.dtype,
@@ -270,12 +275,8 @@ def _load_model(config: EngineConfig, folder: Path) -> LoadedModel:
         has_unified_kv=config.cache.disable_hybrid_kv_cache_manager,
         product_dtype=config.model.product_dtype,
         generation_folder=generation_config_folder(config.model.generation_config, folder),
-        panel_width=column_panel_width(
-            jax.default_backend(),
-            num_cores=num_threads(),
-            instruction_sets=instruction_sets(),
-            batch_invariant=config.runner.batch_invariant,
-        ),
+        panel_width=column_panel_width(jax.default_backend(), **processor),
+        max_looped_tokens=max_looped_tokens(jax.default_backend(), **processor),
     )
 
 

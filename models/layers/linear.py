@@ -6,6 +6,8 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from models.layers.few_rows import can_loop, multiply_few_rows
+
 INT8_MAX = 127
 # XLA:CPU multiplies fewer rows of bfloat16 or int8 than this ten times as slowly as so many.
 MIN_ROUNDED_ROWS = 8
@@ -88,6 +90,8 @@ class Linear(nnx.Module):
         # f32[out_features], what an output of an int8 kernel is to be multiplied by.
         self.kernel_scale: nnx.Param | None = None
         self.bias = nnx.Param(jnp.zeros((out_features,), dtype)) if use_bias else None
+        # Most tokens, above one, that a kernel of float32 is multiplied with in a loop.
+        self.max_looped_tokens = 0
 
     def __call__(
         self,
@@ -119,13 +123,21 @@ class Linear(nnx.Module):
 
     def _products(self, x: jax.Array) -> list[jax.Array]:
         kernel = self.kernel.get_value()
+        panels = kernel if isinstance(kernel, tuple) else (kernel,)
+        if self._loops(x, panels[0]):
+            return multiply_few_rows(x, panels)
         if isinstance(kernel, tuple):
-            return [dot_float32(x, panel) for panel in kernel]
+            return [dot_float32(x, panel) for panel in panels]
         if self.kernel_scale is not None:
             return [dot_int8(x, kernel, self.kernel_scale[...])]
         if kernel.dtype != x.dtype:
             return [dot_rounded(x, kernel)]
         return [dot_float32(x, kernel)]
+
+    def _loops(self, x: jax.Array, panel: jax.Array) -> bool:
+        has_few_rows = 1 < x.shape[0] <= self.max_looped_tokens
+        is_float32 = x.dtype == panel.dtype == jnp.float32
+        return has_few_rows and is_float32 and can_loop(panel.shape[0])
 
 
 def side_by_side(

@@ -12,6 +12,7 @@ from flax import nnx
 
 from models.config import ModelConfig, ModelDtype
 from models.errors import ModelError
+from models.layers.linear import Linear
 from models.loading.column_panels import split_columns
 from models.loading.finite_weights import checked_finite
 from models.loading.loaded_model import LoadedModel, flatten_state
@@ -38,6 +39,7 @@ def load_model(
     has_unified_kv: bool = False,
     product_dtype: ProductDtype = "auto",
     panel_width: int | None = None,
+    max_looped_tokens: int = 0,
     generation_folder: Path | None = None,
 ) -> LoadedModel:
     """Loads a model onto the default device.
@@ -53,6 +55,8 @@ def load_model(
         product_dtype: What the weights of products are rounded to (`with_product_dtype`).
         panel_width: Columns of the panels that kernels lie in (`split_columns`), if not rounded;
             None leaves them whole.
+        max_looped_tokens: Most tokens whose products are loops (`multiply_few_rows`), where the
+            kernels are of float32; for one core of a CPU.
         generation_folder: As in `read_model_config`.
 
     Raises:
@@ -69,7 +73,7 @@ def load_model(
     if checkpoint is not None:
         is_tied = is_head_tied(checkpoint, tie_word_embeddings=config.tie_word_embeddings)
         config = dataclasses.replace(config, tie_word_embeddings=is_tied)
-    structure = _Structure(config, _resolve_dtype(dtype, config))
+    structure = _Structure(config, _resolve_dtype(dtype, config), max_looped_tokens)
     if checkpoint is None:
         params = _random_params(structure, seed)
     else:
@@ -91,7 +95,7 @@ def load_model(
 class _Structure:
     """A model without weights: its static structure, and what each parameter must be."""
 
-    def __init__(self, config: ModelConfig, dtype: ModelDtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: ModelDtype, max_looped_tokens: int) -> None:
         self.config = config
         # On a CPU a product with the transposed embedding costs ten times the copy's.
         has_head_kernel = not config.tie_word_embeddings or jax.default_backend() == "cpu"
@@ -99,6 +103,9 @@ class _Structure:
         abstract_model = nnx.eval_shape(
             lambda: model_class(config, has_head_kernel=has_head_kernel, dtype=jnp.dtype(dtype))
         )
+        for _, module in nnx.iter_modules(abstract_model):
+            if isinstance(module, Linear):
+                module.max_looped_tokens = max_looped_tokens
         self.graphdef, state = nnx.split(abstract_model)
         self.shapes: tuple[jax.ShapeDtypeStruct, ...]
         self.names, self.shapes, self.treedef = flatten_state(state)
