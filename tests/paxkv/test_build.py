@@ -211,24 +211,25 @@ def test_folder_without_programs_is_refused_before_anything_is_loaded(
 
 @pytest.mark.parametrize(
     ("num_cores", "batch_invariant", "wanted"),
-    [(1, False, 256), (1, True, None), (2, False, None)],
+    [(1, False, (512, 32)), (1, True, (None, 0)), (2, False, (None, 0))],
 )
 def test_kernels_lie_in_panels_where_one_core_without_batch_invariance_is_quicker_so(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     num_cores: int,
     batch_invariant: bool,
-    wanted: int | None,
+    wanted: tuple[int | None, int],
 ) -> None:
+    """And few tokens are multiplied with them in loops."""
     asked = []
 
     def load_model(folder: Path, **arguments: object) -> None:
-        asked.append(arguments["panel_width"])
+        asked.append((arguments["panel_width"], arguments["max_looped_tokens"]))
         raise ConfigError("no model")
 
     monkeypatch.setattr("paxkv.build.load_model", load_model)
     monkeypatch.setattr("paxkv.build.num_threads", lambda: num_cores)
-    monkeypatch.setattr("paxkv.build.instruction_sets", lambda: frozenset(["avx2"]))
+    monkeypatch.setattr("paxkv.build.instruction_sets", lambda: frozenset(["avx512f"]))
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     config = EngineConfig(
         model=ModelConfig(model=str(tmp_path)),

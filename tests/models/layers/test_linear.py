@@ -1,7 +1,9 @@
 """Matrix products keep float32 sums, and the tied head equals the transposed copy."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from models.layers.linear import Embedding, Linear, dot_float32
 
@@ -42,3 +44,45 @@ def test_embedding_scale_is_rounded_to_the_tables_dtype_and_not_in_the_head():
             embedding(jnp.array([1]))[0, 0], jnp.asarray(2 * scale, dtype)
         )
         assert embedding.attend(jnp.ones((1, 1), dtype)).tolist() == [[0.0, 2.0]]
+
+
+def looped_linear(
+    dtype: str = "float32",
+    *,
+    in_features: int = 16,
+    num_panels: int = 1,
+    max_looped_tokens: int = 4,
+) -> Linear:
+    """One with random numbers, which multiplies 2 to 4 tokens in a loop."""
+    rng = np.random.default_rng(0)
+    linear = Linear(in_features, 24, use_bias=True, dtype=jnp.dtype(dtype))
+    kernel = jnp.asarray(rng.standard_normal((in_features, 24)), dtype)
+    panels = tuple(jnp.split(kernel, num_panels, axis=1))
+    linear.kernel.set_value(panels if num_panels > 1 else kernel)
+    linear.bias[...] = jnp.asarray(rng.standard_normal(24), dtype)
+    linear.max_looped_tokens = max_looped_tokens
+    return linear
+
+
+def has_loop(linear: Linear, x: jax.Array) -> bool:
+    return any(word in str(jax.make_jaxpr(linear)(x)) for word in ("while[", "scan["))
+
+
+@pytest.mark.parametrize("num_panels", [1, 3])
+@pytest.mark.parametrize(("num_tokens", "wanted"), [(1, False), (2, True), (4, True), (5, False)])
+def test_few_tokens_are_multiplied_in_a_loop_where_that_is_asked_for(
+    num_tokens, wanted, num_panels
+):
+    linear = looped_linear(num_panels=num_panels)
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((num_tokens, 16)), jnp.float32)
+    assert has_loop(linear, x) == wanted
+    plain = looped_linear(num_panels=num_panels, max_looped_tokens=0)
+    assert not has_loop(plain, x)
+    np.testing.assert_allclose(linear(x), plain(x), rtol=0, atol=1e-5)
+
+
+def test_what_loops_cannot_multiply_is_left_to_the_compiler():
+    for linear in (looped_linear("bfloat16"), looped_linear(in_features=12)):
+        x = jnp.ones((2, linear.kernel.shape[0]), linear.kernel.dtype)
+        assert not has_loop(linear, x)
+        assert linear(x).shape == (2, 24)

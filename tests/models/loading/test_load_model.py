@@ -6,13 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from models.errors import CheckpointError, CheckpointNotFoundError, ModelError, WeightMismatchError
+from models.layers.linear import Linear
 from models.loading.load_model import load_model
 from tests.oracles.dense_model import dense_logits
 from tests.oracles.make_checkpoint import write_random_checkpoint
-from tests.oracles.paged_stepper import PagedStepper
+from tests.oracles.paged_stepper import NUM_TOKENS, PagedStepper
 from tests.oracles.recipes import write_recipe
 
 
@@ -195,6 +197,20 @@ def test_folder_without_weights_says_what_is_there(tmp_path):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointNotFoundError, match=r"pytorch_model\.bin"):
         load_model(folder)
+
+
+def test_every_product_of_few_tokens_is_a_loop_where_that_is_asked_for(tmp_path):
+    folder = write_random_checkpoint(tmp_path, num_layers=1)
+    model = load_model(folder, max_looped_tokens=NUM_TOKENS)
+    state = jax.tree.unflatten(model.params_treedef, model.params)
+    modules = [module for _, module in nnx.iter_modules(nnx.merge(model.graphdef, state))]
+    numbers = [module.max_looped_tokens for module in modules if isinstance(module, Linear)]
+    kernels = [name for name in model.param_names if name.endswith(".kernel")]
+    assert numbers == [NUM_TOKENS] * len(kernels)
+    tokens = {0: [3, 1, 4, 1, 5], 2: [9, 2]}
+    found, wanted = (PagedStepper(loaded).step(tokens) for loaded in (model, load_model(folder)))
+    for row in tokens:
+        np.testing.assert_allclose(found[row], wanted[row], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("argument", [{"dtype": "int8"}, {"load_format": "gguf"}])

@@ -10,7 +10,11 @@ import pytest
 
 from paxkv.runner import warmup
 from paxkv.runner.bucketing import StepBuckets
-from paxkv.runner.compiler_options import column_panel_width, compiler_options
+from paxkv.runner.compiler_options import (
+    column_panel_width,
+    compiler_options,
+    max_looped_tokens,
+)
 from paxkv.runner.kv_cache_arrays import device_mesh
 from paxkv.runner.processor import instruction_sets
 from paxkv.runner.warmup import StepPrograms
@@ -148,6 +152,17 @@ def test_kernels_stay_whole_with_cores_that_share_them_or_rows_that_must_not_dep
     other,
 ):
     assert panel_width(**other) is None
+
+
+def test_products_of_few_tokens_are_loops_on_one_core_with_avx512_alone():
+    for platform, num_cores, has, batch_invariant in itertools.product(
+        ("cpu", "gpu", "tpu"), (1, 2), PROCESSORS, (False, True)
+    ):
+        found = max_looped_tokens(
+            platform, num_cores=num_cores, instruction_sets=has, batch_invariant=batch_invariant
+        )
+        wants = platform == "cpu" and num_cores == 1 and "avx512f" in has and not batch_invariant
+        assert found == (32 if wants else 0)
 
 
 def test_where_panels_are_wanted_ynnpack_does_no_products():
