@@ -262,7 +262,7 @@ def _find_sampling_defaults(config: EngineConfig, folder: Path) -> SamplingDefau
 def _load_model(config: EngineConfig, folder: Path) -> LoadedModel:
     # Read by JAX when it first touches a GPU, and the only way to tell it how much memory to take.
     os.environ.setdefault(GPU_SHARE_VARIABLE, f"{config.cache.gpu_memory_utilization:g}")
-    processor = {
+    products_by = {
         "num_cores": num_threads(),
         "instruction_sets": instruction_sets(),
         "batch_invariant": config.runner.batch_invariant,
@@ -275,8 +275,8 @@ def _load_model(config: EngineConfig, folder: Path) -> LoadedModel:
         has_unified_kv=config.cache.disable_hybrid_kv_cache_manager,
         product_dtype=config.model.product_dtype,
         generation_folder=generation_config_folder(config.model.generation_config, folder),
-        panel_width=column_panel_width(jax.default_backend(), **processor),
-        max_looped_tokens=max_looped_tokens(jax.default_backend(), **processor),
+        panel_width=column_panel_width(jax.default_backend(), **products_by),
+        max_looped_tokens=max_looped_tokens(jax.default_backend(), **products_by),
     )
 
 

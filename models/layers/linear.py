@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from models.layers.few_rows import can_loop, multiply_few_rows
+from models.layers.few_rows import is_worth_a_loop, multiply_few_rows
 
 INT8_MAX = 127
 # XLA:CPU multiplies fewer rows of bfloat16 or int8 than this ten times as slowly as so many.
@@ -80,7 +80,8 @@ class Linear(nnx.Module):
 
     The kernel may be of fewer bits than x (`models/loading/product_dtype.py`): then x is rounded to
     them as well, and a kernel of int8 is [out, in] (`dot_int8`). Or it may be a tuple of panels
-    of its columns (`models/loading/column_panels.py`).
+    of its columns (`models/loading/column_panels.py`). On one core of a CPU it may multiply few
+    tokens in loops (`models/layers/few_rows.py`).
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Linear(nnx.Module):
         # f32[out_features], what an output of an int8 kernel is to be multiplied by.
         self.kernel_scale: nnx.Param | None = None
         self.bias = nnx.Param(jnp.zeros((out_features,), dtype)) if use_bias else None
-        # Most tokens, above one, that a kernel of float32 is multiplied with in a loop.
+        # Most tokens, above one, that a kernel of float32 is multiplied with in loops; 0 is never.
         self.max_looped_tokens = 0
 
     def __call__(
@@ -124,20 +125,18 @@ class Linear(nnx.Module):
     def _products(self, x: jax.Array) -> list[jax.Array]:
         kernel = self.kernel.get_value()
         panels = kernel if isinstance(kernel, tuple) else (kernel,)
-        if self._loops(x, panels[0]):
-            return multiply_few_rows(x, panels)
-        if isinstance(kernel, tuple):
-            return [dot_float32(x, panel) for panel in panels]
         if self.kernel_scale is not None:
             return [dot_int8(x, kernel, self.kernel_scale[...])]
-        if kernel.dtype != x.dtype:
+        if panels[0].dtype != x.dtype:
             return [dot_rounded(x, kernel)]
-        return [dot_float32(x, kernel)]
+        if self._is_looped(x):
+            return multiply_few_rows(x, panels)
+        return [dot_float32(x, panel) for panel in panels]
 
-    def _loops(self, x: jax.Array, panel: jax.Array) -> bool:
-        has_few_rows = 1 < x.shape[0] <= self.max_looped_tokens
-        is_float32 = x.dtype == panel.dtype == jnp.float32
-        return has_few_rows and is_float32 and can_loop(panel.shape[0])
+    def _is_looped(self, x: jax.Array) -> bool:
+        num_tokens, in_features = x.shape
+        has_few = 1 < num_tokens <= self.max_looped_tokens
+        return has_few and x.dtype == jnp.float32 and is_worth_a_loop(num_tokens, in_features)
 
 
 def side_by_side(

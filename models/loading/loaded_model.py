@@ -50,6 +50,7 @@ class LoadedModel:
     param_names: tuple[str, ...]
     params: tuple[jax.Array, ...]
     kernels: KernelSettings = KernelSettings()
+    max_looped_tokens: int = 0  # as its `Linear` layers have it
 
     @property
     def param_specs(self) -> tuple[PartitionSpec, ...]:

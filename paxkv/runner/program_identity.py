@@ -77,6 +77,7 @@ def program_identity(
         "dtype": params[0].dtype.name,
         "weights": _digest([(array.shape, array.dtype.name) for array in params])[:16],
         "weight shardings": _digest([str(spec) for spec in model.param_specs])[:16],
+        "tokens multiplied in loops": f"up to {model.max_looped_tokens}",
         **_kernel_facts(model.kernels),
         "max_num_seqs": str(max_num_seqs),
         "block_size": str(block_size),

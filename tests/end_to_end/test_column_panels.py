@@ -1,4 +1,6 @@
-"""An engine whose kernels lie in panels, as on one core, answers as any other."""
+"""An engine whose kernels lie in panels, as on one core, and in loops, answers as any other."""
+
+import sys
 
 import jax
 import numpy as np
@@ -35,7 +37,8 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def answers(checkpoint, monkeypatch):
-    """The tokens of each prompt, and how many kernels are in panels, on so many cores."""
+    """The tokens of each prompt, how many kernels are in panels, and the most looped tokens."""
+    monkeypatch.setattr(sys.modules["models.loading.load_model"], "MIN_LOOPED_BYTES", 1)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(1, VOCAB_SIZE, n).tolist() for n in (3, 20, 40)]
     loaded, load_model = [], build.load_model
@@ -44,7 +47,7 @@ def answers(checkpoint, monkeypatch):
         loaded.append(load_model(*args, **settings))
         return loaded[-1]
 
-    def answers(num_cores: int, *has: str) -> tuple[list[list[int]], int]:
+    def answers(num_cores: int, *has: str) -> tuple[list[list[int]], int, int]:
         for module in (build, warmup):
             monkeypatch.setattr(module, "num_threads", lambda: num_cores)
             monkeypatch.setattr(module, "instruction_sets", lambda: frozenset(has))
@@ -53,14 +56,19 @@ def answers(checkpoint, monkeypatch):
             outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
         names = loaded[-1].param_names
         num_panelled = len({name.rpartition(".")[0] for name in names if name[-1].isdecimal()})
-        return [output.outputs[0].token_ids for output in outputs], num_panelled
+        token_ids = [output.outputs[0].token_ids for output in outputs]
+        return token_ids, num_panelled, loaded[-1].max_looped_tokens
 
     return answers
 
 
 # Of the layer q, o, gate, up and down, and the head; with panels of 512 only those of 1,024.
-@pytest.mark.parametrize(("has", "num_wanted"), [(["avx2"], 6), (["avx2", "avx512f"], 3)])
-def test_answers_are_those_of_whole_kernels(answers, has, num_wanted):
-    whole, num_panelled = answers(2, *has)
-    assert num_panelled == 0
-    assert answers(1, *has) == (whole, num_wanted if jax.default_backend() == "cpu" else 0)
+@pytest.mark.parametrize(
+    ("has", "num_panelled", "num_looped"),
+    [(["avx2"], 6, 0), (["avx2", "avx512f"], 3, 0), (["avx2", "avx512f", "avx512_fp16"], 3, 32)],
+)
+def test_answers_are_those_of_whole_kernels(answers, has, num_panelled, num_looped):
+    whole, *numbers = answers(2, *has)
+    assert numbers == [0, 0]
+    wanted = (num_panelled, num_looped) if jax.default_backend() == "cpu" else (0, 0)
+    assert answers(1, *has) == (whole, *wanted)

@@ -210,12 +210,18 @@ def test_folder_without_programs_is_refused_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize(
-    ("num_cores", "batch_invariant", "wanted"),
-    [(1, False, (512, 32)), (1, True, (None, 0)), (2, False, (None, 0))],
+    ("has", "num_cores", "batch_invariant", "wanted"),
+    [
+        (["avx2"], 1, False, (256, 0)),
+        (["avx512f", "avx512_fp16"], 1, False, (512, 32)),
+        (["avx512f", "avx512_fp16"], 1, True, (None, 0)),
+        (["avx512f", "avx512_fp16"], 2, False, (None, 0)),
+    ],
 )
 def test_kernels_lie_in_panels_where_one_core_without_batch_invariance_is_quicker_so(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    has: list[str],
     num_cores: int,
     batch_invariant: bool,
     wanted: tuple[int | None, int],
@@ -229,7 +235,7 @@ def test_kernels_lie_in_panels_where_one_core_without_batch_invariance_is_quicke
 
     monkeypatch.setattr("paxkv.build.load_model", load_model)
     monkeypatch.setattr("paxkv.build.num_threads", lambda: num_cores)
-    monkeypatch.setattr("paxkv.build.instruction_sets", lambda: frozenset(["avx512f"]))
+    monkeypatch.setattr("paxkv.build.instruction_sets", lambda: frozenset(has))
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     config = EngineConfig(
         model=ModelConfig(model=str(tmp_path)),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.layers.few_rows import can_loop, multiply_few_rows
+from models.layers.few_rows import is_worth_a_loop, multiply_few_rows
 
 TOLERANCE = 1e-5  # of the largest absolute number
 
@@ -58,9 +58,36 @@ def test_a_row_has_the_same_bits_whatever_others_are_beside_it():
             np.testing.assert_array_equal(part, whole[rows])
 
 
-@pytest.mark.parametrize(("in_features", "wanted"), [(8, True), (512, True), (12, False)])
-def test_inputs_that_make_whole_turns_can_be_looped_over(in_features, wanted):
-    assert can_loop(in_features) == wanted
+def test_rows_that_are_not_numbers_stay_among_themselves():
+    x = random_array(4, 64).at[1].set(jnp.nan).at[2].set(jnp.inf)
+    (product,) = multiply_few_rows(x, random_kernels(64, [24]))
+    assert np.isfinite(product).all(axis=1).tolist() == [True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "in_features", "wanted"),
+    [(2, 8, True), (8, 512, True), (9, 512, True), (32, 512, True)]
+    + [(17, 512, False), (24, 512, False), (8, 12, False)],
+)
+def test_numbers_of_tokens_and_inputs_that_are_worth_a_loop(num_tokens, in_features, wanted):
+    assert is_worth_a_loop(num_tokens, in_features) == wanted
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the CPU's compiler is looked at")
+def test_memory_of_a_program_does_not_grow_with_its_loops():
+    kernels = random_kernels(128, [128] * 6)
+
+    def temp_bytes(num_products: int) -> int:
+        def multiply(x: jax.Array) -> jax.Array:
+            for kernel in kernels[:num_products]:
+                (x,) = multiply_few_rows(x, [kernel])
+            return x
+
+        compiled = jax.jit(multiply).lower(random_array(32, 128)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    # Less than the sums of one more.
+    assert temp_bytes(6) < temp_bytes(3) + 32 * 128 * 4
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the CPU's compiler is looked at")

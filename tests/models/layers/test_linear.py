@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from models.layers.linear import Embedding, Linear, dot_float32
 
@@ -86,3 +87,12 @@ def test_what_loops_cannot_multiply_is_left_to_the_compiler():
         x = jnp.ones((2, linear.kernel.shape[0]), linear.kernel.dtype)
         assert not has_loop(linear, x)
         assert linear(x).shape == (2, 24)
+
+
+def test_rounded_kernels_are_not_looped_over():
+    linear = looped_linear()
+    linear.kernel = nnx.Param(linear.kernel[...].astype(jnp.bfloat16))
+    assert not has_loop(linear, jnp.ones((2, 16)))
+    linear.kernel = nnx.Param(jnp.ones((24, 16), jnp.int8))
+    linear.kernel_scale = nnx.data(nnx.Param(jnp.ones(24)))
+    assert not has_loop(linear, jnp.ones((2, 16)))

@@ -154,14 +154,16 @@ def test_kernels_stay_whole_with_cores_that_share_them_or_rows_that_must_not_dep
     assert panel_width(**other) is None
 
 
-def test_products_of_few_tokens_are_loops_on_one_core_with_avx512_alone():
+def test_products_of_few_tokens_are_loops_on_one_core_with_registers_of_512_bits():
     for platform, num_cores, has, batch_invariant in itertools.product(
         ("cpu", "gpu", "tpu"), (1, 2), PROCESSORS, (False, True)
     ):
         found = max_looped_tokens(
             platform, num_cores=num_cores, instruction_sets=has, batch_invariant=batch_invariant
         )
-        wants = platform == "cpu" and num_cores == 1 and "avx512f" in has and not batch_invariant
+        wants = (
+            platform == "cpu" and num_cores == 1 and "avx512_fp16" in has and not batch_invariant
+        )
         assert found == (32 if wants else 0)
 
 

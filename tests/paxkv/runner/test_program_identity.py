@@ -61,6 +61,7 @@ def test_identity_is_the_same_whatever_the_weights_are():
     [
         ({"model": TinyModel(windows=(None, 4))}, {"model's windows"}),
         ({"model": TinyModel(dtype="bfloat16")}, {"dtype", "weights"}),
+        ({"model": TinyModel(max_looped_tokens=32)}, {"tokens multiplied in loops"}),
         ({"num_blocks": 10}, {"number of KV blocks"}),
         ({"block_size": 16}, {"block_size"}),
         ({"max_num_seqs": 3}, {"max_num_seqs"}),

@@ -35,6 +35,7 @@ class TinyModel:
 
     Args:
         windows: Sliding window of each layer; layers of different windows are different groups.
+        max_looped_tokens: As of a `LoadedModel`; it multiplies nothing in loops.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class TinyModel:
         seed: int = 0,
         dtype: str = "float32",
         windows: tuple[int | None, ...] = (None,) * NUM_LAYERS,
+        max_looped_tokens: int = 0,
     ) -> None:
         self.config = TinyConfig(windows)
+        self.max_looped_tokens = max_looped_tokens
         self.kernels = KernelSettings()
         self._places = list(place_layers(kv_cache_layers(self.config)).values())
         rng = np.random.default_rng(seed)
