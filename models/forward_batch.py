@@ -84,7 +84,13 @@ class ForwardBatch:
     # is num_tokens alone.
     widths: tuple[int, ...] = field(default=(), metadata={"static": True})
 
-    def at_width(self, body: Callable[[Width, Carry], Carry], carry: Carry) -> Carry:
-        """`body(width, carry)` with one of `widths`."""
+    def at_width(
+        self,
+        body: Callable[[Width, Carry], Carry],
+        carry: Carry,
+        *,
+        is_wanted: jax.Array | None = None,  # bool[]
+    ) -> Carry:
+        """`body(width, carry)` with one of `widths`; `carry` where it is not wanted."""
         widths = self.widths or (self.token_ids.shape[0],)
-        return run_at_width(widths, self.query_start_loc[-1], body, carry)
+        return run_at_width(widths, self.query_start_loc[-1], body, carry, is_wanted=is_wanted)

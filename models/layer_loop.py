@@ -1,13 +1,13 @@
 """Runs decoder layers one after the other: each in the program, or one of each kind in a loop."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
+from models.chosen_layer import choose_layer
 from models.forward_batch import KVCache
 from models.layers.attention import Attention, AttentionContext
 from models.row_widths import Width
@@ -52,10 +52,11 @@ def run_in_loop(
 ) -> tuple[jax.Array, KVCache]:  # f[num_tokens, hidden], or f[num_reqs, hidden]
     """The same with a loop over periods of layers.
 
-    Most of what a CPU's compiler has to do is attention; so the program holds that once for each
-    layer of a period, and the products with layers' own weights as the branches of a switch. The
-    weights stay where they are: a scan over stacked ones would copy each layer's out of the stack.
-    The cache is in no branch, because what a switch takes and returns is copied.
+    The program holds each layer of a period once, and of the products with layers' own weights one
+    for every layer, as the branches of a switch. So it hardly grows with the number of layers, and
+    compiles in as much less time. The weights stay where they are: a scan over stacked ones would
+    copy each layer's out of the stack. The cache is in no branch, because what a switch takes and
+    returns may be copied.
     """
     period = layer_period(layers)
     num_periods = len(layers) // period
@@ -119,20 +120,10 @@ class LayerLoop:
         attended: jax.Array,
         kv_cache: KVCache,
     ) -> tuple[jax.Array, jax.Array, KVCache]:
-        """The end of the layer before, and the layer of a place up to its attention."""
-        places = range(place, len(self._layers), self._period)
-        layers = [self._layers[idx] for idx in places]
-
-        def enter(width: Width, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            parts = jax.lax.switch(
-                period_idx,
-                [functools.partial(self._enter, idx, width.size) for idx in places],
-                *(width.read(carry[0]), width.read(attended)),
-            )
-            return tuple(map(width.write, carry, parts))
-
-        carry = (hidden, *_room_for_heads(layers[0].self_attn, hidden, hidden.shape[0]))
-        hidden, q, k, v = self._context.batch.at_width(enter, carry)
+        """The end of the layer before, and the layer of a place up to and with its attention."""
+        layers = self._layers[place :: self._period]
+        hidden = self._leave(place, period_idx, hidden, attended)
+        q, k, v = self._enter(place, period_idx, hidden)
         attended, kv_cache = layers[0].self_attn.attend(
             *(q, k, v, kv_cache, self._context_of(place, period_idx)),
             group_idx=_pick([layer.self_attn.group_idx for layer in layers], period_idx),
@@ -140,27 +131,41 @@ class LayerLoop:
         )
         return hidden, attended, kv_cache
 
+    def _leave(
+        self, place: int, period_idx: jax.Array, hidden: jax.Array, attended: jax.Array
+    ) -> jax.Array:  # f[num_tokens, hidden]
+        """`Layer.after_attention` of the layer before, if there is one."""
+        if place > 0:
+            layer = choose_layer(self._layers[place - 1 :: self._period], period_idx)
+            return _after_attention(layer, hidden, attended, self._context)
+        before = self._layers[self._period - 1 : -1 : self._period]
+        layer = choose_layer(before, jnp.maximum(period_idx - 1, 0))
+        return _after_attention(layer, hidden, attended, self._context, is_wanted=period_idx > 0)
+
     def _enter(
-        self, layer_idx: int, num_tokens: int, hidden: jax.Array, attended: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """What the layer works on, and its queries, keys and values; of the first `num_tokens`.
+        self, place: int, period_idx: jax.Array, hidden: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values of the layer of a place, of all tokens.
 
         Where it has fewer queries than tokens, zeros stand for the others.
         """
-        if layer_idx > 0:
-            hidden = self._layers[layer_idx - 1].after_attention(hidden, attended)
-        is_last = layer_idx == len(self._layers) - 1
-        context = self._last_context if is_last else self._context
-        context = context.of_width(num_tokens)
-        q, k, v = self._layers[layer_idx].before_attention(hidden, context)
-        # With few tokens there may be more rows of queries than that; these belong to nobody.
-        q = q[:num_tokens]
-        return hidden, jnp.pad(q, ((0, k.shape[0] - q.shape[0]), (0, 0), (0, 0))), k, v
+        layers = self._layers[place :: self._period]
+        if not self._has_fewer_queries(place):
+            return _before_attention(choose_layer(layers, period_idx), hidden, self._context)
+        is_last = period_idx == self._num_periods - 1
+        room = _room_for_heads(layers[0].self_attn, hidden, hidden.shape[0])
+        others = choose_layer(layers[:-1], jnp.minimum(period_idx, len(layers) - 2))
+        heads = _project_in(others, hidden, self._context, room, is_wanted=~is_last)
+        return _project_in(layers[-1], hidden, self._last_context, heads, is_wanted=is_last)
+
+    def _has_fewer_queries(self, place: int) -> bool:
+        """Whether the last layer is of this place, and goes on with fewer tokens."""
+        return self._last_context.only_last_tokens and place == self._period - 1
 
     def _context_of(self, place: int, period_idx: jax.Array) -> AttentionContext:
         """With the tokens that attend; in the last layer they may be fewer, and come first."""
         context, last = self._context, self._last_context
-        if not last.only_last_tokens or place < self._period - 1:
+        if not self._has_fewer_queries(place):
             return context
         is_last = period_idx == self._num_periods - 1
         starts = jnp.where(is_last, last.query_start_loc, context.query_start_loc)
@@ -171,19 +176,39 @@ class LayerLoop:
 
 def _before_attention(
     layer: Layer, hidden: jax.Array, context: AttentionContext
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`Layer.before_attention` at the step's width: queries, keys and values."""
-
-    def run(width: Width, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        parts = layer.before_attention(width.read(hidden), context.of_width(width.size))
-        return tuple(map(width.write, carry, parts))
-
     num_queries = context.queries_of(hidden).shape[0]
-    return context.batch.at_width(run, _room_for_heads(layer.self_attn, hidden, num_queries))
+    room = _room_for_heads(layer.self_attn, hidden, num_queries)
+    return _project_in(layer, hidden, context, room)
+
+
+def _project_in(
+    layer: Layer,
+    hidden: jax.Array,
+    context: AttentionContext,
+    room: tuple[jax.Array, jax.Array, jax.Array],
+    *,
+    is_wanted: jax.Array | None = None,  # bool[]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`room` with queries, keys and values written over its first rows."""
+
+    def run(width: Width, room: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        q, k, v = layer.before_attention(width.read(hidden), context.of_width(width.size))
+        # With few tokens there may be more rows of queries than that; these belong to nobody.
+        parts = q[: room[0].shape[0]], k, v
+        return tuple(map(width.write, room, parts))
+
+    return context.batch.at_width(run, room, is_wanted=is_wanted)
 
 
 def _after_attention(
-    layer: Layer, hidden: jax.Array, attended: jax.Array, context: AttentionContext
+    layer: Layer,
+    hidden: jax.Array,
+    attended: jax.Array,
+    context: AttentionContext,
+    *,
+    is_wanted: jax.Array | None = None,  # bool[]
 ) -> jax.Array:  # f[num_queries, hidden]
     """`Layer.after_attention` at the step's width; `attended` may have rows without a query."""
     if context.only_last_tokens:
@@ -194,7 +219,7 @@ def _after_attention(
         out = layer.after_attention(width.read(hidden), width.read(attended))
         return width.write(hidden, out)
 
-    return context.batch.at_width(run, hidden)
+    return context.batch.at_width(run, hidden, is_wanted=is_wanted)
 
 
 def _room_for_heads(

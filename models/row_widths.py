@@ -39,19 +39,25 @@ def run_at_width(
     num_used: jax.Array,  # i32[]
     body: Callable[[Width, Carry], Carry],
     carry: Carry,
+    *,
+    is_wanted: jax.Array | None = None,  # bool[]
 ) -> Carry:
     """`body(width, carry)` with the least of the rising `widths` that holds `num_used`.
 
     So one program serves several numbers of rows without computing the largest every time, and
     what does not depend on their number is compiled once. Loops of one turn or none take the place
     of a switch, whose arguments and results would be copied: a loop's carry stays where it is.
+
+    Where the work is not wanted, `carry` comes back as it is; None is always.
     """
-    if len(widths) == 1:
+    if len(widths) == 1 and is_wanted is None:
         return body(Width(widths[0]), carry)
     for idx, size in enumerate(widths):
         is_chosen = num_used <= size
         if idx > 0:
             is_chosen &= num_used > widths[idx - 1]
+        if is_wanted is not None:
+            is_chosen &= is_wanted
 
         def run(turn: jax.Array, carry: Carry, size: int = size) -> Carry:
             return body(Width(size, turn), carry)

@@ -12,7 +12,7 @@ from models.config import ModelConfig
 from models.forward_batch import ForwardBatch, KVCache
 from models.kernel_settings import CACHE_BY_HEAD, TOKENS_BY_HEAD, WHOLE, KernelSettings
 from models.kv_layers import LayerPlacement
-from models.layers.linear import Linear
+from models.layers.linear import Linear, parts_of_each, side_by_side
 from models.layers.rms_norm import make_norm
 from models.layers.rotary import apply_rotary
 
@@ -98,9 +98,11 @@ class Attention(nnx.Module):
         num_tokens = x.shape[0]
         x_of_queries = context.queries_of(x)
         num_queries = x_of_queries.shape[0]
-        q = self.q_proj(x_of_queries).reshape(num_queries, self.num_q_heads, self.head_dim)
-        k = self.k_proj(x).reshape(num_tokens, self.num_kv_heads, self.head_dim)
-        v = self.v_proj(x).reshape(num_tokens, self.num_kv_heads, self.head_dim)
+        projections = [self.q_proj, self.k_proj, self.v_proj]
+        q, k, v = map(side_by_side, parts_of_each(projections, [x_of_queries, x, x]))
+        q = q.reshape(num_queries, self.num_q_heads, self.head_dim)
+        k = k.reshape(num_tokens, self.num_kv_heads, self.head_dim)
+        v = v.reshape(num_tokens, self.num_kv_heads, self.head_dim)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         cos, sin = context.cos_sin[self.rope_idx]
@@ -116,8 +118,8 @@ class Attention(nnx.Module):
 
     @property
     def kind(self) -> tuple[Hashable, ...]:
-        """All that `attend` depends on besides its arguments; layers may share one program."""
-        return (self.sliding_window, self.scale, self.soft_cap)
+        """All that tells a layer from others of its model, but for parameters, group and row."""
+        return (self.sliding_window, self.scale, self.soft_cap, self.rope_idx)
 
     def attend(
         self,

@@ -1,11 +1,14 @@
 """Matrix products and the `Linear` and `Embedding` layers: weights of float are [in, out]."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
 
+from models.layers.chosen_kernel import ChosenKernel, Kernel, multiply_each
 from models.layers.few_rows import is_worth_a_loop, multiply_few_rows
 
 INT8_MAX = 127
@@ -26,34 +29,23 @@ def dot_float32(
     return jnp.dot(x, kernel, precision=precision, preferred_element_type=jnp.float32)
 
 
-def dot_rounded(
-    x: jax.Array,  # f[num_tokens, in_features]
-    kernel: jax.Array,  # bf16[in_features, out_features]
-) -> jax.Array:  # f32[num_tokens, out_features]
-    """`dot_float32` of x rounded to the kernel's dtype."""
-    return dot_float32(_at_least_min_rows(x.astype(kernel.dtype)), kernel)[: x.shape[0]]
-
-
-def dot_int8(
-    x: jax.Array,  # f[num_tokens, in_features]
+def dot_int32(
+    x: jax.Array,  # i8[num_tokens, in_features]
     kernel: jax.Array,  # i8[out_features, in_features]
-    kernel_scale: jax.Array,  # f32[out_features]
-) -> jax.Array:  # f32[num_tokens, out_features]
-    """Multiplies in integers: each token is rounded to 255 steps of its own largest number.
+) -> jax.Array:  # i32[num_tokens, out_features]
+    """Multiplies in integers.
 
     What is summed lies together in both, as instructions for int8 want it. With [in, out] YNNPACK
     reorders the kernel and sums its columns at each call: products of 512 by 1,536 take 1.2 to
     1.3 times as long with 8 rows, 1.1 with 64, and about as long with 256 (one core with AVX-512
     VNNI, JAX 0.12.0.1).
     """
-    x_q, x_scale = round_to_int8(x, axis=1)
-    sums = lax.dot_general(
-        _at_least_min_rows(x_q),
+    return lax.dot_general(
+        x,
         kernel,
         dimension_numbers=(((1,), (1,)), ((), ())),
         preferred_element_type=jnp.int32,
     )
-    return sums[: x.shape[0]].astype(jnp.float32) * x_scale[:, None] * kernel_scale
 
 
 def round_to_int8(
@@ -79,9 +71,10 @@ class Linear(nnx.Module):
     and `in_features` of o and down.
 
     The kernel may be of fewer bits than x (`models/loading/product_dtype.py`): then x is rounded to
-    them as well, and a kernel of int8 is [out, in] (`dot_int8`). Or it may be a tuple of panels
-    of its columns (`models/loading/column_panels.py`). On one core of a CPU it may multiply few
-    tokens in loops (`models/layers/few_rows.py`).
+    them as well, in int8 each token to 255 steps of its own largest number, and a kernel of int8
+    is [out, in] (`dot_int32`). Or it may be a tuple of panels of its columns
+    (`models/loading/column_panels.py`). On one core of a CPU it may multiply few tokens in loops
+    (`models/layers/few_rows.py`). In a loop over layers it is a `ChosenKernel` of such.
     """
 
     def __init__(
@@ -98,37 +91,33 @@ class Linear(nnx.Module):
         self,
         x: jax.Array,  # f[num_tokens, in_features]
     ) -> jax.Array:  # f[num_tokens, out_features]
-        return side_by_side(self.parts(x))
-
-    def parts(
-        self,
-        x: jax.Array,  # f[num_tokens, in_features]
-    ) -> list[jax.Array]:  # f[num_tokens, columns of a panel]
-        """The same in pieces, one a panel: what works on each number alone needs them not joined.
-
-        Layers of one model that have as many `out_features` have the same pieces.
-        """
-        products = self._products(x)
-        if self.bias is not None:
-            ends = np.cumsum([product.shape[1] for product in products])
-            biases = jnp.split(self.bias[...].astype(jnp.float32), ends[:-1])
-            products = [product + bias for product, bias in zip(products, biases, strict=True)]
-        return [product.astype(x.dtype) for product in products]
+        (parts,) = parts_of_each([self], [x])
+        return side_by_side(parts)
 
     def product(
         self,
         x: jax.Array,  # f[num_tokens, in_features]
     ) -> jax.Array:  # f32[num_tokens, out_features]
         """`x @ kernel` alone."""
-        return side_by_side(self._products(x))
+        (products,) = _products_of_each([self], [x])
+        return side_by_side(products)
 
-    def _products(self, x: jax.Array) -> list[jax.Array]:
+    @property
+    def kernel_dtype(self) -> jnp.dtype:
         kernel = self.kernel.get_value()
+        if isinstance(kernel, ChosenKernel):
+            kernel = kernel.kernels[0]
+        return kernel[0].dtype if isinstance(kernel, tuple) else kernel.dtype
+
+    def multiply(
+        self,
+        x: jax.Array,  # [num_tokens, in_features], of the kernel's dtype
+        kernel: Kernel,  # as its own
+    ) -> list[jax.Array]:  # f32 or i32[num_tokens, columns of a panel]
+        """Sums of products alone, one array a panel."""
         panels = kernel if isinstance(kernel, tuple) else (kernel,)
-        if self.kernel_scale is not None:
-            return [dot_int8(x, kernel, self.kernel_scale[...])]
-        if panels[0].dtype != x.dtype:
-            return [dot_rounded(x, kernel)]
+        if x.dtype == jnp.int8:
+            return [dot_int32(x, panel) for panel in panels]
         if self._is_looped(x):
             return multiply_few_rows(x, panels)
         return [dot_float32(x, panel) for panel in panels]
@@ -139,10 +128,68 @@ class Linear(nnx.Module):
         return has_few and x.dtype == jnp.float32 and is_worth_a_loop(num_tokens, in_features)
 
 
+def parts_of_each(
+    linears: Sequence[Linear],
+    xs: Sequence[jax.Array],  # f[num_tokens, in_features] for each
+) -> list[list[jax.Array]]:  # f[num_tokens, columns of a panel]
+    """What each makes of its x, in pieces, one a panel; all are of one layer.
+
+    What works on each number alone needs the pieces not joined. Layers of one model that have as
+    many `out_features` have the same pieces.
+    """
+    products = _products_of_each(linears, xs)
+    return [
+        [part.astype(x.dtype) for part in _add_bias(linear, parts)]
+        for linear, x, parts in zip(linears, xs, products, strict=True)
+    ]
+
+
+def _products_of_each(
+    linears: Sequence[Linear], xs: Sequence[jax.Array]
+) -> list[list[jax.Array]]:  # f32[num_tokens, columns of a panel]
+    rounded = [_round(x, linear.kernel_dtype) for linear, x in zip(linears, xs, strict=True)]
+    sums = multiply_each(
+        [linear.multiply for linear in linears],
+        [x for x, _ in rounded],
+        [linear.kernel.get_value() for linear in linears],
+    )
+    return [
+        [_scale_sums(linear, part[: x.shape[0]], x_scale) for part in parts]
+        for linear, x, parts, (_, x_scale) in zip(linears, xs, sums, rounded, strict=True)
+    ]
+
+
+def _round(
+    x: jax.Array,  # f[num_tokens, in_features]
+    dtype: jnp.dtype,
+) -> tuple[jax.Array, jax.Array | None]:  # dtype[>= num_tokens, in_features], f32[num_tokens]
+    """x as a kernel of that dtype is multiplied with; in int8 also the steps of its tokens."""
+    if x.dtype == dtype:
+        return x, None
+    if dtype == jnp.int8:
+        x_q, x_scale = round_to_int8(x, axis=1)
+        return _at_least_min_rows(x_q), x_scale
+    return _at_least_min_rows(x.astype(dtype)), None
+
+
+def _scale_sums(linear: Linear, sums: jax.Array, x_scale: jax.Array | None) -> jax.Array:
+    if x_scale is None:
+        return sums
+    return sums.astype(jnp.float32) * x_scale[:, None] * linear.kernel_scale[...]
+
+
+def _add_bias(linear: Linear, products: list[jax.Array]) -> list[jax.Array]:
+    if linear.bias is None:
+        return products
+    ends = np.cumsum([product.shape[1] for product in products])
+    biases = jnp.split(linear.bias[...].astype(jnp.float32), ends[:-1])
+    return [product + bias for product, bias in zip(products, biases, strict=True)]
+
+
 def side_by_side(
     parts: list[jax.Array],  # f[num_tokens, columns of a part]
 ) -> jax.Array:  # f[num_tokens, columns of all]
-    """Joins the columns of `Linear.parts`."""
+    """Joins the columns of `parts_of_each`."""
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.config import Activation, ModelConfig
-from models.layers.linear import Linear, side_by_side
+from models.layers.linear import Linear, parts_of_each, side_by_side
 
 
 class GatedMLP(nnx.Module):
@@ -25,7 +25,7 @@ class GatedMLP(nnx.Module):
         self,
         x: jax.Array,  # f[num_tokens, hidden]
     ) -> jax.Array:  # f[num_tokens, hidden]
-        gates, ups = self.gate_proj.parts(x), self.up_proj.parts(x)
+        gates, ups = parts_of_each([self.gate_proj, self.up_proj], [x, x])
         inner = [activate(gate, self.activation) * up for gate, up in zip(gates, ups, strict=True)]
         return self.down_proj(side_by_side(inner))
 

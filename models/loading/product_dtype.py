@@ -22,7 +22,7 @@ def with_product_dtype(model: LoadedModel, product_dtype: ProductDtype) -> Loade
     else stays in the model's dtype. "int8" has a step for every output of a kernel, and one for
     every token; nothing has to be calibrated.
 
-    Kernels of int8 are stored [out, in] (`models.layers.linear.dot_int8`).
+    Kernels of int8 are stored [out, in] (`models.layers.linear.dot_int32`).
 
     Embeddings are not rounded, and neither is a head that reads the embedding.
 

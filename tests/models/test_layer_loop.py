@@ -1,9 +1,12 @@
 """Layers in a loop give what layers in turn give, and leave weights and cache where they are."""
 
+import collections
 import dataclasses
 import functools
 import json
+import re
 import tempfile
+import types
 from pathlib import Path
 
 import jax
@@ -12,7 +15,7 @@ import numpy as np
 import pytest
 
 from models import ForwardBatch, KVCache, LoadedModel, kv_cache_layers, layer_loop, load_model
-from models.kv_layers import place_layers
+from models.kv_layers import LayerPlacement, place_layers
 from tests.oracles.golden import load_golden
 from tests.oracles.paged_stepper import NUM_TOKENS, PagedStepper
 from tests.oracles.recipes import write_recipe
@@ -130,6 +133,44 @@ def test_attention_is_traced_once_for_each_place_in_the_period(
             lower_step(model, num_blocks=8, only_last_tokens=only_last_tokens)
         counts.append(num_traces)
     assert counts == num_attentions
+
+
+@pytest.mark.parametrize("only_last_tokens", [False, True])
+def test_program_grows_with_layers_by_their_products_alone(tmp_path, only_last_tokens):
+    counts = []
+    for num_layers in (4, 9):
+        folder = write_recipe(tmp_path / str(num_layers), "llama")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
+        model = load_model(folder, dtype="float32", load_format="dummy")
+        kernels = dataclasses.replace(model.kernels, loops_over_layers=True)
+        lowered = lower_step(
+            model.with_kernels(kernels), num_blocks=8, only_last_tokens=only_last_tokens
+        )
+        counts.append(collections.Counter(re.findall(r' = "?(\w+\.\w+)', lowered.as_text())))
+    few, many = counts
+    assert few["stablehlo.rsqrt"] >= 2
+    grown = {name: many[name] - few[name] for name in many if many[name] != few[name]}
+    # Of the five more layers q, k, v, o, gate, up and down.
+    assert grown == {"stablehlo.dot_general": 5 * 7}
+
+
+def test_layers_of_another_rotary_embedding_are_of_another_kind():
+    layers = [
+        types.SimpleNamespace(self_attn=attention_of_rope(rope_idx)) for rope_idx in (0, 1, 0, 1)
+    ]
+    assert layer_loop.layer_period(layers) == 2
+    assert layer_loop.layer_period(layers[::2]) == 1
+
+
+def attention_of_rope(rope_idx: int) -> layer_loop.Attention:
+    model = models_in_turn_and_in_loop("llama")[0]
+    placement = LayerPlacement(group_idx=0, row=0)
+    attention = layer_loop.Attention(
+        model.config, layer_idx=0, placement=placement, dtype=jnp.dtype("float32")
+    )
+    attention.rope_idx = rope_idx
+    return attention
 
 
 def lower_step(

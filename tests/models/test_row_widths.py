@@ -50,3 +50,18 @@ def test_compiler_does_not_do_the_work_of_every_width_beforehand():
     entry = re.search(r"^ENTRY .*?^}", text, re.MULTILINE | re.DOTALL)[0]
     assert "dot_general" in text and "while" in entry
     assert "dot_general" not in entry
+
+
+@pytest.mark.parametrize("widths", [WIDTHS, (8,)])
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_rows_stay_as_they_are_where_the_work_is_not_wanted(widths, is_wanted):
+    rows = jnp.arange(16.0).reshape(8, 2)
+
+    def double(width, rows):
+        return width.write(rows, 2 * width.read(rows))
+
+    run = jax.jit(
+        lambda rows, used, is_wanted: run_at_width(widths, used, double, rows, is_wanted=is_wanted)
+    )
+    doubled = run(rows, jnp.int32(3), is_wanted)
+    np.testing.assert_array_equal(doubled[:3], 2 * rows[:3] if is_wanted else rows[:3])

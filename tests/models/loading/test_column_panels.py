@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from models import LoadedModel
 from models.errors import ModelError
-from models.layers.linear import Linear
+from models.layers.linear import Linear, parts_of_each
 from models.loading import column_panels
 from models.loading.column_panels import split_columns
 from models.loading.load_model import load_model
@@ -145,7 +145,7 @@ def test_products_are_those_of_the_kernel(num_tokens, use_bias):
     x = random_array(num_tokens, 48)
     product, out = linear.product(x), linear(x)
     linear.kernel.set_value(in_panels(linear.kernel[...]))
-    parts = linear.parts(x)
+    (parts,) = parts_of_each([linear], [x])
     assert [part.shape for part in parts] == [(num_tokens, n) for n in (256, 256, 128)]
     for got, wanted in ((linear.product(x), product), (linear(x), out), (jnp.hstack(parts), out)):
         assert (got.shape, got.dtype) == ((num_tokens, 640), jnp.float32)
