@@ -55,15 +55,16 @@ def column_panel_width(
     """Columns of the panels that float32 kernels are to lie in (`split_columns`).
 
     None leaves kernels whole: where several cores share the columns of each, where YNNPACK
-    multiplies, which is slow with panels, and where nothing was measured. With AVX-512, hidden 512,
-    64 mixed requests and one busy core, panels of 512 columns made 1.04 times the tokens a
+    multiplies, which is slow with panels, and where they gain nothing. With avx512_fp16, hidden
+    512, 64 mixed requests and one busy core, panels of 512 columns made 1.04 times the tokens a
     CPU-second and of 256 1.03, before huge pages made more of it; with AVX2 alone 256 were
-    measured.
+    measured. With AVX-512 and without avx512_fp16 (AMD family 25 model 17) panels of 512 made
+    1.01 times as many of 64 requests, as many of 16, and 0.93 times as many of a single one.
     """
     if platform != "cpu" or num_cores > 1 or batch_invariant:
         return None
     if "avx512f" in instruction_sets:
-        return 512
+        return 512 if "avx512_fp16" in instruction_sets else None
     return 256 if "avx2" in instruction_sets else None
 
 
@@ -72,16 +73,22 @@ def max_looped_tokens(
 ) -> int:
     """Most tokens whose products of float32 take less time as loops (`multiply_few_rows`).
 
-    Decode steps, hidden 512, one core with AVX-512, JAX 0.10.2: with 8 requests 13.4 ms instead of
-    22.4, with 16 19.6 instead of 26.8, with 32 31.7 instead of 35.9. The engine takes 41 s of CPU
-    time to start instead of 30, and 3.7 instead of 2.0 where programs are found compiled.
+    Decode steps, hidden 512, one core with avx512_fp16, JAX 0.10.2: with 8 requests 13.4 ms instead
+    of 22.4, with 16 19.6 instead of 26.8, with 32 31.7 instead of 35.9.
 
-    With registers of 256 bits, as AVX2 has and as programs use without avx512_fp16 (above), 32
-    tokens took longer so, and nothing else was measured.
+    Without avx512_fp16 programs use registers of 256 bits (above). With AVX-512 (AMD family 25
+    model 17) products then take 0.66 of the time with 8 tokens and 0.83 with 16 (hidden 1,024:
+    0.64 and 0.8), no less with 32, and 16 mixed requests have 1.14 times the tokens a CPU-second.
+    With AVX2 alone, which has half as many registers, nothing was measured.
+
+    A loop is code for every kernel and every number of tokens: the engine takes 37 s of CPU time
+    to start the first time instead of 31, and 2.7 instead of 1.5 where programs are found compiled.
     """
     if platform != "cpu" or num_cores > 1 or batch_invariant:
         return 0
-    return 32 if "avx512_fp16" in instruction_sets else 0
+    if "avx512_fp16" in instruction_sets:
+        return 32
+    return 16 if "avx512f" in instruction_sets else 0
 
 
 def _float32_products(num_cores: int, instruction_sets: Collection[str]) -> dict[str, str]:

@@ -213,6 +213,7 @@ def test_folder_without_programs_is_refused_before_anything_is_loaded(
     ("has", "num_cores", "batch_invariant", "wanted"),
     [
         (["avx2"], 1, False, (256, 0)),
+        (["avx512f"], 1, False, (None, 16)),
         (["avx512f", "avx512_fp16"], 1, False, (512, 32)),
         (["avx512f", "avx512_fp16"], 1, True, (None, 0)),
         (["avx512f", "avx512_fp16"], 2, False, (None, 0)),
