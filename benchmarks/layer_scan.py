@@ -2,7 +2,7 @@
 
 scanned:  `lax.scan` over stacked weights. The program holds one layer; at every step each layer's
           weights have to be taken out of the stack.
-looped:   a loop over the layers that holds a layer once, and its products with a layer's own
+looped:   a loop over the layers that holds attention once, and the products with a layer's own
           weights as the branches of a `lax.switch`. Weights stay where they are: what paxkv does
           on CPUs (`models/layer_loop.py`).
 

@@ -6,6 +6,7 @@ from typing import TypeVar
 import jax
 from flax import nnx
 
+from models.errors import ModelError
 from models.layers.chosen_kernel import ChosenKernel
 
 Layer = TypeVar("Layer", bound=nnx.Module)
@@ -20,11 +21,19 @@ def choose_layer(
     What is not a parameter is that of the first, so the layers must be alike but for parameters.
     Kernels become a `ChosenKernel`. All others, which are vectors, come out of one switch, which
     copies them.
+
+    Raises:
+        ModelError: The layers do not have the same parameters.
     """
     if len(layers) == 1:
         return layers[0]
     graphdef, first = nnx.split(layers[0])
     states = [dict(nnx.to_flat_state(nnx.state(layer))) for layer in layers]
+    if any(state.keys() != states[0].keys() for state in states):
+        raise ModelError(
+            "layers of one kind have other parameters than each other; wanted layers that differ "
+            "in what `Attention.kind` tells."
+        )
     small = [path for path in states[0] if not _is_kernel(path)]
     branches = [lambda state=state: [state[path].get_value() for path in small] for state in states]
     values = dict(zip(small, jax.lax.switch(layer_idx, branches), strict=True))

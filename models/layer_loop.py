@@ -52,11 +52,11 @@ def run_in_loop(
 ) -> tuple[jax.Array, KVCache]:  # f[num_tokens, hidden], or f[num_reqs, hidden]
     """The same with a loop over periods of layers.
 
-    The program holds each layer of a period once, and of the products with layers' own weights one
-    for every layer, as the branches of a switch. So it hardly grows with the number of layers, and
-    compiles in as much less time. The weights stay where they are: a scan over stacked ones would
-    copy each layer's out of the stack. The cache is in no branch, because what a switch takes and
-    returns may be copied.
+    The program holds attention once for each layer of a period, and the work before and behind it
+    once or twice (the last layer of all has its own); of the products with layers' own weights it
+    holds one for every layer, as the branches of a switch. So it hardly grows with the number of
+    layers. The weights stay where they are: a scan over stacked ones would copy each layer's out of
+    the stack. The cache is in no branch, because what a switch takes and returns may be copied.
     """
     period = layer_period(layers)
     num_periods = len(layers) // period
@@ -185,9 +185,9 @@ def _before_attention(
 
 def _project_in(
     layer: Layer,
-    hidden: jax.Array,
+    hidden: jax.Array,  # f[num_tokens, hidden]
     context: AttentionContext,
-    room: tuple[jax.Array, jax.Array, jax.Array],
+    room: tuple[jax.Array, jax.Array, jax.Array],  # as `_room_for_heads`
     *,
     is_wanted: jax.Array | None = None,  # bool[]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -48,7 +48,8 @@ def run_at_width(
     what does not depend on their number is compiled once. Loops of one turn or none take the place
     of a switch, whose arguments and results would be copied: a loop's carry stays where it is.
 
-    Where the work is not wanted, `carry` comes back as it is; None is always.
+    Where the work is not wanted, `carry` comes back as it is; None is always. `num_used` is never
+    more than the last width.
     """
     if len(widths) == 1 and is_wanted is None:
         return body(Width(widths[0]), carry)

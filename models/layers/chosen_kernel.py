@@ -26,17 +26,21 @@ def multiply_each(
     """`product(x, kernel)` for each; if the kernels are chosen ones, all of the same layer.
 
     The products of a layer are all that is in a branch of the switch between the layers: XLA:CPU
-    multiplies by calling a library, which is nothing to compile, while what would be fused around
-    them is code of its own for every branch. They are in one branch, where a second core may begin
-    with one while the first is at another. The weights stay where they are.
+    multiplies most by calling a library, which is nothing to compile, while what would be fused
+    around them is code of its own for every branch. (So are products of one row, and those in
+    loops, `few_rows.py`.) They are in one branch, where a second core may begin with one while the
+    first is at another. The weights stay where they are.
     """
 
-    def multiply(kernels: Sequence[Kernel]) -> Callable[[Sequence[jax.Array]], list]:
-        return lambda xs: [
-            product(x, kernel) for product, x, kernel in zip(products, xs, kernels, strict=True)
+    def multiply_by(
+        of_layer: Sequence[Kernel],
+    ) -> Callable[[Sequence[jax.Array]], list[list[jax.Array]]]:
+        return lambda operands: [
+            product(x, kernel)
+            for product, x, kernel in zip(products, operands, of_layer, strict=True)
         ]
 
     if not isinstance(kernels[0], ChosenKernel):
-        return multiply(kernels)(xs)
+        return multiply_by(kernels)(xs)
     by_layer = zip(*(chosen.kernels for chosen in kernels), strict=True)
-    return jax.lax.switch(kernels[0].layer_idx, list(map(multiply, by_layer)), list(xs))
+    return jax.lax.switch(kernels[0].layer_idx, list(map(multiply_by, by_layer)), list(xs))

@@ -145,7 +145,8 @@ def parts_of_each(
 
 
 def _products_of_each(
-    linears: Sequence[Linear], xs: Sequence[jax.Array]
+    linears: Sequence[Linear],
+    xs: Sequence[jax.Array],  # f[num_tokens, in_features] for each
 ) -> list[list[jax.Array]]:  # f32[num_tokens, columns of a panel]
     rounded = [_round(x, linear.kernel_dtype) for linear, x in zip(linears, xs, strict=True)]
     sums = multiply_each(
@@ -172,13 +173,20 @@ def _round(
     return _at_least_min_rows(x.astype(dtype)), None
 
 
-def _scale_sums(linear: Linear, sums: jax.Array, x_scale: jax.Array | None) -> jax.Array:
+def _scale_sums(
+    linear: Linear,
+    sums: jax.Array,  # f32 or i32[num_tokens, columns of a panel]
+    x_scale: jax.Array | None,  # f32[num_tokens]
+) -> jax.Array:  # f32[num_tokens, columns of a panel]
     if x_scale is None:
         return sums
     return sums.astype(jnp.float32) * x_scale[:, None] * linear.kernel_scale[...]
 
 
-def _add_bias(linear: Linear, products: list[jax.Array]) -> list[jax.Array]:
+def _add_bias(
+    linear: Linear,
+    products: list[jax.Array],  # f32[num_tokens, columns of a panel]
+) -> list[jax.Array]:  # the same
     if linear.bias is None:
         return products
     ends = np.cumsum([product.shape[1] for product in products])

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from models.chosen_layer import choose_layer
+from models.errors import ModelError
 from models.layers.linear import INT8_MAX, Linear
 from models.layers.rms_norm import RMSNorm
 
@@ -69,6 +70,13 @@ def test_chosen_layer_computes_as_that_layer(change):
 def test_the_only_layer_is_itself():
     (layer, *_) = random_layers()
     assert choose_layer([layer], jnp.int32(0)) is layer
+
+
+def test_layers_with_other_parameters_are_refused():
+    layers = random_layers()
+    layers[1].first.bias = None
+    with pytest.raises(ModelError, match="other parameters"):
+        choose_layer(layers, jnp.int32(0))
 
 
 def test_layers_keep_their_own_parameters():

@@ -16,6 +16,7 @@ import pytest
 
 from models import ForwardBatch, KVCache, LoadedModel, kv_cache_layers, layer_loop, load_model
 from models.kv_layers import LayerPlacement, place_layers
+from models.layers.attention import Attention
 from tests.oracles.golden import load_golden
 from tests.oracles.paged_stepper import NUM_TOKENS, PagedStepper
 from tests.oracles.recipes import write_recipe
@@ -163,10 +164,10 @@ def test_layers_of_another_rotary_embedding_are_of_another_kind():
     assert layer_loop.layer_period(layers[::2]) == 1
 
 
-def attention_of_rope(rope_idx: int) -> layer_loop.Attention:
+def attention_of_rope(rope_idx: int) -> Attention:
     model = models_in_turn_and_in_loop("llama")[0]
     placement = LayerPlacement(group_idx=0, row=0)
-    attention = layer_loop.Attention(
+    attention = Attention(
         model.config, layer_idx=0, placement=placement, dtype=jnp.dtype("float32")
     )
     attention.rope_idx = rope_idx

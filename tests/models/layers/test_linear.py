@@ -96,3 +96,19 @@ def test_rounded_kernels_are_not_looped_over():
     linear.kernel = nnx.Param(jnp.ones((24, 16), jnp.int8))
     linear.kernel_scale = nnx.data(nnx.Param(jnp.ones(24)))
     assert not has_loop(linear, jnp.ones((2, 16)))
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("bfloat16", (16, 24)), ("int8", (24, 16))])
+@pytest.mark.parametrize(("num_tokens", "num_rows"), [(1, 8), (7, 8), (9, 9)])
+def test_rounded_kernels_are_multiplied_with_at_least_eight_rows(
+    dtype, shape, num_tokens, num_rows
+):
+    """XLA:CPU takes ten times as long for fewer."""
+    linear = Linear(16, 24, use_bias=False, dtype=jnp.float32)
+    linear.kernel = nnx.Param(jnp.ones(shape, dtype))
+    if dtype == "int8":
+        linear.kernel_scale = nnx.data(nnx.Param(jnp.ones(24)))
+    jaxpr = jax.make_jaxpr(linear)(jnp.ones((num_tokens, 16)))
+    (dot,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
+    assert dot.outvars[0].aval.shape == (num_rows, 24)
+    assert linear(jnp.ones((num_tokens, 16))).shape == (num_tokens, 24)
