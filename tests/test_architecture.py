@@ -13,6 +13,7 @@ PACKAGES = ("paxkv", "pallas_kernels", "models", "benchmarks")
 SOURCES = sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 TOP_LEVEL_NAMES = {
+    "LICENSE",
     "pyproject.toml",
     "paxkv",
     "pallas_kernels",
@@ -22,10 +23,6 @@ TOP_LEVEL_NAMES = {
     "README.md",
     "docs",
 }
-
-MAX_FILE_LINES = 500
-MAX_FUNCTION_LINES = 80
-MAX_KERNEL_FUNCTION_LINES = 150
 
 # Composition roots build the objects of the other layers, so they may import everything of ours.
 COMPOSITION_ROOTS = {
@@ -151,55 +148,33 @@ def import_violations(path: Path) -> list[str]:
     return bad
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_imports_point_down(path: Path) -> None:
-    assert import_violations(path) == []
+def test_imports_point_down() -> None:
+    assert [violation for path in SOURCES for violation in import_violations(path)] == []
 
 
-@pytest.mark.parametrize("path", SOURCES + TESTS, ids=relative)
-def test_file_says_what_it_is_for_and_is_short(path: Path) -> None:
-    text = path.read_text()
-    assert ast.get_docstring(ast.parse(text)), "a one-line docstring says what the file is for"
-    assert len(text.splitlines()) <= MAX_FILE_LINES
+def test_every_file_says_what_it_is_for() -> None:
+    silent = [p for p in SOURCES + TESTS if not ast.get_docstring(ast.parse(p.read_text()))]
+    assert [relative(p) for p in silent] == [], "a one-line docstring says what the file is for"
 
 
-def num_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines of a function without its docstring: the contract of an op may take its page."""
-    first, docstring = function.body[0], ast.get_docstring(function)
-    inside = 0 if docstring is None else first.end_lineno - first.lineno + 1
-    return function.end_lineno - function.lineno + 1 - inside
-
-
-def test_docstrings_do_not_count_as_lines():
-    source = 'def f(x):\n    """One.\n\n    Two.\n    """\n    y = x\n    return y\n'
-    assert num_lines(ast.parse(source).body[0]) == 3
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_functions_are_short(path: Path) -> None:
-    is_kernel = path.name.startswith(("mosaic_", "pallas_"))
-    limit = MAX_KERNEL_FUNCTION_LINES if is_kernel else MAX_FUNCTION_LINES
-    too_long = [
-        f"{node.name}: {num_lines(node)} lines"
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and num_lines(node) > limit
-    ]
-    assert too_long == []
-
-
-@pytest.mark.parametrize("path", [p for p in TESTS if p.name.startswith("test_")], ids=relative)
-def test_test_file_imports_what_it_mirrors(path: Path) -> None:
-    inside = path.relative_to(ROOT / "tests")
+def mirror_violation(test_file: Path) -> str | None:
+    """What is wrong where a test file does not import the module that it mirrors."""
+    inside = test_file.relative_to(ROOT / "tests")
     if inside.parts[0] not in PACKAGES:
-        return
+        return None
     mirrored = ROOT / inside.parent / inside.name.removeprefix("test_")
-    package = mirrored.with_suffix("")
-    assert mirrored.is_file() or package.is_dir(), f"{relative(mirrored)} does not exist"
+    if not mirrored.is_file() and not mirrored.with_suffix("").is_dir():
+        return f"{relative(test_file)} mirrors {relative(mirrored)}, which does not exist"
     wanted = module_name(mirrored)
-    modules = [module for _, module in imported_modules(path)]
-    assert any(m == wanted or m.startswith(f"{wanted}.") for m in modules), (
-        f"{relative(path)} must import {wanted}"
-    )
+    modules = [module for _, module in imported_modules(test_file)]
+    if any(m == wanted or m.startswith(f"{wanted}.") for m in modules):
+        return None
+    return f"{relative(test_file)} must import {wanted}"
+
+
+def test_test_files_import_what_they_mirror() -> None:
+    violations = [mirror_violation(p) for p in TESTS if p.name.startswith("test_")]
+    assert [v for v in violations if v is not None] == []
 
 
 def test_no_init_files_under_tests() -> None:

@@ -1,0 +1,32 @@
+"""Which of the reference families' configurations load, and that the others are refused by name."""
+
+import json
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from models import ModelConfig
+from models.errors import UnsupportedModelError
+from tests.oracles import families
+
+DECODERS = families.FAMILIES | families.EXTRA
+# README.md's table of models names the same.
+LOADED = ["llama", "qwen3", "gemma3", "mistral-window", "qwen2", "gemma2", "llama3-rope"]
+
+
+def test_decoder_configurations_load_or_are_refused_with_the_architecture_named():
+    assert len(DECODERS) == 125
+    loaded = []
+    for name, make_config in DECODERS.items():
+        config = make_config()
+        config.architectures = [families.model_class(config).__name__]
+        hf_config = json.loads(config.to_json_string(use_diff=False))
+        try:
+            ModelConfig.from_hf(hf_config)
+        except UnsupportedModelError as error:
+            assert config.architectures[0] in str(error), name
+        else:
+            loaded.append(name)
+    assert loaded == LOADED
