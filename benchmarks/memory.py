@@ -55,8 +55,8 @@ from benchmarks.host.kv_waste import MAX_MODEL_LEN, make_requests, make_schedule
 from benchmarks.markdown_table import markdown_table
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
 from benchmarks.workloads import make_workload
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
-from paxkv.sampling_params import SamplingParams
 
 VOCAB_SIZE = 32_000
 MAX_NUM_SEQS = 256

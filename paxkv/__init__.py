@@ -4,6 +4,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
+    from paxkv.config.structured_outputs_params import StructuredOutputsParams
     from paxkv.contracts.request_output import (
         BeamSearchOutput,
         BeamSearchSequence,
@@ -12,8 +14,6 @@ if TYPE_CHECKING:
     )
     from paxkv.generate import CompiledGenerator
     from paxkv.llm import LLM
-    from paxkv.sampling_params import BeamSearchParams, SamplingParams
-    from paxkv.structured_outputs_params import StructuredOutputsParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -37,9 +37,9 @@ _LATE = {
     "BeamSearchSequence": "paxkv.contracts.request_output",
     "CompletionOutput": "paxkv.contracts.request_output",
     "RequestOutput": "paxkv.contracts.request_output",
-    "BeamSearchParams": "paxkv.sampling_params",
-    "SamplingParams": "paxkv.sampling_params",
-    "StructuredOutputsParams": "paxkv.structured_outputs_params",
+    "BeamSearchParams": "paxkv.config.sampling_params",
+    "SamplingParams": "paxkv.config.sampling_params",
+    "StructuredOutputsParams": "paxkv.config.structured_outputs_params",
 }
 
 

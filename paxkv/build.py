@@ -28,7 +28,9 @@ from paxkv.client.inproc_client import InprocClient
 from paxkv.client.input_processor import InputProcessor
 from paxkv.client.loop_thread import LoopThread
 from paxkv.client.output_processor import OutputProcessor
-from paxkv.config import CacheConfig, EngineConfig, ModelConfig
+from paxkv.config.engine_config import CacheConfig, EngineConfig, ModelConfig
+from paxkv.config.generation_config import find_sampling_defaults, generation_config_folder
+from paxkv.config.sampling_defaults import SamplingDefaults
 from paxkv.contracts.engine_client import EngineTransport
 from paxkv.contracts.engine_start import EngineReady
 from paxkv.contracts.grammar_gate import GrammarGate
@@ -38,9 +40,7 @@ from paxkv.engine.core_thread import CoreThread
 from paxkv.engine.engine_core import EngineCore
 from paxkv.engine.kv_event_publisher import KVEventPublisher, make_kv_event_publisher
 from paxkv.errors import KVCacheTooSmallError
-from paxkv.generation_config import find_sampling_defaults, generation_config_folder
 from paxkv.package_origin import check_package_origin
-from paxkv.sampling_defaults import SamplingDefaults
 from paxkv.scheduler.scheduler import Scheduler
 from paxkv.scheduler.trace.header import TraceHeader
 from paxkv.scheduler.trace.recorder import TraceRecorder, make_scheduler, record_scheduler

@@ -11,7 +11,7 @@ from paxkv.client.engine_supervisor import EngineSupervisor, RestartPolicy
 from paxkv.client.input_processor import InputProcessor, all_eos_token_ids
 from paxkv.client.output_processor import OutputProcessor
 from paxkv.client.replica_places import replica_config, replica_environments
-from paxkv.config import EngineConfig, ModelConfig, ServerConfig
+from paxkv.config.engine_config import EngineConfig, ModelConfig, ServerConfig
 from paxkv.contracts.engine_client import LoopTransport
 from paxkv.contracts.engine_start import EngineReady
 from paxkv.contracts.model_info import ModelInfo

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from paxkv.cli.arguments import add_serve_arguments, parse_arguments
 from paxkv.client.replica_places import replica_environments
-from paxkv.command_line import add_config_flags, config_from_arguments
-from paxkv.config import (
+from paxkv.config.command_line import add_config_flags, config_from_arguments
+from paxkv.config.engine_config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from models.errors import ModelError
 from paxkv.build import build_core
-from paxkv.config import EngineConfig
+from paxkv.config.engine_config import EngineConfig
 from paxkv.contracts.engine_start import EngineReady
 from paxkv.engine.core_process import leave_signals_to_parent, run_engine_process
 from paxkv.engine.engine_core import EngineCore

@@ -20,6 +20,8 @@ import numpy as np
 
 from models import ForwardBatch, KVCache, LoadedModel, kv_cache_layers, place_layers
 from paxkv.client.input_processor import InputProcessor
+from paxkv.config.sampling_params import SamplingParams
+from paxkv.config.setting import at_least
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.errors import (
     ConfigError,
@@ -36,8 +38,6 @@ from paxkv.runner.sampler import sample
 from paxkv.runner.sampler_program import SamplerFunction, make_sampler
 from paxkv.runner.sampling_columns import ROW, SamplingInputs, join_step_rows
 from paxkv.runner.step import Params, forward
-from paxkv.sampling_params import SamplingParams
-from paxkv.setting import at_least
 from paxkv.text.tokenizer import Tokenizer
 
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from paxkv.build import build_engine, build_llm_client
 from paxkv.client.beam_search import BeamSearch, prompt_params
 from paxkv.client.input_processor import Prompt, text_of_prompt
-from paxkv.config import (
+from paxkv.config.engine_config import (
     CacheConfig,
     ChatTemplateContentFormat,
     Dtype,
@@ -28,15 +28,15 @@ from paxkv.config import (
     SchedulerConfig,
     SchedulerPolicy,
 )
+from paxkv.config.generation_config import FROM_MODEL
+from paxkv.config.sampling_defaults import GenerationConfig
+from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.model_info import ModelInfo
 from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
 from paxkv.contracts.request_output import BeamSearchOutput, RequestOutput
 from paxkv.errors import EngineDeadError, InvalidRequestError, InvariantError
-from paxkv.generation_config import FROM_MODEL
-from paxkv.sampling_defaults import GenerationConfig
-from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.text.chat_template import ChatTemplate, Message
 from paxkv.text.tokenizer import Tokenizer
 

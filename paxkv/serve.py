@@ -20,8 +20,8 @@ import paxkv
 from paxkv.build_client import build_async_client
 from paxkv.cli.arguments import add_serve_arguments, parse_arguments
 from paxkv.client.async_client import AsyncEngineClient
-from paxkv.command_line import add_config_flags, config_from_arguments
-from paxkv.config import (
+from paxkv.config.command_line import add_config_flags, config_from_arguments
+from paxkv.config.engine_config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from benchmarks.engine.offline_engine import Setting
-from paxkv.config import EngineConfig
+from paxkv.config.engine_config import EngineConfig
 from paxkv.errors import ConfigError
 
 
@@ -21,7 +21,9 @@ def settings_by_part(settings: Mapping[str, Setting]) -> dict[str, dict[str, Set
     }
     unknown = sorted(set(settings) - set().union(*names.values()))
     if unknown:
-        raise ConfigError(f"paxkv has no setting {', '.join(unknown)}; see paxkv/config.py.")
+        raise ConfigError(
+            f"paxkv has no setting {', '.join(unknown)}; see paxkv/config/engine_config.py."
+        )
     return {
         part: {name: value for name, value in settings.items() if name in known}
         for part, known in names.items()

@@ -10,7 +10,8 @@ import time
 from benchmarks.gpu.paxkv_steps import Figures, check_lengths
 from benchmarks.gpu.sizes import Sizes, equal_workload, prefix_workload, throughput_workload
 from benchmarks.workloads import Workload
-from paxkv.config import CacheConfig, SchedulerConfig
+from paxkv.config.engine_config import CacheConfig, SchedulerConfig
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import AddRequest, EngineRequest
 from paxkv.contracts.executor import StepHandle
 from paxkv.contracts.kv_cache_spec import KVCacheConfig
@@ -18,7 +19,6 @@ from paxkv.contracts.runner_output import ModelRunnerOutput
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.engine.engine_core import EngineCore
 from paxkv.runner.model_runner import ModelRunner
-from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.async_scheduler import AsyncScheduler
 
 

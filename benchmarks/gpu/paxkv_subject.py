@@ -13,7 +13,7 @@ from benchmarks.gpu.plain_schedule import StepLimits
 from benchmarks.gpu.sizes import sizes_of, write_config
 from benchmarks.ops.gpu_units import AbsentError
 from models import LoadedModel, load_model
-from paxkv.config import CacheConfig, Kernels, RunnerConfig, SchedulerConfig
+from paxkv.config.engine_config import CacheConfig, Kernels, RunnerConfig, SchedulerConfig
 from paxkv.runner.kv_cache_arrays import default_block_size
 from paxkv.runner.model_runner import ModelRunner
 

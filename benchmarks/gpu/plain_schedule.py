@@ -9,8 +9,8 @@ import dataclasses
 from collections import deque
 
 from benchmarks.workloads import Workload, WorkloadRequest
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
-from paxkv.sampling_params import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

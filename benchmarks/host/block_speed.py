@@ -15,11 +15,11 @@ from collections.abc import Callable
 
 from benchmarks.command_line import output_file, positive_int, run_benchmark
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
-from paxkv.config import PrefixCachingHashAlgo
+from paxkv.config.engine_config import PrefixCachingHashAlgo
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.kv_cache.block_hash import BlockHasher
 from paxkv.kv_cache.block_pool import BlockPool
-from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.request import Request
 
 BLOCK_SIZE = 16

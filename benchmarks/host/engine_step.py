@@ -45,14 +45,20 @@ from benchmarks.random_checkpoint import MODEL_SHAPES, write_checkpoint
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
 from models import read_model_config
 from paxkv.build import build_core
-from paxkv.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from paxkv.config.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    RunnerConfig,
+    SchedulerConfig,
+)
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts import wire
 from paxkv.contracts.engine_request import AbortRequests, AddRequest, EngineRequest
 from paxkv.contracts.executor import Executor, StepHandle
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.engine.engine_core import EngineCore
 from paxkv.runner.kv_cache_arrays import kv_cache_dtype
-from paxkv.sampling_params import SamplingParams
 
 BENCHMARK = "benchmarks.host.engine_step"
 PROMPT_TOKENS = 64

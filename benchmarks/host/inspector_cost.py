@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import msgspec
 
 from benchmarks.command_line import run_benchmark, whole_number
-from paxkv.config import CacheConfig, SchedulerConfig
+from paxkv.config.engine_config import CacheConfig, SchedulerConfig
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts import wire
 from paxkv.contracts.engine_request import AddRequest, EngineRequest, UtilityCall
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -24,7 +25,6 @@ from paxkv.contracts.runner_output import ModelRunnerOutput
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.engine.engine_core import EngineCore
 from paxkv.inspector.feed import MAX_PAUSE_S, MAX_SHARE, PERIOD_S
-from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.scheduler import Scheduler
 
 NUM_BLOCKS = 100_000

@@ -18,13 +18,13 @@ from benchmarks.command_line import (
     whole_number,
 )
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
-from paxkv.config import CacheConfig, SchedulerConfig
+from paxkv.config.engine_config import CacheConfig, SchedulerConfig
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from paxkv.contracts.runner_output import ModelRunnerOutput
 from paxkv.contracts.scheduler_output import SchedulerOutput
-from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.scheduler import Scheduler
 
 MAX_MODEL_LEN = 2048

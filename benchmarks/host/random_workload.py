@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable
 
 from benchmarks.host.random_outside import RandomConnector, RandomGrammarGate
-from paxkv.config import CacheConfig, SchedulerConfig, SchedulerPolicy
+from paxkv.config.engine_config import CacheConfig, SchedulerConfig, SchedulerPolicy
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest, MultiModalFeature
 from paxkv.contracts.kv_cache_spec import (
     FullAttentionSpec,
@@ -20,7 +21,6 @@ from paxkv.contracts.kv_cache_spec import (
 )
 from paxkv.contracts.runner_output import ModelRunnerOutput
 from paxkv.contracts.scheduler_output import SchedulerOutput
-from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.scheduler import Scheduler
 from paxkv.scheduler.trace.header import TraceHeader
 from paxkv.scheduler.trace.recorder import TraceRecorder

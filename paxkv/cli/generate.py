@@ -14,12 +14,12 @@ import sys
 from collections.abc import Sequence
 
 from paxkv.cli.arguments import add_serve_arguments, parse_arguments
-from paxkv.command_line import add_config_flags, config_from_arguments
-from paxkv.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from paxkv.config.command_line import add_config_flags, config_from_arguments
+from paxkv.config.engine_config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.request_output import RequestOutput
 from paxkv.errors import ConfigError, EngineDeadError, InvalidRequestError
 from paxkv.package_origin import check_package_origin
-from paxkv.sampling_params import SamplingParams
 
 # Before the imports below: with a foreign `models` they would fail without saying why.
 try:

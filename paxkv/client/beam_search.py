@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TypeVar
 
+from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.contracts.engine_output import FinishReason
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.request_output import (
@@ -18,7 +19,6 @@ from paxkv.contracts.request_output import (
     RequestOutput,
 )
 from paxkv.errors import InvalidRequestError, InvariantError
-from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.text.detokenizer import IncrementalDetokenizer
 from paxkv.text.tokenizer import Tokenizer
 

@@ -17,7 +17,7 @@ import zmq
 
 from paxkv.client.socket_folder import SocketFolder, remove_stale_folders
 from paxkv.client.step_watch import StepWatch
-from paxkv.config import EngineConfig
+from paxkv.config.engine_config import EngineConfig
 from paxkv.contracts import wire
 from paxkv.contracts.engine_output import EngineDead, EngineOutput
 from paxkv.contracts.engine_request import EngineInput, Shutdown

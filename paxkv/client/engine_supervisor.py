@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from paxkv.client.engine_process import ENGINE_COMMAND, EngineProcess, describe_end
 from paxkv.client.step_watch import StepWatch
-from paxkv.config import EngineConfig
+from paxkv.config.engine_config import EngineConfig
 from paxkv.contracts.engine_output import EngineDead, EngineOutput
 from paxkv.contracts.engine_request import EngineInput, Shutdown
 from paxkv.contracts.engine_start import EngineReady, EngineStartOutput

@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import TypeVar
 
+from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.contracts.grammar_checker import GrammarChecker
 from paxkv.errors import EngineDeadError
-from paxkv.structured_outputs_params import StructuredOutputsParams
 
 # Grammars that are compiled at once; the others of their kind wait for them. The quick ones share
 # the processor, so that a small one has its turn beside those that will be given up.

@@ -5,6 +5,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from paxkv.config.sampling_params import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_LOGPROBS,
+    NO_SEED,
+    SamplingParams,
+    check_num_logprobs,
+)
+from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.grammar_checker import GrammarChecker
 from paxkv.errors import (
@@ -13,14 +21,6 @@ from paxkv.errors import (
     PromptTooLongError,
     UnsupportedFeatureError,
 )
-from paxkv.sampling_params import (
-    MAX_BAD_WORD_TOKENS,
-    MAX_LOGPROBS,
-    NO_SEED,
-    SamplingParams,
-    check_num_logprobs,
-)
-from paxkv.structured_outputs_params import StructuredOutputsParams
 from paxkv.text.tokenizer import Tokenizer
 
 # "text", [1, 2, 3], {"prompt": "text"} or {"prompt_token_ids": [1, 2, 3]}

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from paxkv.config import EngineConfig
+from paxkv.config.engine_config import EngineConfig
 from paxkv.errors import ConfigError
 
 _VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from paxkv.sampling_params import SamplingParams
+from paxkv.config.sampling_params import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from paxkv.config import EngineConfig
+from paxkv.config.engine_config import EngineConfig
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.model_info import ModelInfo
 

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from paxkv.structured_outputs_params import StructuredOutputsParams
+from paxkv.config.structured_outputs_params import StructuredOutputsParams
 
 
 class GrammarChecker(Protocol):

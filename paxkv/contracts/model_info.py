@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from paxkv.sampling_defaults import SamplingDefaults
-from paxkv.sampling_params import MAX_LOGPROBS
+from paxkv.config.sampling_defaults import SamplingDefaults
+from paxkv.config.sampling_params import MAX_LOGPROBS
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

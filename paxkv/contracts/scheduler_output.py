@@ -2,9 +2,9 @@
 
 import dataclasses
 
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import MultiModalFeature
 from paxkv.contracts.kv_connector import KVConnectorMetadata
-from paxkv.sampling_params import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from paxkv.config import EngineConfig
+from paxkv.config.engine_config import EngineConfig
 from paxkv.contracts import wire
 from paxkv.contracts.engine_output import EngineOutput
 from paxkv.contracts.engine_start import (

@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from paxkv.config import KVEventsConfig
+from paxkv.config.engine_config import KVEventsConfig
 from paxkv.contracts.kv_events import KVEventBatch
 from paxkv.errors import ConfigError, InvariantError
 

@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 import paxkv
-from paxkv.config import ServerConfig
+from paxkv.config.engine_config import ServerConfig
 from paxkv.contracts.inspection import BlockDetails
 from paxkv.contracts.model_info import ModelInfo
 from paxkv.errors import EngineDeadError, InvalidRequestError, PaxkvError

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
+from paxkv.config.sampling_params import is_wide
 from paxkv.contracts.grammar_bitmask import GrammarBitmask
 from paxkv.contracts.runner_output import (
     EMPTY_MODEL_RUNNER_OUTPUT,
@@ -16,7 +17,6 @@ from paxkv.runner.built_step import BuiltStep
 from paxkv.runner.input_batch import CachedRequestState, InputBatch
 from paxkv.runner.sampled_tokens import NO_TOKEN, read_logprobs
 from paxkv.runner.wide_logprobs import append_logits
-from paxkv.sampling_params import is_wide
 
 
 class FinishedStep:

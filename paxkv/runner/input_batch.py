@@ -5,6 +5,7 @@ import heapq
 
 import numpy as np
 
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from paxkv.errors import InvariantError
 from paxkv.runner.block_table import BlockTable, MultiGroupBlockTable
@@ -19,7 +20,6 @@ from paxkv.runner.sampling_columns import (
     seed_of_request,
 )
 from paxkv.runner.wide_logprobs import result_width
-from paxkv.sampling_params import SamplingParams
 
 # Of so many steps the tokens are kept before they are written into the rows together.
 MAX_LATE_STEPS = 32

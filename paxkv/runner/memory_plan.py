@@ -6,7 +6,7 @@ import os
 
 import jax
 
-from paxkv.config import CacheConfig
+from paxkv.config.engine_config import CacheConfig
 from paxkv.contracts.kv_cache_spec import (
     AttentionSpec,
     KVCacheConfig,

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models import KernelSettings, LoadedModel, kv_cache_layers
-from paxkv.config import CacheConfig, RunnerConfig, SchedulerConfig
+from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfig
 from paxkv.contracts.executor import StepHandle
 from paxkv.contracts.kv_cache_spec import AttentionSpec, KVCacheConfig
 from paxkv.contracts.scheduler_output import SchedulerOutput

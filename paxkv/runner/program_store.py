@@ -25,7 +25,7 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 from jax.stages import Compiled
 
-from paxkv.config import RunnerConfig
+from paxkv.config.engine_config import RunnerConfig
 from paxkv.errors import ConfigError
 from paxkv.runner.bucketing import ProgramShape, RowShape
 from paxkv.runner.program_identity import identity_differences, identity_digest

@@ -13,16 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paxkv.runner.bucketing import RowShape
-from paxkv.runner.sampling_columns import Processors
-from paxkv.runner.zeros import put_zeros
-from paxkv.sampling_params import (
+from paxkv.config.sampling_params import (
     MAX_BAD_WORD_SEQUENCES,
     MAX_BAD_WORD_TOKENS,
     MAX_LOGIT_BIASES,
     SamplingParams,
     is_wide,
 )
+from paxkv.runner.bucketing import RowShape
+from paxkv.runner.sampling_columns import Processors
+from paxkv.runner.zeros import put_zeros
 
 # In place of a token before the first of a bad word: any token is equal to it.
 ANY_TOKEN = -1

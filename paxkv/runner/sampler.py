@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.row_reductions import max_of_rows
+from paxkv.config.sampling_params import MAX_LOGPROBS
 from paxkv.runner.sampled_tokens import (
     RESULT_WIDTH,
     SampledTokens,
@@ -21,7 +22,6 @@ from paxkv.runner.sampled_tokens import (
     unpack_result,
 )
 from paxkv.runner.sampling_columns import SamplingInputs
-from paxkv.sampling_params import MAX_LOGPROBS
 
 # Vocabulary entries that are reduced together. Two levels of reductions are many times faster than
 # one over the whole vocabulary on the CPU, and let a draw resolve probabilities below 2^-23.

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paxkv.sampling_params import SamplingParams
+from paxkv.config.sampling_params import SamplingParams
 
 COLUMNS = (
     "temperature",  # f32 bits; 0 is greedy

@@ -6,9 +6,9 @@ Behind `RESULT_WIDTH` words stand the bits of the model's logits, f32[vocab], in
 
 import numpy as np
 
-from paxkv.config import RunnerConfig
+from paxkv.config.engine_config import RunnerConfig
+from paxkv.config.sampling_params import is_wide
 from paxkv.runner.sampled_tokens import RESULT_WIDTH
-from paxkv.sampling_params import is_wide
 
 
 def num_told_logits(config: RunnerConfig, vocab_size: int) -> int:

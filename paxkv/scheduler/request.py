@@ -4,7 +4,7 @@ import enum
 import sys
 from typing import Literal
 
-from paxkv.config import CacheConfig
+from paxkv.config.engine_config import CacheConfig
 from paxkv.contracts.engine_output import FinishReason
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.kv_cache_spec import KVCacheConfig

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from paxkv.config import SchedulerConfig
+from paxkv.config.engine_config import SchedulerConfig
 from paxkv.kv_cache.manager import KVCacheManager
 from paxkv.scheduler.encoder_inputs import EncoderDemand, EncoderInputs
 from paxkv.scheduler.invalid_blocks import block_ids_from, can_go_on_from, num_valid_tokens

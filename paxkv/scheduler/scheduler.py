@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from paxkv.config import CacheConfig, SchedulerConfig
+from paxkv.config.engine_config import CacheConfig, SchedulerConfig
 from paxkv.contracts.engine_output import EngineCoreOutput, SchedulerStats
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.grammar_gate import GrammarGate

@@ -2,7 +2,7 @@
 
 import enum
 
-from paxkv.config import SchedulerConfig
+from paxkv.config.engine_config import SchedulerConfig
 from paxkv.kv_cache.manager import KVCacheManager
 from paxkv.scheduler.admission import AdmissionGate, ComputedPrefix
 from paxkv.scheduler.encoder_inputs import EncoderDemand, EncoderInputs

@@ -3,8 +3,8 @@
 import contextlib
 from collections.abc import Iterator
 
+from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.errors import InvalidRequestError
-from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.server.engine_protocol import EngineClient
 from paxkv.server.error_response import OverloadedError
 

@@ -6,7 +6,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
-from paxkv.config import ServerConfig
+from paxkv.config.engine_config import ServerConfig
 from paxkv.errors import PaxkvError
 from paxkv.inspector.routes import INSPECTED_PATHS, InspectorRoutes
 from paxkv.server.access_log import AccessLogMiddleware

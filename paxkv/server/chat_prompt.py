@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from paxkv.config import ServerConfig
+from paxkv.config.engine_config import ServerConfig
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 from paxkv.server.chat_messages import chat_messages
 from paxkv.server.engine_protocol import ChatTemplate, EngineClient

@@ -6,9 +6,9 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, nullcontext
 
+from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.contracts.request_output import CompletionOutput, RequestOutput
 from paxkv.errors import InvalidRequestError, InvariantError, PaxkvError
-from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.server.admission import Admission, num_engine_requests
 from paxkv.server.engine_protocol import EngineClient, Prompt
 from paxkv.server.metrics import ServerMetrics

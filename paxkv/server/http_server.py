@@ -14,7 +14,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
-from paxkv.config import ServerConfig
+from paxkv.config.engine_config import ServerConfig
 from paxkv.errors import ConfigError
 from paxkv.server.deadline_protocol import deadline_protocol
 from paxkv.server.engine_protocol import EngineClient

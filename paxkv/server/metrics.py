@@ -15,11 +15,11 @@ from prometheus_client import (
     generate_latest,
 )
 
+from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.request_output import CompletionOutput, CompletionTimes, RequestOutput
 from paxkv.contracts.token_totals import TOKEN_BUCKETS_S, TokenTotals
 from paxkv.errors import InvalidRequestError
-from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.server.engine_metrics import FIRST_ENGINE, LABELS, EngineCollector
 from paxkv.server.http_metrics import HttpMetrics
 from paxkv.server.token_metrics import TokenCollector

@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from paxkv.config import ServerConfig
-from paxkv.sampling_params import BeamSearchParams, SamplingParams, check_num_logprobs
+from paxkv.config.engine_config import ServerConfig
+from paxkv.config.sampling_params import BeamSearchParams, SamplingParams, check_num_logprobs
 from paxkv.server.chat_choices import ChatChoices
 from paxkv.server.chat_messages import content_text
 from paxkv.server.chat_prompt import check_may_bring_template, render_chat

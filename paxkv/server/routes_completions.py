@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from paxkv.config import ServerConfig
-from paxkv.sampling_params import BeamSearchParams, SamplingParams
+from paxkv.config.engine_config import ServerConfig
+from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.server.completion_choices import CompletionChoices
 from paxkv.server.engine_protocol import EngineClient
 from paxkv.server.generation import Generator, IndexedOutputs

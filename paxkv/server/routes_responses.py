@@ -12,10 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from paxkv.config import ServerConfig
+from paxkv.config.engine_config import ServerConfig
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.request_output import RequestOutput
 from paxkv.errors import EngineDeadError, InvalidRequestError, UnsupportedFeatureError
-from paxkv.sampling_params import SamplingParams
 from paxkv.server.answer_reader import AnswerReader
 from paxkv.server.engine_protocol import EngineClient
 from paxkv.server.error_response import ErrorBody, describe_error, error_body

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from paxkv.config import ServerConfig
+from paxkv.config.engine_config import ServerConfig
 from paxkv.errors import InvalidRequestError
 from paxkv.server.chat_prompt import check_may_bring_template, render_chat
 from paxkv.server.engine_protocol import EngineClient, Tokenizer

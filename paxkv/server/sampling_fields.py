@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 
-from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
-from paxkv.sampling_defaults import SamplingDefaults
-from paxkv.sampling_params import (
+from paxkv.config.sampling_defaults import SamplingDefaults
+from paxkv.config.sampling_params import (
     MAX_BEAM_WIDTH,
     MAX_LOGIT_BIASES,
     MAX_N,
@@ -12,13 +11,14 @@ from paxkv.sampling_params import (
     BeamSearchParams,
     SamplingParams,
 )
+from paxkv.config.structured_outputs_params import StructuredOutputsParams
+from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 from paxkv.server.openai_protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
 )
 from paxkv.server.structured_fields import structured_outputs_params
-from paxkv.structured_outputs_params import StructuredOutputsParams
 
 # The length of a completion when the request names none, as OpenAI has it; fewer where the model's
 # defaults say so. A chat goes on to their number instead, or to max_model_len.

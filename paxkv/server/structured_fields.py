@@ -6,10 +6,10 @@ from typing import TypeVar
 
 import msgspec
 
+from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
+from paxkv.config.structured_outputs_config import StructuredOutputsConfig
+from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
-from paxkv.sampling_params import BeamSearchParams, SamplingParams
-from paxkv.structured_outputs_config import StructuredOutputsConfig
-from paxkv.structured_outputs_params import StructuredOutputsParams
 
 _ParamsT = TypeVar("_ParamsT", bound=SamplingParams | BeamSearchParams)
 

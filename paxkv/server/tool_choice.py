@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from paxkv.config import ServerConfig
+from paxkv.config.engine_config import ServerConfig
 from paxkv.errors import InvalidRequestError
 from paxkv.server.openai_protocol import ChatCompletionRequest, shorten
 from paxkv.text.tool_parsers.forced_call import CallListParser, NamedCallParser

@@ -29,9 +29,9 @@ from typing import BinaryIO, NoReturn
 import msgspec
 
 import paxkv
+from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.errors import EngineDeadError, InvalidRequestError, PaxkvError
 from paxkv.structured_output.grammar_compiler import GrammarCompiler
-from paxkv.structured_outputs_params import StructuredOutputsParams
 
 # Seconds of a processor. An ordinary schema takes milliseconds.
 QUICK_COMPILE_S = 0.05

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 import llguidance
 import numpy as np
 
+from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 from paxkv.structured_output.grammar_syntax import NO_FORCING, to_lark
 from paxkv.structured_output.grammar_tokenizer import make_grammar_tokenizer
 from paxkv.structured_output.structural_format import StructuralFormat
 from paxkv.structured_output.thoughts import ThoughtTokens, find_thought_tokens
 from paxkv.structured_output.token_texts import TokenTexts
-from paxkv.structured_outputs_params import StructuredOutputsParams
 
 # Some applications send the same few schemas with every request.
 MAX_CACHED_GRAMMARS = 64

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from paxkv.config.sampling_params import MAX_BAD_WORD_TOKENS
 from paxkv.contracts.engine_request import EngineRequest
-from paxkv.sampling_params import MAX_BAD_WORD_TOKENS
 
 _BITS = 32
 

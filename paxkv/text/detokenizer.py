@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from paxkv.sampling_params import SamplingParams
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.text.stop_strings import StopStringFinder
 from paxkv.text.tokenizer import Tokenizer
 

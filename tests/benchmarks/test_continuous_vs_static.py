@@ -18,8 +18,8 @@ from benchmarks.continuous_vs_static import (
 )
 from benchmarks.random_checkpoint import MODEL_SHAPES, write_checkpoint
 from benchmarks.workloads import Workload, WorkloadRequest
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
-from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.trace.calls import (
     AddRequestCall,
     Decision,

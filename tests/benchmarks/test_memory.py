@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import memory
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
-from paxkv.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from paxkv.build import BuiltEngine
 from paxkv.client.async_client import AsyncEngineClient
 from paxkv.client.input_processor import InputProcessor
 from paxkv.client.output_processor import OutputProcessor
-from paxkv.config import CacheConfig, SchedulerConfig
+from paxkv.config.engine_config import CacheConfig, SchedulerConfig
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts import wire
 from paxkv.contracts.engine_client import EngineTransport
 from paxkv.contracts.engine_output import EngineDead, EngineOutput, StepOutputs
@@ -26,7 +27,6 @@ from paxkv.engine.core_thread import CoreThread
 from paxkv.engine.engine_core import EngineCore
 from paxkv.llm import LLM
 from paxkv.runner.model_runner import ModelRunner
-from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.async_scheduler import AsyncScheduler
 from paxkv.scheduler.scheduler import Scheduler
 

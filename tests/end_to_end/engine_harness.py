@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from models import load_model
-from paxkv.config import CacheConfig, RunnerConfig, SchedulerConfig
+from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfig
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.runner import burst as burst_module
@@ -23,7 +24,6 @@ from paxkv.runner.model_runner import ModelRunner
 from paxkv.runner.sampled_tokens import RESULT_WIDTH, SampledTokens, pack_result
 from paxkv.runner.sampler import sample
 from paxkv.runner.sampling_columns import SamplingInputs
-from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.async_scheduler import AsyncScheduler
 from paxkv.scheduler.scheduler import Scheduler
 

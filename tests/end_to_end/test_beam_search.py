@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paxkv.sampling_params import BeamSearchParams
+from paxkv.config.sampling_params import BeamSearchParams
 from tests.end_to_end.checked_engine import (
     VOCAB_SIZE,
     CheckedCore,

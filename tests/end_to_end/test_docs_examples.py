@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from paxkv.cli.arguments import parse_arguments
-from paxkv.command_line import config_from_arguments
-from paxkv.config import (
+from paxkv.config.command_line import config_from_arguments
+from paxkv.config.engine_config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,

@@ -11,7 +11,7 @@ import paxkv.replay
 import paxkv.serve
 from paxkv.cli import chat, generate
 from paxkv.cli.vllm_flags import VLLM_FLAGS
-from paxkv.config import ServerConfig
+from paxkv.config.engine_config import ServerConfig
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.token_totals import TokenTotals
 from paxkv.server.app import create_app

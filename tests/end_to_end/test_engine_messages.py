@@ -12,6 +12,7 @@ from paxkv.client import async_client
 from paxkv.client.async_client import AsyncEngineClient
 from paxkv.client.input_processor import InputProcessor
 from paxkv.client.output_processor import OutputProcessor
+from paxkv.config.sampling_params import BeamSearchParams
 from paxkv.contracts.engine_output import (
     EngineCoreOutput,
     EngineDead,
@@ -22,7 +23,6 @@ from paxkv.contracts.engine_output import (
 from paxkv.contracts.engine_request import AbortRequests, AddRequest, Shutdown, UtilityCall
 from paxkv.contracts.request_output import RequestOutput
 from paxkv.errors import EngineDeadError, InvalidRequestError, PaxkvError
-from paxkv.sampling_params import BeamSearchParams
 from paxkv.text.tokenizer import LONG_TEXT_CHARS
 from tests.paxkv.client.fake_replicas import FakeReplica, ready_engine
 from tests.paxkv.client.test_async_client import INFO, LONG, collect, in_loop

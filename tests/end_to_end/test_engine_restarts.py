@@ -9,7 +9,7 @@ import pytest
 
 from paxkv.client import engine_supervisor
 from paxkv.client.engine_supervisor import EngineSupervisor, RestartPolicy
-from paxkv.config import EngineConfig, SchedulerConfig
+from paxkv.config.engine_config import EngineConfig, SchedulerConfig
 from paxkv.contracts.engine_output import EngineDead, UtilityReply
 from paxkv.contracts.engine_request import AbortRequests, Shutdown
 from paxkv.contracts.engine_start import EngineReady

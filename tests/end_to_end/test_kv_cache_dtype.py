@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from models import load_model
-from paxkv.sampling_params import SamplingParams
+from paxkv.config.sampling_params import SamplingParams
 from tests.end_to_end.checked_engine import (
     VOCAB_SIZE,
     CheckedCore,

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.request_output import RequestOutput
-from paxkv.sampling_params import SamplingParams
 from tests.end_to_end.checked_engine import (
     BLOCK_SIZE,
     VOCAB_SIZE,

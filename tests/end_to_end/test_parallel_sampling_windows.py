@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.contracts.request_output import BeamSearchOutput
-from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from tests.end_to_end.checked_engine import (
     VOCAB_SIZE,
     CheckedCore,

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from paxkv.sampling_params import SamplingParams
+from paxkv.config.sampling_params import SamplingParams
 from tests.end_to_end.checked_engine import (
     VOCAB_SIZE,
     CheckedCore,

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from paxkv.sampling_params import SamplingParams
+from paxkv.config.sampling_params import SamplingParams
 from tests.end_to_end.engine_harness import EngineSettings, RecordingRunner, run_engine
 from tests.oracles.make_checkpoint import write_random_checkpoint
 

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from paxkv.build_client import StartedEngines, TextParts
+from paxkv.config.sampling_defaults import GenerationConfig, SamplingDefaults
 from paxkv.contracts.engine_start import EngineReady
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from paxkv.contracts.model_info import ModelInfo
 from paxkv.engine.core_thread import CoreThread
 from paxkv.errors import KVCacheTooSmallError
-from paxkv.sampling_defaults import GenerationConfig, SamplingDefaults
 from tests.paxkv.engine.fake_engine import FakeExecutor, make_engine_core
 from tests.paxkv.text.small_tokenizers import BOS, EOS, byte_level_backend
 

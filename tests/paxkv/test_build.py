@@ -14,7 +14,7 @@ from paxkv.build import (
     build_llm_client,
     compile_programs,
 )
-from paxkv.config import (
+from paxkv.config.engine_config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
@@ -22,11 +22,11 @@ from paxkv.config import (
     RunnerConfig,
     SchedulerConfig,
 )
+from paxkv.config.sampling_defaults import GenerationConfig
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.errors import ConfigError, InvalidRequestError, KVCacheTooSmallError
 from paxkv.runner.bucketing import RowShape
 from paxkv.runner.program_store import CompiledPrograms, NewCompiledPrograms
-from paxkv.sampling_defaults import GenerationConfig
-from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.trace.replayer import replay
 from paxkv.scheduler.trace.trace_file import TraceReader
 from tests.paxkv.fake_build import (

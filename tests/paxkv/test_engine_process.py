@@ -7,7 +7,7 @@ import pytest
 
 from models.errors import ModelError
 from paxkv import engine_process
-from paxkv.config import EngineConfig
+from paxkv.config.engine_config import EngineConfig
 from paxkv.errors import ConfigError
 
 

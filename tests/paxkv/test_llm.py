@@ -14,6 +14,7 @@ import pytest
 
 import paxkv
 from paxkv.client.output_processor import ProcessedOutputs
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_output import StepOutputs
 from paxkv.errors import (
     ConfigError,
@@ -23,7 +24,6 @@ from paxkv.errors import (
     NeverFitsError,
 )
 from paxkv.llm import LLM
-from paxkv.sampling_params import SamplingParams
 from tests.paxkv.fake_build import fake_model_parts, save_tokenizer
 
 TEMPLATE = (

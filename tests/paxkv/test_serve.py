@@ -10,10 +10,16 @@ import socket
 import pytest
 
 from paxkv import serve
-from paxkv.config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig, ServerConfig
+from paxkv.config.engine_config import (
+    CacheConfig,
+    ModelConfig,
+    RunnerConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
+from paxkv.config.sampling_defaults import GenerationConfig
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.errors import ConfigError, EngineDeadError
-from paxkv.sampling_defaults import GenerationConfig
 from tests.paxkv.server.fake_engine import FakeEngine
 
 CONFIG_CLASSES = (ModelConfig, CacheConfig, SchedulerConfig, RunnerConfig, ServerConfig)

@@ -11,10 +11,10 @@ import random
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from paxkv.config import CacheConfig, SchedulerConfig
+from paxkv.config.engine_config import CacheConfig, SchedulerConfig
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.errors import InvalidRequestError, NeverFitsError
-from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.scheduler import Scheduler
 from tests.slow_model.kv_memory import chain
 from tests.slow_model.slow_connector import SlowConnector

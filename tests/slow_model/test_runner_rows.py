@@ -11,7 +11,8 @@ from collections import Counter, deque
 import msgspec
 import pytest
 
-from paxkv.config import CacheConfig, SchedulerConfig
+from paxkv.config.engine_config import CacheConfig, SchedulerConfig
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.block_residency import BlockResidency
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.kv_cache_spec import (
@@ -26,7 +27,6 @@ from paxkv.runner.bucketing import StepBuckets
 from paxkv.runner.burst_repeater import BurstRepeater
 from paxkv.runner.device_step import DeviceStep
 from paxkv.runner.input_batch import InputBatch
-from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler import scheduler as scheduler_module
 from paxkv.scheduler.async_scheduler import AsyncScheduler
 from paxkv.scheduler.request import Request

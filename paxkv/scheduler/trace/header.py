@@ -7,7 +7,7 @@ from typing import TypeVar
 import msgspec
 
 import paxkv
-from paxkv.config import CacheConfig, SchedulerConfig
+from paxkv.config.engine_config import CacheConfig, SchedulerConfig
 from paxkv.contracts.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,

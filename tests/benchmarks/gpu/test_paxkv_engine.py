@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.gpu.paxkv_engine import EngineRun, EngineStep, PaxkvEngine
 from benchmarks.gpu.sizes import REHEARSAL
-from paxkv.config import SchedulerConfig
+from paxkv.config.engine_config import SchedulerConfig
 
 
 class RecordedEngine(PaxkvEngine):

@@ -12,7 +12,7 @@ from benchmarks.gpu.plain_schedule import PlainSchedule, StepLimits
 from benchmarks.gpu.sizes import REHEARSAL, throughput_workload
 from benchmarks.gpu.units import PAXKV, all_units
 from benchmarks.ops.gpu_units import AbsentError
-from paxkv.config import SchedulerConfig
+from paxkv.config.engine_config import SchedulerConfig
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.serving.__main__ import main
-from paxkv.config import ServerConfig
+from paxkv.config.engine_config import ServerConfig
 from tests.benchmarks.serving.fake_completions_server import MODEL, running_fake_server
 from tests.end_to_end.real_server import running_server
 from tests.paxkv.server.conftest import HELD_S, run_server

@@ -5,9 +5,9 @@ import argparse
 import pytest
 
 from paxkv.cli.arguments import add_serve_arguments, parse_arguments
-from paxkv.command_line import add_config_flags, config_from_arguments
-from paxkv.config import CacheConfig, ModelConfig, SchedulerConfig
-from paxkv.server_config import ServerConfig
+from paxkv.config.command_line import add_config_flags, config_from_arguments
+from paxkv.config.engine_config import CacheConfig, ModelConfig, SchedulerConfig
+from paxkv.config.server_config import ServerConfig
 
 
 def parse(*words):

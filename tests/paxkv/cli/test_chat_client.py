@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paxkv.cli.chat_client import ChatClient, ChatError
-from paxkv.config import ServerConfig
+from paxkv.config.engine_config import ServerConfig
 from tests.paxkv.server.conftest import run_server
 from tests.paxkv.server.fake_engine import (
     DIE_AFTER_3,

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from paxkv.client.data_parallel import DataParallelTransport
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_output import (
     EngineCoreOutput,
     EngineDead,
@@ -15,7 +16,6 @@ from paxkv.contracts.engine_request import AddRequest, EngineRequest, UtilityCal
 from paxkv.contracts.engine_start import EngineReady
 from paxkv.contracts.model_info import ModelInfo
 from paxkv.errors import EngineDeadError
-from paxkv.sampling_params import SamplingParams
 from tests.paxkv.engine.fake_engine_process import VOCAB_SIZE
 
 INFO = ModelInfo(

@@ -10,6 +10,7 @@ import pytest
 from paxkv.client.async_client import AsyncEngineClient
 from paxkv.client.input_processor import InputProcessor
 from paxkv.client.output_processor import OutputProcessor
+from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.contracts.engine_request import AddRequest
 from paxkv.contracts.model_info import ModelInfo
 from paxkv.contracts.request_output import RequestOutput
@@ -20,7 +21,6 @@ from paxkv.errors import (
     InvariantError,
     PromptTooLongError,
 )
-from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.text.tokenizer import LONG_TEXT_CHARS
 from tests.paxkv.engine.fake_engine import make_engine_core
 from tests.paxkv.text.small_tokenizers import byte_level_tokenizer

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from paxkv.client.async_client import AsyncEngineClient
 from paxkv.client.beam_search import BeamSearch, prompt_params
+from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput
 from paxkv.errors import (
@@ -20,7 +21,6 @@ from paxkv.errors import (
     InvariantError,
     PromptTooLongError,
 )
-from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from tests.paxkv.client.test_async_client import collect, in_loop, running, until_idle
 from tests.paxkv.text.small_tokenizers import byte_level_tokenizer
 

@@ -18,6 +18,7 @@ from paxkv.client.data_parallel import DataParallelTransport
 from paxkv.client.loop_thread import LoopThread
 from paxkv.client.replica_prefixes import prompt_chain
 from paxkv.client.stats_sum import COUNTERS
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_output import (
     EngineCoreOutput,
     EngineDead,
@@ -28,7 +29,6 @@ from paxkv.contracts.engine_output import (
 from paxkv.contracts.engine_request import AbortRequests, AddRequest, Shutdown, UtilityCall
 from paxkv.contracts.engine_start import EngineReady
 from paxkv.errors import EngineDeadError
-from paxkv.sampling_params import SamplingParams
 from paxkv.server.engine_totals import EngineTotals
 from tests.paxkv.client.fake_replicas import FakeReplica, Replicas, ready_engine, request
 

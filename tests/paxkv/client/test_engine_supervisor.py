@@ -15,9 +15,9 @@ from paxkv.client.async_client import AsyncEngineClient
 from paxkv.client.engine_supervisor import EngineSupervisor, RestartPolicy
 from paxkv.client.input_processor import InputProcessor
 from paxkv.client.output_processor import OutputProcessor
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import Shutdown
 from paxkv.errors import EngineDeadError
-from paxkv.sampling_params import SamplingParams
 from tests.paxkv.client.test_async_client import LONG, collect, in_loop, until_idle
 from tests.paxkv.engine.fake_engine_process import COMMAND, VOCAB_SIZE, fake_config
 from tests.paxkv.text.small_tokenizers import byte_level_tokenizer

@@ -9,11 +9,11 @@ from paxkv.client.async_client import AsyncEngineClient
 from paxkv.client.grammar_threads import MAX_LONG_THREADS, MAX_QUICK_THREADS, GrammarThreads
 from paxkv.client.input_processor import InputProcessor
 from paxkv.client.output_processor import OutputProcessor
+from paxkv.config.sampling_params import SamplingParams
+from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.contracts.model_info import ModelInfo
 from paxkv.engine.core_thread import CoreThread
 from paxkv.errors import EngineDeadError, InvalidRequestError
-from paxkv.sampling_params import SamplingParams
-from paxkv.structured_outputs_params import StructuredOutputsParams
 from tests.paxkv.engine.fake_engine import make_engine_core
 from tests.paxkv.text.small_tokenizers import byte_level_tokenizer
 

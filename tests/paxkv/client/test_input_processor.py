@@ -6,6 +6,8 @@ import pytest
 
 from paxkv.client.input_processor import InputProcessor, text_of_prompt
 from paxkv.client.parallel_sampling import make_children
+from paxkv.config.sampling_params import SamplingParams
+from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.contracts import wire
 from paxkv.contracts.engine_request import AddRequest
 from paxkv.errors import (
@@ -14,8 +16,6 @@ from paxkv.errors import (
     PromptTooLongError,
     UnsupportedFeatureError,
 )
-from paxkv.sampling_params import SamplingParams
-from paxkv.structured_outputs_params import StructuredOutputsParams
 from paxkv.text.tokenizer import Tokenizer
 from tests.paxkv.text.small_tokenizers import BOS, EOS, byte_level_backend, byte_level_tokenizer
 

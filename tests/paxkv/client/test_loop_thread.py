@@ -18,10 +18,10 @@ from paxkv.client.inproc_client import InprocClient
 from paxkv.client.input_processor import InputProcessor
 from paxkv.client.loop_thread import LoopThread
 from paxkv.client.output_processor import OutputProcessor
+from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.contracts.engine_output import EngineDead
 from paxkv.contracts.engine_start import EngineReady
 from paxkv.errors import EngineDeadError
-from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from tests.paxkv.client.test_async_client import collect, in_loop
 from tests.paxkv.engine.fake_engine_process import COMMAND, VOCAB_SIZE, fake_config
 from tests.paxkv.text.small_tokenizers import byte_level_tokenizer

@@ -3,6 +3,7 @@
 import pytest
 
 from paxkv.client.output_processor import OutputProcessor, ProcessedOutputs
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_output import (
     EngineCoreOutput,
     EngineDead,
@@ -15,7 +16,6 @@ from paxkv.contracts.request_output import CompletionOutput, CompletionTimes, Lo
 from paxkv.contracts.runner_output import TokenLogprobs
 from paxkv.contracts.token_totals import TOKEN_BUCKETS_S
 from paxkv.errors import InvariantError
-from paxkv.sampling_params import SamplingParams
 from tests.paxkv.text.small_tokenizers import byte_level_tokenizer
 
 EOS_ID = 257

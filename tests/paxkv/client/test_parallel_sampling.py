@@ -4,9 +4,9 @@ import pytest
 
 from paxkv.client.output_processor import OutputProcessor, ProcessedOutputs
 from paxkv.client.parallel_sampling import make_children
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_output import EngineCoreOutput, SchedulerStats, StepOutputs
 from paxkv.contracts.engine_request import EngineRequest
-from paxkv.sampling_params import SamplingParams
 from tests.paxkv.text.small_tokenizers import byte_level_tokenizer
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from paxkv.client import replica_places
 from paxkv.client.replica_places import replica_config, replica_environments
-from paxkv.config import CacheConfig, EngineConfig, SchedulerConfig
+from paxkv.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
 from paxkv.errors import ConfigError
 
 

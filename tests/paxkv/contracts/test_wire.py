@@ -2,6 +2,7 @@
 
 import pytest
 
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_output import (
     EngineCoreOutput,
     EngineDead,
@@ -27,7 +28,6 @@ from paxkv.contracts.model_info import ModelInfo
 from paxkv.contracts.runner_output import TokenLogprobs
 from paxkv.contracts.wire import decode_input, decode_output, encode
 from paxkv.errors import InvariantError
-from paxkv.sampling_params import SamplingParams
 
 REQUEST = EngineRequest(
     request_id="r1",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from paxkv.config import EngineConfig, ModelConfig
+from paxkv.config.engine_config import EngineConfig, ModelConfig
 from paxkv.contracts.engine_start import EngineReady
 from paxkv.contracts.model_info import ModelInfo
 from paxkv.engine.core_process import leave_signals_to_parent, run_engine_process

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from paxkv.config import CacheConfig
+from paxkv.config.engine_config import CacheConfig
 from paxkv.contracts.engine_output import EngineCoreOutput, StepOutputs, UtilityReply
 from paxkv.contracts.engine_request import AbortRequests, AddRequest, Shutdown, UtilityCall
 from paxkv.contracts.scheduler_output import CachedRequestData, SchedulerOutput

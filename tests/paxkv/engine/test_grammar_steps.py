@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from paxkv.config import CacheConfig, SchedulerConfig
+from paxkv.config.engine_config import CacheConfig, SchedulerConfig
+from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.contracts.engine_request import AbortRequests, AddRequest
 from paxkv.contracts.grammar_bitmask import GrammarBitmask
 from paxkv.contracts.kv_cache_spec import KVCacheConfig
@@ -17,7 +18,6 @@ from paxkv.scheduler.async_scheduler import AsyncScheduler
 from paxkv.scheduler.scheduler import Scheduler
 from paxkv.structured_output.bound_request import GrammarEnd
 from paxkv.structured_output.grammar_manager import GrammarManager
-from paxkv.structured_outputs_params import StructuredOutputsParams
 from tests.paxkv.engine.fake_engine import (
     FakeExecutor,
     FakeStep,

@@ -12,7 +12,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paxkv.config import CacheConfig, KVEventsConfig, SchedulerConfig
+from paxkv.config.engine_config import CacheConfig, KVEventsConfig, SchedulerConfig
 from paxkv.contracts.engine_request import AddRequest, UtilityCall
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from paxkv.contracts.kv_events import (

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from paxkv.client.async_client import AsyncEngineClient
 from paxkv.client.input_processor import InputProcessor
 from paxkv.client.output_processor import OutputProcessor
-from paxkv.config import CacheConfig, SchedulerConfig, ServerConfig
+from paxkv.config.engine_config import CacheConfig, SchedulerConfig, ServerConfig
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.executor import StepHandle
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from paxkv.contracts.model_info import ModelInfo
@@ -17,7 +18,6 @@ from paxkv.contracts.runner_output import ModelRunnerOutput
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.engine.core_thread import CoreThread
 from paxkv.engine.engine_core import EngineCore
-from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.async_scheduler import AsyncScheduler
 from paxkv.server.app import create_app
 from paxkv.server.http_server import HttpServer, bind_socket, socket_url

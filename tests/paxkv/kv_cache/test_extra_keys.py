@@ -5,9 +5,9 @@ import hashlib
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest, MultiModalFeature, PromptEmbeds
 from paxkv.kv_cache.extra_keys import ExtraKeySources, extra_key_sources
-from paxkv.sampling_params import SamplingParams
 
 
 def item(identifier, offset, length):

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.runner_output import ModelRunnerOutput
 from paxkv.contracts.scheduler_output import (
     BlockCopy,
@@ -11,7 +12,6 @@ from paxkv.contracts.scheduler_output import (
     SchedulerOutput,
 )
 from paxkv.runner import ModelRunner
-from paxkv.sampling_params import SamplingParams
 
 
 class RunnerDriver:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paxkv.sampling_params import SamplingParams
+from paxkv.config.sampling_params import SamplingParams
 
 
 def true_logits(

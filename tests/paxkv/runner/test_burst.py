@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from models import KVCache, load_model
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.runner.bucketing import BurstShape
 from paxkv.runner.burst import make_burst
 from paxkv.runner.packed_layout import PackedLayout
 from paxkv.runner.sampled_tokens import NO_TOKEN
 from paxkv.runner.sampling_columns import encode_sampling_params
-from paxkv.sampling_params import SamplingParams
 from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.paxkv.runner.tiny_model import HEAD_DIM, NUM_HEADS, VOCAB, TinyModel
 

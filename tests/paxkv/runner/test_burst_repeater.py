@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from paxkv.errors import InvariantError
 from paxkv.runner.batch_builder import BatchBuilder
@@ -12,7 +13,6 @@ from paxkv.runner.bucketing import StepBuckets
 from paxkv.runner.burst_repeater import BurstRepeater
 from paxkv.runner.input_batch import InputBatch
 from paxkv.runner.packed_layout import PackedLayout
-from paxkv.sampling_params import SamplingParams
 
 MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZES, MAX_BLOCKS = 4, 96, (8, 4), 24
 

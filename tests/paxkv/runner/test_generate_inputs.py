@@ -2,9 +2,9 @@
 
 import pytest
 
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.runner.generate_inputs import GenerateShape, make_generate_inputs
-from paxkv.sampling_params import SamplingParams
 
 SHAPE = GenerateShape(batch_size=3, max_prompt_len=4, max_new_tokens=5)
 PLAIN = SamplingParams(temperature=0.9, top_k=3, max_tokens=5, stop_token_ids=[7], seed=1)

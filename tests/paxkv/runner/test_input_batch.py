@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from paxkv.errors import InvariantError
 from paxkv.runner.input_batch import InputBatch
 from paxkv.runner.packed_layout import MAX_ENDING_IDS
 from paxkv.runner.sampled_tokens import NO_TOKEN
 from paxkv.runner.sampling_columns import ROW, SEED
-from paxkv.sampling_params import SamplingParams
 
 MAX_NUM_SEQS, MAX_MODEL_LEN, MAX_BLOCKS, NUM_BLOCKS = 4, 12, 6, 40
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.runner.bucketing import RowShape
 from paxkv.runner.logits_processors import needs_processing, process_logits
@@ -27,7 +28,6 @@ from paxkv.runner.sampling_columns import (
     decode_processors,
     encode_sampling_params,
 )
-from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.request import Request
 from tests.paxkv.runner.logits_truth import true_logits
 

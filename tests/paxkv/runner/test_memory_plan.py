@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from models import LayerKVSpec
-from paxkv.config import CacheConfig
+from paxkv.config.engine_config import CacheConfig
 from paxkv.errors import ConfigError, KVCacheTooSmallError
 from paxkv.runner.kv_cache_groups import groups_of_layers
 from paxkv.runner.memory_plan import (

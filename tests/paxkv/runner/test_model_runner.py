@@ -8,11 +8,11 @@ import jax.monitoring
 import numpy as np
 import pytest
 
-from paxkv.config import CacheConfig, SchedulerConfig
+from paxkv.config.engine_config import CacheConfig, SchedulerConfig
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.scheduler_output import BlockCopy
 from paxkv.errors import ConfigError, InvariantError
 from paxkv.runner.model_runner import ModelRunner
-from paxkv.sampling_params import SamplingParams
 from tests.paxkv.runner.driver import RunnerDriver
 from tests.paxkv.runner.tiny_model import VOCAB, TinyModel
 

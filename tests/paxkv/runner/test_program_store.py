@@ -18,7 +18,7 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
 
-from paxkv.config import RunnerConfig
+from paxkv.config.engine_config import RunnerConfig
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from paxkv.errors import ConfigError
 from paxkv.runner import program_store

@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from paxkv.config import CacheConfig, RunnerConfig, SchedulerConfig
+from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfig
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.runner import prompt_step
 from paxkv.runner.model_runner import ModelRunner
-from paxkv.sampling_params import SamplingParams
 from tests.paxkv.runner.driver import RunnerDriver
 from tests.paxkv.runner.tiny_model import VOCAB, TinyModel
 

@@ -4,12 +4,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.runner.sampling_columns import (
     SamplingInputs,
     encode_sampling_params,
     seed_of_request,
 )
-from paxkv.sampling_params import SamplingParams
 
 
 def round_trip(params, seed=0):

@@ -6,14 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from paxkv.config import CacheConfig, SchedulerConfig
+from paxkv.config.engine_config import CacheConfig, SchedulerConfig
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.grammar_bitmask import GrammarBitmask
 from paxkv.errors import InvariantError
 from paxkv.runner import model_runner
 from paxkv.runner.model_runner import ModelRunner
 from paxkv.runner.row_state import vocab_words
 from paxkv.runner.step_sampler import StepSampler
-from paxkv.sampling_params import SamplingParams
 from tests.paxkv.runner.driver import RunnerDriver
 from tests.paxkv.runner.logits_truth import true_logits
 from tests.paxkv.runner.tiny_model import VOCAB, TinyModel

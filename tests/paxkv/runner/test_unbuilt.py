@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import MultiModalFeature
 from paxkv.contracts.kv_connector import KVConnectorMetadata
 from paxkv.contracts.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from paxkv.errors import InvariantError
 from paxkv.runner.unbuilt import refuse_unbuilt
-from paxkv.sampling_params import SamplingParams
 
 NEW = NewRequestData(
     req_id="a",

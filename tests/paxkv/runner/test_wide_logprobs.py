@@ -4,11 +4,11 @@ import jax
 import numpy as np
 import pytest
 
-from paxkv.config import CacheConfig, RunnerConfig, SchedulerConfig
+from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfig
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.runner.model_runner import ModelRunner
 from paxkv.runner.sampled_tokens import RESULT_WIDTH, read_logprobs
 from paxkv.runner.wide_logprobs import append_logits, num_told_logits
-from paxkv.sampling_params import SamplingParams
 from tests.paxkv.runner.driver import RunnerDriver
 from tests.paxkv.runner.tiny_model import VOCAB, TinyModel
 

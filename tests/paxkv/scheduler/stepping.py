@@ -1,6 +1,7 @@
 """A scheduler with small blocks, and a runner whose next token is a function of those before it."""
 
-from paxkv.config import CacheConfig, SchedulerConfig
+from paxkv.config.engine_config import CacheConfig, SchedulerConfig
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.kv_cache_spec import (
     FullAttentionSpec,
@@ -9,7 +10,6 @@ from paxkv.contracts.kv_cache_spec import (
     SlidingWindowSpec,
 )
 from paxkv.contracts.runner_output import KVConnectorOutput, ModelRunnerOutput
-from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.scheduler import Scheduler
 
 FULL = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="float32")

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest, MultiModalFeature
 from paxkv.errors import InvariantError
-from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.encoder_cache_manager import EncoderCacheManager
 from paxkv.scheduler.request import Request
 

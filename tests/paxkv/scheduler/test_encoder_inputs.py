@@ -2,8 +2,8 @@
 
 import pytest
 
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest, MultiModalFeature
-from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.encoder_inputs import EncoderInputs
 from paxkv.scheduler.request import Request
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest, MultiModalFeature, PromptEmbeds
-from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.forks import KeptRequests, num_shareable_tokens
 from paxkv.scheduler.request import Request, RequestStatus
 from tests.paxkv.scheduler.stepping import (

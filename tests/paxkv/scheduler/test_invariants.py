@@ -2,10 +2,10 @@
 
 import pytest
 
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.errors import InvariantError
 from paxkv.kv_cache.manager import KVCacheManager
-from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.invariants import check_blocks, check_requests
 from paxkv.scheduler.request import Request, RequestStatus
 from tests.slow_model.specs import cross, full, make_config, window

@@ -2,7 +2,8 @@
 
 import pytest
 
-from paxkv.config import SchedulerConfig
+from paxkv.config.engine_config import SchedulerConfig
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest, MultiModalFeature
 from paxkv.contracts.kv_cache_spec import (
     CrossAttentionSpec,
@@ -12,7 +13,6 @@ from paxkv.contracts.kv_cache_spec import (
     SlidingWindowSpec,
 )
 from paxkv.errors import InvalidRequestError, NeverFitsError, PromptTooLongError
-from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.limits import RequestLimits, make_request_limits
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
-from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.request import Request
 from paxkv.scheduler.request_queue import (
     FCFSRequestQueue,

@@ -2,7 +2,8 @@
 
 import pytest
 
-from paxkv.config import CacheConfig, SchedulerConfig
+from paxkv.config.engine_config import CacheConfig, SchedulerConfig
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.kv_cache_spec import (
     FullAttentionSpec,
@@ -13,7 +14,6 @@ from paxkv.contracts.kv_cache_spec import (
 )
 from paxkv.contracts.runner_output import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from paxkv.errors import InvalidRequestError, InvariantError, NeverFitsError
-from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.request import RequestStatus
 from paxkv.scheduler.scheduler import Scheduler
 

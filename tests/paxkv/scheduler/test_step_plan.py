@@ -1,9 +1,9 @@
 """StepPlan: what is decided is written down once, and a victim's share is taken back."""
 
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.kv_cache.block import KVCacheBlock
 from paxkv.kv_cache.manager import KVCacheBlocks
-from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.request import Request
 from paxkv.scheduler.step_plan import StepPlan
 

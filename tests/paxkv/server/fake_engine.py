@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 import msgspec
 
 from paxkv.client.token_counter import TokenCounter
+from paxkv.config.sampling_defaults import GenerationConfig, SamplingDefaults
+from paxkv.config.sampling_params import BeamSearchParams, SamplingParams, check_num_logprobs
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.inspection import BlockDetails
 from paxkv.contracts.model_info import ModelInfo
@@ -15,8 +17,6 @@ from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOut
 from paxkv.contracts.token_totals import TokenTotals
 from paxkv.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
 from paxkv.inspector.recorder import InspectionRecorder
-from paxkv.sampling_defaults import GenerationConfig, SamplingDefaults
-from paxkv.sampling_params import BeamSearchParams, SamplingParams, check_num_logprobs
 from tests.paxkv.scheduler.stepping import make_scheduler
 
 MODEL_NAME = "org/fake"

@@ -9,9 +9,9 @@ import httpx
 import openai
 import pytest
 
+from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.errors import InvalidRequestError
-from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.server.admission import Admission, num_engine_requests
 from paxkv.server.generation import Generator
 from paxkv.server.metrics import ServerMetrics

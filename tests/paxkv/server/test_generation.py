@@ -5,9 +5,9 @@ from contextlib import aclosing
 
 import pytest
 
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.errors import EngineDeadError, InvalidRequestError
-from paxkv.sampling_params import SamplingParams
 from paxkv.server.generation import Generator
 from paxkv.server.metrics import ServerMetrics
 from tests.paxkv.server.fake_engine import (

@@ -3,11 +3,11 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.request_output import CompletionOutput, CompletionTimes, RequestOutput
 from paxkv.contracts.token_totals import TokenTotals
 from paxkv.errors import EngineDeadError, InvalidRequestError
-from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.server.metrics import ServerMetrics, build_1_2_5_buckets
 
 TIMES = CompletionTimes(queue_s=0.4, prefill_s=0.9, decode_s=3.0, first_token_s=1.4)

@@ -6,7 +6,7 @@ import json
 import openai
 import pytest
 
-from paxkv.config import ServerConfig
+from paxkv.config.engine_config import ServerConfig
 from paxkv.server.routes_chat import ChatRoutes
 from tests.paxkv.server.conftest import run_server
 from tests.paxkv.server.fake_engine import (

@@ -7,7 +7,7 @@ import time
 import openai
 import pytest
 
-from paxkv.config import ServerConfig
+from paxkv.config.engine_config import ServerConfig
 from paxkv.errors import UnsupportedFeatureError
 from paxkv.server.responses_protocol import chat_of_responses, parse_responses
 from paxkv.server.routes_responses import ResponsesRoutes

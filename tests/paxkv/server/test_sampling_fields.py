@@ -4,9 +4,11 @@ import dataclasses
 
 import pytest
 
+from paxkv.config.sampling_defaults import GenerationConfig, SamplingDefaults
+from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
+from paxkv.config.structured_outputs_config import StructuredOutputsConfig
+from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.errors import InvalidRequestError
-from paxkv.sampling_defaults import GenerationConfig, SamplingDefaults
-from paxkv.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.server.openai_protocol import parse_chat, parse_completion
 from paxkv.server.sampling_fields import (
     chat_keywords,
@@ -16,8 +18,6 @@ from paxkv.server.sampling_fields import (
     echoes_prompt_alone,
 )
 from paxkv.server.structured_fields import with_server_settings
-from paxkv.structured_outputs_config import StructuredOutputsConfig
-from paxkv.structured_outputs_params import StructuredOutputsParams
 
 USER = {"role": "user", "content": "hi"}
 NEUTRAL = SamplingDefaults()

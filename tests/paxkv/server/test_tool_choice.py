@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from paxkv.config import ServerConfig
+from paxkv.config.engine_config import ServerConfig
+from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.server.openai_protocol import parse_chat
 from paxkv.server.tool_choice import tool_use
-from paxkv.structured_outputs_params import StructuredOutputsParams
 from tests.paxkv.structured_output.demo_grammars import TOKENIZER, make_compiler
 
 MESSAGES = [{"role": "user", "content": "hi"}]

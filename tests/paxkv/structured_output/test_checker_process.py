@@ -10,9 +10,9 @@ import time
 import msgspec
 import pytest
 
+from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.errors import EngineDeadError, InvalidRequestError
 from paxkv.structured_output.checker_process import CheckerProcess, answer_trial
-from paxkv.structured_outputs_params import StructuredOutputsParams
 from tests.paxkv.structured_output.demo_grammars import SETUP, make_compiler
 
 GOOD = StructuredOutputsParams(regex="a+")

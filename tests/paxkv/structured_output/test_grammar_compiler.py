@@ -9,9 +9,9 @@ import time
 import numpy as np
 import pytest
 
+from paxkv.config.structured_outputs_params import MAX_CHOICES, StructuredOutputsParams
 from paxkv.errors import InvalidRequestError
 from paxkv.structured_output.grammar_compiler import MAX_REASON_CHARS
-from paxkv.structured_outputs_params import MAX_CHOICES, StructuredOutputsParams
 from tests.paxkv.structured_output.demo_grammars import EOS, TOKENIZER, VOCAB_SIZE, make_compiler
 
 ENDS = [TOKENIZER.token_to_id(text) for text in ('"', "}")]

@@ -8,13 +8,13 @@ import time
 import numpy as np
 import pytest
 
+from paxkv.config.sampling_params import SamplingParams
+from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.errors import InvariantError
-from paxkv.sampling_params import SamplingParams
 from paxkv.structured_output.bound_request import GrammarEnd
 from paxkv.structured_output.grammar_compiler import GrammarCompiler
 from paxkv.structured_output.grammar_manager import GrammarManager
-from paxkv.structured_outputs_params import StructuredOutputsParams
 from tests.paxkv.structured_output.demo_grammars import (
     CLOSE,
     EOS,

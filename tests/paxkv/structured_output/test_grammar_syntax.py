@@ -2,8 +2,8 @@
 
 import pytest
 
+from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.structured_output.grammar_syntax import to_lark
-from paxkv.structured_outputs_params import StructuredOutputsParams
 from tests.paxkv.structured_output.demo_grammars import TOKENIZER, make_compiler
 
 COMPILER = make_compiler()

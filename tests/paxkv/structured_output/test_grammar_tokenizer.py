@@ -6,9 +6,9 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
+from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.structured_output.grammar_compiler import GrammarCompiler
 from paxkv.structured_output.grammar_tokenizer import make_grammar_tokenizer
-from paxkv.structured_outputs_params import StructuredOutputsParams
 from tests.paxkv.structured_output.demo_grammars import EOS, TOKENIZER
 from tests.paxkv.text.small_tokenizers import sentencepiece_tokenizer
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.errors import InvalidRequestError
 from paxkv.structured_output.structural_format import StructuralFormat
-from paxkv.structured_outputs_params import StructuredOutputsParams
 from tests.paxkv.structured_output.demo_grammars import TOKENIZER, make_compiler
 
 COMPILER = make_compiler()

@@ -4,8 +4,8 @@ import itertools
 
 import numpy as np
 
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
-from paxkv.sampling_params import SamplingParams
 from paxkv.structured_output.token_limits import TokenLimits, token_bits
 
 VOCAB_SIZE, EOS = 64, 2

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models
 
-from paxkv.sampling_params import SamplingParams
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.text.detokenizer import IncrementalDetokenizer, StoppedByString
 from paxkv.text.tokenizer import Tokenizer
 from tests.paxkv.text.small_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer

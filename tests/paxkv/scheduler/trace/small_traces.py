@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from paxkv.config import CacheConfig, SchedulerConfig
+from paxkv.config.engine_config import CacheConfig, SchedulerConfig
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from paxkv.contracts.runner_output import ModelRunnerOutput
 from paxkv.contracts.scheduler_output import SchedulerOutput
-from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.scheduler import Scheduler
 from paxkv.scheduler.trace.header import TraceHeader
 from paxkv.scheduler.trace.recorder import TraceRecorder, record_scheduler

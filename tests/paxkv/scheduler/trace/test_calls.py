@@ -4,6 +4,7 @@ import dataclasses
 
 import msgspec
 
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest, MultiModalFeature, PromptEmbeds
 from paxkv.contracts.scheduler_output import (
     BlockCopy,
@@ -11,7 +12,6 @@ from paxkv.contracts.scheduler_output import (
     NewRequestData,
     SchedulerOutput,
 )
-from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.trace.calls import (
     AddRequestCall,
     CachedRow,

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.errors import InvalidRequestError, InvariantError, TraceFileError
-from paxkv.sampling_params import SamplingParams
 from paxkv.scheduler.trace.calls import (
     AddRequestCall,
     Call,

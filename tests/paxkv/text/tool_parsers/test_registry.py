@@ -2,7 +2,7 @@
 
 import typing
 
-from paxkv.server_config import ReasoningParserName, ToolCallParser
+from paxkv.config.server_config import ReasoningParserName, ToolCallParser
 from paxkv.text.reasoning_parser import REASONING_PARSERS
 from paxkv.text.tool_parsers.registry import TOOL_PARSERS
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paxkv.config import (
+from paxkv.config.engine_config import (
     CacheConfig,
     EngineConfig,
     KVEventsConfig,

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from paxkv.errors import ConfigError
-from paxkv.generation_config import (
+from paxkv.config.generation_config import (
     find_sampling_defaults,
     generation_config_folder,
     read_generation_config,
 )
-from paxkv.sampling_defaults import GenerationConfig, SamplingDefaults
+from paxkv.config.sampling_defaults import GenerationConfig, SamplingDefaults
+from paxkv.errors import ConfigError
 
 NOTHING = GenerationConfig()
 # As in Qwen3's, and a length.

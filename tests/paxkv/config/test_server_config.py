@@ -2,9 +2,9 @@
 
 import pytest
 
-from paxkv.config import ServerConfig as SameServerConfig
+from paxkv.config.engine_config import ServerConfig as SameServerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.errors import ConfigError
-from paxkv.server_config import ServerConfig
 
 
 def test_is_the_config_that_config_has():

@@ -3,8 +3,8 @@
 import dataclasses
 import itertools
 
+from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.errors import InvalidRequestError
-from paxkv.structured_outputs_params import StructuredOutputsParams
 
 # Those that the device picks out; `RunnerConfig.max_logprobs` allows others.
 MAX_LOGPROBS = 20

@@ -6,9 +6,9 @@ from typing import Literal
 
 import pytest
 
-from paxkv.command_line import add_config_flags, config_from_arguments
-from paxkv.config import setting
-from paxkv.structured_outputs_config import StructuredOutputsConfig
+from paxkv.config.command_line import add_config_flags, config_from_arguments
+from paxkv.config.engine_config import setting
+from paxkv.config.structured_outputs_config import StructuredOutputsConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Mapping
 
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.errors import ConfigError, InvalidRequestError
-from paxkv.sampling_params import SamplingParams
 
 _MAX_NEW_TOKENS = "max_new_tokens"
 _NEUTRAL = {field.name: field.default for field in dataclasses.fields(SamplingParams)}

@@ -5,10 +5,15 @@ import math
 import numpy as np
 import pytest
 
+from paxkv.config.sampling_params import (
+    MAX_LOGPROBS,
+    BeamSearchParams,
+    SamplingParams,
+    check_num_logprobs,
+)
 from paxkv.contracts import wire
 from paxkv.contracts.engine_request import AddRequest, EngineRequest
 from paxkv.errors import InvalidRequestError
-from paxkv.sampling_params import MAX_LOGPROBS, BeamSearchParams, SamplingParams, check_num_logprobs
 
 
 def test_defaults_are_vllms() -> None:

@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Mapping
 
+from paxkv.config.setting import true_or_false
+from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.errors import ConfigError
-from paxkv.setting import true_or_false
-from paxkv.structured_outputs_params import StructuredOutputsParams
 
 # vLLM's fields that choose among backends: here there is one, which does not fall back.
 _BACKENDS = ("auto", "guidance")

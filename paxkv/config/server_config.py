@@ -4,9 +4,9 @@ import dataclasses
 import math
 from typing import Literal
 
+from paxkv.config.setting import at_least, is_number, one_of, setting, strings, true_or_false
+from paxkv.config.structured_outputs_config import StructuredOutputsConfig
 from paxkv.errors import ConfigError
-from paxkv.setting import at_least, is_number, one_of, setting, strings, true_or_false
-from paxkv.structured_outputs_config import StructuredOutputsConfig
 
 ToolCallParser = Literal["hermes", "llama3_json"]
 ReasoningParserName = Literal["qwen3", "deepseek_r1"]

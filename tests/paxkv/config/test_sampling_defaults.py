@@ -2,8 +2,8 @@
 
 import pytest
 
+from paxkv.config.sampling_defaults import GenerationConfig
 from paxkv.errors import ConfigError
-from paxkv.sampling_defaults import GenerationConfig
 
 
 def test_an_override_is_an_object_of_known_values() -> None:

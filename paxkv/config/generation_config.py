@@ -5,8 +5,8 @@ import json
 from collections.abc import Collection
 from pathlib import Path
 
+from paxkv.config.sampling_defaults import GenerationConfig, SamplingDefaults
 from paxkv.errors import ConfigError
-from paxkv.sampling_defaults import GenerationConfig, SamplingDefaults
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 # Sources of defaults that are no folder: the model's own file, and no file.

@@ -2,12 +2,12 @@
 
 import pytest
 
-from paxkv.errors import InvalidRequestError
-from paxkv.structured_outputs_params import (
+from paxkv.config.structured_outputs_params import (
     MAX_CHOICES,
     MAX_GRAMMAR_CHARS,
     StructuredOutputsParams,
 )
+from paxkv.errors import InvalidRequestError
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
 import pytest
 
+from paxkv.config.structured_outputs_config import StructuredOutputsConfig
+from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.errors import ConfigError
-from paxkv.structured_outputs_config import StructuredOutputsConfig
-from paxkv.structured_outputs_params import StructuredOutputsParams
 
 
 def test_fields_are_vllms():

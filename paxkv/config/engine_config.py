@@ -4,12 +4,12 @@ import dataclasses
 import json
 from typing import Literal
 
+from paxkv.config.generation_config import FROM_MODEL
+from paxkv.config.sampling_defaults import GenerationConfig
+from paxkv.config.sampling_params import MAX_LOGPROBS
+from paxkv.config.server_config import ServerConfig as ServerConfig
+from paxkv.config.setting import at_least, is_number, one_of, setting, strings, true_or_false
 from paxkv.errors import ConfigError
-from paxkv.generation_config import FROM_MODEL
-from paxkv.sampling_defaults import GenerationConfig
-from paxkv.sampling_params import MAX_LOGPROBS
-from paxkv.server_config import ServerConfig as ServerConfig
-from paxkv.setting import at_least, is_number, one_of, setting, strings, true_or_false
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]

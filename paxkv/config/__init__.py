@@ -1,0 +1,1 @@
+"""Settings, sampling parameters and their defaults, and the flags made of them."""
