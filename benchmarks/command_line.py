@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from paxkv.command_end import run_command
+from paxkv.entrypoints.command_end import run_command
 from paxkv.errors import PaxkvError
 
 _IMAGE_SUFFIXES = (".png", ".pdf", ".svg")

@@ -43,11 +43,11 @@ from benchmarks.markdown_table import markdown_table
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
 from benchmarks.workloads import Workload, make_workload
 from models.errors import ModelError
-from paxkv.build import BuiltEngine, build_engine
 from paxkv.config.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_output import EngineDead, StepOutputs
 from paxkv.contracts.engine_request import AddRequest, EngineRequest
+from paxkv.entrypoints.build import BuiltEngine, build_engine
 from paxkv.errors import EngineDeadError
 from paxkv.scheduler.trace.calls import AddRequestCall, Call, ScheduleCall, UpdateCall
 from paxkv.scheduler.trace.trace_file import TraceReader

@@ -50,8 +50,8 @@ ROOT = Path(__file__).resolve().parents[1]
 MILESTONES = ("imports", "model", "programs", "ready", "first token")
 STARTS = ("cold", "warm")
 _IMPORTS_DONE = "benchmarks.startup: imports done"
-# As `python -m paxkv.engine_process` and `python -m paxkv.serve`, with one line more: nothing else
-# tells when the imports are done. Those of the engine's process take longer.
+# As `python -m paxkv.entrypoints.engine_process` and `python -m paxkv.serve`, with one line more:
+# nothing else tells when the imports are done. Those of the engine's process take longer.
 _ENGINE = f"""
 import sys
 from paxkv import engine_process

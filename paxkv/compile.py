@@ -1,6 +1,6 @@
 """`python -m paxkv.compile`: compiles an engine's programs ahead of its starts, into a folder."""
 
-from paxkv.command_end import end_by_signals, ended_by_interrupt, run_command
+from paxkv.entrypoints.command_end import end_by_signals, ended_by_interrupt, run_command
 
 # Before the imports below, which take their time.
 if __name__ == "__main__":
@@ -13,7 +13,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from paxkv.cli.arguments import add_serve_arguments, parse_arguments
 from paxkv.client.replica_places import replica_environments
 from paxkv.config.command_line import add_config_flags, config_from_arguments
 from paxkv.config.engine_config import (
@@ -24,6 +23,7 @@ from paxkv.config.engine_config import (
     RunnerConfig,
     SchedulerConfig,
 )
+from paxkv.entrypoints.cli.arguments import add_serve_arguments, parse_arguments
 from paxkv.errors import ConfigError
 from paxkv.package_origin import check_package_origin
 
@@ -34,7 +34,7 @@ except ConfigError as error:
     raise SystemExit(f"paxkv: error: {error}") from None
 
 from models.errors import ModelError
-from paxkv.build import compile_programs
+from paxkv.entrypoints.build import compile_programs
 
 _CONFIG_CLASSES = (ModelConfig, CacheConfig, SchedulerConfig, RunnerConfig, ParallelConfig)
 # `--out` says it here.

@@ -12,7 +12,6 @@ from pathlib import Path
 import msgspec
 from tqdm import tqdm
 
-from paxkv.build import build_engine, build_llm_client
 from paxkv.client.beam_search import BeamSearch, prompt_params
 from paxkv.client.input_processor import Prompt, text_of_prompt
 from paxkv.config.engine_config import (
@@ -36,6 +35,7 @@ from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.model_info import ModelInfo
 from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
 from paxkv.contracts.request_output import BeamSearchOutput, RequestOutput
+from paxkv.entrypoints.build import build_engine, build_llm_client
 from paxkv.errors import EngineDeadError, InvalidRequestError, InvariantError
 from paxkv.text.chat_template import ChatTemplate, Message
 from paxkv.text.tokenizer import Tokenizer

@@ -1,6 +1,6 @@
 """`python -m paxkv.replay`: runs a recorded trace again, without a device, and compares it."""
 
-from paxkv.command_end import end_by_signals, run_command
+from paxkv.entrypoints.command_end import end_by_signals, run_command
 
 # Before the imports below, which take their time.
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """`python -m paxkv.serve`: starts an engine process and serves it over HTTP."""
 
-from paxkv.command_end import INTERRUPTED, TERMINATED, end_by_signals, run_command
+from paxkv.entrypoints.command_end import INTERRUPTED, TERMINATED, end_by_signals, run_command
 
 # Before the imports below, which take their time.
 if __name__ == "__main__":
@@ -17,8 +17,6 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 
 import paxkv
-from paxkv.build_client import build_async_client
-from paxkv.cli.arguments import add_serve_arguments, parse_arguments
 from paxkv.client.async_client import AsyncEngineClient
 from paxkv.config.command_line import add_config_flags, config_from_arguments
 from paxkv.config.engine_config import (
@@ -30,9 +28,11 @@ from paxkv.config.engine_config import (
     SchedulerConfig,
     ServerConfig,
 )
+from paxkv.entrypoints.build_client import build_async_client
+from paxkv.entrypoints.cli.arguments import add_serve_arguments, parse_arguments
+from paxkv.entrypoints.process_logging import set_up_logging
 from paxkv.errors import ConfigError, EngineDeadError
 from paxkv.package_origin import check_package_origin
-from paxkv.process_logging import set_up_logging
 from paxkv.server.app import create_app
 from paxkv.server.http_server import HttpServer, bind_socket, socket_url
 from paxkv.server.stats_log import StatsLog

@@ -26,25 +26,23 @@ TOP_LEVEL_NAMES = {
 
 # Composition roots build the objects of the other layers, so they may import everything of ours.
 COMPOSITION_ROOTS = {
-    "paxkv/build.py",
-    "paxkv/build_client.py",
-    "paxkv/engine_process.py",
+    "paxkv/entrypoints/build.py",
+    "paxkv/entrypoints/build_client.py",
+    "paxkv/entrypoints/engine_process.py",
     "paxkv/serve.py",
     "paxkv/compile.py",
     "paxkv/llm.py",
     "paxkv/generate.py",
     "paxkv/replay.py",
-    "paxkv/cli/generate.py",
-    "paxkv/cli/collect_env.py",
+    "paxkv/entrypoints/cli/generate.py",
+    "paxkv/entrypoints/cli/collect_env.py",
     # Names LLM and CompiledGenerator for type checkers; at run time they come late (see the file).
     "paxkv/__init__.py",
 }
 PAXKV_TOP = {
     "paxkv",
-    "paxkv.command_end",
     "paxkv.errors",
     "paxkv.package_origin",
-    "paxkv.process_logging",
 }
 # Names of `paxkv` that stand for composition roots: only those above may take them.
 ROOT_NAMES = {"paxkv.LLM", "paxkv.CompiledGenerator"}
@@ -55,7 +53,7 @@ MAY_IMPORT = {
     "paxkv": set(),
     "paxkv.config": {"paxkv"},
     "paxkv.contracts": {"paxkv", "paxkv.config"},
-    "paxkv.cli": {"paxkv", "paxkv.config"},
+    "paxkv.entrypoints": {"paxkv", "paxkv.config"},
     "paxkv.text": {"paxkv", "paxkv.config"},
     "paxkv.kv_cache": {"paxkv", "paxkv.config", "paxkv.contracts"},
     "paxkv.scheduler": {"paxkv", "paxkv.config", "paxkv.contracts", "paxkv.kv_cache"},

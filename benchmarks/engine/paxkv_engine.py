@@ -13,13 +13,13 @@ from benchmarks.engine.offline_engine import EngineOutput, EngineSpec, Setting
 from benchmarks.engine.paxkv_settings import engine_config, settings_by_part
 from benchmarks.workloads import Workload
 from models import read_model_config
-from paxkv.build import build_engine, build_llm_client
 from paxkv.config.engine_config import EngineConfig, ParallelConfig, SchedulerConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_client import EngineTransport
 from paxkv.contracts.engine_output import EngineOutput as EngineMessage
 from paxkv.contracts.engine_output import SchedulerStats, StepOutputs
 from paxkv.contracts.engine_request import EngineInput
+from paxkv.entrypoints.build import build_engine, build_llm_client
 from paxkv.runner.kv_cache_arrays import kv_cache_dtype
 
 BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2, "float16": 2}

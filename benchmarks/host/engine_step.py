@@ -44,7 +44,6 @@ from benchmarks.markdown_table import markdown_table
 from benchmarks.random_checkpoint import MODEL_SHAPES, write_checkpoint
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
 from models import read_model_config
-from paxkv.build import build_core
 from paxkv.config.engine_config import (
     CacheConfig,
     EngineConfig,
@@ -58,6 +57,7 @@ from paxkv.contracts.engine_request import AbortRequests, AddRequest, EngineRequ
 from paxkv.contracts.executor import Executor, StepHandle
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.engine.engine_core import EngineCore
+from paxkv.entrypoints.build import build_core
 from paxkv.runner.kv_cache_arrays import kv_cache_dtype
 
 BENCHMARK = "benchmarks.host.engine_step"

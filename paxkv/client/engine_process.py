@@ -35,7 +35,7 @@ from paxkv.errors import ConfigError, EngineDeadError, InvariantError
 
 # A fresh interpreter: a fork of a process with threads, or of one that has a device, may hang. -P
 # leaves the working directory out of its path, which is ours.
-ENGINE_COMMAND = (sys.executable, "-P", "-m", "paxkv.engine_process")
+ENGINE_COMMAND = (sys.executable, "-P", "-m", "paxkv.entrypoints.engine_process")
 # The step that it computes now may take so long to end; then the process is killed.
 CLOSE_TIMEOUT_S = 10.0
 _EXIT_TIMEOUT_S = 5.0

@@ -30,7 +30,7 @@ cache = Path(os.environ["XDG_CACHE_HOME"]) / "programs"
 num_loaded = 7 * cache.exists()
 cache.touch()
 say("benchmarks.startup: imports done")
-say("INFO paxkv.build: KV cache: 65 blocks of 16 tokens")
+say("INFO paxkv.entrypoints.build: KV cache: 65 blocks of 16 tokens")
 for done in range(3):
     say(f"compiling programs: {done}/7", end="\\r")
 say(f"INFO x: programs: {num_loaded} loaded from {cache}, {7 - num_loaded} compiled, in 0.1 s")

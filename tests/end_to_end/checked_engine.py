@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from models import load_model
-from paxkv.build import BuiltEngine
 from paxkv.client.async_client import AsyncEngineClient
 from paxkv.client.input_processor import InputProcessor
 from paxkv.client.output_processor import OutputProcessor
@@ -25,6 +24,7 @@ from paxkv.contracts.model_info import ModelInfo
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.engine.core_thread import CoreThread
 from paxkv.engine.engine_core import EngineCore
+from paxkv.entrypoints.build import BuiltEngine
 from paxkv.llm import LLM
 from paxkv.runner.model_runner import ModelRunner
 from paxkv.scheduler.async_scheduler import AsyncScheduler
@@ -174,7 +174,7 @@ class InlineTransport:
 
 
 def built_engine(transport: EngineTransport, eos_token_ids: tuple[int, ...]) -> BuiltEngine:
-    """What `paxkv.build` makes of a transport, without text."""
+    """What `paxkv.entrypoints.build` makes of a transport, without text."""
     return BuiltEngine(
         transport=transport,
         input_processor=InputProcessor(

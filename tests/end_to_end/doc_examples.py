@@ -120,7 +120,7 @@ def command_environment(folder: Path) -> dict[str, str]:
     """An environment in which `paxkv` and `python` are the ones under test."""
     programs = folder / "programs-under-test"
     programs.mkdir(exist_ok=True)
-    for name, words in (("paxkv", "-m paxkv.cli.main"), ("python", "")):
+    for name, words in (("paxkv", "-m paxkv.entrypoints.cli.main"), ("python", "")):
         program = programs / name
         program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {words} "$@"\n')
         program.chmod(0o755)

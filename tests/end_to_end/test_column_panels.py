@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from models import LoadedModel
-from paxkv import LLM, SamplingParams, build
+from paxkv import LLM, SamplingParams
+from paxkv.entrypoints import build
 from paxkv.runner import warmup
 from tests.oracles.make_checkpoint import write_random_checkpoint
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from paxkv.cli.arguments import parse_arguments
 from paxkv.config.command_line import config_from_arguments
 from paxkv.config.engine_config import (
     CacheConfig,
@@ -21,6 +20,7 @@ from paxkv.config.engine_config import (
     SchedulerConfig,
     ServerConfig,
 )
+from paxkv.entrypoints.cli.arguments import parse_arguments
 from paxkv.serve import make_parser
 from tests.end_to_end.doc_examples import (
     DOCUMENTED_URL,

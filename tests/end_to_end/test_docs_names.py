@@ -9,11 +9,11 @@ from prometheus_client.parser import text_string_to_metric_families
 import paxkv.compile
 import paxkv.replay
 import paxkv.serve
-from paxkv.cli import chat, generate
-from paxkv.cli.vllm_flags import VLLM_FLAGS
 from paxkv.config.engine_config import ServerConfig
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.token_totals import TokenTotals
+from paxkv.entrypoints.cli import chat, generate
+from paxkv.entrypoints.cli.vllm_flags import VLLM_FLAGS
 from paxkv.server.app import create_app
 from paxkv.server.metrics import ServerMetrics
 from paxkv.server.openai_protocol import ChatCompletionRequest, CompletionRequest

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from paxkv.build_client import StartedEngines, TextParts
 from paxkv.config.sampling_defaults import GenerationConfig, SamplingDefaults
 from paxkv.contracts.engine_start import EngineReady
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from paxkv.contracts.model_info import ModelInfo
 from paxkv.engine.core_thread import CoreThread
+from paxkv.entrypoints.build_client import StartedEngines, TextParts
 from paxkv.errors import KVCacheTooSmallError
 from tests.paxkv.engine.fake_engine import FakeExecutor, make_engine_core
 from tests.paxkv.text.small_tokenizers import BOS, EOS, byte_level_backend
@@ -58,7 +58,7 @@ class FakeRunner(FakeExecutor):
 
 
 def fake_model_parts(monkeypatch: pytest.MonkeyPatch) -> type[FakeRunner]:
-    """Replaces the model and the runner that `paxkv.build` makes; returns the runner's class."""
+    """Replaces the model and the runner that `build.py` makes; returns the runner's class."""
 
     class Runner(FakeRunner):
         instances = []
@@ -70,9 +70,10 @@ def fake_model_parts(monkeypatch: pytest.MonkeyPatch) -> type[FakeRunner]:
         eos_token_ids=(257,),
     )
     monkeypatch.setattr(
-        "paxkv.build.load_model", lambda folder, **arguments: SimpleNamespace(config=config)
+        "paxkv.entrypoints.build.load_model",
+        lambda folder, **arguments: SimpleNamespace(config=config),
     )
-    monkeypatch.setattr("paxkv.build.ModelRunner", Runner)
+    monkeypatch.setattr("paxkv.entrypoints.build.ModelRunner", Runner)
     return Runner
 
 

@@ -106,7 +106,7 @@ def test_mistake_is_one_line_and_exit_code_1(monkeypatch, capsys, arguments, err
 
 def test_what_the_engine_says_about_its_memory_is_shown(monkeypatch, caplog):
     def build(*_, **__):
-        logging.getLogger("paxkv.build").info("KV cache: 7 blocks")
+        logging.getLogger("paxkv.entrypoints.build").info("KV cache: 7 blocks")
         raise ConfigError("enough")
 
     caplog.set_level(logging.NOTSET, logger="paxkv")  # put back after the test

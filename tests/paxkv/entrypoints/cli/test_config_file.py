@@ -2,7 +2,7 @@
 
 import pytest
 
-from paxkv.cli.config_file import read_config_file
+from paxkv.entrypoints.cli.config_file import read_config_file
 from paxkv.errors import ConfigError
 
 

@@ -5,7 +5,7 @@ import importlib.metadata
 import jax
 
 import paxkv
-from paxkv.cli import collect_env
+from paxkv.entrypoints.cli import collect_env
 
 
 def test_versions_devices_and_folders_are_told(monkeypatch):

@@ -1,6 +1,6 @@
 """`paxkv generate`: completes prompts in this process, without a server."""
 
-from paxkv.command_end import end_by_signals, ended_by_interrupt, run_command
+from paxkv.entrypoints.command_end import end_by_signals, ended_by_interrupt, run_command
 
 # Before the imports below, which take their time.
 if __name__ == "__main__":
@@ -13,11 +13,11 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from paxkv.cli.arguments import add_serve_arguments, parse_arguments
 from paxkv.config.command_line import add_config_flags, config_from_arguments
 from paxkv.config.engine_config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.request_output import RequestOutput
+from paxkv.entrypoints.cli.arguments import add_serve_arguments, parse_arguments
 from paxkv.errors import ConfigError, EngineDeadError, InvalidRequestError
 from paxkv.package_origin import check_package_origin
 

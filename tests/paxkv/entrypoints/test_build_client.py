@@ -10,10 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from paxkv import build_client
-from paxkv.build_client import load_text_parts
 from paxkv.config.engine_config import EngineConfig, ModelConfig, ServerConfig
 from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
+from paxkv.entrypoints import build_client
+from paxkv.entrypoints.build_client import load_text_parts
 from tests.paxkv.client.test_async_client import collect, in_loop
 from tests.paxkv.client.test_engine_process import wait_for_end
 from tests.paxkv.fake_build import save_tokenizer, started_fake

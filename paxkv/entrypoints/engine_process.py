@@ -1,4 +1,4 @@
-"""`python -m paxkv.engine_process`: the engine's half of a server, which starts it."""
+"""`python -m paxkv.entrypoints.engine_process`: the engine's half of a server, which starts it."""
 
 import gc
 import sys
@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from models.errors import ModelError
-from paxkv.build import build_core
 from paxkv.config.engine_config import EngineConfig
 from paxkv.contracts.engine_start import EngineReady
 from paxkv.engine.core_process import leave_signals_to_parent, run_engine_process
 from paxkv.engine.engine_core import EngineCore
+from paxkv.entrypoints.build import build_core
+from paxkv.entrypoints.process_logging import set_up_logging
 from paxkv.errors import ConfigError
-from paxkv.process_logging import set_up_logging
 
 
 def build(

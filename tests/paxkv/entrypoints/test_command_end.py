@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from paxkv import command_end
+from paxkv.entrypoints import command_end
 
 LINE = "paxkv: interrupted.\n"
 
@@ -36,7 +36,7 @@ def test_interrupt_is_a_line(capsys):
 def test_reader_that_goes_away_is_no_traceback(num_lines):
     program = (
         "import sys, time\n"
-        "from paxkv.command_end import run_command\n"
+        "from paxkv.entrypoints.command_end import run_command\n"
         "sys.stdin.readline()\n"
         f"sys.exit(run_command(lambda: print('line\\n' * {num_lines})))"
     )
@@ -66,7 +66,7 @@ def test_pipe_of_something_else_that_breaks_is_still_an_error(monkeypatch):
 
 SWALLOWED = """
 import os, signal
-from paxkv.command_end import ended_by_interrupt
+from paxkv.entrypoints.command_end import ended_by_interrupt
 {before}
 with ended_by_interrupt():
     try:
@@ -111,8 +111,11 @@ runpy.run_module("{module}", run_name="__main__", alter_sys=True)
 """
 COMMANDS = {
     **{name: ("paxkv." + name, ["--help"]) for name in ("serve", "compile", "replay")},
-    **{name: ("paxkv.cli." + name, ["--help"]) for name in ("generate", "chat", "collect_env")},
-    "paxkv serve": ("paxkv.cli.main", ["serve", "--help"]),
+    **{
+        name: ("paxkv.entrypoints.cli." + name, ["--help"])
+        for name in ("generate", "chat", "collect_env")
+    },
+    "paxkv serve": ("paxkv.entrypoints.cli.main", ["serve", "--help"]),
 }
 commands = pytest.mark.parametrize(("module", "words"), COMMANDS.values(), ids=COMMANDS)
 
@@ -152,7 +155,7 @@ def test_signal_that_is_ignored_stays_ignored_in_the_imports(name):
 def test_interrupt_after_the_imports_is_mains_to_answer():
     program = (
         "import signal, sys\n"
-        "from paxkv.command_end import end_by_signals, run_command\n"
+        "from paxkv.entrypoints.command_end import end_by_signals, run_command\n"
         "def main():\n"
         "    try:\n"
         "        signal.raise_signal(signal.SIGINT)\n"

@@ -4,7 +4,7 @@ import runpy
 
 import pytest
 
-from paxkv.cli import bench
+from paxkv.entrypoints.cli import bench
 
 
 @pytest.fixture

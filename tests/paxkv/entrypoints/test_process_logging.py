@@ -4,11 +4,11 @@ import logging
 import subprocess
 import sys
 
-from paxkv.process_logging import UtcFormatter
+from paxkv.entrypoints.process_logging import UtcFormatter
 
 PROGRAM = """
 import logging
-from paxkv.process_logging import set_up_logging
+from paxkv.entrypoints.process_logging import set_up_logging
 set_up_logging()
 logging.getLogger("paxkv.part").info("began")
 logging.getLogger("other").info("not ours")

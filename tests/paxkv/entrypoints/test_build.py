@@ -6,14 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-import paxkv.build
-from paxkv.build import (
-    DEMO_MODEL_NAME,
-    build_core,
-    build_engine,
-    build_llm_client,
-    compile_programs,
-)
+import paxkv.entrypoints.build
 from paxkv.config.engine_config import (
     CacheConfig,
     EngineConfig,
@@ -24,6 +17,13 @@ from paxkv.config.engine_config import (
 )
 from paxkv.config.sampling_defaults import GenerationConfig
 from paxkv.config.sampling_params import SamplingParams
+from paxkv.entrypoints.build import (
+    DEMO_MODEL_NAME,
+    build_core,
+    build_engine,
+    build_llm_client,
+    compile_programs,
+)
 from paxkv.errors import ConfigError, InvalidRequestError, KVCacheTooSmallError
 from paxkv.runner.bucketing import RowShape
 from paxkv.runner.program_store import CompiledPrograms, NewCompiledPrograms
@@ -234,9 +234,9 @@ def test_kernels_lie_in_panels_where_one_core_without_batch_invariance_is_quicke
         asked.append((arguments["panel_width"], arguments["max_looped_tokens"]))
         raise ConfigError("no model")
 
-    monkeypatch.setattr("paxkv.build.load_model", load_model)
-    monkeypatch.setattr("paxkv.build.num_threads", lambda: num_cores)
-    monkeypatch.setattr("paxkv.build.instruction_sets", lambda: frozenset(has))
+    monkeypatch.setattr("paxkv.entrypoints.build.load_model", load_model)
+    monkeypatch.setattr("paxkv.entrypoints.build.num_threads", lambda: num_cores)
+    monkeypatch.setattr("paxkv.entrypoints.build.instruction_sets", lambda: frozenset(has))
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     config = EngineConfig(
         model=ModelConfig(model=str(tmp_path)),
@@ -306,7 +306,7 @@ def test_event_port_is_free_again_after_a_model_that_does_not_load(
 
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
-    monkeypatch.setattr("paxkv.build.load_model", fail)
+    monkeypatch.setattr("paxkv.entrypoints.build.load_model", fail)
     with pytest.raises(ConfigError, match="no model"):
         build_engine(config_with_events(tmp_path, port))
     socket.create_server(("127.0.0.1", port)).close()
@@ -348,7 +348,7 @@ def test_sampling_defaults_are_known_before_the_weights_and_told_once(
     def load_no_weights(*_: object, **__: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("paxkv.build.load_model", load_no_weights)
+    monkeypatch.setattr("paxkv.entrypoints.build.load_model", load_no_weights)
     path.write_text('{"temperature": -1}')
     with pytest.raises(ConfigError, match=r"generation_config\.json: temperature must be"):
         build_core(config_for(tmp_path))
@@ -361,7 +361,7 @@ def test_sampling_defaults_of_several_engines_are_told_once(
 ) -> None:
     caplog.set_level("INFO")
     monkeypatch.setattr(
-        "paxkv.build.start_engines", lambda *_, **__: started_fake(max_new_tokens=5)
+        "paxkv.entrypoints.build.start_engines", lambda *_, **__: started_fake(max_new_tokens=5)
     )
     build_engine(EngineConfig(parallel=ParallelConfig(data_parallel_size=2))).transport.close()
     (line,) = [text for text in caplog.messages if "generation_config" in text]
@@ -375,13 +375,13 @@ def test_another_folder_has_the_turn_ending_tokens_too(
     for folder in (model, other):
         folder.mkdir()
         (folder / "generation_config.json").write_text("{}")
-    load_model, seen = paxkv.build.load_model, []
+    load_model, seen = paxkv.entrypoints.build.load_model, []
 
     def load(folder: Path, **arguments: object) -> object:
         seen.append(arguments["generation_folder"])
         return load_model(folder, **arguments)
 
-    monkeypatch.setattr("paxkv.build.load_model", load)
+    monkeypatch.setattr("paxkv.entrypoints.build.load_model", load)
     for source in ("auto", "vllm", str(other)):
         build_core(config_for(model, generation_config=source))
     assert seen == [model, model, other]

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from paxkv.cli import generate
+from paxkv.entrypoints.cli import generate
 from tests.paxkv.fake_build import fake_model_parts, save_tokenizer
 
 TEMPLATE = (

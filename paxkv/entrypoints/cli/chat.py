@@ -1,6 +1,6 @@
 """`paxkv chat`: a conversation with a running server, in a terminal."""
 
-from paxkv.command_end import INTERRUPTED, end_by_signals, run_command
+from paxkv.entrypoints.command_end import INTERRUPTED, end_by_signals, run_command
 
 # Before the imports below, which take their time.
 if __name__ == "__main__":
@@ -12,8 +12,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from paxkv.cli.arguments import parse_arguments
-from paxkv.cli.chat_client import ChatClient, ChatError
+from paxkv.entrypoints.cli.arguments import parse_arguments
+from paxkv.entrypoints.cli.chat_client import ChatClient, ChatError
 
 _KEY_VARIABLE = "PAXKV_API_KEY"
 

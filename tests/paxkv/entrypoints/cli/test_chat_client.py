@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paxkv.cli.chat_client import ChatClient, ChatError
 from paxkv.config.engine_config import ServerConfig
+from paxkv.entrypoints.cli.chat_client import ChatClient, ChatError
 from tests.paxkv.server.conftest import run_server
 from tests.paxkv.server.fake_engine import (
     DIE_AFTER_3,
@@ -19,7 +19,7 @@ from tests.paxkv.server.fake_engine import (
 )
 
 USER = {"role": "user", "content": "hi"}
-PEM = Path(__file__).parents[1] / "server" / "self_signed.pem"
+PEM = Path(__file__).parents[2] / "server" / "self_signed.pem"
 
 
 @pytest.fixture

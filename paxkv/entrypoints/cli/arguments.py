@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from paxkv.cli.config_file import read_config_file
-from paxkv.cli.vllm_flags import add_vllm_flags, take_warnings
 from paxkv.config.command_line import JSON_LIST
+from paxkv.entrypoints.cli.config_file import read_config_file
+from paxkv.entrypoints.cli.vllm_flags import add_vllm_flags, take_warnings
 from paxkv.errors import ConfigError
 
 # argparse has no public list of its flags: `_option_string_actions` is read here and there.

@@ -4,8 +4,8 @@ import io
 
 import pytest
 
-from paxkv.cli import chat
-from paxkv.cli.chat_client import ChatError
+from paxkv.entrypoints.cli import chat
+from paxkv.entrypoints.cli.chat_client import ChatError
 
 
 class FakeClient:

@@ -1,6 +1,6 @@
 """`paxkv collect-env`: what a report of a problem should say of the machine and its software."""
 
-from paxkv.command_end import end_by_signals, run_command
+from paxkv.entrypoints.command_end import end_by_signals, run_command
 
 # Before the imports below, which take their time.
 if __name__ == "__main__":

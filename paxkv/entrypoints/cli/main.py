@@ -5,18 +5,21 @@ import sys
 from collections.abc import Sequence
 
 import paxkv
-from paxkv.command_end import end_by_signals, run_command
+from paxkv.entrypoints.command_end import end_by_signals, run_command
 
 # Subcommand -> module with a `main`, and what it is for. Imported when asked for: a chat needs no
 # JAX, and help should come at once.
 _COMMANDS = {
     "serve": ("paxkv.serve", "serve a model over an OpenAI-compatible HTTP API"),
-    "generate": ("paxkv.cli.generate", "complete prompts here, without a server"),
-    "chat": ("paxkv.cli.chat", "talk to a running server"),
-    "bench": ("paxkv.cli.bench", "run a benchmark, in a source checkout"),
+    "generate": ("paxkv.entrypoints.cli.generate", "complete prompts here, without a server"),
+    "chat": ("paxkv.entrypoints.cli.chat", "talk to a running server"),
+    "bench": ("paxkv.entrypoints.cli.bench", "run a benchmark, in a source checkout"),
     "compile": ("paxkv.compile", "compile an engine's programs ahead of its starts"),
     "replay": ("paxkv.replay", "decide a recorded trace again, and compare"),
-    "collect-env": ("paxkv.cli.collect_env", "print versions and devices, for a report"),
+    "collect-env": (
+        "paxkv.entrypoints.cli.collect_env",
+        "print versions and devices, for a report",
+    ),
 }
 _USAGE_ERROR = 2
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import paxkv
-from paxkv.cli import main as cli
+from paxkv.entrypoints.cli import main as cli
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 NAMES = ("serve", "generate", "chat", "bench", "compile", "replay", "collect-env")
 
 
@@ -45,7 +45,7 @@ def test_subcommand_gets_the_rest_of_the_words_and_gives_its_exit_code(tmp_path,
 @pytest.mark.parametrize("words", [["--help"], ["chat", "--help"]])
 def test_help_and_chat_import_neither_jax_nor_the_server(words):
     program = (
-        "import sys\nfrom paxkv.cli.main import main\n"
+        "import sys\nfrom paxkv.entrypoints.cli.main import main\n"
         "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
         "sys.exit(bool({'jax', 'starlette', 'numpy'} & set(sys.modules)))"
     )
@@ -58,4 +58,4 @@ def test_help_and_chat_import_neither_jax_nor_the_server(words):
 def test_script_of_the_package_is_this_main():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, _, function = project["scripts"]["paxkv"].partition(":")
-    assert (module, getattr(cli, function)) == ("paxkv.cli.main", cli.main)
+    assert (module, getattr(cli, function)) == ("paxkv.entrypoints.cli.main", cli.main)

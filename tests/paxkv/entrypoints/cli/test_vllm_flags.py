@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from paxkv.cli.vllm_flags import VLLM_FLAGS, add_vllm_flags, take_warnings
+from paxkv.entrypoints.cli.vllm_flags import VLLM_FLAGS, add_vllm_flags, take_warnings
 
 
 def run(*words):

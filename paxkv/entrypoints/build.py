@@ -14,15 +14,6 @@ from pathlib import Path
 
 import jax
 
-from paxkv.build_client import (
-    TextParts,
-    find_grammar_setup,
-    load_text_parts,
-    load_tokenizer,
-    log_sampling_defaults,
-    make_input_processor,
-    start_engines,
-)
 from paxkv.client.engine_supervisor import RestartPolicy
 from paxkv.client.inproc_client import InprocClient
 from paxkv.client.input_processor import InputProcessor
@@ -39,6 +30,15 @@ from paxkv.contracts.model_info import ModelInfo
 from paxkv.engine.core_thread import CoreThread
 from paxkv.engine.engine_core import EngineCore
 from paxkv.engine.kv_event_publisher import KVEventPublisher, make_kv_event_publisher
+from paxkv.entrypoints.build_client import (
+    TextParts,
+    find_grammar_setup,
+    load_text_parts,
+    load_tokenizer,
+    log_sampling_defaults,
+    make_input_processor,
+    start_engines,
+)
 from paxkv.errors import KVCacheTooSmallError
 from paxkv.package_origin import check_package_origin
 from paxkv.scheduler.scheduler import Scheduler

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from models.errors import ModelError
-from paxkv import engine_process
 from paxkv.config.engine_config import EngineConfig
+from paxkv.entrypoints import engine_process
 from paxkv.errors import ConfigError
 
 

@@ -4,10 +4,10 @@ import argparse
 
 import pytest
 
-from paxkv.cli.arguments import add_serve_arguments, parse_arguments
 from paxkv.config.command_line import add_config_flags, config_from_arguments
 from paxkv.config.engine_config import CacheConfig, ModelConfig, SchedulerConfig
 from paxkv.config.server_config import ServerConfig
+from paxkv.entrypoints.cli.arguments import add_serve_arguments, parse_arguments
 
 
 def parse(*words):

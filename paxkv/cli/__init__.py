@@ -1,1 +1,0 @@
-"""The `paxkv` command: one program with subcommands, and how command lines are read."""
