@@ -18,8 +18,8 @@ from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, proce
 from paxkv.config.engine_config import PrefixCachingHashAlgo
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
-from paxkv.kv_cache.block_hash import BlockHasher
-from paxkv.kv_cache.block_pool import BlockPool
+from paxkv.kv_cache.hashing.block_hash import BlockHasher
+from paxkv.kv_cache.pool.block_pool import BlockPool
 from paxkv.scheduler.request import Request
 
 BLOCK_SIZE = 16

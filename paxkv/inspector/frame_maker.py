@@ -17,9 +17,9 @@ from paxkv.errors import InvalidRequestError
 from paxkv.inspector.block_columns import make_columns
 from paxkv.inspector.block_tables import SentTables, TableChangeLists
 from paxkv.inspector.step_meter import StepMeter
-from paxkv.kv_cache.block import KVCacheBlock
-from paxkv.kv_cache.block_changes import BlockChangeLog
-from paxkv.kv_cache.block_hash import get_block_hash, get_group_id, with_block_size
+from paxkv.kv_cache.hashing.block_hash import get_block_hash, get_group_id, with_block_size
+from paxkv.kv_cache.observers.block_changes import BlockChangeLog
+from paxkv.kv_cache.pool.block import KVCacheBlock
 from paxkv.scheduler.request import Request
 from paxkv.scheduler.scheduler import Scheduler
 from paxkv.scheduler.trace.recorder import TraceRecorder

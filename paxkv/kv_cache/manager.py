@@ -10,10 +10,10 @@ from paxkv.contracts.kv_events import KVCacheEvent
 from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
 from paxkv.contracts.scheduler_output import BlockCopy
 from paxkv.errors import InvariantError
-from paxkv.kv_cache.coordinator import GroupBlocks
-from paxkv.kv_cache.coordinator_choice import get_kv_cache_coordinator
-from paxkv.kv_cache.metrics_collector import KVCacheMetricsCollector
-from paxkv.kv_cache.prefix_cache_miss import PrefixCacheMissExplainer
+from paxkv.kv_cache.coordinators.coordinator import GroupBlocks
+from paxkv.kv_cache.coordinators.coordinator_choice import get_kv_cache_coordinator
+from paxkv.kv_cache.observers.metrics_collector import KVCacheMetricsCollector
+from paxkv.kv_cache.observers.prefix_cache_miss import PrefixCacheMissExplainer
 from paxkv.kv_cache.stats import PrefixCacheStats
 
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Collection, Sequence
 
-from paxkv.kv_cache.block import KVCacheBlock
 from paxkv.kv_cache.manager import KVCacheManager
+from paxkv.kv_cache.pool.block import KVCacheBlock
 from paxkv.scheduler.request import Request
 
 

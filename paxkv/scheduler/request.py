@@ -8,8 +8,8 @@ from paxkv.config.engine_config import CacheConfig
 from paxkv.contracts.engine_output import FinishReason
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.kv_cache_spec import KVCacheConfig
-from paxkv.kv_cache.block_hash import BlockHash, BlockHasher
-from paxkv.kv_cache.extra_keys import extra_key_sources
+from paxkv.kv_cache.hashing.block_hash import BlockHash, BlockHasher
+from paxkv.kv_cache.hashing.extra_keys import extra_key_sources
 
 
 class RequestStatus(enum.IntEnum):

@@ -14,7 +14,7 @@ from paxkv.contracts.runner_output import ModelRunnerOutput, TokenLogprobs
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.errors import ConfigError, InvalidRequestError, InvariantError
 from paxkv.kv_cache.manager import KVCacheManager
-from paxkv.kv_cache.metrics_collector import make_metrics_collector
+from paxkv.kv_cache.observers.metrics_collector import make_metrics_collector
 from paxkv.scheduler.admission import AdmissionGate
 from paxkv.scheduler.decode_burst import DecodeBursts
 from paxkv.scheduler.encoder_inputs import EncoderInputs

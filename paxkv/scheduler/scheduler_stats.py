@@ -3,7 +3,7 @@
 from paxkv.contracts.block_residency import BlockResidency
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.kv_cache.manager import KVCacheManager
-from paxkv.kv_cache.metrics_collector import KVCacheMetricsCollector
+from paxkv.kv_cache.observers.metrics_collector import KVCacheMetricsCollector
 
 
 def make_scheduler_stats(

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from paxkv.contracts.kv_events import AllBlocksCleared, BlockStored
-from paxkv.kv_cache.block_hash import (
+from paxkv.kv_cache.hashing.block_hash import (
     BlockHasher,
     get_block_hash,
     get_group_id,
     make_block_hash_with_group_id,
 )
-from paxkv.kv_cache.extra_keys import ExtraKeySources
+from paxkv.kv_cache.hashing.extra_keys import ExtraKeySources
 from paxkv.kv_cache.manager import KVCacheManager
 from tests.slow_model.attention_kinds import num_blocks_left_behind
 from tests.slow_model.kv_memory import KVMemory, chain

@@ -8,8 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from paxkv.contracts.kv_events import AllBlocksCleared, BlockStored
 from paxkv.errors import InvariantError
-from paxkv.kv_cache.block_hash import make_block_hash_with_group_id
-from paxkv.kv_cache.block_pool import BlockPool
+from paxkv.kv_cache.hashing.block_hash import make_block_hash_with_group_id
+from paxkv.kv_cache.pool.block_pool import BlockPool
 from tests.slow_model.slow_pool import SlowPool
 from tests.slow_model.state_machine_settings import long, quick
 

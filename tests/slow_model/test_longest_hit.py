@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paxkv.kv_cache.block_hash import BlockHasher
+from paxkv.kv_cache.hashing.block_hash import BlockHasher
 from paxkv.kv_cache.manager import KVCacheManager
 from tests.slow_model.attention_kinds import Kind, longest_hit, num_blocks_left_behind
 from tests.slow_model.manager_machine import RealRequest

@@ -15,7 +15,7 @@ from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.runner_output import KVConnectorOutput, ModelRunnerOutput
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.errors import TraceFileError
-from paxkv.kv_cache.block_movements import BlockMovements
+from paxkv.kv_cache.observers.block_movements import BlockMovements
 from paxkv.scheduler.request import EndReason
 from paxkv.scheduler.trace.json_errors import JSON_ERRORS
 from paxkv.scheduler.trace.outside import Question

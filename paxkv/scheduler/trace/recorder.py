@@ -13,7 +13,7 @@ from paxkv.contracts.kv_connector import KVConnector
 from paxkv.contracts.runner_output import ModelRunnerOutput
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.errors import InvariantError
-from paxkv.kv_cache.block_movements import BlockMovementLog, BlockMovements
+from paxkv.kv_cache.observers.block_movements import BlockMovementLog, BlockMovements
 from paxkv.scheduler.async_scheduler import AsyncScheduler
 from paxkv.scheduler.request import EndReason
 from paxkv.scheduler.scheduler import Scheduler

@@ -29,8 +29,8 @@ from paxkv.engine.kv_event_publisher import (
     make_kv_event_publisher,
 )
 from paxkv.errors import ConfigError, InvariantError
-from paxkv.kv_cache.block_hash import BlockHasher, get_block_hash
-from paxkv.kv_cache.block_pool import BlockPool
+from paxkv.kv_cache.hashing.block_hash import BlockHasher, get_block_hash
+from paxkv.kv_cache.pool.block_pool import BlockPool
 from paxkv.scheduler.scheduler import Scheduler
 from tests.paxkv.engine.fake_engine import FakeExecutor, make_request
 

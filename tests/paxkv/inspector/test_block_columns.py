@@ -3,8 +3,8 @@
 import numpy as np
 
 from paxkv.inspector.block_columns import make_columns
-from paxkv.kv_cache.block import KVCacheBlock
-from paxkv.kv_cache.block_changes import BlockChangeLog
+from paxkv.kv_cache.observers.block_changes import BlockChangeLog
+from paxkv.kv_cache.pool.block import KVCacheBlock
 
 
 def test_numbers_are_little_endian_and_cut_off():

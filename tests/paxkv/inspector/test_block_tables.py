@@ -1,9 +1,9 @@
 """Only what changed of a block table is told."""
 
 from paxkv.inspector.block_tables import SentTables, TableChangeLists
-from paxkv.kv_cache.block_changes import BlockChangeLog
-from paxkv.kv_cache.block_pool import BlockPool
-from paxkv.kv_cache.full_attention import FullAttentionManager
+from paxkv.kv_cache.managers.full_attention import FullAttentionManager
+from paxkv.kv_cache.observers.block_changes import BlockChangeLog
+from paxkv.kv_cache.pool.block_pool import BlockPool
 from tests.paxkv.inspector.inspected_pool import table_rows_of
 from tests.paxkv.scheduler.stepping import FULL
 

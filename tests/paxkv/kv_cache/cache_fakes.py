@@ -10,10 +10,10 @@ from paxkv.contracts.kv_cache_spec import (
     SinkFullAttentionSpec,
     SlidingWindowSpec,
 )
-from paxkv.kv_cache.block_hash import BlockHasher
-from paxkv.kv_cache.block_pool import BlockPool
-from paxkv.kv_cache.extra_keys import ExtraKeySources
+from paxkv.kv_cache.hashing.block_hash import BlockHasher
+from paxkv.kv_cache.hashing.extra_keys import ExtraKeySources
 from paxkv.kv_cache.manager import KVCacheManager
+from paxkv.kv_cache.pool.block_pool import BlockPool
 
 BLOCK_SIZE = 4
 HEADS = {"num_kv_heads": 1, "head_size": 8, "dtype": "float32"}

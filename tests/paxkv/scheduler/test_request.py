@@ -6,7 +6,7 @@ from paxkv.config.engine_config import CacheConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from paxkv.kv_cache.block_hash import BlockHasher
+from paxkv.kv_cache.hashing.block_hash import BlockHasher
 from paxkv.scheduler.request import Request, RequestStatus, make_block_hasher
 
 

@@ -2,8 +2,8 @@
 
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
-from paxkv.kv_cache.block import KVCacheBlock
 from paxkv.kv_cache.manager import KVCacheBlocks
+from paxkv.kv_cache.pool.block import KVCacheBlock
 from paxkv.scheduler.request import Request
 from paxkv.scheduler.step_plan import StepPlan
 

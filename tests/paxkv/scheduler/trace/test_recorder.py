@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from paxkv.errors import InvalidRequestError, InvariantError
-from paxkv.kv_cache.block_movements import BlockMovements
+from paxkv.kv_cache.observers.block_movements import BlockMovements
 from paxkv.scheduler.trace.calls import (
     AddRequestCall,
     Call,

@@ -1,0 +1,1 @@
+"""Coordinators: one request over all KV cache groups."""

@@ -1,0 +1,261 @@
+"""KVCacheCoordinator: one block table manager per KV cache group, over one pool."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from paxkv.contracts.cache_request import CacheRequest
+from paxkv.contracts.kv_cache_spec import KVCacheConfig, KVCacheSpec
+from paxkv.kv_cache.hashing.block_hash import BlockHash, with_block_size
+from paxkv.kv_cache.managers.device_block_work import DeviceBlockWork
+from paxkv.kv_cache.managers.mamba import MambaManager
+from paxkv.kv_cache.managers.single_type_manager import SingleTypeKVCacheManager
+from paxkv.kv_cache.managers.spec_manager_map import get_manager_class
+from paxkv.kv_cache.managers.windowed_manager import WindowedManager
+from paxkv.kv_cache.observers.metrics_collector import KVCacheMetricsCollector
+from paxkv.kv_cache.pool.block import KVCacheBlock
+from paxkv.kv_cache.pool.block_pool import BlockPool
+
+# Per KV cache group, blocks in the order of their tokens.
+GroupBlocks = tuple[Sequence[KVCacheBlock], ...]
+
+
+class KVCacheCoordinator(ABC):
+    """Does for all groups what each group's manager does for one.
+
+    Args:
+        use_eagle: Prefix hits lose their last block.
+        dcp_world_size: See `SingleTypeKVCacheManager`; so `pcp_world_size`.
+
+    Source: vLLM `v1/core/kv_cache_coordinator.py`.
+    """
+
+    def __init__(
+        self,
+        kv_cache_config: KVCacheConfig,
+        *,
+        enable_caching: bool,
+        use_eagle: bool = False,
+        enable_kv_cache_events: bool = False,
+        metrics_collector: KVCacheMetricsCollector | None = None,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+    ) -> None:
+        self.enable_caching = enable_caching
+        self.use_eagle = use_eagle
+        self.dcp_world_size = dcp_world_size
+        self.pcp_world_size = pcp_world_size
+        self.hash_block_size = kv_cache_config.resolved_hash_block_size
+        self.block_pool = BlockPool(
+            num_blocks=kv_cache_config.num_blocks,
+            enable_caching=enable_caching,
+            hash_block_size=self.hash_block_size,
+            enable_kv_cache_events=enable_kv_cache_events,
+            metrics_collector=metrics_collector,
+        )
+        self.device_block_work = DeviceBlockWork(
+            records_new_blocks=kv_cache_config.has_mamba_layers
+        )
+        self.single_type_managers = tuple(
+            get_manager_class(group.kv_cache_spec)(
+                kv_cache_spec=group.kv_cache_spec,
+                block_pool=self.block_pool,
+                kv_cache_group_id=group_id,
+                device_block_work=self.device_block_work,
+                dcp_world_size=dcp_world_size,
+                pcp_world_size=pcp_world_size,
+            )
+            for group_id, group in enumerate(kv_cache_config.kv_cache_groups)
+        )
+        self._windowed_managers = tuple(
+            manager for manager in self.single_type_managers if isinstance(manager, WindowedManager)
+        )
+        # Groups with equal specs: their tables have the same lengths, and lose and cache blocks at
+        # the same places, so that the first of them can answer for all.
+        self.managers_by_spec: dict[KVCacheSpec, list[SingleTypeKVCacheManager]] = {}
+        for manager in self.single_type_managers:
+            self.managers_by_spec.setdefault(manager.kv_cache_spec, []).append(manager)
+        self._managers_of_each_spec = tuple(
+            managers[0] for managers in self.managers_by_spec.values()
+        )
+
+    def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
+        """Gives up blocks that no token from `num_computed_tokens` on reads."""
+        for manager in self._windowed_managers:
+            manager.remove_skipped_blocks(request_id, num_computed_tokens)
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: GroupBlocks,
+        num_encoder_tokens: int,
+        total_computed_tokens: int,
+        num_tokens_main_model: int,
+    ) -> int:
+        """Free blocks that it takes to give the request room for `num_tokens` tokens.
+
+        Args:
+            num_encoder_tokens: What cross-attention needs room for.
+            total_computed_tokens: See `SingleTypeKVCacheManager`.
+        """
+        num_blocks = 0
+        for manager, blocks in zip(self.single_type_managers, new_computed_blocks, strict=True):
+            num_blocks += manager.get_num_blocks_to_allocate(
+                request_id,
+                num_tokens if manager.is_written_by_decoder else num_encoder_tokens,
+                blocks,
+                total_computed_tokens,
+                num_tokens_main_model,
+            )
+        return num_blocks
+
+    def get_num_blocks_for_full_sequence(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: GroupBlocks,
+        num_encoder_tokens: int,
+        total_computed_tokens: int,
+        num_new_tokens: int,
+    ) -> int:
+        """Free blocks that it takes to compute all `num_tokens`, `num_new_tokens` a step."""
+        num_blocks = 0
+        for manager, blocks in zip(self.single_type_managers, new_computed_blocks, strict=True):
+            num_blocks += manager.get_num_blocks_for_full_sequence(
+                request_id,
+                num_tokens if manager.is_written_by_decoder else num_encoder_tokens,
+                blocks,
+                total_computed_tokens,
+                num_new_tokens,
+            )
+        return num_blocks
+
+    def allocate_new_computed_blocks(
+        self,
+        request_id: str,
+        new_computed_blocks: GroupBlocks,
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        """Starts the request's block tables; see `SingleTypeKVCacheManager`."""
+        for manager, blocks in zip(self.single_type_managers, new_computed_blocks, strict=True):
+            manager.allocate_new_computed_blocks(
+                request_id, blocks, num_local_computed_tokens, num_external_computed_tokens
+            )
+
+    def allocate_new_blocks(
+        self,
+        request_id: str,
+        num_tokens: int,
+        num_encoder_tokens: int,
+        total_computed_tokens: int,
+        num_tokens_main_model: int,
+    ) -> GroupBlocks:
+        """Gives the request room for `num_tokens` tokens, none of it shared; the new blocks."""
+        new_blocks: list[Sequence[KVCacheBlock]] = []
+        for manager in self.single_type_managers:
+            manager.replace_shared_blocks(request_id, total_computed_tokens, num_tokens)
+            new_blocks.append(
+                manager.allocate_new_blocks(
+                    request_id,
+                    num_tokens if manager.is_written_by_decoder else num_encoder_tokens,
+                    num_tokens_main_model,
+                )
+            )
+        return tuple(new_blocks)
+
+    def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
+        """Makes the blocks that the request's first `num_tokens` tokens fill findable."""
+        for manager in self.single_type_managers:
+            manager.cache_blocks(request, num_tokens)
+
+    def free(self, request_id: str, num_computed_tokens: int) -> None:
+        """Gives up the request's blocks; see `SingleTypeKVCacheManager.free`."""
+        for manager in self.single_type_managers:
+            manager.free(request_id, num_computed_tokens)
+        self.device_block_work.forget_freed_targets()
+
+    def get_blocks(self, request_id: str) -> GroupBlocks:
+        """The request's block tables."""
+        return tuple(manager.get_blocks(request_id) for manager in self.single_type_managers)
+
+    def get_blocks_to_fork(
+        self, request_id: str, num_tokens: int, num_computed_tokens: int
+    ) -> GroupBlocks | None:
+        """Blocks that a fork needs; None where a group does not hold one of them any more."""
+        forked_blocks: list[Sequence[KVCacheBlock]] = []
+        for manager in self.single_type_managers:
+            blocks = manager.get_blocks_to_fork(request_id, num_tokens, num_computed_tokens)
+            if blocks is None:
+                return None
+            forked_blocks.append(blocks)
+        return tuple(forked_blocks)
+
+    def get_num_tokens_before_block_work(
+        self, request_id: str, *, are_cached_late: bool = False
+    ) -> int:
+        """See `SingleTypeKVCacheManager`; the least of all groups."""
+        return min(
+            [
+                manager.get_num_tokens_before_block_work(
+                    request_id, are_cached_late=are_cached_late
+                )
+                for manager in self._managers_of_each_spec
+            ]
+        )
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
+        """Per group, leading blocks that every request holds."""
+        return [
+            manager.get_num_common_prefix_blocks(running_request_id)
+            for manager in self.single_type_managers
+        ]
+
+    def new_step_starts(self) -> None:
+        """All that was decided so far is sent to the device before what comes now."""
+        for manager in self._windowed_managers:
+            if isinstance(manager, MambaManager):
+                manager.new_step_starts()
+
+    @abstractmethod
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[BlockHash], max_cache_hit_length: int
+    ) -> tuple[GroupBlocks, int]:
+        """Cached blocks of the longest known prefix, and its number of tokens.
+
+        Args:
+            max_cache_hit_length: Most tokens that the hit may have.
+        """
+
+
+class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
+    """Any number of groups; nothing is shared."""
+
+    def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
+        pass
+
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[BlockHash], max_cache_hit_length: int
+    ) -> tuple[GroupBlocks, int]:
+        return tuple(() for _ in self.single_type_managers), 0
+
+
+class UnitaryKVCacheCoordinator(KVCacheCoordinator):
+    """One group, with prefix caching."""
+
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[BlockHash], max_cache_hit_length: int
+    ) -> tuple[GroupBlocks, int]:
+        manager = self.single_type_managers[0]
+        hit_blocks = manager.find_longest_cache_hit(
+            block_hashes=with_block_size(block_hashes, self.hash_block_size, manager.block_size),
+            max_length=max_cache_hit_length,
+            kv_cache_group_ids=(0,),
+            block_pool=self.block_pool,
+            kv_cache_spec=manager.kv_cache_spec,
+            use_eagle=self.use_eagle,
+            alignment_tokens=manager.block_size,
+            dcp_world_size=self.dcp_world_size,
+            pcp_world_size=self.pcp_world_size,
+        )
+        return hit_blocks, len(hit_blocks[0]) * manager.block_size

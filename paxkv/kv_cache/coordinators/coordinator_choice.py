@@ -1,0 +1,57 @@
+"""Which coordinator fits a KV cache."""
+
+from paxkv.contracts.kv_cache_spec import CrossAttentionSpec, KVCacheConfig
+from paxkv.errors import ConfigError
+from paxkv.kv_cache.coordinators.coordinator import (
+    KVCacheCoordinator,
+    KVCacheCoordinatorNoPrefixCache,
+    UnitaryKVCacheCoordinator,
+)
+from paxkv.kv_cache.coordinators.hybrid_coordinator import HybridKVCacheCoordinator
+from paxkv.kv_cache.observers.metrics_collector import KVCacheMetricsCollector
+
+
+def get_kv_cache_coordinator(
+    kv_cache_config: KVCacheConfig,
+    *,
+    enable_caching: bool,
+    use_eagle: bool = False,
+    enable_kv_cache_events: bool = False,
+    metrics_collector: KVCacheMetricsCollector | None = None,
+    dcp_world_size: int = 1,
+    pcp_world_size: int = 1,
+) -> KVCacheCoordinator:
+    """The coordinator that fits the groups; see `KVCacheCoordinator` for the arguments.
+
+    With cross-attention nothing is cached, whatever `enable_caching` says: what the decoder writes
+    depends on the encoder's input, which block hashes do not name.
+
+    Raises:
+        ConfigError: There is no group, or a block hash covers tokens of two blocks.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    if not groups:
+        raise ConfigError("the KV cache has no groups; a model without attention has no cache.")
+    hash_block_size = kv_cache_config.resolved_hash_block_size
+    block_sizes = sorted({group.kv_cache_spec.block_size for group in groups})
+    if enable_caching and any(block_size % hash_block_size for block_size in block_sizes):
+        raise ConfigError(
+            f"{hash_block_size=} must divide the block size of every KV cache group, got "
+            f"{block_sizes}."
+        )
+    if any(isinstance(group.kv_cache_spec, CrossAttentionSpec) for group in groups):
+        enable_caching = False
+    coordinator_class: type[KVCacheCoordinator] = KVCacheCoordinatorNoPrefixCache
+    if enable_caching:
+        coordinator_class = (
+            UnitaryKVCacheCoordinator if len(groups) == 1 else HybridKVCacheCoordinator
+        )
+    return coordinator_class(
+        kv_cache_config,
+        enable_caching=enable_caching,
+        use_eagle=use_eagle,
+        enable_kv_cache_events=enable_kv_cache_events,
+        metrics_collector=metrics_collector,
+        dcp_world_size=dcp_world_size,
+        pcp_world_size=pcp_world_size,
+    )

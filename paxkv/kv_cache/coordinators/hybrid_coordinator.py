@@ -1,0 +1,129 @@
+"""HybridKVCacheCoordinator: prefix hits that groups of several kinds can all go on from."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec
+from paxkv.kv_cache.coordinators.coordinator import GroupBlocks, KVCacheCoordinator
+from paxkv.kv_cache.hashing.block_hash import BlockHash, with_block_size
+from paxkv.kv_cache.managers.single_type_manager import SingleTypeKVCacheManager
+from paxkv.kv_cache.observers.metrics_collector import KVCacheMetricsCollector
+from paxkv.kv_cache.pool.block import KVCacheBlock
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EqualGroups:
+    """KV cache groups with equal specs: a prefix is a hit in all of them or in none."""
+
+    kv_cache_spec: KVCacheSpec
+    manager_class: type[SingleTypeKVCacheManager]
+    block_size: int  # tokens, on all ranks together
+    group_ids: tuple[int, ...]
+
+
+class HybridKVCacheCoordinator(KVCacheCoordinator):
+    """Several groups, with prefix caching."""
+
+    def __init__(
+        self,
+        kv_cache_config: KVCacheConfig,
+        *,
+        enable_caching: bool,
+        use_eagle: bool = False,
+        enable_kv_cache_events: bool = False,
+        metrics_collector: KVCacheMetricsCollector | None = None,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+    ) -> None:
+        super().__init__(
+            kv_cache_config,
+            enable_caching=enable_caching,
+            use_eagle=use_eagle,
+            enable_kv_cache_events=enable_kv_cache_events,
+            metrics_collector=metrics_collector,
+            dcp_world_size=dcp_world_size,
+            pcp_world_size=pcp_world_size,
+        )
+        self.equal_groups = self._merge_equal_groups()
+        # A hit ends where a block ends in every group.
+        self.lcm_block_size = math.lcm(*(groups.block_size for groups in self.equal_groups))
+
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[BlockHash], max_cache_hit_length: int
+    ) -> tuple[GroupBlocks, int]:
+        """See the base.
+
+        Each kind in turn shortens the hit to the longest that it accepts, until all have accepted
+        the same. Once is not enough: a window accepts a length by the blocks before its end, so
+        what it accepted says nothing of a shorter one that another kind then asks for.
+        """
+        hit_blocks: dict[int, list[KVCacheBlock]] = {}
+        num_tokens = max_cache_hit_length
+        num_accepted = 0
+        while num_accepted < len(self.equal_groups):
+            for groups in self.equal_groups:
+                num_before = num_tokens
+                num_tokens = self._shorten_hit(
+                    groups, block_hashes, num_before, max_cache_hit_length, hit_blocks
+                )
+                num_accepted = num_accepted + 1 if num_tokens == num_before else 1
+                if num_accepted == len(self.equal_groups):
+                    break
+        return tuple(hit_blocks[i] for i in range(len(self.single_type_managers))), num_tokens
+
+    def _shorten_hit(
+        self,
+        groups: EqualGroups,
+        block_hashes: Sequence[BlockHash],
+        num_tokens: int,
+        max_cache_hit_length: int,
+        hit_blocks: dict[int, list[KVCacheBlock]],
+    ) -> int:
+        """Length of the longest hit of up to `num_tokens` that these groups accept.
+
+        Its blocks go to `hit_blocks`, by group id.
+        """
+        block_size = groups.block_size
+        is_full_attention = isinstance(groups.kv_cache_spec, FullAttentionSpec)
+        if is_full_attention and groups.group_ids[0] in hit_blocks:
+            # Every prefix of a hit is one. What others accept ends where a block ends here too,
+            # and is not longer than what was found.
+            for group_id in groups.group_ids:
+                del hit_blocks[group_id][num_tokens // block_size :]
+            return num_tokens
+        # With EAGLE one more block must be there, and is dropped again. Each kind looks for it
+        # behind the same length, so that it is dropped once and not once for each kind.
+        num_dropped_tokens = block_size if self.use_eagle else 0
+        found_blocks = groups.manager_class.find_longest_cache_hit(
+            block_hashes=with_block_size(block_hashes, self.hash_block_size, block_size),
+            max_length=min(num_tokens + num_dropped_tokens, max_cache_hit_length),
+            kv_cache_group_ids=groups.group_ids,
+            block_pool=self.block_pool,
+            kv_cache_spec=groups.kv_cache_spec,
+            use_eagle=self.use_eagle,
+            alignment_tokens=self.lcm_block_size,
+            dcp_world_size=self.dcp_world_size,
+            pcp_world_size=self.pcp_world_size,
+        )
+        hit_blocks.update(zip(groups.group_ids, found_blocks, strict=True))
+        return len(found_blocks[0]) * block_size
+
+    def _merge_equal_groups(self) -> tuple[EqualGroups, ...]:
+        equal_groups = [
+            EqualGroups(
+                kv_cache_spec=spec,
+                manager_class=type(managers[0]),
+                block_size=managers[0].block_size,
+                group_ids=tuple(manager.kv_cache_group_id for manager in managers),
+            )
+            for spec, managers in self.managers_by_spec.items()
+        ]
+        # Full attention first: it stops at the first miss, so what it finds bounds the others
+        # soonest, and it never has to search again.
+        return tuple(
+            sorted(
+                equal_groups,
+                key=lambda groups: not isinstance(groups.kv_cache_spec, FullAttentionSpec),
+            )
+        )

@@ -1,0 +1,155 @@
+"""How a block hash is computed: three algorithms behind one Protocol."""
+
+import hashlib
+import os
+import struct
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import cbor2
+import xxhash
+
+from paxkv.config.engine_config import PrefixCachingHashAlgo
+from paxkv.kv_cache.hashing.extra_keys import ExtraKey
+
+_SEED_PREFIX = b"paxkv block hashes"
+_TOKEN_BYTES = 4
+
+
+class HashAlgorithm(Protocol):
+    """Names blocks in a chain: a block's hash covers its parent's hash, its tokens and its keys."""
+
+    def root_hash(self, seed: str | None, block_size: int) -> bytes:
+        """The parent of every first block; random without a seed."""
+        ...
+
+    def hash_chain(
+        self,
+        parent_hash: bytes,
+        token_ids: Sequence[int],
+        block_size: int,
+        extra_keys: Sequence[tuple[ExtraKey, ...]] | None,
+    ) -> list[bytes]:
+        """Hashes of consecutive blocks.
+
+        Args:
+            token_ids: The blocks' tokens, in [0, 2**31): a multiple of `block_size`.
+            extra_keys: One tuple per block; None when no block has any.
+        """
+        ...
+
+
+class PackedBytesAlgorithm:
+    """Digest of fixed-width bytes: fast, and computed by nobody else.
+
+        parent hash | tokens, 4 bytes each, little-endian | extra keys, each saying its length
+
+    The root covers the block size, so a parent hash belongs to blocks of one size; then the
+    tokens end at a known byte, and no two inputs have the same bytes.
+    """
+
+    def __init__(self, digest: Callable[[bytes], bytes]) -> None:
+        self._digest = digest
+
+    def root_hash(self, seed: str | None, block_size: int) -> bytes:
+        if seed is None:
+            return os.urandom(len(self._digest(b"")))
+        return self._digest(_SEED_PREFIX + struct.pack("<I", block_size) + _encode_text(seed))
+
+    def hash_chain(
+        self,
+        parent_hash: bytes,
+        token_ids: Sequence[int],
+        block_size: int,
+        extra_keys: Sequence[tuple[ExtraKey, ...]] | None,
+    ) -> list[bytes]:
+        # One conversion for all blocks. A C int has 4 bytes and is little-endian wherever JAX runs.
+        data = array("i", token_ids).tobytes()
+        digest, num_bytes = self._digest, block_size * _TOKEN_BYTES
+        hashes: list[bytes] = []
+        if extra_keys is None:
+            for start in range(0, len(data), num_bytes):
+                parent_hash = digest(parent_hash + data[start : start + num_bytes])
+                hashes.append(parent_hash)
+            return hashes
+        last_keys: tuple[ExtraKey, ...] = ()
+        suffix = b""
+        for start, keys in zip(range(0, len(data), num_bytes), extra_keys, strict=True):
+            if keys is not last_keys:
+                last_keys, suffix = keys, b"".join(map(_encode_key, keys))
+            parent_hash = digest(parent_hash + data[start : start + num_bytes] + suffix)
+            hashes.append(parent_hash)
+        return hashes
+
+
+class CborAlgorithm:
+    """SHA-256 of canonical CBOR (RFC 8949), so that other programs can compute the hashes.
+
+    Of a block: `[parent hash, [tokens], extra keys]`, the keys an array of arrays such as
+    `["salt", "tenant-1"]`, or null when there are none. Of the root: the seed's text.
+    """
+
+    def root_hash(self, seed: str | None, block_size: int) -> bytes:
+        if seed is None:
+            return os.urandom(32)
+        return hashlib.sha256(cbor2.dumps(_cbor_value(seed), canonical=True)).digest()
+
+    def hash_chain(
+        self,
+        parent_hash: bytes,
+        token_ids: Sequence[int],
+        block_size: int,
+        extra_keys: Sequence[tuple[ExtraKey, ...]] | None,
+    ) -> list[bytes]:
+        hashes: list[bytes] = []
+        for block_idx in range(len(token_ids) // block_size):
+            tokens = tuple(token_ids[block_idx * block_size : (block_idx + 1) * block_size])
+            keys = extra_keys[block_idx] if extra_keys is not None else ()
+            values = tuple(tuple(map(_cbor_value, key)) for key in keys)
+            message = cbor2.dumps((parent_hash, tokens, values or None), canonical=True)
+            parent_hash = hashlib.sha256(message).digest()
+            hashes.append(parent_hash)
+        return hashes
+
+
+def get_hash_algorithm(name: PrefixCachingHashAlgo) -> HashAlgorithm:
+    """The algorithm that a setting names."""
+    return _ALGORITHMS[name]
+
+
+def _sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+# 32, 32 and 16 bytes a hash.
+_ALGORITHMS: dict[PrefixCachingHashAlgo, HashAlgorithm] = {
+    "sha256": PackedBytesAlgorithm(_sha256),
+    "sha256_cbor": CborAlgorithm(),
+    "xxhash": PackedBytesAlgorithm(xxhash.xxh3_128_digest),
+}
+
+
+def _encode_key(key: ExtraKey) -> bytes:
+    """Bytes of one key; the number, types and lengths of its values can be read from them."""
+    parts = [struct.pack("<I", len(key))]
+    for value in key:
+        if isinstance(value, int):
+            parts.append(b"i" + struct.pack("<q", value))
+            continue
+        data = _encode_text(value) if isinstance(value, str) else value
+        parts.append((b"s" if isinstance(value, str) else b"b") + struct.pack("<I", len(data)))
+        parts.append(data)
+    return b"".join(parts)
+
+
+def _encode_text(text: str) -> bytes:
+    # Salts come from users: a lone surrogate must not raise here.
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _cbor_value(value: str | int | bytes) -> str | int | bytes:
+    """The value, or its bytes where it is text that CBOR cannot hold."""
+    if isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value):
+        return _encode_text(value)
+    return value

@@ -1,0 +1,403 @@
+"""SingleTypeKVCacheManager: the block tables of one KV cache group."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+from paxkv.contracts.cache_request import CacheRequest
+from paxkv.contracts.kv_cache_spec import KVCacheSpec, cdiv
+from paxkv.errors import ConfigError, InvariantError
+from paxkv.kv_cache.hashing.block_hash import BlockHash, get_group_id
+from paxkv.kv_cache.managers.device_block_work import DeviceBlockWork
+from paxkv.kv_cache.pool.block import KVCacheBlock
+from paxkv.kv_cache.pool.block_pool import BlockPool
+
+
+class SingleTypeKVCacheManager(ABC):
+    """Which blocks each request holds in one group; one subclass per type of attention.
+
+    Args:
+        device_block_work: Told of copies and new blocks; shared by all groups.
+        dcp_world_size: Ranks that share a sequence's blocks in decode; a block then holds
+            `block_size` tokens on each. `pcp_world_size` is the same in prefill.
+
+    Attributes:
+        num_held_blocks: Blocks of the pool that this group's requests hold, each once.
+
+    Raises:
+        ConfigError: The type cannot be spread over ranks.
+
+    Source: vLLM `v1/core/single_type_kv_cache_manager.py`.
+    """
+
+    supports_context_parallel: ClassVar[bool] = False
+    # Whether it is the decoder's tokens that are written into the blocks.
+    is_written_by_decoder: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        *,
+        kv_cache_spec: KVCacheSpec,
+        block_pool: BlockPool,
+        kv_cache_group_id: int,
+        device_block_work: DeviceBlockWork | None = None,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+    ) -> None:
+        world_size = dcp_world_size * pcp_world_size
+        if world_size > 1 and not self.supports_context_parallel:
+            raise ConfigError(
+                f"{type(kv_cache_spec).__name__} cannot be spread over context-parallel ranks, got "
+                f"{dcp_world_size=} and {pcp_world_size=}; both must be 1."
+            )
+        self.kv_cache_spec = kv_cache_spec
+        self.block_size = kv_cache_spec.block_size * world_size
+        self.block_pool = block_pool
+        self.enable_caching = block_pool.enable_caching
+        self.kv_cache_group_id = kv_cache_group_id
+        self.device_block_work = device_block_work or DeviceBlockWork()
+        self.num_held_blocks = 0
+        self.req_to_blocks: dict[str, list[KVCacheBlock]] = {}
+        # How many of a request's first blocks went to the prefix cache, or came from it.
+        self.num_cached_blocks: dict[str, int] = {}
+        # How many came from it: others wrote those, whatever becomes of the request.
+        self.num_found_blocks: dict[str, int] = {}
+        # How many of a request's first blocks were given up and are null; none is not counted.
+        self.num_skipped_blocks: dict[str, int] = {}
+
+    def get_blocks(self, request_id: str) -> Sequence[KVCacheBlock]:
+        """The request's block table, empty for one that holds nothing."""
+        return self.req_to_blocks.get(request_id, ())
+
+    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """Leading tokens that no token from `num_computed_tokens` on reads."""
+        return 0
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        total_computed_tokens: int,
+        num_tokens_main_model: int,
+    ) -> int:
+        """Free blocks that it takes to give the request room for `num_tokens` tokens.
+
+        They are new blocks, prefix hits that nobody holds (they leave the free queue too), and
+        copies of blocks that the request is about to write into and must not.
+
+        Args:
+            new_computed_blocks: Prefix hits, or blocks of the request that it is forked from.
+            total_computed_tokens: Tokens computed before this step, here or elsewhere; the first
+                token to be written stands behind them.
+            num_tokens_main_model: `num_tokens` without lookahead.
+        """
+        block_size = self.block_size
+        num_required = -(-num_tokens // block_size)
+        first_written = total_computed_tokens // block_size
+        blocks = self.req_to_blocks.get(request_id)
+        if blocks is not None:
+            num_present = len(blocks)
+            num_new = num_required - num_present if num_required > num_present else 0
+            if first_written < num_present:
+                for block in blocks[first_written:num_required]:
+                    num_new += block.ref_cnt > 1 or block.block_hash is not None
+            return num_new
+        num_skipped = self.get_num_skipped_tokens(total_computed_tokens) // block_size
+        num_present = max(num_skipped, len(new_computed_blocks))
+        num_new = max(num_required - num_present, 0)
+        for block in new_computed_blocks[num_skipped:]:
+            num_new += block.ref_cnt == 0 and not block.is_null
+        for block in new_computed_blocks[first_written:num_required]:
+            # The request's own hold is not counted yet.
+            num_new += block.ref_cnt > 0 or block.block_hash is not None
+        return num_new
+
+    def get_num_blocks_for_full_sequence(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        total_computed_tokens: int,
+        num_new_tokens: int,
+    ) -> int:
+        """Free blocks that it takes to compute all `num_tokens` tokens of a request.
+
+        Args:
+            num_new_tokens: Tokens that one step computes of them.
+        """
+        return self.get_num_blocks_to_allocate(
+            request_id, num_tokens, new_computed_blocks, total_computed_tokens, num_tokens
+        )
+
+    def allocate_new_computed_blocks(
+        self,
+        request_id: str,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        """Starts a block table with prefix hits, or with blocks of another request.
+
+        What no later token reads becomes the null block, also where it is external. The other
+        external tokens get their blocks from `allocate_new_blocks`, when all groups have taken
+        their hits: a new block must not be another group's hit.
+
+        Args:
+            num_local_computed_tokens: Tokens in `new_computed_blocks`.
+            num_external_computed_tokens: Tokens behind them that come from outside.
+
+        Raises:
+            InvariantError: The request has a block table already.
+        """
+        block_size = self.block_size
+        num_computed_tokens = num_local_computed_tokens + num_external_computed_tokens
+        num_skipped = self.get_num_skipped_tokens(num_computed_tokens) // block_size
+        if not new_computed_blocks and num_skipped == 0:
+            return
+        if request_id in self.req_to_blocks:
+            raise InvariantError(f"computed blocks for {request_id=}, which holds blocks already.")
+        kept_blocks = new_computed_blocks[num_skipped:]
+        self._touch(kept_blocks)
+        self.req_to_blocks[request_id] = [self.block_pool.null_block] * num_skipped
+        self.req_to_blocks[request_id] += kept_blocks
+        # Of a fork the last block may be filled in part; it is cached when it is full.
+        num_found = max(num_skipped, num_local_computed_tokens // block_size)
+        self.num_cached_blocks[request_id] = self.num_found_blocks[request_id] = num_found
+        if num_skipped > 0:
+            self.num_skipped_blocks[request_id] = num_skipped
+
+    def replace_shared_blocks(
+        self, request_id: str, num_computed_tokens: int, num_tokens: int
+    ) -> None:
+        """Copy-on-write, before tokens `num_computed_tokens` to `num_tokens` are written.
+
+        A block that others hold too, or can find, is replaced by a new one; what the request has
+        in it already is copied. A fork writes when it is admitted, so that it happens then, and
+        the tables of running requests only grow, as long as none goes back over shared tokens.
+        """
+        blocks = self.req_to_blocks.get(request_id)
+        first_written = num_computed_tokens // self.block_size
+        if blocks is None or first_written >= len(blocks):
+            return
+        for block_idx in range(first_written, min(cdiv(num_tokens, self.block_size), len(blocks))):
+            block = blocks[block_idx]
+            if block.is_null or (block.ref_cnt == 1 and block.block_hash is None):
+                continue
+            (new_block,) = self.block_pool.get_new_blocks(1)
+            self.num_held_blocks += 1
+            if block_idx * self.block_size < num_computed_tokens:
+                self.device_block_work.record_copy(block, new_block)
+            else:
+                self._record_new_blocks((new_block,))
+            blocks[block_idx] = new_block
+            self._free_blocks((block,))
+            if self.block_pool.change_log is not None:
+                self.block_pool.change_log.on_replaced(request_id)
+            # It is cached when it is full, and withdrawn if it never is.
+            for counts in (self.num_cached_blocks, self.num_found_blocks):
+                counts[request_id] = min(counts.get(request_id, 0), block_idx)
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> Sequence[KVCacheBlock]:
+        """Gives the request room for `num_tokens` tokens; returns the new blocks.
+
+        Args:
+            num_tokens_main_model: `num_tokens` without lookahead.
+        """
+        blocks = self.req_to_blocks.get(request_id)
+        num_required = -(-num_tokens // self.block_size)
+        num_new_blocks = num_required if blocks is None else num_required - len(blocks)
+        if num_new_blocks <= 0:
+            return ()
+        new_blocks = self.block_pool.get_new_blocks(num_new_blocks)
+        self.num_held_blocks += num_new_blocks
+        self._record_new_blocks(new_blocks)
+        if blocks is None:
+            self.req_to_blocks[request_id] = list(new_blocks)
+        else:
+            blocks += new_blocks
+        return new_blocks
+
+    def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
+        """Makes the blocks that the request's first `num_tokens` tokens fill findable."""
+        request_id = request.request_id
+        num_cached_blocks = self.num_cached_blocks.get(request_id, 0)
+        num_full_blocks = num_tokens // self.block_size
+        if num_full_blocks <= num_cached_blocks:
+            return
+        self.block_pool.cache_full_blocks(
+            request=request,
+            blocks=self.req_to_blocks[request_id],
+            num_cached_blocks=num_cached_blocks,
+            num_full_blocks=num_full_blocks,
+            block_size=self.block_size,
+            kv_cache_group_id=self.kv_cache_group_id,
+        )
+        self.num_cached_blocks[request_id] = num_full_blocks
+
+    def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
+        """Gives up blocks that no token from `num_computed_tokens` on reads.
+
+        In O(blocks given up now): those of earlier calls are not looked at again.
+        """
+        blocks = self.req_to_blocks.get(request_id)
+        if blocks is None:
+            return
+        num_skipped = self.get_num_skipped_tokens(num_computed_tokens) // self.block_size
+        num_before = self.num_skipped_blocks.get(request_id, 0)
+        if num_skipped <= num_before:
+            return
+        removed_blocks = blocks[num_before:num_skipped]
+        blocks[num_before:num_skipped] = [self.block_pool.null_block] * len(removed_blocks)
+        self.num_skipped_blocks[request_id] = num_before + len(removed_blocks)
+        # The newest first, as in `free`: what stands further left is evicted later.
+        self._free_blocks(removed_blocks[::-1])
+
+    def free(self, request_id: str, num_computed_tokens: int) -> None:
+        """Gives up the request's blocks, if it has any.
+
+        Args:
+            num_computed_tokens: Tokens that were written, or are being written by a step sent
+                off. Blocks are cached when they are allocated; those past these tokens will
+                never be written and are withdrawn, or others would hit them.
+        """
+        blocks = self.req_to_blocks.pop(request_id, None)
+        if blocks is None:
+            return
+        num_cached_blocks = self.num_cached_blocks.pop(request_id, 0)
+        self.num_skipped_blocks.pop(request_id, None)
+        num_written = num_computed_tokens // self.block_size
+        # A request that waits for a load has hits, but no computed tokens yet.
+        num_written = max(num_written, self.num_found_blocks.pop(request_id, 0))
+        self.block_pool.evict(blocks[num_written:num_cached_blocks])
+        # In reverse, so that the tail of a sequence is evicted before its prefix, which others
+        # may share.
+        self._free_blocks(blocks[::-1])
+
+    def get_blocks_to_fork(
+        self, request_id: str, num_tokens: int, num_computed_tokens: int
+    ) -> list[KVCacheBlock] | None:
+        """Blocks that a fork of the request needs to go on behind its first `num_tokens` tokens.
+
+        The last may be filled in part. What no later token reads is the null block.
+
+        Args:
+            num_computed_tokens: Of the request, at least `num_tokens`.
+
+        Returns:
+            None where the request holds one of them no more.
+        """
+        num_blocks = cdiv(num_tokens, self.block_size)
+        blocks = self.req_to_blocks.get(request_id, [])
+        num_skipped = self.get_num_skipped_tokens(num_tokens) // self.block_size
+        needed = blocks[num_skipped:num_blocks]
+        if len(blocks) < num_blocks or any(block.is_null for block in needed):
+            return None
+        return [self.block_pool.null_block] * num_skipped + needed
+
+    def get_num_tokens_before_block_work(
+        self, request_id: str, *, are_cached_late: bool = False
+    ) -> int:
+        """Most tokens, the new ones and lookahead included, for which nothing is to be done.
+
+        Up to so many every token has a slot, no block becomes full, and none is given up.
+
+        Args:
+            are_cached_late: Blocks may become full: their last tokens are not known by then, and
+                whoever gets them calls `cache_blocks`.
+        """
+        num_slots = len(self.req_to_blocks.get(request_id, ())) * self.block_size
+        if are_cached_late or not self.enable_caching:
+            return num_slots
+        num_full_at = (self.num_cached_blocks.get(request_id, 0) + 1) * self.block_size
+        return num_slots if num_slots < num_full_at else num_full_at - 1
+
+    def get_num_unused_slots(self, request_id: str, num_computed_tokens: int) -> int:
+        """Slots of the request's last blocks that hold no computed token."""
+        num_slots = len(self.req_to_blocks.get(request_id, ())) * self.block_size
+        # Of a request that waits for a load, the hits before it are filled. Of one that ended
+        # while further steps were in flight, blocks may be gone that those would not have read.
+        num_found_tokens = self.num_found_blocks.get(request_id, 0) * self.block_size
+        num_gone_tokens = self.num_skipped_blocks.get(request_id, 0) * self.block_size
+        num_used = max(num_computed_tokens, num_found_tokens, num_gone_tokens)
+        return max(num_slots - num_used, 0)
+
+    def get_permanent_blocks(self) -> Sequence[KVCacheBlock]:
+        """Blocks that the group itself holds, whichever requests there are."""
+        return ()
+
+    @classmethod
+    @abstractmethod
+    def find_longest_cache_hit(
+        cls,
+        *,
+        block_hashes: Sequence[BlockHash],
+        max_length: int,
+        kv_cache_group_ids: Sequence[int],
+        block_pool: BlockPool,
+        kv_cache_spec: KVCacheSpec,
+        use_eagle: bool,
+        alignment_tokens: int,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+    ) -> tuple[list[KVCacheBlock], ...]:
+        """Cached blocks of the longest prefix that every one of the groups can go on from.
+
+        Args:
+            block_hashes: Of blocks of this spec's size.
+            max_length: Most tokens that the hit may have, a dropped block's included.
+            kv_cache_group_ids: Groups with this spec.
+            use_eagle: Drop the last hit block: the drafter needs its tokens computed once more.
+            alignment_tokens: The hit, without the dropped block, is a multiple of these.
+
+        Returns:
+            A list of blocks per group, all equally long; null blocks where none is needed.
+        """
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
+        """Leading blocks that every request holds; `running_request_id` is any of them."""
+        return 0
+
+    def check_invariants(self) -> None:
+        """Checks that tables, caching counts and held blocks agree, in O(blocks).
+
+        Raises:
+            InvariantError: They do not.
+        """
+        held_ids: set[int] = set()
+        for request_id, blocks in self.req_to_blocks.items():
+            num_cached = self.num_cached_blocks.get(request_id, 0)
+            if num_cached > len(blocks) or any(b.block_hash for b in blocks[num_cached:]):
+                raise InvariantError(f"{request_id=} counts {num_cached=} of {blocks=}.")
+            num_null = self.num_skipped_blocks.get(request_id, 0)
+            for block_idx, block in enumerate(blocks):
+                if block.is_null != (block_idx < num_null):
+                    raise InvariantError(
+                        f"{request_id=} must have {num_null} null blocks and then others: {blocks=}"
+                    )
+            owned = blocks[num_null:]
+            group_ids = {get_group_id(b.block_hash) for b in owned if b.block_hash is not None}
+            if not group_ids <= {self.kv_cache_group_id}:
+                raise InvariantError(f"{request_id=} holds a block of another group: {blocks=}.")
+            held_ids.update(block.block_id for block in owned)
+        if len(held_ids) != self.num_held_blocks:
+            raise InvariantError(f"{len(held_ids)} are held, counted {self.num_held_blocks=}.")
+        counted = self.num_cached_blocks.keys() | self.num_skipped_blocks.keys()
+        counted |= self.num_found_blocks.keys()
+        if not counted <= self.req_to_blocks.keys():
+            raise InvariantError(f"{counted=} names requests that hold no blocks.")
+
+    def _record_new_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
+        self.device_block_work.record_new_blocks(blocks)
+
+    def _touch(self, blocks: Sequence[KVCacheBlock]) -> None:
+        num_free_blocks = self.block_pool.get_num_free_blocks()
+        self.block_pool.touch(blocks)
+        self.num_held_blocks += num_free_blocks - self.block_pool.get_num_free_blocks()
+
+    def _free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+        num_free_blocks = self.block_pool.get_num_free_blocks()
+        self.block_pool.free_blocks(ordered_blocks)
+        self.num_held_blocks -= self.block_pool.get_num_free_blocks() - num_free_blocks

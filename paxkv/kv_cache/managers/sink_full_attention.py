@@ -1,0 +1,52 @@
+"""SinkFullAttentionManager: full attention with learned keys and values in front of all others."""
+
+from collections.abc import Sequence
+
+from paxkv.contracts.kv_cache_spec import SinkFullAttentionSpec
+from paxkv.errors import ConfigError
+from paxkv.kv_cache.managers.device_block_work import DeviceBlockWork
+from paxkv.kv_cache.managers.full_attention import FullAttentionManager
+from paxkv.kv_cache.pool.block import KVCacheBlock
+from paxkv.kv_cache.pool.block_pool import BlockPool
+
+
+class SinkFullAttentionManager(FullAttentionManager):
+    """Block tables of full attention layers with sinks.
+
+    The sinks' blocks are taken from the pool once and never leave. They stand in no request's
+    table, so that here a token's position says its block as everywhere: whoever builds the
+    device's tables puts `sink_blocks` in front of them and counts `sink_len` positions more.
+
+    Raises:
+        ConfigError: `sink_len` is no positive multiple of the block size: a request's own first
+            token begins a block.
+    """
+
+    def __init__(
+        self,
+        *,
+        kv_cache_spec: SinkFullAttentionSpec,
+        block_pool: BlockPool,
+        kv_cache_group_id: int,
+        device_block_work: DeviceBlockWork | None = None,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+    ) -> None:
+        super().__init__(
+            kv_cache_spec=kv_cache_spec,
+            block_pool=block_pool,
+            kv_cache_group_id=kv_cache_group_id,
+            device_block_work=device_block_work,
+            dcp_world_size=dcp_world_size,
+            pcp_world_size=pcp_world_size,
+        )
+        sink_len = kv_cache_spec.sink_len
+        if sink_len < 1 or sink_len % self.block_size:
+            raise ConfigError(
+                f"{sink_len=} must be a positive multiple of the {self.block_size} tokens of a "
+                "KV cache block. Choose a block size that divides it."
+            )
+        self.sink_blocks = block_pool.take_permanent_blocks(sink_len // self.block_size)
+
+    def get_permanent_blocks(self) -> Sequence[KVCacheBlock]:
+        return self.sink_blocks

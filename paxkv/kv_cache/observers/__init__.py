@@ -1,0 +1,1 @@
+"""What watches the block pool."""

@@ -1,0 +1,228 @@
+"""BlockChangeLog: which blocks of a pool changed, for someone who looks at it now and then."""
+
+import functools
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+from paxkv.contracts.cache_request import CacheRequest
+from paxkv.contracts.inspection import HASH_BYTES
+from paxkv.kv_cache.hashing.block_hash import BlockHash
+from paxkv.kv_cache.pool.block import KVCacheBlock
+
+_NO_HASH = bytes(HASH_BYTES)
+# What a block holds: the first bytes of its content's hash, and of that before it; the content's
+# place in a block table, from 1 on; and its KV cache group. Zeros where the block is not cached. Of
+# content that was cached before the log was made, and that no request found since, only hash and
+# group are known.
+CONTENT = np.dtype(
+    [("hash", f"V{HASH_BYTES}"), ("parent", f"V{HASH_BYTES}"), ("depth", "u4"), ("group", "u1")]
+)
+
+_BYTES = np.dtype(f"V{CONTENT.itemsize}")
+
+
+class BlockChangeLog:
+    """What is in each block, and which blocks changed since somebody looked.
+
+    Steps only append to buffers, while what they append is in the processor's caches; all the rest
+    is done for many blocks at once when somebody looks. Bounded by the number of blocks, however
+    long nobody does.
+
+    Args:
+        blocks: All of the pool, in order.
+        keeps_tokens: Also keep which tokens are in blocks that become cached.
+
+    Attributes:
+        replaced_req_ids: Requests of which a block was replaced by another since `take_changed`.
+        has_shared: Whether somebody found, or shared, a block since then.
+        num_evictions: Blocks that lost their content, since the log was made.
+        num_hits: u32[num_blocks], how often cached content was found or shared.
+        ref_cnts: i32[num_blocks], as of the last `take_changed`, or later.
+        token_ids: By block id, of content that was cached while `keeps_tokens`.
+    """
+
+    def __init__(self, blocks: Sequence[KVCacheBlock], *, keeps_tokens: bool = False) -> None:
+        num_blocks = len(blocks)
+        self.replaced_req_ids: set[str] = set()
+        self.has_shared = False
+        self.num_evictions = 0
+        # Arrays are faster than NumPy where single numbers are written; both are the same memory.
+        self._num_hits = array("I", bytes(4 * num_blocks))
+        self._ref_cnts = array("i", [block.ref_cnt for block in blocks])
+        self._is_changed = bytearray(num_blocks)
+        self.num_hits = np.frombuffer(self._num_hits, np.uint32)
+        self.ref_cnts = np.frombuffer(self._ref_cnts, np.int32)
+        self._contents = np.zeros(num_blocks, CONTENT)
+        self.token_ids: dict[int, tuple[int, ...]] = {}
+        self._keeps_tokens = keeps_tokens
+        self._has_hits = False
+        # What was handed out is found in block tables, and not here.
+        self._is_changed_np = np.frombuffer(self._is_changed, np.bool_)
+        # Contents that came and went, the latest last: block ids, and depths, which are 0 where one
+        # went. Of those that came the blocks' keys, and the hashes before them, one after another.
+        self._ids, self._depths = array("I"), array("I")
+        self._keys, self._parents = bytearray(), bytearray()
+        cached = [block for block in blocks if block.block_hash is not None]
+        if cached:
+            ids = [block.block_id for block in cached]
+            keys_np = _read_keys(b"".join([block.block_hash for block in cached]), len(cached))
+            self._contents["hash"][ids] = keys_np["hash"]
+            self._contents["group"][ids] = keys_np["group"]
+
+    @property
+    def contents(self) -> np.ndarray:
+        """CONTENT[num_blocks]."""
+        self._learn()
+        return self._contents
+
+    def on_freed(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Each that is not null is about to lose a holder."""
+        is_changed, ref_cnts, has_hits = self._is_changed, self._ref_cnts, self._has_hits
+        for block in blocks:
+            ref_cnt = block.ref_cnt
+            if ref_cnt > 0:
+                block_id = block.block_id
+                is_changed[block_id] = 1
+                ref_cnts[block_id] = ref_cnt - 1
+                if has_hits and ref_cnt == 1 and block.block_hash is None:
+                    # Nobody will find what it holds.
+                    self._num_hits[block_id] = 0
+
+    def on_shared(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Each that is not null got one more holder: prefix hits and forks."""
+        self.has_shared = self._has_hits = True
+        is_changed, ref_cnts, num_hits = self._is_changed, self._ref_cnts, self._num_hits
+        for block in blocks:
+            if not block.is_null:
+                block_id = block.block_id
+                is_changed[block_id] = 1
+                ref_cnts[block_id] = block.ref_cnt
+                num_hits[block_id] += 1
+
+    def on_replaced(self, request_id: str) -> None:
+        """A block in the middle of the request's table is another one now."""
+        self.replaced_req_ids.add(request_id)
+
+    def on_cached(
+        self,
+        request: CacheRequest,
+        block: KVCacheBlock,
+        block_idx: int,
+        block_hashes: Sequence[BlockHash],
+        block_size: int,
+    ) -> None:
+        """A block of a request became findable; `block_hashes` are of blocks of its size."""
+        block_id = block.block_id
+        self._ids.append(block_id)
+        self._depths.append(block_idx + 1)
+        self._keys += block.block_hash
+        # Of the first block any: it has none before it, as its depth says.
+        self._parents += block_hashes[block_idx - 1]
+        if self._keeps_tokens:
+            start = block_idx * block_size
+            # Tuples of numbers are nothing to the garbage collector, lists are.
+            self.token_ids[block_id] = tuple(request.all_token_ids[start : start + block_size])
+        if len(self._ids) >= len(self._is_changed):
+            self._learn()
+
+    def on_seen(
+        self,
+        request: CacheRequest,
+        blocks: Sequence[KVCacheBlock],
+        start_idx: int,
+        block_hashes: Sequence[BlockHash],
+        block_size: int,
+    ) -> None:
+        """The same of blocks of the request that follow each other, from its `start_idx`-th on.
+
+        They became findable before the log was made, if they did.
+        """
+        ids = [block.block_id for block in blocks]
+        unknown = [
+            (block_id, block_idx, block)
+            for block_idx, (block_id, block, depth) in enumerate(
+                zip(ids, blocks, self._contents["depth"][ids].tolist(), strict=True), start_idx
+            )
+            if depth == 0 and block.block_hash is not None
+        ]
+        self._ids.extend([block_id for block_id, _, _ in unknown])
+        self._depths.extend([block_idx + 1 for _, block_idx, _ in unknown])
+        self._keys += b"".join([block.block_hash for _, _, block in unknown])
+        self._parents += b"".join([block_hashes[block_idx - 1] for _, block_idx, _ in unknown])
+        if self._keeps_tokens:
+            for block_id, block_idx, _ in unknown:
+                start = block_idx * block_size
+                self.token_ids[block_id] = tuple(request.all_token_ids[start : start + block_size])
+
+    def on_evicted(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Each has lost its content."""
+        self.num_evictions += len(blocks)
+        for block in blocks:
+            block_id = block.block_id
+            self._ids.append(block_id)
+            self._depths.append(0)
+            if self._has_hits:
+                self._num_hits[block_id] = 0
+            if self._keeps_tokens:
+                self.token_ids.pop(block_id, None)
+
+    def get_contents(self, ids_np: np.ndarray) -> np.ndarray:
+        """CONTENT[num_ids] of i64[num_ids]."""
+        return self.contents.view(_BYTES)[ids_np].view(CONTENT)
+
+    def take_changed(self, new_blocks: Sequence[KVCacheBlock]) -> np.ndarray:
+        """Ids of all blocks that changed since the last call, i64[num_changed], in order.
+
+        Args:
+            new_blocks: Those that stand in block tables since then.
+        """
+        self._learn()
+        new_ids_np = np.array([block.block_id for block in new_blocks], np.intp)
+        self.ref_cnts[new_ids_np] = [block.ref_cnt for block in new_blocks]
+        self._is_changed_np[new_ids_np] = True
+        ids_np = np.flatnonzero(self._is_changed_np)
+        self._is_changed_np[ids_np] = False
+        self.replaced_req_ids, self.has_shared = set(), False
+        return ids_np
+
+    def _learn(self) -> None:
+        """Brings the columns up to date."""
+        if not self._ids:
+            return
+        ids_np = np.array(self._ids, np.intp)
+        contents_np = np.zeros(len(ids_np), CONTENT)
+        contents_np["depth"] = self._depths
+        num_came = int(np.count_nonzero(contents_np["depth"]))
+        if num_came:
+            # Nearly always all.
+            came = slice(None) if num_came == len(ids_np) else contents_np["depth"] > 0
+            keys_np = _read_keys(self._keys, num_came)
+            contents_np["hash"][came] = keys_np["hash"]
+            contents_np["group"][came] = keys_np["group"]
+            contents_np["parent"][came] = _read_keys(self._parents, num_came)["hash"]
+            contents_np["parent"][contents_np["depth"] == 1] = _NO_HASH
+        # Of an id that is there several times NumPy keeps the last.
+        # As bytes: NumPy copies records field by field.
+        self._contents.view(_BYTES)[ids_np] = contents_np.view(_BYTES)
+        self._is_changed_np[ids_np] = True
+        self._ids, self._depths = array("I"), array("I")
+        self._keys, self._parents = bytearray(), bytearray()
+
+
+def _read_keys(keys: bytes | bytearray, num_keys: int) -> np.ndarray:
+    """(hash, group)[num_keys] of keys one after another; see `make_block_hash_with_group_id`."""
+    return np.frombuffer(keys, _key_dtype(len(keys) // num_keys))
+
+
+@functools.cache
+def _key_dtype(key_bytes: int) -> np.dtype:
+    return np.dtype(
+        {
+            "names": ("hash", "group"),
+            "formats": (f"V{HASH_BYTES}", "u1"),
+            "offsets": (0, key_bytes - 1),
+            "itemsize": key_bytes,
+        }
+    )

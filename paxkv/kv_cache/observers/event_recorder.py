@@ -1,0 +1,72 @@
+"""KVEventRecorder: what became findable in a pool, and what no longer is, until it is taken."""
+
+from collections.abc import Iterable, Sequence
+
+from paxkv.contracts.cache_request import CacheRequest
+from paxkv.contracts.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from paxkv.kv_cache.hashing.block_hash import (
+    BlockHash,
+    BlockHashWithGroupId,
+    get_block_hash,
+    get_group_id,
+)
+
+
+class KVEventRecorder:
+    """Speaks of hashes, not of blocks: equal content in two blocks is stored once, removed once.
+
+    So a set to which stored hashes are added, and from which removed ones are taken, is at any
+    moment what the pool can find.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[KVCacheEvent] = []
+
+    def on_stored(
+        self,
+        request: CacheRequest,
+        block_idxs: Sequence[int],
+        block_hashes: Sequence[BlockHash],
+        *,
+        block_size: int,
+        group_id: int,
+    ) -> None:
+        """Blocks of a request became findable.
+
+        Args:
+            block_idxs: Their places in the request, rising. Each unbroken run is an event: where
+                there is a gap, the parent of what follows is not the block before it here.
+            block_hashes: Of all full blocks of the request.
+        """
+        run_start = 0
+        for position, block_idx in enumerate(block_idxs, start=1):
+            if position < len(block_idxs) and block_idxs[position] == block_idx + 1:
+                continue
+            start, end = block_idxs[run_start], block_idx + 1
+            run_start = position
+            self._events.append(
+                BlockStored(
+                    block_hashes=[block_hashes[idx] for idx in range(start, end)],
+                    parent_block_hash=block_hashes[start - 1] if start > 0 else None,
+                    token_ids=list(request.all_token_ids[start * block_size : end * block_size]),
+                    block_size=block_size,
+                    lora_name=request.lora_name,
+                    group_id=group_id,
+                )
+            )
+
+    def on_removed(self, keys: Iterable[BlockHashWithGroupId]) -> None:
+        """No block has these hashes any more; one event per group."""
+        removed: dict[int, list[bytes]] = {}
+        for key in keys:
+            removed.setdefault(get_group_id(key), []).append(get_block_hash(key))
+        for group_id, block_hashes in removed.items():
+            self._events.append(BlockRemoved(block_hashes=block_hashes, group_id=group_id))
+
+    def on_cleared(self) -> None:
+        self._events.append(AllBlocksCleared())
+
+    def take(self) -> list[KVCacheEvent]:
+        """What happened since the last call, in order, and forgets it."""
+        taken, self._events = self._events, []
+        return taken

@@ -1,0 +1,1 @@
+"""Blocks and the pool that owns them."""

@@ -1,0 +1,373 @@
+"""BlockPool: every block of KV memory, which of them are free, and which can be found by hash."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from paxkv.contracts.cache_request import CacheRequest
+from paxkv.contracts.kv_events import KVCacheEvent
+from paxkv.errors import ConfigError, InvariantError
+from paxkv.kv_cache.hashing.block_hash import (
+    BlockHash,
+    BlockHashWithGroupId,
+    make_block_hash_with_group_id,
+    make_block_hashes_with_group_id,
+    with_block_size,
+)
+from paxkv.kv_cache.observers.block_changes import BlockChangeLog
+from paxkv.kv_cache.observers.block_movements import BlockMovementLog
+from paxkv.kv_cache.observers.event_recorder import KVEventRecorder
+from paxkv.kv_cache.observers.evicted_hashes import EvictedHashes
+from paxkv.kv_cache.observers.metrics_collector import KVCacheMetricsCollector
+from paxkv.kv_cache.pool.block import FreeKVCacheBlockQueue, KVCacheBlock
+
+
+class BlockHashToBlockMap:
+    """Blocks by hash. Equal blocks may exist twice; block ids never change under a request.
+
+    Nearly every hash has one block, which is stored bare; only several need a dict by block id.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[BlockHashWithGroupId, KVCacheBlock | dict[int, KVCacheBlock]] = {}
+
+    def get_one_block(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
+        """The first block that was given this hash; None when there is none."""
+        found = self._blocks.get(key)
+        if isinstance(found, dict):
+            return next(iter(found.values()))
+        return found
+
+    def get_run(self, keys: Iterable[BlockHashWithGroupId]) -> list[KVCacheBlock]:
+        """The same for each of `keys`, up to the first that has none."""
+        run: list[KVCacheBlock] = []
+        for found in map(self._blocks.get, keys):
+            if found is None:
+                break
+            run.append(next(iter(found.values())) if isinstance(found, dict) else found)
+        return run
+
+    def insert(self, key: BlockHashWithGroupId, block: KVCacheBlock) -> bool:
+        """Adds a block; whether it is the only one with this hash."""
+        found = self._blocks.get(key)
+        if found is None:
+            self._blocks[key] = block
+            return True
+        if isinstance(found, dict):
+            found[block.block_id] = block
+        else:
+            self._blocks[key] = {found.block_id: found, block.block_id: block}
+        return False
+
+    def pop(self, key: BlockHashWithGroupId, block_id: int) -> KVCacheBlock | None:
+        """Removes the block with this hash and id; None when there is none."""
+        found = self._blocks.get(key)
+        if isinstance(found, dict):
+            block = found.pop(block_id, None)
+            if len(found) == 1:
+                self._blocks[key] = next(iter(found.values()))
+            return block
+        if found is None or found.block_id != block_id:
+            return None
+        return self._blocks.pop(key)
+
+    def items(self) -> Iterator[tuple[BlockHashWithGroupId, KVCacheBlock]]:
+        """Every (hash, block) pair."""
+        for key, found in self._blocks.items():
+            for block in found.values() if isinstance(found, dict) else (found,):
+                yield key, block
+
+    def __contains__(self, key: BlockHashWithGroupId) -> bool:
+        return key in self._blocks
+
+    def __len__(self) -> int:
+        """Number of different hashes."""
+        return len(self._blocks)
+
+
+class BlockPool:
+    """All blocks of KV memory, for all KV cache groups.
+
+    A block that nobody holds waits in the free queue and can still be found by its hash; it
+    loses the hash only when its memory is handed out again, oldest first.
+
+    Args:
+        hash_block_size: Tokens that one of a request's `block_hashes` covers; it divides every
+            group's block size. None where each group's block size is the same as that.
+        enable_kv_cache_events: Records what `take_events` gives.
+        metrics_collector: Measures how long blocks stay; None measures nothing.
+
+    Attributes:
+        movement_log: Told of every movement of a block; None tells nobody.
+        change_log: Told which blocks changed, but of those handed out; None tells nobody.
+        evicted_hashes: What was forgotten lately, for the question why a request missed.
+
+    Raises:
+        ConfigError: Fewer than 2 blocks: block 0 is the null block.
+
+    Source: vLLM `v1/core/block_pool.py`.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        enable_caching: bool,
+        hash_block_size: int | None = None,
+        enable_kv_cache_events: bool = False,
+        metrics_collector: KVCacheMetricsCollector | None = None,
+    ) -> None:
+        if num_blocks < 2:
+            raise ConfigError(
+                f"the KV cache needs at least 2 blocks, one of them the null block, got "
+                f"{num_blocks=}. Give it more memory."
+            )
+        self.num_blocks = num_blocks
+        self.enable_caching = enable_caching
+        self.hash_block_size = hash_block_size
+        self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
+        self.free_block_queue = FreeKVCacheBlockQueue(self.blocks)
+        self.cached_block_hash_to_block = BlockHashToBlockMap()
+        self.null_block = self.free_block_queue.popleft()
+        self.null_block.is_null = True
+        # Held for good, by a layer and not by a request.
+        self.num_permanent_blocks = 0
+        self.metrics_collector = metrics_collector
+        self.movement_log: BlockMovementLog | None = None
+        self.change_log: BlockChangeLog | None = None
+        self.evicted_hashes = EvictedHashes()
+        self._event_recorder = KVEventRecorder() if enable_kv_cache_events else None
+
+    def get_cached_block(
+        self, block_hash: BlockHash, kv_cache_group_ids: Sequence[int]
+    ) -> list[KVCacheBlock] | None:
+        """A cached block of each group, in order; None when one of the groups has none."""
+        cached_blocks: list[KVCacheBlock] = []
+        for group_id in kv_cache_group_ids:
+            key = make_block_hash_with_group_id(block_hash, group_id)
+            block = self.cached_block_hash_to_block.get_one_block(key)
+            if block is None:
+                return None
+            cached_blocks.append(block)
+        return cached_blocks
+
+    def get_cached_run(
+        self, block_hashes: Iterable[BlockHash], kv_cache_group_id: int
+    ) -> list[KVCacheBlock]:
+        """A group's cached blocks, in order, up to the first hash that has none."""
+        return self.cached_block_hash_to_block.get_run(
+            make_block_hashes_with_group_id(block_hashes, kv_cache_group_id)
+        )
+
+    def cache_full_blocks(
+        self,
+        *,
+        request: CacheRequest,
+        blocks: Sequence[KVCacheBlock],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+    ) -> None:
+        """Makes blocks `num_cached_blocks` to `num_full_blocks` of a request findable.
+
+        Args:
+            blocks: All blocks of the request in this group; null blocks are passed over.
+            block_size: Tokens in each of them, a multiple of `hash_block_size`.
+
+        Raises:
+            InvariantError: One of them is cached already.
+        """
+        block_hashes = with_block_size(
+            request.block_hashes, self.hash_block_size or block_size, block_size
+        )
+        stored_idxs: list[int] = []
+        for block_idx in range(num_cached_blocks, num_full_blocks):
+            block = blocks[block_idx]
+            if block.is_null:
+                continue
+            if block.block_hash is not None:
+                raise InvariantError(f"{block!r} is cached already.")
+            key = make_block_hash_with_group_id(block_hashes[block_idx], kv_cache_group_id)
+            block.block_hash = key
+            if self.cached_block_hash_to_block.insert(key, block):
+                stored_idxs.append(block_idx)
+            if self.movement_log is not None:
+                self.movement_log.on_cached(block)
+            if self.change_log is not None:
+                self.change_log.on_cached(request, block, block_idx, block_hashes, block_size)
+        if self._event_recorder is not None:
+            self._event_recorder.on_stored(
+                request,
+                stored_idxs,
+                block_hashes,
+                block_size=block_size,
+                group_id=kv_cache_group_id,
+            )
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Hands out free blocks, each held once; what they cached is forgotten.
+
+        Raises:
+            InvariantError: There are fewer; the caller asks `get_num_free_blocks` first.
+        """
+        blocks = self.free_block_queue.popleft_n(num_blocks)
+        if self.enable_caching:
+            self.evict(blocks)
+        for block in blocks:
+            block.ref_cnt = 1
+        if self.metrics_collector is not None:
+            self.metrics_collector.on_allocated(blocks)
+        if self.movement_log is not None:
+            self.movement_log.on_allocated(blocks)
+        return blocks
+
+    def take_permanent_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Hands out blocks that never come back; nobody uses the pool before.
+
+        Raises:
+            ConfigError: There are not enough to leave one for requests.
+        """
+        if num_blocks >= self.get_num_free_blocks():
+            raise ConfigError(
+                f"layers keep {num_blocks} KV cache blocks for good, and only "
+                f"{self.get_num_free_blocks()} are there. Give the cache more memory."
+            )
+        blocks = self.free_block_queue.popleft_n(num_blocks)
+        for block in blocks:
+            block.ref_cnt = 1
+        self.num_permanent_blocks += num_blocks
+        return blocks
+
+    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Adds a holder to each block: a prefix hit."""
+        for block in blocks:
+            if block.is_null:
+                continue
+            if block.ref_cnt == 0:
+                self.free_block_queue.remove(block)
+            block.ref_cnt += 1
+            if self.movement_log is not None:
+                self.movement_log.on_shared(block)
+        if self.metrics_collector is not None:
+            self.metrics_collector.on_accessed(blocks)
+        if self.change_log is not None:
+            self.change_log.on_shared(blocks)
+
+    def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+        """Takes a holder from each block; those without one are free, and stay findable.
+
+        Args:
+            ordered_blocks: The first is the first to be handed out again.
+
+        Raises:
+            InvariantError: Nobody holds one of them.
+        """
+        if self.change_log is not None:
+            ordered_blocks = tuple(ordered_blocks)
+            self.change_log.on_freed(ordered_blocks)
+        freed: list[KVCacheBlock] = []
+        for block in ordered_blocks:
+            if block.is_null:
+                continue
+            if block.ref_cnt < 1:
+                raise InvariantError(f"{block!r} was freed, but nobody holds it.")
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                freed.append(block)
+        self.free_block_queue.append_n(freed)
+        if self.metrics_collector is not None:
+            self.metrics_collector.on_freed(freed)
+        if self.movement_log is not None:
+            self.movement_log.on_freed(freed)
+
+    def evict(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Takes blocks out of the prefix cache; who holds them does not change."""
+        evicted: list[KVCacheBlock] = []
+        keys: list[BlockHashWithGroupId] = []
+        for block in blocks:
+            key = block.block_hash
+            if key is None:
+                continue
+            # By id: another block with the same content stays.
+            self.cached_block_hash_to_block.pop(key, block.block_id)
+            block.block_hash = None
+            evicted.append(block)
+            keys.append(key)
+            if self.movement_log is not None:
+                self.movement_log.on_evicted(block)
+        if not evicted:
+            return
+        self.evicted_hashes.add(keys)
+        if self.metrics_collector is not None:
+            self.metrics_collector.on_evicted(evicted)
+        if self.change_log is not None:
+            self.change_log.on_evicted(evicted)
+        if self._event_recorder is not None:
+            gone = (
+                key for key in dict.fromkeys(keys) if key not in self.cached_block_hash_to_block
+            )
+            self._event_recorder.on_removed(gone)
+
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        """Takes blocks out of the prefix cache by id, as when what they hold is not valid."""
+        self.evict(self.blocks[block_id] for block_id in block_ids)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets every cached block; False, and nothing changed, while a block is in use."""
+        if self.get_num_free_blocks() != self.num_blocks - 1 - self.num_permanent_blocks:
+            return False
+        self.cached_block_hash_to_block = BlockHashToBlockMap()
+        if self.change_log is not None:
+            self.change_log.on_evicted([b for b in self.blocks if b.block_hash is not None])
+        for block in self.blocks:
+            if block.block_hash is not None and self.movement_log is not None:
+                self.movement_log.on_evicted(block)
+            block.block_hash = None
+        self.evicted_hashes.clear()
+        if self.metrics_collector is not None:
+            self.metrics_collector.reset()
+        if self._event_recorder is not None:
+            self._event_recorder.on_cleared()
+        return True
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Events since the last call, in order; none unless they are enabled."""
+        return [] if self._event_recorder is None else self._event_recorder.take()
+
+    def get_num_free_blocks(self) -> int:
+        return self.free_block_queue.num_free_blocks
+
+    def get_usage(self) -> float:
+        """Share of the blocks that requests hold, in [0, 1]."""
+        num_usable_blocks = self.num_blocks - 1 - self.num_permanent_blocks
+        return 1.0 - self.get_num_free_blocks() / num_usable_blocks
+
+    def check_invariants(self) -> None:
+        """Checks that every block is free xor held and that hashes and cache agree, in O(n).
+
+        Raises:
+            InvariantError: They do not.
+        """
+        null = self.null_block
+        if null.block_id != 0 or not null.is_null or null.ref_cnt or null.block_hash is not None:
+            raise InvariantError(f"the null block was changed: {null!r}.")
+        free_blocks = self.free_block_queue.get_all_free_blocks()
+        if len(free_blocks) != self.get_num_free_blocks():
+            raise InvariantError(
+                f"free queue counts {self.get_num_free_blocks()} but links {len(free_blocks)}."
+            )
+        free_ids = {block.block_id for block in free_blocks}
+        for block in self.blocks[1:]:
+            if block.is_null or block.ref_cnt < 0:
+                raise InvariantError(f"{block!r} cannot be.")
+            if (block.ref_cnt == 0) != (block.block_id in free_ids):
+                raise InvariantError(f"{block!r} must be either free or held.")
+        if 0 in free_ids or len(free_ids) != len(free_blocks):
+            raise InvariantError("the free queue holds the null block, or a block twice.")
+        cached_ids: list[int] = []
+        for key, block in self.cached_block_hash_to_block.items():
+            cached_ids.append(block.block_id)
+            if block.block_hash != key:
+                raise InvariantError(f"{block!r} is cached under another hash.")
+        hashed_ids = [block.block_id for block in self.blocks if block.block_hash is not None]
+        if sorted(cached_ids) != hashed_ids or (hashed_ids and not self.enable_caching):
+            raise InvariantError(f"blocks {hashed_ids} have a hash, {cached_ids} are cached.")

@@ -1,0 +1,71 @@
+"""DeviceBlockWork: copies that may be done all at once, and blocks to clear, each taken once."""
+
+from paxkv.kv_cache.managers.device_block_work import DeviceBlockWork
+from paxkv.kv_cache.pool.block import KVCacheBlock
+
+
+def blocks(num):
+    return [KVCacheBlock(i, ref_cnt=1) for i in range(num)]
+
+
+def taken(work):
+    return [(copy.source_block_id, copy.target_block_id) for copy in work.take_copies()]
+
+
+def test_copies_are_taken_once_in_order():
+    b = blocks(6)
+    work = DeviceBlockWork()
+    work.record_copy(b[3], b[1])
+    work.record_copy(b[3], b[4])
+    assert taken(work) == [(3, 1), (3, 4)]
+    assert taken(work) == []
+
+
+def test_a_copy_of_a_copy_comes_from_where_the_content_is():
+    b = blocks(6)
+    work = DeviceBlockWork()
+    work.record_copy(b[1], b[2])
+    work.record_copy(b[2], b[3])
+    work.record_copy(b[3], b[4])
+    assert taken(work) == [(1, 2), (1, 3), (1, 4)]
+    # In the next step block 2 holds what it holds.
+    work.record_copy(b[2], b[5])
+    assert taken(work) == [(2, 5)]
+
+
+def test_a_target_that_nobody_holds_any_more_is_dropped():
+    b = blocks(4)
+    work = DeviceBlockWork()
+    work.record_copy(b[1], b[2])
+    work.record_copy(b[1], b[3])
+    b[2].ref_cnt = 0
+    work.forget_freed_targets()
+    assert taken(work) == [(1, 3)]
+
+
+def test_a_block_that_gets_its_own_content_back_is_not_copied():
+    b = blocks(4)
+    work = DeviceBlockWork()
+    work.record_copy(b[1], b[2])
+    work.record_copy(b[2], b[1])
+    assert taken(work) == [(1, 2)]
+
+
+def test_new_blocks_are_recorded_only_where_they_are_to_be_cleared():
+    b = blocks(4)
+    silent = DeviceBlockWork()
+    silent.record_new_blocks(b)
+    assert silent.take_new_block_ids() == []
+    work = DeviceBlockWork(records_new_blocks=True)
+    work.record_new_blocks(b[2:])
+    work.record_new_blocks(b[1:3])
+    assert work.take_new_block_ids() == [2, 3, 1]
+    assert work.take_new_block_ids() == []
+
+
+def test_a_block_that_is_copied_over_is_not_cleared():
+    b = blocks(4)
+    work = DeviceBlockWork(records_new_blocks=True)
+    work.record_new_blocks(b[1:])
+    work.record_copy(b[1], b[2])
+    assert work.take_new_block_ids() == [1, 3]

@@ -1,0 +1,221 @@
+"""Why a request missed: each reason, by a pool in which it is so."""
+
+import types
+
+import pytest
+
+from paxkv.kv_cache.hashing.block_hash import BlockHasher
+from paxkv.kv_cache.hashing.extra_keys import ExtraKeySources
+from paxkv.kv_cache.observers import prefix_cache_miss
+from paxkv.kv_cache.observers.prefix_cache_miss import PrefixCacheMissExplainer
+from paxkv.kv_cache.pool.block_pool import BlockPool
+
+BLOCK_SIZE = 2
+
+
+class Cache:
+    """A pool with one group, admitted to as a manager would."""
+
+    def __init__(self, *, num_blocks=20, enable_caching=True, group_block_sizes=None):
+        self.hasher = BlockHasher(block_size=BLOCK_SIZE, seed="s")
+        self.pool = BlockPool(
+            num_blocks=num_blocks, enable_caching=enable_caching, hash_block_size=BLOCK_SIZE
+        )
+        self.explainer = PrefixCacheMissExplainer(
+            block_pool=self.pool,
+            group_block_sizes=group_block_sizes or {0: BLOCK_SIZE},
+            hash_block_size=BLOCK_SIZE,
+        )
+
+    def request(self, request_id, token_ids, *, salt=None, lora=None, skip=False, **sources):
+        block_hashes = []
+        keys = ExtraKeySources(cache_salt=salt, lora_name=lora, **sources)
+        self.hasher.extend(block_hashes, token_ids, keys)
+        return types.SimpleNamespace(
+            request_id=request_id,
+            all_token_ids=token_ids,
+            num_tokens=len(token_ids),
+            num_preemptions=0,
+            block_hashes=block_hashes,
+            skip_reading_prefix_cache=skip,
+            lora_name=lora,
+            cache_salt=salt,
+        )
+
+    def num_hit_tokens(self, request):
+        if request.skip_reading_prefix_cache:
+            return 0
+        num_blocks = 0
+        while (num_blocks + 1) * BLOCK_SIZE <= request.num_tokens - 1:
+            if self.pool.get_cached_block(request.block_hashes[num_blocks], [0]) is None:
+                break
+            num_blocks += 1
+        return num_blocks * BLOCK_SIZE
+
+    def admit(self, request):
+        """Looks up, records, allocates and caches; returns the blocks."""
+        num_hit_tokens = self.num_hit_tokens(request)
+        self.explainer.record(request, num_hit_tokens)
+        num_hits, num_full = num_hit_tokens // BLOCK_SIZE, request.num_tokens // BLOCK_SIZE
+        hits = [self.pool.get_cached_block(h, [0])[0] for h in request.block_hashes[:num_hits]]
+        self.pool.touch(hits)
+        blocks = hits + self.pool.get_new_blocks(num_full - num_hits)
+        if self.pool.enable_caching:
+            self.pool.cache_full_blocks(
+                request=request,
+                blocks=blocks,
+                num_cached_blocks=num_hits,
+                num_full_blocks=num_full,
+                block_size=BLOCK_SIZE,
+                kv_cache_group_id=0,
+            )
+        return blocks
+
+    def why(self, request_id):
+        answer = self.explainer.answer(request_id)
+        assert answer.request_id == request_id
+        return answer.reason, answer.num_hit_tokens, answer.block_idx
+
+
+def test_a_full_hit_is_one_up_to_the_last_token():
+    cache = Cache()
+    cache.admit(cache.request("a", [1, 2, 3, 4]))
+    for request_id, tokens in (("b", [1, 2, 3, 4]), ("c", [1, 2, 3])):
+        cache.admit(cache.request(request_id, tokens))
+        assert cache.why(request_id) == ("hit", 2, None)
+    cache.admit(cache.request("d", [1, 2, 3, 4, 5]))
+    assert cache.why("d") == ("hit", 4, None)
+
+
+def test_the_first_differing_block_is_named():
+    cache = Cache()
+    cache.admit(cache.request("a", [1, 2, 3, 4, 5, 6]))
+    cache.admit(cache.request("b", [1, 2, 3, 4, 5, 9, 7]))
+    assert cache.why("a") == ("first_block_differs", 0, 0)
+    assert cache.why("b") == ("block_differs", 4, 2)
+    assert cache.explainer.answer("b").block_size == BLOCK_SIZE
+    cache.admit(cache.request("c", [9, 2, 3, 4]))
+    assert cache.why("c") == ("first_block_differs", 0, 0)
+
+
+def test_another_salt_and_another_adapter_are_told_apart():
+    cache = Cache()
+    tokens = [1, 2, 3, 4, 5]
+    cache.admit(cache.request("plain", tokens))
+    cases = [
+        ("salted", {"salt": "s"}, "salt"),
+        ("other salt", {"salt": "t"}, "salt"),
+        ("adapted", {"lora": "l"}, "lora"),
+        ("both", {"lora": "l", "salt": "s"}, "lora"),  # salt s is there, with another adapter
+        ("again", {"lora": "l", "salt": "s"}, "hit"),
+        ("new salt, new adapter", {"lora": "m", "salt": "u"}, "salt"),
+    ]
+    for request_id, names, reason in cases:
+        cache.admit(cache.request(request_id, tokens, **names))
+        assert cache.why(request_id)[0] == reason, request_id
+
+
+def test_a_salt_whose_blocks_are_gone_is_no_reason():
+    cache = Cache()
+    cache.pool.evict(cache.admit(cache.request("a", [1, 2, 3], salt="s")))
+    cache.admit(cache.request("b", [1, 2, 3]))
+    assert cache.why("b") == ("first_block_differs", 0, 0)
+
+
+def test_an_evicted_block_is_known_as_such():
+    cache = Cache(num_blocks=5)
+    cache.pool.free_blocks(reversed(cache.admit(cache.request("a", [1, 2, 3, 4, 5, 6]))))
+    cache.pool.free_blocks(cache.pool.get_new_blocks(2))  # the unused block, and the tail of a
+    cache.admit(cache.request("b", [1, 2, 3, 4, 5, 6, 7]))
+    assert cache.why("b") == ("evicted", 4, 2)
+
+
+def test_what_is_evicted_later_is_no_reason_for_an_earlier_miss():
+    cache = Cache()
+    cache.admit(cache.request("a", [1, 2, 3, 4]))
+    request = cache.request("b", [1, 2, 5, 6, 7])
+    blocks = cache.admit(request)
+    cache.pool.evict(blocks)
+    assert cache.why("b") == ("block_differs", 2, 1)
+    cache.admit(cache.request("c", [1, 2, 5, 6, 7]))
+    assert cache.why("c") == ("evicted", 0, 0)
+
+
+def test_short_prompts_and_those_that_read_nothing():
+    cache = Cache()
+    cache.admit(cache.request("short", [1, 2]))
+    assert cache.why("short") == ("too_short", 0, None)
+    cache.admit(cache.request("skip", [1, 2, 3, 4], skip=True))
+    assert cache.why("skip") == ("disabled", 0, None)
+    cache = Cache(enable_caching=False)
+    cache.admit(cache.request("off", [1, 2, 3, 4]))
+    assert cache.why("off") == ("disabled", 0, None)
+
+
+def test_a_hit_of_several_groups_names_the_group_that_missed():
+    cache = Cache(group_block_sizes={0: 2, 1: 4})
+    request = cache.request("a", [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    cache.admit(request)  # into group 0 alone
+    answer = cache.explainer.explain(request, 0)
+    assert (answer.reason, answer.block_idx, answer.block_size) == ("first_block_differs", 0, 4)
+    cache.pool.cache_full_blocks(
+        request=request,
+        blocks=cache.pool.get_new_blocks(2),
+        num_cached_blocks=0,
+        num_full_blocks=2,
+        block_size=4,
+        kv_cache_group_id=1,
+    )
+    assert cache.explainer.explain(request, 8).reason == "hit"
+    # Everything is there, and yet the hit was cut, as for speculative decoding.
+    assert cache.explainer.explain(request, 4).reason == "shortened"
+    # Under one block of the larger group nothing can be found.
+    assert cache.explainer.explain(cache.request("b", [1, 2, 3, 4]), 0).reason == "too_short"
+
+
+def test_asking_in_advance_keeps_nothing():
+    cache = Cache()
+    request = cache.request("a", [1, 2, 3, 4])
+    assert cache.explainer.explain(request, 0).reason == "first_block_differs"
+    assert cache.explainer.answer("a") is None
+
+
+def test_a_request_that_resumes_keeps_the_answer_of_its_first_admission():
+    cache = Cache()
+    request = cache.request("a", [1, 2, 3, 4, 5])
+    cache.pool.free_blocks(cache.admit(request))
+    request.num_preemptions = 1
+    cache.admit(request)
+    assert cache.why("a") == ("first_block_differs", 0, 0)
+
+
+def test_a_reset_cache_has_forgotten_what_it_evicted():
+    cache = Cache()
+    blocks = cache.admit(cache.request("a", [1, 2, 3, 4]))
+    cache.pool.evict(blocks)
+    cache.pool.free_blocks(blocks)
+    assert cache.pool.reset_prefix_cache()
+    cache.admit(cache.request("b", [1, 2, 3, 4]))
+    assert cache.why("b") == ("first_block_differs", 0, 0)
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prefix_cache_miss, "MAX_ANSWERS", 3)
+    monkeypatch.setattr(prefix_cache_miss, "MAX_FIRST_BLOCKS", 2)
+    cache = Cache(num_blocks=40)
+    for number in range(5):
+        cache.admit(cache.request(f"r{number}", [number, 0, 0]))
+    assert [cache.explainer.answer(f"r{number}") is None for number in range(5)] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+    for number, reason in ((0, "first_block_differs"), (4, "salt")):
+        request = cache.request("x", [number, 0, 0], salt="s")
+        assert cache.explainer.explain(request, 0).reason == reason
+    # Many tenants with one prompt: the latest of them are remembered.
+    for number in range(20):
+        cache.admit(cache.request(f"s{number}", [7, 7, 7], salt=str(number)))
+    assert cache.why("s19")[0] == "salt"
