@@ -49,8 +49,8 @@ from paxkv.contracts.engine_output import EngineDead, StepOutputs
 from paxkv.contracts.engine_request import AddRequest, EngineRequest
 from paxkv.entrypoints.build import BuiltEngine, build_engine
 from paxkv.errors import EngineDeadError
-from paxkv.scheduler.trace.calls import AddRequestCall, Call, ScheduleCall, UpdateCall
-from paxkv.scheduler.trace.trace_file import TraceReader
+from paxkv.trace.calls import AddRequestCall, Call, ScheduleCall, UpdateCall
+from paxkv.trace.trace_file import TraceReader
 
 Mode = Literal["static", "continuous"]
 MODES: tuple[Mode, ...] = ("static", "continuous")

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paxkv.errors import TraceFileError
-from paxkv.scheduler.trace.chrome_view import write_chrome_view
-from paxkv.scheduler.trace.replayer import ReplaySummary, replay
-from paxkv.scheduler.trace.trace_file import TraceReader
+from paxkv.trace.chrome_view import write_chrome_view
+from paxkv.trace.replayer import ReplaySummary, replay
+from paxkv.trace.trace_file import TraceReader
 
 EXACT, DIFFERENT, UNREADABLE = 0, 1, 2
 

@@ -64,6 +64,13 @@ MAY_IMPORT = {
         "models",
         "pallas_kernels",
     },
+    "paxkv.trace": {
+        "paxkv",
+        "paxkv.config",
+        "paxkv.contracts",
+        "paxkv.kv_cache",
+        "paxkv.scheduler",
+    },
     "paxkv.structured_output": {"paxkv", "paxkv.config", "paxkv.contracts"},
     "paxkv.inspector": {
         "paxkv",
@@ -71,6 +78,7 @@ MAY_IMPORT = {
         "paxkv.contracts",
         "paxkv.kv_cache",
         "paxkv.scheduler",
+        "paxkv.trace",
     },
     "paxkv.engine": {
         "paxkv",
@@ -81,8 +89,16 @@ MAY_IMPORT = {
         "paxkv.runner",
         "paxkv.structured_output",
         "paxkv.inspector",
+        "paxkv.trace",
     },
-    "paxkv.client": {"paxkv", "paxkv.config", "paxkv.contracts", "paxkv.text"},
+    "paxkv.fleet": {"paxkv", "paxkv.config", "paxkv.contracts"},
+    "paxkv.client": {
+        "paxkv",
+        "paxkv.config",
+        "paxkv.contracts",
+        "paxkv.text",
+        "paxkv.fleet",
+    },
     "paxkv.server": {
         "paxkv",
         "paxkv.config",
@@ -90,6 +106,7 @@ MAY_IMPORT = {
         "paxkv.text",
         "paxkv.client",
         "paxkv.inspector",
+        "paxkv.fleet",
     },
 }
 MAY_IMPORT_JAX = {"pallas_kernels", "models", "paxkv.runner"}

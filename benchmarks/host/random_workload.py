@@ -22,8 +22,8 @@ from paxkv.contracts.kv_cache_spec import (
 from paxkv.contracts.runner_output import ModelRunnerOutput
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.scheduler.scheduler import Scheduler
-from paxkv.scheduler.trace.header import TraceHeader
-from paxkv.scheduler.trace.recorder import TraceRecorder
+from paxkv.trace.header import TraceHeader
+from paxkv.trace.recorder import TraceRecorder
 
 BLOCK_SIZE = 8
 MAX_MODEL_LEN = 320

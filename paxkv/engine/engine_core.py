@@ -37,8 +37,8 @@ from paxkv.engine.request_clock import RequestClock
 from paxkv.errors import InvalidRequestError, InvariantError, PaxkvError
 from paxkv.inspector.recorder import InspectionRecorder
 from paxkv.scheduler.scheduler import Scheduler
-from paxkv.scheduler.trace.recorder import TraceRecorder
 from paxkv.structured_output.grammar_manager import GrammarManager
+from paxkv.trace.recorder import TraceRecorder
 
 logger = logging.getLogger(__name__)
 

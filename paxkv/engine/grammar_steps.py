@@ -8,9 +8,9 @@ from paxkv.contracts.engine_output import EngineCoreOutput, FinishReason
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.scheduler.request import Request
 from paxkv.scheduler.scheduler import Scheduler
-from paxkv.scheduler.trace.recorder import TraceRecorder
 from paxkv.structured_output.bound_request import GrammarEnd
 from paxkv.structured_output.grammar_manager import GrammarManager
+from paxkv.trace.recorder import TraceRecorder
 
 
 def drawing_requests(running: Iterable[Request], scheduler_output: SchedulerOutput) -> list[str]:

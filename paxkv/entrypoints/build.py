@@ -42,13 +42,13 @@ from paxkv.entrypoints.build_client import (
 from paxkv.errors import KVCacheTooSmallError
 from paxkv.package_origin import check_package_origin
 from paxkv.scheduler.scheduler import Scheduler
-from paxkv.scheduler.trace.header import TraceHeader
-from paxkv.scheduler.trace.recorder import TraceRecorder, make_scheduler, record_scheduler
-from paxkv.scheduler.trace.trace_file import check_trace_file
 from paxkv.structured_output.grammar_compiler import GrammarCompiler
 from paxkv.structured_output.grammar_manager import GrammarManager
 from paxkv.text.chat_template import ChatTemplate
 from paxkv.text.tokenizer import Tokenizer
+from paxkv.trace.header import TraceHeader
+from paxkv.trace.recorder import TraceRecorder, make_scheduler, record_scheduler
+from paxkv.trace.trace_file import check_trace_file
 
 # Before the imports below: with a foreign `models` they would fail without saying why.
 check_package_origin()

@@ -22,7 +22,7 @@ from paxkv.kv_cache.observers.block_changes import BlockChangeLog
 from paxkv.kv_cache.pool.block import KVCacheBlock
 from paxkv.scheduler.request import Request
 from paxkv.scheduler.scheduler import Scheduler
-from paxkv.scheduler.trace.recorder import TraceRecorder
+from paxkv.trace.recorder import TraceRecorder
 
 MAX_WAITING_ROWS = 200
 NUM_EVICTION_HEAD = 64

@@ -9,7 +9,7 @@ from paxkv.contracts.inspection import BlockDetails, Inspection
 from paxkv.errors import InvalidRequestError
 from paxkv.inspector.frame_maker import FrameMaker
 from paxkv.scheduler.scheduler import Scheduler
-from paxkv.scheduler.trace.recorder import TraceRecorder
+from paxkv.trace.recorder import TraceRecorder
 
 # Without a question for so long, nobody looks any more: a page that vanished costs nothing.
 LEASE_S = 3.0

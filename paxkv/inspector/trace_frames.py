@@ -16,9 +16,9 @@ from paxkv.contracts.engine_output import EngineCoreOutput
 from paxkv.contracts.inspection import InspectorFrame
 from paxkv.errors import PaxkvError, TraceFileError
 from paxkv.inspector.frame_maker import FrameMaker
-from paxkv.scheduler.trace.calls import AddRequestCall, Call, ScheduleCall, UpdateCall
-from paxkv.scheduler.trace.replayer import ReplaySummary, TracePlayer, replay_call
-from paxkv.scheduler.trace.trace_file import TraceReader
+from paxkv.trace.calls import AddRequestCall, Call, ScheduleCall, UpdateCall
+from paxkv.trace.replayer import ReplaySummary, TracePlayer, replay_call
+from paxkv.trace.trace_file import TraceReader
 
 # A page keeps all of them; longer traces have several steps in a frame.
 MAX_FRAMES = 3000

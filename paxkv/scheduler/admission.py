@@ -4,8 +4,8 @@ import dataclasses
 
 from paxkv.contracts.grammar_gate import GrammarGate
 from paxkv.kv_cache.manager import KVCacheBlocks, KVCacheManager
-from paxkv.scheduler.forks import KeptRequests, num_shareable_tokens
-from paxkv.scheduler.remote_kv import RemoteKV
+from paxkv.scheduler.participants.forks import KeptRequests, num_shareable_tokens
+from paxkv.scheduler.participants.remote_kv import RemoteKV
 from paxkv.scheduler.request import Request, RequestStatus
 from paxkv.scheduler.step_plan import StepPlan
 

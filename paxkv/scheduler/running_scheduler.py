@@ -4,12 +4,16 @@ from collections.abc import Collection
 
 from paxkv.config.engine_config import SchedulerConfig
 from paxkv.kv_cache.manager import KVCacheManager
-from paxkv.scheduler.encoder_inputs import EncoderDemand, EncoderInputs
-from paxkv.scheduler.invalid_blocks import block_ids_from, can_go_on_from, num_valid_tokens
-from paxkv.scheduler.remote_kv import RemoteKV
+from paxkv.scheduler.participants.encoder_inputs import EncoderDemand, EncoderInputs
+from paxkv.scheduler.participants.invalid_blocks import (
+    block_ids_from,
+    can_go_on_from,
+    num_valid_tokens,
+)
+from paxkv.scheduler.participants.remote_kv import RemoteKV
+from paxkv.scheduler.participants.spare_blocks import SpareBlocks
 from paxkv.scheduler.request import Request, RequestStatus
 from paxkv.scheduler.request_queue import RequestQueue
-from paxkv.scheduler.spare_blocks import SpareBlocks
 from paxkv.scheduler.step_plan import StepPlan
 from paxkv.scheduler.steps_in_flight import StepsInFlight
 

@@ -17,16 +17,16 @@ from paxkv.kv_cache.manager import KVCacheManager
 from paxkv.kv_cache.observers.metrics_collector import make_metrics_collector
 from paxkv.scheduler.admission import AdmissionGate
 from paxkv.scheduler.decode_burst import DecodeBursts
-from paxkv.scheduler.encoder_inputs import EncoderInputs
-from paxkv.scheduler.forks import KeptRequests
 from paxkv.scheduler.invariants import check_blocks, check_requests
 from paxkv.scheduler.limits import make_request_limits
-from paxkv.scheduler.remote_kv import RemoteKV
+from paxkv.scheduler.participants.encoder_inputs import EncoderInputs
+from paxkv.scheduler.participants.forks import KeptRequests
+from paxkv.scheduler.participants.remote_kv import RemoteKV
+from paxkv.scheduler.participants.spare_blocks import SpareBlocks
 from paxkv.scheduler.request import EndReason, Request, RequestStatus, make_block_hasher
 from paxkv.scheduler.request_queue import create_request_queue
 from paxkv.scheduler.running_scheduler import RunningScheduler
 from paxkv.scheduler.scheduler_stats import make_scheduler_stats
-from paxkv.scheduler.spare_blocks import SpareBlocks
 from paxkv.scheduler.step_plan import StepPlan
 from paxkv.scheduler.steps_in_flight import StepsInFlight
 from paxkv.scheduler.update import append_plain, append_until_stop, keep_drafts, num_rejected_tokens

@@ -2,8 +2,8 @@
 
 from paxkv.contracts.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from paxkv.kv_cache.manager import KVCacheBlocks, KVCacheManager
-from paxkv.scheduler.encoder_inputs import EncoderInputs
-from paxkv.scheduler.remote_kv import RemoteKV
+from paxkv.scheduler.participants.encoder_inputs import EncoderInputs
+from paxkv.scheduler.participants.remote_kv import RemoteKV
 from paxkv.scheduler.request import Request
 
 

@@ -5,11 +5,11 @@ import enum
 from paxkv.config.engine_config import SchedulerConfig
 from paxkv.kv_cache.manager import KVCacheManager
 from paxkv.scheduler.admission import AdmissionGate, ComputedPrefix
-from paxkv.scheduler.encoder_inputs import EncoderDemand, EncoderInputs
-from paxkv.scheduler.remote_kv import RemoteKV
+from paxkv.scheduler.participants.encoder_inputs import EncoderDemand, EncoderInputs
+from paxkv.scheduler.participants.remote_kv import RemoteKV
+from paxkv.scheduler.participants.spare_blocks import SpareBlocks
 from paxkv.scheduler.request import Request, RequestStatus
 from paxkv.scheduler.request_queue import RequestQueue
-from paxkv.scheduler.spare_blocks import SpareBlocks
 from paxkv.scheduler.step_plan import StepPlan
 
 

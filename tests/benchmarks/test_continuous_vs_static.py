@@ -20,7 +20,7 @@ from benchmarks.random_checkpoint import MODEL_SHAPES, write_checkpoint
 from benchmarks.workloads import Workload, WorkloadRequest
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
-from paxkv.scheduler.trace.calls import (
+from paxkv.trace.calls import (
     AddRequestCall,
     Decision,
     NewRow,
@@ -29,7 +29,7 @@ from paxkv.scheduler.trace.calls import (
     UpdateCall,
     encode_request,
 )
-from paxkv.scheduler.trace.trace_file import StepLine
+from paxkv.trace.trace_file import StepLine
 from tests.paxkv.fake_build import fake_model_parts
 
 

@@ -37,7 +37,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import models.demo
-from paxkv.scheduler.trace.trace_file import TraceReader
+from paxkv.trace.trace_file import TraceReader
 from tests.end_to_end.demo_prompts import demo_conversations
 from tests.end_to_end.real_server import ROOT, RealServer, running_server
 from tests.end_to_end.test_demo_server import MODEL, metric, stream_answer

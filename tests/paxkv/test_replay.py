@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paxkv import replay
-from tests.paxkv.scheduler.trace.small_traces import make_request, record_run
+from tests.paxkv.trace.small_traces import make_request, record_run
 
 ROOT = Path(__file__).resolve().parents[2]
 

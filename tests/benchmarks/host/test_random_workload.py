@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 
 from benchmarks.host.random_workload import RandomWorkload, make_header
-from paxkv.scheduler.trace.calls import AddRequestCall, Call, ControlCall, ScheduleCall
-from paxkv.scheduler.trace.recorder import make_recorder
+from paxkv.trace.calls import AddRequestCall, Call, ControlCall, ScheduleCall
+from paxkv.trace.recorder import make_recorder
 
 
 def run_workload(*, num_requests: int, seed: int, check_every: int, **header: object) -> list[Call]:

@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks.host.random_workload import RandomWorkload, make_header
 from benchmarks.host.record_and_replay import record, replay_without_jax
-from paxkv.scheduler.trace.recorder import record_scheduler
-from paxkv.scheduler.trace.replayer import replay
-from paxkv.scheduler.trace.trace_file import TraceReader
+from paxkv.trace.recorder import record_scheduler
+from paxkv.trace.replayer import replay
+from paxkv.trace.trace_file import TraceReader
 
 
 def check_replay(file: Path, num_requests: int) -> None:

@@ -26,10 +26,10 @@ from paxkv.engine.core_loop import run_core
 from paxkv.engine.core_thread import CoreThread
 from paxkv.engine.engine_core import EngineCore
 from paxkv.errors import EngineDeadError
-from paxkv.scheduler.trace.calls import ScheduleCall
-from paxkv.scheduler.trace.recorder import record_scheduler
-from paxkv.scheduler.trace.replayer import replay
-from paxkv.scheduler.trace.trace_file import TraceReader
+from paxkv.trace.calls import ScheduleCall
+from paxkv.trace.recorder import record_scheduler
+from paxkv.trace.replayer import replay
+from paxkv.trace.trace_file import TraceReader
 from tests.paxkv.engine.fake_engine import (
     FakeClock,
     FakeExecutor,
@@ -37,7 +37,7 @@ from tests.paxkv.engine.fake_engine import (
     make_engine_core,
     make_request,
 )
-from tests.paxkv.scheduler.trace.small_traces import make_header
+from tests.paxkv.trace.small_traces import make_header
 
 TIMEOUT_S = 60.0
 

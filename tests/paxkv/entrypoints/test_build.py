@@ -27,8 +27,8 @@ from paxkv.entrypoints.build import (
 from paxkv.errors import ConfigError, InvalidRequestError, KVCacheTooSmallError
 from paxkv.runner.bucketing import RowShape
 from paxkv.runner.program_store import CompiledPrograms, NewCompiledPrograms
-from paxkv.scheduler.trace.replayer import replay
-from paxkv.scheduler.trace.trace_file import TraceReader
+from paxkv.trace.replayer import replay
+from paxkv.trace.trace_file import TraceReader
 from tests.paxkv.fake_build import (
     MAX_POSITIONS,
     MAX_SCALED_POSITIONS,

@@ -6,19 +6,19 @@ import pytest
 
 from paxkv.contracts.kv_connector import KVConnectorMetadata, KVTransfer
 from paxkv.errors import InvariantError
-from paxkv.scheduler.trace.calls import ScheduleCall
-from paxkv.scheduler.trace.header import TraceHeader
-from paxkv.scheduler.trace.outside import (
+from paxkv.trace.calls import ScheduleCall
+from paxkv.trace.header import TraceHeader
+from paxkv.trace.outside import (
     AskedConnector,
     AskedGrammarGate,
     Question,
     QuestionLog,
     RecordedAnswers,
 )
-from paxkv.scheduler.trace.recorder import record_scheduler
-from paxkv.scheduler.trace.replayer import replay
-from paxkv.scheduler.trace.trace_file import TraceReader, TraceWriter
-from tests.paxkv.scheduler.trace.small_traces import answer, make_header, make_request, run_to_end
+from paxkv.trace.recorder import record_scheduler
+from paxkv.trace.replayer import replay
+from paxkv.trace.trace_file import TraceReader, TraceWriter
+from tests.paxkv.trace.small_traces import answer, make_header, make_request, run_to_end
 
 TRANSFER = KVTransfer(request_id="r", block_ids=([3],), start_token_idx=0, num_tokens=8)
 METADATA = KVConnectorMetadata(loads=[TRANSFER], saves=[])

@@ -17,7 +17,7 @@ from paxkv.kv_cache.observers.block_movements import BlockMovementLog, BlockMove
 from paxkv.scheduler.async_scheduler import AsyncScheduler
 from paxkv.scheduler.request import EndReason
 from paxkv.scheduler.scheduler import Scheduler
-from paxkv.scheduler.trace.calls import (
+from paxkv.trace.calls import (
     AddRequestCall,
     Call,
     ControlCall,
@@ -30,9 +30,9 @@ from paxkv.scheduler.trace.calls import (
     UpdateCall,
     encode_request,
 )
-from paxkv.scheduler.trace.header import TraceHeader, with_fixed_seed
-from paxkv.scheduler.trace.outside import AskedConnector, AskedGrammarGate, QuestionLog
-from paxkv.scheduler.trace.trace_file import TraceWriter
+from paxkv.trace.header import TraceHeader, with_fixed_seed
+from paxkv.trace.outside import AskedConnector, AskedGrammarGate, QuestionLog
+from paxkv.trace.trace_file import TraceWriter
 
 _ResultT = TypeVar("_ResultT")
 _NOTHING_MOVED = BlockMovements()

@@ -1,8 +1,8 @@
 """SpareBlocks: blocks that are held, but not by anyone who runs, and can be given up for room."""
 
 from paxkv.kv_cache.manager import KVCacheManager
-from paxkv.scheduler.forks import KeptRequests
-from paxkv.scheduler.remote_kv import RemoteKV
+from paxkv.scheduler.participants.forks import KeptRequests
+from paxkv.scheduler.participants.remote_kv import RemoteKV
 from paxkv.scheduler.request import Request, RequestStatus
 from paxkv.scheduler.request_queue import RequestQueue
 

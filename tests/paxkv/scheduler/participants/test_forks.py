@@ -4,7 +4,7 @@ import pytest
 
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest, MultiModalFeature, PromptEmbeds
-from paxkv.scheduler.forks import KeptRequests, num_shareable_tokens
+from paxkv.scheduler.participants.forks import KeptRequests, num_shareable_tokens
 from paxkv.scheduler.request import Request, RequestStatus
 from tests.paxkv.scheduler.stepping import (
     FunctionRunner,

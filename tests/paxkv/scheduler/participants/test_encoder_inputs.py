@@ -4,7 +4,7 @@ import pytest
 
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest, MultiModalFeature
-from paxkv.scheduler.encoder_inputs import EncoderInputs
+from paxkv.scheduler.participants.encoder_inputs import EncoderInputs
 from paxkv.scheduler.request import Request
 
 

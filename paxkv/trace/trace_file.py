@@ -11,9 +11,9 @@ from typing import Literal
 import msgspec
 
 from paxkv.errors import ConfigError, TraceFileError
-from paxkv.scheduler.trace.calls import Call, ScheduleCall, UpdateCall
-from paxkv.scheduler.trace.header import TraceHeader, decode_header, encode_header
-from paxkv.scheduler.trace.json_errors import JSON_ERRORS
+from paxkv.trace.calls import Call, ScheduleCall, UpdateCall
+from paxkv.trace.header import TraceHeader, decode_header, encode_header
+from paxkv.trace.json_errors import JSON_ERRORS
 
 logger = logging.getLogger(__name__)
 

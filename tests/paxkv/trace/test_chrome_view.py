@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from paxkv.errors import TraceFileError
-from paxkv.scheduler.trace.calls import (
+from paxkv.trace.calls import (
     AddRequestCall,
     CachedRow,
     Call,
@@ -21,10 +21,10 @@ from paxkv.scheduler.trace.calls import (
     UpdateCall,
     encode_request,
 )
-from paxkv.scheduler.trace.chrome_view import ENGINE_PID, REQUESTS_PID, write_chrome_view
-from paxkv.scheduler.trace.recorder import record_scheduler
-from paxkv.scheduler.trace.trace_file import TraceReader, TraceWriter
-from tests.paxkv.scheduler.trace.small_traces import (
+from paxkv.trace.chrome_view import ENGINE_PID, REQUESTS_PID, write_chrome_view
+from paxkv.trace.recorder import record_scheduler
+from paxkv.trace.trace_file import TraceReader, TraceWriter
+from tests.paxkv.trace.small_traces import (
     make_header,
     make_request,
     record_run,

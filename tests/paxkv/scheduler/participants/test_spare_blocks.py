@@ -1,7 +1,7 @@
 """Blocks that nobody runs on are given up one holder at a time, in a fixed order."""
 
+from paxkv.scheduler.participants.spare_blocks import SpareBlocks
 from paxkv.scheduler.request import RequestStatus
-from paxkv.scheduler.spare_blocks import SpareBlocks
 from tests.paxkv.scheduler.in_memory_connector import InMemoryConnector, MemoryRunner
 from tests.paxkv.scheduler.stepping import FunctionRunner, add, ids, make_scheduler, step
 

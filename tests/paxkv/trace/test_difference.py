@@ -2,8 +2,8 @@
 
 import pytest
 
-from paxkv.scheduler.trace.calls import CachedRow, Decision, NewRow
-from paxkv.scheduler.trace.difference import Difference, first_difference
+from paxkv.trace.calls import CachedRow, Decision, NewRow
+from paxkv.trace.difference import Difference, first_difference
 
 
 def decision(*, blocks: list[list[int]], order: list[str] | None = None) -> Decision:

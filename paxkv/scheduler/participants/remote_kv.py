@@ -4,7 +4,7 @@ from paxkv.contracts.kv_connector import KVConnector, KVConnectorMetadata
 from paxkv.contracts.runner_output import KVConnectorOutput
 from paxkv.errors import InvariantError
 from paxkv.kv_cache.manager import KVCacheManager
-from paxkv.scheduler.invalid_blocks import can_go_on_from
+from paxkv.scheduler.participants.invalid_blocks import can_go_on_from
 from paxkv.scheduler.request import Request
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from paxkv.errors import TraceFileError
-from paxkv.scheduler.trace.calls import (
+from paxkv.trace.calls import (
     AddRequestCall,
     CachedRow,
     Call,
@@ -20,7 +20,7 @@ from paxkv.scheduler.trace.calls import (
     ScheduleCall,
     UpdateCall,
 )
-from paxkv.scheduler.trace.trace_file import TraceReader
+from paxkv.trace.trace_file import TraceReader
 
 # "Processes" of the view, which are groups of rows, and the rows of the engine.
 ENGINE_PID, REQUESTS_PID = 1, 2

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.errors import InvalidRequestError, InvariantError, TraceFileError
-from paxkv.scheduler.trace.calls import (
+from paxkv.trace.calls import (
     AddRequestCall,
     Call,
     FinishRequestsCall,
@@ -23,11 +23,11 @@ from paxkv.scheduler.trace.calls import (
     ScheduleCall,
     UpdateCall,
 )
-from paxkv.scheduler.trace.recorder import record_scheduler
-from paxkv.scheduler.trace.replayer import ReplaySummary, replay
-from paxkv.scheduler.trace.trace_file import TraceReader, TraceWriter
+from paxkv.trace.recorder import record_scheduler
+from paxkv.trace.replayer import ReplaySummary, replay
+from paxkv.trace.trace_file import TraceReader, TraceWriter
 from tests.paxkv.scheduler.stepping import FunctionRunner
-from tests.paxkv.scheduler.trace.small_traces import (
+from tests.paxkv.trace.small_traces import (
     answer,
     make_header,
     make_request,

@@ -6,7 +6,7 @@ import msgspec
 
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.errors import ConfigError, TraceFileError
-from paxkv.scheduler.trace.calls import (
+from paxkv.trace.calls import (
     AddRequestCall,
     Call,
     ControlCall,
@@ -15,11 +15,11 @@ from paxkv.scheduler.trace.calls import (
     ScheduleCall,
     UpdateCall,
 )
-from paxkv.scheduler.trace.difference import Difference, first_difference
-from paxkv.scheduler.trace.header import TraceHeader
-from paxkv.scheduler.trace.outside import RecordedAnswers
-from paxkv.scheduler.trace.recorder import TraceRecorder, make_recorder
-from paxkv.scheduler.trace.trace_file import TraceReader
+from paxkv.trace.difference import Difference, first_difference
+from paxkv.trace.header import TraceHeader
+from paxkv.trace.outside import RecordedAnswers
+from paxkv.trace.recorder import TraceRecorder, make_recorder
+from paxkv.trace.trace_file import TraceReader
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

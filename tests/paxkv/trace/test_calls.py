@@ -12,7 +12,7 @@ from paxkv.contracts.scheduler_output import (
     NewRequestData,
     SchedulerOutput,
 )
-from paxkv.scheduler.trace.calls import (
+from paxkv.trace.calls import (
     AddRequestCall,
     CachedRow,
     Decision,

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paxkv.errors import InvalidRequestError, InvariantError
-from paxkv.scheduler.remote_kv import RemoteKV
+from paxkv.scheduler.participants.remote_kv import RemoteKV
 from paxkv.scheduler.request import RequestStatus
 from tests.paxkv.scheduler.in_memory_connector import InMemoryConnector, MemoryRunner
 from tests.paxkv.scheduler.stepping import (

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from paxkv.errors import ConfigError, TraceFileError
-from paxkv.scheduler.trace.calls import FinishRequestsCall, ScheduleCall, UpdateCall
-from paxkv.scheduler.trace.trace_file import TraceReader, TraceWriter, check_trace_file
-from tests.paxkv.scheduler.trace.small_traces import make_header
+from paxkv.trace.calls import FinishRequestsCall, ScheduleCall, UpdateCall
+from paxkv.trace.trace_file import TraceReader, TraceWriter, check_trace_file
+from tests.paxkv.trace.small_traces import make_header
 
 FINISH = FinishRequestsCall(request_ids=["a"], finish_reason="abort")
 STEP_1 = [ScheduleCall(step=1), FINISH, UpdateCall(step=1)]

@@ -20,7 +20,7 @@ from paxkv.contracts.kv_cache_spec import (
     SlidingWindowSpec,
 )
 from paxkv.errors import ConfigError, TraceFileError
-from paxkv.scheduler.trace.json_errors import JSON_ERRORS
+from paxkv.trace.json_errors import JSON_ERRORS
 
 FORMAT = "paxkv-trace"
 # Raise it with every change of what a trace says or of what a scheduler is built from.

@@ -3,7 +3,11 @@
 import pytest
 
 from paxkv.scheduler.async_scheduler import AsyncScheduler
-from paxkv.scheduler.invalid_blocks import block_ids_from, can_go_on_from, num_valid_tokens
+from paxkv.scheduler.participants.invalid_blocks import (
+    block_ids_from,
+    can_go_on_from,
+    num_valid_tokens,
+)
 from tests.paxkv.scheduler.in_memory_connector import InMemoryConnector, MemoryRunner
 from tests.paxkv.scheduler.stepping import (
     FunctionRunner,

@@ -9,8 +9,8 @@ from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCa
 from paxkv.contracts.runner_output import ModelRunnerOutput
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.scheduler.scheduler import Scheduler
-from paxkv.scheduler.trace.header import TraceHeader
-from paxkv.scheduler.trace.recorder import TraceRecorder, record_scheduler
+from paxkv.trace.header import TraceHeader
+from paxkv.trace.recorder import TraceRecorder, record_scheduler
 
 TOKEN = 7
 

@@ -7,7 +7,7 @@ import pytest
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest, MultiModalFeature
 from paxkv.errors import InvariantError
-from paxkv.scheduler.encoder_cache_manager import EncoderCacheManager
+from paxkv.scheduler.participants.encoder_cache_manager import EncoderCacheManager
 from paxkv.scheduler.request import Request
 
 

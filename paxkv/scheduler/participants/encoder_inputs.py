@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from paxkv.scheduler.encoder_cache_manager import EncoderCacheManager
+from paxkv.scheduler.participants.encoder_cache_manager import EncoderCacheManager
 from paxkv.scheduler.request import Request
 
 

@@ -17,8 +17,8 @@ from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.errors import TraceFileError
 from paxkv.kv_cache.observers.block_movements import BlockMovements
 from paxkv.scheduler.request import EndReason
-from paxkv.scheduler.trace.json_errors import JSON_ERRORS
-from paxkv.scheduler.trace.outside import Question
+from paxkv.trace.json_errors import JSON_ERRORS
+from paxkv.trace.outside import Question
 
 ControlMethod = Literal["reset_prefix_cache"]
 

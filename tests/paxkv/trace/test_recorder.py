@@ -6,7 +6,7 @@ import pytest
 
 from paxkv.errors import InvalidRequestError, InvariantError
 from paxkv.kv_cache.observers.block_movements import BlockMovements
-from paxkv.scheduler.trace.calls import (
+from paxkv.trace.calls import (
     AddRequestCall,
     Call,
     ControlCall,
@@ -17,14 +17,14 @@ from paxkv.scheduler.trace.calls import (
     ScheduleCall,
     UpdateCall,
 )
-from paxkv.scheduler.trace.recorder import (
+from paxkv.trace.recorder import (
     TraceRecorder,
     make_recorder,
     make_scheduler,
     record_scheduler,
 )
-from paxkv.scheduler.trace.trace_file import TraceReader
-from tests.paxkv.scheduler.trace.small_traces import (
+from paxkv.trace.trace_file import TraceReader
+from tests.paxkv.trace.small_traces import (
     TOKEN,
     answer,
     make_header,

@@ -10,7 +10,7 @@ from paxkv.config.engine_config import CacheConfig, SchedulerConfig
 from paxkv.contracts import kv_cache_spec
 from paxkv.contracts.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 from paxkv.errors import TraceFileError
-from paxkv.scheduler.trace.header import (
+from paxkv.trace.header import (
     SPEC_CLASSES,
     VERSION,
     TraceHeader,

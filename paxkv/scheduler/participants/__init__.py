@@ -1,0 +1,1 @@
+"""What takes part in scheduling besides the two queues."""

@@ -1,1 +1,0 @@
-"""Record and replay: every call that a scheduler gets, what it answered, and the same again."""

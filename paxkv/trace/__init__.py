@@ -1,0 +1,1 @@
+"""Traces of scheduler calls: written, read, replayed."""
