@@ -13,7 +13,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from paxkv.client.replica_places import replica_environments
 from paxkv.config.command_line import add_config_flags, config_from_arguments
 from paxkv.config.engine_config import (
     CacheConfig,
@@ -25,6 +24,7 @@ from paxkv.config.engine_config import (
 )
 from paxkv.entrypoints.cli.arguments import add_serve_arguments, parse_arguments
 from paxkv.errors import ConfigError
+from paxkv.fleet.replica_places import replica_environments
 from paxkv.package_origin import check_package_origin
 
 # Before the imports below: with a foreign `models` they would fail without saying why.

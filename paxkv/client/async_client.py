@@ -15,7 +15,6 @@ from paxkv.client.input_processor import InputProcessor, Prompt, text_of_prompt
 from paxkv.client.long_text import run_beside_long_text
 from paxkv.client.output_processor import OutputKind, OutputProcessor
 from paxkv.client.output_stream import OutputStream
-from paxkv.client.stats_sum import stop_running
 from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.contracts.engine_client import LoopTransport
 from paxkv.contracts.engine_output import (
@@ -39,6 +38,7 @@ from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
 from paxkv.contracts.request_output import RequestOutput
 from paxkv.contracts.token_totals import TokenTotals
 from paxkv.errors import EngineDeadError, InvalidRequestError, PaxkvError
+from paxkv.fleet.stats_sum import stop_running
 from paxkv.text.chat_template import ChatTemplate
 from paxkv.text.tokenizer import Tokenizer
 

@@ -14,10 +14,8 @@ from pathlib import Path
 
 import jax
 
-from paxkv.client.engine_supervisor import RestartPolicy
 from paxkv.client.inproc_client import InprocClient
 from paxkv.client.input_processor import InputProcessor
-from paxkv.client.loop_thread import LoopThread
 from paxkv.client.output_processor import OutputProcessor
 from paxkv.config.engine_config import CacheConfig, EngineConfig, ModelConfig
 from paxkv.config.generation_config import find_sampling_defaults, generation_config_folder
@@ -40,6 +38,8 @@ from paxkv.entrypoints.build_client import (
     start_engines,
 )
 from paxkv.errors import KVCacheTooSmallError
+from paxkv.fleet.engine_supervisor import RestartPolicy
+from paxkv.fleet.loop_thread import LoopThread
 from paxkv.package_origin import check_package_origin
 from paxkv.scheduler.scheduler import Scheduler
 from paxkv.structured_output.grammar_compiler import GrammarCompiler

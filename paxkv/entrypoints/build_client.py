@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paxkv.client.async_client import AsyncEngineClient
-from paxkv.client.data_parallel import DataParallelTransport
-from paxkv.client.engine_supervisor import EngineSupervisor, RestartPolicy
 from paxkv.client.input_processor import InputProcessor, all_eos_token_ids
 from paxkv.client.output_processor import OutputProcessor
-from paxkv.client.replica_places import replica_config, replica_environments
 from paxkv.config.engine_config import EngineConfig, ModelConfig, ServerConfig
 from paxkv.contracts.engine_client import LoopTransport
 from paxkv.contracts.engine_start import EngineReady
 from paxkv.contracts.model_info import ModelInfo
+from paxkv.fleet.data_parallel import DataParallelTransport
+from paxkv.fleet.engine_supervisor import EngineSupervisor, RestartPolicy
+from paxkv.fleet.replica_places import replica_config, replica_environments
 from paxkv.structured_output.checker_process import CheckerProcess
 from paxkv.text.chat_template import ChatTemplate
 from paxkv.text.reasoning_parser import thought_token_ids

@@ -2,9 +2,9 @@
 
 import msgspec
 
-from paxkv.client.stats_sum import COUNTERS, add_counters
 from paxkv.contracts.block_residency import BlockResidency
 from paxkv.contracts.engine_output import SchedulerStats
+from paxkv.fleet.stats_sum import COUNTERS, add_counters
 
 
 class EngineTotals:

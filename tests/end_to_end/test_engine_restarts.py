@@ -7,13 +7,13 @@ from collections.abc import Callable, Coroutine
 
 import pytest
 
-from paxkv.client import engine_supervisor
-from paxkv.client.engine_supervisor import EngineSupervisor, RestartPolicy
 from paxkv.config.engine_config import EngineConfig, SchedulerConfig
 from paxkv.contracts.engine_output import EngineDead, UtilityReply
 from paxkv.contracts.engine_request import AbortRequests, Shutdown
 from paxkv.contracts.engine_start import EngineReady
 from paxkv.errors import ConfigError, EngineDeadError
+from paxkv.fleet import engine_supervisor
+from paxkv.fleet.engine_supervisor import EngineSupervisor, RestartPolicy
 from tests.paxkv.client.fake_replicas import ready_engine
 from tests.paxkv.engine.fake_engine import FakeClock
 

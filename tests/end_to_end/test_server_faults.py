@@ -41,8 +41,8 @@ from paxkv.trace.trace_file import TraceReader
 from tests.end_to_end.demo_prompts import demo_conversations
 from tests.end_to_end.real_server import ROOT, RealServer, running_server
 from tests.end_to_end.test_demo_server import MODEL, metric, stream_answer
-from tests.paxkv.client.test_engine_process import wait_for_end
 from tests.paxkv.fake_server import only_child
+from tests.paxkv.fleet.test_engine_process import wait_for_end
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 
 from paxkv import serve
-from paxkv.client.engine_supervisor import EngineSupervisor
 from paxkv.entrypoints import build_client
+from paxkv.fleet.engine_supervisor import EngineSupervisor
 from tests.paxkv.engine.fake_engine_process import COMMAND
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,8 @@ import pytest
 from jax import monitoring
 
 from paxkv import LLM, SamplingParams, compile
-from paxkv.client import replica_places
 from paxkv.errors import ConfigError
+from paxkv.fleet import replica_places
 from paxkv.runner.program_identity import identity_digest
 from tests.oracles.make_checkpoint import write_random_checkpoint
 

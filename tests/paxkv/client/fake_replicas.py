@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Sequence
 
-from paxkv.client.data_parallel import DataParallelTransport
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_output import (
     EngineCoreOutput,
@@ -16,6 +15,7 @@ from paxkv.contracts.engine_request import AddRequest, EngineRequest, UtilityCal
 from paxkv.contracts.engine_start import EngineReady
 from paxkv.contracts.model_info import ModelInfo
 from paxkv.errors import EngineDeadError
+from paxkv.fleet.data_parallel import DataParallelTransport
 from tests.paxkv.engine.fake_engine_process import VOCAB_SIZE
 
 INFO = ModelInfo(

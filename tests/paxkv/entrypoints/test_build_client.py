@@ -15,7 +15,6 @@ from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.entrypoints import build_client
 from paxkv.entrypoints.build_client import load_text_parts
 from tests.paxkv.client.test_async_client import collect, in_loop
-from tests.paxkv.client.test_engine_process import wait_for_end
 from tests.paxkv.fake_build import save_tokenizer, started_fake
 from tests.paxkv.fake_server import (
     FakeServer,
@@ -23,6 +22,7 @@ from tests.paxkv.fake_server import (
     running_fake_server,
     start_process,
 )
+from tests.paxkv.fleet.test_engine_process import wait_for_end
 
 TIMEOUT_S = 60.0
 

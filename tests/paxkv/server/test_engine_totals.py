@@ -4,9 +4,9 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paxkv.client.stats_sum import COUNTERS
 from paxkv.contracts.block_residency import BlockResidency, ResidencyHistogram
 from paxkv.contracts.engine_output import SchedulerStats
+from paxkv.fleet.stats_sum import COUNTERS
 from paxkv.server.engine_totals import EngineTotals
 
 

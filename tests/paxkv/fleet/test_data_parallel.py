@@ -14,10 +14,6 @@ from hypothesis.stateful import (
     rule,
 )
 
-from paxkv.client.data_parallel import DataParallelTransport
-from paxkv.client.loop_thread import LoopThread
-from paxkv.client.replica_prefixes import prompt_chain
-from paxkv.client.stats_sum import COUNTERS
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_output import (
     EngineCoreOutput,
@@ -29,6 +25,10 @@ from paxkv.contracts.engine_output import (
 from paxkv.contracts.engine_request import AbortRequests, AddRequest, Shutdown, UtilityCall
 from paxkv.contracts.engine_start import EngineReady
 from paxkv.errors import EngineDeadError
+from paxkv.fleet.data_parallel import DataParallelTransport
+from paxkv.fleet.loop_thread import LoopThread
+from paxkv.fleet.replica_prefixes import prompt_chain
+from paxkv.fleet.stats_sum import COUNTERS
 from paxkv.server.engine_totals import EngineTotals
 from tests.paxkv.client.fake_replicas import FakeReplica, Replicas, ready_engine, request
 

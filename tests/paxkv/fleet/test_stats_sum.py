@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from paxkv.client.stats_sum import COUNTERS, GAUGES, add_counters, stop_running, sum_stats
 from paxkv.contracts.block_residency import BlockResidency, ResidencyHistogram
 from paxkv.contracts.engine_output import SchedulerStats
+from paxkv.fleet.stats_sum import COUNTERS, GAUGES, add_counters, stop_running, sum_stats
 
 OTHERS = {
     "kv_block_residency",

@@ -7,9 +7,9 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paxkv.client.replica_prefixes import ReplicaPrefixes, prompt_chain
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest, MultiModalFeature, PromptEmbeds
+from paxkv.fleet.replica_prefixes import ReplicaPrefixes, prompt_chain
 
 CHUNK = 16
 

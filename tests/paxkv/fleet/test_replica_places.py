@@ -4,10 +4,10 @@ import os
 
 import pytest
 
-from paxkv.client import replica_places
-from paxkv.client.replica_places import replica_config, replica_environments
 from paxkv.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
 from paxkv.errors import ConfigError
+from paxkv.fleet import replica_places
+from paxkv.fleet.replica_places import replica_config, replica_environments
 
 
 @pytest.fixture(autouse=True)

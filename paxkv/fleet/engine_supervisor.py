@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from paxkv.client.engine_process import ENGINE_COMMAND, EngineProcess, describe_end
-from paxkv.client.step_watch import StepWatch
 from paxkv.config.engine_config import EngineConfig
 from paxkv.contracts.engine_output import EngineDead, EngineOutput
 from paxkv.contracts.engine_request import EngineInput, Shutdown
 from paxkv.contracts.engine_start import EngineReady, EngineStartOutput
 from paxkv.errors import ConfigError, EngineDeadError, InvariantError
+from paxkv.fleet.engine_process import ENGINE_COMMAND, EngineProcess, describe_end
+from paxkv.fleet.step_watch import StepWatch
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,6 @@ from types import MappingProxyType
 import msgspec
 import zmq
 
-from paxkv.client.socket_folder import SocketFolder, remove_stale_folders
-from paxkv.client.step_watch import StepWatch
 from paxkv.config.engine_config import EngineConfig
 from paxkv.contracts import wire
 from paxkv.contracts.engine_output import EngineDead, EngineOutput
@@ -32,6 +30,8 @@ from paxkv.contracts.engine_start import (
 )
 from paxkv.contracts.step_counter import StepCounter
 from paxkv.errors import ConfigError, EngineDeadError, InvariantError
+from paxkv.fleet.socket_folder import SocketFolder, remove_stale_folders
+from paxkv.fleet.step_watch import StepWatch
 
 # A fresh interpreter: a fork of a process with threads, or of one that has a device, may hang. -P
 # leaves the working directory out of its path, which is ours.

@@ -1,6 +1,6 @@
 """Which engines are taken for hanging ones, by counts and times that are made up."""
 
-from paxkv.client.step_watch import StepWatch
+from paxkv.fleet.step_watch import StepWatch
 
 
 def first_alarm_s(looks, *, limit_s=10.0):

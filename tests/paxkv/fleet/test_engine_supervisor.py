@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from paxkv.client import engine_process
 from paxkv.client.async_client import AsyncEngineClient
-from paxkv.client.engine_supervisor import EngineSupervisor, RestartPolicy
 from paxkv.client.input_processor import InputProcessor
 from paxkv.client.output_processor import OutputProcessor
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import Shutdown
 from paxkv.errors import EngineDeadError
+from paxkv.fleet import engine_process
+from paxkv.fleet.engine_supervisor import EngineSupervisor, RestartPolicy
 from tests.paxkv.client.test_async_client import LONG, collect, in_loop, until_idle
 from tests.paxkv.engine.fake_engine_process import COMMAND, VOCAB_SIZE, fake_config
 from tests.paxkv.text.small_tokenizers import byte_level_tokenizer
@@ -105,7 +105,7 @@ async def test_256_streams_and_bursts_of_requests_each_get_their_own() -> None:
         assert client.num_unfinished_requests == 0
 
 
-@pytest.mark.slow  # pytest -m slow tests/paxkv/client/test_engine_supervisor.py
+@pytest.mark.slow  # pytest -m slow tests/paxkv/fleet/test_engine_supervisor.py
 @in_loop
 async def test_bursts_of_5000_requests_lose_none() -> None:
     async with running(max_num_seqs=64, num_blocks=1000) as client:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from paxkv.client.socket_folder import SocketFolder, remove_stale_folders
+from paxkv.fleet.socket_folder import SocketFolder, remove_stale_folders
 
 _OWNER = """
 import sys
-from paxkv.client.socket_folder import SocketFolder
+from paxkv.fleet.socket_folder import SocketFolder
 folder = SocketFolder()
 print(folder.path, flush=True)
 if sys.argv[1] == "wait":

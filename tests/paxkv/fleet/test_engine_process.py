@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import zmq
 
-from paxkv.client import engine_process
-from paxkv.client.engine_process import EngineProcess, describe_end
-from paxkv.client.step_watch import StepWatch
 from paxkv.contracts import wire
 from paxkv.contracts.engine_output import EngineDead, EngineOutput, StepOutputs, UtilityReply
 from paxkv.contracts.engine_request import AddRequest, Shutdown, UtilityCall
 from paxkv.contracts.engine_start import EngineReady
 from paxkv.errors import ConfigError, EngineDeadError
+from paxkv.fleet import engine_process
+from paxkv.fleet.engine_process import EngineProcess, describe_end
+from paxkv.fleet.step_watch import StepWatch
 from tests.paxkv.engine.fake_engine import make_request
 from tests.paxkv.engine.fake_engine_process import COMMAND, fake_config
 
@@ -198,7 +198,7 @@ def test_idle_engine_sleeps() -> None:
 # Prints the engine's process id, and whether it is ready.
 _PARENT = """
 import sys, time
-from paxkv.client.engine_process import EngineProcess
+from paxkv.fleet.engine_process import EngineProcess
 from paxkv.contracts.engine_request import AddRequest
 from tests.paxkv.engine.fake_engine import make_request
 from tests.paxkv.engine.fake_engine_process import COMMAND, fake_config

@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from paxkv.client.replica_prefixes import ReplicaPrefixes, prompt_chain
-from paxkv.client.stats_sum import add_counters, sum_stats
 from paxkv.contracts.engine_client import LoopTransport
 from paxkv.contracts.engine_output import (
     EngineDead,
@@ -29,6 +27,8 @@ from paxkv.contracts.engine_request import (
 )
 from paxkv.contracts.engine_start import EngineReady
 from paxkv.errors import EngineDeadError, InvariantError
+from paxkv.fleet.replica_prefixes import ReplicaPrefixes, prompt_chain
+from paxkv.fleet.stats_sum import add_counters, sum_stats
 
 logger = logging.getLogger(__name__)
 

@@ -12,24 +12,24 @@ from pathlib import Path
 import pytest
 
 from paxkv.client.async_client import AsyncEngineClient
-from paxkv.client.data_parallel import DataParallelTransport
-from paxkv.client.engine_supervisor import EngineSupervisor, RestartPolicy
 from paxkv.client.inproc_client import InprocClient
 from paxkv.client.input_processor import InputProcessor
-from paxkv.client.loop_thread import LoopThread
 from paxkv.client.output_processor import OutputProcessor
 from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.contracts.engine_output import EngineDead
 from paxkv.contracts.engine_start import EngineReady
 from paxkv.errors import EngineDeadError
+from paxkv.fleet.data_parallel import DataParallelTransport
+from paxkv.fleet.engine_supervisor import EngineSupervisor, RestartPolicy
+from paxkv.fleet.loop_thread import LoopThread
 from tests.paxkv.client.test_async_client import collect, in_loop
 from tests.paxkv.engine.fake_engine_process import COMMAND, VOCAB_SIZE, fake_config
 from tests.paxkv.text.small_tokenizers import byte_level_tokenizer
 
 EXIT_WITHOUT_CLOSE = """
 import weakref
-from paxkv.client.loop_thread import LoopThread
-from tests.paxkv.client.test_loop_thread import started_replicas
+from paxkv.fleet.loop_thread import LoopThread
+from tests.paxkv.fleet.test_loop_thread import started_replicas
 
 class Owner:
     pass

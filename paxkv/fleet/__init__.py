@@ -1,0 +1,1 @@
+"""Engine processes: start, supervise, replace and combine them."""
