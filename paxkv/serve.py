@@ -35,7 +35,7 @@ from paxkv.errors import ConfigError, EngineDeadError
 from paxkv.package_origin import check_package_origin
 from paxkv.server.app import create_app
 from paxkv.server.http_server import HttpServer, bind_socket, socket_url
-from paxkv.server.stats_log import StatsLog
+from paxkv.server.metrics.stats_log import StatsLog
 
 _CONFIG_CLASSES = (
     *(ModelConfig, CacheConfig, SchedulerConfig, RunnerConfig),

@@ -9,32 +9,32 @@ from starlette.requests import ClientDisconnect
 from paxkv.config.engine_config import ServerConfig
 from paxkv.errors import PaxkvError
 from paxkv.inspector.routes import INSPECTED_PATHS, InspectorRoutes
-from paxkv.server.access_log import AccessLogMiddleware
-from paxkv.server.admission import Admission
-from paxkv.server.api_keys import ApiKeyMiddleware
 from paxkv.server.engine_protocol import EngineClient
-from paxkv.server.error_response import (
-    handle_bug,
-    handle_disconnect,
-    handle_http_error,
-    handle_paxkv_error,
-)
 from paxkv.server.generation import Generator
-from paxkv.server.http_metrics import HttpMetricsMiddleware
-from paxkv.server.metrics import ServerMetrics
-from paxkv.server.middleware import (
+from paxkv.server.metrics.http_metrics import HttpMetricsMiddleware
+from paxkv.server.metrics.server_metrics import ServerMetrics
+from paxkv.server.middleware.access_log import AccessLogMiddleware
+from paxkv.server.middleware.admission import Admission
+from paxkv.server.middleware.api_keys import ApiKeyMiddleware
+from paxkv.server.middleware.request_middleware import (
     DisconnectMiddleware,
     HeaderLimitMiddleware,
     RequestIdMiddleware,
     RootPathMiddleware,
 )
-from paxkv.server.openapi import OpenApiRoutes
-from paxkv.server.routes_admin import ADMIN_PATHS, AdminRoutes
-from paxkv.server.routes_chat import ChatRoutes
-from paxkv.server.routes_completions import CompletionRoutes
-from paxkv.server.routes_info import InfoRoutes
-from paxkv.server.routes_responses import ResponsesRoutes
-from paxkv.server.routes_tokenizer import TokenizerRoutes
+from paxkv.server.protocol.error_response import (
+    handle_bug,
+    handle_disconnect,
+    handle_http_error,
+    handle_paxkv_error,
+)
+from paxkv.server.routes.admin import ADMIN_PATHS, AdminRoutes
+from paxkv.server.routes.chat import ChatRoutes
+from paxkv.server.routes.completions import CompletionRoutes
+from paxkv.server.routes.info import InfoRoutes
+from paxkv.server.routes.openapi import OpenApiRoutes
+from paxkv.server.routes.responses import ResponsesRoutes
+from paxkv.server.routes.tokenizer import TokenizerRoutes
 
 
 def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:

@@ -9,10 +9,10 @@ from contextlib import aclosing, nullcontext
 from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.contracts.request_output import CompletionOutput, RequestOutput
 from paxkv.errors import InvalidRequestError, InvariantError, PaxkvError
-from paxkv.server.admission import Admission, num_engine_requests
 from paxkv.server.engine_protocol import EngineClient, Prompt
-from paxkv.server.metrics import ServerMetrics
-from paxkv.server.request_names import RequestNames
+from paxkv.server.metrics.server_metrics import ServerMetrics
+from paxkv.server.middleware.admission import Admission, num_engine_requests
+from paxkv.server.protocol.request_names import RequestNames
 
 # (index of the prompt, its output)
 IndexedOutputs = AsyncGenerator[tuple[int, RequestOutput], None]

@@ -16,8 +16,8 @@ from starlette.types import ASGIApp
 
 from paxkv.config.engine_config import ServerConfig
 from paxkv.errors import ConfigError
-from paxkv.server.deadline_protocol import deadline_protocol
 from paxkv.server.engine_protocol import EngineClient
+from paxkv.server.middleware.deadline_protocol import deadline_protocol
 from paxkv.server.open_files import allow_connections
 
 # After the engine ended, time for handlers to tell their clients so.

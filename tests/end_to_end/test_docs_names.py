@@ -15,8 +15,8 @@ from paxkv.contracts.token_totals import TokenTotals
 from paxkv.entrypoints.cli import chat, generate
 from paxkv.entrypoints.cli.vllm_flags import VLLM_FLAGS
 from paxkv.server.app import create_app
-from paxkv.server.metrics import ServerMetrics
-from paxkv.server.openai_protocol import ChatCompletionRequest, CompletionRequest
+from paxkv.server.metrics.server_metrics import ServerMetrics
+from paxkv.server.protocol.openai_protocol import ChatCompletionRequest, CompletionRequest
 from tests.end_to_end.doc_examples import DOCS, PAGES
 from tests.end_to_end.real_server import ROOT
 from tests.paxkv.server.fake_engine import FakeEngine

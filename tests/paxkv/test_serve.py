@@ -175,7 +175,7 @@ def test_what_runs_is_logged_unless_it_is_turned_off(is_logged, caplog, capsys):
     class BusyEngine(StartableEngine):
         latest_stats = SchedulerStats(num_running_reqs=3)
 
-    caplog.set_level(logging.INFO, logger="paxkv.server.stats_log")
+    caplog.set_level(logging.INFO, logger="paxkv.server.metrics.stats_log")
     engine = BusyEngine()
 
     async def run():

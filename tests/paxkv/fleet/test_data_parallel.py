@@ -29,7 +29,7 @@ from paxkv.fleet.data_parallel import DataParallelTransport
 from paxkv.fleet.loop_thread import LoopThread
 from paxkv.fleet.replica_prefixes import prompt_chain
 from paxkv.fleet.stats_sum import COUNTERS
-from paxkv.server.engine_totals import EngineTotals
+from paxkv.server.metrics.engine_totals import EngineTotals
 from tests.paxkv.client.fake_replicas import FakeReplica, Replicas, ready_engine, request
 
 

@@ -3,9 +3,13 @@
 import msgspec
 from hypothesis import strategies as st
 
-from paxkv.server.openai_protocol import ChatCompletionRequest, CompletionRequest
-from paxkv.server.responses_protocol import ResponsesRequest
-from paxkv.server.unsupported_fields import CHAT_FIELDS, COMPLETION_FIELDS, RESPONSES_FIELDS
+from paxkv.server.protocol.openai_protocol import ChatCompletionRequest, CompletionRequest
+from paxkv.server.protocol.responses_protocol import ResponsesRequest
+from paxkv.server.protocol.unsupported_fields import (
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
+    RESPONSES_FIELDS,
+)
 
 _TEXTS = st.one_of(
     st.sampled_from(["", "a", "text", "function", "user", "tool", "auto", "required", "none", "f"]),

@@ -9,7 +9,7 @@ from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.errors import EngineDeadError, InvalidRequestError
 from paxkv.server.generation import Generator
-from paxkv.server.metrics import ServerMetrics
+from paxkv.server.metrics.server_metrics import ServerMetrics
 from tests.paxkv.server.fake_engine import (
     DIE_AFTER_3,
     GRAMMAR_FAILS,

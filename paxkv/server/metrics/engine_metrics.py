@@ -1,0 +1,181 @@
+"""The engine's own counts as Prometheus metrics, made when someone asks for them."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from paxkv.contracts.block_residency import RESIDENCY_BUCKETS_S, ResidencyHistogram
+from paxkv.contracts.engine_output import STEP_TOKEN_BUCKETS, SchedulerStats
+from paxkv.server.metrics.engine_totals import EngineTotals
+
+# Those of every metric; engines have numbers, by which vLLM's dashboards filter.
+LABELS = ("model_name", "engine")
+# What is not known of each engine is told of the first.
+FIRST_ENGINE = "0"
+Labels = tuple[str, str]
+_T = TypeVar("_T")
+
+# Name without `_total`, field of SchedulerStats, help.
+_COUNTERS = (
+    ("vllm:prefix_cache_queries", "prefix_cache_queries", "prompt tokens looked up in the cache"),
+    ("vllm:prefix_cache_hits", "prefix_cache_hits", "prompt tokens found in the prefix cache"),
+    ("vllm:num_preemptions", "num_preemptions", "requests that lost their KV blocks"),
+    (
+        "paxkv:prefix_cache_preempted_queries",
+        "prefix_cache_preempted_queries",
+        "tokens looked up for requests that came back from a preemption",
+    ),
+    (
+        "paxkv:prefix_cache_preempted_hits",
+        "prefix_cache_preempted_hits",
+        "those of them found in the prefix cache",
+    ),
+    ("paxkv:steps", "num_steps", "engine steps, of which a burst is one"),
+    ("paxkv:scheduled_tokens", "num_scheduled_tokens", "tokens computed"),
+    ("paxkv:padded_tokens", "num_padded_tokens", "padding tokens computed besides"),
+    (
+        "paxkv:compiles_after_ready",
+        "num_compiles_after_ready",
+        "programs compiled after the warm-up; 0 is the promise",
+    ),
+    (
+        "paxkv_compiles_after_ready",
+        "num_compiles_after_ready",
+        "paxkv:compiles_after_ready_total under a name without a colon",
+    ),
+)
+_PADDING_HELP = "share of all computed tokens that were padding, since the engine's start"
+_GAUGES = (
+    ("vllm:num_requests_running", "num_running_reqs", "requests in the running batch"),
+    ("vllm:num_requests_waiting", "num_waiting_reqs", "requests that wait for their turn"),
+    ("vllm:kv_cache_usage_perc", "kv_cache_usage", "share of KV blocks in use, 1 is all"),
+    (
+        "paxkv:prefix_cache_hit_rate",
+        "prefix_cache_hit_rate",
+        "share of the most recent requests' prompt tokens found in the prefix cache",
+    ),
+    ("paxkv:padding_waste_ratio", "padding_waste_ratio", _PADDING_HELP),
+    ("padding_waste_ratio", "padding_waste_ratio", _PADDING_HELP),
+    ("paxkv:kv_blocks", "num_blocks", "KV blocks of the pool"),
+    ("paxkv:kv_blocks_free", "num_free_blocks", "KV blocks that are free"),
+    ("paxkv:kv_slots_allocated", "num_allocated_slots", "token positions in held blocks"),
+    ("paxkv:kv_slots_used", "num_used_slots", "token positions that hold a token"),
+    (
+        "paxkv:kv_waste_ratio",
+        "kv_waste_ratio",
+        "share of the token positions in held blocks that hold no token",
+    ),
+    ("paxkv:engine_start_time_seconds", "engine_start_time", "since the epoch"),
+)
+# Name, field of BlockResidency, help; of the sampled share of blocks.
+_BLOCK_HISTOGRAMS = (
+    (
+        "vllm:kv_block_lifetime_seconds",
+        "lifetime",
+        "from a KV block being handed out until its content is forgotten",
+    ),
+    (
+        "vllm:kv_block_idle_before_evict_seconds",
+        "idle_before_evict",
+        "the last part of a KV block's life, in which nobody held it",
+    ),
+    (
+        "vllm:kv_block_reuse_gap_seconds",
+        "reuse_gap",
+        "from one use of a KV block to the next prefix hit on it",
+    ),
+)
+
+
+class EngineCollector(Collector):
+    """Makes metrics of the last counts that it was given."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._totals = EngineTotals()
+        self._engines: tuple[SchedulerStats, ...] = (SchedulerStats(),)
+
+    def note(self, stats: SchedulerStats) -> None:
+        """Sees to it that an engine counts that ends before the next `update`."""
+        self._totals.note(stats)
+
+    def update(self, stats: SchedulerStats) -> None:
+        stats = self._totals.update(stats)
+        self._engines = stats.engines or (stats,)
+
+    def describe(self) -> list[Metric]:
+        """Nothing: the registry would collect to find it out."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        engines = label_engines(self._model_name, self._engines)
+        for name, field, help_text in _COUNTERS:
+            counter = CounterMetricFamily(name, help_text, labels=LABELS)
+            for labels, stats in engines:
+                counter.add_metric(labels, getattr(stats, field))
+            yield counter
+        restarts = CounterMetricFamily(
+            "paxkv:engine_restarts", "engines that ended and were followed by another", None, LABELS
+        )
+        for labels, stats in engines:
+            # The first number is of one engine alone, the other of one of several.
+            num_restarts = self._totals.num_restarts + stats.num_replaced_engines
+            restarts.add_metric(labels, num_restarts)
+        yield restarts
+        for name, field, help_text in _GAUGES:
+            gauge = GaugeMetricFamily(name, help_text, labels=LABELS)
+            for labels, stats in engines:
+                gauge.add_metric(labels, getattr(stats, field))
+            yield gauge
+        yield make_histogram(
+            "vllm:iteration_tokens_total",
+            "tokens of a step",
+            STEP_TOKEN_BUCKETS,
+            [
+                (labels, stats.step_token_counts, stats.num_scheduled_tokens)
+                for labels, stats in engines
+            ],
+        )
+        for name, field, help_text in _BLOCK_HISTOGRAMS:
+            histograms: list[tuple[Labels, ResidencyHistogram]] = [
+                (labels, getattr(stats.kv_block_residency, field)) for labels, stats in engines
+            ]
+            yield make_histogram(
+                name,
+                help_text,
+                RESIDENCY_BUCKETS_S,
+                [(labels, counts.bucket_counts, counts.sum_s) for labels, counts in histograms],
+            )
+
+
+def label_engines(model_name: str, engines: Sequence[_T]) -> list[tuple[Labels, _T]]:
+    """What there is of each engine, with the values of `LABELS`."""
+    return [((model_name, str(idx)), of_engine) for idx, of_engine in enumerate(engines)]
+
+
+def make_histogram(
+    name: str,
+    help_text: str,
+    bounds: Sequence[float],
+    rows: Iterable[tuple[Labels, Sequence[int], float]],
+) -> HistogramMetricFamily:
+    """Of counts of each bucket alone; Prometheus wants those of everything up to it.
+
+    Args:
+        rows: Of each engine its labels, the counts, and the sum of what was counted.
+    """
+    texts = [*(str(float(bound)) for bound in bounds), "+Inf"]
+    histogram = HistogramMetricFamily(name, help_text, labels=LABELS)
+    for labels, bucket_counts, total in rows:
+        cumulative = itertools.accumulate(bucket_counts)
+        buckets = [(text, float(count)) for text, count in zip(texts, cumulative, strict=True)]
+        histogram.add_metric(labels, buckets, total)
+    return histogram

@@ -1,0 +1,279 @@
+"""Prometheus metrics under vLLM's names, so that its dashboards work here."""
+
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
+
+from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
+from paxkv.contracts.engine_output import SchedulerStats
+from paxkv.contracts.request_output import CompletionOutput, CompletionTimes, RequestOutput
+from paxkv.contracts.token_totals import TOKEN_BUCKETS_S, TokenTotals
+from paxkv.errors import InvalidRequestError
+from paxkv.server.metrics.engine_metrics import FIRST_ENGINE, LABELS, EngineCollector
+from paxkv.server.metrics.http_metrics import HttpMetrics
+from paxkv.server.metrics.token_metrics import TokenCollector
+
+# Upper bounds of buckets: vLLM's, as dashboards add up servers of both.
+_FIRST_TOKEN_BUCKETS_S = (
+    (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0)
+    + (7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
+)  # fmt: skip
+_REQUEST_BUCKETS_S = (
+    (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
+    + (120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
+)  # fmt: skip
+_N_BUCKETS = (1, 2, 5, 10, 20)
+_FINISH_REASONS = ("stop", "length", "abort", "error")
+_DEFAULT_MAX_MODEL_LEN = 2**17
+
+
+class ServerMetrics:
+    """Counts what passes through the server, and shows the engine's own counts beside it.
+
+    Args:
+        max_model_len: Bounds the buckets of token counts.
+        cache_settings: Labels of `vllm:cache_config_info`; no such metric without.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        *,
+        max_model_len: int = _DEFAULT_MAX_MODEL_LEN,
+        cache_settings: Mapping[str, str] | None = None,
+    ) -> None:
+        self._label_values = (model_name, FIRST_ENGINE)
+        # A registry of its own: two servers in one process must not add up.
+        self._registry = CollectorRegistry()
+        self._engine = EngineCollector(model_name)
+        self._registry.register(self._engine)
+        self._tokens = TokenCollector(model_name)
+        self._registry.register(self._tokens)
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
+        self.http = HttpMetrics(self._registry)
+        self._make_counters()
+        self._make_time_histograms()
+        self._make_token_histograms(build_1_2_5_buckets(max_model_len))
+        if cache_settings is not None:
+            info = Gauge(
+                "vllm:cache_config_info",
+                "settings of the KV cache, as labels",
+                ("engine", *cache_settings),
+                registry=self._registry,
+            )
+            info.labels(FIRST_ENGINE, *cache_settings.values()).set(1)
+
+    def render(self, stats: SchedulerStats, token_totals: TokenTotals) -> bytes:
+        """Everything in Prometheus' text format, with the engine's part and its client's."""
+        self._engine.update(stats)
+        self._tokens.update(token_totals)
+        return generate_latest(self._registry)
+
+    def note_engine(self, stats: SchedulerStats) -> None:
+        """What is known of the engine now; between two scrapes it may end, and another begin."""
+        self._engine.note(stats)
+
+    def start_request(
+        self, *, is_stream: bool, params: SamplingParams | BeamSearchParams | None = None
+    ) -> "RequestTimer":
+        """Starts the clock of one prompt."""
+        return RequestTimer(self, is_stream=is_stream, params=params)
+
+    def observe_first_token(self, seconds: float) -> None:
+        self._time_to_first_token.observe(seconds)
+
+    def observe_prompt(self, output: RequestOutput) -> None:
+        """Counts the prompt of a finished request."""
+        num_tokens = len(output.prompt_token_ids)
+        self._request_prompt_tokens.observe(num_tokens)
+        self._computed_tokens.observe(max(num_tokens - output.num_cached_tokens, 0))
+
+    def observe_params(self, params: SamplingParams | BeamSearchParams) -> None:
+        """Counts what a finished request asked for."""
+        self._params_n.observe(num_completions_of(params))
+        if params.max_tokens is not None:
+            self._params_max_tokens.observe(params.max_tokens)
+
+    def observe_finish(self, reason: str, seconds: float) -> None:
+        """Counts a completion that ended, after so long."""
+        self._request_success[reason].inc()
+        self._e2e_latency.observe(seconds)
+
+    def observe_completion(self, num_tokens: int, times: CompletionTimes | None) -> None:
+        """Counts the tokens of a finished completion, and where its time went."""
+        self._request_generation_tokens.observe(num_tokens)
+        if times is None:
+            return
+        self._queue_time.observe(times.queue_s)
+        self._prefill_time.observe(times.prefill_s)
+        self._decode_time.observe(times.decode_s)
+        self._inference_time.observe(times.prefill_s + times.decode_s)
+        if num_tokens > 1:
+            self._time_per_token.observe(times.decode_s / (num_tokens - 1))
+
+    def observe_longest(self, num_tokens: int) -> None:
+        """Counts the longest completion of a finished request."""
+        self._longest_generation.observe(num_tokens)
+
+    def _make_counters(self) -> None:
+        self._request_success = self._counters(
+            "vllm:request_success", "completions that ended", "finished_reason", _FINISH_REASONS
+        )
+
+    def _make_time_histograms(self) -> None:
+        self._time_to_first_token = self._histogram(
+            "vllm:time_to_first_token_seconds",
+            "from arrival to the first token",
+            _FIRST_TOKEN_BUCKETS_S,
+        )
+        self._time_per_token = self._histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "mean time of a completion's tokens after the first",
+            TOKEN_BUCKETS_S,
+        )
+        self._e2e_latency, self._queue_time, self._inference_time = (
+            self._histogram(f"vllm:{name}_seconds", help_text, _REQUEST_BUCKETS_S)
+            for name, help_text in (
+                ("e2e_request_latency", "from arrival to the last token"),
+                ("request_queue_time", "from arrival in the engine to the first step"),
+                ("request_inference_time", "from the first step to the last token"),
+            )
+        )
+        self._prefill_time, self._decode_time = (
+            self._histogram(f"vllm:{name}_seconds", help_text, _REQUEST_BUCKETS_S)
+            for name, help_text in (
+                ("request_prefill_time", "from the first step to the first token"),
+                ("request_decode_time", "from the first token to the last"),
+            )
+        )
+
+    def _make_token_histograms(self, buckets: Sequence[int]) -> None:
+        self._request_prompt_tokens = self._histogram(
+            "vllm:request_prompt_tokens", "prompt tokens of a request", buckets
+        )
+        self._computed_tokens = self._histogram(
+            "vllm:request_prefill_kv_computed_tokens",
+            "prompt tokens of a request that the prefix cache did not have",
+            buckets,
+        )
+        self._request_generation_tokens = self._histogram(
+            "vllm:request_generation_tokens", "tokens of a completion", buckets
+        )
+        self._longest_generation = self._histogram(
+            "vllm:request_max_num_generation_tokens",
+            "tokens of a request's longest completion",
+            buckets,
+        )
+        self._params_max_tokens = self._histogram(
+            "vllm:request_params_max_tokens", "max_tokens of a request", buckets
+        )
+        self._params_n = self._histogram(
+            "vllm:request_params_n", "completions that a request asks for", _N_BUCKETS
+        )
+
+    def _counters(
+        self, name: str, help_text: str, label: str, values: Sequence[str]
+    ) -> dict[str, Counter]:
+        """One for each value of a label: all are there, with 0, from the start."""
+        counter = Counter(name, help_text, (*LABELS, label), registry=self._registry)
+        return {value: counter.labels(*self._label_values, value) for value in values}
+
+    def _histogram(self, name: str, help_text: str, buckets: Sequence[float]) -> Histogram:
+        histogram = Histogram(name, help_text, LABELS, buckets=buckets, registry=self._registry)
+        return histogram.labels(*self._label_values)
+
+
+class RequestTimer:
+    """The clock of one prompt, fed with its outputs; as a context, for as long as it runs.
+
+    Only a stream shows its first token when it is drawn; what comes whole tells at its end when
+    that was. A request that is left before its end counts as aborted, or as failed where an error
+    other than the caller's ended it.
+    """
+
+    def __init__(
+        self,
+        metrics: ServerMetrics,
+        *,
+        is_stream: bool,
+        params: SamplingParams | BeamSearchParams | None,
+    ) -> None:
+        self._metrics = metrics
+        self._is_stream = is_stream
+        self._params = params
+        self._start_time = time.perf_counter()
+        self._has_first_token = False
+        # Index of a completion -> its tokens so far.
+        self._num_tokens: dict[int, int] = {}
+        self._num_ended = 0
+        self._is_finished = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        _exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        if self._is_finished or isinstance(exc, InvalidRequestError):
+            return
+        # The engine's error is an `Exception`; that the client left is none.
+        reason = "error" if isinstance(exc, Exception) else "abort"
+        num_completions = 1 if self._params is None else num_completions_of(self._params)
+        for _ in range(num_completions - self._num_ended):
+            self._metrics.observe_finish(reason, time.perf_counter() - self._start_time)
+
+    def observe(self, output: RequestOutput) -> None:
+        """Counts one output; the finished one ends the clock."""
+        now = time.perf_counter()
+        for completion in output.outputs:
+            self._observe_completion(completion, now)
+        if output.finished:
+            self._is_finished = True
+            self._metrics.observe_prompt(output)
+            self._metrics.observe_longest(max(self._num_tokens.values(), default=0))
+            if self._params is not None:
+                self._metrics.observe_params(self._params)
+
+    def _observe_completion(self, completion: CompletionOutput, now: float) -> None:
+        index, num_tokens = completion.index, len(completion.token_ids)
+        if num_tokens and self._is_stream and not self._has_first_token:
+            self._has_first_token = True
+            self._metrics.observe_first_token(now - self._start_time)
+        num_tokens += self._num_tokens.get(index, 0)
+        self._num_tokens[index] = num_tokens
+        if completion.finish_reason is None:
+            return
+        self._num_ended += 1
+        self._metrics.observe_finish(completion.finish_reason, now - self._start_time)
+        self._metrics.observe_completion(num_tokens, completion.times)
+        if not self._is_stream and index == 0 and completion.times is not None:
+            self._metrics.observe_first_token(completion.times.first_token_s)
+
+
+def num_completions_of(params: SamplingParams | BeamSearchParams) -> int:
+    """How many answers a request asks for."""
+    return params.beam_width if isinstance(params, BeamSearchParams) else params.n
+
+
+def build_1_2_5_buckets(most: int) -> list[int]:
+    """1, 2, 5, 10, 20, 50 and so on up to `most`: 300 -> [1, 2, 5, 10, 20, 50, 100, 200]."""
+    buckets, power = [], 1
+    while power <= most:
+        buckets += [power * digit for digit in (1, 2, 5) if power * digit <= most]
+        power *= 10
+    return buckets

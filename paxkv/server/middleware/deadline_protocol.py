@@ -1,0 +1,177 @@
+"""uvicorn's HTTP protocol with a deadline: a whole request in time, or the connection ends."""
+
+import asyncio
+import logging
+import re
+import sys
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from paxkv.server.protocol.error_response import error_body
+
+logger = logging.getLogger(__name__)
+# uvicorn warns of a request that is no HTTP without saying whose it is, and of an `Upgrade` that it
+# passes over, as it may, with advice to install something. Its errors are worth a line.
+_uvicorn_logger = logger.getChild("uvicorn")
+_uvicorn_logger.setLevel(logging.ERROR)
+# "illegal header line: bytearray(b'Authorization Bearer ...')": what was sent is not for the log.
+_QUOTED_BYTES = re.compile(r":? (bytearray\(b|b)['\"].*", re.DOTALL)
+
+
+def deadline_protocol(
+    request_timeout_s: float, *, max_connections: int | None = None
+) -> type[H11Protocol]:
+    """A protocol class for `uvicorn.Config(http=...)`, which takes no arguments of ours.
+
+    Args:
+        max_connections: One more is told so and closed; None is no limit.
+    """
+    settings = {"request_timeout_s": request_timeout_s, "max_connections": max_connections}
+    return type("BoundDeadlineProtocol", (DeadlineProtocol,), settings)
+
+
+class OpenTransport:
+    """A transport that takes what is written only while it is open.
+
+    uvicorn hears of a client that has gone at the loop's next turn; what a response has in several
+    pieces goes on within this one, and asyncio warns of every piece.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+
+class DeadlineProtocol(H11Protocol):
+    """Gives a client `request_timeout_s` from its first byte to the last byte of its request.
+
+    uvicorn limits how long a connection may idle between requests, not how long half a request
+    may take, in its headers or in its body. The clock is not reset by more bytes, so that a
+    client that sends one byte a second cannot hold a connection.
+
+    As long, too, may what was written for a client wait for it: one that stopped reading would
+    keep its request's place for ever.
+    """
+
+    request_timeout_s = 15.0
+    max_connections: int | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.logger = _uvicorn_logger
+        super().connection_made(transport)
+        self.transport = OpenTransport(transport)
+        self._deadline: asyncio.TimerHandle | None = None
+        self._write_deadline: asyncio.TimerHandle | None = None
+        if self.max_connections is not None and len(self.connections) > self.max_connections:
+            self._refuse(503, f"the server has {self.max_connections} connections open already.")
+            return
+        # A connection that never sends a byte is no better than one that sends half a line.
+        self._keep_deadline()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._keep_deadline()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        # uvicorn goes on with what came behind the answered request: of that, too, only half may
+        # be here. Where nothing came, its own limit for idle connections runs.
+        if self.conn.their_state is h11.SEND_BODY:
+            self._keep_deadline()
+
+    def pause_writing(self) -> None:
+        """The client is behind."""
+        super().pause_writing()
+        self._drop_write_deadline()
+        self._write_deadline = self.loop.call_later(self.request_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It has taken most of what waited."""
+        super().resume_writing()
+        self._drop_write_deadline()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._drop_deadline()
+        self._drop_write_deadline()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is not HTTP, or has headers without end."""
+        error = sys.exception()
+        if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431:
+            status, message = 431, "the request's first line and headers are too long."
+        else:
+            reason = _QUOTED_BYTES.sub("", str(error or msg))
+            status, message = 400, f"the request is not valid HTTP/1.1: {reason}."
+        host, port = (self.client or ("-", 0))[:2]
+        if self._has_begun_to_answer():
+            logger.warning("%s:%d is closed, as its answer had begun: %s", host, port, message)
+        else:
+            logger.warning("%s:%d is refused with %d: %s", host, port, status, message)
+        self._refuse(status, message)
+
+    def _keep_deadline(self) -> None:
+        is_waiting = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        if not is_waiting or self.transport.is_closing():
+            self._drop_deadline()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(self.request_timeout_s, self._on_deadline)
+
+    def _drop_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _drop_write_deadline(self) -> None:
+        if self._write_deadline is not None:
+            self._write_deadline.cancel()
+            self._write_deadline = None
+
+    def _on_deadline(self) -> None:
+        self._deadline = None
+        if self.transport.is_closing():
+            return
+        if self.conn.their_state is h11.SEND_BODY:
+            # The handler, if it still waits for the rest, sees a client that left.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        has_sent_something = bool(self.conn.trailing_data[0]) or (
+            self.conn.their_state is h11.SEND_BODY
+        )
+        if has_sent_something:
+            self._refuse(
+                408, f"the request did not arrive whole within {self.request_timeout_s:g} s."
+            )
+        else:
+            self.transport.close()
+
+    def _has_begun_to_answer(self) -> bool:
+        return self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE)
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answers and closes; only closes when an answer is on its way or out already."""
+        if self._has_begun_to_answer():
+            self.transport.close()
+            return
+        body = error_body(status, message)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode("ascii")),
+            (b"connection", b"close"),
+        ]
+        if status == 503:
+            headers.append((b"retry-after", b"1"))
+        for event in (
+            h11.Response(status_code=status, headers=headers),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event))
+        self.transport.close()

@@ -1,0 +1,149 @@
+"""What surrounds every route: the path in front, a request id, a bound on headers, an end."""
+
+import asyncio
+import re
+import uuid
+from urllib.parse import unquote
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from paxkv.server.protocol.error_response import HeadersTooLargeError, error_response
+from paxkv.server.protocol.request_names import client_request_id
+
+MAX_REQUEST_ID_CHARS = 128
+_WHOLE_URL = re.compile(rb"https?://[^/]*(.*)", re.IGNORECASE | re.DOTALL)
+
+
+class RootPathMiddleware:
+    """Says which path a proxy has in front of all of ours.
+
+    Not every proxy takes it off, so that requests come with it or without, as they may in vLLM.
+    uvicorn's own setting would put it in front of the former once more. A client that takes us for
+    its proxy sends a whole URL in place of a path, which every server has to understand.
+    """
+
+    def __init__(self, app: ASGIApp, *, root_path: str) -> None:
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["root_path"] = self._root_path
+        url = _WHOLE_URL.fullmatch(scope.get("raw_path", b""))
+        if url is not None:
+            raw_path = url[1] or b"/"
+            scope.update(raw_path=raw_path, path=unquote(raw_path.decode("ascii")))
+        await self._app(scope, receive, send)
+
+
+class RequestIdMiddleware:
+    """Puts a request id into `request.state.request_id` and into the response.
+
+    A client may bring its own in `X-Request-Id`. It is a name for logs only: the engine gets
+    fresh ids, so two requests may bring the same.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Request(scope).headers.get("x-request-id", "")
+        is_usable = given.isascii() and given.isprintable()
+        if not (is_usable and 0 < len(given) <= MAX_REQUEST_ID_CHARS):
+            given = uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = given
+        client_request_id.set(given)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = given
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class HeaderLimitMiddleware:
+    """Answers 431 to a request whose first line and headers are too long.
+
+    h11 refuses them while they are incomplete; what comes in one piece it takes whatever its size.
+    """
+
+    def __init__(self, app: ASGIApp, *, max_header_bytes: int) -> None:
+        self._app = app
+        self._max_header_bytes = max_header_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and _num_header_bytes(scope) > self._max_header_bytes:
+            error = HeadersTooLargeError(
+                f"the request's first line and headers are over {self._max_header_bytes} bytes."
+            )
+            await error_response(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _num_header_bytes(scope: Scope) -> int:
+    # Each header line has ": " and a line break besides.
+    num_bytes = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+    return num_bytes + len(scope.get("raw_path", b"")) + len(scope.get("query_string", b""))
+
+
+class DisconnectMiddleware:
+    """Cancels the handler of a client that left, whatever the handler is waiting for."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        await _Exchange(receive, send).run(self._app, scope)
+
+
+class _Exchange:
+    """One request and its response. The handler reads the body; then the watcher listens."""
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        self._body_is_read = asyncio.Event()
+        self._response_is_sent = False
+
+    async def run(self, app: ASGIApp, scope: Scope) -> None:
+        handler = asyncio.ensure_future(app(scope, self._receive_body, self._send_and_note))
+        watcher = asyncio.ensure_future(self._wait_for_disconnect())
+        try:
+            await asyncio.wait({handler, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watcher.cancel()
+            # After the last byte a server reports a disconnect as well; the handler is only
+            # tidying up by then.
+            if not self._response_is_sent:
+                handler.cancel()
+            await asyncio.gather(handler, watcher, return_exceptions=True)
+        if not handler.cancelled():
+            handler.result()
+
+    async def _receive_body(self) -> Message:
+        if self._body_is_read.is_set():
+            # Only the watcher listens now, and it cancels whoever waits here.
+            await asyncio.Event().wait()
+        message = await self._receive()
+        if message["type"] == "http.request" and not message.get("more_body", False):
+            self._body_is_read.set()
+        return message
+
+    async def _wait_for_disconnect(self) -> None:
+        await self._body_is_read.wait()
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def _send_and_note(self, message: Message) -> None:
+        is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        self._response_is_sent = self._response_is_sent or is_last
+        await self._send(message)

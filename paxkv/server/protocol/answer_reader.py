@@ -1,0 +1,113 @@
+"""`AnswerReader`: tells thoughts, content and tool calls of one answer apart, as its text comes."""
+
+import dataclasses
+import uuid
+from collections.abc import Sequence
+
+from paxkv.server.protocol.tool_choice import ToolUse
+from paxkv.text.reasoning_parser import ReasoningParser, ReasoningSplit
+from paxkv.text.thought_counter import ThoughtCounter
+from paxkv.text.tool_parsers.tool_parser import CallStart, ContentPart, ToolEvent
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class CallPart:
+    """New text of a tool call.
+
+    Args:
+        id: Of the call, and `name` of its function, when it begins; None afterwards.
+    """
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class AnswerPart:
+    """What a piece of text brought."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[CallPart] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.reasoning or self.content or self.calls)
+
+
+class AnswerReader:
+    """Reads one answer; however its text is cut into pieces, the parts add up to the same.
+
+    Args:
+        starts_thinking: Whether the answer begins with thoughts; None looks for none.
+        include_reasoning: False drops them.
+        thought_counter: Counts their tokens; None where nobody asks for them.
+    """
+
+    def __init__(
+        self,
+        tool_use: ToolUse,
+        *,
+        starts_thinking: bool | None,
+        include_reasoning: bool = True,
+        thought_counter: ThoughtCounter | None = None,
+    ) -> None:
+        self._tool_use = tool_use
+        self._include_reasoning = include_reasoning
+        self._tool_parser = tool_use.make_parser() if tool_use.make_parser else None
+        self._reasoning_parser = (
+            None if starts_thinking is None else ReasoningParser(starts_thinking=starts_thinking)
+        )
+        self._thought_counter = thought_counter
+        self.num_calls = 0
+
+    @property
+    def num_thought_tokens(self) -> int:
+        """Of what was read so far, up to and with the token that ends them."""
+        return 0 if self._thought_counter is None else self._thought_counter.num_tokens
+
+    def take_tokens(self, token_ids: Sequence[int]) -> None:
+        """Takes tokens whose text is read next, or later."""
+        if self._thought_counter is not None:
+            self._thought_counter.take(token_ids)
+
+    def read(self, text: str, *, is_last: bool) -> AnswerPart:
+        """What the next piece of text makes certain."""
+        split = ReasoningSplit(content=text)
+        if self._reasoning_parser is not None:
+            split = self._reasoning_parser.feed(text)
+            if is_last:
+                rest = self._reasoning_parser.finish()
+                split = ReasoningSplit(
+                    split.reasoning + rest.reasoning, split.content + rest.content
+                )
+            if self._thought_counter is not None:
+                self._thought_counter.note(self._reasoning_parser)
+        part = AnswerPart(reasoning=split.reasoning if self._include_reasoning else "")
+        if self._tool_parser is None:
+            part.content = split.content
+            return part
+        events = self._tool_parser.feed(split.content)
+        if is_last:
+            events += self._tool_parser.finish()
+        for event in events:
+            self._take(event, part)
+        return part
+
+    def _take(self, event: ToolEvent, part: AnswerPart) -> None:
+        if isinstance(event, ContentPart):
+            part.content += event.text
+            return
+        max_calls = self._tool_use.max_calls
+        if max_calls is not None and event.index >= max_calls:
+            return
+        if isinstance(event, CallStart):
+            self.num_calls += 1
+            call_id = f"chatcmpl-tool-{uuid.uuid4().hex}"
+            part.calls.append(CallPart(index=event.index, id=call_id, name=event.name))
+        elif part.calls and part.calls[-1].index == event.index:
+            part.calls[-1].arguments += event.text
+        else:
+            part.calls.append(CallPart(index=event.index, arguments=event.text))

@@ -1,0 +1,104 @@
+"""From the messages of a chat to the text of its prompt."""
+
+from collections.abc import Mapping, Sequence
+
+from paxkv.config.engine_config import ServerConfig
+from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.server.engine_protocol import ChatTemplate, EngineClient
+from paxkv.server.protocol.chat_messages import chat_messages
+from paxkv.text.chat_template import ChatTemplate as RequestTemplate
+
+# What a template gets from us already; a caller must not set it a second time.
+_RESERVED_TEMPLATE_ARGUMENTS = ("messages", "add_generation_prompt", "tools", "documents")
+# Stands behind the last message while it is rendered, so that its end can be found: a private
+# character, between two that no tokenizer's text has. The space behind it is lost where the
+# template takes away space at the end of a message.
+_END_MARK = "\N{NUMBER SIGN}\ue0f1\N{NUMBER SIGN}"
+_END = _END_MARK + " "
+
+
+def render_chat(
+    engine: EngineClient,
+    messages: list[dict[str, object]],
+    *,
+    add_generation_prompt: bool,
+    template_kwargs: Mapping[str, object] | None = None,
+    tools: Sequence[Mapping[str, object]] | None = None,
+    documents: Sequence[Mapping[str, object]] | None = None,
+    continue_final_message: bool = False,
+    chat_template: str | None = None,
+) -> str:
+    """The prompt of a conversation. Takes a while for a long one: call it in a thread.
+
+    Args:
+        continue_final_message: The prompt ends with the text of the last message, which the
+            answer goes on with.
+        chat_template: Renders instead of the model's own.
+
+    Raises:
+        InvalidRequestError: The messages cannot be used, or the model has no chat template.
+    """
+    for name in _RESERVED_TEMPLATE_ARGUMENTS:
+        if template_kwargs and name in template_kwargs:
+            raise InvalidRequestError(
+                f"chat_template_kwargs must not set {name!r}.", param="chat_template_kwargs"
+            )
+    checked = chat_messages(messages)
+    if continue_final_message:
+        checked[-1] = _with_end_mark(checked[-1])
+    text = _template(engine, chat_template).render(
+        checked,
+        add_generation_prompt=add_generation_prompt,
+        template_kwargs=template_kwargs,
+        tools=tools,
+        documents=documents,
+    )
+    if not continue_final_message:
+        return text
+    head, mark, rest = text.rpartition(_END_MARK)
+    if not mark:
+        raise InvalidRequestError(
+            "the chat template does not show the last message, so it cannot be continued.",
+            param="continue_final_message",
+        )
+    return head if rest.startswith(" ") else head.rstrip()
+
+
+def check_may_bring_template(chat_template: str | None, config: ServerConfig) -> None:
+    """A template is a program: a request may bring one where the server was told to trust it.
+
+    Raises:
+        UnsupportedFeatureError: It was not.
+    """
+    if chat_template is not None and not config.trust_request_chat_template:
+        raise UnsupportedFeatureError(
+            "a request may bring its own chat_template only if the server was started with "
+            "--trust-request-chat-template; leave it out.",
+            param="chat_template",
+        )
+
+
+def _template(engine: EngineClient, source: str | None) -> ChatTemplate:
+    if source is not None:
+        special_tokens = engine.tokenizer.special_tokens if engine.tokenizer is not None else {}
+        return RequestTemplate(source, special_tokens=special_tokens)
+    if engine.chat_template is None:
+        raise InvalidRequestError(
+            "this model has no chat template; use /v1/completions instead, or start the server "
+            "with --chat-template.",
+            param="messages",
+        )
+    return engine.chat_template
+
+
+def _with_end_mark(message: dict[str, object]) -> dict[str, object]:
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + _END}
+    if not content:
+        raise InvalidRequestError(
+            "the last message has no content that could be continued.",
+            param="continue_final_message",
+        )
+    *others, last = content
+    return {**message, "content": [*others, {**last, "text": last["text"] + _END}]}

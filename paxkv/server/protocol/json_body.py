@@ -1,0 +1,181 @@
+"""Request bodies: read within a size limit, decoded, and checked against a struct."""
+
+import asyncio
+import codecs
+import re
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from paxkv.errors import InvalidRequestError
+from paxkv.server.protocol.error_response import BodyTooLargeError, UnsupportedMediaTypeError
+
+_ReadT = TypeVar("_ReadT")
+_StructT = TypeVar("_StructT", bound=msgspec.Struct)
+# msgspec says "Expected `int | null`, got `str` - at `$.max_tokens`".
+_MSGSPEC_PLACE = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>.*)`)?$", re.DOTALL)
+# Objects, arrays and keys of one body.
+MAX_PARTS = 50_000
+MAX_STRINGS = 200_000
+# A thread costs as much as reading so many.
+_SHORT_BODY_BYTES = 32 * 2**10
+# An oversized body is read on, and thrown away, up to this multiple of the limit: a client that
+# is cut off while it still sends sees a broken connection instead of the 413.
+_DISCARD_FACTOR = 4
+# Some clients name the charset there, which says nothing about the bytes.
+_PLAIN_ENCODINGS = frozenset({"", "identity", "utf-8", "utf8"})
+
+
+async def read_body(
+    request: Request, read: Callable[[dict[str, object]], _ReadT], *, max_body_bytes: int
+) -> _ReadT:
+    """What `read` makes of the body of a request, which must be a JSON object.
+
+    A long body is read in a thread: lists of a million token ids are gone through more than once.
+    The time that a body may take to come is not limited here: `deadline_protocol.py` ends the
+    connection.
+
+    Raises:
+        UnsupportedMediaTypeError: The content type is not JSON, or the body is compressed.
+            Browsers send other types to any address without asking it first, so this also keeps
+            web pages out.
+        BodyTooLargeError: The body is longer than `max_body_bytes`.
+        InvalidRequestError: The body is not a JSON object, or `read` raised it.
+    """
+    content_type = request.headers.get("content-type", "")
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        raise UnsupportedMediaTypeError(
+            f"the body must be JSON, got {content_type=}; send 'Content-Type: application/json'."
+        )
+    # One line or several.
+    content_encoding = ", ".join(request.headers.getlist("content-encoding"))
+    if not _PLAIN_ENCODINGS.issuperset(re.split(r"[\s,]+", content_encoding.lower())):
+        raise UnsupportedMediaTypeError(
+            f"content_encoding must be identity or absent, got {content_encoding!r}; send the body "
+            "as it is, not compressed."
+        )
+    body = await _read_body(request, max_body_bytes)
+    if len(body) <= _SHORT_BODY_BYTES:
+        return read(decode_object(body))
+    return await asyncio.to_thread(lambda: read(decode_object(body)))
+
+
+def decode_object(body: bytes) -> dict[str, object]:
+    """The JSON object in `body`.
+
+    Raises:
+        InvalidRequestError: `body` is not JSON, or not an object, or has too many parts.
+    """
+    # Some editors and shells begin a file with a mark, and clients send the file.
+    value = decode_json(body.removeprefix(codecs.BOM_UTF8), name="the body")
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"the body must be a JSON object, got {_json_type(value)}.")
+    return value
+
+
+def decode_json(text: bytes, *, name: str = "it") -> object:
+    """The value that a client's JSON describes.
+
+    Args:
+        name: What errors call it.
+
+    Raises:
+        InvalidRequestError: It is not JSON, or has too many parts.
+    """
+    _check_num_parts(text, name)
+    try:
+        return msgspec.json.decode(text)
+    except RecursionError:
+        raise InvalidRequestError(f"{name} is nested too deeply.") from None
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"{name} is not UTF-8: {error.reason}.") from None
+    except msgspec.MsgspecError as error:
+        raise InvalidRequestError(
+            f"{name} is not valid JSON: {error}. Numbers must be finite, and strings must not "
+            "hold half a surrogate pair."
+        ) from None
+
+
+def _check_num_parts(body: bytes, name: str) -> None:
+    """Bounds what the decoder, which nothing interrupts, has to make objects of.
+
+    A million empty lists would take half a second, most of it in the garbage collector. Numbers
+    need no bound: two million take 30 ms.
+    """
+    if _num_parts(body) <= MAX_PARTS and body.count(b'"') <= 2 * MAX_STRINGS:
+        return
+    # Text may have such signs as well: what stands in strings does not count.
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    has_few_strings = plain.count(b'"') <= 2 * MAX_STRINGS
+    if has_few_strings and _num_parts(b"".join(plain.split(b'"')[::2])) <= MAX_PARTS:
+        return
+    raise InvalidRequestError(
+        f"{name} has too many parts: its objects, arrays and keys may be {MAX_PARTS} together, its "
+        f"strings {MAX_STRINGS}."
+    )
+
+
+def _num_parts(text: bytes) -> int:
+    """Objects, arrays and keys of JSON, and such signs in its strings."""
+    return text.count(b"{") + text.count(b"[") + text.count(b":")
+
+
+def convert_fields(fields: Mapping[str, object], struct_type: type[_StructT]) -> _StructT:
+    """The struct that `fields` describe; fields that it does not have are ignored.
+
+    Raises:
+        InvalidRequestError: A field is missing or has the wrong type; `param` names it.
+    """
+    try:
+        return msgspec.convert({name: _whole(v) for name, v in fields.items()}, struct_type)
+    except msgspec.ValidationError as error:
+        match = _MSGSPEC_PLACE.match(str(error))
+        assert match is not None
+        path = (match["path"] or "").removeprefix("$").removeprefix(".")
+        what = match["what"].replace("`", "").replace("Expected", "expected")
+        what = what.replace("Object missing required field", "missing required field")
+        raise InvalidRequestError(
+            f"{path}: {what}." if path else f"{what}.",
+            param=re.split(r"[.\[]", path)[0] or _missing_field(what),
+        ) from None
+
+
+def _whole(value: object) -> object:
+    """16.0 -> 16, as in vLLM: some clients' languages have floats only. Both fit a float field."""
+    is_whole = type(value) is float and value.is_integer() and abs(value) < 2**53
+    return int(value) if is_whole else value
+
+
+def _missing_field(what: str) -> str | None:
+    return what.split()[-1] if what.startswith("missing required field") else None
+
+
+async def _read_body(request: Request, max_body_bytes: int) -> bytes:
+    content_length = int(request.headers.get("content-length", "0"))
+    if content_length > max_body_bytes * _DISCARD_FACTOR:
+        raise _too_large(max_body_bytes)
+    chunks: list[bytes] = []
+    num_bytes = 0
+    async for chunk in request.stream():
+        num_bytes += len(chunk)
+        if num_bytes > max_body_bytes * _DISCARD_FACTOR:
+            break
+        if num_bytes <= max_body_bytes:
+            chunks.append(chunk)
+    if num_bytes > max_body_bytes:
+        raise _too_large(max_body_bytes)
+    return b"".join(chunks)
+
+
+def _too_large(max_body_bytes: int) -> BodyTooLargeError:
+    return BodyTooLargeError(
+        f"the body is longer than {max_body_bytes} bytes; send less, or start the server with a "
+        "larger --max-body-bytes."
+    )
+
+
+def _json_type(value: object) -> str:
+    names = {list: "an array", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")

@@ -1,0 +1,359 @@
+"""The body of POST /v1/responses, and the chat that it asks for."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.server.protocol.chat_messages import chat_message
+from paxkv.server.protocol.json_body import convert_fields
+from paxkv.server.protocol.openai_protocol import (
+    ChatCompletionRequest,
+    ReasoningEffort,
+    parse_chat,
+    shorten,
+)
+from paxkv.server.protocol.sampling_fields import MAX_MAX_TOKENS, check_range
+from paxkv.server.protocol.unsupported_fields import RESPONSES_FIELDS, refuse_unsupported
+
+# Fields that a chat has under the same name, with the same meaning.
+_SAME_NAMES = (
+    "model",
+    "stream",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "priority",
+    "request_id",
+    "cache_salt",
+    "chat_template_kwargs",
+    "parallel_tool_calls",
+    "structured_outputs",
+)
+# What `include` may ask for: thoughts, which come as text and may be sent back as they are, and
+# what belongs to tools and images, which no answer here has.
+_INCLUDABLE = (
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
+_EFFORTS = ReasoningEffort.__args__
+_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+
+
+class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields that are told again in the answer, or mean something here alone."""
+
+    input: str | list[dict[str, object]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = False
+    tools: list[dict[str, object]] | None = None
+    tool_choice: str | dict[str, object] | None = None
+    parallel_tool_calls: bool | None = True
+    text: dict[str, object] | None = None
+    reasoning: dict[str, object] | None = None
+    metadata: dict[str, object] | None = None
+    user: str | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    background: bool | None = False
+    include: list[str] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+
+    @property
+    def effort(self) -> object:
+        """How much the model is to think; None leaves it to the model."""
+        return (self.reasoning or {}).get("effort")
+
+
+def parse_responses(fields: Mapping[str, object]) -> ResponsesRequest:
+    """The request that a JSON object describes.
+
+    Raises:
+        InvalidRequestError: A field is missing, has the wrong type, or cannot be honoured.
+    """
+    refuse_unsupported(fields, RESPONSES_FIELDS)
+    request = convert_fields(fields, ResponsesRequest)
+    _check_values(request)
+    if request.background and request.stream:
+        raise UnsupportedFeatureError(
+            "background and stream together are not supported; send one of them, and ask for what "
+            "runs in the background with GET /v1/responses/{response_id}.",
+            param="background",
+        )
+    if request.background and request.store is False:
+        raise InvalidRequestError(
+            "a response in the background must be stored, or nobody could ask for it; leave store "
+            "out.",
+            param="background",
+        )
+    return request
+
+
+def _check_values(request: ResponsesRequest) -> None:
+    """What a chat would check too, under the names that its own fields have."""
+    check_range("max_output_tokens", request.max_output_tokens, low=1, high=MAX_MAX_TOKENS)
+    if request.effort not in (None, *_EFFORTS):
+        raise InvalidRequestError(
+            f"reasoning.effort must be one of {', '.join(_EFFORTS)}, got "
+            f"{shorten(request.effort)}.",
+            param="reasoning",
+        )
+    for name in request.include or ():
+        if name not in _INCLUDABLE:
+            raise UnsupportedFeatureError(
+                f"include has {shorten(name)}; it may have {', '.join(_INCLUDABLE)}.",
+                param="include",
+            )
+
+
+def input_items(request: ResponsesRequest) -> list[dict[str, object]]:
+    """What a request brings to its conversation, as items.
+
+    Raises:
+        InvalidRequestError: That is nothing.
+    """
+    if isinstance(request.input, str):
+        return [{"type": "message", "role": "user", "content": request.input}]
+    if not request.input:
+        raise InvalidRequestError("input must not be empty.", param="input")
+    return request.input
+
+
+def chat_of_responses(
+    fields: Mapping[str, object],
+    request: ResponsesRequest,
+    earlier_items: Sequence[dict[str, object]] = (),
+) -> ChatCompletionRequest:
+    """The chat that answers a request.
+
+    Args:
+        fields: That `request` was read from.
+        earlier_items: What went before.
+
+    Raises:
+        InvalidRequestError: An item or a field cannot be honoured.
+    """
+    chat: dict[str, object] = {name: fields[name] for name in _SAME_NAMES if name in fields}
+    # A conversation that goes on has the instructions of its latest request alone.
+    system = [{"role": "system", "content": request.instructions}]
+    chat["messages"] = system if request.instructions is not None else []
+    # Those of the request itself count from 0 on.
+    items = enumerate([*earlier_items, *input_items(request)], start=-len(earlier_items))
+    messages = _messages(items)
+    if not messages:
+        raise InvalidRequestError(
+            "input has only reasoning without a text; send a message too.", param="input"
+        )
+    chat["messages"] += messages
+    chat["max_completion_tokens"] = request.max_output_tokens
+    if request.tools is not None:
+        chat["tools"] = [_chat_tool(k, tool) for k, tool in enumerate(request.tools)]
+    chat["tool_choice"] = _chat_tool_choice(request.tool_choice)
+    chat["response_format"] = _response_format(request.text)
+    chat["reasoning_effort"] = request.effort
+    if request.truncation == "auto":
+        chat["truncate_prompt_tokens"] = "auto"
+    return parse_chat(chat)
+
+
+def _messages(items: Iterable[tuple[int, dict[str, object]]]) -> list[dict[str, object]]:
+    messages: list[dict[str, object]] = []
+    thoughts: list[str] = []
+    for k, item in items:
+        kind = item.get("type", "message")
+        if kind == "reasoning":
+            thoughts += _reasoning_texts(f"input[{k}]", item)
+            continue
+        thought, thoughts = "\n".join(thoughts) or None, []
+        is_assistants = kind == "message" and item.get("role") == "assistant"
+        if thought is not None and not is_assistants and kind != "function_call":
+            _add_thought(messages, thought, is_before_output=kind == "function_call_output")
+            thought = None
+        if kind == "message":
+            message = {"role": item.get("role"), "content": item.get("content")}
+            messages.append(chat_message(f"input[{k}]", message) | _thought(thought))
+        elif kind == "function_call":
+            _add_call(f"input[{k}]", messages, item, thought)
+        elif kind == "function_call_output":
+            messages.append(_tool_message(f"input[{k}]", item))
+        else:
+            raise UnsupportedFeatureError(
+                f"input[{k}].type is {shorten(kind)}; this server reads message, function_call, "
+                "function_call_output and reasoning.",
+                param="input",
+            )
+    if thoughts:
+        _add_thought(messages, "\n".join(thoughts), is_before_output=False)
+    return messages
+
+
+def _add_thought(
+    messages: list[dict[str, object]], thought: str, *, is_before_output: bool
+) -> None:
+    """Adds what no answer of the assistant follows.
+
+    Before the output of a call it belongs to the message with the call, as nothing may come between
+    them: [call, thought, output] -> [assistant(thought, call), tool]. Else it is an answer that was
+    cut off while the model thought.
+    """
+    # Several calls of one message have their outputs one behind the other.
+    caller = next((m for m in reversed(messages) if m.get("role") != "tool"), {})
+    if is_before_output and caller.get("tool_calls"):
+        earlier = caller.get("reasoning")
+        caller["reasoning"] = thought if earlier is None else f"{earlier}\n{thought}"
+        return
+    messages.append({"role": "assistant", "content": "", "reasoning": thought})
+
+
+def _add_call(
+    path: str, messages: list[dict[str, object]], item: Mapping[str, object], thought: str | None
+) -> None:
+    """Adds a call to the assistant's last message, or, behind thoughts, to a new one."""
+    if not isinstance(item.get("name"), str):
+        raise InvalidRequestError(f"{path}.name must be a string.", param="input")
+    _check_call_id(path, item)
+    call = {
+        "id": item.get("call_id"),
+        "type": "function",
+        "function": {"name": item["name"], "arguments": item.get("arguments")},
+    }
+    last = messages[-1] if messages else {}
+    if last.get("role") == "assistant" and thought is None:
+        last["tool_calls"] = [*last.get("tool_calls", ()), call]
+        return
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    messages.append(message | _thought(thought))
+
+
+def _tool_message(path: str, item: Mapping[str, object]) -> dict[str, object]:
+    _check_call_id(path, item)
+    # A chat calls it content; what is wrong inside of it is told where it stands.
+    if not isinstance(item.get("output"), (str, list)):
+        raise InvalidRequestError(
+            f"{path}.output must be a string or a list of text parts, got "
+            f"{shorten(item.get('output'))}.",
+            param="input",
+        )
+    return {"role": "tool", "tool_call_id": item.get("call_id"), "content": item["output"]}
+
+
+def _check_call_id(path: str, item: Mapping[str, object]) -> None:
+    call_id = item.get("call_id")
+    if call_id is not None and not isinstance(call_id, str):
+        raise InvalidRequestError(
+            f"{path}.call_id must be a string, got {shorten(call_id)}.", param="input"
+        )
+
+
+def _reasoning_texts(path: str, item: Mapping[str, object]) -> list[str]:
+    """The item's text, or else its summary, part by part; or nothing.
+
+    Raises:
+        InvalidRequestError: It is no list of texts.
+        UnsupportedFeatureError: All of it is encrypted.
+    """
+    content, summary = (_part_texts(path, item, name) for name in ("content", "summary"))
+    if content:
+        return ["".join(content)]
+    if item.get("encrypted_content"):
+        raise UnsupportedFeatureError(
+            f"{path}.encrypted_content cannot be read: thoughts come as text here, in content. "
+            "Leave out items of another server, or their encrypted_content.",
+            param="input",
+        )
+    return summary
+
+
+def _part_texts(path: str, item: Mapping[str, object], name: str) -> list[str]:
+    """Those that are not empty; none of an item without the field."""
+    parts = [] if item.get(name) is None else item[name]
+    if not isinstance(parts, list):
+        raise _parts_error(f"{path}.{name}", name, parts)
+    for k, part in enumerate(parts):
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            raise _parts_error(f"{path}.{name}[{k}]", name, part)
+    return [part["text"] for part in parts if part["text"]]
+
+
+def _parts_error(where: str, name: str, value: object) -> InvalidRequestError:
+    kind = {"content": "reasoning_text", "summary": "summary_text"}[name]
+    return InvalidRequestError(
+        f'{name} of a reasoning item must be a list of {{"type": "{kind}", "text": "..."}}; '
+        f"{where} is {shorten(value)}. Send the item back as it came, or leave it out.",
+        param="input",
+    )
+
+
+def _thought(thought: str | None) -> dict[str, str]:
+    return {} if thought is None else {"reasoning": thought}
+
+
+def _chat_tool(k: int, tool: Mapping[str, object]) -> dict[str, object]:
+    """{"type": "function", "name": "f", ...} -> {"type": "function", "function": {...}}"""
+    if tool.get("type") != "function":
+        raise UnsupportedFeatureError(
+            f"tools[{k}].type is {shorten(tool.get('type'))}; this server knows functions only.",
+            param="tools",
+        )
+    if not isinstance(tool.get("name"), str):
+        raise InvalidRequestError(
+            f'tools[{k}] must be {{"type": "function", "name": "...", "parameters": {{...}}}}, got '
+            f"{shorten(tool)}.",
+            param="tools",
+        )
+    function = {key: value for key, value in tool.items() if key not in ("type", "strict")}
+    return {"type": "function", "function": function}
+
+
+def _chat_tool_choice(choice: str | Mapping[str, object] | None) -> object:
+    if not isinstance(choice, Mapping):
+        return choice
+    if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
+        raise InvalidRequestError(
+            'tool_choice must be "none", "auto", "required" or {"type": "function", "name": '
+            f'"..."}}, got {shorten(choice)}.',
+            param="tool_choice",
+        )
+    return {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+
+
+def _response_format(text: Mapping[str, object] | None) -> object:
+    """{"format": {"type": "json_schema", "schema": {}}} -> a chat's `response_format`."""
+    form = (text or {}).get("format")
+    if form is None:
+        return None
+    kind = form.get("type") if isinstance(form, Mapping) else None
+    if kind not in _FORMATS:
+        raise InvalidRequestError(
+            f"text.format.type must be one of {', '.join(_FORMATS)}, got {shorten(kind)}.",
+            param="text",
+        )
+    if kind != "json_schema":
+        return form
+    if not isinstance(form.get("schema"), (Mapping, bool)):
+        raise InvalidRequestError(
+            'text.format must be {"type": "json_schema", "name": "...", "schema": {...}}, got '
+            f"{shorten(form)}.",
+            param="text",
+        )
+    return {"type": "json_schema", "json_schema": {"schema": form["schema"]}}

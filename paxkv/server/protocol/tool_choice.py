@@ -1,0 +1,155 @@
+"""`tools` and `tool_choice` of a chat: what the template shows, how calls are found or forced."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from paxkv.config.engine_config import ServerConfig
+from paxkv.errors import InvalidRequestError
+from paxkv.server.protocol.openai_protocol import ChatCompletionRequest, shorten
+from paxkv.text.tool_parsers.forced_call import CallListParser, NamedCallParser
+from paxkv.text.tool_parsers.registry import TOOL_PARSERS
+from paxkv.text.tool_parsers.tool_parser import ToolParser
+
+MAX_TOOLS = 128
+# OpenAI's rule for the names of functions; dots are common all the same.
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """What a request wants with tools.
+
+    Args:
+        tools: For the chat template; None when it is to show none.
+        make_parser: Of what finds calls in one answer; None when there are none to be found.
+        schema: JSON schema that the whole answer must have; None leaves it to the model.
+        max_calls: Calls of one answer that are told of; None is all.
+        is_named: The request names the function, so that calling it is no news.
+    """
+
+    tools: list[dict[str, object]] | None = None
+    make_parser: Callable[[], ToolParser] | None = None
+    schema: str | None = None
+    max_calls: int | None = None
+    is_named: bool = False
+
+
+def tool_use(request: ChatCompletionRequest, config: ServerConfig) -> ToolUse:
+    """What a request wants with tools.
+
+    Raises:
+        InvalidRequestError: Tools or choice are malformed, do not fit each other, or the server
+            was not started to find calls.
+    """
+    choice = request.tool_choice
+    if not request.tools:
+        if choice in (None, "none", "auto"):
+            return ToolUse()
+        raise InvalidRequestError(
+            "tool_choice needs tools; send some, or leave it out.", param="tool_choice"
+        )
+    tools = checked_tools(request.tools)
+    max_calls = 1 if request.parallel_tool_calls is False else None
+    if choice == "none":
+        hides = config.exclude_tools_when_tool_choice_none
+        return ToolUse(tools=None if hides else request.tools)
+    if choice in (None, "auto"):
+        if not config.enable_auto_tool_choice:
+            raise InvalidRequestError(
+                'tool_choice "auto" needs a server that was started with '
+                "--enable-auto-tool-choice and --tool-call-parser; start it so, or send another "
+                "tool_choice.",
+                param="tool_choice",
+            )
+        return ToolUse(
+            tools=request.tools,
+            make_parser=TOOL_PARSERS[config.tool_call_parser],
+            max_calls=max_calls,
+        )
+    if choice == "required":
+        schema = _call_list_schema(tools, max_calls)
+        return ToolUse(tools=request.tools, make_parser=CallListParser, schema=schema)
+    name = _chosen_name(choice)
+    if name not in tools:
+        raise InvalidRequestError(
+            f"tool_choice names {name!r}; tools has {', '.join(tools)}.", param="tool_choice"
+        )
+    return ToolUse(
+        tools=request.tools,
+        make_parser=lambda: NamedCallParser(name),
+        schema=_encode(tools[name]),
+        is_named=True,
+    )
+
+
+def checked_tools(tools: list[dict[str, object]]) -> dict[str, Mapping[str, object]]:
+    """The functions' names, each with the JSON schema of its arguments.
+
+    Raises:
+        InvalidRequestError: There are too many, or one is malformed.
+    """
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequestError(
+            f"tools has {len(tools)} tools; at most {MAX_TOOLS} fit in one request.", param="tools"
+        )
+    schemas: dict[str, Mapping[str, object]] = {}
+    for k, tool in enumerate(tools):
+        function = tool.get("function") if tool.get("type") == "function" else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise InvalidRequestError(
+                f'tools[{k}] must be {{"type": "function", "function": {{"name": "...", '
+                f'"parameters": {{...}}}}}}, its name of letters, digits, "_", "-" and ".", got '
+                f"{shorten(tool)}.",
+                param="tools",
+            )
+        parameters = function.get("parameters")
+        if parameters is not None and not isinstance(parameters, Mapping):
+            raise InvalidRequestError(
+                f"tools[{k}].function.parameters must be a JSON schema, got {shorten(parameters)}.",
+                param="tools",
+            )
+        if name in schemas:
+            raise InvalidRequestError(f"tools has {name!r} twice.", param="tools")
+        schemas[name] = parameters or {"type": "object", "properties": {}}
+    return schemas
+
+
+def _chosen_name(choice: object) -> str:
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or choice.get("type") != "function":
+        raise InvalidRequestError(
+            'tool_choice must be "none", "auto", "required" or {"type": "function", "function": '
+            f'{{"name": "..."}}}}, got {shorten(choice)}.',
+            param="tool_choice",
+        )
+    return name
+
+
+def _call_list_schema(tools: Mapping[str, Mapping[str, object]], max_calls: int | None) -> str:
+    """[{"name": "f", "parameters": {...}}, ...], at least one."""
+    forms = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": name},
+                # References begin at the root, which is another one here: "$id" makes it theirs.
+                "parameters": {**parameters, "$id": f"tool:{name}"},
+            },
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for name, parameters in tools.items()
+    ]
+    schema: dict[str, object] = {"type": "array", "minItems": 1, "items": {"anyOf": forms}}
+    if max_calls is not None:
+        schema["maxItems"] = max_calls
+    return _encode(schema)
+
+
+def _encode(schema: Mapping[str, object]) -> str:
+    return msgspec.json.encode(schema).decode()

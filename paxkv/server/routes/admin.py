@@ -1,0 +1,101 @@
+"""The operator's routes, behind `--enable-admin`."""
+
+from collections.abc import Awaitable
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from paxkv.errors import EngineDeadError, InvalidRequestError, PaxkvError
+from paxkv.server.engine_protocol import EngineClient
+from paxkv.server.protocol.error_response import ConflictError
+from paxkv.server.protocol.request_names import MAX_NAMES, RequestNames
+
+_AnswerT = TypeVar("_AnswerT")
+_RESET, _EXPLAIN = "/reset_prefix_cache", "/explain_prefix_cache_miss"
+_START_PROFILE, _STOP_PROFILE = "/start_profile", "/stop_profile"
+# They ask for an API key where there are any.
+ADMIN_PATHS = (_RESET, _EXPLAIN, _START_PROFILE, _STOP_PROFILE)
+
+
+class AdminRoutes:
+    """What no client should be able to do.
+
+    Args:
+        profile_dir: Where profiles are written; None is nowhere.
+    """
+
+    def __init__(
+        self, engine: EngineClient, names: RequestNames, *, profile_dir: str | None
+    ) -> None:
+        self._engine = engine
+        self._names = names
+        self._profile_dir = profile_dir
+
+    def routes(self) -> list[Route]:
+        return [
+            Route(_RESET, self.reset_prefix_cache, methods=["POST"]),
+            Route(_EXPLAIN, self.explain_prefix_cache_miss, methods=["GET"]),
+            Route(_START_PROFILE, self.start_profile, methods=["POST"]),
+            Route(_STOP_PROFILE, self.stop_profile, methods=["POST"]),
+        ]
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """Forgets every cached prefix; with `?reset_running_requests=true` also under load."""
+        is_forced = _flag(request, "reset_running_requests")
+        if not await _ask(self._engine.reset_prefix_cache(is_forced)):
+            raise ConflictError(
+                "the prefix cache was not reset: requests hold blocks of it. Wait until they have "
+                "ended, or add ?reset_running_requests=true, which has them computed again."
+            )
+        return _json({"success": True})
+
+    async def explain_prefix_cache_miss(self, request: Request) -> Response:
+        """Why the prompts of `?request_id=`, an X-Request-Id, found no more in the cache."""
+        name = request.query_params.get("request_id", "")
+        engine_ids = self._names.engine_ids(name)
+        if not engine_ids:
+            raise InvalidRequestError(
+                f"request_id={name!r} is none of the last {MAX_NAMES} that this server has "
+                "answered; it is what the X-Request-Id header of the answer says.",
+                param="request_id",
+            )
+        misses = [await _ask(self._engine.explain_prefix_cache_miss(i)) for i in engine_ids]
+        return _json({"request_id": name, "prompts": misses})
+
+    async def start_profile(self, _request: Request) -> Response:
+        """Begins to record with JAX's profiler, in the engine."""
+        if self._profile_dir is None:
+            raise InvalidRequestError("start the server with --profile-dir to record profiles.")
+        if not await _ask(self._engine.start_profile(self._profile_dir)):
+            raise ConflictError("a profile is being recorded already; stop it first.")
+        return _json({"profile_dir": self._profile_dir})
+
+    async def stop_profile(self, _request: Request) -> Response:
+        """Writes the recording, while which the engine computes nothing."""
+        if not await _ask(self._engine.stop_profile()):
+            raise ConflictError("no profile is being recorded.")
+        return _json({"profile_dir": self._profile_dir})
+
+
+async def _ask(answer: Awaitable[_AnswerT]) -> _AnswerT:
+    """The engine's answer; its own words where it has none, which an operator may read."""
+    try:
+        return await answer
+    except (InvalidRequestError, EngineDeadError):
+        raise
+    except PaxkvError as error:
+        raise ConflictError(str(error)) from error
+
+
+def _flag(request: Request, name: str) -> bool:
+    value = request.query_params.get(name, "false").lower()
+    if value not in ("true", "false", "1", "0"):
+        raise InvalidRequestError(f"{name} must be true or false, got {value!r}.", param=name)
+    return value in ("true", "1")
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -1,0 +1,268 @@
+"""POST /v1/chat/completions: the next message of a conversation."""
+
+import asyncio
+import dataclasses
+import functools
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+import msgspec
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from paxkv.config.engine_config import ServerConfig
+from paxkv.config.sampling_params import BeamSearchParams, SamplingParams, check_num_logprobs
+from paxkv.server.engine_protocol import EngineClient
+from paxkv.server.generation import Generator, IndexedOutputs
+from paxkv.server.protocol.chat_choices import ChatChoices
+from paxkv.server.protocol.chat_messages import content_text
+from paxkv.server.protocol.chat_prompt import check_may_bring_template, render_chat
+from paxkv.server.protocol.chat_responses import ChatBody, ChatChoice
+from paxkv.server.protocol.json_body import read_body
+from paxkv.server.protocol.openai_protocol import (
+    ChatCompletionRequest,
+    check_model,
+    parse_chat,
+    prompt_with_options,
+)
+from paxkv.server.protocol.openai_responses import UsageCounter, prompt_logprobs
+from paxkv.server.protocol.sampling_fields import chat_sampling_params
+from paxkv.server.protocol.sse import EventStreamResponse
+from paxkv.server.protocol.structured_fields import with_server_settings
+from paxkv.server.protocol.tool_choice import ToolUse, tool_use
+from paxkv.text.reasoning_parser import REASONING_PARSERS, thought_token_ids
+from paxkv.text.thought_counter import ThoughtCounter
+
+
+class ChatRoutes:
+    """The routes of chat completion."""
+
+    def __init__(self, engine: EngineClient, generator: Generator, config: ServerConfig) -> None:
+        self._engine = engine
+        self._generator = generator
+        self._config = config
+
+    def routes(self) -> list[Route]:
+        return [Route("/v1/chat/completions", self.create, methods=["POST"])]
+
+    async def create(self, request: Request) -> Response:
+        """Answers the conversation of the body, in one piece or as a stream."""
+        body = await read_body(request, parse_chat, max_body_bytes=self._config.max_body_bytes)
+        check_model(body.model, self._engine.model_info)
+        chat = await start_chat(body, self._engine, self._generator, self._config)
+        outputs = chat.outputs
+        choices = ChatChoices(
+            body,
+            chat.tool_use,
+            starts_thinking=chat.starts_thinking,
+            make_thought_counter=chat.make_thought_counter,
+            echoed=_echoed(body),
+        )
+        chat_id = f"chatcmpl-{body.request_id or request.state.request_id}"
+        if body.stream:
+            return await EventStreamResponse.start(self._chunks(outputs, choices, body, chat_id))
+        whole = await self._whole(outputs, choices, body, chat_id)
+        return Response(msgspec.json.encode(whole), media_type="application/json")
+
+    def _usage_counter(self, made: ChatChoices) -> UsageCounter:
+        # Of a server that tells no thoughts apart, nobody learns that there were none.
+        tells_thoughts = self._config.reasoning_parser is not None
+        return UsageCounter(made.num_thought_tokens if tells_thoughts else None)
+
+    async def _whole(
+        self,
+        outputs: IndexedOutputs,
+        made: ChatChoices,
+        body: ChatCompletionRequest,
+        chat_id: str,
+    ) -> ChatBody:
+        usage = self._usage_counter(made)
+        choices: list[ChatChoice] = []
+        shown: dict[str, object] = {}
+        async with aclosing(outputs):
+            async for prompt_idx, output in outputs:
+                usage.note_prompt(prompt_idx, output)
+                usage.add_tokens(output)
+                choices += [made.whole(completion) for completion in output.outputs]
+                if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+                    shown["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+                if body.return_token_ids:
+                    shown["prompt_token_ids"] = output.prompt_token_ids
+        return ChatBody(
+            id=chat_id,
+            object="chat.completion",
+            created=int(time.time()),
+            model=self._engine.model_info.served_model_name,
+            choices=choices,
+            usage=usage.usage(),
+            **shown,
+        )
+
+    async def _chunks(
+        self,
+        outputs: IndexedOutputs,
+        made: ChatChoices,
+        body: ChatCompletionRequest,
+        chat_id: str,
+    ) -> AsyncGenerator[ChatBody, None]:
+        usage = self._usage_counter(made)
+        chunk = ChatBody(
+            id=chat_id,
+            object="chat.completion.chunk",
+            created=int(time.time()),
+            model=self._engine.model_info.served_model_name,
+            choices=[],
+            usage=None if body.include_usage else UNSET,
+        )
+        firsts = made.first_chunks()
+        async with aclosing(outputs):
+            async for prompt_idx, output in outputs:
+                usage.note_prompt(prompt_idx, output)
+                while firsts:
+                    so_far = {"usage": usage.usage()} if body.has_continuous_usage else {}
+                    if body.return_token_ids:
+                        so_far["prompt_token_ids"] = output.prompt_token_ids
+                    yield msgspec.structs.replace(chunk, choices=[firsts.pop(0)], **so_far)
+                for completion in output.outputs:
+                    usage.completion_tokens += len(completion.token_ids)
+                    choice = made.chunk(completion)
+                    if choice is not None:
+                        so_far = {"usage": usage.usage()} if body.has_continuous_usage else {}
+                        yield msgspec.structs.replace(chunk, choices=[choice], **so_far)
+        if body.include_usage:
+            yield msgspec.structs.replace(chunk, usage=usage.usage())
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StartedChat:
+    """A chat on its way.
+
+    Args:
+        sampling_params: With the defaults of what its body leaves out.
+        starts_thinking: Whether its answers begin with thoughts; None where nobody tells them
+            apart.
+        make_thought_counter: For each of its answers; None with them.
+    """
+
+    outputs: IndexedOutputs
+    sampling_params: SamplingParams | BeamSearchParams
+    tool_use: ToolUse
+    starts_thinking: bool | None
+    make_thought_counter: Callable[[], ThoughtCounter] | None
+
+
+async def start_chat(
+    body: ChatCompletionRequest, engine: EngineClient, generator: Generator, config: ServerConfig
+) -> StartedChat:
+    """Checks a chat and hands it to the engine.
+
+    Raises:
+        InvalidRequestError: The request cannot be honoured.
+    """
+    check_may_bring_template(body.chat_template, config)
+    info = engine.model_info
+    # Who knows it as `logprobs` alone would name another field.
+    check_num_logprobs(
+        "top_logprobs",
+        body.top_logprobs,
+        max_logprobs=info.max_logprobs,
+        vocab_size=info.vocab_size,
+    )
+    tools = tool_use(body, config)
+    sampling_params = with_server_settings(
+        chat_sampling_params(body, info.sampling_defaults, tools.schema),
+        config.structured_outputs_config,
+    )
+    template_kwargs = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        template_kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    text = await asyncio.to_thread(
+        render_chat,
+        engine,
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        template_kwargs=template_kwargs,
+        tools=tools.tools,
+        documents=body.documents,
+        continue_final_message=bool(body.continue_final_message),
+        chat_template=body.chat_template,
+    )
+    is_bound = (
+        not isinstance(sampling_params, BeamSearchParams)
+        and sampling_params.structured_outputs is not None
+    )
+    starts_thinking = _starts_thinking(text, engine, config, is_bound=is_bound)
+    if is_bound:
+        sampling_params = _with_thoughts(sampling_params, starts_thinking)
+    outputs = generator.generate(
+        # The template has written the special tokens, BOS included.
+        [prompt_with_options(text, body, add_special_tokens=False)],
+        sampling_params,
+        priority=body.priority or 0,
+        stream=bool(body.stream),
+    )
+    return StartedChat(
+        outputs=outputs,
+        sampling_params=sampling_params,
+        tool_use=tools,
+        starts_thinking=starts_thinking,
+        make_thought_counter=_thought_counters(engine, sampling_params, starts_thinking),
+    )
+
+
+def _thought_counters(
+    engine: EngineClient,
+    params: SamplingParams | BeamSearchParams,
+    starts_thinking: bool | None,
+) -> Callable[[], ThoughtCounter] | None:
+    if starts_thinking is None or engine.tokenizer is None:
+        return None
+    if isinstance(params, BeamSearchParams):
+        skips_special_tokens = not params.include_stop_str_in_output
+    else:
+        skips_special_tokens = params.skip_special_tokens
+    return functools.partial(
+        ThoughtCounter, engine.tokenizer, skip_special_tokens=skips_special_tokens
+    )
+
+
+def _starts_thinking(
+    prompt: str, engine: EngineClient, config: ServerConfig, *, is_bound: bool
+) -> bool | None:
+    """Whether an answer begins with thoughts; None where they are not told apart from it."""
+    if config.reasoning_parser is None:
+        return None
+    # A form begins behind a token; where there is none, it begins with the answer.
+    is_whole = config.structured_outputs_config.enable_in_reasoning
+    if is_bound and (is_whole or not _has_thought_tokens(engine)):
+        return None
+    # What the template has opened or closed counts, whatever this model does elsewhere.
+    end = prompt.rstrip()
+    if end.endswith("</think>"):
+        return None
+    return end.endswith("<think>") or REASONING_PARSERS[config.reasoning_parser]
+
+
+def _has_thought_tokens(engine: EngineClient) -> bool:
+    tokenizer = engine.tokenizer
+    if tokenizer is None:
+        return False
+    return thought_token_ids(tokenizer, engine.model_info.vocab_size) is not None
+
+
+def _with_thoughts(params: SamplingParams, starts_thinking: bool | None) -> SamplingParams:
+    """The same, with room for thoughts before its form."""
+    thoughts = {None: "none", False: "maybe", True: "begun"}[starts_thinking]
+    form = dataclasses.replace(params.structured_outputs, thoughts=thoughts)
+    return dataclasses.replace(params, structured_outputs=form)
+
+
+def _echoed(body: ChatCompletionRequest) -> str:
+    """The last message where it is the assistant's own, and the answer is to be shown with it."""
+    last = body.messages[-1]
+    if not body.echo or last.get("role") != "assistant":
+        return ""
+    return content_text(last.get("content") or "")

@@ -1,0 +1,108 @@
+"""What the server says about itself: models, health, metrics, version."""
+
+import asyncio
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+import paxkv
+from paxkv.contracts.engine_output import SchedulerStats
+from paxkv.errors import EngineDeadError
+from paxkv.server.engine_protocol import EngineClient
+from paxkv.server.metrics.server_metrics import ServerMetrics
+from paxkv.server.middleware.admission import Admission
+from paxkv.server.protocol.openai_protocol import check_model
+
+# A scrape shows what the engine said last when it is too busy to answer.
+_STATS_TIMEOUT_S = 1.0
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "paxkv"
+    root: str
+    parent: None = None
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    object: str = "list"
+    data: list[ModelCard]
+
+
+class InfoRoutes:
+    """The routes that generate nothing."""
+
+    def __init__(self, engine: EngineClient, metrics: ServerMetrics, admission: Admission) -> None:
+        self._engine = engine
+        self._admission = admission
+        self._metrics = metrics
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/models", self.list_models),
+            # A model's name may hold slashes.
+            Route("/v1/models/{model:path}", self.get_model),
+            Route("/health", self.health),
+            # Load balancers of some clouds ask here, with either method.
+            Route("/ping", self.health, methods=["GET", "POST"]),
+            Route("/load", self.load),
+            Route("/metrics", self.metrics),
+            Route("/version", self.version),
+        ]
+
+    async def list_models(self, _request: Request) -> Response:
+        names = self._engine.model_info.model_names
+        return _json(ModelList(data=[self._model_card(name) for name in names]))
+
+    async def get_model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        if not name:
+            # "/v1/models/" is what some clients make of the other route.
+            return await self.list_models(request)
+        check_model(name, self._engine.model_info)
+        return _json(self._model_card(name))
+
+    async def health(self, _request: Request) -> Response:
+        """200 while the engine lives."""
+        if not self._engine.is_alive:
+            raise EngineDeadError("the engine has ended, or another is not ready yet.")
+        return Response()
+
+    async def load(self, _request: Request) -> Response:
+        """Calls of clients that are being answered by the engine, running and waiting."""
+        return _json({"server_load": self._admission.num_calls})
+
+    async def metrics(self, _request: Request) -> Response:
+        stats = await self._stats()
+        body = self._metrics.render(stats, self._engine.token_totals)
+        return Response(body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def version(self, _request: Request) -> Response:
+        return _json({"version": paxkv.__version__})
+
+    async def _stats(self) -> SchedulerStats:
+        if not self._engine.is_alive:
+            return self._engine.latest_stats
+        try:
+            return await asyncio.wait_for(self._engine.get_stats(), _STATS_TIMEOUT_S)
+        except (TimeoutError, EngineDeadError):
+            return self._engine.latest_stats
+
+    def _model_card(self, name: str) -> ModelCard:
+        info = self._engine.model_info
+        return ModelCard(
+            id=name,
+            created=info.created,
+            root=info.model,
+            max_model_len=info.max_model_len,
+        )
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

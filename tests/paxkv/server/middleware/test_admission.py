@@ -1,0 +1,166 @@
+"""The bound on waiting requests holds whatever comes at once, and mistakes are told first."""
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import httpx
+import openai
+import pytest
+
+from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
+from paxkv.contracts.engine_output import SchedulerStats
+from paxkv.errors import InvalidRequestError
+from paxkv.server.generation import Generator
+from paxkv.server.metrics.server_metrics import ServerMetrics
+from paxkv.server.middleware.admission import Admission, num_engine_requests
+from tests.paxkv.server.conftest import HELD_S, PATIENCE_S, wait_until
+from tests.paxkv.server.fake_engine import MODEL_NAME, NO_TOKENS, FakeEngine
+
+COMPLETIONS = "/v1/completions"
+
+
+def _admission(max_waiting_requests, *, max_num_seqs=4, **stats):
+    engine = SimpleNamespace(
+        model_info=SimpleNamespace(max_num_seqs=max_num_seqs), latest_stats=SchedulerStats(**stats)
+    )
+    return Admission(engine, max_waiting_requests)
+
+
+def test_without_a_bound_everybody_comes_in():
+    assert _admission(None).has_room(10_000)
+
+
+def test_places_of_the_batch_and_waiting_ones_are_all_there_are():
+    admission = _admission(2)
+    with admission.place_for(3), admission.place_for(3):
+        assert admission.num_requests == 6
+        assert admission.num_calls == 2
+        assert not admission.has_room(1)
+    assert admission.num_requests == admission.num_calls == 0
+    assert admission.has_room(6)
+
+
+def test_place_is_given_back_when_its_request_fails():
+    admission = _admission(0)
+    with pytest.raises(RuntimeError), admission.place_for(4):
+        raise RuntimeError
+    assert admission.has_room(4)
+
+
+def test_engine_that_has_some_waiting_offers_only_the_places_it_runs():
+    # 2 run and 1 waits though 4 could run: memory is short. 3 + 1 - 2 = 2 would wait.
+    full = {"num_running_reqs": 2, "num_waiting_reqs": 1}
+    for max_waiting, has_room in ((1, False), (2, True)):
+        admission = _admission(max_waiting, **full)
+        with admission.place_for(3):
+            assert admission.has_room(1) == has_room
+
+
+def test_who_waits_for_a_grammar_takes_a_place_and_leaves_the_others_open():
+    # 1 runs, 1 of those that wait has its grammar compiled, of 4 places: the engine is not full.
+    for num_compiling, num_waiting, has_room in ((1, 1, True), (1, 2, False)):
+        admission = _admission(
+            0, num_running_reqs=1, num_waiting_reqs=num_waiting, num_compiling_reqs=num_compiling
+        )
+        with admission.place_for(2):
+            assert admission.has_room(2) == has_room
+            assert not admission.has_room(3)
+
+
+def test_what_the_engine_said_of_those_who_left_closes_no_door():
+    assert _admission(0, num_running_reqs=0, num_waiting_reqs=5).has_room(4)
+
+
+def test_call_that_would_be_too_large_for_an_empty_server_is_the_callers_mistake():
+    with pytest.raises(InvalidRequestError, match="7 prompts times completions.* 6 at once"):
+        _admission(2).has_room(7)
+
+
+def test_each_completion_and_each_beam_needs_a_place():
+    assert num_engine_requests(2, SamplingParams(n=3, temperature=1.0)) == 6
+    assert num_engine_requests(2, BeamSearchParams(beam_width=4, max_tokens=2)) == 8
+
+
+def test_burst_on_one_loop_lets_in_exactly_as_many_as_fit():
+    async def run():
+        engine = FakeEngine(seconds_per_token=0.001)  # max_num_seqs is 8
+        generator = Generator(engine, ServerMetrics("m"), Admission(engine, 3))
+
+        async def call(i):
+            params = SamplingParams(max_tokens=3)
+            prompt = {"prompt_token_ids": [i + 1]}
+            outputs = generator.generate([prompt], params, priority=0, stream=False)
+            return [output async for output in outputs]
+
+        results = await asyncio.gather(*(call(i) for i in range(40)), return_exceptions=True)
+        assert engine.most_running == 11
+        return [r for r in results if isinstance(r, Exception)]
+
+    errors = asyncio.run(run())
+    assert len(errors) == 29
+    assert all("the server is full: 11 requests" in str(error) for error in errors)
+
+
+@pytest.fixture
+def full_server(start_server):
+    """Its 8 places are taken, and its waiting one, by requests that the test lets go on."""
+    server = start_server(seconds_per_token=HELD_S, max_waiting_requests=1)
+    with ThreadPoolExecutor(9) as pool:
+        body = {"prompt": "a", "max_tokens": 40}
+        calls = [pool.submit(server.client.post, COMPLETIONS, json=body) for _ in range(9)]
+        wait_until(lambda: len(server.engine.running) == 9)
+        yield server
+        server.answer_once_running(len(server.engine.running))
+        assert [call.result().status_code for call in calls] == [200] * 9
+    assert server.client.post(COMPLETIONS, json={"prompt": "a"} | {"max_tokens": 1}).is_success
+
+
+def test_one_too_many_is_503_with_retry_after_at_once_and_the_others_finish(full_server):
+    for stream in (False, True):
+        response = full_server.client.post(COMPLETIONS, json={"prompt": "a", "stream": stream})
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "1"
+        error = response.json()["error"]
+        assert (error["type"], error["code"]) == ("server_error", "overloaded")
+        assert "at most 1 may wait" in error["message"]
+    # A request that can never fit is the caller's mistake, also now.
+    for prompt in ("a" * 600, [300], ["a"] * 10):
+        response = full_server.client.post(COMPLETIONS, json={"prompt": prompt})
+        assert response.status_code == 400
+    assert full_server.client.get("/load").json() == {"server_load": 9}
+    assert full_server.client.get("/health").status_code == 200
+
+
+def test_openai_client_waits_as_it_is_told_and_comes_in(full_server):
+    statuses, freed_s = [], []
+
+    def make_room(response):
+        statuses.append(response.status_code)
+        if len(statuses) == 1:
+            full_server.answer_once_running(9)
+            wait_until(lambda: full_server.client.get("/load").json() == {"server_load": 0})
+            freed_s.append(time.monotonic())
+
+    http_client = httpx.Client(event_hooks={"response": [make_room]})
+    with openai.OpenAI(
+        base_url=f"{full_server.url}/v1",
+        api_key="none",
+        max_retries=8,
+        timeout=PATIENCE_S,
+        http_client=http_client,
+    ) as client:
+        completion = client.completions.create(model=MODEL_NAME, prompt="a", max_tokens=1)
+    assert completion.choices[0].text and statuses == [503, 200]
+    assert time.monotonic() - freed_s[0] >= 0.9
+
+
+def test_client_that_leaves_gives_its_place_back(start_server):
+    server = start_server(max_waiting_requests=0)
+    for _ in range(3):
+        with server.client.stream(
+            "POST", COMPLETIONS, json={"prompt": ["a"] * 7 + [NO_TOKENS], "stream": True}
+        ):
+            pass
+    wait_until(lambda: server.client.get("/load").json() == {"server_load": 0})

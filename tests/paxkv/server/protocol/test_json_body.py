@@ -1,0 +1,115 @@
+"""No body within the limits holds the event loop for long, and text may hold any signs."""
+
+import asyncio
+import json
+import threading
+
+import msgspec
+import pytest
+from starlette.requests import Request
+
+from paxkv.errors import InvalidRequestError
+from paxkv.server.protocol.json_body import (
+    MAX_PARTS,
+    MAX_STRINGS,
+    convert_fields,
+    decode_json,
+    decode_object,
+    read_body,
+)
+
+
+@pytest.mark.parametrize(
+    ("part", "num_parts"),
+    [(b"[]", 1), (b"{}", 1), (b"[[[]]]", 3), (b'{"a":1}', 2), (b'["a{"]', 1), (b'{"[:":{}}', 3)],
+    ids=repr,
+)
+def test_parts_are_counted(part, num_parts):
+    # The object, its key and the array are three.
+    most = (MAX_PARTS - 3) // num_parts
+    assert decode_object(b'{"x":[%s]}' % b",".join([part] * most))
+    with pytest.raises(InvalidRequestError, match="too many parts"):
+        decode_object(b'{"x":[%s]}' % b",".join([part] * (most + 1)))
+
+
+@pytest.mark.parametrize("text", ["[{:", '"[{:', "\\[", '\\"{', "\\\\", '\\\\"[', "é\n{"])
+def test_signs_within_text_are_no_parts(text):
+    body = {"prompt": text * MAX_PARTS, "other": [text] * 9}
+    assert decode_object(json.dumps(body).encode()) == body
+
+
+@pytest.mark.parametrize("string", [b'"[:"', b'""', b'"\\""'])
+def test_strings_are_counted(string):
+    # The key is one of them.
+    assert decode_object(b'{"[":[%s]}' % b",".join([string] * (MAX_STRINGS - 1)))
+    with pytest.raises(InvalidRequestError, match="too many parts"):
+        decode_object(b'{"[":[%s]}' % b",".join([string] * MAX_STRINGS))
+
+
+def test_what_is_no_json_has_the_name_of_what_it_was():
+    for text in (b"{", b"\xff", b'"\\ud800"', b"[" * 10_000, b"NaN"):
+        with pytest.raises(InvalidRequestError, match="^that thing "):
+            decode_json(text, name="that thing")
+
+
+def test_a_mark_in_front_of_a_body_is_none_of_its_parts():
+    assert decode_object(b'\xef\xbb\xbf{"prompt": "a"}') == {"prompt": "a"}
+
+
+class _Numbers(msgspec.Struct):
+    count: int | None = None
+    share: float = 0.5
+
+
+def test_a_whole_number_may_be_written_as_a_float():
+    found = convert_fields({"count": 16.0, "share": 1.0}, _Numbers)
+    assert (found.count, type(found.count)) == (16, int)
+    assert (found.share, type(found.share)) == (1.0, float)
+
+
+@pytest.mark.parametrize("count", [1.5, 2.0**53, 1e300, True, "16"])
+def test_what_is_no_whole_number_is_refused(count):
+    with pytest.raises(InvalidRequestError, match="count: expected int"):
+        convert_fields({"count": count}, _Numbers)
+
+
+def _read(body, read):
+    async def receive():
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    headers = [(b"content-type", b"application/json")]
+    request = Request({"type": "http", "method": "POST", "headers": headers}, receive)
+    return read_body(request, read, max_body_bytes=2**23)
+
+
+@pytest.mark.parametrize("num_ids", [2, 200_000])
+def test_a_long_body_is_read_beside_the_loop(num_ids):
+    """And a mistake in it is told as that of a short one."""
+
+    async def run():
+        has_begun, may_end, saw_the_loop = threading.Event(), threading.Event(), []
+
+        def read(fields):
+            has_begun.set()
+            # Within the loop nobody could say so.
+            saw_the_loop.append(may_end.wait(60.0 if num_ids > 2 else 0.1))
+            if fields["prompt"][0]:
+                raise InvalidRequestError("not 1")
+            return len(fields["prompt"])
+
+        for first in (b"0", b"1"):
+            body = b'{"prompt":[' + b",".join([first] * num_ids) + b"]}"
+            has_begun.clear()
+            may_end.clear()
+            reading = asyncio.ensure_future(_read(body, read))
+            while not reading.done():
+                await asyncio.sleep(0.001)
+                if has_begun.is_set():
+                    may_end.set()
+            if first == b"0":
+                assert reading.result() == num_ids
+        with pytest.raises(InvalidRequestError, match="not 1"):
+            reading.result()
+        return saw_the_loop
+
+    assert asyncio.run(run()) == [num_ids > 2] * 2
