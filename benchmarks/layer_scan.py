@@ -34,8 +34,8 @@ from benchmarks.random_checkpoint import MODEL_SHAPES, write_checkpoint
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
 from models import ForwardBatch, KVCache, LoadedModel, load_model
 from models.layer_loop import run_in_turn
-from paxkv.runner.compiler_options import compiler_options
-from paxkv.runner.processor import instruction_sets, num_threads
+from paxkv.runner.programs.compiler_options import compiler_options
+from paxkv.runner.programs.processor import instruction_sets, num_threads
 
 BLOCK_SIZE = 16
 LAYERS_PREFIX = "layers."

@@ -29,15 +29,15 @@ from paxkv.errors import (
     PromptTooLongError,
     UnsupportedFeatureError,
 )
-from paxkv.runner.bucketing import SamplerShape
-from paxkv.runner.generate_inputs import GenerateInputs, GenerateShape, make_generate_inputs
-from paxkv.runner.kv_cache_arrays import kv_cache_dtype
-from paxkv.runner.max_model_len import find_max_model_len
-from paxkv.runner.row_state import RowState, num_row_words, unpack_rows, vocab_words
-from paxkv.runner.sampler import sample
-from paxkv.runner.sampler_program import SamplerFunction, make_sampler
-from paxkv.runner.sampling_columns import ROW, SamplingInputs, join_step_rows
-from paxkv.runner.step import Params, forward
+from paxkv.runner.batch.generate_inputs import GenerateInputs, GenerateShape, make_generate_inputs
+from paxkv.runner.memory.kv_cache_arrays import kv_cache_dtype
+from paxkv.runner.memory.max_model_len import find_max_model_len
+from paxkv.runner.programs.bucketing import SamplerShape
+from paxkv.runner.programs.step import Params, forward
+from paxkv.runner.sampling.row_state import RowState, num_row_words, unpack_rows, vocab_words
+from paxkv.runner.sampling.sampler import sample
+from paxkv.runner.sampling.sampler_program import SamplerFunction, make_sampler
+from paxkv.runner.sampling.sampling_columns import ROW, SamplingInputs, join_step_rows
 from paxkv.text.tokenizer import Tokenizer
 
 

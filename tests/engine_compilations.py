@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paxkv.runner import warmup
+from paxkv.runner.programs import warmup
 
 # For programs that run a few times. JAX 0.10 is the last that can do without the emitters: then
 # programs compile in a third of the time instead of two thirds, and scatters become loops.

@@ -20,7 +20,7 @@ from paxkv.contracts.engine_output import EngineOutput as EngineMessage
 from paxkv.contracts.engine_output import SchedulerStats, StepOutputs
 from paxkv.contracts.engine_request import EngineInput
 from paxkv.entrypoints.build import build_engine, build_llm_client
-from paxkv.runner.kv_cache_arrays import kv_cache_dtype
+from paxkv.runner.memory.kv_cache_arrays import kv_cache_dtype
 
 BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2, "float16": 2}
 # A request may hold slots for a burst of tokens that it has not made, and part of a block.

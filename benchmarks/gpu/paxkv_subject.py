@@ -14,7 +14,7 @@ from benchmarks.gpu.sizes import sizes_of, write_config
 from benchmarks.ops.gpu_units import AbsentError
 from models import LoadedModel, load_model
 from paxkv.config.engine_config import CacheConfig, Kernels, RunnerConfig, SchedulerConfig
-from paxkv.runner.kv_cache_arrays import default_block_size
+from paxkv.runner.memory.kv_cache_arrays import default_block_size
 from paxkv.runner.model_runner import ModelRunner
 
 SEED = 0

@@ -58,7 +58,7 @@ from paxkv.contracts.executor import Executor, StepHandle
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.engine.engine_core import EngineCore
 from paxkv.entrypoints.build import build_core
-from paxkv.runner.kv_cache_arrays import kv_cache_dtype
+from paxkv.runner.memory.kv_cache_arrays import kv_cache_dtype
 
 BENCHMARK = "benchmarks.host.engine_step"
 PROMPT_TOKENS = 64

@@ -55,12 +55,12 @@ check_package_origin()
 
 from models import LoadedModel, load_model  # noqa: E402
 from models.loading.source import resolve_model_folder  # noqa: E402
-from paxkv.runner.compiler_options import column_panel_width, max_looped_tokens  # noqa: E402
-from paxkv.runner.max_model_len import find_max_model_len  # noqa: E402
-from paxkv.runner.memory_plan import GPU_SHARE_VARIABLE  # noqa: E402
+from paxkv.runner.memory.max_model_len import find_max_model_len  # noqa: E402
+from paxkv.runner.memory.memory_plan import GPU_SHARE_VARIABLE  # noqa: E402
 from paxkv.runner.model_runner import ModelRunner  # noqa: E402
-from paxkv.runner.processor import instruction_sets, num_threads  # noqa: E402
-from paxkv.runner.program_store import (  # noqa: E402
+from paxkv.runner.programs.compiler_options import column_panel_width, max_looped_tokens  # noqa: E402
+from paxkv.runner.programs.processor import instruction_sets, num_threads  # noqa: E402
+from paxkv.runner.programs.program_store import (  # noqa: E402
     CompiledPrograms,
     NewCompiledPrograms,
     ProgramStore,

@@ -13,15 +13,14 @@ from paxkv.contracts.executor import StepHandle
 from paxkv.contracts.kv_cache_spec import AttentionSpec, KVCacheConfig
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.errors import InvariantError
-from paxkv.runner.batch_builder import BatchBuilder
-from paxkv.runner.block_copies import build_block_copies
-from paxkv.runner.bucketing import SAMPLED_CHUNK_ROWS, BurstShape, CopyShape, StepBuckets
-from paxkv.runner.built_step import BuiltStep
-from paxkv.runner.device_step import DeviceStep, FinishedStep
-from paxkv.runner.huge_pages import use_huge_pages
-from paxkv.runner.input_batch import InputBatch
-from paxkv.runner.kernel_check import choose_implementation
-from paxkv.runner.kv_cache_arrays import (
+from paxkv.runner.batch.batch_builder import BatchBuilder
+from paxkv.runner.batch.block_copies import build_block_copies
+from paxkv.runner.batch.built_step import BuiltStep
+from paxkv.runner.batch.device_step import DeviceStep, FinishedStep
+from paxkv.runner.batch.input_batch import InputBatch
+from paxkv.runner.batch.unbuilt import refuse_unbuilt
+from paxkv.runner.memory.huge_pages import use_huge_pages
+from paxkv.runner.memory.kv_cache_arrays import (
     abstract_kv_cache,
     allocate_kv_cache,
     default_block_size,
@@ -29,20 +28,21 @@ from paxkv.runner.kv_cache_arrays import (
     kv_cache_dtype,
     page_spec,
 )
-from paxkv.runner.kv_cache_groups import KVCacheGroups, groups_of_layers
-from paxkv.runner.memory_plan import (
+from paxkv.runner.memory.kv_cache_groups import KVCacheGroups, groups_of_layers
+from paxkv.runner.memory.memory_plan import (
     DeviceMemory,
     MemoryPlan,
     measure_device_memory,
     plan_memory,
 )
+from paxkv.runner.memory.zeros import put_zeros
 from paxkv.runner.profiler import Profiler
-from paxkv.runner.program_store import ProgramStore
-from paxkv.runner.step_sampler import StepSampler
-from paxkv.runner.unbuilt import refuse_unbuilt
-from paxkv.runner.warmup import StepPrograms
-from paxkv.runner.wide_logprobs import num_told_logits
-from paxkv.runner.zeros import put_zeros
+from paxkv.runner.programs.bucketing import SAMPLED_CHUNK_ROWS, BurstShape, CopyShape, StepBuckets
+from paxkv.runner.programs.kernel_check import choose_implementation
+from paxkv.runner.programs.program_store import ProgramStore
+from paxkv.runner.programs.warmup import StepPrograms
+from paxkv.runner.sampling.step_sampler import StepSampler
+from paxkv.runner.sampling.wide_logprobs import num_told_logits
 
 DEFAULT_RUNNER_CONFIG = RunnerConfig()
 

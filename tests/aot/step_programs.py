@@ -11,12 +11,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models import KernelSettings, KVCache, LoadedModel, kv_cache_layers, load_model
 from paxkv.contracts.kv_cache_spec import KVCacheConfig
-from paxkv.runner.bucketing import BurstShape, StepShape
-from paxkv.runner.burst import make_burst
-from paxkv.runner.kv_cache_arrays import abstract_kv_cache, kv_cache_dtype
-from paxkv.runner.kv_cache_groups import groups_of_layers
-from paxkv.runner.packed_layout import PackedLayout
-from paxkv.runner.step import make_step
+from paxkv.runner.batch.packed_layout import PackedLayout
+from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache, kv_cache_dtype
+from paxkv.runner.memory.kv_cache_groups import groups_of_layers
+from paxkv.runner.programs.bucketing import BurstShape, StepShape
+from paxkv.runner.programs.burst import make_burst
+from paxkv.runner.programs.step import make_step
 from tests.oracles.make_checkpoint import write_random_checkpoint
 
 NUM_LAYERS = 2

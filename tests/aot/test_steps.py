@@ -5,7 +5,7 @@ import functools
 
 import pytest
 
-from paxkv.runner.compiler_options import compiler_options
+from paxkv.runner.programs.compiler_options import compiler_options
 from tests.aot.step_programs import (
     MODELS,
     NUM_LAYERS,

@@ -17,13 +17,13 @@ from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfi
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.scheduler_output import SchedulerOutput
-from paxkv.runner import burst as burst_module
-from paxkv.runner import sampler_program as sampler_program_module
-from paxkv.runner.device_step import DeviceStep
+from paxkv.runner.batch.device_step import DeviceStep
 from paxkv.runner.model_runner import ModelRunner
-from paxkv.runner.sampled_tokens import RESULT_WIDTH, SampledTokens, pack_result
-from paxkv.runner.sampler import sample
-from paxkv.runner.sampling_columns import SamplingInputs
+from paxkv.runner.programs import burst as burst_module
+from paxkv.runner.sampling import sampler_program as sampler_program_module
+from paxkv.runner.sampling.sampled_tokens import RESULT_WIDTH, SampledTokens, pack_result
+from paxkv.runner.sampling.sampler import sample
+from paxkv.runner.sampling.sampling_columns import SamplingInputs
 from paxkv.scheduler.async_scheduler import AsyncScheduler
 from paxkv.scheduler.scheduler import Scheduler
 

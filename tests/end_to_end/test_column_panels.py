@@ -9,7 +9,7 @@ import pytest
 from models import LoadedModel
 from paxkv import LLM, SamplingParams
 from paxkv.entrypoints import build
-from paxkv.runner import warmup
+from paxkv.runner.programs import warmup
 from tests.oracles.make_checkpoint import write_random_checkpoint
 
 SETTINGS = {

@@ -12,7 +12,7 @@ from jax import monitoring
 from paxkv import LLM, SamplingParams, compile
 from paxkv.errors import ConfigError
 from paxkv.fleet import replica_places
-from paxkv.runner.program_identity import identity_digest
+from paxkv.runner.programs.program_identity import identity_digest
 from tests.oracles.make_checkpoint import write_random_checkpoint
 
 PROMPTS = [[5, 6, 7], list(range(1, 20)), [9] * 4]

@@ -12,8 +12,8 @@ from models import load_model
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.errors import ConfigError, InvalidRequestError, PromptTooLongError
 from paxkv.generate import CompiledGenerator, GenerateInputs, GenerateShape, make_generate
-from paxkv.runner.row_state import pack_row, processors_of
-from paxkv.runner.sampling_columns import NUM_COLUMNS, encode_sampling_params
+from paxkv.runner.sampling.row_state import pack_row, processors_of
+from paxkv.runner.sampling.sampling_columns import NUM_COLUMNS, encode_sampling_params
 from tests.end_to_end.engine_harness import EngineSettings, RecordingRunner, run_engine
 from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.oracles.serving_golden import NUM_NEW_TOKENS, load_serving_golden, write_serving_recipe

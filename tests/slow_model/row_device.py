@@ -4,9 +4,9 @@ import itertools
 
 import numpy as np
 
-from paxkv.runner.bucketing import BurstShape
-from paxkv.runner.packed_layout import PackedLayout
-from paxkv.runner.sampled_tokens import NO_TOKEN, RESULT_WIDTH
+from paxkv.runner.batch.packed_layout import PackedLayout
+from paxkv.runner.programs.bucketing import BurstShape
+from paxkv.runner.sampling.sampled_tokens import NO_TOKEN, RESULT_WIDTH
 
 VOCAB_SIZE = 60
 EMPTY_TEXT = 1

@@ -22,11 +22,11 @@ from paxkv.contracts.kv_cache_spec import (
     SlidingWindowSpec,
 )
 from paxkv.errors import InvalidRequestError
-from paxkv.runner.batch_builder import BatchBuilder
-from paxkv.runner.bucketing import StepBuckets
-from paxkv.runner.burst_repeater import BurstRepeater
-from paxkv.runner.device_step import DeviceStep
-from paxkv.runner.input_batch import InputBatch
+from paxkv.runner.batch.batch_builder import BatchBuilder
+from paxkv.runner.batch.burst_repeater import BurstRepeater
+from paxkv.runner.batch.device_step import DeviceStep
+from paxkv.runner.batch.input_batch import InputBatch
+from paxkv.runner.programs.bucketing import StepBuckets
 from paxkv.scheduler import scheduler as scheduler_module
 from paxkv.scheduler.async_scheduler import AsyncScheduler
 from paxkv.scheduler.request import Request

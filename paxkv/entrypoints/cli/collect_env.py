@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 
 import paxkv
-from paxkv.runner.program_store import user_cache_folder
+from paxkv.runner.programs.program_store import user_cache_folder
 
 _PACKAGES = (
     ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "safetensors", "huggingface_hub")

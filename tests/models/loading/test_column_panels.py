@@ -16,7 +16,7 @@ from models.loading import column_panels
 from models.loading.column_panels import split_columns
 from models.loading.load_model import load_model
 from models.loading.product_dtype import with_product_dtype
-from paxkv.runner.huge_pages import HUGE_PAGE_BYTES
+from paxkv.runner.memory.huge_pages import HUGE_PAGE_BYTES
 from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.oracles.paged_stepper import PagedStepper
 

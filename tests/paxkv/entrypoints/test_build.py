@@ -25,8 +25,8 @@ from paxkv.entrypoints.build import (
     compile_programs,
 )
 from paxkv.errors import ConfigError, InvalidRequestError, KVCacheTooSmallError
-from paxkv.runner.bucketing import RowShape
-from paxkv.runner.program_store import CompiledPrograms, NewCompiledPrograms
+from paxkv.runner.programs.bucketing import RowShape
+from paxkv.runner.programs.program_store import CompiledPrograms, NewCompiledPrograms
 from paxkv.trace.replayer import replay
 from paxkv.trace.trace_file import TraceReader
 from tests.paxkv.fake_build import (

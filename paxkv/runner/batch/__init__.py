@@ -1,0 +1,1 @@
+"""Host-side batch state and the packed input of a step."""

@@ -1,0 +1,283 @@
+"""Turns the rows scheduled in a step into one packed int32 buffer for the device."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from paxkv.contracts.scheduler_output import SchedulerOutput
+from paxkv.errors import InvariantError
+from paxkv.runner.batch.built_step import BuiltStep, PromptSpan
+from paxkv.runner.batch.burst_repeater import BurstRepeater
+from paxkv.runner.batch.input_batch import InputBatch
+from paxkv.runner.batch.packed_layout import PackedLayout
+from paxkv.runner.programs.bucketing import BurstShape, StepBuckets, StepShape
+from paxkv.runner.sampling.sampling_columns import needs_processors
+
+
+class BatchBuilder:
+    """Builds steps of the shapes in `buckets` from the rows of an `InputBatch`.
+
+    Args:
+        block_sizes: Of each KV cache group.
+    """
+
+    def __init__(
+        self,
+        *,
+        buckets: StepBuckets,
+        input_batch: InputBatch,
+        max_num_seqs: int,
+        block_sizes: Sequence[int],
+    ) -> None:
+        self._buckets = buckets
+        self._rows = input_batch
+        self._host_token = max_num_seqs  # the `token_source` that takes the token from `token_ids`
+        self._block_sizes = tuple(block_sizes)
+        # The last step, where all its rows may go on as they are.
+        self._burst_repeater: BurstRepeater | None = None
+
+    def build(self, scheduler_output: SchedulerOutput) -> BuiltStep:
+        """Packs one step; the rows must have been updated with `scheduler_output` before.
+
+        Where every request computes one token it is a burst of one step, as no prompt is in it.
+
+        Example: num_scheduled [2, 5, 3] -> query_start_loc [0, 2, 7, 10]
+        -> request of each token [0, 0, 1, 1, 1, 1, 1, 2, 2, 2].
+
+        Raises:
+            InvariantError: A request would compute tokens that do not exist or have no block, or
+                would write to the null block.
+        """
+        req_ids = list(scheduler_output.num_scheduled_tokens)
+        rows_np = self._rows.rows_of(req_ids)
+        grown_rows = self._rows.take_grown_rows()
+        repeater, self._burst_repeater = self._burst_repeater, None
+        built = None
+        if repeater is not None:
+            built = repeater.repeat(scheduler_output, rows_np, grown_rows)
+        if built is None:
+            repeater = None
+            built = self._build_anew(scheduler_output, req_ids, rows_np)
+        if isinstance(built.shape, BurstShape) and built.num_drawn_of_each:
+            self._burst_repeater = repeater or BurstRepeater(self._rows, self._block_sizes, built)
+        return built
+
+    def _build_anew(
+        self,
+        scheduler_output: SchedulerOutput,
+        req_ids: list[str],
+        rows_np: np.ndarray,  # i32[len(req_ids)]
+    ) -> BuiltStep:
+        self._rows.settle()
+        num_steps = scheduler_output.num_decode_steps
+        rows = _ScheduledRows(
+            req_ids,
+            rows_np=rows_np,
+            num_scheduled_np=np.array(
+                list(scheduler_output.num_scheduled_tokens.values()), dtype=np.int32
+            ),
+            num_computed_tokens_np=self._rows.num_computed_tokens_np,
+        )
+        self._check(rows, is_burst=num_steps > 1)
+        self._check_written_blocks(rows)
+        # A burst draws from the logits as they are.
+        is_processed = needs_processors(
+            self._rows.sampling_rows_np[rows.rows_np], rows.num_computed_np + 1
+        ).any()
+        wants_prompt = (rows.num_computed_np < self._rows.num_prompt_results_np[rows.rows_np]).any()
+        if num_steps > 1:
+            if is_processed:
+                raise InvariantError(
+                    f"a burst of {num_steps} steps cannot change the logits of a request as it "
+                    f"goes; got {rows.req_ids}, of which one needs it."
+                )
+            return self._build_burst(rows, num_steps)
+        is_plain = not is_processed and not wants_prompt
+        if self._buckets.has_bursts and (rows.num_scheduled_np == 1).all() and is_plain:
+            return self._build_burst(rows, num_steps)
+        return self._build_step(rows, wants_prompt=wants_prompt)
+
+    def _build_step(self, rows: "_ScheduledRows", *, wants_prompt: bool) -> BuiltStep:
+        num_reqs, num_tokens = len(rows.req_ids), len(rows.positions_np)
+        buckets = self._buckets
+        shape = buckets.prompt_step_shape if wants_prompt else buckets.shape_for(num_tokens)
+        packed_np, views = _make_buffer(shape)
+        self._fill(views, rows, rows.row_of_token_np, rows.positions_np)
+        views["query_start_loc"][1 : num_reqs + 1] = rows.ends_np
+        views["query_start_loc"][num_reqs + 1 :] = num_tokens
+        seq_lens_np = rows.num_computed_np + rows.num_scheduled_np
+        views["seq_lens"][:, :num_reqs] = seq_lens_np
+        views["logits_indices"][:num_reqs] = rows.ends_np - 1
+        is_drawn_np = seq_lens_np >= self._rows.num_tokens_np[rows.rows_np]
+        # The drawn token's own position: the draw must not depend on how the prompt was split.
+        views["draw_position"][:num_reqs] = seq_lens_np * is_drawn_np
+        return BuiltStep(
+            shape=shape,
+            packed_np=packed_np,
+            req_ids=rows.req_ids,
+            rows_np=rows.rows_np,
+            num_drawn_np=is_drawn_np.astype(np.int32),
+            num_drawn_of_each=1 if is_drawn_np.all() else None,
+            num_padded_tokens=shape.num_computed(num_tokens) - num_tokens,
+            prompt_spans=self._fill_next_ids(views, rows) if wants_prompt else (),
+        )
+
+    def _fill_next_ids(
+        self, views: dict[str, np.ndarray], rows: "_ScheduledRows"
+    ) -> tuple[PromptSpan, ...]:
+        spans = []
+        starts_np = rows.ends_np - rows.num_scheduled_np
+        ends_np = self._rows.num_prompt_results_np[rows.rows_np]
+        for req_idx, (row, start, position, end) in enumerate(
+            zip(rows.rows_np, starts_np, rows.num_computed_np, ends_np, strict=True)
+        ):
+            num_tokens = min(int(rows.num_scheduled_np[req_idx]), int(end - position))
+            if num_tokens > 0:
+                next_ids_np = self._rows.token_ids_np[row, position + 1 :][:num_tokens]
+                views["next_ids"][start : start + num_tokens] = next_ids_np
+                spans.append(
+                    PromptSpan(
+                        req_idx=req_idx,
+                        start=int(start),
+                        position=int(position),
+                        num_tokens=num_tokens,
+                    )
+                )
+        return tuple(spans)
+
+    def _build_burst(self, rows: "_ScheduledRows", num_steps: int) -> BuiltStep:
+        num_reqs = len(rows.req_ids)
+        shape = self._buckets.burst_shape_for(num_reqs)
+        if num_steps > shape.max_steps:
+            raise InvariantError(f"a burst has at most {shape.max_steps} steps, got {num_steps}.")
+        packed_np, views = _make_buffer(shape)
+        self._fill(views, rows, rows.rows_np, rows.num_computed_np)
+        views["num_steps"][:] = num_steps
+        views["num_tokens"][:num_reqs] = rows.num_scheduled_np
+        views["ending_ids"][:num_reqs] = self._rows.ending_ids_np[rows.rows_np]
+        views["first_end"][:num_reqs] = self._rows.first_end_np[rows.rows_np]
+        # The single token of a step may be one within a prompt: then nothing is drawn.
+        is_drawn_np = rows.num_computed_np + 1 >= self._rows.num_tokens_np[rows.rows_np]
+        num_drawn_np = rows.num_scheduled_np * is_drawn_np
+        return BuiltStep(
+            shape=shape,
+            packed_np=packed_np,
+            req_ids=rows.req_ids,
+            rows_np=rows.rows_np,
+            num_drawn_np=num_drawn_np,
+            num_drawn_of_each=num_steps if (num_drawn_np == num_steps).all() else None,
+            num_padded_tokens=shape.num_computed(num_reqs) * num_steps - len(rows.positions_np),
+        )
+
+    def _fill(
+        self,
+        views: dict[str, np.ndarray],
+        rows: "_ScheduledRows",
+        row_of_token_np: np.ndarray,  # i32[num_tokens]
+        positions_np: np.ndarray,  # i32[num_tokens]
+    ) -> None:
+        """What both kinds of step have: tokens to compute first, block tables, settings."""
+        num_reqs, num_tokens = len(rows.req_ids), len(positions_np)
+        views["positions"][:num_tokens] = positions_np
+        for group_np, table in zip(
+            views["block_tables"], self._rows.block_tables.tables, strict=True
+        ):
+            group_np[:num_reqs] = table.block_ids_np[rows.rows_np]
+        views["sampling_rows"][:num_reqs] = self._rows.sampling_rows_np[rows.rows_np]
+
+        token_source_np = views["token_source"]
+        token_source_np[:] = self._host_token
+        is_on_device_np = positions_np >= self._rows.num_tokens_np[row_of_token_np]
+        host_positions_np = np.where(is_on_device_np, 0, positions_np)
+        views["token_ids"][:num_tokens] = self._rows.token_ids_np[
+            row_of_token_np, host_positions_np
+        ]
+        if is_on_device_np.any():
+            prev_sampled_idx_np = self._rows.prev_sampled_idx_np[row_of_token_np]
+            token_source_np[:num_tokens] = np.where(
+                is_on_device_np, prev_sampled_idx_np, self._host_token
+            )
+
+    def _check(self, rows: "_ScheduledRows", *, is_burst: bool) -> None:
+        rows_np, num_scheduled_np = rows.rows_np, rows.num_scheduled_np
+        num_tokens_np = self._rows.num_tokens_np[rows_np]
+        # Known on the host, and those drawn since if the step before this drew the last of them.
+        is_on_device_np = self._rows.prev_sampled_idx_np[rows_np] >= 0
+        num_available_np = num_tokens_np + self._rows.num_pending_np[rows_np] * is_on_device_np
+        # What a burst computes behind its first token it draws itself, and so it must be the last.
+        num_given_np = np.minimum(num_scheduled_np, 1) if is_burst else num_scheduled_np
+        given_ends_np = rows.num_computed_np + num_given_np
+        is_bad_np = (num_scheduled_np < 1) | (given_ends_np > num_available_np)
+        if is_burst:
+            is_bad_np |= given_ends_np < num_available_np
+        # Of tokens that the host does not know, the device keeps the last.
+        num_from_device_np = given_ends_np - np.maximum(rows.num_computed_np, num_tokens_np)
+        is_bad_np |= (num_from_device_np > 0) & (rows.num_computed_np < num_available_np - 1)
+        tables = self._rows.block_tables.tables
+        seq_lens_np = rows.num_computed_np + num_scheduled_np
+        for table, block_size in zip(tables, self._block_sizes, strict=True):
+            is_bad_np |= seq_lens_np > table.num_blocks_np[rows_np] * block_size
+        if is_bad_np.any():
+            bad = int(is_bad_np.argmax())
+            num_blocks = [int(table.num_blocks_np[rows_np[bad]]) for table in tables]
+            raise InvariantError(
+                f"request {rows.req_ids[bad]!r} cannot compute {num_scheduled_np[bad]} tokens up "
+                f"to position {seq_lens_np[bad]}: it has {num_tokens_np[bad]} tokens on the host, "
+                f"{num_available_np[bad]} in all and {num_blocks} blocks of "
+                f"{list(self._block_sizes)} tokens per group."
+            )
+
+    def _check_written_blocks(self, rows: "_ScheduledRows") -> None:
+        """No token is written to the null block, whose zeros are copied where memory must be clean.
+
+        Left of a window the table has null blocks, or blocks that the request has given back and
+        another may hold by now: attention masks those positions, and no token is written there,
+        because the block of a position that is still to be computed never leaves the window.
+        """
+        tables = self._rows.block_tables.tables
+        for group_idx, (table, block_size) in enumerate(
+            zip(tables, self._block_sizes, strict=True)
+        ):
+            block_ids_np = table.block_ids_np[rows.row_of_token_np, rows.positions_np // block_size]
+            if not block_ids_np.all():
+                bad = int((block_ids_np == 0).argmax())
+                raise InvariantError(
+                    f"request {rows.req_ids[rows.req_of_token_np[bad]]!r} would write position "
+                    f"{rows.positions_np[bad]} to the null block in KV cache group {group_idx}."
+                )
+
+
+class _ScheduledRows:
+    """The requests of a step, and all tokens that it computes, one request behind the other."""
+
+    def __init__(
+        self,
+        req_ids: list[str],
+        *,
+        rows_np: np.ndarray,  # i32[num_reqs], rows in the `InputBatch`
+        num_scheduled_np: np.ndarray,  # i32[num_reqs]
+        num_computed_tokens_np: np.ndarray,  # i32[max_num_seqs], of all rows
+    ) -> None:
+        self.req_ids = req_ids
+        self.rows_np = rows_np
+        self.num_scheduled_np = num_scheduled_np
+        self.num_computed_np = num_computed_tokens_np[rows_np]  # i32[num_reqs]
+        self.ends_np = np.cumsum(num_scheduled_np, dtype=np.int32)  # i32[num_reqs]
+        num_reqs = len(req_ids)
+        # i32[num_tokens] from here on.
+        self.req_of_token_np = np.repeat(np.arange(num_reqs, dtype=np.int32), num_scheduled_np)
+        self.row_of_token_np = rows_np[self.req_of_token_np]
+        # Position = place in the step + (tokens computed before - start of the token's request).
+        shift_np = self.num_computed_np - (self.ends_np - num_scheduled_np)
+        num_tokens = len(self.req_of_token_np)
+        self.positions_np = np.arange(num_tokens, dtype=np.int32) + shift_np[self.req_of_token_np]
+
+
+def _make_buffer(shape: StepShape | BurstShape) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """A step's buffer i32[num_words] and its fields; rows of nobody stay zero.
+
+    Fresh for every step: on the CPU the device reads this very memory while the step runs.
+    """
+    layout = PackedLayout(shape)
+    packed_np = np.zeros(layout.num_words, np.int32)
+    return packed_np, layout.views(packed_np)

@@ -1,0 +1,227 @@
+"""`DeviceStep`: a step on its way; brings its tokens home and writes them into the rows."""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from paxkv.config.sampling_params import is_wide
+from paxkv.contracts.grammar_bitmask import GrammarBitmask
+from paxkv.contracts.runner_output import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    ModelRunnerOutput,
+    TokenLogprobs,
+)
+from paxkv.errors import InvariantError
+from paxkv.runner.batch.built_step import BuiltStep
+from paxkv.runner.batch.input_batch import CachedRequestState, InputBatch
+from paxkv.runner.sampling.sampled_tokens import NO_TOKEN, read_logprobs
+from paxkv.runner.sampling.wide_logprobs import append_logits
+
+
+class FinishedStep:
+    """A step that had nothing to compute."""
+
+    needs_bitmask = False
+    is_done = True
+
+    def start_sampling(self, grammar_bitmask: GrammarBitmask) -> None:
+        raise InvariantError("a step without tokens waits for no grammar.")
+
+    def sample_tokens(self) -> ModelRunnerOutput:
+        return EMPTY_MODEL_RUNNER_OUTPUT
+
+
+class DeviceStep:
+    """A step that the device is computing, or has computed.
+
+    Attributes:
+        result: i32[max_steps, num_reqs, RESULT_WIDTH], on the device; None before its tokens are
+            drawn, and after they were fetched.
+        prompt_result: i32[num_tokens, RESULT_WIDTH], on the device; None where it has none.
+        grammar_rows: Requests that draw a token which a grammar binds, and their rows in the step.
+    """
+
+    def __init__(self, *, built: BuiltStep, rows: InputBatch) -> None:
+        self.result: jax.Array | None = None
+        self.prompt_result: jax.Array | None = None
+        self._logits_np: np.ndarray | None = None
+        self._built = built
+        self._rows = rows
+        # A request may be gone when the tokens come home, and its row another's; or it may have
+        # lost its row, and got one again.
+        self._num_row_changes = rows.num_changes
+        # None where nobody wants more than tokens: then no request is looked at by itself. Now,
+        # because its id may be another's when the tokens come home.
+        self._states = (
+            [rows.requests[req_id] for req_id in built.req_ids] if rows.num_wanting_more else None
+        )
+        self._first_draws: list[CachedRequestState] = []
+        self.grammar_rows: dict[str, int] = {}
+        if self._states is not None:
+            self._note_wishes(self._states)
+        self._draw: Callable[[np.ndarray], jax.Array] | None = None
+        self._mask_dims = (0, 0)
+
+    def _note_wishes(self, states: list[CachedRequestState]) -> None:
+        """Finds out who draws by a grammar, and whose prompt's log-probabilities are complete."""
+        rows = self._rows
+        rows.settle()
+        drawing = [
+            (req_idx, state)
+            for req_idx, (state, num_drawn) in enumerate(
+                zip(states, self._built.num_drawn_np, strict=True)
+            )
+            if num_drawn > 0
+        ]
+        self.grammar_rows = {
+            state.req_id: req_idx for req_idx, state in drawing if state.needs_grammar
+        }
+        self._first_draws = [
+            state
+            for req_idx, state in drawing
+            if state.prompt_results_np is not None
+            and rows.num_tokens_np[state.row_idx] + rows.num_pending_np[state.row_idx]
+            == state.num_prompt_tokens
+        ]
+
+    @property
+    def needs_bitmask(self) -> bool:
+        return self._draw is not None
+
+    @property
+    def is_done(self) -> bool:
+        """See `StepHandle.is_done`."""
+        return self.result is not None and self.result.is_ready()
+
+    def wait_for_bitmask(
+        self,
+        draw: Callable[[np.ndarray], jax.Array],
+        mask_dims: tuple[int, int],  # max_num_seqs, 1 + vocab_words
+    ) -> None:
+        """Leaves it to `start_sampling` to call `draw` with the rows of all grammars."""
+        self._draw, self._mask_dims = draw, mask_dims
+
+    def start_sampling(self, grammar_bitmask: GrammarBitmask) -> None:
+        """See `StepHandle.start_sampling`."""
+        if self._draw is None:
+            raise InvariantError("the step waits for no grammar, or has had its bitmask.")
+        req_ids, bitmask_np = grammar_bitmask.req_ids, grammar_bitmask.bitmask_np
+        dims = (len(req_ids), self._mask_dims[1] - 1)
+        if sorted(req_ids) != sorted(self.grammar_rows) or bitmask_np.shape != dims:
+            raise InvariantError(
+                f"a step's bitmask must have the rows of {sorted(self.grammar_rows)}, of "
+                f"{dims[1]} words each; got {sorted(req_ids)} and {bitmask_np.shape}."
+            )
+        mask_np = np.zeros(self._mask_dims, np.int32)
+        rows = [self.grammar_rows[req_id] for req_id in req_ids]
+        mask_np[rows, 0] = 1
+        mask_np[rows, 1:] = bitmask_np
+        draw, self._draw = self._draw, None
+        self.result = draw(mask_np)
+
+    def take_logits(
+        self,
+        logits: jax.Array,  # f32[max_num_seqs, vocab]
+    ) -> None:
+        """Brings home the logits that tokens are drawn from, where a request is to be told of them.
+
+        Now, and not with the tokens: the next step, which may start before, overwrites them.
+        """
+        states = [self._rows.requests[req_id] for req_id in self._built.req_ids]
+        if any(is_wide(state.sampling_params.logprobs) for state in states):
+            self._logits_np = jax.device_get(logits).copy()
+
+    def sample_tokens(self) -> ModelRunnerOutput:
+        """Waits for the device, brings the tokens home and writes them into the rows.
+
+        Raises:
+            InvariantError: They were fetched before, or it waits for `start_sampling`.
+        """
+        if self._draw is not None:
+            raise InvariantError("the step has drawn no tokens: `start_sampling` comes first.")
+        if self.result is None:
+            raise InvariantError("the tokens of a step are fetched once.")
+        result_np, prompt_np = _fetch(self.result), _fetch(self.prompt_result)
+        self.result = self.prompt_result = None
+        if self._logits_np is not None:
+            result_np = append_logits(result_np, self._logits_np)
+        for span in self._built.prompt_spans:
+            prompt_results_np = self._states[span.req_idx].prompt_results_np
+            width = prompt_results_np.shape[1]
+            found_np = prompt_np[span.start : span.start + span.num_tokens, :width]
+            prompt_results_np[span.position : span.position + span.num_tokens] = found_np
+        req_ids = self._built.req_ids
+        sampled_token_ids = self._take_tokens(result_np)
+        return ModelRunnerOutput(
+            req_ids=req_ids,
+            sampled_token_ids=sampled_token_ids,
+            logprobs=(
+                [None] * len(req_ids)
+                if self._states is None
+                else [
+                    self._read_logprobs(state, result_np[: len(token_ids), req_idx])
+                    for req_idx, (state, token_ids) in enumerate(
+                        zip(self._states, sampled_token_ids, strict=True)
+                    )
+                ]
+            ),
+            prompt_logprobs={
+                state.req_id: [
+                    read_logprobs(row_np, state.sampling_params.prompt_logprobs)
+                    for row_np in state.prompt_results_np
+                ]
+                for state in self._first_draws
+            },
+        )
+
+    def _take_tokens(
+        self,
+        result_np: np.ndarray,  # i32[max_steps, num_reqs, RESULT_WIDTH]
+    ) -> list[list[int]]:
+        """Writes the tokens into the rows that still wait for them; returns those of each."""
+        rows_np, num_drawn_np = self._built.rows_np, self._built.num_drawn_np
+        num_reqs = len(rows_np)
+        if self._built.num_drawn_of_each == 1:
+            token_ids_np = result_np[0, :num_reqs, 0]
+            if self._rows.num_changes == self._num_row_changes:
+                self._rows.append_one_each(rows_np, token_ids_np)
+            else:
+                kept_np = self._are_kept()
+                self._rows.append_one_each(rows_np[kept_np], token_ids_np[kept_np])
+            return token_ids_np[:, None].tolist()
+        drawn_np = result_np[: num_drawn_np.max(), :num_reqs, 0]
+        # A row that draws fewer than others has drawn nothing in the last steps.
+        step_idx_np = np.arange(len(drawn_np), dtype=np.int32)[:, None]
+        drawn_np = np.where(step_idx_np < num_drawn_np, drawn_np, NO_TOKEN)
+        kept_np = self._are_kept()
+        self._rows.append_tokens(rows_np[kept_np], drawn_np[:, kept_np], num_drawn_np[kept_np])
+        return [
+            [token_id for token_id in row if token_id != NO_TOKEN] for row in drawn_np.T.tolist()
+        ]
+
+    def _are_kept(self) -> np.ndarray:  # bool[num_reqs]
+        """Whose row is still that of the step.
+
+        A preempted request gets all its tokens from the scheduler when it resumes.
+        """
+        return self._rows.changed_at_np[self._built.rows_np] <= self._num_row_changes
+
+    def _read_logprobs(
+        self,
+        state: CachedRequestState,
+        result_rows_np: np.ndarray,  # i32[num_tokens, RESULT_WIDTH]
+    ) -> list[TokenLogprobs] | None:
+        num_logprobs = state.sampling_params.logprobs
+        if num_logprobs is None:
+            return None
+        return [read_logprobs(result_row_np, num_logprobs) for result_row_np in result_rows_np]
+
+
+def _fetch(array: jax.Array | None) -> np.ndarray | None:
+    """Waits for an array and brings it home; `device_get` would take 5 times as long."""
+    if array is None:
+        return None
+    # Under a transfer guard too: this is the one place that fetches.
+    with jax.transfer_guard_device_to_host("allow"):
+        return np.asarray(array)

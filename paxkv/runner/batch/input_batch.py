@@ -1,0 +1,408 @@
+"""`InputBatch`: one persistent NumPy row per running request."""
+
+import dataclasses
+import heapq
+
+import numpy as np
+
+from paxkv.config.sampling_params import SamplingParams
+from paxkv.contracts.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from paxkv.errors import InvariantError
+from paxkv.runner.batch.block_table import BlockTable, MultiGroupBlockTable
+from paxkv.runner.batch.packed_layout import MAX_ENDING_IDS
+from paxkv.runner.sampling.row_state import pack_row, processors_of
+from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
+from paxkv.runner.sampling.sampling_columns import (
+    NUM_COLUMNS,
+    ROW,
+    Processors,
+    encode_sampling_params,
+    seed_of_request,
+)
+from paxkv.runner.sampling.wide_logprobs import result_width
+
+# Of so many steps the tokens are kept before they are written into the rows together.
+MAX_LATE_STEPS = 32
+
+
+@dataclasses.dataclass(slots=True)
+class CachedRequestState:
+    """What the runner keeps of an unfinished request, also while it is preempted."""
+
+    req_id: str
+    sampling_params: SamplingParams
+    sampling_row_np: np.ndarray  # i32[NUM_COLUMNS]
+    ending_ids_np: np.ndarray  # i32[MAX_ENDING_IDS]
+    first_end: int  # position of the first drawn token that may end it
+    row_idx: int | None  # None while it is preempted
+    bad_words_token_ids: tuple[tuple[int, ...], ...]
+    early_end_ids: tuple[int, ...]
+    has_row_state: bool  # whether the device keeps a row of it
+    needs_grammar: bool
+    num_prompt_tokens: int
+    # Log-probabilities of the prompt's tokens but the first, i32[num_prompt_tokens - 1,
+    # result_width]; None where nobody asked for them.
+    prompt_results_np: np.ndarray | None
+
+    @property
+    def wants_more_than_tokens(self) -> bool:
+        """Whether there is more to its answers: log-probabilities, or a grammar's mask."""
+        return (
+            self.sampling_params.logprobs is not None
+            or self.prompt_results_np is not None
+            or self.needs_grammar
+        )
+
+
+class InputBatch:
+    """Rows of the running requests; a request keeps its row while it runs.
+
+    Rows may have holes and stay where they are: the batch builder gathers those scheduled in a
+    step, so nothing depends on their order, and no row is ever moved (vLLM condenses instead).
+
+    In steady decode nobody reads what a step adds to `token_ids_np`, `num_tokens_np` and
+    `num_pending_np`: it is written down when somebody asks for it, by `settle`.
+
+    Attributes:
+        num_wanting_more: Rows whose requests want more than tokens; with none of them, nobody has
+            to look at requests one by one.
+        num_changes: How often a row was taken or given back.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_tables: MultiGroupBlockTable,
+        vocab_size: int,
+        seed: int,
+    ) -> None:
+        self.requests: dict[str, CachedRequestState] = {}
+        self.block_tables = block_tables
+        self.token_ids_np = np.zeros((max_num_seqs, max_model_len), np.int32)
+        # Tokens whose value the host knows, and those behind them that are drawn on the device by
+        # steps whose tokens are not home yet.
+        self.num_tokens_np = np.zeros(max_num_seqs, np.int32)
+        self.num_pending_np = np.zeros(max_num_seqs, np.int32)
+        self.num_computed_tokens_np = np.zeros(max_num_seqs, np.int32)
+        self.sampling_rows_np = np.zeros((max_num_seqs, NUM_COLUMNS), np.int32)
+        self.ending_ids_np = np.full((max_num_seqs, MAX_ENDING_IDS), NO_TOKEN, np.int32)
+        self.first_end_np = np.zeros(max_num_seqs, np.int32)
+        # Tokens of the prompt for whose next ones log-probabilities are wanted: 0 where nobody
+        # asked for them, or has had them.
+        self.num_prompt_results_np = np.zeros(max_num_seqs, np.int32)
+        # Place of the row's last token among those that the last step drew; -1 if it drew none.
+        self.prev_sampled_idx_np = np.full(max_num_seqs, -1, np.int32)
+        # `num_changes` when the row was last taken or given back: tokens that were drawn for it
+        # before are not for whoever has it now.
+        self.changed_at_np = np.zeros(max_num_seqs, np.int64)
+        self.num_changes = 0
+        self.num_wanting_more = 0
+        self._free_rows = list(range(max_num_seqs))  # a heap: the lowest free row is taken first
+        self._vocab_size = vocab_size
+        self._seed = seed
+        # Got a row since the last call of `take_packed_rows`, and the device keeps one of them.
+        self._started: list[CachedRequestState] = []
+        # Got blocks since the last call of `take_grown_rows`.
+        self._grown_rows: list[int] = []
+        # The last answer of `rows_of`, until a row changes hands: steps of steady decode have it
+        # again and again. And what `note_drawn` was told last.
+        self._found_req_ids: list[str] | None = None
+        self._found_rows_np = np.zeros(0, np.int32)
+        self._noted: tuple[np.ndarray, np.ndarray] | None = None
+        # Since then, of these rows: steps that drew the same again, and tokens that came home.
+        self._num_late_steps = 0
+        self._late_token_ids: list[np.ndarray] = []
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_blocks_per_req: int,
+        num_groups: int,
+        num_blocks: int,
+        vocab_size: int,
+        seed: int,
+    ) -> "InputBatch":
+        """An empty batch whose block tables have these dimensions."""
+        tables = [
+            BlockTable(
+                max_num_seqs=max_num_seqs,
+                max_blocks_per_req=max_blocks_per_req,
+                num_blocks=num_blocks,
+            )
+            for _ in range(num_groups)
+        ]
+        return cls(
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            block_tables=MultiGroupBlockTable(tables),
+            vocab_size=vocab_size,
+            seed=seed,
+        )
+
+    def update(self, scheduler_output: SchedulerOutput) -> None:
+        """Brings the rows to where the scheduler says that its requests are.
+
+        Rows are given back before new ones are taken: a full batch may swap requests in one step.
+        """
+        for req_id in scheduler_output.finished_req_ids:
+            # A request that ended before it first ran was never known here.
+            if req_id in self.requests:
+                self._release_row(self.requests.pop(req_id))
+        for req_id in scheduler_output.preempted_req_ids:
+            self._release_row(self._state(req_id))
+        self._update_cached(scheduler_output.scheduled_cached_reqs)
+        for new_req in scheduler_output.scheduled_new_reqs:
+            self._add_new(new_req)
+
+    def take_packed_rows(self) -> list[np.ndarray]:  # i32[num_row_words] each
+        """Rows of the device's `RowState` that began since the last call, for `write_row`."""
+        started, self._started = self._started, []
+        return [
+            pack_row(
+                state.row_idx,
+                self.token_ids_np[state.row_idx, : self.num_tokens_np[state.row_idx]],
+                state.sampling_params,
+                bad_words_token_ids=state.bad_words_token_ids,
+                early_end_ids=state.early_end_ids,
+                max_model_len=self.token_ids_np.shape[1],
+                vocab_size=self._vocab_size,
+            )
+            for state in started
+        ]
+
+    def take_grown_rows(self) -> list[int]:
+        """Rows that got blocks since the last call; those that began since may be among them."""
+        grown, self._grown_rows = self._grown_rows, []
+        return grown
+
+    def rows_of(self, req_ids: list[str]) -> np.ndarray:  # i32[len(req_ids)]
+        """Row of each request, read-only: the same array as before where all is as it was then.
+
+        Raises:
+            InvariantError: One is unknown, or preempted.
+        """
+        if req_ids != self._found_req_ids:
+            rows = [self._state(req_id).row_idx for req_id in req_ids]
+            if None in rows:
+                raise InvariantError(
+                    f"request {req_ids[rows.index(None)]!r} runs, but was preempted: it has no row."
+                )
+            self._found_req_ids, self._found_rows_np = req_ids, np.array(rows, np.int32)
+            self._found_rows_np.setflags(write=False)
+        return self._found_rows_np
+
+    def note_drawn(
+        self,
+        rows_np: np.ndarray,  # i32[num_reqs], rows in the order of the step
+        num_drawn_np: np.ndarray,  # i32[num_reqs], tokens that it draws for each
+    ) -> None:
+        """Remembers whose last token is among those that a step which was started draws."""
+        noted = self._noted
+        if noted is not None and noted[0] is rows_np and noted[1] is num_drawn_np:
+            self._num_late_steps += 1
+            return
+        self.settle()
+        self.prev_sampled_idx_np[:] = -1
+        step_idx_np = np.arange(len(rows_np), dtype=np.int32)
+        self.prev_sampled_idx_np[rows_np] = np.where(num_drawn_np > 0, step_idx_np, -1)
+        self.num_pending_np[rows_np] += num_drawn_np
+        self._noted = (rows_np, num_drawn_np)
+
+    def append_tokens(
+        self,
+        rows_np: np.ndarray,  # i32[num_reqs], each once
+        drawn_np: np.ndarray,  # i32[max_steps, num_reqs], NO_TOKEN behind the last of each
+        num_drawn_np: np.ndarray,  # i32[num_reqs], as `note_drawn` was told: maybe fewer came
+    ) -> None:
+        """Writes a step's tokens behind those of each row.
+
+        Raises:
+            InvariantError: A row is full: the scheduler let a request pass max_model_len.
+        """
+        self.settle()
+        num_new_np = (drawn_np != NO_TOKEN).sum(axis=0, dtype=np.int32)
+        self._check_room(rows_np, num_new_np)
+        for tokens_np in drawn_np[: num_new_np.max(initial=0)]:
+            has_token_np = tokens_np != NO_TOKEN
+            kept_rows_np = rows_np[has_token_np]
+            self.token_ids_np[kept_rows_np, self.num_tokens_np[kept_rows_np]] = tokens_np[
+                has_token_np
+            ]
+            self.num_tokens_np[kept_rows_np] += 1
+        self.num_pending_np[rows_np] -= num_drawn_np
+
+    def append_one_each(
+        self,
+        rows_np: np.ndarray,  # i32[num_reqs], each once
+        token_ids_np: np.ndarray,  # i32[num_reqs]
+    ) -> None:
+        """The same for a step that drew one token for each.
+
+        Raises:
+            InvariantError: As `append_tokens`.
+        """
+        if self._noted is None or self._noted[0] is not rows_np:
+            self.append_tokens(rows_np, token_ids_np[None], np.ones(len(rows_np), np.int32))
+            return
+        self._late_token_ids.append(token_ids_np.copy())
+        if len(self._late_token_ids) >= MAX_LATE_STEPS:
+            self.settle()
+
+    def settle(self) -> None:
+        """Writes down what steps of the same rows have drawn and brought home since the last call.
+
+        To be called before anybody reads tokens or their counts, or a row changes hands.
+
+        Raises:
+            InvariantError: As `append_tokens`.
+        """
+        if self._num_late_steps == 0 and not self._late_token_ids:
+            return
+        rows_np, num_drawn_np = self._noted
+        self.num_pending_np[rows_np] += self._num_late_steps * num_drawn_np
+        late, self._late_token_ids, self._num_late_steps = self._late_token_ids, [], 0
+        if late:
+            self._check_room(rows_np, np.full(len(rows_np), len(late), np.int32))
+            places_np = self.num_tokens_np[rows_np, None] + np.arange(len(late), dtype=np.int32)
+            self.token_ids_np[rows_np[:, None], places_np] = np.stack(late, axis=1)
+            self.num_tokens_np[rows_np] += len(late)
+            self.num_pending_np[rows_np] -= len(late)
+
+    def _check_room(self, rows_np: np.ndarray, num_new_np: np.ndarray) -> None:
+        ends_np = self.num_tokens_np[rows_np] + num_new_np
+        max_model_len = self.token_ids_np.shape[1]
+        if (ends_np > max_model_len).any():
+            raise InvariantError(
+                f"a request would pass max_model_len={max_model_len}; got {num_new_np.tolist()} "
+                f"tokens, with which rows {rows_np.tolist()} have {ends_np.tolist()}."
+            )
+
+    def _add_new(self, new_req: NewRequestData) -> None:
+        if new_req.req_id in self.requests:
+            raise InvariantError(f"request {new_req.req_id!r} is new, but known already.")
+        params = new_req.sampling_params
+        seed = seed_of_request(self._seed, new_req.req_id) if params.seed is None else params.seed
+        processors = processors_of(
+            params, new_req.bad_words_token_ids, needs_grammar=new_req.needs_grammar
+        )
+        state = CachedRequestState(
+            req_id=new_req.req_id,
+            sampling_params=params,
+            sampling_row_np=encode_sampling_params(
+                params,
+                seed=seed,
+                vocab_size=self._vocab_size,
+                num_prompt_tokens=len(new_req.prompt_token_ids),
+                processors=processors,
+            ),
+            ending_ids_np=_first_ending_ids(new_req.ending_token_ids),
+            first_end=len(new_req.prompt_token_ids) + params.min_tokens - 1,
+            row_idx=None,
+            bad_words_token_ids=new_req.bad_words_token_ids,
+            early_end_ids=new_req.early_end_ids,
+            # A grammar's mask comes with each step instead, and what is shown needs none.
+            has_row_state=(
+                bool(processors & ~(Processors.GRAMMAR | Processors.SHOWN)) or params.min_tokens > 0
+            ),
+            needs_grammar=new_req.needs_grammar,
+            num_prompt_tokens=len(new_req.prompt_token_ids),
+            prompt_results_np=(
+                None
+                if params.prompt_logprobs is None
+                else np.zeros(
+                    (
+                        len(new_req.prompt_token_ids) - 1,
+                        result_width(params.prompt_logprobs, self._vocab_size),
+                    ),
+                    np.int32,
+                )
+            ),
+        )
+        self.requests[new_req.req_id] = state
+        self._take_row(state, new_req.prompt_token_ids)
+        self.num_computed_tokens_np[state.row_idx] = new_req.num_computed_tokens
+        self.block_tables.append_row(state.row_idx, new_req.block_ids)
+
+    def _update_cached(self, cached: CachedRequestData) -> None:
+        if cached.resumed_req_ids:
+            # In the order of the step: which rows they get must not depend on a set's.
+            for req_id in cached.req_ids:
+                if req_id in cached.resumed_req_ids:
+                    state = self._state(req_id)
+                    self._release_row(state)
+                    self._take_row(state, cached.all_token_ids[req_id])
+        if not cached.req_ids:
+            return
+        rows_np = self.rows_of(cached.req_ids)
+        self.num_computed_tokens_np[rows_np] = cached.num_computed_tokens
+        grown = [idx for idx, new in enumerate(cached.new_block_ids) if new is not None]
+        if grown:
+            rows = rows_np[grown].tolist()
+            self.block_tables.append_rows(rows, [cached.new_block_ids[idx] for idx in grown])
+            self._grown_rows += rows
+
+    def _take_row(self, state: CachedRequestState, token_ids: list[int]) -> None:
+        if not self._free_rows:
+            raise InvariantError(f"no row for {state.req_id!r}: {len(self.requests)} requests.")
+        if not 1 <= len(token_ids) <= self.token_ids_np.shape[1]:
+            raise InvariantError(
+                f"request {state.req_id!r} must have 1 to {self.token_ids_np.shape[1]} tokens, "
+                f"got {len(token_ids)}."
+            )
+        self.settle()
+        row_idx = heapq.heappop(self._free_rows)
+        state.row_idx = row_idx
+        self.token_ids_np[row_idx, : len(token_ids)] = token_ids
+        self.num_tokens_np[row_idx] = len(token_ids)
+        self.num_pending_np[row_idx] = 0
+        self.sampling_rows_np[row_idx] = state.sampling_row_np
+        self.sampling_rows_np[row_idx, ROW] = row_idx
+        # They go out with the first new token: who has one has had them.
+        wants_prompt = state.prompt_results_np is not None
+        is_new = len(token_ids) == state.num_prompt_tokens
+        self.num_prompt_results_np[row_idx] = (
+            state.num_prompt_tokens - 1 if wants_prompt and is_new else 0
+        )
+        if state.has_row_state:
+            self._started.append(state)
+        self.ending_ids_np[row_idx] = state.ending_ids_np
+        self.first_end_np[row_idx] = state.first_end
+        self.prev_sampled_idx_np[row_idx] = -1
+        self._note_change(state, row_idx, 1)
+
+    def _release_row(self, state: CachedRequestState) -> None:
+        if state.row_idx is None:
+            return
+        self.settle()
+        self.block_tables.clear_row(state.row_idx)
+        self.num_tokens_np[state.row_idx] = 0
+        self.num_pending_np[state.row_idx] = 0
+        self.num_computed_tokens_np[state.row_idx] = 0
+        self.prev_sampled_idx_np[state.row_idx] = -1
+        heapq.heappush(self._free_rows, state.row_idx)
+        self._note_change(state, state.row_idx, -1)
+        state.row_idx = None
+
+    def _note_change(self, state: CachedRequestState, row_idx: int, num_rows: int) -> None:
+        self.num_changes += 1
+        self.changed_at_np[row_idx] = self.num_changes
+        self.num_wanting_more += num_rows * state.wants_more_than_tokens
+        self._found_req_ids = self._noted = None
+
+    def _state(self, req_id: str) -> CachedRequestState:
+        if req_id not in self.requests:
+            raise InvariantError(f"request {req_id!r} was scheduled, but is unknown to the runner.")
+        return self.requests[req_id]
+
+
+def _first_ending_ids(token_ids: tuple[int, ...]) -> np.ndarray:  # i32[MAX_ENDING_IDS]
+    """As many as there is room for; the scheduler ends the request at any of the others."""
+    ending_ids_np = np.full(MAX_ENDING_IDS, NO_TOKEN, np.int32)
+    kept = token_ids[:MAX_ENDING_IDS]
+    ending_ids_np[: len(kept)] = kept
+    return ending_ids_np

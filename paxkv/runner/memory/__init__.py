@@ -1,0 +1,1 @@
+"""KV cache memory: groups, arrays, plan."""

@@ -1,0 +1,1 @@
+"""The compiled programs and how they are compiled and stored."""

@@ -1,0 +1,158 @@
+"""What a compiled program depends on besides its shape; where all of it is equal, it is reused."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import flax
+import jax
+import jaxlib
+from jax.sharding import Mesh
+
+import paxkv
+from models import KernelSettings, KVCache, LoadedModel
+from paxkv.runner.programs.processor import num_cores, processor_identity
+
+_ROOT = Path(__file__).resolve().parents[3]
+# Any file of these may decide what a step computes.
+_SOURCE_PACKAGES = ("models", "pallas_kernels", "paxkv")
+# Settings of JAX that change what is traced or how it is compiled; no version has all of them.
+_JAX_SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_threefry_gpu_kernel_lowering",
+    "jax_numpy_dtype_promotion",
+    "jax_allow_f16_reductions",
+    "jax_use_hlo_logistic_lowering",
+    "jax_pallas_use_mosaic_gpu",
+    "jax_pallas_enable_debug_checks",
+    "jax_debug_nans",
+    "jax_disable_most_optimizations",
+    "jax_optimization_level",
+    "jax_exec_time_optimization_effort",
+    "jax_memory_fitting_effort",
+    "jax_memory_fitting_level",
+    "jax_compiler_enable_remat_pass",
+    "jax_use_shardy_partitioner",
+)
+_COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_IMPORTED_AT = time.time()
+
+
+def program_identity(
+    *,
+    model: LoadedModel,
+    params: Sequence[jax.Array],
+    kv_cache: KVCache,
+    mesh: Mesh,
+    max_num_seqs: int,
+    compiler_options: Mapping[str, str],
+) -> dict[str, str]:
+    """Names and values of everything that every step of an engine depends on.
+
+    Two processes with equal identities compile the same program for the same shape: versions, our
+    own source, the device down to its instruction set, the model without its weights' values, the
+    arrays that it is called with, and the settings of the compiler.
+
+    Args:
+        kv_cache: May be abstract.
+    """
+    num_rows, num_blocks, num_kv_heads, block_size, head_dim = kv_cache.k.shape
+    jax_settings = jax.config.values  # not all of them are attributes
+    return {
+        "paxkv": f"{paxkv.__version__}, source {source_digest()[:16]}",
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "flax": flax.__version__,
+        **_device_facts(mesh),
+        **_model_facts(model.config),
+        "dtype": params[0].dtype.name,
+        "weights": _digest([(array.shape, array.dtype.name) for array in params])[:16],
+        "weight shardings": _digest([str(spec) for spec in model.param_specs])[:16],
+        "tokens multiplied in loops": f"up to {model.max_looped_tokens}",
+        **_kernel_facts(model.kernels),
+        "max_num_seqs": str(max_num_seqs),
+        "block_size": str(block_size),
+        "number of KV blocks": str(num_blocks),
+        "KV cache": (
+            f"{kv_cache.k.dtype.name}, {num_rows} rows, {num_kv_heads} heads of {head_dim} and "
+            f"{kv_cache.v.shape[-1]}"
+        ),
+        "compiler options": json.dumps(dict(compiler_options), sort_keys=True),
+        **{name: str(jax_settings.get(name, "not known")) for name in _JAX_SETTINGS},
+        **{name: os.environ.get(name, "") for name in _COMPILER_VARIABLES},
+    }
+
+
+def identity_digest(identity: Mapping[str, str]) -> str:
+    """A name for an identity, as long as a folder's name may well be."""
+    return _digest(sorted(identity.items()))[:32]
+
+
+def identity_differences(compiled: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
+    """What differs, each by its name with both values; empty where nothing does."""
+    names = [*wanted, *(name for name in compiled if name not in wanted)]
+    return [
+        f"{name}: compiled with {compiled.get(name, 'none')!r}, now {wanted.get(name, 'none')!r}"
+        for name in names
+        if compiled.get(name) != wanted.get(name)
+    ]
+
+
+@functools.cache
+def source_digest() -> str:
+    """SHA-256 of our own source files, names included.
+
+    A file that was written after this process read it would speak for code that does not run here:
+    then the digest is one that no other process has.
+    """
+    digest = hashlib.sha256()
+    for package in _SOURCE_PACKAGES:
+        for path in sorted((_ROOT / package).rglob("*.py")):
+            if path.stat().st_mtime > _IMPORTED_AT:
+                return uuid.uuid4().hex
+            digest.update(f"{path.relative_to(_ROOT).as_posix()}\0".encode())
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _device_facts(mesh: Mesh) -> dict[str, str]:
+    device = mesh.devices.flat[0]
+    facts = {
+        "platform": device.platform,
+        "device": device.device_kind,
+        "runtime": device.client.platform_version,
+        "mesh": json.dumps(dict(mesh.shape)),
+    }
+    if device.platform == "cpu":
+        facts["processor"] = processor_identity()
+        # XLA splits loops over as many threads as there were when it compiled.
+        facts["processor cores"] = f"{num_cores()}, NPROC {os.environ.get('NPROC', 'not set')}"
+    return facts
+
+
+def _model_facts(config: object) -> dict[str, str]:
+    return {
+        f"model's {field.name}": repr(getattr(config, field.name))
+        for field in dataclasses.fields(config)
+        # Tokens that end a request are given to the programs with it.
+        if field.name != "eos_token_ids"
+    }
+
+
+def _kernel_facts(kernels: KernelSettings) -> dict[str, str]:
+    # The mesh is a fact of its own, and prints its devices' numbers.
+    names = [field.name for field in dataclasses.fields(kernels) if field.name != "mesh"]
+    return {f"kernels' {name}": str(getattr(kernels, name)) for name in names}
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()

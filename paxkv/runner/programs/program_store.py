@@ -1,0 +1,413 @@
+"""Folders of compiled programs: the user's cache, and what `python -m paxkv.compile` writes.
+
+A program is machine code, and who loads it runs it. So a folder is used only if it belongs to the
+user or to root, and if not everybody may write to it.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import pickle
+import re
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import jax
+from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
+from jax.stages import Compiled
+
+from paxkv.config.engine_config import RunnerConfig
+from paxkv.errors import ConfigError
+from paxkv.runner.programs.bucketing import ProgramShape, RowShape
+from paxkv.runner.programs.program_identity import identity_differences, identity_digest
+
+logger = logging.getLogger(__name__)
+
+_INDEX_FILE = "programs.json"
+_SUFFIX = ".program"
+_TEMPORARY = ".being-written"
+_OUR_FILES = (_SUFFIX, _INDEX_FILE, _TEMPORARY)
+_DIGEST_BYTES = 32
+_NUM_BLOCKS = "number of KV blocks"
+# Folders of other versions and settings go when nobody has started with them for so long.
+_FORGET_AFTER_S = 30 * 24 * 3600
+# And of those, the ones that were started least lately: each holds up to some hundred megabytes.
+_MAX_IDENTITIES = 32
+# As `identity_digest` names them; what else lies beside them, others have put there.
+_IDENTITY_FOLDER = re.compile(r"[0-9a-f]{32}")
+# What an index says of one dimension of a shape.
+_Described = str | int | list[int]
+
+
+class ProgramFolder:
+    """The programs of one identity, a file each.
+
+    Args:
+        devices: What programs run on.
+        has_all: A program that is missing or damaged is an error; otherwise it is compiled.
+        must_keep: A program that cannot be kept is an error; otherwise it is logged.
+    """
+
+    def __init__(
+        self, path: Path, devices: Sequence[jax.Device], *, has_all: bool, must_keep: bool
+    ) -> None:
+        self.path = path
+        self._devices = list(devices)
+        self._has_all = has_all
+        self._must_keep = must_keep
+
+    def load(self, shape: ProgramShape) -> Compiled | None:
+        """The program of `shape`, ready to be called; None if it has to be compiled.
+
+        Raises:
+            ConfigError: There is none that can be read, and the folder must have it.
+        """
+        path = self._file(shape)
+        try:
+            stored = path.read_bytes()
+        except OSError as error:
+            is_new = isinstance(error, FileNotFoundError) and not self._has_all
+            return None if is_new else self._refuse(path, error.strerror or str(error))
+        digest, content = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
+        if hashlib.sha256(content).digest() != digest:
+            return self._refuse(path, "it is damaged")
+        try:
+            serialized, in_tree, out_tree = pickle.loads(content)
+            return serialize_executable.deserialize_and_load(
+                *(serialized, in_tree, out_tree),
+                backend=self._devices[0].client,
+                execution_devices=self._devices,
+            )
+        # Whatever a backend raises where it cannot take a program back, it can still compile it.
+        except Exception as error:
+            return self._refuse(path, f"{type(error).__name__}: {error}")
+
+    def save(self, shape: ProgramShape, program: Compiled) -> None:
+        """Keeps a program that was compiled `without_jax_cache`.
+
+        Raises:
+            ConfigError: It cannot be kept, and must be.
+        """
+        try:
+            content = pickle.dumps(serialize_executable.serialize(program))
+            _write(self._file(shape), hashlib.sha256(content).digest() + content)
+        # The same: a program that cannot be written down can still run.
+        except Exception as error:
+            message = f"the program of {shape} cannot be kept in {self.path}: {error}."
+            if self._must_keep:
+                raise ConfigError(message) from error
+            logger.warning("%s The next start compiles it again.", message)
+
+    def _refuse(self, path: Path, problem: str) -> None:
+        message = f"the compiled program {path} cannot be read: {problem}."
+        if self._has_all:
+            raise ConfigError(f"{message} To have it, {_compile_again(self.path)}")
+        logger.warning("%s It is compiled again.", message)
+
+    def _file(self, shape: ProgramShape) -> Path:
+        digest = hashlib.sha256(repr(shape).encode()).hexdigest()
+        return self.path / f"{type(shape).__name__}-{digest[:16]}{_SUFFIX}"
+
+
+class ProgramStore(Protocol):
+    """Where an engine looks for its programs before it compiles them."""
+
+    def open(
+        self,
+        identity: Mapping[str, str],
+        shapes: Sequence[ProgramShape],
+        devices: Sequence[jax.Device],
+    ) -> ProgramFolder | None:
+        """The folder with the programs of that identity; None where none can be kept.
+
+        Raises:
+            ConfigError: It may not be used, or what it holds does not fit.
+        """
+        ...
+
+
+class ProgramCache:
+    """Programs that one start leaves for the next.
+
+    Args:
+        root: Holds a folder for each identity; those that nobody used for 30 days are
+            deleted, and all but the 32 that were used last.
+        is_required: It is an error if programs cannot be kept there; otherwise it is logged.
+    """
+
+    def __init__(self, root: Path, *, is_required: bool) -> None:
+        self._root = root
+        self._is_required = is_required
+
+    def open(
+        self,
+        identity: Mapping[str, str],
+        shapes: Sequence[ProgramShape],
+        devices: Sequence[jax.Device],
+    ) -> ProgramFolder | None:
+        """The folder of that identity, made if it is new. Raises as `ProgramStore.open` does."""
+        path = self._root / identity_digest(identity)
+        try:
+            _make_folder(self._root)
+            # Not this one: a server may have run for longer than that since its last start.
+            _forget_unused(self._root, but=path)
+            _make_folder(path)
+            if not (path / _INDEX_FILE).is_file():
+                _write_index(path, identity, shapes)
+            # Whoever may only read it finds its programs all the same.
+            with contextlib.suppress(OSError):
+                os.utime(path)
+        except OSError as error:
+            message = f"no program can be kept in compilation_cache_dir={self._root}: {error}."
+            if self._is_required:
+                raise ConfigError(f"{message} Choose another folder.") from error
+            logger.warning("%s Every start compiles all of them.", message)
+            return None
+        return ProgramFolder(path, devices, has_all=False, must_keep=self._is_required)
+
+
+class CompiledPrograms:
+    """What `python -m paxkv.compile` wrote into a folder: all that a start needs, or refused.
+
+    Raises:
+        ConfigError: There is nothing of the kind.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._index = _read_index(path)
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks of the cache that the programs are made for."""
+        return int(self._index["identity"][_NUM_BLOCKS])
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Most tokens of a request that the programs are made for; None where none says it."""
+        rows = (p for p in self._index["programs"] if p["shape"] == RowShape.__name__)
+        return next((program["max_model_len"] for program in rows), None)
+
+    def open(
+        self,
+        identity: Mapping[str, str],
+        shapes: Sequence[ProgramShape],
+        devices: Sequence[jax.Device],
+    ) -> ProgramFolder:
+        """The folder. Raises as `ProgramStore.open` does."""
+        differences = [
+            *identity_differences(self._index["identity"], identity),
+            *_shape_differences(self._index["programs"], list(map(_described, shapes))),
+        ]
+        if differences:
+            raise ConfigError(
+                f"the programs in compiled_dir={self._path} do not fit this start: "
+                f"{'; '.join(differences)}. Start with what they were compiled with, or "
+                f"{_compile_again(self._path)}"
+            )
+        return ProgramFolder(self._path, devices, has_all=True, must_keep=True)
+
+
+class NewCompiledPrograms:
+    """The folder that `python -m paxkv.compile` fills.
+
+    Args:
+        path: New or empty, or filled by an earlier run, whose programs are deleted.
+
+    Raises:
+        ConfigError: It is none of these, or cannot be written to.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            _make_folder(path)
+            foreign = [name for name in os.listdir(path) if not name.endswith(_OUR_FILES)]
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+        if foreign:
+            raise ConfigError(
+                f"programs cannot be written to {path}: it holds other files, as {foreign[0]!r}. "
+                "Choose a new or an empty folder."
+            )
+
+    def open(
+        self,
+        identity: Mapping[str, str],
+        shapes: Sequence[ProgramShape],
+        devices: Sequence[jax.Device],
+    ) -> ProgramFolder:
+        """The folder, without programs. Raises as `ProgramStore.open` does."""
+        try:
+            for path in self._path.iterdir():
+                if path.name.endswith(_OUR_FILES):
+                    path.unlink()
+            _write_index(self._path, identity, shapes)
+        except OSError as error:
+            raise _cannot_write(self._path, error) from error
+        return ProgramFolder(self._path, devices, has_all=False, must_keep=True)
+
+
+def choose_store(config: RunnerConfig) -> ProgramStore | None:
+    """The store that the settings ask for; None if every start is to compile everything.
+
+    Left to itself, it lies in the folder that the user gave to JAX's own cache, if there is one.
+    """
+    if config.compiled_dir is not None:
+        return CompiledPrograms(Path(config.compiled_dir))
+    if not config.enable_compilation_cache:
+        return None
+    if config.compilation_cache_dir is not None:
+        return ProgramCache(Path(config.compilation_cache_dir), is_required=True)
+    jax_cache_dir = jax.config.jax_compilation_cache_dir
+    # JAX's may also be a bucket in the cloud, such as gs://name.
+    if jax_cache_dir and "://" not in jax_cache_dir:
+        return ProgramCache(Path(jax_cache_dir) / "paxkv", is_required=False)
+    folder = user_cache_folder()
+    if folder is None:
+        logger.warning(
+            "no program can be kept: this user has no home folder. Every start compiles all of "
+            "them, unless compilation_cache_dir or XDG_CACHE_HOME names a folder."
+        )
+        return None
+    return ProgramCache(folder, is_required=False)
+
+
+def user_cache_folder() -> Path | None:
+    """Where programs are kept if nothing else is said (XDG Base Directory Specification).
+
+    None for a user without a home: "~" stays "~", and would be a folder wherever we are started.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():  # which the specification has us ignore
+        base = Path(os.path.expanduser("~"), ".cache")
+    return base / "paxkv" / "compiled" if base.is_absolute() else None
+
+
+@contextlib.contextmanager
+def without_jax_cache() -> Iterator[None]:
+    """JAX's own persistent cache is neither read nor written.
+
+    XLA for the CPU hands out a program from there without what is needed to write it down again: it
+    could be saved and loaded, and would fail when called (JAX 0.10.2 and 0.12.0.1).
+    """
+    was_enabled = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # it decides once whether it is used
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", was_enabled)
+        compilation_cache.reset_cache()
+
+
+def _described(shape: ProgramShape) -> dict[str, _Described]:
+    # As JSON gives it back.
+    fields = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in dataclasses.asdict(shape).items()
+    }
+    return {"shape": type(shape).__name__, **fields}
+
+
+def _shape_differences(
+    compiled: Sequence[dict[str, _Described]], wanted: Sequence[dict[str, _Described]]
+) -> list[str]:
+    """Why wanted programs are not among the compiled ones: first by dimension, if that says it."""
+    missing = [shape for shape in wanted if shape not in compiled]
+    unknown: dict[tuple[str, str], list[str]] = {}
+    for shape in missing:
+        for name, value in shape.items():
+            values = unknown.setdefault((shape["shape"], name), [])
+            if str(value) not in _values_of(name, shape["shape"], compiled) + values:
+                values.append(str(value))
+    differences = [
+        f"{kind}'s {name}: compiled with {', '.join(_values_of(name, kind, compiled)) or 'none'}, "
+        f"now also {', '.join(values)}"
+        for (kind, name), values in unknown.items()
+        if values
+    ]
+    return differences or [f"a program of {shape} is missing" for shape in missing[:1]]
+
+
+def _values_of(name: str, kind: str, shapes: Sequence[dict[str, _Described]]) -> list[str]:
+    """The different values of one dimension."""
+    return list(dict.fromkeys(str(s.get(name)) for s in shapes if s["shape"] == kind))
+
+
+def _cannot_write(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"programs cannot be written to {path}: {error}. Choose another folder.")
+
+
+def _compile_again(path: Path) -> str:
+    return f"compile with this start's settings: python -m paxkv.compile --out {path} ..."
+
+
+def _make_folder(path: Path) -> None:
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _check_trusted(path)
+
+
+def _check_trusted(path: Path) -> None:
+    if os.name != "posix":
+        return
+    status = path.stat()
+    if status.st_uid not in (0, os.geteuid()) or status.st_mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"compiled programs in {path} cannot be trusted: it belongs to user {status.st_uid} "
+            f"and has mode {stat.filemode(status.st_mode)}; wanted user {os.geteuid()} or root, "
+            "and no right to write for everybody. Whoever can write there decides what runs here. "
+            "Change that (chown, chmod o-w), or choose another folder."
+        )
+
+
+def _forget_unused(root: Path, *, but: Path) -> None:
+    used_at = {}
+    for path in root.iterdir():
+        if path == but or not _IDENTITY_FOLDER.fullmatch(path.name):
+            continue
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            if (path / _INDEX_FILE).is_file():
+                used_at[path] = path.stat().st_mtime
+    latest = sorted(used_at, key=used_at.get, reverse=True)[: _MAX_IDENTITIES - 1]
+    for path, time_used in used_at.items():
+        if path not in latest or time_used < time.time() - _FORGET_AFTER_S:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _read_index(path: Path) -> dict[str, dict[str, str] | list[dict[str, _Described]]]:
+    try:
+        _check_trusted(path)
+        index = json.loads((path / _INDEX_FILE).read_text())
+        return {"identity": dict(index["identity"]), "programs": list(index["programs"])}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"compiled_dir={path} holds no compiled programs: {error}. To have them, "
+            f"{_compile_again(path)}"
+        ) from error
+
+
+def _write_index(path: Path, identity: Mapping[str, str], shapes: Sequence[ProgramShape]) -> None:
+    index = {"identity": dict(identity), "programs": list(map(_described, shapes))}
+    _write(path / _INDEX_FILE, (json.dumps(index, indent=1) + "\n").encode())
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all: other processes may read and write the same file."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=_TEMPORARY)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,122 @@
+"""The compiled step, without its sampler, and the program of block copies."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from models import ForwardBatch, KVCache, LoadedModel, Width, run_at_width
+from paxkv.runner.batch.packed_layout import PackedLayout
+from paxkv.runner.programs.bucketing import StepShape
+from paxkv.runner.sampling.sampling_columns import join_step_rows
+
+Params = tuple[jax.Array, ...]
+# (params, kv_cache, packed, prev_tokens, logits) -> (kv_cache, logits, sampling)
+StepFunction = Callable[
+    [Params, KVCache, jax.Array, jax.Array, jax.Array], tuple[KVCache, jax.Array, jax.Array]
+]
+
+
+def forward(
+    model: LoadedModel, params: Params, kv_cache: KVCache, batch: ForwardBatch
+) -> tuple[jax.Array, KVCache]:
+    """Runs the model: logits f32[num_logits, vocab] of the wanted tokens, and the written cache."""
+    hidden, kv_cache = model.forward(params, kv_cache, batch)
+    return model.compute_logits(params, wanted_hidden(batch, hidden)), kv_cache
+
+
+def wanted_hidden(
+    batch: ForwardBatch,
+    hidden: jax.Array,  # f[num_tokens, hidden], or f[num_reqs, hidden] of `only_last_tokens`
+) -> jax.Array:  # f[num_logits, hidden]
+    """Hidden states of the tokens whose logits are wanted."""
+    return hidden if batch.only_last_tokens else hidden[batch.logits_indices]
+
+
+def unpack_batch(
+    fields: dict[str, jax.Array],
+    prev_tokens: jax.Array,  # i32[max_num_seqs]
+    widths: tuple[int, ...] = (),
+) -> ForwardBatch:
+    """The model's input; each token comes from the host or from `prev_tokens`."""
+    token_ids, logits_indices = take_tokens(fields, prev_tokens), fields["logits_indices"]
+    return ForwardBatch(
+        token_ids=token_ids,
+        positions=fields["positions"],
+        query_start_loc=fields["query_start_loc"],
+        seq_lens=fields["seq_lens"],
+        block_tables=fields["block_tables"],
+        logits_indices=logits_indices,
+        # With as many rows either way, the last layer may as well be like the others.
+        only_last_tokens=logits_indices.shape[0] < token_ids.shape[0],
+        widths=widths,
+    )
+
+
+def take_tokens(
+    fields: dict[str, jax.Array],
+    prev_tokens: jax.Array,  # i32[max_num_seqs]
+) -> jax.Array:  # i32[num_tokens]
+    """Each token from where its `token_source` says: the host or `prev_tokens`."""
+    max_num_seqs = prev_tokens.shape[0]
+    token_source = fields["token_source"]
+    on_device = prev_tokens[jnp.minimum(token_source, max_num_seqs - 1)]
+    return jnp.where(token_source < max_num_seqs, on_device, fields["token_ids"])
+
+
+def make_step(model: LoadedModel, shape: StepShape) -> StepFunction:
+    """The step of one shape, not yet compiled.
+
+    It leaves `logits` f32[max_num_seqs, vocab] on the device, one row for each request by its place
+    in the step, and beside them `sampling` i32[max_num_seqs, STEP_ROW_WIDTH]: what the sampler
+    (`make_sampler`) has to know of each row. The sampler is a program of its own, since it would
+    take a quarter of the time to compile each of many steps.
+    """
+    layout = PackedLayout(shape)
+
+    def step(
+        params: Params,
+        kv_cache: KVCache,
+        packed: jax.Array,  # i32[num_words]
+        prev_tokens: jax.Array,  # i32[max_num_seqs]
+        logits: jax.Array,  # f32[max_num_seqs, vocab], of an earlier step, to be overwritten
+    ) -> tuple[KVCache, jax.Array, jax.Array]:
+        fields = layout.unpack(packed)
+        batch = unpack_batch(fields, prev_tokens, shape.widths)
+        hidden, kv_cache = model.forward(params, kv_cache, batch)
+        logits = write_logits(model, params, batch, wanted_hidden(batch, hidden), logits)
+        return kv_cache, logits, join_step_rows(fields, max_num_seqs=prev_tokens.shape[0])
+
+    return step
+
+
+def write_logits(
+    model: LoadedModel,
+    params: Params,
+    batch: ForwardBatch,
+    hidden: jax.Array,  # f[num_logits, hidden]
+    logits: jax.Array,  # f32[max_num_seqs, vocab]
+) -> jax.Array:  # f32[max_num_seqs, vocab]
+    """`logits` with its first rows replaced.
+
+    At the step's width, since a step has no more requests than tokens.
+    """
+
+    def write(width: Width, logits: jax.Array) -> jax.Array:
+        part = model.compute_logits(params, width.read(hidden))
+        # Where the part is the whole too: an array that is not read could not be overwritten.
+        return jax.lax.dynamic_update_slice_in_dim(logits, part, 0, axis=0)
+
+    num_logits = hidden.shape[0]
+    widths = sorted({min(width, num_logits) for width in (*batch.widths, num_logits)})
+    num_used = jnp.minimum(batch.query_start_loc[-1], num_logits)
+    return run_at_width(tuple(widths), num_used, write, logits)
+
+
+def make_block_copies(model: LoadedModel) -> Callable[[KVCache, jax.Array], KVCache]:
+    """The program of `KernelSettings.copy_blocks`; apart from the step, since few copy anything."""
+
+    def copy_blocks(kv_cache: KVCache, block_copies: jax.Array) -> KVCache:
+        return model.kernels.copy_blocks(kv_cache, block_copies)
+
+    return copy_blocks

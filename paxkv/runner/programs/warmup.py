@@ -1,0 +1,256 @@
+"""Has every program that traffic can ask for before the engine is ready, and counts later ones."""
+
+import concurrent.futures
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Compiled, Lowered
+from tqdm import tqdm
+
+from models import KVCache, LoadedModel
+from paxkv.runner.batch.packed_layout import PackedLayout
+from paxkv.runner.programs.bucketing import (
+    BurstShape,
+    CopyShape,
+    ProgramShape,
+    RowShape,
+    SamplerShape,
+    StepBuckets,
+)
+from paxkv.runner.programs.burst import make_burst
+from paxkv.runner.programs.compiler_options import compiler_options
+from paxkv.runner.programs.invariant_step import make_invariant_step
+from paxkv.runner.programs.processor import instruction_sets, num_cores, num_threads
+from paxkv.runner.programs.program_identity import program_identity
+from paxkv.runner.programs.program_store import ProgramFolder, ProgramStore, without_jax_cache
+from paxkv.runner.programs.prompt_step import make_prompt_step
+from paxkv.runner.programs.step import Params, make_block_copies, make_step
+from paxkv.runner.sampling.row_state import (
+    abstract_row_state,
+    num_row_words,
+    vocab_words,
+    write_row,
+)
+from paxkv.runner.sampling.sampler_program import make_sampler
+from paxkv.runner.sampling.sampling_columns import STEP_ROW_WIDTH
+
+logger = logging.getLogger(__name__)
+
+# What XLA does after lowering runs beside other compilations, and beside the next lowering.
+_MAX_COMPILE_THREADS = 8
+
+
+class StepPrograms:
+    """The compiled steps of a model and its block copies, one program per bucket.
+
+    They are compiled ahead of time: such a program takes its own shapes, dtypes and shardings and
+    raises for any other, so no call can compile behind our back and the counts below are true.
+
+    Args:
+        store: Where programs are looked for before they are compiled, and kept afterwards.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: LoadedModel,
+        params: Params,
+        buckets: StepBuckets,
+        max_num_seqs: int,
+        mesh: Mesh,
+        store: ProgramStore | None = None,
+    ) -> None:
+        self._model = model
+        self._params = params
+        self.buckets = buckets
+        self._max_num_seqs = max_num_seqs
+        self._mesh = mesh
+        self._store = store
+        self._sharding = NamedSharding(mesh, PartitionSpec())
+        self._compiler_options = compiler_options(
+            mesh.devices.flat[0].platform,
+            {param.dtype.name for param in params},
+            num_cores=num_threads(),
+            instruction_sets=instruction_sets(),
+            batch_invariant=buckets.is_batch_invariant,
+        )
+        self._programs: dict[ProgramShape, Compiled] = {}
+        self._is_ready = False
+        self.num_loaded = 0
+        self.num_compiles = 0
+        self.num_compiles_after_ready = 0
+
+    def compile(self, shape: ProgramShape, kv_cache: KVCache) -> Compiled:
+        """The program of `shape`, not kept; `kv_cache` may be abstract."""
+        return self._finish(shape, self._lower(shape, kv_cache))
+
+    def measure_temp_bytes(self, kv_cache: KVCache) -> int:
+        """Most memory that a program takes for itself and its results; `kv_cache` may be abstract.
+
+        Raises:
+            ConfigError: As `warm_up`.
+        """
+        shapes = self.buckets.largest
+        folder = self._open_store(shapes, kv_cache)
+        found = [self._find(shape, kv_cache, folder).memory_analysis() for shape in shapes]
+        # What is written over a donated array takes no more.
+        return max(
+            m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes for m in found
+        )
+
+    def _find(
+        self, shape: ProgramShape, kv_cache: KVCache, folder: ProgramFolder | None
+    ) -> Compiled:
+        if folder is None:
+            return self.compile(shape, kv_cache)
+        program = folder.load(shape)
+        if program is None:
+            with without_jax_cache():
+                program = self.compile(shape, kv_cache)
+            folder.save(shape, program)
+        return program
+
+    def _lower(self, shape: ProgramShape, kv_cache: KVCache) -> Lowered:
+        if isinstance(shape, CopyShape):
+            copies = self._abstract_int32(2, shape.num_copies)
+            copy_blocks = make_block_copies(self._model)
+            return jax.jit(copy_blocks, donate_argnums=0).lower(kv_cache, copies)
+        if isinstance(shape, (SamplerShape, RowShape)):
+            return self._lower_sampling(shape)
+        packed = self._abstract_int32(PackedLayout(shape).num_words)
+        prev_tokens = self._abstract_int32(self._max_num_seqs)
+        if isinstance(shape, BurstShape):
+            burst = jax.jit(make_burst(self._model, shape), donate_argnums=1)
+            return burst.lower(self._params, kv_cache, packed, prev_tokens)
+        if shape.tile_tokens is not None:
+            make = make_invariant_step
+        else:
+            make = make_prompt_step if shape.has_prompt_logprobs else make_step
+        step = jax.jit(make(self._model, shape), donate_argnums=(1, 4))
+        return step.lower(self._params, kv_cache, packed, prev_tokens, self._abstract_logits())
+
+    def _lower_sampling(self, shape: SamplerShape | RowShape) -> Lowered:
+        vocab_size = self._model.config.vocab_size
+        state = abstract_row_state(self.buckets.row_shape, vocab_size, self._sharding)
+        if isinstance(shape, RowShape):
+            packed = self._abstract_int32(num_row_words(shape.max_model_len, vocab_size))
+            return jax.jit(write_row, donate_argnums=0).lower(state, packed)
+        sampling = self._abstract_int32(shape.num_rows, STEP_ROW_WIDTH)
+        token_mask = self._abstract_int32(shape.num_rows, 1 + vocab_words(vocab_size))
+        sampler = jax.jit(make_sampler(shape), donate_argnums=(0, 1))
+        return sampler.lower(self._abstract_logits(), state, sampling, token_mask)
+
+    def _finish(self, shape: ProgramShape, lowered: Lowered) -> Compiled:
+        self.num_compiles += 1
+        return lowered.compile(self._compiler_options)
+
+    def warm_up(self, kv_cache: KVCache, *, show_progress: bool) -> int:
+        """Loads or compiles every bucket, several at a time, the largest first.
+
+        Returns:
+            The number of programs.
+
+        Raises:
+            ConfigError: The store may not be used, or does not fit.
+        """
+        start = time.monotonic()
+        shapes = [shape for shape in self.buckets.largest_first if shape not in self._programs]
+        folder = self._open_store(shapes, kv_cache)
+        num_workers = min(num_cores(), _MAX_COMPILE_THREADS)
+        with concurrent.futures.ThreadPoolExecutor(num_workers) as threads:
+            try:
+                if folder is not None:
+                    self._load_all(shapes, folder, threads)
+                missing = [shape for shape in shapes if shape not in self._programs]
+                self._compile_all(missing, kv_cache, folder, threads, show_progress=show_progress)
+            except BaseException:
+                # Whoever interrupts a start, or fills the disk, does not wait for the other
+                # programs: those that have not begun are left out.
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
+        self._is_ready = True
+        where = "" if folder is None else f" from {folder.path}"
+        logger.info(
+            "programs: %d loaded%s, %d compiled, in %.1f s",
+            *(len(shapes) - len(missing), where, len(missing), time.monotonic() - start),
+        )
+        return len(self._programs)
+
+    def _open_store(
+        self, shapes: Sequence[ProgramShape], kv_cache: KVCache
+    ) -> ProgramFolder | None:
+        if self._store is None:
+            return None
+        identity = program_identity(
+            model=self._model,
+            params=self._params,
+            kv_cache=kv_cache,
+            mesh=self._mesh,
+            max_num_seqs=self._max_num_seqs,
+            compiler_options=self._compiler_options,
+        )
+        return self._store.open(identity, shapes, list(self._mesh.devices.flat))
+
+    def _load_all(
+        self,
+        shapes: Sequence[ProgramShape],
+        folder: ProgramFolder,
+        threads: concurrent.futures.Executor,
+    ) -> None:
+        for shape, program in zip(shapes, threads.map(folder.load, shapes), strict=True):
+            if program is not None:
+                self._programs[shape] = program
+                self.num_loaded += 1
+
+    def _compile_all(
+        self,
+        shapes: Sequence[ProgramShape],
+        kv_cache: KVCache,
+        folder: ProgramFolder | None,
+        threads: concurrent.futures.Executor,
+        *,
+        show_progress: bool,
+    ) -> None:
+        def finish(shape: ProgramShape, lowered: Lowered) -> Compiled:
+            program = self._finish(shape, lowered)
+            if folder is not None:
+                folder.save(shape, program)
+            return program
+
+        progress = tqdm(
+            total=len(shapes),
+            desc="compiling programs",
+            unit="shape",
+            file=sys.stderr,
+            disable=not show_progress or not shapes,
+        )
+        with progress, contextlib.nullcontext() if folder is None else without_jax_cache():
+            # Lowered one after the other: Mosaic numbers kernels in the order in which a process
+            # lowers them (JAX 0.11), so that another order would be another program to a cache.
+            compiling = {
+                threads.submit(finish, shape, self._lower(shape, kv_cache)): shape
+                for shape in shapes
+            }
+            for done in concurrent.futures.as_completed(compiling):
+                self._programs[compiling[done]] = done.result()
+                progress.update()
+
+    def get(self, shape: ProgramShape, kv_cache: KVCache) -> Compiled:
+        """The program of `shape`; compiles it if the warm-up was left out or missed it."""
+        if shape not in self._programs:
+            self._programs[shape] = self.compile(shape, kv_cache)
+            self.num_compiles_after_ready += self._is_ready
+        return self._programs[shape]
+
+    def _abstract_logits(self) -> jax.ShapeDtypeStruct:
+        dims = (self._max_num_seqs, self._model.config.vocab_size)
+        return jax.ShapeDtypeStruct(dims, jnp.float32, sharding=self._sharding)
+
+    def _abstract_int32(self, *dims: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, jnp.int32, sharding=self._sharding)

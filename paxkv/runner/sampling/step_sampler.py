@@ -1,0 +1,61 @@
+"""`StepSampler`: what stays on the device between mixed steps and their sampler."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+
+from models import KVCache
+from paxkv.runner.memory.zeros import put_zeros
+from paxkv.runner.programs.warmup import StepPrograms
+from paxkv.runner.sampling.row_state import allocate_row_state, vocab_words
+
+
+class StepSampler:
+    """Owns the logits that a step leaves, and the `RowState`; draws the step's tokens from both.
+
+    Attributes:
+        logits: f32[max_num_seqs, vocab]; the next step is given them, to be overwritten.
+        mask_dims: Of a `token_mask` (`process_logits`): max_num_seqs, 1 + vocab_words.
+    """
+
+    def __init__(self, programs: StepPrograms, *, vocab_size: int, sharding: Sharding) -> None:
+        buckets = programs.buckets
+        max_num_seqs = buckets.sampler_shape.num_rows
+        self._programs = programs
+        self._sampler_shape, self._row_shape = buckets.sampler_shape, buckets.row_shape
+        self._sharding = sharding
+        self.logits = put_zeros((max_num_seqs, vocab_size), jnp.float32, sharding)
+        self.mask_dims = (max_num_seqs, 1 + vocab_words(vocab_size))
+        self._row_state = allocate_row_state(buckets.row_shape, vocab_size, sharding)
+        # Stays there, since most steps have no grammar.
+        self._no_mask = put_zeros(self.mask_dims, jnp.int32, sharding)
+
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """All that it holds on the device."""
+        return (self.logits, *jax.tree.leaves(self._row_state), self._no_mask)
+
+    def write_rows(self, packed_rows_np: Sequence[np.ndarray], kv_cache: KVCache) -> None:
+        """Writes rows of `pack_row`."""
+        for packed_np in packed_rows_np:
+            program = self._programs.get(self._row_shape, kv_cache)
+            packed = jax.device_put(packed_np, self._sharding)
+            self._row_state = program(self._row_state, packed)
+
+    def draw(
+        self,
+        sampling: jax.Array,  # i32[max_num_seqs, STEP_ROW_WIDTH], of the step that left the logits
+        mask_np: np.ndarray | None,  # i32[mask_dims]
+        kv_cache: KVCache,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Starts the sampler; returns its result and the next step's `prev_tokens`."""
+        has_mask = mask_np is not None
+        token_mask = jax.device_put(mask_np, self._sharding) if has_mask else self._no_mask
+        program = self._programs.get(self._sampler_shape, kv_cache)
+        self.logits, self._row_state, result, next_tokens = program(
+            self.logits, self._row_state, sampling, token_mask
+        )
+        return result, next_tokens

@@ -1,0 +1,298 @@
+"""Rows become the packed arrays of a step, with padding that the device ignores."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from paxkv.config.sampling_params import SamplingParams
+from paxkv.contracts.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from paxkv.errors import InvariantError
+from paxkv.runner.batch.batch_builder import BatchBuilder
+from paxkv.runner.batch.input_batch import InputBatch
+from paxkv.runner.batch.packed_layout import PackedLayout
+from paxkv.runner.programs.bucketing import StepBuckets
+from paxkv.runner.sampling.sampling_columns import ROW
+
+MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE, MAX_BLOCKS = 4, 32, 8, 4
+NO_CACHED = CachedRequestData(
+    req_ids=[],
+    resumed_req_ids=frozenset(),
+    new_block_ids=[],
+    num_computed_tokens=[],
+    num_output_tokens=[],
+    all_token_ids={},
+)
+
+
+def make_batch_and_builder(block_sizes=(BLOCK_SIZE,)):
+    batch = InputBatch.create(
+        max_num_seqs=MAX_NUM_SEQS,
+        max_model_len=MAX_MODEL_LEN,
+        max_blocks_per_req=MAX_BLOCKS,
+        num_groups=len(block_sizes),
+        num_blocks=20,
+        vocab_size=100,
+        seed=0,
+    )
+    buckets = StepBuckets(
+        max_num_batched_tokens=16,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_decode_burst=4,
+        num_groups=len(block_sizes),
+        max_blocks_per_req=MAX_BLOCKS,
+        max_model_len=MAX_MODEL_LEN,
+    )
+    builder = BatchBuilder(
+        buckets=buckets,
+        input_batch=batch,
+        max_num_seqs=MAX_NUM_SEQS,
+        block_sizes=block_sizes,
+    )
+    return batch, builder
+
+
+def output(num_scheduled, new_reqs=(), cached=NO_CACHED, num_decode_steps=1):
+    return SchedulerOutput(
+        scheduled_new_reqs=list(new_reqs),
+        scheduled_cached_reqs=cached,
+        num_scheduled_tokens=num_scheduled,
+        total_num_scheduled_tokens=sum(num_scheduled.values()),
+        preempted_req_ids=frozenset(),
+        finished_req_ids=frozenset(),
+        num_decode_steps=num_decode_steps,
+    )
+
+
+def running(*rows):
+    """Requests `(req_id, num_computed_tokens)` that ran before and get no block."""
+    return CachedRequestData(
+        req_ids=[req_id for req_id, _ in rows],
+        resumed_req_ids=frozenset(),
+        new_block_ids=[None] * len(rows),
+        num_computed_tokens=[num_computed for _, num_computed in rows],
+        num_output_tokens=[0] * len(rows),
+        all_token_ids={},
+    )
+
+
+def new(req_id, tokens, blocks, num_computed=0, other_groups=(), **params):
+    return NewRequestData(
+        req_id=req_id,
+        prompt_token_ids=list(tokens),
+        sampling_params=SamplingParams(**params),
+        block_ids=(list(blocks), *map(list, other_groups)),
+        num_computed_tokens=num_computed,
+    )
+
+
+def build(builder, batch, scheduler_output):
+    batch.update(scheduler_output)
+    built = builder.build(scheduler_output)
+    return built, PackedLayout(built.shape).views(built.packed_np)
+
+
+def test_worked_example():
+    """A whole prompt of 3, a chunk (2 of 9 tokens, 4 cached), a decode: 6 tokens, padded to 16."""
+    batch, builder = make_batch_and_builder()
+    new_reqs = [
+        new("prompt", [11, 12, 13], [5]),
+        new("idle", [1], [6]),
+        new("chunk", range(20, 29), [7, 3], 4, temperature=0.5, seed=9),
+        new("decode", range(40, 52), [8, 9], 11),
+    ]
+    num_scheduled = {"decode": 1, "prompt": 3, "chunk": 2}
+    built, views = build(builder, batch, output(num_scheduled, new_reqs))
+    assert built.req_ids == ["decode", "prompt", "chunk"]
+    assert built.shape.num_tokens == 16 and built.shape.num_reqs == 4
+    assert built.num_padded_tokens == 10
+    assert views["token_ids"].tolist() == [51, 11, 12, 13, 24, 25] + [0] * 10
+    assert views["token_source"].tolist() == [MAX_NUM_SEQS] * 16
+    assert views["positions"].tolist() == [11, 0, 1, 2, 4, 5] + [0] * 10
+    assert views["query_start_loc"].tolist() == [0, 1, 4, 6, 6]
+    assert views["seq_lens"].tolist() == [[12, 3, 6, 0]]
+    assert views["block_tables"].tolist() == [
+        [[8, 9, 0, 0], [5, 0, 0, 0], [7, 3, 0, 0], [0, 0, 0, 0]]
+    ]
+    assert views["logits_indices"].tolist() == [0, 3, 5, 0]
+    assert views["draw_position"].tolist() == [12, 3, 0, 0]  # the last draws nothing
+    assert built.num_drawn_np.tolist() == [1, 1, 0]
+    chunk_row_np = batch.requests["chunk"].sampling_row_np.copy()
+    chunk_row_np[ROW] = batch.requests["chunk"].row_idx
+    np.testing.assert_array_equal(views["sampling_rows"][2], chunk_row_np)
+    assert not views["sampling_rows"][3].any()  # an empty row is greedy and filters nothing
+
+
+def test_every_step_has_a_buffer_of_its_own():
+    batch, builder = make_batch_and_builder()
+    scheduled = output({"a": 1}, [new("a", [1, 2], [1])])
+    first, _ = build(builder, batch, scheduled)
+    second = builder.build(scheduled)
+    assert not np.shares_memory(first.packed_np, second.packed_np)
+    assert not np.shares_memory(first.packed_np, batch.token_ids_np)
+
+
+def test_step_of_one_token_each_is_a_burst_of_one_step():
+    """A decode, and one token in the middle of a prompt, of which nothing is drawn."""
+    batch, builder = make_batch_and_builder()
+    new_reqs = [new("decode", [4, 5, 6], [7], 2), new("chunk", range(20, 29), [8, 9], 3)]
+    built, views = build(builder, batch, output({"decode": 1, "chunk": 1}, new_reqs))
+    assert built.shape == builder._buckets.burst_shape_for(2)
+    assert built.num_padded_tokens == 2
+    assert views["num_steps"].tolist() == [1]
+    assert views["num_tokens"].tolist() == [1, 1, 0, 0]
+    assert views["token_ids"].tolist() == [6, 23, 0, 0]
+    assert views["positions"].tolist() == [2, 3, 0, 0]
+    assert built.num_drawn_np.tolist() == [1, 0]
+
+
+def test_burst():
+    """Rows with 3 and 1 tokens left, one of them with tokens that end it."""
+    batch, builder = make_batch_and_builder()
+    ending = dataclasses.replace(new("a", [4, 5, 6], [7], 2), ending_token_ids=(30, 31))
+    new_reqs = [ending, new("b", range(20, 27), [8], 6)]
+    scheduled = output({"a": 3, "b": 1}, new_reqs, num_decode_steps=3)
+    built, views = build(builder, batch, scheduled)
+    assert built.shape == builder._buckets.burst_shape_for(2)
+    assert built.num_padded_tokens == 3 * 4 - 4
+    assert views["num_steps"].tolist() == [3]
+    assert views["num_tokens"].tolist() == [3, 1, 0, 0]
+    assert views["token_ids"].tolist() == [6, 26, 0, 0]
+    assert views["positions"].tolist() == [2, 6, 0, 0]
+    assert views["ending_ids"][:2].tolist() == [[30, 31] + [-1] * 6, [-1] * 8]
+    assert views["first_end"][:2].tolist() == [2, 6]
+    assert built.num_drawn_np.tolist() == [3, 1]
+
+
+def test_token_that_only_the_device_knows_is_taken_from_there():
+    batch, builder = make_batch_and_builder()
+    first, _ = build(
+        builder, batch, output({"a": 1, "b": 2}, [new("a", [1, 2], [1]), new("b", [3, 4], [2])])
+    )
+    assert first.num_drawn_np.tolist() == [0, 1]
+    batch.note_drawn(first.rows_np, first.num_drawn_np)
+    cached = running(("a", 1), ("b", 2))
+    built, views = build(builder, batch, output({"a": 1, "b": 1}, cached=cached))
+    # "a" computes its last prompt token, "b" the token that was drawn at place 1 of the last step.
+    assert views["token_source"][:2].tolist() == [MAX_NUM_SEQS, 1]
+    assert views["token_ids"][0] == 2
+    assert views["positions"][:2].tolist() == [1, 2]
+    assert built.num_drawn_np.tolist() == [1, 1]
+
+
+def test_token_drawn_before_the_last_step_is_nowhere():
+    batch, builder = make_batch_and_builder()
+    new_reqs = [new("a", [1, 2], [1]), new("b", [3, 4], [2])]
+    for req_id in "ab":
+        scheduled = output({req_id: 2}, [r for r in new_reqs if r.req_id == req_id])
+        built, _ = build(builder, batch, scheduled)
+        batch.note_drawn(built.rows_np, built.num_drawn_np)
+    with pytest.raises(InvariantError, match="'a' cannot compute 1 tokens up to position 3"):
+        build(builder, batch, output({"a": 1}, cached=running(("a", 2))))
+    _, views = build(builder, batch, output({"b": 1}, cached=running(("b", 2))))
+    assert views["token_source"][0] == 0
+
+
+def test_a_burst_begins_where_a_request_has_its_least_tokens():
+    batch, builder = make_batch_and_builder()
+
+    def draw(num_scheduled, num_computed, num_decode_steps=1):
+        new_reqs = [] if num_computed else [new("a", [1, 2, 3], [1], min_tokens=2)]
+        cached = running(("a", num_computed)) if num_computed else NO_CACHED
+        scheduled = output({"a": num_scheduled}, new_reqs, cached, num_decode_steps)
+        built, _ = build(builder, batch, scheduled)
+        batch.note_drawn(built.rows_np, built.num_drawn_np)
+        return built.num_drawn_np.tolist()
+
+    assert draw(3, 0) == [1]
+    with pytest.raises(InvariantError, match="a burst of 2 steps cannot change the logits"):
+        draw(2, 3, num_decode_steps=2)
+    assert draw(1, 3) == [1]
+    assert draw(2, 4, num_decode_steps=2) == [2]
+
+
+def test_last_token_of_a_burst_is_on_the_device_and_those_before_it_are_nowhere():
+    batch, builder = make_batch_and_builder()
+    first, _ = build(builder, batch, output({"a": 3}, [new("a", [1], [1])], num_decode_steps=3))
+    batch.note_drawn(first.rows_np, first.num_drawn_np)
+    for num_computed in (1, 2, 4):
+        scheduled = output({"a": 1}, cached=running(("a", num_computed)))
+        with pytest.raises(InvariantError, match="it has 1 tokens on the host, 4 in all"):
+            build(builder, batch, scheduled)
+    _, views = build(builder, batch, output({"a": 1}, cached=running(("a", 3))))
+    assert views["token_source"][0] == 0 and views["positions"][0] == 3
+
+
+@pytest.mark.parametrize(
+    ("num_scheduled", "num_computed", "message"),
+    [
+        (2, 0, "it has 2 tokens on the host"),  # the burst begins before the last token
+        (5, 1, "a burst has at most 4 steps, got 5"),
+        (9, 1, r"\[1\] blocks of \[8\]"),
+    ],
+)
+def test_burst_that_cannot_be_computed_is_a_bug(num_scheduled, num_computed, message):
+    batch, builder = make_batch_and_builder()
+    scheduled = output(
+        {"a": num_scheduled},
+        [new("a", [1, 2], [1], num_computed)],
+        num_decode_steps=num_scheduled,
+    )
+    with pytest.raises(InvariantError, match=message):
+        build(builder, batch, scheduled)
+
+
+def test_burst_that_would_pass_into_the_null_block_is_a_bug():
+    batch, builder = make_batch_and_builder()
+    scheduled = output({"a": 3}, [new("a", range(7), [4, 0], 6)], num_decode_steps=3)
+    with pytest.raises(InvariantError, match="'a' would write position 8 to the null block"):
+        build(builder, batch, scheduled)
+
+
+@pytest.mark.parametrize(
+    ("num_scheduled", "message"),
+    [
+        (3, "it has 2 tokens on the host"),  # a token that nobody knows
+        (0, "cannot compute 0 tokens"),
+    ],
+)
+def test_step_over_tokens_that_do_not_exist_is_a_bug(num_scheduled, message):
+    batch, builder = make_batch_and_builder()
+    scheduled = output({"a": num_scheduled}, [new("a", [1, 2], [1])])
+    with pytest.raises(InvariantError, match=message):
+        build(builder, batch, scheduled)
+
+
+def test_step_over_positions_without_a_block_is_a_bug():
+    batch, builder = make_batch_and_builder()
+    scheduled = output({"a": 9}, [new("a", range(9), [1])])
+    with pytest.raises(InvariantError, match=r"\[1\] blocks of \[8\]"):
+        build(builder, batch, scheduled)
+
+
+def test_groups_have_block_tables_and_block_sizes_of_their_own():
+    """The second group's blocks are twice as long, and its first has left a window."""
+    batch, builder = make_batch_and_builder(block_sizes=(BLOCK_SIZE, 2 * BLOCK_SIZE))
+    new_req = new("a", range(20), [5, 6, 7], 18, other_groups=[[0, 9]])
+    _, views = build(builder, batch, output({"a": 2}, [new_req]))
+    assert views["block_tables"][:, 0].tolist() == [[5, 6, 7, 0], [0, 9, 0, 0]]
+    assert views["seq_lens"][:, 0].tolist() == [20, 20]
+
+
+def test_missing_block_of_any_group_is_a_bug():
+    batch, builder = make_batch_and_builder(block_sizes=(BLOCK_SIZE, 2 * BLOCK_SIZE))
+    scheduled = output({"a": 17}, [new("a", range(17), [5, 6, 7], other_groups=[[9]])])
+    batch.update(scheduled)
+    with pytest.raises(InvariantError, match=r"\[3, 1\] blocks of \[8, 16\]"):
+        builder.build(scheduled)
+
+
+def test_write_to_the_null_block_is_a_bug():
+    batch, builder = make_batch_and_builder(block_sizes=(BLOCK_SIZE, BLOCK_SIZE))
+    new_reqs = [new("b", [1], [1], other_groups=[[2]])]
+    new_reqs.append(new("a", range(12), [5, 6], 7, other_groups=[[0, 9]]))
+    scheduled = output({"b": 1, "a": 3}, new_reqs)
+    batch.update(scheduled)
+    message = "'a' would write position 7 to the null block in KV cache group 1"
+    with pytest.raises(InvariantError, match=message):
+        builder.build(scheduled)

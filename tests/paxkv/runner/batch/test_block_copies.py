@@ -1,0 +1,93 @@
+"""Copies and blocks to be zeroed become padded arrays that leave the pool as a plain model does."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paxkv.contracts.scheduler_output import BlockCopy, CachedRequestData, SchedulerOutput
+from paxkv.errors import InvariantError
+from paxkv.runner.batch.block_copies import build_block_copies
+from paxkv.runner.programs.bucketing import StepBuckets
+
+NUM_BLOCKS = 40
+# Shapes of 8 and of 3 x 4 = 12 copies.
+BUCKETS = StepBuckets(
+    max_num_batched_tokens=8,
+    max_num_seqs=3,
+    max_decode_burst=1,
+    num_groups=4,
+    max_blocks_per_req=5,
+    max_model_len=5 * 8,
+)
+
+
+def output(copies=(), zeroed=()):
+    return SchedulerOutput(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=CachedRequestData(
+            req_ids=[],
+            resumed_req_ids=frozenset(),
+            new_block_ids=[],
+            num_computed_tokens=[],
+            num_output_tokens=[],
+            all_token_ids={},
+        ),
+        num_scheduled_tokens={},
+        total_num_scheduled_tokens=0,
+        preempted_req_ids=frozenset(),
+        finished_req_ids=frozenset(),
+        block_copies=[BlockCopy(source_block_id=s, target_block_id=t) for s, t in copies],
+        new_block_ids_to_zero=list(zeroed),
+    )
+
+
+def build(copies=(), zeroed=()):
+    return build_block_copies(output(copies, zeroed), BUCKETS, num_blocks=NUM_BLOCKS)
+
+
+def test_step_without_copies_calls_nothing():
+    assert build() == []
+
+
+def test_copies_are_padded_past_the_end_of_the_pool():
+    (copies_np,) = build([(3, 5), (6, 7)], zeroed=[9])
+    assert copies_np.dtype == np.int32
+    assert copies_np.tolist() == [[3, 6, 0] + [40] * 5, [5, 7, 9] + [40] * 5]
+
+
+def test_each_array_is_fresh_memory():
+    assert not np.shares_memory(build([(3, 5)])[0], build([(3, 5)])[0])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 39), st.integers(1, 39)), max_size=12),
+    st.lists(st.integers(1, 39), max_size=39, unique=True),
+)
+def test_pool_is_left_as_by_a_plain_model(copies, zeroed):
+    pool = np.arange(NUM_BLOCKS)
+    expected = pool.copy()
+    for source, target in copies:
+        expected[target] = pool[source]
+    expected[zeroed] = 0
+    for sources, targets in build(copies, zeroed):
+        assert len(sources) in (8, 12)
+        is_real = targets < NUM_BLOCKS
+        pool[targets[is_real]] = pool[sources[is_real]]
+    np.testing.assert_array_equal(pool, expected)
+
+
+@pytest.mark.parametrize(
+    ("copies", "zeroed", "message"),
+    [
+        ([(3, 0)], [], r"got targets \[0\] and sources \[\]"),
+        ([(3, -1)], [], r"got targets \[-1\]"),
+        ([(40, 3)], [], r"and sources \[40\]"),
+        ([], [0], r"got targets \[0\]"),
+        ([(1, t) for t in range(2, 15)], [], "at most 12 blocks, got 13"),
+    ],
+)
+def test_copies_that_cannot_be_are_bugs(copies, zeroed, message):
+    with pytest.raises(InvariantError, match=message):
+        build(copies, zeroed)

@@ -1,0 +1,57 @@
+"""What the device half cannot compute is refused, never left out."""
+
+import dataclasses
+
+import pytest
+
+from paxkv.config.sampling_params import SamplingParams
+from paxkv.contracts.engine_request import MultiModalFeature
+from paxkv.contracts.kv_connector import KVConnectorMetadata
+from paxkv.contracts.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from paxkv.errors import InvariantError
+from paxkv.runner.batch.unbuilt import refuse_unbuilt
+
+NEW = NewRequestData(
+    req_id="a",
+    prompt_token_ids=[1],
+    sampling_params=SamplingParams(),
+    block_ids=([1],),
+    num_computed_tokens=0,
+)
+PLAIN = SchedulerOutput(
+    scheduled_new_reqs=[NEW],
+    scheduled_cached_reqs=CachedRequestData(
+        req_ids=[],
+        resumed_req_ids=frozenset(),
+        new_block_ids=[],
+        num_computed_tokens=[],
+        num_output_tokens=[],
+        all_token_ids={},
+    ),
+    num_scheduled_tokens={"a": 1},
+    total_num_scheduled_tokens=1,
+    preempted_req_ids=frozenset(),
+    finished_req_ids=frozenset(),
+    free_encoder_mm_hashes=["x"],
+    num_common_prefix_blocks=[1],
+)
+IMAGE = MultiModalFeature(identifier="x", offset=0, length=1)
+
+
+def test_plain_step_passes():
+    refuse_unbuilt(PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scheduled_spec_decode_tokens": {"a": [1]}}, r"draft tokens .*\['a'\]"),
+        ({"scheduled_encoder_inputs": {"a": [0]}}, r"encoder inputs.*\['a'\]"),
+        ({"scheduled_new_reqs": [dataclasses.replace(NEW, lora_name="x")]}, "LoRA"),
+        ({"scheduled_new_reqs": [dataclasses.replace(NEW, mm_features=(IMAGE,))]}, "multimodal"),
+        ({"kv_connector_metadata": KVConnectorMetadata(loads=[], saves=[])}, "no KV connector"),
+    ],
+)
+def test_what_is_not_built_is_refused(changes, message):
+    with pytest.raises(InvariantError, match=message):
+        refuse_unbuilt(dataclasses.replace(PLAIN, **changes))

@@ -1,0 +1,186 @@
+"""The number of blocks follows the setting or the memory, and is never too few for one request."""
+
+import types
+
+import jax.numpy as jnp
+import pytest
+
+from models import LayerKVSpec
+from paxkv.config.engine_config import CacheConfig
+from paxkv.errors import ConfigError, KVCacheTooSmallError
+from paxkv.runner.memory.kv_cache_groups import groups_of_layers
+from paxkv.runner.memory.memory_plan import (
+    GPU_SHARE_VARIABLE,
+    DeviceMemory,
+    measure_device_memory,
+    plan_memory,
+)
+
+
+# 4 layers x (K and V) x 16 tokens x 2 heads x 32 x 2 bytes = 16,384 bytes a block.
+def make_groups(windows):
+    layers = tuple(
+        LayerKVSpec(name=f"layer.{i}", num_kv_heads=2, head_dim=32, sliding_window=window)
+        for i, window in enumerate(windows)
+    )
+    return groups_of_layers(layers, block_size=16, dtype="bfloat16")
+
+
+GROUPS = make_groups([None] * 4)
+BLOCK_BYTES = 16_384
+
+
+def plan(cache_config, memory=None, max_model_len=100, groups=GROUPS):
+    return plan_memory(
+        groups,
+        cache_config,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=32,
+        device_memory=memory,
+    )
+
+
+def device_memory(total_bytes, *, limit_bytes=None, used_bytes=0, activation_bytes=0):
+    return DeviceMemory(
+        total_bytes=total_bytes,
+        limit_bytes=limit_bytes or total_bytes,
+        used_bytes=used_bytes,
+        activation_bytes=activation_bytes,
+    )
+
+
+def test_override_decides_alone():
+    memory = device_memory(10**12)
+    result = plan(CacheConfig(num_gpu_blocks_override=20), memory)
+    assert result.kv_cache_config.num_blocks == 20
+    assert result.kv_cache_config.num_rows == 4
+
+
+def test_cpu_takes_the_configured_bytes():
+    result = plan(CacheConfig(cpu_kv_cache_bytes=BLOCK_BYTES * 30 + 5))
+    assert result.kv_cache_config.num_blocks == 30
+    assert result.pool_bytes == 30 * BLOCK_BYTES
+
+
+def test_accelerator_gets_what_weights_and_activations_leave():
+    memory = device_memory(
+        BLOCK_BYTES * 100, used_bytes=BLOCK_BYTES * 20, activation_bytes=BLOCK_BYTES * 10
+    )
+    result = plan(CacheConfig(gpu_memory_utilization=0.5), memory)
+    assert result.kv_cache_config.num_blocks == 20
+
+
+def test_a_little_more_or_less_free_memory_is_the_same_number_of_blocks():
+    def num_blocks(free_blocks: int) -> int:
+        memory = device_memory(
+            BLOCK_BYTES * 100_000, activation_bytes=BLOCK_BYTES * (80_000 - free_blocks)
+        )
+        return plan(CacheConfig(gpu_memory_utilization=0.8), memory).kv_cache_config.num_blocks
+
+    assert num_blocks(60_000) == num_blocks(60_100) == num_blocks(59_950) == 59_904
+    assert num_blocks(120) == 120
+
+
+def test_accelerator_never_plans_with_more_than_jax_may_take():
+    memory = device_memory(BLOCK_BYTES * 200, limit_bytes=BLOCK_BYTES * 100)
+    result = plan(CacheConfig(gpu_memory_utilization=0.9), memory)
+    assert result.kv_cache_config.num_blocks == 98  # 2 % stay free
+
+
+def test_huge_memory_stops_at_slots_that_int32_counts():
+    memory = device_memory(2**50)
+    num_blocks = plan(CacheConfig(), memory).kv_cache_config.num_blocks
+    assert 2**31 - 200 < 2 * 4 * num_blocks * 16 < 2**31
+
+
+def test_report_says_tokens_and_longest_requests():
+    # 100 tokens are 7 blocks; one of the 29 blocks is the null block.
+    result = plan(CacheConfig(num_gpu_blocks_override=29))
+    assert result.num_longest_reqs == 4
+    assert result.num_tokens == 28 * 16
+    report = result.report()
+    for part in ("29 blocks of 16", "1024 bytes a token", "448 tokens", "4 requests of 100"):
+        assert part in report
+
+
+@pytest.mark.parametrize(
+    ("cache_config", "memory", "remedy"),
+    [
+        (CacheConfig(cpu_kv_cache_bytes=7 * BLOCK_BYTES), None, "cpu_kv_cache_bytes"),
+        (
+            CacheConfig(),
+            device_memory(2**20, used_bytes=2**21),
+            "gpu_memory_utilization",
+        ),
+    ],
+)
+def test_pool_too_small_for_one_request_says_got_wanted_and_remedy(cache_config, memory, remedy):
+    with pytest.raises(KVCacheTooSmallError) as raised:
+        plan(cache_config, memory)
+    message = str(raised.value)
+    assert "got 7 blocks" in message or "got 0 blocks" in message
+    assert "at least 8 blocks" in message
+    assert "smaller max_model_len" in message and remedy in message
+    # One more block would do.
+    assert plan(CacheConfig(cpu_kv_cache_bytes=8 * BLOCK_BYTES)).num_longest_reqs == 1
+
+
+def test_override_smaller_than_one_longest_request_is_taken_at_its_word():
+    result = plan(CacheConfig(num_gpu_blocks_override=7))
+    assert (result.kv_cache_config.num_blocks, result.num_longest_reqs) == (7, 0)
+
+
+# Ten sliding and two full layers: groups of two, five sliding ones and a full one. A block of the
+# pool is two pages of 4,096 bytes. Of 1,024 tokens a sliding group holds at most 63 + 32 tokens:
+# 6 blocks, and one more because a window need not begin where a block does.
+HYBRID = make_groups(([64] * 5 + [None]) * 2)
+NUM_BLOCKS_OF_LONGEST_HYBRID = 5 * 7 + 64
+
+
+def test_sliding_groups_need_their_window_and_one_step():
+    too_few = CacheConfig(cpu_kv_cache_bytes=NUM_BLOCKS_OF_LONGEST_HYBRID * 8192)
+    with pytest.raises(ConfigError, match="got 99 blocks .* at least 100 blocks"):
+        plan(too_few, max_model_len=1024, groups=HYBRID)
+    enough = CacheConfig(cpu_kv_cache_bytes=(NUM_BLOCKS_OF_LONGEST_HYBRID + 1) * 8192)
+    result = plan(enough, max_model_len=1024, groups=HYBRID)
+    assert result.kv_cache_config.num_blocks == 100
+    assert (result.block_bytes, result.num_longest_reqs) == (8192, 1)
+
+
+def test_report_of_several_groups_says_what_a_late_token_costs():
+    result = plan(CacheConfig(num_gpu_blocks_override=301), max_model_len=1024, groups=HYBRID)
+    # A block of each of six groups per 16 tokens; past the window only the full group grows.
+    assert (result.token_bytes, result.late_token_bytes) == (6 * 512, 512)
+    assert result.num_tokens == 300 * 16 // 6
+    assert result.num_longest_reqs == 300 // NUM_BLOCKS_OF_LONGEST_HYBRID
+    report = result.report()
+    for part in (
+        "301 blocks of 16 tokens in 6 groups",
+        "3072 bytes a token, 512 past the window of a long sequence",
+        "800 tokens",
+        "3 requests of 1024",
+    ):
+        assert part in report
+
+
+def test_int32_slots_count_all_rows_of_the_largest_group():
+    memory = device_memory(2**50)
+    num_blocks = plan(CacheConfig(), memory, groups=HYBRID).kv_cache_config.num_blocks
+    assert 2**31 - 200 < 2 * 2 * num_blocks * 16 < 2**31
+
+
+def test_device_memory_counts_whatever_is_in_use(monkeypatch):
+    def device(stats, platform="gpu"):
+        return types.SimpleNamespace(memory_stats=lambda: stats, platform=platform)
+
+    monkeypatch.setenv(GPU_SHARE_VARIABLE, "0.5")
+    params = (jnp.zeros(1000, jnp.float32),)
+    stats = {"bytes_limit": 10**6, "bytes_in_use": 5000}
+    # JAX was given half of the GPU.
+    assert measure_device_memory(device(stats), params, 7) == DeviceMemory(
+        total_bytes=2 * 10**6, limit_bytes=10**6, used_bytes=5000, activation_bytes=7
+    )
+    assert measure_device_memory(device(stats, "tpu"), params, 7).total_bytes == 10**6
+    assert measure_device_memory(device({"bytes_limit": 10**6}), params, 7).used_bytes == 4000
+    with pytest.raises(ConfigError, match="num_gpu_blocks_override"):
+        measure_device_memory(device(None), params, 7)

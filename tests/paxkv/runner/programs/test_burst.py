@@ -1,0 +1,192 @@
+"""A burst draws what single steps draw, stops where a request ends, and writes in place."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import KVCache, load_model
+from paxkv.config.sampling_params import SamplingParams
+from paxkv.runner.batch.packed_layout import PackedLayout
+from paxkv.runner.programs.bucketing import BurstShape
+from paxkv.runner.programs.burst import make_burst
+from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
+from paxkv.runner.sampling.sampling_columns import encode_sampling_params
+from tests.oracles.make_checkpoint import write_random_checkpoint
+from tests.paxkv.runner.tiny_model import HEAD_DIM, NUM_HEADS, VOCAB, TinyModel
+
+MAX_NUM_SEQS, BLOCK_SIZE, NUM_BLOCKS = 4, 8, 9
+GREEDY = (SamplingParams(temperature=0.0),) * 2
+SHAPE = BurstShape(max_steps=6, num_reqs=3, num_groups=1, max_blocks_per_req=3)
+
+
+def abstract(*dims, dtype=jnp.int32):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16], ids=["f32", "f16"])
+@pytest.mark.parametrize(("num_reqs", "max_steps"), [(1, 1), (4, 8)])
+def test_burst_writes_the_cache_in_place(tmp_path, num_reqs, max_steps, dtype):
+    """The whole cache is aliased, and temporary memory does not grow with it."""
+    model = load_model(write_random_checkpoint(tmp_path / "llama", num_layers=2))
+    shape = dataclasses.replace(SHAPE, max_steps=max_steps, num_reqs=num_reqs)
+    burst = jax.jit(make_burst(model, shape), donate_argnums=1)
+    temp_bytes = []
+    for num_blocks in (64, 2048):
+        array = abstract(2, num_blocks, 2, 8, 16, dtype=dtype)
+        cache_bytes = 2 * array.size * array.dtype.itemsize
+        packed = abstract(PackedLayout(shape).num_words)
+        lowered = burst.lower(model.params, KVCache(k=array, v=array), packed, abstract(4))
+        analysis = lowered.compile().memory_analysis()
+        assert analysis.alias_size_in_bytes >= cache_bytes
+        temp_bytes.append(analysis.temp_size_in_bytes)
+    assert temp_bytes[0] == temp_bytes[1] < cache_bytes / 4
+
+
+@functools.cache
+def compiled_burst(max_steps, widths=()):
+    """One program for all `TinyBursts`: their models are alike."""
+    # Two rows at a time, so that three take turns.
+    shape = dataclasses.replace(SHAPE, max_steps=max_steps, widths=widths, chunk_rows=2)
+    return jax.jit(make_burst(TinyModel(), shape))
+
+
+class TinyBursts:
+    """Bursts of a tiny model over a cache that one token of each request was written to."""
+
+    def __init__(self, params=GREEDY, widths=()):
+        self.model = TinyModel()
+        self.widths = widths
+        self.params = params
+        zeros = jnp.zeros((2, NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, HEAD_DIM))
+        self.kv_cache = KVCache(k=zeros, v=zeros)
+
+    def run(
+        self, num_tokens, *, tokens, position=0, num_steps=None, max_steps=6, ending=(), first_end=0
+    ):
+        """Runs one burst; row r computes `num_tokens[r]` tokens from `tokens[r]` on.
+
+        Returns:
+            Drawn tokens i32[max_steps, num_reqs], and the last ones i32[MAX_NUM_SEQS]. The whole
+            result stays in `result_np`.
+        """
+        shape = dataclasses.replace(SHAPE, max_steps=max_steps)
+        layout = PackedLayout(shape)
+        packed_np = np.zeros(layout.num_words, np.int32)
+        views = layout.views(packed_np)
+        num_reqs = len(num_tokens)
+        views["num_steps"][:] = max(num_tokens) if num_steps is None else num_steps
+        views["num_tokens"][:num_reqs] = num_tokens
+        views["token_ids"][:num_reqs] = tokens
+        views["token_source"][:] = MAX_NUM_SEQS
+        views["positions"][:num_reqs] = position
+        views["block_tables"][0, :num_reqs] = 1 + np.arange(3 * num_reqs).reshape(num_reqs, 3)
+        views["ending_ids"][:] = NO_TOKEN
+        views["ending_ids"][:, : len(ending)] = ending
+        views["first_end"][:] = first_end
+        for row, params in enumerate(self.params):
+            views["sampling_rows"][row] = encode_sampling_params(params, seed=row, vocab_size=VOCAB)
+        self.kv_cache, result, last = compiled_burst(max_steps, self.widths)(
+            self.model.params, self.kv_cache, packed_np, jnp.zeros(MAX_NUM_SEQS, jnp.int32)
+        )
+        self.result_np = np.asarray(result)
+        return self.result_np[:, :, 0], np.asarray(last)
+
+    def run_single_steps(self, num_steps, *, tokens):
+        """The same as steps of one token, each fed by the host."""
+        drawn = []
+        for position in range(num_steps):
+            step, _ = self.run([1] * len(tokens), tokens=tokens, position=position, max_steps=1)
+            tokens = step[0, : len(tokens)]
+            drawn.append(tokens.tolist())
+        return drawn
+
+
+MIXED = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.3, top_p=0.9, logprobs=2),
+    SamplingParams(temperature=0.8, top_k=20, min_p=0.01),
+)
+
+
+@pytest.mark.parametrize("params", [GREEDY[:1] * 3, MIXED])
+@pytest.mark.parametrize("num_reqs", [1, 2, 3])
+def test_burst_does_not_depend_on_widths(params, num_reqs):
+    """Neither on how many rows are computed, nor on drawing for two rows at a time."""
+    num_tokens = [6, 4, 5][:num_reqs]
+    one, several = (TinyBursts(params[:num_reqs], widths) for widths in ((), (2, 3)))
+    for bursts in (one, several):
+        bursts.run(num_tokens, tokens=[3, 4, 5][:num_reqs])
+    np.testing.assert_array_equal(several.result_np[:, :, 0], one.result_np[:, :, 0])
+    # Logits of another width are rounded otherwise.
+    logprobs_np = [bursts.result_np[:, :, 1].view(np.float32) for bursts in (several, one)]
+    is_drawn_np = one.result_np[:, :, 0] != NO_TOKEN
+    np.testing.assert_allclose(*(x[is_drawn_np] for x in logprobs_np), rtol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_burst_draws_what_single_steps_draw(temperature):
+    params = [SamplingParams(temperature=temperature)] * 2
+    expected = TinyBursts(params).run_single_steps(6, tokens=[3, 4])
+    bursts = TinyBursts(params)
+    drawn_np, last_np = bursts.run([6, 6], tokens=[3, 4])
+    assert drawn_np[:, :2].tolist() == expected
+    assert (drawn_np[:, 2] == NO_TOKEN).all()  # nobody's row
+    assert last_np[:2].tolist() == expected[-1]
+    dense = bursts.model.dense_logits([3, *[row[0] for row in expected]])
+    if temperature == 0:
+        assert [row[0] for row in expected] == dense[:6].argmax(axis=-1).tolist()
+
+
+def test_row_with_fewer_tokens_stops_first_and_the_rest_goes_on():
+    expected = np.array(TinyBursts().run_single_steps(5, tokens=[3, 4]))
+    drawn_np, last_np = TinyBursts().run([2, 5], tokens=[3, 4])
+    assert drawn_np[:5, 1].tolist() == expected[:, 1].tolist()
+    assert drawn_np[:, 0].tolist() == [*expected[:2, 0], *[NO_TOKEN] * 4]
+    assert last_np[:2].tolist() == [expected[1, 0], expected[4, 1]]
+
+
+def test_number_of_steps_ends_a_burst_before_its_shape_does():
+    expected = TinyBursts().run_single_steps(2, tokens=[3, 4])
+    drawn_np, _ = TinyBursts().run([6, 6], tokens=[3, 4], num_steps=2)
+    assert drawn_np[:2, :2].tolist() == expected
+    assert (drawn_np[2:] == NO_TOKEN).all()
+
+
+@pytest.mark.parametrize("first_end", [0, 3, 4])
+def test_row_stops_behind_a_token_that_ends_it_from_its_first_place_on(first_end):
+    expected = np.array(TinyBursts().run_single_steps(6, tokens=[3, 4]))
+    ending = int(expected[2, 0])  # the third drawn token, at position 3
+    assert ending not in expected[:2, 0] and ending not in expected[:, 1]
+    drawn_np, last_np = TinyBursts().run(
+        [6, 6], tokens=[3, 4], ending=[ending], first_end=first_end
+    )
+    assert drawn_np[:, 1].tolist() == expected[:, 1].tolist()
+    ends_there = [*expected[:3, 0], *[NO_TOKEN] * 3]
+    if first_end <= 3:
+        assert drawn_np[:, 0].tolist() == ends_there
+        assert last_np[0] == ending
+    else:
+        later = expected[3:, 0].tolist()
+        num_kept = 3 + (later.index(ending) + 1 if ending in later else len(later))
+        assert drawn_np[:num_kept, 0].tolist() == expected[:num_kept, 0].tolist()
+
+
+def test_row_that_has_ended_changes_nothing_in_the_cache():
+    """Its last token is computed again, at its own place: nobody else's slot is touched."""
+    alone, beside = TinyBursts(), TinyBursts()
+    alone.run([2, 2], tokens=[3, 4])
+    beside.run([2, 6], tokens=[3, 4])
+    own_blocks = [1, 2, 3]
+    for one, other in (
+        (alone.kv_cache.k, beside.kv_cache.k),
+        (alone.kv_cache.v, beside.kv_cache.v),
+    ):
+        np.testing.assert_allclose(one[:, own_blocks], other[:, own_blocks], atol=1e-6)
+    written_np = np.asarray(beside.kv_cache.k).any(axis=(0, 2, 4))  # [num_blocks, block_size]
+    assert written_np[1].tolist() == [True] * 2 + [False] * 6
+    assert written_np[4].tolist() == [True] * 6 + [False] * 2
+    assert not written_np[0].any()

@@ -1,0 +1,184 @@
+"""The engine notices kernels that do not give XLA's results, and serves with plain XLA then."""
+
+import dataclasses
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels
+from models import ModelConfig
+from paxkv.contracts.kv_cache_spec import FullAttentionSpec
+from paxkv.runner.programs import kernel_check
+from paxkv.runner.programs.kernel_check import (
+    choose_implementation,
+    relative_error,
+    why_kernels_differ,
+)
+
+SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=16, dtype="float32")
+H200 = pallas_kernels.Target(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerShapes:
+    """What of a model's configuration the check reads."""
+
+    num_q_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    num_layers: int = 2
+    attention_scale: float = 0.25
+    attention_soft_cap: float | None = None
+
+    def layer_window(self, layer_idx: int) -> int | None:
+        return 50 if layer_idx else None
+
+
+def test_shapes_are_those_of_a_model_config():
+    fields = {field.name for field in dataclasses.fields(ModelConfig)} | set(dir(ModelConfig))
+    assert {field.name for field in dataclasses.fields(LayerShapes)} <= fields
+
+
+def test_right_kernels_pass():
+    assert why_kernels_differ(LayerShapes(), SPEC, H200, implementation="reference") is None
+
+
+def spoil_attention(monkeypatch, spoil, *, is_spoiled=lambda rules: True):
+    """Makes every body but XLA's wrong where `is_spoiled`."""
+    attend = pallas_kernels.paged_attention
+
+    def spoiled(*args, implementation, **rules):
+        out = attend(*args, implementation="xla", **rules)
+        return spoil(out) if implementation != "xla" and is_spoiled(rules) else out
+
+    monkeypatch.setattr(pallas_kernels, "paged_attention", spoiled)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda out: out * 1.05,
+        lambda out: out.at[1].set(0),
+        lambda out: out.at[50].set(jnp.nan),
+        lambda out: jnp.roll(out, 1, axis=1),
+    ],
+    ids=["scaled", "lost token", "nan", "wrong head"],
+)
+def test_wrong_attention_is_noticed(monkeypatch, spoil):
+    spoil_attention(monkeypatch, spoil)
+    reason = why_kernels_differ(LayerShapes(), SPEC, H200, implementation="reference")
+    assert "differs from XLA's" in reason
+
+
+def test_every_kind_of_layer_is_tried(monkeypatch):
+    is_spoiled = lambda rules: rules["sliding_window"] == 50  # noqa: E731
+    spoil_attention(monkeypatch, lambda out: -out, is_spoiled=is_spoiled)
+    reason = why_kernels_differ(LayerShapes(), SPEC, H200, implementation="reference")
+    assert "'sliding_window': 50" in reason
+
+
+def test_wrong_write_is_noticed(monkeypatch):
+    scatter = pallas_kernels.kv_scatter
+
+    def one_off(k_cache, v_cache, k, v, slots, row, *, implementation, target):
+        off = 0 if implementation == "xla" else 1
+        return scatter(
+            *(k_cache, v_cache, k, v, slots + off, row), implementation="xla", target=target
+        )
+
+    monkeypatch.setattr(pallas_kernels, "kv_scatter", one_off)
+    reason = why_kernels_differ(LayerShapes(), SPEC, H200, implementation="reference")
+    assert reason == "K was not written where XLA writes it"
+
+
+def test_wrong_block_copy_is_noticed(monkeypatch):
+    copy = pallas_kernels.block_copy
+
+    def reads_late(k_cache, v_cache, sources, targets, *, implementation, target):
+        if implementation == "xla":
+            return copy(k_cache, v_cache, sources, targets, implementation="xla", target=target)
+        for i in range(len(sources)):
+            k_cache, v_cache = copy(
+                *(k_cache, v_cache, sources[i : i + 1], targets[i : i + 1]), implementation="xla"
+            )
+        return k_cache, v_cache
+
+    monkeypatch.setattr(pallas_kernels, "block_copy", reads_late)
+    reason = why_kernels_differ(LayerShapes(), SPEC, H200, implementation="reference")
+    assert reason == "K was not written where XLA writes it"
+
+
+@dataclasses.dataclass(frozen=True)
+class FarLimits(LayerShapes):
+    """Limits that sequences as short as the check's would not feel."""
+
+    attention_soft_cap: float | None = 50.0
+
+    def layer_window(self, layer_idx):
+        return 4096
+
+
+@pytest.mark.parametrize(
+    "spoil_rules",
+    [
+        lambda rules: {"soft_cap": None},
+        lambda rules: {"sliding_window": None},
+        lambda rules: {"sliding_window": rules["sliding_window"] + 1},
+    ],
+    ids=["no soft cap", "no window", "window one too long"],
+)
+def test_far_limits_that_a_kernel_gets_wrong_are_noticed(monkeypatch, spoil_rules):
+    attend = pallas_kernels.paged_attention
+
+    def spoiled(*args, implementation, **rules):
+        changes = {} if implementation == "xla" else spoil_rules(rules)
+        return attend(*args, implementation="xla", **(rules | changes))
+
+    monkeypatch.setattr(pallas_kernels, "paged_attention", spoiled)
+    reason = why_kernels_differ(FarLimits(), SPEC, H200, implementation="reference")
+    assert "differs from XLA's" in reason
+
+
+class FakeH200:
+    platform, device_kind, compute_capability = "gpu", "NVIDIA H200", "9.0"
+
+
+def test_kernels_that_differ_are_not_used_and_the_log_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(kernel_check, "target_misfit", lambda target: None)
+    reasons = iter(["they rot", None])
+    monkeypatch.setattr(kernel_check, "why_kernels_differ", lambda *args: next(reasons))
+    with caplog.at_level(logging.ERROR):
+        assert choose_implementation("auto", LayerShapes(), SPEC, FakeH200()) == "xla"
+        assert "NVIDIA H200" in caplog.text and "they rot" in caplog.text
+        caplog.clear()
+        assert choose_implementation("auto", LayerShapes(), SPEC, FakeH200()) is None
+    assert not caplog.text
+
+
+def test_kernels_that_cannot_run_are_not_used(monkeypatch, caplog):
+    attend = pallas_kernels.paged_attention
+
+    def broken(*args, implementation, **rules):
+        if implementation != "xla":
+            raise RuntimeError("CUDA says no")
+        return attend(*args, implementation="xla", **rules)
+
+    monkeypatch.setattr(pallas_kernels, "paged_attention", broken)
+    with caplog.at_level(logging.ERROR):
+        reason = why_kernels_differ(LayerShapes(), SPEC, H200, implementation="reference")
+    assert reason == "running them raised RuntimeError"
+    assert "CUDA says no" in caplog.text
+
+
+def test_cpu_leaves_the_choice_to_dispatch_and_xla_is_taken_at_its_word():
+    device = jax.devices("cpu")[0]
+    assert choose_implementation("auto", LayerShapes(), SPEC, device) is None
+    assert choose_implementation("xla", LayerShapes(), SPEC, device) == "xla"
+
+
+def test_relative_error_is_of_norms():
+    assert relative_error(np.array([3.0, 5.0]), np.array([3.0, 4.0])) == pytest.approx(0.2)
+    assert relative_error(np.zeros(2), np.zeros(2)) == 0.0

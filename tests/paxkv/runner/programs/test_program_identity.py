@@ -1,0 +1,196 @@
+"""Whatever a program depends on is in its identity, under a name that a user understands."""
+
+import dataclasses
+import importlib
+import json
+import os
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+from models import KernelSettings, ModelConfig
+from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache, device_mesh
+from paxkv.runner.programs import program_identity as program_identity_module
+from paxkv.runner.programs.program_identity import (
+    identity_differences,
+    identity_digest,
+    program_identity,
+    source_digest,
+)
+from tests.paxkv.runner.tiny_model import HEAD_DIM, NUM_HEADS, TinyModel
+
+
+def make_identity(
+    *,
+    model: TinyModel | None = None,
+    num_blocks: int = 9,
+    block_size: int = 8,
+    max_num_seqs: int = 2,
+    compiler_options: dict[str, str] | None = None,
+) -> dict[str, str]:
+    mesh = device_mesh(jax.devices()[0])
+    spec = FullAttentionSpec(
+        block_size=block_size, num_kv_heads=NUM_HEADS, head_size=HEAD_DIM, dtype="float32"
+    )
+    group = KVCacheGroupSpec(layer_names=("a", "b"), kv_cache_spec=spec)
+    config = KVCacheConfig(num_blocks=num_blocks, kv_cache_groups=(group,))
+    model = model or TinyModel()
+    return program_identity(
+        model=model,
+        params=model.params,
+        kv_cache=abstract_kv_cache(config, mesh),
+        mesh=mesh,
+        max_num_seqs=max_num_seqs,
+        compiler_options=compiler_options or {},
+    )
+
+
+def test_identity_is_the_same_whatever_the_weights_are():
+    identity = make_identity(model=TinyModel(seed=1))
+    assert identity == make_identity(model=TinyModel(seed=2))
+    assert identity_digest(identity) == identity_digest(make_identity())
+    assert identity_differences(identity, make_identity()) == []
+    assert all(type(value) is str for value in identity.values())
+
+
+@pytest.mark.parametrize(
+    ("changed", "names"),
+    [
+        ({"model": TinyModel(windows=(None, 4))}, {"model's windows"}),
+        ({"model": TinyModel(dtype="bfloat16")}, {"dtype", "weights"}),
+        ({"model": TinyModel(max_looped_tokens=32)}, {"tokens multiplied in loops"}),
+        ({"num_blocks": 10}, {"number of KV blocks"}),
+        ({"block_size": 16}, {"block_size"}),
+        ({"max_num_seqs": 3}, {"max_num_seqs"}),
+        ({"compiler_options": {"xla_x": "1"}}, {"compiler options"}),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_a_change_is_seen_and_named(changed, names):
+    identity, other = make_identity(), make_identity(**changed)
+    assert {name for name in identity if identity[name] != other.get(name)} == names
+    assert identity_digest(identity) != identity_digest(other)
+    assert len(identity_differences(identity, other)) == len(names)
+
+
+def test_tokens_that_end_requests_shape_no_program():
+    configs = [
+        ModelConfig.from_hf(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "vocab_size": 100,
+                "hidden_size": 64,
+                "intermediate_size": vary,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "max_position_embeddings": 64,
+                "eos_token_id": eos,
+            }
+        )
+        for vary, eos in ((64, 2), (64, [2, 5]), (128, 2))
+    ]
+    models = [TinyModel() for _ in configs]
+    for model, config in zip(models, configs, strict=True):
+        model.config = config
+    first, second, third = (make_identity(model=model) for model in models)
+    assert first == second
+    assert [text.partition(":")[0] for text in identity_differences(first, third)] == [
+        "model's intermediate_size"
+    ]
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(KernelSettings)])
+def test_every_setting_of_the_kernels_counts(field):
+    if field == "mesh":
+        assert json.loads(make_identity()["mesh"]) == {"model": 1}
+        return
+    model = TinyModel()
+    model.kernels = dataclasses.replace(model.kernels, **{field: "another"})
+    (difference,) = identity_differences(make_identity(), make_identity(model=model))
+    assert difference.startswith(f"kernels' {field}: ") and difference.endswith("now 'another'")
+
+
+def test_versions_device_and_compiler_settings_count(monkeypatch):
+    identity = make_identity()
+    assert identity["jax"] == jax.__version__
+    assert identity["platform"] == "cpu" and identity["processor"]
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    with jax.default_matmul_precision("float32"):
+        differences = identity_differences(identity, make_identity())
+    assert [text.partition(":")[0] for text in differences] == [
+        "jax_default_matmul_precision",
+        "XLA_FLAGS",
+    ]
+    assert "now '--xla_cpu_enable_fast_math=true'" in differences[1]
+
+
+@pytest.mark.parametrize(
+    "setting", ["jax_disable_most_optimizations", "jax_compiler_enable_remat_pass"]
+)
+def test_settings_that_jax_hands_to_the_compiler_count(setting):
+    identity, before = make_identity(), jax.config.values[setting]
+    jax.config.update(setting, not before)
+    try:
+        differences = identity_differences(identity, make_identity())
+    finally:
+        jax.config.update(setting, before)
+    assert differences == [f"{setting}: compiled with '{before}', now '{not before}'"]
+
+
+def test_differences_name_both_values_and_what_only_one_has():
+    assert identity_differences({"a": "1", "b": "2"}, {"b": "3", "c": "4"}) == [
+        "b: compiled with '2', now '3'",
+        "c: compiled with 'none', now '4'",
+        "a: compiled with '1', now 'none'",
+    ]
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A tree of source files in place of ours, and a function that reads it afresh."""
+    for package in ("models", "pallas_kernels", "paxkv"):
+        (tmp_path / package).mkdir()
+    file = tmp_path / "models" / "a.py"
+    write_source(file, "x = 1\n")
+    monkeypatch.setattr(program_identity_module, "_ROOT", tmp_path)
+    return file, source_digest.__wrapped__
+
+
+def write_source(file: Path, text: str) -> None:
+    """As if it had been written before this process read it."""
+    file.write_text(text)
+    long_ago = time.time() - 1_000_000
+    os.utime(file, (long_ago, long_ago))
+
+
+def test_any_change_of_our_own_source_counts(sources):
+    file, digest = sources
+    first = digest()
+    assert digest() == first
+    write_source(file, "x = 2\n")
+    second = digest()
+    write_source(file.with_name("b.py"), "")
+    assert len({first, second, digest()}) == 3
+    write_source(file, "x = 1\n")
+    file.with_name("b.py").unlink()
+    assert digest() == first
+
+
+def test_source_that_changed_under_a_running_process_speaks_for_nothing(sources):
+    file, digest = sources
+    file.write_text("x = 2\n")
+    assert digest() != digest()
+
+
+def test_the_digest_covers_the_files_that_make_the_steps():
+    covered = program_identity_module._ROOT
+    for name in (
+        "paxkv.runner.programs.step",
+        "models.decoder",
+        "pallas_kernels.paged_attention.xla",
+    ):
+        path = Path(importlib.import_module(name).__file__).relative_to(covered)
+        assert path.parts[0] in program_identity_module._SOURCE_PACKAGES

@@ -1,0 +1,118 @@
+"""Log-probabilities of a prompt are those of a dense computation, however it was computed."""
+
+import jax
+import numpy as np
+import pytest
+
+from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfig
+from paxkv.config.sampling_params import SamplingParams
+from paxkv.runner.model_runner import ModelRunner
+from paxkv.runner.programs import prompt_step
+from tests.paxkv.runner.driver import RunnerDriver
+from tests.paxkv.runner.tiny_model import VOCAB, TinyModel
+
+MODEL = TinyModel()
+MAX_NUM_BATCHED_TOKENS = 14
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "batch_invariant"])
+def runner(request):
+    # Not as many tokens as a step has, nor a divisor of them.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompt_step, "_CHUNK_TOKENS", 5)
+        runner = ModelRunner(
+            MODEL,
+            cache_config=CacheConfig(block_size=8, num_gpu_blocks_override=30),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=3, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS
+            ),
+            max_model_len=40,
+            seed=0,
+            runner_config=RunnerConfig(batch_invariant=request.param),
+        )
+        runner.warm_up()
+        return runner
+
+
+def prompt(seed, length):
+    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
+
+
+def check(prompt_ids, found, num_logprobs):
+    logits_np = MODEL.dense_logits(prompt_ids)[:-1]
+    shifted_np = logits_np - logits_np.max(axis=1, keepdims=True)
+    true_np = shifted_np - np.log(np.exp(shifted_np).sum(axis=1, keepdims=True))
+    assert len(found) == len(prompt_ids) - 1
+    for row_np, token_id, logprobs in zip(true_np, prompt_ids[1:], found, strict=True):
+        np.testing.assert_allclose(logprobs.token_logprob, row_np[token_id], atol=1e-3)
+        assert logprobs.token_rank == (row_np > row_np[token_id]).sum() + 1
+        assert logprobs.top_token_ids == np.argsort(-row_np)[:num_logprobs].tolist()
+        np.testing.assert_allclose(
+            logprobs.top_logprobs, np.sort(row_np)[::-1][:num_logprobs], atol=1e-3
+        )
+
+
+def asks(num_logprobs, **fields):
+    return SamplingParams(temperature=0.0, prompt_logprobs=num_logprobs, **fields)
+
+
+def test_prompts_in_pieces_beside_others_find_all_of_theirs(runner):
+    driver = RunnerDriver(runner)
+    lengths = {"a": 19, "b": 7, "c": 9}
+    params = {"a": asks(3), "b": SamplingParams(temperature=0.0), "c": asks(20)}
+    for req_id, length in lengths.items():
+        driver.add(req_id, prompt(length, length), params[req_id])
+    with jax.transfer_guard("disallow"):
+        assert driver.step({"a": 5, "b": 7}).prompt_logprobs == {}
+        # "c" begins and ends, "b" decodes.
+        output = driver.step({"b": 1, "c": 9, "a": 2})
+        assert output.prompt_logprobs.keys() == {"c"}
+        check(prompt(9, 9), output.prompt_logprobs["c"], 20)
+        # All but its last token: what is wanted is there, but the first token is not.
+        assert driver.step({"a": 11, "c": 1}).prompt_logprobs == {}
+        output = driver.step({"a": 1, "b": 1, "c": 1})
+        assert output.prompt_logprobs.keys() == {"a"}
+        check(prompt(19, 19), output.prompt_logprobs["a"], 3)
+        assert driver.step({"a": 1, "b": 1, "c": 1}).prompt_logprobs == {}
+    assert runner.num_compiles_after_ready == 0
+    driver.finish_all()
+
+
+def test_asking_changes_no_token(runner):
+    outputs = []
+    for params in (asks(0), asks(None)):
+        driver = RunnerDriver(runner)
+        driver.add("a", prompt(3, 17), params)
+        outputs.append(driver.run_alone("a", 5, MAX_NUM_BATCHED_TOKENS))
+        driver.finish_all()
+    assert outputs[0] == outputs[1]
+
+
+def test_prompt_of_one_token_has_none(runner):
+    driver = RunnerDriver(runner)
+    driver.add("a", [4], asks(2))
+    assert driver.step({"a": 1}).prompt_logprobs == {"a": []}
+    assert driver.step({"a": 1}).prompt_logprobs == {}
+    driver.finish_all()
+
+
+def test_preempted_request_has_them_with_its_first_token_and_not_again(runner):
+    driver = RunnerDriver(runner)
+    driver.add("a", prompt(5, 15), asks(1))
+    driver.step({"a": 12})
+    driver.preempt("a")
+    assert driver.step({"a": 10}).prompt_logprobs == {}
+    output = driver.step({"a": 5})
+    check(prompt(5, 15), output.prompt_logprobs["a"], 1)
+    driver.preempt("a")
+    driver.step({"a": 12})
+    assert driver.step({"a": 4}).prompt_logprobs == {}
+    driver.finish_all()
+    # A token that was on its way when it fell is dropped, and they come with the next.
+    driver.add("b", prompt(6, 8), asks(1))
+    handle = runner.execute_model(driver.schedule({"b": 8}))
+    driver.preempt("b")
+    late = runner.execute_model(driver.schedule({"b": 8}))
+    check(prompt(6, 8), handle.sample_tokens().prompt_logprobs["b"], 1)
+    check(prompt(6, 8), late.sample_tokens().prompt_logprobs["b"], 1)
+    driver.finish_all()

@@ -1,0 +1,107 @@
+"""Every bucket is compiled before the engine is ready, and later compilations are counted."""
+
+import threading
+import time
+
+import jax
+import pytest
+
+from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from paxkv.errors import ConfigError
+from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache, device_mesh
+from paxkv.runner.programs import warmup
+from paxkv.runner.programs.bucketing import (
+    CopyShape,
+    RowShape,
+    SamplerShape,
+    StepBuckets,
+    StepShape,
+)
+from paxkv.runner.programs.warmup import StepPrograms
+from tests.paxkv.runner.tiny_model import HEAD_DIM, NUM_HEADS, VOCAB, TinyModel
+
+
+@pytest.fixture
+def mesh():
+    return device_mesh(jax.devices()[0])
+
+
+@pytest.fixture
+def kv_cache(mesh):
+    spec = FullAttentionSpec(
+        block_size=8, num_kv_heads=NUM_HEADS, head_size=HEAD_DIM, dtype="float32"
+    )
+    group = KVCacheGroupSpec(layer_names=("a", "b"), kv_cache_spec=spec)
+    return abstract_kv_cache(KVCacheConfig(num_blocks=9, kv_cache_groups=(group,)), mesh)
+
+
+def make_programs(mesh, max_num_batched_tokens=4):
+    buckets = StepBuckets(
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=2,
+        max_decode_burst=3,
+        num_groups=1,
+        max_blocks_per_req=4,
+        max_model_len=4 * 8,
+    )
+    model = TinyModel()
+    return buckets, StepPrograms(
+        model=model, params=model.params, buckets=buckets, max_num_seqs=2, mesh=mesh
+    )
+
+
+def test_warm_up_compiles_all_buckets_once(mesh, kv_cache, capsys):
+    buckets, programs = make_programs(mesh)
+    programs.warm_up(kv_cache, show_progress=True)
+    shapes = buckets.largest_first
+    first = {shape: programs.get(shape, kv_cache) for shape in shapes}
+    programs.warm_up(kv_cache, show_progress=False)
+    assert all(programs.get(shape, kv_cache) is first[shape] for shape in shapes)
+    cache_bytes = 2 * kv_cache.k.size * kv_cache.k.dtype.itemsize
+    logits_bytes = 2 * VOCAB * 4
+    for shape, program in first.items():
+        alias_bytes = program.memory_analysis().alias_size_in_bytes
+        if not isinstance(shape, (SamplerShape, RowShape)):
+            assert alias_bytes >= cache_bytes  # it is donated
+        if isinstance(shape, (SamplerShape, StepShape)):
+            assert alias_bytes >= logits_bytes + cache_bytes * isinstance(shape, StepShape)
+    assert programs.num_compiles_after_ready == 0
+    out, err = capsys.readouterr()
+    assert out == "" and "7/7" in err
+
+
+def test_shape_that_the_warm_up_missed_is_counted_once(mesh, kv_cache, capsys):
+    _, programs = make_programs(mesh, max_num_batched_tokens=2)
+    programs.warm_up(kv_cache, show_progress=False)
+    assert capsys.readouterr() == ("", "")
+    other = make_programs(mesh)[0].step_shapes[-1]
+    assert programs.get(other, kv_cache) is programs.get(other, kv_cache)
+    assert programs.num_compiles_after_ready == 1
+    assert programs.get(CopyShape(num_copies=5), kv_cache) is not None
+    assert programs.num_compiles_after_ready == 2
+
+
+def test_start_that_fails_begins_no_other_program(mesh, kv_cache, monkeypatch):
+    monkeypatch.setattr(warmup, "num_cores", lambda: 1)
+    buckets, programs = make_programs(mesh, max_num_batched_tokens=64)
+    shapes = buckets.largest_first
+    is_all_lowered, begun = threading.Event(), []
+
+    def lower(shape, kv_cache):
+        if shape == shapes[-1]:
+            is_all_lowered.set()
+        return shape
+
+    def finish(shape, lowered):
+        assert is_all_lowered.wait(60)
+        begun.append(shape)
+        if len(begun) > 1:  # the others are slow, so that there is time to leave them out
+            time.sleep(2.0)
+        raise ConfigError("the disk is full")
+
+    monkeypatch.setattr(programs, "_lower", lower)
+    monkeypatch.setattr(programs, "_finish", finish)
+    with pytest.raises(ConfigError, match="disk is full"):
+        programs.warm_up(kv_cache, show_progress=False)
+    # The only thread may begin a second one before it is told.
+    assert 1 <= len(begun) < len(shapes) - 2
