@@ -1,14 +1,10 @@
 """What a compiled program depends on besides its shape; where all of it is equal, it is reused."""
 
 import dataclasses
-import functools
 import hashlib
 import json
 import os
-import time
-import uuid
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import flax
 import jax
@@ -18,10 +14,8 @@ from jax.sharding import Mesh
 import paxkv
 from models import KernelSettings, KVCache, LoadedModel
 from paxkv.runner.programs.processor import num_cores, processor_identity
+from paxkv.runner.programs.program_sources import source_digest
 
-_ROOT = Path(__file__).resolve().parents[3]
-# Any file of these may decide what a step computes.
-_SOURCE_PACKAGES = ("models", "pallas_kernels", "paxkv")
 # Settings of JAX that change what is traced or how it is compiled; no version has all of them.
 _JAX_SETTINGS = (
     "jax_enable_x64",
@@ -44,7 +38,6 @@ _JAX_SETTINGS = (
     "jax_use_shardy_partitioner",
 )
 _COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-_IMPORTED_AT = time.time()
 
 
 def program_identity(
@@ -105,23 +98,6 @@ def identity_differences(compiled: Mapping[str, str], wanted: Mapping[str, str])
         for name in names
         if compiled.get(name) != wanted.get(name)
     ]
-
-
-@functools.cache
-def source_digest() -> str:
-    """SHA-256 of our own source files, names included.
-
-    A file that was written after this process read it would speak for code that does not run here:
-    then the digest is one that no other process has.
-    """
-    digest = hashlib.sha256()
-    for package in _SOURCE_PACKAGES:
-        for path in sorted((_ROOT / package).rglob("*.py")):
-            if path.stat().st_mtime > _IMPORTED_AT:
-                return uuid.uuid4().hex
-            digest.update(f"{path.relative_to(_ROOT).as_posix()}\0".encode())
-            digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()
 
 
 def _device_facts(mesh: Mesh) -> dict[str, str]:

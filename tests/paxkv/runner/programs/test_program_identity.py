@@ -1,11 +1,7 @@
 """Whatever a program depends on is in its identity, under a name that a user understands."""
 
 import dataclasses
-import importlib
 import json
-import os
-import time
-from pathlib import Path
 
 import jax
 import pytest
@@ -13,12 +9,10 @@ import pytest
 from models import KernelSettings, ModelConfig
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache, device_mesh
-from paxkv.runner.programs import program_identity as program_identity_module
 from paxkv.runner.programs.program_identity import (
     identity_differences,
     identity_digest,
     program_identity,
-    source_digest,
 )
 from tests.paxkv.runner.tiny_model import HEAD_DIM, NUM_HEADS, TinyModel
 
@@ -146,51 +140,3 @@ def test_differences_name_both_values_and_what_only_one_has():
         "c: compiled with 'none', now '4'",
         "a: compiled with '1', now 'none'",
     ]
-
-
-@pytest.fixture
-def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A tree of source files in place of ours, and a function that reads it afresh."""
-    for package in ("models", "pallas_kernels", "paxkv"):
-        (tmp_path / package).mkdir()
-    file = tmp_path / "models" / "a.py"
-    write_source(file, "x = 1\n")
-    monkeypatch.setattr(program_identity_module, "_ROOT", tmp_path)
-    return file, source_digest.__wrapped__
-
-
-def write_source(file: Path, text: str) -> None:
-    """As if it had been written before this process read it."""
-    file.write_text(text)
-    long_ago = time.time() - 1_000_000
-    os.utime(file, (long_ago, long_ago))
-
-
-def test_any_change_of_our_own_source_counts(sources):
-    file, digest = sources
-    first = digest()
-    assert digest() == first
-    write_source(file, "x = 2\n")
-    second = digest()
-    write_source(file.with_name("b.py"), "")
-    assert len({first, second, digest()}) == 3
-    write_source(file, "x = 1\n")
-    file.with_name("b.py").unlink()
-    assert digest() == first
-
-
-def test_source_that_changed_under_a_running_process_speaks_for_nothing(sources):
-    file, digest = sources
-    file.write_text("x = 2\n")
-    assert digest() != digest()
-
-
-def test_the_digest_covers_the_files_that_make_the_steps():
-    covered = program_identity_module._ROOT
-    for name in (
-        "paxkv.runner.programs.step",
-        "models.decoder",
-        "pallas_kernels.paged_attention.xla",
-    ):
-        path = Path(importlib.import_module(name).__file__).relative_to(covered)
-        assert path.parts[0] in program_identity_module._SOURCE_PACKAGES
