@@ -7,9 +7,11 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
-# Tests and the servers they start compile many of the same programs; the folder lives as long as
-# this run and is set before anything imports JAX, which reads it then.
+# Tests and the servers they start compile many of the same programs. The folder lives as long as
+# this run and is set before anything imports JAX, which reads it then. Workers of pytest-xdist
+# inherit the variable, and so the folder of the process that starts them.
 _compilation_cache = tempfile.TemporaryDirectory(prefix="paxkv-test-compilations-")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compilation_cache.name)
@@ -22,6 +24,17 @@ if _compiles_quickly:
 # Threads of XLA's CPU client. A simulated GPU kernel blocks up to four of them at barriers, one a
 # warpgroup; on a machine of two cores nobody would be left to release them.
 os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
+
+# The only settings of property tests, except for their number of examples. They have no deadline,
+# since machines may be slow. With CI set, as in `.ci/run`, every run draws the same examples.
+settings.register_profile(
+    "paxkv",
+    deadline=None,
+    derandomize=bool(os.environ.get("CI")),
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("paxkv")
 
 # A script's shell starts what runs in the background with SIGINT ignored. The processes that tests
 # start and interrupt would inherit that.

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import monitoring
 
@@ -143,7 +143,6 @@ def params_of_one() -> st.SearchStrategy[SamplingParams]:
 
 
 @given(params=st.lists(params_of_one(), min_size=3, max_size=3))
-@settings(max_examples=40, deadline=None, derandomize=True)
 def test_any_rows_together_draw_the_engines_tokens(llm, prompts, generator, params) -> None:
     expected = engine_tokens(llm, prompts, params)
     assert generated_tokens(generator, prompts, params) == expected

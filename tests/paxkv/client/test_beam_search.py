@@ -7,7 +7,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paxkv.client.async_client import AsyncEngineClient
@@ -115,7 +115,6 @@ def search_by_definition(
     return sorted(done + live, key=score, reverse=True)[: params.beam_width]
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     prompt=st.lists(st.integers(1, 3), min_size=1, max_size=4),
     vocab_size=st.integers(1, 12),

@@ -285,7 +285,7 @@ def test_no_config_is_no_publisher():
     assert make_kv_event_publisher(None) is None
 
 
-@settings(max_examples=5, derandomize=True, database=None, deadline=None)
+@settings(max_examples=5)
 @given(
     steps=st.lists(
         st.tuples(st.lists(st.integers(0, 1), min_size=2, max_size=10), st.booleans()),

@@ -4,7 +4,7 @@ import contextlib
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paxkv.contracts.inspection import Inspection
@@ -69,7 +69,6 @@ class Traffic:
         return requests[index % len(requests)] if requests else None
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     operations=st.lists(OPERATIONS, min_size=5, max_size=40),
     specs=st.sampled_from([(FULL,), (FULL, window(8)), (window(12),)]),

@@ -307,7 +307,6 @@ def test_events_are_recorded_where_they_are_asked_for():
     assert manager.take_events() == []
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(
     specs=st.sampled_from(
         [(full(),), (full(4), window(6, 8)), (window(5), window(9), window(5)), (full(8), mamba(4))]

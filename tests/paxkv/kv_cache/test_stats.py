@@ -1,6 +1,6 @@
 """Prefix cache numbers: totals, a window of requests, and preempted ones apart."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paxkv.kv_cache.stats import CachingMetrics, PrefixCacheStats
@@ -36,7 +36,6 @@ def test_a_reset_cache_starts_a_new_window_and_keeps_the_totals():
     assert (stats.recent.num_requests, stats.recent.num_queries, stats.recent.num_hits) == (0, 0, 0)
 
 
-@settings(max_examples=50, derandomize=True, database=None, deadline=None)
 @given(
     size=st.integers(1, 5),
     requests=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=20),

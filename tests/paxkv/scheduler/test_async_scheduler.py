@@ -4,7 +4,7 @@ import random
 from collections import deque
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paxkv.errors import InvariantError
@@ -345,7 +345,6 @@ def test_a_burst_brings_neither_fewer_tokens_nor_more(num_tokens, message):
         scheduler.update_from_output(output, answer({"a": list(range(500, 500 + num_tokens))}))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(
     seed=st.integers(0, 2**32),
     policy=st.sampled_from(["fcfs", "priority"]),

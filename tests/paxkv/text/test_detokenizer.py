@@ -5,7 +5,7 @@ import time
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models
 
@@ -81,7 +81,6 @@ def test_spaces_between_special_tokens_go_where_that_is_asked(
     assert "".join(pieces) == text
 
 
-@settings(deadline=None)
 @given(
     text=st.text(max_size=40),
     lengths=st.lists(st.integers(1, 5), min_size=1, max_size=8),
@@ -98,7 +97,6 @@ def test_any_cut_of_any_text_comes_back_whole(
         assert not any(REPLACEMENT in piece for piece in pieces)
 
 
-@settings(deadline=None)
 @given(data=st.binary(max_size=120), lengths=st.lists(st.integers(1, 4), min_size=1, max_size=6))
 def test_any_bytes_come_out_as_the_decoded_whole(data: bytes, lengths: list[int]) -> None:
     tokenizer, token_ids = as_tokens(cut(data, lengths))
@@ -106,7 +104,6 @@ def test_any_bytes_come_out_as_the_decoded_whole(data: bytes, lengths: list[int]
     assert "".join(pieces) == tokenizer.decode(token_ids) == data.decode(errors="replace")
 
 
-@settings(deadline=None)
 @given(
     data=st.text(st.sampled_from("é€👩a�"), max_size=60).map(str.encode),
     junk=st.lists(st.integers(128, 255), min_size=40, max_size=90).map(bytes),
@@ -252,7 +249,6 @@ def test_tokens_after_a_stop_string_in_one_update_do_not_count() -> None:
 
 
 @pytest.mark.parametrize("include", [False, True])
-@settings(deadline=None)
 @given(
     text=st.text("abé€", max_size=30),
     stop=st.text("abé€", min_size=1, max_size=3),

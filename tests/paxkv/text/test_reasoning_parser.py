@@ -41,7 +41,7 @@ def test_thoughts_and_answer(text, opened, unopened):
     cut=st.integers(0, 50),
     starts_thinking=st.booleans(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_pieces_add_up_to_the_whole(text, cut, starts_thinking):
     whole = _read([text], starts_thinking=starts_thinking)
     for pieces in ([text[:cut], text[cut:]], list(text)):

@@ -2,7 +2,7 @@
 
 import itertools
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paxkv.text.stop_strings import StopStringFinder, StopStringMatch
@@ -58,7 +58,6 @@ def test_stop_string_that_comes_too_early_does_not_count_but_may_have_begun() ->
     assert finder.feed("ba") == StopStringMatch(stop_string="aba", num_chars=5)
 
 
-@settings(deadline=None)
 @given(
     stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
     pieces=st.lists(st.text("abc", max_size=4), max_size=8),

@@ -292,7 +292,7 @@ def test_control_call_that_no_scheduler_has_is_a_bad_file(tmp_path: Path) -> Non
         replay_file(tmp_path / "t")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32), num_blocks=st.integers(6, 20), is_fcfs=st.booleans())
 def test_any_run_replays_exactly(tmp_path_factory, seed, num_blocks, is_fcfs) -> None:
     file = tmp_path_factory.mktemp("trace") / "t"

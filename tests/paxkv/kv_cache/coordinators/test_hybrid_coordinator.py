@@ -129,7 +129,7 @@ SPECS = st.sampled_from(
 )
 
 
-@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@settings(max_examples=400)
 @given(data=st.data(), use_eagle=st.booleans(), max_length=st.integers(0, NUM_TOKENS))
 def test_the_hit_is_the_longest_that_all_kinds_accept(data, use_eagle, max_length):
     specs = data.draw(st.lists(SPECS, min_size=2, max_size=4))

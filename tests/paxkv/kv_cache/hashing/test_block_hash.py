@@ -47,7 +47,7 @@ def test_a_different_token_changes_its_block_and_every_later_one(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@settings(max_examples=30, derandomize=True, database=None, deadline=None)
+@settings(max_examples=30)
 @given(
     token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=30),
     steps=st.lists(st.integers(1, 9), min_size=30, max_size=30),
@@ -170,7 +170,6 @@ def test_equal_block_sizes_need_no_view_and_others_must_divide():
             with_block_size(small, hash_block_size, block_size)
 
 
-@settings(max_examples=50, derandomize=True, database=None, deadline=None)
 @given(
     first=st.lists(st.integers(0, 2), max_size=16),
     second=st.lists(st.integers(0, 2), max_size=16),

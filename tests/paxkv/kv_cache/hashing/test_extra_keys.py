@@ -2,7 +2,7 @@
 
 import hashlib
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paxkv.config.sampling_params import SamplingParams
@@ -100,7 +100,6 @@ def test_embeddings_are_a_key_of_the_blocks_they_reach_by_the_blocks_own_bytes()
     ]
 
 
-@settings(max_examples=100, derandomize=True, database=None, deadline=None)
 @given(
     gaps=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 7)), max_size=5),
     start_block=st.integers(0, 6),

@@ -7,7 +7,7 @@ import struct
 import cbor2
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paxkv.kv_cache.hashing.hash_algorithms import PackedBytesAlgorithm, get_hash_algorithm
@@ -126,7 +126,6 @@ KEYS = st.lists(
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@settings(max_examples=100, derandomize=True, database=None, deadline=None)
 @given(
     first=st.tuples(st.lists(st.integers(0, 2), min_size=2, max_size=2), KEYS),
     second=st.tuples(st.lists(st.integers(0, 2), min_size=2, max_size=2), KEYS),

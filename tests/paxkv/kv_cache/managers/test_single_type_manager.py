@@ -1,7 +1,7 @@
 """Block tables of any kind: copy-on-write, forks, external tokens, and what their checks see."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paxkv.errors import InvariantError
@@ -193,7 +193,6 @@ def test_a_shared_block_that_is_written_from_its_start_is_replaced_without_a_cop
     manager.check_invariants()
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(
     specs=st.sampled_from([(full(),), (window(6), full(8)), (full(), mamba(), window(3, 8))]),
     data=st.data(),

@@ -38,7 +38,7 @@ def first_token_seen(kind, size, position):
     return max(position - 1, 0)
 
 
-@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@settings(max_examples=400)
 @given(
     kind=st.sampled_from(["window", "chunk", "mamba"]),
     size=st.integers(1, 14),

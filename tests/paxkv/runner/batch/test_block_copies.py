@@ -60,7 +60,7 @@ def test_each_array_is_fresh_memory():
     assert not np.shares_memory(build([(3, 5)])[0], build([(3, 5)])[0])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.tuples(st.integers(0, 39), st.integers(1, 39)), max_size=12),
     st.lists(st.integers(1, 39), max_size=39, unique=True),

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paxkv.config.sampling_params import SamplingParams
@@ -200,7 +200,6 @@ def test_one_token_each_is_appended_as_any_number_is():
 
 
 @given(st.data())
-@settings(max_examples=50, deadline=None, derandomize=True, database=None)
 def test_what_is_written_late_is_what_would_be_written_at_once(data):
     """Two batches see the same steps, which draw one token for each and come home in order."""
     late, prompt = make_batch(), output([new(req_id, [5, 6], [1]) for req_id in "abc"])
@@ -280,7 +279,6 @@ def test_request_without_a_seed_draws_by_engine_seed_and_id():
     np.testing.assert_array_equal(again.sampling_rows_np[1, SEED : SEED + 2], seeds[0])
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_rows_match_a_plain_dict_under_random_traffic(data):
     batch = make_batch()

@@ -151,7 +151,7 @@ def test_pages_that_cannot_agree_are_named_with_their_bytes():
     assert "pages of [3072] bytes, wanted divisors of 4096" in message
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.one_of(
@@ -180,7 +180,7 @@ def test_any_mixture_is_grouped_whole_with_equal_pages(specs):
             assert all(getattr(group.kv_cache_spec, k) == getattr(by_name[name], k) for k in kept)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.sampled_from([None, 32, 64]), min_size=1, max_size=40), st.data())
 def test_memory_lies_where_the_models_layers_look_for_it(windows, data):
     layers = []

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paxkv.config.sampling_params import SamplingParams
@@ -216,7 +216,6 @@ def cases(draw):
     )
 
 
-@settings(max_examples=40, deadline=None)
 @given(rows=st.lists(cases(), min_size=NUM_ROWS, max_size=NUM_ROWS), seed=st.integers(0, 1000))
 def test_any_fields_together_equal_the_truth(rows, seed):
     check(rows, seed)

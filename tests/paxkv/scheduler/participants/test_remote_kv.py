@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paxkv.errors import InvalidRequestError, InvariantError
@@ -241,7 +241,6 @@ def test_what_a_request_holds_since_it_was_loaded_does_not_keep_it_out_when_nobo
     assert not scheduler.has_unfinished_requests()
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(
     seed=st.integers(0, 2**32),
     is_async=st.booleans(),

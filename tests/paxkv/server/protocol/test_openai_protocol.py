@@ -155,8 +155,6 @@ def check_answers_below_500(server, num_cases: int) -> None:
 
     @settings(
         max_examples=num_cases,
-        deadline=None,
-        derandomize=True,
         suppress_health_check=list(HealthCheck),
     )
     @given(request=REQUESTS)

@@ -52,8 +52,6 @@ def test_schemathesis_finds_no_server_error(shared_server):
 
         @hypothesis.settings(
             max_examples=500,
-            deadline=None,
-            derandomize=True,
             suppress_health_check=list(hypothesis.HealthCheck),
         )
         @hypothesis.given(case=strategy)

@@ -1,7 +1,7 @@
 """However a text is cut into pieces, every parser finds the same in it."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paxkv.text.tool_parsers.forced_call import CallListParser, NamedCallParser
@@ -37,7 +37,6 @@ def _cut(text, cuts):
 
 @pytest.mark.parametrize("name", PARSERS)
 @given(text=TEXTS, cuts=st.lists(st.integers(0, 120), max_size=8))
-@settings(max_examples=150, deadline=None)
 def test_pieces_add_up_to_the_whole(name, text, cuts):
     whole = PARSERS[name]()
     expected = join_events([*whole.feed(text), *whole.finish()])
@@ -49,7 +48,6 @@ def test_pieces_add_up_to_the_whole(name, text, cuts):
 
 @pytest.mark.parametrize("name", ["hermes", "llama3_json"])
 @given(text=TEXTS)
-@settings(max_examples=100, deadline=None)
 def test_text_without_a_call_is_handed_on_unchanged(name, text):
     parser = PARSERS[name]()
     events = join_events([*parser.feed(text), *parser.finish()])
