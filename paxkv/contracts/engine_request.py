@@ -21,18 +21,6 @@ class MultiModalFeature:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PromptEmbeds:
-    """Embeddings that stand in place of the prompt's tokens.
-
-    Args:
-        data: `bytes_per_token` bytes per prompt position, in order.
-    """
-
-    data: bytes
-    bytes_per_token: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
     """One request, checked and tokenised, as the engine core takes it.
 
@@ -48,7 +36,6 @@ class EngineRequest:
         cache_salt: Separates prefix-cache entries of tenants; None shares with everyone.
         lora_name: Adapter that its K and V are computed with; None is the base model.
         mm_features: In the order of their positions, which do not overlap.
-        prompt_embeds: None where the prompt is tokens alone.
         bad_words_token_ids: Token sequences of `bad_words`, none of which its output may have.
         scarce_token_ids: Where bad words of several tokens and `min_tokens` may rule out all that
             its other settings let it draw: those tokens. It ends where none of them is left. Empty
@@ -72,7 +59,6 @@ class EngineRequest:
     cache_salt: str | None = None
     lora_name: str | None = None
     mm_features: tuple[MultiModalFeature, ...] = ()
-    prompt_embeds: PromptEmbeds | None = None
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     scarce_token_ids: tuple[int, ...] = ()
     needs_grammar: bool = False

@@ -16,12 +16,7 @@ def prompt_chain(request: EngineRequest) -> list[int]:
 
     Two requests have equal numbers as far as they can share blocks, but for images and the like:
     those of a whole prompt are told apart from its first chunk on.
-
-    Returns:
-        Nothing for a prompt of embeddings, whose tokens say nothing.
     """
-    if request.prompt_embeds is not None:
-        return []
     items = tuple(feature.identifier for feature in request.mm_features)
     parent = hash((request.cache_salt, request.lora_name, items))
     data = array("i", request.prompt_token_ids).tobytes()

@@ -94,7 +94,6 @@ class Request:
         "num_tokens_before_block_work",
         "num_tokens_to_look_at",
         "priority",
-        "prompt_embeds",
         "prompt_token_ids",
         "request_id",
         "sampling_params",
@@ -121,7 +120,6 @@ class Request:
         self.cache_salt = engine_request.cache_salt
         self.lora_name = engine_request.lora_name
         self.mm_features = engine_request.mm_features
-        self.prompt_embeds = engine_request.prompt_embeds
         self.keep_blocks = engine_request.keep_blocks
         self.is_streamed = engine_request.is_streamed
         # Whose blocks it is to share when it is first admitted; None when there is nobody.

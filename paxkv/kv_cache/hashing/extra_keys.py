@@ -1,14 +1,13 @@
 """Extra keys: what a block's K and V depend on, or are kept apart by, besides its tokens."""
 
 import dataclasses
-import hashlib
 from itertools import takewhile
 
-from paxkv.contracts.engine_request import EngineRequest, MultiModalFeature, PromptEmbeds
+from paxkv.contracts.engine_request import EngineRequest, MultiModalFeature
 
-# What kind of key it is, then its values: ("lora", name), ("mm", identifier, offset),
-# ("salt", salt) or ("embeds", bytes_per_token, digest). The kind keeps salt "a" and LoRA "a" apart.
-ExtraKey = tuple[str | int | bytes, ...]
+# The kind of key, then its values: ("lora", name), ("mm", identifier, offset) or ("salt", salt).
+# The kind keeps salt "a" and LoRA "a" apart.
+ExtraKey = tuple[str | int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,12 +17,11 @@ class ExtraKeySources:
     lora_name: str | None = None
     cache_salt: str | None = None
     mm_features: tuple[MultiModalFeature, ...] = ()
-    prompt_embeds: PromptEmbeds | None = None
 
     def block_keys(
         self, block_size: int, start: int, num_blocks: int
     ) -> list[tuple[ExtraKey, ...]]:
-        """The keys of consecutive blocks, each block's in the order LoRA, mm, salt, embeddings.
+        """The keys of consecutive blocks, each block's in the order LoRA, mm, salt.
 
         Blocks without a key of their own share one tuple object, so that it is encoded once.
 
@@ -57,23 +55,13 @@ class ExtraKeySources:
         # The chain carries it into every later block.
         if self.cache_salt is not None and start == 0:
             keys.append(("salt", self.cache_salt))
-        if self.prompt_embeds is not None and start < self._embeds_end():
-            width = self.prompt_embeds.bytes_per_token
-            data = self.prompt_embeds.data[start * width : end * width]
-            keys.append(("embeds", width, hashlib.sha256(data).digest()))
         return tuple(keys)
 
     def _own_end(self) -> int:
         """First position from which on a block has no key of its own."""
         salt_end = 0 if self.cache_salt is None else 1
         mm_end = _end(self.mm_features[-1]) if self.mm_features else 0
-        return max(salt_end, mm_end, self._embeds_end())
-
-    def _embeds_end(self) -> int:
-        """First position without an embedding."""
-        if self.prompt_embeds is None:
-            return 0
-        return -(-len(self.prompt_embeds.data) // self.prompt_embeds.bytes_per_token)
+        return max(salt_end, mm_end)
 
 
 def _end(item: MultiModalFeature) -> int:
@@ -82,16 +70,10 @@ def _end(item: MultiModalFeature) -> int:
 
 def extra_key_sources(request: EngineRequest) -> ExtraKeySources | None:
     """The sources of a request's extra keys; None for the many that have none."""
-    if (
-        request.lora_name is None
-        and request.cache_salt is None
-        and not request.mm_features
-        and request.prompt_embeds is None
-    ):
+    if request.lora_name is None and request.cache_salt is None and not request.mm_features:
         return None
     return ExtraKeySources(
         lora_name=request.lora_name,
         cache_salt=request.cache_salt,
         mm_features=request.mm_features,
-        prompt_embeds=request.prompt_embeds,
     )

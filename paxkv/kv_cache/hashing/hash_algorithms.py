@@ -137,9 +137,8 @@ def _encode_key(key: ExtraKey) -> bytes:
         if isinstance(value, int):
             parts.append(b"i" + struct.pack("<q", value))
             continue
-        data = _encode_text(value) if isinstance(value, str) else value
-        parts.append((b"s" if isinstance(value, str) else b"b") + struct.pack("<I", len(data)))
-        parts.append(data)
+        data = _encode_text(value)
+        parts.append(b"s" + struct.pack("<I", len(data)) + data)
     return b"".join(parts)
 
 
@@ -148,7 +147,7 @@ def _encode_text(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def _cbor_value(value: str | int | bytes) -> str | int | bytes:
+def _cbor_value(value: str | int) -> str | int | bytes:
     """The value, or its bytes where it is text that CBOR cannot hold."""
     if isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value):
         return _encode_text(value)

@@ -158,7 +158,7 @@ class PrefixCacheMissExplainer:
             return "lora"
         if len(others) > len(has_own_salt):
             return "salt"
-        # None, or the same tokens with other images or embeddings.
+        # None, or the same tokens with other images.
         return "first_block_differs"
 
     def _remember_first_block(self, request: CacheRequest) -> None:

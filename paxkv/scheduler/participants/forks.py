@@ -15,7 +15,6 @@ def num_shareable_tokens(source: Request, child: Request) -> int:
         child.skip_reading_prefix_cache
         or source.lora_name != child.lora_name
         or source.cache_salt != child.cache_salt
-        or source.prompt_embeds != child.prompt_embeds
     ):
         return 0
     num_tokens = _num_common_tokens(source.all_token_ids, child.all_token_ids)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paxkv.config.sampling_params import SamplingParams
-from paxkv.contracts.engine_request import EngineRequest, MultiModalFeature, PromptEmbeds
+from paxkv.contracts.engine_request import EngineRequest, MultiModalFeature
 from paxkv.fleet.replica_prefixes import ReplicaPrefixes, prompt_chain
 
 CHUNK = 16
@@ -69,8 +69,6 @@ def test_requests_whose_blocks_differ_have_nothing_in_common() -> None:
     ]
     chains = [prompt_chain(request) for request in requests]
     assert len({chunk for chain in chains for chunk in chain}) == 2 * len(requests)
-    embedded = request(token_ids, prompt_embeds=PromptEmbeds(data=bytes(64), bytes_per_token=2))
-    assert prompt_chain(embedded) == []
 
 
 def test_to_forget_takes_hardly_longer_than_to_note() -> None:

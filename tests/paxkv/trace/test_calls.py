@@ -5,7 +5,7 @@ import dataclasses
 import msgspec
 
 from paxkv.config.sampling_params import SamplingParams
-from paxkv.contracts.engine_request import EngineRequest, MultiModalFeature, PromptEmbeds
+from paxkv.contracts.engine_request import EngineRequest, MultiModalFeature
 from paxkv.contracts.scheduler_output import (
     BlockCopy,
     CachedRequestData,
@@ -34,7 +34,6 @@ FULL_REQUEST = EngineRequest(
     cache_salt="s",
     lora_name="l",
     mm_features=(MultiModalFeature(identifier="i", offset=1, length=2),),
-    prompt_embeds=PromptEmbeds(data=b"\x00\xff" * 3, bytes_per_token=2),
     bad_words_token_ids=((5,), (6, 7)),
     scarce_token_ids=(7,),
     needs_grammar=True,

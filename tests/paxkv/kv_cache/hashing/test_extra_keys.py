@@ -1,21 +1,15 @@
 """Extra keys: which block gets which, in which order."""
 
-import hashlib
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paxkv.config.sampling_params import SamplingParams
-from paxkv.contracts.engine_request import EngineRequest, MultiModalFeature, PromptEmbeds
+from paxkv.contracts.engine_request import EngineRequest, MultiModalFeature
 from paxkv.kv_cache.hashing.extra_keys import ExtraKeySources, extra_key_sources
 
 
 def item(identifier, offset, length):
     return MultiModalFeature(identifier=identifier, offset=offset, length=length)
-
-
-def digest(data):
-    return hashlib.sha256(data).digest()
 
 
 def test_a_request_without_any_has_no_sources():
@@ -30,7 +24,6 @@ def test_every_source_of_a_request_is_taken_over():
         "cache_salt": "",
         "lora_name": "l",
         "mm_features": (item("i", 0, 1),),
-        "prompt_embeds": PromptEmbeds(data=b"ab", bytes_per_token=2),
     }
     for name, value in fields.items():
         request = EngineRequest(
@@ -42,21 +35,14 @@ def test_every_source_of_a_request_is_taken_over():
         assert extra_key_sources(request) == ExtraKeySources(**{name: value})
 
 
-def test_keys_come_in_the_order_lora_items_salt_embeddings():
+def test_keys_come_in_the_order_lora_items_salt():
     sources = ExtraKeySources(
         lora_name="l",
         cache_salt="s",
         mm_features=(item("i", 1, 2), item("j", 3, 1)),
-        prompt_embeds=PromptEmbeds(data=bytes(range(8)), bytes_per_token=2),
     )
     assert sources.block_keys(4, 0, 1) == [
-        (
-            ("lora", "l"),
-            ("mm", "i", 1),
-            ("mm", "j", 3),
-            ("salt", "s"),
-            ("embeds", 2, digest(bytes(range(8)))),
-        )
+        (("lora", "l"), ("mm", "i", 1), ("mm", "j", 3), ("salt", "s"))
     ]
 
 
@@ -87,17 +73,6 @@ def test_the_same_item_at_the_same_place_of_another_block_has_the_same_key():
     early = ExtraKeySources(mm_features=(item("i", 1, 2),)).block_keys(4, 0, 3)
     late = ExtraKeySources(mm_features=(item("i", 9, 2),)).block_keys(4, 0, 3)
     assert early[0] == late[2]
-
-
-def test_embeddings_are_a_key_of_the_blocks_they_reach_by_the_blocks_own_bytes():
-    data = bytes(range(20))  # 10 positions of 2 bytes
-    sources = ExtraKeySources(prompt_embeds=PromptEmbeds(data=data, bytes_per_token=2))
-    assert sources.block_keys(4, 0, 4) == [
-        (("embeds", 2, digest(data[:8])),),
-        (("embeds", 2, digest(data[8:16])),),
-        (("embeds", 2, digest(data[16:])),),
-        (),
-    ]
 
 
 @given(

@@ -3,7 +3,7 @@
 import pytest
 
 from paxkv.config.sampling_params import SamplingParams
-from paxkv.contracts.engine_request import EngineRequest, MultiModalFeature, PromptEmbeds
+from paxkv.contracts.engine_request import EngineRequest, MultiModalFeature
 from paxkv.scheduler.participants.forks import KeptRequests, num_shareable_tokens
 from paxkv.scheduler.request import Request, RequestStatus
 from tests.paxkv.scheduler.stepping import (
@@ -48,7 +48,6 @@ def test_common_tokens_are_shared_but_the_last_of_the_child(child, expected):
     [
         {"lora_name": "other"},
         {"cache_salt": "tenant"},
-        {"prompt_embeds": PromptEmbeds(data=bytes(5), bytes_per_token=1)},
         {"params": {"skip_reading_prefix_cache": True}},
     ],
 )
