@@ -45,7 +45,7 @@ def first_token_seen(kind, size, position):
     block_size=st.integers(1, 4),
     alignment=st.integers(1, 3),
     cached=st.sets(st.integers(0, NUM_BLOCKS - 1)),
-    max_length=st.integers(0, 45),
+    max_length=st.integers(0, 40),
     use_eagle=st.booleans(),
 )
 def test_the_hit_is_the_longest_that_has_all_its_next_token_reads(
@@ -57,6 +57,8 @@ def test_the_hit_is_the_longest_that_has_all_its_next_token_reads(
         "mamba": (MambaManager, mamba(block_size)),
     }[kind]
     assert issubclass(manager_class, WindowedManager)
+    # A request has a hash for each full block, so a hit never reaches past the last hash.
+    max_length = min(max_length, NUM_BLOCKS * block_size)
     pool = BlockPool(num_blocks=NUM_BLOCKS + 1, enable_caching=True)
     for idx in cached:
         key = make_block_hash_with_group_id(HASHES[idx], 0)
