@@ -68,6 +68,8 @@ def _add_flag(
     is_object = dataclasses.is_dataclass(field_type)
     if field.default is not None and not _is_list(field_type) and not is_object:
         help_text += " (default: %(default)s)"
+    if field.metadata.get("is_hidden"):
+        help_text = argparse.SUPPRESS
     if field_type is bool:
         group.add_argument(
             *flags, action=argparse.BooleanOptionalAction, default=field.default, help=help_text

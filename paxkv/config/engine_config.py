@@ -284,10 +284,11 @@ class SchedulerConfig:
         "blocks; without it more requests start, and more are preempted",
         True,
     )
+    # Hidden until a model with an encoder can be served.
     max_num_encoder_input_tokens: int = setting(
-        "encoder tokens of images and the like that one step may compute", 2048
+        "encoder tokens of images and the like that one step may compute", 2048, is_hidden=True
     )
-    encoder_cache_size: int = setting("encoder tokens whose outputs are kept", 2048)
+    encoder_cache_size: int = setting("encoder tokens whose outputs are kept", 2048, is_hidden=True)
     async_scheduling: bool = setting(
         "decide the next step while the device computes this one; answers are the same without",
         True,

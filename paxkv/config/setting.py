@@ -13,6 +13,7 @@ def setting(
     is_json: bool = False,
     environment: str | None = None,
     is_secret: bool = False,
+    is_hidden: bool = False,
 ) -> object:
     """A config field with what the command line needs to know of it.
 
@@ -22,12 +23,15 @@ def setting(
         is_json: Whether the flag of a list takes one JSON list, instead of words.
         environment: Variable that is read where the flag is left out.
         is_secret: Leaves its value out of the config's `repr`.
+        is_hidden: Leaves its flag out of `--help`; the flag is still parsed. For settings of parts
+            that are not built yet.
     """
     metadata = {
         "help": help_text,
         "aliases": aliases,
         "is_json": is_json,
         "environment": environment,
+        "is_hidden": is_hidden,
     }
     return dataclasses.field(default=default, metadata=metadata, repr=not is_secret)
 

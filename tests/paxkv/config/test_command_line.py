@@ -20,6 +20,7 @@ class Oven:
     door_is_open: bool = setting("whether heat gets out", False)
     shelf: Literal["top", "bottom"] = setting("where the bread lies", "top")
     forms: StructuredOutputsConfig = setting("what it looks like", StructuredOutputsConfig())
+    num_trays: int = setting("trays of an oven that is not built", 1, is_hidden=True)
 
 
 def parse(*arguments: str, **flags: object) -> Oven:
@@ -69,6 +70,14 @@ def test_help_shows_fields_defaults_and_the_class():
     text = parser.format_help()
     assert "How the bread is baked." in text
     assert "heat in % (default: 220)" in text
+
+
+def test_a_hidden_flag_is_parsed_and_not_in_the_help():
+    parser = argparse.ArgumentParser()
+    add_config_flags(parser, Oven)
+    assert "trays" not in parser.format_help()
+    assert "trays" not in parser.format_usage()
+    assert parse("--num-trays", "3").num_trays == 3
 
 
 @pytest.mark.parametrize(
