@@ -19,6 +19,7 @@ TOP_LEVEL_NAMES = {
     "models",
     "tests",
     "benchmarks",
+    "LICENSE",
     "README.md",
     "docs",
 }
