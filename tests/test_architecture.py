@@ -20,6 +20,7 @@ TOP_LEVEL_NAMES = {
     "models",
     "tests",
     "benchmarks",
+    "LICENSE",
     "README.md",
     "docs",
 }
