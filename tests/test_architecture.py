@@ -20,7 +20,6 @@ TOP_LEVEL_NAMES = {
     "models",
     "tests",
     "benchmarks",
-    "LICENSE",
     "README.md",
     "docs",
 }
