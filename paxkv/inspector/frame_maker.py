@@ -47,7 +47,7 @@ class FrameMaker:
         self._pool = manager.block_pool
         self._prefix_cache_stats = manager.prefix_cache_stats
         self._log = BlockChangeLog(self._pool.blocks, keeps_tokens=keeps_tokens)
-        self._pool.change_log = self._log
+        self._pool.add_observer(self._log)
         self.meter = StepMeter()
         self._tables = tuple(SentTables(group) for group in self._managers)
         # Ids may be used again, keys are not. No request: only its blocks are left.
@@ -62,7 +62,7 @@ class FrameMaker:
 
     def close(self) -> None:
         """Nothing is followed any more."""
-        self._pool.change_log = None
+        self._pool.remove_observer(self._log)
 
     def make_delta(self, at_s: float) -> InspectorFrame:
         """What changed since the last frame."""

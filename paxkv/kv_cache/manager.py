@@ -6,13 +6,12 @@ from collections.abc import Iterable
 
 from paxkv.contracts.cache_request import CacheRequest
 from paxkv.contracts.kv_cache_spec import KVCacheConfig
-from paxkv.contracts.kv_events import KVCacheEvent
 from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
 from paxkv.contracts.scheduler_output import BlockCopy
 from paxkv.errors import InvariantError
 from paxkv.kv_cache.coordinators.coordinator import GroupBlocks
 from paxkv.kv_cache.coordinators.coordinator_choice import get_kv_cache_coordinator
-from paxkv.kv_cache.observers.metrics_collector import KVCacheMetricsCollector
+from paxkv.kv_cache.observers.block_pool_observer import BlockPoolObserver
 from paxkv.kv_cache.observers.prefix_cache_miss import PrefixCacheMissExplainer
 from paxkv.kv_cache.stats import PrefixCacheStats
 
@@ -41,8 +40,7 @@ class KVCacheManager:
 
     Args:
         use_eagle: The drafter needs the last block of a prefix hit computed once more.
-        enable_kv_cache_events: Records what `take_events` gives.
-        metrics_collector: Measures how long blocks stay; None measures nothing.
+        observers: Get every change of the pool's blocks.
         dcp_world_size: Ranks that share each sequence in decode; `pcp_world_size` in prefill.
 
     Source: vLLM `v1/core/kv_cache_manager.py`.
@@ -55,8 +53,7 @@ class KVCacheManager:
         max_model_len: int,
         enable_caching: bool = True,
         use_eagle: bool = False,
-        enable_kv_cache_events: bool = False,
-        metrics_collector: KVCacheMetricsCollector | None = None,
+        observers: Iterable[BlockPoolObserver] = (),
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
     ) -> None:
@@ -66,8 +63,7 @@ class KVCacheManager:
             kv_cache_config,
             enable_caching=enable_caching,
             use_eagle=use_eagle,
-            enable_kv_cache_events=enable_kv_cache_events,
-            metrics_collector=metrics_collector,
+            observers=observers,
             dcp_world_size=dcp_world_size,
             pcp_world_size=pcp_world_size,
         )
@@ -265,10 +261,6 @@ class KVCacheManager:
         Mamba groups, whose bytes attention must not read.
         """
         return self.coordinator.device_block_work.take_new_block_ids()
-
-    def take_events(self) -> list[KVCacheEvent]:
-        """Cache events since the last call, in order; none unless they are enabled."""
-        return self.block_pool.take_events()
 
     def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
         """Makes the blocks that the request's first `num_tokens` tokens fill findable."""

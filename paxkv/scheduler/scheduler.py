@@ -14,6 +14,8 @@ from paxkv.contracts.runner_output import ModelRunnerOutput, TokenLogprobs
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.errors import ConfigError, InvalidRequestError, InvariantError
 from paxkv.kv_cache.manager import KVCacheManager
+from paxkv.kv_cache.observers.block_pool_observer import BlockPoolObserver
+from paxkv.kv_cache.observers.event_recorder import KVEventRecorder
 from paxkv.kv_cache.observers.metrics_collector import make_metrics_collector
 from paxkv.scheduler.admission import AdmissionGate
 from paxkv.scheduler.decode_burst import DecodeBursts
@@ -70,14 +72,19 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.num_lookahead_tokens = num_lookahead_tokens
         self._count_common_prefix_blocks = count_common_prefix_blocks
+        observers: list[BlockPoolObserver] = []
         self.metrics_collector = make_metrics_collector(cache_config.kv_cache_metrics_sample)
+        if self.metrics_collector is not None:
+            observers.append(self.metrics_collector)
+        self._event_recorder = None if cache_config.kv_events is None else KVEventRecorder()
+        if self._event_recorder is not None:
+            observers.append(self._event_recorder)
         self.kv_cache_manager = KVCacheManager(
             kv_cache_config=kv_cache_config,
             max_model_len=max_model_len,
             enable_caching=cache_config.enable_prefix_caching,
             use_eagle=use_eagle,
-            enable_kv_cache_events=cache_config.kv_events is not None,
-            metrics_collector=self.metrics_collector,
+            observers=observers,
         )
         self.limits = make_request_limits(
             scheduler_config,
@@ -268,8 +275,8 @@ class Scheduler:
         return self.kv_cache_manager.reset_prefix_cache()
 
     def take_events(self) -> list[KVCacheEvent]:
-        """KV cache events since the last call."""
-        return self.kv_cache_manager.take_events()
+        """KV cache events since the last call, in order; none unless they are enabled."""
+        return [] if self._event_recorder is None else self._event_recorder.take()
 
     def explain_prefix_cache_miss(self, request_id: str) -> PrefixCacheMiss:
         """Why a request did not find more of its prompt in the prefix cache.

@@ -131,7 +131,7 @@ class TraceRecorder:
         self._questions = questions
         self._block_pool = scheduler.kv_cache_manager.block_pool
         self._movement_log = BlockMovementLog()
-        self._block_pool.movement_log = self._movement_log
+        self._block_pool.add_observer(self._movement_log)
         self._start_s = time.perf_counter()
         self._num_steps = 0
         # Steps whose tokens have not come back yet, by their number.

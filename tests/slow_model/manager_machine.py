@@ -19,6 +19,7 @@ from paxkv.kv_cache.hashing.block_hash import (
 )
 from paxkv.kv_cache.hashing.extra_keys import ExtraKeySources
 from paxkv.kv_cache.manager import KVCacheManager
+from paxkv.kv_cache.observers.event_recorder import KVEventRecorder
 from tests.slow_model.attention_kinds import num_blocks_left_behind
 from tests.slow_model.kv_memory import KVMemory, chain
 from tests.slow_model.slow_kv_cache import SlowKVCache
@@ -96,12 +97,13 @@ class ManagerMachine(RuleBasedStateMachine):
         self.use_eagle = use_eagle
         num_blocks = 1 + sum(-(-num_tokens // kind.block_size) for kind in self.kinds)
         config = make_config(self.kinds, num_blocks, hash_block_size=hash_block_size)
+        self.event_recorder = KVEventRecorder()
         self.real = KVCacheManager(
             kv_cache_config=config,
             max_model_len=MAX_MODEL_LEN,
             enable_caching=self.caching,
             use_eagle=self.use_eagle,
-            enable_kv_cache_events=True,
+            observers=[self.event_recorder],
         )
         self.hasher = None
         if self.caching:
@@ -395,7 +397,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.check_events()
 
     def check_events(self):
-        for event in self.real.take_events():
+        for event in self.event_recorder.take():
             if isinstance(event, AllBlocksCleared):
                 self.known_outside.clear()
                 continue

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from paxkv.contracts.kv_events import AllBlocksCleared, BlockStored
 from paxkv.errors import InvariantError
 from paxkv.kv_cache.hashing.block_hash import make_block_hash_with_group_id
+from paxkv.kv_cache.observers.event_recorder import KVEventRecorder
 from paxkv.kv_cache.pool.block_pool import BlockPool
 from tests.slow_model.slow_pool import SlowPool
 from tests.slow_model.state_machine_settings import long, quick
@@ -38,11 +39,12 @@ class PoolMachine(RuleBasedStateMachine):
 
     @initialize(num_blocks=st.integers(2, 12))
     def start(self, num_blocks):
+        self.event_recorder = KVEventRecorder()
         self.real = BlockPool(
             num_blocks=num_blocks,
             enable_caching=True,
             hash_block_size=BLOCK_SIZE,
-            enable_kv_cache_events=True,
+            observers=[self.event_recorder],
         )
         self.slow = SlowPool(num_blocks)
         # (content, group, blocks), null blocks among them.
@@ -167,7 +169,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def check_events(self):
         """Whoever follows the events knows what can be found, and nothing else."""
-        for event in self.real.take_events():
+        for event in self.event_recorder.take():
             if isinstance(event, AllBlocksCleared):
                 self.known_outside.clear()
                 continue

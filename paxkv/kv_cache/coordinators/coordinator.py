@@ -1,7 +1,7 @@
 """KVCacheCoordinator: one block table manager per KV cache group, over one pool."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from paxkv.contracts.cache_request import CacheRequest
 from paxkv.contracts.kv_cache_spec import KVCacheConfig, KVCacheSpec
@@ -11,7 +11,7 @@ from paxkv.kv_cache.managers.mamba import MambaManager
 from paxkv.kv_cache.managers.single_type_manager import SingleTypeKVCacheManager
 from paxkv.kv_cache.managers.spec_manager_map import get_manager_class
 from paxkv.kv_cache.managers.windowed_manager import WindowedManager
-from paxkv.kv_cache.observers.metrics_collector import KVCacheMetricsCollector
+from paxkv.kv_cache.observers.block_pool_observer import BlockPoolObserver
 from paxkv.kv_cache.pool.block import KVCacheBlock
 from paxkv.kv_cache.pool.block_pool import BlockPool
 
@@ -24,6 +24,7 @@ class KVCacheCoordinator(ABC):
 
     Args:
         use_eagle: Prefix hits lose their last block.
+        observers: Get every change of the pool's blocks.
         dcp_world_size: See `SingleTypeKVCacheManager`; so `pcp_world_size`.
 
     Source: vLLM `v1/core/kv_cache_coordinator.py`.
@@ -35,8 +36,7 @@ class KVCacheCoordinator(ABC):
         *,
         enable_caching: bool,
         use_eagle: bool = False,
-        enable_kv_cache_events: bool = False,
-        metrics_collector: KVCacheMetricsCollector | None = None,
+        observers: Iterable[BlockPoolObserver] = (),
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
     ) -> None:
@@ -49,8 +49,7 @@ class KVCacheCoordinator(ABC):
             num_blocks=kv_cache_config.num_blocks,
             enable_caching=enable_caching,
             hash_block_size=self.hash_block_size,
-            enable_kv_cache_events=enable_kv_cache_events,
-            metrics_collector=metrics_collector,
+            observers=observers,
         )
         self.device_block_work = DeviceBlockWork(
             records_new_blocks=kv_cache_config.has_mamba_layers

@@ -1,5 +1,7 @@
 """Which coordinator fits a KV cache."""
 
+from collections.abc import Iterable
+
 from paxkv.contracts.kv_cache_spec import CrossAttentionSpec, KVCacheConfig
 from paxkv.errors import ConfigError
 from paxkv.kv_cache.coordinators.coordinator import (
@@ -8,7 +10,7 @@ from paxkv.kv_cache.coordinators.coordinator import (
     UnitaryKVCacheCoordinator,
 )
 from paxkv.kv_cache.coordinators.hybrid_coordinator import HybridKVCacheCoordinator
-from paxkv.kv_cache.observers.metrics_collector import KVCacheMetricsCollector
+from paxkv.kv_cache.observers.block_pool_observer import BlockPoolObserver
 
 
 def get_kv_cache_coordinator(
@@ -16,8 +18,7 @@ def get_kv_cache_coordinator(
     *,
     enable_caching: bool,
     use_eagle: bool = False,
-    enable_kv_cache_events: bool = False,
-    metrics_collector: KVCacheMetricsCollector | None = None,
+    observers: Iterable[BlockPoolObserver] = (),
     dcp_world_size: int = 1,
     pcp_world_size: int = 1,
 ) -> KVCacheCoordinator:
@@ -50,8 +51,7 @@ def get_kv_cache_coordinator(
         kv_cache_config,
         enable_caching=enable_caching,
         use_eagle=use_eagle,
-        enable_kv_cache_events=enable_kv_cache_events,
-        metrics_collector=metrics_collector,
+        observers=observers,
         dcp_world_size=dcp_world_size,
         pcp_world_size=pcp_world_size,
     )

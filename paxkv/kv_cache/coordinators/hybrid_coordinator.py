@@ -2,13 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from paxkv.kv_cache.coordinators.coordinator import GroupBlocks, KVCacheCoordinator
 from paxkv.kv_cache.hashing.block_hash import BlockHash, with_block_size
 from paxkv.kv_cache.managers.single_type_manager import SingleTypeKVCacheManager
-from paxkv.kv_cache.observers.metrics_collector import KVCacheMetricsCollector
+from paxkv.kv_cache.observers.block_pool_observer import BlockPoolObserver
 from paxkv.kv_cache.pool.block import KVCacheBlock
 
 
@@ -31,8 +31,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         *,
         enable_caching: bool,
         use_eagle: bool = False,
-        enable_kv_cache_events: bool = False,
-        metrics_collector: KVCacheMetricsCollector | None = None,
+        observers: Iterable[BlockPoolObserver] = (),
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
     ) -> None:
@@ -40,8 +39,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
             kv_cache_config,
             enable_caching=enable_caching,
             use_eagle=use_eagle,
-            enable_kv_cache_events=enable_kv_cache_events,
-            metrics_collector=metrics_collector,
+            observers=observers,
             dcp_world_size=dcp_world_size,
             pcp_world_size=pcp_world_size,
         )

@@ -192,8 +192,7 @@ class SingleTypeKVCacheManager(ABC):
                 self._record_new_blocks((new_block,))
             blocks[block_idx] = new_block
             self._free_blocks((block,))
-            if self.block_pool.change_log is not None:
-                self.block_pool.change_log.on_replaced(request_id)
+            self.block_pool.report_replaced(request_id)
             # It is cached when it is full, and withdrawn if it never is.
             for counts in (self.num_cached_blocks, self.num_found_blocks):
                 counts[request_id] = min(counts.get(request_id, 0), block_idx)

@@ -2,13 +2,14 @@
 
 import functools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 
 from paxkv.contracts.cache_request import CacheRequest
 from paxkv.contracts.inspection import HASH_BYTES
-from paxkv.kv_cache.hashing.block_hash import BlockHash
+from paxkv.kv_cache.hashing.block_hash import BlockHash, BlockHashWithGroupId
+from paxkv.kv_cache.observers.block_pool_observer import BlockPoolObserver
 from paxkv.kv_cache.pool.block import KVCacheBlock
 
 _NO_HASH = bytes(HASH_BYTES)
@@ -23,7 +24,7 @@ CONTENT = np.dtype(
 _BYTES = np.dtype(f"V{CONTENT.itemsize}")
 
 
-class BlockChangeLog:
+class BlockChangeLog(BlockPoolObserver):
     """What is in each block, and which blocks changed since somebody looked.
 
     Steps only append to buffers, while what they append is in the processor's caches; all the rest
@@ -77,55 +78,56 @@ class BlockChangeLog:
         self._learn()
         return self._contents
 
-    def on_freed(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Each that is not null is about to lose a holder."""
-        is_changed, ref_cnts, has_hits = self._is_changed, self._ref_cnts, self._has_hits
+    def on_released(
+        self, blocks: Sequence[KVCacheBlock], free_blocks: Sequence[KVCacheBlock]
+    ) -> None:
+        is_changed, ref_cnts = self._is_changed, self._ref_cnts
         for block in blocks:
-            ref_cnt = block.ref_cnt
-            if ref_cnt > 0:
-                block_id = block.block_id
-                is_changed[block_id] = 1
-                ref_cnts[block_id] = ref_cnt - 1
-                if has_hits and ref_cnt == 1 and block.block_hash is None:
-                    # Nobody will find what it holds.
-                    self._num_hits[block_id] = 0
+            block_id = block.block_id
+            is_changed[block_id] = 1
+            ref_cnts[block_id] = block.ref_cnt
+        for block in free_blocks if self._has_hits else ():
+            if block.block_hash is None:
+                # No request can find what it holds.
+                self._num_hits[block.block_id] = 0
 
-    def on_shared(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Each that is not null got one more holder: prefix hits and forks."""
+    def on_touched(self, blocks: Sequence[KVCacheBlock]) -> None:
         self.has_shared = self._has_hits = True
         is_changed, ref_cnts, num_hits = self._is_changed, self._ref_cnts, self._num_hits
         for block in blocks:
-            if not block.is_null:
-                block_id = block.block_id
-                is_changed[block_id] = 1
-                ref_cnts[block_id] = block.ref_cnt
-                num_hits[block_id] += 1
+            block_id = block.block_id
+            is_changed[block_id] = 1
+            ref_cnts[block_id] = block.ref_cnt
+            num_hits[block_id] += 1
 
     def on_replaced(self, request_id: str) -> None:
-        """A block in the middle of the request's table is another one now."""
         self.replaced_req_ids.add(request_id)
 
     def on_cached(
         self,
+        *,
         request: CacheRequest,
-        block: KVCacheBlock,
-        block_idx: int,
+        blocks: Sequence[KVCacheBlock],
+        block_idxs: Sequence[int],
+        first_idxs: Sequence[int],
         block_hashes: Sequence[BlockHash],
         block_size: int,
+        group_id: int,
     ) -> None:
-        """A block of a request became findable; `block_hashes` are of blocks of its size."""
-        block_id = block.block_id
-        self._ids.append(block_id)
-        self._depths.append(block_idx + 1)
-        self._keys += block.block_hash
-        # Of the first block any: it has none before it, as its depth says.
-        self._parents += block_hashes[block_idx - 1]
-        if self._keeps_tokens:
-            start = block_idx * block_size
-            # Tuples of numbers are nothing to the garbage collector, lists are.
-            self.token_ids[block_id] = tuple(request.all_token_ids[start : start + block_size])
-        if len(self._ids) >= len(self._is_changed):
-            self._learn()
+        for block_idx in block_idxs:
+            block = blocks[block_idx]
+            block_id = block.block_id
+            self._ids.append(block_id)
+            self._depths.append(block_idx + 1)
+            self._keys += block.block_hash
+            # Of the first block any: it has none before it, as its depth says.
+            self._parents += block_hashes[block_idx - 1]
+            if self._keeps_tokens:
+                start = block_idx * block_size
+                # Tuples of numbers are nothing to the garbage collector, lists are.
+                self.token_ids[block_id] = tuple(request.all_token_ids[start : start + block_size])
+            if len(self._ids) >= len(self._is_changed):
+                self._learn()
 
     def on_seen(
         self,
@@ -135,9 +137,10 @@ class BlockChangeLog:
         block_hashes: Sequence[BlockHash],
         block_size: int,
     ) -> None:
-        """The same of blocks of the request that follow each other, from its `start_idx`-th on.
+        """Learns the content of consecutive blocks of a request, from its `start_idx`-th on.
 
-        They became findable before the log was made, if they did.
+        Blocks that became findable while the log was there, or that are not findable, are left
+        out.
         """
         ids = [block.block_id for block in blocks]
         unknown = [
@@ -156,8 +159,18 @@ class BlockChangeLog:
                 start = block_idx * block_size
                 self.token_ids[block_id] = tuple(request.all_token_ids[start : start + block_size])
 
-    def on_evicted(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Each has lost its content."""
+    def on_evicted(
+        self,
+        blocks: Sequence[KVCacheBlock],
+        keys: Sequence[BlockHashWithGroupId],
+        findable: Container[BlockHashWithGroupId],
+    ) -> None:
+        self._forget(blocks)
+
+    def on_reset(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._forget(blocks)
+
+    def _forget(self, blocks: Sequence[KVCacheBlock]) -> None:
         self.num_evictions += len(blocks)
         for block in blocks:
             block_id = block.block_id

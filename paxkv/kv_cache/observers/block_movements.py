@@ -1,9 +1,12 @@
 """BlockMovements: which blocks were handed out, shared, freed, cached and forgotten, in order."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Sequence
 
 import msgspec
 
+from paxkv.contracts.cache_request import CacheRequest
+from paxkv.kv_cache.hashing.block_hash import BlockHash, BlockHashWithGroupId
+from paxkv.kv_cache.observers.block_pool_observer import BlockPoolObserver
 from paxkv.kv_cache.pool.block import KVCacheBlock
 
 
@@ -25,26 +28,46 @@ class BlockMovements(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     evicted: list[int] = []
 
 
-class BlockMovementLog:
-    """Collects what a pool reports, until it is taken."""
+class BlockMovementLog(BlockPoolObserver):
+    """Collects the movements of a pool's blocks until they are taken."""
 
     def __init__(self) -> None:
         self._movements = BlockMovements()
 
-    def on_allocated(self, blocks: Iterable[KVCacheBlock]) -> None:
+    def on_allocated(self, blocks: Sequence[KVCacheBlock]) -> None:
         self._movements.allocated += [block.block_id for block in blocks]
 
-    def on_shared(self, block: KVCacheBlock) -> None:
-        self._movements.shared.append(block.block_id)
+    def on_touched(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._movements.shared += [block.block_id for block in blocks]
 
-    def on_freed(self, blocks: Iterable[KVCacheBlock]) -> None:
-        self._movements.freed += [block.block_id for block in blocks]
+    def on_released(
+        self, blocks: Sequence[KVCacheBlock], free_blocks: Sequence[KVCacheBlock]
+    ) -> None:
+        self._movements.freed += [block.block_id for block in free_blocks]
 
-    def on_cached(self, block: KVCacheBlock) -> None:
-        self._movements.cached.append(block.block_id)
+    def on_cached(
+        self,
+        *,
+        request: CacheRequest,
+        blocks: Sequence[KVCacheBlock],
+        block_idxs: Sequence[int],
+        first_idxs: Sequence[int],
+        block_hashes: Sequence[BlockHash],
+        block_size: int,
+        group_id: int,
+    ) -> None:
+        self._movements.cached += [blocks[idx].block_id for idx in block_idxs]
 
-    def on_evicted(self, block: KVCacheBlock) -> None:
-        self._movements.evicted.append(block.block_id)
+    def on_evicted(
+        self,
+        blocks: Sequence[KVCacheBlock],
+        keys: Sequence[BlockHashWithGroupId],
+        findable: Container[BlockHashWithGroupId],
+    ) -> None:
+        self._movements.evicted += [block.block_id for block in blocks]
+
+    def on_reset(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._movements.evicted += [block.block_id for block in blocks]
 
     def take(self) -> BlockMovements:
         """What was collected since the last call, and forgets it."""

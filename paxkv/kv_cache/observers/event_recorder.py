@@ -1,6 +1,6 @@
 """KVEventRecorder: what became findable in a pool, and what no longer is, until it is taken."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Sequence
 
 from paxkv.contracts.cache_request import CacheRequest
 from paxkv.contracts.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
@@ -10,9 +10,11 @@ from paxkv.kv_cache.hashing.block_hash import (
     get_block_hash,
     get_group_id,
 )
+from paxkv.kv_cache.observers.block_pool_observer import BlockPoolObserver
+from paxkv.kv_cache.pool.block import KVCacheBlock
 
 
-class KVEventRecorder:
+class KVEventRecorder(BlockPoolObserver):
     """Speaks of hashes, not of blocks: equal content in two blocks is stored once, removed once.
 
     So a set to which stored hashes are added, and from which removed ones are taken, is at any
@@ -22,27 +24,26 @@ class KVEventRecorder:
     def __init__(self) -> None:
         self._events: list[KVCacheEvent] = []
 
-    def on_stored(
+    def on_cached(
         self,
-        request: CacheRequest,
-        block_idxs: Sequence[int],
-        block_hashes: Sequence[BlockHash],
         *,
+        request: CacheRequest,
+        blocks: Sequence[KVCacheBlock],
+        block_idxs: Sequence[int],
+        first_idxs: Sequence[int],
+        block_hashes: Sequence[BlockHash],
         block_size: int,
         group_id: int,
     ) -> None:
-        """Blocks of a request became findable.
+        """Records the blocks whose hash is new, one event for each unbroken run of them.
 
-        Args:
-            block_idxs: Their places in the request, rising. Each unbroken run is an event: where
-                there is a gap, the parent of what follows is not the block before it here.
-            block_hashes: Of all full blocks of the request.
+        After a gap, the parent of the next block is not the last block of the run before it.
         """
         run_start = 0
-        for position, block_idx in enumerate(block_idxs, start=1):
-            if position < len(block_idxs) and block_idxs[position] == block_idx + 1:
+        for position, block_idx in enumerate(first_idxs, start=1):
+            if position < len(first_idxs) and first_idxs[position] == block_idx + 1:
                 continue
-            start, end = block_idxs[run_start], block_idx + 1
+            start, end = first_idxs[run_start], block_idx + 1
             run_start = position
             self._events.append(
                 BlockStored(
@@ -55,15 +56,21 @@ class KVEventRecorder:
                 )
             )
 
-    def on_removed(self, keys: Iterable[BlockHashWithGroupId]) -> None:
-        """No block has these hashes any more; one event per group."""
+    def on_evicted(
+        self,
+        blocks: Sequence[KVCacheBlock],
+        keys: Sequence[BlockHashWithGroupId],
+        findable: Container[BlockHashWithGroupId],
+    ) -> None:
+        """Records the hashes that no block has any more, one event per group."""
         removed: dict[int, list[bytes]] = {}
-        for key in keys:
-            removed.setdefault(get_group_id(key), []).append(get_block_hash(key))
+        for key in dict.fromkeys(keys):
+            if key not in findable:
+                removed.setdefault(get_group_id(key), []).append(get_block_hash(key))
         for group_id, block_hashes in removed.items():
             self._events.append(BlockRemoved(block_hashes=block_hashes, group_id=group_id))
 
-    def on_cleared(self) -> None:
+    def on_reset(self, blocks: Sequence[KVCacheBlock]) -> None:
         self._events.append(AllBlocksCleared())
 
     def take(self) -> list[KVCacheEvent]:

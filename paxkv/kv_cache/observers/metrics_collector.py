@@ -4,13 +4,15 @@ import bisect
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from paxkv.contracts.block_residency import (
     RESIDENCY_BUCKETS_S,
     BlockResidency,
     ResidencyHistogram,
 )
+from paxkv.kv_cache.hashing.block_hash import BlockHashWithGroupId
+from paxkv.kv_cache.observers.block_pool_observer import BlockPoolObserver
 from paxkv.kv_cache.pool.block import KVCacheBlock
 
 
@@ -42,7 +44,7 @@ class _Histogram:
         return ResidencyHistogram(bucket_counts=tuple(self._bucket_counts), sum_s=self._sum_s)
 
 
-class KVCacheMetricsCollector:
+class KVCacheMetricsCollector(BlockPoolObserver):
     """Follows a share of the blocks that a pool hands out.
 
     Every block handed out is chosen with the same probability, independently. The gaps between
@@ -76,16 +78,15 @@ class KVCacheMetricsCollector:
         self._snapshot: BlockResidency | None = None
 
     def on_allocated(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Blocks were handed out: what they held before is gone, and some of them are chosen."""
-        self.on_evicted(blocks)
+        """Ends the stays of the blocks' old content, and chooses some blocks to follow."""
+        self._end_stays(blocks)
         while self._num_to_skip < len(blocks):
             block = blocks[int(self._num_to_skip)]
             self._residencies[block.block_id] = _Residency(self._clock())
             self._num_to_skip += 1 + self._draw_gap()
         self._num_to_skip -= len(blocks)
 
-    def on_accessed(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Blocks were hit."""
+    def on_touched(self, blocks: Sequence[KVCacheBlock]) -> None:
         if not self._residencies:
             return
         for block in blocks:
@@ -97,25 +98,25 @@ class KVCacheMetricsCollector:
                 residency.idle_since = None
                 self._snapshot = None
 
-    def on_freed(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Blocks lost their last holder."""
+    def on_released(
+        self, blocks: Sequence[KVCacheBlock], free_blocks: Sequence[KVCacheBlock]
+    ) -> None:
         residencies = self._residencies
         if not residencies:
             return
-        for block in blocks:
+        for block in free_blocks:
             if block.block_id in residencies:
                 residencies[block.block_id].idle_since = self._clock()
 
-    def on_evicted(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Blocks lost their content, whether someone holds them or not."""
-        residencies = self._residencies
-        if not residencies:
-            return
-        for block in blocks:
-            if block.block_id in residencies:
-                self._end(residencies.pop(block.block_id))
+    def on_evicted(
+        self,
+        blocks: Sequence[KVCacheBlock],
+        keys: Sequence[BlockHashWithGroupId],
+        findable: Container[BlockHashWithGroupId],
+    ) -> None:
+        self._end_stays(blocks)
 
-    def reset(self) -> None:
+    def on_reset(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Forgets the blocks that it follows; what was counted stays."""
         self._residencies.clear()
 
@@ -128,6 +129,14 @@ class KVCacheMetricsCollector:
                 reuse_gap=self._reuse_gap.snapshot(),
             )
         return self._snapshot
+
+    def _end_stays(self, blocks: Iterable[KVCacheBlock]) -> None:
+        residencies = self._residencies
+        if not residencies:
+            return
+        for block in blocks:
+            if block.block_id in residencies:
+                self._end(residencies.pop(block.block_id))
 
     def _end(self, residency: _Residency) -> None:
         now = self._clock()

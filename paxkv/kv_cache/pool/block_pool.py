@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from paxkv.contracts.cache_request import CacheRequest
-from paxkv.contracts.kv_events import KVCacheEvent
 from paxkv.errors import ConfigError, InvariantError
 from paxkv.kv_cache.hashing.block_hash import (
     BlockHash,
@@ -12,11 +11,8 @@ from paxkv.kv_cache.hashing.block_hash import (
     make_block_hashes_with_group_id,
     with_block_size,
 )
-from paxkv.kv_cache.observers.block_changes import BlockChangeLog
-from paxkv.kv_cache.observers.block_movements import BlockMovementLog
-from paxkv.kv_cache.observers.event_recorder import KVEventRecorder
+from paxkv.kv_cache.observers.block_pool_observer import BlockPoolObserver
 from paxkv.kv_cache.observers.evicted_hashes import EvictedHashes
-from paxkv.kv_cache.observers.metrics_collector import KVCacheMetricsCollector
 from paxkv.kv_cache.pool.block import FreeKVCacheBlockQueue, KVCacheBlock
 
 
@@ -92,13 +88,11 @@ class BlockPool:
     Args:
         hash_block_size: Tokens that one of a request's `block_hashes` covers; it divides every
             group's block size. None where each group's block size is the same as that.
-        enable_kv_cache_events: Records what `take_events` gives.
-        metrics_collector: Measures how long blocks stay; None measures nothing.
+        observers: Get every change of the blocks, in this order; see `add_observer`.
 
     Attributes:
-        movement_log: Told of every movement of a block; None tells nobody.
-        change_log: Told which blocks changed, but of those handed out; None tells nobody.
-        evicted_hashes: What was forgotten lately, for the question why a request missed.
+        evicted_hashes: What was forgotten lately, for the question why a request missed. Not an
+            observer, as every pool has it.
 
     Raises:
         ConfigError: Fewer than 2 blocks: block 0 is the null block.
@@ -112,8 +106,7 @@ class BlockPool:
         num_blocks: int,
         enable_caching: bool,
         hash_block_size: int | None = None,
-        enable_kv_cache_events: bool = False,
-        metrics_collector: KVCacheMetricsCollector | None = None,
+        observers: Iterable[BlockPoolObserver] = (),
     ) -> None:
         if num_blocks < 2:
             raise ConfigError(
@@ -130,11 +123,25 @@ class BlockPool:
         self.null_block.is_null = True
         # Held for good, by a layer and not by a request.
         self.num_permanent_blocks = 0
-        self.metrics_collector = metrics_collector
-        self.movement_log: BlockMovementLog | None = None
-        self.change_log: BlockChangeLog | None = None
         self.evicted_hashes = EvictedHashes()
-        self._event_recorder = KVEventRecorder() if enable_kv_cache_events else None
+        self._observers = list(observers)
+
+    @property
+    def observers(self) -> tuple[BlockPoolObserver, ...]:
+        """The observers, in the order in which they get events."""
+        return tuple(self._observers)
+
+    def add_observer(self, observer: BlockPoolObserver) -> None:
+        """Reports every change from now on to `observer`."""
+        self._observers.append(observer)
+
+    def remove_observer(self, observer: BlockPoolObserver) -> None:
+        """Ends what `add_observer` began.
+
+        Raises:
+            ValueError: It is no observer of this pool.
+        """
+        self._observers.remove(observer)
 
     def get_cached_block(
         self, block_hash: BlockHash, kv_cache_group_ids: Sequence[int]
@@ -179,7 +186,8 @@ class BlockPool:
         block_hashes = with_block_size(
             request.block_hashes, self.hash_block_size or block_size, block_size
         )
-        stored_idxs: list[int] = []
+        block_idxs: list[int] = []
+        first_idxs: list[int] = []
         for block_idx in range(num_cached_blocks, num_full_blocks):
             block = blocks[block_idx]
             if block.is_null:
@@ -188,17 +196,16 @@ class BlockPool:
                 raise InvariantError(f"{block!r} is cached already.")
             key = make_block_hash_with_group_id(block_hashes[block_idx], kv_cache_group_id)
             block.block_hash = key
+            block_idxs.append(block_idx)
             if self.cached_block_hash_to_block.insert(key, block):
-                stored_idxs.append(block_idx)
-            if self.movement_log is not None:
-                self.movement_log.on_cached(block)
-            if self.change_log is not None:
-                self.change_log.on_cached(request, block, block_idx, block_hashes, block_size)
-        if self._event_recorder is not None:
-            self._event_recorder.on_stored(
-                request,
-                stored_idxs,
-                block_hashes,
+                first_idxs.append(block_idx)
+        for observer in self._observers:
+            observer.on_cached(
+                request=request,
+                blocks=blocks,
+                block_idxs=block_idxs,
+                first_idxs=first_idxs,
+                block_hashes=block_hashes,
                 block_size=block_size,
                 group_id=kv_cache_group_id,
             )
@@ -214,10 +221,8 @@ class BlockPool:
             self.evict(blocks)
         for block in blocks:
             block.ref_cnt = 1
-        if self.metrics_collector is not None:
-            self.metrics_collector.on_allocated(blocks)
-        if self.movement_log is not None:
-            self.movement_log.on_allocated(blocks)
+        for observer in self._observers:
+            observer.on_allocated(blocks)
         return blocks
 
     def take_permanent_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
@@ -245,12 +250,10 @@ class BlockPool:
             if block.ref_cnt == 0:
                 self.free_block_queue.remove(block)
             block.ref_cnt += 1
-            if self.movement_log is not None:
-                self.movement_log.on_shared(block)
-        if self.metrics_collector is not None:
-            self.metrics_collector.on_accessed(blocks)
-        if self.change_log is not None:
-            self.change_log.on_shared(blocks)
+        if self._observers:
+            touched = [block for block in blocks if not block.is_null]
+            for observer in self._observers:
+                observer.on_touched(touched)
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         """Takes a holder from each block; those without one are free, and stay findable.
@@ -261,9 +264,8 @@ class BlockPool:
         Raises:
             InvariantError: Nobody holds one of them.
         """
-        if self.change_log is not None:
+        if self._observers:
             ordered_blocks = tuple(ordered_blocks)
-            self.change_log.on_freed(ordered_blocks)
         freed: list[KVCacheBlock] = []
         for block in ordered_blocks:
             if block.is_null:
@@ -274,10 +276,10 @@ class BlockPool:
             if block.ref_cnt == 0:
                 freed.append(block)
         self.free_block_queue.append_n(freed)
-        if self.metrics_collector is not None:
-            self.metrics_collector.on_freed(freed)
-        if self.movement_log is not None:
-            self.movement_log.on_freed(freed)
+        if self._observers:
+            released = [block for block in ordered_blocks if not block.is_null]
+            for observer in self._observers:
+                observer.on_released(released, freed)
 
     def evict(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Takes blocks out of the prefix cache; who holds them does not change."""
@@ -292,20 +294,11 @@ class BlockPool:
             block.block_hash = None
             evicted.append(block)
             keys.append(key)
-            if self.movement_log is not None:
-                self.movement_log.on_evicted(block)
         if not evicted:
             return
         self.evicted_hashes.add(keys)
-        if self.metrics_collector is not None:
-            self.metrics_collector.on_evicted(evicted)
-        if self.change_log is not None:
-            self.change_log.on_evicted(evicted)
-        if self._event_recorder is not None:
-            gone = (
-                key for key in dict.fromkeys(keys) if key not in self.cached_block_hash_to_block
-            )
-            self._event_recorder.on_removed(gone)
+        for observer in self._observers:
+            observer.on_evicted(evicted, keys, self.cached_block_hash_to_block)
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Takes blocks out of the prefix cache by id, as when what they hold is not valid."""
@@ -316,22 +309,21 @@ class BlockPool:
         if self.get_num_free_blocks() != self.num_blocks - 1 - self.num_permanent_blocks:
             return False
         self.cached_block_hash_to_block = BlockHashToBlockMap()
-        if self.change_log is not None:
-            self.change_log.on_evicted([b for b in self.blocks if b.block_hash is not None])
-        for block in self.blocks:
-            if block.block_hash is not None and self.movement_log is not None:
-                self.movement_log.on_evicted(block)
+        evicted = [block for block in self.blocks if block.block_hash is not None]
+        for block in evicted:
             block.block_hash = None
         self.evicted_hashes.clear()
-        if self.metrics_collector is not None:
-            self.metrics_collector.reset()
-        if self._event_recorder is not None:
-            self._event_recorder.on_cleared()
+        for observer in self._observers:
+            observer.on_reset(evicted)
         return True
 
-    def take_events(self) -> list[KVCacheEvent]:
-        """Events since the last call, in order; none unless they are enabled."""
-        return [] if self._event_recorder is None else self._event_recorder.take()
+    def report_replaced(self, request_id: str) -> None:
+        """Tells the observers that a block in the middle of a block table was replaced.
+
+        Block tables belong to the managers, so the manager that replaced the block calls this.
+        """
+        for observer in self._observers:
+            observer.on_replaced(request_id)
 
     def get_num_free_blocks(self) -> int:
         return self.free_block_queue.num_free_blocks

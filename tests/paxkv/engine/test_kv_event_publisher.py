@@ -30,6 +30,7 @@ from paxkv.engine.kv_event_publisher import (
 )
 from paxkv.errors import ConfigError, InvariantError
 from paxkv.kv_cache.hashing.block_hash import BlockHasher, get_block_hash
+from paxkv.kv_cache.observers.event_recorder import KVEventRecorder
 from paxkv.kv_cache.pool.block_pool import BlockPool
 from paxkv.scheduler.scheduler import Scheduler
 from tests.paxkv.engine.fake_engine import FakeExecutor, make_request
@@ -296,9 +297,8 @@ def test_no_config_is_no_publisher():
 )
 def test_a_late_subscriber_rebuilds_the_cache_by_replay(steps, first_heard):
     """It misses the first batches, and hears of them by replay alone."""
-    pool = BlockPool(
-        num_blocks=8, enable_caching=True, hash_block_size=2, enable_kv_cache_events=True
-    )
+    recorder = KVEventRecorder()
+    pool = BlockPool(num_blocks=8, enable_caching=True, hash_block_size=2, observers=[recorder])
     hasher = BlockHasher(block_size=2, seed="s")
     with running() as (publisher, context):
         heard, num_batches = {}, 0
@@ -306,7 +306,7 @@ def test_a_late_subscriber_rebuilds_the_cache_by_replay(steps, first_heard):
             run_request(pool, hasher, token_ids)
             if is_reset:
                 pool.reset_prefix_cache()
-            publisher.publish(KVEventBatch(ts=0.0, events=pool.take_events()))
+            publisher.publish(KVEventBatch(ts=0.0, events=recorder.take()))
             num_batches += 1
             if step == first_heard:
                 heard |= dict(replay(publisher, context, step))

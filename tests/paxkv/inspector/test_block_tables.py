@@ -34,7 +34,8 @@ def test_growing_tells_new_blocks_and_freeing_tells_an_empty_table():
     manager.allocate_new_blocks("b", 8, 8)
     assert changes() == [(1, 0, 0), (2, 1, 1)]
     # A block in the middle is shared, and written again: the table is told anew.
-    pool.change_log = log = BlockChangeLog(pool.blocks)
+    log = BlockChangeLog(pool.blocks)
+    pool.add_observer(log)
     pool.touch(manager.get_blocks("b")[:1])
     manager.replace_shared_blocks("b", 2, 6)
     assert log.replaced_req_ids == {"b"}

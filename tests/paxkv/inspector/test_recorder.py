@@ -11,6 +11,7 @@ from paxkv.contracts.inspection import Inspection
 from paxkv.errors import InvalidRequestError
 from paxkv.inspector import recorder as recorder_module
 from paxkv.inspector.recorder import InspectionRecorder
+from paxkv.kv_cache.observers.block_changes import BlockChangeLog
 from paxkv.scheduler.async_scheduler import AsyncScheduler
 from paxkv.scheduler.scheduler import Scheduler
 from tests.paxkv.inspector.inspected_pool import PageState, check_equals_the_pool, same_picture
@@ -124,20 +125,24 @@ def test_missed_answer_is_made_good_by_a_snapshot():
     check_equals_the_pool(PageState(answer.snapshot), scheduler)
 
 
+def change_logs(pool):
+    return [observer for observer in pool.observers if isinstance(observer, BlockChangeLog)]
+
+
 def test_nothing_is_collected_before_somebody_asks_nor_after_the_lease(monkeypatch):
     scheduler = make_scheduler()
     pool = scheduler.kv_cache_manager.block_pool
     recorder = InspectionRecorder(scheduler)
-    assert not recorder.is_active and pool.change_log is None
+    assert not recorder.is_active and change_logs(pool) == []
     now_s = 100.0
     monkeypatch.setattr(recorder_module.time, "monotonic", lambda: now_s)
     ask(recorder)
     now_s += recorder_module.LEASE_S
     recorder.on_step([], took_s=0.1, wait_s=0.05)
-    assert recorder.is_active and pool.change_log is not None
+    assert recorder.is_active and len(change_logs(pool)) == 1
     now_s += 0.1
     recorder.on_step([], took_s=0.1, wait_s=0.05)
-    assert not recorder.is_active and pool.change_log is None
+    assert not recorder.is_active and change_logs(pool) == []
 
 
 def test_hits_and_parents_are_those_of_the_prefix():
@@ -211,4 +216,5 @@ def test_tokens_of_blocks_that_nobody_holds_are_kept_only_for_who_asked_for_them
     ask(recorder)
     details = recorder.inspect_block(first.block_id, 0, True)
     assert (details.state, details.first_token_idx, details.token_ids) == ("cached", 0, None)
-    assert not scheduler.kv_cache_manager.block_pool.change_log.token_ids
+    (log,) = change_logs(scheduler.kv_cache_manager.block_pool)
+    assert not log.token_ids

@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from paxkv.errors import InvariantError
 from paxkv.kv_cache.manager import KVCacheBlocks
+from paxkv.kv_cache.observers.event_recorder import KVEventRecorder
 from tests.paxkv.kv_cache.cache_fakes import (
     BLOCK_SIZE,
     FakeRequest,
@@ -300,11 +301,12 @@ def test_the_miss_of_an_admission_can_be_asked_for():
 
 
 def test_events_are_recorded_where_they_are_asked_for():
-    manager = make_manager(enable_kv_cache_events=True)
+    recorder = KVEventRecorder()
+    manager = make_manager(observers=[recorder])
     run_alone(manager, "r", range(9))
-    (event,) = manager.take_events()
+    (event,) = recorder.take()
     assert event.token_ids == list(range(8))
-    assert manager.take_events() == []
+    assert recorder.take() == []
 
 
 @given(

@@ -14,6 +14,7 @@ from paxkv.contracts.kv_cache_spec import (
 )
 from paxkv.contracts.runner_output import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from paxkv.errors import InvalidRequestError, InvariantError, NeverFitsError
+from paxkv.kv_cache.observers.metrics_collector import KVCacheMetricsCollector
 from paxkv.scheduler.request import RequestStatus
 from paxkv.scheduler.scheduler import Scheduler
 
@@ -30,6 +31,7 @@ def make_scheduler(
     more_specs=(),
     count_common_prefix_blocks=False,
     kv_events_config=None,
+    kv_cache_metrics_sample=0.01,
     **config,
 ):
     specs = (*(specs or (FULL,) * num_groups), *more_specs)
@@ -37,7 +39,9 @@ def make_scheduler(
     return Scheduler(
         scheduler_config=SchedulerConfig(**({"max_num_seqs": 4} | config)),
         cache_config=CacheConfig(
-            enable_prefix_caching=enable_prefix_caching, kv_events_config=kv_events_config
+            enable_prefix_caching=enable_prefix_caching,
+            kv_events_config=kv_events_config,
+            kv_cache_metrics_sample=kv_cache_metrics_sample,
         ),
         kv_cache_config=KVCacheConfig(num_blocks=num_blocks, kv_cache_groups=groups),
         max_model_len=max_model_len,
@@ -456,6 +460,17 @@ def test_events_are_taken_once():
     (event,) = scheduler.take_events()
     assert (type(event).__name__, event.token_ids) == ("BlockStored", list(range(8)))
     assert scheduler.take_events() == []
+
+
+def test_without_a_publisher_no_events_are_kept():
+    scheduler = make_scheduler()
+    add(scheduler, "a", list(range(9)))
+    step(scheduler)
+    assert scheduler.take_events() == []
+    observers = scheduler.kv_cache_manager.block_pool.observers
+    assert [type(observer) for observer in observers] == [KVCacheMetricsCollector]
+    without = make_scheduler(kv_cache_metrics_sample=0.0)
+    assert without.kv_cache_manager.block_pool.observers == ()
 
 
 def test_a_miss_is_explained_also_after_the_end():

@@ -11,7 +11,7 @@ from tests.paxkv.kv_cache.cache_fakes import make_manager, run_alone
 @pytest.mark.parametrize("is_measured", [False, True])
 def test_how_long_blocks_stay_is_told_where_it_is_measured(is_measured):
     collector = KVCacheMetricsCollector(1.0) if is_measured else None
-    manager = make_manager(num_blocks=4, metrics_collector=collector)
+    manager = make_manager(num_blocks=4, observers=[collector] if is_measured else [])
     for name in ("a", "b"):
         manager.free(run_alone(manager, name, [ord(name)] * 12))
     stats = make_scheduler_stats(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from paxkv.errors import InvalidRequestError, InvariantError
-from paxkv.kv_cache.observers.block_movements import BlockMovements
+from paxkv.kv_cache.observers.block_movements import BlockMovementLog, BlockMovements
 from paxkv.trace.calls import (
     AddRequestCall,
     Call,
@@ -177,7 +177,8 @@ def test_recording_changes_no_decision(tmp_path: Path) -> None:
 
 
 def test_unrecorded_scheduler_has_no_log(tmp_path: Path) -> None:
-    assert make_scheduler(make_header()).kv_cache_manager.block_pool.movement_log is None
+    observers = make_scheduler(make_header()).kv_cache_manager.block_pool.observers
+    assert not any(isinstance(observer, BlockMovementLog) for observer in observers)
 
 
 def test_recorded_scheduler_gets_a_seed_that_the_header_holds(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ def changed(log, new_blocks=()):
 
 def test_every_change_is_named_once_and_then_forgotten():
     pool = BlockPool(num_blocks=8, enable_caching=True)
-    pool.change_log = log = BlockChangeLog(pool.blocks)
+    log = BlockChangeLog(pool.blocks)
+    pool.add_observer(log)
     a, b, c = pool.get_new_blocks(3)
     assert changed(log, (a, b, c)) == [a.block_id, b.block_id, c.block_id]
     pool.touch([a, pool.null_block])
@@ -35,7 +36,8 @@ def test_every_change_is_named_once_and_then_forgotten():
 def test_a_block_is_named_when_it_becomes_findable_and_when_it_is_no_more():
     scheduler, runner = make_scheduler(num_blocks=3), FunctionRunner()
     pool = scheduler.kv_cache_manager.block_pool
-    pool.change_log = log = BlockChangeLog(pool.blocks)
+    log = BlockChangeLog(pool.blocks)
+    pool.add_observer(log)
     add(scheduler, "a", 3, max_tokens=2)
     step(scheduler, runner)
     (block,) = scheduler.kv_cache_manager.coordinator.get_blocks("a")[0]
@@ -60,7 +62,8 @@ def contents(log):
 def test_content_and_hits_live_as_long_as_the_block_is_cached(look_in_between):
     scheduler = make_scheduler(num_blocks=6)
     pool, runner = scheduler.kv_cache_manager.block_pool, FunctionRunner()
-    pool.change_log = log = BlockChangeLog(pool.blocks, keeps_tokens=True)
+    log = BlockChangeLog(pool.blocks, keeps_tokens=True)
+    pool.add_observer(log)
     for name in ("a", "b"):
         request = add(scheduler, name, list(range(9)), max_tokens=1)
         step(scheduler, runner)
@@ -99,7 +102,8 @@ def test_what_was_cached_before_has_a_place_when_a_request_shows_it():
 def test_buffers_do_not_outgrow_the_pool_while_nobody_looks():
     scheduler = make_scheduler(num_blocks=6)
     pool, runner = scheduler.kv_cache_manager.block_pool, FunctionRunner()
-    pool.change_log = log = BlockChangeLog(pool.blocks)
+    log = BlockChangeLog(pool.blocks)
+    pool.add_observer(log)
     for i in range(20):
         add(scheduler, f"r{i}", [1000 * i + j for j in range(9)], max_tokens=1)
         step(scheduler, runner)

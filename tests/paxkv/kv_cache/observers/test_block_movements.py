@@ -19,9 +19,7 @@ def log() -> BlockMovementLog:
 
 @pytest.fixture
 def pool(log: BlockMovementLog) -> BlockPool:
-    pool = BlockPool(num_blocks=4, enable_caching=True)
-    pool.movement_log = log
-    return pool
+    return BlockPool(num_blocks=4, enable_caching=True, observers=[log])
 
 
 def test_life_of_a_block_is_reported_in_order(pool: BlockPool, log: BlockMovementLog) -> None:

@@ -10,16 +10,20 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from paxkv.contracts.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from paxkv.kv_cache.hashing.block_hash import BlockHasher, get_block_hash, get_group_id
 from paxkv.kv_cache.observers.event_recorder import KVEventRecorder
+from paxkv.kv_cache.pool.block import KVCacheBlock
 from paxkv.kv_cache.pool.block_pool import BlockPool
 
 
 def make_pool(num_blocks=6, hash_block_size=2):
-    return BlockPool(
+    """A pool and the recorder of its events."""
+    recorder = KVEventRecorder()
+    pool = BlockPool(
         num_blocks=num_blocks,
         enable_caching=True,
         hash_block_size=hash_block_size,
-        enable_kv_cache_events=True,
+        observers=[recorder],
     )
+    return pool, recorder
 
 
 def make_request(token_ids, lora_name=None):
@@ -57,123 +61,125 @@ def removed(*block_hashes, group_id=0):
 
 
 def test_blocks_cached_in_one_call_are_one_event_with_tokens_and_parent():
-    pool, request = make_pool(), make_request([1, 2, 3, 4, 5, 6, 7], lora_name="l")
+    (pool, recorder), request = make_pool(), make_request([1, 2, 3, 4, 5, 6, 7], lora_name="l")
     h0, h1, h2 = request.block_hashes
     blocks = pool.get_new_blocks(3)
     cache(pool, request, blocks[:1])
     cache(pool, request, blocks, start=1)
-    assert pool.take_events() == [
+    assert recorder.take() == [
         stored([h0], None, [1, 2], lora_name="l"),
         stored([h1, h2], h0, [3, 4, 5, 6], lora_name="l"),
     ]
-    assert pool.take_events() == []
+    assert recorder.take() == []
 
 
 def test_an_event_keeps_the_tokens_of_its_moment():
-    pool, request = make_pool(), make_request([1, 2])
+    (pool, recorder), request = make_pool(), make_request([1, 2])
     cache(pool, request, pool.get_new_blocks(1))
     request.all_token_ids[:] = [9, 9]
-    assert pool.take_events()[0].token_ids == [1, 2]
+    assert recorder.take()[0].token_ids == [1, 2]
 
 
 def test_larger_blocks_of_another_group_are_stored_with_their_own_size():
-    pool, request = make_pool(), make_request([1, 2, 3, 4, 5, 6, 7, 8])
+    (pool, recorder), request = make_pool(), make_request([1, 2, 3, 4, 5, 6, 7, 8])
     _, h1, _, h3 = request.block_hashes
     blocks = pool.get_new_blocks(2)
     cache(pool, request, blocks[:1], block_size=4, group_id=1)
     cache(pool, request, blocks, start=1, block_size=4, group_id=1)
-    assert pool.take_events() == [
+    assert recorder.take() == [
         stored([h1], None, [1, 2, 3, 4], block_size=4, group_id=1),
         stored([h3], h1, [5, 6, 7, 8], block_size=4, group_id=1),
     ]
 
 
 def test_null_blocks_are_in_no_event():
-    pool, request = make_pool(), make_request(list(range(10)))
+    (pool, recorder), request = make_pool(), make_request(list(range(10)))
     _, h1, h2, _, h4 = request.block_hashes
     first, second, third = pool.get_new_blocks(3)
     null = pool.null_block
     cache(pool, request, [null, first, second, null, third])
-    assert pool.take_events() == [
+    assert recorder.take() == [
         stored([h1, h2], request.block_hashes[0], [2, 3, 4, 5]),
         stored([h4], request.block_hashes[3], [8, 9]),
     ]
     cache(pool, request, [null, null])
-    assert pool.take_events() == []
+    assert recorder.take() == []
 
 
 def test_a_freed_block_is_removed_only_when_its_memory_is_handed_out():
-    pool, request = make_pool(num_blocks=4), make_request([1, 2, 3, 4])
+    (pool, recorder), request = make_pool(num_blocks=4), make_request([1, 2, 3, 4])
     h0, h1 = request.block_hashes
     blocks = pool.get_new_blocks(2)
     cache(pool, request, blocks)
-    pool.take_events()
+    recorder.take()
     pool.free_blocks(reversed(blocks))
     pool.touch(blocks[:1])
     pool.free_blocks(blocks[:1])
-    assert pool.take_events() == []
+    assert recorder.take() == []
     pool.get_new_blocks(1)  # block 3, which held nothing
-    assert pool.take_events() == []
+    assert recorder.take() == []
     pool.get_new_blocks(2)
-    assert pool.take_events() == [removed(h1, h0)]
+    assert recorder.take() == [removed(h1, h0)]
 
 
 def test_withdrawn_and_evicted_blocks_are_removed_per_group():
-    pool, request = make_pool(), make_request([1, 2, 3, 4])
+    (pool, recorder), request = make_pool(), make_request([1, 2, 3, 4])
     h0, h1 = request.block_hashes
     blocks = pool.get_new_blocks(4)
     cache(pool, request, blocks[:2], group_id=0)
     cache(pool, request, blocks[2:], group_id=1)
-    pool.take_events()
+    recorder.take()
     pool.evict(blocks[1:])
-    assert pool.take_events() == [removed(h1), removed(h0, h1, group_id=1)]
+    assert recorder.take() == [removed(h1), removed(h0, h1, group_id=1)]
     pool.evict_blocks([blocks[0].block_id, blocks[3].block_id])
-    assert pool.take_events() == [removed(h0)]
+    assert recorder.take() == [removed(h0)]
 
 
 def test_content_in_two_blocks_is_stored_once_and_removed_with_the_last():
-    pool, request = make_pool(), make_request([1, 2])
+    (pool, recorder), request = make_pool(), make_request([1, 2])
     (h0,) = request.block_hashes
     first, second = pool.get_new_blocks(2)
     cache(pool, request, [first])
     cache(pool, request, [second])
-    assert pool.take_events() == [stored([h0], None, [1, 2])]
+    assert recorder.take() == [stored([h0], None, [1, 2])]
     pool.evict([first])
-    assert pool.take_events() == []
+    assert recorder.take() == []
     pool.evict([second])
-    assert pool.take_events() == [removed(h0)]
+    assert recorder.take() == [removed(h0)]
     cache(pool, request, [first])
     cache(pool, request, [second])
-    pool.take_events()
+    recorder.take()
     pool.evict([first, second])
-    assert pool.take_events() == [removed(h0)]
+    assert recorder.take() == [removed(h0)]
 
 
 def test_a_reset_clears_all_and_a_refused_one_says_nothing():
-    pool, request = make_pool(), make_request([1, 2])
+    (pool, recorder), request = make_pool(), make_request([1, 2])
     blocks = pool.get_new_blocks(1)
     cache(pool, request, blocks)
-    pool.take_events()
+    recorder.take()
     assert not pool.reset_prefix_cache()
-    assert pool.take_events() == []
+    assert recorder.take() == []
     pool.free_blocks(blocks)
     assert pool.reset_prefix_cache()
-    assert pool.take_events() == [AllBlocksCleared()]
+    assert recorder.take() == [AllBlocksCleared()]
     pool.get_new_blocks(5)
-    assert pool.take_events() == []
-
-
-def test_without_events_nothing_is_recorded():
-    pool = BlockPool(num_blocks=3, enable_caching=True)
-    cache(pool, make_request([1, 2]), pool.get_new_blocks(1))
-    assert pool.take_events() == []
+    assert recorder.take() == []
 
 
 def test_runs_are_split_at_every_gap():
     recorder, request = KVEventRecorder(), make_request(list(range(12)))
     hashes = request.block_hashes
-    recorder.on_stored(request, [0, 2, 3, 5], hashes, block_size=2, group_id=0)
-    recorder.on_stored(request, [], hashes, block_size=2, group_id=0)
+    for first_idxs in ([0, 2, 3, 5], []):
+        recorder.on_cached(
+            request=request,
+            blocks=[KVCacheBlock(block_id) for block_id in range(6)],
+            block_idxs=list(range(6)),
+            first_idxs=first_idxs,
+            block_hashes=hashes,
+            block_size=2,
+            group_id=0,
+        )
     assert [(e.block_hashes, e.parent_block_hash, e.token_ids) for e in recorder.take()] == [
         ([hashes[0]], None, [0, 1]),
         (hashes[2:4], hashes[1], [4, 5, 6, 7]),
@@ -218,7 +224,7 @@ class EventMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.pool = make_pool(num_blocks=9)
+        self.pool, self.recorder = make_pool(num_blocks=9)
         self.subscriber = Subscriber()
         self.held = []
         self.prompts = {}
@@ -269,7 +275,7 @@ class EventMachine(RuleBasedStateMachine):
 
     @invariant()
     def subscriber_knows_the_cache(self):
-        self.subscriber.read(self.pool.take_events())
+        self.subscriber.read(self.recorder.take())
         findable = {
             (get_group_id(key), get_block_hash(key))
             for key, _ in self.pool.cached_block_hash_to_block.items()

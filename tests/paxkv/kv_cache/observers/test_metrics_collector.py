@@ -27,7 +27,7 @@ class Clock:
 def make_pool(num_blocks=4, sample_share=1.0):
     clock = Clock()
     collector = KVCacheMetricsCollector(sample_share, clock=clock, rng=random.Random(0))
-    pool = BlockPool(num_blocks=num_blocks, enable_caching=True, metrics_collector=collector)
+    pool = BlockPool(num_blocks=num_blocks, enable_caching=True, observers=[collector])
     return pool, collector, clock
 
 
@@ -161,7 +161,7 @@ def test_every_place_in_a_batch_is_as_likely():
         collector.on_allocated(blocks)
         for place, block in enumerate(blocks):
             before = sum(collector.snapshot().lifetime.bucket_counts)
-            collector.on_evicted([block])
+            collector.on_evicted([block], [], ())
             counts[place] += sum(collector.snapshot().lifetime.bucket_counts) - before
     assert all(abs(count - 1000) < 5 * math.sqrt(500) for count in counts)
 

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from paxkv.errors import ConfigError, InvariantError
+from paxkv.kv_cache.hashing.block_hash import get_block_hash
 from paxkv.kv_cache.observers.block_movements import BlockMovementLog
+from paxkv.kv_cache.observers.block_pool_observer import BlockPoolObserver
 from paxkv.kv_cache.pool.block_pool import BlockHashToBlockMap, BlockPool
 
 
@@ -133,11 +135,11 @@ def test_a_run_of_a_group_ends_at_its_first_gap():
 
 
 def test_a_block_that_is_evicted_twice_in_one_call_is_forgotten_once():
-    pool = BlockPool(num_blocks=4, enable_caching=True)
-    pool.movement_log = BlockMovementLog()
+    log = BlockMovementLog()
+    pool = BlockPool(num_blocks=4, enable_caching=True, observers=[log])
     cache(pool, pool.get_new_blocks(2), [b"a", b"b"])
     pool.evict_blocks([2, 1, 2])
-    assert pool.movement_log.take().evicted == [2, 1]
+    assert log.take().evicted == [2, 1]
     assert pool.evicted_hashes.num_evicted == 2
     pool.check_invariants()
 
@@ -191,29 +193,29 @@ def test_without_caching_nothing_is_looked_for_in_blocks_handed_out():
 
 
 def test_every_movement_is_logged_in_its_order():
-    pool = BlockPool(num_blocks=4, enable_caching=True)
-    pool.movement_log = BlockMovementLog()
+    log = BlockMovementLog()
+    pool = BlockPool(num_blocks=4, enable_caching=True, observers=[log])
     blocks = pool.get_new_blocks(2)
     cache(pool, blocks, [b"a", b"b"])
     pool.touch(blocks[:1])
     pool.free_blocks([blocks[1], blocks[0]])
-    moved = pool.movement_log.take()
+    moved = log.take()
     assert (moved.allocated, moved.cached, moved.shared) == ([1, 2], [1, 2], [1])
     assert (moved.freed, moved.evicted) == ([2], [])
     pool.get_new_blocks(2)
     pool.free_blocks([blocks[0]])
-    moved = pool.movement_log.take()
+    moved = log.take()
     assert (moved.allocated, moved.evicted, moved.freed) == ([3, 2], [2], [1])
 
 
 def test_reset_logs_what_is_found_no_more():
-    pool = BlockPool(num_blocks=4, enable_caching=True)
-    pool.movement_log = BlockMovementLog()
+    log = BlockMovementLog()
+    pool = BlockPool(num_blocks=4, enable_caching=True, observers=[log])
     blocks = pool.get_new_blocks(2)
     cache(pool, blocks[1:], [b"a"])
     pool.free_blocks(blocks)
     assert pool.reset_prefix_cache()
-    assert pool.movement_log.take().evicted == [2]
+    assert log.take().evicted == [2]
 
 
 def test_reset_is_refused_while_a_block_is_in_use():
@@ -398,3 +400,82 @@ class TestPoolMachineForLong(PoolMachine.TestCase):
     settings = settings(
         max_examples=1500, stateful_step_count=150, derandomize=True, database=None, deadline=None
     )
+
+
+class EventList(BlockPoolObserver):
+    """Keeps every event, with the ids of its blocks."""
+
+    def __init__(self):
+        self.events = []
+
+    def add(self, name, blocks, *others):
+        self.events.append((name, block_ids(blocks), *others))
+
+    def on_allocated(self, blocks):
+        self.add("allocated", blocks, [block.ref_cnt for block in blocks])
+
+    def on_touched(self, blocks):
+        self.add("touched", blocks, [block.ref_cnt for block in blocks])
+
+    def on_released(self, blocks, free_blocks):
+        self.add("released", blocks, block_ids(free_blocks), [block.ref_cnt for block in blocks])
+
+    def on_cached(self, *, blocks, block_idxs, first_idxs, group_id, **others):
+        assert others.keys() == {"request", "block_hashes", "block_size"}
+        self.add("cached", [blocks[idx] for idx in block_idxs], block_idxs, first_idxs, group_id)
+
+    def on_evicted(self, blocks, keys, findable):
+        assert [block.block_hash for block in blocks] == [None] * len(blocks)
+        self.add("evicted", blocks, [get_block_hash(key) for key in keys if key not in findable])
+
+    def on_replaced(self, request_id):
+        self.events.append(("replaced", request_id))
+
+    def on_reset(self, blocks):
+        self.add("reset", blocks, [block.block_hash for block in blocks])
+
+
+def test_observers_get_every_event_after_the_change():
+    log = EventList()
+    pool = BlockPool(num_blocks=5, enable_caching=True, observers=[log])
+    blocks = pool.get_new_blocks(3)
+    with_null = [pool.null_block, *blocks]
+    cache(pool, blocks[2:], [b"b"])
+    cache(pool, with_null[:3], [b"null", b"a", b"b"])
+    pool.touch(with_null[:2])
+    pool.free_blocks(iter([blocks[2], blocks[1], blocks[0], pool.null_block]))
+    pool.evict([blocks[1], pool.null_block])  # its hash stays, in another block
+    pool.get_new_blocks(2)
+    pool.report_replaced("r")
+    assert not pool.reset_prefix_cache()
+    pool.free_blocks([blocks[0], pool.blocks[4], blocks[2]])
+    assert pool.reset_prefix_cache()
+    assert log.events == [
+        ("allocated", [1, 2, 3], [1, 1, 1]),
+        ("cached", [3], [0], [0], 0),
+        ("cached", [1, 2], [1, 2], [1], 0),
+        ("touched", [1], [2]),
+        ("released", [3, 2, 1], [3, 2], [0, 0, 1]),
+        ("evicted", [2], []),
+        # Block 4 was never cached.
+        ("evicted", [3], [b"b"]),
+        ("allocated", [4, 3], [1, 1]),
+        ("replaced", "r"),
+        ("released", [1, 4, 3], [1, 4, 3], [0, 0, 0]),
+        ("reset", [1], [None]),
+    ]
+
+
+def test_an_observer_may_come_later_and_leave():
+    first, second = EventList(), EventList()
+    pool = BlockPool(num_blocks=4, enable_caching=True, observers=[first])
+    blocks = pool.get_new_blocks(1)
+    pool.add_observer(second)
+    assert pool.observers == (first, second)
+    pool.touch(blocks)
+    pool.remove_observer(first)
+    pool.free_blocks(blocks)
+    assert [event[0] for event in first.events] == ["allocated", "touched"]
+    assert [event[0] for event in second.events] == ["touched", "released"]
+    with pytest.raises(ValueError):
+        pool.remove_observer(first)
