@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from paxkv.entrypoints.build_scheduler import make_scheduler
 from paxkv.errors import TraceFileError
 from paxkv.trace.chrome_view import write_chrome_view
 from paxkv.trace.replayer import ReplaySummary, replay
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             num_events = write_chrome_view(reader, namespace.perfetto)
             print(f"{namespace.perfetto}: {num_events} events; open it in ui.perfetto.dev")
         start_s = time.perf_counter()
-        summary = replay(reader)
+        summary = replay(reader, make_scheduler)
         print(_report(summary, reader, time.perf_counter() - start_s))
     except TraceFileError as error:
         print("paxkv: error:", error, file=sys.stderr)

@@ -28,6 +28,8 @@ TOP_LEVEL_NAMES = {
 COMPOSITION_ROOTS = {
     "paxkv/entrypoints/build.py",
     "paxkv/entrypoints/build_client.py",
+    "paxkv/entrypoints/build_scheduler.py",
+    "paxkv/entrypoints/trace_frames.py",
     "paxkv/entrypoints/engine_process.py",
     "paxkv/serve.py",
     "paxkv/compile.py",
@@ -177,6 +179,44 @@ def import_violations(path: Path) -> list[str]:
 
 def test_imports_point_down() -> None:
     assert [violation for path in SOURCES for violation in import_violations(path)] == []
+
+
+SCHEDULERS = {"Scheduler", "AsyncScheduler", "TraceRecorder"}
+
+
+def scheduler_violations(path: Path) -> list[str]:
+    """Lines that build a scheduler, or ask which class of scheduler they have."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        # `make_recorder` wraps the scheduler that a factory built.
+        if called in SCHEDULERS - {"TraceRecorder"}:
+            found.append(f"{path.name}:{node.lineno} builds a {called}")
+        if called == "isinstance" and SCHEDULERS & set(re.findall(r"\w+", ast.unparse(node))):
+            found.append(f"{path.name}:{node.lineno} asks for a class of scheduler")
+    return found
+
+
+def test_who_uses_a_scheduler_neither_builds_it_nor_asks_for_its_class() -> None:
+    users = [
+        path
+        for package in ("engine", "inspector", "trace", "entrypoints")
+        for path in (ROOT / "paxkv" / package).rglob("*.py")
+        if path.name != "build_scheduler.py"
+    ]
+    assert len(users) > 30
+    assert [violation for path in users for violation in scheduler_violations(path)] == []
+
+
+def test_the_scheduler_rule_finds_planted_violations(tmp_path: Path) -> None:
+    planted = tmp_path / "planted.py"
+    planted.write_text("if isinstance(s, (int, TraceRecorder)):\n    s = AsyncScheduler(x=1)\n")
+    assert scheduler_violations(planted) == [
+        "planted.py:1 asks for a class of scheduler",
+        "planted.py:2 builds a AsyncScheduler",
+    ]
 
 
 def test_every_file_says_what_it_is_for() -> None:

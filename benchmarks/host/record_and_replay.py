@@ -14,8 +14,9 @@ from benchmarks.command_line import output_file, positive_int, run_benchmark
 from benchmarks.host.random_outside import RandomConnector, RandomGrammarGate
 from benchmarks.host.random_workload import RandomWorkload, make_header
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
+from paxkv.entrypoints.build_scheduler import make_scheduler, record_scheduler
 from paxkv.scheduler.scheduler import Scheduler
-from paxkv.trace.recorder import TraceRecorder, make_scheduler, record_scheduler
+from paxkv.trace.recorder import TraceRecorder
 
 # Runs `python -m paxkv.replay` where JAX cannot be imported.
 REPLAY_WITHOUT_JAX = """

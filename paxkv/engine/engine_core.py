@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
@@ -29,16 +30,16 @@ from paxkv.contracts.engine_request import (
 from paxkv.contracts.executor import Executor, StepHandle
 from paxkv.contracts.kv_events import KVEventBatch
 from paxkv.contracts.runner_output import ModelRunnerOutput
+from paxkv.contracts.scheduler import Scheduler
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.engine.burst_length import BurstLength
 from paxkv.engine.grammar_steps import advance_grammars, drawing_requests
 from paxkv.engine.kv_event_publisher import KVEventPublisher
 from paxkv.engine.request_clock import RequestClock
 from paxkv.errors import InvalidRequestError, InvariantError, PaxkvError
+from paxkv.inspector.inspected_scheduler import InspectedScheduler
 from paxkv.inspector.recorder import InspectionRecorder
-from paxkv.scheduler.scheduler import Scheduler
 from paxkv.structured_output.grammar_manager import GrammarManager
-from paxkv.trace.recorder import TraceRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,10 @@ class StepInFlight:
         )
 
 
+class EngineScheduler(Scheduler, InspectedScheduler, Protocol):
+    """The methods that the engine core calls, and the state that its inspector reads."""
+
+
 class EngineCore:
     """One engine. Not safe for threads: whoever runs it calls everything from one.
 
@@ -102,7 +107,7 @@ class EngineCore:
 
     def __init__(
         self,
-        scheduler: Scheduler | TraceRecorder,
+        scheduler: EngineScheduler,
         executor: Executor,
         kv_event_publisher: KVEventPublisher | None = None,
         *,
@@ -328,9 +333,8 @@ class EngineCore:
 
     def close(self) -> None:
         """Ends the trace and the publisher; nothing may be called afterwards. May be repeated."""
-        if isinstance(self._scheduler, TraceRecorder):
-            # A step that failed on the device has no end: its decision is written here.
-            self._scheduler.close()
+        # A recorded scheduler writes the decision of a step that failed on the device here.
+        self._scheduler.close()
         if self._kv_event_publisher is not None:
             self._kv_event_publisher.close()
         if self._grammars is not None:

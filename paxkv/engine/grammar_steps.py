@@ -5,15 +5,15 @@ from collections.abc import Iterable
 import msgspec
 
 from paxkv.contracts.engine_output import EngineCoreOutput, FinishReason
+from paxkv.contracts.scheduler import ScheduledRequest, Scheduler
 from paxkv.contracts.scheduler_output import SchedulerOutput
-from paxkv.scheduler.request import Request
-from paxkv.scheduler.scheduler import Scheduler
 from paxkv.structured_output.bound_request import GrammarEnd
 from paxkv.structured_output.grammar_manager import GrammarManager
-from paxkv.trace.recorder import TraceRecorder
 
 
-def drawing_requests(running: Iterable[Request], scheduler_output: SchedulerOutput) -> list[str]:
+def drawing_requests(
+    running: Iterable[ScheduledRequest], scheduler_output: SchedulerOutput
+) -> list[str]:
     """Requests with a grammar that draw in a step.
 
     The others have more of their prompt to compute, and draw nothing yet.
@@ -29,7 +29,7 @@ def drawing_requests(running: Iterable[Request], scheduler_output: SchedulerOutp
 
 def advance_grammars(
     outputs: list[EngineCoreOutput],
-    scheduler: Scheduler | TraceRecorder,
+    scheduler: Scheduler,
     grammars: GrammarManager | None,
     in_flight: Iterable[SchedulerOutput] = (),
 ) -> list[EngineCoreOutput]:

@@ -37,6 +37,7 @@ from paxkv.entrypoints.build_client import (
     make_input_processor,
     start_engines,
 )
+from paxkv.entrypoints.build_scheduler import make_scheduler, record_scheduler
 from paxkv.errors import KVCacheTooSmallError
 from paxkv.fleet.engine_supervisor import RestartPolicy
 from paxkv.fleet.loop_thread import LoopThread
@@ -47,7 +48,7 @@ from paxkv.structured_output.grammar_manager import GrammarManager
 from paxkv.text.chat_template import ChatTemplate
 from paxkv.text.tokenizer import Tokenizer
 from paxkv.trace.header import TraceHeader
-from paxkv.trace.recorder import TraceRecorder, make_scheduler, record_scheduler
+from paxkv.trace.recorder import TraceRecorder
 from paxkv.trace.trace_file import check_trace_file
 
 # Before the imports below: with a foreign `models` they would fail without saying why.

@@ -16,13 +16,12 @@ from paxkv.contracts.inspection import (
 from paxkv.errors import InvalidRequestError
 from paxkv.inspector.block_columns import make_columns
 from paxkv.inspector.block_tables import SentTables, TableChangeLists
+from paxkv.inspector.inspected_scheduler import InspectedScheduler
 from paxkv.inspector.step_meter import StepMeter
 from paxkv.kv_cache.hashing.block_hash import get_block_hash, get_group_id, with_block_size
 from paxkv.kv_cache.observers.block_changes import BlockChangeLog
 from paxkv.kv_cache.pool.block import KVCacheBlock
 from paxkv.scheduler.request import Request
-from paxkv.scheduler.scheduler import Scheduler
-from paxkv.trace.recorder import TraceRecorder
 
 MAX_WAITING_ROWS = 200
 NUM_EVICTION_HEAD = 64
@@ -40,7 +39,7 @@ class FrameMaker:
         meter: To be told of arrivals and steps, which a scheduler does not time.
     """
 
-    def __init__(self, scheduler: Scheduler | TraceRecorder, *, keeps_tokens: bool = False) -> None:
+    def __init__(self, scheduler: InspectedScheduler, *, keeps_tokens: bool = False) -> None:
         self._scheduler = scheduler
         manager = scheduler.kv_cache_manager
         self._managers = manager.coordinator.single_type_managers

@@ -8,8 +8,7 @@ from paxkv.contracts.engine_output import EngineCoreOutput
 from paxkv.contracts.inspection import BlockDetails, Inspection
 from paxkv.errors import InvalidRequestError
 from paxkv.inspector.frame_maker import FrameMaker
-from paxkv.scheduler.scheduler import Scheduler
-from paxkv.trace.recorder import TraceRecorder
+from paxkv.inspector.inspected_scheduler import InspectedScheduler
 
 # Without a question for so long, nobody looks any more: a page that vanished costs nothing.
 LEASE_S = 3.0
@@ -18,7 +17,7 @@ LEASE_S = 3.0
 class InspectionRecorder:
     """Answers who looks at an engine; collects nothing while nobody does."""
 
-    def __init__(self, scheduler: Scheduler | TraceRecorder) -> None:
+    def __init__(self, scheduler: InspectedScheduler) -> None:
         self._scheduler = scheduler
         # None while nobody looks.
         self._frames: FrameMaker | None = None

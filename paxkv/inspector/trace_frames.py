@@ -1,22 +1,16 @@
-"""`python -m paxkv.inspector.trace_frames FILE`: a recorded trace as frames, a JSON line each.
+"""Replays a recorded trace and shows it as the inspector's frames, a JSON line each."""
 
-The server runs it for traces that a page brings: a process with limits on memory and time, because
-a trace is a program of the scheduler that somebody else wrote.
-"""
-
-import argparse
-import resource
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from paxkv.contracts.engine_output import EngineCoreOutput
 from paxkv.contracts.inspection import InspectorFrame
-from paxkv.errors import PaxkvError, TraceFileError
+from paxkv.errors import TraceFileError
 from paxkv.inspector.frame_maker import FrameMaker
 from paxkv.trace.calls import AddRequestCall, Call, ScheduleCall, UpdateCall
+from paxkv.trace.recorder import SchedulerFactory
 from paxkv.trace.replayer import ReplaySummary, TracePlayer, replay_call
 from paxkv.trace.trace_file import TraceReader
 
@@ -24,8 +18,6 @@ from paxkv.trace.trace_file import TraceReader
 MAX_FRAMES = 3000
 MAX_OUTPUT_BYTES = 256 * 2**20
 MAX_BLOCKS = 2_000_000
-MAX_MEMORY_BYTES = 8 * 2**30
-MAX_CPU_S = 300
 
 
 class TraceEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,33 +35,11 @@ class TraceEnd(msgspec.Struct, frozen=True, kw_only=True):
     note: str | None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes the frames to stdout; returns the exit code of the process."""
-    parser = argparse.ArgumentParser(
-        prog="python -m paxkv.inspector.trace_frames",
-        description="Replays a trace and writes what the inspector shows of it, a JSON line each.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("file", type=Path, metavar="FILE", help="trace to replay")
-    namespace = parser.parse_args(arguments)
-    _limit(resource.RLIMIT_AS, MAX_MEMORY_BYTES)
-    _limit(resource.RLIMIT_CPU, MAX_CPU_S)
-    out = sys.stdout.buffer
-    try:
-        for line in frame_lines(namespace.file):
-            out.write(line + b"\n")
-    except PaxkvError as error:
-        # Whoever sent the trace has another name for it.
-        message = str(error).replace(str(namespace.file), "the file")
-        out.write(msgspec.json.encode({"error": message}) + b"\n")
-        return 2
-    finally:
-        out.flush()
-    return 0
-
-
-def frame_lines(file: Path) -> Iterator[bytes]:
+def frame_lines(file: Path, make_scheduler: SchedulerFactory) -> Iterator[bytes]:
     """`{"frame": InspectorFrame}` each, and at last `{"end": TraceEnd}`.
+
+    Args:
+        make_scheduler: Builds the scheduler that the trace is replayed on.
 
     Raises:
         TraceFileError: The file is no trace of this version, or its pool is too large.
@@ -78,7 +48,7 @@ def frame_lines(file: Path) -> Iterator[bytes]:
     num_blocks = reader.header.kv_cache_config.num_blocks
     if num_blocks > MAX_BLOCKS:
         raise TraceFileError(f"the trace has {num_blocks} blocks; at most {MAX_BLOCKS} are shown.")
-    frames = _TraceFrames(TracePlayer(reader.header))
+    frames = _TraceFrames(TracePlayer(reader.header, make_scheduler))
     lines_per_frame = -(-_count_lines(file) // MAX_FRAMES)
     num_bytes = num_lines = 0
     note: str | None = None
@@ -174,13 +144,3 @@ def _frame_line(frame: InspectorFrame) -> bytes:
 def _count_lines(file: Path) -> int:
     with file.open("rb") as lines:
         return max(sum(chunk.count(b"\n") for chunk in iter(lambda: lines.read(2**20), b"")), 1)
-
-
-def _limit(kind: int, most: int) -> None:
-    _, hard = resource.getrlimit(kind)
-    soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    resource.setrlimit(kind, (soft, hard))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

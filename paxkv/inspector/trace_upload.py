@@ -78,7 +78,7 @@ class TraceUploads:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "paxkv.inspector.trace_frames",
+                "paxkv.entrypoints.trace_frames",
                 file.name,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,

@@ -360,6 +360,12 @@ class Scheduler:
         if len(self.running) > self.scheduler_config.max_num_seqs:
             raise InvariantError(f"{len(self.running)} requests run, over max_num_seqs.")
 
+    def close(self) -> None:
+        """Ends the scheduler; nothing may be called afterwards.
+
+        Does nothing: all that a scheduler holds is memory. A recorded scheduler ends its trace.
+        """
+
     def _make_halves(
         self, grammar_gate: GrammarGate | None
     ) -> tuple[RunningScheduler, WaitingScheduler]:

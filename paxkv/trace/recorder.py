@@ -1,10 +1,8 @@
 """TraceRecorder: a scheduler whose every call is reported, with what it answered."""
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from paxkv.contracts.engine_output import EngineCoreOutput
 from paxkv.contracts.engine_request import EngineRequest
@@ -14,7 +12,6 @@ from paxkv.contracts.runner_output import ModelRunnerOutput
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.errors import InvariantError
 from paxkv.kv_cache.observers.block_movements import BlockMovementLog, BlockMovements
-from paxkv.scheduler.async_scheduler import AsyncScheduler
 from paxkv.scheduler.request import EndReason
 from paxkv.scheduler.scheduler import Scheduler
 from paxkv.trace.calls import (
@@ -30,45 +27,40 @@ from paxkv.trace.calls import (
     UpdateCall,
     encode_request,
 )
-from paxkv.trace.header import TraceHeader, with_fixed_seed
+from paxkv.trace.header import TraceHeader
 from paxkv.trace.outside import AskedConnector, AskedGrammarGate, QuestionLog
-from paxkv.trace.trace_file import TraceWriter
 
 _ResultT = TypeVar("_ResultT")
 _NOTHING_MOVED = BlockMovements()
 _TIME_DIGITS = 7  # a tenth of a microsecond; more only makes files longer
 
 
-def make_scheduler(
-    header: TraceHeader,
-    *,
-    connector: KVConnector | None = None,
-    grammar_gate: GrammarGate | None = None,
-) -> Scheduler:
-    """A fresh scheduler of this build; a header that was read back builds an equal one."""
-    scheduler_class = AsyncScheduler if header.is_async else Scheduler
-    return scheduler_class(
-        scheduler_config=header.scheduler_config,
-        cache_config=header.cache_config,
-        kv_cache_config=header.kv_cache_config,
-        max_model_len=header.max_model_len,
-        connector=connector,
-        grammar_gate=grammar_gate,
-        num_lookahead_tokens=header.num_lookahead_tokens,
-        use_eagle=header.use_eagle,
-        count_common_prefix_blocks=header.count_common_prefix_blocks,
-    )
+class SchedulerFactory(Protocol):
+    """Builds a scheduler; a header that was read back builds an equal one."""
+
+    def __call__(
+        self,
+        header: TraceHeader,
+        *,
+        connector: KVConnector | None = None,
+        grammar_gate: GrammarGate | None = None,
+    ) -> Scheduler: ...
 
 
 def make_recorder(
     header: TraceHeader,
+    make_scheduler: SchedulerFactory,
     report: Callable[[Call], None],
     *,
     on_close: Callable[[], None] | None = None,
     connector: KVConnector | None = None,
     grammar_gate: GrammarGate | None = None,
 ) -> "TraceRecorder":
-    """A fresh scheduler whose calls, and whatever it asks in them, are reported."""
+    """Reports the calls of a scheduler that `make_scheduler` builds, and what it asks in them.
+
+    The connector and the grammar gate are wrapped before the scheduler is built, so that no
+    question is missed.
+    """
     questions = QuestionLog()
     scheduler = make_scheduler(
         header,
@@ -76,34 +68,6 @@ def make_recorder(
         grammar_gate=None if grammar_gate is None else AskedGrammarGate(grammar_gate, questions),
     )
     return TraceRecorder(scheduler, report, questions, on_close)
-
-
-def record_scheduler(
-    header: TraceHeader,
-    file: Path,
-    *,
-    connector: KVConnector | None = None,
-    grammar_gate: GrammarGate | None = None,
-) -> "TraceRecorder":
-    """A fresh scheduler whose calls are written to a trace; one that was there is overwritten.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
-    header = dataclasses.replace(
-        header,
-        cache_config=with_fixed_seed(header.cache_config),
-        has_connector=connector is not None,
-        has_grammar_gate=grammar_gate is not None,
-    )
-    writer = TraceWriter(file, header)
-    return make_recorder(
-        header,
-        writer.write,
-        on_close=writer.close,
-        connector=connector,
-        grammar_gate=grammar_gate,
-    )
 
 
 class TraceRecorder:
@@ -203,7 +167,8 @@ class TraceRecorder:
         )
 
     def close(self) -> None:
-        """Ends the trace; nothing may be called afterwards. May be repeated."""
+        """Ends the scheduler and the trace; nothing may be called afterwards. May be repeated."""
+        self._scheduler.close()
         if self._on_close is not None:
             self._on_close()
 

@@ -18,7 +18,7 @@ from paxkv.trace.calls import (
 from paxkv.trace.difference import Difference, first_difference
 from paxkv.trace.header import TraceHeader
 from paxkv.trace.outside import RecordedAnswers
-from paxkv.trace.recorder import TraceRecorder, make_recorder
+from paxkv.trace.recorder import SchedulerFactory, TraceRecorder, make_recorder
 from paxkv.trace.trace_file import TraceReader
 
 
@@ -45,13 +45,16 @@ class ReplaySummary:
     difference_at: str = ""
 
 
-def replay(reader: TraceReader) -> ReplaySummary:
+def replay(reader: TraceReader, make_scheduler: SchedulerFactory) -> ReplaySummary:
     """Makes every recorded call again and compares the answers, up to the first difference.
+
+    Args:
+        make_scheduler: Builds the scheduler that gets the calls.
 
     Raises:
         TraceFileError: The trace cannot be read, or has a call that cannot be made.
     """
-    player = TracePlayer(reader.header)
+    player = TracePlayer(reader.header, make_scheduler)
     summary = ReplaySummary()
     for line in reader.lines():
         for recorded in line.calls:
@@ -79,12 +82,13 @@ def replay_call(player: "TracePlayer", recorded: Call, summary: ReplaySummary) -
 class TracePlayer:
     """Makes recorded calls on a fresh scheduler."""
 
-    def __init__(self, header: TraceHeader) -> None:
+    def __init__(self, header: TraceHeader, make_scheduler: SchedulerFactory) -> None:
         self._reported: list[Call] = []
         self._answers = RecordedAnswers()
         try:
             self._scheduler = make_recorder(
                 header,
+                make_scheduler,
                 self._reported.append,
                 connector=self._answers if header.has_connector else None,
                 grammar_gate=self._answers if header.has_grammar_gate else None,

@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from benchmarks.host.random_workload import RandomWorkload, make_header
+from paxkv.entrypoints.build_scheduler import make_scheduler
 from paxkv.trace.calls import AddRequestCall, Call, ControlCall, ScheduleCall
 from paxkv.trace.recorder import make_recorder
 
@@ -14,7 +15,11 @@ def run_workload(*, num_requests: int, seed: int, check_every: int, **header: ob
 
     def make(connector, grammar_gate):
         return make_recorder(
-            make_header(**header), calls.append, connector=connector, grammar_gate=grammar_gate
+            make_header(**header),
+            make_scheduler,
+            calls.append,
+            connector=connector,
+            grammar_gate=grammar_gate,
         )
 
     workload = RandomWorkload(make, num_requests=num_requests, seed=seed)

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.host.random_workload import RandomWorkload, make_header
 from benchmarks.host.record_and_replay import record, replay_without_jax
-from paxkv.trace.recorder import record_scheduler
+from paxkv.entrypoints.build_scheduler import make_scheduler, record_scheduler
 from paxkv.trace.replayer import replay
 from paxkv.trace.trace_file import TraceReader
 
@@ -44,4 +44,4 @@ def test_every_kind_of_scheduler_replays_exactly(
     RandomWorkload(make, num_requests=100, seed=2).run()
     reader = TraceReader.open(tmp_path / "t")
     assert (reader.header.is_async, reader.header.has_connector) == (is_async, True)
-    assert replay(reader).difference is None
+    assert replay(reader, make_scheduler).difference is None

@@ -25,9 +25,9 @@ from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.engine.core_loop import run_core
 from paxkv.engine.core_thread import CoreThread
 from paxkv.engine.engine_core import EngineCore
+from paxkv.entrypoints.build_scheduler import make_scheduler, record_scheduler
 from paxkv.errors import EngineDeadError
 from paxkv.trace.calls import ScheduleCall
-from paxkv.trace.recorder import record_scheduler
 from paxkv.trace.replayer import replay
 from paxkv.trace.trace_file import TraceReader
 from tests.paxkv.engine.fake_engine import (
@@ -305,4 +305,4 @@ def test_step_in_which_the_device_failed_is_the_last_of_the_trace(tmp_path: Path
     transport.close()
     *_, last = TraceReader.open(tmp_path / "t").lines()
     assert [(type(call), call.step) for call in last.calls] == [(ScheduleCall, 2)]
-    assert replay(TraceReader.open(tmp_path / "t")).num_steps == 2
+    assert replay(TraceReader.open(tmp_path / "t"), make_scheduler).num_steps == 2

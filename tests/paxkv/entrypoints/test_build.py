@@ -24,6 +24,7 @@ from paxkv.entrypoints.build import (
     build_llm_client,
     compile_programs,
 )
+from paxkv.entrypoints.build_scheduler import make_scheduler
 from paxkv.errors import ConfigError, InvalidRequestError, KVCacheTooSmallError
 from paxkv.runner.programs.bucketing import RowShape
 from paxkv.runner.programs.program_store import CompiledPrograms, NewCompiledPrograms
@@ -273,7 +274,7 @@ def test_trace_file_records_an_engine_so_that_it_replays(
     assert reader.header.max_model_len == MAX_SCALED_POSITIONS
     # Drawn for this engine: without it no hash would be the same again.
     assert reader.header.cache_config.prefix_caching_seed is not None
-    summary = replay(reader)
+    summary = replay(reader, make_scheduler)
     assert (summary.num_requests, summary.num_output_tokens, summary.difference) == (1, 4, None)
 
 

@@ -4,8 +4,8 @@ from paxkv.config.engine_config import CacheConfig, SchedulerConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec
+from paxkv.entrypoints.build_scheduler import record_scheduler
 from paxkv.trace.header import TraceHeader
-from paxkv.trace.recorder import record_scheduler
 from tests.paxkv.scheduler.stepping import FULL, FunctionRunner
 
 

@@ -1,12 +1,10 @@
 """A trace becomes the frames that a page would have got from the engine that wrote it."""
 
-import subprocess
-import sys
-
 import msgspec
 import pytest
 
 from paxkv.contracts.inspection import InspectorFrame
+from paxkv.entrypoints.build_scheduler import make_scheduler
 from paxkv.errors import TraceFileError
 from paxkv.inspector import trace_frames
 from paxkv.inspector.trace_frames import frame_lines
@@ -21,7 +19,7 @@ def read(lines):
 
 def test_frames_end_in_the_pool_that_was_recorded(tmp_path):
     scheduler = record(tmp_path / "trace")
-    frames, end = read(frame_lines(tmp_path / "trace"))
+    frames, end = read(frame_lines(tmp_path / "trace", make_scheduler))
     assert len(frames) == scheduler.num_steps + 1 and end["note"] is None
     assert end["num_preemptions"] == scheduler.num_preemptions > 0
     page = PageState(frames[0])
@@ -39,7 +37,7 @@ def test_frames_end_in_the_pool_that_was_recorded(tmp_path):
 def test_long_traces_have_several_steps_in_a_frame(tmp_path, monkeypatch):
     scheduler = record(tmp_path / "trace")
     monkeypatch.setattr(trace_frames, "MAX_FRAMES", 4)
-    frames, end = read(frame_lines(tmp_path / "trace"))
+    frames, end = read(frame_lines(tmp_path / "trace", make_scheduler))
     assert len(frames) <= 6 and end["num_steps"] == scheduler.num_steps
     page = PageState(frames[0])
     for frame in frames[1:]:
@@ -52,7 +50,7 @@ def test_where_the_replay_differs_it_says_so_and_stops(tmp_path):
     lines = (tmp_path / "trace").read_bytes().splitlines(keepends=True)
     lines[5] = lines[5].replace(b'"num_free_blocks":', b'"num_free_blocks":9')
     (tmp_path / "trace").write_bytes(b"".join(lines))
-    frames, end = read(frame_lines(tmp_path / "trace"))
+    frames, end = read(frame_lines(tmp_path / "trace", make_scheduler))
     assert len(frames) == 6 and "num_free_blocks" in end["note"]
 
 
@@ -60,16 +58,4 @@ def test_pool_that_is_too_large_is_refused(tmp_path, monkeypatch):
     record(tmp_path / "trace")
     monkeypatch.setattr(trace_frames, "MAX_BLOCKS", 11)
     with pytest.raises(TraceFileError, match="12 blocks"):
-        next(frame_lines(tmp_path / "trace"))
-
-
-def test_file_that_is_no_trace_is_one_line_and_an_exit_code(tmp_path):
-    (tmp_path / "junk").write_bytes(b"no trace")
-    run = subprocess.run(
-        [sys.executable, "-m", "paxkv.inspector.trace_frames", str(tmp_path / "junk")],
-        capture_output=True,
-        check=False,
-    )
-    assert run.returncode == 2
-    error = msgspec.json.decode(run.stdout)["error"]
-    assert error.startswith("the file has no complete first line")
+        next(frame_lines(tmp_path / "trace", make_scheduler))

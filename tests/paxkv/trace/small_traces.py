@@ -8,9 +8,10 @@ from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from paxkv.contracts.runner_output import ModelRunnerOutput
 from paxkv.contracts.scheduler_output import SchedulerOutput
+from paxkv.entrypoints.build_scheduler import record_scheduler
 from paxkv.scheduler.scheduler import Scheduler
 from paxkv.trace.header import TraceHeader
-from paxkv.trace.recorder import TraceRecorder, record_scheduler
+from paxkv.trace.recorder import TraceRecorder
 
 TOKEN = 7
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from paxkv.entrypoints.build_scheduler import record_scheduler
 from paxkv.errors import TraceFileError
 from paxkv.trace.calls import (
     AddRequestCall,
@@ -22,7 +23,6 @@ from paxkv.trace.calls import (
     encode_request,
 )
 from paxkv.trace.chrome_view import ENGINE_PID, REQUESTS_PID, write_chrome_view
-from paxkv.trace.recorder import record_scheduler
 from paxkv.trace.trace_file import TraceReader, TraceWriter
 from tests.paxkv.trace.small_traces import (
     make_header,

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from paxkv.contracts.kv_connector import KVConnectorMetadata, KVTransfer
+from paxkv.entrypoints.build_scheduler import make_scheduler, record_scheduler
 from paxkv.errors import InvariantError
 from paxkv.trace.calls import ScheduleCall
 from paxkv.trace.header import TraceHeader
@@ -15,7 +16,6 @@ from paxkv.trace.outside import (
     QuestionLog,
     RecordedAnswers,
 )
-from paxkv.trace.recorder import record_scheduler
 from paxkv.trace.replayer import replay
 from paxkv.trace.trace_file import TraceReader, TraceWriter
 from tests.paxkv.trace.small_traces import answer, make_header, make_request, run_to_end
@@ -110,7 +110,7 @@ def record_with_outside(file: Path) -> TraceHeader:
 def test_run_with_connector_and_grammar_replays_exactly_without_them(tmp_path: Path) -> None:
     header = record_with_outside(tmp_path / "t")
     assert header.has_connector and header.has_grammar_gate
-    summary = replay(TraceReader.open(tmp_path / "t"))
+    summary = replay(TraceReader.open(tmp_path / "t"), make_scheduler)
     # 2 empty steps; 4 of 12 tokens, as 8 are loaded, and a token; the last token; the end.
     assert (summary.num_steps, summary.num_hit_tokens, summary.difference) == (5, 8, None)
 
@@ -127,6 +127,6 @@ def test_changed_answer_is_found(tmp_path: Path) -> None:
                     call.questions[idx] = Question(question.method, "r", [0], [], (0, False))
         writer.write(call)
     writer.close()
-    summary = replay(TraceReader.open(tmp_path / "t"))
+    summary = replay(TraceReader.open(tmp_path / "t"), make_scheduler)
     assert summary.difference_at == "step 3, schedule"
     assert "asks" in summary.difference.got

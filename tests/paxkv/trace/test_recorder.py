@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from paxkv.entrypoints.build_scheduler import make_scheduler, record_scheduler
 from paxkv.errors import InvalidRequestError, InvariantError
-from paxkv.kv_cache.observers.block_movements import BlockMovementLog, BlockMovements
+from paxkv.kv_cache.observers.block_movements import BlockMovements
 from paxkv.trace.calls import (
     AddRequestCall,
     Call,
@@ -17,12 +18,7 @@ from paxkv.trace.calls import (
     ScheduleCall,
     UpdateCall,
 )
-from paxkv.trace.recorder import (
-    TraceRecorder,
-    make_recorder,
-    make_scheduler,
-    record_scheduler,
-)
+from paxkv.trace.recorder import TraceRecorder, make_recorder
 from paxkv.trace.trace_file import TraceReader
 from tests.paxkv.trace.small_traces import (
     TOKEN,
@@ -41,7 +37,7 @@ def calls() -> list[Call]:
 
 @pytest.fixture
 def recorder(calls: list[Call]) -> TraceRecorder:
-    return make_recorder(make_header(), calls.append)
+    return make_recorder(make_header(), make_scheduler, calls.append)
 
 
 def run_step(recorder: TraceRecorder) -> list:
@@ -174,11 +170,6 @@ def test_recording_changes_no_decision(tmp_path: Path) -> None:
         assert scheduler.num_preemptions > 0
         decisions.append(outputs)
     assert decisions[0] == decisions[1]
-
-
-def test_unrecorded_scheduler_has_no_log(tmp_path: Path) -> None:
-    observers = make_scheduler(make_header()).kv_cache_manager.block_pool.observers
-    assert not any(isinstance(observer, BlockMovementLog) for observer in observers)
 
 
 def test_recorded_scheduler_gets_a_seed_that_the_header_holds(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.scheduler_output import SchedulerOutput
+from paxkv.entrypoints.build_scheduler import make_scheduler, record_scheduler
 from paxkv.errors import InvalidRequestError, InvariantError, TraceFileError
 from paxkv.trace.calls import (
     AddRequestCall,
@@ -23,7 +24,6 @@ from paxkv.trace.calls import (
     ScheduleCall,
     UpdateCall,
 )
-from paxkv.trace.recorder import record_scheduler
 from paxkv.trace.replayer import ReplaySummary, replay
 from paxkv.trace.trace_file import TraceReader, TraceWriter
 from tests.paxkv.scheduler.stepping import FunctionRunner
@@ -36,7 +36,7 @@ from tests.paxkv.trace.small_traces import (
 
 
 def replay_file(file: Path) -> ReplaySummary:
-    return replay(TraceReader.open(file))
+    return replay(TraceReader.open(file), make_scheduler)
 
 
 def rewrite(file: Path, change) -> None:

@@ -1,0 +1,41 @@
+"""InspectedScheduler: what the inspector reads of a scheduler."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from paxkv.config.engine_config import SchedulerConfig
+from paxkv.kv_cache.manager import KVCacheManager
+from paxkv.scheduler.request import Request
+from paxkv.scheduler.request_queue import RequestQueue
+
+
+class InspectedScheduler(Protocol):
+    """A scheduler with its requests, queues and blocks; the inspector changes none of them."""
+
+    @property
+    def requests(self) -> Mapping[str, Request]:
+        """Unfinished requests by id; each is in `running` or in `waiting`."""
+        ...
+
+    @property
+    def running(self) -> Sequence[Request]: ...
+
+    @property
+    def waiting(self) -> RequestQueue: ...
+
+    @property
+    def kv_cache_manager(self) -> KVCacheManager: ...
+
+    @property
+    def scheduler_config(self) -> SchedulerConfig: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        """Tokens that all steps so far compute."""
+        ...
+
+    @property
+    def num_preemptions(self) -> int: ...
