@@ -39,8 +39,8 @@ from benchmarks.command_line import (
     run_benchmark,
     seed_number,
 )
-from benchmarks.markdown_table import markdown_table
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
+from benchmarks.tables import markdown_table
 from benchmarks.workloads import Workload, make_workload
 from models.errors import ModelError
 from paxkv.build import BuiltEngine, build_engine

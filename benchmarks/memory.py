@@ -52,8 +52,8 @@ from benchmarks.command_line import (
     whole_number,
 )
 from benchmarks.host.kv_waste import MAX_MODEL_LEN, make_requests, make_scheduler, run_steps
-from benchmarks.markdown_table import markdown_table
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
+from benchmarks.tables import markdown_table
 from benchmarks.workloads import make_workload
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.sampling_params import SamplingParams

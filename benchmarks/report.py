@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.command_line import BenchmarkError, output_folder, run_benchmark
 from benchmarks.engine.measure import case_fields, short_cases
-from benchmarks.markdown_table import markdown_table
+from benchmarks.tables import markdown_table
 
 SPEED_METRICS = {
     "tokens_per_cpu_s": "output tokens per CPU-second",

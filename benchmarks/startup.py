@@ -43,8 +43,8 @@ from benchmarks.command_line import (
     positive_int,
     run_benchmark,
 )
-from benchmarks.markdown_table import markdown_table
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
+from benchmarks.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 MILESTONES = ("imports", "model", "programs", "ready", "first token")

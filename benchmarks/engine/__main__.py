@@ -52,10 +52,10 @@ from benchmarks.engine.options import (
     rounded_dtype,
     work_folder,
 )
-from benchmarks.engine.paxkv_settings import checked_settings, engine_config, settings_by_part
 from benchmarks.engine.process import EngineProcess, EngineProcessError
-from benchmarks.markdown_table import markdown_table
+from benchmarks.engine.settings import checked_settings, engine_config, settings_by_part
 from benchmarks.result_rows import ResultRow, append_rows, processor_name
+from benchmarks.tables import markdown_table
 
 BENCHMARK = "benchmarks.engine"
 # Metric -> digits behind the point; what an engine counts besides has none.

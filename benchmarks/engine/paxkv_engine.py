@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.engine.offline_engine import EngineOutput, EngineSpec, Setting
-from benchmarks.engine.paxkv_settings import engine_config, settings_by_part
+from benchmarks.engine.settings import engine_config, settings_by_part
 from benchmarks.workloads import Workload
 from models import read_model_config
 from paxkv.build import build_engine, build_llm_client

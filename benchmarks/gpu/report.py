@@ -8,9 +8,9 @@ from typing import Any
 from benchmarks.engine.measure import spread
 from benchmarks.gpu.sizes import LLAMA_3_1_8B
 from benchmarks.gpu.units import PAXKV, TRANSFORMERS, decode_case
-from benchmarks.markdown_table import markdown_table
 from benchmarks.ops.gpu_processes import Result
 from benchmarks.ops.gpu_report import OpRow
+from benchmarks.tables import markdown_table
 
 BENCHMARK = "benchmarks.gpu"
 # Wanted, not measured: of the memory roofline in decode; over transformers' continuous batching.

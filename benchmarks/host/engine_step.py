@@ -39,10 +39,10 @@ from benchmarks.command_line import positive_int, run_benchmark, whole_number
 from benchmarks.engine.measure import spread
 from benchmarks.engine.options import named_setting
 from benchmarks.engine.paxkv_engine import BYTES_PER_VALUE
-from benchmarks.engine.paxkv_settings import checked_settings, settings_by_part
-from benchmarks.markdown_table import markdown_table
+from benchmarks.engine.settings import checked_settings, settings_by_part
 from benchmarks.random_checkpoint import MODEL_SHAPES, write_checkpoint
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
+from benchmarks.tables import markdown_table
 from models import read_model_config
 from paxkv.build import build_core
 from paxkv.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig

@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 from benchmarks.command_line import output_file, positive_int, run_benchmark
-from benchmarks.host.random_outside import RandomConnector, RandomGrammarGate
-from benchmarks.host.random_workload import RandomWorkload, make_header
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
 from paxkv.scheduler.scheduler import Scheduler
 from paxkv.scheduler.trace.recorder import TraceRecorder, make_scheduler, record_scheduler
+from tests.end_to_end.random_outside import RandomConnector, RandomGrammarGate
+from tests.end_to_end.random_workload import RandomWorkload, make_header
 
 # Runs `python -m paxkv.replay` where JAX cannot be imported.
 REPLAY_WITHOUT_JAX = """

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
-from benchmarks.ops.gpu_float64 import SeenRule, attend
+from benchmarks.ops.float64 import SeenRule, attend
 from benchmarks.ops.gpu_units import (
     ERROR_LIMITS,
     Finding,

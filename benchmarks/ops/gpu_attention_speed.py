@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 
 import pallas_kernels
+from benchmarks.ops.float64 import SeenRule, attend
 from benchmarks.ops.gpu_draws import draw_cache, draw_normal, nan, scattered_tables
-from benchmarks.ops.gpu_float64 import SeenRule, attend
 from benchmarks.ops.gpu_units import (
     ERROR_LIMITS,
     Finding,

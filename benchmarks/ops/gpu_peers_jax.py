@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.ops.float64 import attend
 from benchmarks.ops.gpu_attention_speed import DECODE, RAGGED, AttentionSizes, rehearsal_sizes
 from benchmarks.ops.gpu_draws import draw_normal, nan
-from benchmarks.ops.gpu_float64 import attend
 from benchmarks.ops.gpu_units import ERROR_LIMITS, Finding, Program, Unit, close_findings
 
 BODIES = {"jax cudnn": "cudnn", "jax xla dense": "xla"}

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from benchmarks.ops.float64 import SeenRule, attend
 from benchmarks.ops.gpu_draws import scattered_tables
-from benchmarks.ops.gpu_float64 import SeenRule, attend
 from benchmarks.ops.gpu_timing import take_samples
 from benchmarks.ops.gpu_units import ERROR_LIMITS, close_findings
 

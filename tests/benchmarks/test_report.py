@@ -36,8 +36,8 @@ def engine_rows() -> list[dict]:
     for workload in ("mixed", "skewed"):
         for engine, median in (("paxkv", 900.0), ("static-8", 300.0)):
             case = f"model=tiny workload={workload} threads=1 engine={engine}"
-            rows.append(row("benchmarks.torch_baseline", case, "tokens_per_cpu_s", median))
-        rows.append(row("benchmarks.torch_baseline", case, "paxkv_times_per_cpu_s", 3.0))
+            rows.append(row("benchmarks.compare_torch", case, "tokens_per_cpu_s", median))
+        rows.append(row("benchmarks.compare_torch", case, "paxkv_times_per_cpu_s", 3.0))
     return rows
 
 

@@ -63,7 +63,7 @@ def test_every_run_begins_with_an_empty_prefix_cache(engine: PaxkvEngine) -> Non
 def test_tokens_are_those_of_plain_torch(engine: PaxkvEngine, spec: EngineSpec) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from benchmarks.torch_baseline import contiguous_cache
+    from benchmarks.compare_torch import contiguous_cache
 
     # Prompts of all lengths, two at once; the cache has room for them, though it was made for
     # another workload: for the longest request of the model.
