@@ -109,18 +109,6 @@ def test_only_the_chosen_folder_can_hold_programs() -> None:
     }
 
 
-def test_plot_is_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from benchmarks.startup_plot import draw_starts
-
-    figures = {
-        start: {name: [scale * (i + 1.0)] for i, name in enumerate(startup.MILESTONES)}
-        for start, scale in (("cold", 3.0), ("warm", 1.0))
-    }
-    draw_starts(figures, startup.MILESTONES, tmp_path / "startup.png")
-    assert (tmp_path / "startup.png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.slow
 def test_second_start_of_the_real_server_compiles_nothing(tmp_path: Path) -> None:
     flags = ["--max-num-seqs", "4", "--max-num-batched-tokens", "16"]
