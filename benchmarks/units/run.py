@@ -16,15 +16,13 @@ from benchmarks.command_line import output_file, output_folder, positive_float, 
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, commit_hash
 from benchmarks.units.runner import UnitRunner
 from benchmarks.units.unit import Result, Unit
-from benchmarks.units.worker import measure_device
+from benchmarks.units.worker import DEVICE_UNIT
 
 # Kept for ending processes and writing the report.
 REPORT_S = 8.0
 NO_GPU_EXIT, UNFINISHED_EXIT = 2, 3
 # Units with these outcomes are not run again by --resume.
 _FINISHED = ("done", "absent")
-
-DEVICE_UNIT = Unit(kind="machine", op="device", case="name", body="jax", measure=measure_device)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,6 +96,9 @@ def measure_device(_: int) -> Measured:
     return Measured(figures={}, details={**described, "jax": jax.__version__})
 
 
+DEVICE_UNIT = Unit(kind="machine", op="device", case="name", body="jax", measure=measure_device)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--listed-by", required=True, help="MODULE:FUNCTION that lists all units")
@@ -108,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     module, _, function = arguments.listed_by.partition(":")
     listed = getattr(importlib.import_module(module), function)(is_rehearsal=arguments.rehearse)
-    known = {unit.key: unit for unit in listed}
+    known = {unit.key: unit for unit in (DEVICE_UNIT, *listed)}
     units = [known[key] for key in json.loads(arguments.units.read_text())]
     do_units(units, EventLog(arguments.events), run_seed=arguments.seed)
 

@@ -26,16 +26,6 @@ def test_number_out_of_its_range_is_refused(read, good, bad) -> None:
             read(text)
 
 
-def test_output_is_tried_and_left_as_it_was(tmp_path) -> None:
-    old = tmp_path / "old.jsonl"
-    old.write_text("row\n")
-    assert command_line.output_file(str(old)) == old
-    new = command_line.output_file(str(tmp_path / "folder" / "new.jsonl"))
-    assert (old.read_text(), new.exists(), new.parent.is_dir()) == ("row\n", False, True)
-    folder = command_line.output_folder(str(tmp_path / "made"))
-    assert list(folder.iterdir()) == []
-
-
 def test_output_that_cannot_be_written_is_refused(tmp_path) -> None:
     (tmp_path / "file").touch()
     for read, place in (

@@ -40,16 +40,6 @@ def test_waste_of_one_request_is_that_by_hand(
     assert figures == pytest.approx(waste | {"memory": memory_percent, "requests at once": 1})
 
 
-@pytest.mark.parametrize("name", memory.DISTRIBUTIONS)
-def test_every_distribution_fits_and_wastes_least_when_paged(name: str) -> None:
-    requests = memory.make_distribution(name, seed=0)[:24]
-    assert len(requests) == 24
-    figures = memory.measure(requests, block_size=16, pool_tokens=20_000, seed=0)
-    reserved = [figures[scheme] for scheme in memory.RESERVATIONS]
-    assert reserved == sorted(reserved, reverse=True)
-    assert 0 < figures["paged"] < reserved[1]
-
-
 def test_waste_of_long_sequences_is_under_4_percent_at_block_size_16() -> None:
     requests = memory.make_distribution("long", seed=7)[:24]
     small, large = (
@@ -58,13 +48,6 @@ def test_waste_of_long_sequences_is_under_4_percent_at_block_size_16() -> None:
     )
     # Half a block of at least 500 tokens, on average: 8 / 508.
     assert 0 < small < 4 and small < large
-
-
-def test_sharing_shows_in_the_memory_that_is_held() -> None:
-    requests = memory.make_distribution("prefix", seed=0)
-    figures = memory.measure(requests, block_size=16, pool_tokens=40_000, seed=0)
-    # 64 requests with 544 tokens each, of which 512 are there once.
-    assert figures["memory"] < 100 - figures["contiguous max_model_len"]
 
 
 def test_command_prints_a_table_and_writes_rows(tmp_path: Path, capsys) -> None:

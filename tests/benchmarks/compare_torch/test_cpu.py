@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 
 from benchmarks.compare_torch.compare_tokens import differences
-from benchmarks.compare_torch.cpu import DEFAULT_ENGINES, PEERS, main
+from benchmarks.compare_torch.cpu import PEERS, main
 from benchmarks.engine.offline_engine import EngineRun, EngineSpec
 from benchmarks.engine.process import EngineProcessError
 from benchmarks.random_checkpoint import MODEL_SHAPES, write_checkpoint
@@ -65,30 +65,6 @@ def test_peer_makes_the_tokens_of_each_request_alone(peer: str, checkpoint, want
     assert differences(WORKLOAD, wanted, token_ids, None) == []
     assert len({tuple(ids) for ids in wanted}) == len(wanted)
     engine.close()
-
-
-def test_memory_of_each_batch_size_is_reserved_once(checkpoint, wanted, monkeypatch) -> None:
-    """Runs of two sizes take turns, and reserving it again would count as the run's."""
-    reserved = []
-
-    class WatchedCache(contiguous_cache.ContiguousCache):
-        def __init__(self, config, batch_size, dtype) -> None:
-            reserved.append(batch_size)
-            super().__init__(config, batch_size, dtype)
-
-    monkeypatch.setattr(contiguous_cache, "ContiguousCache", WatchedCache)
-    engine = contiguous_cache.load_engine(spec_of(checkpoint, "contiguous"), WORKLOAD)
-    for batch_size in (2, 3, 2, 3):
-        assert engine.run(WORKLOAD, batch_size=batch_size).token_ids == wanted
-    assert reserved == [2, 3]
-
-
-def test_judge_knows_which_logit_is_higher(checkpoint, wanted) -> None:
-    engine = static_batches.load_engine(spec_of(checkpoint, "static"), WORKLOAD)
-    prompt = WORKLOAD.requests[0].prompt_token_ids
-    best, other = wanted[0][0], (wanted[0][0] + 1) % 256
-    assert engine.logit_gap(prompt, best, other) > 0.01
-    assert engine.logit_gap(prompt, best, other) == -engine.logit_gap(prompt, other, best)
 
 
 class FakeProcess:
@@ -165,19 +141,6 @@ def test_command_fails_where_tokens_differ_and_writes_no_row(fake, capsys, tmp_p
     assert "tokens are not compared: int8" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["static", "static-0", "static-x", "continuous-", "vllm-8"])
-def test_a_name_that_means_no_peer_is_refused(name: str, capsys) -> None:
-    with pytest.raises(SystemExit):
-        main(["--engines", name])
-    assert f"as in static-8; got '{name}'" in capsys.readouterr().err
-
-
-def test_an_engine_that_is_named_twice_is_refused_before_anything_runs(capsys) -> None:
-    with pytest.raises(SystemExit):
-        main([*OPTIONS, "--engines", "static-2", "static-4", "static-2"])
-    assert "--engines names one of them twice" in capsys.readouterr().err
-
-
 def test_a_peer_that_does_not_run_is_named(monkeypatch, capsys) -> None:
     def fail(*arguments: object) -> None:
         raise EngineProcessError("static: RuntimeError: not on this CPU")
@@ -185,10 +148,3 @@ def test_a_peer_that_does_not_run_is_named(monkeypatch, capsys) -> None:
     monkeypatch.setattr("benchmarks.compare_torch.cpu.EngineProcess", fail)
     assert main([*OPTIONS, "--engines", "static-2"]) == 1
     assert "FAILED: static: RuntimeError: not on this CPU" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_command_runs_all_engines(tmp_path) -> None:
-    assert main([*OPTIONS, "--out", str(tmp_path / "rows.jsonl")]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert sum(row["metric"] == "paxkv_times_per_s" for row in rows) == len(DEFAULT_ENGINES)

@@ -55,11 +55,3 @@ def test_platform_chooses_the_comparison(capsys) -> None:
         with pytest.raises(SystemExit, match="0"):
             main(["--platform", platform, "--help"])
         assert word in capsys.readouterr().out
-
-
-@pytest.mark.slow  # starts a process per engine and model
-def test_rehearsal_measures_everything(tmp_path) -> None:
-    pytest.importorskip("transformers")
-    out = tmp_path / "rows.jsonl"
-    assert main(["--platform", "gpu", "--rehearse", "--out", str(out)]) == 0
-    assert "## Problems" not in out.with_suffix(".md").read_text()

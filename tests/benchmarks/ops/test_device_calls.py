@@ -59,16 +59,29 @@ def test_calls_per_program_hide_the_launch_of_short_calls_only() -> None:
 
 
 def test_outputs_take_the_place_of_updated_arrays() -> None:
-    lowered = jax.jit(
-        lambda state, others: device_calls._repeat(
-            lambda x, y: (x + y,), num_calls=5, num_updated=1, outputs=state, others=others
-        )
-    )
-    (total,) = lowered((jnp.zeros(3),), (jnp.ones(3),))
+    (total,) = device_calls._repeat(lambda x, y: (x + y,), 5, 1, (jnp.zeros(3),), (jnp.ones(3),))
     assert total.tolist() == [5.0] * 3
-    # What keeps equal calls from being fused or moved out of the loop.
-    text = lowered.lower((jnp.zeros(3),), (jnp.ones(3),)).as_text()
-    assert "optimization_barrier" in text and "while" in text
+
+
+def test_equal_calls_are_all_made() -> None:
+    calls = []
+
+    def count(x: jax.Array, index: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda: calls.append(1))
+        return jnp.sin(x) + index
+
+    program = jax.jit(lambda out, arrays: device_calls._repeat(count, 5, 0, out, arrays))
+    arrays = (jnp.ones(3), jnp.int32(2))
+    out = program(jnp.zeros(3), arrays)
+    jax.effects_barrier()
+    assert len(calls) == 5 and out.tolist() == (jnp.sin(arrays[0]) + 2).tolist()
+    # The sine is computed within the loop, not once before it.
+    plain = jax.jit(
+        lambda out, arrays: device_calls._repeat(lambda x, i: jnp.sin(x) + i, 5, 0, out, arrays)
+    )
+    text = plain.lower(jnp.zeros(3), (jnp.ones(()), jnp.arange(3.0))).compile().as_text()
+    entry = text[text.index("ENTRY ") :]
+    assert "sine" in text and "sine" not in entry
 
 
 def test_wrong_output_has_no_time() -> None:

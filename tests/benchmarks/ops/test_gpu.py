@@ -100,10 +100,3 @@ def test_command_lists_units_and_refuses_flags_of_the_other_platform(capsys) -> 
     for flags in (["cpu", "--resume"], ["gpu", "--quick"]):
         with pytest.raises(SystemExit):
             main(["--platform", *flags])
-
-
-@pytest.mark.slow  # starts processes for all units
-def test_rehearsal_runs_every_unit(tmp_path, capsys) -> None:
-    out = tmp_path / "rows.jsonl"
-    assert main(["--platform", "gpu", "--rehearse", "--out", str(out)]) == 0
-    assert "| slot_mapping" in out.with_suffix(".md").read_text()

@@ -4,12 +4,9 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
-
 from benchmarks.serve.__main__ import main
 from paxkv.config import ServerConfig
 from tests.benchmarks.serve.fake_completions_server import MODEL, running_fake_server
-from tests.end_to_end.real_server import running_server
 from tests.paxkv.server.conftest import HELD_S, run_server
 from tests.paxkv.server.fake_engine import MODEL_NAME, FakeEngine
 
@@ -63,27 +60,6 @@ def test_failures_are_shown_with_their_reason(tmp_path: Path, capsys) -> None:
     assert "HTTP 503" in printed and "the engine died" in printed
 
 
-def test_exit_code_tells_that_nothing_was_answered(tmp_path: Path, capsys) -> None:
-    out = tmp_path / "rows.jsonl"
-    command = ["--token-ids", "1", "2", "--num-prompts", "3", "--out", str(out)]
-    with running_fake_server() as fake:
-        assert main(["--base-url", fake.url, *command, "--num-warmups", "0"]) == 1
-        assert "3 of 3 requests FAILED" in capsys.readouterr().out
-        assert main(["--base-url", fake.url, *command]) == 1
-        assert "warm-up" in capsys.readouterr().err
-    assert main(["--base-url", fake.url, *command]) == 1
-    told = capsys.readouterr().err
-    assert f"GET {fake.url}/models: ConnectError" in told and "http://127.0.0.1:8000/v1" in told
-    assert not out.exists()
-
-
-def test_missing_file_is_told_before_anything_is_sent(capsys) -> None:
-    with running_fake_server() as fake:
-        assert main(["--base-url", fake.url, "--dataset", "sharegpt"]) == 1
-    assert "--dataset-path" in capsys.readouterr().err
-    assert fake.bodies == []
-
-
 def test_paxkvs_own_server_takes_every_request(tmp_path: Path, capsys) -> None:
     """Its routes and its streams, around an engine that waits for the first requests."""
     out = tmp_path / "rows.jsonl"
@@ -107,19 +83,3 @@ def test_paxkvs_own_server_takes_every_request(tmp_path: Path, capsys) -> None:
     assert server.engine.most_running == 4
     assert all(params.ignore_eos for params in server.engine.seen_params)
     assert "FAILED" not in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_real_engine_is_measured(tmp_path: Path, capsys) -> None:
-    out = tmp_path / "rows.jsonl"
-    with running_server("--max-num-seqs", "8", "--max-num-batched-tokens", "64") as server:
-        command = ["--base-url", f"{server.url}/v1", "--ignore-eos", "--num-prompts", "24"]
-        command += ["--request-rate", "40", "--random-input-len", "40", "--random-range-ratio"]
-        command += ["0.5", "--random-output-len", "16", "--out", str(out)]
-        assert main(command) == 0
-        assert server.stop() == 0
-    rows = rows_of(out)
-    assert rows["num_failed"]["median"] == 0
-    assert rows["ttft_ms_p99"]["median"] >= rows["ttft_ms_p50"]["median"] > 0
-    assert rows["e2e_ms_p50"]["median"] > rows["ttft_ms_p50"]["median"]
-    assert "usage that the server sent (24 requests)" in capsys.readouterr().out

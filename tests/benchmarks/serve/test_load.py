@@ -5,13 +5,12 @@ import math
 
 import pytest
 
-from benchmarks.serve.completions_client import CompletionsClient, ServerError
-from benchmarks.serve.load import poisson_arrivals, send_load, warm_up
+from benchmarks.serve.completions_client import CompletionsClient
+from benchmarks.serve.load import poisson_arrivals, send_load
 from benchmarks.serve.request_inputs import RequestInput
 from benchmarks.serve.request_record import RequestRecord
 from tests.benchmarks.serve.fake_completions_server import (
     MODEL,
-    REFUSE,
     FakeCompletionsServer,
     running_fake_server,
 )
@@ -66,23 +65,3 @@ def test_closed_loop_keeps_its_number_of_clients_busy() -> None:
     sent_s = sorted(record.sent_s for record in records)
     assert sent_s[3] >= min(record.end_s for record in records)
     assert [record.error for record in records] == [None] * 9
-
-
-def test_both_limits_hold() -> None:
-    with running_fake_server(first_delay_s=0.1) as fake:
-        records = send(fake, [0.0, 0.01, 0.02], max_concurrency=1)
-    assert fake.most_running == 1
-    assert all(record.sent_s >= record.due_s for record in records)
-    # The third waits for two answers.
-    assert records[2].sent_s - records[2].due_s > 0.1
-
-
-def test_warm_up_that_fails_is_an_error() -> None:
-    async def run(first_token: int) -> None:
-        async with CompletionsClient(fake.url, api_key=None, timeout_s=60) as client:
-            await warm_up(client, [RequestInput(prompt=[first_token], max_tokens=1)], FIELDS)
-
-    with running_fake_server() as fake:
-        asyncio.run(run(9))
-        with pytest.raises(ServerError, match="too much"):
-            asyncio.run(run(REFUSE))

@@ -33,15 +33,6 @@ def test_tables_show_medians_of_repetitions() -> None:
     assert "ITL" not in text
 
 
-def test_case_names_what_the_data_set_depends_on() -> None:
-    parser = make_parser("")
-    flags = ["--model", "m", "--dataset", "shared-prefix", "--goodput", "ttft:20", "--seed", "7"]
-    (row, *_) = result_rows(parser.parse_args(flags), [summary_of(0.1)])
-    assert "shared_prefix_len=256" in row.case and row.case.endswith("seed=7 ttft<=20ms")
-    (row, *_) = result_rows(parser.parse_args(["--model", "m"]), [summary_of(0.1)])
-    assert "random_input_len=128" in row.case and "shared_prefix_len" not in row.case
-
-
 def test_failures_and_short_outputs_are_below_the_tables() -> None:
     arguments = make_parser("").parse_args(["--model", "m"])
     summaries = [summary_of(0.1, num_asked=9, error="it broke")]

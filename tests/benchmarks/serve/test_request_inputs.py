@@ -27,15 +27,6 @@ def test_random_lengths_fill_their_range() -> None:
     assert {token for request in inputs for token in request.prompt} == set(range(*TOKEN_IDS))
 
 
-def test_lengths_are_exact_without_a_range_and_the_seed_decides() -> None:
-    lengths = RandomLengths(input_len=20, output_len=10)
-    inputs = random_inputs(5, lengths, token_ids=TOKEN_IDS, seed=0)
-    assert {(len(request.prompt), request.max_tokens) for request in inputs} == {(20, 10)}
-    assert inputs == random_inputs(5, lengths, token_ids=TOKEN_IDS, seed=0)
-    others = random_inputs(5, lengths, token_ids=TOKEN_IDS, seed=1)
-    assert not any(a.prompt == b.prompt for a, b in zip(inputs, others, strict=True))
-
-
 def test_prefixes_are_shared_in_turn_and_nothing_else_is() -> None:
     lengths = RandomLengths(input_len=30, output_len=1)
     inputs = shared_prefix_inputs(
@@ -45,16 +36,6 @@ def test_prefixes_are_shared_in_turn_and_nothing_else_is() -> None:
     assert prefixes == [prefixes[0], prefixes[1]] * 3 and prefixes[0] != prefixes[1]
     assert {len(request.prompt) for request in inputs} == {80}
     assert len({tuple(request.prompt[50:]) for request in inputs}) == 6
-
-
-@pytest.mark.parametrize(
-    ("lengths", "token_ids"),
-    [({"range_ratio": 1.0}, TOKEN_IDS), ({"input_len": 0}, TOKEN_IDS), ({}, (5, 5))],
-)
-def test_impossible_inputs_are_refused(lengths: dict, token_ids: tuple[int, int]) -> None:
-    with pytest.raises(InputError):
-        chosen = RandomLengths(**{"input_len": 4, "output_len": 4} | lengths)
-        random_inputs(1, chosen, token_ids=token_ids, seed=0)
 
 
 @pytest.fixture
@@ -102,19 +83,3 @@ def test_sharegpt_outputs_are_as_long_as_the_answers(
     }
     with pytest.raises(InputError, match="has 2 conversations that can be used, of 3"):
         sharegpt_inputs(3, sharegpt_file, **settings, seed=0)
-
-
-def test_sharegpt_without_a_tokenizer_needs_an_output_length(sharegpt_file: Path) -> None:
-    settings = {"tokenizer_file": None, "max_total_len": 10, "seed": 0}
-    inputs = sharegpt_inputs(3, sharegpt_file, output_len=7, **settings)
-    assert [request.max_tokens for request in inputs] == [7, 7, 7]
-    with pytest.raises(InputError, match="--tokenizer"):
-        sharegpt_inputs(1, sharegpt_file, output_len=None, **settings)
-
-
-@pytest.mark.parametrize("content", ["no JSON", '{"a": 1}'])
-def test_file_of_another_form_is_refused(tmp_path: Path, content: str) -> None:
-    file = tmp_path / "other.json"
-    file.write_text(content)
-    with pytest.raises(InputError, match=r"other\.json"):
-        sharegpt_inputs(1, file, tokenizer_file=None, output_len=1, max_total_len=9, seed=0)

@@ -63,12 +63,6 @@ def run_soak(monkeypatch, *, num_wrong: int, held: float) -> SoakResult:
     return result
 
 
-def test_growth_alone_is_told_where_all_else_is_well(monkeypatch) -> None:
-    result = run_soak(monkeypatch, num_wrong=0, held=0.0)
-    (broken,) = result.broken_promises
-    assert broken.startswith("engine_growth_percent")
-
-
 def test_wrong_answers_and_blocks_that_are_held_are_told(monkeypatch) -> None:
     result = run_soak(monkeypatch, num_wrong=1, held=0.25)
     num_all = result.figures["streams_num_requests"] + SIZE.num_burst_requests

@@ -71,21 +71,3 @@ def test_failed_requests_are_counted_and_in_no_latency() -> None:
 def test_goodput_counts_requests_that_keep_all_bounds(bounds: dict, num_good: int) -> None:
     figures = summarize([FIRST, SECOND], bounds, has_arrivals=True).figures
     assert figures["goodput_percent"] == pytest.approx(50 * num_good)
-
-
-def test_what_cannot_be_said_is_left_out() -> None:
-    figures = summarize([SECOND], {}, has_arrivals=False).figures
-    # One token has no second one, and without arrivals nobody is late.
-    names = " ".join(figures)
-    assert "tpot" not in names and "itl" not in names and "client_wait" not in names
-    assert "goodput" not in names
-    assert summarize([FAILED], {"ttft": 1}, has_arrivals=True).figures == {
-        "num_requests": 1,
-        "num_failed": 1,
-    }
-
-
-def test_early_ends_and_the_way_of_counting_are_noted() -> None:
-    summary = summarize([FIRST, SECOND], {}, has_arrivals=True)
-    assert summary.num_ended_early == 1
-    assert dict(summary.counted_by) == {"usage": 2}

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.units.runner import UnitRunner
 from benchmarks.units.unit import Result
+from benchmarks.units.worker import DEVICE_UNIT
 from tests.benchmarks.units.listed_units import all_units
 
 
@@ -26,7 +27,7 @@ class Runs:
         )
 
     def run(self, cases: Sequence[str], seconds: float = 600.0) -> dict[str, str]:
-        units = {unit.case: unit for unit in all_units(is_rehearsal=False)}
+        units = {unit.case: unit for unit in (DEVICE_UNIT, *all_units(is_rehearsal=False))}
         group = [units[case] for case in cases]
         self.runner.run_groups([group], deadline=time.monotonic() + seconds)
         return {result.unit.case: result.outcome for result in self.results}
@@ -41,8 +42,12 @@ def runs(tmp_path: Path) -> Runs:
 
 
 def test_crash_and_hang_cost_their_own_unit_and_a_deadly_family_is_skipped(runs: Runs) -> None:
-    outcomes = runs.run(["first", "kills", "raises", "kills again", "hangs", "last", "other"])
+    outcomes = runs.run(
+        ["name", "first", "kills", "raises", "kills again", "hangs", "last", "other"]
+    )
+    assert runs.results[0].measured.details["platform"] == "cpu"
     assert outcomes == {
+        "name": "done",
         "first": "done",
         "kills": "died",
         "raises": "failed",
