@@ -18,7 +18,8 @@ mutant that survives shows a line whose behaviour no test checks, or a change wi
    the limit is over (then it counts as survived, unless one test hangs). A test that kills is run
    once on the unchanged tree too, and does not count if it fails there. The tree itself is not
    touched: each worker has a copy of it. Results are appended; called again, it goes on where it
-   stopped. The same folder and list, with another results file, start afresh.
+   stopped. The same folder and list, with another results file, start afresh. The limit is wall
+   time for a quiet machine: on a busy one, run again with a longer limit and `--more-time`.
 4. `report` prints the counts per area, the survivors, and the mutants whose function or line is
    gone, as Markdown.
 
@@ -63,6 +64,11 @@ def _parser() -> argparse.ArgumentParser:
     sub = add("run", _run, "root", "folder", "list", "results")
     sub.add_argument("--workers", type=int, default=2, help="mutants side by side")
     sub.add_argument("--limit-s", type=float, default=60.0, help="seconds for one mutant")
+    sub.add_argument(
+        "--more-time",
+        action="store_true",
+        help="also run survivors again that had no time for all of their tests (with --limit-s)",
+    )
     sub.add_argument("--nice", type=int, default=0, help="lowers the priority of the tests")
     add("report", _report, "list", "results")
     return parser
@@ -95,6 +101,7 @@ def _run(arguments: argparse.Namespace) -> None:
         num_workers=arguments.workers,
         limit_s=arguments.limit_s,
         nice=arguments.nice,
+        has_more_time=arguments.more_time,
     )
 
 

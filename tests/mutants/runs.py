@@ -49,6 +49,7 @@ class Result:
     num_tests: int = 0  # tests that execute the line
     num_run: int = 0  # started, in order
     seconds: float = 0.0
+    was_cut_short: bool = False  # survived, with tests left that had no time
 
 
 def run_mutants(
@@ -60,14 +61,20 @@ def run_mutants(
     num_workers: int,
     limit_s: float,
     nice: int = 0,
+    has_more_time: bool = False,
 ) -> None:
-    """Runs the mutants that the results file does not hold yet.
+    """Runs the mutants that the results file does not hold yet, and those with an error.
 
     Args:
         folder: Of the coverage run on this tree.
         nice: How much lower the priority of the tests is than that of this process.
+        has_more_time: Also runs those again that survived because a limit cut their tests short.
     """
-    done = {result.id for result in read_results(results_file) if result.state != "error"}
+    done = {
+        result.id
+        for result in read_results(results_file)
+        if result.state != "error" and not (has_more_time and result.was_cut_short)
+    }
     todo = collections.deque(mutant for mutant in mutants if mutant.id not in done)
     places = find_mutants(root, todo)
     covered = CoveredLines(folder)
@@ -161,10 +168,12 @@ def run_mutant(
             outcome = copy.run_tests(ordered, covered.tests, limit_s)
         by, num_run = outcome.failed_test or outcome.last_test, len(outcome.started)
         if outcome.is_timeout and not outcome.is_hang:
-            return result("survived", reason=f"limit of {limit_s:g} s", num_run=num_run)
+            reason = f"limit of {limit_s:g} s"
+            return result("survived", reason=reason, num_run=num_run, was_cut_short=True)
         if outcome.exit_code == 0:
-            reason = "" if len(ordered) == len(usable) else "tests beyond the limit left out"
-            return result("survived", reason=reason, num_run=num_run)
+            is_short = len(ordered) < len(usable)
+            reason = "tests beyond the limit left out" if is_short else ""
+            return result("survived", reason=reason, num_run=num_run, was_cut_short=is_short)
         if outcome.exit_code == _NO_TESTS_COLLECTED:
             return result("error", reason=outcome.output[-2000:])
         # Without a test: a file of the tests, or pytest's start, imports what fails now.
