@@ -95,17 +95,21 @@ def _draw(arguments: argparse.Namespace) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    # Copies of the tree are removed, also if the run is ended from outside.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    run_mutants(
-        arguments.root.resolve(),
-        arguments.folder.resolve(),
-        _read_list(arguments.list),
-        arguments.results,
-        num_workers=arguments.workers,
-        limit_s=arguments.limit_s,
-        nice=arguments.nice,
-        has_more_time=arguments.more_time,
-    )
+    try:
+        run_mutants(
+            arguments.root.resolve(),
+            arguments.folder.resolve(),
+            _read_list(arguments.list),
+            arguments.results,
+            num_workers=arguments.workers,
+            limit_s=arguments.limit_s,
+            nice=arguments.nice,
+            has_more_time=arguments.more_time,
+        )
+    except KeyboardInterrupt:
+        print("stopped; call it again to go on", flush=True)
 
 
 def _report(arguments: argparse.Namespace) -> None:
