@@ -208,7 +208,7 @@ def test_quick_tests_come_first_and_among_them_those_of_the_mirroring_file():
         "tests/test_dear.py::a": 0.9,
         "tests/test_dear.py::slow": 2.0,
     }
-    durations = {name: covered_lines.Test(taken, True, ()) for name, taken in seconds.items()}
+    durations = {name: covered_lines.Test(taken, 0.0, True, ()) for name, taken in seconds.items()}
     ordered = runs.order_tests(seconds, durations, "paxkv/kv_cache/pool.py", 5.0)
     assert ordered == [
         "tests/test_pool.py::b",

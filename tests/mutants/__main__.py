@@ -16,9 +16,11 @@ mutant that survives shows a line whose behaviour no test checks, or a change wi
    line, not by its file, so an old list can be run on a tree in which the code has moved.
 3. `run` runs for each mutant the tests that execute its line, cheap ones first, until one fails or
    the limit is over (then it counts as survived, unless one test hangs). A test that kills is run
-   once on the unchanged tree too, and does not count if it fails there. The tree itself is not
-   touched: each worker has a copy of it. Results are appended; called again, it goes on where it
-   stopped. The same folder and list, with another results file, start afresh.
+   once on the unchanged tree too, and does not count if it fails there; a slow one must fail on
+   the mutant twice. The tree itself is not touched: each worker has a copy of it. Results are
+   appended; called again, it goes on where it stopped. The same folder and list, with another
+   results file, start afresh. The limit is wall time for a quiet machine: on a busy one, run again
+   with a longer limit and `--more-time`.
 4. `report` prints the counts per area, the survivors, and the mutants whose function or line is
    gone, as Markdown.
 
@@ -26,6 +28,7 @@ mutant that survives shows a line whose behaviour no test checks, or a change wi
 """
 
 import argparse
+import signal
 from pathlib import Path
 
 from tests.mutants import draw
@@ -63,6 +66,11 @@ def _parser() -> argparse.ArgumentParser:
     sub = add("run", _run, "root", "folder", "list", "results")
     sub.add_argument("--workers", type=int, default=2, help="mutants side by side")
     sub.add_argument("--limit-s", type=float, default=60.0, help="seconds for one mutant")
+    sub.add_argument(
+        "--more-time",
+        action="store_true",
+        help="also run survivors again that had no time for all of their tests (with --limit-s)",
+    )
     sub.add_argument("--nice", type=int, default=0, help="lowers the priority of the tests")
     add("report", _report, "list", "results")
     return parser
@@ -87,15 +95,21 @@ def _draw(arguments: argparse.Namespace) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    run_mutants(
-        arguments.root.resolve(),
-        arguments.folder.resolve(),
-        _read_list(arguments.list),
-        arguments.results,
-        num_workers=arguments.workers,
-        limit_s=arguments.limit_s,
-        nice=arguments.nice,
-    )
+    # Copies of the tree are removed, also if the run is ended from outside.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        run_mutants(
+            arguments.root.resolve(),
+            arguments.folder.resolve(),
+            _read_list(arguments.list),
+            arguments.results,
+            num_workers=arguments.workers,
+            limit_s=arguments.limit_s,
+            nice=arguments.nice,
+            has_more_time=arguments.more_time,
+        )
+    except KeyboardInterrupt:
+        print("stopped; call it again to go on", flush=True)
 
 
 def _report(arguments: argparse.Namespace) -> None:

@@ -2,7 +2,7 @@
 
 A folder of a coverage run holds:
     coverage.sqlite   coverage.py's data; its contexts are the ids of tests, or shared fixtures
-    tests.json        the root of the tree, and of each test duration, result, shared fixtures
+    tests.json        the root of the tree, durations of tests and shared fixtures, and results
     compiled/         JAX's compilation cache as the run left it
 """
 
@@ -39,8 +39,13 @@ class Test(NamedTuple):
     __test__ = False
 
     seconds: float
+    set_up_seconds: float  # of fixtures that it shares with other tests, which may have paid for it
     is_usable: bool  # It passed: it can tell a mutant from the original.
-    fixtures: tuple[str, ...]  # contexts of fixtures that it shares with other tests
+    fixtures: tuple[str, ...]  # contexts of those fixtures
+
+    @property
+    def seconds_alone(self) -> float:
+        return self.seconds + self.set_up_seconds
 
 
 class CoveredLines:
@@ -49,8 +54,14 @@ class CoveredLines:
     def __init__(self, folder: Path) -> None:
         stored = json.loads((folder / "tests.json").read_text())
         self._root = stored["root"]
+        fixture_seconds = stored["fixture_seconds"]
         self.tests = {
-            name: Test(seconds, is_usable, tuple(fixtures))
+            name: Test(
+                seconds,
+                sum(fixture_seconds.get(fixture, 0.0) for fixture in fixtures),
+                is_usable,
+                tuple(fixtures),
+            )
             for name, (seconds, is_usable, fixtures) in stored["tests"].items()
         }
         self._data = coverage.CoverageData(str(folder / "coverage.sqlite"))
@@ -150,12 +161,15 @@ def _store(root: Path, folder: Path, raw: Path, tests: Path) -> None:
         part.read()
         combined.update(part)
         part.close()
-    found = {}
+    found: dict[str, tuple[float, bool, list[str]]] = {}
+    fixture_seconds: dict[str, float] = {}
     for file in sorted(tests.glob("*.jsonl")):
         for line in file.read_text().splitlines():
             test = json.loads(line)
             found[test["test"]] = (test["seconds"], test["is_usable"], test["fixtures"])
-    stored = {"root": str(root), "tests": found}
+            for fixture, seconds in test["fixture_seconds"].items():
+                fixture_seconds[fixture] = max(seconds, fixture_seconds.get(fixture, 0.0))
+    stored = {"root": str(root), "tests": found, "fixture_seconds": fixture_seconds}
     (folder / "tests.json").write_text(json.dumps(stored))
     shutil.rmtree(raw)
     shutil.rmtree(tests)

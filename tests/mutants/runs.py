@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tests.mutants.covered_lines import PYTEST, CoveredLines, Test, pytest_environment
@@ -49,6 +49,7 @@ class Result:
     num_tests: int = 0  # tests that execute the line
     num_run: int = 0  # started, in order
     seconds: float = 0.0
+    was_cut_short: bool = False  # survived, with tests left that had no time
 
 
 def run_mutants(
@@ -60,14 +61,20 @@ def run_mutants(
     num_workers: int,
     limit_s: float,
     nice: int = 0,
+    has_more_time: bool = False,
 ) -> None:
-    """Runs the mutants that the results file does not hold yet.
+    """Runs the mutants that the results file does not hold yet, and those with an error.
 
     Args:
         folder: Of the coverage run on this tree.
         nice: How much lower the priority of the tests is than that of this process.
+        has_more_time: Also runs those again that survived because a limit cut their tests short.
     """
-    done = {result.id for result in read_results(results_file) if result.state != "error"}
+    done = {
+        result.id
+        for result in read_results(results_file)
+        if result.state != "error" and not (has_more_time and result.was_cut_short)
+    }
     todo = collections.deque(mutant for mutant in mutants if mutant.id not in done)
     places = find_mutants(root, todo)
     covered = CoveredLines(folder)
@@ -85,7 +92,9 @@ def run_mutants(
             finally:
                 idle.put(copy)
 
-        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(num_workers))
+        pool = concurrent.futures.ThreadPoolExecutor(num_workers)
+        # If this is interrupted, only the mutants in hand are finished.
+        stack.callback(pool.shutdown, cancel_futures=True)
         for future in concurrent.futures.as_completed([pool.submit(run, m) for m in todo]):
             result = future.result()
             with results_file.open("a") as file:
@@ -116,16 +125,19 @@ class CheckedTests:
     """
 
     def __init__(self) -> None:
-        self._passes: dict[str, bool] = {}
+        self._passes: dict[tuple[str, str], bool] = {}
 
     def unreliable(self) -> set[str]:
-        return {test for test, passes in list(self._passes.items()) if not passes}
+        return {test for (test, _), passes in list(self._passes.items()) if not passes}
 
-    def passes(self, copy: "TreeCopy", test: str, durations: Mapping[str, Test]) -> bool:
-        if test not in self._passes:
-            outcome = copy.run_tests([test], durations, limit_s=float("inf"))
-            self._passes[test] = outcome.exit_code == 0
-        return self._passes[test]
+    def passes(self, copy: "TreeCopy", test: str, place: Place, covered: CoveredLines) -> bool:
+        if (test, place.path) not in self._passes:
+            # Any change of a file may have programs compiled again, which a mutant paid for too.
+            source = f"{place.source}# Not a mutant.\n"
+            with copy.changed(place.path, source, place.source):
+                outcome = copy.run_tests([test], covered.tests, limit_s=float("inf"))
+            self._passes[test, place.path] = outcome.exit_code == 0
+        return self._passes[test, place.path]
 
 
 def run_mutant(
@@ -152,27 +164,42 @@ def run_mutant(
             **fields,
         )
 
+    passed_again: set[str] = set()
     while True:
-        usable = tests - checked.unreliable()
+        usable = tests - checked.unreliable() - passed_again
         if not usable:
             return result("survived", reason="no test executes the line")
         ordered = order_tests(usable, covered.tests, place.path, _MAX_PLANNED_OF_LIMIT * limit_s)
-        with copy.mutated(place):
+        with copy.changed(place.path, place.site.mutate(place.source), place.source):
             outcome = copy.run_tests(ordered, covered.tests, limit_s)
-        by, num_run = outcome.failed_test or outcome.last_test, len(outcome.started)
+            if _may_be_chance(outcome, covered.tests):
+                again = copy.run_tests([outcome.blamed_test], covered.tests, float("inf"))
+                if again.exit_code == 0:
+                    passed_again.add(outcome.blamed_test)
+                    continue
+        by, num_run = outcome.blamed_test, len(outcome.started)
         if outcome.is_timeout and not outcome.is_hang:
-            return result("survived", reason=f"limit of {limit_s:g} s", num_run=num_run)
+            reason = f"limit of {limit_s:g} s"
+            return result("survived", reason=reason, num_run=num_run, was_cut_short=True)
         if outcome.exit_code == 0:
-            reason = "" if len(ordered) == len(usable) else "tests beyond the limit left out"
-            return result("survived", reason=reason, num_run=num_run)
+            is_short = len(ordered) < len(usable)
+            reason = "tests beyond the limit left out" if is_short else ""
+            return result("survived", reason=reason, num_run=num_run, was_cut_short=is_short)
         if outcome.exit_code == _NO_TESTS_COLLECTED:
             return result("error", reason=outcome.output[-2000:])
         # Without a test: a file of the tests, or pytest's start, imports what fails now.
         test = by if by in covered.tests else ordered[0]
-        if not checked.passes(copy, test, covered.tests):
+        if not checked.passes(copy, test, place, covered):
             continue
         by = by or "start of pytest"
         return result("killed", by=by, reason="hang" if outcome.is_hang else "", num_run=num_run)
+
+
+def _may_be_chance(outcome: "Outcome", durations: Mapping[str, Test]) -> bool:
+    """Slow tests start processes and wait for them, so they sometimes fail on a busy machine."""
+    has_failed = outcome.exit_code != 0 and (outcome.is_hang or not outcome.is_timeout)
+    test = durations.get(outcome.blamed_test)
+    return has_failed and test is not None and test.seconds_alone > _QUICK_TEST_S
 
 
 def order_tests(
@@ -187,13 +214,14 @@ def order_tests(
     """
     groups: dict[tuple[bool, str], list[str]] = {}
     for test in tests:
-        is_slow = durations[test].seconds > _QUICK_TEST_S
+        is_slow = durations[test].seconds_alone > _QUICK_TEST_S
         groups.setdefault((is_slow, test.split("::")[0]), []).append(test)
     mirror = f"test_{Path(source).name}"
 
     def rank(key: tuple[bool, str]) -> tuple[bool, bool, float, str]:
         is_slow, file = key
         total_s = sum(durations[test].seconds for test in groups[key])
+        total_s += max(durations[test].set_up_seconds for test in groups[key])
         return is_slow, Path(file).name != mirror, total_s, file
 
     ordered, total_s = [], 0.0
@@ -221,8 +249,9 @@ class Outcome:
         return self.exit_code is None
 
     @property
-    def last_test(self) -> str | None:
-        return self.started[-1] if self.started else None
+    def blamed_test(self) -> str | None:
+        """If pytest did not end well: the test that failed, or the one that it was running."""
+        return self.failed_test or (self.started[-1] if self.started else None)
 
 
 class TreeCopy:
@@ -247,13 +276,12 @@ class TreeCopy:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @contextlib.contextmanager
-    def mutated(self, place: Place) -> Iterable[None]:
-        file = self.root / place.path
-        self._replace(file, place.site.mutate(place.source))
+    def changed(self, path: str, source: str, original: str) -> Iterator[None]:
+        self._replace(self.root / path, source)
         try:
             yield
         finally:
-            self._replace(file, place.source)
+            self._replace(self.root / path, original)
 
     def _replace(self, file: Path, source: str) -> None:
         file.write_text(source)
@@ -325,12 +353,12 @@ def _wait(
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(_POLL_S), False
-        now_s = time.monotonic()
-        started = [event for event in _events(progress) if event["event"] == "started"]
-        takes_s = usual_s = 0.0
-        if started:
-            takes_s = now_s - started[-1]["at_s"]
-            usual_s = durations[started[-1]["test"]].seconds
+        now_s, takes_s, usual_s = time.monotonic(), 0.0, 0.0
+        if events := _events(progress):
+            event, test = events[-1]["event"], durations.get(events[-1]["test"])
+            if test is not None:
+                takes_s = now_s - events[-1]["at_s"]
+                usual_s = test.seconds_alone if event == "started" else test.seconds
         if takes_s > max(_HANG_FACTOR * usual_s, _MIN_HANG_S):
             return None, True
         is_late = takes_s > _LATE_FACTOR * usual_s + _LATE_S

@@ -4,8 +4,8 @@ In a coverage run it names the test that executes each line, and writes one JSON
 a file of the folder MUTANTS_TESTS. Lines of a fixture of a wider scope than one test are recorded
 under the fixture, since they serve every test that uses it.
 
-In the run of a mutant it keeps only the tests that the file MUTANTS_SELECTION lists, in its order,
-and appends the start and the failure of each test to the file MUTANTS_PROGRESS.
+In the run of a mutant it keeps only the tests that the file MUTANTS_SELECTION lists, in its order.
+It appends start, end of the set-up and failure of each test to the file MUTANTS_PROGRESS.
 """
 
 import json
@@ -48,6 +48,8 @@ class CoverageOfTests:
         self._has_failed = False
         self._was_skipped = False
         self._shared_fixtures: set[str] = set()
+        # Set-up of shared fixtures in this test; it is no part of the test's own time.
+        self._fixture_seconds: dict[str, float] = {}
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item):
@@ -57,6 +59,7 @@ class CoverageOfTests:
             sys.modules["jax"].clear_caches()
         self._path = path
         self._has_failed = self._was_skipped = False
+        self._fixture_seconds = {}
         self._switch(item.nodeid)
         started_s = time.perf_counter()
         try:
@@ -72,10 +75,10 @@ class CoverageOfTests:
             )
             test = {
                 "test": item.nodeid,
-                "seconds": round(seconds, 4),
+                "seconds": round(seconds - sum(self._fixture_seconds.values()), 4),
                 "is_usable": not (self._has_failed or self._was_skipped),
-                "has_failed": self._has_failed,
                 "fixtures": shared,
+                "fixture_seconds": self._fixture_seconds,
             }
             with self._file.open("a") as file:
                 file.write(json.dumps(test) + "\n")
@@ -90,12 +93,13 @@ class CoverageOfTests:
             return (yield)
         context = f"{FIXTURE_CONTEXT}{fixturedef.baseid}::{fixturedef.argname}"
         self._shared_fixtures.add(context)
-        around = self._context
+        around, started_s = self._context, time.perf_counter()
         self._switch(context)
         try:
             return (yield)
         finally:
             self._switch(around)
+            self._fixture_seconds[context] = time.perf_counter() - started_s
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self) -> None:
@@ -144,6 +148,8 @@ class Selection:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             self._write("failed", report.nodeid)
+        elif report.when == "setup":
+            self._write("set up", report.nodeid)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
