@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 # Tests and the servers they start compile many of the same programs; the folder lives as long as
 # this run and is set before anything imports JAX, which reads it then.
@@ -27,6 +28,9 @@ os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
 # start and interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+settings.register_profile("paxkv", deadline=None, derandomize=True, database=None, max_examples=30)
+settings.load_profile("paxkv")
 
 
 @pytest.fixture(scope="session", autouse=True)
