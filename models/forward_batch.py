@@ -69,9 +69,6 @@ class ForwardBatch:
     # Physical block of each logical block, in [0, num_blocks); 0 where the request has none.
     block_tables: jax.Array  # i32[num_groups, num_reqs, max_blocks_per_req]
     logits_indices: jax.Array  # i32[num_logits], tokens whose logits are wanted
-    # Per group, a pytree that the attention backend owns and the runner builds for it; empty for a
-    # backend that needs none.
-    attention_plan: tuple = ()
     # Static: no request has more query tokens than this; None promises nothing. With 1, attention
     # compiles no part for prompts.
     max_query_len: int | None = field(default=None, metadata={"static": True})

@@ -8,7 +8,6 @@ from pallas_kernels.block_copy.api import block_copy
 from pallas_kernels.block_gather.api import block_gather
 from pallas_kernels.block_scatter.api import block_scatter
 from pallas_kernels.cache_layout import pad_slot
-from pallas_kernels.cascade_attention.api import cascade_attention
 from pallas_kernels.dispatch import IMPLEMENTATIONS, Implementation
 from pallas_kernels.kv_scatter.api import kv_scatter
 from pallas_kernels.merge_attention_states.api import merge_attention_states
@@ -24,7 +23,6 @@ __all__ = [
     "block_copy",
     "block_gather",
     "block_scatter",
-    "cascade_attention",
     "default_target",
     "kv_scatter",
     "merge_attention_states",

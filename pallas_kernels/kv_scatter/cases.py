@@ -53,8 +53,9 @@ class KVScatterInputs:
     @property
     def body_arguments(self) -> tuple[jax.Array | int, ...]:
         """What the op hands to a body: new tokens as the cache stores them."""
-        k = quantise(self.k, self.k_scale, self.k_cache.dtype)
-        v = quantise(self.v, self.v_scale, self.v_cache.dtype)
+        jitted = jax.jit(quantise, static_argnames="dtype")
+        k = jitted(self.k, self.k_scale, dtype=self.k_cache.dtype)
+        v = jitted(self.v, self.v_scale, dtype=self.v_cache.dtype)
         return self.k_cache, self.v_cache, k, v, self.slots, self.row
 
 

@@ -61,7 +61,7 @@ def test_chosen_layer_computes_as_that_layer(change):
     change(layers)
     x = jnp.asarray(np.random.default_rng(2).standard_normal((5, 8)), jnp.float32)
     run = jax.jit(lambda layer_idx, x: choose_layer(layers, layer_idx)(x))
-    outputs = [layer(x) for layer in layers]
+    outputs = jax.jit(lambda x: [layer(x) for layer in layers])(x)
     assert len({output.tobytes() for output in map(np.asarray, outputs)}) == NUM_LAYERS
     for layer_idx, wanted in enumerate(outputs):
         np.testing.assert_allclose(run(layer_idx, x), wanted, rtol=1e-4, atol=1e-5)

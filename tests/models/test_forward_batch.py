@@ -7,7 +7,7 @@ import numpy as np
 from models.forward_batch import ForwardBatch, KVCache
 
 
-def test_batch_without_a_plan_is_six_arrays():
+def test_a_batch_is_six_arrays():
     batch = ForwardBatch(
         token_ids=np.zeros(4, np.int32),
         positions=np.zeros(4, np.int32),
@@ -18,19 +18,6 @@ def test_batch_without_a_plan_is_six_arrays():
     )
     assert len(jax.tree.leaves(batch)) == 6
     assert jax.jit(lambda b: b)(batch).block_tables.shape == (1, 2, 5)
-
-
-def test_plan_of_the_backend_travels_with_the_batch():
-    arrays = {name: np.zeros(1, np.int32) for name in ("token_ids", "positions", "logits_indices")}
-    batch = ForwardBatch(
-        **arrays,
-        query_start_loc=np.zeros(2, np.int32),
-        seq_lens=np.zeros((1, 1), np.int32),
-        block_tables=np.zeros((1, 1, 1), np.int32),
-        attention_plan=({"tiles": np.arange(3)},),
-    )
-    doubled = jax.jit(lambda b: jax.tree.map(lambda x: x * 2, b))(batch)
-    assert doubled.attention_plan[0]["tiles"].tolist() == [0, 2, 4]
 
 
 def test_donated_cache_is_consumed():

@@ -2,12 +2,9 @@
 
 import collections
 import dataclasses
-import functools
 import json
 import re
-import tempfile
 import types
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,33 +14,32 @@ import pytest
 from models import ForwardBatch, KVCache, LoadedModel, kv_cache_layers, layer_loop, load_model
 from models.kv_layers import LayerPlacement, place_layers
 from models.layers.attention import Attention
+from tests.models.steppers import fresh_stepper, model_of
 from tests.oracles.golden import load_golden
 from tests.oracles.paged_stepper import NUM_TOKENS, PagedStepper
 from tests.oracles.recipes import write_recipe
 
 TOLERANCE = 1e-5  # of the largest absolute logit
-# Layers of one kind, of two in turn, and of two with norms on both sides.
-LAYERED = ("llama", "qwen3_layer_types", "gemma3")
-
-
-@functools.cache
-def models_in_turn_and_in_loop(recipe: str) -> tuple[LoadedModel, LoadedModel]:
-    with tempfile.TemporaryDirectory() as folder:
-        in_turn = load_model(write_recipe(Path(folder) / recipe, recipe), dtype="float32")
-    kernels = dataclasses.replace(in_turn.kernels, loops_over_layers=True)
-    return in_turn, in_turn.with_kernels(kernels)
 
 
 @pytest.mark.parametrize(
     ("recipe", "only_last_tokens"),
-    [*((recipe, False) for recipe in LAYERED), ("llama", True), ("gemma3", True)],
+    [
+        # Layers of one kind, of two in turn, of two with norms on both sides, of a period of six.
+        ("llama", False),
+        ("llama", True),
+        ("qwen3_layer_types", False),
+        ("gemma2", True),
+        ("gemma3", False),
+        pytest.param("gemma3", True, marks=pytest.mark.slow),
+    ],
 )
 def test_logits_are_those_of_layers_in_turn(recipe, only_last_tokens):
     prompts = {row: sequence.prompt for row, sequence in enumerate(load_golden(recipe))}
     chunks = [prompts, {row: [7 + row] for row in prompts}, {0: [3], 2: [4, 5]}]
     steppers = [
-        PagedStepper(model, only_last_tokens=only_last_tokens)
-        for model in models_in_turn_and_in_loop(recipe)
+        fresh_stepper(recipe, loops_over_layers=in_loop, only_last_tokens=only_last_tokens)
+        for in_loop in (False, True)
     ]
     for chunk in chunks:
         in_turn, in_loop = (stepper.step(chunk) for stepper in steppers)
@@ -52,10 +48,14 @@ def test_logits_are_those_of_layers_in_turn(recipe, only_last_tokens):
             assert np.abs(in_loop[row] - in_turn[row]).max() <= TOLERANCE * scale
 
 
-@pytest.mark.parametrize("in_loop", [False, True])
 @pytest.mark.parametrize(
-    ("recipe", "only_last_tokens"),
-    [("llama", False), ("llama", True), ("qwen3_layer_types", False), ("gemma3", True)],
+    ("recipe", "only_last_tokens", "in_loop"),
+    [
+        ("llama", False, False),
+        ("llama", True, True),
+        ("gemma2", True, True),
+        pytest.param("qwen3_layer_types", False, True, marks=pytest.mark.slow),
+    ],
 )
 def test_logits_do_not_depend_on_widths(recipe, only_last_tokens, in_loop):
     prompts = {row: sequence.prompt for row, sequence in enumerate(load_golden(recipe))}
@@ -64,10 +64,9 @@ def test_logits_do_not_depend_on_widths(recipe, only_last_tokens, in_loop):
     chunks = [{row: [5 + row] for row in prompts}, {1: [7, 8]}, prompts, {2: [3]}]
     chunks += [{0: [3, 4, 5, 6], 1: [8], 2: [1, 2, 3]}]
     assert 8 < num_prompt_tokens <= NUM_TOKENS
-    model = models_in_turn_and_in_loop(recipe)[in_loop]
+    options = {"loops_over_layers": in_loop, "only_last_tokens": only_last_tokens}
     one, several = (
-        PagedStepper(model, only_last_tokens=only_last_tokens, widths=widths)
-        for widths in ((), (1, 8, NUM_TOKENS))
+        fresh_stepper(recipe, **options, widths=widths) for widths in ((), (1, 8, NUM_TOKENS))
     )
     for chunk in chunks:
         wanted, got = one.step(chunk), several.step(chunk)
@@ -92,10 +91,14 @@ def test_last_of_two_kinds_of_layers_may_go_on_with_fewer_tokens(tmp_path):
 
 @pytest.mark.parametrize(
     ("recipe", "only_last_tokens"),
-    [("llama", False), ("llama", True), ("qwen3_layer_types", False)],
+    [
+        pytest.param("llama", False, marks=pytest.mark.slow),
+        ("llama", True),
+        ("qwen3_layer_types", False),
+    ],
 )
 def test_program_copies_neither_cache_nor_weights(recipe, only_last_tokens):
-    model = models_in_turn_and_in_loop(recipe)[1]
+    model = model_of(recipe, loops_over_layers=True)
     compiled = lower_step(model, num_blocks=4096, only_last_tokens=only_last_tokens).compile()
     config = model.config
     bytes_of_a_row = 4096 * config.num_kv_heads * 8 * config.head_dim * 4
@@ -120,7 +123,7 @@ def test_attention_is_traced_once_for_each_place_in_the_period(
     recipe, only_last_tokens, num_attentions, monkeypatch
 ):
     counts = []
-    for model in models_in_turn_and_in_loop(recipe):
+    for model in (model_of(recipe), model_of(recipe, loops_over_layers=True)):
         attention_class = layer_loop.Attention
         num_traces, attend = 0, attention_class.attend
 
@@ -165,7 +168,7 @@ def test_layers_of_another_rotary_embedding_are_of_another_kind():
 
 
 def attention_of_rope(rope_idx: int) -> Attention:
-    model = models_in_turn_and_in_loop("llama")[0]
+    model = model_of("llama")
     placement = LayerPlacement(group_idx=0, row=0)
     attention = Attention(
         model.config, layer_idx=0, placement=placement, dtype=jnp.dtype("float32")

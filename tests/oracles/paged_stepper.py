@@ -9,6 +9,7 @@ import numpy as np
 from models.forward_batch import ForwardBatch, KVCache
 from models.kv_layers import kv_cache_layers, place_layers
 from models.loading.loaded_model import LoadedModel
+from tests.quick_compile import QUICK_COMPILE
 
 NUM_TOKENS = 48  # of every step, so that one compiled program serves prompts, chunks and decodes
 NUM_REQS = 4  # one row more than the tests use: it stays empty
@@ -46,7 +47,9 @@ class PagedStepper:
         # Window of each group; None is full attention.
         self._windows = {placements[layer.name].group_idx: layer.sliding_window for layer in layers}
         self._num_rows = 1 + max(placement.row for placement in placements.values())
-        self._step = jax.jit(self._forward_and_logits, donate_argnums=(1,))
+        self._step = jax.jit(
+            self._forward_and_logits, donate_argnums=(1,), compiler_options=QUICK_COMPILE
+        )
         self.num_traces = 0
         self.reset()
 
@@ -60,7 +63,8 @@ class PagedStepper:
         self._block_tables = block_ids.reshape(tables_shape).astype(np.int32)
         self._seq_lens = np.zeros(NUM_REQS, np.int32)
         shape = (self._num_rows, num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-        k, v = (jnp.full(shape, np.nan, self._cache_dtype) for _ in range(2))
+        dtype = jnp.dtype(self._cache_dtype)
+        k, v = (jax.device_put(np.full(shape, np.nan, dtype)) for _ in range(2))
         self._kv_cache = KVCache(k=k, v=v)
 
     def step(self, chunks: dict[int, list[int]]) -> dict[int, np.ndarray]:

@@ -5,8 +5,7 @@ import functools
 import jax
 import pytest
 
-# Tests compile hundreds of tiny programs; optimising them takes longer than running them.
-QUICK_COMPILE = {"xla_backend_optimization_level": 0}
+from tests.quick_compile import quick_jit
 
 
 @pytest.fixture(scope="session")
@@ -14,8 +13,7 @@ def run_jitted():
     """Runs `function(*args)` as one compiled program; keyword arguments are static."""
 
     def run(function, *args, **static_kwargs):
-        bound = functools.partial(function, **static_kwargs)
-        return jax.jit(bound, compiler_options=QUICK_COMPILE)(*args)
+        return quick_jit(function, **static_kwargs)(*args)
 
     return run
 
@@ -31,8 +29,8 @@ def run_simulated(capfd):
         import jax.experimental.pallas.mosaic_gpu as plgpu
 
         params = plgpu.InterpretGPUParams(detect_races=True)
-        jitted = jax.jit(functools.partial(body, interpret=params, **static_kwargs))
-        result = jax.block_until_ready(jitted(*args))
+        result = quick_jit(body, interpret=params, **static_kwargs)(*args)
+        jax.block_until_ready(result)
         printed = capfd.readouterr()
         assert "RACE DETECTED" not in printed.out + printed.err
         return result

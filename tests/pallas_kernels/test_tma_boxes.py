@@ -55,7 +55,7 @@ def test_a_later_limit_counts_where_no_cut_keeps_to_the_first():
     assert cut_blocks((k_cache, v_cache), (16_384, 4096)).num_chunks == 16
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100)
 @given(
     num_kv_heads=st.integers(1, 16),
     block_size=st.integers(1, 256),

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from models.layers.few_rows import is_worth_a_loop, multiply_few_rows
+from tests.quick_compile import quick_jit
 
 TOLERANCE = 1e-5  # of the largest absolute number
 
 
 def random_array(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
 
 
 def random_kernels(in_features: int, widths: list[int]) -> list[jax.Array]:
@@ -22,7 +23,7 @@ def random_kernels(in_features: int, widths: list[int]) -> list[jax.Array]:
 
 def check_products(num_tokens: int, in_features: int, widths: list[int]) -> None:
     x, kernels = random_array(num_tokens, in_features), random_kernels(in_features, widths)
-    products = jax.jit(multiply_few_rows)(x, kernels)
+    products = quick_jit(multiply_few_rows)(x, kernels)
     assert len(products) == len(kernels)
     for product, kernel in zip(products, kernels, strict=True):
         wanted = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
@@ -30,7 +31,7 @@ def check_products(num_tokens: int, in_features: int, widths: list[int]) -> None
         np.testing.assert_allclose(product, wanted, rtol=0, atol=TOLERANCE * abs(wanted).max())
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 7, 8, 9, 16, 24, 31, 32, 33])
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 9, 24, 33])
 def test_any_number_of_rows(num_tokens):
     check_products(num_tokens, 64, [40])
 
@@ -60,7 +61,7 @@ def test_a_row_has_the_same_bits_whatever_others_are_beside_it():
 
 def test_rows_that_are_not_numbers_stay_among_themselves():
     x = random_array(4, 64).at[1].set(jnp.nan).at[2].set(jnp.inf)
-    (product,) = multiply_few_rows(x, random_kernels(64, [24]))
+    (product,) = quick_jit(multiply_few_rows)(x, random_kernels(64, [24]))
     assert np.isfinite(product).all(axis=1).tolist() == [True, False, False, True]
 
 

@@ -7,10 +7,17 @@ import pytest
 from models.layers.rotary import apply_rotary, cos_sin_scale, inverse_frequencies, rotary_cos_sin
 from models.rope_config import RopeConfig, parse_rope_config
 from tests.oracles.golden import load_golden_rope
+from tests.quick_compile import quick_jit
 
 HEAD_DIM = 64
 GOLDEN = load_golden_rope()
 DYNAMIC = RopeConfig(kind="dynamic", factor=2.0, original_max_position_embeddings=64)
+
+
+def cos_sin(positions, rope: RopeConfig):
+    """`rotary_cos_sin` of each position, as one program."""
+    turn = quick_jit(rotary_cos_sin, rope=rope, head_dim=HEAD_DIM)
+    return turn(np.asarray(positions, np.int32))
 
 
 def parse(hf_config: dict[str, object]) -> RopeConfig:
@@ -31,7 +38,7 @@ def test_dynamic_turns_each_token_as_transformers_does_when_it_comes_last():
     rope = parse(GOLDEN["dynamic"]["hf_config"])
     for golden in GOLDEN["dynamic"]["frequencies"]:
         last = golden["seq_len"] - 1
-        cos, sin = rotary_cos_sin(jnp.array([last]), rope, HEAD_DIM)
+        cos, sin = cos_sin([last], rope)
         angles = last * np.array(golden["inv_freq"])
         np.testing.assert_allclose(cos[0], np.cos(angles), atol=2e-5)
         np.testing.assert_allclose(sin[0], np.sin(angles), atol=2e-5)
@@ -45,9 +52,7 @@ def test_dynamic_token_does_not_depend_on_the_rest_of_the_step():
 
 
 def test_dynamic_is_the_plain_embedding_within_its_original_length():
-    positions = jnp.arange(64)
-    dynamic = rotary_cos_sin(positions, DYNAMIC, HEAD_DIM)
-    plain = rotary_cos_sin(positions, RopeConfig(), HEAD_DIM)
+    dynamic, plain = (cos_sin(range(64), rope) for rope in (DYNAMIC, RopeConfig()))
     np.testing.assert_allclose(dynamic, plain, atol=1e-5)
 
 
@@ -81,7 +86,7 @@ def test_cos_and_sin_equal_live_transformers(name):
     num_positions = min(hf_config["max_position_embeddings"], 5000)
     positions = np.arange(num_positions)
     wanted = rotary(torch.zeros(1), torch.from_numpy(positions)[None])
-    got = rotary_cos_sin(jnp.asarray(positions, jnp.int32), parse(hf_config), HEAD_DIM)
+    got = cos_sin(positions, parse(hf_config))
     for got_part, wanted_part in zip(got, wanted, strict=True):
         # transformers repeats the half. Angles up to 5000 are rounded to 2.4e-4 in float32.
         np.testing.assert_allclose(

@@ -25,13 +25,19 @@ def own_model():
     return load_model(DEMO)
 
 
+@pytest.fixture(scope="module")
+def own_stepper(own_model):
+    return PagedStepper(own_model)
+
+
 @pytest.mark.parametrize("product_dtype", WORST_ERROR)
-def test_logits_are_as_near_as_stated(own_model, product_dtype):
+def test_logits_are_as_near_as_stated(own_model, own_stepper, product_dtype):
     rounded = load_model(DEMO, product_dtype=product_dtype)
     prompts = np.random.default_rng(0).integers(3, own_model.config.vocab_size, (3, 16))
     # The trained model's own kind of text, and a decode step of fewer rows than products take.
     chunks = [{row: prompt.tolist() for row, prompt in enumerate(prompts)}, {0: [5]}]
-    steppers = PagedStepper(own_model), PagedStepper(rounded)
+    own_stepper.reset()
+    steppers = own_stepper, PagedStepper(rounded)
     for chunk in chunks:
         truth, got = (stepper.step(chunk) for stepper in steppers)
         for row in chunk:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pallas_kernels.block_copy.api import _BODIES, block_copy
@@ -12,6 +12,7 @@ from pallas_kernels.block_copy.cases import CASES, build_inputs
 from pallas_kernels.block_copy.reference import block_copy_reference
 from pallas_kernels.dispatch import MIN_JAX_FOR_MOSAIC_GPU, preferred_body
 from pallas_kernels.target import Target
+from tests.quick_compile import slow_unless_named
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < MIN_JAX_FOR_MOSAIC_GPU,
@@ -34,7 +35,17 @@ def assert_caches_equal(got, wanted):
         np.testing.assert_array_equal(np.asarray(got_cache), np.asarray(wanted_cache))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+QUICK_CASES = (
+    "swap",
+    "zeros_and_one_source_for_many",
+    "every_block",
+    "padding_only",
+    "mla_without_v",
+    "bfloat16",
+)
+
+
+@pytest.mark.parametrize("case", slow_unless_named(CASES, *QUICK_CASES))
 def test_equals_reference(case, mosaic_gpu, run_simulated, run_jitted):
     inputs = build_inputs(case)
     ids = (inputs.source_block_ids, inputs.target_block_ids)
@@ -65,16 +76,26 @@ def sized(num_copies=8, num_kv_heads=8, block_size=16, head_dim=128, v_head_dim=
     return k_cache, v_cache, ids, ids
 
 
+# Each value at least once; the values one at a time run with `pytest -m slow`.
+FITTING = [
+    {"num_copies": 1, "head_dim": 64, "dtype": "float32"},
+    {"num_copies": 64, "head_dim": 96, "dtype": "float16"},
+    {"num_copies": 112, "head_dim": 192, "dtype": "int8"},
+    {"num_copies": 448, "head_dim": 256, "dtype": "float8_e4m3fn"},
+    {"num_kv_heads": 1, "block_size": 8, "head_dim": 80},
+    {"num_kv_heads": 1, "block_size": 64, "head_dim": 576, "v_head_dim": 512},
+    {"num_kv_heads": 1, "head_dim": 576, "v_head_dim": 0},
+]
+SLOW_FITTING = [
+    *({"num_copies": num_copies} for num_copies in (1, 64, 112, 448)),
+    *({"head_dim": head_dim} for head_dim in (64, 80, 96, 192, 256)),
+    *({"dtype": dtype} for dtype in ("float32", "float16", "int8", "float8_e4m3fn")),
+]
+
+
 @pytest.mark.parametrize(
     "sizes",
-    [
-        *({"num_copies": num_copies} for num_copies in (1, 64, 112, 448)),
-        *({"head_dim": head_dim} for head_dim in (64, 80, 96, 192, 256)),
-        *({"dtype": dtype} for dtype in ("float32", "float16", "int8", "float8_e4m3fn")),
-        {"num_kv_heads": 1, "block_size": 8, "head_dim": 80},
-        {"num_kv_heads": 1, "block_size": 64, "head_dim": 576, "v_head_dim": 512},
-        {"num_kv_heads": 1, "head_dim": 576, "v_head_dim": 0},
-    ],
+    [*FITTING, *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in SLOW_FITTING)],
     ids=str,
 )
 def test_lowers_for_cuda(sizes, mosaic_gpu, lower_for_cuda):
@@ -103,7 +124,6 @@ def test_a_gpu_runs_the_kernel_by_itself(lower_for_cuda):
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_copies_equal_numpy_that_reads_first(data):
     num_rows, num_blocks, num_copies = 2, 6, 5

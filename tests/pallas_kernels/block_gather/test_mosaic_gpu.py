@@ -10,6 +10,7 @@ from pallas_kernels.block_gather.cases import CASES, build_inputs
 from pallas_kernels.block_gather.reference import block_gather_reference
 from pallas_kernels.dispatch import MIN_JAX_FOR_MOSAIC_GPU, preferred_body
 from pallas_kernels.target import Target
+from tests.quick_compile import slow_unless_named
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < MIN_JAX_FOR_MOSAIC_GPU,
@@ -26,7 +27,17 @@ def mosaic_gpu():
     return mosaic_gpu
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+QUICK_CASES = (
+    "one_block_one_row",
+    "some_with_padding",
+    "padding_only",
+    "wide_heads",
+    "mla_without_v",
+    "int8",
+)
+
+
+@pytest.mark.parametrize("case", slow_unless_named(CASES, *QUICK_CASES))
 def test_equals_reference(case, mosaic_gpu, run_simulated, run_jitted):
     inputs = build_inputs(case)
     arguments = inputs.k_cache, inputs.v_cache, inputs.block_ids
@@ -49,17 +60,27 @@ def sized(
     return k_cache, v_cache, jax.ShapeDtypeStruct((num_ids,), jnp.int32)
 
 
+# Each value at least once; the values one at a time run with `pytest -m slow`.
+FITTING = [
+    {"block_size": 8, "head_dim": 64, "dtype": "float32"},
+    {"block_size": 64, "head_dim": 96, "dtype": "float16"},
+    {"block_size": 256, "head_dim": 192, "dtype": "int8"},
+    {"num_ids": 100_000, "head_dim": 256, "dtype": "float8_e4m3fn"},
+    {"num_kv_heads": 1, "block_size": 8, "head_dim": 80},
+    {"num_kv_heads": 1, "block_size": 64, "head_dim": 576, "v_head_dim": 512},
+    {"num_kv_heads": 1, "head_dim": 576, "v_head_dim": 0},
+]
+SLOW_FITTING = [
+    *({"block_size": block_size} for block_size in (8, 64, 256)),
+    *({"head_dim": head_dim} for head_dim in (64, 80, 96, 192, 256)),
+    *({"dtype": dtype} for dtype in ("float32", "float16", "int8", "float8_e4m3fn")),
+    {"num_ids": 100_000},
+]
+
+
 @pytest.mark.parametrize(
     "sizes",
-    [
-        *({"block_size": block_size} for block_size in (8, 64, 256)),
-        *({"head_dim": head_dim} for head_dim in (64, 80, 96, 192, 256)),
-        *({"dtype": dtype} for dtype in ("float32", "float16", "int8", "float8_e4m3fn")),
-        {"num_kv_heads": 1, "block_size": 8, "head_dim": 80},
-        {"num_kv_heads": 1, "block_size": 64, "head_dim": 576, "v_head_dim": 512},
-        {"num_kv_heads": 1, "head_dim": 576, "v_head_dim": 0},
-        {"num_ids": 100_000},
-    ],
+    [*FITTING, *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in SLOW_FITTING)],
     ids=str,
 )
 def test_lowers_for_cuda(sizes, mosaic_gpu, lower_for_cuda):

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from pallas_kernels.block_gather.cases import CASES, build_inputs
 from pallas_kernels.block_gather.reference import block_gather_reference
 from pallas_kernels.block_gather.xla import block_gather_xla
+from tests.quick_compile import quick_jit
 
-JITTED = jax.jit(block_gather_xla)
+JITTED = quick_jit(block_gather_xla)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -25,7 +26,7 @@ def test_equals_reference(case, run_jitted):
         np.testing.assert_array_equal(np.asarray(got_blocks), np.asarray(wanted_blocks))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.one_of(st.integers(0, 4), st.integers(5, 2**31 - 1)), min_size=4, max_size=4))
 def test_any_ids_equal_numpy(block_ids):
     cache = 1 + np.arange(30, dtype=np.float32).reshape(3, 5, 1, 2, 1)

@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels.kv_scatter.api import kv_scatter
 from pallas_kernels.kv_scatter.cases import CASES, build_inputs
+from tests.quick_compile import quick_jit
 
 SHAPES = {
     "k_cache": ((2, 5, 2, 16, 32), jnp.float32),
@@ -99,7 +100,10 @@ QUANTISED = [case for case in CASES if case.dtype in ("int8", "float8_e4m3fn")]
 def test_a_quantised_cache_holds_what_numpy_computes(case, implementation):
     inputs = build_inputs(case)
     block_size, num_slots = case.block_size, case.num_blocks * case.block_size
-    got = kv_scatter(*inputs.arguments, **inputs.scales, implementation=implementation)
+    call = lambda arrays, scales: kv_scatter(  # noqa: E731
+        *arrays, **scales, implementation=implementation
+    )
+    got = quick_jit(call)(inputs.arguments, inputs.scales)
     news = ((inputs.k, inputs.k_scale), (inputs.v, inputs.v_scale))
     olds = (inputs.k_cache, inputs.v_cache)
     num_clipped = 0

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
@@ -22,8 +22,9 @@ from pallas_kernels.kv_scatter.mosaic_tpu import (
     misfit,
 )
 from pallas_kernels.kv_scatter.reference import kv_scatter_reference
+from tests.quick_compile import slow_unless_named
 
-QUICK_CASES = {"middle_row", "v_narrower_than_k", "int8"}
+QUICK_CASES = ("v_narrower_than_k", "int8")
 
 
 def assert_caches_equal(got, wanted):
@@ -32,14 +33,7 @@ def assert_caches_equal(got, wanted):
         np.testing.assert_array_equal(np.asarray(got_cache), np.asarray(wanted_cache))
 
 
-def slow_unless_quick(cases):
-    return [
-        pytest.param(case, id=case.name, marks=[] if case.name in QUICK_CASES else pytest.mark.slow)
-        for case in cases
-    ]
-
-
-@pytest.mark.parametrize("case", slow_unless_quick(CASES))
+@pytest.mark.parametrize("case", slow_unless_named(CASES, *QUICK_CASES))
 def test_equals_reference(case, run_jitted):
     arguments = build_inputs(case).body_arguments
     got = run_jitted(kv_scatter_mosaic_tpu, *arguments, interpret=True)
@@ -64,8 +58,8 @@ def test_nothing_races_where_copies_finish_late(case, run_jitted, capfd):
     arguments = build_inputs(case).body_arguments
     pltpu.reset_tpu_interpret_mode_state()
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait")
-    body = functools.partial(kv_scatter_mosaic_tpu, interpret=params)
-    got = jax.block_until_ready(jax.jit(body)(*arguments))
+    got = run_jitted(kv_scatter_mosaic_tpu, *arguments, interpret=params)
+    jax.block_until_ready(got)
     # JAX 0.12 raises at a race, older ones print it and carry on.
     printed = capfd.readouterr()
     assert "RACE DETECTED" not in printed.out + printed.err
@@ -90,15 +84,8 @@ def slots_of_a_batch(draw):
     return np.array(slots + [2 * num_slots] * (MAX_SLOTS - len(slots)), np.int32)
 
 
-@pytest.fixture(scope="module")
-def compiled_body():
-    body = functools.partial(kv_scatter_mosaic_tpu, interpret=True)
-    return jax.jit(body, compiler_options={"xla_backend_optimization_level": 0})
-
-
-@settings(max_examples=50, deadline=None, derandomize=True)
 @given(slots_np=slots_of_a_batch())
-def test_equals_numpy_on_any_slots(compiled_body, slots_np):
+def test_equals_numpy_on_any_slots(run_jitted, slots_np):
     rng = np.random.default_rng(0)
     cache_np = rng.standard_normal((2, NUM_BLOCKS, 3, BLOCK_SIZE, 4)).astype(np.float32)
     new_np = rng.standard_normal((MAX_SLOTS, 3, 4)).astype(np.float32)
@@ -106,7 +93,10 @@ def test_equals_numpy_on_any_slots(compiled_body, slots_np):
     for slot, new in zip(slots_np, new_np, strict=True):
         if slot < NUM_BLOCKS * BLOCK_SIZE:
             wanted[1, slot // BLOCK_SIZE, :, slot % BLOCK_SIZE] = new
-    k_cache, v_cache = compiled_body(cache_np, -cache_np, new_np, -new_np, slots_np, jnp.int32(1))
+    k_cache, v_cache = run_jitted(
+        *(kv_scatter_mosaic_tpu, cache_np, -cache_np, new_np, -new_np, slots_np, jnp.int32(1)),
+        interpret=True,
+    )
     np.testing.assert_array_equal(k_cache, wanted)
     np.testing.assert_array_equal(v_cache, -wanted)
 
@@ -164,13 +154,16 @@ def test_misfit_names_what_does_not_fit(sizes, reason):
     assert reason in misfit(*described(**sizes))
 
 
-@pytest.mark.parametrize("device_kind", ["TPU v5 lite", "TPU v6 lite"])
+LONG_STRIPS = {"num_tokens": NUM_TOKENS_FOR_LONG_STRIPS, "dtype": jnp.float32, "block_size": 256}
+
+
 @pytest.mark.parametrize(
-    "sizes",
+    ("sizes", "device_kind"),
     [
-        {},
-        {"num_tokens": NUM_TOKENS_FOR_LONG_STRIPS, "dtype": jnp.float32, "block_size": 256},
-        {"dtype": jnp.int8, "num_kv_heads": 1, "v_head_dim": 256, "block_size": 8},
+        ({}, "TPU v5 lite"),
+        ({}, "TPU v6 lite"),
+        (LONG_STRIPS, "TPU v5 lite"),
+        ({"dtype": jnp.int8, "num_kv_heads": 1, "v_head_dim": 256, "block_size": 8}, "TPU v6 lite"),
     ],
     ids=str,
 )
@@ -186,8 +179,8 @@ def test_lowers_for_tpu_in_place(sizes, device_kind):
     assert call.count("output_operand_alias<") == 2
 
 
-def test_op_runs_it_by_name(run_jitted):
-    case = KVScatterCase(name="by_name", head_dim=128, v_head_dim=128, dtype="bfloat16")
-    inputs = build_inputs(case)
-    got = kv_scatter(*inputs.arguments, implementation="mosaic_tpu_interpret")
-    assert_caches_equal(got, run_jitted(kv_scatter_reference, *inputs.body_arguments))
+def test_op_runs_it_by_name():
+    call = functools.partial(kv_scatter, implementation="mosaic_tpu_interpret")
+    assert "pallas_call" in str(jax.make_jaxpr(call)(*described()))
+    xla = functools.partial(kv_scatter, implementation="xla")
+    assert "pallas_call" not in str(jax.make_jaxpr(xla)(*described()))

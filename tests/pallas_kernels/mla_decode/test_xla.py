@@ -6,18 +6,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pallas_kernels import block_copy, kv_scatter, mla_decode
 from pallas_kernels.mla_decode.cases import CASES, MLADecodeCase, build_inputs
 from pallas_kernels.mla_decode.reference import mla_decode_reference
 from pallas_kernels.mla_decode.xla import mla_decode_xla
+from tests.quick_compile import slow_unless_named
 
 TOLERANCES = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 2e-2}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+QUICK_CASES = (
+    "empty_and_idle_requests",
+    "padding_only",
+    "many_chunks",
+    "block_8",
+    "deepseek_heads_16",
+    "deepseek_heads_128_float16",
+)
+
+
+@pytest.mark.parametrize("case", slow_unless_named(CASES, *QUICK_CASES))
 def test_equals_reference(case, attend, attend_by_reference):
     pair = attend(build_inputs(case), mla_decode_xla)
     for got, wanted in zip(pair, attend_by_reference(case), strict=True):
@@ -37,16 +48,6 @@ def test_float32_queries_lose_nothing_to_a_narrower_cache(attend):
 MAX_REQS, MAX_BLOCKS, NUM_BLOCKS, BLOCK_SIZE = 6, 8, 60, 8
 
 
-@pytest.fixture(scope="module")
-def compiled_bodies():
-    options = {"xla_backend_optimization_level": 0}
-    return [
-        jax.jit(body, compiler_options=options, static_argnames=("latent_dim", "scale"))
-        for body in (mla_decode_xla, mla_decode_reference)
-    ]
-
-
-@settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     requests=st.lists(
         st.tuples(st.integers(0, 1), st.integers(0, MAX_BLOCKS * BLOCK_SIZE)),
@@ -55,7 +56,7 @@ def compiled_bodies():
     ),
     seed=st.integers(0, 1000),
 )
-def test_equals_reference_on_any_batch(compiled_bodies, requests, seed):
+def test_equals_reference_on_any_batch(run_jitted, requests, seed):
     num_query = sum(num_query for num_query, _ in requests)
     case = MLADecodeCase(
         name="drawn",
@@ -69,9 +70,10 @@ def test_equals_reference_on_any_batch(compiled_bodies, requests, seed):
     inputs = build_inputs(case, seed)
     num_missing = NUM_BLOCKS - inputs.kv_cache.shape[1]
     pad_blocks = ((0, 0), (0, num_missing), (0, 0), (0, 0), (0, 0))
-    kv_cache = jnp.pad(inputs.kv_cache, pad_blocks, constant_values=np.nan)
+    kv_cache = np.pad(np.asarray(inputs.kv_cache), pad_blocks, constant_values=np.nan)
     arguments = (inputs.q, kv_cache, jnp.int32(1), *inputs.arrays[3:])
-    xla, reference = (body(*arguments, **inputs.rules) for body in compiled_bodies)
+    bodies = (mla_decode_xla, mla_decode_reference)
+    xla, reference = (run_jitted(body, *arguments, **inputs.rules) for body in bodies)
     for got, wanted in zip(xla, reference, strict=True):
         np.testing.assert_allclose(got, wanted, atol=5e-6, rtol=5e-6)
 
@@ -114,11 +116,9 @@ def memory_of_donated_step(num_blocks):
 
 
 def test_a_donated_cache_is_updated_in_place():
-    small, small_bytes = memory_of_donated_step(num_blocks=64)
-    large, large_bytes = memory_of_donated_step(num_blocks=4096)
-    assert small.alias_size_in_bytes >= small_bytes
-    assert large.alias_size_in_bytes >= large_bytes
-    assert large.temp_size_in_bytes == small.temp_size_in_bytes
+    memory, cache_bytes = memory_of_donated_step(num_blocks=16_384)
+    assert memory.alias_size_in_bytes >= cache_bytes
+    assert memory.temp_size_in_bytes < cache_bytes // 100  # a copy of one row would be a third
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])

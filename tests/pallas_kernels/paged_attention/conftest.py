@@ -7,17 +7,29 @@ import pytest
 
 from pallas_kernels.paged_attention.cases import build_inputs
 from pallas_kernels.paged_attention.reference import paged_attention_reference
+from tests.quick_compile import quick_jit
+
+
+@functools.cache
+def with_positional_options(body):
+    """`body` with its keyword arguments that are arrays as one positional argument."""
+
+    def call(traced_options, *arrays, **rules):
+        return body(*arrays, **rules, **traced_options)
+
+    return call
 
 
 @pytest.fixture(scope="session")
-def attend(run_jitted):
-    """Runs one body on inputs from `build_inputs`: output and lse, as float32 NumPy."""
+def attend():
+    """Runs one body on inputs from `build_inputs`: output and lse, as float32 NumPy.
+
+    Inputs of the same rules and shapes share one program.
+    """
 
     def run(inputs, body, **options):
-        def call(traced_options, *arrays):
-            return body(*arrays, **inputs.rules, **traced_options, **options)
-
-        pair = run_jitted(call, inputs.traced_options, *inputs.arrays)
+        jitted = quick_jit(with_positional_options(body), **inputs.rules, **options)
+        pair = jitted(inputs.traced_options, *inputs.arrays)
         return tuple(np.asarray(array).astype(np.float32) for array in pair)
 
     return run

@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels import kv_scatter, pad_slot, slot_mapping
 from pallas_kernels.paged_attention.api import paged_attention
+from tests.quick_compile import quick_jit
 
 SHAPES = {
     "q": ((6, 4, 32), jnp.float32),
@@ -153,10 +154,9 @@ def test_signature_names_no_backend():
     ]
 
 
-@pytest.mark.parametrize("chunks", [(40,), (24, 16), (17, 1, 21, 1), (1,) * 8 + (32,)])
-def test_a_prompt_in_chunks_equals_the_prompt_at_once(chunks):
+def test_a_prompt_in_chunks_equals_the_prompt_at_once():
     num_blocks, block_size, head_dim, seq_len = 6, 16, 8, 40
-    q, k, v = (jax.random.normal(jax.random.key(i), (seq_len, 2, head_dim)) for i in range(3))
+    q, k, v = np.random.default_rng(0).standard_normal((3, seq_len, 2, head_dim), np.float32)
     padding = pad_slot(2, num_blocks, block_size)
     block_tables = jnp.array([[0, 0, 0], [5, 2, 3]], jnp.int32)
 
@@ -174,21 +174,21 @@ def test_a_prompt_in_chunks_equals_the_prompt_at_once(chunks):
         arguments = (q, k_cache, v_cache, 1, block_tables, seq_lens, query_start_loc)
         return k_cache, v_cache, paged_attention(*arguments, scale=0.5)
 
-    step = jax.jit(step, compiler_options={"xla_backend_optimization_level": 0})
-    k_cache = v_cache = jnp.full((2, num_blocks, 2, block_size, head_dim), jnp.nan)
-    outputs, start = [], 0
-    for num_query in chunks:
-        tokens = [jnp.roll(x, -start, axis=0) for x in (q, k, v)]
-        k_cache, v_cache, out = step(
-            k_cache, v_cache, tokens, jnp.int32(start), jnp.int32(num_query)
-        )
-        outputs.append(out[:num_query])
-        start += num_query
-
     logits = 0.5 * np.einsum("qhd,khd->hqk", q, k)
     weights = np.exp(np.where(np.tri(seq_len, dtype=bool), logits, -np.inf))
     expected = np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v)
-    np.testing.assert_allclose(np.concatenate(outputs), expected, atol=5e-6, rtol=5e-6)
+
+    for chunks in ((40,), (24, 16), (17, 1, 21, 1), (1,) * 8 + (32,)):
+        k_cache = v_cache = np.full((2, num_blocks, 2, block_size, head_dim), np.nan, np.float32)
+        outputs, start = [], 0
+        for num_query in chunks:
+            tokens = [np.roll(x, -start, axis=0) for x in (q, k, v)]
+            k_cache, v_cache, out = quick_jit(step)(
+                k_cache, v_cache, tokens, np.int32(start), np.int32(num_query)
+            )
+            outputs.append(np.asarray(out)[:num_query])
+            start += num_query
+        np.testing.assert_allclose(np.concatenate(outputs), expected, atol=5e-6, rtol=5e-6)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla", None])
@@ -215,14 +215,14 @@ def test_where_there_is_nothing_to_see_the_result_says_so(implementation, sizes)
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_logits_far_below_zero_are_no_masked_ones(num_query, batch_invariant):
     # Every key seen has the logit -1e32, the other half of the block is not written.
-    k_cache = jnp.full((1, 1, 1, 8, 1), -1e16)
-    v_cache = jnp.full((1, 1, 1, 8, 1), jnp.nan).at[:, :, :, :4].set(3.0)
-    out, lse = paged_attention(
-        *(jnp.full((num_query, 1, 1), 1e16), k_cache, v_cache, 0, jnp.zeros((1, 1), jnp.int32)),
-        *(jnp.array([4], jnp.int32), jnp.array([0, num_query], jnp.int32)),
-        scale=1.0,
-        return_lse=True,
-        batch_invariant=batch_invariant,
+    k_cache = np.full((1, 1, 1, 8, 1), -1e16, np.float32)
+    v_cache = np.full((1, 1, 1, 8, 1), np.nan, np.float32)
+    v_cache[:, :, :, :4] = 3.0
+    q = np.full((num_query, 1, 1), 1e16, np.float32)
+    options = {"scale": 1.0, "return_lse": True, "batch_invariant": batch_invariant}
+    out, lse = quick_jit(paged_attention, **options)(
+        *(q, k_cache, v_cache, 0, np.zeros((1, 1), np.int32)),
+        *(np.array([4], np.int32), np.array([0, num_query], np.int32)),
     )
     np.testing.assert_array_equal(out, np.full((num_query, 1, 1), 3.0))
     np.testing.assert_allclose(lse, np.full((num_query, 1), -1e32), rtol=1e-6)

@@ -33,10 +33,9 @@ CASES = [
     case_of("decode", ((0, 0), (1, 40), (0, 12), (1, 1), (0, 0)), has_sinks=True),
     case_of("one_token_that_sees_nothing", ((1, 20), (1, 0)), is_causal=False, num_kv_heads=1),
     case_of("padding_only", ((0, 0), (0, 0)), num_padding_tokens=4, max_blocks_per_req=2),
-    case_of("mixed", ((1, 40), (20, 70), (0, 0), (1, 1), (7, 7)), has_sinks=True, num_kv_heads=1),
     case_of(
-        *("mixed_window_soft_cap", ((5, 90), (1, 65))),
-        **{"sliding_window": 24, "soft_cap": 5.0, "num_kv_heads": 1},
+        *("mixed_window_soft_cap", ((1, 40), (20, 90), (0, 0), (1, 1), (7, 7), (1, 65))),
+        **{"sliding_window": 24, "soft_cap": 5.0, "has_sinks": True, "num_kv_heads": 1},
     ),
     case_of(
         *("not_causal", ((5, 40), (1, 70), (9, 3), (0, 8), (2, 0))),

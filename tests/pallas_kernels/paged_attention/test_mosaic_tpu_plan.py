@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pallas_kernels.paged_attention.mosaic_tpu_plan import (
@@ -17,18 +17,16 @@ from pallas_kernels.paged_attention.mosaic_tpu_plan import (
     make_plan,
     max_passes,
 )
+from tests.quick_compile import quick_jit
 
 NO_LIMITS = {"is_causal": True, "sliding_window": None, "chunk_size": None}
 
 
 def passes_as_dicts(seq_lens, query_start_loc, num_tokens, tile_tokens, **limits):
-    passes, num_passes = make_passes(
-        jnp.array(seq_lens, jnp.int32),
-        jnp.array(query_start_loc, jnp.int32),
-        num_tokens,
-        tile_tokens,
-        **{**NO_LIMITS, **limits},
+    make = quick_jit(
+        make_passes, num_tokens=num_tokens, tile_tokens=tile_tokens, **{**NO_LIMITS, **limits}
     )
+    passes, num_passes = make(np.array(seq_lens, np.int32), np.array(query_start_loc, np.int32))
     columns = np.asarray(passes).T
     assert columns.shape[0] == max_passes(num_tokens, len(seq_lens), tile_tokens)
     return [dict(zip(PassField, column, strict=True)) for column in columns], int(num_passes[0])
@@ -61,7 +59,6 @@ def test_keys_of_a_pass_are_those_its_tokens_see(limits, first_keys, end_keys):
     assert [p[PassField.END_KEY] for p in passes[:3]] == end_keys
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     nums_query=st.lists(st.integers(0, 20), min_size=6, max_size=6),
     tile_tokens=st.sampled_from([4, 16]),

@@ -6,6 +6,7 @@ import pytest
 
 from pallas_kernels.paged_attention.cases import CASES, LONG_CASES, build_inputs
 from pallas_kernels.paged_attention.reference import paged_attention_reference
+from tests.quick_compile import slow_unless_named
 
 
 def dense_attention(inputs):
@@ -55,7 +56,26 @@ def sees(rules, position, key_position):
     return key_position <= position
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# Every rule, dtype and edge once. The other cases run with `pytest -m slow`.
+QUICK_CASES = (
+    "decode_mha",
+    "mixed_head_dim_80_narrow_v",
+    "mixed_window",
+    "window_of_one",
+    "mixed_soft_cap",
+    "mixed_chunks",
+    "custom_scale",
+    "empty_requests",
+    "padding_only",
+    "not_causal",
+    "mixed_int8",
+    "mixed_float16",
+    "everything_float8",
+    "everything_bfloat16",
+)
+
+
+@pytest.mark.parametrize("case", slow_unless_named(CASES, *QUICK_CASES))
 def test_equals_dense_attention_on_contiguous_sequences(case, attend_by_reference):
     out, lse = attend_by_reference(case)
     expected_out, expected_lse = dense_attention(build_inputs(case))
@@ -65,7 +85,7 @@ def test_equals_dense_attention_on_contiguous_sequences(case, attend_by_referenc
     np.testing.assert_allclose(lse, expected_lse, atol=5e-6, rtol=2e-6)
 
 
-@pytest.mark.parametrize("case", LONG_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", slow_unless_named(LONG_CASES, "decode_131072"))
 def test_equals_dense_attention_at_the_greatest_length(case, attend_by_reference):
     out, lse = attend_by_reference(case)
     expected_out, expected_lse = dense_attention(build_inputs(case))

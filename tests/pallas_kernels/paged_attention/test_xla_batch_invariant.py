@@ -1,8 +1,5 @@
 """Tests of `paged_attention/xla_batch_invariant.py`: right results, and always the same bits."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,12 +7,27 @@ import pytest
 from pallas_kernels import paged_attention
 from pallas_kernels.paged_attention.cases import CASES, LONG_CASES, NARROW_CACHE_CASES, build_inputs
 from pallas_kernels.paged_attention.xla_batch_invariant import paged_attention_batch_invariant
+from tests.quick_compile import quick_jit, slow_unless_named
 
 TOLERANCES = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 2e-2}
 
 
+# Every rule, dtype and edge once. The other cases run with `pytest -m slow`.
+QUICK_CASES = (
+    "mixed_head_dim_80_narrow_v",
+    "many_tiles_and_chunks",
+    "long_chunks",
+    "empty_requests",
+    "padding_only",
+    "not_causal",
+    "everything_float8",
+    "everything_bfloat16",
+    "mixed_float16_cache",
+)
+
+
 @pytest.mark.parametrize(
-    "case", CASES + LONG_CASES + NARROW_CACHE_CASES, ids=lambda case: case.name
+    "case", slow_unless_named(CASES + LONG_CASES + NARROW_CACHE_CASES, *QUICK_CASES)
 )
 def test_equals_reference(case, attend, attend_by_reference):
     out, lse = attend(build_inputs(case), paged_attention_batch_invariant)
@@ -30,10 +42,8 @@ MAX_REQS, MAX_BLOCKS, MAX_TOKENS, NUM_BLOCKS = 4, 32, 80, 200
 RULES = ({}, {"sliding_window": 21, "soft_cap": 3.0}, {"chunk_size": 48}, {"is_causal": False})
 
 
-@functools.cache
 def compiled(rules):
-    attend = functools.partial(paged_attention, scale=0.3, batch_invariant=True, **dict(rules))
-    return jax.jit(attend)
+    return quick_jit(paged_attention, scale=0.3, batch_invariant=True, **dict(rules))
 
 
 class Sequences:

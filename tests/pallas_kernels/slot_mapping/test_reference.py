@@ -44,12 +44,13 @@ def test_equals_a_loop_over_tokens(case, run_jitted):
     np.testing.assert_array_equal(slots, map_in_numpy(inputs))
 
 
-def test_example_by_hand():
+def test_example_by_hand(run_jitted):
     # Blocks of 4, table [7, 3]: positions 4 and 5 are offsets 0 and 1 of block 3.
-    slots = slot_mapping_reference(
-        jnp.array([[4, 5, 0]], jnp.int32),
-        jnp.array([[[7, 3]]], jnp.int32),
-        jnp.array([0, 2], jnp.int32),
+    slots = run_jitted(
+        slot_mapping_reference,
+        np.array([[4, 5, 0]], np.int32),
+        np.array([[[7, 3]]], np.int32),
+        np.array([0, 2], np.int32),
         block_size=4,
         pad_slot=99,
         cp_world_size=1,
@@ -66,12 +67,13 @@ def test_example_by_hand():
         (1, [99, 99, 28, 29, 99, 99, 30, 31, 99]),
     ],
 )
-def test_two_ranks_share_a_request_by_hand(rank, expected):
+def test_two_ranks_share_a_request_by_hand(rank, expected, run_jitted):
     # Blocks of 4 on each of 2 ranks, 2 positions to each in turn; position 8 opens block 3.
-    slots = slot_mapping_reference(
-        jnp.arange(9, dtype=jnp.int32)[None],
-        jnp.array([[[7, 3]]], jnp.int32),
-        jnp.array([0, 9], jnp.int32),
+    slots = run_jitted(
+        slot_mapping_reference,
+        np.arange(9, dtype=np.int32)[None],
+        np.array([[[7, 3]]], np.int32),
+        np.array([0, 9], np.int32),
         block_size=4,
         pad_slot=99,
         cp_world_size=2,

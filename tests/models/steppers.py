@@ -1,0 +1,46 @@
+"""Models of the recipes and their compiled steps, made once per process for all tests."""
+
+import dataclasses
+import functools
+import tempfile
+from pathlib import Path
+
+from models import LoadedModel, load_model
+from tests.oracles.paged_stepper import PagedStepper
+from tests.oracles.recipes import write_recipe
+
+
+@functools.cache
+def checkpoint_folder(recipe: str) -> Path:
+    """The recipe's checkpoint, written once."""
+    return write_recipe(Path(tempfile.mkdtemp()) / recipe, recipe)
+
+
+@functools.cache
+def model_of(recipe: str, loops_over_layers: bool = False) -> LoadedModel:
+    """The recipe's model in float32, its layers in turn or in a loop."""
+    if not loops_over_layers:
+        return load_model(checkpoint_folder(recipe), dtype="float32")
+    model = model_of(recipe)
+    return model.with_kernels(dataclasses.replace(model.kernels, loops_over_layers=True))
+
+
+@functools.cache
+def _compiled_stepper(
+    recipe: str, loops_over_layers: bool, only_last_tokens: bool, widths: tuple[int, ...]
+) -> PagedStepper:
+    model = model_of(recipe, loops_over_layers)
+    return PagedStepper(model, only_last_tokens=only_last_tokens, widths=widths)
+
+
+def fresh_stepper(
+    recipe: str,
+    *,
+    loops_over_layers: bool = False,
+    only_last_tokens: bool = False,
+    widths: tuple[int, ...] = (),
+) -> PagedStepper:
+    """The recipe's stepper, compiled once for all tests, without the requests of earlier ones."""
+    stepper = _compiled_stepper(recipe, loops_over_layers, only_last_tokens, widths)
+    stepper.reset()
+    return stepper
