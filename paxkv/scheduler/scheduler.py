@@ -27,12 +27,11 @@ from paxkv.scheduler.participants.remote_kv import RemoteKV
 from paxkv.scheduler.participants.spare_blocks import SpareBlocks
 from paxkv.scheduler.request import EndReason, Request, RequestStatus, make_block_hasher
 from paxkv.scheduler.request_queue import create_request_queue
-from paxkv.scheduler.running_scheduler import RunningScheduler
 from paxkv.scheduler.scheduler_stats import make_scheduler_stats
 from paxkv.scheduler.step_plan import StepPlan
+from paxkv.scheduler.step_scheduler import StepScheduler
 from paxkv.scheduler.steps_in_flight import StepsInFlight
 from paxkv.scheduler.update import append_plain, append_until_stop, keep_drafts, num_rejected_tokens
-from paxkv.scheduler.waiting_scheduler import WaitingScheduler
 
 
 class Scheduler:
@@ -115,7 +114,23 @@ class Scheduler:
         self._decode_bursts = DecodeBursts(self.kv_cache_manager, num_lookahead_tokens, connector)
         self._has_grammar_gate = grammar_gate is not None
         self.steps_in_flight = StepsInFlight()
-        self._running_scheduler, self._waiting_scheduler = self._make_halves(grammar_gate)
+        self._step_scheduler = StepScheduler(
+            scheduler_config=scheduler_config,
+            num_lookahead_tokens=num_lookahead_tokens,
+            kv_cache_manager=self.kv_cache_manager,
+            encoder_inputs=self.encoder_inputs,
+            spare_blocks=self.spare_blocks,
+            admission_gate=AdmissionGate(
+                kv_cache_manager=self.kv_cache_manager,
+                kept_requests=self.kept_requests,
+                remote_kv=self.remote_kv,
+                grammar_gate=grammar_gate,
+            ),
+            remote_kv=self.remote_kv,
+            steps_in_flight=self.steps_in_flight,
+            running=self.running,
+            waiting=self.waiting,
+        )
         # Ended, or preempted by a reset, since the last step; the next one tells the runner.
         self.finished_req_ids: set[str] = set()
         self._reset_req_ids: set[str] = set()
@@ -132,7 +147,7 @@ class Scheduler:
 
     @property
     def num_preemptions(self) -> int:
-        return self._running_scheduler.num_preemptions
+        return self._step_scheduler.num_preemptions
 
     def add_request(self, request: EngineRequest) -> None:
         """Takes in a request, at the end of the waiting queue or by its priority.
@@ -179,10 +194,11 @@ class Scheduler:
         """
         plan = StepPlan(self.scheduler_config.max_num_batched_tokens)
         self.encoder_inputs.start_step()
-        self._running_scheduler.schedule(plan)
-        # Whoever was preempted waits in front: admitting would only move the shortage on.
+        self._step_scheduler.schedule_running(plan)
+        # A preempted request is in front of the queue: admitting it again would only preempt
+        # another one.
         if not plan.preempted_req_ids:
-            self._waiting_scheduler.schedule(plan)
+            self._step_scheduler.schedule_waiting(plan)
         self._has_asked_later = plan.has_asked_later
         self._decode_bursts.extend(plan, self.waiting, max_decode_steps)
         requests = plan.requests()
@@ -206,7 +222,7 @@ class Scheduler:
         requests = self.steps_in_flight.get_requests(scheduler_output)
         transfers = runner_output.kv_connector_output
         if transfers is not None and transfers.invalid_block_ids:
-            self._reset_req_ids |= self._running_scheduler.recompute_invalid(
+            self._reset_req_ids |= self._step_scheduler.recompute_invalid(
                 transfers.invalid_block_ids
             )
         outputs, finished = self._take_tokens(requests, scheduler_output, runner_output)
@@ -268,7 +284,7 @@ class Scheduler:
         # From the last on, so that they stand in the queue as they ran.
         while self.running:
             request = self.running.pop()
-            self._running_scheduler.preempt(request)
+            self._step_scheduler.preempt(request)
             self._reset_req_ids.add(request.request_id)
         while self.spare_blocks.release_oldest_kept():
             pass
@@ -366,31 +382,6 @@ class Scheduler:
         Does nothing: all that a scheduler holds is memory. A recorded scheduler ends its trace.
         """
 
-    def _make_halves(
-        self, grammar_gate: GrammarGate | None
-    ) -> tuple[RunningScheduler, WaitingScheduler]:
-        """The two halves of `schedule`, which work on this object's queues and blocks."""
-        shared = {
-            "scheduler_config": self.scheduler_config,
-            "num_lookahead_tokens": self.num_lookahead_tokens,
-            "kv_cache_manager": self.kv_cache_manager,
-            "encoder_inputs": self.encoder_inputs,
-            "spare_blocks": self.spare_blocks,
-            "remote_kv": self.remote_kv,
-            "running": self.running,
-            "waiting": self.waiting,
-        }
-        admission_gate = AdmissionGate(
-            kv_cache_manager=self.kv_cache_manager,
-            kept_requests=self.kept_requests,
-            remote_kv=self.remote_kv,
-            grammar_gate=grammar_gate,
-        )
-        return (
-            RunningScheduler(**shared, steps_in_flight=self.steps_in_flight),
-            WaitingScheduler(**shared, admission_gate=admission_gate),
-        )
-
     def _build_output(self, plan: StepPlan, requests: dict[str, Request]) -> SchedulerOutput:
         """The decision as the runner gets it; no request has advanced yet."""
         num_common_prefix_blocks: list[int] = []
@@ -485,7 +476,7 @@ class Scheduler:
 
     def _end_request(self, request: Request) -> None:
         """Frees its blocks, unless they are kept for forks or a transfer still uses them."""
-        # See `RunningScheduler.preempt`.
+        # See `StepScheduler.preempt`.
         request.num_computed_tokens = self.steps_in_flight.num_sure_tokens(request)
         is_delayed = self.remote_kv is not None and self.remote_kv.must_delay_free(request)
         if not is_delayed:

@@ -1,0 +1,362 @@
+"""StepScheduler: which requests get tokens in a step, running ones first, then waiting ones."""
+
+import enum
+from collections.abc import Collection
+
+from paxkv.config.engine_config import SchedulerConfig
+from paxkv.kv_cache.manager import KVCacheManager
+from paxkv.scheduler.admission import AdmissionGate, ComputedPrefix
+from paxkv.scheduler.participants.encoder_inputs import EncoderDemand, EncoderInputs
+from paxkv.scheduler.participants.invalid_blocks import (
+    block_ids_from,
+    can_go_on_from,
+    num_valid_tokens,
+)
+from paxkv.scheduler.participants.remote_kv import RemoteKV
+from paxkv.scheduler.participants.spare_blocks import SpareBlocks
+from paxkv.scheduler.request import Request, RequestStatus
+from paxkv.scheduler.request_queue import RequestQueue
+from paxkv.scheduler.step_plan import StepPlan
+from paxkv.scheduler.steps_in_flight import StepsInFlight
+
+
+class _Admission(enum.Enum):
+    """The result of an attempt to admit the request in front of the waiting queue."""
+
+    ADMITTED = enum.auto()
+    # The request waits for something other than room. Requests behind it may pass it.
+    SKIPPED = enum.auto()
+    # The step or the pool has no room for it. Requests behind it may not pass it.
+    NO_ROOM = enum.auto()
+
+
+class StepScheduler:
+    """Fills a `StepPlan`. The queues belong to the scheduler, which changes them too.
+
+    Args:
+        running: In the order of admission.
+
+    Attributes:
+        num_preemptions: Since the start.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler_config: SchedulerConfig,
+        num_lookahead_tokens: int,
+        kv_cache_manager: KVCacheManager,
+        encoder_inputs: EncoderInputs,
+        spare_blocks: SpareBlocks,
+        admission_gate: AdmissionGate,
+        remote_kv: RemoteKV | None,
+        steps_in_flight: StepsInFlight,
+        running: list[Request],
+        waiting: RequestQueue,
+    ) -> None:
+        self._scheduler_config = scheduler_config
+        self._num_lookahead_tokens = num_lookahead_tokens
+        self._kv_cache_manager = kv_cache_manager
+        self._encoder_inputs = encoder_inputs
+        self._spare_blocks = spare_blocks
+        self._admission_gate = admission_gate
+        self._remote_kv = remote_kv
+        self._steps_in_flight = steps_in_flight
+        self._running = running
+        self._waiting = waiting
+        self.num_preemptions = 0
+
+    def schedule_running(self, plan: StepPlan) -> None:
+        """Gives running requests their next tokens; preempts requests when blocks run out.
+
+        This loop is most of the host's cost of a decode step, so a request that decodes one token
+        in the middle of a block makes no call.
+        """
+        lookahead = self._num_lookahead_tokens
+        num_scheduled_tokens, scheduled = plan.num_scheduled_tokens, plan.running
+        token_budget = plan.token_budget
+        # A copy, as preemption removes requests from the list during the loop.
+        for request in self._running.copy():
+            if token_budget == 0:
+                break
+            num_computed_tokens = request.num_computed_tokens
+            if (
+                num_computed_tokens + lookahead < request.num_plain_tokens
+                and len(request.all_token_ids) + request.num_output_placeholders
+                == num_computed_tokens + 1
+                and not request.spec_token_ids
+            ):
+                req_id = request.request_id
+                scheduled[req_id] = request
+                num_scheduled_tokens[req_id] = 1
+                token_budget -= 1
+            # Otherwise an earlier request preempted it in this step.
+            elif request.status is RequestStatus.RUNNING:
+                plan.token_budget = token_budget
+                self._schedule_closely(request, plan)
+                token_budget = plan.token_budget
+        plan.token_budget = token_budget
+
+    def _schedule_closely(self, request: Request, plan: StepPlan) -> None:
+        """Gives one running request its next tokens, within every limit."""
+        num_new_tokens = len(request.all_token_ids) - request.num_computed_tokens
+        demand = None
+        # A single token is within every limit: an unfinished request may compute it.
+        if num_new_tokens != 1 or request.spec_token_ids or request.mm_features:
+            num_new_tokens, demand = self._cut_chunk(request, plan.token_budget)
+            if num_new_tokens <= 0:
+                return  # its next token is still on its way; others may have work
+        num_slots = request.num_computed_tokens + num_new_tokens + self._num_lookahead_tokens
+        if num_slots > request.num_tokens_before_block_work and not self._allocate_or_preempt(
+            request, num_new_tokens, plan
+        ):
+            # vLLM ends the scan here; but those behind it have work, and blocks for it now.
+            return
+        req_id = request.request_id
+        plan.running[req_id] = request
+        plan.num_scheduled_tokens[req_id] = num_new_tokens
+        plan.token_budget -= num_new_tokens
+        if request.spec_token_ids:
+            plan.take_drafts(request, num_new_tokens)
+        if demand is not None:
+            self._encoder_inputs.commit(request, demand)
+
+    def _cut_chunk(self, request: Request, token_budget: int) -> tuple[int, EncoderDemand | None]:
+        """How many tokens a running request may compute now, possibly 0, and items to encode."""
+        if request.needs_grammar and request.num_output_placeholders > 0:
+            return 0, None  # what may follow a token is found out when it is known
+        num_computed_tokens = request.num_computed_tokens
+        num_new_tokens = (
+            request.num_tokens_with_spec + request.num_output_placeholders - num_computed_tokens
+        )
+        threshold = self._scheduler_config.long_prefill_token_threshold
+        if 0 < threshold < num_new_tokens:
+            num_new_tokens = threshold
+        # Its last token is only sampled, never computed; so max_model_len - 1 is not passed
+        # either, and drafts that could not be kept get no slots.
+        num_new_tokens = min(
+            num_new_tokens, token_budget, request.max_num_tokens - 1 - num_computed_tokens
+        )
+        if num_new_tokens <= 0 or not request.mm_features:
+            return num_new_tokens, None
+        demand = self._encoder_inputs.fit(request, num_computed_tokens, num_new_tokens)
+        return demand.num_new_tokens, demand
+
+    def _allocate_or_preempt(self, request: Request, num_new_tokens: int, plan: StepPlan) -> bool:
+        """Allocates blocks for a running request, preempting others; False if it was preempted."""
+        manager = self._kv_cache_manager
+        while request.status is RequestStatus.RUNNING:
+            new_blocks = manager.allocate_slots(
+                request, num_new_tokens, num_lookahead_tokens=self._num_lookahead_tokens
+            )
+            if new_blocks is not None:
+                # With placeholders, what comes home of a full block finds it (`AsyncScheduler`).
+                num_tokens = manager.get_num_tokens_before_block_work(
+                    request, are_cached_late=request.num_output_placeholders > 0
+                )
+                request.note_block_work(num_tokens)
+                if not new_blocks.is_empty():
+                    plan.blocks[request.request_id] = new_blocks
+                return True
+            if self._spare_blocks.release_oldest_kept():
+                continue
+            # Alone, it may lack what others loaded while they wait behind it.
+            if len(self._running) == 1 and self._spare_blocks.drop_last_loaded(request):
+                continue
+            if self._scheduler_config.policy == "priority":
+                victim = max(self._running, key=lambda running: running.sort_key)
+                self._running.remove(victim)
+            else:
+                victim = self._running.pop()
+            self.preempt(victim)
+            plan.add_preempted(victim)
+        return False
+
+    def preempt(self, victim: Request) -> None:
+        """Takes a request's blocks and puts it back in the queue, to be computed anew.
+
+        Its `num_computed_tokens` does not count this step yet: blocks that it was given earlier
+        in this step under the priority policy are withdrawn from the prefix cache by `free`.
+        Tokens that are on their way to it are dropped: it samples them again.
+        """
+        # Of a load that fails later nobody would hold the blocks, to take them out of the cache.
+        victim.num_computed_tokens = self._steps_in_flight.num_sure_tokens(victim)
+        self._kv_cache_manager.free(victim)
+        self._encoder_inputs.give_back(victim)
+        self._forget_next_tokens(victim)
+        victim.status = RequestStatus.PREEMPTED
+        victim.num_computed_tokens = 0
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+        self._waiting.prepend_request(victim)
+
+    def recompute_invalid(self, invalid_block_ids: Collection[int]) -> set[str]:
+        """Takes back what was computed from blocks that could not be loaded.
+
+        A request goes on from its first invalid block in its own blocks; where it cannot, it is
+        preempted. One whose load still goes on is cut when that ends.
+
+        Returns:
+            Ids of those preempted, which the runner is to hear of.
+        """
+        invalid = set(invalid_block_ids)
+        victims: list[Request] = []
+        # In the order of admission: what a request computed after an invalid block is invalid
+        # for those who came later and share it.
+        for request in (*self._running, *self._waiting):
+            num_valid = num_valid_tokens(self._kv_cache_manager, request, invalid)
+            if num_valid is None:
+                continue
+            if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+                self._remote_kv.note_invalid(request, num_valid)
+                continue
+            num_valid = min(num_valid, request.num_computed_tokens)
+            invalid |= block_ids_from(self._kv_cache_manager, request, num_valid)
+            request.num_computed_tokens = num_valid
+            if request.status is not RequestStatus.RUNNING:
+                self._spare_blocks.drop_loaded(request)
+                continue
+            self._forget_next_tokens(request)
+            if not can_go_on_from(self._kv_cache_manager, request, num_valid):
+                victims.append(request)
+        self._kv_cache_manager.evict_blocks(invalid)
+        # From the last on, so that they stand in the queue as they ran.
+        for victim in reversed(victims):
+            self._running.remove(victim)
+            self.preempt(victim)
+        return {victim.request_id for victim in victims}
+
+    def _forget_next_tokens(self, request: Request) -> None:
+        """Drops tokens on their way to a request, as it goes back, and notes about its blocks."""
+        self._steps_in_flight.discard(request)
+        request.spec_token_ids = []
+        request.num_output_placeholders = 0
+        request.note_block_work(0)
+
+    def schedule_waiting(self, plan: StepPlan) -> None:
+        """Admits waiting requests in the order of the queue, into what is left of the step."""
+        skipped: list[Request] = []
+        max_num_seqs = self._scheduler_config.max_num_seqs
+        while self._waiting and plan.token_budget > 0 and len(self._running) < max_num_seqs:
+            request = self._waiting.peek_request()
+            admission = self._try_admit(request, plan)
+            if admission is _Admission.NO_ROOM:
+                break
+            self._waiting.pop_request()
+            if admission is _Admission.SKIPPED:
+                skipped.append(request)
+        if skipped:
+            self._waiting.prepend_requests(skipped)
+
+    def _try_admit(self, request: Request, plan: StepPlan) -> _Admission:
+        if not self._admission_gate.is_open(request, plan):
+            return _Admission.SKIPPED
+        prefix = self._admission_gate.find_computed_prefix(request)
+        if prefix is None:
+            plan.has_asked_later = True
+            return _Admission.SKIPPED
+        num_computed_tokens = (
+            request.num_computed_tokens + prefix.num_local_tokens + prefix.num_external_tokens
+        )
+        num_new_tokens, demand = 0, None
+        if not prefix.is_loaded_async:
+            num_new_tokens, demand = self._cut_first_chunk(
+                request, num_computed_tokens, plan.token_budget
+            )
+            if num_new_tokens == 0:
+                return _Admission.NO_ROOM
+        if not self._allocate_waiting(request, num_new_tokens, prefix):
+            if prefix.fork_source is None or self._running:
+                return _Admission.NO_ROOM
+            # Alone in the pool it may lack just the copy of a block that it would share in part.
+            request.fork_source = None
+            return self._try_admit(request, plan)
+        if prefix.fork_source is not None:
+            # The two share a block that one of them will write into.
+            prefix.fork_source.note_block_work(0)
+        if self._remote_kv is not None:
+            self._remote_kv.note_allocated(request, prefix.num_external_tokens)
+        if prefix.is_loaded_async:
+            self._remote_kv.start_loading(request, num_computed_tokens)
+            request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+            return _Admission.SKIPPED
+        if demand is not None:
+            self._encoder_inputs.commit(request, demand)
+        self._start(request, num_computed_tokens, num_new_tokens, plan)
+        return _Admission.ADMITTED
+
+    def _cut_first_chunk(
+        self, request: Request, num_computed_tokens: int, token_budget: int
+    ) -> tuple[int, EncoderDemand | None]:
+        """Tokens that a waiting request would compute first, and items to encode.
+
+        0 where the budgets have no room for it.
+        """
+        config = self._scheduler_config
+        num_new_tokens = request.num_tokens - num_computed_tokens
+        threshold = config.long_prefill_token_threshold
+        if 0 < threshold < num_new_tokens:
+            num_new_tokens = threshold
+        # More than a whole step: no prompt of a caller's (see `RequestLimits`), but a request that
+        # resumes with its output, or a fork. It is split, or it would wait forever.
+        may_split = config.enable_chunked_prefill or num_new_tokens > config.max_num_batched_tokens
+        if num_new_tokens > token_budget and not may_split:
+            return 0, None
+        num_new_tokens = min(num_new_tokens, token_budget)
+        if not request.mm_features:
+            return num_new_tokens, None
+        demand = self._encoder_inputs.fit(request, num_computed_tokens, num_new_tokens)
+        return demand.num_new_tokens, demand
+
+    def _allocate_waiting(
+        self, request: Request, num_new_tokens: int, prefix: ComputedPrefix
+    ) -> bool:
+        """Allocates blocks for a waiting request; False where there is no room.
+
+        Never preempts a running request. It takes blocks that are kept for forks, and, while no
+        request runs, blocks that were loaded for other waiting requests.
+        """
+        encoder_decoder = self._encoder_inputs.is_encoder_decoder
+        while True:
+            new_blocks = self._kv_cache_manager.allocate_slots(
+                request,
+                num_new_tokens,
+                num_new_computed_tokens=prefix.num_local_tokens,
+                new_computed_blocks=prefix.blocks,
+                # As in vLLM: a request's first step has no drafts yet, and blocks that are
+                # loaded must be as many here as there.
+                num_lookahead_tokens=(
+                    0 if request.num_computed_tokens == 0 else self._num_lookahead_tokens
+                ),
+                num_external_computed_tokens=prefix.num_external_tokens,
+                delay_cache_blocks=prefix.is_loaded_async,
+                num_encoder_tokens=(
+                    sum(feature.length for feature in request.mm_features) if encoder_decoder else 0
+                ),
+                # Where nobody runs there is nobody to preempt; and what is held while it waits
+                # to be loaded must not keep it out for good.
+                full_sequence_must_fit=(
+                    self._scheduler_config.full_sequence_must_fit and bool(self._running)
+                ),
+            )
+            if new_blocks is not None:
+                return True
+            if not self._spare_blocks.release_oldest_kept() and (
+                self._running or not self._spare_blocks.drop_last_loaded(request)
+            ):
+                return False
+
+    def _start(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int, plan: StepPlan
+    ) -> None:
+        """Moves a waiting request that has its blocks to the running requests."""
+        request.num_computed_tokens = num_computed_tokens
+        request.note_block_work(self._kv_cache_manager.get_num_tokens_before_block_work(request))
+        request.fork_source = None
+        is_new = request.status is RequestStatus.WAITING
+        if is_new:
+            request.num_cached_tokens = num_computed_tokens
+        all_blocks = self._kv_cache_manager.get_blocks(request.request_id)
+        plan.add_admitted(request, num_new_tokens, all_blocks, is_new=is_new)
+        request.status = RequestStatus.RUNNING
+        self._running.append(request)
