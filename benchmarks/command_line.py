@@ -1,7 +1,6 @@
-"""What the benchmarks' command lines share: flags that are checked, and ends without traceback."""
+"""Checked flags and one-line errors, for the command lines of all benchmarks."""
 
 import argparse
-import importlib.util
 import math
 import sys
 from collections.abc import Callable
@@ -10,18 +9,16 @@ from pathlib import Path
 from paxkv.entrypoints.command_end import run_command
 from paxkv.errors import PaxkvError
 
-_IMAGE_SUFFIXES = (".png", ".pdf", ".svg")
-
 
 class BenchmarkError(ValueError):
-    """What is asked for cannot be measured; the message says why and what to do."""
+    """The request cannot be measured; the message says why and what to do."""
 
 
 def run_benchmark(main: Callable[[], int | None], *refusals: type[Exception]) -> int:
     """Runs a benchmark's `main`; returns the exit code of the process.
 
     Args:
-        refusals: Errors that are told in one line, besides ours and paxkv's.
+        refusals: Further errors that are printed in one line, as those of benchmarks and paxkv are.
     """
 
     def run() -> int | None:
@@ -52,7 +49,7 @@ def whole_number(low: int, high: int | None = None) -> Callable[[str], int]:
 
 positive_int = whole_number(1)
 natural = whole_number(0)
-# What NumPy's RandomState takes.
+# The range of NumPy's RandomState.
 seed_number = whole_number(0, 2**32 - 1)
 
 
@@ -80,27 +77,16 @@ def _number(text: str) -> float:
 
 
 def output_file(text: str) -> Path:
-    """A type for `add_argument`: a file that can be appended to. Its folder is made.
+    """A type for `add_argument`: a file that can be appended to. Its folder is created.
 
-    Tried at once: what cannot be written is not to be told after the measurement.
+    Tried at once, so that the error does not come after the measurement.
     """
     _try_to_append(Path(text), named=text)
     return Path(text)
 
 
-def image_file(text: str) -> Path:
-    """A type for `add_argument`: `output_file` of a picture, where there is what draws it."""
-    if Path(text).suffix not in _IMAGE_SUFFIXES:
-        raise argparse.ArgumentTypeError(
-            f"must be a file that ends in {', '.join(_IMAGE_SUFFIXES)}, got {text}"
-        )
-    if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("needs matplotlib: pip install -e '.[bench]'")
-    return output_file(text)
-
-
 def output_folder(text: str) -> Path:
-    """A type for `add_argument`: a folder that can be written into, which is made."""
+    """A type for `add_argument`: a folder that can be written into, which is created."""
     _try_to_append(Path(text) / ".writable", named=text)
     return Path(text)
 

@@ -1,83 +1,133 @@
-"""KV memory: how much of what is allocated holds nothing, paged against contiguous preallocation.
+"""KV memory: the share of allocated positions that hold no token, paged and contiguous.
 
     python -m benchmarks.memory
 
-Runs the engine's scheduler and block pool to the end of every request, with a runner that answers
-at once: so the figures are exact and need no device. After each step it counts, over the requests
-that run then,
+Runs the engine's scheduler and block pool until every request is finished. The runner answers at
+once, so the figures are exact and need no device. After each step, over all running requests:
 
-    paged       positions of the blocks that they hold, a shared block once, against positions with
-                a computed token; at --block-sizes
-    contiguous  positions that a cache with one piece of memory a request would have reserved for
-                them, against the tokens that they have; three ways to choose the piece:
-                  max_model_len    2,048 positions for each, the only safe choice for a server that
-                                   does not know how long an answer gets
-                  power of two     the next one above the length that the request will reach
-                  exact            that length: nobody knows it beforehand, so this is a bound
+    paged       positions of the blocks that they hold, a shared block once, compared with positions
+                that hold a computed token; for each of --block-sizes
+    contiguous  positions that a cache with one piece of memory per request would reserve, compared
+                with the tokens of each request; the piece has one of three sizes:
+                  max_model_len    2,048 positions, the only safe choice for unknown output lengths
+                  power of two     the next one above the request's final length
+                  exact            the final length, which no server knows: this is a bound
 
-Waste is 1 - (second / first), both summed over all steps. Contiguous figures are without external
-fragmentation, holes between pieces that no new piece fits, which can only add to them; nor can such
-a cache share a prefix. The reference documents that paxkv was built from say 60 to 80 % for the
-traditional scheme, holes included, and under 4 % for paging; the plot shows both beside what was
-measured.
+Waste is 1 - used / allocated, both summed over all steps. Contiguous figures leave out external
+fragmentation, which can only add waste.
 
-Length distributions (the first four are those of benchmarks/workloads.py):
+Length distributions (the first four are workloads of benchmarks/workloads.py):
 
     mixed        prompts of 32 to 256 tokens, outputs of 32 to 128
     skewed       prompts of 32 to 128 tokens, few long outputs (192 to 256) among short (8 to 32)
     uniform-256  256 requests, prompts and outputs of 100 to 1,024 tokens
     prefix       512 shared tokens and 32 own, outputs of 16
     chat         log-normal: prompts around 100 tokens, outputs around 200, both with a long tail
-    long         prompts of 500 to 1,500 tokens, outputs of 16 to 512, a third of them with 512
-                 tokens in common
+    long         prompts of 500 to 1,500 tokens, outputs of 16 to 512; a third share a prefix
 
-Waste says nothing of what sharing saves. So there is also the memory that paging held, all steps
-together, in percent of what pieces of max_model_len would have been, and the mean number of
-requests that ran at once in a pool of --pool-tokens positions, beside the number of such pieces in
-the same memory. (Workloads that are smaller than the pool never fill it.)
+Waste does not show what sharing saves. Two more figures do: the memory that paging held in percent
+of pieces of max_model_len, and the mean number of running requests in a pool of --pool-tokens
+positions. `python -m benchmarks.report` draws the rows.
 """
 
 import argparse
 import random
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from benchmarks.command_line import (
-    image_file,
     output_file,
     positive_int,
     run_benchmark,
     seed_number,
     whole_number,
 )
-from benchmarks.host.kv_waste import MAX_MODEL_LEN, make_requests, make_scheduler, run_steps
-from benchmarks.markdown_table import markdown_table
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
+from benchmarks.tables import markdown_table
 from benchmarks.workloads import make_workload
+from paxkv.config.engine_config import CacheConfig, SchedulerConfig
 from paxkv.config.sampling_params import SamplingParams
+from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.engine_request import EngineRequest
+from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from paxkv.contracts.runner_output import ModelRunnerOutput
+from paxkv.contracts.scheduler_output import SchedulerOutput
+from paxkv.scheduler.scheduler import Scheduler
 
 VOCAB_SIZE = 32_000
+MAX_MODEL_LEN = 2048
+MAX_PROMPT_LEN = 1500
 MAX_NUM_SEQS = 256
-# How a contiguous cache chooses its pieces -> positions for a request that will reach a length.
+# Size of a contiguous piece -> positions reserved for a request of a final length.
 RESERVATIONS: Mapping[str, Callable[[int], int]] = {
     "contiguous max_model_len": lambda num_tokens: MAX_MODEL_LEN,
     "contiguous power of two": lambda num_tokens: 1 << (num_tokens - 1).bit_length(),
     "contiguous exact": lambda num_tokens: num_tokens,
 }
-_NOTES = (
-    "The last two columns are of paging with the first block size. The reference documents say 60 "
-    "to 80 % for contiguous",
-    "preallocation, with external fragmentation, which is not in these figures, and under 4 % for "
-    "paging.",
-)
 _WORKLOADS = ("mixed", "skewed", "uniform-256", "prefix")
 DISTRIBUTIONS = (*_WORKLOADS, "chat", "long")
 
 
+def make_scheduler(block_size: int, num_tokens_in_pool: int, *, max_num_seqs: int) -> Scheduler:
+    """A scheduler of one attention layer, with a pool of `num_tokens_in_pool` positions."""
+    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=64, dtype="float32")
+    return Scheduler(
+        scheduler_config=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=2048),
+        cache_config=CacheConfig(block_size=block_size),
+        kv_cache_config=KVCacheConfig(
+            num_blocks=num_tokens_in_pool // block_size + 1,
+            kv_cache_groups=(KVCacheGroupSpec(layer_names=("layer",), kv_cache_spec=spec),),
+        ),
+        max_model_len=MAX_MODEL_LEN,
+    )
+
+
+def make_requests(num_requests: int, min_tokens: int, seed: int) -> list[EngineRequest]:
+    """Prompts of `min_tokens` to 1,500 tokens, outputs of 16 to 512; one third share 512 tokens."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(VOCAB_SIZE) for _ in range(512)]
+    requests = []
+    for index in range(num_requests):
+        length = rng.randint(min_tokens, MAX_PROMPT_LEN)
+        tokens = [rng.randrange(VOCAB_SIZE) for _ in range(length)]
+        if index % 3 == 0:
+            tokens[: len(shared)] = shared[:length]
+        params = SamplingParams(max_tokens=rng.randint(16, 512), temperature=0.0)
+        requests.append(
+            EngineRequest(request_id=str(index), prompt_token_ids=tokens, sampling_params=params)
+        )
+    return requests
+
+
+def answer(output: SchedulerOutput, scheduler: Scheduler, rng: random.Random) -> ModelRunnerOutput:
+    """One random token for each request whose tokens are all computed in this step."""
+    req_ids = list(output.num_scheduled_tokens)
+    requests = [scheduler.requests[req_id] for req_id in req_ids]
+    is_done = [request.num_computed_tokens == request.num_tokens for request in requests]
+    return ModelRunnerOutput(
+        req_ids=req_ids,
+        sampled_token_ids=[[rng.randrange(VOCAB_SIZE)] if done else [] for done in is_done],
+        logprobs=[None] * len(req_ids),
+    )
+
+
+def run_steps(
+    scheduler: Scheduler, requests: Sequence[EngineRequest], seed: int
+) -> Iterator[SchedulerStats]:
+    """Runs requests until all are finished; yields the scheduler's statistics after each step."""
+    for request in requests:
+        scheduler.add_request(request)
+    rng = random.Random(seed)
+    while scheduler.has_unfinished_requests():
+        output = scheduler.schedule()
+        scheduler.update_from_output(output, answer(output, scheduler, rng))
+        yield scheduler.make_stats()
+    scheduler.check_invariants()
+
+
 def make_distribution(name: str, seed: int) -> list[EngineRequest]:
-    """The requests of a length distribution, by its name in `DISTRIBUTIONS`."""
+    """The requests of a distribution in `DISTRIBUTIONS`."""
     if name == "long":
         return make_requests(200, 500, seed)
     if name == "chat":
@@ -120,10 +170,10 @@ def _engine_requests(
 def measure(
     requests: Sequence[EngineRequest], *, block_size: int, pool_tokens: int, seed: int
 ) -> dict[str, float]:
-    """Waste in percent of paging ("paged") and of every scheme in `RESERVATIONS`.
+    """Waste in percent of paging ("paged") and of each scheme in `RESERVATIONS`.
 
-    And "memory", of paging in percent of the first scheme's, and "requests at once", the mean
-    number of running requests.
+    Also "memory", which is paging's in percent of the first scheme's, and "requests at once", the
+    mean number of running requests.
     """
     scheduler = make_scheduler(block_size, pool_tokens, max_num_seqs=MAX_NUM_SEQS)
     reserved_of = {
@@ -153,16 +203,16 @@ def measure(
 
 
 def _num_tokens(request: EngineRequest) -> int:
-    """Positions that its prompt and output fill at its end."""
+    """Positions that prompt and output fill when the request is finished."""
     return len(request.prompt_token_ids) + (request.sampling_params.max_tokens or 0)
 
 
 def measure_distribution(
     name: str, *, block_sizes: Sequence[int], pool_tokens: int, seeds: Sequence[int]
 ) -> dict[str, list[float]]:
-    """Figures of a distribution by name, one value a seed.
+    """Figures of a distribution by name, one value per seed.
 
-    All but paging's waste is of the run with the first block size.
+    All figures except paging's waste come from the run with the first block size.
     """
     figures: dict[str, list[float]] = {}
     for seed in seeds:
@@ -218,7 +268,7 @@ def table(
         values = [f"{medians[name]:.1f}" for name in (*names, "memory")]
         at_once = f"{medians['requests at once']:.0f} ({pool_tokens // MAX_MODEL_LEN})"
         lines.append([distribution, *values, at_once])
-    return "\n".join((markdown_table(["waste, %", *names, *last], lines), "", *_NOTES))
+    return markdown_table(["waste, %", *names, *last], lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -237,7 +287,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seeds", type=seed_number, nargs="+", default=[0, 1, 2], metavar="N")
     parser.add_argument("--out", type=output_file, default=str(RESULTS_FOLDER / "memory.jsonl"))
-    parser.add_argument("--plot", type=image_file, metavar="PNG", help="needs matplotlib")
     arguments = parser.parse_args(argv)
     for name in ("lengths", "block_sizes", "seeds"):
         values = getattr(arguments, name)
@@ -254,12 +303,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     append_rows(result_rows(figures, arguments), arguments.out)
     print(table(figures, block_sizes=arguments.block_sizes, pool_tokens=arguments.pool_tokens))
-    if arguments.plot is not None:
-        # Figures need no matplotlib, which only the `bench` extra brings.
-        from benchmarks.memory_plot import draw_memory  # noqa: PLC0415
-
-        schemes = (*RESERVATIONS, *map(paged_name, arguments.block_sizes))
-        draw_memory(figures, schemes, arguments.plot)
     return 0
 
 

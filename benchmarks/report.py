@@ -1,12 +1,12 @@
-"""Makes a Markdown table and PNG plots of result rows.
+"""Makes a Markdown report with tables and PNG plots from result rows.
 
     python -m benchmarks.report benchmarks/results/*.jsonl --out report
 
-writes report/report.md, which shows every figure and links the plots beside it. Of figures that
-were taken again, the file's last row counts. Rows with an engine and a workload in their case
-become bars of tokens per second, engine by engine, one plot for each workload; any other metric
-becomes a bar a case, where there are two or more. A thin line on a bar goes from the least to the
-most of its repetitions.
+writes report/report.md, which has every figure and links the plots beside it. If a figure was
+measured several times, the last row of the file counts. Rows with an engine and a workload in their
+case become bars of tokens per second, one plot per workload; any other metric becomes one bar per
+case, if there are two cases or more. The thin line on a bar is the range of its repetitions. Rows
+that say why a figure is missing, and rows of rehearsals, are left out.
 """
 
 import argparse
@@ -22,32 +22,31 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.command_line import BenchmarkError, output_folder, run_benchmark
-from benchmarks.engine.measure import case_fields, short_cases
-from benchmarks.markdown_table import markdown_table
+from benchmarks.tables import case_fields, markdown_table, short_cases
 
 SPEED_METRICS = {
     "tokens_per_cpu_s": "output tokens per CPU-second",
     "tokens_per_s": "output tokens per second",
 }
-# Speed metric -> metric of the same case that says how many times as fast paxkv is.
+# Speed metric -> metric of the same case with paxkv's speed over the engine's.
 RATIO_METRICS = {
     "tokens_per_cpu_s": "paxkv_times_per_cpu_s",
     "tokens_per_s": "paxkv_times_per_s",
 }
 OURS = "paxkv"
-# Told apart by readers who do not see red and green, and in grey.
+# Distinct for colour-blind readers and in grey.
 OUR_COLOR, OTHER_COLOR, LINE_COLOR = "#0072b2", "#b8c4ce", "#333333"
-# A case's fields that make a plot of their own, and those that are said elsewhere in it.
+# Cases that differ in these fields get plots of their own.
 FIGURE_FIELDS = ("model", "threads", "dtype", "num_requests")
 MAX_PLOTS_A_ROW = 3
 BAR_INCHES = 0.38
-# Past so many characters a case is drawn on two lines.
+# A longer case is drawn on two lines.
 MAX_LABEL_CHARS = 60
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A result row as its file has it; `result_rows.py` says what the fields are."""
+    """A result row as its file has it; see `result_rows.py` for the fields."""
 
     date: str
     benchmark: str
@@ -71,14 +70,13 @@ class Row:
         return self.metric in SPEED_METRICS and {"engine", "workload"} <= set(self.fields)
 
 
-# Field of a row -> what it may be; an integer may be as large as it likes.
+# Field of a row -> its types; a float field may hold an integer.
 _KINDS = {str: (str,), int: (int,), float: (int, float)}
 _FIELD_TYPES = {field.name: _KINDS[field.type] for field in dataclasses.fields(Row)}
 
 
 def read_rows(files: Sequence[Path]) -> list[Row]:
-    """The rows of all files, in order of appearance: the last of each benchmark, case, metric and
-    device.
+    """The last row of each benchmark, case, metric and device, in order of appearance.
 
     Raises:
         BenchmarkError: A file cannot be read, or a line is no result row.
@@ -91,7 +89,10 @@ def read_rows(files: Sequence[Path]) -> list[Row]:
             raise BenchmarkError(f"{file} cannot be read: {error}.") from error
         for number, line in enumerate(lines, start=1):
             try:
-                row = _row_of(json.loads(line))
+                fields = json.loads(line)
+                if isinstance(fields, dict) and _has_no_figure(fields):
+                    continue
+                row = _row_of(fields)
             except (ValueError, RecursionError) as error:
                 raise BenchmarkError(
                     f"{file}:{number} is no result row: {error}. Take the line out of the file, "
@@ -101,8 +102,12 @@ def read_rows(files: Sequence[Path]) -> list[Row]:
     return list(found.values())
 
 
+def _has_no_figure(fields: dict[str, object]) -> bool:
+    return fields.get("num_repetitions") == 0 or fields.get("rehearsal") is True
+
+
 def _row_of(fields: object) -> Row:
-    """Raises ValueError where it is none."""
+    """Raises ValueError if the fields are not those of a result row."""
     if not isinstance(fields, dict):
         raise ValueError(f"got a {type(fields).__name__}, wanted a JSON object")
     missing = [name for name in _FIELD_TYPES if name not in fields]
@@ -121,7 +126,7 @@ def _row_of(fields: object) -> Row:
 
 
 def write_report(rows: Sequence[Row], folder: Path) -> Path:
-    """Writes report.md and its plots into a folder, which is made if it is missing."""
+    """Writes report.md and its plots into a folder, which is created if missing."""
     folder.mkdir(parents=True, exist_ok=True)
     text = ["# Results", ""]
     for benchmark in dict.fromkeys(row.benchmark for row in rows):
@@ -130,7 +135,7 @@ def write_report(rows: Sequence[Row], folder: Path) -> Path:
         devices = list(dict.fromkeys(row.device for row in of_benchmark))
         for device in devices:
             of_device = [row for row in of_benchmark if row.device == device]
-            # Bars and ratios of two devices would be told apart by nothing.
+            # The bars of two devices would look alike.
             name = (benchmark,) if len(devices) == 1 else (benchmark, device)
             text += [f"On {device}:", ""]
             for plot in _write_plots(of_device, folder, name):
@@ -162,7 +167,7 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def _number(value: float) -> str:
-    """With three digits or more, as 12.3 for 12.345 and 12,345 for 12345.6."""
+    """At least three digits: 12.3 for 12.345 and 12,346 for 12345.6."""
     if value == 0 or abs(value) >= 100 or value == int(value):
         return f"{value:,.0f}"
     return f"{value:.3g}"
@@ -181,13 +186,13 @@ def _write_plots(rows: Sequence[Row], folder: Path, name: Sequence[str]) -> list
         plots.append(_save(_plot_engines(of_figure, ratios), folder, *name, *key))
     by_metric: dict[str, list[Row]] = {}
     for row in rows:
-        # Ratios stand beside the bars of the engines that they are of.
+        # Ratios are notes on the bars of their engines.
         if not row.is_of_an_engine and not (engine_rows and row.metric in RATIO_METRICS.values()):
             by_metric.setdefault(row.metric, []).append(row)
     # Metrics of the same cases share a figure.
     by_cases: dict[tuple[str, ...], list[list[Row]]] = {}
     for of_metric in by_metric.values():
-        # Nothing to see where nothing happened, or where nothing stands beside; the table says so.
+        # One bar alone, or bars of zero, show nothing; the table has the figures.
         if len(of_metric) == 1 or not any(row.max for row in of_metric):
             continue
         by_cases.setdefault(tuple(row.case for row in of_metric), []).append(of_metric)
@@ -205,7 +210,7 @@ def _save(figure: Figure, folder: Path, *name: str) -> Path:
 def _panels(
     num_panels: int, num_bars: int, label_inches: float, *, sharey: bool = False
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with room for `num_panels` sets of bars, and their axes."""
+    """A figure with axes for `num_panels` sets of bars."""
     num_columns = min(num_panels, MAX_PLOTS_A_ROW)
     num_rows = -(-num_panels // num_columns)
     size = (label_inches + 4.2 * num_columns, 0.5 + num_rows * (0.9 + BAR_INCHES * num_bars))
@@ -217,10 +222,10 @@ def _panels(
 
 
 def _plot_engines(rows: Sequence[Row], ratios: dict[tuple[str, str], float]) -> Figure:
-    """A set of bars for each workload, a bar for each engine.
+    """One set of bars per workload, one bar per engine.
 
     Args:
-        ratios: (case, metric) -> how many times as fast paxkv is, where it was measured.
+        ratios: (case, metric) -> paxkv's speed over the engine's, where measured.
     """
     workloads = list(dict.fromkeys(row.fields["workload"] for row in rows))
     of_workload = {
@@ -244,7 +249,7 @@ def _plot_engines(rows: Sequence[Row], ratios: dict[tuple[str, str], float]) -> 
 
 
 def _engine_labels(rows: Sequence[Row]) -> list[str]:
-    """The engine of each row, with whatever else sets it apart from the others."""
+    """The engine of each row, with the other fields in which the rows differ."""
     _, left = short_cases([row.case for row in rows])
     labels = []
     for row, case in zip(rows, left, strict=True):
@@ -254,10 +259,10 @@ def _engine_labels(rows: Sequence[Row]) -> list[str]:
 
 
 def _plot_cases(metrics: Sequence[Sequence[Row]]) -> Figure:
-    """A bar for each of several cases, and a set of them for each metric."""
+    """One bar per case, and one set of bars per metric."""
     cases = [row.case for row in metrics[0]]
     common, labels = short_cases(cases)
-    # A case that has no more than the common fields stays whole.
+    # A case that has only the common fields is drawn whole.
     if not all(labels):
         common, labels = "", cases
     labels = [_in_two_lines(label) for label in labels]
@@ -266,7 +271,7 @@ def _plot_cases(metrics: Sequence[Sequence[Row]]) -> Figure:
     for axes, rows in zip(panels, metrics, strict=True):
         _draw_bars(axes, rows, labels, [_number(row.median) for row in rows])
         axes.set_title(rows[0].metric.replace("_", " "), loc="left", fontsize=10)
-    # Shared, so that one call turns them all.
+    # The axes share y, so one call inverts all.
     panels[0].invert_yaxis()
     figure.suptitle("\n".join(filter(None, [metrics[0][0].benchmark, common])), fontsize=11)
     return figure
@@ -283,10 +288,7 @@ def _in_two_lines(label: str) -> str:
 def _draw_bars(
     axes: Axes, rows: Sequence[Row], labels: Sequence[str], notes: Sequence[str]
 ) -> None:
-    """Horizontal bars, each with its spread and a note behind it.
-
-    From the bottom up: whoever calls turns the axis around.
-    """
+    """Draws horizontal bars from the bottom up, each with its range and a note."""
     places = range(len(rows))
     is_peer = [row.fields.get("engine", OURS).partition("-")[0] != OURS for row in rows]
     colors = [OTHER_COLOR if peer else OUR_COLOR for peer in is_peer]

@@ -1,4 +1,4 @@
-"""Result rows: one JSON line a figure, with everything needed to take it again."""
+"""Result rows: one JSON line per figure, with everything needed to measure it again."""
 
 import dataclasses
 import datetime
@@ -15,7 +15,7 @@ from pathlib import Path
 
 RESULTS_FOLDER = Path(__file__).parent / "results"
 _PACKAGES = ("paxkv", "jax", "numpy")
-# What paxkv is measured beside, on machines that have it.
+# Peers that paxkv is compared with, named only where they are installed.
 _PEER_PACKAGES = ("torch", "transformers")
 # Flags of /proc/cpuinfo, the newest first.
 _VECTORS = (("avx512f", "AVX-512"), ("avx2", "AVX2"), ("avx", "AVX"))
@@ -27,10 +27,10 @@ class ResultRow:
 
     Args:
         benchmark: Module name of the benchmark.
-        case: What was measured, in words that name its parameters.
+        case: What was measured, with its parameters.
         metric: Name of the figure with its unit, such as `waste_percent`.
-        values: One per repetition.
-        device: Chip that did the work; the host benchmarks name the processor.
+        values: One per repetition; empty in a row that says why there is no figure.
+        device: Chip that did the work; host benchmarks name the processor.
     """
 
     benchmark: str
@@ -44,26 +44,27 @@ class ResultRow:
         return statistics.median(self.values)
 
     def as_dict(self) -> dict[str, object]:
+        figures: dict[str, float] = {}
+        if self.values:
+            figures = {"median": self.median, "min": min(self.values), "max": max(self.values)}
         return {
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "benchmark": self.benchmark,
             "case": self.case,
             "metric": self.metric,
-            "median": self.median,
-            "min": min(self.values),
-            "max": max(self.values),
+            **figures,
             "num_repetitions": len(self.values),
             "device": self.device,
             "versions": _versions(),
-            "commit": _commit(),
+            "commit": commit_hash(),
             "command": f"python -m {self.benchmark} {' '.join(sys.argv[1:])}".strip(),
         }
 
 
 def processor_name() -> str:
-    """The host's processor: its name, and what tells its generation where the name does not.
+    """The host's processor: its name and, where /proc/cpuinfo has them, its family and vectors.
 
-    Clouds call several generations of a processor the same; their figures cannot be compared.
+    Clouds give several generations of a processor one name, but their figures differ.
     """
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
@@ -74,7 +75,7 @@ def processor_name() -> str:
 
 
 def _name_in_cpuinfo(text: str) -> str | None:
-    """What the first block says; None where it has no name, as on some that are not x86."""
+    """Reads the first block; None if it has no name, as on some processors other than x86."""
     first = text.split("\n\n", 1)[0]
     fields = {
         key.strip(): value.strip()
@@ -91,7 +92,7 @@ def _name_in_cpuinfo(text: str) -> str | None:
 
 
 def append_rows(rows: Sequence[ResultRow], file: Path) -> None:
-    """Appends rows to a file of JSON lines, which is made if it is missing."""
+    """Appends rows to a file of JSON lines, which is created if missing."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as out:
         for row in rows:
@@ -111,10 +112,10 @@ def _versions() -> dict[str, str]:
 
 
 @functools.cache
-def _commit() -> str:
-    """Short hash of the commit, with "+" where tracked files differ from it; "unknown" without git.
+def commit_hash() -> str:
+    """Short hash of the commit, with "+" if tracked files differ from it; "unknown" without git.
 
-    Of the moment when it is first asked for: a run is of the code that it started with.
+    Cached at the first call, because a run measures the code that it started with.
     """
     if shutil.which("git") is None:
         return "unknown"

@@ -1,24 +1,24 @@
-"""How long a server takes from the start of its process to its first token, cold and warm.
+"""Seconds from the start of the server's process to its first token, cold and warm.
 
     python -m benchmarks.startup
     python -m benchmarks.startup --num-repetitions 5 -- --model FOLDER --max-num-seqs 16
 
-Each repetition starts `python -m paxkv.serve` twice on a free port, with an empty folder for the
-compiled programs (cold), then with what the first start left there (warm), asks for one token as
-soon as the server is ready, and ends it. What stands behind `--` goes to the server as it is; with
+Each repetition starts `python -m paxkv.serve` twice on a free port: first with an empty folder of
+compiled programs (cold), then with the programs that the first start left there (warm). It asks for
+one token when the server is ready, then stops it. Flags after `--` go to the server; with
 `--compiled-dir FOLDER`, both starts load what `python -m paxkv.compile` wrote.
 
-Milestones, all in seconds from the start of the process:
+Milestones, in seconds since the start of the process:
 
-    imports      Python has imported everything, in the engine's process
+    imports      the engine's process has imported everything
     model        weights are loaded and the KV cache is allocated
-    programs     every program is compiled, or loaded
+    programs     every program is compiled or loaded
     ready        the port is open
-    first token  the first piece of an answer has come over HTTP
+    first token  the first piece of an answer has arrived over HTTP
 
-Cold means that there is no compiled program. The system may have the files in memory: before the
-first measurement one process imports everything and ends. The cache folder is a fresh
-XDG_CACHE_HOME; JAX_COMPILATION_CACHE_DIR is taken out of the server's environment.
+The operating system may have the files in memory: before the first measurement a process imports
+everything and ends. The cache folder is a fresh XDG_CACHE_HOME, and JAX_COMPILATION_CACHE_DIR is
+removed from the server's environment. `python -m benchmarks.report` draws the rows.
 """
 
 import argparse
@@ -36,22 +36,16 @@ from typing import IO
 
 import httpx
 
-from benchmarks.command_line import (
-    image_file,
-    output_file,
-    positive_float,
-    positive_int,
-    run_benchmark,
-)
-from benchmarks.markdown_table import markdown_table
+from benchmarks.command_line import output_file, positive_float, positive_int, run_benchmark
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
+from benchmarks.tables import markdown_table, spread
 
 ROOT = Path(__file__).resolve().parents[1]
 MILESTONES = ("imports", "model", "programs", "ready", "first token")
 STARTS = ("cold", "warm")
 _IMPORTS_DONE = "benchmarks.startup: imports done"
-# As `python -m paxkv.entrypoints.engine_process` and `python -m paxkv.serve`, with one line more:
-# nothing else tells when the imports are done. Those of the engine's process take longer.
+# As `python -m paxkv.entrypoints.engine_process` and `python -m paxkv.serve`, with one more line,
+# because the server prints nothing when imports are done. The engine process's take longer.
 _ENGINE = f"""
 import sys
 from paxkv import engine_process
@@ -79,7 +73,7 @@ _NUM_SHOWN_LINES = 20
 
 
 class StartError(Exception):
-    """The server did not get as far as its first token; the message shows what it said."""
+    """The server made no token; the message has its last lines."""
 
 
 def measure_start(
@@ -100,7 +94,7 @@ def measure_start(
         # One pipe for both keeps their lines in order.
         stderr=subprocess.STDOUT,
     )
-    # Ends it where it hangs, so that reading what it prints ends, too.
+    # Kills a server that hangs, so that reading its output ends too.
     watchdog = threading.Timer(timeout_s, process.kill)
     watchdog.start()
     try:
@@ -113,7 +107,7 @@ def measure_start(
 
 
 def server_environment(environment: Mapping[str, str], cache_home: Path) -> dict[str, str]:
-    """An environment in which compiled programs lie below `cache_home` alone."""
+    """An environment in which compiled programs are stored only below `cache_home`."""
     changed = {k: v for k, v in environment.items() if k != "JAX_COMPILATION_CACHE_DIR"}
     old_cache_home = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     # Models of the hub are to be found where they were.
@@ -156,8 +150,7 @@ def _all_of(figures: dict[str, float], said: Sequence[str]) -> dict[str, float]:
     missing = [name for name in _LINES if name not in figures]
     if missing:
         raise StartError(
-            f"the server is ready, but no line of it tells of {', '.join(missing)}. "
-            f"{_last_of(said)}"
+            f"the server is ready, but printed no line of {', '.join(missing)}. {_last_of(said)}"
         )
     return figures
 
@@ -168,10 +161,10 @@ def _last_of(said: Sequence[str]) -> str:
 
 
 def _first_token_time(url: str, timeout_s: float) -> float:
-    """When the first piece of an answer is there.
+    """Time at which the first piece of an answer arrives.
 
     Raises:
-        StartError: None comes.
+        StartError: None arrives.
     """
     # Token ids, for models without a tokenizer; any model has these.
     body = {"prompt": [3, 4, 5, 6, 7, 8, 9, 10], "max_tokens": 1, "stream": True}
@@ -189,7 +182,7 @@ def _first_token_time(url: str, timeout_s: float) -> float:
 def _stop(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
-        # Reads on: a process whose pipe is full would never end.
+        # Reads on, because a process whose pipe is full never ends.
         process.communicate(timeout=_STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
@@ -197,7 +190,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _import_everything() -> None:
-    """Has the system read all files."""
+    """Loads all files into the operating system's cache."""
     command = [sys.executable, "-c", _IMPORT]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -207,7 +200,7 @@ def _import_everything() -> None:
 def measure_starts(
     serve_arguments: Sequence[str], num_repetitions: int, timeout_s: float
 ) -> dict[str, dict[str, list[float]]]:
-    """Start -> figure -> one value a repetition.
+    """Start -> figure -> one value per repetition.
 
     Raises:
         StartError: A start failed.
@@ -245,11 +238,7 @@ def table(figures: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
     """Medians with their range as Markdown."""
     lines = []
     for name in MILESTONES:
-        cells = [
-            f"{statistics.median(v):.2f} ({min(v):.2f} to {max(v):.2f})"
-            for v in (by_name[name] for by_name in figures.values())
-        ]
-        lines.append([name, *cells])
+        lines.append([name, *(spread(by_name[name]) for by_name in figures.values())])
     for name in ("num_compiled", "num_loaded"):
         cells = [f"{statistics.median(by_name[name]):g}" for by_name in figures.values()]
         lines.append([f"programs {name.removeprefix('num_')}", *cells])
@@ -274,11 +263,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     append_rows(result_rows(figures, arguments.serve_arguments, arguments.device), arguments.out)
     print(table(figures))
-    if arguments.plot is not None:
-        # Figures need no matplotlib, which only the `bench` extra brings.
-        from benchmarks.startup_plot import draw_starts  # noqa: PLC0415
-
-        draw_starts(figures, MILESTONES, arguments.plot)
     return 0
 
 
@@ -291,11 +275,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--num-repetitions", type=positive_int, default=3, metavar="N")
     parser.add_argument(
-        "--timeout-s", type=positive_float, default=600.0, metavar="S", help="of a start"
+        "--timeout-s", type=positive_float, default=600.0, metavar="S", help="longest start"
     )
     parser.add_argument("--device", default=processor_name(), help="chip, for the rows")
     parser.add_argument("--out", type=output_file, default=str(RESULTS_FOLDER / "startup.jsonl"))
-    parser.add_argument("--plot", type=image_file, metavar="PNG", help="needs matplotlib")
     parser.add_argument(
         "serve_arguments", nargs="*", metavar="-- FLAG", help="flags of python -m paxkv.serve"
     )

@@ -2,41 +2,40 @@
 
     python -m benchmarks.engine --workload mixed --model small --threads 1 --repetitions 3
     python -m benchmarks.engine --workload prefix --prefix-caching both
-    python -m benchmarks.engine --workload prefix-no-hits --prefix-caching both
+    python -m benchmarks.engine --workload skewed --max-num-seqs 8 --static-batches 8
     python -m benchmarks.engine --beside product_dtype=int8 --beside kv_cache_dtype=float16
 
-The engine is a process of its own, pinned to --threads processors; it is loaded, compiled and
-warmed up before the clock starts. Every repetition adds all requests at once and ends with the last
-token; cached prefixes are forgotten between repetitions. Printed, and with --out written as rows:
+The engine is a process pinned to --threads processors. It is loaded, compiled and warmed up before
+the clock starts. Each repetition adds all requests at once and ends with the last token; the prefix
+cache is reset between repetitions. Printed, and with --out written as rows:
 
-    tokens_per_s           output tokens by the wall clock
-    tokens_per_cpu_s       output tokens by the CPU time of all threads: what the machine's other
-                           work disturbs least
+    tokens_per_s           output tokens per second of wall time
+    tokens_per_cpu_s       output tokens per second of CPU time of all threads, which other work of
+                           the machine disturbs least
     ttft_p50_ms, _p99_ms   from the start of the run to a request's first token
-    kv_waste_percent       held token positions of the KV cache that hold no token
+    kv_waste_percent       allocated token positions of the KV cache that hold no token
     preemptions            requests that lost their blocks and were computed again
-    padding_waste_ratio    padding tokens over all tokens computed
+    padding_waste_ratio    padding tokens over all computed tokens
     prefix_hit_percent     prompt tokens found in the prefix cache
     compiles_after_ready   programs compiled after the engine was ready
 
-With --prefix-caching both, two engines run in turn, and their ratio is given too. So they do with
---beside, which names what the second has besides the settings of the first; where either rounds
-numbers, their tokens are not compared.
+Three flags compare two engines that run in turn, and print their ratio: --prefix-caching both;
+--beside, which names settings that only the second engine has; and --static-batches N, whose second
+engine gets N requests at a time and waits for the longest of them. All runs must make the same
+tokens, except where --beside rounds numbers.
 """
 
 import argparse
 import contextlib
 import sys
 
-from benchmarks.command_line import run_benchmark
+from benchmarks.command_line import positive_int, run_benchmark
 from benchmarks.engine.measure import (
     Contender,
     ratios,
     restless,
     run_in_turn,
-    short_cases,
     speed_rows,
-    spread,
 )
 from benchmarks.engine.offline_engine import EngineRun, Setting
 from benchmarks.engine.options import (
@@ -52,13 +51,14 @@ from benchmarks.engine.options import (
     rounded_dtype,
     work_folder,
 )
-from benchmarks.engine.paxkv_settings import checked_settings, engine_config, settings_by_part
 from benchmarks.engine.process import EngineProcess, EngineProcessError
-from benchmarks.markdown_table import markdown_table
+from benchmarks.engine.settings import checked_settings, engine_config, settings_by_part
 from benchmarks.result_rows import ResultRow, append_rows, processor_name
+from benchmarks.tables import markdown_table, short_cases, spread
 
 BENCHMARK = "benchmarks.engine"
-# Metric -> digits behind the point; what an engine counts besides has none.
+STATIC = "static"
+# Metric -> digits after the point; counts have none.
 DIGITS = {
     "tokens_per_s": 1,
     "tokens_per_cpu_s": 1,
@@ -71,6 +71,8 @@ DIGITS = {
     "cache_on_times_off_per_s": 3,
     "times_without_per_cpu_s": 2,
     "times_without_per_s": 2,
+    "continuous_times_static_per_cpu_s": 2,
+    "continuous_times_static_per_s": 2,
 }
 
 
@@ -81,14 +83,21 @@ def main(argv: list[str] | None = None) -> int:
         *("--beside",), metavar="NAME=VALUE", type=named_setting, action="append", default=[],
         help="a setting of a second engine, besides those of the first; may be given again",
     )  # fmt: skip
+    parser.add_argument(
+        "--static-batches",
+        type=positive_int,
+        metavar="N",
+        help="a second engine runs N requests at a time, and waits for the longest of them",
+    )
     decided_by = {"enable_prefix_caching": "--prefix-caching"}
     arguments = parse_options(parser, argv, decided_by=decided_by)
-    if arguments.beside and arguments.prefix_caching == "both":
-        parser.error("--beside and --prefix-caching both are two comparisons; choose one")
+    comparisons = (arguments.beside, arguments.prefix_caching == "both", arguments.static_batches)
+    if sum(map(bool, comparisons)) > 1:
+        parser.error("--beside, --prefix-caching both and --static-batches: choose one")
     checked_settings(parser, arguments.beside, decided_by=MODEL_FLAGS)
     settings = _settings_of_modes(arguments)
     configs = [engine_config(settings_by_part(of_mode)) for of_mode in settings.values()]
-    if len(configs) == 2 and configs[0] == configs[1]:
+    if arguments.beside and configs[0] == configs[1]:
         parser.error("--beside sets nothing that the first engine has not: nothing to compare")
     modes = tuple(settings)
     workload = chosen_workload(arguments)
@@ -98,8 +107,9 @@ def main(argv: list[str] | None = None) -> int:
             spec = engine_spec(arguments, folder, PAXKV_MODULE, settings[mode])
             process = EngineProcess(spec, folder / "workload.json", folder / f"{mode}.log")
             processes.enter_context(process)
-            process.run({}, is_warm_up=True)
-            contenders.append(Contender(label=mode, process=process, settings={}))
+            batches = {"batch_size": arguments.static_batches} if mode == STATIC else {}
+            process.run(batches, is_warm_up=True)
+            contenders.append(Contender(label=mode, process=process, settings=batches))
         runs = run_in_turn(contenders, arguments.repetitions)
     rounded = [rounded_dtype(arguments, settings[mode]) for mode in modes]
     if any(rounded):
@@ -111,8 +121,9 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     rows = []
     for mode in modes:
-        case = case_of(arguments, "paxkv", settings[mode])
-        rows += speed_rows(BENCHMARK, case, runs[mode], processor_name())
+        rows += speed_rows(
+            BENCHMARK, _case(arguments, settings, mode), runs[mode], processor_name()
+        )
     if len(modes) == 2:
         rows += _ratio_rows(arguments, settings, runs)
     if arguments.out is not None:
@@ -124,13 +135,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _settings_of_modes(arguments: argparse.Namespace) -> dict[str, dict[str, Setting]]:
-    """paxkv's settings of each engine that is to run, by its name."""
+    """The settings of each engine, by its name."""
     own = paxkv_settings(arguments)
     if arguments.prefix_caching == "both":
         return {mode: own | {"enable_prefix_caching": mode == "on"} for mode in ("on", "off")}
     own["enable_prefix_caching"] = arguments.prefix_caching == "on"
     modes = {arguments.prefix_caching: own}
+    if arguments.static_batches:
+        modes[STATIC] = own
     return modes | ({"beside": own | dict(arguments.beside)} if arguments.beside else {})
+
+
+def _case(arguments: argparse.Namespace, settings: dict[str, dict[str, Setting]], mode: str) -> str:
+    case = case_of(arguments, "paxkv", settings[mode])
+    return f"{case} static_batches={arguments.static_batches}" if mode == STATIC else case
 
 
 def _ratio_rows(
@@ -138,8 +156,11 @@ def _ratio_rows(
     settings: dict[str, dict[str, Setting]],
     runs: dict[str, list[EngineRun]],
 ) -> list[ResultRow]:
-    """How many times as fast one of two engines is as the other."""
-    if "beside" in runs:
+    """The speed of one engine over that of the other."""
+    if STATIC in runs:
+        metric, case = "continuous_times_static", _case(arguments, settings, STATIC)
+        ours, others = runs[arguments.prefix_caching], runs[STATIC]
+    elif "beside" in runs:
         metric, case = "times_without", case_of(arguments, "paxkv", settings["beside"])
         ours, others = runs["beside"], runs[arguments.prefix_caching]
     else:
@@ -158,7 +179,7 @@ def _ratio_rows(
 
 
 def _token_problem(runs: dict[str, list[EngineRun]]) -> str | None:
-    """Where the tokens of any run are not those of the first; greedy ones must be."""
+    """Names a run whose greedy tokens differ from those of the first; None if none differs."""
     first = next(iter(runs.values()))[0].token_ids
     for mode, of_mode in runs.items():
         for repetition, run in enumerate(of_mode):
@@ -173,7 +194,7 @@ def _token_problem(runs: dict[str, list[EngineRun]]) -> str | None:
 
 
 def _table(rows: list[ResultRow]) -> str:
-    """A line a metric, a column a case; a case is headed by what sets it apart."""
+    """One line per metric, one column per case; columns are headed by what differs."""
     cases = list(dict.fromkeys(row.case for row in rows))
     title, heads = short_cases(cases)
     found = {(row.metric, row.case): row for row in rows}

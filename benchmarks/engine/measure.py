@@ -1,8 +1,6 @@
 """Runs engines in turn, repetition by repetition, and makes rows of what they did."""
 
 import dataclasses
-import re
-import statistics
 from collections.abc import Mapping, Sequence
 
 from benchmarks.engine.offline_engine import EngineRun, Setting
@@ -83,27 +81,3 @@ def speed_rows(
         ResultRow(benchmark=benchmark, case=case, metric=metric, values=of_metric, device=device)
         for metric, of_metric in values.items()
     ]
-
-
-def case_fields(case: str) -> list[str]:
-    """ "hash runs=[1, 2] size=3" -> ["hash", "runs=[1, 2]", "size=3"]."""
-    return re.split(r" (?=\w+=)", case)
-
-
-def short_cases(cases: Sequence[str]) -> tuple[str, list[str]]:
-    """What all cases have in common, and what is left of each.
-
-    One case alone has nothing to be set apart from: it is all in common.
-    """
-    fields = [case_fields(case) for case in cases]
-    common = set(fields[0]).intersection(*fields)
-    left = [" ".join(f for f in of_case if f not in common) for of_case in fields]
-    return " ".join(f for f in fields[0] if f in common), left
-
-
-def spread(values: Sequence[float], digits: int = 2) -> str:
-    """ "median (least to most)", or the one value there is."""
-    middle = f"{statistics.median(values):,.{digits}f}"
-    if min(values) == max(values):
-        return middle
-    return f"{middle} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"

@@ -16,7 +16,7 @@ from benchmarks.command_line import (
     whole_number,
 )
 from benchmarks.engine.offline_engine import EngineSpec, Setting
-from benchmarks.engine.paxkv_settings import checked_settings
+from benchmarks.engine.settings import checked_settings
 from benchmarks.random_checkpoint import MODEL_SHAPES, NUMPY_DTYPES, write_checkpoint
 from benchmarks.workloads import WORKLOADS, Workload, make_workload
 

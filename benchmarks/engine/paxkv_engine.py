@@ -1,17 +1,17 @@
-"""paxkv as an offline engine, through its synchronous client; also counts what the engine tells."""
+"""paxkv as an offline engine, through its synchronous client, with the engine's counters."""
 
 import dataclasses
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from benchmarks.engine.offline_engine import EngineOutput, EngineSpec, Setting
-from benchmarks.engine.paxkv_settings import engine_config, settings_by_part
-from benchmarks.workloads import Workload
+from benchmarks.engine.settings import engine_config, settings_by_part
+from benchmarks.workloads import Workload, WorkloadRequest
 from models import read_model_config
 from paxkv.config.engine_config import EngineConfig, ParallelConfig, SchedulerConfig
 from paxkv.config.sampling_params import SamplingParams
@@ -23,16 +23,16 @@ from paxkv.entrypoints.build import build_engine, build_llm_client
 from paxkv.runner.memory.kv_cache_arrays import kv_cache_dtype
 
 BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2, "float16": 2}
-# A request may hold slots for a burst of tokens that it has not made, and part of a block.
+# A request may hold slots for a burst of tokens not yet made, and for part of a block.
 SPARE_TOKENS_PER_REQUEST = 64
-# The null block, and what is lost to rounding.
+# For the null block and rounding.
 SPARE_TOKENS = 512
 
 
 def load_engine(spec: EngineSpec, workload: Workload) -> "PaxkvEngine":
     """Builds the engine; its cache holds as many of the longest requests as may run at once.
 
-    Settings are fields of the parts of `EngineConfig`; `cpu_kv_cache_bytes` overrules the above.
+    Settings are fields of the parts of `EngineConfig`; `cpu_kv_cache_bytes` overrides that size.
 
     Raises:
         ConfigError: No part has a setting of that name, or a value cannot work.
@@ -45,25 +45,24 @@ def load_engine(spec: EngineSpec, workload: Workload) -> "PaxkvEngine":
 
 
 def kv_cache_bytes(spec: EngineSpec, workload: Workload, settings: Mapping[str, Setting]) -> int:
-    """Room for the longest requests, as many as run at once: none has to be preempted.
+    """Bytes of a cache that holds the longest requests that may run at once, so none is preempted.
 
     Args:
-        settings: paxkv's, of any part. Of several engines each has so much, and its part of the
-            requests.
+        settings: paxkv's, of any part. Each of several engines has a cache of this size.
     """
     parts = settings_by_part(settings)
     model = read_model_config(Path(spec.checkpoint))
     most_at_once = SchedulerConfig(**parts["scheduler"]).max_num_seqs
     num_engines = ParallelConfig(**parts["parallel"]).data_parallel_size
     if num_engines > 1:
-        # One may have a quarter, or two requests and the one that it gets, more than another.
+        # One engine may get a quarter of the requests, or three, more than another.
         most_at_once = min(most_at_once, 5 * len(workload.requests) // (4 * num_engines) + 3)
     longest = sorted((r.num_tokens for r in workload.requests), reverse=True)[:most_at_once]
     num_tokens = sum(longest) + SPARE_TOKENS_PER_REQUEST * len(longest)
-    # paxkv refuses a cache that could not hold the longest request of the model.
+    # paxkv refuses a cache smaller than the longest request that the model allows.
     num_tokens = max(num_tokens, model.max_position_embeddings) + SPARE_TOKENS
     values_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim
-    # Accelerators measure their memory instead.
+    # The size is ignored on accelerators, which measure their memory.
     dtype = kv_cache_dtype(spec.dtype, "cpu", parts["cache"].get("kv_cache_dtype", "auto"))
     return num_tokens * values_per_token * BYTES_PER_VALUE[dtype]
 
@@ -76,24 +75,34 @@ class PaxkvEngine:
         self._input_processor = engine.input_processor
         self._tap = OutputTap(engine.transport)
         self._client = build_llm_client(dataclasses.replace(engine, transport=self._tap))
-        self._num_runs = 0
+        self._num_batches = 0
 
     def prepare(self) -> None:
-        """Forgets cached prefixes.
+        """Resets the prefix cache.
 
         Raises:
-            RuntimeError: Requests run; or one of several engines has ended, and the others would
-                do its work.
+            RuntimeError: Requests are running, or one of several engines has ended.
         """
         check_engines(msgspec.json.decode(self._client.call("get_stats"), type=SchedulerStats))
         if self._client.call("reset_prefix_cache", False) != "true":
             raise RuntimeError("the prefix cache could not be reset: requests still hold blocks.")
 
-    def run(self, workload: Workload) -> EngineOutput:
-        """All requests at once, as `LLM.generate` runs them."""
-        self._num_runs += 1
+    def run(self, workload: Workload, batch_size: int | None = None) -> EngineOutput:
+        """Runs all requests at once, or as static batches of `batch_size` one after another."""
         before = self._tap.start()
-        for idx, request in enumerate(workload.requests):
+        token_ids: list[list[int]] = []
+        size = batch_size or len(workload.requests)
+        for first in range(0, len(workload.requests), size):
+            token_ids += self._run_batch(workload.requests[first : first + size])
+        check_engines(self._tap.stats)
+        figures = self._tap.figures() | _counted(before, self._tap.stats)
+        return EngineOutput(token_ids=token_ids, figures=figures)
+
+    def _run_batch(self, requests: Sequence[WorkloadRequest]) -> list[list[int]]:
+        """New tokens of each request, when all are finished."""
+        self._num_batches += 1
+        req_ids = [f"{self._num_batches}.{idx}" for idx in range(len(requests))]
+        for req_id, request in zip(req_ids, requests, strict=True):
             params = SamplingParams(
                 temperature=0.0,
                 max_tokens=request.num_output_tokens,
@@ -101,20 +110,13 @@ class PaxkvEngine:
                 detokenize=False,
             )
             self._client.add_request(
-                self._input_processor.process(
-                    request.prompt_token_ids, params, request_id=f"{self._num_runs}.{idx}"
-                )
+                self._input_processor.process(request.prompt_token_ids, params, request_id=req_id)
             )
         token_ids: dict[str, list[int]] = {}
-        while len(token_ids) < len(workload.requests):
+        while len(token_ids) < len(requests):
             for output in self._client.wait_for_outputs():
                 token_ids[output.request_id] = output.outputs[0].token_ids
-        check_engines(self._tap.stats)
-        figures = self._tap.figures() | _counted(before, self._tap.stats)
-        return EngineOutput(
-            token_ids=[token_ids[f"{self._num_runs}.{i}"] for i in range(len(token_ids))],
-            figures=figures,
-        )
+        return [token_ids[req_id] for req_id in req_ids]
 
     def logit_gap(self, token_ids: list[int], first: int, second: int) -> float:
         raise NotImplementedError("paxkv reports no logits; another engine judges.")
@@ -124,19 +126,19 @@ class PaxkvEngine:
 
 
 def check_engines(stats: SchedulerStats) -> None:
-    """Sees to it that no figures are told of several engines while one has ended.
+    """Checks that all engines run, because the others would do an ended one's work.
 
     Raises:
-        RuntimeError: One has.
+        RuntimeError: An engine has ended.
     """
     if not all(engine.num_blocks for engine in stats.engines):
         raise RuntimeError("an engine has ended; is there memory for all of them?")
 
 
 class OutputTap:
-    """A transport that notes when each request's first token came, and the engine's statistics.
+    """A transport that records the time of each request's first token, and the engine's statistics.
 
-    Reading them here costs a run next to nothing, whereas streaming would make an output a token.
+    This costs almost nothing, whereas streaming would make one output per token.
     """
 
     def __init__(self, transport: EngineTransport) -> None:
@@ -149,7 +151,7 @@ class OutputTap:
         self._num_used_slots = 0
 
     def start(self) -> SchedulerStats:
-        """Begins a run; returns the counters as of now."""
+        """Begins a run; returns the current counters."""
         self._start_s = time.perf_counter()
         self._first_token_s = {}
         self._num_allocated_slots = self._num_used_slots = 0
@@ -167,7 +169,7 @@ class OutputTap:
             "ttft_p50_ms": statistics.median(waits_ms),
             "ttft_p99_ms": float(np.percentile(waits_ms, 99)),
         }
-        # The engine counts slots every few steps only: a short run may see none counted.
+        # The engine counts slots every few steps, so a short run may have no count.
         if self._num_allocated_slots:
             share_used = self._num_used_slots / self._num_allocated_slots
             figures["kv_waste_percent"] = 100 * (1 - share_used)
@@ -193,7 +195,7 @@ class OutputTap:
 
 
 def _counted(before: SchedulerStats, after: SchedulerStats) -> dict[str, float]:
-    """Figures of a run from the engine's counters on both of its sides."""
+    """Figures of a run from the engine's counters before and after it."""
     num_padded = after.num_padded_tokens - before.num_padded_tokens
     num_scheduled = after.num_scheduled_tokens - before.num_scheduled_tokens
     num_queries = after.prefix_cache_queries - before.prefix_cache_queries

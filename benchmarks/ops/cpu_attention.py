@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.ops.gpu_float64 import SeenRule, attend
+from benchmarks.ops.float64 import SeenRule, attend
 from pallas_kernels import paged_attention
 
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 4, 64

@@ -43,7 +43,7 @@ class ModelConfig:
     product_dtype: ProductDtype = setting(
         "precision of the weights in matrix products, and of what is multiplied with them; auto is "
         "that of --dtype. bfloat16 and int8 are faster on processors that have instructions for "
-        "them, and change answers: docs/tuning.md says by how much",
+        "them, and change answers: docs/guide/tuning.md says by how much",
         "auto",
     )
     seed: int = setting("seed of random weights and of requests that bring none", 0)
@@ -177,7 +177,7 @@ class CacheConfig:
     kv_cache_dtype: KVCacheDtype = setting(
         "precision that keys and values are kept in; auto is float32 on the CPU and the model's "
         "elsewhere. On the CPU float16 takes half of the memory and is read faster, and changes "
-        "answers: docs/tuning.md says by how much. Other devices have no choice yet",
+        "answers: docs/guide/tuning.md says by how much. Other devices have no choice yet",
         "auto",
     )
     enable_prefix_caching: bool = setting("share KV blocks between equal prompt prefixes", True)

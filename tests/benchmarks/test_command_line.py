@@ -26,28 +26,15 @@ def test_number_out_of_its_range_is_refused(read, good, bad) -> None:
             read(text)
 
 
-def test_output_is_tried_and_left_as_it_was(tmp_path) -> None:
-    old = tmp_path / "old.jsonl"
-    old.write_text("row\n")
-    assert command_line.output_file(str(old)) == old
-    new = command_line.output_file(str(tmp_path / "folder" / "new.jsonl"))
-    assert (old.read_text(), new.exists(), new.parent.is_dir()) == ("row\n", False, True)
-    folder = command_line.output_folder(str(tmp_path / "made"))
-    assert list(folder.iterdir()) == []
-
-
 def test_output_that_cannot_be_written_is_refused(tmp_path) -> None:
     (tmp_path / "file").touch()
     for read, place in (
         (command_line.output_file, tmp_path),
         (command_line.output_file, tmp_path / "file" / "x"),
         (command_line.output_folder, tmp_path / "file"),
-        (command_line.image_file, tmp_path / "file" / "x.png"),
     ):
         with pytest.raises(argparse.ArgumentTypeError, match=f"{place} cannot be written"):
             read(str(place))
-    with pytest.raises(argparse.ArgumentTypeError, match=r"ends in \.png"):
-        command_line.image_file(str(tmp_path / "x.txt"))
 
 
 def test_what_is_refused_is_a_line_and_a_bug_is_not(capsys) -> None:

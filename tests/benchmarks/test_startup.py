@@ -61,15 +61,6 @@ def test_milestones_come_in_their_order_and_only_the_first_start_compiles(
     assert "WARM START COMPILED" not in printed
 
 
-def test_warm_start_that_compiled_is_pointed_at() -> None:
-    times_s = {name: [1.0] for name in startup.MILESTONES}
-    figures = {
-        "cold": times_s | {"num_compiled": [7], "num_loaded": [0]},
-        "warm": times_s | {"num_compiled": [2], "num_loaded": [5]},
-    }
-    assert "A WARM START COMPILED" in startup.table(figures)
-
-
 @pytest.mark.parametrize(
     ("server", "words"),
     [
@@ -89,12 +80,6 @@ def test_start_that_fails_says_what_was_printed(
     assert [word for word in words if word not in str(raised.value)] == []
 
 
-def test_hanging_start_is_ended(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(startup, "_SERVE", "import time; time.sleep(60)")
-    with pytest.raises(startup.StartError, match="code -9"):
-        startup.measure_start([], tmp_path, timeout_s=0.3)
-
-
 def test_only_the_chosen_folder_can_hold_programs() -> None:
     environment = {
         "JAX_COMPILATION_CACHE_DIR": "/a",
@@ -107,25 +92,3 @@ def test_only_the_chosen_folder_can_hold_programs() -> None:
         "HF_HOME": "/b/huggingface",
         "X": "kept",
     }
-
-
-def test_plot_is_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from benchmarks.startup_plot import draw_starts
-
-    figures = {
-        start: {name: [scale * (i + 1.0)] for i, name in enumerate(startup.MILESTONES)}
-        for start, scale in (("cold", 3.0), ("warm", 1.0))
-    }
-    draw_starts(figures, startup.MILESTONES, tmp_path / "startup.png")
-    assert (tmp_path / "startup.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_second_start_of_the_real_server_compiles_nothing(tmp_path: Path) -> None:
-    flags = ["--max-num-seqs", "4", "--max-num-batched-tokens", "16"]
-    figures = startup.measure_starts(flags, 1, timeout_s=300)
-    assert figures["cold"]["num_compiled"][0] > 0
-    assert figures["warm"]["num_compiled"] == [0]
-    assert figures["warm"]["num_loaded"] == figures["cold"]["num_compiled"]
-    assert figures["warm"]["first token"][0] < figures["cold"]["first token"][0]

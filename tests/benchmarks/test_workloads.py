@@ -51,19 +51,6 @@ def test_prefix_is_512_shared_tokens_then_32_of_its_own() -> None:
     assert len({tuple(prompt[512:]) for prompt in prompts}) == 64
 
 
-def test_no_hits_shares_no_block() -> None:
-    prompts = [
-        r.prompt_token_ids for r in make_workload("prefix-no-hits", vocab_size=1000).requests
-    ]
-    assert len({tuple(prompt[:8]) for prompt in prompts}) == 64
-
-
-def test_skewed_has_few_long_outputs_among_short_ones() -> None:
-    _, outputs = lengths(make_workload("skewed", vocab_size=1000))
-    assert outputs[55] <= 32
-    assert outputs[56] >= 192
-
-
 def test_smaller_workload_is_the_beginning_with_cut_outputs() -> None:
     workload = make_workload("mixed", vocab_size=1000)
     first = workload.first(5, max_output_tokens=40)
@@ -72,9 +59,3 @@ def test_smaller_workload_is_the_beginning_with_cut_outputs() -> None:
         assert request.prompt_token_ids == whole.prompt_token_ids
         assert request.num_output_tokens == min(40, whole.num_output_tokens)
     assert first.num_output_tokens < workload.first(5).num_output_tokens
-
-
-def test_written_workload_is_read_back(tmp_path) -> None:
-    workload = make_workload("skewed", vocab_size=1000).first(3)
-    workload.write(tmp_path / "workload.json")
-    assert Workload.read(tmp_path / "workload.json") == workload

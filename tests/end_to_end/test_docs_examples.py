@@ -1,4 +1,4 @@
-"""Every example in docs/ runs as it stands: clients' against one demo server, the others slowly."""
+"""Examples of README.md and docs/ run: clients' against one demo server, others in slow tests."""
 
 import json
 import shutil
@@ -28,11 +28,13 @@ from tests.end_to_end.doc_examples import (
     DocExample,
     command_environment,
     page_examples,
+    text_examples,
 )
 from tests.end_to_end.real_server import ROOT, running_server
 
 EXAMPLES = [example for page in PAGES for example in page_examples(page)]
-MAX_LEFT_OUT = 4
+# Of the pages of the guide, which users type from.
+MAX_LEFT_OUT_OF_GUIDE = 10
 START_TIMEOUT_S = 420
 STOP_TIMEOUT_S = 60
 # What examples of several pages need, none of which changes an engine's programs.
@@ -53,6 +55,9 @@ def server():
 
 
 def write_files(page: str, folder: Path) -> None:
+    """What a page expects in the folder: its own files, and the demo model of the clone."""
+    (folder / "models" / "demo").mkdir(parents=True)
+    (folder / "models" / "demo" / "checkpoint").symlink_to(ROOT / "models" / "demo" / "checkpoint")
     for example in of_kind("file"):
         if example.page == page:
             (folder / example.file_name).write_text(example.text)
@@ -107,12 +112,36 @@ def test_flags_of_servers_that_pages_start_fit_each_other(example, tmp_path, mon
     config_from_arguments(ServerConfig, namespace)
 
 
-def test_blocks_that_are_left_out_are_few_and_say_why() -> None:
-    left_out = of_kind("left out")
-    assert len(left_out) <= MAX_LEFT_OUT
-    assert all(len(example.reason) > 10 for example in left_out)
-    # Not all pages are prose: this finds a reader of blocks that finds none.
+def test_every_block_is_run_or_says_why_not() -> None:
+    assert [f"{example.name}: {example.reason}" for example in of_kind("unmarked")] == []
+    assert all(len(example.reason) > 10 for example in of_kind("left out"))
+
+
+def test_few_blocks_of_the_guide_are_left_out() -> None:
+    guide = [example for example in of_kind("left out") if "/guide/" in example.page]
+    assert len(guide) <= MAX_LEFT_OUT_OF_GUIDE
+    # Finds a reader of blocks that finds none.
     assert len(of_kind("client", "heavy", "serve")) > 30
+
+
+def test_reader_tells_kinds_of_blocks_apart() -> None:
+    text = (
+        "```python\nprint(1)\n```\n\n```text\n1\n```\n\nA tree:\n\n```text\na/b\n```\n\n"
+        "```bash\npip install x\n```\n\n<!-- not run: it downloads -->\n```bash\ncurl x\n```\n\n"
+        "<!-- file: a.toml -->\n```toml\nx = 1\n```\n\n```json\n{}\n```\n\n"
+        "```bash\npaxkv serve --port 1\n```\n\n```python\nLLM()\n```\n"
+    )
+    kinds = [(example.kind, example.output) for example in text_examples("page.md", text)]
+    assert kinds == [
+        ("client", "1\n"),
+        ("illustration", None),
+        ("unmarked", None),
+        ("left out", None),
+        ("file", None),
+        ("unmarked", None),
+        ("serve", None),
+        ("heavy", None),
+    ]
 
 
 # Minutes: models are loaded and compiled. `pytest -m slow tests/end_to_end/test_docs_examples.py`

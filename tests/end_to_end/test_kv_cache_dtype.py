@@ -20,7 +20,7 @@ from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.oracles.paged_stepper import PagedStepper
 
 DEMO = Path(str(importlib.resources.files("models.demo") / "checkpoint"))
-# Largest difference over the norm of the logits that docs/tuning.md states, and what none has.
+# Largest difference over the norm of the logits, as in docs/guide/tuning.md, and what none has.
 WORST_ERROR = 0.001
 LEAST_ERROR = 1e-6
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)

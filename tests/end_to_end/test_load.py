@@ -1,14 +1,14 @@
 """256 streams for two minutes, then 5,000 requests in bursts: nothing lost, mixed, held or grown.
 
 About four minutes: pytest -m slow tests/end_to_end/test_load.py
-Shorter and longer ones, and its figures: python -m benchmarks.serving.soak --help
+Shorter and longer ones, and its figures: python -m benchmarks.serve.soak --help
 """
 
 from pathlib import Path
 
 import pytest
 
-from benchmarks.serving import soak
+from benchmarks.serve import soak
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import paxkv
 
 # vLLM's names of what the benchmarks here do.
-_SAME = {"serve": "serving", "throughput": "engine"}
+_SAME = {"throughput": "engine"}
 _OURS = ("paxkv", "benchmarks", "models", "pallas_kernels")
 _USAGE_ERROR = 2
 

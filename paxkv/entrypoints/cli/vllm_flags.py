@@ -27,10 +27,10 @@ class VllmFlag:
 
 
 _ONE_DEVICE = "an engine computes on one device; --data-parallel-size starts several engines"
-_COMPILED = "every step is a program that XLA compiled, before the port opens"
-_MODEL = "the checkpoint decides that; convert it, or choose another"
-_NO_MULTIMODAL = "models take text alone"
-_LOGS = "logs go to stderr, prompts and answers go into none"
+_COMPILED = "all steps run as programs that XLA compiles before the port opens"
+_MODEL = "the checkpoint decides this; convert the checkpoint, or choose another"
+_NO_MULTIMODAL = "only text models are supported"
+_LOGS = "logs go to stderr and never contain prompts or answers"
 
 
 def _ignored(reason: str, *names: str, num_values: Literal[0, 1, "+"] = 1) -> list[VllmFlag]:
@@ -47,7 +47,7 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
     VllmFlag(("--pipeline-parallel-size", "-pp"), _ONE_DEVICE, accepted=("1",)),
     VllmFlag(("--decode-context-parallel-size", "-dcp"), _ONE_DEVICE, accepted=("1",)),
     VllmFlag(("--prefill-context-parallel-size", "-pcp"), _ONE_DEVICE, accepted=("1",)),
-    VllmFlag(("--api-server-count", "-asc"), "one process speaks HTTP", accepted=("1",)),
+    VllmFlag(("--api-server-count", "-asc"), "one process serves HTTP", accepted=("1",)),
     *_ignored(_ONE_DEVICE, "--distributed-executor-backend", "--max-parallel-loading-workers"),
     *_ignored(
         _ONE_DEVICE, "--disable-custom-all-reduce", "--enable-expert-parallel", num_values=0
@@ -58,55 +58,65 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
     *_ignored(_COMPILED, "--compilation-config", "--max-seq-len-to-capture"),
     *_ignored(_COMPILED, "--optimization-level", "--cudagraph-capture-sizes"),
     *_ignored("preempted requests are computed again, not swapped", "--swap-space"),
-    *_ignored("no code of a checkpoint is ever run", "--trust-remote-code", num_values=0),
-    *_ignored("see --kernels", "--attention-backend"),
+    *_ignored("code from a checkpoint is never run", "--trust-remote-code", num_values=0),
+    *_ignored("use --kernels", "--attention-backend"),
     *_ignored("cascade attention is not used", "--disable-cascade-attn", num_values=0),
     *_ignored("set HF_HOME instead", "--download-dir"),
     *_ignored("set HF_TOKEN instead", "--hf-token"),
-    *_ignored("only what is needed is loaded", "--ignore-patterns", num_values="+"),
-    *_ignored("loading shows no bar", "--use-tqdm-on-load", num_values=0),
+    *_ignored("only the needed files are downloaded", "--ignore-patterns", num_values="+"),
+    *_ignored("loading shows no progress bar", "--use-tqdm-on-load", num_values=0),
     *_ignored(_LOGS, "--disable-log-requests", "--enable-log-requests", num_values=0),
     *_ignored(_LOGS, "--enable-log-outputs", "--enable-log-deltas", num_values=0),
     *_ignored(_LOGS, "--max-log-len", "--uvicorn-log-level", "--log-config-file"),
-    *_ignored("errors of ours are always logged whole", "--log-error-stack", num_values=0),
-    *_ignored("no name was renamed", "--show-hidden-metrics-for-version"),
-    *_ignored("see --kv-cache-metrics-sample", "--kv-cache-metrics", num_values=0),
-    *_ignored("traces are not sent anywhere", "--otlp-traces-endpoint"),
-    *_ignored("traces are not sent anywhere", "--collect-detailed-traces", num_values="+"),
+    *_ignored(
+        "internal errors are always logged with a traceback", "--log-error-stack", num_values=0
+    ),
+    *_ignored("no metric was renamed", "--show-hidden-metrics-for-version"),
+    *_ignored("use --kv-cache-metrics-sample", "--kv-cache-metrics", num_values=0),
+    *_ignored("no traces are exported", "--otlp-traces-endpoint"),
+    *_ignored("no traces are exported", "--collect-detailed-traces", num_values="+"),
     *_ignored("every answer has an X-Request-Id", "--enable-request-id-headers", num_values=0),
     *_ignored("/load always counts", "--enable-server-load-tracking", num_values=0),
-    *_ignored("usage always tells them", "--enable-prompt-tokens-details", num_values=0),
+    *_ignored("usage always contains them", "--enable-prompt-tokens-details", num_values=0),
     *_ignored(
-        "--max-header-bytes bounds headers, however many they are", "--h11-max-header-count"
+        "--max-header-bytes limits the size of all headers together", "--h11-max-header-count"
     ),
-    *_ignored("no page documents the API", "--disable-fastapi-docs", num_values=0),
-    *_ignored("see --max-waiting-requests", "--disable-frontend-multiprocessing", num_values=0),
+    *_ignored(
+        "/openapi.json describes the API, and there is no page",
+        "--disable-fastapi-docs",
+        num_values=0,
+    ),
+    *_ignored(
+        "the engine is always a process of its own",
+        "--disable-frontend-multiprocessing",
+        num_values=0,
+    ),
     *_ignored(_NO_MULTIMODAL, "--limit-mm-per-prompt", "--mm-processor-kwargs"),
     *_ignored(_NO_MULTIMODAL, "--mm-processor-cache-gb", "--allowed-local-media-path"),
     *_ignored(_NO_MULTIMODAL, "--mm-encoder-tp-mode"),
-    VllmFlag(("--tokenizer-mode",), "there is one tokenizer", accepted=("auto", "hf")),
-    VllmFlag(("--config-format",), "there is one format", accepted=("auto", "hf")),
-    VllmFlag(("--runner",), "the engine generates", accepted=("auto", "generate")),
+    VllmFlag(("--tokenizer-mode",), "there is one tokenizer mode", accepted=("auto", "hf")),
+    VllmFlag(("--config-format",), "there is one config format", accepted=("auto", "hf")),
+    VllmFlag(("--runner",), "the engine only generates text", accepted=("auto", "generate")),
     VllmFlag(("--convert",), "models are not converted", accepted=("auto", "none")),
-    VllmFlag(("--task",), "the engine generates", accepted=("auto", "generate")),
-    VllmFlag(("--logprobs-mode",), "logprobs are raw ones", accepted=("raw_logprobs",)),
-    VllmFlag(("--max-num-partial-prefills",), "there may be any number", accepted=("1",)),
-    VllmFlag(("--max-long-partial-prefills",), "there may be any number", accepted=("1",)),
-    VllmFlag(("--stream-interval",), "every token is streamed when it comes", accepted=("1",)),
+    VllmFlag(("--task",), "the engine only generates text", accepted=("auto", "generate")),
+    VllmFlag(("--logprobs-mode",), "log-probabilities are always raw", accepted=("raw_logprobs",)),
+    VllmFlag(("--max-num-partial-prefills",), "the number is not limited", accepted=("1",)),
+    VllmFlag(("--max-long-partial-prefills",), "the number is not limited", accepted=("1",)),
+    VllmFlag(("--stream-interval",), "tokens are streamed as they are generated", accepted=("1",)),
     VllmFlag(("--cpu-offload-gb",), "weights stay on the device", accepted=("0",)),
-    VllmFlag(("--response-role",), "answers are the assistant's", accepted=("assistant",)),
+    VllmFlag(("--response-role",), "answers have the role assistant", accepted=("assistant",)),
     *_refused(_MODEL, "--tokenizer", "--hf-config-path", "--hf-overrides"),
     *_refused(_MODEL, "--model-loader-extra-config"),
     *_refused(_MODEL, "--disable-sliding-window", "--skip-tokenizer-init", num_values=0),
     *_refused(
-        "load it into a folder with huggingface_hub, and name the folder",
+        "download it into a folder with huggingface_hub, and name the folder",
         "--revision",
         "--code-revision",
         "--tokenizer-revision",
     ),
     VllmFlag(("--quantization", "-q"), "quantised weights are not supported", 1, ()),
-    *_refused("adapters are not supported", "--enable-lora", num_values=0),
-    *_refused("adapters are not supported", "--lora-modules", num_values="+"),
+    *_refused("LoRA adapters are not supported", "--enable-lora", num_values=0),
+    *_refused("LoRA adapters are not supported", "--lora-modules", num_values="+"),
     *_refused("speculative decoding is not supported", "--speculative-config"),
     *_refused("KV cache transfer is not supported", "--kv-transfer-config"),
     *_refused("KV cache offloading is not supported", "--kv-offloading-size"),
@@ -116,13 +126,13 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
     *_refused("code is not loaded by name", "--scheduler-cls", "--worker-cls", "--middleware"),
     *_refused("code is not loaded by name", "--logits-processors", num_values="+"),
     *_refused("listen on --host and --port", "--uds"),
-    *_refused("restart to use new certificates", "--enable-ssl-refresh", num_values=0),
-    *_refused("ciphers are those of Python's defaults", "--ssl-ciphers"),
+    *_refused("restart the server to use new certificates", "--enable-ssl-refresh", num_values=0),
+    *_refused("Python's default ciphers are used", "--ssl-ciphers"),
     *_refused(
-        "tokens are told as the API says", "--return-tokens-as-token-ids", num_values=0
+        "set return_tokens_as_token_ids in requests", "--return-tokens-as-token-ids", num_values=0
     ),
     *_refused(
-        "clients ask for it with stream_options", "--enable-force-include-usage", num_values=0
+        "clients request usage with stream_options", "--enable-force-include-usage", num_values=0
     ),
 )  # fmt: skip
 

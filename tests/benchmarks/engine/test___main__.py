@@ -1,5 +1,6 @@
 """The command measures paxkv with and without its prefix cache, and writes rows."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -112,27 +113,23 @@ def test_a_second_engine_has_further_settings_and_a_ratio(tmp_path, differing, c
     assert rows["times_without_per_s", "False kv_cache_dtype=float16"]["median"] == 2
 
 
-def test_a_second_engine_that_rounds_nothing_has_the_same_tokens(tmp_path, differing) -> None:
-    options = [*BESIDE[:-1], "max_num_batched_tokens=1024", "--out", str(tmp_path / "rows.jsonl")]
-    assert main([*OPTIONS, *options]) == 1
+def test_static_batches_are_a_second_engine_with_the_same_tokens(tmp_path, monkeypatch) -> None:
+    class Batching(FakeProcess):
+        def run(self, settings: dict[str, int], *, is_warm_up: bool = False) -> EngineRun:
+            run = super().run(settings, is_warm_up=is_warm_up)
+            assert settings in ({}, {"batch_size": 2})
+            return dataclasses.replace(run, wall_s=3.0 if settings else 2.0)
+
+    monkeypatch.setattr("benchmarks.engine.__main__.EngineProcess", Batching)
+    out = tmp_path / "rows.jsonl"
+    assert main([*OPTIONS, "--block-size", "16", "--static-batches", "2", "--out", str(out)]) == 0
+    (ratio,) = (
+        row for (name, _), row in read(out).items() if name == "continuous_times_static_per_s"
+    )
+    assert ratio["median"] == 1.5 and ratio["case"].endswith("static_batches=2")
 
 
 def test_two_comparisons_at_once_are_refused(capsys) -> None:
     with pytest.raises(SystemExit):
-        main([*OPTIONS, *BOTH, "--beside", "kv_cache_dtype=float16"])
-    assert "two comparisons; choose one" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_command_runs_both_engines(tmp_path) -> None:
-    out = tmp_path / "rows.jsonl"
-    assert main([*OPTIONS, *BOTH, "--out", str(out)]) == 0
-    rows = read(out)
-    for cached in ("True", "False"):
-        for metric in ("tokens_per_s", "tokens_per_cpu_s", "ttft_p99_ms", "padding_waste_ratio"):
-            assert rows[metric, cached]["median"] > 0
-        for metric in ("preemptions", "compiles_after_ready"):
-            assert rows[metric, cached]["median"] == 0
-    assert rows["prefix_hit_percent", "True"]["median"] > 50
-    assert rows["prefix_hit_percent", "False"]["median"] == 0
-    assert rows["cache_on_times_off_per_cpu_s", ""]["num_repetitions"] == 2
+        main([*OPTIONS, *BOTH, "--static-batches", "2"])
+    assert "choose one" in capsys.readouterr().err

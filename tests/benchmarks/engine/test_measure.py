@@ -1,13 +1,11 @@
-"""Engines run in turn; ratios are of the same repetition; cases say what sets them apart."""
+"""Engines run in turn; ratios are of the same repetition."""
 
 from benchmarks.engine.measure import (
     Contender,
     ratios,
     restless,
     run_in_turn,
-    short_cases,
     speed_rows,
-    spread,
 )
 from benchmarks.engine.offline_engine import EngineRun
 
@@ -58,14 +56,3 @@ def test_figures_become_rows() -> None:
     rows = speed_rows("b", "c", [run(wall_s=2, cpu_s=1, steps=3), run(steps=5)], "chip")
     values = {row.metric: row.values for row in rows}
     assert values == {"tokens_per_cpu_s": [4, 4], "tokens_per_s": [2, 4], "steps": [3, 5]}
-
-
-def test_cases_are_shortened_to_what_differs() -> None:
-    common, left = short_cases(["pool runs=[1, 2] size=3", "pool runs=[1, 2] size=4"])
-    assert (common, left) == ("pool runs=[1, 2]", ["size=3", "size=4"])
-    assert short_cases(["size=3"]) == ("size=3", [""])
-
-
-def test_figures_are_written_with_their_range() -> None:
-    assert spread([1.0, 3.0, 2.0]) == "2.00 (1.00 to 3.00)"
-    assert spread([1234.5], 1) == "1,234.5"

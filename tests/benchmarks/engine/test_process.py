@@ -1,7 +1,6 @@
 """An engine's process is pinned, is timed alone, and says why it failed."""
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -46,12 +45,6 @@ def test_runs_are_timed_alone_on_one_processor(tmp_path) -> None:
     assert min(run.idle_cpu_s for run in others) < 0.05
 
 
-def test_warm_up_is_a_small_part_of_the_workload(tmp_path) -> None:
-    with start(tmp_path, num_requests=20) as process:
-        assert process.run({}, is_warm_up=True).token_ids == [[0, 1, 2, 3]] * 16
-        assert len(process.run({}).token_ids) == 20
-
-
 def test_an_engine_that_makes_too_few_tokens_is_refused(tmp_path) -> None:
     with start(tmp_path) as process:
         with pytest.raises(EngineProcessError, match=r"got \[8, 8\], wanted \[9, 9\]"):
@@ -68,18 +61,3 @@ def test_a_failed_run_says_why_and_the_engine_goes_on(tmp_path) -> None:
 def test_an_engine_that_dies_says_why(tmp_path) -> None:
     with pytest.raises(EngineProcessError, match="MemoryError: no room for the model"):
         start(tmp_path, dies=True)
-
-
-def test_what_an_engine_refuses_is_one_line(tmp_path) -> None:
-    with pytest.raises(EngineProcessError, match="counting_engine: cannot have this here$"):
-        start(tmp_path, refuses=True)
-
-
-def test_whoever_interrupts_a_run_does_not_wait_for_its_end(tmp_path) -> None:
-    with pytest.raises(KeyboardInterrupt), start(tmp_path, prepare_s=30) as process:
-        # Told to run, and not yet asked for what came of it.
-        process._process.stdin.write('{"command": "run", "settings": {}, "is_warm_up": false}\n')
-        process._process.stdin.flush()
-        start_s = time.monotonic()
-        raise KeyboardInterrupt
-    assert time.monotonic() - start_s < 15

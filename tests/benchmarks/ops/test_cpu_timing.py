@@ -1,11 +1,8 @@
 """The clockwork of the CPU half: calls in turn, pinned, with a floor that reads what it says."""
 
-import os
-
 import numpy as np
-import pytest
 
-from benchmarks.ops.cpu_timing import SequentialReads, fastest, one_core, ratios, sample_in_turn
+from benchmarks.ops.cpu_timing import SequentialReads, fastest, ratios, sample_in_turn
 
 
 def test_calls_take_turns_after_a_first_round_that_is_not_counted():
@@ -17,24 +14,11 @@ def test_calls_take_turns_after_a_first_round_that_is_not_counted():
     assert {name: len(samples) for name, samples in seconds.items()} == {"a": 3, "b": 3}
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system cannot pin threads")
-def test_one_core_is_one_core_and_ends():
-    before = os.sched_getaffinity(0)
-    with one_core():
-        assert len(os.sched_getaffinity(0)) == 1
-    assert os.sched_getaffinity(0) == before
-
-
 def test_reads_go_round_the_buffer():
     reads = SequentialReads(num_bytes=4 * 40)
     reads._buffer[:] = np.arange(40)
     call = reads.call(num_bytes=4 * 10, read=lambda part: (part[0], len(part)))
     assert [call(0) for _ in range(5)] == [(10, 10), (20, 10), (30, 10), (0, 10), (10, 10)]
-
-
-def test_a_buffer_that_would_stay_in_the_cache_is_refused():
-    with pytest.raises(ValueError, match="buffer is too small: got 160 bytes, wanted at least tw"):
-        SequentialReads(num_bytes=160).call(num_bytes=100)
 
 
 def test_the_floor_is_the_faster_reader():

@@ -15,7 +15,7 @@ from models.loading import product_dtype as module
 from tests.oracles.paged_stepper import PagedStepper
 
 DEMO = Path(str(importlib.resources.files("models.demo") / "checkpoint"))
-# Largest difference over the norm of the logits that docs/tuning.md states, and what none has.
+# Largest difference over the norm of the logits, as in docs/guide/tuning.md, and what none has.
 WORST_ERROR = {"bfloat16": 0.01, "int8": 0.05}
 LEAST_ERROR = 1e-5
 

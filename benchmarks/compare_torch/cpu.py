@@ -1,0 +1,210 @@
+"""The same workload and random checkpoint on paxkv and on torch, in turn, with the ratio.
+
+    python -m benchmarks.compare_torch --workload mixed --model small --threads 1 --repetitions 3
+    python -m benchmarks.compare_torch --engines static-8 static-16 --threads 2
+
+Engines beside paxkv:
+
+    static-N       transformers' `generate` on static batches of N requests in order of arrival,
+                   padded on the left; a batch runs until its longest output
+    continuous     transformers' continuous batching as `generate_batch` sets it up: all requests
+                   at once, up to 8,192 tokens a step, which suits GPUs
+    continuous-N   the same, set up for a CPU: at most N requests at once, 512 tokens a step
+    contiguous-N   a plain torch loop on static batches of N with a preallocated contiguous cache
+
+Each is a process of its own, pinned to the same --threads processors, loaded and warmed up once;
+they run A B C A B C, and who does not run waits without using the processor (checked). Only tokens
+that a request wanted count. "Ratio" is paxkv's figure over the other's of the same repetition.
+
+In float32 all engines must make the same greedy tokens: the command exits with 1 if one differs,
+and says where, and how far apart the two tokens' logits are.
+"""
+
+import argparse
+import contextlib
+from pathlib import Path
+
+from benchmarks.command_line import natural_float
+from benchmarks.compare_torch.compare_tokens import LogitGap, differences
+from benchmarks.engine.measure import (
+    Contender,
+    ratios,
+    restless,
+    run_in_turn,
+    speed_rows,
+)
+from benchmarks.engine.offline_engine import EngineRun, Setting
+from benchmarks.engine.options import (
+    PAXKV_MODULE,
+    case_of,
+    chosen_workload,
+    engine_spec,
+    make_parser,
+    parse_options,
+    paxkv_settings,
+    rounded_dtype,
+    work_folder,
+)
+from benchmarks.engine.process import EngineProcess, EngineProcessError
+from benchmarks.result_rows import ResultRow, append_rows, processor_name
+from benchmarks.tables import markdown_table, spread
+from benchmarks.workloads import Workload
+
+BENCHMARK = "benchmarks.compare_torch"
+# Kind of peer -> its module and what the number behind its name sets.
+PEERS = {
+    "static": ("benchmarks.compare_torch.static_batches", "batch_size"),
+    "continuous": ("benchmarks.compare_torch.continuous_batching", "max_requests"),
+    "contiguous": ("benchmarks.compare_torch.contiguous_cache", "batch_size"),
+}
+DEFAULT_ENGINES = ("static-8", "static-16", "continuous", "continuous-8", "contiguous-16")
+# Those that can tell logits.
+JUDGES = ("static", "continuous")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = make_parser(f"python -m {BENCHMARK}", __doc__)
+    parser.add_argument(
+        "--engines",
+        nargs="+",
+        type=_engine,
+        metavar="KIND[-N]",
+        default=[_engine(name) for name in DEFAULT_ENGINES],
+        help=f"beside paxkv; {' '.join(DEFAULT_ENGINES)} if left out",
+    )
+    parser.add_argument(
+        "--tie-gap",
+        type=natural_float,
+        default=0.0,
+        metavar="LOGITS",
+        help="tokens whose logits lie as near to each other as this are equally right; none are "
+        "if left out. Logits spread by about 1, and f32 rounds them by some 1e-6",
+    )
+    arguments = parse_options(parser, argv)
+    # Runs are kept by these names.
+    if len(set(arguments.engines)) < len(arguments.engines):
+        parser.error("--engines names one of them twice; name each once")
+    workload = chosen_workload(arguments)
+    with work_folder(arguments, workload) as folder, contextlib.ExitStack() as stack:
+        try:
+            processes = _start(arguments, folder, stack)
+            contenders = _contenders(arguments, processes)
+            runs = run_in_turn(contenders, arguments.repetitions)
+        except EngineProcessError as error:
+            print(f"FAILED: {error}")
+            return 1
+        judge = next((processes[kind].logit_gap for kind in JUDGES if kind in processes), None)
+        problems = _token_problems(arguments, workload, runs, judge)
+    if arguments.out is not None and not problems:
+        append_rows(_rows(arguments, runs), arguments.out)
+    print(_table(runs))
+    for line in (*restless(runs), *problems):
+        print(line)
+    if problems:
+        print("no row is written: a faster wrong answer is none.")
+    return 1 if problems else 0
+
+
+def _engine(name: str) -> tuple[str, int | None]:
+    """ "static-8" -> ("static", 8), "continuous" -> ("continuous", None)."""
+    kind, sign, number = name.partition("-")
+    is_number = number.isdecimal() and int(number) > 0
+    if kind not in PEERS or not (is_number or name == "continuous"):
+        raise argparse.ArgumentTypeError(
+            f"wanted continuous, or {', '.join(PEERS)} with a number, as in static-8; got {name!r}"
+        )
+    return kind, int(number) if sign else None
+
+
+def _start(
+    arguments: argparse.Namespace, folder: Path, stack: contextlib.ExitStack
+) -> dict[str, EngineProcess]:
+    """A process for paxkv and for each kind of peer, whatever numbers it is to run with."""
+    kinds = dict.fromkeys(kind for kind, _ in arguments.engines)
+    modules = {"paxkv": PAXKV_MODULE} | {kind: PEERS[kind][0] for kind in kinds}
+    processes = {}
+    for kind, module in modules.items():
+        settings = paxkv_settings(arguments) if kind == "paxkv" else {}
+        process = EngineProcess(
+            engine_spec(arguments, folder, module, settings),
+            folder / "workload.json",
+            folder / f"{kind}.log",
+        )
+        processes[kind] = stack.enter_context(process)
+    return processes
+
+
+def _contenders(
+    arguments: argparse.Namespace, processes: dict[str, EngineProcess]
+) -> list[Contender]:
+    """All engines in the order of their runs, warmed up."""
+    contenders = [Contender(label="paxkv", process=processes["paxkv"], settings={})]
+    for kind, number in arguments.engines:
+        settings: dict[str, Setting] = {PEERS[kind][1]: number}
+        label = kind if number is None else f"{kind}-{number}"
+        contenders.append(Contender(label=label, process=processes[kind], settings=settings))
+    for contender in contenders:
+        contender.process.run(contender.settings, is_warm_up=True)
+    return contenders
+
+
+def _token_problems(
+    arguments: argparse.Namespace,
+    workload: Workload,
+    runs: dict[str, list[EngineRun]],
+    judge: LogitGap | None,
+) -> list[str]:
+    """A line for every engine whose tokens are not those of paxkv's first run."""
+    if rounded := rounded_dtype(arguments, paxkv_settings(arguments)):
+        print(f"tokens are not compared: {rounded} rounds more than logits lie apart.")
+        return []
+    wanted = runs["paxkv"][0].token_ids
+    problems = []
+    for label, of_label in runs.items():
+        for repetition, run in enumerate(of_label):
+            found = differences(workload, wanted, run.token_ids, judge)
+            wrong = [difference for difference in found if not difference.is_tie(arguments.tie_gap)]
+            if wrong:
+                problems.append(
+                    f"DIFFERENT: {label}, repetition {repetition}: {len(wrong)} of "
+                    f"{len(workload.requests)} requests; {wrong[0]}."
+                )
+                # Its other repetitions would say the same again.
+                break
+            if found:
+                print(f"{label}: {len(found)} ties within {arguments.tie_gap:g}; {found[0]}.")
+    return problems
+
+
+def _rows(arguments: argparse.Namespace, runs: dict[str, list[EngineRun]]) -> list[ResultRow]:
+    rows = []
+    for label, of_label in runs.items():
+        case = case_of(arguments, label, paxkv_settings(arguments))
+        rows += speed_rows(BENCHMARK, case, of_label, processor_name())
+        if label == "paxkv":
+            continue
+        for figure in ("tokens_per_cpu_s", "tokens_per_s"):
+            rows.append(
+                ResultRow(
+                    benchmark=BENCHMARK,
+                    case=case,
+                    metric=figure.replace("tokens", "paxkv_times"),
+                    values=ratios(runs["paxkv"], of_label, figure),
+                    device=processor_name(),
+                )
+            )
+    return rows
+
+
+def _table(runs: dict[str, list[EngineRun]]) -> str:
+    head = ["engine", "tokens / CPU-s", "tokens / s", "ratio by CPU-s", "ratio by s"]
+    lines = []
+    for label, of_label in runs.items():
+        cells = [
+            spread([getattr(run, figure) for run in of_label], 1)
+            for figure in ("tokens_per_cpu_s", "tokens_per_s")
+        ]
+        for figure in ("tokens_per_cpu_s", "tokens_per_s"):
+            cells.append(spread(ratios(runs["paxkv"], of_label, figure)))
+        lines.append([label, *cells])
+    return markdown_table(head, lines)

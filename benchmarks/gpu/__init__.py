@@ -1,1 +1,0 @@
-"""Whole models on one GPU, paxkv beside transformers, with random weights."""

@@ -1,1 +1,0 @@
-"""Benchmarks of the host half: scheduling and KV block management, without a device."""

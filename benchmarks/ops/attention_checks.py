@@ -1,0 +1,181 @@
+"""Checks of `paged_attention` on a GPU: every feature, in small random batches, against float64."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels
+from benchmarks.ops.device_calls import implementation_of, measure_calls
+from benchmarks.ops.findings import ERROR_LIMITS, close_findings, same_finding
+from benchmarks.ops.float64 import SeenRule, attend
+from benchmarks.units.unit import Finding, Measured, Unit
+from pallas_kernels.paged_attention.cases import (
+    PagedAttentionCase,
+    PagedAttentionInputs,
+    build_inputs,
+)
+
+OP = "paged_attention"
+# (query tokens, seq_len) of each request.
+_DECODE = ((1, 5), (1, 16), (0, 0), (1, 333), (1, 1), (1, 1025), (1, 64), (1, 2000))
+_PREFILL = ((300, 300), (37, 700), (64, 64), (5, 1029), (0, 0), (129, 129))
+_MIXED = ((1, 700), (200, 456), (1, 1), (0, 0), (1, 1500), (130, 130), (3, 3), (1, 65))
+_LLAMA = {"num_q_heads": 32, "num_kv_heads": 8}
+_LONG = {"num_q_heads": 4, "num_kv_heads": 1, "num_rows": 1, "row": 0}
+# (head_dim, block_size, num_q_heads, num_kv_heads)
+_SHAPES = (
+    *((128, block_size, 8, 2) for block_size in (8, 16, 32, 64, 128, 256)),
+    *((64, 16, 8, 8), (64, 64, 16, 1), (80, 8, 4, 4), (96, 16, 6, 2)),
+    *((192, 32, 8, 2), (256, 16, 8, 4), (256, 64, 4, 1)),
+)
+_FEATURES: dict[str, dict[str, Any]] = {
+    "32/8 heads": _LLAMA,
+    "narrow v": {"v_head_dim": 64},
+    "window 100": {"sliding_window": 100},
+    "window 1": {"sliding_window": 1},
+    "chunks of 192": {"chunk_size": 192},
+    "soft cap": {"soft_cap": 3.0},
+    "sinks": {"has_sinks": True},
+    "custom scale": {"scale": 0.2},
+    "not causal": {"is_causal": False},
+    "window, soft cap, sinks, d256": {
+        "head_dim": 256,
+        "sliding_window": 200,
+        "soft_cap": 20.0,
+        "has_sinks": True,
+    },
+    "int8 cache": {"cache_dtype": "int8"},
+    "float8 cache": {"cache_dtype": "float8_e4m3fn", "sliding_window": 300},
+}
+
+
+def _case(name: str, requests: tuple[tuple[int, int], ...], **sizes: Any) -> PagedAttentionCase:
+    defaults = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128, "dtype": "bfloat16"}
+    return PagedAttentionCase(name=name, requests=requests, **(defaults | sizes))
+
+
+def _feature_cases(kind: str, requests: tuple[tuple[int, int], ...]) -> list[PagedAttentionCase]:
+    names = ("head_dim", "block_size", "num_q_heads", "num_kv_heads")
+    shapes = [dict(zip(names, shape, strict=True)) for shape in _SHAPES]
+    return [
+        *(_case(f"{kind} d{s['head_dim']} block {s['block_size']}", requests, **s) for s in shapes),
+        *(_case(f"{kind} {name}", requests, **sizes) for name, sizes in _FEATURES.items()),
+    ]
+
+
+_BATCHES = (
+    _case("prompts", _PREFILL),
+    _case("prompts 32/8 heads", _PREFILL, **_LLAMA),
+    _case("long prompt", ((2048, 2048),), num_padding_tokens=0),
+    _case("chunk far into a prompt", ((512, 20_000), (1, 9000)), block_size=64),
+    _case("decode 131,072", ((1, 131_072), (1, 7)), **_LONG),
+    _case("131,072 window 4,096", ((1, 131_072), (70, 100_000)), sliding_window=4096, **_LONG),
+    _case("many short requests", tuple((1, 1 + 7 * i % 190) for i in range(150))),
+    _case("empty requests", ((0, 0), (1, 9), (0, 0), (0, 120), (30, 30)), has_sinks=True),
+    _case("padding only", ((0, 0),) * 8, num_padding_tokens=64, max_blocks_per_req=4),
+    _case("one token", ((1, 21),), num_padding_tokens=0),
+)
+_HALF = (
+    *_feature_cases("decode", _DECODE),
+    *_feature_cases("mixed", _MIXED),
+    *_BATCHES,
+    _case("decode float16", _DECODE, dtype="float16"),
+    _case("mixed float16", _MIXED, dtype="float16"),
+)
+_FLOAT32_NAMES = (
+    *("decode d128 block 16", "decode d80 block 8", "decode window 100", "decode float8 cache"),
+    *("mixed d128 block 64", "mixed d256 block 16", "mixed chunks of 192", "mixed not causal"),
+    *("mixed window, soft cap, sinks, d256", "mixed int8 cache", "prompts", "empty requests"),
+)
+_FLOAT32 = tuple(
+    dataclasses.replace(case, name=f"{case.name} float32", dtype="float32")
+    for case in _HALF
+    if case.name in _FLOAT32_NAMES
+)
+_DEFAULT_NAMES = ("decode d128 block 16", "mixed d256 block 16", "mixed int8 cache")
+_REHEARSED = tuple(
+    _case(name, requests, head_dim=64, **sizes)
+    for name, requests, sizes in (
+        ("mixed", ((1, 40), (20, 70)), {"sliding_window": 30}),
+        ("decode", ((1, 5), (0, 0), (1, 70)), {}),
+        ("mixed float32", ((1, 40), (20, 70)), {"dtype": "float32", "soft_cap": 3.0}),
+    )
+)
+
+
+def check_units(*, is_rehearsal: bool) -> list[Unit]:
+    """Every case with every body that can run it."""
+    if is_rehearsal:
+        pairs = [(case, body) for body in ("xla", "mosaic_gpu_interpret") for case in _REHEARSED]
+    else:
+        pairs = [(case, "mosaic_gpu") for case in _HALF]
+        pairs += [(case, "default") for case in _HALF if case.name in _DEFAULT_NAMES]
+        pairs += [(case, "xla") for case in (*_HALF, *_FLOAT32)]
+    return [
+        Unit(
+            kind="check",
+            op=OP,
+            case=case.name,
+            body=body,
+            measure=lambda seed, case=case, body=body: _check(case, body, seed),
+        )
+        for case, body in pairs
+    ]
+
+
+def _check(case: PagedAttentionCase, body: str, seed: int) -> Measured:
+    drawn = build_inputs(case, seed)
+    arrays = list(drawn.arrays)
+    arrays[3] = jnp.asarray(drawn.row, jnp.int32)
+
+    def call(options: Any, *arrays: jax.Array) -> Any:
+        return pallas_kernels.paged_attention(
+            *arrays,
+            **drawn.rules,
+            **options,
+            return_lse=True,
+            implementation=implementation_of(body),
+        )
+
+    return measure_calls(
+        call,
+        (drawn.traced_options, *arrays),
+        lambda outputs: _verify(case, drawn, *map(np.asarray, outputs)),
+        exact=case.dtype == "float32",
+    )
+
+
+def _verify(
+    case: PagedAttentionCase, drawn: PagedAttentionInputs, out_np: np.ndarray, lse_np: np.ndarray
+) -> list[Finding]:
+    """Compares every token with float64."""
+    sinks_np = None if drawn.sinks is None else np.asarray(drawn.sinks)
+    rule_names = (field.name for field in dataclasses.fields(SeenRule))
+    rule = SeenRule(**{name: drawn.rules[name] for name in rule_names})
+    q_np = np.asarray(drawn.q)
+    wanted_out, wanted_lse = np.zeros(out_np.shape), np.full(lse_np.shape, -np.inf)
+    start = 0
+    for req_idx, (num_query, seq_len) in enumerate(case.requests):
+        tokens = slice(start, start + num_query)
+        start += num_query
+        positions = np.arange(seq_len - num_query, seq_len)
+        keys, values = drawn.keys_np[req_idx], drawn.values_np[req_idx]
+        wanted_out[tokens], wanted_lse[tokens] = attend(
+            q_np[tokens], keys, values, positions, rule, sinks_np
+        )
+    limit, sees_any = ERROR_LIMITS[case.dtype], np.isfinite(wanted_lse)
+    lse_error = np.linalg.norm(lse_np[sees_any] - wanted_lse[sees_any])
+    num_written = np.count_nonzero(out_np[~sees_any].astype(np.float32) != 0)
+    return [
+        *close_findings("out", out_np, wanted_out, limit),
+        Finding(
+            what="lse",
+            error=float(lse_error / max(1.0, np.linalg.norm(wanted_lse[sees_any]))),
+            limit=limit,
+        ),
+        same_finding("lse of nothing", lse_np[~sees_any], np.float32(wanted_lse[~sees_any])),
+        Finding(what="out of nothing", error=float(num_written), limit=0.0),
+    ]

@@ -1,0 +1,164 @@
+"""Calls an op on the device once and verifies the result; then times many calls if asked to."""
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from benchmarks.units.unit import Finding, Measured
+
+# A sample is a queue of programs at least this long, so launching the first and waiting for the
+# last, about 0.1 ms, are under 0.3 % of it.
+SAMPLE_S = 0.04
+MAX_CALLS = 200
+NUM_SAMPLES = 20
+BUDGET_S = 1.5
+# Rates of about an H200, used only to guess the time of a call before it is measured.
+GUESSED_BYTES_PER_S, GUESSED_FLOPS_PER_S = 4e12, 6e14
+# A program with shorter calls repeats them for this long, which hides the cost of launching it.
+PROGRAM_S = 2e-4
+MAX_CALLS_PER_PROGRAM = 64
+# Freed before each unit: the allocator gives this memory to the unit's outputs, so a place that a
+# body never writes holds NaN.
+NUM_POISON_BUFFERS, POISON_BYTES = 8, 2**26
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The least that one call moves and computes: each input and output once."""
+
+    num_bytes: int
+    num_flops: int = 0
+
+    @property
+    def calls_per_program(self) -> int:
+        """1 for a call of 0.2 ms; 20 for a call of 10 microseconds."""
+        guess_s = max(self.num_bytes / GUESSED_BYTES_PER_S, self.num_flops / GUESSED_FLOPS_PER_S)
+        return min(MAX_CALLS_PER_PROGRAM, math.ceil(PROGRAM_S / max(guess_s, 1e-6)))
+
+
+def implementation_of(body: str) -> str | None:
+    """The argument of an op; "default" lets the op choose."""
+    return None if body == "default" else body
+
+
+def measure_calls(
+    function: Callable[..., Any],
+    arrays: tuple[Any, ...],
+    verify: Callable[[Any], list[Finding]],
+    *,
+    work: Work | None = None,
+    num_updated: int = 0,
+    exact: bool = False,
+) -> Measured:
+    """Calls `function(*arrays)` once and verifies its outputs; a right result is then timed.
+
+    Args:
+        work: Of one call; None checks without timing.
+        num_updated: The first arrays are donated, and the outputs take their place.
+        exact: Computes float32 products in full float32.
+    """
+    _poison_free_memory()
+    donated = tuple(range(num_updated))
+    with jax.default_matmul_precision("highest" if exact else None):
+        call = jax.jit(function, donate_argnums=donated).lower(*arrays).compile()
+    outputs = jax.block_until_ready(call(*arrays))
+    findings = verify(outputs)
+    if work is None or not all(finding.is_right for finding in findings):
+        error = findings[0].error
+        figures = {"relative_error": [error]} if np.isfinite(error) and work is None else {}
+        return Measured(figures=figures, findings=findings)
+    num_calls = work.calls_per_program
+    program = jax.jit(
+        functools.partial(_repeat, function, num_calls, num_updated), donate_argnums=0
+    )
+    holder, others = [outputs], arrays[num_updated:]
+
+    def run(num_programs: int) -> None:
+        for _ in range(num_programs):
+            holder[0] = program(holder[0], others)
+        jax.block_until_ready(holder[0])
+
+    samples_s = [seconds / num_calls for seconds in take_samples(run)]
+    return timed(samples_s, findings, work, method=f"{num_calls} calls per program")
+
+
+def _repeat(
+    function: Callable[..., Any], num_calls: int, num_updated: int, outputs: Any, others: Any
+) -> Any:
+    """Calls a function several times, each time after the call before."""
+
+    def call(_: jax.Array, outputs: Any) -> Any:
+        if num_updated:
+            return function(*outputs, *others)
+        return function(*_depending_on(outputs, others))
+
+    return lax.fori_loop(0, num_calls, call, outputs) if num_calls > 1 else call(0, outputs)
+
+
+def _depending_on(outputs: Any, arrays: Any) -> Any:
+    """The arrays, of which the smallest has a zero added that comes from `outputs`.
+
+    The compiler does not know that it is zero. Equal calls without a dependency would be moved out
+    of the loop, or fused into one.
+    """
+    first = jax.tree.leaves(outputs)[0]
+    zero = first[(0,) * first.ndim] == 12_345
+    leaves, structure = jax.tree.flatten(arrays)
+    smallest = min(range(len(leaves)), key=lambda i: leaves[i].size)
+    leaves[smallest] += zero.astype(leaves[smallest].dtype)
+    return jax.tree.unflatten(structure, leaves)
+
+
+def timed(samples_s: list[float], findings: list[Finding], work: Work, method: str) -> Measured:
+    """The result of a timing."""
+    return Measured(
+        figures={"call_ms": [1e3 * s for s in samples_s]},
+        findings=findings,
+        details={**dataclasses.asdict(work), "method": method},
+    )
+
+
+def take_samples(run: Callable[[int], None], budget_s: float = BUDGET_S) -> list[float]:
+    """Seconds of one `run`, once per sample.
+
+    Args:
+        run: `run(n)` queues n programs and waits for all of them.
+        budget_s: No sample begins after this long; at least 3 are taken.
+    """
+    started = time.perf_counter()
+    run(1)
+    once_s = _elapsed_s(lambda: run(1))
+    num_calls = max(1, min(MAX_CALLS, round(SAMPLE_S / max(once_s, 1e-6))))
+    run(num_calls)  # clocks and caches settle
+    samples: list[float] = []
+    while len(samples) < NUM_SAMPLES:
+        if len(samples) >= 3 and time.perf_counter() - started > budget_s:
+            break
+        samples.append(_elapsed_s(lambda: run(num_calls)) / num_calls)
+    return samples
+
+
+def _elapsed_s(run: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _poison_free_memory() -> None:
+    num_bytes = POISON_BYTES if jax.default_backend() == "gpu" else 2**16
+    buffers = [jnp.full((num_bytes // 4,), jnp.nan, jnp.float32) for _ in range(NUM_POISON_BUFFERS)]
+    jax.block_until_ready(buffers)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def draw_normal(seed: int, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    """Normal numbers drawn on the device, because large inputs are slow to transfer."""
+    return jax.random.normal(jax.random.key(seed), shape, jnp.dtype(dtype))

@@ -1,0 +1,203 @@
+"""The load generator's flags."""
+
+import argparse
+import json
+import math
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from benchmarks.command_line import (
+    natural,
+    natural_float,
+    output_file,
+    positive_float,
+    positive_int,
+    whole_number,
+)
+from benchmarks.result_rows import RESULTS_FOLDER
+from benchmarks.serve.summary import BOUNDED
+
+# Names of vLLM's benchmark for the same.
+_BOUND_SYNONYMS = {"e2el": "e2e"}
+# Longer than any prompt; prompts are made in memory.
+_MAX_TOKENS = 2**20
+_num_tokens = whole_number(1, _MAX_TOKENS)
+
+
+def make_parser(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serve",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    server = parser.add_argument_group("server")
+    server.add_argument("--base-url", type=_base_url, default="http://127.0.0.1:8000/v1")
+    server.add_argument("--model", help="its name there; the first one that the server lists")
+    server.add_argument(
+        "--device", default="not named", help="chip that serves, for the rows; nobody can ask it"
+    )
+    server.add_argument(
+        "--timeout-s",
+        type=positive_float,
+        default=600.0,
+        metavar="S",
+        help="longest silence of the server (default: %(default)g)",
+    )
+    _add_load_flags(parser.add_argument_group("load"))
+    _add_input_flags(parser.add_argument_group("inputs"))
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--temperature", type=natural_float, default=0.0)
+    sampling.add_argument(
+        "--ignore-eos",
+        action="store_true",
+        help="outputs reach their length, on servers that know the field",
+    )
+    sampling.add_argument(
+        "--extra-body",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help="further fields of every request's body",
+    )
+    results = parser.add_argument_group("results")
+    results.add_argument(
+        "--goodput",
+        type=_bound,
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help=f"bounds such as ttft:200 tpot:50; names: {', '.join(BOUNDED)}",
+    )
+    results.add_argument(
+        "--out",
+        type=output_file,
+        default=str(RESULTS_FOLDER / "serving.jsonl"),
+        help="file of JSON lines that rows are appended to",
+    )
+    results.add_argument(
+        "--save-requests",
+        type=output_file,
+        metavar="FILE",
+        help="append every request's times to this file of JSON lines",
+    )
+    return parser
+
+
+def _add_load_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--num-prompts", type=positive_int, default=100, metavar="N")
+    group.add_argument(
+        "--request-rate",
+        type=_rate,
+        default=math.inf,
+        metavar="R",
+        help="requests a second; inf, the default, is all at once",
+    )
+    group.add_argument(
+        "--max-concurrency",
+        type=positive_int,
+        metavar="N",
+        help="most requests at once; no limit if left out",
+    )
+    group.add_argument(
+        "--num-warmups",
+        type=natural,
+        default=2,
+        metavar="N",
+        help="requests sent one after the other before the clock starts",
+    )
+    group.add_argument("--num-repetitions", type=positive_int, default=1, metavar="N")
+    group.add_argument(
+        "--seed",
+        type=natural,
+        default=0,
+        help="of prompts and arrivals; each repetition takes the next",
+    )
+
+
+def _add_input_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--dataset", choices=("random", "shared-prefix", "sharegpt"), default="random"
+    )
+    group.add_argument("--random-input-len", type=_num_tokens, default=128, metavar="N")
+    group.add_argument("--random-output-len", type=_num_tokens, default=64, metavar="N")
+    group.add_argument(
+        "--random-range-ratio",
+        type=float,
+        default=0.0,
+        metavar="R",
+        help="lengths from (1 - R) to (1 + R) times those; in [0, 1)",
+    )
+    group.add_argument(
+        "--token-ids",
+        type=whole_number(0, 2**31 - 1),
+        nargs=2,
+        default=[100, 700],
+        metavar=("LOW", "HIGH"),
+        help="random token ids lie in [LOW, HIGH), which the model must have (default: 100 700)",
+    )
+    group.add_argument(
+        "--shared-prefix-len", type=whole_number(0, _MAX_TOKENS), default=256, metavar="N"
+    )
+    group.add_argument(
+        "--num-prefixes",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="shared prefixes, which the requests take in turn",
+    )
+    group.add_argument("--dataset-path", type=Path, metavar="FILE")
+    group.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="tokenizer.json, or its folder, to measure ShareGPT texts with",
+    )
+    group.add_argument(
+        "--sharegpt-output-len",
+        type=positive_int,
+        metavar="N",
+        help="of every output, instead of the answer's in the file",
+    )
+    group.add_argument(
+        "--sharegpt-max-len",
+        type=positive_int,
+        default=1024,
+        metavar="N",
+        help="longer conversations, question and answer in tokens, are left out",
+    )
+
+
+def _rate(text: str) -> float:
+    return math.inf if text == "inf" else positive_float(text)
+
+
+def _base_url(text: str) -> str:
+    try:
+        parts = urlsplit(text)
+        # Ports are looked at when they are asked for.
+        is_known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        is_known = False
+    if not is_known:
+        raise argparse.ArgumentTypeError(f"must be as http://127.0.0.1:8000/v1, got {text}")
+    return text
+
+
+def _json_object(text: str) -> dict[str, object]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text}")
+    return value
+
+
+def _bound(text: str) -> tuple[str, float]:
+    """ "ttft:200" -> ("ttft", 200.0)."""
+    name, colon, bound_ms = text.partition(":")
+    name = _BOUND_SYNONYMS.get(name, name)
+    if not colon or name not in BOUNDED:
+        raise argparse.ArgumentTypeError(f"{text}: wanted NAME:MS, NAME of {', '.join(BOUNDED)}")
+    return name, positive_float(bound_ms)

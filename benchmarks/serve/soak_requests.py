@@ -1,0 +1,88 @@
+"""Requests of a soak: questions to the demo model, each with the one answer that it may get."""
+
+import dataclasses
+import random
+from collections.abc import Sequence
+
+from benchmarks.serve.request_inputs import RequestInput
+from paxkv import LLM, SamplingParams
+
+_SYSTEM_PROMPT = "You are a careful assistant. Keep every answer short and exact. "
+_PAXKV_QUESTIONS = ("What is a block?", "What is paxkv?", "What is a slot?")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SoakRequest:
+    """One request, its sampling included, so that its answer is decided.
+
+    Args:
+        answer: What `LLM.generate` says to it.
+    """
+
+    prompt: str
+    max_tokens: int
+    temperature: float
+    seed: int
+    ignore_eos: bool
+    answer: str = ""
+
+    @property
+    def input(self) -> RequestInput:
+        return RequestInput(prompt=self.prompt, max_tokens=self.max_tokens)
+
+    @property
+    def fields(self) -> dict[str, object]:
+        """Of the body, besides the prompt and its length."""
+        return {
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "ignore_eos": self.ignore_eos,
+        }
+
+
+def make_requests(count: int, seed: int) -> list[SoakRequest]:
+    """Requests that all differ; three in four are drawn at random, from a seed of their own.
+
+    Their answers are long and differ from each other: a piece in the wrong stream shows.
+    """
+    rng = random.Random(seed)
+    requests = []
+    for index in range(count):
+        question = f"What is {rng.randint(10, 99)} + {rng.randint(10, 99)}?"
+        if index % 8 == 7:
+            question = _PAXKV_QUESTIONS[index // 8 % len(_PAXKV_QUESTIONS)]
+        system = _SYSTEM_PROMPT * rng.randint(0, 3)
+        requests.append(
+            SoakRequest(
+                prompt=system + question,
+                max_tokens=rng.randint(8, 96),
+                temperature=rng.choice((0.0, 0.7, 1.0, 1.3)),
+                seed=rng.randrange(2**31),
+                ignore_eos=index % 2 == 0,
+            )
+        )
+    return requests
+
+
+def answer_offline(requests: Sequence[SoakRequest], *, batch_invariant: bool) -> list[SoakRequest]:
+    """The requests with the answers that `LLM.generate` gives, all at once.
+
+    Those whose answer is empty, because the first token drawn ends it, are left out: no piece of a
+    stream comes for them.
+    """
+    params = [
+        SamplingParams(
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            seed=request.seed,
+            ignore_eos=request.ignore_eos,
+        )
+        for request in requests
+    ]
+    with LLM(batch_invariant=batch_invariant) as llm:
+        outputs = llm.generate([request.prompt for request in requests], params, use_tqdm=False)
+    return [
+        dataclasses.replace(request, answer=output.outputs[0].text)
+        for request, output in zip(requests, outputs, strict=True)
+        if output.outputs[0].text
+    ]

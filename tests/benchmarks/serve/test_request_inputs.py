@@ -1,0 +1,85 @@
+"""Inputs have the lengths, the shared parts and the texts that were asked for."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from benchmarks.serve.request_inputs import (
+    InputError,
+    RandomLengths,
+    random_inputs,
+    shared_prefix_inputs,
+    sharegpt_inputs,
+)
+
+TOKEN_IDS = (100, 200)
+
+
+def test_random_lengths_fill_their_range() -> None:
+    lengths = RandomLengths(input_len=20, output_len=10, range_ratio=0.5)
+    inputs = random_inputs(2000, lengths, token_ids=TOKEN_IDS, seed=0)
+    assert {len(request.prompt) for request in inputs} == set(range(10, 31))
+    assert {request.max_tokens for request in inputs} == set(range(5, 16))
+    assert {token for request in inputs for token in request.prompt} == set(range(*TOKEN_IDS))
+
+
+def test_prefixes_are_shared_in_turn_and_nothing_else_is() -> None:
+    lengths = RandomLengths(input_len=30, output_len=1)
+    inputs = shared_prefix_inputs(
+        6, lengths, prefix_len=50, num_prefixes=2, token_ids=TOKEN_IDS, seed=0
+    )
+    prefixes = [request.prompt[:50] for request in inputs]
+    assert prefixes == [prefixes[0], prefixes[1]] * 3 and prefixes[0] != prefixes[1]
+    assert {len(request.prompt) for request in inputs} == {80}
+    assert len({tuple(request.prompt[50:]) for request in inputs}) == 6
+
+
+@pytest.fixture
+def sharegpt_file(tmp_path: Path) -> Path:
+    def turns(*texts: str) -> dict:
+        names = ("human", "gpt") * len(texts)
+        return {
+            "conversations": [
+                {"from": name, "value": text} for name, text in zip(names, texts, strict=False)
+            ]
+        }
+
+    late = turns("b b", "c c c")
+    late["conversations"].insert(0, {"from": "system", "value": "a"})
+    conversations = [
+        turns("a b c", "a b", "c", "a"),
+        late,
+        turns("a"),
+        turns("a " * 40, "b"),
+        {"conversations": []},
+    ]
+    file = tmp_path / "sharegpt.json"
+    file.write_text(json.dumps(conversations))
+    return file
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path: Path) -> Path:
+    """One token a word."""
+    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1, "c": 2, "?": 3}, unk_token="?"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def test_sharegpt_outputs_are_as_long_as_the_answers(
+    sharegpt_file: Path, tokenizer_folder: Path
+) -> None:
+    settings = {"tokenizer_file": tokenizer_folder, "output_len": None, "max_total_len": 10}
+    inputs = sharegpt_inputs(2, sharegpt_file, **settings, seed=0)
+    # The third has no answer, the fourth is too long, the fifth is empty.
+    assert {(request.prompt, request.max_tokens) for request in inputs} == {
+        ("a b c", 2),
+        ("b b", 3),
+    }
+    with pytest.raises(InputError, match="has 2 conversations that can be used, of 3"):
+        sharegpt_inputs(3, sharegpt_file, **settings, seed=0)

@@ -1,0 +1,27 @@
+"""The measured decode is steady, and the measured admission is of a cached prompt."""
+
+import json
+
+from benchmarks import host
+from benchmarks.host import BLOCK_SIZE, make_decoding_scheduler, run_step
+
+
+def test_every_request_decodes_one_token_per_step_and_one_in_16_gets_a_block() -> None:
+    scheduler = make_decoding_scheduler(32)
+    pool = scheduler.kv_cache_manager.block_pool
+    for _ in range(2 * BLOCK_SIZE):
+        num_free, num_tokens = pool.get_num_free_blocks(), scheduler.num_scheduled_tokens
+        run_step(scheduler)
+        assert scheduler.num_scheduled_tokens - num_tokens == 32
+        assert num_free - pool.get_num_free_blocks() == 32 // BLOCK_SIZE
+
+
+def test_command_writes_a_row_per_figure(tmp_path, capsys) -> None:
+    out = tmp_path / "rows.jsonl"
+    flags = ["--num-running", "3", "--num-steps", "5", "--num-admissions", "2", "--out", str(out)]
+    assert host.main(flags) == 0
+    rows = {row["metric"]: row for row in map(json.loads, out.read_text().splitlines())}
+    # Admission checks itself that the prompt is found in the cache.
+    assert set(rows) == {"decode_step_us", "admission_us", "add_request_us"}
+    assert rows["decode_step_us"]["num_repetitions"] == 5
+    assert "| decode_step_us num_running=3 " in capsys.readouterr().out
