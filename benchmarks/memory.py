@@ -51,8 +51,7 @@ from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from paxkv.contracts.runner_output import ModelRunnerOutput
-from paxkv.contracts.scheduler_output import SchedulerOutput
+from paxkv.contracts.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from paxkv.scheduler.scheduler import Scheduler
 
 VOCAB_SIZE = 32_000

@@ -32,8 +32,8 @@ from paxkv.config.sampling_defaults import GenerationConfig
 from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.engine_request import EngineRequest
-from paxkv.contracts.model_info import ModelInfo
-from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
+from paxkv.contracts.engine_start import ModelInfo
+from paxkv.contracts.observation import PrefixCacheMiss
 from paxkv.contracts.request_output import BeamSearchOutput, RequestOutput
 from paxkv.entrypoints.build import build_engine, build_llm_client
 from paxkv.errors import EngineDeadError, InvalidRequestError, InvariantError

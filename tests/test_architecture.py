@@ -86,12 +86,8 @@ MAY_IMPORT = {
         "paxkv",
         "paxkv.config",
         "paxkv.contracts",
-        "paxkv.text",
-        "paxkv.scheduler",
-        "paxkv.runner",
         "paxkv.structured_output",
         "paxkv.inspector",
-        "paxkv.trace",
     },
     "paxkv.fleet": {"paxkv", "paxkv.config", "paxkv.contracts"},
     "paxkv.client": {

@@ -15,10 +15,10 @@ from benchmarks.workloads import Workload, WorkloadRequest
 from models import read_model_config
 from paxkv.config.engine_config import EngineConfig, ParallelConfig, SchedulerConfig
 from paxkv.config.sampling_params import SamplingParams
-from paxkv.contracts.engine_client import EngineTransport
 from paxkv.contracts.engine_output import EngineOutput as EngineMessage
 from paxkv.contracts.engine_output import SchedulerStats, StepOutputs
 from paxkv.contracts.engine_request import EngineInput
+from paxkv.contracts.wire import EngineTransport
 from paxkv.entrypoints.build import build_engine, build_llm_client
 from paxkv.runner.memory.kv_cache_arrays import kv_cache_dtype
 

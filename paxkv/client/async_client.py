@@ -16,7 +16,6 @@ from paxkv.client.long_text import run_beside_long_text
 from paxkv.client.output_processor import OutputKind, OutputProcessor
 from paxkv.client.output_stream import OutputStream
 from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
-from paxkv.contracts.engine_client import LoopTransport
 from paxkv.contracts.engine_output import (
     EngineDead,
     EngineOutput,
@@ -31,12 +30,10 @@ from paxkv.contracts.engine_request import (
     Shutdown,
     UtilityCall,
 )
-from paxkv.contracts.engine_start import EngineReady
-from paxkv.contracts.inspection import BlockDetails
-from paxkv.contracts.model_info import ModelInfo
-from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
-from paxkv.contracts.request_output import RequestOutput
-from paxkv.contracts.token_totals import TokenTotals
+from paxkv.contracts.engine_start import EngineReady, ModelInfo
+from paxkv.contracts.observation import BlockDetails, PrefixCacheMiss
+from paxkv.contracts.request_output import RequestOutput, TokenTotals
+from paxkv.contracts.wire import LoopTransport
 from paxkv.errors import EngineDeadError, InvalidRequestError, PaxkvError
 from paxkv.fleet.stats_sum import stop_running
 from paxkv.text.chat_template import ChatTemplate

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from paxkv.config.structured_outputs_params import StructuredOutputsParams
-from paxkv.contracts.grammar_checker import GrammarChecker
+from paxkv.contracts.protocols import GrammarChecker
 from paxkv.errors import EngineDeadError
 
 # Grammars that are compiled at once; the others of their kind wait for them. The quick ones share

@@ -3,15 +3,10 @@
 from collections.abc import Sequence
 
 from paxkv.client.output_processor import OutputKind, OutputProcessor
-from paxkv.contracts.engine_client import EngineTransport
 from paxkv.contracts.engine_output import EngineDead, EngineOutput, StepOutputs, UtilityReply
-from paxkv.contracts.engine_request import (
-    AbortRequests,
-    AddRequest,
-    EngineRequest,
-    UtilityCall,
-)
+from paxkv.contracts.engine_request import AbortRequests, AddRequest, EngineRequest, UtilityCall
 from paxkv.contracts.request_output import RequestOutput
+from paxkv.contracts.wire import EngineTransport
 from paxkv.errors import EngineDeadError, PaxkvError
 
 

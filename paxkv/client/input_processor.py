@@ -14,7 +14,7 @@ from paxkv.config.sampling_params import (
 )
 from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.contracts.engine_request import EngineRequest
-from paxkv.contracts.grammar_checker import GrammarChecker
+from paxkv.contracts.protocols import GrammarChecker
 from paxkv.errors import (
     InvalidRequestError,
     NeverFitsError,

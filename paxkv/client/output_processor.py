@@ -20,9 +20,9 @@ from paxkv.contracts.request_output import (
     CompletionTimes,
     Logprob,
     RequestOutput,
+    TokenTotals,
 )
-from paxkv.contracts.runner_output import TokenLogprobs
-from paxkv.contracts.token_totals import TokenTotals
+from paxkv.contracts.scheduler_output import TokenLogprobs
 from paxkv.errors import EngineDeadError, InvariantError, PaxkvError
 from paxkv.text.detokenizer import IncrementalDetokenizer
 from paxkv.text.tokenizer import Tokenizer

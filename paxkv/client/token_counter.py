@@ -3,7 +3,7 @@
 import bisect
 from collections.abc import Mapping, Sequence
 
-from paxkv.contracts.token_totals import TOKEN_BUCKETS_S, TokenTotals
+from paxkv.contracts.request_output import TOKEN_BUCKETS_S, TokenTotals
 
 _NUMBERS = (
     "num_prompt_tokens",

@@ -5,8 +5,8 @@ from typing import Literal
 
 import msgspec
 
-from paxkv.contracts.block_residency import BlockResidency
-from paxkv.contracts.runner_output import TokenLogprobs
+from paxkv.contracts.observation import BlockResidency
+from paxkv.contracts.scheduler_output import TokenLogprobs
 
 # "stop" is EOS, a stop token or a stop string, or that nothing may follow; "error" is the engine's
 # own failure, or a grammar's.

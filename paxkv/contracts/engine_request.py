@@ -87,7 +87,7 @@ class UtilityCall:
     """A control call by name, answered by a `UtilityReply` with the same `call_id`.
 
     Methods: `reset_prefix_cache`, `get_stats`, `check_invariants`, `explain_prefix_cache_miss`,
-    `inspect` and `inspect_block` (see `contracts/inspection.py`).
+    `inspect` and `inspect_block` (see `contracts/observation.py`).
 
     Args:
         arguments: Passed to the method in order.

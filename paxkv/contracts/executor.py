@@ -1,11 +1,27 @@
-"""Protocol between the engine core and whoever computes its steps."""
+"""Protocols between the engine core and the executor that computes its steps."""
 
+import dataclasses
 from typing import Protocol
 
-from paxkv.contracts.grammar_bitmask import GrammarBitmask
+import numpy as np
+
 from paxkv.contracts.kv_cache_spec import KVCacheConfig
-from paxkv.contracts.runner_output import ModelRunnerOutput
-from paxkv.contracts.scheduler_output import SchedulerOutput
+from paxkv.contracts.scheduler_output import ModelRunnerOutput, SchedulerOutput
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarBitmask:
+    """One row for each request of a step that is bound by a grammar and draws a token in it.
+
+    Args:
+        req_ids: Each once, in any order.
+        bitmask_np: i32[len(req_ids), ceil(vocab_size / 32)], bit `t % 32` of word `t // 32` set
+            where token t is allowed: llguidance's layout. Bits past the vocabulary are ignored. A
+            request that may draw anything for now has a row of ones (-1 in every word).
+    """
+
+    req_ids: list[str]
+    bitmask_np: np.ndarray
 
 
 class StepHandle(Protocol):

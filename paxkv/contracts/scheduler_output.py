@@ -1,10 +1,34 @@
-"""What the scheduler decides for one step: the host's half of a step, sent to the runner."""
+"""One step between scheduler and runner: what the scheduler decides and what the runner answers."""
 
 import dataclasses
 
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import MultiModalFeature
-from paxkv.contracts.kv_connector import KVConnectorMetadata
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KVTransfer:
+    """Blocks of one request to load or to save, whole or in part.
+
+    Args:
+        block_ids: One list per KV cache group, from the request's first block on; 0, the null
+            block, where the group needs none any more: nothing is moved there.
+        start_token_idx: First token position to move.
+        num_tokens: Token positions to move.
+    """
+
+    request_id: str
+    block_ids: tuple[list[int], ...]
+    start_token_idx: int
+    num_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KVConnectorMetadata:
+    """One step's transfers, for the connector's worker half."""
+
+    loads: list[KVTransfer]
+    saves: list[KVTransfer]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,3 +131,61 @@ class SchedulerOutput:
     block_copies: list[BlockCopy] = dataclasses.field(default_factory=list)
     new_block_ids_to_zero: list[int] = dataclasses.field(default_factory=list)
     kv_connector_metadata: KVConnectorMetadata | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Log-probabilities at one drawn token, before temperature and filters.
+
+    Args:
+        token_logprob: Of the drawn token.
+        token_rank: 1 for the most likely token.
+        top_token_ids: The most likely tokens, as many as were asked for, best first.
+        top_logprobs: Their log-probabilities.
+    """
+
+    token_logprob: float
+    token_rank: int
+    top_token_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KVConnectorOutput:
+    """What a connector's worker half finished in one step.
+
+    Args:
+        finished_sending: Requests whose blocks have been saved: they may be freed now.
+        finished_recving: Requests whose blocks have been loaded: they may run now.
+        invalid_block_ids: Blocks that could not be loaded; what they hold is computed instead.
+    """
+
+    finished_sending: frozenset[str] = frozenset()
+    finished_recving: frozenset[str] = frozenset()
+    invalid_block_ids: frozenset[int] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRunnerOutput:
+    """Sampled tokens of one step.
+
+    Args:
+        req_ids: The scheduled requests, in the runner's order.
+        sampled_token_ids: Per request of `req_ids`, its new tokens; empty while its prompt is
+            still being computed. Nothing may assume one token a step.
+        logprobs: Per request of `req_ids`, one entry per sampled token, or None when not asked.
+        prompt_logprobs: Of the requests that asked for them and got their first token in this step:
+            an entry for each token of the prompt but the first.
+        draft_token_ids: Per request that has any, tokens to be verified in its next step.
+        kv_connector_output: None without a connector.
+    """
+
+    req_ids: list[str]
+    sampled_token_ids: list[list[int]]
+    logprobs: list[list[TokenLogprobs] | None]
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = dataclasses.field(default_factory=dict)
+    draft_token_ids: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    kv_connector_output: KVConnectorOutput | None = None
+
+
+EMPTY_MODEL_RUNNER_OUTPUT = ModelRunnerOutput(req_ids=[], sampled_token_ids=[], logprobs=[])

@@ -1,22 +1,76 @@
-"""Messages as bytes: msgpack with the class name in front, so that only messages can cross."""
+"""The channel between a client and an engine: Protocols of the client's end, and messages as bytes.
 
-import typing
+Messages are msgpack with the class name in front, so that only messages can cross.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol, get_args
 
 import msgspec
 
 from paxkv.contracts.engine_output import EngineOutput
 from paxkv.contracts.engine_request import EngineInput
-from paxkv.contracts.engine_start import EngineStartOutput
+from paxkv.contracts.engine_start import EngineReady, EngineStartOutput
 from paxkv.errors import InvariantError
+
+
+class EngineTransport(Protocol):
+    """The client's end of the message channel to an engine core; safe from any thread."""
+
+    def send(self, message: EngineInput) -> None:
+        """Queues a message.
+
+        Raises:
+            EngineDeadError: The engine has ended.
+        """
+        ...
+
+    def receive(self, timeout_s: float | None = None) -> EngineOutput | None:
+        """Next message from the engine; None when `timeout_s` passed without one."""
+        ...
+
+    def close(self) -> None:
+        """Ends the channel and waits for the engine to stop."""
+        ...
+
+
+class LoopTransport(Protocol):
+    """The same for a client on an asyncio loop, which is called instead of waiting.
+
+    Whoever starts engines again where one died says `EngineReady` each time one takes the place of
+    the last.
+    """
+
+    def send(self, message: EngineInput) -> None:
+        """As `EngineTransport.send`."""
+        ...
+
+    def deliver_on(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_message: Callable[[EngineOutput | EngineReady], None],
+    ) -> None:
+        """Calls `on_message` on the loop with every message from now on."""
+        ...
+
+    def give_up(self, reason: str) -> None:
+        """Takes the engine for dead, because its messages cannot be used. Called on the loop.
+
+        `on_message` hears `EngineDead`, and what comes of it, as if the engine had died.
+        """
+        ...
+
+    def close(self) -> None:
+        """As `EngineTransport.close`; called from another thread than the loop's."""
+        ...
+
 
 _ENCODER = msgspec.msgpack.Encoder()
 _HEADER_DECODER = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
-_INPUT_DECODERS = {
-    cls.__name__: msgspec.msgpack.Decoder(cls) for cls in typing.get_args(EngineInput)
-}
+_INPUT_DECODERS = {cls.__name__: msgspec.msgpack.Decoder(cls) for cls in get_args(EngineInput)}
 _OUTPUT_DECODERS = {
-    cls.__name__: msgspec.msgpack.Decoder(cls)
-    for cls in typing.get_args(EngineOutput | EngineStartOutput)
+    cls.__name__: msgspec.msgpack.Decoder(cls) for cls in get_args(EngineOutput | EngineStartOutput)
 }
 
 

@@ -28,10 +28,9 @@ from paxkv.contracts.engine_request import (
     UtilityCall,
 )
 from paxkv.contracts.executor import Executor, StepHandle
-from paxkv.contracts.kv_events import KVEventBatch
-from paxkv.contracts.runner_output import ModelRunnerOutput
-from paxkv.contracts.scheduler import Scheduler
-from paxkv.contracts.scheduler_output import SchedulerOutput
+from paxkv.contracts.observation import KVEventBatch
+from paxkv.contracts.protocols import Scheduler
+from paxkv.contracts.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from paxkv.engine.burst_length import BurstLength
 from paxkv.engine.grammar_steps import advance_grammars, drawing_requests
 from paxkv.engine.kv_event_publisher import KVEventPublisher

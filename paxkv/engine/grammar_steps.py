@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import msgspec
 
 from paxkv.contracts.engine_output import EngineCoreOutput, FinishReason
-from paxkv.contracts.scheduler import ScheduledRequest, Scheduler
+from paxkv.contracts.protocols import ScheduledRequest, Scheduler
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.structured_output.bound_request import GrammarEnd
 from paxkv.structured_output.grammar_manager import GrammarManager

@@ -10,7 +10,7 @@ import msgspec
 import zmq
 
 from paxkv.config.engine_config import KVEventsConfig
-from paxkv.contracts.kv_events import KVEventBatch
+from paxkv.contracts.observation import KVEventBatch
 from paxkv.errors import ConfigError, InvariantError
 
 logger = logging.getLogger(__name__)

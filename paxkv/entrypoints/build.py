@@ -20,11 +20,10 @@ from paxkv.client.output_processor import OutputProcessor
 from paxkv.config.engine_config import CacheConfig, EngineConfig, ModelConfig
 from paxkv.config.generation_config import find_sampling_defaults, generation_config_folder
 from paxkv.config.sampling_defaults import SamplingDefaults
-from paxkv.contracts.engine_client import EngineTransport
-from paxkv.contracts.engine_start import EngineReady
-from paxkv.contracts.grammar_gate import GrammarGate
+from paxkv.contracts.engine_start import EngineReady, ModelInfo
 from paxkv.contracts.kv_cache_spec import KVCacheConfig
-from paxkv.contracts.model_info import ModelInfo
+from paxkv.contracts.protocols import GrammarGate
+from paxkv.contracts.wire import EngineTransport
 from paxkv.engine.core_thread import CoreThread
 from paxkv.engine.engine_core import EngineCore
 from paxkv.engine.kv_event_publisher import KVEventPublisher, make_kv_event_publisher

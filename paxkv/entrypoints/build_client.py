@@ -9,9 +9,8 @@ from paxkv.client.async_client import AsyncEngineClient
 from paxkv.client.input_processor import InputProcessor, all_eos_token_ids
 from paxkv.client.output_processor import OutputProcessor
 from paxkv.config.engine_config import EngineConfig, ModelConfig, ServerConfig
-from paxkv.contracts.engine_client import LoopTransport
-from paxkv.contracts.engine_start import EngineReady
-from paxkv.contracts.model_info import ModelInfo
+from paxkv.contracts.engine_start import EngineReady, ModelInfo
+from paxkv.contracts.wire import LoopTransport
 from paxkv.fleet.data_parallel import DataParallelTransport
 from paxkv.fleet.engine_supervisor import EngineSupervisor, RestartPolicy
 from paxkv.fleet.replica_places import replica_config, replica_environments

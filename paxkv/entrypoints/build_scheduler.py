@@ -3,8 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from paxkv.contracts.grammar_gate import GrammarGate
-from paxkv.contracts.kv_connector import KVConnector
+from paxkv.contracts.protocols import GrammarGate, KVConnector
 from paxkv.scheduler.async_scheduler import AsyncScheduler
 from paxkv.scheduler.scheduler import Scheduler
 from paxkv.trace.header import TraceHeader, with_fixed_seed

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from paxkv.contracts.engine_client import LoopTransport
 from paxkv.contracts.engine_output import (
     EngineDead,
     EngineOutput,
@@ -26,6 +25,7 @@ from paxkv.contracts.engine_request import (
     UtilityCall,
 )
 from paxkv.contracts.engine_start import EngineReady
+from paxkv.contracts.wire import LoopTransport
 from paxkv.errors import EngineDeadError, InvariantError
 from paxkv.fleet.replica_prefixes import ReplicaPrefixes, prompt_chain
 from paxkv.fleet.stats_sum import add_counters, sum_stats

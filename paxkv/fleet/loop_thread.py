@@ -5,10 +5,10 @@ import queue
 import threading
 from collections.abc import Callable
 
-from paxkv.contracts.engine_client import LoopTransport
 from paxkv.contracts.engine_output import EngineDead, EngineOutput
 from paxkv.contracts.engine_request import EngineInput
 from paxkv.contracts.engine_start import EngineReady
+from paxkv.contracts.wire import LoopTransport
 from paxkv.errors import InvariantError
 from paxkv.fleet.engine_supervisor import SUPERVISOR_THREAD
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from paxkv.contracts.block_residency import BlockResidency, ResidencyHistogram
 from paxkv.contracts.engine_output import SchedulerStats
+from paxkv.contracts.observation import BlockResidency, ResidencyHistogram
 
 # Numbers that only grow; `kv_block_residency` and `step_token_counts` are counters too.
 COUNTERS = (

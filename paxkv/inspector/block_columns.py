@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from paxkv.contracts.inspection import BlockColumns
+from paxkv.contracts.observation import BlockColumns
 from paxkv.kv_cache.observers.block_changes import BlockChangeLog
 
 _MAX_U16 = 65535

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 
-from paxkv.contracts.inspection import TableChanges
+from paxkv.contracts.observation import TableChanges
 from paxkv.kv_cache.managers.single_type_manager import SingleTypeKVCacheManager
 from paxkv.kv_cache.pool.block import KVCacheBlock
 

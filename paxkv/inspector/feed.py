@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from paxkv.contracts.inspection import BlockDetails
+from paxkv.contracts.observation import BlockDetails
 from paxkv.errors import EngineDeadError, InvalidRequestError, PaxkvError
 
 logger = logging.getLogger(__name__)

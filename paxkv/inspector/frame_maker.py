@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from itertools import islice
 
-from paxkv.contracts.inspection import (
+from paxkv.contracts.observation import (
     BlockDetails,
     BlockState,
     GroupInfo,

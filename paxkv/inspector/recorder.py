@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 
 from paxkv.contracts.engine_output import EngineCoreOutput
-from paxkv.contracts.inspection import BlockDetails, Inspection
+from paxkv.contracts.observation import BlockDetails, Inspection
 from paxkv.errors import InvalidRequestError
 from paxkv.inspector.frame_maker import FrameMaker
 from paxkv.inspector.inspected_scheduler import InspectedScheduler

@@ -13,8 +13,8 @@ from starlette.routing import Route
 
 import paxkv
 from paxkv.config.engine_config import ServerConfig
-from paxkv.contracts.inspection import BlockDetails
-from paxkv.contracts.model_info import ModelInfo
+from paxkv.contracts.engine_start import ModelInfo
+from paxkv.contracts.observation import BlockDetails
 from paxkv.errors import EngineDeadError, InvalidRequestError, PaxkvError
 from paxkv.inspector.access import check_access
 from paxkv.inspector.feed import InspectedEngine, InspectorFeed

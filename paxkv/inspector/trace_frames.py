@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from paxkv.contracts.engine_output import EngineCoreOutput
-from paxkv.contracts.inspection import InspectorFrame
+from paxkv.contracts.observation import InspectorFrame
 from paxkv.errors import TraceFileError
 from paxkv.inspector.frame_maker import FrameMaker
 from paxkv.trace.calls import AddRequestCall, Call, ScheduleCall, UpdateCall

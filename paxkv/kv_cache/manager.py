@@ -4,9 +4,9 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 
-from paxkv.contracts.cache_request import CacheRequest
 from paxkv.contracts.kv_cache_spec import KVCacheConfig
-from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
+from paxkv.contracts.observation import PrefixCacheMiss
+from paxkv.contracts.protocols import CacheRequest
 from paxkv.contracts.scheduler_output import BlockCopy
 from paxkv.errors import InvariantError
 from paxkv.kv_cache.coordinators.coordinator import GroupBlocks

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from paxkv.contracts.grammar_gate import GrammarGate
+from paxkv.contracts.protocols import GrammarGate
 from paxkv.kv_cache.manager import KVCacheBlocks, KVCacheManager
 from paxkv.scheduler.participants.forks import KeptRequests, num_shareable_tokens
 from paxkv.scheduler.participants.remote_kv import RemoteKV

@@ -1,8 +1,7 @@
 """AsyncScheduler: schedules a step before the tokens of the one before it are known."""
 
 from paxkv.contracts.engine_output import EngineCoreOutput
-from paxkv.contracts.runner_output import TokenLogprobs
-from paxkv.contracts.scheduler_output import SchedulerOutput
+from paxkv.contracts.scheduler_output import SchedulerOutput, TokenLogprobs
 from paxkv.errors import InvariantError
 from paxkv.scheduler.request import Request
 from paxkv.scheduler.scheduler import Scheduler

@@ -1,7 +1,7 @@
 """Decode bursts: several decode steps of the same requests, decided at once and computed as one."""
 
 from paxkv.contracts.kv_cache_spec import MambaSpec
-from paxkv.contracts.kv_connector import KVConnector
+from paxkv.contracts.protocols import KVConnector
 from paxkv.errors import InvariantError
 from paxkv.kv_cache.manager import KVCacheBlocks, KVCacheManager
 from paxkv.scheduler.request import Request

@@ -5,13 +5,10 @@ from collections.abc import Iterable, Iterator
 from paxkv.config.engine_config import CacheConfig, SchedulerConfig
 from paxkv.contracts.engine_output import EngineCoreOutput, SchedulerStats
 from paxkv.contracts.engine_request import EngineRequest
-from paxkv.contracts.grammar_gate import GrammarGate
 from paxkv.contracts.kv_cache_spec import KVCacheConfig
-from paxkv.contracts.kv_connector import KVConnector
-from paxkv.contracts.kv_events import KVCacheEvent
-from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
-from paxkv.contracts.runner_output import ModelRunnerOutput, TokenLogprobs
-from paxkv.contracts.scheduler_output import SchedulerOutput
+from paxkv.contracts.observation import KVCacheEvent, PrefixCacheMiss
+from paxkv.contracts.protocols import GrammarGate, KVConnector
+from paxkv.contracts.scheduler_output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from paxkv.errors import ConfigError, InvalidRequestError, InvariantError
 from paxkv.kv_cache.manager import KVCacheManager
 from paxkv.kv_cache.observers.block_pool_observer import BlockPoolObserver

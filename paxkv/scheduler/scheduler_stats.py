@@ -1,7 +1,7 @@
 """The scheduler's numbers as a client gets them."""
 
-from paxkv.contracts.block_residency import BlockResidency
 from paxkv.contracts.engine_output import SchedulerStats
+from paxkv.contracts.observation import BlockResidency
 from paxkv.kv_cache.manager import KVCacheManager
 from paxkv.kv_cache.observers.metrics_collector import KVCacheMetricsCollector
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from paxkv.contracts.engine_output import NO_TOKEN_LEFT, EngineCoreOutput, FinishReason
-from paxkv.contracts.runner_output import ModelRunnerOutput, TokenLogprobs
+from paxkv.contracts.scheduler_output import ModelRunnerOutput, TokenLogprobs
 from paxkv.scheduler.request import Request
 
 

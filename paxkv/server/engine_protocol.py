@@ -5,11 +5,9 @@ from typing import Protocol
 
 from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.contracts.engine_output import SchedulerStats
-from paxkv.contracts.inspection import BlockDetails
-from paxkv.contracts.model_info import ModelInfo
-from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
-from paxkv.contracts.request_output import RequestOutput
-from paxkv.contracts.token_totals import TokenTotals
+from paxkv.contracts.engine_start import ModelInfo
+from paxkv.contracts.observation import BlockDetails, PrefixCacheMiss
+from paxkv.contracts.request_output import RequestOutput, TokenTotals
 
 # "text", [1, 2, 3], or {"prompt": "text", "add_special_tokens": False, "cache_salt": "tenant"}
 Prompt = str | list[int] | Mapping[str, object]

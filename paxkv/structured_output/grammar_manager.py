@@ -10,7 +10,7 @@ import llguidance.numpy
 import numpy as np
 
 from paxkv.contracts.engine_request import EngineRequest
-from paxkv.contracts.grammar_bitmask import GrammarBitmask
+from paxkv.contracts.executor import GrammarBitmask
 from paxkv.errors import InvalidRequestError, InvariantError
 from paxkv.structured_output.bound_request import BoundRequest, GrammarEnd
 from paxkv.structured_output.grammar_compiler import GrammarCompiler, one_line

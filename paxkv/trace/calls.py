@@ -12,8 +12,7 @@ import msgspec
 
 from paxkv.contracts.engine_output import EngineCoreOutput, FinishReason
 from paxkv.contracts.engine_request import EngineRequest
-from paxkv.contracts.runner_output import KVConnectorOutput, ModelRunnerOutput
-from paxkv.contracts.scheduler_output import SchedulerOutput
+from paxkv.contracts.scheduler_output import KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from paxkv.errors import TraceFileError
 from paxkv.kv_cache.observers.block_movements import BlockMovements
 from paxkv.scheduler.request import EndReason

@@ -5,9 +5,8 @@ from typing import Literal
 
 import msgspec
 
-from paxkv.contracts.cache_request import CacheRequest
-from paxkv.contracts.grammar_gate import GrammarGate
-from paxkv.contracts.kv_connector import KVConnector, KVConnectorMetadata
+from paxkv.contracts.protocols import CacheRequest, GrammarGate, KVConnector
+from paxkv.contracts.scheduler_output import KVConnectorMetadata
 from paxkv.errors import InvariantError
 
 Answer = tuple[int | None, bool] | bool | KVConnectorMetadata | None

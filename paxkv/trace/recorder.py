@@ -6,10 +6,8 @@ from typing import Protocol, TypeVar
 
 from paxkv.contracts.engine_output import EngineCoreOutput
 from paxkv.contracts.engine_request import EngineRequest
-from paxkv.contracts.grammar_gate import GrammarGate
-from paxkv.contracts.kv_connector import KVConnector
-from paxkv.contracts.runner_output import ModelRunnerOutput
-from paxkv.contracts.scheduler_output import SchedulerOutput
+from paxkv.contracts.protocols import GrammarGate, KVConnector
+from paxkv.contracts.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from paxkv.errors import InvariantError
 from paxkv.kv_cache.observers.block_movements import BlockMovementLog, BlockMovements
 from paxkv.scheduler.request import EndReason

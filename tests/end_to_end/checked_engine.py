@@ -15,13 +15,13 @@ from paxkv.client.output_processor import OutputProcessor
 from paxkv.config.engine_config import CacheConfig, SchedulerConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts import wire
-from paxkv.contracts.engine_client import EngineTransport
 from paxkv.contracts.engine_output import EngineDead, EngineOutput, StepOutputs
 from paxkv.contracts.engine_request import AddRequest, EngineInput
+from paxkv.contracts.engine_start import ModelInfo
 from paxkv.contracts.executor import StepHandle
 from paxkv.contracts.kv_cache_spec import KVCacheConfig
-from paxkv.contracts.model_info import ModelInfo
 from paxkv.contracts.scheduler_output import SchedulerOutput
+from paxkv.contracts.wire import EngineTransport
 from paxkv.engine.core_thread import CoreThread
 from paxkv.engine.engine_core import EngineCore
 from paxkv.entrypoints.build import BuiltEngine

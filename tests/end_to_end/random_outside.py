@@ -3,9 +3,8 @@
 import random
 from collections.abc import Iterable
 
-from paxkv.contracts.cache_request import CacheRequest
-from paxkv.contracts.kv_connector import KVConnectorMetadata
-from paxkv.contracts.runner_output import KVConnectorOutput
+from paxkv.contracts.protocols import CacheRequest
+from paxkv.contracts.scheduler_output import KVConnectorMetadata, KVConnectorOutput
 
 
 class RandomGrammarGate:

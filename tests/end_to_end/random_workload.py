@@ -18,8 +18,7 @@ from paxkv.contracts.kv_cache_spec import (
     KVCacheGroupSpec,
     SlidingWindowSpec,
 )
-from paxkv.contracts.runner_output import ModelRunnerOutput
-from paxkv.contracts.scheduler_output import SchedulerOutput
+from paxkv.contracts.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from paxkv.scheduler.scheduler import Scheduler
 from paxkv.trace.header import TraceHeader
 from paxkv.trace.recorder import TraceRecorder

@@ -11,7 +11,7 @@ import paxkv.replay
 import paxkv.serve
 from paxkv.config.engine_config import ServerConfig
 from paxkv.contracts.engine_output import SchedulerStats
-from paxkv.contracts.token_totals import TokenTotals
+from paxkv.contracts.request_output import TokenTotals
 from paxkv.entrypoints.cli import chat, generate
 from paxkv.entrypoints.cli.vllm_flags import VLLM_FLAGS
 from paxkv.server.app import create_app

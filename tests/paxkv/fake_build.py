@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from paxkv.config.sampling_defaults import GenerationConfig, SamplingDefaults
-from paxkv.contracts.engine_start import EngineReady
+from paxkv.contracts.engine_start import EngineReady, ModelInfo
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from paxkv.contracts.model_info import ModelInfo
 from paxkv.engine.core_thread import CoreThread
 from paxkv.entrypoints.build_client import StartedEngines, TextParts
 from paxkv.errors import KVCacheTooSmallError

@@ -10,7 +10,7 @@ import random
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from paxkv.contracts.kv_events import AllBlocksCleared, BlockStored
+from paxkv.contracts.observation import AllBlocksCleared, BlockStored
 from paxkv.kv_cache.hashing.block_hash import (
     BlockHasher,
     get_block_hash,

@@ -1,6 +1,6 @@
 """SlowConnector: keys and values from outside, as many tokens as a request was said to have."""
 
-from paxkv.contracts.kv_connector import KVConnectorMetadata, KVTransfer
+from paxkv.contracts.scheduler_output import KVConnectorMetadata, KVTransfer
 
 
 class SlowConnector:

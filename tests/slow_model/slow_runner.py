@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from paxkv.contracts.runner_output import KVConnectorOutput, ModelRunnerOutput
+from paxkv.contracts.scheduler_output import KVConnectorOutput, ModelRunnerOutput
 from tests.slow_model.kv_memory import KVMemory, chain
 
 VOCAB_SIZE = 20

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from paxkv.contracts.kv_events import AllBlocksCleared, BlockStored
+from paxkv.contracts.observation import AllBlocksCleared, BlockStored
 from paxkv.errors import InvariantError
 from paxkv.kv_cache.hashing.block_hash import make_block_hash_with_group_id
 from paxkv.kv_cache.observers.event_recorder import KVEventRecorder

@@ -13,7 +13,6 @@ import pytest
 
 from paxkv.config.engine_config import CacheConfig, SchedulerConfig
 from paxkv.config.sampling_params import SamplingParams
-from paxkv.contracts.block_residency import BlockResidency
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.kv_cache_spec import (
     FullAttentionSpec,
@@ -21,6 +20,7 @@ from paxkv.contracts.kv_cache_spec import (
     KVCacheGroupSpec,
     SlidingWindowSpec,
 )
+from paxkv.contracts.observation import BlockResidency
 from paxkv.errors import InvalidRequestError
 from paxkv.runner.batch.batch_builder import BatchBuilder
 from paxkv.runner.batch.burst_repeater import BurstRepeater

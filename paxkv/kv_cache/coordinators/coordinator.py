@@ -3,8 +3,8 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
-from paxkv.contracts.cache_request import CacheRequest
 from paxkv.contracts.kv_cache_spec import KVCacheConfig, KVCacheSpec
+from paxkv.contracts.protocols import CacheRequest
 from paxkv.kv_cache.hashing.block_hash import BlockHash, with_block_size
 from paxkv.kv_cache.managers.device_block_work import DeviceBlockWork
 from paxkv.kv_cache.managers.mamba import MambaManager

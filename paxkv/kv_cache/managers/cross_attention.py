@@ -4,8 +4,8 @@ import sys
 from collections.abc import Sequence
 from typing import ClassVar
 
-from paxkv.contracts.cache_request import CacheRequest
 from paxkv.contracts.kv_cache_spec import KVCacheSpec, cdiv
+from paxkv.contracts.protocols import CacheRequest
 from paxkv.errors import InvariantError
 from paxkv.kv_cache.hashing.block_hash import BlockHash
 from paxkv.kv_cache.managers.device_block_work import DeviceBlockWork

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-from paxkv.contracts.cache_request import CacheRequest
 from paxkv.contracts.kv_cache_spec import KVCacheSpec, MambaSpec
+from paxkv.contracts.protocols import CacheRequest
 from paxkv.kv_cache.hashing.block_hash import BlockHash
 from paxkv.kv_cache.managers.device_block_work import DeviceBlockWork
 from paxkv.kv_cache.managers.windowed_manager import WindowedManager

@@ -6,8 +6,8 @@ from collections.abc import Container, Sequence
 
 import numpy as np
 
-from paxkv.contracts.cache_request import CacheRequest
-from paxkv.contracts.inspection import HASH_BYTES
+from paxkv.contracts.observation import HASH_BYTES
+from paxkv.contracts.protocols import CacheRequest
 from paxkv.kv_cache.hashing.block_hash import BlockHash, BlockHashWithGroupId
 from paxkv.kv_cache.observers.block_pool_observer import BlockPoolObserver
 from paxkv.kv_cache.pool.block import KVCacheBlock

@@ -4,7 +4,7 @@ from collections.abc import Container, Sequence
 
 import msgspec
 
-from paxkv.contracts.cache_request import CacheRequest
+from paxkv.contracts.protocols import CacheRequest
 from paxkv.kv_cache.hashing.block_hash import BlockHash, BlockHashWithGroupId
 from paxkv.kv_cache.observers.block_pool_observer import BlockPoolObserver
 from paxkv.kv_cache.pool.block import KVCacheBlock

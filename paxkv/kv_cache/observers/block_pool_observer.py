@@ -3,7 +3,7 @@
 from collections.abc import Container, Sequence
 from typing import Protocol
 
-from paxkv.contracts.cache_request import CacheRequest
+from paxkv.contracts.protocols import CacheRequest
 from paxkv.kv_cache.hashing.block_hash import BlockHash, BlockHashWithGroupId
 from paxkv.kv_cache.pool.block import KVCacheBlock
 

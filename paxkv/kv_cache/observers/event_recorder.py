@@ -2,8 +2,8 @@
 
 from collections.abc import Container, Sequence
 
-from paxkv.contracts.cache_request import CacheRequest
-from paxkv.contracts.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from paxkv.contracts.observation import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from paxkv.contracts.protocols import CacheRequest
 from paxkv.kv_cache.hashing.block_hash import (
     BlockHash,
     BlockHashWithGroupId,

@@ -6,11 +6,7 @@ import random
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
 
-from paxkv.contracts.block_residency import (
-    RESIDENCY_BUCKETS_S,
-    BlockResidency,
-    ResidencyHistogram,
-)
+from paxkv.contracts.observation import RESIDENCY_BUCKETS_S, BlockResidency, ResidencyHistogram
 from paxkv.kv_cache.hashing.block_hash import BlockHashWithGroupId
 from paxkv.kv_cache.observers.block_pool_observer import BlockPoolObserver
 from paxkv.kv_cache.pool.block import KVCacheBlock

@@ -5,8 +5,8 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from paxkv.contracts.cache_request import CacheRequest
-from paxkv.contracts.prefix_cache_miss import MissReason, PrefixCacheMiss
+from paxkv.contracts.observation import MissReason, PrefixCacheMiss
+from paxkv.contracts.protocols import CacheRequest
 from paxkv.kv_cache.hashing.block_hash import (
     BlockHash,
     BlockHashWithGroupId,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from paxkv.contracts.cache_request import CacheRequest
+from paxkv.contracts.protocols import CacheRequest
 from paxkv.errors import ConfigError, InvariantError
 from paxkv.kv_cache.hashing.block_hash import (
     BlockHash,

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 
 from paxkv.config.sampling_params import is_wide
-from paxkv.contracts.grammar_bitmask import GrammarBitmask
-from paxkv.contracts.runner_output import (
+from paxkv.contracts.executor import GrammarBitmask
+from paxkv.contracts.scheduler_output import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     ModelRunnerOutput,
     TokenLogprobs,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paxkv.config.sampling_params import MAX_LOGPROBS, is_wide
-from paxkv.contracts.runner_output import TokenLogprobs
+from paxkv.contracts.scheduler_output import TokenLogprobs
 
 # token, its logprob, its rank, then the most likely tokens and their logprobs.
 RESULT_WIDTH = 3 + 2 * MAX_LOGPROBS

@@ -1,7 +1,7 @@
 """RemoteKV: the scheduler's notes on what a KV connector loads and saves."""
 
-from paxkv.contracts.kv_connector import KVConnector, KVConnectorMetadata
-from paxkv.contracts.runner_output import KVConnectorOutput
+from paxkv.contracts.protocols import KVConnector
+from paxkv.contracts.scheduler_output import KVConnectorMetadata, KVConnectorOutput
 from paxkv.errors import InvariantError
 from paxkv.kv_cache.manager import KVCacheManager
 from paxkv.scheduler.participants.invalid_blocks import can_go_on_from

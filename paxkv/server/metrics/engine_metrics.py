@@ -12,8 +12,8 @@ from prometheus_client.core import (
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from paxkv.contracts.block_residency import RESIDENCY_BUCKETS_S, ResidencyHistogram
 from paxkv.contracts.engine_output import STEP_TOKEN_BUCKETS, SchedulerStats
+from paxkv.contracts.observation import RESIDENCY_BUCKETS_S, ResidencyHistogram
 from paxkv.server.metrics.engine_totals import EngineTotals
 
 # Those of every metric; engines have numbers, by which vLLM's dashboards filter.

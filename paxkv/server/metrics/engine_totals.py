@@ -2,8 +2,8 @@
 
 import msgspec
 
-from paxkv.contracts.block_residency import BlockResidency
 from paxkv.contracts.engine_output import SchedulerStats
+from paxkv.contracts.observation import BlockResidency
 from paxkv.fleet.stats_sum import COUNTERS, add_counters
 
 

@@ -17,8 +17,13 @@ from prometheus_client import (
 
 from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.contracts.engine_output import SchedulerStats
-from paxkv.contracts.request_output import CompletionOutput, CompletionTimes, RequestOutput
-from paxkv.contracts.token_totals import TOKEN_BUCKETS_S, TokenTotals
+from paxkv.contracts.request_output import (
+    TOKEN_BUCKETS_S,
+    CompletionOutput,
+    CompletionTimes,
+    RequestOutput,
+    TokenTotals,
+)
 from paxkv.errors import InvalidRequestError
 from paxkv.server.metrics.engine_metrics import FIRST_ENGINE, LABELS, EngineCollector
 from paxkv.server.metrics.http_metrics import HttpMetrics

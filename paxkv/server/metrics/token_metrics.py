@@ -6,7 +6,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from paxkv.contracts.token_totals import TOKEN_BUCKETS_S, TokenTotals
+from paxkv.contracts.request_output import TOKEN_BUCKETS_S, TokenTotals
 from paxkv.server.metrics.engine_metrics import LABELS, label_engines, make_histogram
 
 # Name without `_total`, field of TokenTotals, help.

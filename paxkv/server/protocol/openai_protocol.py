@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from paxkv.contracts.model_info import ModelInfo
+from paxkv.contracts.engine_start import ModelInfo
 from paxkv.errors import InvalidRequestError
 from paxkv.server.engine_protocol import Prompt
 from paxkv.server.middleware.request_middleware import MAX_REQUEST_ID_CHARS

@@ -12,8 +12,7 @@ from paxkv.contracts.engine_output import (
     UtilityReply,
 )
 from paxkv.contracts.engine_request import AddRequest, EngineRequest, UtilityCall
-from paxkv.contracts.engine_start import EngineReady
-from paxkv.contracts.model_info import ModelInfo
+from paxkv.contracts.engine_start import EngineReady, ModelInfo
 from paxkv.errors import EngineDeadError
 from paxkv.fleet.data_parallel import DataParallelTransport
 from tests.paxkv.engine.fake_engine_process import VOCAB_SIZE

@@ -12,7 +12,7 @@ from paxkv.client.input_processor import InputProcessor
 from paxkv.client.output_processor import OutputProcessor
 from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.contracts.engine_request import AddRequest
-from paxkv.contracts.model_info import ModelInfo
+from paxkv.contracts.engine_start import ModelInfo
 from paxkv.contracts.request_output import RequestOutput
 from paxkv.engine.core_thread import CoreThread
 from paxkv.errors import (

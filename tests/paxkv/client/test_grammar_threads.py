@@ -11,7 +11,7 @@ from paxkv.client.input_processor import InputProcessor
 from paxkv.client.output_processor import OutputProcessor
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.config.structured_outputs_params import StructuredOutputsParams
-from paxkv.contracts.model_info import ModelInfo
+from paxkv.contracts.engine_start import ModelInfo
 from paxkv.engine.core_thread import CoreThread
 from paxkv.errors import EngineDeadError, InvalidRequestError
 from tests.paxkv.engine.fake_engine import make_engine_core

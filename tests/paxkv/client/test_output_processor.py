@@ -12,9 +12,13 @@ from paxkv.contracts.engine_output import (
     StepOutputs,
 )
 from paxkv.contracts.engine_request import EngineRequest
-from paxkv.contracts.request_output import CompletionOutput, CompletionTimes, Logprob
-from paxkv.contracts.runner_output import TokenLogprobs
-from paxkv.contracts.token_totals import TOKEN_BUCKETS_S
+from paxkv.contracts.request_output import (
+    TOKEN_BUCKETS_S,
+    CompletionOutput,
+    CompletionTimes,
+    Logprob,
+)
+from paxkv.contracts.scheduler_output import TokenLogprobs
 from paxkv.errors import InvariantError
 from tests.paxkv.text.small_tokenizers import byte_level_tokenizer
 

@@ -3,7 +3,7 @@
 import pytest
 
 from paxkv.client.token_counter import TokenCounter, sum_totals
-from paxkv.contracts.token_totals import TOKEN_BUCKETS_S, TokenTotals
+from paxkv.contracts.request_output import TOKEN_BUCKETS_S, TokenTotals
 
 
 def test_nothing_is_counted_before_the_first_step() -> None:

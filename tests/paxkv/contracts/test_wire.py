@@ -23,9 +23,9 @@ from paxkv.contracts.engine_start import (
     EngineReady,
     EngineStartFailed,
     ModelFound,
+    ModelInfo,
 )
-from paxkv.contracts.model_info import ModelInfo
-from paxkv.contracts.runner_output import TokenLogprobs
+from paxkv.contracts.scheduler_output import TokenLogprobs
 from paxkv.contracts.wire import decode_input, decode_output, encode
 from paxkv.errors import InvariantError
 

@@ -8,8 +8,7 @@ from paxkv.config.engine_config import CacheConfig, SchedulerConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from paxkv.contracts.runner_output import ModelRunnerOutput, TokenLogprobs
-from paxkv.contracts.scheduler_output import SchedulerOutput
+from paxkv.contracts.scheduler_output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from paxkv.engine.engine_core import EngineCore
 from paxkv.scheduler.async_scheduler import AsyncScheduler
 from paxkv.scheduler.scheduler import Scheduler

@@ -10,8 +10,7 @@ from pathlib import Path
 import msgspec
 
 from paxkv.config.engine_config import EngineConfig, ModelConfig
-from paxkv.contracts.engine_start import EngineReady
-from paxkv.contracts.model_info import ModelInfo
+from paxkv.contracts.engine_start import EngineReady, ModelInfo
 from paxkv.engine.core_process import leave_signals_to_parent, run_engine_process
 from paxkv.engine.engine_core import EngineCore
 from paxkv.errors import ConfigError

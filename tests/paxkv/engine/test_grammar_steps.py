@@ -8,10 +8,9 @@ import pytest
 from paxkv.config.engine_config import CacheConfig, SchedulerConfig
 from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.contracts.engine_request import AbortRequests, AddRequest
-from paxkv.contracts.grammar_bitmask import GrammarBitmask
+from paxkv.contracts.executor import GrammarBitmask
 from paxkv.contracts.kv_cache_spec import KVCacheConfig
-from paxkv.contracts.runner_output import ModelRunnerOutput, TokenLogprobs
-from paxkv.contracts.scheduler_output import SchedulerOutput
+from paxkv.contracts.scheduler_output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from paxkv.engine.engine_core import EngineCore
 from paxkv.engine.grammar_steps import advance_grammars
 from paxkv.scheduler.async_scheduler import AsyncScheduler

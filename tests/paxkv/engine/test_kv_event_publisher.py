@@ -15,12 +15,7 @@ from hypothesis import strategies as st
 from paxkv.config.engine_config import CacheConfig, KVEventsConfig, SchedulerConfig
 from paxkv.contracts.engine_request import AddRequest, UtilityCall
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from paxkv.contracts.kv_events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    KVEventBatch,
-)
+from paxkv.contracts.observation import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from paxkv.engine.core_thread import CoreThread
 from paxkv.engine.engine_core import EngineCore
 from paxkv.engine.kv_event_publisher import (

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from paxkv.contracts.block_residency import BlockResidency, ResidencyHistogram
 from paxkv.contracts.engine_output import SchedulerStats
+from paxkv.contracts.observation import BlockResidency, ResidencyHistogram
 from paxkv.fleet.stats_sum import COUNTERS, GAUGES, add_counters, stop_running, sum_stats
 
 OTHERS = {

@@ -3,7 +3,7 @@
 import dataclasses
 import struct
 
-from paxkv.contracts.inspection import HASH_BYTES
+from paxkv.contracts.observation import HASH_BYTES
 
 RUNNING_WIDTH, WAITING_WIDTH, TABLE_WIDTH = 5, 4, 5
 

@@ -11,11 +11,10 @@ from paxkv.client.input_processor import InputProcessor
 from paxkv.client.output_processor import OutputProcessor
 from paxkv.config.engine_config import CacheConfig, SchedulerConfig, ServerConfig
 from paxkv.config.sampling_params import SamplingParams
+from paxkv.contracts.engine_start import ModelInfo
 from paxkv.contracts.executor import StepHandle
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from paxkv.contracts.model_info import ModelInfo
-from paxkv.contracts.runner_output import ModelRunnerOutput
-from paxkv.contracts.scheduler_output import SchedulerOutput
+from paxkv.contracts.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from paxkv.engine.core_thread import CoreThread
 from paxkv.engine.engine_core import EngineCore
 from paxkv.scheduler.async_scheduler import AsyncScheduler

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paxkv.contracts.inspection import Inspection
+from paxkv.contracts.observation import Inspection
 from paxkv.errors import InvalidRequestError
 from paxkv.inspector import recorder as recorder_module
 from paxkv.inspector.recorder import InspectionRecorder

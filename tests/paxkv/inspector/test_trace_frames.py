@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from paxkv.contracts.inspection import InspectorFrame
+from paxkv.contracts.observation import InspectorFrame
 from paxkv.entrypoints.build_scheduler import make_scheduler
 from paxkv.errors import TraceFileError
 from paxkv.inspector import trace_frames

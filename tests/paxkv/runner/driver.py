@@ -4,10 +4,10 @@ import random
 from collections import Counter
 
 from paxkv.config.sampling_params import SamplingParams
-from paxkv.contracts.runner_output import ModelRunnerOutput
 from paxkv.contracts.scheduler_output import (
     BlockCopy,
     CachedRequestData,
+    ModelRunnerOutput,
     NewRequestData,
     SchedulerOutput,
 )

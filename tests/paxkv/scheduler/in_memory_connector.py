@@ -1,6 +1,6 @@
 """A KV connector over a set of token chains, and a runner whose KV memory it loads and saves."""
 
-from paxkv.contracts.kv_connector import KVConnectorMetadata, KVTransfer
+from paxkv.contracts.scheduler_output import KVConnectorMetadata, KVTransfer
 from tests.paxkv.scheduler.stepping import FunctionRunner, answer
 
 

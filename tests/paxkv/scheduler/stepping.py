@@ -9,7 +9,7 @@ from paxkv.contracts.kv_cache_spec import (
     KVCacheGroupSpec,
     SlidingWindowSpec,
 )
-from paxkv.contracts.runner_output import KVConnectorOutput, ModelRunnerOutput
+from paxkv.contracts.scheduler_output import KVConnectorOutput, ModelRunnerOutput
 from paxkv.scheduler.scheduler import Scheduler
 
 FULL = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="float32")

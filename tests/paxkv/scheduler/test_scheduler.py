@@ -12,7 +12,7 @@ from paxkv.contracts.kv_cache_spec import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from paxkv.contracts.runner_output import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from paxkv.contracts.scheduler_output import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from paxkv.errors import InvalidRequestError, InvariantError, NeverFitsError
 from paxkv.kv_cache.observers.metrics_collector import KVCacheMetricsCollector
 from paxkv.scheduler.request import RequestStatus

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paxkv.contracts.block_residency import BlockResidency
+from paxkv.contracts.observation import BlockResidency
 from paxkv.kv_cache.observers.metrics_collector import KVCacheMetricsCollector
 from paxkv.scheduler.scheduler_stats import make_scheduler_stats
 from tests.paxkv.kv_cache.cache_fakes import make_manager, run_alone

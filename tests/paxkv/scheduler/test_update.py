@@ -5,7 +5,7 @@ import pytest
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_output import NO_TOKEN_LEFT
 from paxkv.contracts.engine_request import EngineRequest
-from paxkv.contracts.runner_output import ModelRunnerOutput, TokenLogprobs
+from paxkv.contracts.scheduler_output import ModelRunnerOutput, TokenLogprobs
 from paxkv.kv_cache.hashing.block_hash import BlockHasher
 from paxkv.scheduler.request import Request, RequestStatus
 from paxkv.scheduler.update import (

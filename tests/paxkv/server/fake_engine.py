@@ -10,11 +10,9 @@ from paxkv.client.token_counter import TokenCounter
 from paxkv.config.sampling_defaults import GenerationConfig, SamplingDefaults
 from paxkv.config.sampling_params import BeamSearchParams, SamplingParams, check_num_logprobs
 from paxkv.contracts.engine_output import SchedulerStats
-from paxkv.contracts.inspection import BlockDetails
-from paxkv.contracts.model_info import ModelInfo
-from paxkv.contracts.prefix_cache_miss import PrefixCacheMiss
-from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput
-from paxkv.contracts.token_totals import TokenTotals
+from paxkv.contracts.engine_start import ModelInfo
+from paxkv.contracts.observation import BlockDetails, PrefixCacheMiss
+from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput, TokenTotals
 from paxkv.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
 from paxkv.inspector.recorder import InspectionRecorder
 from tests.paxkv.scheduler.stepping import make_scheduler

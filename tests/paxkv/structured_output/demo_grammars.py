@@ -3,7 +3,7 @@
 import numpy as np
 import tokenizers
 
-from paxkv.contracts.grammar_bitmask import GrammarBitmask
+from paxkv.contracts.executor import GrammarBitmask
 from paxkv.structured_output.grammar_compiler import GrammarCompiler
 from paxkv.text.reasoning_parser import thought_token_ids
 from paxkv.text.tokenizer import Tokenizer

@@ -6,8 +6,7 @@ from paxkv.config.engine_config import CacheConfig, SchedulerConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from paxkv.contracts.runner_output import ModelRunnerOutput
-from paxkv.contracts.scheduler_output import SchedulerOutput
+from paxkv.contracts.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from paxkv.entrypoints.build_scheduler import record_scheduler
 from paxkv.scheduler.scheduler import Scheduler
 from paxkv.trace.header import TraceHeader

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from paxkv.contracts.kv_connector import KVConnectorMetadata, KVTransfer
+from paxkv.contracts.scheduler_output import KVConnectorMetadata, KVTransfer
 from paxkv.entrypoints.build_scheduler import make_scheduler, record_scheduler
 from paxkv.errors import InvariantError
 from paxkv.trace.calls import ScheduleCall

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paxkv.contracts.inspection import HASH_BYTES
+from paxkv.contracts.observation import HASH_BYTES
 from paxkv.kv_cache.observers.block_changes import BlockChangeLog
 from paxkv.kv_cache.pool.block_pool import BlockPool
 from tests.paxkv.scheduler.stepping import FunctionRunner, add, make_scheduler, step

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from paxkv.contracts.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from paxkv.contracts.observation import AllBlocksCleared, BlockRemoved, BlockStored
 from paxkv.kv_cache.hashing.block_hash import BlockHasher, get_block_hash, get_group_id
 from paxkv.kv_cache.observers.event_recorder import KVEventRecorder
 from paxkv.kv_cache.pool.block import KVCacheBlock

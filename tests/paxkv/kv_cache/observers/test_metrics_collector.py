@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from paxkv.contracts.block_residency import RESIDENCY_BUCKETS_S
+from paxkv.contracts.observation import RESIDENCY_BUCKETS_S
 from paxkv.kv_cache.observers.metrics_collector import (
     KVCacheMetricsCollector,
     make_metrics_collector,

@@ -6,8 +6,12 @@ import pytest
 
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import MultiModalFeature
-from paxkv.contracts.kv_connector import KVConnectorMetadata
-from paxkv.contracts.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from paxkv.contracts.scheduler_output import (
+    CachedRequestData,
+    KVConnectorMetadata,
+    NewRequestData,
+    SchedulerOutput,
+)
 from paxkv.errors import InvariantError
 from paxkv.runner.batch.unbuilt import refuse_unbuilt
 

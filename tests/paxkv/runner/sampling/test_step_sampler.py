@@ -8,7 +8,7 @@ import pytest
 
 from paxkv.config.engine_config import CacheConfig, SchedulerConfig
 from paxkv.config.sampling_params import SamplingParams
-from paxkv.contracts.grammar_bitmask import GrammarBitmask
+from paxkv.contracts.executor import GrammarBitmask
 from paxkv.errors import InvariantError
 from paxkv.runner import model_runner
 from paxkv.runner.model_runner import ModelRunner

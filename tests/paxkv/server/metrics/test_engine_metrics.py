@@ -4,12 +4,8 @@ import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from paxkv.contracts.block_residency import (
-    RESIDENCY_BUCKETS_S,
-    BlockResidency,
-    ResidencyHistogram,
-)
 from paxkv.contracts.engine_output import STEP_TOKEN_BUCKETS, SchedulerStats
+from paxkv.contracts.observation import RESIDENCY_BUCKETS_S, BlockResidency, ResidencyHistogram
 from paxkv.fleet.stats_sum import sum_stats
 from paxkv.server.metrics.engine_metrics import EngineCollector
 

@@ -4,8 +4,8 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paxkv.contracts.block_residency import BlockResidency, ResidencyHistogram
 from paxkv.contracts.engine_output import SchedulerStats
+from paxkv.contracts.observation import BlockResidency, ResidencyHistogram
 from paxkv.fleet.stats_sum import COUNTERS
 from paxkv.server.metrics.engine_totals import EngineTotals
 

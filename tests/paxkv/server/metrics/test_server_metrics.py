@@ -5,8 +5,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.contracts.engine_output import SchedulerStats
-from paxkv.contracts.request_output import CompletionOutput, CompletionTimes, RequestOutput
-from paxkv.contracts.token_totals import TokenTotals
+from paxkv.contracts.request_output import (
+    CompletionOutput,
+    CompletionTimes,
+    RequestOutput,
+    TokenTotals,
+)
 from paxkv.errors import EngineDeadError, InvalidRequestError
 from paxkv.server.metrics.server_metrics import ServerMetrics, build_1_2_5_buckets
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from paxkv.contracts.engine_output import SchedulerStats
-from paxkv.contracts.token_totals import TokenTotals
+from paxkv.contracts.request_output import TokenTotals
 from paxkv.server.metrics.stats_log import StatsLog
 from tests.paxkv.server.conftest import ShiftedLoop
 

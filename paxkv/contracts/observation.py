@@ -1,11 +1,147 @@
-"""What the inspector sees of an engine: frames, each the whole picture or what changed since.
+"""What can be observed of an engine: KV events, block residency, cache misses, inspector frames.
 
-Arrays travel as little-endian bytes, which JSON carries in base64: a pool of 100,000 blocks is told
-in a few milliseconds.
+Inspector frames are the whole picture or what changed since the last one. Their arrays travel as
+little-endian bytes, which JSON carries in base64: 100,000 blocks take a few milliseconds.
 """
 
 import dataclasses
 from typing import Literal
+
+import msgspec
+
+# A set to which the hashes of `BlockStored` are added, and from which those of `BlockRemoved` are
+# taken, is what can be found: content that lies in several blocks is stored once, and removed with
+# the last of them.
+
+
+class KVCacheEvent(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Base of all events; on the wire an array with the class name in front."""
+
+
+class BlockStored(KVCacheEvent, frozen=True):
+    """Consecutive blocks of one request became findable.
+
+    Args:
+        block_hashes: Of the blocks, in order; without group id.
+        parent_block_hash: Of the block before the first; None at the start of a prompt. The block
+            itself may be gone.
+        token_ids: Tokens in all of them.
+        block_size: Tokens a block.
+        lora_name: Adapter that they were computed with.
+        group_id: KV cache group.
+    """
+
+    block_hashes: list[bytes]
+    parent_block_hash: bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_name: str | None
+    group_id: int
+
+
+class BlockRemoved(KVCacheEvent, frozen=True):
+    """Hashes that no block has any more: its memory was handed out again, or it was withdrawn.
+
+    A block that is only freed stays findable.
+    """
+
+    block_hashes: list[bytes]
+    group_id: int
+
+
+class AllBlocksCleared(KVCacheEvent, frozen=True):
+    """Nothing can be found any more."""
+
+
+class KVEventBatch(msgspec.Struct, array_like=True, frozen=True):
+    """Events of one step.
+
+    Args:
+        ts: Seconds since the epoch.
+    """
+
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+
+
+# Upper bounds of all buckets but the last, which has none. A block may live for milliseconds in
+# a full pool, or for an hour in an idle one.
+RESIDENCY_BUCKETS_S = (
+    (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+    + (10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0, 3600.0)
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ResidencyHistogram:
+    """Durations in seconds, counted since the start.
+
+    Args:
+        bucket_counts: Durations in each bucket alone, one more than `RESIDENCY_BUCKETS_S`.
+        sum_s: Sum of all durations.
+    """
+
+    bucket_counts: tuple[int, ...] = (0,) * (len(RESIDENCY_BUCKETS_S) + 1)
+    sum_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BlockResidency:
+    """Of a sample of the blocks handed out.
+
+    Args:
+        lifetime: From being handed out until its content is forgotten or overwritten.
+        idle_before_evict: The last part of that, in which nobody held it.
+        reuse_gap: From one use to the next: from being handed out, or hit, to the next hit.
+    """
+
+    lifetime: ResidencyHistogram = ResidencyHistogram()
+    idle_before_evict: ResidencyHistogram = ResidencyHistogram()
+    reuse_gap: ResidencyHistogram = ResidencyHistogram()
+
+
+# hit                  everything was found that can be: the last token is always computed
+# disabled             caching is off, or the request asked not to read the cache
+# too_short            the prompt has no full block before its last token
+# evicted              the block was cached, and was forgotten to make room
+# salt                 the first block is cached under another salt, or without one
+# lora                 the first block is cached, but as another adapter, or none, computed it
+# first_block_differs  nothing cached lately begins like this
+# block_differs        what is cached ends, or goes on with other content, at `block_idx`
+# shortened            the next block is cached, but a hit cannot end there: not at a boundary of
+#                      all KV cache groups, or a sliding window lacks a block of its run
+MissReason = Literal[
+    "hit",
+    "disabled",
+    "too_short",
+    "evicted",
+    "salt",
+    "lora",
+    "first_block_differs",
+    "block_differs",
+    "shortened",
+]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixCacheMiss:
+    """The answer for one request.
+
+    Args:
+        num_tokens: Tokens that were looked up.
+        num_hit_tokens: Those found, in [0, num_tokens - 1].
+        block_idx: First block that was not found, counted in blocks of `block_size`; None where
+            the reason is not of a block.
+        block_size: Tokens in it, which is its KV cache group's block size; None without one.
+    """
+
+    request_id: str
+    reason: MissReason
+    num_tokens: int
+    num_hit_tokens: int = 0
+    block_idx: int | None = None
+    block_size: int | None = None
+
 
 # Bytes of a block's hash that the page tells contents apart by: exact as a JavaScript number.
 HASH_BYTES = 6

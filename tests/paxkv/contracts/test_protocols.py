@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from paxkv.contracts.scheduler import ScheduledRequest, Scheduler
+from paxkv.contracts.protocols import ScheduledRequest, Scheduler
 from paxkv.scheduler import scheduler as plain
 from paxkv.scheduler.request import Request
 from paxkv.trace.recorder import TraceRecorder
