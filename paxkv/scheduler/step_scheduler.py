@@ -105,12 +105,12 @@ class StepScheduler:
         if num_new_tokens != 1 or request.spec_token_ids or request.mm_features:
             num_new_tokens, demand = self._cut_chunk(request, plan.token_budget)
             if num_new_tokens <= 0:
-                return  # its next token is still on its way; others may have work
+                return  # its next token is still being computed
         num_slots = request.num_computed_tokens + num_new_tokens + self._num_lookahead_tokens
         if num_slots > request.num_tokens_before_block_work and not self._allocate_or_preempt(
             request, num_new_tokens, plan
         ):
-            # vLLM ends the scan here; but those behind it have work, and blocks for it now.
+            # vLLM ends the scan here. The requests behind it have work, and now also free blocks.
             return
         req_id = request.request_id
         plan.running[req_id] = request
@@ -124,7 +124,7 @@ class StepScheduler:
     def _cut_chunk(self, request: Request, token_budget: int) -> tuple[int, EncoderDemand | None]:
         """How many tokens a running request may compute now, possibly 0, and items to encode."""
         if request.needs_grammar and request.num_output_placeholders > 0:
-            return 0, None  # what may follow a token is found out when it is known
+            return 0, None  # the grammar needs the token before it can say what may follow
         num_computed_tokens = request.num_computed_tokens
         num_new_tokens = (
             request.num_tokens_with_spec + request.num_output_placeholders - num_computed_tokens
@@ -150,7 +150,7 @@ class StepScheduler:
                 request, num_new_tokens, num_lookahead_tokens=self._num_lookahead_tokens
             )
             if new_blocks is not None:
-                # With placeholders, what comes home of a full block finds it (`AsyncScheduler`).
+                # With placeholders, `AsyncScheduler` caches a full block when its tokens are known.
                 num_tokens = manager.get_num_tokens_before_block_work(
                     request, are_cached_late=request.num_output_placeholders > 0
                 )
@@ -160,7 +160,7 @@ class StepScheduler:
                 return True
             if self._spare_blocks.release_oldest_kept():
                 continue
-            # Alone, it may lack what others loaded while they wait behind it.
+            # The only running request may lack blocks that were loaded for waiting requests.
             if len(self._running) == 1 and self._spare_blocks.drop_last_loaded(request):
                 continue
             if self._scheduler_config.policy == "priority":
@@ -173,13 +173,14 @@ class StepScheduler:
         return False
 
     def preempt(self, victim: Request) -> None:
-        """Takes a request's blocks and puts it back in the queue, to be computed anew.
+        """Frees a request's blocks and puts it back in the queue, to be computed again.
 
         Its `num_computed_tokens` does not count this step yet: blocks that it was given earlier
         in this step under the priority policy are withdrawn from the prefix cache by `free`.
         Tokens that are on their way to it are dropped: it samples them again.
         """
-        # Of a load that fails later nobody would hold the blocks, to take them out of the cache.
+        # Tokens of a load that may still fail do not count: `free` withdraws their blocks from the
+        # prefix cache, because after a failure no request would hold them.
         victim.num_computed_tokens = self._steps_in_flight.num_sure_tokens(victim)
         self._kv_cache_manager.free(victim)
         self._encoder_inputs.give_back(victim)
@@ -191,7 +192,7 @@ class StepScheduler:
         self._waiting.prepend_request(victim)
 
     def recompute_invalid(self, invalid_block_ids: Collection[int]) -> set[str]:
-        """Takes back what was computed from blocks that could not be loaded.
+        """Discards tokens that were computed from blocks that could not be loaded.
 
         A request goes on from its first invalid block in its own blocks; where it cannot, it is
         preempted. One whose load still goes on is cut when that ends.
@@ -220,14 +221,14 @@ class StepScheduler:
             if not can_go_on_from(self._kv_cache_manager, request, num_valid):
                 victims.append(request)
         self._kv_cache_manager.evict_blocks(invalid)
-        # From the last on, so that they stand in the queue as they ran.
+        # In reverse, so that the queue has them in the order in which they ran.
         for victim in reversed(victims):
             self._running.remove(victim)
             self.preempt(victim)
         return {victim.request_id for victim in victims}
 
     def _forget_next_tokens(self, request: Request) -> None:
-        """Drops tokens on their way to a request, as it goes back, and notes about its blocks."""
+        """Drops a request's tokens in flight, its drafts, and what is known of its block work."""
         self._steps_in_flight.discard(request)
         request.spec_token_ids = []
         request.num_output_placeholders = 0
@@ -268,11 +269,11 @@ class StepScheduler:
         if not self._allocate_waiting(request, num_new_tokens, prefix):
             if prefix.fork_source is None or self._running:
                 return _Admission.NO_ROOM
-            # Alone in the pool it may lack just the copy of a block that it would share in part.
+            # While no request runs, it may lack only the copy of a block that it shares in part.
             request.fork_source = None
             return self._try_admit(request, plan)
         if prefix.fork_source is not None:
-            # The two share a block that one of them will write into.
+            # The two requests share a block that one of them will write into.
             prefix.fork_source.note_block_work(0)
         if self._remote_kv is not None:
             self._remote_kv.note_allocated(request, prefix.num_external_tokens)
@@ -288,7 +289,7 @@ class StepScheduler:
     def _cut_first_chunk(
         self, request: Request, num_computed_tokens: int, token_budget: int
     ) -> tuple[int, EncoderDemand | None]:
-        """Tokens that a waiting request would compute first, and items to encode.
+        """How many tokens a waiting request computes first, and items to encode.
 
         0 where the budgets have no room for it.
         """
@@ -297,8 +298,8 @@ class StepScheduler:
         threshold = config.long_prefill_token_threshold
         if 0 < threshold < num_new_tokens:
             num_new_tokens = threshold
-        # More than a whole step: no prompt of a caller's (see `RequestLimits`), but a request that
-        # resumes with its output, or a fork. It is split, or it would wait forever.
+        # A request that resumes with its output, or a fork, may be longer than a whole step; the
+        # prompt of a new request never is (see `RequestLimits`). It must be split to run at all.
         may_split = config.enable_chunked_prefill or num_new_tokens > config.max_num_batched_tokens
         if num_new_tokens > token_budget and not may_split:
             return 0, None

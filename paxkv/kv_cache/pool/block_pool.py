@@ -33,7 +33,7 @@ class BlockHashToBlockMap:
         return found
 
     def get_run(self, keys: Iterable[BlockHashWithGroupId]) -> list[KVCacheBlock]:
-        """The same for each of `keys`, up to the first that has none."""
+        """The first block of each of `keys`, up to the first key that has none."""
         run: list[KVCacheBlock] = []
         for found in map(self._blocks.get, keys):
             if found is None:
@@ -42,7 +42,7 @@ class BlockHashToBlockMap:
         return run
 
     def insert(self, key: BlockHashWithGroupId, block: KVCacheBlock) -> bool:
-        """Adds a block; whether it is the only one with this hash."""
+        """Adds a block; returns whether it is the only one with this hash."""
         found = self._blocks.get(key)
         if found is None:
             self._blocks[key] = block
@@ -121,7 +121,7 @@ class BlockPool:
         self.cached_block_hash_to_block = BlockHashToBlockMap()
         self.null_block = self.free_block_queue.popleft()
         self.null_block.is_null = True
-        # Held for good, by a layer and not by a request.
+        # Held by layers for as long as the pool exists.
         self.num_permanent_blocks = 0
         self.evicted_hashes = EvictedHashes()
         self._observers = list(observers)
@@ -211,7 +211,7 @@ class BlockPool:
             )
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Hands out free blocks, each held once; what they cached is forgotten.
+        """Allocates free blocks, each with one holder, and evicts what they cached.
 
         Raises:
             InvariantError: There are fewer; the caller asks `get_num_free_blocks` first.
@@ -226,7 +226,7 @@ class BlockPool:
         return blocks
 
     def take_permanent_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Hands out blocks that never come back; nobody uses the pool before.
+        """Allocates blocks that are never freed; must be called before any other allocation.
 
         Raises:
             ConfigError: There are not enough to leave one for requests.
@@ -256,7 +256,7 @@ class BlockPool:
                 observer.on_touched(touched)
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        """Takes a holder from each block; those without one are free, and stay findable.
+        """Removes a holder from each block; blocks without a holder become free and stay findable.
 
         Args:
             ordered_blocks: The first is the first to be handed out again.
@@ -282,7 +282,7 @@ class BlockPool:
                 observer.on_released(released, freed)
 
     def evict(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Takes blocks out of the prefix cache; who holds them does not change."""
+        """Takes blocks out of the prefix cache; their holders do not change."""
         evicted: list[KVCacheBlock] = []
         keys: list[BlockHashWithGroupId] = []
         for block in blocks:
@@ -301,7 +301,7 @@ class BlockPool:
             observer.on_evicted(evicted, keys, self.cached_block_hash_to_block)
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Takes blocks out of the prefix cache by id, as when what they hold is not valid."""
+        """Takes blocks out of the prefix cache by id, for example if their content is invalid."""
         self.evict(self.blocks[block_id] for block_id in block_ids)
 
     def reset_prefix_cache(self) -> bool:
