@@ -276,7 +276,7 @@ def test_step_says_when_its_tokens_are_there(runner):
     assert runner.execute_model(driver.schedule({})).is_done
 
 
-@pytest.mark.slow  # The window of `two_groups` shows more, without compiling more programs.
+@pytest.mark.slow  # Compiles three more programs; `two_groups` has a window that is felt.
 def test_two_groups_with_a_window_that_nobody_feels_equal_one_group(runner):
     wide = make_runner(TinyModel(windows=(10 * MAX_MODEL_LEN, None)))
     outputs = []
