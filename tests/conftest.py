@@ -18,9 +18,11 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compilation_cache.name)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 # Programs that only a test compiles run once or twice, and take a fifth less time in all like this.
 # `.ci/aot`, which compiles for other devices too, sets the variable itself.
-_compiles_quickly = os.environ["JAX_PLATFORMS"] == "cpu" and "XLA_FLAGS" not in os.environ
-if _compiles_quickly:
-    os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+# Workers of pytest-xdist inherit the variable, so its presence alone does not say who set it.
+_QUICK_FLAGS = "--xla_backend_optimization_level=0"
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    os.environ.setdefault("XLA_FLAGS", _QUICK_FLAGS)
+_compiles_quickly = os.environ.get("XLA_FLAGS") == _QUICK_FLAGS
 # Threads of XLA's CPU client. A simulated GPU kernel blocks up to four of them at barriers, one a
 # warpgroup; on a machine of two cores nobody would be left to release them.
 os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))

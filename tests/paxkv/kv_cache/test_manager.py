@@ -1,7 +1,7 @@
 """KVCacheManager: hits, room or None, and memory that always reads back what was written."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -24,6 +24,7 @@ from tests.paxkv.kv_cache.cache_fakes import (
     table,
     window,
 )
+from tests.slow_model.state_machine_settings import long, quick
 
 
 def test_the_request_of_the_architecture_document_in_numbers():
@@ -487,13 +488,9 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 class TestManagerMachine(ManagerMachine.TestCase):
-    settings = settings(
-        max_examples=150, stateful_step_count=50, derandomize=True, database=None, deadline=None
-    )
+    settings = quick(150)
 
 
 @pytest.mark.slow
 class TestManagerMachineForLong(ManagerMachine.TestCase):
-    settings = settings(
-        max_examples=1500, stateful_step_count=150, derandomize=True, database=None, deadline=None
-    )
+    settings = long(1500)

@@ -8,82 +8,61 @@ import jax.monitoring
 import numpy as np
 import pytest
 
-from paxkv.config.engine_config import CacheConfig, SchedulerConfig
+from paxkv.config.engine_config import CacheConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.scheduler_output import BlockCopy
 from paxkv.errors import ConfigError, InvariantError
 from paxkv.runner.model_runner import ModelRunner
 from tests.paxkv.runner.driver import RunnerDriver
+from tests.paxkv.runner.shared_runners import (
+    MAX_MODEL_LEN,
+    MAX_NUM_BATCHED_TOKENS,
+    MAX_NUM_SEQS,
+    make_runner,
+)
 from tests.paxkv.runner.tiny_model import VOCAB, TinyModel
 
-MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN = 3, 8, 40
 GREEDY = SamplingParams(temperature=0.0)
-
-
-def make_runner(model, cache_config=None, seed=0):
-    return ModelRunner(
-        model,
-        cache_config=cache_config or CacheConfig(block_size=8, num_gpu_blocks_override=30),
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS
-        ),
-        max_model_len=MAX_MODEL_LEN,
-        seed=seed,
-    )
-
-
-@pytest.fixture(scope="module")
-def warm_runner():
-    runner = make_runner(TinyModel())
-    runner.warm_up()
-    return runner
-
-
-WINDOW = 5
-
-
-@pytest.fixture(scope="module")
-def warm_hybrid_runner():
-    """A sliding layer and a full one, so two groups."""
-    runner = make_runner(TinyModel(windows=(WINDOW, None)))
-    runner.warm_up()
-    return runner
-
-
-@pytest.fixture(params=["warm_runner", "warm_hybrid_runner"], ids=["one_group", "two_groups"])
-def any_runner(request):
-    return request.getfixturevalue(request.param)
-
-
-@pytest.fixture
-def runner(warm_runner):
-    """A warm runner without requests; a test must end its own."""
-    return warm_runner
+on_every_runner = pytest.mark.parametrize(
+    "warm", ["one_group", "two_groups", "batch_invariant"], indirect=True
+)
 
 
 def prompt(seed, length):
     return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
 
 
-def dense_greedy(prompt_ids, num_tokens, windows=(None, None)):
-    model, token_ids = TinyModel(windows=windows), list(prompt_ids)
+def dense_greedy(model, prompt_ids, num_tokens):
+    token_ids = list(prompt_ids)
     for _ in range(num_tokens):
         token_ids.append(int(model.dense_logits(token_ids)[-1].argmax()))
     return token_ids[len(prompt_ids) :]
 
 
-def test_prefill_and_decode_equal_a_dense_computation(runner):
-    driver = RunnerDriver(runner)
-    for req_id, length in (("a", 3), ("b", 8), ("c", 1)):
+@on_every_runner
+def test_prefill_and_decode_equal_a_dense_computation(warm):
+    """Prompts in chunks and decodes, several windows long; left blocks are someone else's."""
+    driver = RunnerDriver(warm.runner)
+    lengths = {"a": 3, "b": 8, "c": 14}
+    for req_id, length in lengths.items():
         driver.add(req_id, prompt(length, length), GREEDY)
     with jax.transfer_guard("disallow"):
-        driver.step({"a": 3, "b": 5})  # b's prompt in two chunks
-        driver.step({"c": 1, "a": 1, "b": 3})
+        driver.step({"a": 3, "c": 5})
+        driver.step({"c": 7, "a": 1})
+        driver.step({"b": 4, "c": 2, "a": 1})
+        driver.step({"b": 4, "a": 1})
         for _ in range(20):
             driver.step({"b": 1, "c": 1, "a": 1})
-    for req_id, length in (("a", 3), ("b", 8), ("c", 1)):
-        expected = dense_greedy(prompt(length, length), len(driver.output_of(req_id)))
+    for req_id, length in lengths.items():
+        num_tokens = len(driver.output_of(req_id))
+        expected = dense_greedy(warm.model, prompt(length, length), num_tokens)
         assert driver.output_of(req_id) == expected
+        for group, window in enumerate(driver.windows):
+            if window is not None:
+                unlimited = dense_greedy(TinyModel(), prompt(length, length), num_tokens)
+                assert expected != unlimited  # the window is felt
+                # The sliding group holds the blocks of the last window, and no more.
+                assert sum(block > 0 for block in driver.blocks[req_id][group]) <= 2
     driver.finish_all()
 
 
@@ -102,11 +81,12 @@ def test_request_in_the_middle_of_its_prompt_returns_no_token(runner):
     driver.finish_all()
 
 
-def test_logprobs_equal_the_dense_ones(runner):
+@on_every_runner
+def test_logprobs_equal_the_dense_ones(warm, runner):
     driver = RunnerDriver(runner)
     driver.add("a", prompt(5, 7), SamplingParams(temperature=2.0, seed=1, logprobs=20))
     output = driver.step({"a": 7})
-    logits_np = TinyModel().dense_logits(prompt(5, 7))[-1]
+    logits_np = warm.model.dense_logits(prompt(5, 7))[-1]
     true_np = logits_np - np.log(np.exp(logits_np - logits_np.max()).sum()) - logits_np.max()
     token_id, logprobs = output.sampled_token_ids[0][0], output.logprobs[0][0]
     np.testing.assert_allclose(logprobs.token_logprob, true_np[token_id], atol=1e-4)
@@ -148,9 +128,9 @@ def count_compilations(record):
     )
 
 
-def test_random_traffic_gives_each_request_the_tokens_it_gets_alone(any_runner):
+@on_every_runner
+def test_random_traffic_gives_each_request_the_tokens_it_gets_alone(runner):
     """Chunks, order, neighbours, preemption and reused blocks change nothing; nothing compiles."""
-    runner = any_runner
     rng = random.Random(7)
     requests = {
         f"req-{i}": (prompt(100 + i, rng.randint(1, 20)), random_params(rng), rng.randint(1, 12))
@@ -267,9 +247,9 @@ def test_padding_is_counted(runner):
     driver = RunnerDriver(runner)
     before = runner.num_padded_tokens
     driver.add("a", prompt(0, 5), GREEDY)
-    driver.step({"a": 5})  # padded to 8
+    driver.step({"a": 5})  # padded to 14
     driver.step({"a": 1})  # not padded
-    assert runner.num_padded_tokens - before == 3
+    assert runner.num_padded_tokens - before == 9
     driver.finish_all()
 
 
@@ -296,29 +276,7 @@ def test_step_says_when_its_tokens_are_there(runner):
     assert runner.execute_model(driver.schedule({})).is_done
 
 
-def test_two_groups_equal_a_dense_computation_with_a_window(warm_hybrid_runner):
-    """Prompts in chunks and decodes, several windows long; left blocks are someone else's."""
-    driver = RunnerDriver(warm_hybrid_runner)
-    lengths = {"a": 3, "b": 8, "c": 14}
-    for req_id, length in lengths.items():
-        driver.add(req_id, prompt(length, length), GREEDY)
-    with jax.transfer_guard("disallow"):
-        driver.step({"a": 3, "c": 5})
-        driver.step({"c": 7, "a": 1})
-        driver.step({"b": 4, "c": 2, "a": 1})
-        driver.step({"b": 4, "a": 1})
-        for _ in range(20):
-            driver.step({"b": 1, "c": 1, "a": 1})
-    for req_id, length in lengths.items():
-        num_tokens = len(driver.output_of(req_id))
-        expected = dense_greedy(prompt(length, length), num_tokens, windows=(WINDOW, None))
-        assert driver.output_of(req_id) == expected
-        assert expected != dense_greedy(prompt(length, length), num_tokens)  # the window is felt
-        # Of the sliding group the blocks of the last window are held, and no more.
-        assert sum(block > 0 for block in driver.blocks[req_id][0]) <= 2
-    driver.finish_all()
-
-
+@pytest.mark.slow  # Compiles three more programs; `two_groups` has a window that is felt.
 def test_two_groups_with_a_window_that_nobody_feels_equal_one_group(runner):
     wide = make_runner(TinyModel(windows=(10 * MAX_MODEL_LEN, None)))
     outputs = []
@@ -333,11 +291,10 @@ def test_two_groups_with_a_window_that_nobody_feels_equal_one_group(runner):
         np.testing.assert_allclose(one_group.top_logprobs, two_groups.top_logprobs, atol=1e-5)
 
 
-def test_copies_come_before_the_steps_writes(any_runner):
+@on_every_runner
+def test_copies_come_before_the_steps_writes(warm, runner):
     """Both write on in the step of the copy; each goes its own way as if it were alone."""
-    model = any_runner
-    windows = (None, None) if len(model.kv_cache_config.kv_cache_groups) == 1 else (WINDOW, None)
-    driver = RunnerDriver(model)
+    driver = RunnerDriver(runner)
     driver.add("a", prompt(9, 11), GREEDY)
     driver.step({"a": 8})
     driver.step({"a": 3})
@@ -346,13 +303,12 @@ def test_copies_come_before_the_steps_writes(any_runner):
     scheduler_output = driver.schedule({"a": 1, "b": 1})
     scheduler_output.block_copies.extend(copies)
     with jax.transfer_guard("disallow"):
-        collect(driver, model.execute_model(scheduler_output))
+        collect(driver, runner.execute_model(scheduler_output))
     for _ in range(6):
         driver.step({"a": 1, "b": 1})
     for req_id in ("a", "b"):
-        expected = dense_greedy(driver.tokens[req_id][:12], 7, windows)
-        assert driver.tokens[req_id][12:] == expected
-    assert model.num_compiles_after_ready == 0
+        assert driver.tokens[req_id][12:] == dense_greedy(warm.model, driver.tokens[req_id][:12], 7)
+    assert runner.num_compiles_after_ready == 0
     driver.finish_all()
 
 
@@ -371,25 +327,26 @@ def test_step_without_tokens_still_copies(runner):
     driver.finish_all()
 
 
-def read_k(runner):
+def read_k(runner: ModelRunner) -> np.ndarray:
     return np.asarray(jax.device_get(runner._kv_cache.k))
 
 
-def test_blocks_are_zeroed_from_the_null_block_that_nobody_writes(any_runner):
-    driver = RunnerDriver(any_runner)
-    num_blocks = any_runner.kv_cache_config.num_blocks
+@on_every_runner
+def test_blocks_are_zeroed_from_the_null_block_that_nobody_writes(runner):
+    driver = RunnerDriver(runner)
+    num_blocks = runner.kv_cache_config.num_blocks
     for i in range(6):
         driver.add(f"req-{i}", prompt(i, 20), SamplingParams(temperature=1.0))
         driver.run_alone(f"req-{i}", 10, MAX_NUM_BATCHED_TOKENS)
         driver.finish(f"req-{i}")
-    k_np = read_k(any_runner)
+    k_np = read_k(runner)
     assert k_np[:, 1:].any(axis=(0, 2, 3, 4)).sum() > 10  # many blocks hold something
     assert not k_np[:, 0].any()
     scheduler_output = driver.schedule({})
     scheduler_output.new_block_ids_to_zero.extend(range(1, num_blocks))
-    any_runner.execute_model(scheduler_output)
-    assert not read_k(any_runner).any()
-    assert any_runner.num_compiles_after_ready == 0
+    runner.execute_model(scheduler_output)
+    assert not read_k(runner).any()
+    assert runner.num_compiles_after_ready == 0
     driver.finish_all()
 
 

@@ -107,12 +107,16 @@ class TinyModel:
 
 
 def _attend(q, kv_cache, batch, place, window) -> jax.Array:
-    """Every token attends to its window up to its own position, through its block table."""
-    block_tables = batch.block_tables[place.group_idx]
+    """Every token attends to its window up to its own position, through its block table.
+
+    No token attends past the length that the batch states for its request.
+    """
+    block_tables, seq_lens = (x[place.group_idx] for x in (batch.block_tables, batch.seq_lens))
     num_reqs, num_blocks = block_tables.shape[0], kv_cache.k.shape[1]
     tokens = jnp.arange(q.shape[0])
     req = jnp.searchsorted(batch.query_start_loc[1:], tokens, side="right")
-    blocks = block_tables[jnp.minimum(req, num_reqs - 1)] + place.row * num_blocks
+    req = jnp.minimum(req, num_reqs - 1)
+    blocks = block_tables[req] + place.row * num_blocks
 
     def gathered(cache):  # -> f[num_tokens, num_heads, max_len, head_dim]
         pages = cache.reshape(-1, *cache.shape[2:])[blocks]
@@ -120,7 +124,10 @@ def _attend(q, kv_cache, batch, place, window) -> jax.Array:
 
     k, v = gathered(kv_cache.k), gathered(kv_cache.v)
     scores = jnp.einsum("thd,thsd->ths", q, k) / np.sqrt(HEAD_DIM)
-    distance = batch.positions[:, None] - jnp.arange(k.shape[2])[None, :]
+    key_positions = jnp.arange(k.shape[2])[None, :]
+    distance = batch.positions[:, None] - key_positions
     is_seen = (distance >= 0) & (distance < (window or k.shape[2]))
-    probs = jax.nn.softmax(jnp.where(is_seen[:, None], scores, -jnp.inf))
+    is_seen &= key_positions < seq_lens[req][:, None]
+    # A finite number, because padding sees nothing.
+    probs = jax.nn.softmax(jnp.where(is_seen[:, None], scores, -1e30))
     return jnp.einsum("ths,thsd->thd", probs, jnp.where(is_seen[:, None, :, None], v, 0.0))

@@ -3,7 +3,6 @@
 import types
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -12,6 +11,7 @@ from paxkv.kv_cache.hashing.block_hash import BlockHasher, get_block_hash, get_g
 from paxkv.kv_cache.observers.event_recorder import KVEventRecorder
 from paxkv.kv_cache.pool.block import KVCacheBlock
 from paxkv.kv_cache.pool.block_pool import BlockPool
+from tests.slow_model.state_machine_settings import long, quick
 
 
 def make_pool(num_blocks=6, hash_block_size=2):
@@ -287,13 +287,9 @@ class EventMachine(RuleBasedStateMachine):
 
 
 class TestEventMachine(EventMachine.TestCase):
-    settings = settings(
-        max_examples=80, stateful_step_count=30, derandomize=True, database=None, deadline=None
-    )
+    settings = quick(80)
 
 
 @pytest.mark.slow
 class TestEventMachineForLong(EventMachine.TestCase):
-    settings = settings(
-        max_examples=1000, stateful_step_count=100, derandomize=True, database=None, deadline=None
-    )
+    settings = long(1000)

@@ -3,7 +3,6 @@
 import types
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -12,6 +11,7 @@ from paxkv.kv_cache.hashing.block_hash import get_block_hash
 from paxkv.kv_cache.observers.block_movements import BlockMovementLog
 from paxkv.kv_cache.observers.block_pool_observer import BlockPoolObserver
 from paxkv.kv_cache.pool.block_pool import BlockHashToBlockMap, BlockPool
+from tests.slow_model.state_machine_settings import long, quick
 
 
 def block_ids(blocks):
@@ -390,16 +390,12 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 class TestPoolMachine(PoolMachine.TestCase):
-    settings = settings(
-        max_examples=150, stateful_step_count=50, derandomize=True, database=None, deadline=None
-    )
+    settings = quick(150)
 
 
 @pytest.mark.slow
 class TestPoolMachineForLong(PoolMachine.TestCase):
-    settings = settings(
-        max_examples=1500, stateful_step_count=150, derandomize=True, database=None, deadline=None
-    )
+    settings = long(1500)
 
 
 class EventList(BlockPoolObserver):

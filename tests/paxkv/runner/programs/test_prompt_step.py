@@ -4,42 +4,25 @@ import jax
 import numpy as np
 import pytest
 
-from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfig
 from paxkv.config.sampling_params import SamplingParams
-from paxkv.runner.model_runner import ModelRunner
-from paxkv.runner.programs import prompt_step
+from paxkv.runner.programs.prompt_step import prompt_row_width
+from paxkv.runner.sampling.sampled_tokens import RESULT_WIDTH
 from tests.paxkv.runner.driver import RunnerDriver
-from tests.paxkv.runner.tiny_model import VOCAB, TinyModel
+from tests.paxkv.runner.shared_runners import MAX_NUM_BATCHED_TOKENS
+from tests.paxkv.runner.tiny_model import VOCAB
 
-MODEL = TinyModel()
-MAX_NUM_BATCHED_TOKENS = 14
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "batch_invariant"])
-def runner(request):
-    # Not as many tokens as a step has, nor a divisor of them.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prompt_step, "_CHUNK_TOKENS", 5)
-        runner = ModelRunner(
-            MODEL,
-            cache_config=CacheConfig(block_size=8, num_gpu_blocks_override=30),
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=3, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS
-            ),
-            max_model_len=40,
-            seed=0,
-            runner_config=RunnerConfig(batch_invariant=request.param),
-        )
-        runner.warm_up()
-        return runner
+# Five tokens at a time, all at once, and a tile at a time.
+on_every_runner = pytest.mark.parametrize(
+    "warm", ["one_group", "two_groups", "batch_invariant"], indirect=True
+)
 
 
 def prompt(seed, length):
     return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
 
 
-def check(prompt_ids, found, num_logprobs):
-    logits_np = MODEL.dense_logits(prompt_ids)[:-1]
+def check(model, prompt_ids, found, num_logprobs):
+    logits_np = model.dense_logits(prompt_ids)[:-1]
     shifted_np = logits_np - logits_np.max(axis=1, keepdims=True)
     true_np = shifted_np - np.log(np.exp(shifted_np).sum(axis=1, keepdims=True))
     assert len(found) == len(prompt_ids) - 1
@@ -56,7 +39,13 @@ def asks(num_logprobs, **fields):
     return SamplingParams(temperature=0.0, prompt_logprobs=num_logprobs, **fields)
 
 
-def test_prompts_in_pieces_beside_others_find_all_of_theirs(runner):
+def test_rows_carry_logits_where_a_request_may_ask_for_any_number(one_group, two_groups):
+    shapes = [warm.runner._buckets.prompt_step_shape for warm in (one_group, two_groups)]
+    assert [prompt_row_width(shape) for shape in shapes] == [RESULT_WIDTH, RESULT_WIDTH + VOCAB]
+
+
+@on_every_runner
+def test_prompts_in_pieces_beside_others_find_all_of_theirs(warm, runner):
     driver = RunnerDriver(runner)
     lengths = {"a": 19, "b": 7, "c": 9}
     params = {"a": asks(3), "b": SamplingParams(temperature=0.0), "c": asks(20)}
@@ -67,17 +56,18 @@ def test_prompts_in_pieces_beside_others_find_all_of_theirs(runner):
         # "c" begins and ends, "b" decodes.
         output = driver.step({"b": 1, "c": 9, "a": 2})
         assert output.prompt_logprobs.keys() == {"c"}
-        check(prompt(9, 9), output.prompt_logprobs["c"], 20)
+        check(warm.model, prompt(9, 9), output.prompt_logprobs["c"], 20)
         # All but its last token: what is wanted is there, but the first token is not.
         assert driver.step({"a": 11, "c": 1}).prompt_logprobs == {}
         output = driver.step({"a": 1, "b": 1, "c": 1})
         assert output.prompt_logprobs.keys() == {"a"}
-        check(prompt(19, 19), output.prompt_logprobs["a"], 3)
+        check(warm.model, prompt(19, 19), output.prompt_logprobs["a"], 3)
         assert driver.step({"a": 1, "b": 1, "c": 1}).prompt_logprobs == {}
     assert runner.num_compiles_after_ready == 0
     driver.finish_all()
 
 
+@on_every_runner
 def test_asking_changes_no_token(runner):
     outputs = []
     for params in (asks(0), asks(None)):
@@ -88,6 +78,7 @@ def test_asking_changes_no_token(runner):
     assert outputs[0] == outputs[1]
 
 
+@on_every_runner
 def test_prompt_of_one_token_has_none(runner):
     driver = RunnerDriver(runner)
     driver.add("a", [4], asks(2))
@@ -96,14 +87,15 @@ def test_prompt_of_one_token_has_none(runner):
     driver.finish_all()
 
 
-def test_preempted_request_has_them_with_its_first_token_and_not_again(runner):
+@on_every_runner
+def test_preempted_request_has_them_with_its_first_token_and_not_again(warm, runner):
     driver = RunnerDriver(runner)
     driver.add("a", prompt(5, 15), asks(1))
     driver.step({"a": 12})
     driver.preempt("a")
     assert driver.step({"a": 10}).prompt_logprobs == {}
     output = driver.step({"a": 5})
-    check(prompt(5, 15), output.prompt_logprobs["a"], 1)
+    check(warm.model, prompt(5, 15), output.prompt_logprobs["a"], 1)
     driver.preempt("a")
     driver.step({"a": 12})
     assert driver.step({"a": 4}).prompt_logprobs == {}
@@ -113,6 +105,6 @@ def test_preempted_request_has_them_with_its_first_token_and_not_again(runner):
     handle = runner.execute_model(driver.schedule({"b": 8}))
     driver.preempt("b")
     late = runner.execute_model(driver.schedule({"b": 8}))
-    check(prompt(6, 8), handle.sample_tokens().prompt_logprobs["b"], 1)
-    check(prompt(6, 8), late.sample_tokens().prompt_logprobs["b"], 1)
+    check(warm.model, prompt(6, 8), handle.sample_tokens().prompt_logprobs["b"], 1)
+    check(warm.model, prompt(6, 8), late.sample_tokens().prompt_logprobs["b"], 1)
     driver.finish_all()

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -35,6 +34,8 @@ from tests.paxkv.runner.logits_truth import true_logits
 VOCAB, MAX_MODEL_LEN, NUM_ROWS = 70, 600, 3
 PROCESS = jax.jit(process_logits)
 WRITE = jax.jit(write_row)
+DECODE = jax.jit(decode_processors)
+NEEDS_PROCESSING = jax.jit(needs_processing)
 TOKEN = st.integers(0, VOCAB - 1)
 
 
@@ -104,14 +105,14 @@ def process(cases, logits_np):
     shape = RowShape(num_rows=NUM_ROWS, max_model_len=MAX_MODEL_LEN)
     state = allocate_row_state(shape, VOCAB, sharding)
     # Whatever a row held before is of no account.
-    state = jax.tree.map(lambda array: array + 1, state)
+    state = jax.tree.map(lambda array: np.asarray(array) + 1, state)
     rows = [NUM_ROWS - 1 - i for i in range(len(cases))]
     for case, row_idx in zip(cases, rows, strict=True):
         state = WRITE(state, packed_row(case, row_idx))
     sampling_np = np.stack([sampling_row(c, row) for c, row in zip(cases, rows, strict=True)])
-    inputs = jax.jit(decode_processors)(sampling_np)
+    inputs = DECODE(sampling_np)
     mask_np = np.stack([mask_row(case) for case in cases])
-    return np.asarray(PROCESS(jnp.asarray(logits_np), inputs, state, mask_np)), inputs, mask_np
+    return np.asarray(PROCESS(logits_np, inputs, state, mask_np)), inputs, mask_np
 
 
 def check(cases, seed=0):
@@ -175,21 +176,22 @@ def test_each_field_equals_the_truth_beside_others(name):
 
 
 def test_row_without_any_field_keeps_its_bits_beside_one_that_has_all():
-    logits_np = np.random.default_rng(1).normal(size=(2, VOCAB)).astype(np.float32)
+    logits_np = np.random.default_rng(1).normal(size=(3, VOCAB)).astype(np.float32)
     plain = Case(params=SamplingParams(), prompt=[1, 2, 3], outputs=[4, 4])
-    processed_np, inputs, mask_np = process([plain, FIELDS["repetition"]], logits_np)
-    np.testing.assert_array_equal(processed_np[0].view(np.int32), logits_np[0].view(np.int32))
-    assert bool(needs_processing(inputs, mask_np))
-    _, inputs, mask_np = process([plain, plain], logits_np)
-    assert not bool(needs_processing(inputs, mask_np))
+    processed_np, inputs, mask_np = process([plain, FIELDS["repetition"], plain], logits_np)
+    kept_np, given_np = processed_np[[0, 2]], logits_np[[0, 2]]
+    np.testing.assert_array_equal(kept_np.view(np.int32), given_np.view(np.int32))
+    assert bool(NEEDS_PROCESSING(inputs, mask_np))
+    _, inputs, mask_np = process([plain, plain, plain], logits_np)
+    assert not bool(NEEDS_PROCESSING(inputs, mask_np))
 
 
 def test_row_that_draws_nothing_asks_for_nothing():
     row_np = sampling_row(FIELDS["repetition"], 0)
     row_np[NUM_COLUMNS] = 0
-    inputs = decode_processors(row_np[None])
+    inputs = DECODE(row_np[None])
     mask_np = np.zeros((1, 1 + vocab_words(VOCAB)), np.int32)
-    assert not bool(needs_processing(inputs, mask_np))
+    assert not bool(NEEDS_PROCESSING(inputs, mask_np))
 
 
 @st.composite

@@ -1,7 +1,6 @@
 """Tokens and log-probabilities come back bit for bit from one int32 array."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from paxkv.runner.sampling.sampled_tokens import (
@@ -18,11 +17,11 @@ def test_round_trip():
     top_ids_np = rng.integers(0, 1000, (3, MAX_LOGPROBS), dtype=np.int32)
     top_logprobs_np = rng.normal(size=(3, MAX_LOGPROBS)).astype(np.float32)
     sampled = SampledTokens(
-        token_ids=jnp.array([5, 6, 7]),
-        logprobs=jnp.array([-0.5, -jnp.inf, -3.25], jnp.float32),
-        ranks=jnp.array([1, 2, 3]),
-        top_token_ids=jnp.asarray(top_ids_np),
-        top_logprobs=jnp.asarray(top_logprobs_np),
+        token_ids=np.array([5, 6, 7], np.int32),
+        logprobs=np.array([-0.5, -np.inf, -3.25], np.float32),
+        ranks=np.array([1, 2, 3], np.int32),
+        top_token_ids=top_ids_np,
+        top_logprobs=top_logprobs_np,
     )
     result_np = jax.device_get(jax.jit(pack_result)(sampled))
     assert result_np.shape == (3, RESULT_WIDTH) and result_np.dtype == np.int32

@@ -1,6 +1,5 @@
 """A request's sampling settings survive the way to the device."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,7 +13,7 @@ from paxkv.runner.sampling.sampling_columns import (
 
 def round_trip(params, seed=0):
     row_np = encode_sampling_params(params, seed=seed, vocab_size=100)
-    return SamplingInputs(rows=jnp.asarray(row_np[None]), draw_position=jnp.array([17], jnp.int32))
+    return SamplingInputs(rows=row_np[None], draw_position=np.array([17], np.int32))
 
 
 def test_settings_round_trip():

@@ -1,48 +1,32 @@
 """Tokens drawn from changed logits are those of a dense computation, whatever the batching."""
 
+import functools
 import random
 
 import jax
 import numpy as np
 import pytest
 
-from paxkv.config.engine_config import CacheConfig, SchedulerConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.executor import GrammarBitmask
 from paxkv.errors import InvariantError
-from paxkv.runner import model_runner
-from paxkv.runner.model_runner import ModelRunner
 from paxkv.runner.sampling.row_state import vocab_words
 from paxkv.runner.sampling.step_sampler import StepSampler
 from tests.paxkv.runner.driver import RunnerDriver
 from tests.paxkv.runner.logits_truth import true_logits
-from tests.paxkv.runner.tiny_model import VOCAB, TinyModel
+from tests.paxkv.runner.shared_runners import MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
+from tests.paxkv.runner.tiny_model import VOCAB
 
-MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN = 3, 8, 40
-MODEL = TinyModel()
 NUM_NEW_TOKENS = 10
+# They draw two rows at a time, and all at once.
+on_both_chunkings = pytest.mark.parametrize("warm", ["one_group", "two_groups"], indirect=True)
 
 
-@pytest.fixture(scope="module", params=[2, MAX_NUM_SEQS], ids=["two_at_a_time", "all_at_once"])
-def runner(request):
-    """Warm, without requests; a test must end its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        # Not a divisor of the number of rows: the last one is drawn with one before it.
-        patch.setattr(model_runner, "SAMPLED_CHUNK_ROWS", request.param)
-        runner = ModelRunner(
-            MODEL,
-            cache_config=CacheConfig(block_size=8, num_gpu_blocks_override=30),
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS
-            ),
-            max_model_len=MAX_MODEL_LEN,
-            seed=0,
-        )
-    assert runner._buckets.sampler_shape.chunk_rows == (
-        request.param if jax.default_backend() == "cpu" else MAX_NUM_SEQS
-    )
-    runner.warm_up()
-    return runner
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="other devices draw all rows at once")
+def test_rows_are_drawn_in_chunks_and_all_at_once(one_group, two_groups):
+    """The tests below show little otherwise."""
+    chunk_rows = [w.runner._buckets.sampler_shape.chunk_rows for w in (one_group, two_groups)]
+    assert chunk_rows == [2, MAX_NUM_SEQS]
 
 
 def prompt(seed, length):
@@ -53,11 +37,13 @@ def greedy(**fields):
     return SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS, **fields)
 
 
-def dense_greedy(prompt_ids, params, num_tokens=NUM_NEW_TOKENS, bad_words=(), early_end_ids=()):
+def dense_greedy(
+    model, prompt_ids, params, num_tokens=NUM_NEW_TOKENS, bad_words=(), early_end_ids=()
+):
     """Each most likely token of the changed logits of a dense computation."""
     outputs = []
     for _ in range(num_tokens):
-        logits_np = MODEL.dense_logits([*prompt_ids, *outputs])[-1]
+        logits_np = model.dense_logits([*prompt_ids, *outputs])[-1]
         changed_np = true_logits(
             logits_np,
             params,
@@ -70,30 +56,30 @@ def dense_greedy(prompt_ids, params, num_tokens=NUM_NEW_TOKENS, bad_words=(), ea
     return outputs
 
 
-def prompt_for(params, length):
+def prompt_for(model, params, length):
     """The first prompt whose answer these settings change."""
     return next(
         prompt_ids
         for prompt_ids in (prompt(seed, length) for seed in range(1000))
-        if dense_greedy(prompt_ids, params) != dense_greedy(prompt_ids, greedy())
+        if dense_greedy(model, prompt_ids, params) != dense_greedy(model, prompt_ids, greedy())
     )
 
 
-def make_requests():
+def make_requests(model):
     """Request id -> (prompt, params, more fields), of every kind; what is banned would come."""
     plain = {}
     for seed in range(9):
-        plain[seed] = dense_greedy(prompt(seed, 3 + seed), greedy())
+        plain[seed] = dense_greedy(model, prompt(seed, 3 + seed), greedy())
     assert len({tuple(tokens) for tokens in plain.values()}) > 5
     repetition = greedy(repetition_penalty=1.9)
     presence, frequency = greedy(presence_penalty=2.0), greedy(frequency_penalty=1.7)
     words = ((plain[6][0],), tuple(plain[6][1:3]), tuple(plain[6][:2]))
     return {
         "plain": (prompt(0, 3), greedy(), {}),
-        "repetition": (prompt_for(repetition, 4), repetition, {}),
-        "presence": (prompt_for(presence, 5), presence, {}),
-        "frequency": (prompt_for(frequency, 6), frequency, {}),
-        "bias": (prompt(4, 7), greedy(logit_bias={plain[4][0]: -9.0, 11: 3.0}), {}),
+        "repetition": (prompt_for(model, repetition, 4), repetition, {}),
+        "presence": (prompt_for(model, presence, 5), presence, {}),
+        "frequency": (prompt_for(model, frequency, 6), frequency, {}),
+        "bias": (prompt(4, 7), greedy(logit_bias={plain[4][0]: -30.0, 11: 3.0}), {}),
         "allowed": (prompt(5, 8), greedy(allowed_token_ids=list(range(0, VOCAB, 3))), {}),
         "bad_words": (prompt(6, 9), greedy(), {"bad_words_token_ids": words}),
         "min_tokens": (
@@ -116,15 +102,13 @@ def make_requests():
     }
 
 
-@pytest.fixture(scope="module")
-def requests():
-    return make_requests()
-
-
-@pytest.fixture(scope="module")
-def expected(requests):
+@functools.cache
+def requests_and_answers(model):
+    """The requests of `make_requests`, and the tokens that a dense computation gives them."""
+    requests = make_requests(model)
     answers = {
         req_id: dense_greedy(
+            model,
             prompt_ids,
             params,
             bad_words=fields.get("bad_words_token_ids", ()),
@@ -134,8 +118,9 @@ def expected(requests):
     }
     # Every field changes something, or the tests below would show nothing.
     for req_id, (prompt_ids, _, _) in requests.items():
-        assert (answers[req_id] == dense_greedy(prompt_ids, greedy())) == (req_id == "plain")
-    return answers
+        is_plain = answers[req_id] == dense_greedy(model, prompt_ids, greedy())
+        assert is_plain == (req_id == "plain")
+    return requests, answers
 
 
 def take_home(driver, handle):
@@ -144,8 +129,10 @@ def take_home(driver, handle):
         driver.tokens[req_id] += token_ids
 
 
-def test_random_traffic_draws_what_a_dense_computation_draws(runner, requests, expected):
+@on_both_chunkings
+def test_random_traffic_draws_what_a_dense_computation_draws(warm, runner):
     """Chunks, order, neighbours, preemption and moved rows change nothing; nothing compiles."""
+    requests, expected = requests_and_answers(warm.model)
     rng, driver, num_preemptions = random.Random(3), RunnerDriver(runner), 0
     for req_id, (prompt_ids, params, fields) in requests.items():
         driver.add(req_id, prompt_ids, params, **fields)
@@ -174,8 +161,10 @@ def test_random_traffic_draws_what_a_dense_computation_draws(runner, requests, e
     assert runner.num_compiles_after_ready == 0
 
 
-def test_tokens_that_only_the_device_knows_count(runner, requests, expected):
+@on_both_chunkings
+def test_tokens_that_only_the_device_knows_count(warm, runner):
     """A step ahead: the host has not seen the token that the next draw depends on."""
+    requests, expected = requests_and_answers(warm.model)
     for names in (["repetition", "bad_words", "plain"], ["all", "presence", "frequency"]):
         driver, handles = RunnerDriver(runner), []
         for name in names:
@@ -199,7 +188,8 @@ def test_tokens_that_only_the_device_knows_count(runner, requests, expected):
         driver.finish_all()
 
 
-def test_drawn_tokens_have_their_seed_and_the_models_own_logprobs(runner):
+@on_both_chunkings
+def test_drawn_tokens_have_their_seed_and_the_models_own_logprobs(warm, runner):
     """Beside a neighbour or alone; what is reported is of the logits before any change."""
     params = SamplingParams(
         temperature=1.5, seed=4, logprobs=20, repetition_penalty=1.7, logit_bias={3: 4.0}
@@ -215,7 +205,7 @@ def test_drawn_tokens_have_their_seed_and_the_models_own_logprobs(runner):
             output = driver.step(num_scheduled)
             logprobs = output.logprobs[output.req_ids.index("a")][0]
             num_scheduled = dict.fromkeys(num_scheduled, 1)
-        logits_np = MODEL.dense_logits(driver.tokens["a"][:-1])[-1]
+        logits_np = warm.model.dense_logits(driver.tokens["a"][:-1])[-1]
         true_np = logits_np - np.log(np.exp(logits_np - logits_np.max()).sum()) - logits_np.max()
         assert logprobs.top_token_ids == np.argsort(-true_np)[:20].tolist()
         token_id = driver.output_of("a")[-1]
@@ -234,7 +224,8 @@ def bitmask(allowed):
     return GrammarBitmask(req_ids=list(allowed), bitmask_np=bitmask_np)
 
 
-def test_step_with_a_grammar_waits_for_what_it_allows(runner):
+@on_both_chunkings
+def test_step_with_a_grammar_waits_for_what_it_allows(warm, runner):
     driver = RunnerDriver(runner)
     driver.add("bound", prompt(1, 4), greedy(repetition_penalty=1.3), needs_grammar=True)
     driver.add("free", prompt(2, 3), greedy())
@@ -256,7 +247,7 @@ def test_step_with_a_grammar_waits_for_what_it_allows(runner):
         assert not handle.needs_bitmask
         with pytest.raises(InvariantError, match="waits for no grammar"):
             handle.start_sampling(bitmask({"bound": token_ids}))
-        logits_np = MODEL.dense_logits(driver.tokens["bound"])[-1]
+        logits_np = warm.model.dense_logits(driver.tokens["bound"])[-1]
         expected_np = true_logits(
             logits_np,
             driver.params["bound"],
@@ -267,7 +258,7 @@ def test_step_with_a_grammar_waits_for_what_it_allows(runner):
         take_home(driver, handle)
         assert driver.output_of("bound")[-1] == expected_np.argmax()
         num_scheduled = {"bound": 1, "free": 1}
-    assert driver.output_of("free") == dense_greedy(prompt(2, 3), greedy(), 4)
+    assert driver.output_of("free") == dense_greedy(warm.model, prompt(2, 3), greedy(), 4)
     # A step without it waits for nothing, also of one token a request.
     assert not runner.execute_model(driver.schedule({"free": 1})).needs_bitmask
     driver.finish_all()

@@ -1,0 +1,61 @@
+"""Warm runners that all tests of the runner share."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paxkv.config.engine_config import RunnerConfig
+from paxkv.runner import model_runner
+from paxkv.runner.model_runner import ModelRunner
+from paxkv.runner.programs import prompt_step
+from tests.paxkv.runner.driver import RunnerDriver
+from tests.paxkv.runner.shared_runners import WarmRunner, make_warm_runner
+from tests.paxkv.runner.tiny_model import TinyModel
+
+
+@pytest.fixture(scope="session")
+def folder_of_run(tmp_path_factory, worker_id) -> Path:
+    """A folder that all workers of this test run share."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder if worker_id == "master" else folder.parent
+
+
+@pytest.fixture(scope="session")
+def one_group(folder_of_run) -> WarmRunner:
+    """Two full layers. Draws two rows at a time and finds prompt logprobs five tokens at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        # Neither divides the number of rows or tokens, so the last chunk overlaps the one before.
+        patch.setattr(model_runner, "SAMPLED_CHUNK_ROWS", 2)
+        patch.setattr(prompt_step, "_CHUNK_TOKENS", 5)
+        return make_warm_runner(folder_of_run / "one_group", TinyModel())
+
+
+@pytest.fixture(scope="session")
+def two_groups(folder_of_run) -> WarmRunner:
+    """A sliding layer and a full one. Draws all rows at once; allows any number of logprobs."""
+    config = RunnerConfig(max_logprobs=-1)
+    return make_warm_runner(folder_of_run / "two_groups", TinyModel(windows=(5, None)), config)
+
+
+@pytest.fixture(scope="session")
+def batch_invariant(folder_of_run) -> WarmRunner:
+    """Two full layers, computed in batch-invariant tiles; allows any number of logprobs."""
+    config = RunnerConfig(batch_invariant=True, max_logprobs=-1)
+    return make_warm_runner(folder_of_run / "batch_invariant", TinyModel(), config)
+
+
+@pytest.fixture
+def warm(request) -> Iterator[WarmRunner]:
+    """`one_group`, or the configuration that the test's `parametrize(..., indirect=True)` names."""
+    warm = request.getfixturevalue(getattr(request, "param", "one_group"))
+    yield warm
+    # A test that fails leaves its requests behind; the tests after it must not fail because of it.
+    driver = RunnerDriver(warm.runner)
+    driver.finished |= warm.runner._rows.requests.keys()
+    driver.step({})
+
+
+@pytest.fixture
+def runner(warm) -> ModelRunner:
+    return warm.runner
