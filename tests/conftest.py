@@ -5,7 +5,9 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
+import certifi
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -13,6 +15,14 @@ from hypothesis import HealthCheck, settings
 # this run and is set before anything imports JAX, which reads it then. Workers of pytest-xdist
 # inherit the variable, and so the folder of the process that starts them.
 _compilation_cache = tempfile.TemporaryDirectory(prefix="paxkv-test-compilations-")
+# HTTP clients of tests stay on this machine. Each loads certificate authorities when it is made:
+# all that are known take up to 40 ms of CPU time, the first of them less than one.
+_authority = Path(_compilation_cache.name, "authority.pem")
+_end_of_first = "-----END CERTIFICATE-----\n"
+_authority.write_text(
+    Path(certifi.where()).read_text(encoding="utf-8").partition(_end_of_first)[0] + _end_of_first
+)
+os.environ["SSL_CERT_FILE"] = str(_authority)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compilation_cache.name)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")

@@ -1,4 +1,7 @@
-"""Starts `python -m paxkv.serve` as a user would, on a free loopback port."""
+"""Starts `python -m paxkv.serve` as a user would, on a free loopback port.
+
+Servers whose flags leave the demo model's programs alone load those that the run compiled once.
+"""
 
 import contextlib
 import os
@@ -6,13 +9,35 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import IO
+
+from paxkv.config.engine_config import (
+    CacheConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunnerConfig,
+    SchedulerConfig,
+)
+from tests.demo_programs import demo_programs
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_TIMEOUT_S = 420
 STOP_TIMEOUT_S = 60
+# Of the engine's settings, those that tests use and that change no program.
+_SHAPE_NO_PROGRAM = {
+    *("served_model_name", "chat_template", "generation_config", "override_generation_config"),
+    *("kv_events_config", "trace_file", "policy"),
+}
+_SHAPE_PROGRAMS = {
+    f"--{prefix}{field.name.replace('_', '-')}"
+    for config in (ModelConfig, CacheConfig, SchedulerConfig, RunnerConfig, ParallelConfig)
+    for field in fields(config)
+    if field.name not in _SHAPE_NO_PROGRAM
+    for prefix in ("", "no-")
+}
 
 
 class RealServer:
@@ -28,6 +53,14 @@ class RealServer:
         return self.process.wait(STOP_TIMEOUT_S)
 
 
+def has_demo_programs(arguments: Sequence[str]) -> bool:
+    """Whether a server with these flags serves the demo model with its default programs."""
+    names = {argument.partition("=")[0] for argument in arguments}
+    # Without a flag before it, the first argument is a model.
+    has_model = bool(arguments) and not arguments[0].startswith("-")
+    return not has_model and names.isdisjoint(_SHAPE_PROGRAMS)
+
+
 @contextlib.contextmanager
 def running_server(*arguments: str, stderr: IO[bytes] | None = None) -> Iterator[RealServer]:
     """A server that is ready; it is ended, by force if need be, when the block is left.
@@ -36,6 +69,8 @@ def running_server(*arguments: str, stderr: IO[bytes] | None = None) -> Iterator
         stderr: Gets what it says there; None is the test's own.
     """
     command = [sys.executable, "-m", "paxkv.serve", "--port", "0", *arguments]
+    if has_demo_programs(arguments):
+        command += ["--compiled-dir", str(demo_programs())]
     process = subprocess.Popen(
         command,
         cwd=ROOT,

@@ -75,6 +75,7 @@ def test_logits_have_the_bits_that_they_have_alone(runner, alone, name):
     assert (sum(result.num_cached_tokens) > 0) == (name not in ("no_prefix_cache", "preempted"))
 
 
+@pytest.mark.slow
 def test_plain_steps_give_the_same_tokens_and_do_not_keep_that_promise(checkpoint, runner, alone):
     """Or the test above would show nothing."""
     with own_engine_compilations():

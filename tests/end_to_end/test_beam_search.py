@@ -16,11 +16,9 @@ from tests.end_to_end.checked_engine import (
     CheckedCore,
     EngineSettings,
     make_llm,
-    make_runner,
     running_client,
 )
 from tests.oracles.dense_model import dense_logits
-from tests.oracles.make_checkpoint import write_random_checkpoint
 
 WIDTH = 4
 MAX_TOKENS = 10
@@ -39,23 +37,12 @@ Found = list[tuple[list[int], float]]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("c")
-    return write_random_checkpoint(folder, seed=32, std=0.2, num_layers=2)
-
-
-@pytest.fixture(scope="module")
-def runner(checkpoint):
-    return make_runner(checkpoint)
-
-
-@pytest.fixture(scope="module")
-def defined(checkpoint) -> Callable[..., Found]:
+def defined(tiny_checkpoint: Path) -> Callable[..., Found]:
     """The search by its definition: every sequence whole through the dense model, each step."""
 
     @functools.cache
     def logprobs(tokens: tuple[int, ...]) -> np.ndarray:
-        logits = dense_logits(checkpoint, list(tokens))[-1]
+        logits = dense_logits(tiny_checkpoint, list(tokens))[-1]
         shifted = logits - logits.max()
         return shifted - np.log(np.exp(shifted).sum())
 
@@ -93,7 +80,7 @@ def defined(checkpoint) -> Callable[..., Found]:
     ],
 )
 def test_search_is_that_of_a_model_without_a_cache(
-    runner,
+    tiny_runner,
     defined,
     monkeypatch: pytest.MonkeyPatch,
     enable_prefix_caching: bool,
@@ -106,7 +93,7 @@ def test_search_is_that_of_a_model_without_a_cache(
         num_blocks=num_blocks,
         is_ahead=enable_prefix_caching,
     )
-    core = CheckedCore(runner, settings)
+    core = CheckedCore(tiny_runner, settings)
     llm = make_llm(monkeypatch, core, eos)
     params = BeamSearchParams(
         beam_width=WIDTH, max_tokens=MAX_TOKENS, length_penalty=length_penalty
@@ -137,13 +124,13 @@ def test_search_is_that_of_a_model_without_a_cache(
 
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
 def test_fewer_blocks_are_held_than_by_beams_that_copy_everything(
-    runner, defined, monkeypatch: pytest.MonkeyPatch, enable_prefix_caching: bool
+    tiny_runner, defined, monkeypatch: pytest.MonkeyPatch, enable_prefix_caching: bool
 ) -> None:
     prompt = PROMPTS[3]
     most = {}
     for is_sharing in (True, False):
         core = CheckedCore(
-            runner,
+            tiny_runner,
             EngineSettings(enable_prefix_caching=enable_prefix_caching, is_sharing=is_sharing),
         )
         llm = make_llm(monkeypatch, core)
@@ -167,9 +154,9 @@ def test_fewer_blocks_are_held_than_by_beams_that_copy_everything(
 
 
 def test_few_searches_at_once_compute_each_prompt_once_where_all_would_not_fit(
-    runner, defined, monkeypatch: pytest.MonkeyPatch
+    tiny_runner, defined, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core = CheckedCore(runner, EngineSettings(num_blocks=SMALL_POOL))
+    core = CheckedCore(tiny_runner, EngineSettings(num_blocks=SMALL_POOL))
     llm = make_llm(monkeypatch, core)
     params = BeamSearchParams(beam_width=WIDTH, max_tokens=MAX_TOKENS)
     outputs = llm.beam_search(PROMPTS, params, concurrency_limit=1)
@@ -184,13 +171,13 @@ def test_few_searches_at_once_compute_each_prompt_once_where_all_would_not_fit(
 
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
 def test_searches_given_up_in_between_change_nothing_and_leave_the_pool_whole(
-    runner, defined, enable_prefix_caching: bool
+    tiny_runner, defined, enable_prefix_caching: bool
 ) -> None:
     settings = EngineSettings(enable_prefix_caching=enable_prefix_caching, num_blocks=SMALL_POOL)
     params = BeamSearchParams(beam_width=WIDTH, max_tokens=MAX_TOKENS)
 
     async def run() -> int:
-        core = CheckedCore(runner, settings)
+        core = CheckedCore(tiny_runner, settings)
         rng = random.Random(5)
         num_whole = 0
         async with running_client(core) as client:

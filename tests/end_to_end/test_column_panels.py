@@ -67,7 +67,12 @@ def answers(checkpoint, monkeypatch):
 # and none with AVX-512 but not avx512_fp16.
 @pytest.mark.parametrize(
     ("has", "num_panelled", "num_looped"),
-    [(["avx2"], 6, 0), (["avx2", "avx512f"], 0, 16), (["avx2", "avx512f", "avx512_fp16"], 3, 32)],
+    [
+        # Both engines of each row compile all of their programs: the normal run has one row.
+        pytest.param(["avx2"], 6, 0, marks=pytest.mark.slow),
+        pytest.param(["avx2", "avx512f"], 0, 16, marks=pytest.mark.slow),
+        (["avx2", "avx512f", "avx512_fp16"], 3, 32),
+    ],
 )
 def test_answers_are_those_of_whole_kernels(answers, has, num_panelled, num_looped):
     whole, *numbers = answers(2, *has)

@@ -1,7 +1,6 @@
 """The compiled generation draws the engine's tokens, whatever a request's settings are."""
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -56,12 +55,8 @@ UNFELT = {
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    # As few programs as can be.
-    with LLM(
-        max_num_seqs=3, max_model_len=64, max_num_batched_tokens=64, max_decode_burst=1
-    ) as llm:
-        yield llm
+def llm(demo_llm: LLM) -> LLM:
+    return demo_llm
 
 
 @pytest.fixture(scope="module")

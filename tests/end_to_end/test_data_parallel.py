@@ -18,6 +18,8 @@ SETTINGS = {
     "num_gpu_blocks_override": 24,
     "max_num_seqs": 2,
     "max_num_batched_tokens": 16,
+    # Few programs: bursts are compared with single steps elsewhere.
+    "max_decode_burst": 1,
 }
 VOCAB_SIZE = 512
 PARAMS = (
@@ -41,10 +43,14 @@ def checkpoint(tmp_path_factory):
     )
 
 
-def answers(checkpoint, **settings) -> list[list[list[int]]]:
+def make_prompts() -> list[list[int]]:
     rng = np.random.default_rng(0)
     shared = rng.integers(1, VOCAB_SIZE, 20).tolist()
-    prompts = [shared + rng.integers(1, VOCAB_SIZE, n).tolist() for n in (3, 20, 9, 1, 30, 2)]
+    return [shared + rng.integers(1, VOCAB_SIZE, n).tolist() for n in (3, 20, 9, 1, 30, 2)]
+
+
+def answers(checkpoint, **settings) -> list[list[list[int]]]:
+    prompts = make_prompts()
     with LLM(str(checkpoint), **SETTINGS, **settings) as llm:
         outputs = [
             output for params in PARAMS for output in llm.generate(prompts, params, use_tqdm=False)
@@ -58,35 +64,84 @@ def answers(checkpoint, **settings) -> list[list[list[int]]]:
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each engine needs a core")
-def test_tokens_are_those_of_one_engine(checkpoint) -> None:
-    assert answers(checkpoint, data_parallel_size=2) == answers(checkpoint)
+NEEDS_TWO_CORES = pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="each engine needs a core"
+)
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each engine needs a core")
-def test_metrics_tell_what_each_engine_did(checkpoint) -> None:
+@pytest.fixture(scope="module")
+def server(checkpoint):
+    """With two engines."""
     flags = [
         argument
         for name, value in SETTINGS.items()
         for argument in (f"--{name.replace('_', '-')}", str(value))
     ]
-    body = {"prompt": [[5, 6, 7], [8, 9]], "max_tokens": 4, "ignore_eos": True}
     with running_server(str(checkpoint), *flags, "--data-parallel-size", "2") as server:
-        request = urllib.request.Request(
-            f"{server.url}/v1/completions",
-            json.dumps(body | {"model": str(checkpoint)}).encode(),
-            {"Content-Type": "application/json"},
-        )
-        urllib.request.urlopen(request).close()
+        yield server
+
+
+def complete(server, checkpoint, prompts, **fields):
+    body = {"model": str(checkpoint), "prompt": prompts, "return_token_ids": True} | fields
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as response:
+        return [choice["token_ids"] for choice in json.load(response)["choices"]]
+
+
+@NEEDS_TWO_CORES
+def test_metrics_tell_what_each_engine_did(server, checkpoint) -> None:
+    def read() -> dict[str, dict[str, float]]:
         with urllib.request.urlopen(f"{server.url}/metrics") as response:
             families = list(text_string_to_metric_families(response.read().decode()))
-    found: dict[str, dict[str, float]] = {}
-    for sample in (sample for family in families for sample in family.samples):
-        found.setdefault(sample.name, {})[sample.labels.get("engine")] = sample.value
-    assert found["vllm:generation_tokens_total"] == {"0": 4, "1": 4}
-    assert found["vllm:prefix_cache_queries_total"] == {"0": 3, "1": 2}
-    assert found["vllm:num_requests_running"] == {"0": 0, "1": 0}
-    assert found["vllm:e2e_request_latency_seconds_count"] == {"0": 2}
+        found: dict[str, dict[str, float]] = {}
+        for sample in (sample for family in families for sample in family.samples):
+            found.setdefault(sample.name, {})[sample.labels.get("engine")] = sample.value
+        return found
+
+    before = read()
+    complete(server, checkpoint, [[5, 6, 7], [8, 9]], max_tokens=4, ignore_eos=True)
+    after = read()
+
+    def growth(name: str) -> dict[str, float]:
+        old = before.get(name, {})
+        return {engine: value - old.get(engine, 0) for engine, value in after[name].items()}
+
+    assert growth("vllm:generation_tokens_total") == {"0": 4, "1": 4}
+    assert growth("vllm:prefix_cache_queries_total") == {"0": 3, "1": 2}
+    assert after["vllm:num_requests_running"] == {"0": 0, "1": 0}
+    assert after["vllm:e2e_request_latency_seconds_count"].keys() == {"0"}
+    assert growth("vllm:e2e_request_latency_seconds_count") == {"0": 2}
+
+
+@NEEDS_TWO_CORES
+def test_server_with_two_engines_answers_as_one_engine(server, checkpoint) -> None:
+    fields = {"max_tokens": 12, "ignore_eos": True}
+    asked = [
+        fields | {"temperature": 0.0},
+        fields | {"temperature": 1.0, "n": 2, "seed": 3},
+        {"temperature": 0.7, "top_p": 0.9, "seed": 5, "max_tokens": 12, "min_tokens": 4},
+    ]
+    prompts = make_prompts()
+    with LLM(str(checkpoint), **SETTINGS) as llm:
+        wanted = [
+            [
+                completion.token_ids
+                for output in llm.generate(prompts, SamplingParams(**a), use_tqdm=False)
+                for completion in output.outputs
+            ]
+            for a in asked
+        ]
+    assert [complete(server, checkpoint, prompts, **a) for a in asked] == wanted
+
+
+@pytest.mark.slow
+@NEEDS_TWO_CORES
+def test_tokens_are_those_of_one_engine(checkpoint) -> None:
+    assert answers(checkpoint, data_parallel_size=2) == answers(checkpoint)
 
 
 def test_more_engines_than_cores_are_refused(checkpoint) -> None:

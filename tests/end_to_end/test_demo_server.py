@@ -1,12 +1,9 @@
-"""The real server with the demo model: concurrent streams, lost clients, bad input, the README."""
+"""The real server with the demo model: concurrent streams, lost clients, bad input."""
 
 import asyncio
 import json
 import re
-import shutil
 import socket
-import subprocess
-import sys
 import time
 
 import httpx
@@ -15,7 +12,7 @@ import pytest
 
 from paxkv import LLM, SamplingParams
 from tests.end_to_end.demo_prompts import demo_conversations, sum_is_right
-from tests.end_to_end.real_server import ROOT, RealServer, running_server
+from tests.end_to_end.real_server import RealServer, running_server
 
 MODEL = "paxkv-demo"
 NUM_STREAMS = 64
@@ -32,9 +29,8 @@ def server():
 
 
 @pytest.fixture(scope="module")
-def offline_answers() -> list[str]:
-    with LLM() as llm:
-        outputs = llm.chat(demo_conversations(NUM_STREAMS), GREEDY, use_tqdm=False)
+def offline_answers(demo_llm: LLM) -> list[str]:
+    outputs = demo_llm.chat(demo_conversations(NUM_STREAMS), GREEDY, use_tqdm=False)
     return [output.outputs[0].text for output in outputs]
 
 
@@ -243,67 +239,3 @@ def test_half_a_request_then_silence_is_ended(server) -> None:
     assert received.startswith(b"HTTP/1.1 408")
     assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
     assert metric(server, "vllm:kv_cache_usage_perc") == 0
-
-
-def test_request_that_never_fits_the_pool_is_refused_at_the_door() -> None:
-    # 8 usable blocks hold 128 tokens, fewer than max_model_len.
-    pool = ("--num-gpu-blocks-override", "9", "--block-size", "16")
-    settings = ("--max-model-len", "512", "--max-num-seqs", "1", "--max-num-batched-tokens", "8")
-    with running_server(*pool, *settings) as small:
-        refused = post(small, body(prompt=[20] * 100, max_tokens=100))
-        assert refused.status_code == 400
-        assert "128" in refused.json()["error"]["message"]
-        assert post(small, body(prompt=[20] * 100, max_tokens=29)).status_code == 200
-        assert small.stop() == 0
-
-
-def readme_block(language: str, holding: str) -> str:
-    """The README's code block in `language` that holds some text."""
-    blocks = re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    (found,) = (block for block in blocks if holding in block)
-    return found
-
-
-def test_readme_curl_answers_as_printed(server) -> None:
-    if shutil.which("curl") is None:
-        pytest.skip("no curl on this machine")
-    command = readme_block("bash", "curl -s").replace("http://127.0.0.1:8000", server.url)
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["choices"][0]["message"]["content"] == "23 + 58 = 81"
-
-
-def test_readme_openai_example_answers_as_printed(server) -> None:
-    program = readme_block("python", "import OpenAI").replace("http://127.0.0.1:8000", server.url)
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "23 + 58 = 81\n"
-
-
-def test_sigterm_lets_a_running_stream_finish() -> None:
-    with running_server() as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-        stream = client.completions.create(
-            model=MODEL,
-            prompt="What is 2 + 2?",
-            max_tokens=900,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body={"ignore_eos": True},
-        )
-        chunks = [next(stream)]
-        server.process.terminate()
-        chunks += list(stream)
-        assert chunks[-1].usage.completion_tokens == 900
-        assert server.process.wait(60) == 0
-        client.close()
-
-
-def test_readme_offline_examples_run() -> None:
-    examples = (("What is a block?", "block"), ("CompiledGenerator", "[["), ("beam_search", "', -"))
-    for holding, answer in examples:
-        program = readme_block("python", holding)
-        done = subprocess.run(
-            [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        assert answer in done.stdout

@@ -9,13 +9,13 @@ import httpx
 import pytest
 
 from paxkv import LLM, SamplingParams
+from tests.demo_programs import demo_programs
 from tests.end_to_end.real_server import ROOT, running_server
+from tests.engine_compilations import own_engine_compilations
 
 # Nonsense to the model, so that what it draws at temperature 1 is seldom the likeliest token.
 PROMPT = "xyz qrst"
 FILE = {"eos_token_id": [2, 0], "top_k": 1, "max_new_tokens": 12}
-SETTINGS = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
-FLAGS = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64")
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,9 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def greedy(checkpoint):
     """The likeliest 12 tokens after the prompt; drawn without a filter they are others."""
-    with LLM(str(checkpoint), **SETTINGS) as llm:
+    with own_engine_compilations():
+        llm = LLM(str(checkpoint), compiled_dir=str(demo_programs()))
+    with llm:
 
         def text(params: SamplingParams | None) -> str:
             (output,) = llm.generate([PROMPT], params, use_tqdm=False)
@@ -42,11 +44,19 @@ def greedy(checkpoint):
     return greedy
 
 
-@pytest.mark.parametrize("flags", [(), ("--generation-config", "vllm")], ids=["auto", "vllm"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param((), id="auto"),
+        # `tests/paxkv/entrypoints/test_build.py` has it without a server.
+        pytest.param(("--generation-config", "vllm"), id="vllm", marks=pytest.mark.slow),
+    ],
+)
 def test_a_server_samples_as_the_file_says_unless_a_request_or_a_flag_says_otherwise(
     checkpoint, greedy, flags, tmp_path
 ) -> None:
-    arguments = ("--model", str(checkpoint), *FLAGS, *flags)
+    programs = ("--compiled-dir", str(demo_programs()))
+    arguments = ("--model", str(checkpoint), *programs, *flags)
     with (
         open(tmp_path / "log", "wb") as stderr,
         running_server(*arguments, stderr=stderr) as server,

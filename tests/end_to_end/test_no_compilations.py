@@ -1,13 +1,18 @@
 """Once the engine is ready nothing compiles any more, whatever is asked of it."""
 
+import dataclasses
 import random
 
 import jax
 import jax.monitoring
+import pytest
 
 from paxkv import LLM, SamplingParams
+from paxkv.entrypoints import build
+from tests.demo_programs import demo_programs
+from tests.engine_compilations import own_engine_compilations
 
-NUM_REQUESTS = 2_000
+NUM_BLOCKS = 13
 VOCAB_SIZE = 500
 
 
@@ -26,7 +31,8 @@ def random_changes(draw: random.Random) -> dict[str, object]:
 
 def random_request(draw: random.Random) -> tuple[list[int], SamplingParams]:
     length = draw.randint(100, 300) if draw.random() < 0.02 else draw.randint(1, 16)
-    shared = [7] * draw.choice([0, 0, 0, 32])
+    # Whole blocks of it are found again, and many requests need another block while they decode.
+    shared = [7] * draw.choice([0, 0, 0, 120])
     temperature = draw.choice([0.0, 0.7, 1.5])
     params = SamplingParams(
         max_tokens=draw.randint(1, 14),
@@ -45,29 +51,42 @@ def random_request(draw: random.Random) -> tuple[list[int], SamplingParams]:
     return shared + [draw.randrange(VOCAB_SIZE) for _ in range(length)], params
 
 
-def test_nothing_compiles_over_2000_random_requests():
+@pytest.fixture
+def llm(monkeypatch: pytest.MonkeyPatch):
+    """Its scheduler has so few of the device's blocks that requests are preempted, too."""
+    make_scheduler = build._make_scheduler
+
+    def make_small_scheduler(config, kv_cache_config, *others):
+        small = dataclasses.replace(kv_cache_config, num_blocks=NUM_BLOCKS)
+        return make_scheduler(config, small, *others)
+
+    monkeypatch.setattr(build, "_make_scheduler", make_small_scheduler)
+    with own_engine_compilations():
+        llm = LLM(compiled_dir=str(demo_programs()), full_sequence_must_fit=False)
+    with llm:
+        yield llm
+
+
+@pytest.mark.parametrize("num_requests", [800, pytest.param(2_000, marks=pytest.mark.slow)])
+def test_nothing_compiles_over_many_random_requests(llm: LLM, num_requests: int):
     draw = random.Random(0)
-    prompts, params = zip(*(random_request(draw) for _ in range(NUM_REQUESTS)), strict=True)
+    prompts, params = zip(*(random_request(draw) for _ in range(num_requests)), strict=True)
     events = []
-    # A pool so small that requests are preempted, too.
-    settings = {
-        "num_gpu_blocks_override": 50,
-        "block_size": 16,
-        "full_sequence_must_fit": False,
-    }
-    with LLM(**settings, max_num_batched_tokens=256) as llm:
-        ready_stats = llm.get_stats()
-        jax.monitoring.register_event_duration_secs_listener(
-            lambda event, *_, **__: events.append(event) if "compile" in event else None
-        )
-        try:
-            outputs = []
-            # Now and then few run, and now and then one.
-            for start, end in ((0, 1_500), (1_500, 1_510), (1_510, 1_511), (1_511, NUM_REQUESTS)):
-                outputs += llm.generate(prompts[start:end], params[start:end], use_tqdm=False)
-        finally:
-            jax.monitoring.clear_event_listeners()
-        stats = llm.get_stats()
+    ready_stats = llm.get_stats()
+
+    def listen(event, *_, **__):
+        if "compile" in event:
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        outputs = []
+        # Now and then few run, and now and then one.
+        for start, end in ((0, 600), (600, 610), (610, 611), (611, num_requests)):
+            outputs += llm.generate(prompts[start:end], params[start:end], use_tqdm=False)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    stats = llm.get_stats()
     assert all(completion.token_ids for output in outputs for completion in output.outputs)
     assert events == []
     assert stats.num_compiles_after_ready == ready_stats.num_compiles_after_ready == 0

@@ -15,10 +15,8 @@ from tests.end_to_end.checked_engine import (
     EngineSettings,
     completions_alone,
     make_llm,
-    make_runner,
     running_client,
 )
-from tests.oracles.make_checkpoint import write_random_checkpoint
 
 N = 4
 MAX_TOKENS = 21
@@ -34,16 +32,10 @@ Tokens = list[list[int]]
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoint")
-    return make_runner(write_random_checkpoint(folder, seed=31, std=0.2, num_layers=2))
-
-
-@pytest.fixture(scope="module")
-def alone(runner) -> list[Tokens]:
+def alone(tiny_runner) -> list[Tokens]:
     """Of each prompt the N completions, each computed alone by a request that shares nothing."""
     return [
-        completions_alone(runner, prompt, params_of(number))
+        completions_alone(tiny_runner, prompt, params_of(number))
         for number, prompt in enumerate(PROMPTS)
     ]
 
@@ -73,7 +65,7 @@ def tokens_of(output: RequestOutput) -> Tokens:
     ],
 )
 def test_completions_are_those_of_separate_requests(
-    runner,
+    tiny_runner,
     alone: list[Tokens],
     monkeypatch: pytest.MonkeyPatch,
     enable_prefix_caching: bool,
@@ -87,7 +79,7 @@ def test_completions_are_those_of_separate_requests(
         num_blocks=num_blocks,
         max_num_batched_tokens=max_num_batched_tokens,
     )
-    core = CheckedCore(runner, settings)
+    core = CheckedCore(tiny_runner, settings)
     llm = make_llm(monkeypatch, core)
     outputs = llm.generate(PROMPTS, [params_of(i) for i in range(len(PROMPTS))], use_tqdm=False)
     assert [tokens_of(output) for output in outputs] == alone
@@ -101,9 +93,9 @@ def test_completions_are_those_of_separate_requests(
 
 @pytest.mark.parametrize("number", range(len(PROMPTS)))
 def test_each_prompt_is_computed_once_and_its_last_block_copied_where_partly_filled(
-    runner, alone: list[Tokens], monkeypatch: pytest.MonkeyPatch, number: int
+    tiny_runner, alone: list[Tokens], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    core = CheckedCore(runner, EngineSettings())
+    core = CheckedCore(tiny_runner, EngineSettings())
     llm = make_llm(monkeypatch, core)
     (output,) = llm.generate([PROMPTS[number]], params_of(number), use_tqdm=False)
     assert tokens_of(output) == alone[number]
@@ -119,13 +111,13 @@ def test_each_prompt_is_computed_once_and_its_last_block_copied_where_partly_fil
 
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
 def test_fewer_blocks_are_held_than_by_separate_requests(
-    runner, alone: list[Tokens], monkeypatch: pytest.MonkeyPatch, enable_prefix_caching: bool
+    tiny_runner, alone: list[Tokens], monkeypatch: pytest.MonkeyPatch, enable_prefix_caching: bool
 ) -> None:
     number = 4
     most = {}
     for is_sharing in (True, False):
         core = CheckedCore(
-            runner,
+            tiny_runner,
             EngineSettings(enable_prefix_caching=enable_prefix_caching, is_sharing=is_sharing),
         )
         llm = make_llm(monkeypatch, core)
@@ -144,8 +136,8 @@ def test_fewer_blocks_are_held_than_by_separate_requests(
         assert N * 7 < most[False] <= N * 8
 
 
-def test_without_a_seed_completions_differ(runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    core = CheckedCore(runner, EngineSettings())
+def test_without_a_seed_completions_differ(tiny_runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = CheckedCore(tiny_runner, EngineSettings())
     llm = make_llm(monkeypatch, core)
     (output,) = llm.generate([PROMPTS[0]], sampling_params(n=8), use_tqdm=False)
     assert len({tuple(c.token_ids) for c in output.outputs}) == 8
@@ -154,12 +146,12 @@ def test_without_a_seed_completions_differ(runner, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
 def test_aborts_in_between_change_nothing_and_leave_the_pool_whole(
-    runner, alone: list[Tokens], enable_prefix_caching: bool
+    tiny_runner, alone: list[Tokens], enable_prefix_caching: bool
 ) -> None:
     settings = EngineSettings(enable_prefix_caching=enable_prefix_caching, num_blocks=2 * TINY_POOL)
 
     async def run() -> int:
-        core = CheckedCore(runner, settings)
+        core = CheckedCore(tiny_runner, settings)
         rng = random.Random(3)
         num_whole = 0
         async with running_client(core) as client:

@@ -82,23 +82,36 @@ def test_completions_are_those_of_separate_requests(
     assert (core.num_preemptions > 0) == (num_blocks == 18)
 
 
-@pytest.mark.parametrize("enable_prefix_caching", [False, True])
-@pytest.mark.parametrize("num_blocks", [160, 30])
-def test_beams_are_those_of_requests_that_share_nothing(
-    runner, monkeypatch: pytest.MonkeyPatch, enable_prefix_caching: bool, num_blocks: int
-) -> None:
-    def search(settings: EngineSettings) -> list[BeamSearchOutput]:
-        core = CheckedCore(runner, settings)
-        llm = make_llm(monkeypatch, core)
+def search(runner, settings: EngineSettings) -> list[BeamSearchOutput]:
+    core = CheckedCore(runner, settings)
+    with pytest.MonkeyPatch.context() as patch:
+        llm = make_llm(patch, core)
         outputs = llm.beam_search(PROMPTS, BeamSearchParams(beam_width=4, max_tokens=9))
         llm.close()
-        assert core.num_held_blocks == 0
-        assert (core.observed.num_block_copies > 0) == settings.is_sharing
-        return outputs
+    assert core.num_held_blocks == 0
+    assert (core.observed.num_block_copies > 0) == settings.is_sharing
+    return outputs
 
+
+@pytest.fixture(scope="module")
+def beams_apart(runner) -> list[BeamSearchOutput]:
+    return search(runner, EngineSettings(is_sharing=False))
+
+
+@pytest.mark.parametrize(
+    ("enable_prefix_caching", "num_blocks"),
+    [
+        (False, 160),
+        (True, 30),
+        pytest.param(True, 160, marks=pytest.mark.slow),
+        pytest.param(False, 30, marks=pytest.mark.slow),
+    ],
+)
+def test_beams_are_those_of_requests_that_share_nothing(
+    runner, beams_apart: list[BeamSearchOutput], enable_prefix_caching: bool, num_blocks: int
+) -> None:
     settings = EngineSettings(enable_prefix_caching=enable_prefix_caching, num_blocks=num_blocks)
-    shared, apart = search(settings), search(EngineSettings(is_sharing=False))
-    for one, other in zip(shared, apart, strict=True):
+    for one, other in zip(search(runner, settings), beams_apart, strict=True):
         assert [s.tokens for s in one.sequences] == [s.tokens for s in other.sequences]
         assert [s.cum_logprob for s in one.sequences] == pytest.approx(
             [s.cum_logprob for s in other.sequences], abs=1e-4

@@ -14,9 +14,7 @@ from tests.end_to_end.checked_engine import (
     EngineSettings,
     completions_alone,
     make_llm,
-    make_runner,
 )
-from tests.oracles.make_checkpoint import write_random_checkpoint
 
 # Of one token, of less than a step, of several.
 LENGTHS = (1, 5, 16, 30)
@@ -32,22 +30,11 @@ NUM_LOGPROBS = 4
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoint")
-    return write_random_checkpoint(folder, seed=5, std=0.2, num_layers=2)
-
-
-@pytest.fixture(scope="module")
-def runner(checkpoint):
-    return make_runner(checkpoint)
-
-
-@pytest.fixture(scope="module")
-def expected(checkpoint):
+def expected(tiny_checkpoint):
     """Of each prompt, f64[num_tokens, vocab]: log-probabilities of what follows each token."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
     with torch.no_grad():
         return [
             torch.log_softmax(model(torch.tensor([prompt])).logits[0].double(), -1).numpy()
@@ -67,8 +54,10 @@ def check(prompt, found, true_np):
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["plain", "ahead", "tiny_pool"])
-def test_logprobs_of_prompts_equal_those_of_transformers(runner, expected, settings, monkeypatch):
-    core = CheckedCore(runner, settings)
+def test_logprobs_of_prompts_equal_those_of_transformers(
+    tiny_runner, expected, settings, monkeypatch
+):
+    core = CheckedCore(tiny_runner, settings)
     llm = make_llm(monkeypatch, core)
     asks = [
         SamplingParams(n=n, seed=3, max_tokens=20, prompt_logprobs=NUM_LOGPROBS)
@@ -90,7 +79,7 @@ def test_logprobs_of_prompts_equal_those_of_transformers(runner, expected, setti
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["plain", "ahead", "tiny_pool"])
-def test_each_of_n_completions_has_penalties_of_its_own(runner, settings, monkeypatch):
+def test_each_of_n_completions_has_penalties_of_its_own(tiny_runner, settings, monkeypatch):
     params = SamplingParams(
         n=3,
         seed=11,
@@ -103,8 +92,8 @@ def test_each_of_n_completions_has_penalties_of_its_own(runner, settings, monkey
         min_tokens=4,
         stop_token_ids=list(range(0, VOCAB_SIZE, 12)),
     )
-    alone = [completions_alone(runner, prompt, params) for prompt in PROMPTS]
-    llm = make_llm(monkeypatch, CheckedCore(runner, settings))
+    alone = [completions_alone(tiny_runner, prompt, params) for prompt in PROMPTS]
+    llm = make_llm(monkeypatch, CheckedCore(tiny_runner, settings))
     outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     llm.close()
     found = [[completion.token_ids for completion in output.outputs] for output in outputs]

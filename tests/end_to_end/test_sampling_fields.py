@@ -6,23 +6,23 @@ import numpy as np
 import pytest
 
 from paxkv.config.sampling_params import SamplingParams
-from tests.end_to_end.engine_harness import EngineSettings, RecordingRunner, run_engine
-from tests.oracles.make_checkpoint import write_random_checkpoint
+from tests.end_to_end.engine_harness import EngineSettings, run_engine
+from tests.oracles.serving_golden import write_serving_recipe
 
-BLOCK_SIZE, NUM_NEW_TOKENS = 16, 14
+BLOCK_SIZE, NUM_NEW_TOKENS, VOCAB_SIZE = 8, 14, 160
 ROOMY = EngineSettings(block_size=BLOCK_SIZE, num_blocks=200, max_num_batched_tokens=2048)
 SETTINGS = {
     "all_at_once": ROOMY,
     "no_prefix_cache": dataclasses.replace(ROOMY, enable_prefix_caching=False),
     "arriving_while_others_run": dataclasses.replace(ROOMY, arrival_gap=2),
     "prompts_in_pieces": dataclasses.replace(ROOMY, max_num_batched_tokens=11),
-    "preempted": dataclasses.replace(ROOMY, num_blocks=14, enable_prefix_caching=False),
+    "preempted": dataclasses.replace(ROOMY, num_blocks=22, enable_prefix_caching=False),
     "a_step_ahead": dataclasses.replace(ROOMY, max_steps_in_flight=2, max_decode_burst=5),
     "a_step_ahead_preempted": dataclasses.replace(
-        ROOMY, max_steps_in_flight=2, max_num_batched_tokens=40, num_blocks=10
+        ROOMY, max_steps_in_flight=2, max_num_batched_tokens=40, num_blocks=17
     ),
 }
-SHARED = np.random.default_rng(0).integers(1, 500, 40).tolist()
+SHARED = np.random.default_rng(0).integers(1, VOCAB_SIZE, 40).tolist()
 PROMPTS = [[*SHARED, 7], [*SHARED, 8, 9], [11, 12], [5] * 20, [21, 22, 23], SHARED[:30]]
 # The first is plain, and may decode in bursts again when the others have ended.
 PARAMS = [
@@ -41,22 +41,17 @@ PARAMS = [
     SamplingParams(
         temperature=1.2,
         max_tokens=NUM_NEW_TOKENS,
-        allowed_token_ids=list(range(0, 500, 9)),
+        allowed_token_ids=list(range(0, VOCAB_SIZE, 3)),
         min_tokens=6,
-        stop_token_ids=list(range(0, 500, 18)),
+        stop_token_ids=list(range(0, VOCAB_SIZE, 6)),
     ),
     SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS, presence_penalty=-1.0),
 ]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write_random_checkpoint(tmp_path_factory.mktemp("llama"), num_layers=2, vocab_size=500)
-
-
-@pytest.fixture(scope="module")
-def runner(checkpoint):
-    return RecordingRunner(checkpoint, BLOCK_SIZE)
+def runner(llama_runner):
+    return llama_runner
 
 
 @pytest.fixture(scope="module")
@@ -134,16 +129,17 @@ def test_fields_hold_in_the_answer(runner, bad_words, alone):
     assert pair not in zip(tokens[:-1], tokens[1:], strict=True)
     assert 17 not in alone[3]
     allowed = alone[4]
-    assert set(allowed) <= set(range(0, 500, 9))
+    assert set(allowed) <= set(range(0, VOCAB_SIZE, 3))
     # Half of what is allowed ends it, but not among the first six.
     assert 6 < len(allowed) <= NUM_NEW_TOKENS
-    assert not set(allowed[:6]) & set(range(0, 500, 18))
+    assert not set(allowed[:6]) & set(range(0, VOCAB_SIZE, 6))
 
 
-def test_greedy_answers_equal_those_of_transformers(checkpoint, runner):
+def test_greedy_answers_equal_those_of_transformers(tmp_path, runner):
     """With its own processors: repetition penalty, bad words, and no end before min_tokens."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
+    checkpoint = write_serving_recipe(tmp_path, "llama")
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
 
     def generate(prompt, **settings):

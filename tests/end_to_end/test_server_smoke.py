@@ -1,11 +1,13 @@
-"""A server started as a user would start it answers one chat, on CI's second Python too."""
+"""A server started as a user would start it, on CI's second Python too: one chat, and its end."""
+
+import json
 
 import httpx
 
 from tests.end_to_end.real_server import running_server
 
 
-def test_the_demo_server_adds_two_numbers_and_ends_when_asked():
+def test_the_demo_server_adds_two_numbers_and_ends_after_its_last_stream():
     with running_server() as server:
         body = {
             "model": "paxkv-demo",
@@ -14,4 +16,22 @@ def test_the_demo_server_adds_two_numbers_and_ends_when_asked():
         }
         answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
         assert answer["choices"][0]["message"]["content"] == "23 + 58 = 81"
-        assert server.stop() == 0
+
+        long = {
+            "prompt": "What is 2 + 2?",
+            "max_tokens": 900,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json=long, timeout=60
+        ) as response:
+            lines = (line for line in response.iter_lines() if line)
+            events = [next(lines)]
+            server.process.terminate()
+            events += lines
+        assert events.pop() == "data: [DONE]"
+        *_, last = (json.loads(event.removeprefix("data: ")) for event in events)
+        assert last["usage"]["completion_tokens"] == 900
+        assert server.process.wait(60) == 0

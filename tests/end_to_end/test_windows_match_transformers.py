@@ -7,9 +7,7 @@ from tests.end_to_end.engine_harness import EngineSettings, RecordingRunner, gre
 from tests.end_to_end.golden_runs import (
     GREEDY,
     HeldBlocks,
-    Runners,
     check_against,
-    make_runners,
     run_combination,
 )
 from tests.end_to_end.settings_product import FACTORS, full_product, pairs_of, pairwise_selection
@@ -24,18 +22,14 @@ from tests.oracles.serving_golden import (
 )
 
 RECIPES = ("gemma3", "gemma3_shallow", "mistral_window")
-# Programs of many layers take long to compile: the default run has fewer layers and shapes. Windows
-# of 20 and 21 tokens are longer and shorter than a block, and no multiple of one.
-QUICK_LEVELS = (
-    {"recipe": ("gemma3_shallow",), "block_size": (16,), "max_num_batched_tokens": (16, 64)},
-    {"recipe": ("mistral_window",), "block_size": (8, 32), "max_num_batched_tokens": (16, 64)},
-)
-QUICK_SELECTION = [c for levels in QUICK_LEVELS for c in pairwise_selection(**levels)]
-
-
-@pytest.fixture(scope="module")
-def runners(tmp_path_factory) -> Runners:
-    return make_runners(tmp_path_factory.mktemp("checkpoints"))
+# The normal run compiles for one recipe of few layers and one block size, whose window of 20 tokens
+# is no multiple of a block.
+QUICK_LEVELS = {
+    "recipe": ("gemma3_shallow",),
+    "block_size": (16,),
+    "max_num_batched_tokens": (16, 64),
+}
+QUICK_SELECTION = pairwise_selection(**QUICK_LEVELS)
 
 
 @pytest.mark.parametrize("combination", QUICK_SELECTION, ids=str)
@@ -54,7 +48,7 @@ def test_answer_does_not_depend_on_settings_full_product(runners, combination: t
 
 
 def test_selection_holds_every_pair_of_settings() -> None:
-    wanted = set().union(*(pairs_of(c) for lv in QUICK_LEVELS for c in full_product(**lv)))
+    wanted = set().union(*(pairs_of(c) for c in full_product(**QUICK_LEVELS)))
     assert set().union(*(pairs_of(c) for c in QUICK_SELECTION)) == wanted
 
 
@@ -69,6 +63,7 @@ def test_other_mixes_of_layers_answer_as_transformers_does(runners, recipe: str)
     assert sum(result.num_cached_tokens) > 0
 
 
+@pytest.mark.slow
 def test_layers_that_share_one_block_table_answer_the_same(tmp_path) -> None:
     golden = load_serving_golden("gemma3_shallow")
     checkpoint = write_serving_recipe(tmp_path, "gemma3_shallow")
@@ -111,6 +106,7 @@ def test_long_sequence_holds_only_what_its_windows_need(tmp_path) -> None:
     assert max(held.most[:-1]) <= 34
 
 
+@pytest.mark.slow
 def test_live_transformers_agree(tmp_path) -> None:
     """With torch at hand: a checkpoint and prompts that no golden file has seen."""
     pytest.importorskip("torch")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +54,8 @@ def test_greedy_tokens_of_several_groups_are_transformers(recipe, tmp_path) -> N
     assert tokens == [g.new_tokens for g in golden]
 
 
+# `tests/end_to_end/test_compiled_generator.py` compares draws of the demo model in the normal run.
+@pytest.mark.slow
 def test_seeded_draws_are_the_engines(generator: CompiledGenerator, checkpoint) -> None:
     prompts = [g.prompt for g in load_serving_golden("llama")]
     settings = [
@@ -105,24 +108,45 @@ def test_rows_end_where_the_models_positions_do(tmp_path) -> None:
         generator.generate([[3] * 8], SamplingParams(max_tokens=1))
 
 
-def test_rows_go_as_far_as_positions_are_scaled(tmp_path) -> None:
-    """A prompt of 40 tokens with 16 positions, scaled to 64: as the engine answers it."""
-    folder = write_random_checkpoint(
-        tmp_path, max_position_embeddings=16, rope={"rope_type": "yarn", "factor": 4.0}
+@pytest.fixture(scope="module")
+def scaled_folder(tmp_path_factory) -> Path:
+    """16 positions, scaled to 64."""
+    return write_random_checkpoint(
+        tmp_path_factory.mktemp("scaled"),
+        max_position_embeddings=16,
+        rope={"rope_type": "yarn", "factor": 4.0},
     )
-    model = load_model(folder, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def scaled_tokens(scaled_folder) -> list[list[int]]:
+    """After prompts of 40 and 57 tokens."""
     shape = GenerateShape(batch_size=2, max_prompt_len=60, max_new_tokens=12)
-    prompts = [np.random.default_rng(0).integers(1, 160, n).tolist() for n in (40, 57)]
+    generator = CompiledGenerator(load_model(scaled_folder, dtype="float32"), shape)
+    return generator.generate(scaled_prompts(), SamplingParams(temperature=0.0, max_tokens=12))
+
+
+def scaled_prompts() -> list[list[int]]:
+    return [np.random.default_rng(0).integers(1, 160, n).tolist() for n in (40, 57)]
+
+
+@pytest.mark.slow
+def test_tokens_at_scaled_positions_are_the_engines(scaled_folder, scaled_tokens) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=12)
     result = run_engine(
-        RecordingRunner(folder, 16, max_model_len=64),
-        prompts,
+        RecordingRunner(scaled_folder, 16, max_model_len=64),
+        scaled_prompts(),
         EngineSettings(block_size=16, num_blocks=64),
         sampling_params=[params] * 2,
     )
-    tokens = CompiledGenerator(model, shape).generate(prompts, params)
-    assert tokens == result.token_ids
-    assert [len(row) for row in tokens] == [12, 7]
+    assert scaled_tokens == result.token_ids
+
+
+def test_rows_go_as_far_as_positions_are_scaled(scaled_folder, scaled_tokens) -> None:
+    assert [len(row) for row in scaled_tokens] == [12, 7]
+    shape = GenerateShape(batch_size=2, max_prompt_len=60, max_new_tokens=12)
+    model, prompts = load_model(scaled_folder, dtype="float32"), scaled_prompts()
+    params = SamplingParams(temperature=0.0, max_tokens=12)
     with pytest.raises(PromptTooLongError, match="max_model_len=16"):
         CompiledGenerator(model, shape, max_model_len=16).generate(prompts, params)
 
@@ -137,6 +161,8 @@ def test_max_model_len_must_fit_the_model(tmp_path, max_model_len, word) -> None
         CompiledGenerator(model, SHAPE, max_model_len=max_model_len)
 
 
+# Below, a row that is empty stands beside others.
+@pytest.mark.slow
 def test_empty_rows_generate_nothing(checkpoint) -> None:
     model = load_model(checkpoint, dtype="float32")
     shape = GenerateShape(batch_size=2, max_prompt_len=3, max_new_tokens=2)
@@ -172,8 +198,9 @@ def test_what_does_not_fit_is_refused(generator, prompts, settings, error, word)
 
 
 def packed_inputs(shape: GenerateShape, vocab_size: int, *, max_model_len: int) -> GenerateInputs:
-    """Made by hand: two rows, with one token allowed in each."""
-    params = [SamplingParams(temperature=0.0, allowed_token_ids=[token]) for token in (20, 30)]
+    """Made by hand: three rows, with one token allowed in each, the last without a prompt."""
+    tokens = (20, 30, 40)
+    params = [SamplingParams(temperature=0.0, allowed_token_ids=[token]) for token in tokens]
     sampling_rows = [
         encode_sampling_params(
             p,
@@ -197,10 +224,10 @@ def packed_inputs(shape: GenerateShape, vocab_size: int, *, max_model_len: int) 
         for p in params
     ]
     return GenerateInputs(
-        prompt_token_ids=np.ones((2, shape.max_prompt_len), np.int32),
-        prompt_lens=np.array([3, 3], np.int32),
-        max_new_tokens=np.array([4, 2], np.int32),
-        stop_token_ids=np.full((2, shape.max_stop_ids), vocab_size, np.int32),
+        prompt_token_ids=np.ones((3, shape.max_prompt_len), np.int32),
+        prompt_lens=np.array([3, 3, 0], np.int32),
+        max_new_tokens=np.array([4, 2, 4], np.int32),
+        stop_token_ids=np.full((3, shape.max_stop_ids), vocab_size, np.int32),
         sampling_rows=np.stack(sampling_rows),
         packed_rows=np.stack(packed_rows),
     )
@@ -208,11 +235,12 @@ def packed_inputs(shape: GenerateShape, vocab_size: int, *, max_model_len: int) 
 
 def test_packed_rows_are_of_the_row_in_their_place(checkpoint) -> None:
     model = load_model(checkpoint, dtype="float32")
-    shape = dataclasses.replace(SHAPE, batch_size=2)
+    shape = dataclasses.replace(SHAPE, batch_size=3)
     generate = jax.jit(make_generate(model, shape))
     most, vocab_size = shape.max_tokens_per_row, model.config.vocab_size
     outputs = generate(model.params, packed_inputs(shape, vocab_size, max_model_len=most))
-    assert outputs.token_ids[:, :4].tolist() == [[20] * 4, [30, 30, 0, 0]]
+    assert outputs.token_ids[:, :4].tolist() == [[20] * 4, [30, 30, 0, 0], [0] * 4]
+    assert outputs.num_tokens.tolist() == [4, 2, 0]
     with pytest.raises(ConfigError, match=f"packed_rows .* max_model_len={most}"):
         generate(model.params, packed_inputs(shape, vocab_size, max_model_len=most + 1))
 

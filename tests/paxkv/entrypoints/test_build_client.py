@@ -31,7 +31,7 @@ def wait_for_health(server: FakeServer, status: int) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while server.health() != status:
         assert time.monotonic() < deadline, f"/health never became {status}"
-        time.sleep(0.01)
+        time.sleep(0.05)
 
 
 def wait_for_requests(server: FakeServer, num_requests: int) -> None:
@@ -40,7 +40,7 @@ def wait_for_requests(server: FakeServer, num_requests: int) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while wanted not in (text := httpx.get(f"{server.url}/metrics", timeout=TIMEOUT_S).text):
         assert time.monotonic() < deadline, text
-        time.sleep(0.01)
+        time.sleep(0.05)
 
 
 def wait_for_closed_port(server: FakeServer) -> None:
@@ -91,6 +91,17 @@ async def test_a_length_left_open_is_the_models_default() -> None:
     (output,) = [o async for o in client.beam_search([97], params, request_id="s")]
     assert len(output.outputs[0].token_ids) == 5
     await client.close(drain_timeout_s=0)
+
+
+def test_request_that_never_fits_the_pool_is_refused_at_the_door() -> None:
+    # 8 usable blocks hold 64 tokens, fewer than max_model_len.
+    with running_fake_server(num_blocks=9) as server:
+        refused = server.complete([97] * 50, 50)
+        assert refused.status_code == 400
+        assert "64" in refused.json()["error"]["message"]
+        assert server.complete([97] * 50, 15).status_code == 200
+        server.process.terminate()
+        assert server.wait()[0] == 0
 
 
 def test_killed_engine_is_a_clear_error_then_503_then_service_again() -> None:

@@ -1,0 +1,48 @@
+"""Engines of this process that several files use: each worker makes each of them once."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paxkv import LLM
+from paxkv.runner.model_runner import ModelRunner
+from tests.demo_programs import demo_programs
+from tests.end_to_end.checked_engine import make_runner
+from tests.end_to_end.engine_harness import RecordingRunner
+from tests.end_to_end.golden_runs import Runners, make_runners
+from tests.engine_compilations import own_engine_compilations
+from tests.oracles.make_checkpoint import write_random_checkpoint
+
+
+@pytest.fixture(scope="session")
+def demo_llm() -> Iterator[LLM]:
+    """The demo model offline, with the default settings and the programs that servers load."""
+    with own_engine_compilations():
+        llm = LLM(compiled_dir=str(demo_programs()))
+    with llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama of two layers, of which `tiny_runner` is."""
+    folder = tmp_path_factory.mktemp("tiny")
+    return write_random_checkpoint(folder, seed=32, std=0.2, num_layers=2)
+
+
+@pytest.fixture(scope="session")
+def tiny_runner(tiny_checkpoint: Path) -> ModelRunner:
+    """Of the checked engines of forks, beams and prompt log-probabilities."""
+    return make_runner(tiny_checkpoint)
+
+
+@pytest.fixture(scope="session")
+def runners(tmp_path_factory: pytest.TempPathFactory) -> Runners:
+    """Recording runners of golden recipes. The normal suite uses two: llama and gemma3_shallow."""
+    return make_runners(tmp_path_factory.mktemp("recipes"))
+
+
+@pytest.fixture(scope="session")
+def llama_runner(runners: Runners) -> RecordingRunner:
+    return runners("llama", 8)
