@@ -39,8 +39,9 @@ def flag_tables() -> str:
     rest = sorted(VLLM_FLAGS, key=lambda flag: flag.names[0])
     parts = [
         "### Same",
-        "These flags work as in vLLM. The default is paxkv's; an empty cell means that there is no "
-        "fixed default.",
+        "These flags mean the same as in vLLM. paxkv may accept fewer values, and not every value "
+        "works on every device: [Tuning](tuning.md#precision). The default is paxkv's. A flag "
+        "without values is on or off. A flag without a default has no fixed default.",
         _table("flag | values | default", (_same_row(own[name], name) for name in same)),
         "### Accepted with a warning",
         "These flags have no effect. paxkv prints a warning with the reason.",
@@ -49,7 +50,7 @@ def flag_tables() -> str:
             ([_names(flag), _reason(flag)] for flag in rest if flag.accepted is None),
         ),
         "### Refused, except for some values",
-        "The listed values ask for what paxkv does anyway. All other values are refused.",
+        "paxkv accepts the listed values, which change nothing. It refuses all other values.",
         _table(
             "flag | accepted values | reason",
             (
@@ -59,7 +60,7 @@ def flag_tables() -> str:
             ),
         ),
         "### Refused",
-        "The command ends with exit code 2 and this reason.",
+        "The command ends with exit code 2 and the reason. Some reasons name an alternative.",
         _table(
             "flag | reason",
             ([_names(flag), _reason(flag)] for flag in rest if flag.accepted == ()),

@@ -26,11 +26,16 @@ class VllmFlag:
     accepted: tuple[str, ...] | None = None
 
 
-_ONE_DEVICE = "an engine computes on one device; --data-parallel-size starts several engines"
+_ONE_DEVICE = (
+    "an engine uses one device of one machine, so no work is split over devices; "
+    "--data-parallel-size starts several engines"
+)
 _COMPILED = "all steps run as programs that XLA compiles before the port opens"
-_MODEL = "the checkpoint decides this; convert the checkpoint, or choose another"
+_MODEL = "paxkv takes this from the checkpoint only; convert the checkpoint, or choose another"
+_HUGGING_FACE = "paxkv reads only checkpoints in the format of Hugging Face"
 _NO_MULTIMODAL = "only text models are supported"
-_LOGS = "logs go to stderr and never contain prompts or answers"
+_PARTIAL_PREFILLS = "paxkv has no such limit; 1 is accepted because it is vLLM's default"
+_LOGS = "the log has a fixed format and goes to stderr; it never contains prompts or answers"
 
 
 def _ignored(reason: str, *names: str, num_values: Literal[0, 1, "+"] = 1) -> list[VllmFlag]:
@@ -59,8 +64,8 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
     *_ignored(_COMPILED, "--optimization-level", "--cudagraph-capture-sizes"),
     *_ignored("preempted requests are computed again, not swapped", "--swap-space"),
     *_ignored("code from a checkpoint is never run", "--trust-remote-code", num_values=0),
-    *_ignored("use --kernels", "--attention-backend"),
-    *_ignored("cascade attention is not used", "--disable-cascade-attn", num_values=0),
+    *_ignored("use --kernels instead", "--attention-backend"),
+    *_ignored("paxkv has no cascade attention", "--disable-cascade-attn", num_values=0),
     *_ignored("set HF_HOME instead", "--download-dir"),
     *_ignored("set HF_TOKEN instead", "--hf-token"),
     *_ignored("only the needed files are downloaded", "--ignore-patterns", num_values="+"),
@@ -71,18 +76,22 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
     *_ignored(
         "internal errors are always logged with a traceback", "--log-error-stack", num_values=0
     ),
-    *_ignored("no metric was renamed", "--show-hidden-metrics-for-version"),
-    *_ignored("use --kv-cache-metrics-sample", "--kv-cache-metrics", num_values=0),
+    *_ignored("paxkv hides no metrics", "--show-hidden-metrics-for-version"),
+    *_ignored("use --kv-cache-metrics-sample instead", "--kv-cache-metrics", num_values=0),
     *_ignored("no traces are exported", "--otlp-traces-endpoint"),
     *_ignored("no traces are exported", "--collect-detailed-traces", num_values="+"),
     *_ignored("every answer has an X-Request-Id", "--enable-request-id-headers", num_values=0),
-    *_ignored("/load always counts", "--enable-server-load-tracking", num_values=0),
-    *_ignored("usage always contains them", "--enable-prompt-tokens-details", num_values=0),
+    *_ignored("/load is always available", "--enable-server-load-tracking", num_values=0),
+    *_ignored(
+        "usage always contains prompt_tokens_details",
+        "--enable-prompt-tokens-details",
+        num_values=0,
+    ),
     *_ignored(
         "--max-header-bytes limits the size of all headers together", "--h11-max-header-count"
     ),
     *_ignored(
-        "/openapi.json describes the API, and there is no page",
+        "there is no documentation page to disable; /openapi.json describes the API",
         "--disable-fastapi-docs",
         num_values=0,
     ),
@@ -94,14 +103,14 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
     *_ignored(_NO_MULTIMODAL, "--limit-mm-per-prompt", "--mm-processor-kwargs"),
     *_ignored(_NO_MULTIMODAL, "--mm-processor-cache-gb", "--allowed-local-media-path"),
     *_ignored(_NO_MULTIMODAL, "--mm-encoder-tp-mode"),
-    VllmFlag(("--tokenizer-mode",), "there is one tokenizer mode", accepted=("auto", "hf")),
-    VllmFlag(("--config-format",), "there is one config format", accepted=("auto", "hf")),
+    VllmFlag(("--tokenizer-mode",), _HUGGING_FACE, accepted=("auto", "hf")),
+    VllmFlag(("--config-format",), _HUGGING_FACE, accepted=("auto", "hf")),
     VllmFlag(("--runner",), "the engine only generates text", accepted=("auto", "generate")),
     VllmFlag(("--convert",), "models are not converted", accepted=("auto", "none")),
     VllmFlag(("--task",), "the engine only generates text", accepted=("auto", "generate")),
     VllmFlag(("--logprobs-mode",), "log-probabilities are always raw", accepted=("raw_logprobs",)),
-    VllmFlag(("--max-num-partial-prefills",), "the number is not limited", accepted=("1",)),
-    VllmFlag(("--max-long-partial-prefills",), "the number is not limited", accepted=("1",)),
+    VllmFlag(("--max-num-partial-prefills",), _PARTIAL_PREFILLS, accepted=("1",)),
+    VllmFlag(("--max-long-partial-prefills",), _PARTIAL_PREFILLS, accepted=("1",)),
     VllmFlag(("--stream-interval",), "tokens are streamed as they are generated", accepted=("1",)),
     VllmFlag(("--cpu-offload-gb",), "weights stay on the device", accepted=("0",)),
     VllmFlag(("--response-role",), "answers have the role assistant", accepted=("assistant",)),
@@ -109,7 +118,7 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
     *_refused(_MODEL, "--model-loader-extra-config"),
     *_refused(_MODEL, "--disable-sliding-window", "--skip-tokenizer-init", num_values=0),
     *_refused(
-        "download it into a folder with huggingface_hub, and name the folder",
+        "download the revision with huggingface_hub, and pass its folder as the model",
         "--revision",
         "--code-revision",
         "--tokenizer-revision",
@@ -120,19 +129,24 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
     *_refused("speculative decoding is not supported", "--speculative-config"),
     *_refused("KV cache transfer is not supported", "--kv-transfer-config"),
     *_refused("KV cache offloading is not supported", "--kv-offloading-size"),
-    *_refused("use --num-gpu-blocks-override", "--kv-cache-memory-bytes"),
+    *_refused(
+        "use --num-gpu-blocks-override, or --cpu-kv-cache-bytes on the CPU",
+        "--kv-cache-memory-bytes",
+    ),
     *_refused("prompts are text or token ids", "--enable-prompt-embeds", num_values=0),
-    *_refused("use --profile-dir with --enable-admin", "--profiler-config"),
+    *_refused("use --profile-dir with --enable-admin instead", "--profiler-config"),
     *_refused("code is not loaded by name", "--scheduler-cls", "--worker-cls", "--middleware"),
     *_refused("code is not loaded by name", "--logits-processors", num_values="+"),
-    *_refused("listen on --host and --port", "--uds"),
+    *_refused("paxkv listens only on a network address: use --host and --port", "--uds"),
     *_refused("restart the server to use new certificates", "--enable-ssl-refresh", num_values=0),
     *_refused("Python's default ciphers are used", "--ssl-ciphers"),
     *_refused(
         "set return_tokens_as_token_ids in requests", "--return-tokens-as-token-ids", num_values=0
     ),
     *_refused(
-        "clients request usage with stream_options", "--enable-force-include-usage", num_values=0
+        "clients ask for the usage of a stream with stream_options",
+        "--enable-force-include-usage",
+        num_values=0,
     ),
 )  # fmt: skip
 
