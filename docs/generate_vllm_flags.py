@@ -41,7 +41,8 @@ def flag_tables() -> str:
         "### Same",
         "These flags mean the same as in vLLM. paxkv may accept fewer values, and not every value "
         "works on every device: [Tuning](tuning.md#precision). The default is paxkv's. A flag "
-        "without values is on or off. A flag without a default has no fixed default.",
+        "without values is on or off. If the default column is empty, paxkv derives the value from "
+        "the model or device, or the flag is not set.",
         _table("flag | values | default", (_same_row(own[name], name) for name in same)),
         "### Accepted with a warning",
         "These flags have no effect. paxkv prints a warning with the reason.",

@@ -31,7 +31,8 @@ _ONE_DEVICE = (
     "--data-parallel-size starts several engines"
 )
 _COMPILED = "all steps run as programs that XLA compiles before the port opens"
-_MODEL = "paxkv takes this from the checkpoint only; convert the checkpoint, or choose another"
+_NO_CLASSES = "paxkv loads no classes that a flag names"
+_MODEL = "paxkv follows the checkpoint and has no flag to override it"
 _HUGGING_FACE = "paxkv reads only checkpoints in the format of Hugging Face"
 _NO_MULTIMODAL = "only text models are supported"
 _PARTIAL_PREFILLS = "paxkv has no such limit; 1 is accepted because it is vLLM's default"
@@ -135,8 +136,8 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
     ),
     *_refused("prompts are text or token ids", "--enable-prompt-embeds", num_values=0),
     *_refused("use --profile-dir with --enable-admin instead", "--profiler-config"),
-    *_refused("code is not loaded by name", "--scheduler-cls", "--worker-cls", "--middleware"),
-    *_refused("code is not loaded by name", "--logits-processors", num_values="+"),
+    *_refused(_NO_CLASSES, "--scheduler-cls", "--worker-cls", "--middleware"),
+    *_refused(_NO_CLASSES, "--logits-processors", num_values="+"),
     *_refused("paxkv listens only on a network address: use --host and --port", "--uds"),
     *_refused("restart the server to use new certificates", "--enable-ssl-refresh", num_values=0),
     *_refused("Python's default ciphers are used", "--ssl-ciphers"),
