@@ -152,7 +152,7 @@ class TransformersModel:
 
     @torch.inference_mode()
     def _timed(self, prompts: torch.Tensor, num_new_tokens: int) -> float:
-        """Seconds until so many new tokens are on the host."""
+        """Generates new tokens for every prompt; seconds until the last one is on the host."""
         self._wait()
         start_s = time.perf_counter()
         output = self._model.generate(

@@ -14,7 +14,7 @@ On a CPU:
 
     python -m benchmarks.ops --platform cpu
 
-checks and times XLA's bodies on one core, beside the machine's bandwidth and torch's attention.
+checks and times XLA's bodies on one core, and measures memory bandwidth and torch's attention.
 """
 
 import argparse

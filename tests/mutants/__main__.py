@@ -4,9 +4,9 @@ A mutant is one small change of one line of `paxkv`: another operator, a constan
 or less, a bound that is off by one, a deleted statement. The tests kill it if one of them fails. A
 mutant that survives shows a line whose behaviour no test checks, or a change without any effect.
 
-    python -m tests.mutants coverage --folder /tmp/mutants
-    python -m tests.mutants draw --folder /tmp/mutants --seed 1 --list list.jsonl
-    python -m tests.mutants run --folder /tmp/mutants --list list.jsonl --results results.jsonl
+    python -m tests.mutants coverage --folder ../mutants
+    python -m tests.mutants draw --folder ../mutants --seed 1 --list list.jsonl
+    python -m tests.mutants run --folder ../mutants --list list.jsonl --results results.jsonl
     python -m tests.mutants report --list list.jsonl --results results.jsonl
 
 1. `coverage` runs the tests once (without those of the kernels and models) and stores in the folder
