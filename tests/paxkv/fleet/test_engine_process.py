@@ -92,6 +92,20 @@ def wait_for_end(pid: int) -> None:
         time.sleep(0.02)
 
 
+def test_a_process_that_cannot_be_told_what_to_do_is_ended(monkeypatch) -> None:
+    pids = []
+
+    def give_order(process: EngineProcess, order: object) -> None:
+        pids.append(process.pid)
+        raise OSError("no space left")
+
+    monkeypatch.setattr(EngineProcess, "_give_order", give_order)
+    with pytest.raises(OSError, match="no space left"):
+        EngineProcess(fake_config(), show_progress=False, command=COMMAND)
+    (pid,) = pids
+    assert not is_running(pid)
+
+
 def test_requests_and_calls_cross_and_signals_of_a_terminal_do_not_end_it() -> None:
     found = []
     with starting() as process:

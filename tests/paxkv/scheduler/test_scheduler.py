@@ -132,9 +132,10 @@ def test_without_chunked_prefill_a_prompt_that_no_step_can_hold_is_refused():
     config = {"max_num_batched_tokens": 10, "enable_chunked_prefill": False}
     with pytest.raises(InvalidRequestError, match="11 tokens; without chunked prefill"):
         add(make_scheduler(**config), "a", 11)
-    scheduler = make_scheduler(**config, long_prefill_token_threshold=6)
-    add(scheduler, "a", 11)
-    assert [counts(step(scheduler)) for _ in range(2)] == [{"a": 6}, {"a": 5}]
+    for threshold, steps in ((6, [6, 5]), (10, [10, 1]), (1, [1] * 11)):
+        scheduler = make_scheduler(**config, long_prefill_token_threshold=threshold)
+        add(scheduler, "a", 11)
+        assert [counts(step(scheduler)) for _ in steps] == [{"a": num} for num in steps]
 
 
 def test_without_chunked_prefill_a_resumed_request_over_the_budget_still_resumes():

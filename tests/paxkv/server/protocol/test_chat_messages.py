@@ -3,7 +3,7 @@
 import pytest
 
 from paxkv.errors import InvalidRequestError
-from paxkv.server.protocol.chat_messages import chat_messages
+from paxkv.server.protocol.chat_messages import MAX_CONTENT_PARTS, chat_messages
 
 USER = {"role": "user", "content": "hi"}
 
@@ -17,6 +17,14 @@ def test_parts_of_text_have_one_form_whatever_they_were_called():
     content = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}, "c"]
     (message,) = chat_messages([{"role": "user", "content": content}])
     assert message["content"] == [{"type": "text", "text": t} for t in "abc"]
+
+
+def test_as_many_parts_as_are_allowed_may_be_given():
+    content = ["a"] * MAX_CONTENT_PARTS
+    (message,) = chat_messages([{"role": "user", "content": content}])
+    assert len(message["content"]) == MAX_CONTENT_PARTS
+    with pytest.raises(InvalidRequestError, match=f"at most {MAX_CONTENT_PARTS}"):
+        chat_messages([{"role": "user", "content": [*content, "a"]}])
 
 
 def test_a_refusal_may_be_sent_back():

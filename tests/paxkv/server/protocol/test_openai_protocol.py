@@ -130,6 +130,7 @@ def test_a_mistake_is_quoted_however_deep_or_long_it_is():
         completion_prompts(prompt)
     for long in ([[[1] * 10**6]], {"a" * 10**6: ["b" * 10**6] * 99}, "c" * 10**6, 10**400):
         assert len(shorten(long)) <= 80
+    assert shorten(10**79) == str(10**79)  # 80 characters
     assert shorten({"a": [1, "b"]}) == "{'a': [1, 'b']}"
 
 

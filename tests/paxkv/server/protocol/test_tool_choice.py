@@ -6,8 +6,9 @@ import pytest
 
 from paxkv.config.engine_config import ServerConfig
 from paxkv.config.structured_outputs_params import StructuredOutputsParams
+from paxkv.errors import InvalidRequestError
 from paxkv.server.protocol.openai_protocol import parse_chat
-from paxkv.server.protocol.tool_choice import tool_use
+from paxkv.server.protocol.tool_choice import MAX_TOOLS, checked_tools, tool_use
 from tests.paxkv.structured_output.demo_grammars import TOKENIZER, make_compiler
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -67,3 +68,10 @@ def _fits(calls):
 def test_references_of_each_function_begin_at_its_own_parameters(name, good, bad):
     assert _fits([{"name": name, "parameters": good}])
     assert not _fits([{"name": name, "parameters": bad}])
+
+
+def test_as_many_tools_as_are_allowed_may_be_given():
+    tools = [_tool(f"t{i}") for i in range(MAX_TOOLS)]
+    assert len(checked_tools(tools)) == MAX_TOOLS
+    with pytest.raises(InvalidRequestError, match=f"at most {MAX_TOOLS}"):
+        checked_tools([*tools, _tool("more")])

@@ -97,6 +97,11 @@ def test_detokenize_shows_special_tokens(shared_server):
     assert body == {"prompt": "<s>ab"}
 
 
+def test_the_first_and_the_last_token_of_the_vocabulary_exist(shared_server):
+    response = shared_server.client.post("/detokenize", json={"tokens": [0, 299]})
+    assert response.status_code == 200, response.text
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
