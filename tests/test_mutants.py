@@ -199,24 +199,29 @@ def test_changed_line_or_renamed_function_is_gone(tree: Path, old: str, new: str
     assert places[kept.id].site.lines == range(19, 20)
 
 
-def test_quick_tests_come_first_and_among_them_those_of_the_mirroring_file():
+def test_tests_of_the_package_come_first_and_of_these_quick_ones_of_the_mirroring_file():
+    near, far = "tests/paxkv/kv_cache", "tests/end_to_end"
     seconds = {
-        "tests/test_pool.py::slow": 3.0,
-        "tests/test_pool.py::b": 0.5,
-        "tests/test_pool.py::a": 0.6,
-        "tests/test_cheap.py::a": 0.1,
-        "tests/test_dear.py::a": 0.9,
-        "tests/test_dear.py::slow": 2.0,
+        f"{near}/test_pool.py::slow": 2.0,
+        f"{near}/test_pool.py::b": 0.5,
+        f"{near}/test_pool.py::a": 0.6,
+        f"{near}/test_cheap.py::a": 0.1,
+        f"{near}/sub/test_dear.py::a": 0.9,
+        f"{far}/test_demo.py::a": 0.1,
+        f"{far}/test_demo.py::slow": 2.5,
+        f"{far}/test_other.py::slow": 3.0,
     }
     durations = {name: covered_lines.Test(taken, 0.0, True, ()) for name, taken in seconds.items()}
     ordered = runs.order_tests(seconds, durations, "paxkv/kv_cache/pool.py", 5.0)
     assert ordered == [
-        "tests/test_pool.py::b",
-        "tests/test_pool.py::a",
-        "tests/test_cheap.py::a",
-        "tests/test_dear.py::a",
-        "tests/test_pool.py::slow",
-        # The next one would begin after 5.1 seconds.
+        f"{near}/test_pool.py::b",
+        f"{near}/test_pool.py::a",
+        f"{near}/test_cheap.py::a",
+        f"{near}/sub/test_dear.py::a",
+        f"{near}/test_pool.py::slow",
+        f"{far}/test_demo.py::a",
+        f"{far}/test_demo.py::slow",
+        # The next one would begin after 6.7 seconds.
     ]
 
 

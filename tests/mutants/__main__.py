@@ -14,13 +14,13 @@ mutant that survives shows a line whose behaviour no test checks, or a change wi
 2. `draw` draws 20 mutants in each of six areas: pool and managers, scheduler, runner, sampler,
    client, server. Equal trees and seeds give equal lists. A mutant is named by its function and its
    line, not by its file, so an old list can be run on a tree in which the code has moved.
-3. `run` runs for each mutant the tests that execute its line, cheap ones first, until one fails or
-   the limit is over (then it counts as survived, unless one test hangs). A test that kills is run
-   once on the unchanged tree too, and does not count if it fails there; a slow one must fail on
-   the mutant twice. The tree itself is not touched: each worker has a copy of it. Results are
-   appended; called again, it goes on where it stopped. The same folder and list, with another
-   results file, start afresh. The limit is wall time for a quiet machine: on a busy one, run again
-   with a longer limit and `--more-time`.
+3. `run` runs for each mutant the tests that execute its line, those of its package first and cheap
+   ones before dear ones, until one fails or the limit is over (then it counts as survived, unless
+   one test hangs). A test that kills is run once on the unchanged tree too, and does not count if
+   it fails there; a slow one must fail on the mutant twice. The tree itself is not touched: each
+   worker has a copy of it. Results are appended; called again, it goes on where it stopped. The
+   same folder and list, with another results file, start afresh. The limit is wall time for a
+   quiet machine: on a busy one, run again with a longer limit and `--more-time`.
 4. `report` prints the counts per area, the survivors, and the mutants whose function or line is
    gone, as Markdown.
 

@@ -205,9 +205,10 @@ def _may_be_chance(outcome: "Outcome", durations: Mapping[str, Test]) -> bool:
 def order_tests(
     tests: Iterable[str], durations: Mapping[str, Test], source: str, max_total_s: float
 ) -> list[str]:
-    """Quick tests first; of them those of the file that mirrors the source, then cheap files.
+    """Tests of the source's package first; of these quick ones, its own file's, then cheap files'.
 
-    Tests of a file stay together, so that its fixtures are made once.
+    A change of a program makes others slow that seemed quick: they load programs that tests
+    before them had compiled. Tests of a file stay together, so that its fixtures are made once.
 
     Args:
         max_total_s: The rest is left out once the stored durations add up to so much.
@@ -217,12 +218,13 @@ def order_tests(
         is_slow = durations[test].seconds_alone > _QUICK_TEST_S
         groups.setdefault((is_slow, test.split("::")[0]), []).append(test)
     mirror = f"test_{Path(source).name}"
+    package = f"tests/{Path(source).parent}/"
 
-    def rank(key: tuple[bool, str]) -> tuple[bool, bool, float, str]:
+    def rank(key: tuple[bool, str]) -> tuple[bool, bool, bool, float, str]:
         is_slow, file = key
         total_s = sum(durations[test].seconds for test in groups[key])
         total_s += max(durations[test].set_up_seconds for test in groups[key])
-        return is_slow, Path(file).name != mirror, total_s, file
+        return not file.startswith(package), is_slow, Path(file).name != mirror, total_s, file
 
     ordered, total_s = [], 0.0
     for key in sorted(groups, key=rank):
