@@ -11,36 +11,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from paxkv import LLM, SamplingParams
 from paxkv.errors import ConfigError
 from tests.end_to_end.real_server import running_server
-from tests.oracles.make_checkpoint import write_random_checkpoint
+from tests.small_engine import FLAGS, SETTINGS
 
-SETTINGS = {
-    "max_model_len": 64,
-    "num_gpu_blocks_override": 24,
-    "max_num_seqs": 2,
-    "max_num_batched_tokens": 16,
-    # Few programs: bursts are compared with single steps elsewhere.
-    "max_decode_burst": 1,
-}
-VOCAB_SIZE = 512
+VOCAB_SIZE = 768
 PARAMS = (
     SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
     SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, n=2),
     SamplingParams(temperature=0.7, top_p=0.9, seed=5, max_tokens=12, min_tokens=4),
 )
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write_random_checkpoint(
-        tmp_path_factory.mktemp("model"),
-        num_layers=1,
-        hidden_size=64,
-        intermediate_size=128,
-        vocab_size=VOCAB_SIZE,
-        num_q_heads=4,
-        num_kv_heads=2,
-        head_dim=32,
-    )
 
 
 def make_prompts() -> list[list[int]]:
@@ -49,9 +27,9 @@ def make_prompts() -> list[list[int]]:
     return [shared + rng.integers(1, VOCAB_SIZE, n).tolist() for n in (3, 20, 9, 1, 30, 2)]
 
 
-def answers(checkpoint, **settings) -> list[list[list[int]]]:
+def answers(**settings) -> list[list[list[int]]]:
     prompts = make_prompts()
-    with LLM(str(checkpoint), **SETTINGS, **settings) as llm:
+    with LLM(**SETTINGS, **settings) as llm:
         outputs = [
             output for params in PARAMS for output in llm.generate(prompts, params, use_tqdm=False)
         ]
@@ -70,19 +48,14 @@ NEEDS_TWO_CORES = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint):
+def server():
     """With two engines."""
-    flags = [
-        argument
-        for name, value in SETTINGS.items()
-        for argument in (f"--{name.replace('_', '-')}", str(value))
-    ]
-    with running_server(str(checkpoint), *flags, "--data-parallel-size", "2") as server:
+    with running_server(*FLAGS, "--data-parallel-size", "2") as server:
         yield server
 
 
-def complete(server, checkpoint, prompts, **fields):
-    body = {"model": str(checkpoint), "prompt": prompts, "return_token_ids": True} | fields
+def complete(server, prompts, **fields):
+    body = {"model": "paxkv-demo", "prompt": prompts, "return_token_ids": True} | fields
     request = urllib.request.Request(
         f"{server.url}/v1/completions",
         json.dumps(body).encode(),
@@ -93,7 +66,7 @@ def complete(server, checkpoint, prompts, **fields):
 
 
 @NEEDS_TWO_CORES
-def test_metrics_tell_what_each_engine_did(server, checkpoint) -> None:
+def test_metrics_tell_what_each_engine_did(server) -> None:
     def read() -> dict[str, dict[str, float]]:
         with urllib.request.urlopen(f"{server.url}/metrics") as response:
             families = list(text_string_to_metric_families(response.read().decode()))
@@ -103,7 +76,7 @@ def test_metrics_tell_what_each_engine_did(server, checkpoint) -> None:
         return found
 
     before = read()
-    complete(server, checkpoint, [[5, 6, 7], [8, 9]], max_tokens=4, ignore_eos=True)
+    complete(server, [[5, 6, 7], [8, 9]], max_tokens=4, ignore_eos=True)
     after = read()
 
     def growth(name: str) -> dict[str, float]:
@@ -118,7 +91,7 @@ def test_metrics_tell_what_each_engine_did(server, checkpoint) -> None:
 
 
 @NEEDS_TWO_CORES
-def test_server_with_two_engines_answers_as_one_engine(server, checkpoint) -> None:
+def test_server_with_two_engines_answers_as_one_engine(server) -> None:
     fields = {"max_tokens": 12, "ignore_eos": True}
     asked = [
         fields | {"temperature": 0.0},
@@ -126,7 +99,7 @@ def test_server_with_two_engines_answers_as_one_engine(server, checkpoint) -> No
         {"temperature": 0.7, "top_p": 0.9, "seed": 5, "max_tokens": 12, "min_tokens": 4},
     ]
     prompts = make_prompts()
-    with LLM(str(checkpoint), **SETTINGS) as llm:
+    with LLM(**SETTINGS) as llm:
         wanted = [
             [
                 completion.token_ids
@@ -135,17 +108,17 @@ def test_server_with_two_engines_answers_as_one_engine(server, checkpoint) -> No
             ]
             for a in asked
         ]
-    assert [complete(server, checkpoint, prompts, **a) for a in asked] == wanted
+    assert [complete(server, prompts, **a) for a in asked] == wanted
 
 
 @pytest.mark.slow
 @NEEDS_TWO_CORES
-def test_tokens_are_those_of_one_engine(checkpoint) -> None:
-    assert answers(checkpoint, data_parallel_size=2) == answers(checkpoint)
+def test_tokens_are_those_of_one_engine() -> None:
+    assert answers(data_parallel_size=2) == answers()
 
 
-def test_more_engines_than_cores_are_refused(checkpoint) -> None:
+def test_more_engines_than_cores_are_refused() -> None:
     with pytest.raises(ConfigError, match="data_parallel_size=10000 is more than"):
-        LLM(str(checkpoint), **SETTINGS, data_parallel_size=10_000)
+        LLM(**SETTINGS, data_parallel_size=10_000)
     with pytest.raises(ConfigError, match="at least 1"):
-        LLM(str(checkpoint), **SETTINGS, data_parallel_size=0)
+        LLM(**SETTINGS, data_parallel_size=0)

@@ -5,10 +5,11 @@ import json
 import httpx
 
 from tests.end_to_end.real_server import running_server
+from tests.small_engine import FLAGS
 
 
 def test_the_demo_server_adds_two_numbers_and_ends_after_its_last_stream():
-    with running_server() as server:
+    with running_server(*FLAGS, "--no-enable-compilation-cache") as server:
         body = {
             "model": "paxkv-demo",
             "temperature": 0,

@@ -14,6 +14,7 @@ from paxkv.errors import ConfigError
 from paxkv.fleet import replica_places
 from paxkv.runner.programs.program_identity import identity_digest
 from tests.oracles.make_checkpoint import write_random_checkpoint
+from tests.small_engine import FLAGS, SETTINGS
 
 PROMPTS = [[5, 6, 7], list(range(1, 20)), [9] * 4]
 PARAMS = [
@@ -21,29 +22,13 @@ PARAMS = [
     SamplingParams(temperature=0.9, seed=3, max_tokens=6, ignore_eos=True),
     SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True),
 ]
-SETTINGS = {
-    "max_model_len": 64,
-    "block_size": 16,
-    "num_gpu_blocks_override": 24,
-    "max_num_seqs": 1,
-    "max_num_batched_tokens": 16,
-}
-FLAGS = [
-    text for name, value in SETTINGS.items() for text in (f"--{name.replace('_', '-')}", str(value))
-]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
-    return write_random_checkpoint(tmp_path_factory.mktemp("model"), num_layers=1)
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory, checkpoint) -> Path:
+def compiled(tmp_path_factory) -> Path:
     """Programs compiled without the weights, which change nothing in them."""
     out = tmp_path_factory.mktemp("compiled")
-    arguments = ["--out", str(out), "--model", str(checkpoint), "--load-format", "dummy", *FLAGS]
-    assert compile.main(arguments) == 0
+    assert compile.main(["--out", str(out), "--load-format", "dummy", *FLAGS]) == 0
     return out
 
 
@@ -53,8 +38,8 @@ def answers(llm: LLM) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint) -> list[list[int]]:
-    with LLM(str(checkpoint), enable_compilation_cache=False, **SETTINGS) as llm:
+def expected() -> list[list[int]]:
+    with LLM(enable_compilation_cache=False, **SETTINGS) as llm:
         return answers(llm)
 
 
@@ -73,21 +58,21 @@ def num_compilations(expected):
 
 
 def test_compiled_ahead_gives_the_same_tokens_and_compiles_nothing(
-    checkpoint, compiled, expected, num_compilations
+    compiled, expected, num_compilations
 ):
-    with LLM(str(checkpoint), compiled_dir=str(compiled), **SETTINGS) as llm:
+    with LLM(compiled_dir=str(compiled), **SETTINGS) as llm:
         assert answers(llm) == expected
         assert llm.get_stats().num_compiles_after_ready == 0
     assert num_compilations() == 0
 
 
 def test_a_start_with_the_cache_gives_the_same_tokens_and_compiles_nothing(
-    checkpoint, compiled, expected, tmp_path, num_compilations
+    compiled, expected, tmp_path, num_compilations
 ):
     # As an earlier start would have left it.
     identity = json.loads((compiled / "programs.json").read_text())["identity"]
     shutil.copytree(compiled, tmp_path / identity_digest(identity))
-    with LLM(str(checkpoint), compilation_cache_dir=str(tmp_path), **SETTINGS) as llm:
+    with LLM(compilation_cache_dir=str(tmp_path), **SETTINGS) as llm:
         assert answers(llm) == expected
         assert llm.get_stats().num_compiles_after_ready == 0
     assert num_compilations() == 0
@@ -96,26 +81,26 @@ def test_a_start_with_the_cache_gives_the_same_tokens_and_compiles_nothing(
 @pytest.mark.parametrize(
     ("setting", "told"),
     [
-        ({"max_num_seqs": 2}, "max_num_seqs: compiled with '1', now '2'"),
-        ({"max_num_batched_tokens": 32}, "num_tokens: compiled with 16, now also 32"),
-        ({"max_decode_burst": 3}, "max_steps: compiled with 8, now also 3"),
-        ({"max_model_len": 32}, "max_blocks_per_req: compiled with 4, now also 2"),
+        ({"max_num_seqs": 3}, "max_num_seqs: compiled with '2', now '3'"),
+        ({"max_num_batched_tokens": 64}, "num_tokens: compiled with 32, now also 64"),
+        ({"max_decode_burst": 3}, "max_steps: compiled with 1, now also 3"),
+        ({"max_model_len": 512}, "max_blocks_per_req: compiled with 64, now also 32"),
         ({"block_size": 8}, "block_size: compiled with '16', now '8'"),
-        ({"num_gpu_blocks_override": 25}, "number of KV blocks: compiled with '24', now '25'"),
+        ({"num_gpu_blocks_override": 73}, "number of KV blocks: compiled with '72', now '73'"),
         ({"kv_cache_dtype": "float16"}, "KV cache: compiled with 'float32, "),
         ({"dtype": "bfloat16"}, "dtype: compiled with 'float32', now 'bfloat16'"),
         ({"kernels": "xla"}, "kernels' implementation: compiled with 'None', now 'xla'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_start_with_other_settings_is_refused_by_name(checkpoint, compiled, setting, told):
+def test_a_start_with_other_settings_is_refused_by_name(compiled, setting, told):
     with pytest.raises(ConfigError, match=re.escape(told)):
-        LLM(str(checkpoint), compiled_dir=str(compiled), **SETTINGS | setting)
+        LLM(compiled_dir=str(compiled), **SETTINGS | setting)
 
 
 def test_another_model_is_refused_by_what_differs(tmp_path, compiled):
     other = write_random_checkpoint(tmp_path, num_layers=2)
-    with pytest.raises(ConfigError, match="model's num_layers: compiled with '1', now '2'"):
+    with pytest.raises(ConfigError, match="model's num_layers: compiled with '4', now '2'"):
         LLM(str(other), compiled_dir=str(compiled), **SETTINGS)
 
 

@@ -1,0 +1,13 @@
+"""One small engine of the demo model, for tests of what compiles programs or starts processes."""
+
+# Steps of at most 32 tokens and no bursts: few programs, which compile in a few seconds.
+SETTINGS = {
+    "block_size": 16,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 32,
+    "num_gpu_blocks_override": 72,
+    "max_decode_burst": 1,
+}
+FLAGS = tuple(
+    text for name, value in SETTINGS.items() for text in (f"--{name.replace('_', '-')}", str(value))
+)
