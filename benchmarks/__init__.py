@@ -1,1 +1,1 @@
-"""Speed and memory, measured as ratios in one run; each benchmark is one command."""
+"""Benchmarks of speed and memory; each answers one question with one command."""

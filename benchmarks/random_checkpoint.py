@@ -1,9 +1,9 @@
 """Writes random Qwen3 checkpoints in Hugging Face layout, from NumPy and a seed alone.
 
-The shapes are those that speed is compared in. Weights are normal, as wide as keeps a product's
-variance that of its input: logits then spread by about 1, the best two lie about 0.2 apart, and the
-next token depends on all tokens before it. So engines that agree to f32 rounding pick the same
-tokens, but for ties of one in some ten thousand tokens at most.
+Weights are normal with a width that keeps the variance of a product equal to that of its input.
+Logits then spread by about 1, the best two differ by about 0.2, and the next token depends on all
+preceding tokens. Engines that agree to float32 rounding therefore choose the same tokens, except in
+at most one of about ten thousand tokens.
 
     python -m benchmarks.random_checkpoint --model small --out FOLDER
 """
@@ -11,7 +11,6 @@ tokens, but for ties of one in some ten thousand tokens at most.
 import argparse
 import dataclasses
 import json
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,10 +36,6 @@ class ModelShape:
     head_dim: int
     intermediate_size: int
     vocab_size: int
-
-    @property
-    def num_weights(self) -> int:
-        return sum(math.prod(weight_shape) for _, weight_shape in _weight_shapes(self))
 
 
 MODEL_SHAPES = {
@@ -77,7 +72,7 @@ MODEL_SHAPES = {
 def write_checkpoint(
     folder: Path, shape: ModelShape, *, seed: int = 0, dtype: str = "float32"
 ) -> Path:
-    """Writes config.json and model.safetensors into `folder`, which is made where it is missing.
+    """Writes config.json and model.safetensors into `folder`, which is created if missing.
 
     The same arguments always give the same weights.
 
@@ -104,7 +99,7 @@ def write_checkpoint(
         "torch_dtype": dtype,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    # RandomState's stream is frozen for good; default_rng's may change with NumPy.
+    # The numbers of RandomState never change; those of default_rng may change with NumPy.
     rng = np.random.RandomState(seed)
     weights = {
         name: _draw(rng, name, weight_shape).astype(NUMPY_DTYPES[dtype])

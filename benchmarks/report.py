@@ -2,7 +2,7 @@
 
     python -m benchmarks.report benchmarks/results/*.jsonl --out report
 
-writes report/report.md, which has every figure and links the plots beside it. If a figure was
+writes report/report.md, which has every figure and links to the plots. If a figure was
 measured several times, the last row of the file counts. Rows with an engine and a workload in their
 case become bars of tokens per second, one plot per workload; any other metric becomes one bar per
 case, if there are two cases or more. The thin line on a bar is the range of its repetitions. Rows
@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.command_line import BenchmarkError, output_folder, run_benchmark
-from benchmarks.tables import case_fields, markdown_table, short_cases
+from benchmarks.tables import case_fields, markdown_table, number, short_cases
 
 SPEED_METRICS = {
     "tokens_per_cpu_s": "output tokens per CPU-second",
@@ -87,7 +87,7 @@ def read_rows(files: Sequence[Path]) -> list[Row]:
             lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise BenchmarkError(f"{file} cannot be read: {error}.") from error
-        for number, line in enumerate(lines, start=1):
+        for idx, line in enumerate(lines, start=1):
             try:
                 fields = json.loads(line)
                 if isinstance(fields, dict) and _has_no_figure(fields):
@@ -95,7 +95,7 @@ def read_rows(files: Sequence[Path]) -> list[Row]:
                 row = _row_of(fields)
             except (ValueError, RecursionError) as error:
                 raise BenchmarkError(
-                    f"{file}:{number} is no result row: {error}. Take the line out of the file, "
+                    f"{file}:{idx} is no result row: {error}. Take the line out of the file, "
                     "or write it again with its benchmark."
                 ) from error
             found[row.benchmark, row.case, row.metric, row.device] = row
@@ -152,9 +152,9 @@ def _table(rows: Sequence[Row]) -> str:
         [
             row.case,
             row.metric,
-            _number(row.median),
-            _number(row.min),
-            _number(row.max),
+            number(row.median),
+            number(row.min),
+            number(row.max),
             str(row.num_repetitions),
             row.device,
             row.date,
@@ -164,13 +164,6 @@ def _table(rows: Sequence[Row]) -> str:
     ]
     # A "|" would end its cell.
     return markdown_table(head, [[cell.replace("|", "\\|") for cell in line] for line in lines])
-
-
-def _number(value: float) -> str:
-    """At least three digits: 12.3 for 12.345 and 12,346 for 12345.6."""
-    if value == 0 or abs(value) >= 100 or value == int(value):
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
 
 
 def _write_plots(rows: Sequence[Row], folder: Path, name: Sequence[str]) -> list[Path]:
@@ -238,7 +231,7 @@ def _plot_engines(rows: Sequence[Row], ratios: dict[tuple[str, str], float]) -> 
         for row in of_axes:
             ratio = ratios.get((row.case, RATIO_METRICS[metric]))
             note = "" if ratio is None else f"   ({OURS} {ratio:.1f}×)"
-            notes.append(_number(row.median) + note)
+            notes.append(number(row.median) + note)
         _draw_bars(axes, of_axes, _engine_labels(of_axes), notes)
         axes.set_title(workload, loc="left", fontsize=10, fontweight="bold")
         axes.set_xlabel(SPEED_METRICS[metric], fontsize=9)
@@ -269,7 +262,7 @@ def _plot_cases(metrics: Sequence[Sequence[Row]]) -> Figure:
     widest = max(len(line) for label in labels for line in label.split("\n"))
     figure, panels = _panels(len(metrics), len(cases), 0.5 + 0.07 * widest, sharey=True)
     for axes, rows in zip(panels, metrics, strict=True):
-        _draw_bars(axes, rows, labels, [_number(row.median) for row in rows])
+        _draw_bars(axes, rows, labels, [number(row.median) for row in rows])
         axes.set_title(rows[0].metric.replace("_", " "), loc="left", fontsize=10)
     # The axes share y, so one call inverts all.
     panels[0].invert_yaxis()
@@ -319,7 +312,7 @@ def _draw_bars(
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=8)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.xaxis.set_major_formatter(lambda value, _: _number(value))
+    axes.xaxis.set_major_formatter(lambda value, _: number(value))
     axes.grid(axis="x", color="#e4e4e4", linewidth=0.8)
     axes.set_axisbelow(True)
     # Room for the notes.

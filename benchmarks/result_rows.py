@@ -10,8 +10,9 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 RESULTS_FOLDER = Path(__file__).parent / "results"
 _PACKAGES = ("paxkv", "jax", "numpy")
@@ -31,6 +32,7 @@ class ResultRow:
         metric: Name of the figure with its unit, such as `waste_percent`.
         values: One per repetition; empty in a row that says why there is no figure.
         device: Chip that did the work; host benchmarks name the processor.
+        details: Further fields, which may replace those that every row has.
     """
 
     benchmark: str
@@ -38,6 +40,7 @@ class ResultRow:
     metric: str
     values: Sequence[float]
     device: str
+    details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def median(self) -> float:
@@ -58,6 +61,7 @@ class ResultRow:
             "versions": _versions(),
             "commit": commit_hash(),
             "command": f"python -m {self.benchmark} {' '.join(sys.argv[1:])}".strip(),
+            **self.details,
         }
 
 

@@ -10,15 +10,14 @@ one token when the server is ready, then stops it. Flags after `--` go to the se
 
 Milestones, in seconds since the start of the process:
 
-    imports      the engine's process has imported everything
     model        weights are loaded and the KV cache is allocated
     programs     every program is compiled or loaded
     ready        the port is open
     first token  the first piece of an answer has arrived over HTTP
 
-The operating system may have the files in memory: before the first measurement a process imports
-everything and ends. The cache folder is a fresh XDG_CACHE_HOME, and JAX_COMPILATION_CACHE_DIR is
-removed from the server's environment. `python -m benchmarks.report` draws the rows.
+A process imports everything before the first measurement, so that the files are in memory in every
+measured start. The cache folder is a fresh XDG_CACHE_HOME, and JAX_COMPILATION_CACHE_DIR is removed
+from the server's environment. `python -m benchmarks.report` draws the rows.
 """
 
 import argparse
@@ -41,29 +40,12 @@ from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, proce
 from benchmarks.tables import markdown_table, spread
 
 ROOT = Path(__file__).resolve().parents[1]
-MILESTONES = ("imports", "model", "programs", "ready", "first token")
+MILESTONES = ("model", "programs", "ready", "first token")
 STARTS = ("cold", "warm")
-_IMPORTS_DONE = "benchmarks.startup: imports done"
-# As `python -m paxkv.entrypoints.engine_process` and `python -m paxkv.serve`, with one more line,
-# because the server prints nothing when imports are done. The engine process's take longer.
-_ENGINE = f"""
-import sys
-from paxkv import engine_process
-print({_IMPORTS_DONE!r}, file=sys.stderr, flush=True)
-sys.exit(engine_process.main())
-"""
-_SERVE = f"""
-import functools, sys
-from paxkv import build_client, serve
-build_client.EngineSupervisor = functools.partial(
-    build_client.EngineSupervisor, command=(sys.executable, "-P", "-c", {_ENGINE!r})
-)
-sys.exit(serve.main())
-"""
-_IMPORT = "from paxkv import engine_process, serve"
+SERVE_COMMAND = (sys.executable, "-m", "paxkv.serve")
+_IMPORT = "import paxkv.serve, paxkv.entrypoints.engine_process"
 # What the server prints at each milestone; the first two groups of "programs" are counts.
 _LINES = {
-    "imports": re.compile(re.escape(_IMPORTS_DONE)),
     "model": re.compile(r"KV cache: \d+ blocks"),
     "programs": re.compile(r"programs: (\d+) loaded.*, (\d+) compiled"),
     "ready": re.compile(r" is ready at (\S+)/v1"),
@@ -73,7 +55,7 @@ _NUM_SHOWN_LINES = 20
 
 
 class StartError(Exception):
-    """The server made no token; the message has its last lines."""
+    """The server made no token; the message includes its last lines."""
 
 
 def measure_start(
@@ -84,7 +66,7 @@ def measure_start(
     Raises:
         StartError: The server ended early, took too long, or gave no token.
     """
-    command = [sys.executable, "-c", _SERVE, "--port", "0", *serve_arguments]
+    command = [*SERVE_COMMAND, "--port", "0", *serve_arguments]
     start = time.perf_counter()
     process = subprocess.Popen(
         command,
@@ -110,7 +92,7 @@ def server_environment(environment: Mapping[str, str], cache_home: Path) -> dict
     """An environment in which compiled programs are stored only below `cache_home`."""
     changed = {k: v for k, v in environment.items() if k != "JAX_COMPILATION_CACHE_DIR"}
     old_cache_home = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    # Models of the hub are to be found where they were.
+    # Models of the Hub stay in their folder.
     changed.setdefault("HF_HOME", str(Path(old_cache_home) / "huggingface"))
     return changed | {"XDG_CACHE_HOME": str(cache_home)}
 
@@ -166,7 +148,7 @@ def _first_token_time(url: str, timeout_s: float) -> float:
     Raises:
         StartError: None arrives.
     """
-    # Token ids, for models without a tokenizer; any model has these.
+    # Token ids that every model has, so that no tokenizer is needed.
     body = {"prompt": [3, 4, 5, 6, 7, 8, 9, 10], "max_tokens": 1, "stream": True}
     try:
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=timeout_s) as answer:
@@ -182,7 +164,7 @@ def _first_token_time(url: str, timeout_s: float) -> float:
 def _stop(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
-        # Reads on, because a process whose pipe is full never ends.
+        # Reads the output, because a process whose pipe is full never ends.
         process.communicate(timeout=_STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()

@@ -1,4 +1,4 @@
-"""How benchmarks print figures: tables, spreads, and the names of cases."""
+"""Tables, spreads and names of cases, as benchmarks print them."""
 
 import re
 import statistics
@@ -31,9 +31,16 @@ def short_cases(cases: Sequence[str]) -> tuple[str, list[str]]:
     return " ".join(f for f in fields[0] if f in common), left
 
 
-def spread(values: Sequence[float], digits: int = 2) -> str:
+def number(value: float) -> str:
+    """At least three digits: 12.3 for 12.345 and 12,346 for 12345.6."""
+    if value == 0 or abs(value) >= 100 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def spread(values: Sequence[float]) -> str:
     """ "median (least to most)", or one number if all values are equal."""
-    middle = f"{statistics.median(values):,.{digits}f}"
+    middle = number(statistics.median(values))
     if min(values) == max(values):
         return middle
-    return f"{middle} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
+    return f"{middle} ({number(min(values))} to {number(max(values))})"

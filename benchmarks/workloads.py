@@ -1,14 +1,14 @@
-"""Seeded workloads as token ids and exact output lengths, which any engine can be fed.
+"""Seeded workloads for any engine: token ids and exact output lengths.
 
 mixed            64 requests, prompts of 32 to 256 tokens, outputs of 32 to 128
-prefix           64 requests: the same 512 tokens, then 32 of their own; outputs of 16
-prefix-no-hits   as prefix, but all 544 tokens of a prompt are its own: nothing can be shared
+prefix           64 requests: the same 512 tokens, then 32 different ones; outputs of 16
+prefix-no-hits   64 requests of 544 different tokens; outputs of 16
 skewed           64 requests, prompts of 32 to 128 tokens; 8 outputs of 192 to 256 among 56 of
                  8 to 32, at random places
 uniform-256      256 requests, prompts and outputs uniform over 100 to 1,024 tokens
 
-All requests are there from the start. End-of-sequence tokens are to be ignored, so that every
-engine makes the same number of tokens.
+All requests arrive at the start. Engines must ignore end-of-sequence tokens, so that all of them
+make the same number of tokens.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class WorkloadRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and output together."""
+        """Tokens of prompt and output."""
         return len(self.prompt_token_ids) + self.num_output_tokens
 
 
@@ -43,17 +43,8 @@ class Workload:
     def num_output_tokens(self) -> int:
         return sum(request.num_output_tokens for request in self.requests)
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(len(request.prompt_token_ids) for request in self.requests)
-
-    @property
-    def max_request_tokens(self) -> int:
-        """Of the longest request, prompt and output together."""
-        return max(request.num_tokens for request in self.requests)
-
     def first(self, num_requests: int, max_output_tokens: int | None = None) -> "Workload":
-        """A smaller workload: the first requests, with outputs cut to a length."""
+        """The first requests, with outputs of at most a length."""
         requests = self.requests[:num_requests]
         if max_output_tokens is not None:
             requests = [
@@ -65,12 +56,12 @@ class Workload:
         return Workload(name=self.name, requests=requests)
 
     def write(self, file: Path) -> None:
-        """As JSON, for an engine in another process."""
+        """Writes the workload as JSON, for an engine in another process."""
         file.write_text(json.dumps(dataclasses.asdict(self)))
 
     @staticmethod
     def read(file: Path) -> "Workload":
-        """What `write` wrote."""
+        """Reads a file of `write`."""
         fields = json.loads(file.read_text())
         requests = [WorkloadRequest(**request) for request in fields["requests"]]
         return Workload(name=fields["name"], requests=requests)
@@ -82,7 +73,7 @@ def make_workload(name: str, *, vocab_size: int, seed: int = 0) -> Workload:
     Raises:
         KeyError: No workload has that name; `WORKLOADS` lists them.
     """
-    # RandomState's stream is frozen for good; default_rng's may change with NumPy.
+    # The numbers of RandomState never change; those of default_rng may change with NumPy.
     rng = np.random.RandomState(seed)
     return Workload(name=name, requests=WORKLOADS[name](rng, vocab_size))
 
@@ -95,14 +86,14 @@ def _request(
     *,
     shared: tuple[int, ...] = (),
 ) -> WorkloadRequest:
-    """A request whose prompt is `shared` and then random tokens, `num_prompt_tokens` in all."""
+    """A prompt of `num_prompt_tokens` tokens: `shared`, then random ones."""
     own = rng.randint(0, vocab_size, size=num_prompt_tokens - len(shared)).tolist()
     return WorkloadRequest(
         prompt_token_ids=[*shared, *own], num_output_tokens=int(num_output_tokens)
     )
 
 
-def _uniform(
+def uniform_requests(
     rng: np.random.RandomState,
     vocab_size: int,
     *,
@@ -110,7 +101,7 @@ def _uniform(
     prompts: tuple[int, int],
     outputs: tuple[int, int],
 ) -> list[WorkloadRequest]:
-    """Lengths uniform over both ranges, whose ends are included."""
+    """Requests with random tokens; lengths are uniform over both ranges, ends included."""
     return [
         _request(
             rng,
@@ -123,7 +114,7 @@ def _uniform(
 
 
 def _mixed(rng: np.random.RandomState, vocab_size: int) -> list[WorkloadRequest]:
-    return _uniform(rng, vocab_size, num_requests=64, prompts=(32, 256), outputs=(32, 128))
+    return uniform_requests(rng, vocab_size, num_requests=64, prompts=(32, 256), outputs=(32, 128))
 
 
 def _prefix(rng: np.random.RandomState, vocab_size: int) -> list[WorkloadRequest]:
@@ -145,7 +136,9 @@ def _skewed(rng: np.random.RandomState, vocab_size: int) -> list[WorkloadRequest
 
 
 def _uniform_256(rng: np.random.RandomState, vocab_size: int) -> list[WorkloadRequest]:
-    return _uniform(rng, vocab_size, num_requests=256, prompts=(100, 1024), outputs=(100, 1024))
+    return uniform_requests(
+        rng, vocab_size, num_requests=256, prompts=(100, 1024), outputs=(100, 1024)
+    )
 
 
 WORKLOADS: Mapping[str, Callable[[np.random.RandomState, int], list[WorkloadRequest]]] = {

@@ -1,1 +1,1 @@
-"""The same workloads on torch, beside paxkv."""
+"""Compares paxkv with torch and transformers on the same workloads."""

@@ -1,22 +1,22 @@
-"""Whether two engines made the same greedy tokens; if not, where, and how clear the choice was."""
+"""Compares the greedy tokens of two engines, and finds how close the logits are at differences."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
 
 from benchmarks.workloads import Workload
 
-# (tokens before, one token, another) -> logit of the one minus logit of the other.
+# (preceding tokens, first token, second token) -> logit of the first minus logit of the second.
 LogitGap = Callable[[list[int], int, int], float]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDifference:
-    """The first token in which an engine differs, of one request.
+    """The first differing token of one request.
 
     Args:
-        position: Among the request's new tokens.
-        logit_gap: Logit of `wanted` minus that of `got` after all tokens before; None if nobody can
-            tell. Where it is as small as rounding, either choice is right.
+        position: Index among the request's new tokens.
+        logit_gap: Logit of `wanted` minus logit of `got` after all preceding tokens; None if no
+            engine can compute it. If it is as small as rounding, both tokens are right.
     """
 
     request_idx: int
@@ -42,11 +42,11 @@ def differences(
     got: Sequence[Sequence[int]],
     logit_gap: LogitGap | None,
 ) -> list[TokenDifference]:
-    """The first difference of every request that has one.
+    """The first difference of every request with one.
 
     Args:
         wanted, got: New tokens of every request.
-        logit_gap: Judges how clear a choice was.
+        logit_gap: Computes `TokenDifference.logit_gap`.
     """
     found = []
     requests = zip(workload.requests, wanted, got, strict=True)

@@ -1,9 +1,8 @@
 """The traditional scheme in plain torch: a preallocated contiguous cache and static batches.
 
-Every row of a batch owns `[max_len]` positions of cache, as many as the model could ever need,
-reserved before the first token; a row's tokens lie in it from 0 on, the rest of it stays empty.
-Requests are taken in the order of their arrival, `batch_size` together, and all wait for the
-longest output of their batch. No library generates here: a forward pass and a loop.
+Every row of a batch owns `[max_len]` positions of the cache, reserved before the first token. The
+row's tokens fill the positions from 0 on. Requests run in order of arrival in batches of
+`batch_size`, and all wait for the longest output of their batch.
 """
 
 import json
@@ -25,7 +24,7 @@ def load_engine(spec: EngineSpec, workload: Workload) -> "ContiguousEngine":
 
 
 class ContiguousCache:
-    """Keys and values of all layers and rows, reserved at once and reused by batch after batch."""
+    """Keys and values of all layers and rows, allocated once and reused by every batch."""
 
     def __init__(self, config: dict[str, int], batch_size: int, dtype: torch.dtype) -> None:
         shape = (
@@ -41,7 +40,7 @@ class ContiguousCache:
 
 
 class Qwen3:
-    """A Qwen3 with a tied head, as its checkpoint says; one forward pass for prompts and steps."""
+    """A Qwen3 with a tied head."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         self.config = json.loads((folder / "config.json").read_text())
@@ -64,8 +63,8 @@ class Qwen3:
     ) -> torch.Tensor:  # f[batch_size, vocab_size]
         """Logits after each prompt.
 
-        What padding leaves in the cache lies behind the row's length, where the row's own tokens
-        overwrite it before anything reads it.
+        Padding writes into the cache after the row's last position. The row's own tokens overwrite
+        it before it is read.
         """
         batch_size, num_tokens = token_ids.shape
         positions = torch.arange(num_tokens).expand(batch_size, -1)
@@ -95,7 +94,7 @@ class Qwen3:
             q, k, v = self._qkv(layer_idx, hidden, positions[:, None])
             cache.k[layer_idx, rows, :, positions] = k[:, :, 0]
             cache.v[layer_idx, rows, :, positions] = v[:, :, 0]
-            # The query heads of a KV head stand where query tokens would: nothing is repeated.
+            # The query heads of a KV head take the place of query tokens, so no key is repeated.
             attended = F.scaled_dot_product_attention(
                 q.view(batch_size, num_kv_heads, -1, head_dim),
                 cache.k[layer_idx, :batch_size, :, :num_keys],
@@ -145,13 +144,13 @@ class Qwen3:
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates pairs that lie half a head apart, as Hugging Face's checkpoints want it."""
+    """Rotates pairs that are half a head apart, as in Hugging Face checkpoints."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 class ContiguousEngine:
-    """Batches of `batch_size` over one cache, which is reserved at the first run of that size."""
+    """Batches of `batch_size` over one cache, which the first run of that size allocates."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         self._model = Qwen3(folder, dtype)
@@ -180,7 +179,7 @@ class ContiguousEngine:
         padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
         new_ids = [self._model.prefill(padded, lengths, cache).argmax(-1)]
         for step in range(max(request.num_output_tokens for request in requests) - 1):
-            # A row that has all it wanted runs on, inside what is reserved for it.
+            # A finished row continues within its reserved positions.
             positions = (lengths + step).clamp(max=cache.k.shape[3] - 1)
             new_ids.append(self._model.decode(new_ids[-1], positions, cache).argmax(-1))
         return [
@@ -189,7 +188,7 @@ class ContiguousEngine:
         ]
 
     def logit_gap(self, token_ids: list[int], first: int, second: int) -> float:
-        raise NotImplementedError("transformers judges differences.")
+        raise NotImplementedError("transformers computes logit gaps.")
 
     def close(self) -> None:
         pass

@@ -1,27 +1,29 @@
 """transformers' continuous batching: the manager behind `generate_batch`.
 
-`generate_batch` gives all requests one output length, and these have their own: so the requests go
-to its manager one by one, which is what `generate_batch` does with them.
+`generate_batch` gives all requests one output length. The requests here have different lengths, so
+they are passed to its manager one by one, as `generate_batch` itself does.
 
-On a CPU there are no block tables, graphs or overlapped steps: a step gathers the keys and values
-of all its requests from the paged cache and attends with SDPA under one mask over all of them. So
-it costs as the square of what its requests hold together, and transformers' defaults (all requests
-at once, 8,192 tokens a step) take longer than fewer requests and shorter steps: `max_requests`.
+On a CPU, transformers uses no block tables, graphs or overlapped steps. A step gathers the keys and
+values of all its requests from the paged cache and attends with SDPA under one mask over all of
+them. The cost of a step grows with the square of the tokens that its requests hold. Fewer requests
+and shorter steps (`max_requests`) are therefore faster than transformers' defaults, which are all
+requests at once and 8,192 tokens per step.
 """
 
 import math
 
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from benchmarks.compare_torch.transformers_model import load_transformers_model, logit_gap
 from benchmarks.engine.offline_engine import EngineOutput, EngineSpec
 from benchmarks.workloads import Workload
 
-# Smaller than transformers' 256, which takes as long and reserves more.
+# Smaller than transformers' 256, which is as fast and reserves more memory.
 PAGE_SIZE = 32
-# Of a step, where the number of requests is limited.
+# Most tokens per step, where the number of requests is limited.
 MAX_BATCH_TOKENS = 512
-# Seconds without any finished request after which a run has failed.
+# A run fails after this long without a finished request.
 _RESULT_TIMEOUT_S = 600.0
 
 
@@ -30,11 +32,41 @@ def load_engine(spec: EngineSpec, workload: Workload) -> "ContinuousBatching":
     return ContinuousBatching(load_transformers_model(spec), num_blocks)
 
 
-class ContinuousBatching:
-    """A manager for each run, so that no run finds another's prefixes.
+def run_requests(
+    manager: ContinuousBatchingManager, workload: Workload, name: str = ""
+) -> list[list[int]]:
+    """Sends all requests at once; returns the new tokens of each, in the order of the workload.
 
     Args:
-        num_blocks: Blocks of the cache, enough for the whole workload: nothing is ever evicted.
+        name: Begins the ids of the requests; runs of one manager need different names.
+
+    Raises:
+        RuntimeError: transformers reports an error, or finishes no request for a long time.
+    """
+    req_ids = [f"{name}.{idx}" for idx in range(len(workload.requests))]
+    for req_id, request in zip(req_ids, workload.requests, strict=True):
+        manager.add_request(
+            request.prompt_token_ids,
+            request_id=req_id,
+            max_new_tokens=request.num_output_tokens,
+            eos_token_id=-1,
+        )
+    token_ids: dict[str, list[int]] = {}
+    while len(token_ids) < len(req_ids):
+        result = manager.get_result(timeout=_RESULT_TIMEOUT_S)
+        if result is None or result.error is not None:
+            reason = "no result" if result is None else result.error
+            raise RuntimeError(f"transformers' continuous batching failed: {reason}")
+        if result.is_finished():
+            token_ids[result.request_id] = result.generated_tokens
+    return [token_ids[req_id] for req_id in req_ids]
+
+
+class ContinuousBatching:
+    """Each run has a manager of its own, so that it finds no prefixes of other runs.
+
+    Args:
+        num_blocks: Blocks of the cache, enough for the whole workload, so none is evicted.
     """
 
     def __init__(self, model: PreTrainedModel, num_blocks: int) -> None:
@@ -45,7 +77,7 @@ class ContinuousBatching:
         pass
 
     def run(self, workload: Workload, max_requests: int | None) -> EngineOutput:
-        """Runs all requests, at most `max_requests` at once; None is as transformers would."""
+        """Runs all requests, at most `max_requests` at once; None keeps transformers' defaults."""
         is_limited = max_requests is not None
         settings = ContinuousBatchingConfig(
             page_size=PAGE_SIZE,
@@ -57,22 +89,7 @@ class ContinuousBatching:
         with self._model.continuous_batching_context_manager(
             generation_config=greedy, continuous_batching_config=settings, warmup=False
         ) as manager:
-            for idx, request in enumerate(workload.requests):
-                manager.add_request(
-                    request.prompt_token_ids,
-                    request_id=str(idx),
-                    max_new_tokens=request.num_output_tokens,
-                    eos_token_id=-1,
-                )
-            token_ids: dict[str, list[int]] = {}
-            while len(token_ids) < len(workload.requests):
-                result = manager.get_result(timeout=_RESULT_TIMEOUT_S)
-                if result is None or result.error is not None:
-                    reason = "no result" if result is None else result.error
-                    raise RuntimeError(f"transformers' continuous batching failed: {reason}")
-                if result.is_finished():
-                    token_ids[result.request_id] = result.generated_tokens
-        return EngineOutput(token_ids=[token_ids[str(i)] for i in range(len(token_ids))])
+            return EngineOutput(token_ids=run_requests(manager, workload))
 
     def logit_gap(self, token_ids: list[int], first: int, second: int) -> float:
         return logit_gap(self._model, token_ids, first, second)

@@ -1,23 +1,24 @@
-"""The same workload and random checkpoint on paxkv and on torch, in turn, with the ratio.
+"""Runs one workload and one random checkpoint on paxkv and on torch, and prints the ratio.
 
     python -m benchmarks.compare_torch --workload mixed --model small --threads 1 --repetitions 3
     python -m benchmarks.compare_torch --engines static-8 static-16 --threads 2
 
-Engines beside paxkv:
+Engines that paxkv is compared with:
 
     static-N       transformers' `generate` on static batches of N requests in order of arrival,
                    padded on the left; a batch runs until its longest output
-    continuous     transformers' continuous batching as `generate_batch` sets it up: all requests
-                   at once, up to 8,192 tokens a step, which suits GPUs
-    continuous-N   the same, set up for a CPU: at most N requests at once, 512 tokens a step
+    continuous     transformers' continuous batching with the settings of `generate_batch`: all
+                   requests at once, up to 8,192 tokens per step, which suits GPUs
+    continuous-N   the same with settings for a CPU: at most N requests at once, 512 tokens per step
     contiguous-N   a plain torch loop on static batches of N with a preallocated contiguous cache
 
-Each is a process of its own, pinned to the same --threads processors, loaded and warmed up once;
-they run A B C A B C, and who does not run waits without using the processor (checked). Only tokens
-that a request wanted count. "Ratio" is paxkv's figure over the other's of the same repetition.
+Each engine has a process of its own, pinned to the same --threads processors, which is loaded and
+warmed up once. The engines run in turn, A B C A B C; the others must not use the processor, which
+is checked. Only tokens that a request asked for count. "Ratio" is paxkv's figure divided by the
+other engine's figure of the same repetition.
 
-In float32 all engines must make the same greedy tokens: the command exits with 1 if one differs,
-and says where, and how far apart the two tokens' logits are.
+In float32, all engines must make the same greedy tokens. Otherwise the command exits with 1 and
+names the first difference and the gap between the logits of the two tokens.
 """
 
 import argparse
@@ -51,14 +52,14 @@ from benchmarks.tables import markdown_table, spread
 from benchmarks.workloads import Workload
 
 BENCHMARK = "benchmarks.compare_torch"
-# Kind of peer -> its module and what the number behind its name sets.
+# Kind of peer -> its module, and the setting that the number after its name stands for.
 PEERS = {
     "static": ("benchmarks.compare_torch.static_batches", "batch_size"),
     "continuous": ("benchmarks.compare_torch.continuous_batching", "max_requests"),
     "contiguous": ("benchmarks.compare_torch.contiguous_cache", "batch_size"),
 }
 DEFAULT_ENGINES = ("static-8", "static-16", "continuous", "continuous-8", "contiguous-16")
-# Those that can tell logits.
+# Peers that can compute logit gaps.
 JUDGES = ("static", "continuous")
 
 
@@ -70,18 +71,18 @@ def main(argv: list[str] | None = None) -> int:
         type=_engine,
         metavar="KIND[-N]",
         default=[_engine(name) for name in DEFAULT_ENGINES],
-        help=f"beside paxkv; {' '.join(DEFAULT_ENGINES)} if left out",
+        help=f"engines to compare with; default: {' '.join(DEFAULT_ENGINES)}",
     )
     parser.add_argument(
         "--tie-gap",
         type=natural_float,
         default=0.0,
         metavar="LOGITS",
-        help="tokens whose logits lie as near to each other as this are equally right; none are "
-        "if left out. Logits spread by about 1, and f32 rounds them by some 1e-6",
+        help="largest logit gap at which two tokens are equally right (default: 0). Logits spread "
+        "by about 1, and float32 rounds them by about 1e-6",
     )
     arguments = parse_options(parser, argv)
-    # Runs are kept by these names.
+    # Runs are stored by these names.
     if len(set(arguments.engines)) < len(arguments.engines):
         parser.error("--engines names one of them twice; name each once")
     workload = chosen_workload(arguments)
@@ -101,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     for line in (*restless(runs), *problems):
         print(line)
     if problems:
-        print("no row is written: a faster wrong answer is none.")
+        print("No row is written, because a wrong answer has no speed.")
     return 1 if problems else 0
 
 
@@ -111,7 +112,7 @@ def _engine(name: str) -> tuple[str, int | None]:
     is_number = number.isdecimal() and int(number) > 0
     if kind not in PEERS or not (is_number or name == "continuous"):
         raise argparse.ArgumentTypeError(
-            f"wanted continuous, or {', '.join(PEERS)} with a number, as in static-8; got {name!r}"
+            f"must be continuous, or {', '.join(PEERS)} with a number, as in static-8; got {name!r}"
         )
     return kind, int(number) if sign else None
 
@@ -119,7 +120,7 @@ def _engine(name: str) -> tuple[str, int | None]:
 def _start(
     arguments: argparse.Namespace, folder: Path, stack: contextlib.ExitStack
 ) -> dict[str, EngineProcess]:
-    """A process for paxkv and for each kind of peer, whatever numbers it is to run with."""
+    """One process for paxkv and one for each kind of peer; the numbers are settings of runs."""
     kinds = dict.fromkeys(kind for kind, _ in arguments.engines)
     modules = {"paxkv": PAXKV_MODULE} | {kind: PEERS[kind][0] for kind in kinds}
     processes = {}
@@ -137,7 +138,7 @@ def _start(
 def _contenders(
     arguments: argparse.Namespace, processes: dict[str, EngineProcess]
 ) -> list[Contender]:
-    """All engines in the order of their runs, warmed up."""
+    """Warms up all engines; returns them in the order of their runs."""
     contenders = [Contender(label="paxkv", process=processes["paxkv"], settings={})]
     for kind, number in arguments.engines:
         settings: dict[str, Setting] = {PEERS[kind][1]: number}
@@ -154,9 +155,9 @@ def _token_problems(
     runs: dict[str, list[EngineRun]],
     judge: LogitGap | None,
 ) -> list[str]:
-    """A line for every engine whose tokens are not those of paxkv's first run."""
+    """One line per engine whose tokens differ from those of paxkv's first run."""
     if rounded := rounded_dtype(arguments, paxkv_settings(arguments)):
-        print(f"tokens are not compared: {rounded} rounds more than logits lie apart.")
+        print(f"tokens are not compared: rounding to {rounded} may choose other tokens.")
         return []
     wanted = runs["paxkv"][0].token_ids
     problems = []
@@ -169,7 +170,7 @@ def _token_problems(
                     f"DIFFERENT: {label}, repetition {repetition}: {len(wrong)} of "
                     f"{len(workload.requests)} requests; {wrong[0]}."
                 )
-                # Its other repetitions would say the same again.
+                # The engine's other repetitions would show the same.
                 break
             if found:
                 print(f"{label}: {len(found)} ties within {arguments.tie_gap:g}; {found[0]}.")
@@ -201,7 +202,7 @@ def _table(runs: dict[str, list[EngineRun]]) -> str:
     lines = []
     for label, of_label in runs.items():
         cells = [
-            spread([getattr(run, figure) for run in of_label], 1)
+            spread([getattr(run, figure) for run in of_label])
             for figure in ("tokens_per_cpu_s", "tokens_per_s")
         ]
         for figure in ("tokens_per_cpu_s", "tokens_per_s"):

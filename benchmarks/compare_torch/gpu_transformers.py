@@ -1,7 +1,7 @@
-"""transformers with one model on the device: continuous batching, decode, first tokens.
+"""transformers with one model on the device.
 
 Set up as transformers does by itself: SDPA attention, or flash attention where it finds that for
-continuous batching, and no compiled forward pass.
+continuous batching, and no compiled forward pass. Requests of one shape go to `generate`.
 """
 
 import functools
@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import torch
-import transformers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,34 +17,25 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
 )
-from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
-from benchmarks.compare_torch.gpu_sizes import (
-    equal_workload,
-    sizes_of,
-    throughput_workload,
-    write_config,
-)
+from benchmarks.compare_torch.continuous_batching import run_requests
+from benchmarks.compare_torch.gpu_subject import EngineStep, Subject, write_config
 from benchmarks.units.unit import Measured
 from benchmarks.workloads import Workload
 
 _WEIGHT_SEED = 0
-# A run fails after this long without a finished request.
-_RESULT_TIMEOUT_S = 120.0
 
 
 @functools.cache
-def transformers_model(model: str, is_rehearsal: bool) -> "TransformersModel":
+def load_subject(model: str, is_rehearsal: bool) -> "TransformersModel":
     """One per process."""
     return TransformersModel(model, is_rehearsal)
 
 
-class TransformersModel:
-    """A model with random weights, drawn on the device."""
-
+class TransformersModel(Subject):
     def __init__(self, model: str, is_rehearsal: bool) -> None:
-        self._sizes = sizes_of(is_rehearsal=is_rehearsal)
+        super().__init__(is_rehearsal=is_rehearsal)
         self._device = torch.device("cpu" if is_rehearsal else "cuda")
         start_s = time.perf_counter()
         torch.manual_seed(_WEIGHT_SEED)
@@ -58,42 +48,13 @@ class TransformersModel:
         self._model: PreTrainedModel = made.eval()
         self._model.generation_config.eos_token_id = None
         self._model.generation_config.pad_token_id = 0
-        self._vocab_size = config.vocab_size
+        self.vocab_size = config.vocab_size
         self._wait()
-        self._load_s = time.perf_counter() - start_s
-
-    def load(self, seed: int) -> Measured:
-        del seed
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        return Measured(figures={"load_s": [self._load_s]}, details={"peer_versions": versions})
-
-    def decode(self, num_reqs: int, seed: int) -> Measured:
-        """A step of `generate`: the time of more tokens minus that of the first token."""
-        num_steps = self._sizes.num_peer_steps
-        prompts = self._prompts(num_reqs, self._sizes.decode_prompt, seed)
-        self._timed(prompts, 2)
-        step_s = [
-            (self._timed(prompts, 1 + num_steps) - self._timed(prompts, 1)) / num_steps
-            for _ in range(2)
-        ]
-        return Measured(
-            figures={
-                "step_ms": [1e3 * s for s in step_s],
-                "tokens_per_s": [num_reqs / s for s in step_s],
-            }
-        )
-
-    def first_token(self, prompt_len: int, seed: int) -> Measured:
-        """One prompt, until its first token is on the host."""
-        seconds = [
-            self._timed(self._prompts(1, prompt_len, seed + repetition), 1)
-            for repetition in range(self._sizes.num_repetitions + 1)
-        ]
-        return Measured(figures={"ttft_ms": [1e3 * s for s in seconds[1:]]})
+        self.load_s = time.perf_counter() - start_s
 
     def throughput(self, seed: int) -> Measured:
         """The workload of all lengths through continuous batching."""
-        workload = throughput_workload(self._sizes, vocab_size=self._vocab_size, seed=seed)
+        workload = self.throughput_workload(seed)
         is_cuda = self._device.type == "cuda"
         settings = ContinuousBatchingConfig(
             # By itself it would take most of a CPU's memory.
@@ -105,6 +66,7 @@ class TransformersModel:
             max_generated_length=max(r.num_output_tokens for r in workload.requests),
             num_requests=len(workload.requests),
         )
+        seconds = []
         with self._model.continuous_batching_context_manager(
             generation_config=GenerationConfig(do_sample=False, eos_token_id=-1),
             continuous_batching_config=settings,
@@ -112,59 +74,55 @@ class TransformersModel:
             workload_hints=hints,
         ) as manager:
             # The first run captures the graphs that the warm-up did not.
-            first_s, *seconds = (self._run(manager, workload, str(i)) for i in range(2))
+            for name in ("first", "second"):
+                start_s = time.perf_counter()
+                num_tokens = sum(map(len, run_requests(manager, workload, name)))
+                seconds.append(time.perf_counter() - start_s)
+                if num_tokens != workload.num_output_tokens:
+                    wanted = workload.num_output_tokens
+                    raise ValueError(f"got {num_tokens} tokens, wanted {wanted}.")
             attention = self._model.config._attn_implementation
         return Measured(
             figures={
-                "tokens_per_s": [workload.num_output_tokens / s for s in seconds],
-                "first_run_s": [first_s],
+                "tokens_per_s": [workload.num_output_tokens / seconds[1]],
+                "first_run_s": [seconds[0]],
             },
             details={"attention": attention},
         )
 
-    def _run(self, manager: ContinuousBatchingManager, workload: Workload, name: str) -> float:
-        """Seconds for all requests."""
-        start_s = time.perf_counter()
-        for idx, request in enumerate(workload.requests):
-            manager.add_request(
-                request.prompt_token_ids,
-                request_id=f"{name}.{idx}",
-                max_new_tokens=request.num_output_tokens,
-                eos_token_id=-1,
-            )
-        num_tokens = num_done = 0
-        while num_done < len(workload.requests):
-            result = manager.get_result(timeout=_RESULT_TIMEOUT_S)
-            if result is None or result.error is not None:
-                reason = "no result" if result is None else result.error
-                raise RuntimeError(f"transformers' continuous batching failed: {reason}")
-            if result.is_finished():
-                num_done += 1
-                num_tokens += len(result.generated_tokens)
-        if num_tokens != workload.num_output_tokens:
-            raise ValueError(f"got {num_tokens} tokens, wanted {workload.num_output_tokens}.")
-        return time.perf_counter() - start_s
-
-    def _prompts(self, num_reqs: int, prompt_len: int, seed: int) -> torch.Tensor:
-        workload = equal_workload(num_reqs, prompt_len, 1, vocab_size=self._vocab_size, seed=seed)
-        prompts = [request.prompt_token_ids for request in workload.requests]
-        return torch.tensor(prompts, device=self._device)  # i64[num_reqs, prompt_len]
-
     @torch.inference_mode()
-    def _timed(self, prompts: torch.Tensor, num_new_tokens: int) -> float:
-        """Generates new tokens for every prompt; seconds until the last one is on the host."""
+    def run(self, workload: Workload) -> list[EngineStep]:
+        """Runs requests of one shape as one batch."""
+        prompts = [request.prompt_token_ids for request in workload.requests]
+        token_ids = torch.tensor(prompts, device=self._device)  # i64[num_reqs, prompt_len]
+        num_reqs, prompt_len = token_ids.shape
+        num_new_tokens = workload.requests[0].num_output_tokens
+        steps: list[EngineStep] = []
+
+        def record(token_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+            """A stopping criterion that stops nothing; `generate` calls it after each token."""
+            self._wait()
+            num_made = token_ids.shape[1] - prompt_len
+            steps.append(
+                EngineStep(
+                    end_s=time.perf_counter() - start_s,
+                    num_tokens=num_reqs * num_made,
+                    num_started=num_reqs,
+                    num_finished=num_reqs * (num_made == num_new_tokens),
+                )
+            )
+            return torch.zeros(num_reqs, dtype=torch.bool, device=self._device)
+
         self._wait()
         start_s = time.perf_counter()
-        output = self._model.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
+        self._model.generate(
+            token_ids,
+            attention_mask=torch.ones_like(token_ids),
             max_new_tokens=num_new_tokens,
             do_sample=False,
+            stopping_criteria=[record],
         )
-        num_got = output.cpu().shape[1] - prompts.shape[1]
-        if num_got != num_new_tokens:
-            raise ValueError(f"got {num_got} new tokens, wanted {num_new_tokens}.")
-        return time.perf_counter() - start_s
+        return steps
 
     def _wait(self) -> None:
         if self._device.type == "cuda":

@@ -1,8 +1,8 @@
-"""transformers' `generate` on static batches, the plain way to serve several requests with it.
+"""transformers' `generate` on static batches.
 
-Requests in the order of their arrival, `batch_size` together, padded on the left to the longest
-prompt of the batch. A batch runs until its longest output is made; tokens that a request did not
-want are thrown away.
+Requests run in order of arrival in batches of `batch_size`, padded on the left to the longest
+prompt of the batch. A batch runs until its longest output is complete; surplus tokens of shorter
+outputs are dropped.
 """
 
 import torch
@@ -19,7 +19,7 @@ def load_engine(spec: EngineSpec, workload: Workload) -> "StaticBatches":
 
 
 class StaticBatches:
-    """Keeps nothing from one batch to the next."""
+    """Keeps no state between batches."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model

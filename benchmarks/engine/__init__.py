@@ -1,1 +1,1 @@
-"""Offline throughput of engines that run as processes of their own."""
+"""Offline throughput of engines, each in a process of its own."""

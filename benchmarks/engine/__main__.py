@@ -2,7 +2,6 @@
 
     python -m benchmarks.engine --workload mixed --model small --threads 1 --repetitions 3
     python -m benchmarks.engine --workload prefix --prefix-caching both
-    python -m benchmarks.engine --workload skewed --max-num-seqs 8 --static-batches 8
     python -m benchmarks.engine --beside product_dtype=int8 --beside kv_cache_dtype=float16
 
 The engine is a process pinned to --threads processors. It is loaded, compiled and warmed up before
@@ -19,17 +18,16 @@ cache is reset between repetitions. Printed, and with --out written as rows:
     prefix_hit_percent     prompt tokens found in the prefix cache
     compiles_after_ready   programs compiled after the engine was ready
 
-Three flags compare two engines that run in turn, and print their ratio: --prefix-caching both;
---beside, which names settings that only the second engine has; and --static-batches N, whose second
-engine gets N requests at a time and waits for the longest of them. All runs must make the same
-tokens, except where --beside rounds numbers.
+Two flags compare two engines that run in turn, and print their ratio: --prefix-caching both, and
+--beside, which adds settings to the second engine. All runs must make the same tokens, unless
+--beside rounds numbers.
 """
 
 import argparse
 import contextlib
 import sys
 
-from benchmarks.command_line import positive_int, run_benchmark
+from benchmarks.command_line import run_benchmark
 from benchmarks.engine.measure import (
     Contender,
     ratios,
@@ -57,48 +55,28 @@ from benchmarks.result_rows import ResultRow, append_rows, processor_name
 from benchmarks.tables import markdown_table, short_cases, spread
 
 BENCHMARK = "benchmarks.engine"
-STATIC = "static"
-# Metric -> digits after the point; counts have none.
-DIGITS = {
-    "tokens_per_s": 1,
-    "tokens_per_cpu_s": 1,
-    "ttft_p50_ms": 1,
-    "ttft_p99_ms": 1,
-    "kv_waste_percent": 2,
-    "padding_waste_ratio": 4,
-    "prefix_hit_percent": 1,
-    "cache_on_times_off_per_cpu_s": 3,
-    "cache_on_times_off_per_s": 3,
-    "times_without_per_cpu_s": 2,
-    "times_without_per_s": 2,
-    "continuous_times_static_per_cpu_s": 2,
-    "continuous_times_static_per_s": 2,
-}
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(f"python -m {BENCHMARK}", __doc__)
     parser.add_argument("--prefix-caching", choices=("on", "off", "both"), default="on")
     parser.add_argument(
-        *("--beside",), metavar="NAME=VALUE", type=named_setting, action="append", default=[],
-        help="a setting of a second engine, besides those of the first; may be given again",
-    )  # fmt: skip
-    parser.add_argument(
-        "--static-batches",
-        type=positive_int,
-        metavar="N",
-        help="a second engine runs N requests at a time, and waits for the longest of them",
+        "--beside",
+        metavar="NAME=VALUE",
+        type=named_setting,
+        action="append",
+        default=[],
+        help="a further setting of a second engine; may be repeated",
     )
     decided_by = {"enable_prefix_caching": "--prefix-caching"}
     arguments = parse_options(parser, argv, decided_by=decided_by)
-    comparisons = (arguments.beside, arguments.prefix_caching == "both", arguments.static_batches)
-    if sum(map(bool, comparisons)) > 1:
-        parser.error("--beside, --prefix-caching both and --static-batches: choose one")
+    if arguments.beside and arguments.prefix_caching == "both":
+        parser.error("--beside and --prefix-caching both: choose one")
     checked_settings(parser, arguments.beside, decided_by=MODEL_FLAGS)
     settings = _settings_of_modes(arguments)
     configs = [engine_config(settings_by_part(of_mode)) for of_mode in settings.values()]
     if arguments.beside and configs[0] == configs[1]:
-        parser.error("--beside sets nothing that the first engine has not: nothing to compare")
+        parser.error("--beside has only settings of the first engine: nothing to compare")
     modes = tuple(settings)
     workload = chosen_workload(arguments)
     with work_folder(arguments, workload) as folder, contextlib.ExitStack() as processes:
@@ -107,23 +85,21 @@ def main(argv: list[str] | None = None) -> int:
             spec = engine_spec(arguments, folder, PAXKV_MODULE, settings[mode])
             process = EngineProcess(spec, folder / "workload.json", folder / f"{mode}.log")
             processes.enter_context(process)
-            batches = {"batch_size": arguments.static_batches} if mode == STATIC else {}
-            process.run(batches, is_warm_up=True)
-            contenders.append(Contender(label=mode, process=process, settings=batches))
+            process.run({}, is_warm_up=True)
+            contenders.append(Contender(label=mode, process=process, settings={}))
         runs = run_in_turn(contenders, arguments.repetitions)
     rounded = [rounded_dtype(arguments, settings[mode]) for mode in modes]
     if any(rounded):
         dtype = next(filter(None, rounded))
-        print(f"tokens are not compared: {dtype} rounds more than logits lie apart.")
+        print(f"tokens are not compared: rounding to {dtype} may choose other tokens.")
     problem = None if any(rounded) else _token_problem(runs)
     if problem is not None:
         print(problem)
         return 1
     rows = []
     for mode in modes:
-        rows += speed_rows(
-            BENCHMARK, _case(arguments, settings, mode), runs[mode], processor_name()
-        )
+        case = case_of(arguments, "paxkv", settings[mode])
+        rows += speed_rows(BENCHMARK, case, runs[mode], processor_name())
     if len(modes) == 2:
         rows += _ratio_rows(arguments, settings, runs)
     if arguments.out is not None:
@@ -141,14 +117,7 @@ def _settings_of_modes(arguments: argparse.Namespace) -> dict[str, dict[str, Set
         return {mode: own | {"enable_prefix_caching": mode == "on"} for mode in ("on", "off")}
     own["enable_prefix_caching"] = arguments.prefix_caching == "on"
     modes = {arguments.prefix_caching: own}
-    if arguments.static_batches:
-        modes[STATIC] = own
     return modes | ({"beside": own | dict(arguments.beside)} if arguments.beside else {})
-
-
-def _case(arguments: argparse.Namespace, settings: dict[str, dict[str, Setting]], mode: str) -> str:
-    case = case_of(arguments, "paxkv", settings[mode])
-    return f"{case} static_batches={arguments.static_batches}" if mode == STATIC else case
 
 
 def _ratio_rows(
@@ -156,11 +125,8 @@ def _ratio_rows(
     settings: dict[str, dict[str, Setting]],
     runs: dict[str, list[EngineRun]],
 ) -> list[ResultRow]:
-    """The speed of one engine over that of the other."""
-    if STATIC in runs:
-        metric, case = "continuous_times_static", _case(arguments, settings, STATIC)
-        ours, others = runs[arguments.prefix_caching], runs[STATIC]
-    elif "beside" in runs:
+    """The speed of one engine divided by the speed of the other."""
+    if "beside" in runs:
         metric, case = "times_without", case_of(arguments, "paxkv", settings["beside"])
         ours, others = runs["beside"], runs[arguments.prefix_caching]
     else:
@@ -194,17 +160,14 @@ def _token_problem(runs: dict[str, list[EngineRun]]) -> str | None:
 
 
 def _table(rows: list[ResultRow]) -> str:
-    """One line per metric, one column per case; columns are headed by what differs."""
+    """One line per metric, one column per case; the heads show the fields that differ."""
     cases = list(dict.fromkeys(row.case for row in rows))
     title, heads = short_cases(cases)
     found = {(row.metric, row.case): row for row in rows}
     lines = []
     for metric in dict.fromkeys(row.metric for row in rows):
         cells = [
-            spread(found[metric, case].values, DIGITS.get(metric, 0))
-            if (metric, case) in found
-            else ""
-            for case in cases
+            spread(found[metric, case].values) if (metric, case) in found else "" for case in cases
         ]
         lines.append([metric, *cells])
     return f"{title}\n\n{markdown_table(['metric', *(h or 'value' for h in heads)], lines)}"

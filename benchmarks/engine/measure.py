@@ -1,4 +1,4 @@
-"""Runs engines in turn, repetition by repetition, and makes rows of what they did."""
+"""Runs engines in turn, repetition by repetition, and makes result rows."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -7,18 +7,18 @@ from benchmarks.engine.offline_engine import EngineRun, Setting
 from benchmarks.engine.process import EngineProcess
 from benchmarks.result_rows import ResultRow
 
-# An engine that burns more than this share of a processor while others run disturbs them.
+# An engine that uses more than this share of a processor while others run disturbs them.
 MAX_IDLE_SHARE = 0.02
-# Shorter waits than this say nothing of it.
+# Shorter waits are not judged.
 MIN_IDLE_WALL_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """An engine with the settings that it is to run with.
+    """An engine and the settings of its runs.
 
     Args:
-        label: Its name in tables and rows, such as `static-8`.
+        label: Name in tables and rows, such as `static-8`.
     """
 
     label: str
@@ -29,7 +29,7 @@ class Contender:
 def run_in_turn(
     contenders: Sequence[Contender], num_repetitions: int
 ) -> dict[str, list[EngineRun]]:
-    """Runs A B C A B C, so that what changes while the machine is busy hits all of them alike.
+    """Runs A B C A B C, so that changes of the machine's load affect all engines alike.
 
     Raises:
         EngineProcessError: An engine failed.
@@ -42,7 +42,7 @@ def run_in_turn(
 
 
 def restless(runs: Mapping[str, Sequence[EngineRun]]) -> list[str]:
-    """What is to be said of engines that used the processor while they were to wait."""
+    """One line per engine that used the processor while others ran."""
     lines = []
     for label, of_label in runs.items():
         shares = [
@@ -58,7 +58,7 @@ def restless(runs: Mapping[str, Sequence[EngineRun]]) -> list[str]:
 
 
 def ratios(ours: Sequence[EngineRun], others: Sequence[EngineRun], figure: str) -> list[float]:
-    """Ours over theirs, repetition by repetition.
+    """Our figure divided by theirs, repetition by repetition.
 
     Args:
         figure: A property of `EngineRun`.
@@ -70,7 +70,7 @@ def ratios(ours: Sequence[EngineRun], others: Sequence[EngineRun], figure: str) 
 def speed_rows(
     benchmark: str, case: str, runs: Sequence[EngineRun], device: str
 ) -> list[ResultRow]:
-    """Tokens by both clocks, and every figure that the engine counted."""
+    """Tokens per second of both clocks, and every figure that the engine counted."""
     values = {
         "tokens_per_cpu_s": [run.tokens_per_cpu_s for run in runs],
         "tokens_per_s": [run.tokens_per_s for run in runs],

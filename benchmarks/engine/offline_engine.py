@@ -1,4 +1,4 @@
-"""What an engine offers to be measured offline, and what is told of a run."""
+"""The interface of engines that are measured offline, and the result of a run."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import Protocol
 
 from benchmarks.workloads import Workload
 
-# Values that JSON and a command line can carry.
+# Values that JSON and a command line can hold.
 Setting = int | float | bool | str | None
 
 
@@ -17,8 +17,8 @@ class EngineSpec:
     Args:
         module: Name of a module with `load_engine(spec, workload) -> OfflineEngine`.
         checkpoint: Folder in Hugging Face layout.
-        num_threads: Processors that the engine may use; it is pinned to as many.
-        settings: The engine's own, for its whole life.
+        num_threads: Processors that the engine is pinned to.
+        settings: Settings of the engine for all runs.
     """
 
     module: str
@@ -30,11 +30,11 @@ class EngineSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOutput:
-    """What an engine made of a workload.
+    """The output of an engine for a workload.
 
     Args:
-        token_ids: New tokens of each request, as many as it wanted, in the order of the workload.
-        figures: What the engine counted, by name with the unit, such as `preemptions`.
+        token_ids: All new tokens of each request, in the order of the workload.
+        figures: Name with unit, such as `preemptions` -> what the engine counted.
     """
 
     token_ids: list[list[int]]
@@ -43,11 +43,11 @@ class EngineOutput:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRun:
-    """One timed run of a workload, as the engine's process tells it.
+    """One timed run of a workload.
 
     Args:
-        cpu_s: Of all threads of the engine's process, during the run.
-        idle_cpu_s: What it burned between its last run and this one, in `idle_wall_s`.
+        cpu_s: CPU time of all threads of the engine's process during the run.
+        idle_cpu_s: CPU time between the previous run and this one, in `idle_wall_s`.
     """
 
     token_ids: list[list[int]]
@@ -74,14 +74,14 @@ class OfflineEngine(Protocol):
     """A loaded engine."""
 
     def prepare(self) -> None:
-        """Forgets what the last run left, such as cached prefixes; not timed."""
+        """Drops state of the previous run, such as cached prefixes; not timed."""
         ...
 
     def run(self, workload: Workload, **settings: Setting) -> EngineOutput:
-        """Computes all requests; timed as a whole.
+        """Runs all requests.
 
         Args:
-            settings: The engine's own, for this run alone, such as `batch_size`.
+            settings: Settings of this run, such as `batch_size`.
         """
         ...
 
@@ -89,7 +89,7 @@ class OfflineEngine(Protocol):
         """Logit of `first` minus that of `second` after `token_ids`.
 
         Raises:
-            NotImplementedError: The engine has no way to tell; those that judge differences have.
+            NotImplementedError: The engine cannot compute it.
         """
         ...
 

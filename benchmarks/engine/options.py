@@ -1,4 +1,4 @@
-"""Command line options that the offline benchmarks share, and what they stand for."""
+"""Command line options of the offline benchmarks, and the objects that they stand for."""
 
 import argparse
 import contextlib
@@ -21,7 +21,7 @@ from benchmarks.random_checkpoint import MODEL_SHAPES, NUMPY_DTYPES, write_check
 from benchmarks.workloads import WORKLOADS, Workload, make_workload
 
 PAXKV_MODULE = "benchmarks.engine.paxkv_engine"
-# Settings of paxkv's that the model of a benchmark decides.
+# paxkv's settings that flags of the benchmark set.
 MODEL_FLAGS = {"model": "--model", "dtype": "--dtype"}
 _NOT_ROUNDED = ("auto", "float32")
 
@@ -42,7 +42,7 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
         "--threads",
         type=whole_number(1, _num_processors()),
         default=1,
-        help="processors that an engine may use; its process is pinned to as many",
+        help="processors that an engine's process is pinned to",
     )
     parser.add_argument("--repetitions", type=positive_int, default=3)
     parser.add_argument("--dtype", choices=list(NUMPY_DTYPES), default="float32")
@@ -50,7 +50,7 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
         "--seed", type=seed_number, default=0, help="of the weights and the workload"
     )
     parser.add_argument(
-        "--num-requests", type=positive_int, help="only the first ones of the workload"
+        "--num-requests", type=positive_int, help="run only the first N requests of the workload"
     )
     parser.add_argument(
         "--set",
@@ -59,13 +59,11 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
         type=named_setting,
         action="append",
         default=[],
-        help="a setting of paxkv's, such as block_size=32 or max_num_batched_tokens=1024",
+        help="a setting of paxkv, such as block_size=32 or max_num_batched_tokens=1024",
     )
-    parser.add_argument("--block-size", type=int, help="paxkv's; its default if left out")
-    parser.add_argument("--max-num-seqs", type=int, help="paxkv's; its default if left out")
-    parser.add_argument(
-        "--out", type=output_file, help="file of JSON lines that rows are appended to"
-    )
+    parser.add_argument("--block-size", type=int, help="paxkv's block_size")
+    parser.add_argument("--max-num-seqs", type=int, help="paxkv's max_num_seqs")
+    parser.add_argument("--out", type=output_file, help="file of JSON lines to append rows to")
     return parser
 
 
@@ -78,7 +76,7 @@ def parse_options(
     """Reads a command line of `make_parser`; a mistake ends the program with its usage.
 
     Args:
-        decided_by: Setting of paxkv's -> flag that says it instead of --set.
+        decided_by: paxkv's setting -> flag that sets it instead of --set.
     """
     arguments = parser.parse_args(argv)
     own = {"block_size": "--block-size", "max_num_seqs": "--max-num-seqs"}
@@ -90,7 +88,7 @@ def parse_options(
 
 
 def paxkv_settings(arguments: argparse.Namespace) -> dict[str, Setting]:
-    """paxkv's settings, those with an option of their own among them."""
+    """paxkv's settings, including those with an option of their own."""
     settings = dict(arguments.settings)
     for name in ("block_size", "max_num_seqs"):
         if getattr(arguments, name) is not None:
@@ -99,10 +97,10 @@ def paxkv_settings(arguments: argparse.Namespace) -> dict[str, Setting]:
 
 
 def rounded_dtype(arguments: argparse.Namespace, settings: Mapping[str, Setting]) -> str | None:
-    """What is computed in, if equal tokens cannot be asked for: batches round in other places.
+    """The dtype that rounds so much that different batches may choose different tokens, if any.
 
     Args:
-        settings: paxkv's.
+        settings: paxkv's settings.
     """
     of_settings = (settings.get(name, "auto") for name in ("product_dtype", "kv_cache_dtype"))
     rounded = (dtype for dtype in (arguments.dtype, *of_settings) if dtype not in _NOT_ROUNDED)
@@ -113,13 +111,13 @@ def chosen_workload(arguments: argparse.Namespace) -> Workload:
     """The workload that the options name.
 
     Raises:
-        BenchmarkError: It has fewer requests.
+        BenchmarkError: The workload has fewer requests.
     """
     vocab_size = MODEL_SHAPES[arguments.model].vocab_size
     workload = make_workload(arguments.workload, vocab_size=vocab_size, seed=arguments.seed)
     if arguments.num_requests is None:
         return workload
-    # Rows would tell of requests that nobody sent.
+    # Otherwise rows would name requests that were not sent.
     if arguments.num_requests > len(workload.requests):
         raise BenchmarkError(
             f"--num-requests must be at most {len(workload.requests)}, the requests of "
@@ -130,7 +128,7 @@ def chosen_workload(arguments: argparse.Namespace) -> Workload:
 
 @contextlib.contextmanager
 def work_folder(arguments: argparse.Namespace, workload: Workload) -> Iterator[Path]:
-    """A folder with `checkpoint/` and `workload.json`, for as long as engines run."""
+    """A temporary folder with `checkpoint/` and `workload.json`."""
     with tempfile.TemporaryDirectory(prefix="paxkv-benchmark-") as name:
         folder = Path(name)
         workload.write(folder / "workload.json")
@@ -156,7 +154,7 @@ def engine_spec(
 
 
 def case_of(arguments: argparse.Namespace, engine: str, settings: dict[str, Setting]) -> str:
-    """ "model=small workload=mixed ... engine=paxkv ...", everything that the work depends on."""
+    """ "model=small workload=mixed ... engine=paxkv ...", all parameters of the work."""
     fields: dict[str, Setting] = {
         "model": arguments.model,
         "workload": arguments.workload,
@@ -177,10 +175,10 @@ def _num_processors() -> int:
 
 
 def named_setting(text: str) -> tuple[str, Setting]:
-    """ "block_size=32" -> ("block_size", 32); what is no JSON value is a string."""
+    """ "block_size=32" -> ("block_size", 32); a value that is not JSON is a string."""
     name, sign, value = text.partition("=")
     if not sign or not name.isidentifier():
-        raise argparse.ArgumentTypeError(f"wanted NAME=VALUE, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
     try:
         return name, json.loads(value)
     except json.JSONDecodeError:

@@ -1,9 +1,10 @@
 """paxkv as an offline engine, through its synchronous client, with the engine's counters."""
 
 import dataclasses
+import itertools
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,7 @@ import numpy as np
 
 from benchmarks.engine.offline_engine import EngineOutput, EngineSpec, Setting
 from benchmarks.engine.settings import engine_config, settings_by_part
-from benchmarks.workloads import Workload, WorkloadRequest
+from benchmarks.workloads import Workload
 from models import read_model_config
 from paxkv.config.engine_config import EngineConfig, ParallelConfig, SchedulerConfig
 from paxkv.config.sampling_params import SamplingParams
@@ -75,7 +76,7 @@ class PaxkvEngine:
         self._input_processor = engine.input_processor
         self._tap = OutputTap(engine.transport)
         self._client = build_llm_client(dataclasses.replace(engine, transport=self._tap))
-        self._num_batches = 0
+        self._request_numbers = itertools.count()
 
     def prepare(self) -> None:
         """Resets the prefix cache.
@@ -87,22 +88,12 @@ class PaxkvEngine:
         if self._client.call("reset_prefix_cache", False) != "true":
             raise RuntimeError("the prefix cache could not be reset: requests still hold blocks.")
 
-    def run(self, workload: Workload, batch_size: int | None = None) -> EngineOutput:
-        """Runs all requests at once, or as static batches of `batch_size` one after another."""
+    def run(self, workload: Workload) -> EngineOutput:
+        """Runs all requests at once."""
         before = self._tap.start()
-        token_ids: list[list[int]] = []
-        size = batch_size or len(workload.requests)
-        for first in range(0, len(workload.requests), size):
-            token_ids += self._run_batch(workload.requests[first : first + size])
-        check_engines(self._tap.stats)
-        figures = self._tap.figures() | _counted(before, self._tap.stats)
-        return EngineOutput(token_ids=token_ids, figures=figures)
-
-    def _run_batch(self, requests: Sequence[WorkloadRequest]) -> list[list[int]]:
-        """New tokens of each request, when all are finished."""
-        self._num_batches += 1
-        req_ids = [f"{self._num_batches}.{idx}" for idx in range(len(requests))]
-        for req_id, request in zip(req_ids, requests, strict=True):
+        # No two runs share an id.
+        req_ids = [str(next(self._request_numbers)) for _ in workload.requests]
+        for req_id, request in zip(req_ids, workload.requests, strict=True):
             params = SamplingParams(
                 temperature=0.0,
                 max_tokens=request.num_output_tokens,
@@ -113,10 +104,12 @@ class PaxkvEngine:
                 self._input_processor.process(request.prompt_token_ids, params, request_id=req_id)
             )
         token_ids: dict[str, list[int]] = {}
-        while len(token_ids) < len(requests):
+        while len(token_ids) < len(req_ids):
             for output in self._client.wait_for_outputs():
                 token_ids[output.request_id] = output.outputs[0].token_ids
-        return [token_ids[req_id] for req_id in req_ids]
+        check_engines(self._tap.stats)
+        figures = self._tap.figures() | _counted(before, self._tap.stats)
+        return EngineOutput(token_ids=[token_ids[req_id] for req_id in req_ids], figures=figures)
 
     def logit_gap(self, token_ids: list[int], first: int, second: int) -> float:
         raise NotImplementedError("paxkv reports no logits; another engine judges.")

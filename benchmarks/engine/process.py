@@ -1,4 +1,4 @@
-"""Starts an engine in a process of its own, pinned to some processors, and has it run workloads."""
+"""Starts an engine in a process of its own, pinned to processors, and runs workloads on it."""
 
 import contextlib
 import dataclasses
@@ -13,12 +13,12 @@ from benchmarks.engine.offline_engine import EngineRun, EngineSpec, Setting
 
 ROOT = Path(__file__).resolve().parents[2]
 _NUM_LOG_LINES = 25
-# Not even a step of a long run takes so much longer than that to end.
+# Longer than any step.
 _CLOSE_TIMEOUT_S = 60.0
 
 
 class EngineProcessError(RuntimeError):
-    """An engine could not be loaded, or failed in a run; the text says which and why."""
+    """An engine could not be loaded or failed in a run; the message says which and why."""
 
 
 class EngineProcess:
@@ -26,7 +26,7 @@ class EngineProcess:
 
     Args:
         workload_file: Written by `Workload.write`.
-        log_file: Gets what the process and its libraries print.
+        log_file: Receives what the process and its libraries print.
 
     Raises:
         EngineProcessError: The engine could not be loaded.
@@ -52,7 +52,7 @@ class EngineProcess:
             raise
 
     def run(self, settings: Mapping[str, Setting], *, is_warm_up: bool = False) -> EngineRun:
-        """Runs the workload, or for a warm-up a small part of it.
+        """Runs the workload, or a small part of it to warm up.
 
         Raises:
             EngineProcessError: The engine failed.
@@ -64,19 +64,14 @@ class EngineProcess:
         """Logit of `first` minus that of `second` after `token_ids`.
 
         Raises:
-            EngineProcessError: The engine failed, or cannot tell.
+            EngineProcessError: The engine failed, or cannot compute it.
         """
         command = {"command": "logit_gap", "first": first, "second": second}
         return self._ask(command | {"token_ids": token_ids})["logit_gap"]
 
-    def thread_names(self) -> list[str]:
-        """Of all threads that the process has now, as Linux names them."""
-        tasks = Path(f"/proc/{self._process.pid}/task")
-        return [(task / "comm").read_text().strip() for task in tasks.iterdir()]
-
     def close(self) -> None:
         """Ends the process; may be repeated."""
-        # A process that died has closed its end.
+        # A dead process has closed its end.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
@@ -94,7 +89,7 @@ class EngineProcess:
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
-        # Whoever interrupts a run does not wait for its end.
+        # An interrupted run is not waited for.
         if exc_type is None:
             self.close()
         else:
@@ -106,7 +101,7 @@ class EngineProcess:
             self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            # It closes its end before it says why.
+            # The process closes its end before it writes the reason.
             self.close()
             lines = self._log_file.read_text(errors="replace").splitlines()[-_NUM_LOG_LINES:]
             raise EngineProcessError(f"{self._spec.module} died:\n" + "\n".join(lines))
@@ -118,9 +113,10 @@ class EngineProcess:
 
 @contextlib.contextmanager
 def pinned(num_threads: int) -> Iterator[None]:
-    """Keeps processes that are started in here on `num_threads` processors.
+    """Keeps processes that are started in this block on `num_threads` processors.
 
-    From their first moment: JAX and torch see no other when they decide how many threads to start.
+    They are pinned from their first moment, because JAX and torch choose their number of threads by
+    the processors that they see.
 
     Raises:
         ValueError: There are fewer processors.
@@ -130,9 +126,9 @@ def pinned(num_threads: int) -> Iterator[None]:
     allowed = os.sched_getaffinity(0)
     if num_threads > len(allowed):
         raise ValueError(
-            f"num_threads={num_threads} is more than the {len(allowed)} processors there are."
+            f"num_threads={num_threads} is more than the {len(allowed)} processors of this machine."
         )
-    # The last ones: interrupts mostly go to the first.
+    # The last ones, because interrupts mostly go to the first.
     os.sched_setaffinity(0, set(sorted(allowed)[-num_threads:]))
     try:
         yield
@@ -141,6 +137,6 @@ def pinned(num_threads: int) -> Iterator[None]:
 
 
 def _thread_settings(num_threads: int) -> dict[str, str]:
-    """Environment variables that libraries would otherwise overrule the pinning by."""
+    """Environment variables that would otherwise make libraries start more threads."""
     names = ("NPROC", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     return dict.fromkeys(names, str(num_threads))

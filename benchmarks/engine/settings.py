@@ -1,4 +1,4 @@
-"""Settings by name, as `--set block_size=32` has them: where they belong, and whether they work."""
+"""Settings by name, as in `--set block_size=32`: the part of the config that they belong to."""
 
 import argparse
 import dataclasses
@@ -10,10 +10,10 @@ from paxkv.errors import ConfigError
 
 
 def settings_by_part(settings: Mapping[str, Setting]) -> dict[str, dict[str, Setting]]:
-    """Each setting under the part of `EngineConfig` whose field it is.
+    """Groups settings by the part of `EngineConfig` that has the field.
 
     Raises:
-        ConfigError: No part has it.
+        ConfigError: No part has the field.
     """
     names = {
         part.name: {field.name for field in dataclasses.fields(_part_class(part.name))}
@@ -34,7 +34,7 @@ def engine_config(parts: Mapping[str, Mapping[str, Setting]]) -> EngineConfig:
     """The config of settings by part.
 
     Raises:
-        ConfigError: A value cannot work.
+        ConfigError: A value is not allowed.
     """
     return EngineConfig(**{name: _part_class(name)(**fields) for name, fields in parts.items()})
 
@@ -45,17 +45,17 @@ def checked_settings(
     *,
     decided_by: Mapping[str, str],
 ) -> dict[str, Setting]:
-    """The settings, before an engine is started; a mistake ends the program with its usage.
+    """Checks settings before an engine is started; a mistake ends the program with its usage.
 
     Args:
-        decided_by: Setting that may not be among them -> the flag, or whatever says it instead.
+        decided_by: Setting that must not be given -> the flag that sets it.
     """
     settings = dict(pairs)
     if len(settings) < len(pairs):
         parser.error(f"a setting is given twice in {', '.join(name for name, _ in pairs)}")
-    for name, who in decided_by.items():
+    for name, flag in decided_by.items():
         if name in settings:
-            parser.error(f"{name} is decided by {who}; leave out {name}={settings[name]}")
+            parser.error(f"{name} is set by {flag}; leave out {name}={settings[name]}")
     try:
         engine_config(settings_by_part(settings))
     except ConfigError as error:

@@ -1,7 +1,7 @@
-"""The process of one engine: loads it, then runs the workload whenever a line on stdin says so.
+"""The process of one engine: loads it, then runs the workload for each command on stdin.
 
-Started by `process.py`, pinned already. A line in is a JSON object, and so is each line out; what
-libraries print goes to stderr. Between commands it waits for a line, and burns nothing.
+`process.py` starts it, already pinned. Each line in and each line out is a JSON object; what
+libraries print goes to stderr. Between commands the process waits without using the processor.
 """
 
 import contextlib
@@ -20,37 +20,37 @@ from benchmarks.engine.offline_engine import EngineRun, EngineSpec, OfflineEngin
 from benchmarks.workloads import Workload
 from paxkv.errors import PaxkvError
 
-# Of a run that only warms up: as many requests, with outputs of so many tokens.
+# Size of the runs that warm up.
 WARM_UP_REQUESTS = 16
 WARM_UP_OUTPUT_TOKENS = 4
 
 
 def cpu_time_s() -> float:
-    """CPU time of this process so far, and of those that it has started and that still run.
+    """CPU time of this process and of its running children.
 
-    Theirs in whole ticks of the system's clock, a hundredth of a second.
+    The children's time is in whole ticks of the system's clock, 0.01 s each.
     """
     ticks = 0
     for file in Path("/proc/self/task").glob("*/children"):
         for pid in file.read_text().split():
-            # One may end at any time.
+            # A child may end at any time.
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                # Behind the name, which may hold anything: state, ..., user and system time.
+                # After the name, which may hold any character: state, ..., user and system time.
                 fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
                 ticks += int(fields[11]) + int(fields[12])
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
 class Worker:
-    """Obeys commands for one engine."""
+    """Runs commands on one engine."""
 
     def __init__(self, engine: OfflineEngine, workload: Workload) -> None:
         self._engine = engine
         self._workload = workload
         self._idle_since = (time.perf_counter(), cpu_time_s())
 
-    def obey(self, command: dict[str, object]) -> dict[str, object]:
-        """One command's answer."""
+    def answer(self, command: dict[str, object]) -> dict[str, object]:
+        """Runs one command; returns its answer."""
         if command["command"] == "run":
             run = self._run(command["settings"], is_warm_up=command["is_warm_up"])
             return dataclasses.asdict(run)
@@ -58,7 +58,7 @@ class Worker:
             tokens = command["token_ids"]
             gap = self._engine.logit_gap(tokens, command["first"], command["second"])
             return {"logit_gap": gap}
-        raise ValueError(f"got command {command['command']!r}; wanted run or logit_gap.")
+        raise ValueError(f"command must be run or logit_gap, got {command['command']!r}.")
 
     def _run(self, settings: dict[str, object], *, is_warm_up: bool) -> EngineRun:
         wall, cpu = time.perf_counter(), cpu_time_s()
@@ -84,7 +84,7 @@ class Worker:
 
 
 def _check_lengths(workload: Workload, token_ids: list[list[int]]) -> None:
-    """Every request got what it wanted: the work is the same for all engines."""
+    """Checks that every request has all its tokens, so that all engines do the same work."""
     wanted = [request.num_output_tokens for request in workload.requests]
     got = list(map(len, token_ids))
     if got != wanted:
@@ -97,8 +97,8 @@ def _serve(commands: TextIO, answers: TextIO) -> None:
     workload = Workload.read(Path(start["workload"]))
     try:
         engine = importlib.import_module(spec.module).load_engine(spec, workload)
-    # What an engine refuses, and a peer that is not installed. Where a model is at fault, it is a
-    # ValueError. All else is a crash, and the log tells of it.
+    # A refused setting, a wrong model, or a peer that is not installed. Any other error is a crash,
+    # whose traceback is in the log.
     except (PaxkvError, ValueError, ImportError) as error:
         traceback.print_exception(error)
         _answer(answers, {"error": str(error)})
@@ -107,8 +107,8 @@ def _serve(commands: TextIO, answers: TextIO) -> None:
     _answer(answers, {"ready": True})
     for line in commands:
         try:
-            answer = worker.obey(json.loads(line))
-        # A peer that cannot run here is a result, and the reason is to be told.
+            answer = worker.answer(json.loads(line))
+        # The reason why a peer cannot run on this machine is a result.
         except Exception as error:
             traceback.print_exception(error)
             answer = {"error": f"{type(error).__name__}: {error}"}
@@ -122,7 +122,7 @@ def _answer(answers: TextIO, answer: dict[str, object]) -> None:
 
 
 def main() -> None:
-    # Where the parent reads must be nothing but answers.
+    # The parent reads stdout, so nothing else may be written to it.
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
         _serve(sys.stdin, answers)

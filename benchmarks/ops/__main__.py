@@ -1,13 +1,13 @@
 """Does every op of `pallas_kernels` agree with float64, and how fast is it?
 
-On a GPU (JAX with CUDA; torch's attention is timed too where torch is installed):
+On a GPU (JAX with CUDA):
 
     python -m benchmarks.ops --platform gpu
 
 measures the device (a copy, a matrix product), checks every op on random inputs against float64,
-times each body at full size beside JAX's and torch's own attention, and prints a table. Units run
-in worker processes, so a crash or a hang of one kernel costs that unit only. Each result is
-appended to --out at once; the report goes beside it with the suffix .md. The run ends within
+times each body at full size and cuDNN's attention on the same batches, and prints a table. Units
+run in worker processes, so a crash or a hang of one kernel costs that unit only. Each result is
+appended to --out at once; the report is written next to it with the suffix .md. The run ends within
 --time-limit, and --resume continues it.
 
 On a CPU:
@@ -35,8 +35,6 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--platform", choices=("gpu", "cpu"), required=True)
     parser.add_argument("--quick", action="store_true", help="CPU: less of everything")
-    parser.add_argument("--only", metavar="OP", help="GPU: one op, such as paged_attention")
-    parser.add_argument("--body", metavar="BODY", help="GPU: one body, such as mosaic_gpu or torch")
     add_run_arguments(parser.add_argument_group("GPU"), time_limit_s=530.0)
     arguments = parser.parse_args(argv)
     if arguments.platform == "gpu":

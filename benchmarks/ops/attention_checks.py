@@ -1,18 +1,18 @@
 """Checks of `paged_attention` on a GPU: every feature, in small random batches, against float64."""
 
 import dataclasses
+import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-import pallas_kernels
-from benchmarks.ops.device_calls import implementation_of, measure_calls
+from benchmarks.ops.device_calls import Problem, op_unit
 from benchmarks.ops.findings import ERROR_LIMITS, close_findings, same_finding
 from benchmarks.ops.float64 import SeenRule, attend
-from benchmarks.units.unit import Finding, Measured, Unit
+from benchmarks.units.unit import Finding, Unit
 from pallas_kernels.paged_attention.cases import (
+    CASES,
     PagedAttentionCase,
     PagedAttentionInputs,
     build_inputs,
@@ -85,16 +85,8 @@ _HALF = (
     _case("decode float16", _DECODE, dtype="float16"),
     _case("mixed float16", _MIXED, dtype="float16"),
 )
-_FLOAT32_NAMES = (
-    *("decode d128 block 16", "decode d80 block 8", "decode window 100", "decode float8 cache"),
-    *("mixed d128 block 64", "mixed d256 block 16", "mixed chunks of 192", "mixed not causal"),
-    *("mixed window, soft cap, sinks, d256", "mixed int8 cache", "prompts", "empty requests"),
-)
-_FLOAT32 = tuple(
-    dataclasses.replace(case, name=f"{case.name} float32", dtype="float32")
-    for case in _HALF
-    if case.name in _FLOAT32_NAMES
-)
+# Small batches with every feature, in the precision that Mosaic bodies do not take.
+_FLOAT32 = tuple(case for case in CASES if case.dtype == "float32")
 _DEFAULT_NAMES = ("decode d128 block 16", "mixed d256 block 16", "mixed int8 cache")
 _REHEARSED = tuple(
     _case(name, requests, head_dim=64, **sizes)
@@ -115,36 +107,21 @@ def check_units(*, is_rehearsal: bool) -> list[Unit]:
         pairs += [(case, "default") for case in _HALF if case.name in _DEFAULT_NAMES]
         pairs += [(case, "xla") for case in (*_HALF, *_FLOAT32)]
     return [
-        Unit(
-            kind="check",
-            op=OP,
-            case=case.name,
-            body=body,
-            measure=lambda seed, case=case, body=body: _check(case, body, seed),
-        )
+        op_unit("check", OP, case.name, body, functools.partial(_problem, case))
         for case, body in pairs
     ]
 
 
-def _check(case: PagedAttentionCase, body: str, seed: int) -> Measured:
+def _problem(case: PagedAttentionCase, seed: int) -> Problem:
     drawn = build_inputs(case, seed)
     arrays = list(drawn.arrays)
     arrays[3] = jnp.asarray(drawn.row, jnp.int32)
-
-    def call(options: Any, *arrays: jax.Array) -> Any:
-        return pallas_kernels.paged_attention(
-            *arrays,
-            **drawn.rules,
-            **options,
-            return_lse=True,
-            implementation=implementation_of(body),
-        )
-
-    return measure_calls(
-        call,
-        (drawn.traced_options, *arrays),
-        lambda outputs: _verify(case, drawn, *map(np.asarray, outputs)),
-        exact=case.dtype == "float32",
+    return Problem(
+        arrays=tuple(arrays),
+        options=drawn.traced_options,
+        rules={**drawn.rules, "return_lse": True},
+        verify=lambda outputs: _verify(case, drawn, *map(np.asarray, outputs)),
+        is_exact=case.dtype == "float32",
     )
 
 

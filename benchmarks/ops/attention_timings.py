@@ -1,4 +1,4 @@
-"""Timings of `paged_attention` on a GPU at full size, beside JAX's and torch's own attention."""
+"""Timings of `paged_attention` on a GPU at full size, compared with cuDNN's attention."""
 
 import dataclasses
 import functools
@@ -8,17 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import pallas_kernels
-from benchmarks.ops.device_calls import Work, draw_normal, measure_calls
+from benchmarks.ops.device_calls import Problem, Work, draw_normal, op_unit
 from benchmarks.ops.findings import ERROR_LIMITS, close_findings
 from benchmarks.ops.float64 import SeenRule, attend
-from benchmarks.ops.torch_attention import measure_sdpa
-from benchmarks.units.unit import Finding, Measured, Unit
+from benchmarks.units.unit import Finding, Unit
 
 OP = "paged_attention"
 DTYPE = "bfloat16"
 NUM_SAMPLED_REQS, NUM_SAMPLED_TOKENS, NUM_SAMPLED_KV_HEADS = 3, 12, 2
-JAX_PEERS = {"jax cudnn": "cudnn", "jax xla dense": "xla"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,19 +67,13 @@ def seen_pairs(num_query: int, seq_len: int, sliding_window: int | None = None) 
     Example: 3 query tokens of 5 are at positions 2, 3, 4 and see 3 + 4 + 5 = 12 keys; with a window
     of 4, 3 + 4 + 4 = 11.
     """
-    first = seq_len - num_query
-    if sliding_window is None:
-        return num_query * first + num_query * (num_query + 1) // 2
-    num_growing = max(0, min(num_query, sliding_window - first))
-    growing = num_growing * first + num_growing * (num_growing + 1) // 2
-    return growing + (num_query - num_growing) * sliding_window
+    num_seen = np.arange(seq_len - num_query, seq_len) + 1
+    return int(np.minimum(num_seen, sliding_window or seq_len).sum())
 
 
 def seen_keys(num_query: int, seq_len: int, sliding_window: int | None = None) -> int:
     """Keys of one request that at least one of its query tokens sees."""
-    if sliding_window is None or num_query == 0:
-        return seq_len if num_query else 0
-    return min(seq_len, num_query + sliding_window - 1)
+    return min(seq_len, num_query + (sliding_window or seq_len) - 1) if num_query else 0
 
 
 def _decode(num_reqs: int, seq_len: int, label: str = "", **sizes: Any) -> AttentionSizes:
@@ -118,37 +109,27 @@ _REHEARSED = AttentionSizes(
 
 
 def timing_units(*, is_rehearsal: bool) -> list[Unit]:
-    """Our bodies first, then the peers on the batches that they can compute."""
+    """Our bodies, then JAX's attention with cuDNN on the batches that it can compute."""
     timed = (_REHEARSED,) if is_rehearsal else TIMED
     ours = ("xla",) if is_rehearsal else ("mosaic_gpu", "xla")
-    pairs = [
-        (sizes, body, functools.partial(_measure_ours, sizes, body))
-        for body in ours
-        for sizes in timed
-    ]
-    dense = [sizes for sizes in timed if sizes.is_dense]
-    for body, name in JAX_PEERS.items():
-        pairs += [(sizes, body, functools.partial(_measure_jax, sizes, name)) for sizes in dense]
-    pairs += [(sizes, "torch sdpa", functools.partial(measure_sdpa, sizes)) for sizes in dense]
+    triples = [(sizes, body, _problem) for body in ours for sizes in timed]
+    triples += [(sizes, "jax cudnn", _cudnn_problem) for sizes in timed if sizes.is_dense]
     return [
-        Unit(kind="time", op=OP, case=sizes.case, body=body, measure=measure)
-        for sizes, body, measure in pairs
+        op_unit("time", OP, sizes.case, body, functools.partial(problem, sizes), sizes.work)
+        for sizes, body, problem in triples
     ]
 
 
-def _measure_ours(sizes: AttentionSizes, body: str, seed: int) -> Measured:
-    def call(*arrays: jax.Array) -> jax.Array:
-        return pallas_kernels.paged_attention(
-            *arrays,
-            scale=sizes.rule.scale,
-            max_query_len=sizes.max_query_len,
-            sliding_window=sizes.sliding_window,
-            implementation=body,
-        )
-
+def _problem(sizes: AttentionSizes, seed: int) -> Problem:
     arrays = draw_batch(sizes, seed)
-    return measure_calls(
-        call, arrays, lambda out: verify_samples(sizes, arrays, out), work=sizes.work
+    return Problem(
+        arrays=arrays,
+        rules={
+            "scale": sizes.rule.scale,
+            "max_query_len": sizes.max_query_len,
+            "sliding_window": sizes.sliding_window,
+        },
+        verify=lambda out: verify_samples(sizes, arrays, out),
     )
 
 
@@ -209,25 +190,12 @@ def verify_samples(
     ]
 
 
-def _measure_jax(sizes: AttentionSizes, implementation: str, seed: int) -> Measured:
-    """`jax.nn.dot_product_attention` over keys and values gathered per request."""
+def _cudnn_problem(sizes: AttentionSizes, seed: int) -> Problem:
+    """Attention over keys and values that are contiguous per request."""
     num_query, seq_len = sizes.requests[0]
-    num_reqs = len(sizes.requests)
-    kv_shape = (num_reqs, seq_len, sizes.num_kv_heads, sizes.head_dim)
-    q, k, v = (
-        draw_normal(seed + i, shape, DTYPE)
-        for i, shape in enumerate(
-            ((num_reqs, num_query, sizes.num_q_heads, sizes.head_dim), kv_shape, kv_shape)
-        )
-    )
-
-    def call(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return jax.nn.dot_product_attention(
-            *(q, k, v),
-            scale=sizes.rule.scale,
-            is_causal=num_query > 1,
-            implementation=implementation,
-        )
+    q_shape = (len(sizes.requests), num_query, sizes.num_q_heads, sizes.head_dim)
+    kv_shape = (len(sizes.requests), seq_len, sizes.num_kv_heads, sizes.head_dim)
+    q, k, v = (draw_normal(seed + i, s, DTYPE) for i, s in enumerate((q_shape, kv_shape, kv_shape)))
 
     def verify(out: jax.Array) -> list[Finding]:
         group = slice(sizes.num_q_heads // sizes.num_kv_heads)
@@ -238,4 +206,7 @@ def _measure_jax(sizes: AttentionSizes, implementation: str, seed: int) -> Measu
         got = np.asarray(out[0, tokens, group])
         return close_findings("sampled out", got, wanted, ERROR_LIMITS[DTYPE])
 
-    return measure_calls(call, (q, k, v), verify, work=sizes.work)
+    rules = {"scale": sizes.rule.scale, "is_causal": num_query > 1, "implementation": "cudnn"}
+    return Problem(
+        arrays=(q, k, v), rules=rules, verify=verify, function=jax.nn.dot_product_attention
+    )

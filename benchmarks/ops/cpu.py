@@ -1,13 +1,12 @@
-"""The CPU half of `python -m benchmarks.ops`: attention and scatter as plain XLA, on one core.
+"""The CPU half of `python -m benchmarks.ops`: XLA's attention and scatter on one core.
 
-Every body is checked against float64 before it is timed. Then, in turn and in one process: our
-attention, torch's on keys and values that lie in one piece already (if torch is there), and a
-sequential read of as many bytes, which is the floor.
+Every body is checked against float64 before it is timed. Then our attention, torch's attention on
+contiguous keys and values (if torch is installed) and a sequential read of the same number of bytes
+run in turn in one process. The read is the lower limit of the time.
 """
 
 import os
 import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,39 +29,24 @@ from benchmarks.ops.cpu_scatter import (
     holds_what_was_written,
     scatter_call,
 )
-from benchmarks.ops.cpu_timing import (
-    Call,
-    SequentialReads,
-    fastest,
-    one_core,
-    ratios,
-    sample_in_turn,
-)
-from benchmarks.ops.cpu_torch_sdpa import (
-    HAS_TORCH,
-    read_with_torch,
-    sdpa_call,
-    tokens_of,
-    use_one_thread,
-)
+from benchmarks.ops.cpu_timing import Call, SequentialReads, one_core, ratios, sample_in_turn
+from benchmarks.ops.cpu_torch_sdpa import HAS_TORCH, sdpa_call, tokens_of, use_one_thread
 from benchmarks.result_rows import ResultRow, append_rows, processor_name
 
-_READS = ("read by NumPy", "read by torch")
-_SDPA = "torch SDPA"
-# As `jax.jit` compiles without a word, and with small products left to Eigen.
-COMPILER_OPTIONS: dict[str, dict[str, str]] = {
-    "default": {},
-    "YNNPACK off": {"xla_cpu_experimental_ynn_fusion_type": ""},
-}
+_READ, _SDPA = "sequential read", "torch SDPA"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuSizes:
-    """How much of everything."""
+    """Amounts of work.
+
+    Args:
+        bytes_in_turn: Data that is read between two reads of the same data, which is more than the
+            last cache level holds.
+    """
 
     num_samples: int
     block_sizes: tuple[int, ...]
-    # Data that is gone through between two reads of the same: more than the last cache level holds.
     bytes_in_turn: int
     read_buffer_bytes: int
     scatter_bytes: tuple[int, ...]
@@ -85,10 +69,10 @@ QUICK = CpuSizes(
 
 
 def run_cpu(*, quick: bool, out: Path | None) -> int:
-    """Checks and times; prints a table and appends a row a figure to `out`, if given.
+    """Checks and times; prints a table and appends one row per figure to `out`, if given.
 
     Returns:
-        The exit status: 1 if a result was wrong, and then that body was not timed.
+        The exit code: 1 if a result was wrong. That body was then not timed.
     """
     with one_core(), jax.default_device(jax.local_devices(backend="cpu")[0]):
         return run_sizes(QUICK if quick else FULL, batches(), out)
@@ -115,46 +99,31 @@ def run_sizes(sizes: CpuSizes, all_batches: tuple[CpuBatch, ...], out: Path | No
     return 1 if failures else 0
 
 
-def _layouts(batch: CpuBatch, sizes: CpuSizes) -> Iterator[tuple[str, dict[str, int | bool]]]:
-    """What is said of a layout of the batch, and the arguments that build it."""
-    for block_size in sizes.block_sizes:
-        yield f"block {block_size}", {"block_size": block_size}
-    if batch.max_query_len == 1:
-        largest = sizes.block_sizes[-1]
-        # The blocks are the same, so the cost should be too.
-        wide = {"block_size": largest, "columns_per_needed": 8}
-        yield f"block {largest}, tables 8 times as wide", wide
-        yield f"block {largest}, in order", {"block_size": largest, "is_in_order": True}
-
-
 def _measure_batch(
     batch: CpuBatch, sizes: CpuSizes, reads: SequentialReads, failures: list[str]
 ) -> list[ResultRow]:
     num_rows = int(np.clip(-(-sizes.bytes_in_turn // batch.kv_bytes), 2, 16))
     calls: dict[str, Call] = {}
-    for layout, arguments in _layouts(batch, sizes):
-        data = build_paged_data(batch, num_rows=num_rows, **arguments)
-        for setting, compiler_options in COMPILER_OPTIONS.items():
-            name = f"{batch.name}, {layout}, {setting}"
-            call = paged_call(data, compiler_options)
-            row = num_rows - 1
-            error = relative_error(data, call(row), row)
-            if error > MAX_RELATIVE_ERROR:
-                failures.append(f"{name}: relative error {error:.1e}, allowed {MAX_RELATIVE_ERROR}")
-            else:
-                calls[name] = call
-        if HAS_TORCH and _SDPA not in calls:
-            calls[_SDPA] = _checked_sdpa(data, num_rows, failures)
-    ours = [name for name in calls if name != _SDPA]
-    calls[_READS[0]] = reads.call(batch.kv_bytes)
+    for block_size in sizes.block_sizes:
+        data = build_paged_data(batch, num_rows=num_rows, block_size=block_size)
+        name = f"{batch.name}, block {block_size}, default"
+        call = paged_call(data)
+        row = num_rows - 1
+        error = relative_error(data, call(row), row)
+        if error > MAX_RELATIVE_ERROR:
+            failures.append(f"{name}: relative error {error:.1e}, allowed {MAX_RELATIVE_ERROR}")
+        else:
+            calls[name] = call
+    ours = list(calls)
+    calls[_READ] = reads.call(batch.kv_bytes)
     if HAS_TORCH:
-        calls[_READS[1]] = reads.call(batch.kv_bytes, read_with_torch)
+        calls[_SDPA] = _checked_sdpa(data, num_rows, failures)
     seconds = sample_in_turn(calls, num_data_sets=num_rows, num_samples=sizes.num_samples)
-    floor = fastest(seconds, _READS)
-    _print_line(f"{batch.name}, sequential read", seconds=floor, num_bytes=batch.kv_bytes)
+    floor = seconds[_READ]
+    _print_line(f"{batch.name}, {_READ}", seconds=floor, num_bytes=batch.kv_bytes)
     if HAS_TORCH:
         _print_line(f"{batch.name}, {_SDPA}", seconds[_SDPA], batch.kv_bytes, floor)
-    rows = [_row(f"{batch.name}, sequential read", "ms", [1e3 * s for s in floor])]
+    rows = [_row(f"{batch.name}, {_READ}", "ms", [1e3 * s for s in floor])]
     for name in ours:
         taken = seconds[name]
         _print_line(name, taken, batch.kv_bytes, floor, seconds.get(_SDPA))

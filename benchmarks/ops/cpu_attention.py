@@ -1,4 +1,4 @@
-"""Batches of the CPU half's attention: the cache, our body, and its check against float64."""
+"""Attention on a CPU: batches, paged caches, our body, and its check against float64."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from pallas_kernels import paged_attention
 
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 4, 64
 SCALE = HEAD_DIM**-0.5
-# Blocks in the pool for one that a sequence owns: a pool is seldom full.
+# Blocks in the pool per block that a sequence owns, because a pool is seldom full.
 POOL_PER_OWNED_BLOCK = 1.25
 MAX_RELATIVE_ERROR = 1e-5
 
@@ -34,13 +34,13 @@ class CpuBatch:
 
     @property
     def kv_bytes(self) -> int:
-        """Keys and values that the batch has to read, each once."""
+        """Bytes of all keys and values of the batch."""
         num_keys = sum(seq_len for _, seq_len in self.requests)
         return num_keys * 2 * NUM_KV_HEADS * HEAD_DIM * 4
 
 
 def batches() -> tuple[CpuBatch, ...]:
-    """64 decodes at several contexts, and one prompt's chunk beside 32 decodes."""
+    """64 decodes at several contexts, and the chunk of a prompt together with 32 decodes."""
     ragged = np.random.default_rng(0).permutation(np.linspace(32, 512, 64).astype(int))
     return (
         *(
@@ -60,7 +60,7 @@ def batches() -> tuple[CpuBatch, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedData:
-    """Arguments of `paged_attention`; every row of the cache is a data set of its own."""
+    """Arguments of `paged_attention`; the rows of the cache hold different data."""
 
     batch: CpuBatch
     q: jax.Array  # f32[num_tokens, num_q_heads, head_dim]
@@ -76,28 +76,16 @@ def build_paged_data(
     *,
     block_size: int,
     num_rows: int,
-    is_in_order: bool = False,
-    columns_per_needed: int = 1,
     seed: int = 0,
 ) -> PagedData:
-    """Lays the batch's sequences into blocks drawn from a pool.
-
-    Args:
-        is_in_order: Whether each sequence owns blocks that follow one another, as a pool hands
-            them out that nothing was returned to; if not, every block lies anywhere.
-        columns_per_needed: Columns of the block table for one that the longest request needs.
-    """
+    """Writes the batch's sequences into blocks at random places of a pool."""
     rng = np.random.default_rng(seed)
     num_query_np, seq_lens_np = np.array(batch.requests).T
     num_owned_np = -(-seq_lens_np // block_size)
     num_owned = int(num_owned_np.sum())
     num_blocks = int(num_owned * POOL_PER_OWNED_BLOCK) + 1
     ids_np = rng.permutation(num_blocks)[:num_owned]
-    if is_in_order:
-        ids_np = np.arange(num_owned)
-    block_tables_np = np.zeros(
-        (len(num_owned_np), int(num_owned_np.max()) * columns_per_needed), np.int32
-    )
+    block_tables_np = np.zeros((len(num_owned_np), int(num_owned_np.max())), np.int32)
     ends = np.cumsum(num_owned_np)
     for req_idx, (end, owned) in enumerate(zip(ends, num_owned_np, strict=True)):
         block_tables_np[req_idx, :owned] = ids_np[end - owned : end]
@@ -116,8 +104,8 @@ def build_paged_data(
     )
 
 
-def paged_call(data: PagedData, compiler_options: dict[str, str]) -> Callable[[int], jax.Array]:
-    """Our body on one row, compiled as a part of a step would be."""
+def paged_call(data: PagedData) -> Callable[[int], jax.Array]:
+    """Our body on one row of the cache, compiled with the row as an argument."""
 
     @jax.jit
     def plain(row: jax.Array, *arrays: jax.Array) -> jax.Array:
@@ -132,12 +120,11 @@ def paged_call(data: PagedData, compiler_options: dict[str, str]) -> Callable[[i
     arrays = (data.q, data.k_cache, data.v_cache)
     arrays += (data.block_tables, data.seq_lens, data.query_start_loc)
     rows = [jnp.int32(row) for row in range(data.k_cache.shape[0])]
-    compiled = plain.lower(rows[0], *arrays).compile(compiler_options=compiler_options)
-    return lambda row: compiled(rows[row], *arrays).block_until_ready()
+    return lambda row: plain(rows[row], *arrays).block_until_ready()
 
 
 def gathered(data: PagedData, row: int, req_idx: int) -> tuple[np.ndarray, np.ndarray]:
-    """One request's keys and values in one piece, f32[seq_len, num_kv_heads, head_dim] each."""
+    """One request's keys and values, f32[seq_len, num_kv_heads, head_dim] each."""
     seq_len = data.batch.requests[req_idx][1]
     block_size = data.k_cache.shape[3]
     ids_np = np.asarray(data.block_tables)[req_idx, : -(-seq_len // block_size)]
@@ -150,7 +137,7 @@ def gathered(data: PagedData, row: int, req_idx: int) -> tuple[np.ndarray, np.nd
 
 
 def relative_error(data: PagedData, out: jax.Array, row: int) -> float:
-    """The norm of what differs from float64, over the norm of what is right."""
+    """Norm of the difference from float64, divided by the norm of the float64 result."""
     q_np, out_np = np.asarray(data.q), np.asarray(out).astype(np.float64)
     starts_np = np.asarray(data.query_start_loc)
     expected_np = np.zeros_like(out_np)

@@ -1,4 +1,4 @@
-"""What writing a step's keys and values costs on the CPU, for caches of several sizes."""
+"""Writes of one step's keys and values on the CPU, for caches of several sizes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,21 +17,21 @@ BLOCK_SIZE = 64
 
 @dataclass(slots=True)
 class ScatterCaches:
-    """Two caches that the call below donates and rebinds; nobody else may hold them."""
+    """Two caches that `scatter_call` donates and rebinds; no other object may hold them."""
 
     k_cache: jax.Array  # f32[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
     v_cache: jax.Array
 
 
 def build_caches(num_bytes: int) -> ScatterCaches:
-    """Caches of about `num_bytes`, both together."""
+    """Two caches of about `num_bytes` together."""
     bytes_per_block = 2 * NUM_ROWS * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM * 4
     shape = (NUM_ROWS, num_bytes // bytes_per_block, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     return ScatterCaches(jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32))
 
 
 def scatter_call(caches: ScatterCaches, seed: int = 0) -> Callable[[int], None]:
-    """Writes 64 tokens, each anywhere, into row `data_idx`, in place."""
+    """Writes 64 tokens to random slots of row `data_idx`, in place."""
     rng = np.random.default_rng(seed)
     num_blocks = caches.k_cache.shape[1]
     slots = jnp.asarray(_slots(num_blocks), jnp.int32)
@@ -50,7 +50,7 @@ def scatter_call(caches: ScatterCaches, seed: int = 0) -> Callable[[int], None]:
 
 
 def holds_what_was_written(caches: ScatterCaches, seed: int = 0) -> bool:
-    """Whether every row's slots hold the tokens that a call of this seed writes, and no more."""
+    """True if every row holds the tokens that a call of this seed writes, and nothing else."""
     rng = np.random.default_rng(seed)
     blocks_np, offsets_np = np.divmod(_slots(caches.k_cache.shape[1]), BLOCK_SIZE)
     shape = (NUM_TOKENS, NUM_KV_HEADS, HEAD_DIM)
@@ -67,6 +67,6 @@ def holds_what_was_written(caches: ScatterCaches, seed: int = 0) -> bool:
 
 
 def _slots(num_blocks: int) -> np.ndarray:
-    """i64[num_tokens], no two alike."""
+    """Different slots, i64[num_tokens]."""
     num_slots = num_blocks * BLOCK_SIZE
     return np.random.default_rng(num_blocks).choice(num_slots, NUM_TOKENS, replace=False)

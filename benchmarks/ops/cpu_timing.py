@@ -1,34 +1,32 @@
-"""How the CPU half of the benchmark takes time: one core, calls in turn, bandwidth in the same run.
+"""Timing on a CPU: one core, calls in turn, and memory bandwidth in the same run.
 
-A sample is CPU time of the process. With one core and nothing to wait for, that is the wall time of
-a machine that does nothing else; on one that does, it leaves out what others took, though not what
-their traffic on the memory bus costs.
+A sample is CPU time of the process. On one core of an idle machine it equals wall time. On a busy
+machine it leaves out the time of other processes, but not the cost of their memory traffic.
 """
 
 import contextlib
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-# A call gets the number of the data set to work on, and returns when it is done.
+# A call gets the index of its data set.
 Call = Callable[[int], object]
 
 
 @contextlib.contextmanager
 def one_core() -> Iterator[None]:
-    """Keeps this thread, and all threads started in here, on one core.
+    """Keeps this thread, and all threads that it starts, on one core.
 
-    JAX starts its threads with its first computation: enter this before. Where the system cannot
-    pin threads (it can on Linux), this does nothing.
+    Enter it before JAX's first computation, which starts JAX's threads. It does nothing on systems
+    that cannot pin threads; Linux can.
     """
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
     allowed = os.sched_getaffinity(0)
-    # The last one: interrupts mostly go to the first.
+    # The last one, because interrupts mostly go to the first.
     os.sched_setaffinity(0, {max(allowed)})
     try:
         yield
@@ -39,10 +37,10 @@ def one_core() -> Iterator[None]:
 def sample_in_turn(
     calls: Mapping[str, Call], *, num_data_sets: int, num_samples: int
 ) -> dict[str, list[float]]:
-    """Seconds a call, one figure a sample: every sample runs each call once on every data set.
+    """Seconds per call, one value per sample; a sample runs the call once on every data set.
 
-    In turn, so that what changes while the machine is busy hits all of them alike, and the ratio of
-    two samples of the same number is a fair one.
+    The calls run in turn, so that changes of the machine's load affect all of them alike, and the
+    ratio of two samples with the same index is fair.
     """
     for call in calls.values():
         for data_idx in range(num_data_sets):
@@ -58,42 +56,30 @@ def sample_in_turn(
 
 
 def ratios(numerator: list[float], denominator: list[float]) -> list[float]:
-    """Of two calls' samples, pair by pair."""
+    """Ratios of the samples of two calls with the same index."""
     return [x / y for x, y in zip(numerator, denominator, strict=True)]
 
 
 class SequentialReads:
-    """Reads of memory from one end to the other: the floor of what reads as many bytes.
-
-    NumPy's maximum, a loop of vector loads and nothing else to speak of. A caller that has a faster
-    reader hands it in, and the faster of the two is the floor.
-    """
+    """Sequential reads of memory by NumPy's maximum, which is a loop of vector loads."""
 
     def __init__(self, num_bytes: int) -> None:
         self._buffer = np.ones(num_bytes // 4, np.float32)
         self._next = 0
 
-    def call(
-        self, num_bytes: int, read: Callable[[np.ndarray], object] = np.max
-    ) -> Callable[[int], object]:
-        """A call that reads `num_bytes` which were not read for as long as possible."""
+    def call(self, num_bytes: int) -> Call:
+        """A call that reads the `num_bytes` of the buffer whose last read is the longest ago."""
         size = num_bytes // 4
         num_places = len(self._buffer) // size
         if num_places < 2:
             raise ValueError(
-                f"buffer is too small: got {self._buffer.nbytes} bytes, wanted at least twice "
+                f"buffer is too small: got {self._buffer.nbytes} bytes, needs at least twice "
                 f"the {num_bytes} of one read."
             )
 
         def run(data_idx: int) -> object:
             del data_idx
             self._next = (self._next + 1) % num_places
-            return read(self._buffer[self._next * size : (self._next + 1) * size])
+            return np.max(self._buffer[self._next * size : (self._next + 1) * size])
 
         return run
-
-
-def fastest(seconds: Mapping[str, list[float]], names: tuple[str, ...]) -> list[float]:
-    """The samples of the call with the least median, among those of `names` that were made."""
-    made = [seconds[name] for name in names if name in seconds]
-    return min(made, key=statistics.median)

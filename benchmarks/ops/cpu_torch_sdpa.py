@@ -1,4 +1,4 @@
-"""The peer of the CPU half: torch's attention on keys and values that lie in one piece already."""
+"""torch's attention on contiguous keys and values, as a peer on the CPU."""
 
 from collections.abc import Callable
 
@@ -15,30 +15,21 @@ HAS_TORCH = torch is not None
 
 
 def use_one_thread() -> None:
-    """Before the first call, if torch is there."""
+    """Limits torch to one thread, if it is installed; call it before other functions."""
     if HAS_TORCH:
         torch.set_num_threads(1)
 
 
-def read_with_torch(buffer: np.ndarray) -> object:
-    """Reads all of a buffer."""
-    return torch.from_numpy(buffer).sum()
-
-
 def sdpa_call(data: PagedData, num_rows: int) -> Callable[[int], object]:
-    """Attention of the whole batch on row `data_idx`: as few calls as torch allows unpadded.
+    """Attention of the whole batch on one row, without padding.
 
-    Requests of the same shape share a call. One query token needs no mask; a chunk whose query
-    tokens are the last of its sequence needs one, because torch's own causal mask counts from the
-    first key.
+    Requests of one shape share a call. A chunk needs a mask, because its query tokens are the last
+    of the sequence and torch's causal mask counts from the first key.
     """
     attention = torch.nn.functional.scaled_dot_product_attention
     starts_np = np.asarray(data.query_start_loc)
-    alike: dict[tuple[int, int], list[int]] = {}
-    for req_idx, request in enumerate(data.batch.requests):
-        alike.setdefault(request, []).append(req_idx)
     groups = []
-    for (num_query, seq_len), req_idxs in alike.items():
+    for (num_query, seq_len), req_idxs in _by_shape(data).items():
         q_np = np.stack(
             [np.asarray(data.q)[starts_np[i] : starts_np[i] + num_query] for i in req_idxs]
         )
@@ -59,17 +50,23 @@ def sdpa_call(data: PagedData, num_rows: int) -> Callable[[int], object]:
 
 
 def tokens_of(data: PagedData, outputs: object) -> np.ndarray:
-    """What `sdpa_call` returned, laid out as the op's result: to see that it did the same work."""
+    """The outputs of `sdpa_call` in the layout of the op's result."""
     starts_np = np.asarray(data.query_start_loc)
     out_np = np.zeros(data.q.shape, np.float32)
-    alike: dict[tuple[int, int], list[int]] = {}
-    for req_idx, request in enumerate(data.batch.requests):
-        alike.setdefault(request, []).append(req_idx)
-    for output, ((num_query, _), req_idxs) in zip(outputs, alike.items(), strict=True):
+    groups = _by_shape(data).items()
+    for output, ((num_query, _), req_idxs) in zip(outputs, groups, strict=True):
         for of_request, req_idx in zip(output.numpy(), req_idxs, strict=True):
             start = starts_np[req_idx]
             out_np[start : start + num_query] = of_request.transpose(1, 0, 2)
     return out_np
+
+
+def _by_shape(data: PagedData) -> dict[tuple[int, int], list[int]]:
+    """(query tokens, seq_len) -> indices of the requests of this shape."""
+    by_shape: dict[tuple[int, int], list[int]] = {}
+    for req_idx, request in enumerate(data.batch.requests):
+        by_shape.setdefault(request, []).append(req_idx)
+    return by_shape
 
 
 def _by_head(x_np: np.ndarray) -> "torch.Tensor":

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.units.unit import Finding, Measured
+import pallas_kernels
+from benchmarks.units.unit import Finding, Kind, Measured, Unit
 
 # A sample is a queue of programs at least this long, so launching the first and waiting for the
 # last, about 0.1 ms, are under 0.3 % of it.
@@ -44,9 +45,65 @@ class Work:
         return min(MAX_CALLS_PER_PROGRAM, math.ceil(PROGRAM_S / max(guess_s, 1e-6)))
 
 
-def implementation_of(body: str) -> str | None:
-    """The argument of an op; "default" lets the op choose."""
-    return None if body == "default" else body
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One call of an op, and the check of its outputs.
+
+    Args:
+        function: Called instead of the op, for peers.
+        arrays: The positional arguments.
+        options: Keyword arguments that are arrays.
+        rules: Keyword arguments that are static.
+        num_updated: The first arrays are donated, and the outputs take their place.
+        is_exact: Computes float32 products in full float32.
+    """
+
+    arrays: tuple[Any, ...]
+    verify: Callable[[Any], list[Finding]]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    rules: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    num_updated: int = 0
+    is_exact: bool = False
+    function: Callable[..., Any] | None = None
+
+
+def op_unit(
+    kind: Kind,
+    op: str,
+    case: str,
+    body: str,
+    build: Callable[[int], Problem],
+    work: Work | None = None,
+) -> Unit:
+    """A check, or with `work` a timing, of an op as one of its bodies; "default" lets it choose.
+
+    Args:
+        build: Makes the call from a seed.
+    """
+
+    def measure(seed: int) -> Measured:
+        problem = build(seed)
+
+        def call(*arrays: Any) -> Any:
+            *positional, options = arrays
+            options = {**options, **problem.rules}
+            if problem.function is not None:
+                return problem.function(*positional, **options)
+            implementation = None if body == "default" else body
+            return getattr(pallas_kernels, op)(
+                *positional, **options, implementation=implementation
+            )
+
+        return measure_calls(
+            call,
+            (*problem.arrays, dict(problem.options)),
+            problem.verify,
+            work=work,
+            num_updated=problem.num_updated,
+            is_exact=problem.is_exact,
+        )
+
+    return Unit(kind=kind, op=op, case=case, body=body, measure=measure)
 
 
 def measure_calls(
@@ -56,18 +113,17 @@ def measure_calls(
     *,
     work: Work | None = None,
     num_updated: int = 0,
-    exact: bool = False,
+    is_exact: bool = False,
 ) -> Measured:
     """Calls `function(*arrays)` once and verifies its outputs; a right result is then timed.
 
     Args:
         work: Of one call; None checks without timing.
-        num_updated: The first arrays are donated, and the outputs take their place.
-        exact: Computes float32 products in full float32.
+        num_updated, is_exact: See `Problem`.
     """
     _poison_free_memory()
     donated = tuple(range(num_updated))
-    with jax.default_matmul_precision("highest" if exact else None):
+    with jax.default_matmul_precision("highest" if is_exact else None):
         call = jax.jit(function, donate_argnums=donated).lower(*arrays).compile()
     outputs = jax.block_until_ready(call(*arrays))
     findings = verify(outputs)
@@ -86,8 +142,11 @@ def measure_calls(
             holder[0] = program(holder[0], others)
         jax.block_until_ready(holder[0])
 
-    samples_s = [seconds / num_calls for seconds in take_samples(run)]
-    return timed(samples_s, findings, work, method=f"{num_calls} calls per program")
+    return Measured(
+        figures={"call_ms": [1e3 * seconds / num_calls for seconds in take_samples(run)]},
+        findings=findings,
+        details={**dataclasses.asdict(work), "method": f"{num_calls} calls per program"},
+    )
 
 
 def _repeat(
@@ -115,15 +174,6 @@ def _depending_on(outputs: Any, arrays: Any) -> Any:
     smallest = min(range(len(leaves)), key=lambda i: leaves[i].size)
     leaves[smallest] += zero.astype(leaves[smallest].dtype)
     return jax.tree.unflatten(structure, leaves)
-
-
-def timed(samples_s: list[float], findings: list[Finding], work: Work, method: str) -> Measured:
-    """The result of a timing."""
-    return Measured(
-        figures={"call_ms": [1e3 * s for s in samples_s]},
-        findings=findings,
-        details={**dataclasses.asdict(work), "method": method},
-    )
 
 
 def take_samples(run: Callable[[int], None], budget_s: float = BUDGET_S) -> list[float]:

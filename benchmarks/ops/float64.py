@@ -47,7 +47,7 @@ def attend(
         return out, lse
     is_seen = rule.is_seen(np.asarray(query_positions), seq_len)
     sees_any = is_seen.any(axis=1)
-    # What nobody sees may be NaN, and 0 * NaN is NaN.
+    # Unseen keys and values may be NaN, and 0 * NaN is NaN.
     is_used = is_seen.any(axis=0)[:, None]
     for head in range(num_q_heads):
         kv_head = head // group_size

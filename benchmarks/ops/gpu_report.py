@@ -14,7 +14,7 @@ MIN_BYTES_OF_MEMORY = 2**28
 _MAX_REASON_CHARS = 260
 
 
-def report(rows: Sequence[Mapping[str, Any]], results: Sequence[Result], *, device: str) -> str:
+def report(rows: Sequence[Mapping[str, Any]], results: Sequence[Result], device: str) -> str:
     """Markdown.
 
     Args:
@@ -32,12 +32,9 @@ def report(rows: Sequence[Mapping[str, Any]], results: Sequence[Result], *, devi
 
 
 def device_rates(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """`copy_gb_per_s` by the better of two programs, and `matmul_tflop_per_s`, where measured."""
-    rates: dict[str, float] = {}
-    for row in rows:
-        if row["metric"] in ("copy_gb_per_s", "matmul_tflop_per_s"):
-            rates[row["metric"]] = max(row["median"], rates.get(row["metric"], 0.0))
-    return rates
+    """`copy_gb_per_s` and `matmul_tflop_per_s`, where measured."""
+    names = ("copy_gb_per_s", "matmul_tflop_per_s")
+    return {row["metric"]: row["median"] for row in rows if row["metric"] in names}
 
 
 def check_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -64,9 +61,8 @@ def problem_lines(results: Sequence[Result]) -> list[str]:
     """Units that are wrong, failed or died; absent and skipped units once per reason."""
     lines, quiet = [], defaultdict(list)
     for result in results:
-        if result.is_wrong:
-            wrong = [f for f in result.measured.findings if not f.is_right]
-            text = "; ".join(f"{f.what} {f.error:.2g} (limit {f.limit:.0e})" for f in wrong)
+        if result.wrong:
+            text = "; ".join(f"{f.what} {f.error:.2g} (limit {f.limit:.0e})" for f in result.wrong)
             lines.append(f"- WRONG {result.unit.key}: {text}")
         elif result.outcome in ("failed", "died"):
             lines.append(f"- {result.outcome.upper()} {result.unit.key}: {_short(result.reason)}")

@@ -1,18 +1,20 @@
 """Checks and timings of the other ops on a GPU, over the cases of `pallas_kernels`.
 
-Every result is compared with NumPy, in a check and before a timing.
+Every result is checked before it is timed: attention and merged states against float64 in NumPy,
+ops that only move data against their reference body.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
-from benchmarks.ops.device_calls import Work, implementation_of, measure_calls
+from benchmarks.ops.device_calls import Problem, Work, op_unit
 from benchmarks.ops.findings import (
     ERROR_LIMITS,
     close_findings,
@@ -20,7 +22,7 @@ from benchmarks.ops.findings import (
     same_finding,
 )
 from benchmarks.ops.float64 import SeenRule, attend, merge
-from benchmarks.units.unit import Finding, Measured, Unit
+from benchmarks.units.unit import Finding, Unit
 from pallas_kernels.block_copy import cases as block_copy_cases
 from pallas_kernels.block_gather import cases as block_gather_cases
 from pallas_kernels.kv_scatter import cases as kv_scatter_cases
@@ -37,234 +39,131 @@ def units(*, is_rehearsal: bool) -> list[Unit]:
     """Checks of every case and timings of the large ones, of every op with every body."""
     bodies = ("xla", "mosaic_gpu_interpret") if is_rehearsal else ("mosaic_gpu", "xla", "default")
     found = []
-    for op, (measure, cases, timed) in _OPS.items():
+    for op, (problem, cases, timed) in _OPS.items():
+        if is_rehearsal:
+            timed = [(cases[0], timed[0][1])]
         for body in bodies:
+            is_timed = body == "xla" if is_rehearsal else body != "default"
             # "default" chooses one of the other bodies: one case shows that it can choose.
             checked = cases[:1] if body == "default" or is_rehearsal else cases
-            found += [_unit("check", op, case, body, measure, None) for case in checked]
-            if is_rehearsal and body == "xla":
-                found.append(_unit("time", op, cases[0], body, measure, timed[0][1]))
-            elif not is_rehearsal and body != "default":
-                found += [_unit("time", op, case, body, measure, work) for case, work in timed]
+            for case in checked:
+                build = functools.partial(problem, case)
+                found.append(op_unit("check", op, case.name, body, build))
+            for case, work in timed if is_timed else ():
+                build = functools.partial(problem, case)
+                found.append(op_unit("time", op, case.name, body, build, work))
     return found
-
-
-def _unit(
-    kind: Literal["check", "time"],
-    op: str,
-    case: Any,
-    body: str,
-    measure: Callable[[Any, str, int, Work | None], Measured],
-    work: Work | None,
-) -> Unit:
-    return Unit(
-        kind=kind,
-        op=op,
-        case=case.name,
-        body=body,
-        measure=lambda seed: measure(case, body, seed, work),
-        silence_limit_s=150.0 if kind == "time" else 90.0,  # large inputs are drawn by NumPy
-    )
 
 
 def _with_half_precision(cases: Sequence[Any]) -> list[Any]:
     """The cases, and those in float32 again in bfloat16, which the Mosaic bodies take."""
-    return [
-        *cases,
-        *(
-            dataclasses.replace(case, name=f"{case.name}, bfloat16", dtype="bfloat16")
-            for case in cases
-            if case.dtype == "float32"
-        ),
+    in_half = [
+        dataclasses.replace(case, name=f"{case.name}, bfloat16", dtype="bfloat16")
+        for case in cases
+        if case.dtype == "float32"
     ]
+    return [*cases, *in_half]
 
 
-def _mla_decode(case: mla_cases.MLADecodeCase, body: str, seed: int, work: Work | None) -> Measured:
+def _mla_decode(case: mla_cases.MLADecodeCase, seed: int) -> Problem:
     drawn = mla_cases.build_inputs(case, seed)
     arrays = list(drawn.arrays)
     arrays[2] = jnp.asarray(drawn.row, jnp.int32)
 
-    def call(*arrays: jax.Array) -> jax.Array:
-        return pallas_kernels.mla_decode(
-            *arrays, **drawn.rules, implementation=implementation_of(body)
-        )
-
     def verify(out: jax.Array) -> list[Finding]:
         wanted = np.zeros(out.shape)
-        starts = np.asarray(drawn.query_start_loc)
+        q_np, starts = np.asarray(drawn.q), np.asarray(drawn.query_start_loc)
+        rule = SeenRule(scale=case.scale)
         for req_idx, (num_query, seq_len) in enumerate(case.requests):
             if num_query:
                 token = slice(starts[req_idx], starts[req_idx] + 1)
-                latents = drawn.latents_np[req_idx][:, None]
-                wanted[token] = attend(
-                    np.asarray(drawn.q)[token],
-                    latents,
-                    latents[..., : case.latent_dim],
-                    np.array([seq_len - 1]),
-                    SeenRule(scale=case.scale),
-                )[0]
+                keys = drawn.latents_np[req_idx][:, None]
+                values = keys[..., : case.latent_dim]
+                wanted[token], _ = attend(q_np[token], keys, values, np.array([seq_len - 1]), rule)
         return close_findings("out", np.asarray(out), wanted, ERROR_LIMITS[case.dtype])
 
-    return measure_calls(call, tuple(arrays), verify, work=work, exact=case.dtype == "float32")
+    return Problem(
+        arrays=tuple(arrays),
+        rules=drawn.rules,
+        verify=verify,
+        is_exact=case.dtype == "float32",
+    )
 
 
-def _kv_scatter(
-    case: kv_scatter_cases.KVScatterCase, body: str, seed: int, work: Work | None
-) -> Measured:
-    del seed  # the cases draw from one of their own
-    drawn = kv_scatter_cases.build_inputs(case)
-    before = [np.array(x) for x in (drawn.k_cache, drawn.v_cache)]
-
-    def call(k_cache: jax.Array, v_cache: jax.Array, *others: jax.Array) -> Any:
-        *arrays, row, scales = others
-        return pallas_kernels.kv_scatter(
-            *(k_cache, v_cache, *arrays, row), implementation=implementation_of(body), **scales
-        )
-
-    def verify(caches: Any) -> list[Finding]:
-        findings = []
-        slots = np.asarray(drawn.slots)
-        is_real = slots < case.num_blocks * case.block_size
-        block_ids, offsets = np.divmod(slots[is_real], case.block_size)
-        for name, got, wanted in zip(("k", "v"), caches, before, strict=True):
-            new = np.asarray(getattr(drawn, name))[is_real]
-            scale = drawn.scales[f"{name}_scale"]
-            if scale is not None:
-                largest = LARGEST_STORED[case.dtype]
-                scaled = new.astype(np.float64) / np.asarray(scale)[:, None]
-                scaled = np.clip(scaled, -largest, largest)
-                # Through float32: ml_dtypes rounds float64 to float8 directly, JAX from float32.
-                new = (np.rint(scaled) if case.dtype == "int8" else scaled).astype(np.float32)
-            wanted[case.row, block_ids, :, offsets] = new.astype(wanted.dtype)
-            if scale is None:
-                findings.append(same_finding(f"{name} cache", np.asarray(got), wanted))
-            else:
-                error = relative_error(np.asarray(got), wanted.astype(np.float64))
-                findings.append(Finding(what=f"{name} cache", error=error, limit=_QUANTISED_LIMIT))
-        return findings
-
-    k_cache, v_cache, k, v, slots, _ = drawn.arguments
-    arrays = (k_cache, v_cache, k, v, slots, jnp.asarray(drawn.row, jnp.int32), drawn.scales)
-    return measure_calls(call, arrays, verify, work=work, num_updated=2)
+def _kv_scatter(case: kv_scatter_cases.KVScatterCase, _: int) -> Problem:
+    drawn = kv_scatter_cases.build_inputs(case)  # from a seed of its own, as the ops below
+    *arrays, row = drawn.arguments
+    return _same_as_reference(
+        "kv_scatter",
+        *(*arrays, jnp.asarray(row, jnp.int32)),
+        options=drawn.scales,
+        num_updated=2,
+        limit=_QUANTISED_LIMIT if case.dtype in LARGEST_STORED else 0.0,
+    )
 
 
-def _block_copy(
-    case: block_copy_cases.BlockCopyCase, body: str, seed: int, work: Work | None
-) -> Measured:
-    del seed
+def _block_copy(case: block_copy_cases.BlockCopyCase, _: int) -> Problem:
     drawn = block_copy_cases.build_inputs(case)
-    sources, targets = (np.asarray(x) for x in (drawn.source_block_ids, drawn.target_block_ids))
-    is_real = targets < case.num_blocks
-    wanted = [np.array(x) for x in (drawn.k_cache, drawn.v_cache)]
-    for cache in wanted:
-        cache[:, targets[is_real]] = cache[:, sources[is_real]]
-    arrays = (drawn.k_cache, drawn.v_cache, drawn.source_block_ids, drawn.target_block_ids)
-    return _same("block_copy", body, arrays, wanted, work, num_updated=2)
+    ids = (drawn.source_block_ids, drawn.target_block_ids)
+    return _same_as_reference("block_copy", drawn.k_cache, drawn.v_cache, *ids, num_updated=2)
 
 
-def _block_gather(
-    case: block_gather_cases.BlockGatherCase, body: str, seed: int, work: Work | None
-) -> Measured:
-    del seed
+def _block_gather(case: block_gather_cases.BlockGatherCase, _: int) -> Problem:
     drawn = block_gather_cases.build_inputs(case)
-    ids = np.asarray(drawn.block_ids)
-    wanted = []
-    for cache in (drawn.k_cache, drawn.v_cache):
-        blocks = np.asarray(cache)[:, np.minimum(ids, case.num_blocks - 1)]
-        blocks[:, ids >= case.num_blocks] = 0
-        wanted.append(blocks)
-    arrays = (drawn.k_cache, drawn.v_cache, drawn.block_ids)
-    return _same("block_gather", body, arrays, wanted, work)
+    return _same_as_reference("block_gather", drawn.k_cache, drawn.v_cache, drawn.block_ids)
 
 
-def _block_scatter(
-    case: block_gather_cases.BlockGatherCase, body: str, seed: int, work: Work | None
-) -> Measured:
-    del seed
+def _block_scatter(case: block_gather_cases.BlockGatherCase, _: int) -> Problem:
     drawn = block_gather_cases.build_inputs(case)
-    ids = np.asarray(drawn.block_ids)
-    is_real = ids < case.num_blocks
-    wanted = [np.array(x) for x in (drawn.k_cache, drawn.v_cache)]
-    for cache, blocks in zip(wanted, (drawn.k_blocks, drawn.v_blocks), strict=True):
-        cache[:, ids[is_real]] = np.asarray(blocks)[:, is_real]
-    arrays = (drawn.k_cache, drawn.v_cache, drawn.k_blocks, drawn.v_blocks, drawn.block_ids)
-    return _same("block_scatter", body, arrays, wanted, work, num_updated=2)
+    written = (drawn.k_blocks, drawn.v_blocks, drawn.block_ids)
+    return _same_as_reference(
+        "block_scatter", drawn.k_cache, drawn.v_cache, *written, num_updated=2
+    )
 
 
-def _same(
+def _slot_mapping(case: slot_mapping_cases.SlotMappingCase, _: int) -> Problem:
+    drawn = slot_mapping_cases.build_inputs(case)
+    return _same_as_reference("slot_mapping", *drawn.arrays, rules=drawn.options)
+
+
+def _same_as_reference(
     op: str,
-    body: str,
-    arrays: tuple[jax.Array, ...],
-    wanted: Sequence[np.ndarray],
-    work: Work | None,
+    *arrays: jax.Array,
+    options: Mapping[str, jax.Array | None] = {},
+    rules: Mapping[str, int] = {},
     num_updated: int = 0,
-) -> Measured:
-    """Compares the two outputs of an op on whole blocks, bit by bit."""
+    limit: float = 0.0,
+) -> Problem:
+    """A call that only moves data: its outputs must have the bits of the reference body on the CPU.
 
-    def call(*arrays: jax.Array) -> Any:
-        return getattr(pallas_kernels, op)(*arrays, implementation=implementation_of(body))
+    Args:
+        limit: Largest relative error, where numbers are rounded.
+    """
+    cpu = jax.devices("cpu")[0]
+    function = functools.partial(getattr(pallas_kernels, op), **rules, implementation="reference")
+    outputs = jax.jit(function)(*jax.device_put(arrays, cpu), **jax.device_put(dict(options), cpu))
+    wanted = [np.array(output) for output in jax.tree.leaves(outputs)]
 
     def verify(outputs: Any) -> list[Finding]:
-        pairs = zip(("k", "v"), outputs, wanted, strict=True)
-        return [same_finding(name, np.asarray(got), expected) for name, got, expected in pairs]
+        findings = []
+        for idx, (output, expected) in enumerate(
+            zip(jax.tree.leaves(outputs), wanted, strict=True)
+        ):
+            got, what = np.asarray(output), f"output {idx}"
+            if limit:
+                error = relative_error(got, expected.astype(np.float64))
+                findings.append(Finding(what=what, error=error, limit=limit))
+            else:
+                findings.append(same_finding(what, got, expected))
+        return findings
 
-    return measure_calls(call, arrays, verify, work=work, num_updated=num_updated)
-
-
-def _slot_mapping(
-    case: slot_mapping_cases.SlotMappingCase, body: str, seed: int, work: Work | None
-) -> Measured:
-    del seed
-    drawn = slot_mapping_cases.build_inputs(case)
-
-    def call(*arrays: jax.Array) -> jax.Array:
-        return pallas_kernels.slot_mapping(
-            *arrays, **drawn.options, implementation=implementation_of(body)
-        )
-
-    def verify(slots: jax.Array) -> list[Finding]:
-        wanted = expected_slots(*drawn.arrays, **drawn.options)
-        return [same_finding("slots", np.asarray(slots), wanted)]
-
-    return measure_calls(call, drawn.arrays, verify, work=work)
+    return Problem(
+        arrays=arrays, options=options, rules=rules, verify=verify, num_updated=num_updated
+    )
 
 
-def expected_slots(
-    positions: jax.Array,
-    block_tables: jax.Array,
-    query_start_loc: jax.Array,
-    *,
-    block_size: int,
-    pad_slot: int,
-    cp_world_size: int = 1,
-    cp_rank: int = 0,
-    cp_interleave: int = 1,
-) -> np.ndarray:
-    """Slots of `slot_mapping`, computed token by token."""
-    positions, block_tables = np.asarray(positions), np.asarray(block_tables)
-    wanted = np.full(positions.shape, pad_slot, np.int32)
-    for req_idx, (start, end) in enumerate(zip(query_start_loc, query_start_loc[1:], strict=False)):
-        for group in range(len(positions)):
-            for token_idx in range(int(start), int(end)):
-                position = int(positions[group, token_idx])
-                block_idx, within = divmod(position, block_size * cp_world_size)
-                turn, place = divmod(within, cp_world_size * cp_interleave)
-                if place // cp_interleave == cp_rank:
-                    offset = turn * cp_interleave + place % cp_interleave
-                    block_id = int(block_tables[group, req_idx, block_idx])
-                    wanted[group, token_idx] = block_id * block_size + offset
-    return wanted
-
-
-def _merge(
-    case: merge_cases.MergeAttentionStatesCase, body: str, seed: int, work: Work | None
-) -> Measured:
+def _merge(case: merge_cases.MergeAttentionStatesCase, seed: int) -> Problem:
     drawn = merge_cases.build_inputs(case, seed)
-
-    def call(*arrays: jax.Array) -> Any:
-        return pallas_kernels.merge_attention_states(
-            *arrays, implementation=implementation_of(body)
-        )
 
     def verify(state: Any) -> list[Finding]:
         out_np, lse_np = map(np.asarray, state)
@@ -282,7 +181,7 @@ def _merge(
             same_finding("lse of nothing", lse_np[~sees_any], wanted_nothing),
         ]
 
-    return measure_calls(call, drawn.arrays, verify, work=work)
+    return Problem(arrays=drawn.arrays, verify=verify)
 
 
 # Large cases, in bfloat16.
@@ -356,7 +255,7 @@ _MERGE_TIMED = [
     )
 ]
 # Op -> how it is measured, the cases that are checked, and those that are timed with their work.
-_OPS: dict[str, tuple[Callable[..., Measured], Sequence[Any], Sequence[tuple[Any, Work]]]] = {
+_OPS: dict[str, tuple[Callable[..., Problem], Sequence[Any], Sequence[tuple[Any, Work]]]] = {
     "mla_decode": (_mla_decode, _with_half_precision(mla_cases.CASES), _MLA_TIMED),
     "kv_scatter": (_kv_scatter, _with_half_precision(kv_scatter_cases.CASES), _SCATTER_TIMED),
     "block_copy": (_block_copy, _with_half_precision(block_copy_cases.CASES), _COPY_TIMED),

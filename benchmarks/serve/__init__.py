@@ -1,1 +1,1 @@
-"""Load on an OpenAI-compatible server over HTTP, and what its clients see of it."""
+"""Load on an OpenAI-compatible server over HTTP, and the latencies that its clients measure."""

@@ -1,44 +1,43 @@
-"""Puts load on any OpenAI-compatible server and reports what its clients see.
+"""Puts load on any OpenAI-compatible server and reports the latencies that its clients measure.
 
-Start a server, then, from elsewhere or beside it:
+Start a server, then run this from the same or another machine:
 
     python -m paxkv.serve
     python -m benchmarks.serve --num-prompts 200 --request-rate 10 --ignore-eos
 
-Requests are streamed from /v1/completions. How they are sent:
+Requests are streamed from /v1/completions. When they are sent:
 
-    open loop     --request-rate 10         they arrive at random, 10 a second on average (Poisson),
-                                            whether the server keeps up or not
-    closed loop   --max-concurrency 8       8 clients; each sends its next when its last is answered
-    both          both flags                they arrive at the rate; beyond 8 at once they wait here
+    open loop     --request-rate 10         requests arrive at random, 10 per second on average
+                                            (Poisson), independent of the server's speed
+    closed loop   --max-concurrency 8       8 clients; each sends its next request after an answer
+    both          both flags                requests arrive at the rate; at most 8 run at once, and
+                                            the others wait in this program
     neither                                 all at once
 
-What is asked for:
+The prompts:
 
-    --dataset random         prompts of random token ids, --random-input-len and --random-output-len
-                             long; with --random-range-ratio 0.5, from half of that to one and a
-                             half times
-    --dataset shared-prefix  the same behind --shared-prefix-len tokens, which all have in common
-                             (or, with --num-prefixes, groups of them)
+    --dataset random         random token ids of length --random-input-len, outputs of length
+                             --random-output-len; with --random-range-ratio 0.5, lengths from 0.5 to
+                             1.5 times those
+    --dataset shared-prefix  random prompts after --shared-prefix-len tokens that all requests share
+                             (with --num-prefixes: that groups of requests share)
     --dataset sharegpt       first questions of the conversations in --dataset-path, a JSON file in
                              ShareGPT's format
 
-What is reported, in milliseconds, as mean, p50, p90 and p99 over the requests that were answered:
+Reported in milliseconds, as mean, p50, p90 and p99 over the answered requests:
 
     TTFT    from sending a request to its first token
-    TPOT    from its first token to its last, a token: one figure a request
-    ITL     from one piece of the stream to the next, over all pieces of all requests; a server may
-            put several tokens into a piece, so that its mean may lie above that of TPOT, and
-            several pieces may come at once, with no time between them
+    TPOT    from the first token to the last, per token; one figure per request
+    ITL     between two pieces of a stream, over all pieces of all requests. A piece may hold
+            several tokens, so the mean may be above that of TPOT; several pieces may arrive at once
     E2E     from sending to the last token
-    wait    at a rate: how much later than its arrival a request was sent, because of
-            --max-concurrency; without that, it should be near 0, or this program is too slow
+    wait    with --request-rate: from a request's arrival to its sending, because of
+            --max-concurrency. Without that flag it must be near 0, or this program is too slow
 
-A token has come when the piece comes that it is in: a server that holds half a character back sends
-it with the next. Output tokens are those of the server's `usage`; where it sends none, pieces are
-counted, and the report says so. Goodput is the rate of the requests that keep all bounds of
---goodput. Requests that fail are counted and shown, and in no latency; the exit code is 1 if none
-was answered. OPENAI_API_KEY, if set, is sent as the key.
+Output tokens are counted from the server's `usage`. If the server sends none, pieces are counted,
+and the report says so. Goodput is the rate of requests that keep all bounds of --goodput. Failed
+requests are counted and shown, and are part of no latency. The exit code is 1 if no request was
+answered. OPENAI_API_KEY, if set, is sent as the key.
 """
 
 import argparse
@@ -85,11 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def run(arguments: argparse.Namespace) -> list[LoadSummary]:
-    """One load a repetition, each with its own seed.
+    """Sends one load per repetition, each with its own seed.
 
     Raises:
-        InputError: What is asked for cannot be made.
-        ServerError: The server does not answer, or not a warm-up request.
+        InputError: The requests cannot be made.
+        ServerError: The server does not answer, or a warm-up request fails.
     """
     summaries = []
     async with CompletionsClient(
@@ -97,7 +96,7 @@ async def run(arguments: argparse.Namespace) -> list[LoadSummary]:
         api_key=os.environ.get("OPENAI_API_KEY"),
         timeout_s=arguments.timeout_s,
     ) as client:
-        # Into the arguments, where the rows find it.
+        # The rows read the name from the arguments.
         arguments.model = arguments.model or await client.first_model()
         for seed in range(arguments.seed, arguments.seed + arguments.num_repetitions):
             records = await _run_load(client, arguments, seed)
@@ -116,7 +115,7 @@ async def _run_load(
     if arguments.ignore_eos:
         fields["ignore_eos"] = True
     fields |= arguments.extra_body
-    # Of the same kind as the rest, but none of them: their prompts must not be known already.
+    # Warm-up requests are not part of the load, so that its prompts are not cached.
     await warm_up(client, inputs[: arguments.num_warmups], fields)
     arrivals = poisson_arrivals(arguments.num_prompts, arguments.request_rate, seed)
     return await send_load(
@@ -132,7 +131,7 @@ def make_inputs(arguments: argparse.Namespace, seed: int) -> list[RequestInput]:
     """Requests for the warm-up, then those of the load.
 
     Raises:
-        InputError: They cannot be made.
+        InputError: The requests cannot be made.
     """
     num_requests = arguments.num_warmups + arguments.num_prompts
     if arguments.dataset == "sharegpt":

@@ -1,4 +1,4 @@
-"""The load generator's flags."""
+"""Flags of the load generator."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ from benchmarks.command_line import (
 from benchmarks.result_rows import RESULTS_FOLDER
 from benchmarks.serve.summary import BOUNDED
 
-# Names of vLLM's benchmark for the same.
+# Names of bounds in vLLM's benchmark.
 _BOUND_SYNONYMS = {"e2el": "e2e"}
 # Longer than any prompt; prompts are made in memory.
 _MAX_TOKENS = 2**20
@@ -33,16 +33,16 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     )
     server = parser.add_argument_group("server")
     server.add_argument("--base-url", type=_base_url, default="http://127.0.0.1:8000/v1")
-    server.add_argument("--model", help="its name there; the first one that the server lists")
     server.add_argument(
-        "--device", default="not named", help="chip that serves, for the rows; nobody can ask it"
+        "--model", help="name of the model; the first that the server lists if left out"
     )
+    server.add_argument("--device", default="not named", help="chip of the server, for the rows")
     server.add_argument(
         "--timeout-s",
         type=positive_float,
         default=600.0,
         metavar="S",
-        help="longest silence of the server (default: %(default)g)",
+        help="a request fails after this long without data (default: %(default)g)",
     )
     _add_load_flags(parser.add_argument_group("load"))
     _add_input_flags(parser.add_argument_group("inputs"))
@@ -51,7 +51,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     sampling.add_argument(
         "--ignore-eos",
         action="store_true",
-        help="outputs reach their length, on servers that know the field",
+        help="do not stop at end-of-sequence tokens, on servers that know the field",
     )
     sampling.add_argument(
         "--extra-body",
@@ -91,27 +91,27 @@ def _add_load_flags(group: argparse._ArgumentGroup) -> None:
         type=_rate,
         default=math.inf,
         metavar="R",
-        help="requests a second; inf, the default, is all at once",
+        help="requests per second; inf (the default) sends all at once",
     )
     group.add_argument(
         "--max-concurrency",
         type=positive_int,
         metavar="N",
-        help="most requests at once; no limit if left out",
+        help="most requests that run at once; no limit if left out",
     )
     group.add_argument(
         "--num-warmups",
         type=natural,
         default=2,
         metavar="N",
-        help="requests sent one after the other before the clock starts",
+        help="requests sent one by one before the clock starts",
     )
     group.add_argument("--num-repetitions", type=positive_int, default=1, metavar="N")
     group.add_argument(
         "--seed",
         type=natural,
         default=0,
-        help="of prompts and arrivals; each repetition takes the next",
+        help="of prompts and arrivals; each repetition uses the next one",
     )
 
 
@@ -126,7 +126,7 @@ def _add_input_flags(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=0.0,
         metavar="R",
-        help="lengths from (1 - R) to (1 + R) times those; in [0, 1)",
+        help="lengths vary from (1 - R) to (1 + R) times those; in [0, 1)",
     )
     group.add_argument(
         "--token-ids",
@@ -134,7 +134,7 @@ def _add_input_flags(group: argparse._ArgumentGroup) -> None:
         nargs=2,
         default=[100, 700],
         metavar=("LOW", "HIGH"),
-        help="random token ids lie in [LOW, HIGH), which the model must have (default: 100 700)",
+        help="random token ids are in [LOW, HIGH); the model must have them (default: 100 700)",
     )
     group.add_argument(
         "--shared-prefix-len", type=whole_number(0, _MAX_TOKENS), default=256, metavar="N"
@@ -144,27 +144,27 @@ def _add_input_flags(group: argparse._ArgumentGroup) -> None:
         type=positive_int,
         default=1,
         metavar="N",
-        help="shared prefixes, which the requests take in turn",
+        help="number of shared prefixes; requests use them in turn",
     )
     group.add_argument("--dataset-path", type=Path, metavar="FILE")
     group.add_argument(
         "--tokenizer",
         type=Path,
         metavar="FILE",
-        help="tokenizer.json, or its folder, to measure ShareGPT texts with",
+        help="tokenizer.json, or its folder, that measures ShareGPT texts",
     )
     group.add_argument(
         "--sharegpt-output-len",
         type=positive_int,
         metavar="N",
-        help="of every output, instead of the answer's in the file",
+        help="length of every output, instead of the answer's length in the file",
     )
     group.add_argument(
         "--sharegpt-max-len",
         type=positive_int,
         default=1024,
         metavar="N",
-        help="longer conversations, question and answer in tokens, are left out",
+        help="leave out conversations with more tokens of question and answer",
     )
 
 
@@ -175,12 +175,12 @@ def _rate(text: str) -> float:
 def _base_url(text: str) -> str:
     try:
         parts = urlsplit(text)
-        # Ports are looked at when they are asked for.
+        # `urlsplit` checks the port only when it is read.
         is_known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         is_known = False
     if not is_known:
-        raise argparse.ArgumentTypeError(f"must be as http://127.0.0.1:8000/v1, got {text}")
+        raise argparse.ArgumentTypeError(f"must be like http://127.0.0.1:8000/v1, got {text}")
     return text
 
 

@@ -1,4 +1,4 @@
-"""Streams completions from an OpenAI-compatible server and notes when each piece comes."""
+"""Streams completions from an OpenAI-compatible server and records when each piece arrives."""
 
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -13,7 +13,7 @@ _MAX_ERROR_CHARS = 300
 
 
 class ServerError(Exception):
-    """The server answered, but not as it should."""
+    """The server cannot be reached, or its answer is wrong."""
 
 
 class _Choice(msgspec.Struct):
@@ -41,7 +41,7 @@ class _Models(msgspec.Struct):
 
 
 class AnswerStream:
-    """What the pieces of one answer have said so far."""
+    """The received part of one answer."""
 
     def __init__(self) -> None:
         self.chunk_times: list[float] = []
@@ -65,19 +65,19 @@ class AnswerStream:
             self.is_complete |= choice.finish_reason is not None
             if choice.text:
                 self.texts.append(choice.text)
-            # An end without text says only that it is the end. Without one, tokens may have come
-            # that make no character yet.
+            # A last event without text holds no token. Other events without text may hold tokens
+            # that do not complete a character.
             if choice.text or choice.finish_reason is None:
                 self.chunk_times.append(now)
 
 
 class CompletionsClient:
-    """Talks to one server; an asynchronous context manager.
+    """A client of one server; an asynchronous context manager.
 
     Args:
         base_url: With the version, such as "http://127.0.0.1:8000/v1".
         api_key: Sent as a bearer token; None sends none.
-        timeout_s: Longest silence of the server before a request counts as failed.
+        timeout_s: A request fails after this long without data from the server.
     """
 
     def __init__(self, base_url: str, *, api_key: str | None, timeout_s: float) -> None:
@@ -86,7 +86,7 @@ class CompletionsClient:
             base_url=base_url.rstrip("/"),
             headers=headers,
             timeout=timeout_s,
-            # Waiting for a connection would be our delay, and look like the server's.
+            # A wait for a connection would be counted as the server's delay.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
         )
 
@@ -101,7 +101,7 @@ class CompletionsClient:
         """Name of the first model that the server lists.
 
         Raises:
-            ServerError: It cannot be reached, or lists none.
+            ServerError: The server cannot be reached, or lists no model.
         """
         try:
             response = await self._client.get("/models")
@@ -110,8 +110,8 @@ class CompletionsClient:
         except (httpx.HTTPError, msgspec.MsgspecError) as error:
             base_url = str(self._client.base_url).rstrip("/")
             raise ServerError(
-                f"GET {base_url}/models: {_describe(error)}. Is it a server's address with the "
-                "API's version, such as http://127.0.0.1:8000/v1?"
+                f"GET {base_url}/models: {_describe(error)}. Is this the address of a server "
+                "with the API's version, such as http://127.0.0.1:8000/v1?"
             ) from error
         if not models:
             raise ServerError("the server lists no model; name one with --model.")
@@ -123,13 +123,14 @@ class CompletionsClient:
         fields: Mapping[str, object],
         *,
         start: float,
-        due_s: float,
+        due_s: float = 0.0,
     ) -> RequestRecord:
-        """Sends one request and reads its stream to the end; failures are in the record.
+        """Sends one request and reads its stream to the end; the record holds any failure.
 
         Args:
-            fields: Of the body, besides the prompt and its length: the model, sampling.
+            fields: Fields of the body except the prompt and its length.
             start: `time.perf_counter()` when the load began.
+            due_s: Seconds after `start` at which the request arrived.
         """
         body = {
             **fields,
@@ -176,18 +177,18 @@ class CompletionsClient:
         if not stream.is_complete:
             raise ServerError("the stream ended before the answer did.")
         if not stream.chunk_times:
-            # Without a tokenizer paxkv, for one, has no text to send, but it has log-probabilities.
+            # paxkv without a tokenizer sends no text, but it can send log-probabilities.
             raise ServerError(
-                "no piece of the stream holds a token. If the server has no tokenizer, try "
+                "no piece of the stream holds a token. If the server has no tokenizer, add "
                 """--extra-body '{"logprobs": 0}'."""
             )
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[tuple[bytes, float]]:
-    r"""Data of each server-sent event, and when it came.
+    r"""Data of each server-sent event, and the time of its arrival.
 
-    Lines are split at b"\n" alone: JSON may hold characters such as U+2028, at which
-    `httpx.Response.aiter_lines` would split too.
+    Lines are split at b"\n" only. `httpx.Response.aiter_lines` also splits at characters such as
+    U+2028, which JSON may contain.
     """
     rest = b""
     async for received in response.aiter_bytes():

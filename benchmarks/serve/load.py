@@ -1,4 +1,4 @@
-"""Sends requests as an arrival process or a number of clients would: open loop, closed loop."""
+"""Sends requests in an open loop (at arrival times) or a closed loop (a number of clients)."""
 
 import asyncio
 import contextlib
@@ -13,9 +13,9 @@ from benchmarks.serve.request_record import RequestRecord
 
 
 def poisson_arrivals(num_requests: int, request_rate: float, seed: int) -> list[float]:
-    """Seconds at which requests arrive: independent of each other, `request_rate` a second.
+    """Seconds at which requests arrive, independent of each other, `request_rate` per second.
 
-    The first comes at once; an infinite rate is all at once.
+    The first request arrives at 0; with an infinite rate, all do.
     """
     if request_rate == math.inf:
         return [0.0] * num_requests
@@ -35,13 +35,13 @@ async def send_load(
     arrivals: Sequence[float],
     max_concurrency: int | None,
 ) -> list[RequestRecord]:
-    """Sends each request when it arrives; returns a record of every one, in their order.
+    """Sends each request when it arrives; returns the records in the order of `inputs`.
 
     Args:
-        fields: Of every request's body.
-        arrivals: Seconds after the start, one a request.
-        max_concurrency: Most requests at once: one that arrives beyond that waits here, first come
-            first served. None is no limit.
+        fields: Fields of every request's body.
+        arrivals: Seconds after the start, one per request.
+        max_concurrency: Most requests that run at once; other requests wait in order of arrival.
+            None is no limit.
     """
     slots = (
         contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
@@ -59,10 +59,10 @@ async def send_load(
 async def warm_up(
     client: CompletionsClient, inputs: Sequence[RequestInput], fields: Mapping[str, object]
 ) -> None:
-    """Sends requests one after the other.
+    """Sends requests one after another.
 
     Raises:
-        ServerError: One failed: then the rest of them would, too.
+        ServerError: A request failed, so the load would fail too.
     """
     for request in inputs:
         start = time.perf_counter()

@@ -1,17 +1,17 @@
-"""Figures of loads as result rows and as Markdown."""
+"""Result rows and a Markdown report of loads."""
 
 import argparse
 from collections.abc import Sequence
 
 from benchmarks.result_rows import ResultRow
 from benchmarks.serve.summary import LATENCIES, STATISTICS, LoadSummary
-from benchmarks.tables import markdown_table
+from benchmarks.tables import markdown_table, number
 
 _NUM_SHOWN_ERRORS = 5
 
 
 def result_rows(arguments: argparse.Namespace, summaries: Sequence[LoadSummary]) -> list[ResultRow]:
-    """A row for every figure that all repetitions have."""
+    """One row per figure that all repetitions have."""
     names = [name for name in summaries[0].figures if all(name in s.figures for s in summaries)]
     return [
         ResultRow(
@@ -39,19 +39,19 @@ def _describe_case(arguments: argparse.Namespace) -> str:
 
 
 def report(rows: Sequence[ResultRow], summaries: Sequence[LoadSummary]) -> str:
-    """Two Markdown tables, how tokens were counted, and what failed.
+    """Two Markdown tables, how tokens were counted, and the failures.
 
-    With several repetitions each figure is their median.
+    With several repetitions, each figure is their median.
     """
     medians = {row.metric: row.median for row in rows}
     lines = [rows[0].case, ""]
     if len(summaries) > 1:
         lines += [f"Medians of {len(summaries)} repetitions.", ""]
     of_tables = {f"{name}_{statistic}" for name in LATENCIES for statistic in STATISTICS}
-    figures = [[name, _number(v)] for name, v in medians.items() if name not in of_tables]
+    figures = [[name, number(v)] for name, v in medians.items() if name not in of_tables]
     lines.append(markdown_table(["all requests", "value"], figures))
     latencies = [
-        [LATENCIES[name], *(_number(medians[f"{name}_{statistic}"]) for statistic in STATISTICS)]
+        [LATENCIES[name], *(number(medians[f"{name}_{statistic}"]) for statistic in STATISTICS)]
         for name in LATENCIES
         if f"{name}_p50" in medians
     ]
@@ -73,8 +73,8 @@ def _notes(summaries: Sequence[LoadSummary]) -> list[str]:
             lines.append(f"{name}Output tokens are counted by {counted}.")
         if summary.num_ended_early:
             lines.append(
-                f"{name}Outputs that ended before the length that was asked for: "
-                f"{summary.num_ended_early}; --ignore-eos makes servers that know it go on."
+                f"{name}Outputs shorter than requested: {summary.num_ended_early}; pass "
+                "--ignore-eos if the server supports it."
             )
         if summary.num_failed:
             lines.append(f"{name}{summary.num_failed} of {summary.num_requests} requests FAILED:")
@@ -83,7 +83,3 @@ def _notes(summaries: Sequence[LoadSummary]) -> list[str]:
             if len(errors) > _NUM_SHOWN_ERRORS:
                 lines.append(f"    and {len(errors) - _NUM_SHOWN_ERRORS} other errors")
     return lines
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value == int(value) or abs(value) >= 1000 else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""What the load generator asks for: random, shared-prefix and ShareGPT-format requests."""
+"""Requests of the load generator: random, with shared prefixes, or from a ShareGPT file."""
 
 import dataclasses
 import json
@@ -11,12 +11,12 @@ from tokenizers import Tokenizer
 
 
 class InputError(ValueError):
-    """The inputs that were asked for cannot be made; the message says why and what to do."""
+    """The requests cannot be made; the message says why and what to do."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RequestInput:
-    """One request: a prompt as token ids or as text, and how many tokens may follow it."""
+    """One request: a prompt as token ids or text, and the most tokens of its output."""
 
     prompt: list[int] | str
     max_tokens: int
@@ -24,7 +24,7 @@ class RequestInput:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RandomLengths:
-    """Lengths drawn around a middle.
+    """Random lengths around a middle.
 
     Args:
         range_ratio: In [0, 1): lengths are uniform in `[n * (1 - r), n * (1 + r)]`, at least 1.
@@ -50,7 +50,7 @@ class RandomLengths:
 def random_inputs(
     num_requests: int, lengths: RandomLengths, *, token_ids: tuple[int, int], seed: int
 ) -> list[RequestInput]:
-    """Prompts that have nothing in common: uniform token ids in `[low, high)`."""
+    """Prompts without a shared prefix: uniform token ids in `[low, high)`."""
     return shared_prefix_inputs(
         num_requests, lengths, prefix_len=0, num_prefixes=1, token_ids=token_ids, seed=seed
     )
@@ -65,10 +65,10 @@ def shared_prefix_inputs(
     token_ids: tuple[int, int],
     seed: int,
 ) -> list[RequestInput]:
-    """Random prompts behind `num_prefixes` prefixes, which they take in turn.
+    """Random prompts after `num_prefixes` prefixes, which the requests use in turn.
 
     Args:
-        lengths: Of what follows the prefix, and of the output.
+        lengths: Of the part after the prefix, and of the output.
     """
     low, high = token_ids
     if not 0 <= low < high:
@@ -106,14 +106,14 @@ def sharegpt_inputs(
     "gpt", "value": ...}, ...]}`.
 
     Args:
-        tokenizer_file: A `tokenizer.json`, or its folder: an output is as long as the answer in
-            the file, and conversations of more than `max_total_len` tokens are left out.
-        output_len: Of every output instead; needed where there is no tokenizer.
+        tokenizer_file: A `tokenizer.json`, or its folder. With it, an output is as long as the
+            answer in the file, and conversations of more than `max_total_len` tokens are left out.
+        output_len: Length of every output; required without a tokenizer.
     """
     if tokenizer_file is None and output_len is None:
         raise InputError(
-            "--dataset sharegpt needs --tokenizer, to know how long the answers in the file are, "
-            "or --sharegpt-output-len, one length for all."
+            "--dataset sharegpt needs --tokenizer, which measures the answers in the file, or "
+            "--sharegpt-output-len, one length for all outputs."
         )
     tokenizer = None if tokenizer_file is None else _load_tokenizer(tokenizer_file)
     pairs = list(_first_pairs(file))
@@ -131,15 +131,15 @@ def sharegpt_inputs(
             inputs.append(RequestInput(prompt=question, max_tokens=num_out))
     if len(inputs) < num_requests:
         raise InputError(
-            f"{file} has {len(inputs)} conversations that can be used, of {len(pairs)} that begin "
-            f"with a question and its answer; {num_requests} are wanted, warm-up included. Lower "
+            f"{file} has {len(inputs)} usable conversations, of {len(pairs)} that begin with a "
+            f"question and its answer; {num_requests} are needed, warm-up included. Lower "
             "--num-prompts or raise --sharegpt-max-len."
         )
     return inputs
 
 
 def _first_pairs(file: Path) -> Iterator[tuple[str, str]]:
-    """(question, answer) of each conversation that has them side by side."""
+    """The first question of each conversation that is followed by its answer, and the answer."""
     try:
         conversations = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -157,7 +157,7 @@ def _first_pair(conversation: object) -> tuple[str, str] | None:
     if not isinstance(turns, Sequence):
         return None
     for asked, answered in zip(turns, turns[1:], strict=False):
-        # Both names are found in files of this format.
+        # Files of this format use either name.
         if asked.get("from") in ("human", "user") and answered.get("from") in ("gpt", "assistant"):
             question, answer = asked.get("value"), answered.get("value")
             return (question, answer) if question and answer else None

@@ -1,4 +1,4 @@
-"""RequestRecord: what one request asked for, what came back and when."""
+"""RequestRecord: one request, its answer and their times."""
 
 import dataclasses
 from typing import Literal
@@ -9,17 +9,17 @@ class RequestRecord:
     """One request as its client saw it. Times are seconds since the load began.
 
     Args:
-        due_s: When the arrival process wanted it sent.
-        sent_s: When it was sent; later than `due_s` where it had to wait for another to end.
-        chunk_times_s: When each piece of the stream came that holds new tokens.
-        end_s: When the stream was over, or failed.
-        num_prompt_tokens: As the server counted them; None if it does not say.
+        due_s: When the request arrived.
+        sent_s: When it was sent; later than `due_s` if it waited for another request.
+        chunk_times_s: When each piece of the stream with new tokens arrived.
+        end_s: When the stream ended or failed.
+        num_prompt_tokens: The server's count; None if the server sent none.
         num_output_tokens: See `counted_by`.
-        counted_by: "usage" is the server's own count; "chunks" counts pieces as tokens, because
-            the server sent no usage.
-        num_asked_tokens: Length that the output may have.
-        text: The whole answer, or what came of it before it failed.
-        error: Why it failed; None for a request that was answered to its end.
+        counted_by: "usage" is the server's count; "chunks" counts pieces as tokens, because the
+            server sent no usage.
+        num_asked_tokens: Most tokens of the output.
+        text: The answer, or the part before the failure.
+        error: Why the request failed; None if it was answered completely.
     """
 
     due_s: float
@@ -45,13 +45,13 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first; None where there is no second one."""
+        """Time per output token after the first; None without a second token."""
         if self.num_output_tokens < 2:
             return None
         return (self.e2e_s - self.ttft_s) / (self.num_output_tokens - 1)
 
     @property
     def itls_s(self) -> list[float]:
-        """Times between one piece with new tokens and the next."""
+        """Times between consecutive pieces with new tokens."""
         times = self.chunk_times_s
         return [after - before for before, after in zip(times, times[1:], strict=False)]

@@ -1,7 +1,6 @@
-"""A paxkv server of one's own to put load on: its address, and what its two processes use."""
+"""Starts a paxkv server for a benchmark, and measures the memory of its two processes."""
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -14,13 +13,10 @@ from benchmarks.serve.completions_client import ServerError
 ROOT = Path(__file__).resolve().parents[2]
 _READY_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 60.0
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-# Fields of /proc/PID/stat behind the name, which may hold spaces: state is the first.
-_UTIME, _STIME = 11, 12
 
 
 class ServerProcess:
-    """A server that is ready. Its engine is the one process that it has started.
+    """A server that is ready. Its only child process is the engine.
 
     Args:
         url: Without the version, such as "http://127.0.0.1:43121".
@@ -31,28 +27,19 @@ class ServerProcess:
         self.url = url
 
     def pids(self) -> dict[str, int]:
-        """Of both processes, by what they are."""
+        """Process ids by name: "server" and "engine"."""
         tasks = Path(f"/proc/{self._process.pid}/task").glob("*/children")
         (engine_pid,) = " ".join(task.read_text() for task in tasks).split()
         return {"server": self._process.pid, "engine": int(engine_pid)}
 
-    def cpu_s(self) -> dict[str, float]:
-        """Processor time of all threads of each process since its start."""
-        return {name: _cpu_s(pid) for name, pid in self.pids().items()}
-
     def resident_bytes(self) -> dict[str, int]:
-        """Memory of each process that is in RAM."""
+        """Resident memory of each process."""
         return {name: _resident_bytes(pid) for name, pid in self.pids().items()}
 
     def stop(self) -> int:
-        """Asks it to end, as a user would, and returns its exit code."""
+        """Sends SIGTERM and returns the exit code."""
         self._process.send_signal(signal.SIGTERM)
         return self._process.wait(_STOP_TIMEOUT_S)
-
-
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[_UTIME]) + int(fields[_STIME])) / _TICKS_PER_S
 
 
 def _resident_bytes(pid: int) -> int:
@@ -63,14 +50,14 @@ def _resident_bytes(pid: int) -> int:
 
 @contextlib.contextmanager
 def running_server(*flags: str) -> Iterator[ServerProcess]:
-    """A server on a free loopback port; it is ended, by force if need be, when the block is left.
+    """A server on a free loopback port; the end of the block stops it, by force if necessary.
 
     Raises:
-        ServerError: It ended before it was ready.
+        ServerError: The server ended before it was ready.
     """
     command = [sys.executable, "-m", "paxkv.serve", "--port", "0", *flags]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    # A server that never gets ready is ended, so that reading its output ends too.
+    # Kills a server that never becomes ready, so that reading its output ends.
     watchdog = threading.Timer(_READY_TIMEOUT_S, process.kill)
     watchdog.start()
     try:

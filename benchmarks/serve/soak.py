@@ -1,25 +1,25 @@
-"""A soak: many streams on the demo model for minutes, then bursts; is anything lost, mixed, grown?
+"""A soak test: streams on the demo model for minutes, then bursts of requests.
 
     python -m benchmarks.serve.soak
     python -m benchmarks.serve.soak --duration-s 20 --num-burst-requests 500 -- --max-num-seqs 32
 
-It answers its requests with `LLM.generate` first, then starts `python -m paxkv.serve`; what stands
-behind `--` goes to the server as it is. In the first part, each of --num-streams clients sends its
-next request when its last is answered, for --duration-s. In the second, --burst-size requests are
-sent at once, again and again, up to --num-burst-requests. All answers are streamed.
+Answers all requests with `LLM.generate` first, then starts `python -m paxkv.serve` with the flags
+after `--`. In the first part, each of --num-streams clients sends its next request after an answer,
+for --duration-s. In the second part, --burst-size requests are sent at once, again and again, up to
+--num-burst-requests. All answers are streamed.
 
-What is counted over both parts: requests that failed or whose answer is not the offline one.
-Memory is that of the server's and of the engine's process, each second of the first part: its
-growth is from the first fifth of the part's last half to the last fifth, medians of both. As often
-it asks the server how many requests it has at once: where that is far below --num-streams, the
-engine is the faster side. Times are those that a client sees: streams_client_lag_ms_p99 is what
-this program itself adds to them. Last,
-what the server holds when nobody asks for anything. The exit code is 1 if a promise is broken:
-something failed, differs or is still held, or memory grew by 2 % or more.
+Counted over both parts: failed requests, and answers that differ from the offline ones. During the
+first part, the memory of the server's and the engine's process is measured once per second. Its
+growth is from the first to the last fifth of the part's second half, between the medians of both.
+The number of requests in the server is read as often; if it is far below --num-streams, this
+program limits the load. Latencies are those that a client sees. streams_client_lag_ms_p99 is the
+delay that this program itself adds to them. At the end, an idle server must hold no request and no
+block. The exit code is 1 if a request failed, an answer differs, something is still held, or memory
+grew by 2 % or more.
 
-Answers are drawn from seeds, so that rounding may decide one in some 100,000 tokens, and rounding
-depends on who shares a step. With --batch-invariant, which goes to both sides, it does not: then
-every answer must be the same to the last character; steps take longer.
+Answers are drawn from seeds, so rounding may decide one in about 100,000 tokens, and rounding
+depends on the other requests of a step. --batch-invariant applies to both sides and removes that
+dependence: every answer must then be equal to the last character. Steps take longer.
 """
 
 import argparse
@@ -44,8 +44,7 @@ from benchmarks.command_line import (
     seed_number,
 )
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
-from benchmarks.serve.completions_client import ServerError
-from benchmarks.serve.light_client import LightClient
+from benchmarks.serve.completions_client import CompletionsClient, ServerError
 from benchmarks.serve.request_record import RequestRecord
 from benchmarks.serve.server_process import ServerProcess, running_server
 from benchmarks.serve.soak_requests import SoakRequest, answer_offline, make_requests
@@ -60,7 +59,7 @@ _IDLE_WITHIN_S = 30.0
 _MODEL = "paxkv-demo"
 _NUM_SHOWN = 3
 _AT_ONCE = ("vllm:num_requests_running", "vllm:num_requests_waiting")
-# All of them are 0 on a server that nobody asks for anything.
+# Metrics that are 0 on an idle server.
 HELD = (
     *_AT_ONCE,
     "vllm:kv_cache_usage_perc",
@@ -70,13 +69,13 @@ HELD = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SoakResult:
-    """What came of it.
+    """The result of both parts.
 
     Args:
         figures: Name with unit -> value.
-        errors: Why requests failed -> how many.
-        differing: Requests that got another answer, and that answer.
-        held: `HELD` when all was over.
+        errors: Reason of failures -> number of requests.
+        differing: Requests with another answer than the offline one, and that answer.
+        held: The metrics in `HELD` at the end.
     """
 
     figures: Mapping[str, float]
@@ -86,7 +85,7 @@ class SoakResult:
 
     @property
     def broken_promises(self) -> list[str]:
-        """In words; none is what is wanted."""
+        """Failures in words; empty if the soak test passed."""
         broken = [f"{count} x {error}" for error, count in self.errors.items()]
         if self.differing:
             broken.append(f"{len(self.differing)} answers are not those of LLM.generate")
@@ -101,7 +100,7 @@ class SoakResult:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SoakSize:
-    """How much load, as the command line has it."""
+    """The amount of load; see the command line."""
 
     num_streams: int
     duration_s: float
@@ -111,7 +110,7 @@ class SoakSize:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Sample:
-    """The server at one moment; its requests are those that run or wait."""
+    """The server at one moment; `num_requests` counts running and waiting requests."""
 
     resident_bytes: Mapping[str, int]
     num_requests: float
@@ -123,7 +122,7 @@ _Answered = list[tuple[SoakRequest, RequestRecord]]
 async def soak(
     server: ServerProcess, requests: Sequence[SoakRequest], size: SoakSize
 ) -> SoakResult:
-    """Puts both parts on a server; `requests` have their answers."""
+    """Runs both parts; `requests` include their answers."""
     samples: list[_Sample] = []
     lags_s: list[float] = []
     watchers = [
@@ -154,41 +153,41 @@ async def soak(
 
 
 async def _stream(url: str, requests: Sequence[SoakRequest], size: SoakSize) -> _Answered:
-    """Clients that each have one request at a time, until the time is over."""
+    """Clients that each run one request at a time, until the time is over."""
     answered: _Answered = []
     start = time.perf_counter()
 
-    async def run_client(index: int) -> None:
-        # Each begins elsewhere, and all take every request in turn.
+    async def run_client(client: CompletionsClient, index: int) -> None:
+        # Clients begin at different requests, and each sends all requests in turn.
         position = index * len(requests) // size.num_streams
-        async with LightClient(url, timeout_s=_TIMEOUT_S) as client:
-            while time.perf_counter() - start < size.duration_s:
-                request = requests[position % len(requests)]
-                answered.append((request, await _complete(client, request, start)))
-                position += 1
+        while time.perf_counter() - start < size.duration_s:
+            request = requests[position % len(requests)]
+            answered.append((request, await _complete(client, request, start)))
+            position += 1
 
-    await asyncio.gather(*map(run_client, range(size.num_streams)))
+    async with _client(url) as client:
+        await asyncio.gather(*(run_client(client, index) for index in range(size.num_streams)))
     return answered
 
 
 async def _send_bursts(url: str, requests: Sequence[SoakRequest], size: SoakSize) -> _Answered:
-    """Many requests at once, each on a connection of its own; the same again when all are over."""
+    """Sends many requests at once, each on a new connection, and repeats after all answers."""
     answered: _Answered = []
     start = time.perf_counter()
-
-    async def send(request: SoakRequest) -> RequestRecord:
-        async with LightClient(url, timeout_s=_TIMEOUT_S) as client:
-            return await _complete(client, request, start)
-
     for first in range(0, size.num_burst_requests, size.burst_size):
         last = min(first + size.burst_size, size.num_burst_requests)
         burst = [requests[index % len(requests)] for index in range(first, last)]
-        records = await asyncio.gather(*map(send, burst))
+        async with _client(url) as client:
+            records = await asyncio.gather(*(_complete(client, r, start) for r in burst))
         answered += zip(burst, records, strict=True)
     return answered
 
 
-async def _complete(client: LightClient, request: SoakRequest, start: float) -> RequestRecord:
+def _client(url: str) -> CompletionsClient:
+    return CompletionsClient(f"{url}/v1", api_key=None, timeout_s=_TIMEOUT_S)
+
+
+async def _complete(client: CompletionsClient, request: SoakRequest, start: float) -> RequestRecord:
     fields = {"model": _MODEL} | request.fields
     return await client.complete(request.input, fields, start=start)
 
@@ -207,7 +206,7 @@ async def _watch(server: ServerProcess, samples: list[_Sample]) -> None:
 
 
 async def _watch_own_lag(lags_s: list[float]) -> None:
-    """How much later than asked for this program wakes up: so much it adds to what it times."""
+    """Records how much too late this program wakes up, which it adds to the measured times."""
     while True:
         due = time.perf_counter() + _LAG_EVERY_S
         await asyncio.sleep(_LAG_EVERY_S)
@@ -215,7 +214,7 @@ async def _watch_own_lag(lags_s: list[float]) -> None:
 
 
 async def _held(server: ServerProcess) -> dict[str, float]:
-    """`HELD`, as soon as it is nothing, or else as it is after a while."""
+    """The metrics in `HELD`, as soon as all are 0 or after a while."""
     deadline = time.perf_counter() + _IDLE_WITHIN_S
     async with httpx.AsyncClient(base_url=server.url, timeout=_TIMEOUT_S) as client:
         while True:
@@ -234,7 +233,7 @@ def _metric(text: str, name: str) -> float:
 
 
 def _figures(answered: _Answered, part: str) -> dict[str, float]:
-    """Of one part; a part without requests has none."""
+    """Figures of one part; empty without requests."""
     if not answered:
         return {}
     summary = summarize([record for _, record in answered], {}, has_arrivals=False)
@@ -242,7 +241,7 @@ def _figures(answered: _Answered, part: str) -> dict[str, float]:
 
 
 def _watched_figures(samples: Sequence[_Sample]) -> dict[str, float]:
-    """Of the first part: requests that the server has at once, memory at the end and its growth."""
+    """Figures of the first part: requests in the server, memory at the end and its growth."""
     last_half = samples[len(samples) // 2 :]
     num_samples = max(1, len(last_half) // 5)
     at_once = statistics.median(sample.num_requests for sample in last_half)
@@ -295,22 +294,26 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-burst-requests", type=natural, default=5000, metavar="N")
     parser.add_argument("--burst-size", type=positive_int, default=500, metavar="N")
     parser.add_argument(
-        "--num-different", type=positive_int, default=1024, metavar="N", help="different requests"
+        "--num-different",
+        type=positive_int,
+        default=1024,
+        metavar="N",
+        help="number of different requests",
     )
-    parser.add_argument("--batch-invariant", action="store_true", help="see above")
+    parser.add_argument("--batch-invariant", action="store_true", help="on both sides; see above")
     parser.add_argument("--seed", type=seed_number, default=0, help="of the requests")
     parser.add_argument(
         "--out",
         type=output_file,
         default=str(RESULTS_FOLDER / "serving.jsonl"),
-        help="file of JSON lines that rows are appended to",
+        help="file of JSON lines to append rows to",
     )
-    parser.add_argument("server_flags", nargs="*", metavar="-- FLAGS", help="of the server")
+    parser.add_argument("server_flags", nargs="*", metavar="-- FLAGS", help="flags of the server")
     return parser
 
 
 def report(result: SoakResult) -> str:
-    """A Markdown table of all figures, examples of wrong answers, and the verdict."""
+    """A Markdown table of all figures, examples of wrong answers, and the failures."""
     figures = [[name, f"{value:,.2f}"] for name, value in result.figures.items()]
     figures += [[f"{name} at the end", f"{value:g}"] for name, value in result.held.items()]
     lines = [markdown_table(["figure", "value"], figures)]

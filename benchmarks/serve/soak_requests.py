@@ -1,4 +1,4 @@
-"""Requests of a soak: questions to the demo model, each with the one answer that it may get."""
+"""Requests of a soak test: questions to the demo model and their only correct answers."""
 
 import dataclasses
 import random
@@ -13,10 +13,10 @@ _PAXKV_QUESTIONS = ("What is a block?", "What is paxkv?", "What is a slot?")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SoakRequest:
-    """One request, its sampling included, so that its answer is decided.
+    """One request with its sampling parameters, which determine the answer.
 
     Args:
-        answer: What `LLM.generate` says to it.
+        answer: The answer of `LLM.generate`.
     """
 
     prompt: str
@@ -32,7 +32,7 @@ class SoakRequest:
 
     @property
     def fields(self) -> dict[str, object]:
-        """Of the body, besides the prompt and its length."""
+        """Fields of the body except the prompt and its length."""
         return {
             "temperature": self.temperature,
             "seed": self.seed,
@@ -41,9 +41,9 @@ class SoakRequest:
 
 
 def make_requests(count: int, seed: int) -> list[SoakRequest]:
-    """Requests that all differ; three in four are drawn at random, from a seed of their own.
+    """Different requests; three in four are sampled, each with its own seed.
 
-    Their answers are long and differ from each other: a piece in the wrong stream shows.
+    Their answers are long and differ from each other, so a piece in the wrong stream is noticed.
     """
     rng = random.Random(seed)
     requests = []
@@ -65,10 +65,9 @@ def make_requests(count: int, seed: int) -> list[SoakRequest]:
 
 
 def answer_offline(requests: Sequence[SoakRequest], *, batch_invariant: bool) -> list[SoakRequest]:
-    """The requests with the answers that `LLM.generate` gives, all at once.
+    """Adds the answers of `LLM.generate` to the requests.
 
-    Those whose answer is empty, because the first token drawn ends it, are left out: no piece of a
-    stream comes for them.
+    Leaves out requests with an empty answer, because their stream has no piece.
     """
     params = [
         SamplingParams(

@@ -1,4 +1,4 @@
-"""Latency, throughput and goodput of one load, as figures by name."""
+"""Latency, throughput and goodput of one load."""
 
 import dataclasses
 from collections import Counter
@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.serve.request_record import RequestRecord
 
-# Latencies in the order of the table, and what each of them is.
+# Latency -> its name in the table, in the order of the table.
 LATENCIES = {
     "ttft_ms": "time to first token (TTFT)",
     "tpot_ms": "time per output token (TPOT)",
@@ -17,7 +17,7 @@ LATENCIES = {
     "client_wait_ms": "wait at the client",
 }
 STATISTICS = ("mean", "p50", "p90", "p99")
-# Bounds that goodput knows; a request has one figure of each.
+# Latencies that --goodput may bound; a request has one value of each.
 BOUNDED = ("ttft", "tpot", "e2e")
 
 
@@ -26,10 +26,10 @@ class LoadSummary:
     """One load.
 
     Args:
-        figures: Name with unit -> value, such as `ttft_ms_p99`; what cannot be said is left out.
-        errors: Why requests failed -> how many of them, the first one first.
-        num_ended_early: Answered requests whose output is shorter than was asked for.
-        counted_by: How output tokens were counted -> how many requests.
+        figures: Name with unit, such as `ttft_ms_p99` -> value; unknown values are left out.
+        errors: Reason of failures -> number of requests, in order of time.
+        num_ended_early: Answered requests whose output is shorter than requested.
+        counted_by: How output tokens were counted -> number of requests.
     """
 
     num_requests: int
@@ -46,11 +46,11 @@ class LoadSummary:
 def summarize(
     records: Sequence[RequestRecord], goodput: Mapping[str, float], *, has_arrivals: bool
 ) -> LoadSummary:
-    """The figures of a load. Requests that failed count in none but `num_failed`.
+    """The figures of a load. Latencies leave out failed requests.
 
     Args:
-        goodput: Bounds in milliseconds by name, see `BOUNDED`; empty is none.
-        has_arrivals: Requests arrived at a rate; without one, none was late at the client.
+        goodput: Bounds in milliseconds by name, see `BOUNDED`; may be empty.
+        has_arrivals: Requests arrived at a rate; otherwise no request waited at the client.
     """
     answered = [record for record in records if record.error is None]
     failed = sorted((r for r in records if r.error is not None), key=lambda r: r.end_s)
@@ -109,6 +109,6 @@ def _statistics(name: str, times_s: Sequence[float]) -> dict[str, float]:
 
 
 def _is_good(record: RequestRecord, bounds_ms: Mapping[str, float]) -> bool:
-    """A request with one token has no time per output token, and breaks no bound on it."""
+    """True if the request keeps all bounds; one with a single token keeps any bound on TPOT."""
     times_s = {"ttft": record.ttft_s, "tpot": record.tpot_s or 0.0, "e2e": record.e2e_s}
     return all(1e3 * times_s[name] <= bound_ms for name, bound_ms in bounds_ms.items())

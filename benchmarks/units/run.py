@@ -1,53 +1,40 @@
 """Runs a list of units in stages, writes rows as they come, and resumes from written rows."""
 
 import argparse
-import contextlib
-import dataclasses
+import itertools
 import json
 import secrets
 import signal
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command_line import output_file, output_folder, positive_float, seed_number
+from benchmarks.command_line import (
+    BenchmarkError,
+    output_file,
+    output_folder,
+    positive_float,
+    seed_number,
+)
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, commit_hash
-from benchmarks.units.runner import UnitRunner
+from benchmarks.units.runner import DEVICE_UNIT, ListUnits, UnitRunner
 from benchmarks.units.unit import Result, Unit
-from benchmarks.units.worker import DEVICE_UNIT
 
 # Kept for ending processes and writing the report.
 REPORT_S = 8.0
 NO_GPU_EXIT, UNFINISHED_EXIT = 2, 3
+# Most of a check is compilation on the host, so several run at once.
+NUM_CHECKING_AT_ONCE = 6
+MAX_UNITS_PER_GROUP = 12
+# Loading a model and compiling are silent.
+SILENCE_LIMIT_S = 180.0
 # Units with these outcomes are not run again by --resume.
 _FINISHED = ("done", "absent")
 
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """Groups of units that run before those of the next stage.
-
-    Args:
-        limit_s: Units that do not finish in this time are skipped; None is the run's limit.
-    """
-
-    groups: Sequence[Sequence[Unit]]
-    num_at_once: int = 1
-    limit_s: float | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class UnitRow(ResultRow):
-    """A result row of a unit, or a row without values that says why there is no figure."""
-
-    details: Mapping[str, Any]
-    commit: str
-
-    def as_dict(self) -> dict[str, object]:
-        row = super(UnitRow, self).as_dict()
-        return {**row, "commit": self.commit, **self.details}
+# Rows of all units (those of resumed runs included), results of this run, device -> Markdown.
+Report = Callable[[Sequence[Mapping[str, Any]], Sequence[Result], str], str]
 
 
 def add_run_arguments(parser: argparse._ActionsContainer, *, time_limit_s: float) -> None:
@@ -63,13 +50,16 @@ def add_run_arguments(parser: argparse._ActionsContainer, *, time_limit_s: float
         help="run only units without a row of this commit and device in --out",
     )
     parser.add_argument("--commit", help="for the rows, where the code is no git checkout")
-    parser.add_argument("--logs", type=output_folder, help="folder for events and logs of workers")
+    parser.add_argument("--logs", type=output_folder, help="folder for what processes print")
     parser.add_argument(
         "--rehearse",
         action="store_true",
         help="run tiny shapes on any device, to test the program; rows are marked",
     )
     parser.add_argument("--list", action="store_true", help="print the units and end")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="only units with this text in a line of --list"
+    )
 
 
 class UnitRun:
@@ -77,100 +67,111 @@ class UnitRun:
 
     Args:
         benchmark: Module name, for the rows.
-        listed_by: "module:function" that lists all units.
         default_out: Name of the file in the results folder.
+        group_key: Units share a process only where it gives the same value.
     """
 
     def __init__(
-        self, arguments: argparse.Namespace, *, benchmark: str, listed_by: str, default_out: str
+        self,
+        arguments: argparse.Namespace,
+        *,
+        benchmark: str,
+        list_units: ListUnits,
+        default_out: str,
+        group_key: Callable[[Unit], object],
     ) -> None:
+        self._arguments = arguments
         self._benchmark = benchmark
-        self._is_rehearsal: bool = arguments.rehearse
+        self._group_key = group_key
         self._started = time.monotonic()
-        self._deadline = self._started + arguments.time_limit - REPORT_S
         self._commit = arguments.commit or commit_hash()
         # Rehearsed rows must not end among results.
         folder = Path(tempfile.mkdtemp()) if arguments.rehearse else RESULTS_FOLDER
-        self.out: Path = arguments.out or folder / default_out
-        self._is_resuming: bool = arguments.resume
-        self._device: dict[str, Any] = {}
+        self._out: Path = arguments.out or folder / default_out
+        self._device: Mapping[str, Any] = {}
         self._rows: list[dict[str, Any]] = []
-        self.results: list[Result] = []
+        self._results: list[Result] = []
+        self._units = [
+            unit
+            for unit in list_units(is_rehearsal=arguments.rehearse)
+            if unit.kind == "machine" or arguments.only in unit.key
+        ]
+        if all(unit.kind == "machine" for unit in self._units):
+            raise BenchmarkError(f"--only {arguments.only} is in no line of --list.")
         logs = arguments.logs or Path(tempfile.mkdtemp(prefix="paxkv_units_"))
         self._seed = secrets.randbits(30) if arguments.seed is None else arguments.seed
-        print(f"seed {self._seed}, rows to {self.out}, logs in {logs}", flush=True)
         self._runner = UnitRunner(
             folder=logs,
-            listed_by=listed_by,
+            list_units=list_units,
             run_seed=self._seed,
             is_rehearsal=arguments.rehearse,
+            silence_limit_s=SILENCE_LIMIT_S,
             on_result=self._take,
         )
 
-    @property
-    def rows(self) -> Sequence[dict[str, Any]]:
-        """Rows of this run and, with --resume, of the runs that it continues."""
-        return self._rows
+    def run(self, report: Report) -> int:
+        """Runs what there is time for, then writes and prints the report.
 
-    @property
-    def device(self) -> str:
-        return self._device.get("device", "unknown")
-
-    def run(self, stages: Sequence[Stage]) -> int | None:
-        """Runs what there is time for.
+        Ctrl-C and SIGTERM end the run early; the report of the finished units is still written.
 
         Returns:
-            None, or the exit code where there is no GPU.
+            The exit code: 0 if every unit ran, 1 if something of ours was wrong, failed or died,
+            2 without a GPU, 3 if units are left for --resume.
         """
-        with _stopped_by_signals(self._runner):
-            self._runner.run_groups([[DEVICE_UNIT]], deadline=self._deadline)
-            if self._device.get("platform") != "gpu" and not self._is_rehearsal:
-                platform = self._device.get("platform")
-                print(
-                    f"no GPU: JAX has the platform {platform!r}. Install jax[cuda13], or pass "
-                    "--rehearse to try the program with tiny shapes."
-                )
-                return NO_GPU_EXIT
-            finished = self._read_finished() if self._is_resuming else set()
-            for stage in stages:
-                groups = [[u for u in group if u.key not in finished] for group in stage.groups]
-                deadline = self._deadline
-                if stage.limit_s is not None:
-                    deadline = min(deadline, time.monotonic() + stage.limit_s)
+        if self._arguments.list:
+            print("\n".join(unit.key for unit in self._units))
+            return 0
+        print(f"seed {self._seed}, rows to {self._out}", flush=True)
+        deadline = self._started + self._arguments.time_limit - REPORT_S
+        self._runner.run_groups([[DEVICE_UNIT]], deadline=deadline)
+        if self._device.get("platform") != "gpu" and not self._arguments.rehearse:
+            print(
+                f"no GPU: JAX has the platform {self._device.get('platform')!r}. Install "
+                "jax[cuda13], or pass --rehearse to try the program with tiny shapes."
+            )
+            return NO_GPU_EXIT
+        finished = self._read_finished() if self._arguments.resume else set()
+        units = [unit for unit in self._units if unit.key not in finished]
+        sigterm = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            for kind in ("machine", "check", "time"):
                 self._runner.run_groups(
-                    [group for group in groups if group],
+                    groups_of([unit for unit in units if unit.kind == kind], self._group_key),
                     deadline=deadline,
-                    num_at_once=stage.num_at_once,
+                    num_at_once=NUM_CHECKING_AT_ONCE if kind == "check" else 1,
                 )
-        return None
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+        finally:
+            signal.signal(signal.SIGTERM, sigterm)
+        return self._finish(report(self._rows, self._results, self._device["device"]), len(units))
 
-    def finish(self, report: str) -> int:
-        """Writes and prints the report; returns the exit code.
-
-        0 if every unit ran, 1 if something of ours was wrong, failed or died, 3 if units are left
-        for --resume.
-        """
-        self.out.with_suffix(".md").write_text(report + "\n")
-        print(report, flush=True)
-        if any(result.is_our_fault for result in self.results):
+    def _finish(self, text: str, num_units: int) -> int:
+        self._out.with_suffix(".md").write_text(text + "\n")
+        print(text, flush=True)
+        if any(result.is_our_fault for result in self._results):
             return 1
-        num_left = sum(result.outcome == "skipped" for result in self.results)
-        if num_left:
-            print(f"{num_left} units are left; run the command again with --resume.")
+        num_run = sum(result.outcome != "skipped" for result in self._results)
+        if num_run < num_units:
+            print("Some units are left; run the command again with --resume.")
             return UNFINISHED_EXIT
         return 0
 
     def _read_finished(self) -> set[str]:
         """Keys of units with a row of the same commit, device and kind of run; keeps the rows."""
-        lines = self.out.read_text().splitlines() if self.out.is_file() else []
+        lines = self._out.read_text().splitlines() if self._out.is_file() else []
         # The run that is resumed may have been killed while it wrote its last line.
         written = [json.loads(line) for line in lines if line.endswith("}")]
-        same = {"benchmark": self._benchmark, "commit": self._commit, "device": self.device}
+        same = {
+            "benchmark": self._benchmark,
+            "commit": self._commit,
+            "device": self._device["device"],
+        }
         found = [
             row
             for row in written
             if all(row[name] == value for name, value in same.items())
-            and row.get("rehearsal", False) == self._is_rehearsal
+            and row.get("rehearsal", False) == self._arguments.rehearse
             and row.get("outcome") in _FINISHED
         ]
         self._rows += found
@@ -178,68 +179,49 @@ class UnitRun:
 
     def _take(self, result: Result) -> None:
         if result.unit.key == DEVICE_UNIT.key:
-            self._device = dict(result.measured.details) if result.measured else {}
             if result.measured is None:
                 print(f"no device: {result.reason}", flush=True)
+            else:
+                self._device = result.measured.details
             return
-        self.results.append(result)
-        rows = unit_rows(
-            result,
-            benchmark=self._benchmark,
-            device=self.device,
-            commit=self._commit,
-            is_rehearsal=self._is_rehearsal,
-        )
-        append_rows(rows, self.out)
+        self._results.append(result)
+        details: dict[str, Any] = {"commit": self._commit}
+        if self._arguments.rehearse:
+            details["rehearsal"] = True
+        rows = unit_rows(result, self._benchmark, self._device["device"], details)
+        append_rows(rows, self._out)
         self._rows += [row.as_dict() for row in rows]
-        note = "WRONG" if result.is_wrong else result.outcome
+        note = "WRONG" if result.wrong else result.outcome
         passed_s = time.monotonic() - self._started
         print(f"{passed_s:6.1f} s  {note:8} {result.unit.key}  {result.took_s:.1f} s", flush=True)
 
 
+def groups_of(units: Sequence[Unit], key: Callable[[Unit], object]) -> list[list[Unit]]:
+    """Units in order, `MAX_UNITS_PER_GROUP` or fewer per process, because a start takes time."""
+    runs = (list(run) for _, run in itertools.groupby(units, key=key))
+    size = MAX_UNITS_PER_GROUP
+    return [run[start : start + size] for run in runs for start in range(0, len(run), size)]
+
+
 def unit_rows(
-    result: Result, *, benchmark: str, device: str, commit: str, is_rehearsal: bool
-) -> list[UnitRow]:
+    result: Result, benchmark: str, device: str, details: Mapping[str, Any]
+) -> list[ResultRow]:
     """A row per figure, or one row without values if there is none."""
-    unit = result.unit
-    details: dict[str, Any] = {
-        "unit": unit.key,
-        "outcome": result.outcome,
-        "seed": result.seed,
-        **({"rehearsal": True} if is_rehearsal else {}),
-    }
-    figures: Mapping[str, Sequence[float]] = {}
-    if result.measured is not None:
-        figures = result.measured.figures
-        wrong = [f for f in result.measured.findings if not f.is_right]
-        details |= {"is_right": not wrong, "wrong": [f"{f.what} {f.error:.1e}" for f in wrong]}
-        details |= result.measured.details
-    else:
+    unit, measured = result.unit, result.measured
+    details = {**details, "unit": unit.key, "outcome": result.outcome, "seed": result.seed}
+    if measured is None:
         details["reason"] = result.reason
+    else:
+        wrong = [f"{finding.what} {finding.error:.1e}" for finding in result.wrong]
+        details |= {"is_right": not wrong, "wrong": wrong, **measured.details}
     return [
-        UnitRow(
+        ResultRow(
             benchmark=benchmark,
             case=f"{unit.op}, {unit.case}, {unit.body}",
             metric=metric,
             values=values,
             device=device,
             details=details,
-            commit=commit,
         )
-        for metric, values in (figures or {"none": ()}).items()
+        for metric, values in ((measured and measured.figures) or {"none": ()}).items()
     ]
-
-
-@contextlib.contextmanager
-def _stopped_by_signals(runner: UnitRunner) -> Iterator[None]:
-    """Ends the run at SIGTERM or Ctrl-C, so that the report of finished units is still written.
-
-    Workers lead sessions of their own and would otherwise continue alone.
-    """
-    signals = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(number, lambda *_: runner.stop()) for number in signals]
-    try:
-        yield
-    finally:
-        for number, handler in zip(signals, before, strict=True):
-            signal.signal(number, handler)

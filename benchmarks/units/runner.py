@@ -1,227 +1,193 @@
-"""Runs groups of units in worker processes, watches them, and continues after one that dies.
+"""Runs groups of units, each group in a process of its own, and continues after one dies.
 
 A kernel that faults takes its CUDA context with it, and one that hangs cannot be stopped from
 inside its process. The process that prints the report therefore runs no unit itself.
 """
 
-import contextlib
-import dataclasses
-import json
+import itertools
+import multiprocessing
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from benchmarks.units.unit import Outcome, Result, Unit, measured_from_json
+import jax
 
-ROOT = Path(__file__).resolve().parents[2]
-POLL_S = 0.05
-# Units of a family that killed this many processes are skipped.
-MAX_DEATHS_PER_FAMILY = 2
-# Patience with a process before its first unit, and after its last.
-STARTING_SILENCE_S = 120.0
-ENDING_SILENCE_S = 10.0
+from benchmarks.units.unit import Measured, Outcome, Result, Unit
+
+POLL_S = 0.5
+# Longest start of a process, imports included.
+MAX_START_S = 120.0
+# Messages of `dispatch.run_op` for a body that an op lacks or that cannot take the arguments, and
+# of JAX without cuDNN.
+_ABSENT_SIGNS = (
+    "has no such implementation",
+    "cannot do this call",
+    "cuDNN not found",
+    "cuDNN is not detected",
+)
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
-class _Process:
-    """A worker and the events read from it so far."""
+class ListUnits(Protocol):
+    """A function at the top of a module, because each process calls it again."""
 
-    popen: subprocess.Popen
-    events: Path
-    log: Path
-    offset: int = 0
-    current: str | None = None
-    last_sign: float = dataclasses.field(default_factory=time.monotonic)
+    def __call__(self, *, is_rehearsal: bool) -> list[Unit]: ...
 
-    def new_events(self) -> list[dict[str, Any]]:
-        """Complete lines written since the last call."""
-        if not self.events.is_file():
-            return []
-        with self.events.open("rb") as stream:
-            stream.seek(self.offset)
-            text = stream.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self.offset += len(whole)
-        events = [json.loads(line) for line in whole.splitlines()]
-        if events:
-            self.last_sign = time.monotonic()
-        return events
 
-    def kill(self) -> None:
-        """Kills the process and its children."""
-        with contextlib.suppress(ProcessLookupError):  # it may end by itself meanwhile
-            os.killpg(self.popen.pid, signal.SIGKILL)
-        self.popen.wait()
+def measure_device(_: int) -> Measured:
+    """The `measure` of every run's first unit: the device that JAX uses."""
+    device = jax.devices()[0]
+    details = {"device": device.device_kind, "platform": device.platform}
+    return Measured(figures={}, details=details)
 
-    def tail(self) -> str:
-        """The last lines that the process printed."""
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
-        return " / ".join(line.strip() for line in lines if line.strip())[-500:]
+
+DEVICE_UNIT = Unit(kind="machine", op="device", case="name", body="jax", measure=measure_device)
+
+
+def run_units(
+    list_units: ListUnits,
+    keys: Sequence[str],
+    run_seed: int,
+    is_rehearsal: bool,
+    events: Connection,
+    log: Path,
+) -> None:
+    """The work of a group's process: sends each unit's key, then the fields of its `Result`."""
+    with log.open("w") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    # Several processes share the device: memory is allocated when needed.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    # The machine may have no network; the Hub's client would wait for it.
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    known = {unit.key: unit for unit in (DEVICE_UNIT, *list_units(is_rehearsal=is_rehearsal))}
+    for key in keys:
+        events.send(key)
+        events.send(run_unit(known[key], run_seed))
+
+
+def run_unit(unit: Unit, run_seed: int) -> dict[str, Any]:
+    """Fields of the unit's `Result`; an exception is its result and does not stop other units."""
+    started = time.perf_counter()
+    fields: dict[str, Any] = {"seed": unit.seed(run_seed), "outcome": "done"}
+    try:
+        fields["measured"] = unit.measure(fields["seed"])
+    except Exception as error:
+        text = " ".join(str(error).split())
+        is_absent = isinstance(error, ModuleNotFoundError) or any(s in text for s in _ABSENT_SIGNS)
+        fields["outcome"] = "absent" if is_absent else "failed"
+        fields["reason"] = f"{type(error).__name__}: {text[-600:]}"
+        traceback.print_exception(error)
+    return fields | {"took_s": round(time.perf_counter() - started, 2)}
 
 
 class UnitRunner:
-    """Runs groups of units, one process per group, and passes every result to `on_result`.
+    """Runs groups of units and passes every result to `on_result`, one at a time.
 
     Args:
-        folder: Receives the processes' events and logs.
-        listed_by: "module:function" that lists all units.
+        folder: Receives what the processes print.
         run_seed: All inputs of the run are drawn from it.
-        on_result: Called once per unit, by one thread at a time.
+        silence_limit_s: A process is killed if a unit takes this long.
     """
 
     def __init__(
         self,
         *,
         folder: Path,
-        listed_by: str,
+        list_units: ListUnits,
         run_seed: int,
         is_rehearsal: bool,
+        silence_limit_s: float,
         on_result: Callable[[Result], None],
-        worker_module: str = "benchmarks.units.worker",
     ) -> None:
         self._folder = folder
-        self._arguments = ["--listed-by", listed_by, "--seed", str(run_seed)]
-        self._arguments += ["--rehearse"] * is_rehearsal
+        self._arguments = (list_units, run_seed, is_rehearsal)
+        self._silence_limit_s = silence_limit_s
         self._on_result = on_result
-        self._worker_module = worker_module
-        self._lock = threading.RLock()
-        self._num_started = 0
+        self._lock = threading.Lock()
+        self._log_numbers = itertools.count(1)
         self._is_stopped = False
-        self._deaths: Counter[str] = Counter()  # by family
 
     def run_groups(
         self, groups: Sequence[Sequence[Unit]], *, deadline: float, num_at_once: int = 1
     ) -> None:
         """Runs groups in order, `num_at_once` in parallel, until `deadline` (monotonic)."""
-        waiting = list(groups)
+        with ThreadPoolExecutor(num_at_once) as pool:
+            try:
+                list(pool.map(self._run_group, groups, itertools.repeat(deadline)))
+            except BaseException:
+                self._is_stopped = True
+                raise
 
-        def work() -> None:
-            while True:
-                with self._lock:
-                    if not waiting:
-                        return
-                    group = waiting.pop(0)
-                remaining = {unit.key: unit for unit in group}
+    def _run_group(self, group: Sequence[Unit], deadline: float) -> None:
+        remaining = {unit.key: unit for unit in group}
+        while remaining:
+            if self._is_over(deadline):
+                self._finish_all(remaining, "skipped", "out of time")
+                return
+            current, reason = self._run_process(remaining, deadline)
+            if current is not None and not self._is_over(deadline):
+                # Another process runs the units after this one.
+                self._finish_all({current: remaining.pop(current)}, "died", reason)
+            elif not self._is_over(deadline):
+                # It ended between units or could not start: the next process would do the same.
+                self._finish_all(remaining, "died", reason)
+
+    def _run_process(self, remaining: dict[str, Unit], deadline: float) -> tuple[str | None, str]:
+        """Runs units in one process and takes those with a result out of `remaining`.
+
+        Returns:
+            The key of the unit in which the process ended, if any, and how it ended.
+        """
+        log = self._folder / f"process_{next(self._log_numbers):03}.log"
+        list_units, run_seed, is_rehearsal = self._arguments
+        context = multiprocessing.get_context("spawn")
+        events, sender = context.Pipe(duplex=False)
+        arguments = (list_units, list(remaining), run_seed, is_rehearsal, sender, log)
+        process = context.Process(target=run_units, args=arguments, daemon=True)
+        process.start()
+        sender.close()  # so that the end of the process ends the pipe
+        current, has_ended = None, False
+        last_sign_s, silence_s = time.monotonic(), 0.0
+        with events:
+            while remaining and not self._is_over(deadline):
+                if silence_s > (MAX_START_S if current is None else self._silence_limit_s):
+                    break
+                silence_s = time.monotonic() - last_sign_s
+                if not events.poll(POLL_S):
+                    continue
                 try:
-                    self._run_group(remaining, deadline)
-                # An error of the runner must not cost the report of all other units.
-                except Exception as error:
-                    traceback.print_exception(error)
-                    self._finish_all(remaining, "failed", f"{type(error).__name__}: {error}")
-
-        threads = [threading.Thread(target=work) for _ in range(num_at_once)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    def stop(self) -> None:
-        """Kills the processes and skips all other units, as if every deadline had passed."""
-        self._is_stopped = True  # without the lock: a signal handler calls this
+                    event = events.recv()
+                except EOFError:
+                    has_ended = True
+                    break
+                last_sign_s, silence_s = time.monotonic(), 0.0
+                if isinstance(event, str):
+                    current = event
+                    continue
+                with self._lock:
+                    self._on_result(Result(unit=remaining.pop(current), **event))
+                current = None
+        if not remaining or has_ended:
+            process.join(10)
+        process.kill()
+        process.join()
+        lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+        printed = " / ".join(line.strip() for line in lines if line.strip())[-500:]
+        reason = f"silent for {silence_s:.0f} s, exit code {process.exitcode}; {printed}"
+        process.close()
+        return current, reason
 
     def _is_over(self, deadline: float) -> bool:
         return self._is_stopped or time.monotonic() > deadline
 
-    def _run_group(self, remaining: dict[str, Unit], deadline: float) -> None:
-        while remaining:
-            self._skip_deadly(remaining)
-            if self._is_over(deadline):
-                self._finish_all(remaining, "skipped", "out of time")
-            if not remaining:
-                return
-            process = self._start(list(remaining))
-            ended_by = self._watch(process, remaining, deadline)
-            reason = f"{ended_by}; {process.tail()}"
-            if ended_by == "deadline":
-                self._finish_all(remaining, "skipped", "out of time")
-            elif process.current in remaining:
-                unit = remaining.pop(process.current)
-                with self._lock:
-                    self._deaths[unit.family] += 1
-                self._finish(Result(unit=unit, outcome="died", reason=reason))
-            else:
-                # It ended between units, or could not even start: the next process would too.
-                self._finish_all(remaining, "died", reason)
-
-    def _skip_deadly(self, remaining: dict[str, Unit]) -> None:
-        for unit in list(remaining.values()):
-            num_deaths = self._deaths[unit.family]
-            if num_deaths >= MAX_DEATHS_PER_FAMILY:
-                del remaining[unit.key]
-                reason = f"{unit.op} as {unit.body} killed {num_deaths} processes before"
-                self._finish(Result(unit=unit, outcome="skipped", reason=reason))
-
-    def _start(self, keys: list[str]) -> _Process:
-        with self._lock:
-            self._num_started += 1
-            name = f"process_{self._num_started:03}"
-        units_file, events, log = (
-            self._folder / f"{name}.{suffix}" for suffix in ("units.json", "jsonl", "log")
-        )
-        units_file.write_text(json.dumps(keys))
-        events.unlink(missing_ok=True)  # of an earlier run in the same folder
-        command = [sys.executable, "-u", "-m", self._worker_module, *self._arguments]
-        with log.open("w") as out:
-            popen = subprocess.Popen(
-                [*command, "--units", str(units_file), "--events", str(events)],
-                cwd=ROOT,
-                # Several processes share the device: memory is allocated when needed.
-                env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        return _Process(popen=popen, events=events, log=log)
-
-    def _watch(self, process: _Process, remaining: dict[str, Unit], deadline: float) -> str:
-        """Reads events until the process ends; returns how it ended."""
-        while True:
-            has_ended = process.popen.poll() is not None
-            for event in process.new_events():
-                self._take(event, process, remaining)
-            if has_ended:
-                return f"its process ended with {process.popen.returncode}"
-            if self._is_over(deadline):
-                process.kill()
-                return "deadline"
-            limit_s = STARTING_SILENCE_S if remaining else ENDING_SILENCE_S
-            if process.current in remaining:
-                limit_s = remaining[process.current].silence_limit_s
-            if time.monotonic() - process.last_sign > limit_s:
-                process.kill()
-                return f"no sign of life for {limit_s:.0f} s"
-            time.sleep(POLL_S)
-
-    def _take(self, event: dict[str, Any], process: _Process, remaining: dict[str, Unit]) -> None:
-        if event["event"] == "start":
-            process.current = event["unit"]
-            return
-        process.current = None
-        self._finish(
-            Result(
-                unit=remaining.pop(event["unit"]),
-                outcome=event["event"],
-                measured=measured_from_json(event) if event["event"] == "done" else None,
-                reason=event.get("reason", ""),
-                seed=event["seed"],
-                took_s=event["took_s"],
-            )
-        )
-
     def _finish_all(self, remaining: dict[str, Unit], outcome: Outcome, reason: str) -> None:
-        for unit in remaining.values():
-            self._finish(Result(unit=unit, outcome=outcome, reason=reason))
-        remaining.clear()
-
-    def _finish(self, result: Result) -> None:
         with self._lock:
-            self._on_result(result)
+            for unit in remaining.values():
+                self._on_result(Result(unit=unit, outcome=outcome, reason=reason))
+        remaining.clear()

@@ -1,4 +1,4 @@
-"""Waste is what was counted by hand, and ordered as allocation schemes are."""
+"""Waste equals the count by hand."""
 
 import json
 from pathlib import Path
@@ -13,8 +13,7 @@ from paxkv.contracts.engine_request import EngineRequest
 @pytest.mark.parametrize(
     ("num_prompt_tokens", "num_held", "num_allocated", "num_power_of_two"),
     [
-        # Steps hold 16 and 17 tokens in one block, then two; the third output is only sampled, and
-        # its request is gone after that step.
+        # Two steps hold 16 and 17 tokens in one block and in two; the request ends with the third.
         (16, 16 + 17, 16 + 32, 2 * 32),
         # 13 and 14 tokens of 16.
         (13, 13 + 14, 2 * 16, 2 * 16),
@@ -40,25 +39,14 @@ def test_waste_of_one_request_is_that_by_hand(
     assert figures == pytest.approx(waste | {"memory": memory_percent, "requests at once": 1})
 
 
-def test_waste_of_long_sequences_is_under_4_percent_at_block_size_16() -> None:
-    requests = memory.make_distribution("long", seed=7)[:24]
-    small, large = (
-        memory.measure(requests, block_size=size, pool_tokens=40_000, seed=7)["paged"]
-        for size in (16, 64)
-    )
-    # Half a block of at least 500 tokens, on average: 8 / 508.
-    assert 0 < small < 4 and small < large
-
-
 def test_command_prints_a_table_and_writes_rows(tmp_path: Path, capsys) -> None:
     out = tmp_path / "rows.jsonl"
     flags = ["--lengths", "mixed", "--seeds", "0", "1", "--out", str(out)]
     assert memory.main(flags) == 0
-    header, _, line, *_ = capsys.readouterr().out.splitlines()
-    assert header.count("|") == line.count("|") and "paged, blocks of 64" in header
+    assert "paged, blocks of 64" in capsys.readouterr().out
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     of_schemes = [row for row in rows if row["metric"] == "waste_percent"]
     waste = {row["case"].partition(" scheme=")[2]: row for row in of_schemes}
     assert set(waste) == {*memory.RESERVATIONS, "paged, blocks of 16", "paged, blocks of 64"}
-    assert waste["paged, blocks of 16"]["median"] < waste["paged, blocks of 64"]["median"]
+    assert 0 < waste["paged, blocks of 16"]["median"] < waste["paged, blocks of 64"]["median"] < 25
     assert {row["num_repetitions"] for row in rows} == {2}

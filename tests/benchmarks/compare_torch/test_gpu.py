@@ -1,57 +1,67 @@
-"""Units name what is compared; the report has ratios and shares of the roofline."""
+"""Both engines give figures for every case; models and work are what they are called."""
 
-import inspect
+import json
+from pathlib import Path
 
 import pytest
 
 from benchmarks.compare_torch import gpu
 from benchmarks.compare_torch.__main__ import main
-from benchmarks.compare_torch.gpu import GROUPS, PAXKV, PAXKV_XLA, TRANSFORMERS, report, units_of
-from benchmarks.compare_torch.gpu_paxkv import PaxkvModel
+from benchmarks.compare_torch.gpu_subject import (
+    EngineStep,
+    steady_decode,
+    write_config,
+)
+from models import read_model_config
 
 
-def row(engine: str, case: str, metric: str, median: float, **fields) -> dict:
-    return {"unit": f"time|llama|{case}|{engine}", "metric": metric, "median": median, **fields}
+def test_rehearsal_measures_every_case_and_compares_engines(tmp_path: Path, capsys) -> None:
+    out = tmp_path / "rows.jsonl"
+    command = ["--platform", "gpu", "--rehearse", "--only", "llama-3.1-8b", "--out", str(out)]
+    assert main(command) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    cases = {unit.key for unit in gpu.all_units(is_rehearsal=True) if "llama" in unit.key}
+    assert {row["unit"] for row in rows} == cases
+    ours = {row["metric"]: row for row in rows if row["unit"].endswith("|paxkv")}
+    assert ours.keys() == {
+        *("load_s", "tokens_per_s", "ttft_p50_ms", "first_run_s", "step_ms", "ttft_ms")
+    }
+    assert all(row["median"] > 0 and row["rehearsal"] for row in ours.values())
+    # A machine without torch measures paxkv alone.
+    assert {row["outcome"] for row in rows} in ({"done"}, {"done", "absent"})
+    text = capsys.readouterr().out
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    (line,) = (line for line in lines if line[:1] == ["throughput: tokens_per_s"])
+    ours, theirs, ratio = (float(cell.replace(",", "") or "nan") for cell in line[1:])
+    assert ratio == pytest.approx(ours / theirs, rel=0.02, nan_ok=True)
 
 
-def test_report_compares_engines_and_takes_shares_of_the_copy_bandwidth() -> None:
-    copy = {"unit": "machine|device|copy|jax", "metric": "copy_gb_per_s", "median": 4000.0}
-    # 16 GB at 4,000 GB/s take 4 ms, of 5 ms.
-    rows = [
-        copy,
-        row(PAXKV, "decode", "step_ms", 5.0, read_bytes_per_step=16e9),
-        row(PAXKV, "throughput", "tokens_per_s", 900.0),
-        row(TRANSFORMERS, "throughput", "tokens_per_s", 400.0),
-    ]
-    lines = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in report(rows, device="H200").splitlines()
-    ]
-    assert ["throughput: tokens_per_s", "900.00", "", "400.00", "2.25"] in lines
-    assert ["decode: roofline_percent", "80.00", "", "", ""] in lines
-    assert "not measured" in report(rows[1:], device="H200")
+def step(end_s: float, num_tokens: int, num_started: int = 2, num_finished: int = 0) -> EngineStep:
+    return EngineStep(
+        end_s=end_s, num_tokens=num_tokens, num_started=num_started, num_finished=num_finished
+    )
 
 
-@pytest.mark.parametrize("is_rehearsal", [False, True])
-def test_units_are_named_once_and_can_be_measured(is_rehearsal: bool, monkeypatch) -> None:
-    units = gpu.all_units(is_rehearsal=is_rehearsal)
-    assert len({unit.key for unit in units}) == len(units)
-    asked = []
-    monkeypatch.setattr(gpu, "_measure", lambda *arguments, **_: asked.append(arguments))
-    for model, engine, _ in GROUPS:
-        group = units_of(model, engine, is_rehearsal=is_rehearsal)
-        assert group[0].case == "load"
-        for unit in group:
-            unit.measure(7)
-    assert {engine for _, engine, *_ in asked} == {PAXKV, PAXKV_XLA, TRANSFORMERS}
-    for _, _, method, arguments, seed in asked:
-        inspect.signature(getattr(PaxkvModel, method)).bind(None, *arguments, seed)
+def test_steady_decode_leaves_prompts_and_ends_out() -> None:
+    steps = [step(0.5, 1, num_started=1), step(1.0, 3), step(2.0, 11), step(4.0, 51)]
+    # 48 tokens of 2 requests in 3 s, from the first step with both to the last before an end.
+    figures = steady_decode([*steps, step(9.0, 52, num_finished=1)], 2)
+    assert figures == {"step_ms": [125.0], "tokens_per_s": [16.0]}
+    with pytest.raises(ValueError, match="got 1 steps of steady decode"):
+        steady_decode(steps[:2], 2)
 
 
-def test_platform_chooses_the_comparison(capsys) -> None:
-    assert main(["--platform", "gpu", "--list", "--only", "qwen3-0.6b"]) == 0
-    assert "time|qwen3-0.6b|throughput|transformers" in capsys.readouterr().out
-    for platform, word in (("gpu", "roofline"), ("cpu", "contiguous-N")):
-        with pytest.raises(SystemExit, match="0"):
-            main(["--platform", platform, "--help"])
-        assert word in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("model", "published"), [("qwen3-0.6b", 596_049_920), ("llama-3.1-8b", 8_030_261_248)]
+)
+def test_shapes_have_as_many_weights_as_the_published_models(model, published, tmp_path) -> None:
+    config = write_config(tmp_path, model, is_rehearsal=False)
+    assert read_model_config(tmp_path).num_layers == config["num_hidden_layers"]
+    hidden, head_dim = config["hidden_size"], config["head_dim"]
+    num_heads = 2 * config["num_attention_heads"] + 2 * config["num_key_value_heads"]
+    layer = num_heads * head_dim * hidden + 3 * hidden * config["intermediate_size"] + 2 * hidden
+    if model.startswith("qwen3"):
+        layer += 2 * head_dim
+    num_tables = 1 if config["tie_word_embeddings"] else 2
+    tables = num_tables * config["vocab_size"] * hidden
+    assert config["num_hidden_layers"] * layer + tables + hidden == published

@@ -1,4 +1,4 @@
-"""An engine for tests: its tokens count up, and it does what its settings say."""
+"""An engine for tests: its tokens count up, and its settings make it slow or wrong."""
 
 import os
 import time
@@ -11,40 +11,29 @@ def load_engine(spec: EngineSpec, workload: Workload) -> "CountingEngine":
     print("loading: this line is no answer")
     if spec.settings.get("dies"):
         raise MemoryError("no room for the model")
-    if spec.settings.get("refuses"):
-        raise ValueError("cannot have this here")
-    return CountingEngine(len(workload.requests), float(spec.settings.get("prepare_s", 0)))
+    return CountingEngine(spec.settings.get("prepare_s", 0))
 
 
 class CountingEngine:
-    def __init__(self, num_requests: int, prepare_s: float) -> None:
-        self._num_requests = num_requests
+    def __init__(self, prepare_s: float) -> None:
         self._prepare_s = prepare_s
-        self._num_prepared = 0
 
     def prepare(self) -> None:
-        self._num_prepared += 1
         time.sleep(self._prepare_s)
 
     def run(self, workload: Workload, **settings: object) -> EngineOutput:
-        print("running: nor is this")
+        print("running: this line is no answer")
         if settings.get("fails"):
             raise RuntimeError("cannot do this here")
         stop = time.process_time() + float(settings.get("cpu_s", 0))
         while time.process_time() < stop:
             pass
         time.sleep(float(settings.get("sleep_s", 0)))
+        num_missing = bool(settings.get("lacks_one"))
+        threads = int(os.environ["OMP_NUM_THREADS"])
         return EngineOutput(
-            token_ids=[
-                list(range(r.num_output_tokens - bool(settings.get("lacks_one"))))
-                for r in workload.requests
-            ],
-            figures={
-                "processors": len(os.sched_getaffinity(0)),
-                "requests": self._num_requests,
-                "prepared": self._num_prepared,
-                "omp_threads": int(os.environ["OMP_NUM_THREADS"]),
-            },
+            token_ids=[list(range(r.num_output_tokens - num_missing)) for r in workload.requests],
+            figures={"processors": len(os.sched_getaffinity(0)), "omp_threads": threads},
         )
 
     def logit_gap(self, token_ids: list[int], first: int, second: int) -> float:

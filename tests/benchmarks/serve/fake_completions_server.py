@@ -1,155 +1,101 @@
-"""A server of completions with known delays and known failures, in a thread."""
+"""A completions server for tests, with known delays and failures, in threads."""
 
-import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 MODEL = "fake"
-# What the prompt's first token makes the server do.
+# First tokens of prompts that make the server fail, or send a line separator.
 REFUSE, FAIL_MIDWAY, CUT_OFF, SAY_NOTHING, LINE_SEPARATOR = 1, 2, 3, 4, 5
 
 
-class FakeCompletionsServer:
-    """Answers with `max_tokens` tokens; see `running_fake_server`.
+class FakeCompletionsServer(ThreadingHTTPServer):
+    """Answers with `max_tokens` tokens. The first answers begin when `num_awaited` requests run."""
 
-    Args:
-        num_awaited: The first answers begin when so many requests run.
-    """
+    daemon_threads = True
+    request_queue_size = 128
 
-    def __init__(
-        self,
-        *,
-        first_delay_s: float = 0.0,
-        gap_s: float = 0.0,
-        tokens_per_piece: int = 1,
-        sends_usage: bool = True,
-        is_chunked: bool = False,
-        num_awaited: int = 0,
-    ) -> None:
-        self.first_delay_s = first_delay_s
-        self.gap_s = gap_s
-        self.tokens_per_piece = tokens_per_piece
-        self.sends_usage = sends_usage
-        # Streams in chunks and keeps connections, or ends a stream with its connection.
-        self.is_chunked = is_chunked
-        self.url = ""
+    def __init__(self, **settings: object) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.first_delay_s = self.gap_s = 0.0
+        self.tokens_per_piece, self.sends_usage, self.num_awaited = 1, True, 0
+        vars(self).update(settings)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
         self.metrics = ""
         self.bodies: list[dict] = []
         self.keys: list[str | None] = []
-        self.num_running = 0
-        self.most_running = 0
-        self.num_awaited = num_awaited
+        self.num_running = self.most_running = 0
+        self.lock = threading.Lock()
 
-    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # Clients may hang up, and the server may end before the last one has.
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            try:
-                await self._answer_one(reader, writer)
-                while self.is_chunked:
-                    await self._answer_one(reader, writer)
-                await writer.drain()
-            finally:
-                writer.close()
 
-    async def _answer_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        first, *lines = head.strip().split("\r\n")
-        headers = {k.lower(): v for k, _, v in (line.partition(": ") for line in lines)}
-        if first.startswith("GET /metrics"):
-            _answer_bytes(writer, 200, self.metrics.encode())
-        elif first.startswith("GET"):
-            _answer(writer, 200, {"data": [{"id": MODEL}, {"id": "another"}]})
-        else:
-            body = await reader.readexactly(int(headers["content-length"]))
-            self.keys.append(headers.get("authorization"))
-            await self._complete(json.loads(body), writer)
+class _Handler(BaseHTTPRequestHandler):
+    server: FakeCompletionsServer
 
-    async def _complete(self, body: dict, writer: asyncio.StreamWriter) -> None:
-        self.bodies.append(body)
-        self.num_running += 1
-        self.most_running = max(self.most_running, self.num_running)
-        try:
-            await self._stream(body, writer)
-        finally:
-            self.num_running -= 1
+    def log_message(self, *arguments: object) -> None:
+        pass
 
-    async def _stream(self, body: dict, writer: asyncio.StreamWriter) -> None:
-        order = body["prompt"][0]
+    def do_GET(self) -> None:
+        models = {"data": [{"id": MODEL}, {"id": "another"}]}
+        self._answer(200, self.server.metrics if self.path == "/metrics" else json.dumps(models))
+
+    def do_POST(self) -> None:
+        server = self.server
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with server.lock:
+            server.bodies.append(body)
+            server.keys.append(self.headers["Authorization"])
+            server.num_running += 1
+            server.most_running = max(server.most_running, server.num_running)
+        # Clients may close their connections early.
+        with contextlib.suppress(ConnectionError):
+            self._stream(body)
+        with server.lock:
+            server.num_running -= 1
+
+    def _stream(self, body: dict) -> None:
+        server, order = self.server, body["prompt"][0]
         if order == REFUSE:
-            _answer(writer, 503, {"error": {"message": "too much"}})
+            self._answer(503, '{"error": {"message": "too much"}}')
             return
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n")
-        if self.is_chunked:
-            writer.write(b"Transfer-Encoding: chunked\r\n\r\n")
-        else:
-            writer.write(b"Connection: close\r\n\r\n")
-        while self.most_running < self.num_awaited:
-            await asyncio.sleep(0.001)
+        self._answer(200, "")
+        while server.most_running < server.num_awaited:
+            time.sleep(0.001)
         num_tokens = 0 if order == SAY_NOTHING else body["max_tokens"]
-        for token in range(0, num_tokens, self.tokens_per_piece):
-            await asyncio.sleep(self.gap_s if token else self.first_delay_s)
-            if token and order == FAIL_MIDWAY:
-                self._event(writer, {"error": {"message": "the engine died"}})
-                return
-            if token and order == CUT_OFF:
-                writer.close()
+        for token in range(0, num_tokens, server.tokens_per_piece):
+            time.sleep(server.gap_s if token else server.first_delay_s)
+            if token and order in (FAIL_MIDWAY, CUT_OFF):
+                if order == FAIL_MIDWAY:
+                    self._send({"error": {"message": "the engine died"}})
                 return
             text = "a\u2028b" if order == LINE_SEPARATOR else "a"
-            self._event(writer, {"choices": [{"index": 0, "text": text, "finish_reason": None}]})
-        self._event(writer, {"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
-        if self.sends_usage:
+            self._send({"choices": [{"index": 0, "text": text, "finish_reason": None}]})
+        self._send({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
+        if server.sends_usage:
             usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": num_tokens}
-            self._event(writer, {"choices": [], "usage": usage})
-        self._send(writer, b"data: [DONE]\n\n")
-        if self.is_chunked:
-            self._send(writer, b"")
+            self._send({"choices": [], "usage": usage})
+        self.wfile.write(b"data: [DONE]\n\n")
 
-    def _event(self, writer: asyncio.StreamWriter, event: dict) -> None:
-        # As it is, not escaped: characters that some take for the end of a line stay in it.
-        text = json.dumps(event, ensure_ascii=False)
-        self._send(writer, b"data: " + text.encode() + b"\n\n")
+    def _send(self, event: dict) -> None:
+        # Not escaped, so that characters which some clients take for the end of a line stay in it.
+        self.wfile.write(f"data: {json.dumps(event, ensure_ascii=False)}\n\n".encode())
 
-    def _send(self, writer: asyncio.StreamWriter, data: bytes) -> None:
-        if self.is_chunked:
-            data = b"%x\r\n%s\r\n" % (len(data), data)
-        writer.write(data)
-
-
-def _answer(writer: asyncio.StreamWriter, status: int, body: dict) -> None:
-    _answer_bytes(writer, status, json.dumps(body).encode())
-
-
-def _answer_bytes(writer: asyncio.StreamWriter, status: int, data: bytes) -> None:
-    writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(data)}\r\n".encode())
-    writer.write(b"Connection: close\r\n\r\n" + data)
+    def _answer(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(text.encode())
 
 
 @contextlib.contextmanager
 def running_fake_server(**settings: object) -> Iterator[FakeCompletionsServer]:
-    """A server on a free loopback port; `url` has its address with the version."""
-    fake = FakeCompletionsServer(**settings)
-    is_ready = threading.Event()
-    ends: list[Callable[[], object]] = []
-
-    async def serve() -> None:
-        is_over = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        ends.append(lambda: loop.call_soon_threadsafe(is_over.set))
-        server = await asyncio.start_server(fake.handle, "127.0.0.1", 0)
-        host, port = server.sockets[0].getsockname()
-        fake.url = f"http://{host}:{port}/v1"
-        is_ready.set()
-        await is_over.wait()
-        server.close()
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    try:
-        assert is_ready.wait(60)
-        yield fake
-    finally:
-        ends[0]()
-        thread.join(60)
-        assert not thread.is_alive()
+    """A server on a free loopback port; `url` is its address with the version."""
+    with FakeCompletionsServer(**settings) as fake:
+        thread = threading.Thread(target=fake.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield fake
+        finally:
+            fake.shutdown()
+            thread.join()

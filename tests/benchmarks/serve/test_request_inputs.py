@@ -1,4 +1,4 @@
-"""Inputs have the lengths, the shared parts and the texts that were asked for."""
+"""Requests have the lengths, shared prefixes and texts of the flags."""
 
 import json
 from pathlib import Path
@@ -38,48 +38,28 @@ def test_prefixes_are_shared_in_turn_and_nothing_else_is() -> None:
     assert len({tuple(request.prompt[50:]) for request in inputs}) == 6
 
 
-@pytest.fixture
-def sharegpt_file(tmp_path: Path) -> Path:
-    def turns(*texts: str) -> dict:
+def test_sharegpt_outputs_are_as_long_as_the_answers(tmp_path: Path) -> None:
+    def turns(*texts: str) -> list[dict]:
         names = ("human", "gpt") * len(texts)
-        return {
-            "conversations": [
-                {"from": name, "value": text} for name, text in zip(names, texts, strict=False)
-            ]
-        }
+        return [{"from": name, "value": text} for name, text in zip(names, texts, strict=False)]
 
-    late = turns("b b", "c c c")
-    late["conversations"].insert(0, {"from": "system", "value": "a"})
     conversations = [
         turns("a b c", "a b", "c", "a"),
-        late,
+        [{"from": "system", "value": "a"}, *turns("b b", "c c c")],
+        # No answer, too long, empty.
         turns("a"),
         turns("a " * 40, "b"),
-        {"conversations": []},
+        [],
     ]
     file = tmp_path / "sharegpt.json"
-    file.write_text(json.dumps(conversations))
-    return file
-
-
-@pytest.fixture
-def tokenizer_folder(tmp_path: Path) -> Path:
-    """One token a word."""
+    file.write_text(json.dumps([{"conversations": turns} for turns in conversations]))
+    # One token per word.
     tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1, "c": 2, "?": 3}, unk_token="?"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    return tmp_path
-
-
-def test_sharegpt_outputs_are_as_long_as_the_answers(
-    sharegpt_file: Path, tokenizer_folder: Path
-) -> None:
-    settings = {"tokenizer_file": tokenizer_folder, "output_len": None, "max_total_len": 10}
-    inputs = sharegpt_inputs(2, sharegpt_file, **settings, seed=0)
-    # The third has no answer, the fourth is too long, the fifth is empty.
-    assert {(request.prompt, request.max_tokens) for request in inputs} == {
-        ("a b c", 2),
-        ("b b", 3),
-    }
-    with pytest.raises(InputError, match="has 2 conversations that can be used, of 3"):
-        sharegpt_inputs(3, sharegpt_file, **settings, seed=0)
+    settings = {"tokenizer_file": tmp_path, "output_len": None, "max_total_len": 10, "seed": 0}
+    inputs = sharegpt_inputs(2, file, **settings)
+    found = {(request.prompt, request.max_tokens) for request in inputs}
+    assert found == {("a b c", 2), ("b b", 3)}
+    with pytest.raises(InputError, match="has 2 usable conversations, of 3"):
+        sharegpt_inputs(3, file, **settings)

@@ -1,75 +1,73 @@
 """A crash or a hang costs its own unit; every unit has a result."""
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from benchmarks.units.runner import UnitRunner
-from benchmarks.units.unit import Result
-from benchmarks.units.worker import DEVICE_UNIT
+from benchmarks.units.runner import DEVICE_UNIT, UnitRunner
+from benchmarks.units.unit import Finding, Result
 from tests.benchmarks.units.listed_units import all_units
 
 
-class Runs:
-    """A runner of the units in listed_units.py."""
-
-    def __init__(self, folder: Path, worker_module: str = "benchmarks.units.worker") -> None:
-        self.results: list[Result] = []
-        self.runner = UnitRunner(
-            folder=folder,
-            listed_by="tests.benchmarks.units.listed_units:all_units",
-            run_seed=1,
-            is_rehearsal=False,
-            on_result=self.results.append,
-            worker_module=worker_module,
-        )
-
-    def run(self, cases: Sequence[str], seconds: float = 600.0) -> dict[str, str]:
-        units = {unit.case: unit for unit in (DEVICE_UNIT, *all_units(is_rehearsal=False))}
-        group = [units[case] for case in cases]
-        self.runner.run_groups([group], deadline=time.monotonic() + seconds)
-        return {result.unit.case: result.outcome for result in self.results}
-
-    def reason_of(self, case: str) -> str:
-        return next(result.reason for result in self.results if result.unit.case == case)
-
-
-@pytest.fixture
-def runs(tmp_path: Path) -> Runs:
-    return Runs(tmp_path)
-
-
-def test_crash_and_hang_cost_their_own_unit_and_a_deadly_family_is_skipped(runs: Runs) -> None:
-    outcomes = runs.run(
-        ["name", "first", "kills", "raises", "kills again", "hangs", "last", "other"]
+def run(
+    cases: Sequence[str], folder: Path, *, seconds: float = 600.0, list_units=all_units
+) -> dict[str, Result]:
+    """Runs the cases of listed_units.py, or the device's unit "name", as one group."""
+    results: list[Result] = []
+    runner = UnitRunner(
+        folder=folder,
+        list_units=list_units,
+        run_seed=1,
+        is_rehearsal=False,
+        silence_limit_s=5.0,
+        on_result=results.append,
     )
-    assert runs.results[0].measured.details["platform"] == "cpu"
-    assert outcomes == {
+    units = {unit.case: unit for unit in (DEVICE_UNIT, *all_units(is_rehearsal=False))}
+    group = [units[case] for case in cases]
+    runner.run_groups([group], deadline=time.monotonic() + seconds)
+    assert len(results) == len(cases)
+    return {result.unit.case: result for result in results}
+
+
+def test_crash_and_hang_cost_their_own_unit(tmp_path) -> None:
+    results = run(["name", "first", "kills", "raises", "absent", "hangs", "nan"], tmp_path)
+    assert {case: result.outcome for case, result in results.items()} == {
         "name": "done",
         "first": "done",
         "kills": "died",
         "raises": "failed",
-        "kills again": "died",
+        "absent": "absent",
         "hangs": "died",
-        "last": "skipped",
-        "other": "done",
+        "nan": "done",
     }
-    assert "illegal address" in runs.reason_of("kills")
-    assert "no sign of life" in runs.reason_of("hangs")
-    assert "killed 2 processes" in runs.reason_of("last")
+    assert results["name"].measured.details["platform"] == "cpu"
+    assert "illegal address" in results["kills"].reason
+    assert results["raises"].reason == "ValueError: wrong length"
+    assert "silent for 5 s" in results["hangs"].reason
+    # Inputs differ between units and are equal for an equal seed of the run.
+    drawn = {results[case].measured.details["drawn"] for case in ("first", "nan")}
+    assert drawn == {results["first"].unit.seed(1), results["nan"].unit.seed(1)} and len(drawn) == 2
+    faults = {case for case, result in results.items() if result.is_our_fault}
+    assert faults == {"kills", "raises", "hangs", "nan"}
 
 
-def test_units_without_time_are_skipped_and_a_stopped_run_ends(runs: Runs) -> None:
-    assert runs.run(["first"], seconds=-1) == {"first": "skipped"}
-    runs.runner.stop()
-    assert runs.run(["last"]) == {"first": "skipped", "last": "skipped"}
-    assert runs.reason_of("last") == "out of time"
+def broken_list(*, is_rehearsal: bool) -> list:
+    raise RuntimeError("no list of units")
 
 
-def test_worker_that_cannot_start_is_reported_once(tmp_path: Path) -> None:
-    runs = Runs(tmp_path, worker_module="benchmarks.no_such_worker")
-    assert runs.run(["first", "last"]) == {"first": "died", "last": "died"}
-    assert "no_such_worker" in runs.reason_of("first")
+def test_process_that_cannot_start_is_reported_once(tmp_path) -> None:
+    results = run(["first", "last"], tmp_path, list_units=broken_list)
+    assert {result.outcome for result in results.values()} == {"died"}
+    assert "no list of units" in results["last"].reason
     assert len(list(tmp_path.glob("*.log"))) == 1
+    # A group without time does not start.
+    assert run(["first"], tmp_path, seconds=-1)["first"].outcome == "skipped"
+
+
+@pytest.mark.parametrize("error", [math.nan, math.inf, 1e-2, 0.5])
+def test_nan_and_the_limit_itself_are_wrong(error: float) -> None:
+    assert not Finding(what="out", error=error, limit=1e-2).is_right
+    assert Finding(what="out", error=0.0, limit=0.0).is_right
