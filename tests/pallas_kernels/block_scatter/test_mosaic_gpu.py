@@ -10,6 +10,7 @@ from pallas_kernels.block_scatter.cases import CASES, build_inputs
 from pallas_kernels.block_scatter.reference import block_scatter_reference
 from pallas_kernels.dispatch import MIN_JAX_FOR_MOSAIC_GPU, preferred_body
 from pallas_kernels.target import Target
+from tests.quick_compile import marked_sizes
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < MIN_JAX_FOR_MOSAIC_GPU,
@@ -71,7 +72,7 @@ SLOW_FITTING = [
 
 @pytest.mark.parametrize(
     "sizes",
-    [*FITTING, *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in SLOW_FITTING)],
+    marked_sizes(FITTING[-2:], thorough=FITTING[:-2], slow=SLOW_FITTING),
     ids=str,
 )
 def test_lowers_for_cuda(sizes, mosaic_gpu, lower_for_cuda):

@@ -111,7 +111,7 @@ def sized(
 
 
 FITTING = [
-    {"block_size": 8},
+    pytest.param({"block_size": 8}, marks=pytest.mark.thorough),
     {"num_q_heads": 128, "block_size": 256},
     {"latent_dim": 384, "num_q_heads": 1, "dtype": "float16"},
     *(

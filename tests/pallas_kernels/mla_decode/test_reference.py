@@ -7,6 +7,8 @@ import pytest
 from pallas_kernels.mla_decode.cases import CASES, build_inputs
 from pallas_kernels.mla_decode.reference import mla_decode_reference
 
+pytestmark = pytest.mark.thorough
+
 
 def dense_attention(inputs):
     """Softmax attention of one request and head at a time, on contiguous latents."""

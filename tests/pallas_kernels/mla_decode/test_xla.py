@@ -28,7 +28,7 @@ QUICK_CASES = (
 )
 
 
-@pytest.mark.parametrize("case", slow_unless_named(CASES, *QUICK_CASES))
+@pytest.mark.parametrize("case", slow_unless_named(CASES, *QUICK_CASES, thorough=QUICK_CASES[2:5]))
 def test_equals_reference(case, attend, attend_by_reference):
     pair = attend(build_inputs(case), mla_decode_xla)
     for got, wanted in zip(pair, attend_by_reference(case), strict=True):
@@ -48,6 +48,7 @@ def test_float32_queries_lose_nothing_to_a_narrower_cache(attend):
 MAX_REQS, MAX_BLOCKS, NUM_BLOCKS, BLOCK_SIZE = 6, 8, 60, 8
 
 
+@pytest.mark.thorough
 @given(
     requests=st.lists(
         st.tuples(st.integers(0, 1), st.integers(0, MAX_BLOCKS * BLOCK_SIZE)),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.dispatch import MIN_JAX_FOR_MOSAIC_GPU
 from pallas_kernels.paged_attention.cases import PagedAttentionCase, build_inputs
+from tests.quick_compile import marked_sizes
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < MIN_JAX_FOR_MOSAIC_GPU,
@@ -31,18 +32,22 @@ def decode():
     return mosaic_gpu_decode
 
 
-def case_of(name, seq_lens, num_shares, is_slow=False, **sizes):
+def case_of(name, seq_lens, num_shares, is_slow=False, is_thorough=False, **sizes):
     """A batch of decode tokens, one a request, and into how many shares the work is cut."""
     requests = tuple((1, seq_len) for seq_len in seq_lens)
     defaults = {"num_padding_tokens": 0, "dtype": "bfloat16", "head_dim": 64}
     case = PagedAttentionCase(name=name, requests=requests, **{**defaults, **sizes})
-    return pytest.param(case, num_shares, id=name, marks=[pytest.mark.slow] if is_slow else [])
+    marks = [pytest.mark.slow] * is_slow + [pytest.mark.thorough] * is_thorough
+    return pytest.param(case, num_shares, id=name, marks=marks)
 
 
 # Lengths around the edges of a 64-token tile; 260 tokens are more tiles than there are stages.
 CASES = [
     case_of("one_pass", (1, 64, 65), None),
-    case_of("one_pass_more_tiles_than_stages", (500,), None, num_kv_heads=1, num_q_heads=1),
+    case_of(
+        *("one_pass_more_tiles_than_stages", (500,), None),
+        **{"is_thorough": True, "num_kv_heads": 1, "num_q_heads": 1},
+    ),
     case_of(
         *("cut_window_soft_cap", (40, 130, 260), 5),
         **{"sliding_window": 70, "soft_cap": 2.0},
@@ -50,9 +55,18 @@ CASES = [
     case_of("narrow_v_blocks_of_8", (75,), 2, head_dim=80, v_head_dim=48, block_size=8),
     case_of(
         *("head_dim_96_chunks_blocks_of_128", (129, 200), None),
-        **{"head_dim": 96, "block_size": 128, "chunk_size": 100, "dtype": "float16"},
+        **{
+            "is_thorough": True,
+            "head_dim": 96,
+            "block_size": 128,
+            "chunk_size": 100,
+            "dtype": "float16",
+        },
     ),
-    case_of("group_of_12_head_dim_128", (70,), 2, head_dim=128, num_q_heads=12, num_kv_heads=1),
+    case_of(
+        *("group_of_12_head_dim_128", (70,), 2),
+        **{"is_thorough": True, "head_dim": 128, "num_q_heads": 12, "num_kv_heads": 1},
+    ),
     case_of("window_of_one", (1, 65, 129), 2, is_slow=True, sliding_window=1),
     case_of("head_dim_16", (3, 70), None, is_slow=True, head_dim=16),
     case_of("head_dim_192", (3, 200), 3, is_slow=True, head_dim=192, num_kv_heads=1),
@@ -103,6 +117,7 @@ def simulated_and_reference():
     return jax.jit(simulated), jax.jit(by_reference)
 
 
+@pytest.mark.thorough
 @settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seq_lens=st.lists(st.integers(0, MAX_LEN), min_size=NUM_REQS, max_size=NUM_REQS))
 def test_equals_reference_at_any_lengths(seq_lens, simulated_and_reference, capfd):
@@ -161,14 +176,16 @@ def sized(
 # Each value at least once; the values one at a time run with `pytest -m slow`.
 FITTING = [
     {"head_dim": 16, "block_size": 8, "num_q_heads": 1, "num_kv_heads": 1},
+    {"head_dim": 192, "v_head_dim": 128},
+    {"head_dim": 256, "num_reqs": 256, "max_len": 1024},
+]
+MORE_FITTING = [
     {"head_dim": 32, "block_size": 32, "num_q_heads": 5, "num_kv_heads": 1},
     {"head_dim": 64, "block_size": 64, "num_q_heads": 17, "num_kv_heads": 1},
     {"head_dim": 80, "v_head_dim": 48, "block_size": 8},
     {"head_dim": 96, "block_size": 128, "dtype": "float16"},
     {"head_dim": 112, "max_len": 512},
     {"head_dim": 128, "block_size": 256, "num_q_heads": 64, "num_kv_heads": 1},
-    {"head_dim": 192, "v_head_dim": 128},
-    {"head_dim": 256, "num_reqs": 256, "max_len": 1024},
 ]
 SLOW_FITTING = [
     *({"head_dim": head_dim} for head_dim in (16, 32, 64, 80, 96, 112, 128, 192, 256)),
@@ -177,13 +194,12 @@ SLOW_FITTING = [
     {"dtype": "float16"},
     {"max_len": 512},
     {"num_reqs": 256, "max_len": 1024},
-    {"head_dim": 192, "v_head_dim": 128},
 ]
 
 
 @pytest.mark.parametrize(
     "sizes",
-    [*FITTING, *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in SLOW_FITTING)],
+    marked_sizes(FITTING, thorough=MORE_FITTING, slow=SLOW_FITTING),
     ids=str,
 )
 def test_lowers_for_cuda(sizes, decode, lower_for_cuda):
@@ -194,7 +210,7 @@ def test_lowers_for_cuda(sizes, decode, lower_for_cuda):
 
 
 @pytest.mark.parametrize(
-    "rule", [{"sliding_window": 100}, {"chunk_size": 64}, {"soft_cap": 30.0}], ids=str
+    "rule", [{"sliding_window": 100, "soft_cap": 30.0}, {"chunk_size": 64}], ids=str
 )
 def test_rules_lower_for_cuda(rule, decode, lower_for_cuda):
     rules = {**LOOKS_BACK, **rule}

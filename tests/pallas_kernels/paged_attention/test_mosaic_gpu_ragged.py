@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels.dispatch import MIN_JAX_FOR_MOSAIC_GPU
 from pallas_kernels.paged_attention.cases import PagedAttentionCase, build_inputs
 from pallas_kernels.paged_attention.ragged_tiles import RaggedConfig
+from tests.quick_compile import marked_sizes, thorough_unless_named
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < MIN_JAX_FOR_MOSAIC_GPU,
@@ -67,7 +68,9 @@ SMALL_TILE_CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", SMALL_TILE_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", thorough_unless_named(SMALL_TILE_CASES, "causal", "window_soft_cap")
+)
 def test_equals_reference(case, mosaic_gpu_ragged, run_simulated, attend_by_reference):
     common = (mosaic_gpu_ragged, run_simulated, attend_by_reference)
     check_equals_reference(case, *common, config=SMALL_TILES)
@@ -84,7 +87,7 @@ DEFAULT_TILE_CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", DEFAULT_TILE_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", thorough_unless_named(DEFAULT_TILE_CASES, "blocks_of_256"))
 def test_equals_reference_in_default_tiles(
     case, mosaic_gpu_ragged, run_simulated, attend_by_reference
 ):
@@ -133,15 +136,17 @@ def call_of(**sizes):
 # Each value at least once; the values one at a time run with `pytest -m slow`.
 FITTING = [
     {"head_dim": 64, "block_size": 8, "heads": (1, 1)},
+    {"head_dim": 128, "block_size": 128, "heads": (40, 8), "chunk_size": 96, "num_tokens": 8192},
+    {"head_dim": 256, "is_causal": False, "num_tokens": 3, "skip_single": False},
+]
+MORE_FITTING = [
     {
         **{"head_dim": 80, "block_size": 32, "heads": (8, 8), "dtype": "float16"},
         **{"sliding_window": 100, "soft_cap": 30.0},
     },
     {"head_dim": 96, "block_size": 64, "heads": (71, 1)},
-    {"head_dim": 128, "block_size": 128, "heads": (40, 8), "chunk_size": 96, "num_tokens": 8192},
     {"head_dim": 192, "heads": (12, 2)},
     *({"head_dim": 256, "block_size": block_size} for block_size in (8, 256)),
-    {"is_causal": False, "num_tokens": 3, "skip_single": False},
 ]
 SLOW_FITTING = [
     *({"head_dim": head_dim} for head_dim in (64, 80, 96, 128, 192, 256)),
@@ -155,7 +160,7 @@ SLOW_FITTING = [
 
 @pytest.mark.parametrize(
     "sizes",
-    [*FITTING, *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in SLOW_FITTING)],
+    marked_sizes(FITTING, thorough=MORE_FITTING, slow=SLOW_FITTING),
     ids=str,
 )
 def test_lowers_for_cuda(sizes, mosaic_gpu_ragged, lower_for_cuda):

@@ -19,7 +19,7 @@ from pallas_kernels.paged_attention.cases import CASES, PagedAttentionCase, buil
 from pallas_kernels.paged_attention.mosaic_tpu import misfit, paged_attention_mosaic_tpu
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.target import Target
-from tests.quick_compile import slow_unless_named
+from tests.quick_compile import slow_unless_named, thorough_unless_named
 
 TOLERANCES = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 2e-2}
 # With the other tests these cover every rule; each compiles a program, which takes seconds.
@@ -33,7 +33,7 @@ def assert_close(got, wanted, dtype):
         np.testing.assert_allclose(got_array, wanted_array, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("case", slow_unless_named(CASES, *QUICK_CASES))
+@pytest.mark.parametrize("case", slow_unless_named(CASES, *QUICK_CASES, thorough=("not_causal",)))
 def test_equals_reference(case, attend, attend_by_reference):
     got = attend(build_inputs(case), paged_attention_mosaic_tpu, interpret=True)
     assert_close(got, attend_by_reference(case), case.dtype)
@@ -64,7 +64,7 @@ SIMULATED_CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", SIMULATED_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", thorough_unless_named(SIMULATED_CASES, "long"))
 def test_nothing_races_where_copies_finish_late(case, attend, attend_by_reference, capfd):
     """Copies happen when they are waited for, and memory holds NaN until then."""
     inputs = build_inputs(case)
@@ -95,6 +95,7 @@ def ragged_requests(draw):
     return tuple(requests) + ((0, 0),) * (MAX_REQS - len(requests))
 
 
+@pytest.mark.thorough
 @settings(max_examples=12)  # each takes the interpreter a while
 @given(
     requests=ragged_requests(),
@@ -199,7 +200,9 @@ CONFIGURATIONS = {
 }
 
 
-@pytest.mark.parametrize("device_kind", ["TPU v5 lite", "TPU v6 lite"])
+@pytest.mark.parametrize(
+    "device_kind", ["TPU v5 lite", pytest.param("TPU v6 lite", marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize(("sizes", "rules"), CONFIGURATIONS.values(), ids=CONFIGURATIONS)
 def test_op_picks_it_for_a_tpu_and_it_lowers(sizes, rules, device_kind):
     arrays = described(**sizes)

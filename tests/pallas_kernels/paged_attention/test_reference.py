@@ -8,6 +8,8 @@ from pallas_kernels.paged_attention.cases import CASES, LONG_CASES, build_inputs
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from tests.quick_compile import slow_unless_named
 
+pytestmark = pytest.mark.thorough
+
 
 def dense_attention(inputs):
     """Softmax attention of one query token and head at a time, on contiguous keys and values.

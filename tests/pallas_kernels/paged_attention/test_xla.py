@@ -38,10 +38,19 @@ QUICK_CASES = (
     "bfloat16_mixed_float16_cache",
     "decode_131072",
 )
+THOROUGH_CASES = (
+    "long_chunk_window",
+    "as_many_tokens_as_requests_but_a_prompt",
+    "bfloat16_mixed_float16_cache",
+    "decode_131072",
+)
 
 
 @pytest.mark.parametrize(
-    "case", slow_unless_named(CASES + LONG_CASES + NARROW_CACHE_CASES, *QUICK_CASES)
+    "case",
+    slow_unless_named(
+        CASES + LONG_CASES + NARROW_CACHE_CASES, *QUICK_CASES, thorough=THOROUGH_CASES
+    ),
 )
 def test_equals_reference(case, attend, attend_by_reference):
     out, lse = attend(build_inputs(case), paged_attention_xla)
@@ -73,6 +82,7 @@ def ragged_requests(draw):
     return tuple(requests) + ((0, 0),) * (MAX_REQS - len(requests))
 
 
+@pytest.mark.thorough
 @given(
     requests=ragged_requests(),
     rule=st.sampled_from(RULES),

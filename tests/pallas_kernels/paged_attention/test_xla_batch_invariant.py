@@ -26,6 +26,7 @@ QUICK_CASES = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case", slow_unless_named(CASES + LONG_CASES + NARROW_CACHE_CASES, *QUICK_CASES)
 )

@@ -54,6 +54,7 @@ def test_more_entries_than_are_sorted_come_in_the_order_of_the_tables(monkeypatc
     assert entries(num_blocks=10) == [(9, 0, 0), (4, 0, 1), (6, 2, 1), (0, 2, 2)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["decode_mha", "many_tiles_and_chunks", "everything_float8"])
 def test_the_order_of_the_tables_gives_the_same_attention(
     name, attend, attend_by_reference, monkeypatch
