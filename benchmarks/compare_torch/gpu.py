@@ -10,9 +10,9 @@ engine draws its weights on the device, so tokens differ between engines and not
     decode         steps of 64, 256 and 1 requests after 512 tokens
     first token    of one prompt of 512 and of 2,048 tokens
 
-Each engine and model has a process of its own. Each figure is appended to --out at
-once; the report is written next to it with the suffix .md. The run ends within --time-limit, and
---resume continues it.
+Each engine and model has a process of its own. Each figure is appended to --out at once; the report
+is written next to it with the suffix .md. The run ends within --time-limit, and --resume continues
+it.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.compare_torch.gpu_subject import FULL, MODEL_CONFIGS, REHEARSAL
+from benchmarks.compare_torch.gpu_subject import FULL, MODEL_CONFIGS, REHEARSAL, Subject
 from benchmarks.ops.gpu_report import problem_lines
 from benchmarks.tables import markdown_table
 from benchmarks.units.run import UnitRun, add_run_arguments
@@ -29,6 +29,7 @@ from benchmarks.units.unit import Measured, Result, Unit
 
 BENCHMARK = "benchmarks.compare_torch"
 PAXKV, TRANSFORMERS = "paxkv", "transformers"
+SUBJECTS = {PAXKV: "PaxkvModel", TRANSFORMERS: "TransformersModel"}
 
 
 def all_units(*, is_rehearsal: bool) -> list[Unit]:
@@ -63,10 +64,15 @@ def _measure(
     arguments: tuple[int, ...],
     seed: int,
 ) -> Measured:
+    return getattr(_load_subject(model, engine, is_rehearsal), method)(*arguments, seed)
+
+
+@functools.cache
+def _load_subject(model: str, engine: str, is_rehearsal: bool) -> Subject:
+    """One per process; its units share its programs."""
     # Imported by the unit's process: a machine without torch or transformers measures paxkv alone.
     module = importlib.import_module(f"{BENCHMARK}.gpu_{engine}")
-    subject = module.load_subject(model, is_rehearsal)
-    return getattr(subject, method)(*arguments, seed)
+    return getattr(module, SUBJECTS[engine])(model, is_rehearsal)
 
 
 def main(argv: list[str] | None = None) -> int:

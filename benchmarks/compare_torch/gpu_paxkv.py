@@ -4,7 +4,6 @@ Weights are random and drawn on the device. Programs are compiled when they are 
 because warming up all programs of a large model would take longer than the measurements.
 """
 
-import functools
 import itertools
 import tempfile
 import time
@@ -23,12 +22,6 @@ from paxkv.runner.model_runner import ModelRunner
 from paxkv.scheduler.async_scheduler import AsyncScheduler
 
 _WEIGHT_SEED = 0
-
-
-@functools.cache
-def load_subject(model: str, is_rehearsal: bool) -> "PaxkvModel":
-    """One per process; its units share its programs."""
-    return PaxkvModel(model, is_rehearsal)
 
 
 class PaxkvModel(Subject):

@@ -4,7 +4,6 @@ Set up as transformers does by itself: SDPA attention, or flash attention where 
 continuous batching, and no compiled forward pass. Requests of one shape go to `generate`.
 """
 
-import functools
 import tempfile
 import time
 from pathlib import Path
@@ -25,12 +24,6 @@ from benchmarks.units.unit import Measured
 from benchmarks.workloads import Workload
 
 _WEIGHT_SEED = 0
-
-
-@functools.cache
-def load_subject(model: str, is_rehearsal: bool) -> "TransformersModel":
-    """One per process."""
-    return TransformersModel(model, is_rehearsal)
 
 
 class TransformersModel(Subject):

@@ -5,10 +5,9 @@ On a GPU (JAX with CUDA):
     python -m benchmarks.ops --platform gpu
 
 measures the device (a copy, a matrix product), checks every op on random inputs against float64,
-times each body at full size and cuDNN's attention on the same batches, and prints a table. Units
-run in worker processes, so a crash or a hang of one kernel costs that unit only. Each result is
-appended to --out at once; the report is written next to it with the suffix .md. The run ends within
---time-limit, and --resume continues it.
+times each body at full size, and prints a table. Units run in worker processes, so a crash or a
+hang of one kernel costs that unit only. Each result is appended to --out at once; the report is
+written next to it with the suffix .md. The run ends within --time-limit, and --resume continues it.
 
 On a CPU:
 

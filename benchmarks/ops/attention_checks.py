@@ -1,16 +1,15 @@
 """Checks of `paged_attention` on a GPU: every feature, in small random batches, against float64."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.ops.device_calls import Problem, op_unit
+from benchmarks.ops.device_calls import Problem
 from benchmarks.ops.findings import ERROR_LIMITS, close_findings, same_finding
-from benchmarks.ops.float64 import SeenRule, attend
-from benchmarks.units.unit import Finding, Unit
+from benchmarks.ops.float64 import SeenRule, attend_requests
+from benchmarks.units.unit import Finding
 from pallas_kernels.paged_attention.cases import (
     CASES,
     PagedAttentionCase,
@@ -18,7 +17,6 @@ from pallas_kernels.paged_attention.cases import (
     build_inputs,
 )
 
-OP = "paged_attention"
 # (query tokens, seq_len) of each request.
 _DECODE = ((1, 5), (1, 16), (0, 0), (1, 333), (1, 1), (1, 1025), (1, 64), (1, 2000))
 _PREFILL = ((300, 300), (37, 700), (64, 64), (5, 1029), (0, 0), (129, 129))
@@ -78,41 +76,21 @@ _BATCHES = (
     _case("padding only", ((0, 0),) * 8, num_padding_tokens=64, max_blocks_per_req=4),
     _case("one token", ((1, 21),), num_padding_tokens=0),
 )
-_HALF = (
+# Small batches with every feature also in float32, which Mosaic bodies do not take.
+_FLOAT32 = tuple(case for case in CASES if case.dtype == "float32")
+CHECKED = (
+    # The first case is small: rehearsals run it.
+    _case("small", ((1, 40), (20, 70)), head_dim=64, sliding_window=30),
     *_feature_cases("decode", _DECODE),
     *_feature_cases("mixed", _MIXED),
     *_BATCHES,
     _case("decode float16", _DECODE, dtype="float16"),
     _case("mixed float16", _MIXED, dtype="float16"),
-)
-# Small batches with every feature, in the precision that Mosaic bodies do not take.
-_FLOAT32 = tuple(case for case in CASES if case.dtype == "float32")
-_DEFAULT_NAMES = ("decode d128 block 16", "mixed d256 block 16", "mixed int8 cache")
-_REHEARSED = tuple(
-    _case(name, requests, head_dim=64, **sizes)
-    for name, requests, sizes in (
-        ("mixed", ((1, 40), (20, 70)), {"sliding_window": 30}),
-        ("decode", ((1, 5), (0, 0), (1, 70)), {}),
-        ("mixed float32", ((1, 40), (20, 70)), {"dtype": "float32", "soft_cap": 3.0}),
-    )
+    *_FLOAT32,
 )
 
 
-def check_units(*, is_rehearsal: bool) -> list[Unit]:
-    """Every case with every body that can run it."""
-    if is_rehearsal:
-        pairs = [(case, body) for body in ("xla", "mosaic_gpu_interpret") for case in _REHEARSED]
-    else:
-        pairs = [(case, "mosaic_gpu") for case in _HALF]
-        pairs += [(case, "default") for case in _HALF if case.name in _DEFAULT_NAMES]
-        pairs += [(case, "xla") for case in (*_HALF, *_FLOAT32)]
-    return [
-        op_unit("check", OP, case.name, body, functools.partial(_problem, case))
-        for case, body in pairs
-    ]
-
-
-def _problem(case: PagedAttentionCase, seed: int) -> Problem:
+def check_problem(case: PagedAttentionCase, seed: int) -> Problem:
     drawn = build_inputs(case, seed)
     arrays = list(drawn.arrays)
     arrays[3] = jnp.asarray(drawn.row, jnp.int32)
@@ -125,24 +103,21 @@ def _problem(case: PagedAttentionCase, seed: int) -> Problem:
     )
 
 
+def seen_rule(case: PagedAttentionCase) -> SeenRule:
+    """The rules of a case without those of its batch."""
+    rules = {field.name: getattr(case, field.name) for field in dataclasses.fields(SeenRule)}
+    return SeenRule(**rules | {"scale": case.scale or case.head_dim**-0.5})
+
+
 def _verify(
     case: PagedAttentionCase, drawn: PagedAttentionInputs, out_np: np.ndarray, lse_np: np.ndarray
 ) -> list[Finding]:
     """Compares every token with float64."""
     sinks_np = None if drawn.sinks is None else np.asarray(drawn.sinks)
-    rule_names = (field.name for field in dataclasses.fields(SeenRule))
-    rule = SeenRule(**{name: drawn.rules[name] for name in rule_names})
-    q_np = np.asarray(drawn.q)
-    wanted_out, wanted_lse = np.zeros(out_np.shape), np.full(lse_np.shape, -np.inf)
-    start = 0
-    for req_idx, (num_query, seq_len) in enumerate(case.requests):
-        tokens = slice(start, start + num_query)
-        start += num_query
-        positions = np.arange(seq_len - num_query, seq_len)
-        keys, values = drawn.keys_np[req_idx], drawn.values_np[req_idx]
-        wanted_out[tokens], wanted_lse[tokens] = attend(
-            q_np[tokens], keys, values, positions, rule, sinks_np
-        )
+    kept = (drawn.keys_np, drawn.values_np)
+    wanted_out, wanted_lse = attend_requests(
+        np.asarray(drawn.q), case.requests, *kept, seen_rule(case), sinks_np
+    )
     limit, sees_any = ERROR_LIMITS[case.dtype], np.isfinite(wanted_lse)
     lse_error = np.linalg.norm(lse_np[sees_any] - wanted_lse[sees_any])
     num_written = np.count_nonzero(out_np[~sees_any].astype(np.float32) != 0)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 import pallas_kernels
-from benchmarks.units.unit import Finding, Kind, Measured, Unit
+from benchmarks.units.unit import Finding, Measured, Unit
 
 # A sample is a queue of programs at least this long, so launching the first and waiting for the
 # last, about 0.1 ms, are under 0.3 % of it.
@@ -50,7 +50,6 @@ class Problem:
     """One call of an op, and the check of its outputs.
 
     Args:
-        function: Called instead of the op, for peers.
         arrays: The positional arguments.
         options: Keyword arguments that are arrays.
         rules: Keyword arguments that are static.
@@ -64,69 +63,60 @@ class Problem:
     rules: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     num_updated: int = 0
     is_exact: bool = False
-    function: Callable[..., Any] | None = None
 
 
-def op_unit(
-    kind: Kind,
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredOp:
+    """An op of `pallas_kernels`, the cases that are checked, and those that are timed.
+
+    Args:
+        problem: Makes the call of a case from a seed.
+        timed_problem: The same for large cases; None uses `problem`.
+    """
+
+    op: str
+    problem: Callable[[Any, int], Problem]
+    cases: Sequence[Any]
+    timed: Sequence[tuple[Any, Work]]
+    timed_problem: Callable[[Any, int], Problem] | None = None
+
+    def check_unit(self, case: Any, body: str) -> Unit:
+        """Compares one call with its expected result; the body "default" lets the op choose."""
+        measure = functools.partial(_measure, self.op, body, self.problem, case, None)
+        return Unit(kind="check", op=self.op, case=case.name, body=body, measure=measure)
+
+    def time_unit(self, case: Any, work: Work, body: str) -> Unit:
+        """Compares one call with its expected result, then times many calls."""
+        problem = self.timed_problem or self.problem
+        measure = functools.partial(_measure, self.op, body, problem, case, work)
+        return Unit(kind="time", op=self.op, case=case.name, body=body, measure=measure)
+
+
+def _measure(
     op: str,
-    case: str,
     body: str,
-    build: Callable[[int], Problem],
-    work: Work | None = None,
-) -> Unit:
-    """A check, or with `work` a timing, of an op as one of its bodies; "default" lets it choose.
-
-    Args:
-        build: Makes the call from a seed.
-    """
-
-    def measure(seed: int) -> Measured:
-        problem = build(seed)
-
-        def call(*arrays: Any) -> Any:
-            *positional, options = arrays
-            options = {**options, **problem.rules}
-            if problem.function is not None:
-                return problem.function(*positional, **options)
-            implementation = None if body == "default" else body
-            return getattr(pallas_kernels, op)(
-                *positional, **options, implementation=implementation
-            )
-
-        return measure_calls(
-            call,
-            (*problem.arrays, dict(problem.options)),
-            problem.verify,
-            work=work,
-            num_updated=problem.num_updated,
-            is_exact=problem.is_exact,
-        )
-
-    return Unit(kind=kind, op=op, case=case, body=body, measure=measure)
-
-
-def measure_calls(
-    function: Callable[..., Any],
-    arrays: tuple[Any, ...],
-    verify: Callable[[Any], list[Finding]],
-    *,
-    work: Work | None = None,
-    num_updated: int = 0,
-    is_exact: bool = False,
+    build: Callable[[Any, int], Problem],
+    case: Any,
+    work: Work | None,
+    seed: int,
 ) -> Measured:
-    """Calls `function(*arrays)` once and verifies its outputs; a right result is then timed.
+    """Calls the op once and verifies its outputs; with `work`, a right result is then timed."""
+    problem = build(case, seed)
+    implementation = None if body == "default" else body
+    rules = {**problem.rules, "implementation": implementation}
 
-    Args:
-        work: Of one call; None checks without timing.
-        num_updated, is_exact: See `Problem`.
-    """
+    def function(*arrays: Any) -> Any:
+        *positional, options = arrays
+        return getattr(pallas_kernels, op)(*positional, **options, **rules)
+
+    arrays = (*problem.arrays, dict(problem.options))
+    num_updated = problem.num_updated
     _poison_free_memory()
     donated = tuple(range(num_updated))
-    with jax.default_matmul_precision("highest" if is_exact else None):
+    with jax.default_matmul_precision("highest" if problem.is_exact else None):
         call = jax.jit(function, donate_argnums=donated).lower(*arrays).compile()
     outputs = jax.block_until_ready(call(*arrays))
-    findings = verify(outputs)
+    findings = problem.verify(outputs)
     if work is None or not all(finding.is_right for finding in findings):
         error = findings[0].error
         figures = {"relative_error": [error]} if np.isfinite(error) and work is None else {}

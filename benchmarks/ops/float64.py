@@ -3,6 +3,7 @@
 It shares nothing with the ops: no block tables, no tiles, no running maximum.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,6 +66,26 @@ def attend(
         total = np.where(sees_any, total, 1.0)
         out[:, head] = (weights @ v) / total[:, None]
         lse[:, head] = np.where(sees_any, highest + np.log(total), -np.inf)
+    return out, lse
+
+
+def attend_requests(
+    q: np.ndarray,  # f[num_tokens, num_q_heads, head_dim]
+    requests: Sequence[tuple[int, int]],  # (query tokens, seq_len)
+    keys: Sequence[np.ndarray],
+    values: Sequence[np.ndarray],
+    rule: SeenRule,
+    sinks: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:  # as of `attend`; zero and -inf for padding tokens
+    """`attend` for a batch: the last tokens of each request, one request after another."""
+    out = np.zeros((*q.shape[:2], values[0].shape[-1]))
+    lse = np.full(q.shape[:2], -np.inf)
+    start = 0
+    for (num_query, seq_len), k, v in zip(requests, keys, values, strict=True):
+        tokens = slice(start, start + num_query)
+        start += num_query
+        positions = np.arange(seq_len - num_query, seq_len)
+        out[tokens], lse[tokens] = attend(q[tokens], k, v, positions, rule, sinks)
     return out, lse
 
 

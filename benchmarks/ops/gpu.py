@@ -8,20 +8,39 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.ops import attention_checks, attention_timings, other_ops
-from benchmarks.ops.device_calls import draw_normal, take_samples
+from benchmarks.ops.attention_checks import CHECKED, check_problem
+from benchmarks.ops.attention_timings import TIMED, timed_problem, work_of
+from benchmarks.ops.device_calls import MeasuredOp, draw_normal, take_samples
 from benchmarks.ops.gpu_report import report
+from benchmarks.ops.other_ops import OTHER_OPS
 from benchmarks.units.run import UnitRun
 from benchmarks.units.unit import Measured, Unit
 
-_BODY_ORDER = ("mosaic_gpu", "default", "xla", "mosaic_gpu_interpret", "jax cudnn")
+_BODY_ORDER = ("mosaic_gpu", "default", "xla", "mosaic_gpu_interpret")
 _NUM_MATMULS = 4
+_PAGED_ATTENTION = MeasuredOp(
+    op="paged_attention",
+    problem=check_problem,
+    cases=CHECKED,
+    timed=[(case, work_of(case)) for case in TIMED],
+    timed_problem=timed_problem,
+)
 
 
 def all_units(*, is_rehearsal: bool) -> list[Unit]:
-    """Device, then checks, then timings; within each, Mosaic bodies first and peers last."""
-    lists = (attention_checks.check_units, attention_timings.timing_units, other_ops.units)
-    units = [unit for listed in lists for unit in listed(is_rehearsal=is_rehearsal)]
+    """Device, then checks, then timings; within each, Mosaic bodies first."""
+    units: list[Unit] = []
+    for measured in (_PAGED_ATTENTION, *OTHER_OPS):
+        checked, timed = measured.cases, measured.timed
+        bodies, timed_bodies = ("mosaic_gpu", "xla"), ("mosaic_gpu", "xla")
+        if is_rehearsal:
+            checked, timed = checked[:1], [(checked[0], timed[0][1])]
+            bodies, timed_bodies = ("xla", "mosaic_gpu_interpret"), ("xla",)
+        else:
+            # It chooses one of the other bodies: one case shows that it can choose.
+            units.append(measured.check_unit(checked[0], "default"))
+        units += [measured.check_unit(case, body) for body in bodies for case in checked]
+        units += [measured.time_unit(*pair, body) for body in timed_bodies for pair in timed]
     units.sort(key=lambda unit: (unit.kind != "check", _BODY_ORDER.index(unit.body)))
     return [*machine_units(is_rehearsal=is_rehearsal), *units]
 

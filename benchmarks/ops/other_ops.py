@@ -14,15 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
-from benchmarks.ops.device_calls import Problem, Work, op_unit
+from benchmarks.ops.device_calls import MeasuredOp, Problem, Work
 from benchmarks.ops.findings import (
     ERROR_LIMITS,
     close_findings,
     relative_error,
     same_finding,
 )
-from benchmarks.ops.float64 import SeenRule, attend, merge
-from benchmarks.units.unit import Finding, Unit
+from benchmarks.ops.float64 import SeenRule, attend_requests, merge
+from benchmarks.units.unit import Finding
 from pallas_kernels.block_copy import cases as block_copy_cases
 from pallas_kernels.block_gather import cases as block_gather_cases
 from pallas_kernels.kv_scatter import cases as kv_scatter_cases
@@ -33,26 +33,6 @@ from pallas_kernels.slot_mapping import cases as slot_mapping_cases
 
 # A quantised number may be rounded the other way where x / scale lies close to the middle.
 _QUANTISED_LIMIT = 1e-2
-
-
-def units(*, is_rehearsal: bool) -> list[Unit]:
-    """Checks of every case and timings of the large ones, of every op with every body."""
-    bodies = ("xla", "mosaic_gpu_interpret") if is_rehearsal else ("mosaic_gpu", "xla", "default")
-    found = []
-    for op, (problem, cases, timed) in _OPS.items():
-        if is_rehearsal:
-            timed = [(cases[0], timed[0][1])]
-        for body in bodies:
-            is_timed = body == "xla" if is_rehearsal else body != "default"
-            # "default" chooses one of the other bodies: one case shows that it can choose.
-            checked = cases[:1] if body == "default" or is_rehearsal else cases
-            for case in checked:
-                build = functools.partial(problem, case)
-                found.append(op_unit("check", op, case.name, body, build))
-            for case, work in timed if is_timed else ():
-                build = functools.partial(problem, case)
-                found.append(op_unit("time", op, case.name, body, build, work))
-    return found
 
 
 def _with_half_precision(cases: Sequence[Any]) -> list[Any]:
@@ -71,15 +51,10 @@ def _mla_decode(case: mla_cases.MLADecodeCase, seed: int) -> Problem:
     arrays[2] = jnp.asarray(drawn.row, jnp.int32)
 
     def verify(out: jax.Array) -> list[Finding]:
-        wanted = np.zeros(out.shape)
-        q_np, starts = np.asarray(drawn.q), np.asarray(drawn.query_start_loc)
+        keys = [latents[:, None] for latents in drawn.latents_np]
+        values = [k[..., : case.latent_dim] for k in keys]
         rule = SeenRule(scale=case.scale)
-        for req_idx, (num_query, seq_len) in enumerate(case.requests):
-            if num_query:
-                token = slice(starts[req_idx], starts[req_idx] + 1)
-                keys = drawn.latents_np[req_idx][:, None]
-                values = keys[..., : case.latent_dim]
-                wanted[token], _ = attend(q_np[token], keys, values, np.array([seq_len - 1]), rule)
+        wanted, _ = attend_requests(np.asarray(drawn.q), case.requests, keys, values, rule)
         return close_findings("out", np.asarray(out), wanted, ERROR_LIMITS[case.dtype])
 
     return Problem(
@@ -184,87 +159,80 @@ def _merge(case: merge_cases.MergeAttentionStatesCase, seed: int) -> Problem:
     return Problem(arrays=drawn.arrays, verify=verify)
 
 
-# Large cases, in bfloat16.
 _HEADS = {"num_kv_heads": 8, "head_dim": 128, "v_head_dim": 128, "dtype": "bfloat16"}
 _BLOCKS = {**_HEADS, "num_rows": 8, "num_blocks": 512, "block_size": 16}
 # K and V of 8 heads of 128, read once and written once.
 _TOKEN_BYTES = 2 * 2 * 8 * 128 * 2
-_MLA_TIMED = [
-    (
-        mla_cases.MLADecodeCase(
-            name=f"16x8,192, {num_q_heads} heads, block {block_size}",
-            requests=((1, 8192),) * 16,
-            num_padding_tokens=0,
-            num_q_heads=num_q_heads,
-            latent_dim=512,
-            rope_dim=64,
-            block_size=block_size,
-            dtype="bfloat16",
-            scale=192**-0.5,
-        ),
-        # Latents once for all heads; queries and outputs.
-        Work(
-            num_bytes=2 * 16 * (8192 * 576 + num_q_heads * (576 + 512)),
-            num_flops=2 * 16 * 8192 * num_q_heads * (2 * 512 + 64),
-        ),
-    )
-    for num_q_heads, block_size in ((16, 16), (128, 16), (16, 64))
-]
-_SCATTER_TIMED = [
-    (
-        kv_scatter_cases.KVScatterCase(
-            name=f"{num_tokens:,} tokens",
-            num_tokens=num_tokens,
-            num_padding_tokens=0,
-            num_blocks=1024,
-            **_HEADS,
-        ),
-        Work(num_bytes=num_tokens * _TOKEN_BYTES),
-    )
-    for num_tokens in (8192, 256)
-]
 _BLOCK_WORK = Work(num_bytes=256 * 8 * 16 * _TOKEN_BYTES)
-_COPY_TIMED = [
-    (block_copy_cases.BlockCopyCase(name="256 of 512", copies=256, **_BLOCKS), _BLOCK_WORK)
-]
-_GATHER_TIMED = [
-    (block_gather_cases.BlockGatherCase(name="256 of 512", num_ids=256, **_BLOCKS), _BLOCK_WORK)
-]
-_SLOTS_TIMED = [
-    (
-        slot_mapping_cases.SlotMappingCase(
-            name="8,192 tokens of 32 requests",
-            requests=((1000, 256),) * 32,
-            max_blocks_per_req=512,
-        ),
-        # Positions in and slots out, block tables and query starts, all int32.
-        Work(num_bytes=4 * (2 * 8192 + 32 * 512 + 33)),
+_COPIED = block_copy_cases.BlockCopyCase(name="256 of 512", copies=256, **_BLOCKS)
+_GATHERED = block_gather_cases.BlockGatherCase(name="256 of 512", num_ids=256, **_BLOCKS)
+_SLOTS = slot_mapping_cases.SlotMappingCase(
+    name="8,192 tokens of 32 requests", requests=((1000, 256),) * 32, max_blocks_per_req=512
+)
+_MERGED = merge_cases.MergeAttentionStatesCase(
+    name="8,192 tokens", num_tokens=8192, num_q_heads=32, v_head_dim=128, dtype="bfloat16"
+)
+
+
+def _large_scatter(num_tokens: int) -> tuple[kv_scatter_cases.KVScatterCase, Work]:
+    sizes = {"num_tokens": num_tokens, "num_padding_tokens": 0, "num_blocks": 1024}
+    case = kv_scatter_cases.KVScatterCase(name=f"{num_tokens:,} tokens", **sizes, **_HEADS)
+    return case, Work(num_bytes=num_tokens * _TOKEN_BYTES)
+
+
+def _large_mla(num_q_heads: int, block_size: int) -> tuple[mla_cases.MLADecodeCase, Work]:
+    case = mla_cases.MLADecodeCase(
+        name=f"16x8,192, {num_q_heads} heads, block {block_size}",
+        requests=((1, 8192),) * 16,
+        num_padding_tokens=0,
+        num_q_heads=num_q_heads,
+        latent_dim=512,
+        rope_dim=64,
+        block_size=block_size,
+        dtype="bfloat16",
+        scale=192**-0.5,
     )
-]
-_MERGE_TIMED = [
-    (
-        merge_cases.MergeAttentionStatesCase(
-            name="8,192 tokens",
-            num_tokens=8192,
-            num_q_heads=32,
-            v_head_dim=128,
-            dtype="bfloat16",
-        ),
-        # Two states in and one out: outputs in bfloat16, log-sum-exps in float32.
-        Work(num_bytes=3 * 8192 * 32 * (2 * 128 + 4)),
+    # Latents once for all heads; queries and outputs.
+    return case, Work(
+        num_bytes=2 * 16 * (8192 * 576 + num_q_heads * (576 + 512)),
+        num_flops=2 * 16 * 8192 * num_q_heads * (2 * 512 + 64),
     )
-]
+
+
+_HALF_BLOCKS = _with_half_precision(block_gather_cases.CASES)
 # Op -> how it is measured, the cases that are checked, and those that are timed with their work.
 _OPS: dict[str, tuple[Callable[..., Problem], Sequence[Any], Sequence[tuple[Any, Work]]]] = {
-    "mla_decode": (_mla_decode, _with_half_precision(mla_cases.CASES), _MLA_TIMED),
-    "kv_scatter": (_kv_scatter, _with_half_precision(kv_scatter_cases.CASES), _SCATTER_TIMED),
-    "block_copy": (_block_copy, _with_half_precision(block_copy_cases.CASES), _COPY_TIMED),
-    "block_gather": (_block_gather, _with_half_precision(block_gather_cases.CASES), _GATHER_TIMED),
-    "block_scatter": (
-        _block_scatter,
-        _with_half_precision(block_gather_cases.CASES),
-        _GATHER_TIMED,
+    "mla_decode": (
+        _mla_decode,
+        _with_half_precision(mla_cases.CASES),
+        [_large_mla(16, 16), _large_mla(128, 16), _large_mla(16, 64)],
     ),
-    "slot_mapping": (_slot_mapping, slot_mapping_cases.CASES, _SLOTS_TIMED),
-    "merge_attention_states": (_merge, merge_cases.CASES, _MERGE_TIMED),
+    "kv_scatter": (
+        _kv_scatter,
+        _with_half_precision(kv_scatter_cases.CASES),
+        [_large_scatter(8192), _large_scatter(256)],
+    ),
+    "block_copy": (
+        _block_copy,
+        _with_half_precision(block_copy_cases.CASES),
+        [(_COPIED, _BLOCK_WORK)],
+    ),
+    "block_gather": (_block_gather, _HALF_BLOCKS, [(_GATHERED, _BLOCK_WORK)]),
+    "block_scatter": (_block_scatter, _HALF_BLOCKS, [(_GATHERED, _BLOCK_WORK)]),
+    # Positions in and slots out, block tables and query starts, all int32.
+    "slot_mapping": (
+        _slot_mapping,
+        slot_mapping_cases.CASES,
+        [(_SLOTS, Work(num_bytes=4 * (2 * 8192 + 32 * 512 + 33)))],
+    ),
+    # Two states in and one out: outputs in bfloat16, log-sum-exps in float32.
+    "merge_attention_states": (
+        _merge,
+        merge_cases.CASES,
+        [(_MERGED, Work(num_bytes=3 * 8192 * 32 * (2 * 128 + 4)))],
+    ),
 }
+OTHER_OPS = [
+    MeasuredOp(op=op, problem=problem, cases=cases, timed=timed)
+    for op, (problem, cases, timed) in _OPS.items()
+]

@@ -7,33 +7,42 @@ import pytest
 
 from benchmarks.compare_torch import gpu
 from benchmarks.compare_torch.__main__ import main
-from benchmarks.compare_torch.gpu_subject import (
-    EngineStep,
-    steady_decode,
-    write_config,
-)
+from benchmarks.compare_torch.gpu_subject import EngineStep, steady_decode, write_config
+from benchmarks.units.run import unit_rows
+from benchmarks.units.runner import run_unit
+from benchmarks.units.unit import Measured, Result
 from models import read_model_config
 
+METRICS = {"load_s", "tokens_per_s", "ttft_p50_ms", "first_run_s", "step_ms", "ttft_ms"}
+UNITS = [unit for unit in gpu.all_units(is_rehearsal=True) if unit.op == "llama-3.1-8b"]
 
-def test_rehearsal_measures_every_case_and_compares_engines(tmp_path: Path, capsys) -> None:
+
+def test_paxkv_measures_every_case_and_is_compared() -> None:
+    """In this process, with invented figures of transformers."""
+    theirs = {"outcome": "done", "measured": Measured(figures={"tokens_per_s": [2.0]})}
+    results = [
+        Result(unit=unit, **(run_unit(unit, 1) if unit.body == gpu.PAXKV else theirs))
+        for unit in UNITS
+    ]
+    rows = [row.as_dict() for result in results for row in unit_rows(result, "b", "d", {})]
+    ours = {row["metric"]: row for row in rows if row["unit"].endswith("|paxkv")}
+    assert ours.keys() == METRICS and all(row["median"] > 0 for row in ours.values())
+    lines = [line.split("|")[1:-1] for line in gpu.report(rows, results, "d").splitlines()]
+    (cells,) = (line[1:] for line in lines if line and "throughput: tokens_per_s" in line[0])
+    ours, theirs, ratio = (float(cell.replace(",", "")) for cell in cells)
+    assert theirs == 2.0 and ratio == pytest.approx(ours / 2, rel=0.02)
+
+
+@pytest.mark.slow
+def test_rehearsal_measures_every_case_with_both_engines(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     command = ["--platform", "gpu", "--rehearse", "--only", "llama-3.1-8b", "--out", str(out)]
     assert main(command) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    cases = {unit.key for unit in gpu.all_units(is_rehearsal=True) if "llama" in unit.key}
-    assert {row["unit"] for row in rows} == cases
-    ours = {row["metric"]: row for row in rows if row["unit"].endswith("|paxkv")}
-    assert ours.keys() == {
-        *("load_s", "tokens_per_s", "ttft_p50_ms", "first_run_s", "step_ms", "ttft_ms")
-    }
-    assert all(row["median"] > 0 and row["rehearsal"] for row in ours.values())
+    assert {row["unit"] for row in rows} == {unit.key for unit in UNITS}
     # A machine without torch measures paxkv alone.
     assert {row["outcome"] for row in rows} in ({"done"}, {"done", "absent"})
-    text = capsys.readouterr().out
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
-    (line,) = (line for line in lines if line[:1] == ["throughput: tokens_per_s"])
-    ours, theirs, ratio = (float(cell.replace(",", "") or "nan") for cell in line[1:])
-    assert ratio == pytest.approx(ours / theirs, rel=0.02, nan_ok=True)
+    assert all(row["rehearsal"] for row in rows)
 
 
 def step(end_s: float, num_tokens: int, num_started: int = 2, num_finished: int = 0) -> EngineStep:

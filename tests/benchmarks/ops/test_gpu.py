@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import pytest
 
 import pallas_kernels
@@ -33,11 +34,9 @@ def test_each_op_is_checked_and_timed_once_per_case(is_rehearsal: bool) -> None:
     for kind in ("check", "time"):
         assert {unit.op for unit in units if unit.kind == kind and unit.body == "xla"} == OPS
     assert len({unit.key for unit in units}) == len(units)
-    # Checks come before timings, and peers last.
+    # Checks come before timings.
     order = [("machine", "check", "time").index(unit.kind) for unit in units]
-    assert order == sorted(order) and not units[-1].is_ours
-    ours = {unit.case for unit in units if unit.kind == "time" and unit.body == "xla"}
-    assert {unit.case for unit in units if unit.body == "jax cudnn"} <= ours
+    assert order == sorted(order)
 
 
 @pytest.mark.parametrize("op", sorted(OPS))
@@ -52,14 +51,15 @@ def test_op_is_right_and_a_planted_fault_is_found_and_not_timed(op: str, monkeyp
         return result if kwargs["implementation"] == "reference" else WRONG[op](result)
 
     monkeypatch.setattr(pallas_kernels, op, planted)
-    kind = "time" if op in ("kv_scatter", "slot_mapping", "block_copy") else "check"
-    measured = first(kind, op).measure(11)
-    assert not all(finding.is_right for finding in measured.findings)
-    assert "call_ms" not in measured.figures
+    # Only paged_attention is verified in another way before it is timed.
+    for kind in ("check", "time") if op == "paged_attention" else ("time",):
+        measured = first(kind, op).measure(11)
+        assert not all(finding.is_right for finding in measured.findings)
+        assert "call_ms" not in measured.figures
 
 
 WRONG = {
-    "paged_attention": lambda result: (result[0] * 1.1, result[1]),
+    "paged_attention": lambda result: jax.tree.map(lambda x: x * 1.1, result),
     "mla_decode": lambda out: out.at[0, 0].set(out[0, 1]),
     "kv_scatter": lambda caches: (caches[0].at[0, 0, 0, 0].set(0.0), caches[1]),
     "slot_mapping": lambda slots: slots + 1,
@@ -74,16 +74,8 @@ def test_rehearsal_runs_in_processes_and_refuses_flags_of_the_other_platform(
     tmp_path, capsys
 ) -> None:
     out = tmp_path / "rows.jsonl"
-    command = [
-        "--platform",
-        "gpu",
-        "--rehearse",
-        "--only",
-        "kv_scatter|middle_row|xla",
-        "--out",
-        str(out),
-    ]
-    assert main(command) == 0
+    command = ["--platform", "gpu", "--rehearse", "--only", "kv_scatter|middle_row|xla"]
+    assert main([*command, "--out", str(out)]) == 0
     rows = {row["unit"]: row for row in map(json.loads, out.read_text().splitlines())}
     assert rows["check|kv_scatter|middle_row|xla"]["is_right"] is True
     timed = rows["time|kv_scatter|middle_row|xla"]
