@@ -5,7 +5,6 @@ import argparse
 import pytest
 
 from benchmarks import command_line
-from paxkv.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -35,14 +34,3 @@ def test_output_that_cannot_be_written_is_refused(tmp_path) -> None:
     ):
         with pytest.raises(argparse.ArgumentTypeError, match=f"{place} cannot be written"):
             read(str(place))
-
-
-def test_refusals_are_one_line_and_bugs_are_not(capsys) -> None:
-    def fail(error: Exception):
-        raise error
-
-    for error in (command_line.BenchmarkError("too many"), ConfigError("too many")):
-        assert command_line.run_benchmark(lambda error=error: fail(error)) == 1
-        assert capsys.readouterr().err == "benchmarks: error: too many\n"
-    with pytest.raises(KeyError):
-        command_line.run_benchmark(lambda: fail(KeyError("k")))

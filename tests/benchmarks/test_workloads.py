@@ -38,12 +38,3 @@ def test_prefix_is_512_shared_tokens_then_32_of_its_own() -> None:
     # Otherwise prompts would share more than the prefix.
     assert len({prompt[512] for prompt in prompts}) > 48
     assert len({tuple(prompt[512:]) for prompt in prompts}) == 64
-
-
-def test_smaller_workload_is_the_beginning_with_cut_outputs() -> None:
-    workload = make_workload("mixed", vocab_size=1000)
-    first = workload.first(5, max_output_tokens=40)
-    for request, whole in zip(first.requests, workload.requests[:5], strict=True):
-        assert request.prompt_token_ids == whole.prompt_token_ids
-        assert request.num_output_tokens == min(40, whole.num_output_tokens)
-    assert first.num_output_tokens < workload.first(5).num_output_tokens
