@@ -82,12 +82,11 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add_run_arguments(parser, time_limit_s=530.0)
+    add_run_arguments(parser)
     run = UnitRun(
         parser.parse_args(argv),
         benchmark=BENCHMARK,
         list_units=all_units,
-        default_out="compare_torch_gpu.jsonl",
         group_key=lambda unit: (unit.op, unit.body),
     )
     return run.run(report)

@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--platform", choices=("gpu", "cpu"), required=True)
     parser.add_argument("--quick", action="store_true", help="CPU: less of everything")
-    add_run_arguments(parser.add_argument_group("GPU"), time_limit_s=530.0)
+    add_run_arguments(parser.add_argument_group("GPU"))
     arguments = parser.parse_args(argv)
     if arguments.platform == "gpu":
         if arguments.quick:

@@ -51,7 +51,6 @@ def run_gpu(arguments: argparse.Namespace) -> int:
         arguments,
         benchmark="benchmarks.ops",
         list_units=all_units,
-        default_out="ops_gpu.jsonl",
         group_key=lambda unit: unit.body.startswith("mosaic"),
     )
     return run.run(report)

@@ -22,8 +22,8 @@ from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, commi
 from benchmarks.units.runner import DEVICE_UNIT, ListUnits, UnitRunner
 from benchmarks.units.unit import Result, Unit
 
-# Kept for ending processes and writing the report.
-REPORT_S = 8.0
+# Of a whole run; the last seconds are kept for ending processes and writing the report.
+TIME_LIMIT_S, REPORT_S = 530.0, 8.0
 NO_GPU_EXIT, UNFINISHED_EXIT = 2, 3
 # Most of a check is compilation on the host, so several run at once.
 NUM_CHECKING_AT_ONCE = 6
@@ -37,11 +37,11 @@ _FINISHED = ("done", "absent")
 Report = Callable[[Sequence[Mapping[str, Any]], Sequence[Result], str], str]
 
 
-def add_run_arguments(parser: argparse._ActionsContainer, *, time_limit_s: float) -> None:
+def add_run_arguments(parser: argparse._ActionsContainer) -> None:
     """Adds the flags of every run of units."""
     parser.add_argument("--out", type=output_file, help="file of JSON lines to append rows to")
     parser.add_argument(
-        "--time-limit", type=positive_float, default=time_limit_s, metavar="S", help="in seconds"
+        "--time-limit", type=positive_float, default=TIME_LIMIT_S, metavar="S", help="in seconds"
     )
     parser.add_argument("--seed", type=seed_number, help="of the inputs; drawn if left out")
     parser.add_argument(
@@ -67,7 +67,6 @@ class UnitRun:
 
     Args:
         benchmark: Module name, for the rows.
-        default_out: Name of the file in the results folder.
         group_key: Units share a process only where it gives the same value.
     """
 
@@ -77,7 +76,6 @@ class UnitRun:
         *,
         benchmark: str,
         list_units: ListUnits,
-        default_out: str,
         group_key: Callable[[Unit], object],
     ) -> None:
         self._arguments = arguments
@@ -85,6 +83,7 @@ class UnitRun:
         self._group_key = group_key
         self._started = time.monotonic()
         self._commit = arguments.commit or commit_hash()
+        default_out = f"{benchmark.rpartition('.')[2]}_gpu.jsonl"
         # Rehearsed rows must not end among results.
         folder = Path(tempfile.mkdtemp()) if arguments.rehearse else RESULTS_FOLDER
         self._out: Path = arguments.out or folder / default_out

@@ -50,13 +50,12 @@ def finished(tmp_path: Path, monkeypatch):
     def finish(*flags: str, num_done: int = 99):
         monkeypatch.setattr(FakeRunner, "num_done", num_done)
         parser = argparse.ArgumentParser()
-        add_run_arguments(parser, time_limit_s=60.0)
+        add_run_arguments(parser)
         before = len(out.read_text().splitlines()) if out.is_file() else 0
         run = UnitRun(
             parser.parse_args(["--out", str(out), "--logs", str(tmp_path / "logs"), *flags]),
             benchmark="benchmarks.x",
             list_units=list_some,
-            default_out="x.jsonl",
             group_key=lambda unit: unit.body,
         )
         reported = []
