@@ -15,6 +15,7 @@ from paxkv.server.metrics.http_metrics import HttpMetricsMiddleware
 from paxkv.server.metrics.server_metrics import ServerMetrics
 from paxkv.server.middleware.access_log import AccessLogMiddleware
 from paxkv.server.middleware.admission import Admission
+from paxkv.server.middleware.anthropic_middleware import AnthropicMiddleware
 from paxkv.server.middleware.api_keys import ApiKeyMiddleware
 from paxkv.server.middleware.request_middleware import (
     DisconnectMiddleware,
@@ -32,6 +33,7 @@ from paxkv.server.routes.admin import ADMIN_PATHS, AdminRoutes
 from paxkv.server.routes.chat import ChatRoutes
 from paxkv.server.routes.completions import CompletionRoutes
 from paxkv.server.routes.info import InfoRoutes
+from paxkv.server.routes.messages import MESSAGES_PATH, MessagesRoutes
 from paxkv.server.routes.openapi import OpenApiRoutes
 from paxkv.server.routes.responses import ResponsesRoutes
 from paxkv.server.routes.tokenizer import TokenizerRoutes
@@ -61,6 +63,7 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
             *CompletionRoutes(engine, generator, config).routes(),
             *ChatRoutes(engine, generator, config).routes(),
             *responses.routes(),
+            *MessagesRoutes(engine, generator, config).routes(),
             *OpenApiRoutes().routes(),
             *TokenizerRoutes(engine, config).routes(),
             *InfoRoutes(engine, metrics, admission).routes(),
@@ -93,6 +96,7 @@ def _middleware(config: ServerConfig, metrics: ServerMetrics) -> list[Middleware
         layers.append(
             Middleware(AccessLogMiddleware, without_paths=config.paths_without_access_log)
         )
+    layers.append(Middleware(AnthropicMiddleware, path=MESSAGES_PATH))
     layers.append(Middleware(HeaderLimitMiddleware, max_header_bytes=config.max_header_bytes))
     if config.allowed_origins:
         # Around the keys: a browser asks for permission without one, and is to read a 401.
@@ -112,6 +116,7 @@ def _middleware(config: ServerConfig, metrics: ServerMetrics) -> list[Middleware
                 ApiKeyMiddleware,
                 api_keys=config.api_key,
                 other_paths=(*ADMIN_PATHS, *INSPECTED_PATHS),
+                x_api_key_paths=(MESSAGES_PATH,),
             )
         )
     layers.append(Middleware(DisconnectMiddleware))

@@ -141,6 +141,7 @@ class StartedChat:
     """A chat on its way.
 
     Args:
+        prompt_text: What the chat template made of the messages.
         sampling_params: With the defaults of what its body leaves out.
         starts_thinking: Whether its answers begin with thoughts; None where nobody tells them
             apart.
@@ -148,6 +149,7 @@ class StartedChat:
     """
 
     outputs: IndexedOutputs
+    prompt_text: str
     sampling_params: SamplingParams | BeamSearchParams
     tool_use: ToolUse
     starts_thinking: bool | None
@@ -206,6 +208,7 @@ async def start_chat(
     )
     return StartedChat(
         outputs=outputs,
+        prompt_text=text,
         sampling_params=sampling_params,
         tool_use=tools,
         starts_thinking=starts_thinking,
