@@ -32,7 +32,7 @@ class MessageWriter:
         # The block that is being written, as it began, and its text so far.
         self._block: ContentBlock | None = None
         self._text: list[str] = []
-        # Which call of the answer it is.
+        # The call that was written last.
         self._call_index: int | None = None
 
     def write(self, part: AnswerPart) -> list[MessageEvent]:
@@ -66,7 +66,7 @@ class MessageWriter:
             block = msgspec.structs.replace(block, input=_input(text))
         events.append(MessageEvent(type="content_block_stop", index=len(self.blocks)))
         self.blocks.append(block)
-        self._block, self._text, self._call_index = None, [], None
+        self._block, self._text = None, []
         return events
 
     def _write_call(self, call: CallPart) -> list[MessageEvent]:

@@ -87,8 +87,9 @@ def test_joined_deltas_are_the_whole_answer(text, tool_use, starts_thinking, dat
     events, blocks = _write(pieces, tool_use, starts_thinking)
     shown = [_json(block) for block in blocks]
     assert _blocks(events) == shown
-    _, whole = _write([text], tool_use, starts_thinking)
-    assert _without_ids(shown) == _without_ids(_json(b) for b in whole)
+    for other in ([text], [*text, ""]):
+        _, same = _write(other, tool_use, starts_thinking)
+        assert _without_ids(shown) == _without_ids(_json(block) for block in same)
     # No block is empty, and no two of the same kind of text follow each other.
     kinds = [block["type"] for block in shown]
     assert all(a != b or a == "tool_use" for a, b in zip(kinds, kinds[1:], strict=False))
