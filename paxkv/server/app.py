@@ -35,6 +35,7 @@ from paxkv.server.routes.info import InfoRoutes
 from paxkv.server.routes.openapi import OpenApiRoutes
 from paxkv.server.routes.responses import ResponsesRoutes
 from paxkv.server.routes.tokenizer import TokenizerRoutes
+from paxkv.server.routes.tokenizer_info import TokenizerInfoRoutes
 
 
 def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
@@ -49,7 +50,7 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
         max_model_len=info.max_model_len,
         cache_settings=info.cache_settings,
     )
-    admission = Admission(engine, config.max_waiting_requests)
+    admission = Admission(engine, config.max_waiting_requests, config.max_num_queued_reqs)
     generator = Generator(engine, metrics, admission)
     admin_routes = []
     if config.enable_admin:
@@ -61,8 +62,13 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
             *CompletionRoutes(engine, generator, config).routes(),
             *ChatRoutes(engine, generator, config).routes(),
             *responses.routes(),
-            *OpenApiRoutes().routes(),
+            *([] if config.disable_fastapi_docs else OpenApiRoutes().routes()),
             *TokenizerRoutes(engine, config).routes(),
+            *(
+                TokenizerInfoRoutes(engine).routes()
+                if config.enable_tokenizer_info_endpoint
+                else []
+            ),
             *InfoRoutes(engine, metrics, admission).routes(),
             *admin_routes,
             *inspector.routes(),

@@ -78,6 +78,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     # "auto" alone is a string that the engine takes.
     truncate_prompt_tokens: int | str | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    stream_interval: Annotated[int, Meta(ge=1)] | None = None
     echo: bool | None = False
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
@@ -132,6 +134,7 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     tools: list[dict[str, object]] | None = None
     tool_choice: str | dict[str, object] | None = None
     parallel_tool_calls: bool | None = True
+    return_prompt_text: bool | None = None
 
 
 def parse_completion(fields: Mapping[str, object]) -> CompletionRequest:
@@ -226,6 +229,7 @@ def prompt_with_options(
     options: dict[str, object] = {key: prompt, "add_special_tokens": add_special_tokens}
     if request.truncate_prompt_tokens is not None:
         options["truncate_prompt_tokens"] = request.truncate_prompt_tokens
+        options["truncation_side"] = request.truncation_side
     if request.cache_salt is not None:
         options["cache_salt"] = request.cache_salt
     return options

@@ -32,6 +32,7 @@ from paxkv.server.protocol.openai_responses import (
 from paxkv.server.protocol.sampling_fields import completion_sampling_params
 from paxkv.server.protocol.sse import EventStreamResponse
 from paxkv.server.protocol.structured_fields import with_server_settings
+from paxkv.server.stream_interval import in_intervals
 
 
 class CompletionRoutes:
@@ -57,6 +58,8 @@ class CompletionRoutes:
             priority=body.priority or 0,
             stream=bool(body.stream),
         )
+        if body.stream:
+            outputs = in_intervals(outputs, body.stream_interval or self._config.stream_interval)
         completion_id = f"cmpl-{body.request_id or request.state.request_id}"
         if body.stream:
             return await EventStreamResponse.start(self._chunks(outputs, made, body, completion_id))
