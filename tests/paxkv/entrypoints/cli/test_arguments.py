@@ -109,8 +109,14 @@ def test_keys_of_objects_may_be_flags(capsys, tmp_path):
     error = refused(capsys, flag, "{}", f"{flag}.x=1")
     assert "given as a whole and key by key" in error
     path = tmp_path / "f.yaml"
-    path.write_text("override-generation-config.top_p: 0.5")
-    assert parse("--config", str(path)).override_generation_config.top_p == 0.5
+    path.write_text(
+        "override_generation-config.top_p: 0.5\ndefault-chat-template-kwargs.a: false\n"
+        "default-chat-template-kwargs.b_c.d: text"
+    )
+    namespace = parse("--config", str(path))
+    assert namespace.override_generation_config.top_p == 0.5
+    kwargs = namespace.default_chat_template_kwargs.values
+    assert kwargs == {"a": False, "b_c": {"d": "text"}}
 
 
 def test_several_keys_and_origins_are_lists(capsys, monkeypatch):
