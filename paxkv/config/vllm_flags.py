@@ -8,7 +8,7 @@ import json
 from typing import Literal
 
 Verdict = Literal["neutral", "ignored", "refused"]
-NumValues = Literal[0, 1, "+"]
+NumValues = Literal[0, 1, "?", "+"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,8 +18,8 @@ class VllmFlag:
     Args:
         names: The long name first, then vLLM's short ones.
         reason: Half a sentence: why paxkv does not have the flag, or what to use instead.
-        num_values: How many values follow the flag; "+" is one or more. A flag with 0 is a switch,
-            and also exists with "--no-".
+        num_values: How many values follow the flag; "+" is one or more, "?" is none or one. A flag
+            with 0 is a switch, and also exists with "--no-".
         is_refused: Whether other values than the neutral ones end the program. Otherwise they are
             ignored with a warning.
         neutral: Values that ask for what paxkv does anyway.
@@ -231,7 +231,7 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
     *_ignored_switches(_NO_REMOTE_CODE, "--trust-remote-code"),
     *_ignored(_NO_REMOTE_CODE, "--code-revision"),
     *_ignored("set HF_HOME instead", "--download-dir"),
-    *_ignored("set HF_TOKEN instead", "--hf-token", False),
+    *_ignored("set HF_TOKEN instead", "--hf-token", False, num_values="?"),
     *_ignored("only the needed files are downloaded", "--ignore-patterns", num_values="+"),
     *_ignored("loading shows no progress bar", "--use-tqdm-on-load", False, num_values=0),
     *_ignored("weights are read from safetensors files", "--pt-load-map-location", "cpu"),

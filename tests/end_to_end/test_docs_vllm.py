@@ -14,7 +14,7 @@ from paxkv.entrypoints.cli.arguments import parse_arguments
 from paxkv.llm import LLM
 
 TEXT = generator.PAGE.read_text()
-# A line of vLLM's sources that only looks like a flag.
+# Of 0.32. What it does is not known, so the table has no reason for it.
 NO_FLAGS = {"--args"}
 ALL_FLAGS = sorted({n for v in generator.VERSIONS for n in generator.vllm_flags(v)} - NO_FLAGS)
 OF_TABLE = {name: flag for flag in VLLM_FLAGS for name in flag.names}

@@ -31,9 +31,12 @@ def take_warnings(namespace: argparse.Namespace, parser: argparse.ArgumentParser
     """A warning for each ignored flag; a refused flag ends the program."""
     warnings = []
     for name, flag, values in vars(namespace).pop(_SEEN, []):
-        value = not name.startswith("--no-") if flag.num_values == 0 else values
-        if flag.num_values == 1:
-            value = values[0]
+        value: object = values
+        if flag.num_values == 0:
+            value = not name.startswith("--no-")
+        elif flag.num_values in (1, "?"):
+            # A flag that may stand alone is on then.
+            value = values[0] if values else True
         verdict = flag.verdict(value)
         if verdict == "ignored":
             warnings.append(f"{name} has no effect: {flag.reason}.")

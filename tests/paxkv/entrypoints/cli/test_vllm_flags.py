@@ -19,7 +19,7 @@ def run(*words):
 
 @pytest.mark.parametrize("flag", VLLM_FLAGS, ids=lambda flag: flag.names[0])
 def test_flag_is_ignored_or_accepted_or_refused(flag, capsys):
-    values = {0: [], 1: ["no-such-value"], "+": ["no-such", "value"]}[flag.num_values]
+    values = {0: [], 1: ["no-such-value"], "?": [], "+": ["no-such", "value"]}[flag.num_values]
     is_on_neutral = flag.num_values == 0 and True in flag.neutral
     for name in flag.names:
         if is_on_neutral:
