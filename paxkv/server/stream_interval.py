@@ -9,7 +9,7 @@ from paxkv.contracts.request_output import CompletionOutput, RequestOutput
 IndexedOutputs = AsyncGenerator[tuple[int, RequestOutput], None]
 
 
-async def in_intervals(outputs: IndexedOutputs, interval: int) -> IndexedOutputs:
+def in_intervals(outputs: IndexedOutputs, interval: int) -> IndexedOutputs:
     """The same deltas in fewer outputs.
 
     As in vLLM, the first tokens of a completion, and its last ones, come at once. In between, an
@@ -19,13 +19,14 @@ async def in_intervals(outputs: IndexedOutputs, interval: int) -> IndexedOutputs
         outputs: Deltas of one HTTP request.
         interval: 1 changes nothing.
     """
+    return outputs if interval == 1 else _merged_outputs(outputs, interval)
+
+
+async def _merged_outputs(outputs: IndexedOutputs, interval: int) -> IndexedOutputs:
     pending: dict[tuple[int, int], CompletionOutput] = {}
     begun: set[tuple[int, int]] = set()
     async with aclosing(outputs):
         async for prompt_idx, output in outputs:
-            if interval == 1:
-                yield prompt_idx, output
-                continue
             ready = []
             for delta in output.outputs:
                 key = (prompt_idx, delta.index)
