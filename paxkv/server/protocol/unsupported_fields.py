@@ -98,7 +98,7 @@ RESPONSES_FIELDS: NeutralValues = {
     "kv_transfer_params": ({},),
     "ec_transfer_params": ({},),
 }
-TOKENIZE_FIELDS: NeutralValues = {"mm_processor_kwargs": ({},)}
+TOKENIZE_FIELDS: NeutralValues = {"mm_processor_kwargs": ({},), "media_io_kwargs": ({},)}
 # A beam search ranks tokens by the model's own probabilities and ends at EOS or max_tokens alone.
 BEAM_SEARCH_FIELDS: NeutralValues = {
     "top_p": (1,),
