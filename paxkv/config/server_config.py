@@ -52,6 +52,9 @@ class ServerConfig:
         64 * 2**10,
         aliases=("--h11-max-incomplete-event-size",),
     )
+    h11_max_header_count: int | None = setting(
+        "most headers of a request; no limit besides --max-header-bytes if left out", None
+    )
     max_connections: int | None = setting(
         "most open connections; one more is answered with 503 and closed. As many as the limit of "
         "open files allows if left out, up to 65,000",
@@ -154,6 +157,11 @@ class ServerConfig:
     inspector_max_trace_bytes: int = setting(
         "largest trace that the inspector replays for a page, in bytes", 256 * 2**20
     )
+    enable_force_include_usage: bool = setting(
+        "end every stream of completions and chats with the token counts, as if the request had "
+        "stream_options with include_usage",
+        False,
+    )
     stream_interval: int = setting(
         "least tokens in an event of a stream, except the first and the last one; requests may "
         "set their own",
@@ -197,6 +205,7 @@ class ServerConfig:
         at_least("response_store_bytes", self.response_store_bytes, 0)
         at_least("max_body_bytes", self.max_body_bytes, 1)
         at_least("max_header_bytes", self.max_header_bytes, 256)
+        at_least("h11_max_header_count", self.h11_max_header_count, 1)
         at_least("max_connections", self.max_connections, 1)
         at_least("inspector_max_trace_bytes", self.inspector_max_trace_bytes, 1)
         if self.enable_inspector is not None:
@@ -223,6 +232,7 @@ class ServerConfig:
         for name in (
             *("allow_credentials", "disable_uvicorn_access_log", "disable_log_stats"),
             *("disable_fastapi_docs", "enable_tokenizer_info_endpoint"),
+            "enable_force_include_usage",
             "enable_admin",
             *("trust_request_chat_template", "enable_auto_tool_choice"),
             *("exclude_tools_when_tool_choice_none", "inspector_show_text"),

@@ -306,10 +306,6 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
     *_refused_switches(
         "set return_tokens_as_token_ids in requests", "--return-tokens-as-token-ids"
     ),
-    *_refused_switches(
-        "clients ask for the usage of a stream with stream_options",
-        "--enable-force-include-usage",
-    ),
     *_refused("the server runs no tools itself; clients run them", "--tool-server"),
     *_refused("tool calls are parsed as --tool-call-parser says", "--tool-strict-level"),
     *_refused("use --reasoning-parser", "--reasoning-config", {}),
@@ -330,11 +326,6 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
     *_refused("gRPC is not supported", "--grpc-port"),
     *_refused_switches("restart the server to use new certificates", "--enable-ssl-refresh"),
     *_refused("Python's default ciphers are used", "--ssl-ciphers"),
-    *_ignored(
-        "--max-header-bytes limits the size of all headers together",
-        "--h11-max-header-count",
-        256,
-    ),
     *_ignored_switches("/load is always available", "--enable-server-load-tracking"),
     *_ignored_switches("paxkv has no documentation page", "--enable-offline-docs"),
     *_ignored("streams have no keep-alive events", "--sse-keep-alive-interval", 0),

@@ -99,7 +99,13 @@ def _middleware(config: ServerConfig, metrics: ServerMetrics) -> list[Middleware
         layers.append(
             Middleware(AccessLogMiddleware, without_paths=config.paths_without_access_log)
         )
-    layers.append(Middleware(HeaderLimitMiddleware, max_header_bytes=config.max_header_bytes))
+    layers.append(
+        Middleware(
+            HeaderLimitMiddleware,
+            max_header_bytes=config.max_header_bytes,
+            max_header_count=config.h11_max_header_count,
+        )
+    )
     if config.allowed_origins:
         # Around the keys: a browser asks for permission without one, and is to read a 401.
         layers.append(

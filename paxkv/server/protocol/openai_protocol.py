@@ -2,7 +2,7 @@
 
 import reprlib
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -110,6 +110,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_choices if self.best_of is None else self.best_of
 
 
+_RequestT = TypeVar("_RequestT", bound=GenerationRequest)
+
+
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     """The body of POST /v1/completions. `prompt` has more forms than a struct can name."""
 
@@ -163,6 +166,15 @@ def parse_chat(fields: Mapping[str, object]) -> ChatCompletionRequest:
         add_generation_prompt=request.add_generation_prompt,
     )
     return request
+
+
+def with_usage(request: _RequestT) -> _RequestT:
+    """The same request; a stream has token counts at its end, whatever its `stream_options` are."""
+    if not request.stream:
+        return request
+    options = request.stream_options or StreamOptions()
+    options = msgspec.structs.replace(options, include_usage=True)
+    return msgspec.structs.replace(request, stream_options=options)
 
 
 def check_generation_prompt(

@@ -27,6 +27,7 @@ from paxkv.server.protocol.openai_protocol import (
     check_model,
     parse_chat,
     prompt_with_options,
+    with_usage,
 )
 from paxkv.server.protocol.openai_responses import UsageCounter, prompt_logprobs
 from paxkv.server.protocol.sampling_fields import chat_sampling_params
@@ -52,6 +53,8 @@ class ChatRoutes:
     async def create(self, request: Request) -> Response:
         """Answers the conversation of the body, in one piece or as a stream."""
         body = await read_body(request, parse_chat, max_body_bytes=self._config.max_body_bytes)
+        if self._config.enable_force_include_usage:
+            body = with_usage(body)
         check_model(body.model, self._engine.model_info)
         chat = await start_chat(body, self._engine, self._generator, self._config)
         choices = ChatChoices(

@@ -23,6 +23,7 @@ from paxkv.server.protocol.openai_protocol import (
     completion_prompts,
     parse_completion,
     prompt_with_options,
+    with_usage,
 )
 from paxkv.server.protocol.openai_responses import (
     CompletionBody,
@@ -70,6 +71,8 @@ class CompletionRoutes:
         self, fields: dict[str, object]
     ) -> tuple[CompletionRequest, list[str | list[int]], SamplingParams | BeamSearchParams]:
         body = parse_completion(fields)
+        if self._config.enable_force_include_usage:
+            body = with_usage(body)
         check_model(body.model, self._engine.model_info)
         prompts = completion_prompts(body.prompt)
         sampling_params = with_server_settings(

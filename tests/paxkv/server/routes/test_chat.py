@@ -373,6 +373,20 @@ def test_prompt_text_comes_when_asked(shared_server):
     assert not any("prompt_text" in chunk for chunk in rest)
 
 
+def test_a_server_may_count_the_tokens_of_every_stream(start_server):
+    server = start_server(enable_force_include_usage=True)
+    for options in (None, {"include_usage": False}):
+        *chunks, last = _stream(server, stream_options=options)
+        assert last["usage"]["completion_tokens"] == 8 and last["choices"] == []
+        assert {chunk["usage"] for chunk in chunks} == {None}
+    first, *_ = _stream(server, stream_options={"continuous_usage_stats": True})
+    assert first["usage"]["completion_tokens"] == 0
+    body = {"prompt": "a", "stream": True, "max_tokens": 2}
+    text = server.client.post("/v1/completions", json=body).text
+    assert '"completion_tokens":2' in text
+    assert "usage" in _post(server)
+
+
 def test_events_have_as_many_tokens_as_asked(shared_server):
     chunks = _stream(shared_server, stream_interval=3, return_token_ids=True)
     sizes = [len(c["choices"][0].get("token_ids", ())) for c in chunks]
