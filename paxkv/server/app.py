@@ -37,6 +37,7 @@ from paxkv.server.routes.messages import MESSAGES_PATH, MessagesRoutes
 from paxkv.server.routes.openapi import OpenApiRoutes
 from paxkv.server.routes.responses import ResponsesRoutes
 from paxkv.server.routes.tokenizer import TokenizerRoutes
+from paxkv.server.routes.tokenizer_info import TokenizerInfoRoutes
 
 
 def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
@@ -51,7 +52,7 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
         max_model_len=info.max_model_len,
         cache_settings=info.cache_settings,
     )
-    admission = Admission(engine, config.max_waiting_requests)
+    admission = Admission(engine, config.max_waiting_requests, config.max_num_queued_reqs)
     generator = Generator(engine, metrics, admission)
     admin_routes = []
     if config.enable_admin:
@@ -64,8 +65,13 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
             *ChatRoutes(engine, generator, config).routes(),
             *responses.routes(),
             *MessagesRoutes(engine, generator, config).routes(),
-            *OpenApiRoutes().routes(),
+            *([] if config.disable_fastapi_docs else OpenApiRoutes().routes()),
             *TokenizerRoutes(engine, config).routes(),
+            *(
+                TokenizerInfoRoutes(engine).routes()
+                if config.enable_tokenizer_info_endpoint
+                else []
+            ),
             *InfoRoutes(engine, metrics, admission).routes(),
             *admin_routes,
             *inspector.routes(),
@@ -97,7 +103,13 @@ def _middleware(config: ServerConfig, metrics: ServerMetrics) -> list[Middleware
             Middleware(AccessLogMiddleware, without_paths=config.paths_without_access_log)
         )
     layers.append(Middleware(AnthropicMiddleware, path=MESSAGES_PATH))
-    layers.append(Middleware(HeaderLimitMiddleware, max_header_bytes=config.max_header_bytes))
+    layers.append(
+        Middleware(
+            HeaderLimitMiddleware,
+            max_header_bytes=config.max_header_bytes,
+            max_header_count=config.h11_max_header_count,
+        )
+    )
     if config.allowed_origins:
         # Around the keys: a browser asks for permission without one, and is to read a 401.
         layers.append(
