@@ -51,7 +51,15 @@ class ConfigError(PaxkvError, ValueError):
 
 
 class KVCacheTooSmallError(ConfigError):
-    """The KV cache would not hold even one request of max_model_len tokens."""
+    """The KV cache would not hold even one request of max_model_len tokens.
+
+    Args:
+        max_fitting_len: The largest max_model_len of which it holds one request; 0 if none.
+    """
+
+    def __init__(self, message: str, *, max_fitting_len: int = 0) -> None:
+        super().__init__(message)
+        self.max_fitting_len = max_fitting_len
 
 
 class TraceFileError(PaxkvError, ValueError):

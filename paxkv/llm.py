@@ -30,12 +30,14 @@ from paxkv.config.engine_config import (
 from paxkv.config.generation_config import FROM_MODEL
 from paxkv.config.sampling_defaults import GenerationConfig
 from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
+from paxkv.config.setting import unspelled
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.engine_start import ModelInfo
 from paxkv.contracts.observation import PrefixCacheMiss
 from paxkv.contracts.request_output import BeamSearchOutput, RequestOutput
 from paxkv.entrypoints.build import build_engine, build_llm_client
+from paxkv.entrypoints.llm_arguments import json_text, take_vllm_arguments
 from paxkv.errors import EngineDeadError, InvalidRequestError, InvariantError
 from paxkv.text.chat_template import ChatTemplate, Message
 from paxkv.text.tokenizer import Tokenizer
@@ -53,19 +55,24 @@ class LLM:
         model: Folder of a Hugging Face checkpoint or name on the hub; None is the embedded demo.
         dtype: "auto" is float32 on the CPU and the checkpoint's own elsewhere.
         seed: Of random weights and of requests that bring no seed.
+        revision: Branch, tag or commit of a model on the hub.
+        tokenizer: Folder or hub name of another tokenizer; `tokenizer_revision` is its revision.
+        served_model_name: Name in `model_info`.
         max_model_len: Most tokens of prompt and output together; None is the model's own limit,
-            as `ModelConfig.max_model_len` says.
+            as `ModelConfig.max_model_len` says; "auto" or -1 is as much of it as fits the memory.
         product_dtype: `ModelConfig.product_dtype`; the chat template's two likewise.
         generation_config: Whose generation_config.json `get_default_sampling_params` reads: "auto"
             is the model's own, "vllm" none, else a folder.
         override_generation_config: On top of it, as in `{"temperature": 0.5}`.
         scheduling_policy: `SchedulerConfig.policy`, under vLLM's name.
         settings: Any field of `CacheConfig`, `SchedulerConfig`, `RunnerConfig` and
-            `ParallelConfig`, as in `LLM(block_size=32, enable_prefix_caching=False)`.
+            `ParallelConfig`, as in `LLM(block_size=32, enable_prefix_caching=False)`; None is the
+            default. Also arguments of vLLM's `LLM`, where they ask for what paxkv does anyway.
 
     Raises:
         TypeError: An argument of another name.
-        ConfigError: The settings do not fit each other, the model or the device.
+        ConfigError: The settings do not fit each other, the model or the device; or an argument
+            asks for something of vLLM that paxkv does not have.
         ModelError: The model cannot be loaded; where there are several engines, which are
             processes, ConfigError says so.
         EngineDeadError: One of several engines ended before it was ready.
@@ -76,8 +83,12 @@ class LLM:
         model: str | None = None,
         *,
         dtype: Dtype = "auto",
-        seed: int = 0,
-        max_model_len: int | None = None,
+        seed: int | None = 0,
+        revision: str | None = None,
+        tokenizer: str | Path | None = None,
+        tokenizer_revision: str | None = None,
+        served_model_name: str | Sequence[str] | None = None,
+        max_model_len: int | str | None = None,
         load_format: LoadFormat = "auto",
         product_dtype: ProductDtype = "auto",
         chat_template: str | None = None,
@@ -85,13 +96,19 @@ class LLM:
         generation_config: str | Path = FROM_MODEL,
         override_generation_config: Mapping[str, object] | None = None,
         scheduling_policy: SchedulerPolicy = "fcfs",
-        **settings: int | float | bool | str | None,
+        **settings: object,
     ) -> None:
+        settings = take_vllm_arguments(settings)
         model_config = ModelConfig(
             model=None if model is None else str(model),
-            dtype=dtype,
-            seed=seed,
-            max_model_len=max_model_len,
+            # torch.float16 is written so.
+            dtype=unspelled(ModelConfig, "dtype", str(dtype).removeprefix("torch.")),
+            seed=0 if seed is None else seed,
+            revision=revision,
+            tokenizer=None if tokenizer is None else str(tokenizer),
+            tokenizer_revision=tokenizer_revision,
+            served_model_name=_as_names(served_model_name),
+            max_model_len=unspelled(ModelConfig, "max_model_len", max_model_len),
             load_format=load_format,
             product_dtype=product_dtype,
             chat_template=chat_template,
@@ -412,6 +429,12 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)
 
 
+def _as_names(names: str | Sequence[str] | None) -> tuple[str, ...]:
+    if names is None or isinstance(names, str):
+        return (names,) if names else ()
+    return tuple(names)
+
+
 def _one_for_each(
     name: str, values: object, num_prompts: int
 ) -> Sequence[SamplingParams] | Sequence[int]:
@@ -441,6 +464,8 @@ def _check_completed(output: RequestOutput) -> None:
 
 def _engine_config(model_config: ModelConfig, settings: Mapping[str, object]) -> EngineConfig:
     """The config in which each setting stands where its name does."""
+    # As in vLLM, None leaves the choice to the engine.
+    settings = {name: json_text(value) for name, value in settings.items() if value is not None}
     parts = {
         "cache": CacheConfig,
         "scheduler": SchedulerConfig,

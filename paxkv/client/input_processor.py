@@ -26,7 +26,10 @@ from paxkv.text.tokenizer import Tokenizer
 # "text", [1, 2, 3], {"prompt": "text"} or {"prompt_token_ids": [1, 2, 3]}
 Prompt = str | Sequence[int] | Mapping[str, object]
 PROMPT_KEYS = frozenset(
-    {"prompt", "prompt_token_ids", "add_special_tokens", "cache_salt", "truncate_prompt_tokens"}
+    {
+        *("prompt", "prompt_token_ids", "add_special_tokens", "cache_salt"),
+        *("truncate_prompt_tokens", "truncation_side"),
+    }
 )
 MAX_PRIORITY = 2**63 - 1
 
@@ -115,9 +118,11 @@ class InputProcessor:
             max_tokens, is_default = self._default_max_tokens, True
         if num_kept is not None:
             min_tokens = sampling_params.min_tokens
-            token_ids = self._truncate(
-                token_ids, num_kept, max_tokens, min_tokens=min_tokens, is_default=is_default
+            num_kept = self._num_kept(
+                len(token_ids), num_kept, max_tokens, min_tokens=min_tokens, is_default=is_default
             )
+            keeps_first = _checked_truncation_side(prompt) == "right"
+            token_ids = token_ids[:num_kept] if keeps_first else token_ids[-num_kept:]
         self._check_prompt_length(len(token_ids))
         # Not before: there may be millions.
         self._check_token_ids(token_ids)
@@ -144,16 +149,16 @@ class InputProcessor:
             has_heavy_grammar=form is not None and self._grammar_checker.is_heavy(form),
         )
 
-    def _truncate(
+    def _num_kept(
         self,
-        token_ids: list[int],
+        num_prompt_tokens: int,
         num_kept: int | Literal["auto"],
         max_tokens: int | None,
         *,
         min_tokens: int,
         is_default: bool,
-    ) -> list[int]:
-        """The last tokens of a prompt, as many as `truncate_prompt_tokens` says.
+    ) -> int:
+        """How many tokens of a prompt stay, as `truncate_prompt_tokens` says; or more than it has.
 
         With -1, `max_tokens` have their room: of 100 in all, 40 leave 60 of each longer prompt.
         "auto", and -1 where they are a default, cut no prompt that fits by itself: 80 tokens stay,
@@ -172,8 +177,8 @@ class InputProcessor:
                 most_kept = min(most_kept, self._max_prompt_tokens)
             if is_default:
                 min_tokens = min(max(min_tokens, 1), most - 1)
-                if len(token_ids) <= min(most_kept, most - min_tokens):
-                    return token_ids
+                if num_prompt_tokens <= min(most_kept, most - min_tokens):
+                    return num_prompt_tokens
                 room = min(room, max(most // 2, min_tokens))
             elif room >= most:
                 raise InvalidRequestError(
@@ -185,7 +190,7 @@ class InputProcessor:
                     param="max_tokens",
                 )
             num_kept = min(most - room, most_kept)
-        return token_ids[-num_kept:]
+        return num_kept
 
     def _tokenize(self, prompt: Prompt) -> tuple[list[int], str | None]:
         """The prompt's token ids and cache salt."""
@@ -449,6 +454,16 @@ def _checked_truncation(prompt: Prompt) -> int | Literal["auto"] | None:
             param="truncate_prompt_tokens",
         )
     return num_kept
+
+
+def _checked_truncation_side(prompt: Prompt) -> str:
+    """Its `truncation_side`: the end that is cut off."""
+    side = prompt.get("truncation_side") if isinstance(prompt, Mapping) else None
+    if side not in (None, "left", "right"):
+        raise InvalidRequestError(
+            f'truncation_side must be "left" or "right", got {side!r}.', param="truncation_side"
+        )
+    return side or "left"
 
 
 def _as_token_ids(token_ids: object) -> list[int]:

@@ -8,7 +8,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 from paxkv.errors import ConfigError
@@ -92,17 +92,37 @@ def _add_flag(
             help=help_text,
         )
     elif typing.get_origin(field_type) is typing.Literal:
-        choices = typing.get_args(field_type)
-        group.add_argument(*flags, choices=choices, default=field.default, help=help_text)
+        group.add_argument(
+            *flags,
+            type=_reader(field, str),
+            choices=typing.get_args(field_type),
+            default=field.default,
+            help=help_text,
+        )
     else:
         assert isinstance(field_type, type)
         group.add_argument(
             *flags,
-            type=_integer if field_type is int else field_type,
+            type=_reader(field, _integer if field_type is int else field_type),
             default=field.default,
             metavar=field_type.__name__.upper(),
             help=help_text,
         )
+
+
+def _reader(
+    field: dataclasses.Field[object], read: Callable[[str], object]
+) -> Callable[[str], object]:
+    """Reads a word as `read` does, except the words that the field gives a value itself."""
+    spellings = field.metadata.get("spellings")
+    if not spellings:
+        return read
+
+    @functools.wraps(read)  # argparse shows its name in errors
+    def read_word(word: str) -> object:
+        return spellings[word] if word in spellings else read(word)
+
+    return read_word
 
 
 def _is_list(field_type: object) -> bool:

@@ -20,6 +20,8 @@ PrefixCachingHashAlgo = Literal["sha256", "sha256_cbor", "xxhash"]
 KVEventPublisherKind = Literal["zmq", "null"]
 Kernels = Literal["auto", "xla"]
 MAX_DECODE_BURST = 64
+# A `max_model_len` that the KV cache has room for, whatever the model's own limit is.
+FIT_MEMORY = -1
 ChatTemplateContentFormat = Literal["auto", "string", "openai"]
 
 
@@ -32,6 +34,19 @@ class ModelConfig:
         "out",
         None,
     )
+    revision: str | None = setting(
+        "branch, tag or commit of a model on the hub; the main branch if left out", None
+    )
+    tokenizer: str | None = setting(
+        "folder or name on the hub of another tokenizer and its chat template; the model's own if "
+        "left out",
+        None,
+    )
+    tokenizer_revision: str | None = setting(
+        "branch, tag or commit of the tokenizer on the hub; --revision if the tokenizer is the "
+        "model's own, else the main branch",
+        None,
+    )
     served_model_name: tuple[str, ...] = setting(
         "names in the API, of which answers have the first; the value of --model if left out", ()
     )
@@ -39,6 +54,7 @@ class ModelConfig:
         "precision of weights and activations; auto is float32 on the CPU and the checkpoint's "
         "own elsewhere",
         "auto",
+        spellings={"half": "float16", "float": "float32"},
     )
     product_dtype: ProductDtype = setting(
         "precision of the weights in matrix products, and of what is multiplied with them; auto is "
@@ -49,8 +65,10 @@ class ModelConfig:
     seed: int = setting("seed of random weights and of requests that bring none", 0)
     max_model_len: int | None = setting(
         "most tokens of prompt and output together; if left out the model's own limit, with its "
-        "rotary embedding's scaling where the KV cache has room for one request of that",
+        "rotary embedding's scaling where the KV cache has room for one request of that. auto, or "
+        "-1, is at most that limit, and as much of it as the KV cache has room for",
         None,
+        spellings={"auto": FIT_MEMORY},
     )
     load_format: LoadFormat = setting("auto reads safetensors; dummy makes random weights", "auto")
     chat_template: str | None = setting(
@@ -84,7 +102,11 @@ class ModelConfig:
         one_of("product_dtype", self.product_dtype, ProductDtype.__args__)
         one_of("dtype", self.dtype, Dtype.__args__)
         one_of("load_format", self.load_format, LoadFormat.__args__)
-        at_least("max_model_len", self.max_model_len, 2)
+        if self.max_model_len != FIT_MEMORY:
+            at_least("max_model_len", self.max_model_len, 2)
+        for name in ("revision", "tokenizer", "tokenizer_revision"):
+            if not (getattr(self, name) is None or isinstance(getattr(self, name), str)):
+                raise ConfigError(f"{name} must be a string, got {getattr(self, name)!r}.")
         strings("served_model_name", self.served_model_name)
         if self.model is None and len(self.served_model_name) > 1:
             # Else `--served-model-name demo PATH` would serve the demo model as PATH.
@@ -283,6 +305,7 @@ class SchedulerConfig:
         "admit a request only if its whole prompt, not its first part alone, fits the free KV "
         "blocks; without it more requests start, and more are preempted",
         True,
+        aliases=("--scheduler-reserve-full-isl",),
     )
     # Hidden until a model with an encoder can be served.
     max_num_encoder_input_tokens: int = setting(

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Literal
 
+from paxkv.config.chat_template_kwargs import ChatTemplateKwargs
 from paxkv.config.setting import at_least, is_number, one_of, setting, strings, true_or_false
 from paxkv.config.structured_outputs_config import StructuredOutputsConfig
 from paxkv.errors import ConfigError
@@ -17,7 +18,7 @@ MIN_READY_TIMEOUT_S = 30.0
 _OWN_PATHS = (
     *("/health", "/ping", "/load", "/metrics", "/version", "/openapi.json"),
     *("/tokenize", "/detokenize", "/reset_prefix_cache", "/explain_prefix_cache_miss"),
-    *("/start_profile", "/stop_profile"),
+    *("/start_profile", "/stop_profile", "/tokenizer_info"),
 )
 # What other paths begin with: "/v1/chat" taken off "/v1/chat/completions" would leave one that is
 # nothing's.
@@ -40,11 +41,19 @@ class ServerConfig:
         "limit if left out",
         None,
     )
+    max_num_queued_reqs: int | None = setting(
+        "requests that may run and wait together; one more is answered with 503 and Retry-After at "
+        "once. Each prompt, and each of its n completions, counts as one. No limit if left out",
+        None,
+    )
     max_body_bytes: int = setting("largest request body, in bytes", 4 * 2**20)
     max_header_bytes: int = setting(
         "most bytes of a request's first line and headers",
         64 * 2**10,
         aliases=("--h11-max-incomplete-event-size",),
+    )
+    h11_max_header_count: int | None = setting(
+        "most headers of a request; no limit besides --max-header-bytes if left out", None
     )
     max_connections: int | None = setting(
         "most open connections; one more is answered with 503 and closed. As many as the limit of "
@@ -104,6 +113,12 @@ class ServerConfig:
     allowed_methods: tuple[str, ...] = setting("methods that they may use", ("*",), is_json=True)
     allowed_headers: tuple[str, ...] = setting("headers that they may send", ("*",), is_json=True)
     allow_credentials: bool = setting("let them send cookies and the like", False)
+    disable_fastapi_docs: bool = setting(
+        "do not offer GET /openapi.json, the description of the API", False
+    )
+    enable_tokenizer_info_endpoint: bool = setting(
+        "offer GET /tokenizer_info: the tokenizer's configuration and the chat template", False
+    )
     disable_uvicorn_access_log: bool = setting("log no line a request", False)
     disable_access_log_for_endpoints: str | None = setting(
         "paths that get none, with commas between: /health,/metrics,/ping", None
@@ -142,6 +157,21 @@ class ServerConfig:
     inspector_max_trace_bytes: int = setting(
         "largest trace that the inspector replays for a page, in bytes", 256 * 2**20
     )
+    enable_force_include_usage: bool = setting(
+        "end every stream of completions and chats with the token counts, as if the request had "
+        "stream_options with include_usage",
+        False,
+    )
+    stream_interval: int = setting(
+        "least tokens in an event of a stream, except the first and the last one; requests may "
+        "set their own",
+        1,
+    )
+    default_chat_template_kwargs: ChatTemplateKwargs = setting(
+        "variables of the chat template for chats whose chat_template_kwargs do not set them, as a "
+        'JSON object: {"enable_thinking": false}',
+        ChatTemplateKwargs(),
+    )
     trust_request_chat_template: bool = setting(
         "let a request bring its own chat template, which is a program", False
     )
@@ -170,9 +200,12 @@ class ServerConfig:
         if type(self.port) is not int or not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in [0, 65535], got {self.port!r}.")
         at_least("max_waiting_requests", self.max_waiting_requests, 0)
+        at_least("max_num_queued_reqs", self.max_num_queued_reqs, 1)
+        at_least("stream_interval", self.stream_interval, 1)
         at_least("response_store_bytes", self.response_store_bytes, 0)
         at_least("max_body_bytes", self.max_body_bytes, 1)
         at_least("max_header_bytes", self.max_header_bytes, 256)
+        at_least("h11_max_header_count", self.h11_max_header_count, 1)
         at_least("max_connections", self.max_connections, 1)
         at_least("inspector_max_trace_bytes", self.inspector_max_trace_bytes, 1)
         if self.enable_inspector is not None:
@@ -198,6 +231,8 @@ class ServerConfig:
             )
         for name in (
             *("allow_credentials", "disable_uvicorn_access_log", "disable_log_stats"),
+            *("disable_fastapi_docs", "enable_tokenizer_info_endpoint"),
+            "enable_force_include_usage",
             "enable_admin",
             *("trust_request_chat_template", "enable_auto_tool_choice"),
             *("exclude_tools_when_tool_choice_none", "inspector_show_text"),

@@ -1,6 +1,7 @@
 """What config classes are made of: a field with its help text, and the checks of its value."""
 
 import dataclasses
+from collections.abc import Mapping
 
 from paxkv.errors import ConfigError
 
@@ -14,6 +15,7 @@ def setting(
     environment: str | None = None,
     is_secret: bool = False,
     is_hidden: bool = False,
+    spellings: Mapping[str, object] | None = None,
 ) -> object:
     """A config field with what the command line needs to know of it.
 
@@ -25,6 +27,7 @@ def setting(
         is_secret: Leaves its value out of the config's `repr`.
         is_hidden: Leaves its flag out of `--help`; the flag is still parsed. For settings of parts
             that are not built yet.
+        spellings: Words for values, such as {"half": "float16"} or {"auto": -1}.
     """
     metadata = {
         "help": help_text,
@@ -32,8 +35,15 @@ def setting(
         "is_json": is_json,
         "environment": environment,
         "is_hidden": is_hidden,
+        "spellings": dict(spellings or {}),
     }
     return dataclasses.field(default=default, metadata=metadata, repr=not is_secret)
+
+
+def unspelled(config_class: type, name: str, value: object) -> object:
+    """A value of a field as the config has it: "half" -> "float16"."""
+    spellings = config_class.__dataclass_fields__[name].metadata["spellings"]
+    return spellings.get(value, value) if isinstance(value, str) else value
 
 
 def at_least(name: str, value: int | None, low: int) -> None:

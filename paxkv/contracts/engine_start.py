@@ -86,7 +86,11 @@ class EngineHello:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFound:
-    """The model's folder is known; its client can read the tokenizer while weights are loaded."""
+    """The model is found; its client can read the tokenizer while weights are loaded.
+
+    Args:
+        folder: Of the tokenizer and the chat template.
+    """
 
     folder: str
 

@@ -17,7 +17,7 @@ import jax
 from paxkv.client.inproc_client import InprocClient
 from paxkv.client.input_processor import InputProcessor
 from paxkv.client.output_processor import OutputProcessor
-from paxkv.config.engine_config import CacheConfig, EngineConfig, ModelConfig
+from paxkv.config.engine_config import FIT_MEMORY, CacheConfig, EngineConfig, ModelConfig
 from paxkv.config.generation_config import find_sampling_defaults, generation_config_folder
 from paxkv.config.sampling_defaults import SamplingDefaults
 from paxkv.contracts.engine_start import EngineReady, ModelInfo
@@ -69,6 +69,8 @@ from paxkv.runner.programs.program_store import (  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
+# A prompt and an answer of one token each.
+_MIN_MODEL_LEN = 2
 DEMO_MODEL_NAME = "paxkv-demo"
 
 
@@ -155,7 +157,8 @@ def build_core(
     """Loads the model and compiles every step.
 
     Args:
-        on_model_found: Called with the model's folder before its weights are loaded.
+        on_model_found: Called before the weights are loaded, with the folder of the model's
+            tokenizer and chat template.
 
     Raises:
         ConfigError: The settings do not fit the model or the device.
@@ -203,7 +206,8 @@ def _build_core(
 ) -> BuiltCore:
     store = choose_store(config.runner)
     folder = _model_folder(config)
-    on_model_found(folder)
+    text_folder = _text_folder(config.model, folder)
+    on_model_found(text_folder)
     # Before the weights: a mistake in a small file is not to be told after minutes of loading.
     sampling_defaults = _find_sampling_defaults(config, folder)
     model = _load_model(config, folder)
@@ -211,7 +215,7 @@ def _build_core(
     max_model_len = runner.memory_plan.max_model_len
     runner.warm_up()
     grammar_setup = find_grammar_setup(
-        load_tokenizer(folder), model.config.eos_token_ids, model.config.vocab_size
+        load_tokenizer(text_folder), model.config.eos_token_ids, model.config.vocab_size
     )
     grammars = GrammarManager(GrammarCompiler(**grammar_setup)) if grammar_setup else None
     scheduler = _make_scheduler(config, runner.kv_cache_config, max_model_len, grammars)
@@ -250,7 +254,20 @@ def _model_folder(config: EngineConfig) -> Path:
     if config.model.model is None:
         return Path(str(importlib.resources.files("models.demo") / "checkpoint"))
     with_weights = config.model.load_format != "dummy"
-    return resolve_model_folder(config.model.model, with_weights=with_weights)
+    return resolve_model_folder(
+        config.model.model, with_weights=with_weights, revision=config.model.revision
+    )
+
+
+def _text_folder(config: ModelConfig, model_folder: Path) -> Path:
+    """The folder of the tokenizer and of its chat template."""
+    if config.tokenizer is None and config.tokenizer_revision is None:
+        return model_folder
+    return resolve_model_folder(
+        config.tokenizer or config.model or model_folder,
+        with_weights=False,
+        revision=config.tokenizer_revision,
+    )
 
 
 def _find_sampling_defaults(config: EngineConfig, folder: Path) -> SamplingDefaults:
@@ -298,7 +315,11 @@ def _make_runner(
         )
 
     asked, unscaled_length = config.model.max_model_len, model.config.max_position_embeddings
+    if asked == FIT_MEMORY and isinstance(store, CompiledPrograms):
+        asked = store.max_model_len
     length = find_max_model_len(asked, model.config)
+    if asked == FIT_MEMORY:
+        return _make_fitting_runner(make, length)
     may_be_shorter = asked is None and unscaled_length < length
     if may_be_shorter and isinstance(store, CompiledPrograms):
         # Memory is not measured again, and might be enough now.
@@ -329,6 +350,30 @@ def _make_runner(
         )
     logger.info("%s", runner.memory_plan.report())
     return runner
+
+
+def _make_fitting_runner(make: Callable[[int], ModelRunner], length: int) -> ModelRunner:
+    """The runner of the largest `max_model_len`, up to `length`, that the KV cache has room for.
+
+    Raises:
+        KVCacheTooSmallError: It has no room for a request of two tokens.
+    """
+    while True:
+        runner = None  # whose memory is the next one's
+        try:
+            runner = make(length)
+            fitting = runner.memory_plan.max_fitting_len
+        except KVCacheTooSmallError as error:
+            fitting = error.max_fitting_len
+            if fitting < _MIN_MODEL_LEN:
+                raise
+        if fitting >= length:
+            logger.info("%s", runner.memory_plan.report())
+            return runner
+        logger.info(
+            "max_model_len is %d, which the KV cache has room for, not %d.", fitting, length
+        )
+        length = fitting
 
 
 def _cache_config(config: CacheConfig, store: ProgramStore | None) -> CacheConfig:

@@ -124,7 +124,8 @@ class EngineProcess:
         """Waits until the engine takes requests.
 
         Args:
-            on_model_found: Called with the model's folder, while the engine goes on starting.
+            on_model_found: Called with the folder of the model's tokenizer, while the engine goes
+                on starting.
 
         Raises:
             ConfigError: A setting or the model's files cannot work.

@@ -15,6 +15,7 @@ from paxkv.server.metrics.http_metrics import HttpMetricsMiddleware
 from paxkv.server.metrics.server_metrics import ServerMetrics
 from paxkv.server.middleware.access_log import AccessLogMiddleware
 from paxkv.server.middleware.admission import Admission
+from paxkv.server.middleware.anthropic_middleware import AnthropicMiddleware
 from paxkv.server.middleware.api_keys import ApiKeyMiddleware
 from paxkv.server.middleware.request_middleware import (
     DisconnectMiddleware,
@@ -32,9 +33,11 @@ from paxkv.server.routes.admin import ADMIN_PATHS, AdminRoutes
 from paxkv.server.routes.chat import ChatRoutes
 from paxkv.server.routes.completions import CompletionRoutes
 from paxkv.server.routes.info import InfoRoutes
+from paxkv.server.routes.messages import MESSAGES_PATH, MessagesRoutes
 from paxkv.server.routes.openapi import OpenApiRoutes
 from paxkv.server.routes.responses import ResponsesRoutes
 from paxkv.server.routes.tokenizer import TokenizerRoutes
+from paxkv.server.routes.tokenizer_info import TokenizerInfoRoutes
 
 
 def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
@@ -49,7 +52,7 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
         max_model_len=info.max_model_len,
         cache_settings=info.cache_settings,
     )
-    admission = Admission(engine, config.max_waiting_requests)
+    admission = Admission(engine, config.max_waiting_requests, config.max_num_queued_reqs)
     generator = Generator(engine, metrics, admission)
     admin_routes = []
     if config.enable_admin:
@@ -61,8 +64,14 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
             *CompletionRoutes(engine, generator, config).routes(),
             *ChatRoutes(engine, generator, config).routes(),
             *responses.routes(),
-            *OpenApiRoutes().routes(),
+            *MessagesRoutes(engine, generator, config).routes(),
+            *([] if config.disable_fastapi_docs else OpenApiRoutes().routes()),
             *TokenizerRoutes(engine, config).routes(),
+            *(
+                TokenizerInfoRoutes(engine).routes()
+                if config.enable_tokenizer_info_endpoint
+                else []
+            ),
             *InfoRoutes(engine, metrics, admission).routes(),
             *admin_routes,
             *inspector.routes(),
@@ -93,7 +102,14 @@ def _middleware(config: ServerConfig, metrics: ServerMetrics) -> list[Middleware
         layers.append(
             Middleware(AccessLogMiddleware, without_paths=config.paths_without_access_log)
         )
-    layers.append(Middleware(HeaderLimitMiddleware, max_header_bytes=config.max_header_bytes))
+    layers.append(Middleware(AnthropicMiddleware, path=MESSAGES_PATH))
+    layers.append(
+        Middleware(
+            HeaderLimitMiddleware,
+            max_header_bytes=config.max_header_bytes,
+            max_header_count=config.h11_max_header_count,
+        )
+    )
     if config.allowed_origins:
         # Around the keys: a browser asks for permission without one, and is to read a 401.
         layers.append(
@@ -112,6 +128,7 @@ def _middleware(config: ServerConfig, metrics: ServerMetrics) -> list[Middleware
                 ApiKeyMiddleware,
                 api_keys=config.api_key,
                 other_paths=(*ADMIN_PATHS, *INSPECTED_PATHS),
+                x_api_key_paths=(MESSAGES_PATH,),
             )
         )
     layers.append(Middleware(DisconnectMiddleware))

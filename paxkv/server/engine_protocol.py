@@ -21,6 +21,11 @@ class Tokenizer(Protocol):
         """By the names that chat templates use, such as "eos_token"."""
         ...
 
+    @property
+    def config(self) -> Mapping[str, object]:
+        """Content of tokenizer_config.json."""
+        ...
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
@@ -32,6 +37,11 @@ class Tokenizer(Protocol):
 
 class ChatTemplate(Protocol):
     """Messages to prompt text; `paxkv.text` has the real one."""
+
+    @property
+    def source(self) -> str | None:
+        """The jinja template of requests without tools."""
+        ...
 
     def render(
         self,

@@ -48,6 +48,11 @@ class ChatTemplate:
         self._compiled: dict[str, jinja2.Template] = {}
         self._takes_parts: dict[str, bool] = {}
 
+    @property
+    def source(self) -> str | None:
+        """The jinja template of requests without tools."""
+        return self._sources.get("default")
+
     @classmethod
     def from_folder(
         cls,

@@ -32,6 +32,7 @@ class Tokenizer:
         self, backend: tokenizers.Tokenizer, tokenizer_config: Mapping[str, object] | None = None
     ) -> None:
         tokenizer_config = tokenizer_config or {}
+        self.config = dict(tokenizer_config)
         self._backend = backend
         self._backend.no_truncation()
         self._backend.no_padding()

@@ -10,10 +10,10 @@ import paxkv.compile
 import paxkv.replay
 import paxkv.serve
 from paxkv.config.engine_config import ServerConfig
+from paxkv.config.vllm_flags import VLLM_FLAGS
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.request_output import TokenTotals
 from paxkv.entrypoints.cli import chat, generate
-from paxkv.entrypoints.cli.vllm_flags import VLLM_FLAGS
 from paxkv.server.app import create_app
 from paxkv.server.metrics.server_metrics import ServerMetrics
 from paxkv.server.protocol.openai_protocol import ChatCompletionRequest, CompletionRequest
@@ -74,7 +74,9 @@ def test_every_flag_exists_in_the_command_it_is_shown_with(page) -> None:
 @pytest.fixture(scope="module")
 def routes() -> set[tuple[str, str]]:
     """Method and path of every route, as ("GET", "/health")."""
-    config = ServerConfig(enable_admin=True, enable_inspector=True)
+    config = ServerConfig(
+        enable_admin=True, enable_inspector=True, enable_tokenizer_info_endpoint=True
+    )
     found = set()
     for route in create_app(FakeEngine(), config).routes:
         path = re.sub(r":\w+}", "}", route.path)

@@ -1,144 +1,155 @@
-"""docs/guide/coming-from-vllm.md: its verdicts are those of the code."""
+"""docs/guide/coming-from-vllm.md: its tables are those of the code, and leave nothing out."""
 
+import argparse
 import dataclasses
-import importlib.util
-import inspect
-import json
 import re
 
 import pytest
 
-from paxkv.config.engine_config import (
-    CacheConfig,
-    ParallelConfig,
-    RunnerConfig,
-    SchedulerConfig,
-    ServerConfig,
-)
+import paxkv.serve
+from docs import generate_vllm_tables as generator
 from paxkv.config.sampling_params import SamplingParams
+from paxkv.config.vllm_flags import VLLM_FLAGS
+from paxkv.entrypoints.cli.arguments import parse_arguments
 from paxkv.llm import LLM
-from paxkv.server.app import create_app
-from paxkv.server.protocol import responses_protocol
-from paxkv.server.protocol.openai_protocol import ChatCompletionRequest, CompletionRequest
-from paxkv.server.protocol.responses_protocol import ResponsesRequest
-from paxkv.server.protocol.unsupported_fields import (
-    CHAT_FIELDS,
-    COMPLETION_FIELDS,
-    RESPONSES_FIELDS,
-)
-from tests.end_to_end.real_server import ROOT
-from tests.paxkv.server.fake_engine import FakeEngine
 
-PAGE = ROOT / "docs" / "guide" / "coming-from-vllm.md"
-VLLM = json.loads((ROOT / "docs" / "vllm_0_16.json").read_text())
-# Column of the table -> vLLM's class, fields that are read, fields that are refused.
-ENDPOINTS = {
-    "/v1/completions": (
-        "CompletionRequest",
-        set(CompletionRequest.__struct_fields__),
-        COMPLETION_FIELDS,
-    ),
-    "/v1/chat/completions": (
-        "ChatCompletionRequest",
-        set(ChatCompletionRequest.__struct_fields__),
-        CHAT_FIELDS,
-    ),
-    "/v1/responses": (
-        "ResponsesRequest",
-        {*ResponsesRequest.__struct_fields__, *responses_protocol._SAME_NAMES},
-        RESPONSES_FIELDS,
-    ),
-}
+TEXT = generator.PAGE.read_text()
+# Of 0.32. What it does is not known, so the table has no reason for it.
+NO_FLAGS = {"--args"}
+ALL_FLAGS = sorted({n for v in generator.VERSIONS for n in generator.vllm_flags(v)} - NO_FLAGS)
+OF_TABLE = {name: flag for flag in VLLM_FLAGS for name in flag.names}
+# Values of flags whose type does not say enough.
+SAMPLE_VALUES = {"JSON_LIST": '["a"]', "JSON_OBJECT": "{}", "INT": "2", "FLOAT": "0.5"}
 
 
-def rows_below(heading: str, text: str) -> list[list[str]]:
-    """Cells of the last table of a section, without its head and without code marks."""
-    section = re.split(r"^#+ ", text.partition(f"\n{heading}\n")[2], flags=re.M)[0]
-    table = section.strip().split("\n\n")
-    lines = [part for part in table if part.startswith("|")][-1].splitlines()[2:]
-    return [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines]
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    return paxkv.serve.make_parser()
 
 
 def verdicts_below(heading: str) -> dict[str, str]:
-    return {row[0]: row[1] for row in rows_below(heading, PAGE.read_text())}
+    """First and second cell of the rows of a section's last table."""
+    section = re.split(r"^#+ ", TEXT.partition(f"\n{heading}\n")[2], flags=re.M)[0]
+    table = [part for part in section.strip().split("\n\n") if part.startswith("|")][-1]
+    rows = [line.strip("|").split("|") for line in table.splitlines()[2:]]
+    return {row[0].strip().strip("`"): row[1].strip() for row in rows}
 
 
-def load_generator():
-    path = ROOT / "docs" / "generate_vllm_flags.py"
-    spec = importlib.util.spec_from_file_location("generate_vllm_flags", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def flags_below(heading: str) -> list[str]:
+    """All flags in the first column of the table of a section."""
+    section = re.split(r"^#+ ", TEXT.partition(f"\n{heading}\n")[2], flags=re.M)[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    return re.findall(r"`(-[\w-]+)`", " ".join(cells))
 
 
-def test_flag_tables_are_up_to_date() -> None:
-    text = PAGE.read_text()
-    assert load_generator().updated_page(text) == text, "run: python docs/generate_vllm_flags.py"
+def parse(
+    parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture, *words: str
+) -> tuple[str, str]:
+    """What becomes of a command line: "accepted", "warned" or "refused"; and what is said."""
+    capsys.readouterr()
+    try:
+        parse_arguments(parser, words)
+    except SystemExit as end:
+        assert end.code == 2
+        return "refused", capsys.readouterr().err
+    said = capsys.readouterr().err
+    return ("warned" if said else "accepted"), said
+
+
+def test_tables_are_up_to_date() -> None:
+    updated = generator.updated_page(TEXT)
+    assert updated == TEXT, "run: python -m docs.generate_vllm_tables"
+
+
+def test_lists_of_names_are_whole() -> None:
+    assert len(generator.vllm_flags("0.16")) == 213
+    assert len(generator.vllm_routes("0.16")) == 50
+    assert set(generator.vllm_fields("0.16")) == {e.vllm_class for e in generator.ENDPOINTS}
 
 
 def test_every_flag_of_vllm_is_in_the_flag_tables_once() -> None:
-    tables = load_generator().flag_tables()
-    listed = re.findall(r"^\| `(--[\w-]+)`", tables, re.M)
-    listed += re.findall(r"`(--[\w-]+)`", tables.partition("`unknown flag`.")[2])
-    assert len(VLLM["flags"]) > 200
-    assert [flag for flag in VLLM["flags"] if listed.count(flag) != 1] == []
+    headings = ("### Same", "### Accepted with a warning", "### Refused")
+    listed = [flag for heading in headings for flag in flags_below(heading)]
+    assert [flag for flag in ALL_FLAGS if listed.count(flag) != 1] == []
+
+
+@pytest.mark.parametrize("name", [name for name in ALL_FLAGS if name not in OF_TABLE])
+def test_flag_that_is_the_same_is_read(
+    name: str,
+    parser: argparse.ArgumentParser,
+    capsys: pytest.CaptureFixture,
+    tmp_path: pytest.TempPathFactory,
+) -> None:
+    assert name in flags_below("### Same")
+    action = parser._option_string_actions[name]
+    if name == "--help":
+        return
+    if isinstance(action, argparse.BooleanOptionalAction):
+        for form in (name, name.replace("--", "--no-", 1)):
+            assert parse(parser, capsys, form) == ("accepted", "")
+        return
+    value = action.choices[0] if action.choices else SAMPLE_VALUES.get(action.metavar, "a")
+    if name == "--config":
+        path = tmp_path / "flags.json"
+        path.write_text("{}")
+        value = str(path)
+    assert parse(parser, capsys, name, value) == ("accepted", "")
+    spelled = name.replace("-", "_").replace("__", "--", 1)
+    assert parse(parser, capsys, f"{spelled}={value}") == ("accepted", "")
+
+
+@pytest.mark.parametrize("name", [name for name in ALL_FLAGS if name in OF_TABLE])
+def test_flag_that_paxkv_does_not_have_has_the_fate_that_the_table_says(
+    name: str, parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture
+) -> None:
+    flag = OF_TABLE[name]
+    heading, fate = {
+        False: ("### Accepted with a warning", "warned"),
+        True: ("### Refused", "refused"),
+    }[flag.is_refused]
+    assert name in flags_below(heading)
+    if flag.num_values == 0:
+        for is_on, form in ((True, name), (False, name.replace("--", "--no-", 1))):
+            wanted = "accepted" if is_on in flag.neutral else fate
+            found, said = parse(parser, capsys, form)
+            assert (form, found, flag.reason in said) == (form, wanted, wanted != "accepted")
+        return
+    for value in generator.accepted_values(flag):
+        value = "" if value == '""' else value
+        assert parse(parser, capsys, f"{name}={value}") == ("accepted", "")
+    assert parse(parser, capsys, f"{name}=None") == ("accepted", "")
+    found, said = parse(parser, capsys, name, "no-such-value")
+    assert (found, flag.reason in said) == (fate, True)
 
 
 def test_generator_refuses_a_page_without_markers() -> None:
     with pytest.raises(ValueError, match="must contain"):
-        load_generator().updated_page("# A page\n")
+        generator.updated_page("# A page\n")
 
 
-def test_request_fields_have_the_verdict_of_the_code() -> None:
-    rows = {row[0]: row[1:4] for row in rows_below("## Request fields", PAGE.read_text())}
-    wrong = []
-    known = set()
-    for column, (name, read, refused) in enumerate(ENDPOINTS.values()):
-        of_vllm = set(VLLM["request_fields"][name])
-        for field in {*rows, *read, *refused, *of_vllm}:
-            if field in read:
-                wanted = "same" if field in of_vllm else "paxkv only"
-            elif field in refused:
-                wanted = "refused"
-            else:
-                wanted = "ignored" if field in of_vllm else "–"
-            known |= {field} if wanted != "–" else set()
-            if field not in rows or rows[field][column] != wanted:
-                wrong.append((name, field, wanted))
-    assert wrong == []
-    assert set(rows) == known
+@pytest.mark.parametrize("endpoint", generator.ENDPOINTS, ids=lambda e: e.path)
+def test_no_field_of_vllm_is_ignored(endpoint: generator.Endpoint) -> None:
+    for version in generator.VERSIONS:
+        fields = generator.vllm_fields(version)[endpoint.vllm_class]
+        verdicts = {name: generator.field_verdict(name, endpoint) for name in fields}
+        assert set(verdicts.values()) <= {"same", "refused"}, verdicts
 
 
-def test_routes_have_the_verdict_of_the_code() -> None:
-    config = ServerConfig(enable_admin=True, enable_inspector=True)
-    ours = set()
-    for route in create_app(FakeEngine(), config).routes:
-        path = re.sub(r":\w+}", "}", route.path)
-        ours |= {f"{method} {path}" for method in route.methods if method != "HEAD"}
-    of_vllm = set(VLLM["routes"])
-    wanted = {
-        route: "missing" if route not in ours else "same" if route in of_vllm else "paxkv only"
-        for route in ours | of_vllm
-    }
-    assert verdicts_below("## Routes") == wanted
+def test_every_missing_route_has_a_reason() -> None:
+    verdicts, notes = generator.route_verdicts(), generator.notes("routes")
+    missing = {route for route, verdict in verdicts.items() if verdict == "missing"}
+    assert sorted(missing - set(notes)) == []
+    assert sorted(set(notes) - set(verdicts)) == []
+    assert verdicts["GET /tokenizer_info"] == "same"
 
 
-def test_arguments_of_llm_have_the_verdict_of_the_code() -> None:
-    named = {
-        name
-        for name, parameter in inspect.signature(LLM).parameters.items()
-        if parameter.kind != parameter.VAR_KEYWORD
-    }
-    configs = (CacheConfig, SchedulerConfig, RunnerConfig, ParallelConfig)
-    settings = {field.name for config in configs for field in dataclasses.fields(config)}
+def test_arguments_of_llm_are_known() -> None:
     verdicts = verdicts_below("### Arguments of LLM")
-    wrong = [
-        name
-        for name, verdict in verdicts.items()
-        if (verdict in ("same", "paxkv only")) != (name in named | settings)
-    ]
-    assert wrong == []
-    assert named <= set(verdicts)
+    assert "missing" not in verdicts.values()
+    assert verdicts["tensor_parallel_size"] == "refused"
+    assert verdicts["enforce_eager"] == "warning"
+    assert verdicts["tokenizer"] == "same"
+    assert verdicts["product_dtype"] == "paxkv only"
 
 
 def test_methods_of_llm_have_the_verdict_of_the_code() -> None:
@@ -155,6 +166,6 @@ def test_fields_of_sampling_params_have_the_verdict_of_the_code() -> None:
 
 
 def test_page_answers_the_first_questions_near_its_top() -> None:
-    answers = PAGE.read_text().partition("## Change a command line")[0]
+    answers = TEXT.partition("## Change a command line")[0]
     for word in ("0.16", "LoRA", "Tensor", "Images", "quantisation", "Speculative"):
         assert word in answers

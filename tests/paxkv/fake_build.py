@@ -30,7 +30,9 @@ class FakeRunner(FakeExecutor):
     def __init__(self, model: object, **arguments: object) -> None:
         max_model_len = arguments["max_model_len"]
         if max_model_len > self.max_fitting_len:
-            raise KVCacheTooSmallError(f"no room for {max_model_len}")
+            raise KVCacheTooSmallError(
+                f"no room for {max_model_len}", max_fitting_len=self.max_fitting_len
+            )
         self.arguments = arguments
         self.is_warm = False
         cache_config = arguments["cache_config"]
@@ -49,6 +51,7 @@ class FakeRunner(FakeExecutor):
             report=lambda: "KV cache: fake",
             max_model_len=max_model_len,
             num_longest_reqs=(kv_cache_config.num_blocks - 1) * spec.block_size // max_model_len,
+            max_fitting_len=min(max_model_len, (kv_cache_config.num_blocks - 1) * spec.block_size),
         )
         self.instances.append(self)
 

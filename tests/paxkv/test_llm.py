@@ -456,6 +456,22 @@ def test_settings_of_cache_and_scheduler_reach_the_engine(
     assert '"policy":"priority"' in header
 
 
+def test_vllms_arguments_are_taken_where_they_ask_for_nothing(
+    make_llm: Callable[..., LLM],
+) -> None:
+    given = {"tensor_parallel_size": 1, "quantization": None, "tokenizer_mode": "auto"}
+    # None leaves the choice to the engine, and so does a seed of None.
+    given |= {"max_num_seqs": None, "seed": None, "enable_prefix_caching": None}
+    llm = make_llm(**given, dtype="half", max_model_len="auto", served_model_name=["a", "b"])
+    assert llm.model_info.model_names == ("a", "b")
+    with pytest.warns(UserWarning, match="enforce_eager") as warned:
+        make_llm(enforce_eager=True, trust_remote_code=True)
+    # It points at the caller, not at the library.
+    assert [warning.filename for warning in warned] == [__file__]
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2"):
+        make_llm(tensor_parallel_size=2)
+
+
 def test_unknown_setting_is_named(make_llm: Callable[..., LLM]) -> None:
     with pytest.raises(TypeError, match="no argument block_sizes; settings are .*block_size"):
         make_llm(block_sizes=8)

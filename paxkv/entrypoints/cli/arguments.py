@@ -1,18 +1,20 @@
 """Reads a command line: a model without a flag, vLLM's flags, a config file, and misspellings."""
 
 import argparse
-import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from paxkv.config.command_line import JSON_LIST
 from paxkv.entrypoints.cli.config_file import read_config_file
+from paxkv.entrypoints.cli.flag_spelling import plain_words
 from paxkv.entrypoints.cli.vllm_flags import add_vllm_flags, take_warnings
 from paxkv.errors import ConfigError
 
 # argparse has no public list of its flags: `_option_string_actions` is read here and there.
 _CONFIG_FILE, _MODEL_WORD = "config_file", "model_word"
+# More than these are no typing error; shorter words begin too many flags.
+_MAX_EDITS, _MIN_PREFIX = 3, 8
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +69,10 @@ def parse_arguments(
 def _parse(
     parser: argparse.ArgumentParser, words: list[str], namespace: argparse.Namespace
 ) -> argparse.Namespace:
+    try:
+        words = plain_words(words, parser._option_string_actions)
+    except ConfigError as error:
+        parser.error(str(error))
     # Intermixed: else a model that follows flags would be nobody's.
     namespace, unknown = parser.parse_known_intermixed_args(words, namespace)
     if unknown:
@@ -94,8 +100,31 @@ def _unknown_flag(parser: argparse.ArgumentParser, flag: str) -> str:
     known = [
         name
         for name, action in parser._option_string_actions.items()
-        if action.help is not argparse.SUPPRESS
+        if action.help is not argparse.SUPPRESS and name.startswith("--")
     ]
-    nearest = difflib.get_close_matches(flag, known, n=1)
-    hint = f"did you mean {nearest[0]}?" if nearest else "--help lists what there is."
+    word = flag.replace("_", "-").casefold()
+    nearest = min(known, key=lambda name: (not name.startswith(word), _num_edits(word, name)))
+    # A flag that has words in common may do something else: `--max-num-active-seqs` is not
+    # `--max-num-seqs`.
+    is_typo = _num_edits(word, nearest) <= min(_MAX_EDITS, len(nearest) // 4)
+    is_meant = is_typo or (nearest.startswith(word) and len(word) >= _MIN_PREFIX)
+    hint = f"did you mean {nearest}?" if is_meant else "--help lists what there is."
     return f"unknown flag {flag}: {hint}"
+
+
+def _num_edits(word: str, other: str) -> int:
+    """Letters to insert, delete, replace, or swap with the next one, to get from one to another."""
+    rows = [list(range(len(other) + 1))]
+    for i, letter in enumerate(word, start=1):
+        row = [i]
+        for j, wanted in enumerate(other, start=1):
+            cost = min(
+                rows[-1][j] + 1,
+                row[-1] + 1,
+                rows[-1][j - 1] + (letter != wanted),
+            )
+            if i > 1 and j > 1 and (letter, word[i - 2]) == (other[j - 2], wanted):
+                cost = min(cost, rows[-2][j - 2] + 1)
+            row.append(cost)
+        rows.append(row)
+    return rows[-1][-1]

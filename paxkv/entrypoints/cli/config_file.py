@@ -36,7 +36,12 @@ def read_config_file(
     fields = _read_table(path)
     words: list[str] = []
     for name, value in fields.items():
-        flag = "--" + name.removeprefix("--").replace("_", "-")
+        # Of `override_generation_config.top_p`, the key after the dot stays.
+        head, dot, key = name.removeprefix("--").partition(".")
+        flag = "--" + head.replace("_", "-") + dot + key
+        if dot:
+            words.append(f"{flag}={json.dumps(value)}")
+            continue
         if flag == "--config":
             raise ConfigError(f"{str(path)!r} names another file of flags; put its flags here.")
         is_one_word = flag in single_flags and flag not in json_flags

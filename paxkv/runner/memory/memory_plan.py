@@ -79,6 +79,13 @@ class MemoryPlan:
         )
 
     @property
+    def max_fitting_len(self) -> int:
+        """The most tokens, up to `max_model_len`, that one request may have to fit."""
+        return _max_fitting_len(
+            self._groups, self._num_usable_blocks, self.max_model_len, self.max_num_batched_tokens
+        )
+
+    @property
     def token_bytes(self) -> float:
         """Bytes that a token takes in all groups."""
         return sum(self.block_bytes / spec.block_size for spec in self._specs)
@@ -173,7 +180,10 @@ def plan_memory(
         raise KVCacheTooSmallError(
             f"the KV cache is too small for one request of max_model_len={max_model_len}: got "
             f"{max(num_blocks, 0)} blocks ({reason}), wanted at least {num_wanted} blocks, or "
-            f"{_mib(num_wanted * block_bytes)}. Set a smaller max_model_len, or {remedy}."
+            f"{_mib(num_wanted * block_bytes)}. Set a smaller max_model_len, or {remedy}.",
+            max_fitting_len=_max_fitting_len(
+                group_specs, num_blocks - _NULL_BLOCK, max_model_len, max_num_batched_tokens
+            ),
         )
     return MemoryPlan(
         kv_cache_config=groups.config(num_blocks),
@@ -243,6 +253,21 @@ def _num_blocks_of_longest_req(
         )
         for group in groups
     )
+
+
+def _max_fitting_len(
+    groups: tuple[KVCacheGroupSpec, ...],
+    num_usable_blocks: int,
+    max_model_len: int,
+    max_num_batched_tokens: int,
+) -> int:
+    """The most tokens, up to `max_model_len`, of a request that the blocks hold."""
+    fits, exceeds = 0, max_model_len + 1
+    while exceeds - fits > 1:
+        middle = (fits + exceeds) // 2
+        num_blocks = _num_blocks_of_longest_req(groups, middle, max_num_batched_tokens)
+        fits, exceeds = (middle, exceeds) if num_blocks <= num_usable_blocks else (fits, middle)
+    return fits
 
 
 def _grows_forever(spec: KVCacheSpec, max_num_batched_tokens: int) -> bool:

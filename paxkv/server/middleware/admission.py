@@ -22,10 +22,17 @@ class Admission:
 
     Args:
         max_waiting_requests: None is no bound.
+        max_num_queued_reqs: Bound on running and waiting requests together; None is none.
     """
 
-    def __init__(self, engine: EngineClient, max_waiting_requests: int | None = None) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        max_waiting_requests: int | None = None,
+        max_num_queued_reqs: int | None = None,
+    ) -> None:
         self._engine = engine
+        self._max_num_queued_reqs = max_num_queued_reqs
         self._max_waiting_requests = max_waiting_requests
         self._num_requests = 0
         self._num_calls = 0
@@ -46,15 +53,16 @@ class Admission:
         Raises:
             InvalidRequestError: They never could, all at once.
         """
+        most = self._max_num_queued_reqs
+        if most is not None:
+            _check_may_ever_come_in(num_requests, most)
         most_waiting = self._max_waiting_requests
         if most_waiting is None:
-            return True
+            return most is None or self._num_requests + num_requests <= most
         max_num_seqs = self._engine.model_info.max_num_seqs
-        if num_requests > max_num_seqs + most_waiting:
-            raise InvalidRequestError(
-                f"the request has {num_requests} prompts times completions; this server takes at "
-                f"most {max_num_seqs + most_waiting} at once. Send fewer."
-            )
+        _check_may_ever_come_in(num_requests, max_num_seqs + most_waiting)
+        if most is not None and self._num_requests + num_requests > most:
+            return False
         stats = self._engine.latest_stats
         # With nobody let in, what the engine said last is about those who have left.
         num_waiting_for_room = stats.num_waiting_reqs - stats.num_compiling_reqs
@@ -76,8 +84,21 @@ class Admission:
     def refusal(self) -> OverloadedError:
         """What a request is told that finds no room."""
         return OverloadedError(
-            f"the server is full: {self._num_requests} requests run or wait, of which at most "
-            f"{self._max_waiting_requests} may wait. Try again later."
+            f"the server is full: {self._num_requests} requests run or wait{self._bounds()}. Try "
+            "again later."
+        )
+
+    def _bounds(self) -> str:
+        most, most_waiting = self._max_num_queued_reqs, self._max_waiting_requests
+        text = "" if most is None else f", {most} may run or wait"
+        return text if most_waiting is None else f"{text}, of which at most {most_waiting} may wait"
+
+
+def _check_may_ever_come_in(num_requests: int, most: int) -> None:
+    if num_requests > most:
+        raise InvalidRequestError(
+            f"the request has {num_requests} prompts times completions; this server takes at most "
+            f"{most} at once. Send fewer."
         )
 
 

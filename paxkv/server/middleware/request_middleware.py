@@ -67,23 +67,34 @@ class RequestIdMiddleware:
 
 
 class HeaderLimitMiddleware:
-    """Answers 431 to a request whose first line and headers are too long.
+    """Answers 431 to a request whose first line and headers are too long, or too many.
 
     h11 refuses them while they are incomplete; what comes in one piece it takes whatever its size.
     """
 
-    def __init__(self, app: ASGIApp, *, max_header_bytes: int) -> None:
+    def __init__(
+        self, app: ASGIApp, *, max_header_bytes: int, max_header_count: int | None = None
+    ) -> None:
         self._app = app
         self._max_header_bytes = max_header_bytes
+        self._max_header_count = max_header_count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and _num_header_bytes(scope) > self._max_header_bytes:
-            error = HeadersTooLargeError(
-                f"the request's first line and headers are over {self._max_header_bytes} bytes."
-            )
+        excess = self._excess(scope) if scope["type"] == "http" else None
+        if excess is not None:
+            error = HeadersTooLargeError(excess)
             await error_response(error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
+
+    def _excess(self, scope: Scope) -> str | None:
+        """What is over a limit; None if nothing is."""
+        if _num_header_bytes(scope) > self._max_header_bytes:
+            return f"the request's first line and headers are over {self._max_header_bytes} bytes."
+        most, num_headers = self._max_header_count, len(scope["headers"])
+        if most is not None and num_headers > most:
+            return f"the request has {num_headers} headers; this server takes at most {most}."
+        return None
 
 
 def _num_header_bytes(scope: Scope) -> int:

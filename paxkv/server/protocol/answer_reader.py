@@ -26,15 +26,26 @@ class CallPart:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class AnswerPart:
-    """What a piece of text brought."""
+    """What a piece of text brought: thoughts, and after them content and calls.
+
+    Args:
+        pieces: Content and parts of calls, in the order of the text.
+    """
 
     reasoning: str = ""
-    content: str = ""
-    calls: list[CallPart] = dataclasses.field(default_factory=list)
+    pieces: list[str | CallPart] = dataclasses.field(default_factory=list)
+
+    @property
+    def content(self) -> str:
+        return "".join(piece for piece in self.pieces if isinstance(piece, str))
+
+    @property
+    def calls(self) -> list[CallPart]:
+        return [piece for piece in self.pieces if isinstance(piece, CallPart)]
 
     @property
     def is_empty(self) -> bool:
-        return not (self.reasoning or self.content or self.calls)
+        return not (self.reasoning or self.pieces)
 
 
 class AnswerReader:
@@ -87,7 +98,7 @@ class AnswerReader:
                 self._thought_counter.note(self._reasoning_parser)
         part = AnswerPart(reasoning=split.reasoning if self._include_reasoning else "")
         if self._tool_parser is None:
-            part.content = split.content
+            part.pieces += [split.content] if split.content else []
             return part
         events = self._tool_parser.feed(split.content)
         if is_last:
@@ -98,7 +109,7 @@ class AnswerReader:
 
     def _take(self, event: ToolEvent, part: AnswerPart) -> None:
         if isinstance(event, ContentPart):
-            part.content += event.text
+            part.pieces += [event.text] if event.text else []
             return
         max_calls = self._tool_use.max_calls
         if max_calls is not None and event.index >= max_calls:
@@ -106,8 +117,10 @@ class AnswerReader:
         if isinstance(event, CallStart):
             self.num_calls += 1
             call_id = f"chatcmpl-tool-{uuid.uuid4().hex}"
-            part.calls.append(CallPart(index=event.index, id=call_id, name=event.name))
-        elif part.calls and part.calls[-1].index == event.index:
-            part.calls[-1].arguments += event.text
+            part.pieces.append(CallPart(index=event.index, id=call_id, name=event.name))
+            return
+        last = part.pieces[-1] if part.pieces else None
+        if isinstance(last, CallPart) and last.index == event.index:
+            last.arguments += event.text
         else:
-            part.calls.append(CallPart(index=event.index, arguments=event.text))
+            part.pieces.append(CallPart(index=event.index, arguments=event.text))

@@ -64,3 +64,4 @@ class ChatBody(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage | None | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_text: str | UnsetType = UNSET

@@ -2,7 +2,7 @@
 
 import reprlib
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -78,6 +78,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     # "auto" alone is a string that the engine takes.
     truncate_prompt_tokens: int | str | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    stream_interval: Annotated[int, Meta(ge=1)] | None = None
     echo: bool | None = False
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
@@ -108,6 +110,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_choices if self.best_of is None else self.best_of
 
 
+_RequestT = TypeVar("_RequestT", bound=GenerationRequest)
+
+
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     """The body of POST /v1/completions. `prompt` has more forms than a struct can name."""
 
@@ -132,6 +137,7 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     tools: list[dict[str, object]] | None = None
     tool_choice: str | dict[str, object] | None = None
     parallel_tool_calls: bool | None = True
+    return_prompt_text: bool | None = None
 
 
 def parse_completion(fields: Mapping[str, object]) -> CompletionRequest:
@@ -160,6 +166,15 @@ def parse_chat(fields: Mapping[str, object]) -> ChatCompletionRequest:
         add_generation_prompt=request.add_generation_prompt,
     )
     return request
+
+
+def with_usage(request: _RequestT) -> _RequestT:
+    """The same request; a stream has token counts at its end, whatever its `stream_options` are."""
+    if not request.stream:
+        return request
+    options = request.stream_options or StreamOptions()
+    options = msgspec.structs.replace(options, include_usage=True)
+    return msgspec.structs.replace(request, stream_options=options)
 
 
 def check_generation_prompt(
@@ -226,6 +241,7 @@ def prompt_with_options(
     options: dict[str, object] = {key: prompt, "add_special_tokens": add_special_tokens}
     if request.truncate_prompt_tokens is not None:
         options["truncate_prompt_tokens"] = request.truncate_prompt_tokens
+        options["truncation_side"] = request.truncation_side
     if request.cache_salt is not None:
         options["cache_salt"] = request.cache_salt
     return options

@@ -53,10 +53,11 @@ class ResponseWriter:
         events: list[ResponseEvent] = []
         if part.reasoning:
             events += self._write_text(ReasoningItem, part.reasoning)
-        if part.content:
-            events += self._write_text(MessageItem, part.content)
-        for call in part.calls:
-            events += self._write_call(call)
+        for piece in part.pieces:
+            if isinstance(piece, str):
+                events += self._write_text(MessageItem, piece)
+            else:
+                events += self._write_call(piece)
         return events
 
     def end(self, *, is_complete: bool) -> list[ResponseEvent]:

@@ -78,6 +78,9 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     background: bool | None = False
     include: list[str] | None = None
     truncation: Literal["auto", "disabled"] | None = None
+    # What OpenAI sorts its customers' requests by; they change no answer.
+    prompt_cache_key: str | None = None
+    service_tier: str | None = None
 
     @property
     def effort(self) -> object:

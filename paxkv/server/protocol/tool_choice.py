@@ -15,7 +15,7 @@ from paxkv.text.tool_parsers.tool_parser import ToolParser
 
 MAX_TOOLS = 128
 # OpenAI's rule for the names of functions; dots are common all the same.
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
+TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ def checked_tools(tools: list[dict[str, object]]) -> dict[str, Mapping[str, obje
     for k, tool in enumerate(tools):
         function = tool.get("function") if tool.get("type") == "function" else None
         name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
+        if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
             raise InvalidRequestError(
                 f'tools[{k}] must be {{"type": "function", "function": {{"name": "...", '
                 f'"parameters": {{...}}}}}}, its name of letters, digits, "_", "-" and ".", got '

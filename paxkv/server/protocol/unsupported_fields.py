@@ -9,6 +9,39 @@ from paxkv.errors import UnsupportedFeatureError
 # Field -> the values that ask for nothing. null always does.
 NeutralValues = Mapping[str, tuple[object, ...]]
 
+# Why a field is refused, or what to use instead; half a sentence.
+REASONS: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        "use structured_outputs",
+    ),
+    "logits_processors": "the server loads no code that a request names",
+    "kv_transfer_params": "KV caches are not transferred between servers",
+    "ec_transfer_params": "models take only text, so there is no encoder cache",
+    "vllm_xargs": "the server has no extensions that would read it",
+    "thinking_token_budget": (
+        "thoughts are not limited by themselves; max_tokens limits thoughts and answer together"
+    ),
+    "repetition_detection": "repeated tokens do not end an answer; use repetition_penalty",
+    "logprob_token_ids": (
+        "log-probabilities are those of the most likely tokens; use logprobs or top_logprobs"
+    ),
+    "return_token_offsets": (
+        "character offsets are in answers of the render routes, which this server does not have"
+    ),
+    "routed_experts_prompt_start": "mixture-of-experts models are not supported",
+    "watermarking": "answers are not watermarked",
+    "session_id": "requests do not belong to sessions",
+    **dict.fromkeys(
+        ("mm_processor_kwargs", "media_io_kwargs", "return_mm_kwargs"), "models take only text"
+    ),
+    "suffix": "models continue a text and do not fill gaps",
+    "prompt_embeds": "prompts are text or token ids",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "conversation": "use previous_response_id",
+    "include_reasoning": "answers contain the thoughts that --reasoning-parser finds",
+}
 _BOTH_ENDPOINTS: NeutralValues = {
     # vLLM's names before `structured_outputs`.
     "guided_json": (),
@@ -16,10 +49,22 @@ _BOTH_ENDPOINTS: NeutralValues = {
     "guided_choice": (),
     "guided_grammar": (),
     "logits_processors": ([],),
-    "kv_transfer_params": (),
+    "kv_transfer_params": ({},),
     "vllm_xargs": ({},),
+    "suffix": ("",),
+    "prompt_embeds": (),
+    # Newer than vLLM 0.16.
+    "thinking_token_budget": (),
+    "repetition_detection": (),
+    "logprob_token_ids": ([],),
+    "return_token_offsets": (False,),
+    "routed_experts_prompt_start": (),
+    "watermarking": (False,),
+    "session_id": (),
+    "ec_transfer_params": ({},),
+    "return_mm_kwargs": (False,),
 }
-COMPLETION_FIELDS: NeutralValues = {**_BOTH_ENDPOINTS, "suffix": ("",), "prompt_embeds": ()}
+COMPLETION_FIELDS: NeutralValues = _BOTH_ENDPOINTS
 CHAT_FIELDS: NeutralValues = {
     **_BOTH_ENDPOINTS,
     # OpenAI's names before `tools`.
@@ -31,6 +76,7 @@ CHAT_FIELDS: NeutralValues = {
     "verbosity": ("medium",),
     "web_search_options": (),
     "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
 }
 RESPONSES_FIELDS: NeutralValues = {
     "conversation": (),
@@ -41,8 +87,18 @@ RESPONSES_FIELDS: NeutralValues = {
     # vLLM's, for models of one format.
     "enable_response_messages": (False,),
     "previous_input_messages": (),
+    "mm_processor_kwargs": ({},),
+    "vllm_xargs": ({},),
+    # Newer than vLLM 0.16.
+    "include_reasoning": (True,),
+    "watermarking": (False,),
+    "session_id": (),
+    "media_io_kwargs": ({},),
+    "return_mm_kwargs": (False,),
+    "kv_transfer_params": ({},),
+    "ec_transfer_params": ({},),
 }
-TOKENIZE_FIELDS: NeutralValues = {"mm_processor_kwargs": ({},)}
+TOKENIZE_FIELDS: NeutralValues = {"mm_processor_kwargs": ({},), "media_io_kwargs": ({},)}
 # A beam search ranks tokens by the model's own probabilities and ends at EOS or max_tokens alone.
 BEAM_SEARCH_FIELDS: NeutralValues = {
     "top_p": (1,),
@@ -92,8 +148,9 @@ def refuse_unsupported(
         if value is None or any(_is_same(value, v) for v in neutral):
             continue
         remedy = f" or send {msgspec.json.encode(neutral[0]).decode()}" if neutral else ""
+        reason = f": {REASONS[name]}" if name in REASONS else ""
         raise UnsupportedFeatureError(
-            f"{path}{name} is not supported {when}; leave it out{remedy}.",
+            f"{path}{name} is not supported {when}{reason}; leave it out{remedy}.",
             param=f"{path}{name}",
         )
 

@@ -27,12 +27,14 @@ from paxkv.server.protocol.openai_protocol import (
     check_model,
     parse_chat,
     prompt_with_options,
+    with_usage,
 )
 from paxkv.server.protocol.openai_responses import UsageCounter, prompt_logprobs
 from paxkv.server.protocol.sampling_fields import chat_sampling_params
 from paxkv.server.protocol.sse import EventStreamResponse
 from paxkv.server.protocol.structured_fields import with_server_settings
 from paxkv.server.protocol.tool_choice import ToolUse, tool_use
+from paxkv.server.stream_interval import in_intervals
 from paxkv.text.reasoning_parser import REASONING_PARSERS, thought_token_ids
 from paxkv.text.thought_counter import ThoughtCounter
 
@@ -51,9 +53,10 @@ class ChatRoutes:
     async def create(self, request: Request) -> Response:
         """Answers the conversation of the body, in one piece or as a stream."""
         body = await read_body(request, parse_chat, max_body_bytes=self._config.max_body_bytes)
+        if self._config.enable_force_include_usage:
+            body = with_usage(body)
         check_model(body.model, self._engine.model_info)
         chat = await start_chat(body, self._engine, self._generator, self._config)
-        outputs = chat.outputs
         choices = ChatChoices(
             body,
             chat.tool_use,
@@ -63,8 +66,8 @@ class ChatRoutes:
         )
         chat_id = f"chatcmpl-{body.request_id or request.state.request_id}"
         if body.stream:
-            return await EventStreamResponse.start(self._chunks(outputs, choices, body, chat_id))
-        whole = await self._whole(outputs, choices, body, chat_id)
+            return await EventStreamResponse.start(self._chunks(chat, choices, body, chat_id))
+        whole = await self._whole(chat, choices, body, chat_id)
         return Response(msgspec.json.encode(whole), media_type="application/json")
 
     def _usage_counter(self, made: ChatChoices) -> UsageCounter:
@@ -74,7 +77,7 @@ class ChatRoutes:
 
     async def _whole(
         self,
-        outputs: IndexedOutputs,
+        chat: "StartedChat",
         made: ChatChoices,
         body: ChatCompletionRequest,
         chat_id: str,
@@ -82,8 +85,10 @@ class ChatRoutes:
         usage = self._usage_counter(made)
         choices: list[ChatChoice] = []
         shown: dict[str, object] = {}
-        async with aclosing(outputs):
-            async for prompt_idx, output in outputs:
+        if body.return_prompt_text:
+            shown["prompt_text"] = chat.prompt_text
+        async with aclosing(chat.outputs):
+            async for prompt_idx, output in chat.outputs:
                 usage.note_prompt(prompt_idx, output)
                 usage.add_tokens(output)
                 choices += [made.whole(completion) for completion in output.outputs]
@@ -103,7 +108,7 @@ class ChatRoutes:
 
     async def _chunks(
         self,
-        outputs: IndexedOutputs,
+        chat: "StartedChat",
         made: ChatChoices,
         body: ChatCompletionRequest,
         chat_id: str,
@@ -118,13 +123,15 @@ class ChatRoutes:
             usage=None if body.include_usage else UNSET,
         )
         firsts = made.first_chunks()
-        async with aclosing(outputs):
-            async for prompt_idx, output in outputs:
+        async with aclosing(chat.outputs):
+            async for prompt_idx, output in chat.outputs:
                 usage.note_prompt(prompt_idx, output)
                 while firsts:
                     so_far = {"usage": usage.usage()} if body.has_continuous_usage else {}
                     if body.return_token_ids:
                         so_far["prompt_token_ids"] = output.prompt_token_ids
+                    if body.return_prompt_text:
+                        so_far["prompt_text"] = chat.prompt_text
                     yield msgspec.structs.replace(chunk, choices=[firsts.pop(0)], **so_far)
                 for completion in output.outputs:
                     usage.completion_tokens += len(completion.token_ids)
@@ -141,6 +148,7 @@ class StartedChat:
     """A chat on its way.
 
     Args:
+        prompt_text: What the chat template made of the messages.
         sampling_params: With the defaults of what its body leaves out.
         starts_thinking: Whether its answers begin with thoughts; None where nobody tells them
             apart.
@@ -148,6 +156,7 @@ class StartedChat:
     """
 
     outputs: IndexedOutputs
+    prompt_text: str
     sampling_params: SamplingParams | BeamSearchParams
     tool_use: ToolUse
     starts_thinking: bool | None
@@ -184,7 +193,7 @@ async def start_chat(
         engine,
         body.messages,
         add_generation_prompt=body.add_generation_prompt is not False,
-        template_kwargs=template_kwargs,
+        template_kwargs=config.default_chat_template_kwargs.with_request(template_kwargs),
         tools=tools.tools,
         documents=body.documents,
         continue_final_message=bool(body.continue_final_message),
@@ -204,8 +213,11 @@ async def start_chat(
         priority=body.priority or 0,
         stream=bool(body.stream),
     )
+    if body.stream:
+        outputs = in_intervals(outputs, body.stream_interval or config.stream_interval)
     return StartedChat(
         outputs=outputs,
+        prompt_text=text,
         sampling_params=sampling_params,
         tool_use=tools,
         starts_thinking=starts_thinking,

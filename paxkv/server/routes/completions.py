@@ -23,6 +23,7 @@ from paxkv.server.protocol.openai_protocol import (
     completion_prompts,
     parse_completion,
     prompt_with_options,
+    with_usage,
 )
 from paxkv.server.protocol.openai_responses import (
     CompletionBody,
@@ -32,6 +33,7 @@ from paxkv.server.protocol.openai_responses import (
 from paxkv.server.protocol.sampling_fields import completion_sampling_params
 from paxkv.server.protocol.sse import EventStreamResponse
 from paxkv.server.protocol.structured_fields import with_server_settings
+from paxkv.server.stream_interval import in_intervals
 
 
 class CompletionRoutes:
@@ -57,6 +59,8 @@ class CompletionRoutes:
             priority=body.priority or 0,
             stream=bool(body.stream),
         )
+        if body.stream:
+            outputs = in_intervals(outputs, body.stream_interval or self._config.stream_interval)
         completion_id = f"cmpl-{body.request_id or request.state.request_id}"
         if body.stream:
             return await EventStreamResponse.start(self._chunks(outputs, made, body, completion_id))
@@ -67,6 +71,8 @@ class CompletionRoutes:
         self, fields: dict[str, object]
     ) -> tuple[CompletionRequest, list[str | list[int]], SamplingParams | BeamSearchParams]:
         body = parse_completion(fields)
+        if self._config.enable_force_include_usage:
+            body = with_usage(body)
         check_model(body.model, self._engine.model_info)
         prompts = completion_prompts(body.prompt)
         sampling_params = with_server_settings(

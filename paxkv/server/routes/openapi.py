@@ -8,6 +8,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import paxkv
+from paxkv.server.protocol.anthropic.bodies import (
+    AnthropicErrorBody,
+    MessageBody,
+    TokenCountBody,
+)
+from paxkv.server.protocol.anthropic.errors import OVERLOADED_STATUS
+from paxkv.server.protocol.anthropic.request import CountTokensRequest, MessagesRequest
 from paxkv.server.protocol.chat_responses import ChatBody
 from paxkv.server.protocol.error_response import ErrorBody
 from paxkv.server.protocol.openai_protocol import ChatCompletionRequest, CompletionRequest
@@ -15,6 +22,8 @@ from paxkv.server.protocol.openai_responses import CompletionBody
 from paxkv.server.protocol.responses_bodies import DeletedResponseBody, ResponseBody
 from paxkv.server.protocol.responses_protocol import ResponsesRequest
 from paxkv.server.routes.info import ModelCard, ModelList
+from paxkv.server.routes.messages import MESSAGES_PATH
+from paxkv.server.routes.route_path import is_below
 from paxkv.server.routes.tokenizer import (
     DetokenizeBody,
     DetokenizeRequest,
@@ -28,6 +37,8 @@ _POSTS: dict[str, tuple[type[msgspec.Struct], type[msgspec.Struct], bool]] = {
     "/v1/completions": (CompletionRequest, CompletionBody, True),
     "/v1/chat/completions": (ChatCompletionRequest, ChatBody, True),
     "/v1/responses": (ResponsesRequest, ResponseBody, True),
+    MESSAGES_PATH: (MessagesRequest, MessageBody, True),
+    f"{MESSAGES_PATH}/count_tokens": (CountTokensRequest, TokenCountBody, False),
     "/tokenize": (TokenizeRequest, TokenizeBody, False),
     "/detokenize": (DetokenizeRequest, DetokenizeBody, False),
 }
@@ -48,6 +59,10 @@ _ERRORS = {
     "415": "the body is not JSON",
     "503": "the engine has ended, or too much waits for it",
 }
+_ANTHROPIC_ERRORS = _ERRORS | {
+    "503": "the engine has ended",
+    str(OVERLOADED_STATUS): "too much waits for the engine",
+}
 
 
 class OpenApiRoutes:
@@ -67,19 +82,23 @@ def openapi_document() -> dict[str, object]:
     """The document as JSON values."""
     structs = [s for reads, answers, _ in _POSTS.values() for s in (reads, answers)]
     structs += [s for s in (*_GETS.values(), *_DELETES.values()) if s is not None]
-    structs.append(ErrorBody)
+    structs += [ErrorBody, AnthropicErrorBody]
     refs, components = msgspec.json.schema_components(
         structs, schema_hook=_any_schema, ref_template=_REF_TEMPLATE
     )
     by_struct = dict(zip(structs, refs, strict=True))
     errors = {status: _answer(text, by_struct[ErrorBody]) for status, text in _ERRORS.items()}
+    anthropic_errors = {
+        status: _answer(text, by_struct[AnthropicErrorBody])
+        for status, text in _ANTHROPIC_ERRORS.items()
+    }
     paths: dict[str, object] = {}
     for path, (reads, answers, may_stream) in _POSTS.items():
         done = _answer("done", by_struct[answers])
         if may_stream:
             done["content"]["text/event-stream"] = {"schema": {"type": "string"}}
         body = {"required": True, "content": {"application/json": {"schema": by_struct[reads]}}}
-        responses = {"200": done} | errors
+        responses = {"200": done} | (anthropic_errors if is_below(path, MESSAGES_PATH) else errors)
         paths[path] = {"post": {"requestBody": body, "responses": responses}}
     without_body = [("get", *item) for item in _GETS.items()]
     without_body += [("delete", *item) for item in _DELETES.items()]

@@ -9,3 +9,8 @@ def route_path(scope: Scope) -> str:
     inside = path.removeprefix(root_path)
     # "/apiv1" is not below "/api".
     return inside if root_path and inside.startswith("/") else path
+
+
+def is_below(path: str, prefix: str) -> bool:
+    """Whether `path` is `prefix` or below it: "/v1/a/b" is below "/v1/a", "/v1/ab" is not."""
+    return path == prefix or path.startswith(f"{prefix}/")

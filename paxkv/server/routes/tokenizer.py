@@ -133,7 +133,9 @@ class TokenizerRoutes:
                 self._engine,
                 body.messages,
                 add_generation_prompt=body.add_generation_prompt is not False,
-                template_kwargs=body.chat_template_kwargs,
+                template_kwargs=self._config.default_chat_template_kwargs.with_request(
+                    body.chat_template_kwargs
+                ),
                 tools=body.tools or None,
                 continue_final_message=bool(body.continue_final_message),
                 chat_template=body.chat_template,

@@ -15,18 +15,23 @@ def test_folder_is_used_as_it_is(tmp_path):
     assert source.resolve_model_folder(str(tmp_path)) == tmp_path
 
 
+def test_revision_of_a_folder_has_no_effect_and_says_so(tmp_path, caplog):
+    assert source.resolve_model_folder(tmp_path, revision="v2") == tmp_path
+    assert "revision 'v2' has no effect" in caplog.text
+
+
 def test_hub_name_is_downloaded_without_weights_in_other_formats(tmp_path, monkeypatch):
     calls = []
 
-    def fake_download(name, allow_patterns):
-        calls.append((name, allow_patterns))
+    def fake_download(name, revision, allow_patterns):
+        calls.append((name, revision, allow_patterns))
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fake_download)
     assert source.resolve_model_folder("some-org/some-model") == tmp_path
-    source.resolve_model_folder("some-org/some-model", with_weights=False)
-    [(name, patterns), (_, small_patterns)] = calls
-    assert name == "some-org/some-model"
+    source.resolve_model_folder("some-org/some-model", with_weights=False, revision="v2")
+    [(name, revision, patterns), (_, other_revision, small_patterns)] = calls
+    assert (name, revision, other_revision) == ("some-org/some-model", None, "v2")
     assert "model-*.safetensors" in patterns
     assert not any("safetensors" in pattern for pattern in small_patterns)
     assert not any(
@@ -35,18 +40,22 @@ def test_hub_name_is_downloaded_without_weights_in_other_formats(tmp_path, monke
 
 
 def test_unreachable_hub_says_what_to_check(monkeypatch):
-    def offline(name, allow_patterns):
+    def offline(name, revision, allow_patterns):
         raise huggingface_hub.errors.LocalEntryNotFoundError("no network and not cached")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(CheckpointNotFoundError) as error:
-        source.resolve_model_folder("some-org/some-model")
-    for part in ("some-org/some-model", "no network and not cached", "Check the spelling"):
+        source.resolve_model_folder("some-org/some-model", revision="v2")
+    for part in (
+        "some-org/some-model' at revision 'v2'",
+        "no network and not cached",
+        "Check the spelling",
+    ):
         assert part in str(error.value)
 
 
 def test_failure_without_a_message_is_reported_too(monkeypatch):
-    def broken(name, allow_patterns):
+    def broken(name, revision, allow_patterns):
         raise TimeoutError
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", broken)

@@ -444,6 +444,19 @@ def test_a_prompt_may_be_cut_to_its_last_tokens() -> None:
         assert raised.value.param == "truncate_prompt_tokens"
 
 
+def test_the_end_of_a_prompt_may_be_cut_instead_of_its_beginning() -> None:
+    def cut(side: object, num_tokens: object = 3) -> list[int]:
+        prompt = {"prompt_token_ids": list(range(150)), "truncate_prompt_tokens": num_tokens}
+        return process(make(), prompt | {"truncation_side": side}).prompt_token_ids
+
+    assert cut("right") == [0, 1, 2]
+    assert cut("left") == cut(None) == [147, 148, 149]
+    assert cut("right", "auto") == list(range(len(cut("left", "auto"))))
+    with pytest.raises(InvalidRequestError, match='"left" or "right", got 3') as raised:
+        cut(3)
+    assert raised.value.param == "truncation_side"
+
+
 def _cut(
     how: object, num_tokens: int, max_tokens: int | None, *, cuts: bool = False, **changes: object
 ) -> tuple[int, int]:

@@ -23,6 +23,10 @@ def test_keys_are_shown_in_no_repr_and_no_error():
     ("settings", "words"),
     [
         ({"max_waiting_requests": -1}, "max_waiting_requests must be an integer of at least 0"),
+        ({"max_num_queued_reqs": 0}, "max_num_queued_reqs must be an integer of at least 1"),
+        ({"h11_max_header_count": 0}, "h11_max_header_count must be an integer of at least 1"),
+        ({"stream_interval": 0}, "stream_interval must be an integer of at least 1, got 0"),
+        ({"root_path": "/tokenizer_info"}, "a path of our own"),
         ({"max_header_bytes": 10}, "at least 256, got 10"),
         ({"max_connections": 0}, "at least 1, got 0"),
         ({"root_path": "api"}, "begin with a slash.*'api'"),

@@ -8,6 +8,7 @@ import pytest
 
 import paxkv.entrypoints.build
 from paxkv.config.engine_config import (
+    FIT_MEMORY,
     CacheConfig,
     EngineConfig,
     ModelConfig,
@@ -124,6 +125,49 @@ def test_positions_without_scaling_are_enough_where_the_cache_has_no_room_for_mo
     with pytest.raises(KVCacheTooSmallError, match=f"{MAX_POSITIONS}"):
         max_model_len()
     assert "no room" not in caplog.text
+
+
+def test_auto_length_is_what_the_cache_has_room_for(
+    tmp_path: Path, runner_class: type[FakeRunner]
+) -> None:
+    def max_model_len(num_blocks: int | None = None) -> int:
+        cache = CacheConfig(num_gpu_blocks_override=num_blocks)
+        model = ModelConfig(model=str(tmp_path), max_model_len=FIT_MEMORY)
+        return build_core(EngineConfig(model=model, cache=cache)).ready.model_info.max_model_len
+
+    assert max_model_len() == MAX_SCALED_POSITIONS
+    # Of 16 tokens each; one more is the null block.
+    assert max_model_len(num_blocks=1 + 2) == 32
+    runner_class.max_fitting_len = 21
+    assert max_model_len() == 21
+    runner_class.max_fitting_len = 1
+    with pytest.raises(KVCacheTooSmallError):
+        max_model_len()
+
+
+def test_another_tokenizer_brings_its_chat_template(
+    tmp_path: Path, runner_class: type[FakeRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, other = tmp_path / "model", tmp_path / "other"
+    model.mkdir()
+    other.mkdir()
+    save_tokenizer(model, chat_template="model")
+    save_tokenizer(other, chat_template="other")
+    engine = build_engine(config_for(model, tokenizer=str(other)))
+    engine.transport.close()
+    assert engine.chat_template.render([{"role": "user", "content": "a"}]) == "other"
+    asked = []
+
+    def resolve(name: object, **options: object) -> Path:
+        asked.append((name, options))
+        return other
+
+    monkeypatch.setattr("paxkv.entrypoints.build.resolve_model_folder", resolve)
+    build_core(config_for(model, revision="v1", tokenizer_revision="v2"))
+    assert asked == [
+        (str(model), {"with_weights": True, "revision": "v1"}),
+        (str(model), {"with_weights": False, "revision": "v2"}),
+    ]
 
 
 def test_compiled_programs_say_whether_the_length_was_made_shorter(

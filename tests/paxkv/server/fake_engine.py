@@ -36,6 +36,7 @@ class FakeTokenizer:
 
     special_tokens: Mapping[str, str] = {}
     special_token_ids: frozenset[int] = frozenset()
+    config: Mapping[str, object] = {"bos_token": "<s>"}
 
     def __init__(self) -> None:
         # Besides the bytes, for whoever asks for them.
@@ -57,6 +58,8 @@ class FakeTokenizer:
 
 class FakeChatTemplate:
     """[{"role": "user", "content": "hi"}] -> "<user>hi<assistant>"."""
+
+    source = "{{ messages }}"
 
     def render(
         self,

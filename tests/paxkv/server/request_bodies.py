@@ -3,6 +3,7 @@
 import msgspec
 from hypothesis import strategies as st
 
+from paxkv.server.protocol.anthropic.request import MESSAGES_FIELDS, MessagesRequest
 from paxkv.server.protocol.openai_protocol import ChatCompletionRequest, CompletionRequest
 from paxkv.server.protocol.responses_protocol import ResponsesRequest
 from paxkv.server.protocol.unsupported_fields import (
@@ -26,6 +27,7 @@ _SCALARS = st.one_of(
 _KEYS = st.one_of(
     st.sampled_from(
         ["type", "text", "role", "content", "name", "function", "parameters", "arguments"]
+        + ["input", "input_schema", "tool_use_id", "thinking"]
         + ["json", "regex", "choice", "schema", "json_schema", "format", "effort", "7", "id"]
     ),
     st.text(max_size=6),
@@ -60,9 +62,10 @@ _LIKELY = {
     "stop": st.lists(_TEXTS, max_size=3),
 }
 _STRUCTS = {
-    "/v1/completions": (CompletionRequest, COMPLETION_FIELDS, "prompt"),
-    "/v1/chat/completions": (ChatCompletionRequest, CHAT_FIELDS, "messages"),
-    "/v1/responses": (ResponsesRequest, RESPONSES_FIELDS, "input"),
+    "/v1/completions": (CompletionRequest, COMPLETION_FIELDS, ["prompt"]),
+    "/v1/chat/completions": (ChatCompletionRequest, CHAT_FIELDS, ["messages"]),
+    "/v1/responses": (ResponsesRequest, RESPONSES_FIELDS, ["input"]),
+    "/v1/messages": (MessagesRequest, MESSAGES_FIELDS, ["messages", "max_tokens"]),
 }
 
 
@@ -72,11 +75,11 @@ def _bodies(path: str) -> st.SearchStrategy[dict[str, object]]:
     # Which model is served is another question.
     names.remove("model") if "model" in names else None
     values = {name: st.one_of(_LIKELY.get(name, JSON), JSON) for name in names}
-    likely = {wanted: st.one_of(_LIKELY[wanted], _LIKELY[wanted], JSON)}
+    likely = {name: st.one_of(_LIKELY[name], _LIKELY[name], JSON) for name in wanted}
     few = st.sets(st.sampled_from(names), max_size=5)
     return few.flatmap(
         lambda chosen: st.fixed_dictionaries(
-            likely | {name: values[name] for name in chosen if name != wanted}
+            likely | {name: values[name] for name in chosen if name not in wanted}
         )
     )
 

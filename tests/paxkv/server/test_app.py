@@ -162,6 +162,8 @@ def test_malformed_json_is_400(shared_server, content, words):
         ({"use_beam_search": True, "length_penalty": "long"}, "length_penalty"),
         ({"echo": "a"}, "echo"),
         ({"suffix": "end"}, "suffix"),
+        ({"stream_interval": 0}, "stream_interval"),
+        ({"truncation_side": "middle"}, "truncation_side"),
         ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"frequency_penalty": "much"}, "frequency_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),

@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from paxkv.config.command_line import add_config_flags, config_from_arguments
-from paxkv.config.engine_config import CacheConfig, ModelConfig, SchedulerConfig
+from paxkv.config.engine_config import FIT_MEMORY, CacheConfig, ModelConfig, SchedulerConfig
 from paxkv.config.server_config import ServerConfig
 from paxkv.entrypoints.cli.arguments import add_serve_arguments, parse_arguments
 
@@ -47,8 +47,9 @@ def test_two_models_are_refused(capsys):
 @pytest.mark.parametrize(
     ("word", "nearest"),
     [
-        ("--max-num-sequences", "--max-num-seqs"),
-        ("--max_num_seqs", "--max-num-seqs"),
+        ("--max-num-seq", "--max-num-seqs"),
+        ("--max_num_sesq", "--max-num-seqs"),
+        ("--hots", "--host"),
         ("--ssl-cert-file", "--ssl-certfile"),
         ("--served-model", "--served-model-name"),
     ],
@@ -61,14 +62,16 @@ def test_unknown_flag_is_answered_with_the_nearest(capsys, word, nearest):
 
 
 def test_flag_like_none_is_told_where_to_look(capsys):
-    assert "unknown flag --zzz: --help lists" in refused(capsys, "--zzz")
+    # Words in common are not enough: the nearest flag would do something else.
+    for word in ("--zzz", "--max-num-waiting-seqs", "--request-chat-template-kwargs", "--sl"):
+        assert f"unknown flag {word}: --help lists" in refused(capsys, word)
 
 
 def test_flags_of_vllm_are_warned_of_and_change_nothing(capsys):
-    words = ["--enforce-eager", "--swap-space", "4", "-tp", "1", "--no-enable-log-requests", "m"]
+    words = ["--enforce-eager", "--swap-space", "9", "-tp", "1", "--no-enable-log-requests", "m"]
     namespace = parse(*words)
     errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 3
+    assert len(errors) == 2
     assert errors[0].startswith("paxkv: warning: --enforce-eager has no effect: ")
     assert errors[1].startswith("paxkv: warning: --swap-space has no effect: ")
     assert vars(namespace) == vars(parse("m"))
@@ -79,6 +82,41 @@ def test_vllms_names_of_our_flags_are_taken():
     namespace = parse("--scheduling-policy", "priority", "--shutdown-timeout", "7")
     assert config_from_arguments(SchedulerConfig, namespace).policy == "priority"
     assert config_from_arguments(ServerConfig, namespace).shutdown_timeout_s == 7.0
+
+
+def test_vllms_spellings_of_values_are_taken():
+    assert parse("--dtype", "half").dtype == "float16"
+    assert parse("--dtype=float").dtype == "float32"
+    for words in (("--max-model-len", "auto"), ("--max-model-len=-1",), ("--max-model-len", "-1")):
+        namespace = parse(*words)
+        assert config_from_arguments(ModelConfig, namespace).max_model_len == FIT_MEMORY
+    assert parse("--max-model-len", "8k").max_model_len == 8000
+
+
+def test_keys_of_objects_may_be_flags(capsys, tmp_path):
+    namespace = parse(
+        *("--override-generation-config.temperature", "0.5", "--compilation-config.level", "3"),
+        *("m", "--default_chat_template_kwargs.enable_thinking=false", "-O3", "-O.mode", "2"),
+    )
+    assert namespace.model == "m"
+    assert namespace.override_generation_config.temperature == 0.5
+    assert namespace.default_chat_template_kwargs.values == {"enable_thinking": False}
+    warnings = capsys.readouterr().err
+    assert warnings.count("--compilation-config has no effect") == 1
+    assert warnings.count("-O has no effect") == 1
+    assert "top_k must be an integer" in refused(capsys, "--override-generation-config.top_k", "x")
+    flag = "--override-generation-config"
+    error = refused(capsys, flag, "{}", f"{flag}.x=1")
+    assert "given as a whole and key by key" in error
+    path = tmp_path / "f.yaml"
+    path.write_text(
+        "override_generation-config.top_p: 0.5\ndefault-chat-template-kwargs.a: false\n"
+        "default-chat-template-kwargs.b_c.d: text"
+    )
+    namespace = parse("--config", str(path))
+    assert namespace.override_generation_config.top_p == 0.5
+    kwargs = namespace.default_chat_template_kwargs.values
+    assert kwargs == {"a": False, "b_c": {"d": "text"}}
 
 
 def test_several_keys_and_origins_are_lists(capsys, monkeypatch):
@@ -151,7 +189,7 @@ def test_a_model_may_have_several_names(tmp_path):
 
 def test_mistakes_of_a_file_are_those_of_a_command_line(capsys, tmp_path):
     path = tmp_path / "serve.json"
-    path.write_text('{"max-num-sequences": 1}')
+    path.write_text('{"max-num-seq": 1}')
     assert "did you mean --max-num-seqs?" in refused(capsys, "--config", str(path))
     path.write_text('{"max-num-seqs": "many"}')
     assert "such as 8192, 8k (8,000) or 8K (8,192), got 'many'" in refused(

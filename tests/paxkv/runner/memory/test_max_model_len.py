@@ -3,6 +3,7 @@
 import pytest
 
 from models import ModelConfig
+from paxkv.config.engine_config import FIT_MEMORY
 from paxkv.errors import ConfigError
 from paxkv.runner.memory.max_model_len import find_max_model_len
 
@@ -20,7 +21,9 @@ YARN = ModelConfig.from_hf(
 )
 
 
-@pytest.mark.parametrize(("asked", "found"), [(None, 2048), (40, 40), (2048, 2048)])
+@pytest.mark.parametrize(
+    ("asked", "found"), [(None, 2048), (FIT_MEMORY, 2048), (40, 40), (2048, 2048)]
+)
 def test_asked_length_counts_and_else_the_models(asked, found) -> None:
     assert find_max_model_len(asked, YARN) == found
 

@@ -103,6 +103,21 @@ def test_report_says_tokens_and_longest_requests():
         assert part in report
 
 
+@pytest.mark.parametrize("windows", [[None] * 4, [20, None], [20, 20]])
+@pytest.mark.parametrize("num_blocks", [2, 3, 7, 8, 11, 15])
+def test_longest_request_that_fits_is_told(windows, num_blocks):
+    groups = make_groups(windows)
+    config = CacheConfig(num_gpu_blocks_override=num_blocks)
+    result = plan(config, groups=groups)
+    fitting = [n for n in range(1, 101) if plan(config, None, n, groups).num_longest_reqs > 0]
+    assert result.max_fitting_len == max(fitting, default=0)
+    cpu_config = CacheConfig(cpu_kv_cache_bytes=num_blocks * result.block_bytes)
+    if result.max_fitting_len < 100:
+        with pytest.raises(KVCacheTooSmallError) as error:
+            plan(cpu_config, groups=groups)
+        assert error.value.max_fitting_len == result.max_fitting_len
+
+
 @pytest.mark.parametrize(
     ("cache_config", "memory", "remedy"),
     [

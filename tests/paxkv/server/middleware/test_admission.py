@@ -21,11 +21,11 @@ from tests.paxkv.server.fake_engine import MODEL_NAME, NO_TOKENS, FakeEngine
 COMPLETIONS = "/v1/completions"
 
 
-def _admission(max_waiting_requests, *, max_num_seqs=4, **stats):
+def _admission(max_waiting_requests, *, max_num_seqs=4, max_num_queued_reqs=None, **stats):
     engine = SimpleNamespace(
         model_info=SimpleNamespace(max_num_seqs=max_num_seqs), latest_stats=SchedulerStats(**stats)
     )
-    return Admission(engine, max_waiting_requests)
+    return Admission(engine, max_waiting_requests, max_num_queued_reqs)
 
 
 def test_without_a_bound_everybody_comes_in():
@@ -40,6 +40,21 @@ def test_places_of_the_batch_and_waiting_ones_are_all_there_are():
         assert not admission.has_room(1)
     assert admission.num_requests == admission.num_calls == 0
     assert admission.has_room(6)
+
+
+def test_running_and_waiting_requests_together_have_a_bound_of_their_own():
+    # The batch has room for 4, and 2 may wait.
+    for max_waiting in (None, 2):
+        admission = _admission(max_waiting, max_num_queued_reqs=3)
+        with admission.place_for(2):
+            assert admission.has_room(1)
+            assert not admission.has_room(2)
+            with pytest.raises(InvalidRequestError, match="at most 3 at once"):
+                admission.has_room(4)
+            assert "2 requests run or wait, 3 may run or wait" in str(admission.refusal())
+    admission = _admission(2, max_num_queued_reqs=100)
+    with admission.place_for(6):
+        assert not admission.has_room(1)
 
 
 def test_place_is_given_back_when_its_request_fails():

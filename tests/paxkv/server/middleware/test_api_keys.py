@@ -76,6 +76,24 @@ def test_inspector_shows_its_empty_page_to_anybody_and_blocks_to_who_has_a_key(s
     assert _get(server, "/inspector/blocks/1", f"Bearer {KEYS[0]}").status_code == 400
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_anthropics_header_opens_its_own_routes_alone(server, path):
+    for key, is_open in ((KEYS[0], True), (KEYS[1], True), ("sk-first-secre", False), ("", False)):
+        headers = {"x-api-key": key.encode()}
+        assert (server.client.post(path, json={}, headers=headers).status_code == 401) != is_open
+        assert server.client.get("/v1/models", headers=headers).status_code == 401
+        assert server.client.get("/v1/messages_", headers=headers).status_code == 401
+    bearer = {"Authorization": f"Bearer {KEYS[0]}"}
+    assert server.client.post(path, json={}, headers=bearer).status_code == 400
+    # One right key is enough.
+    both = bearer | {"x-api-key": "wrong"}
+    assert server.client.post(path, json={}, headers=both).status_code == 400
+    refused = server.client.post(path, json={}).json()
+    assert refused["error"]["type"] == "authentication_error"
+    assert "'x-api-key: KEY'" in refused["error"]["message"]
+    assert "x-api-key" not in _get(server).text
+
+
 def test_openai_client_with_and_without(server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEYS[0]) as client:
         assert client.completions.create(model=MODEL_NAME, prompt="a", max_tokens=1)

@@ -6,7 +6,11 @@ import http.client
 
 import pytest
 
-from paxkv.server.middleware.request_middleware import DisconnectMiddleware, RequestIdMiddleware
+from paxkv.server.middleware.request_middleware import (
+    DisconnectMiddleware,
+    HeaderLimitMiddleware,
+    RequestIdMiddleware,
+)
 
 SCOPE = {"type": "http", "headers": []}
 START = {"type": "http.response.start", "status": 200, "headers": []}
@@ -158,3 +162,24 @@ def test_a_whole_url_in_place_of_a_path_is_understood(start_server):
     assert _status_of(server, "http://anywhere:80/version?a=b") == 200
     assert _status_of(server, "HTTPS://anywhere/v1/models") == 401
     assert _status_of(server, "http://anywhere") == 404
+
+
+@pytest.mark.parametrize(
+    ("most", "num_headers", "status"), [(None, 99, 200), (3, 3, 200), (3, 4, 431)]
+)
+def test_headers_may_be_limited_in_number(most, num_headers, status):
+    async def run():
+        connection = Connection()
+
+        async def handler(scope, receive, send):
+            await send(START)
+
+        limited = HeaderLimitMiddleware(handler, max_header_bytes=4096, max_header_count=most)
+        scope = {"type": "http", "headers": [(b"a", b"b")] * num_headers}
+        await limited(scope, connection.receive, connection.send)
+        return connection.sent
+
+    first, *rest = asyncio.run(run())
+    assert first["status"] == status
+    if status == 431:
+        assert b"has 4 headers; this server takes at most 3" in rest[0]["body"]

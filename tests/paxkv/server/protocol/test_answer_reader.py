@@ -51,3 +51,12 @@ def test_thoughts_may_be_dropped_and_calls_limited():
     one = ToolUse(make_parser=HermesToolParser, max_calls=1)
     text = "<think>a</think>" + call + call
     assert _read([text], one, include_reasoning=False) == ("", "", {0: "{}"})
+
+
+def test_pieces_have_the_order_of_the_text():
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    part = AnswerReader(HERMES, starts_thinking=None).read(f"a{call}b", is_last=True)
+    first, second, third = part.pieces
+    assert (first, second.name, third) == ("a", "f", "b")
+    assert (part.content, part.calls, part.is_empty) == ("ab", [second], False)
+    assert AnswerReader(HERMES, starts_thinking=None).read("", is_last=True).is_empty

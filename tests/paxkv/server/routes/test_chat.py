@@ -6,6 +6,7 @@ import json
 import openai
 import pytest
 
+from paxkv.config.chat_template_kwargs import ChatTemplateKwargs
 from paxkv.config.engine_config import ServerConfig
 from paxkv.server.routes.chat import ChatRoutes
 from tests.paxkv.server.conftest import run_server
@@ -362,6 +363,51 @@ def test_token_ids_and_usage_come_with_every_chunk_when_asked(shared_server):
         num_told += sum(len(choice.get("token_ids", ())) for choice in chunk["choices"])
         assert chunk["usage"]["completion_tokens"] == num_told
     assert num_told == 8 + 7
+
+
+def test_prompt_text_comes_when_asked(shared_server):
+    assert _post(shared_server, return_prompt_text=True)["prompt_text"] == PROMPT
+    assert "prompt_text" not in _post(shared_server)
+    first, *rest = _stream(shared_server, return_prompt_text=True)
+    assert first["prompt_text"] == PROMPT
+    assert not any("prompt_text" in chunk for chunk in rest)
+
+
+def test_a_server_may_count_the_tokens_of_every_stream(start_server):
+    server = start_server(enable_force_include_usage=True)
+    for options in (None, {"include_usage": False}):
+        *chunks, last = _stream(server, stream_options=options)
+        assert last["usage"]["completion_tokens"] == 8 and last["choices"] == []
+        assert {chunk["usage"] for chunk in chunks} == {None}
+    first, *_ = _stream(server, stream_options={"continuous_usage_stats": True})
+    assert first["usage"]["completion_tokens"] == 0
+    body = {"prompt": "a", "stream": True, "max_tokens": 2}
+    text = server.client.post("/v1/completions", json=body).text
+    assert '"completion_tokens":2' in text
+    assert "usage" in _post(server)
+
+
+def test_events_have_as_many_tokens_as_asked(shared_server):
+    chunks = _stream(shared_server, stream_interval=3, return_token_ids=True)
+    sizes = [len(c["choices"][0].get("token_ids", ())) for c in chunks]
+    # The chunk with the role has none.
+    assert sizes == [0, 1, 3, 3, 1]
+    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    assert text == _answer(PROMPT, 8)
+
+
+def test_server_sets_interval_and_template_arguments_that_requests_may_change(start_server):
+    server = start_server(
+        stream_interval=100,
+        default_chat_template_kwargs=ChatTemplateKwargs({"tail": "<t>", "other": 1}),
+    )
+    assert len(_stream(server)) == 3
+    assert len(_stream(server, stream_interval=1)) == 9
+    assert server.engine.seen_prompts[-1]["prompt"] == PROMPT.replace("<a", "<t><a")
+    _post(server, chat_template_kwargs={"tail": "<u>"})
+    assert server.engine.seen_prompts[-1]["prompt"] == PROMPT.replace("<a", "<u><a")
+    body = server.client.post("/tokenize", json={"messages": MESSAGES}).json()
+    assert "".join(map(chr, body["tokens"])) == PROMPT.replace("<a", "<t><a")
 
 
 def test_token_ids_of_text_that_is_held_back_come_all_the_same(tool_server):

@@ -95,7 +95,11 @@ def test_n_choices_of_each_prompt_count_the_prompt_once(shared_server, fields):
     assert all(choice["logprobs"] is None for choice in whole["choices"])
 
 
-@pytest.mark.parametrize("fields", [{}, {"use_beam_search": True}], ids=["drawn", "searched"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"use_beam_search": True}, {"stream_interval": 2}],
+    ids=["drawn", "searched", "in intervals"],
+)
 def test_stream_of_n_choices_says_the_same_as_the_whole(shared_server, fields):
     body = {"prompt": [[1], [2, 3]], "n": 3, "max_tokens": 5, "logprobs": 2} | fields
     whole = shared_server.client.post("/v1/completions", json=body).json()

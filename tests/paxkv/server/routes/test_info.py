@@ -50,6 +50,7 @@ def test_a_model_answers_to_all_its_names_and_tells_the_first(start_server, name
         ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
         ("/v1/responses", {"input": "a"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
         ("/tokenize", {"prompt": "a"}),
         ("/detokenize", {"tokens": [97]}),
     ):

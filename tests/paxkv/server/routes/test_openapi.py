@@ -19,6 +19,12 @@ def _refs(value):
             yield from _refs(inner)
 
 
+@pytest.mark.parametrize("is_disabled", [False, True])
+def test_document_may_be_turned_off(is_disabled):
+    app = create_app(FakeEngine(), ServerConfig(disable_fastapi_docs=is_disabled))
+    assert ("/openapi.json" in {route.path for route in app.routes}) != is_disabled
+
+
 def test_every_path_is_a_route_with_that_method():
     app = create_app(FakeEngine(), ServerConfig())
     routes = {}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paxkv.server.routes.route_path import route_path
+from paxkv.server.routes.route_path import is_below, route_path
 
 
 @pytest.mark.parametrize(
@@ -18,3 +18,8 @@ from paxkv.server.routes.route_path import route_path
 )
 def test_root_path_is_taken_off_once(root_path, path, inside):
     assert route_path({"path": path, "root_path": root_path}) == inside
+
+
+def test_below_a_path_is_itself_and_what_follows_a_slash():
+    assert is_below("/v1/a", "/v1/a") and is_below("/v1/a/b", "/v1/a")
+    assert not is_below("/v1/ab", "/v1/a") and not is_below("/v1", "/v1/a")

@@ -135,3 +135,11 @@ def test_token_routes_name_the_bad_field(shared_server, path, fields, param):
 def test_token_that_does_not_exist_is_named_with_what_is_allowed(shared_server):
     response = shared_server.client.post("/detokenize", json={"tokens": [5, 300]})
     assert response.json()["error"]["message"] == "tokens[1] is 300; token ids are in [0, 300)."
+
+
+@pytest.mark.parametrize("name", ["mm_processor_kwargs", "media_io_kwargs"])
+def test_fields_of_media_are_refused_unless_they_are_empty(shared_server, name):
+    for value, status in (({}, 200), ({"image": {}}, 400)):
+        response = shared_server.client.post("/tokenize", json={"prompt": "a", name: value})
+        assert response.status_code == status
+    assert response.json()["error"]["param"] == name

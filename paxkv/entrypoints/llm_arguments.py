@@ -1,0 +1,81 @@
+"""Arguments of vLLM's `LLM` that paxkv's does not have: accepted, ignored, or refused."""
+
+import dataclasses
+import json
+import re
+import warnings
+from collections.abc import Mapping
+
+from paxkv.config.vllm_flags import VLLM_FLAGS, VllmFlag
+from paxkv.errors import ConfigError
+
+# Arguments whose flags `paxkv serve` has, and `LLM` has no use for.
+_SERVER_FLAGS = (
+    VllmFlag(
+        ("--disable-log-stats",),
+        "LLM writes no statistics; call get_stats",
+        neutral=(True,),
+    ),
+    VllmFlag(
+        ("--structured-outputs-config",),
+        "set the options in StructuredOutputsParams",
+        is_refused=True,
+        neutral=({},),
+    ),
+)
+_LLM_FLAGS: Mapping[str, VllmFlag] = {
+    name.removeprefix("--").replace("-", "_"): flag
+    for flag in (*VLLM_FLAGS, *_SERVER_FLAGS)
+    for name in flag.names
+    if name.startswith("--")
+}
+_FLAG_IN_TEXT = re.compile(r"--([a-z][a-z-]*)")
+
+
+def llm_flag(name: str) -> VllmFlag | None:
+    """What is known of an argument that `LLM` does not have; None if vLLM has none of this name."""
+    return _LLM_FLAGS.get(name)
+
+
+def take_vllm_arguments(arguments: Mapping[str, object]) -> dict[str, object]:
+    """The arguments without those of vLLM that ask for nothing; one warning names the ignored ones.
+
+    Raises:
+        ConfigError: An argument asks for something that paxkv does not have.
+    """
+    ignored, rest = [], {}
+    for name, value in arguments.items():
+        flag = llm_flag(name)
+        if flag is None:
+            rest[name] = value
+            continue
+        verdict = flag.verdict(value)
+        if verdict == "refused":
+            raise ConfigError(_refusal(name, value, flag))
+        if verdict == "ignored":
+            ignored.append(f"{name} ({_reason(flag)})")
+    if ignored:
+        warnings.warn(
+            f"LLM() ignores {', '.join(ignored)}. Leave them out.",
+            # The line that called LLM().
+            stacklevel=3,
+        )
+    return rest
+
+
+def json_text(value: object) -> object:
+    """An object of a setting as JSON text, as its flag has it; other values as they are."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    return json.dumps(value) if isinstance(value, Mapping) else value
+
+
+def _refusal(name: str, value: object, flag: VllmFlag) -> str:
+    accepted = [repr(neutral) for neutral in flag.neutral]
+    wanted = f" Pass {' or '.join(accepted)}, or leave it out." if accepted else " Leave it out."
+    return f"LLM() does not support {name}={value!r:.100}: {_reason(flag)}.{wanted}"
+
+
+def _reason(flag: VllmFlag) -> str:
+    """The reason with arguments instead of flags: use --kernels -> use kernels."""
+    return _FLAG_IN_TEXT.sub(lambda match: match[1].replace("-", "_"), flag.reason)

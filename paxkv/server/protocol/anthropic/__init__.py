@@ -1,0 +1,1 @@
+"""Anthropic's API: what `/v1/messages` reads and answers."""

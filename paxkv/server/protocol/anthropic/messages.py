@@ -1,0 +1,134 @@
+"""Messages and content blocks of Anthropic's API as the messages of a chat."""
+
+from collections.abc import Mapping, Sequence
+
+from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.server.protocol.chat_messages import MAX_CONTENT_PARTS
+from paxkv.server.protocol.openai_protocol import shorten
+
+# Types of blocks by the role whose messages may contain them.
+_BLOCK_TYPES = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+    "system": ("text",),
+}
+# Claude Code begins its system prompt with a block that differs in every request, so that no
+# prefix would be found in the cache. It is not meant for the model.
+_BILLING_HEADER = "x-anthropic-billing-header"
+
+
+def chat_messages_of(
+    messages: Sequence[Mapping[str, object]], system: str | Sequence[object] | None
+) -> list[dict[str, object]]:
+    """The messages of the chat: the system prompt, then every message.
+
+    A user message with tool results becomes a message of the role "tool" for each result, and one
+    with the rest.
+
+    Raises:
+        InvalidRequestError: A message or block cannot be used.
+    """
+    if not messages:
+        raise InvalidRequestError("messages must not be empty.")
+    chat: list[dict[str, object]] = []
+    if system is not None:
+        text = "".join(_system_texts("system", system))
+        chat += [{"role": "system", "content": text}] if text else []
+    for i, message in enumerate(messages):
+        chat += _chat_messages(f"messages[{i}]", message)
+    return chat
+
+
+def _chat_messages(path: str, message: Mapping[str, object]) -> list[dict[str, object]]:
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or role not in _BLOCK_TYPES:
+        raise InvalidRequestError(
+            f"{path}.role must be one of {', '.join(_BLOCK_TYPES)}, got {shorten(role)}."
+        )
+    if role == "system":
+        text = "".join(_system_texts(f"{path}.content", content))
+        return [{"role": "system", "content": text}]
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    blocks = _checked_blocks(f"{path}.content", content, _BLOCK_TYPES[role])
+    texts = [_string(where, block, "text") for where, block in blocks if block["type"] == "text"]
+    chat = {"role": role, "content": _chat_content([text for text in texts if text])}
+    if role == "assistant":
+        return [chat | _calls_and_thoughts(blocks)]
+    results = [_tool_message(where, b) for where, b in blocks if b["type"] == "tool_result"]
+    return [*results, chat] if chat["content"] or not results else results
+
+
+def _calls_and_thoughts(blocks: list[tuple[str, Mapping[str, object]]]) -> dict[str, object]:
+    """Thoughts that Anthropic encrypted (`redacted_thinking`) are left out."""
+    found: dict[str, object] = {}
+    calls = [_tool_call(where, block) for where, block in blocks if block["type"] == "tool_use"]
+    thoughts = [_string(where, b, "thinking") for where, b in blocks if b["type"] == "thinking"]
+    if calls:
+        found["tool_calls"] = calls
+    if any(thoughts):
+        found["reasoning"] = "".join(thoughts)
+    return found
+
+
+def _tool_call(path: str, block: Mapping[str, object]) -> dict[str, object]:
+    arguments = block.get("input")
+    if not isinstance(arguments, Mapping):
+        raise InvalidRequestError(f"{path}.input must be an object, got {shorten(arguments)}.")
+    function = {"name": _string(path, block, "name"), "arguments": arguments}
+    return {"id": _string(path, block, "id"), "type": "function", "function": function}
+
+
+def _tool_message(path: str, block: Mapping[str, object]) -> dict[str, object]:
+    call_id, content = _string(path, block, "tool_use_id"), block.get("content")
+    if content is None:
+        content = ""
+    if not isinstance(content, str):
+        blocks = _checked_blocks(f"{path}.content", content, ("text",))
+        content = "\n".join(_string(where, inner, "text") for where, inner in blocks)
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+def _system_texts(path: str, content: object) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    blocks = _checked_blocks(path, content, ("text",))
+    texts = [_string(where, block, "text") for where, block in blocks]
+    return [text for text in texts if not text.startswith(_BILLING_HEADER)]
+
+
+def _checked_blocks(
+    path: str, content: object, types: Sequence[str]
+) -> list[tuple[str, Mapping[str, object]]]:
+    """The blocks of a content, each after the name that errors call it."""
+    if not isinstance(content, list):
+        raise InvalidRequestError(
+            f"{path} must be a string or a list of content blocks, got {shorten(content)}."
+        )
+    if len(content) > MAX_CONTENT_PARTS:
+        raise InvalidRequestError(
+            f"{path} has {len(content)} blocks; at most {MAX_CONTENT_PARTS} fit in one message."
+        )
+    blocks = [(f"{path}[{k}]", block) for k, block in enumerate(content)]
+    for where, block in blocks:
+        if not isinstance(block, Mapping):
+            raise InvalidRequestError(f"{where} must be a content block, got {shorten(block)}.")
+        if block.get("type") not in types:
+            raise UnsupportedFeatureError(
+                f"{where}.type must be one of {', '.join(types)} here, got "
+                f"{shorten(block.get('type'))}; this server reads text only."
+            )
+    return blocks
+
+
+def _string(path: str, block: Mapping[str, object], name: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{path}.{name} must be a string, got {shorten(value)}.")
+    return value
+
+
+def _chat_content(texts: list[str]) -> str | list[dict[str, str]]:
+    if len(texts) <= 1:
+        return "".join(texts)
+    return [{"type": "text", "text": text} for text in texts]

@@ -1,0 +1,180 @@
+"""The body of POST /v1/messages, and the chat that it asks for."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.server.protocol.anthropic.messages import chat_messages_of
+from paxkv.server.protocol.anthropic.tools import chat_tool, chat_tool_choice
+from paxkv.server.protocol.json_body import convert_fields
+from paxkv.server.protocol.openai_protocol import ChatCompletionRequest, parse_chat, shorten
+from paxkv.server.protocol.sampling_fields import MAX_MAX_TOKENS, check_range
+from paxkv.server.protocol.unsupported_fields import NeutralValues, refuse_unsupported
+
+# Fields of Anthropic's API and of vLLM's that cannot be honoured here.
+MESSAGES_FIELDS: NeutralValues = {
+    "container": (),
+    "context_management": (
+        {},
+        {"edits": []},
+        # Keeps everything, which is what happens here.
+        {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    ),
+    "diagnostics": ({},),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    # The earlier name of `output_config.format`.
+    "output_format": (),
+    "speed": ("standard",),
+    # Of vLLM.
+    "ec_transfer_params": ({},),
+    "kv_transfer_params": ({},),
+    "return_mm_kwargs": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+}
+# Fields that a chat has under the same name, with the same meaning.
+_SAME_NAMES = (
+    "model",
+    "stream",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "cache_salt",
+)
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")
+_THINKING_TYPES = ("enabled", "adaptive", "disabled")
+_THINKING_DISPLAYS = ("summarized", "omitted")
+
+
+class CountTokensRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of POST /v1/messages/count_tokens: everything that changes the prompt."""
+
+    model: str | None = None
+    messages: list[dict[str, object]]
+    system: str | list[object] | None = None
+    tools: list[dict[str, object]] | None = None
+    tool_choice: dict[str, object] | None = None
+    thinking: dict[str, object] | None = None
+    output_config: dict[str, object] | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    # No effect: the server finds cached prefixes without marks.
+    cache_control: dict[str, object] | None = None
+
+
+class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
+    """The body of POST /v1/messages."""
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    stream: bool | None = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    cache_salt: str | None = None
+    # What Anthropic keeps or sorts for its customers; they change no answer.
+    metadata: dict[str, object] | None = None
+    service_tier: str | None = None
+
+
+def parse_messages(
+    fields: Mapping[str, object],
+) -> tuple[MessagesRequest, ChatCompletionRequest]:
+    """The request that a JSON object describes, and the chat that answers it.
+
+    Raises:
+        InvalidRequestError: A field is missing, has the wrong type, or cannot be honoured.
+    """
+    refuse_unsupported(fields, MESSAGES_FIELDS)
+    request = convert_fields(fields, MessagesRequest)
+    check_range("max_tokens", request.max_tokens, low=1, high=MAX_MAX_TOKENS)
+    chat = _prompt_fields(request)
+    chat |= {name: fields[name] for name in _SAME_NAMES if name in fields}
+    stops = request.stop_sequences or []
+    if not all(stops):
+        raise InvalidRequestError("stop_sequences must not contain an empty string.")
+    chat["stop"] = stops
+    chat["response_format"] = _response_format(request.output_config)
+    return request, parse_chat(chat)
+
+
+def parse_count_tokens(fields: Mapping[str, object]) -> ChatCompletionRequest:
+    """The chat whose prompt is counted.
+
+    Raises:
+        InvalidRequestError: A field is missing, has the wrong type, or cannot be honoured.
+    """
+    refuse_unsupported(fields, MESSAGES_FIELDS)
+    request = convert_fields(fields, CountTokensRequest)
+    return parse_chat(_prompt_fields(request) | {"model": request.model})
+
+
+def _prompt_fields(request: CountTokensRequest) -> dict[str, object]:
+    """The fields of a chat that decide on its prompt."""
+    messages = chat_messages_of(request.messages, request.system)
+    chat: dict[str, object] = {"messages": messages}
+    # As in Anthropic's API, an answer goes on with the assistant's last message.
+    if messages[-1]["role"] == "assistant":
+        if messages[-1].get("tool_calls"):
+            raise InvalidRequestError(
+                "the last message has tool_use blocks without results; add a user message with a "
+                "tool_result block for each of them."
+            )
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
+    if request.tools is not None:
+        chat["tools"] = [chat_tool(k, tool) for k, tool in enumerate(request.tools)]
+    if request.tool_choice is not None:
+        chat |= chat_tool_choice(request.tool_choice)
+    chat["reasoning_effort"] = _effort(request.output_config)
+    template_kwargs = dict(request.chat_template_kwargs or {})
+    if request.thinking is not None:
+        _check_thinking(request.thinking)
+        is_enabled = request.thinking["type"] != "disabled"
+        template_kwargs.setdefault("enable_thinking", is_enabled)
+        chat["include_reasoning"] = request.thinking.get("display") != "omitted"
+    chat["chat_template_kwargs"] = template_kwargs
+    return chat
+
+
+def _check_thinking(thinking: Mapping[str, object]) -> None:
+    kind, display = thinking.get("type"), thinking.get("display")
+    if kind not in _THINKING_TYPES:
+        raise UnsupportedFeatureError(
+            f"thinking.type must be one of {', '.join(_THINKING_TYPES)}, got {shorten(kind)}."
+        )
+    if display is not None and display not in _THINKING_DISPLAYS:
+        raise UnsupportedFeatureError(
+            f"thinking.display must be one of {', '.join(_THINKING_DISPLAYS)}, got "
+            f"{shorten(display)}."
+        )
+    # Advice to the model, in Anthropic's API too: `max_tokens` is the limit.
+    budget = thinking.get("budget_tokens")
+    if budget is not None and (not isinstance(budget, int) or budget < 1):
+        raise InvalidRequestError(
+            f"thinking.budget_tokens must be a number from 1 on, got {shorten(budget)}."
+        )
+
+
+def _effort(output_config: Mapping[str, object] | None) -> object:
+    effort = (output_config or {}).get("effort")
+    if effort is not None and effort not in _EFFORTS:
+        raise InvalidRequestError(
+            f"output_config.effort must be one of {', '.join(_EFFORTS)}, got {shorten(effort)}."
+        )
+    return effort
+
+
+def _response_format(output_config: Mapping[str, object] | None) -> dict[str, object] | None:
+    """{"format": {"type": "json_schema", "schema": {}}} -> a chat's `response_format`."""
+    form = (output_config or {}).get("format")
+    if form is None:
+        return None
+    schema = form.get("schema") if isinstance(form, Mapping) else None
+    if not isinstance(schema, Mapping) or form.get("type") != "json_schema":
+        raise InvalidRequestError(
+            'output_config.format must be {"type": "json_schema", "schema": {...}}, got '
+            f"{shorten(form)}."
+        )
+    return {"type": "json_schema", "json_schema": {"schema": schema}}

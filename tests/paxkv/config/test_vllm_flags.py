@@ -1,0 +1,56 @@
+"""The table of vLLM's flags: its verdicts, and that nothing in it is there twice."""
+
+import re
+
+import pytest
+
+from paxkv.config.vllm_flags import VLLM_FLAGS, accepted_values
+
+BY_NAME = {name: flag for flag in VLLM_FLAGS for name in flag.names}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "verdict"),
+    [
+        ("--tensor-parallel-size", "1", "neutral"),
+        ("--tensor-parallel-size", 1, "neutral"),
+        ("--tensor-parallel-size", True, "refused"),
+        ("--tensor-parallel-size", "2", "refused"),
+        ("--cpu-offload-gb", "0.0", "neutral"),
+        ("--cpu-offload-gb", 4, "refused"),
+        ("--quantization", "None", "neutral"),
+        ("--quantization", None, "neutral"),
+        ("--quantization", "awq", "refused"),
+        ("--speculative-config", {}, "neutral"),
+        ("--speculative-config", '{"model": "m"}', "refused"),
+        ("--kv-transfer-config", '{"kv_connector": "c"}', "refused"),
+        ("--enable-lora", False, "neutral"),
+        ("--enable-lora", True, "refused"),
+        ("--max-lora-rank", 16, "neutral"),
+        ("--max-lora-rank", 64, "refused"),
+        ("--language-model-only", True, "neutral"),
+        ("--enforce-eager", True, "ignored"),
+        ("--enforce-eager", False, "neutral"),
+        ("--logits-processors", [], "neutral"),
+        ("--logits-processors", ["a.B"], "refused"),
+        ("--model-impl", "vllm", "neutral"),
+        ("--model-impl", "transformers", "refused"),
+        ("--compilation-config", 3, "ignored"),
+        ("--compilation-config", "{", "ignored"),
+    ],
+)
+def test_neutral_values_are_told_from_others(name, value, verdict):
+    assert BY_NAME[name].verdict(value) == verdict
+
+
+def test_no_flag_is_named_twice_and_every_reason_is_half_a_sentence():
+    names = [name for flag in VLLM_FLAGS for name in flag.names]
+    assert len(names) == len(set(names))
+    assert all(re.fullmatch(r"--?[a-zA-Z0-9-]+", name) for name in names)
+    assert not [flag.reason for flag in VLLM_FLAGS if flag.reason.endswith(".")]
+
+
+def test_accepted_values_are_shown_as_a_command_line_has_them():
+    shown = [accepted_values(BY_NAME[name]) for name in ("--enable-lora", "--pooler-config")]
+    assert shown == [["off"], ["{}"]]
+    assert accepted_values(BY_NAME["--worker-extension-cls"]) == ['""']

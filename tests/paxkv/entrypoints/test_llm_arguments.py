@@ -1,0 +1,87 @@
+"""Arguments of vLLM's LLM: what asks for nothing is taken, what asks for something is refused."""
+
+import warnings
+
+import pytest
+
+from paxkv.entrypoints.llm_arguments import json_text, take_vllm_arguments
+from paxkv.errors import ConfigError
+
+# What scripts pass along, with the values that vLLM has as defaults.
+NEUTRAL = {
+    "runner": "auto",
+    "convert": "auto",
+    "tokenizer_mode": "auto",
+    "skip_tokenizer_init": False,
+    "trust_remote_code": False,
+    "allowed_local_media_path": "",
+    "allowed_media_domains": None,
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "quantization": None,
+    "swap_space": 4,
+    "cpu_offload_gb": 0,
+    "enforce_eager": False,
+    "enable_return_routed_experts": False,
+    "disable_custom_all_reduce": False,
+    "hf_token": None,
+    "hf_overrides": None,
+    "mm_processor_kwargs": None,
+    "pooler_config": None,
+    "structured_outputs_config": None,
+    "profiler_config": None,
+    "attention_config": None,
+    "kv_cache_memory_bytes": None,
+    "compilation_config": None,
+    "logits_processors": None,
+    "disable_log_stats": True,
+    "enable_lora": False,
+    "speculative_config": None,
+    "task": "auto",
+    "language_model_only": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def _warnings_are_errors():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def test_neutral_arguments_are_taken_in_silence():
+    assert take_vllm_arguments(NEUTRAL) == {}
+
+
+def test_ignored_arguments_make_one_warning_with_their_reasons():
+    given = {"enforce_eager": True, "trust_remote_code": True, "attention_backend": "FLASH_ATTN"}
+    with pytest.warns(UserWarning, match=r"LLM\(\) ignores enforce_eager \(.*XLA") as warned:
+        assert take_vllm_arguments({**given, "block_size": 32}) == {"block_size": 32}
+    (warning,) = warned
+    assert "attention_backend (use kernels instead)" in str(warning.message)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "reason"),
+    [
+        ("tensor_parallel_size", 2, "one device.* Pass 1, or leave it out"),
+        ("quantization", "fp8", "quantised weights"),
+        ("enable_lora", True, "LoRA.* Pass False"),
+        ("speculative_config", {"model": "m"}, "speculative"),
+        ("hf_overrides", {"rope_theta": 1.0}, "follows the checkpoint"),
+        ("structured_outputs_config", {"backend": "xgrammar"}, "StructuredOutputsParams"),
+        ("kv_cache_memory_bytes", 1, "use num_gpu_blocks_override"),
+    ],
+)
+def test_other_arguments_are_refused_with_the_reason(argument, value, reason):
+    with pytest.raises(ConfigError, match=rf"LLM\(\) does not support {argument}=.*{reason}"):
+        take_vllm_arguments({argument: value})
+
+
+def test_names_that_vllm_does_not_have_are_left_for_the_caller():
+    assert take_vllm_arguments({"no_such": 1}) == {"no_such": 1}
+
+
+def test_objects_of_settings_may_be_python_objects():
+    assert json_text({"endpoint": "tcp://127.0.0.1:1"}) == '{"endpoint": "tcp://127.0.0.1:1"}'
+    assert json_text(7) == 7

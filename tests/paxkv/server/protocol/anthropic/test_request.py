@@ -1,0 +1,163 @@
+"""Fields of /v1/messages become fields of a chat, or are refused by their own names."""
+
+import pytest
+
+from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.server.protocol.anthropic.request import parse_count_tokens, parse_messages
+
+HI = [{"role": "user", "content": "hi"}]
+TOOL = {"name": "f", "description": "does it", "input_schema": {"properties": {"a": {}}}}
+CALL = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+
+
+def _chat(**fields):
+    return parse_messages({"messages": HI, "max_tokens": 5} | fields)[1]
+
+
+def test_fields_with_a_counterpart_are_those_of_a_chat():
+    given = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "stream": True, "cache_salt": "s"}
+    chat = _chat(model="m", **given)
+    assert {name: getattr(chat, name) for name in given} == given
+    assert (chat.model, chat.max_tokens, chat.messages) == ("m", 5, HI)
+    assert _chat(stop_sequences=["x", "y"]).stop == ["x", "y"]
+    assert _chat(chat_template_kwargs={"a": 1}).chat_template_kwargs == {"a": 1}
+
+
+def test_fields_that_change_no_answer_are_accepted():
+    mark = {"type": "ephemeral"}
+    chat = _chat(metadata={"user_id": "u"}, service_tier="auto", cache_control=mark, unknown=1)
+    assert chat == _chat()
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected", "is_parallel"),
+    [
+        ({"type": "auto"}, "auto", True),
+        ({"type": "any", "disable_parallel_tool_use": True}, "required", False),
+        ({"type": "none"}, "none", True),
+        (
+            {"type": "tool", "name": "f", "disable_parallel_tool_use": False},
+            {"type": "function", "function": {"name": "f"}},
+            True,
+        ),
+    ],
+)
+def test_tools_and_their_choice(choice, expected, is_parallel):
+    chat = _chat(tools=[TOOL | {"type": "custom", "strict": True}], tool_choice=choice)
+    assert chat.tools == [
+        {
+            "type": "function",
+            "function": {
+                "name": "f",
+                "description": "does it",
+                "parameters": {"type": "object", "properties": {"a": {}}},
+            },
+        }
+    ]
+    assert (chat.tool_choice, chat.parallel_tool_calls) == (expected, is_parallel)
+
+
+def test_thinking_is_what_templates_call_it():
+    for thinking, is_enabled in (
+        ({"type": "enabled", "budget_tokens": 1024}, True),
+        ({"type": "adaptive", "display": "summarized"}, True),
+        ({"type": "disabled"}, False),
+    ):
+        chat = _chat(thinking=thinking)
+        assert chat.chat_template_kwargs == {"enable_thinking": is_enabled}
+        assert chat.include_reasoning is True
+    asked = {"enable_thinking": True}
+    assert _chat(thinking={"type": "disabled"}, chat_template_kwargs=asked).chat_template_kwargs
+    assert _chat(thinking={"type": "adaptive", "display": "omitted"}).include_reasoning is False
+
+
+def test_the_form_of_the_output_and_the_effort():
+    schema = {"type": "object"}
+    form = {"type": "json_schema", "schema": schema}
+    chat = _chat(output_config={"format": form, "effort": "high"})
+    assert chat.response_format == {"type": "json_schema", "json_schema": {"schema": schema}}
+    assert chat.reasoning_effort == "high"
+
+
+def test_the_answer_goes_on_with_the_assistants_last_message():
+    begun = [*HI, {"role": "assistant", "content": "the answer is ("}]
+    for chat in (_chat(messages=begun), parse_count_tokens({"messages": begun})):
+        assert chat.continue_final_message is True and chat.add_generation_prompt is False
+    with pytest.raises(InvalidRequestError, match="tool_use blocks without results"):
+        _chat(messages=[*HI, {"role": "assistant", "content": [CALL]}])
+
+
+def test_a_count_reads_what_changes_the_prompt():
+    fields = {
+        "model": "m",
+        "messages": HI,
+        "system": "s",
+        "tools": [TOOL],
+        "tool_choice": {"type": "any"},
+        "thinking": {"type": "disabled"},
+    }
+    counted, asked = parse_count_tokens(fields), _chat(**fields)
+    for name in ("model", "messages", "tools", "tool_choice", "chat_template_kwargs"):
+        assert getattr(counted, name) == getattr(asked, name)
+    with pytest.raises(UnsupportedFeatureError, match="mcp_servers"):
+        parse_count_tokens(fields | {"mcp_servers": [{}]})
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens must be in [1, "),
+        ({"messages": "hi"}, "messages: expected array"),
+        ({"system": 5}, "system: expected"),
+        ({"system": [{"type": "image"}]}, "system[0].type must be one of text here"),
+        ({"stop_sequences": "x"}, "stop_sequences: expected array"),
+        ({"stop_sequences": [""]}, "stop_sequences must not contain an empty string"),
+        ({"tools": [{"type": "web_search_20250305"}]}, "tools[0].type is 'web_search_20250305'"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema must be a JSON schema, got None"),
+        ({"tools": [TOOL | {"name": "f g"}]}, "tools[0].name must have 1 to 128 letters"),
+        ({"tools": [TOOL | {"description": 1}]}, "tools[0].description must be a string"),
+        ({"tools": [TOOL | {"defer_loading": True}]}, "tools[0].defer_loading is not supported"),
+        ({"tools": [TOOL | {"allowed_callers": ["x"]}]}, "tools[0].allowed_callers is not"),
+        ({"tools": [TOOL | {"input_examples": [{}]}]}, "tools[0].input_examples is not"),
+        ({"tool_choice": {"type": "tool"}}, 'tool_choice must be {"type": "auto"}, '),
+        ({"tool_choice": {"type": "required"}}, "tool_choice must be"),
+        ({"tool_choice": {"type": []}}, "tool_choice must be"),
+        (
+            {"tool_choice": {"type": "any", "disable_parallel_tool_use": 1}},
+            "tool_choice.disable_parallel_tool_use must be true or false",
+        ),
+        ({"thinking": {"type": "between_tools"}}, "thinking.type must be one of enabled, "),
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens must be"),
+        ({"thinking": {"type": "adaptive", "display": "x"}}, "thinking.display must be one of"),
+        ({"output_config": {"effort": "vast"}}, "output_config.effort must be one of low, "),
+        ({"output_config": {"format": {"type": "yaml"}}}, "output_config.format must be"),
+        ({"container": "c"}, "container is not supported"),
+        ({"context_management": {"edits": [{"type": "x"}]}}, "context_management is not"),
+        ({"diagnostics": {"previous_message_id": "m"}}, "diagnostics is not supported"),
+        ({"inference_geo": "eu"}, "inference_geo is not supported"),
+        ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
+        ({"output_format": {}}, "output_format is not supported"),
+        (
+            {"speed": "fast"},
+            "speed is not supported by this version of paxkv; leave it out or send",
+        ),
+        ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params is not supported"),
+        ({"vllm_xargs": {"a": 1}}, "vllm_xargs is not supported"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(fields, words):
+    with pytest.raises(InvalidRequestError) as raised:
+        _chat(**fields)
+    assert words in str(raised.value)
+
+
+def test_values_that_ask_for_nothing_are_accepted():
+    keep = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    for fields in (
+        {"context_management": keep},
+        {"speed": "standard"},
+        {"mcp_servers": []},
+        {"tools": None, "tool_choice": None, "system": None, "thinking": None},
+    ):
+        assert _chat(**fields) == _chat()

@@ -1,0 +1,72 @@
+"""Fields that cannot be honoured are refused by name and with the reason."""
+
+import pytest
+
+from paxkv.errors import UnsupportedFeatureError
+from paxkv.server.protocol.anthropic.request import MESSAGES_FIELDS, parse_messages
+from paxkv.server.protocol.openai_protocol import parse_chat, parse_completion
+from paxkv.server.protocol.responses_protocol import parse_responses
+from paxkv.server.protocol.unsupported_fields import (
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
+    REASONS,
+    RESPONSES_FIELDS,
+)
+
+MESSAGES = [{"role": "user", "content": "a"}]
+ROUTES = [
+    (parse_completion, {"prompt": "a"}, COMPLETION_FIELDS),
+    (parse_chat, {"messages": MESSAGES}, CHAT_FIELDS),
+    (parse_responses, {"input": "a"}, RESPONSES_FIELDS),
+    (parse_messages, {"messages": MESSAGES, "max_tokens": 1}, MESSAGES_FIELDS),
+]
+
+
+@pytest.mark.parametrize(
+    ("parse", "body", "name", "neutral"),
+    [(p, body, n, neutral) for p, body, fields in ROUTES for n, neutral in fields.items()],
+)
+def test_field_is_refused_by_name_except_values_that_ask_for_nothing(parse, body, name, neutral):
+    for value in (None, *neutral):
+        parse(body | {name: value})
+    with pytest.raises(UnsupportedFeatureError) as error:
+        parse(body | {name: "something"})
+    assert error.value.param == name
+    assert f"{name} is not supported by this version of paxkv" in str(error.value)
+    assert REASONS.get(name, "") in str(error.value)
+
+
+# What vLLM 0.16 or 0.32 reads, and an answer without it would look right.
+@pytest.mark.parametrize(
+    ("parse", "body", "fields"),
+    [
+        (
+            parse_completion,
+            {"prompt": "a"},
+            {"thinking_token_budget": 8, "repetition_detection": {"max_pattern_size": 4}}
+            | {"logprob_token_ids": [1], "return_token_offsets": True},
+        ),
+        (
+            parse_chat,
+            {"messages": MESSAGES},
+            {"thinking_token_budget": 8, "repetition_detection": {"max_pattern_size": 4}}
+            | {"logprob_token_ids": [1], "return_token_offsets": True, "suffix": "b"}
+            | {"prompt_embeds": "AAAA"},
+        ),
+        (
+            parse_responses,
+            {"input": "a"},
+            {"vllm_xargs": {"a": 1}, "mm_processor_kwargs": {"a": 1}, "include_reasoning": False},
+        ),
+    ],
+)
+def test_field_is_never_dropped_without_a_word(parse, body, fields):
+    for name, value in fields.items():
+        with pytest.raises(UnsupportedFeatureError, match=f"^{name} .*: {REASONS[name]}; leave"):
+            parse(body | {name: value})
+
+
+def test_every_reason_is_half_a_sentence_and_belongs_to_a_field():
+    known = {*COMPLETION_FIELDS, *CHAT_FIELDS, *RESPONSES_FIELDS}
+    assert set(REASONS) <= known
+    assert not [reason for reason in REASONS.values() if reason.endswith(".")]
