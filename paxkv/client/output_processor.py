@@ -353,16 +353,20 @@ class _CompletionState:
         if self._is_delta:
             first = self._num_taken_tokens
             self._num_taken_tokens = len(self._token_ids)
+            logprobs = self._logprobs
+            # Those that were taken are not kept: an answer's may be hundreds of megabytes.
+            self._logprobs = None if logprobs is None else []
             text = self._detokenizer.take_new_text() if self._detokenizer is not None else ""
         else:
             first = 0
+            logprobs = None if self._logprobs is None else list(self._logprobs)
             text = self._detokenizer.text if self._detokenizer is not None else ""
         return CompletionOutput(
             index=self._index,
             text=text,
             token_ids=self._token_ids[first:],
             cumulative_logprob=self._cumulative_logprob,
-            logprobs=None if self._logprobs is None else self._logprobs[first:],
+            logprobs=logprobs,
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
             times=None if self.finish_reason is None else self._completion_times(),

@@ -13,6 +13,7 @@ from paxkv.errors import (
     NeverFitsError,
     PaxkvError,
     PromptTooLongError,
+    SlowReaderError,
     UnsupportedFeatureError,
 )
 
@@ -82,6 +83,7 @@ _CODES: dict[type[PaxkvError], str] = {
     UnsupportedFeatureError: "unsupported_parameter",
     EngineDeadError: "engine_dead",
     OverloadedError: "overloaded",
+    SlowReaderError: "slow_reader",
 }
 # Statuses that come with a header.
 _HEADERS: dict[type[Exception], dict[str, str]] = {
@@ -122,7 +124,7 @@ def describe_error(error: Exception) -> tuple[int, bytes]:
         return error.http_status, error_body(
             error.http_status, str(error), param=error.param, code=code
         )
-    if isinstance(error, (EngineDeadError, OverloadedError)):
+    if isinstance(error, (EngineDeadError, OverloadedError, SlowReaderError)):
         code = _CODES.get(type(error))
         return error.http_status, error_body(error.http_status, str(error), code=code)
     _logger.error("request failed", exc_info=error)
