@@ -268,6 +268,7 @@ class _CompletionState:
         self._logprobs: list[dict[int, Logprob]] | None = [] if has_logprobs else None
         self._cumulative_logprob: float | None = 0.0 if has_logprobs else None
         self._num_cached_tokens = 0
+        self._num_preemptions = 0
         # How much a caller of kind "delta" has seen.
         self._num_taken_tokens = 0
         self.finish_reason: FinishReason | None = None
@@ -292,6 +293,7 @@ class _CompletionState:
         if new_token_ids:
             self.last_token_s = now_s
         self._num_cached_tokens = output.num_cached_tokens
+        self._num_preemptions = output.num_preemptions
         self.finish_reason = output.finish_reason
         self._stop_reason = output.stop_reason
         if self._detokenizer is not None:
@@ -370,6 +372,7 @@ class _CompletionState:
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
             times=None if self.finish_reason is None else self._completion_times(),
+            num_preemptions=self._num_preemptions,
         )
 
     def _completion_times(self) -> CompletionTimes | None:

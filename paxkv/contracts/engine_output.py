@@ -34,6 +34,7 @@ class EngineCoreOutput(
             for its first EOS. Text says why the engine itself could not go on; no token ended it.
         prompt_logprobs: With the first token of a request that asked for them: an entry for each
             token of the prompt but the first.
+        num_preemptions: Of this request so far.
     """
 
     request_id: str
@@ -43,6 +44,7 @@ class EngineCoreOutput(
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    num_preemptions: int = 0
 
 
 class RequestTimes(msgspec.Struct, frozen=True, kw_only=True, gc=False):

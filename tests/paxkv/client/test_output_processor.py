@@ -386,3 +386,10 @@ def test_logprobs_that_a_stream_has_taken_are_not_kept() -> None:
     tracemalloc.stop()
     # 200 positions of 21 tokens would be 600,000 bytes.
     assert num_bytes < 60_000
+
+
+def test_preemptions_of_a_completion_are_told() -> None:
+    caller = Caller("delta", stop=["X"])
+    assert caller.completion(b"a").num_preemptions == 0
+    assert caller.completion(b"b", num_preemptions=2).num_preemptions == 2
+    assert caller.completion(b"X", num_preemptions=2).num_preemptions == 2
