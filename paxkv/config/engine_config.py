@@ -365,6 +365,11 @@ class RunnerConfig:
         "brings the logits home at every step, and prompts' programs hold those of all tokens",
         MAX_LOGPROBS,
     )
+    check_logits: bool = setting(
+        "count requests whose logits are NaN or infinite, as vllm:corrupted_requests_total; every "
+        "step then computes log-probabilities, which takes longer",
+        False,
+    )
     enable_compilation_cache: bool = setting(
         "keep compiled programs in a folder, so that the next start with the same model, settings, "
         "device and versions loads them instead of compiling",

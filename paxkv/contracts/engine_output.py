@@ -83,6 +83,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
             block counted once.
         num_used_slots: Those that hold a computed token. Both are counted every few steps only;
             between, they are those of the last count.
+        num_corrupted_reqs: Requests that had logits that are no finite numbers, where they are
+            checked.
         num_replaced_engines: Where several engines count as one, how often another took the place
             of one that had died, while this one's start time stayed as it was.
         step_token_counts: Steps in each bucket alone of `STEP_TOKEN_BUCKETS`, and of more tokens;
@@ -113,6 +115,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_scheduled_tokens: int = 0
     num_padded_tokens: int = 0
     num_compiles_after_ready: int = 0
+    num_corrupted_reqs: int = 0
     num_replaced_engines: int = 0
     kv_block_residency: BlockResidency = BlockResidency()
     step_token_counts: tuple[int, ...] = (0,) * (len(STEP_TOKEN_BUCKETS) + 1)

@@ -42,6 +42,7 @@ COUNTERS = (
     "prompt_tokens_recomputed_total",
     "generation_tokens_total",
     "num_preemptions_total",
+    "corrupted_requests_total",
     "prefix_cache_queries_total",
     "prefix_cache_hits_total",
 )
