@@ -23,6 +23,7 @@ from paxkv.config.engine_config import (
     SchedulerConfig,
 )
 from paxkv.entrypoints.cli.arguments import add_serve_arguments, parse_arguments
+from paxkv.entrypoints.cli.command_parser import CommandParser
 from paxkv.errors import ConfigError
 from paxkv.fleet.replica_places import replica_environments
 from paxkv.package_origin import check_package_origin
@@ -67,8 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The server's flags without those of HTTP, and where the programs go."""
-    parser = argparse.ArgumentParser(
-        prog="python -m paxkv.compile",
+    parser = CommandParser(
+        prog="paxkv compile",
         description="Compiles every program that a server with the same flags needs. It then "
         "starts with `--compiled-dir` and compiles none; on another device or with other versions, "
         "another model or other settings it refuses to. Flags that shape no program change "

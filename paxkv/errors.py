@@ -5,6 +5,8 @@ PaxkvError
 │   ├── PromptTooLongError     400  prompt over max_model_len
 │   ├── NeverFitsError         400  could not fit the KV pool even alone
 │   └── UnsupportedFeatureError 400 a known field that this version cannot honour
+├── ChatTemplateError          500  the model's chat template cannot be compiled
+├── SlowReaderError            408  too much of an answer waits for its client to read
 ├── ConfigError                     a setting that cannot work; raised at construction
 │   └── KVCacheTooSmallError        the KV cache holds no request of max_model_len
 ├── TraceFileError                  a file that is no trace of this version; `paxkv.replay` exits 2
@@ -44,6 +46,16 @@ class NeverFitsError(InvalidRequestError):
 
 class UnsupportedFeatureError(InvalidRequestError):
     """A field that is part of the API but not supported by this version."""
+
+
+class ChatTemplateError(PaxkvError):
+    """The chat template that came with the model cannot be compiled; no request is at fault."""
+
+
+class SlowReaderError(PaxkvError):
+    """The client reads its stream so slowly that too much of the answer waits for it."""
+
+    http_status = 408
 
 
 class ConfigError(PaxkvError, ValueError):

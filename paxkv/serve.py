@@ -30,6 +30,7 @@ from paxkv.config.engine_config import (
 )
 from paxkv.entrypoints.build_client import build_async_client
 from paxkv.entrypoints.cli.arguments import add_serve_arguments, parse_arguments
+from paxkv.entrypoints.cli.command_parser import CommandParser
 from paxkv.entrypoints.process_logging import set_up_logging
 from paxkv.errors import ConfigError, EngineDeadError
 from paxkv.package_origin import check_package_origin
@@ -141,8 +142,8 @@ async def _end_with_engine(engine: AsyncEngineClient, server: HttpServer) -> Non
 
 def make_parser() -> argparse.ArgumentParser:
     """A command line with one flag per config field: `max_num_seqs` -> `--max-num-seqs`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m paxkv.serve",
+    parser = CommandParser(
+        prog="paxkv serve",
         description="Serves a language model over an OpenAI-compatible HTTP API.",
         allow_abbrev=False,
     )

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -31,7 +31,8 @@ class SafetensorsCheckpoint:
         Raises:
             CheckpointNotFoundError: There are no weight files, or the index names one that is
             missing.
-            CheckpointError: A file is truncated or not safetensors, or the index is malformed.
+            CheckpointError: A file is truncated or not safetensors, or the index is malformed or
+            names a file outside the folder.
         """
         self.folder = folder
         self.weights: dict[str, StoredWeight] = {}
@@ -64,6 +65,13 @@ def _list_files(folder: Path) -> list[Path]:
             f"{index_path} is not a safetensors index ({type(error).__name__}: {error}); wanted an "
             "object with a weight_map of file names. Download it again."
         ) from error
+    outside = [name for name in names if _leads_outside(name)]
+    if outside:
+        raise CheckpointError(
+            f"{index_path} names files outside its folder: {', '.join(map(repr, outside[:10]))}. "
+            "Wanted names of files in the folder. Files from elsewhere are not read: get the "
+            "checkpoint from a source that you trust."
+        )
     absent = [path.name for path in files if not path.is_file()]
     if absent:
         raise CheckpointNotFoundError(
@@ -71,6 +79,12 @@ def _list_files(folder: Path) -> list[Path]:
             f"{', '.join(absent[:10])}. Download them again."
         )
     return files
+
+
+def _leads_outside(name: str) -> bool:
+    # The name alone: in the Hub's cache the files themselves are links to another folder.
+    path = PurePath(name)
+    return path.is_absolute() or ".." in path.parts
 
 
 def _read_header(path: Path) -> dict[str, StoredWeight]:

@@ -14,7 +14,7 @@ from paxkv.client.grammar_threads import GrammarThreads
 from paxkv.client.input_processor import InputProcessor, Prompt, text_of_prompt
 from paxkv.client.long_text import run_beside_long_text
 from paxkv.client.output_processor import OutputKind, OutputProcessor
-from paxkv.client.output_stream import OutputStream
+from paxkv.client.output_stream import MAX_WAITING_BYTES, OutputStream
 from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.contracts.engine_output import (
     EngineDead,
@@ -34,7 +34,7 @@ from paxkv.contracts.engine_start import EngineReady, ModelInfo
 from paxkv.contracts.observation import BlockDetails, PrefixCacheMiss
 from paxkv.contracts.request_output import RequestOutput, TokenTotals
 from paxkv.contracts.wire import LoopTransport
-from paxkv.errors import EngineDeadError, InvalidRequestError, PaxkvError
+from paxkv.errors import EngineDeadError, InvalidRequestError, PaxkvError, SlowReaderError
 from paxkv.fleet.stats_sum import stop_running
 from paxkv.text.chat_template import ChatTemplate
 from paxkv.text.tokenizer import Tokenizer
@@ -181,7 +181,7 @@ class AsyncEngineClient:
                 await self.abort(request_id)
             while True:
                 # A loop with more to send than it can must send fewer pieces, not fall behind.
-                output = await outputs.take_all()
+                output = await outputs.take()
                 yield dataclasses.replace(output, request_id=request_id)
                 if output.finished:
                     return
@@ -448,7 +448,27 @@ class AsyncEngineClient:
             if output.finished:
                 stream.unfinished_ids.remove(output.request_id)
                 del self._streams_by_engine_id[output.request_id]
-            stream.queue.put_nowait(output)
+            stream.put(output)
+            if stream.is_over_limit:
+                self._end_slow(stream)
+
+    def _end_slow(self, stream: OutputStream) -> None:
+        """Ends a request whose reader is too slow, here and in the engine."""
+        logger.warning(
+            "request %s is ended: its client reads too slowly, and over %d MiB of its answer wait.",
+            stream.request_id,
+            MAX_WAITING_BYTES // 2**20,
+        )
+        error = SlowReaderError(
+            f"over {MAX_WAITING_BYTES // 2**20} MiB of the answer waited for the client to read; "
+            "read the stream faster, or ask for fewer completions or logprobs."
+        )
+        stream.drop(error)
+        processed = self._output_processor.abort(stream.unfinished_ids)
+        self._abort_in_engine(processed.request_ids_to_abort)
+        for engine_id in stream.unfinished_ids:
+            del self._streams_by_engine_id[engine_id]
+        stream.unfinished_ids.clear()
 
     def _end_failed(self, errors: Mapping[str, PaxkvError]) -> None:
         """Ends requests that cannot be answered, and no others."""
@@ -456,7 +476,7 @@ class AsyncEngineClient:
             stream = self._streams_by_engine_id.pop(engine_id, None)
             if stream is not None:
                 stream.unfinished_ids.remove(engine_id)
-                stream.queue.put_nowait(error)
+                stream.fail(error)
 
     def _on_reply(self, reply: UtilityReply) -> None:
         future = self._calls.get(reply.call_id)
@@ -481,7 +501,7 @@ class AsyncEngineClient:
             if not future.done():
                 future.set_exception(_dead_error(message))
         for stream in set(self._streams_by_engine_id.values()):
-            stream.queue.put_nowait(_dead_error(message))
+            stream.fail(_dead_error(message))
 
 
 def _dead_error(message: EngineDead) -> EngineDeadError:

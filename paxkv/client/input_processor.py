@@ -232,8 +232,8 @@ class InputProcessor:
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if self._tokenizer is None:
             raise InvalidRequestError(
-                "this model was loaded without a tokenizer; send the prompt as token ids "
-                "({'prompt_token_ids': [...]}).",
+                "this model was loaded without a tokenizer, so it takes no text; send the prompt "
+                "as a list of token ids, such as [1, 2, 3]. Chats need a tokenizer.",
                 param="prompt",
             )
         _check_is_unicode("prompt", text)

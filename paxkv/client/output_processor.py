@@ -268,6 +268,7 @@ class _CompletionState:
         self._logprobs: list[dict[int, Logprob]] | None = [] if has_logprobs else None
         self._cumulative_logprob: float | None = 0.0 if has_logprobs else None
         self._num_cached_tokens = 0
+        self._num_preemptions = 0
         # How much a caller of kind "delta" has seen.
         self._num_taken_tokens = 0
         self.finish_reason: FinishReason | None = None
@@ -292,6 +293,7 @@ class _CompletionState:
         if new_token_ids:
             self.last_token_s = now_s
         self._num_cached_tokens = output.num_cached_tokens
+        self._num_preemptions = output.num_preemptions
         self.finish_reason = output.finish_reason
         self._stop_reason = output.stop_reason
         if self._detokenizer is not None:
@@ -353,19 +355,24 @@ class _CompletionState:
         if self._is_delta:
             first = self._num_taken_tokens
             self._num_taken_tokens = len(self._token_ids)
+            logprobs = self._logprobs
+            # Those that were taken are not kept: an answer's may be hundreds of megabytes.
+            self._logprobs = None if logprobs is None else []
             text = self._detokenizer.take_new_text() if self._detokenizer is not None else ""
         else:
             first = 0
+            logprobs = None if self._logprobs is None else list(self._logprobs)
             text = self._detokenizer.text if self._detokenizer is not None else ""
         return CompletionOutput(
             index=self._index,
             text=text,
             token_ids=self._token_ids[first:],
             cumulative_logprob=self._cumulative_logprob,
-            logprobs=None if self._logprobs is None else self._logprobs[first:],
+            logprobs=logprobs,
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
             times=None if self.finish_reason is None else self._completion_times(),
+            num_preemptions=self._num_preemptions,
         )
 
     def _completion_times(self) -> CompletionTimes | None:

@@ -1,10 +1,15 @@
 """`OutputStream`: where the outputs of one caller's request wait for their reader."""
 
 import asyncio
-import dataclasses
 
-from paxkv.contracts.request_output import CompletionOutput, RequestOutput
+from paxkv.client.waiting_output import WaitingOutput
+from paxkv.contracts.request_output import RequestOutput
 from paxkv.errors import PaxkvError
+
+# What may wait for one reader. The text of 128 completions of a thousand tokens fits many times.
+MAX_WAITING_BYTES = 32 * 2**20
+# What a reader gets in one piece. Unpacked it takes several times as much.
+_MAX_PIECE_BYTES = 512 * 2**10
 
 
 class OutputStream:
@@ -17,65 +22,63 @@ class OutputStream:
     def __init__(self, request_id: str, *, engine_request_id: str) -> None:
         self.request_id = request_id
         self.engine_request_id = engine_request_id
-        self.queue: asyncio.Queue[RequestOutput | PaxkvError] = asyncio.Queue()
         # What the output processor follows for it.
         self.unfinished_ids: list[str] = []
         self.is_aborted = False
+        self._queue: asyncio.Queue[WaitingOutput | PaxkvError] = asyncio.Queue()
+        # The last one in the queue, until it is taken.
+        self._last_piece: WaitingOutput | None = None
+        self._num_waiting_bytes = 0
         self._error: PaxkvError | None = None
 
+    @property
+    def is_over_limit(self) -> bool:
+        """Whether more waits than may. One output may be as large as it is."""
+        return self._queue.qsize() > 1 and self._num_waiting_bytes > MAX_WAITING_BYTES
+
+    def put(self, output: RequestOutput) -> None:
+        """Adds an output. Deltas of one request that wait together become one."""
+        last = self._last_piece
+        if last is not None and last.request_id == output.request_id:
+            self._num_waiting_bytes -= last.num_bytes
+            last.pack()
+            has_room = last.num_bytes < _MAX_PIECE_BYTES
+            if has_room:
+                last.add(output)
+            self._num_waiting_bytes += last.num_bytes
+            if has_room:
+                return
+        self._last_piece = WaitingOutput(output)
+        self._num_waiting_bytes += self._last_piece.num_bytes
+        self._queue.put_nowait(self._last_piece)
+
+    def fail(self, error: PaxkvError) -> None:
+        """Ends the stream with an error, after the outputs that wait."""
+        self._last_piece = None
+        self._queue.put_nowait(error)
+
+    def drop(self, error: PaxkvError) -> None:
+        """Ends the stream with an error, and frees the outputs that wait."""
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        self._num_waiting_bytes = 0
+        self.fail(error)
+
     async def take(self) -> RequestOutput:
-        """The next output.
+        """The next output; deltas that waited together are merged.
 
         Raises:
             EngineDeadError: The engine ended instead.
             InvariantError: Its outputs cannot be made.
+            SlowReaderError: Too much waited.
         """
         if self._error is not None:
             raise self._error
-        output = await self.queue.get()
-        if isinstance(output, PaxkvError):
-            raise output
-        return output
-
-    async def take_all(self) -> RequestOutput:
-        """The outputs that are there, as one; the next one, where none is.
-
-        Raises:
-            PaxkvError: As `take`, and what came before it has been taken.
-        """
-        output = await self.take()
-        while not self.queue.empty():
-            more = self.queue.get_nowait()
-            if isinstance(more, PaxkvError):
-                self._error = more
-                break
-            output = _merge_deltas(output, more)
-        return output
-
-
-def _merge_deltas(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """Two outputs of one stream that came one behind the other, as one."""
-    by_index = {completion.index: completion for completion in first.outputs}
-    for later in second.outputs:
-        earlier = by_index.get(later.index)
-        by_index[later.index] = later if earlier is None else _merge_completions(earlier, later)
-    return dataclasses.replace(
-        second,
-        outputs=[by_index[index] for index in sorted(by_index)],
-        # A stream has them once, with its first tokens.
-        prompt_logprobs=(
-            second.prompt_logprobs if first.prompt_logprobs is None else first.prompt_logprobs
-        ),
-    )
-
-
-def _merge_completions(earlier: CompletionOutput, later: CompletionOutput) -> CompletionOutput:
-    logprobs = later.logprobs
-    if earlier.logprobs is not None:
-        logprobs = [*earlier.logprobs, *(logprobs or ())]
-    return dataclasses.replace(
-        later,
-        text=earlier.text + later.text,
-        token_ids=[*earlier.token_ids, *later.token_ids],
-        logprobs=logprobs,
-    )
+        piece = await self._queue.get()
+        if isinstance(piece, PaxkvError):
+            self._error = piece
+            raise piece
+        if piece is self._last_piece:
+            self._last_piece = None
+        self._num_waiting_bytes -= piece.num_bytes
+        return piece.output()

@@ -4,13 +4,13 @@ import argparse
 import dataclasses
 import functools
 import json
-import os
 import re
 import types
 import typing
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
+from paxkv.config.environment import words_from_environment
 from paxkv.errors import ConfigError
 
 _ConfigT = TypeVar("_ConfigT")
@@ -51,10 +51,7 @@ def config_from_arguments(config_class: type[_ConfigT], namespace: argparse.Name
         value = getattr(namespace, field.name)
         if _is_list(field_type):
             value = tuple(value)
-            variable = field.metadata.get("environment")
-            if not value and variable is not None:
-                words = os.environ.get(variable, "").split(",")
-                value = tuple(word.strip() for word in words if word.strip())
+            value = value or words_from_environment(field.metadata.get("environment", ()))
         given[field.name] = value
     return config_class(**given)
 

@@ -18,6 +18,8 @@ KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16"]
 SchedulerPolicy = Literal["fcfs", "priority"]
 PrefixCachingHashAlgo = Literal["sha256", "sha256_cbor", "xxhash"]
 KVEventPublisherKind = Literal["zmq", "null"]
+KVEventsWireFormat = Literal["vllm-0.16", "vllm-0.32"]
+KVBlockHashType = Literal["int", "bytes"]
 Kernels = Literal["auto", "xla"]
 MAX_DECODE_BURST = 64
 # A `max_model_len` that the KV cache has room for, whatever the model's own limit is.
@@ -124,7 +126,7 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KVEventsConfig:
-    """Where KV cache events go; fields are vLLM's.
+    """Where KV cache events go, and in which format. The fields are vLLM's, except the last three.
 
     Events hold the token ids of prompts, and nobody has to log in to read them. So the default
     endpoint, unlike vLLM's, is for programs of the same machine only.
@@ -138,6 +140,11 @@ class KVEventsConfig:
         hwm: Batches kept for a subscriber that reads slowly; later ones it misses.
         max_queue_size: Batches that may wait to be sent; the oldest one too many is dropped.
         topic: Begins every message; subscribers may choose by it.
+        wire_format: The version of vLLM whose subscribers can decode the events. The first one
+            cannot name KV cache groups.
+        block_hash_type: "int" sends the last 8 bytes of a hash as an integer, which is vLLM's
+            default; "bytes" sends the whole hash.
+        data_parallel_rank: Sent with each batch; the replica's number with `data_parallel_size`.
     """
 
     enable_kv_cache_events: bool = True
@@ -148,6 +155,9 @@ class KVEventsConfig:
     hwm: int = 100_000
     max_queue_size: int = 100_000
     topic: str = ""
+    wire_format: KVEventsWireFormat = "vllm-0.16"
+    block_hash_type: KVBlockHashType = "int"
+    data_parallel_rank: int = 0
 
     def __post_init__(self) -> None:
         true_or_false("enable_kv_cache_events", self.enable_kv_cache_events)
@@ -161,6 +171,9 @@ class KVEventsConfig:
                 raise ConfigError(f"{name} must be an integer in [1, 2**31), got {value!r}.")
         if not isinstance(self.topic, str):
             raise ConfigError(f"topic must be a string, got {self.topic!r}.")
+        one_of("wire_format", self.wire_format, KVEventsWireFormat.__args__)
+        one_of("block_hash_type", self.block_hash_type, KVBlockHashType.__args__)
+        at_least("data_parallel_rank", self.data_parallel_rank, 0)
 
     @staticmethod
     def from_json(text: str) -> "KVEventsConfig":
@@ -229,8 +242,10 @@ class CacheConfig:
     kv_events_config: str | None = setting(
         "JSON object: publish over ZeroMQ which KV blocks become findable and which are forgotten, "
         'as in {"endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://127.0.0.1:5558"}; '
-        "other keys: publisher (zmq or null), buffer_steps, hwm, max_queue_size, topic. Whoever "
-        "reaches the endpoint can read it, prompts' token ids included; no events if left out",
+        "other keys: publisher (zmq or null), buffer_steps, hwm, max_queue_size, topic, "
+        "wire_format (vllm-0.16 or vllm-0.32), block_hash_type (int or bytes), data_parallel_rank. "
+        "Whoever reaches the endpoint can read it, prompts' token ids included; no events if left "
+        "out",
         None,
     )
     kv_cache_metrics_sample: float = setting(
@@ -372,6 +387,11 @@ class RunnerConfig:
         "vocabulary. Above 20, they are picked out on the host: a request that asks for so many "
         "brings the logits home at every step, and prompts' programs hold those of all tokens",
         MAX_LOGPROBS,
+    )
+    check_logits: bool = setting(
+        "count requests whose logits are NaN or infinite, as vllm:corrupted_requests_total; every "
+        "step then computes log-probabilities, which takes longer",
+        False,
     )
     enable_compilation_cache: bool = setting(
         "keep compiled programs in a folder, so that the next start with the same model, settings, "

@@ -5,6 +5,7 @@ import math
 from typing import Literal
 
 from paxkv.config.chat_template_kwargs import ChatTemplateKwargs
+from paxkv.config.environment import API_KEY_VARIABLES
 from paxkv.config.setting import at_least, is_number, one_of, setting, strings, true_or_false
 from paxkv.config.structured_outputs_config import StructuredOutputsConfig
 from paxkv.errors import ConfigError
@@ -90,10 +91,11 @@ class ServerConfig:
     )
     api_key: tuple[str, ...] = setting(
         "keys, any of which a client must send as `Authorization: Bearer KEY` to use what lies "
-        "under /v1 and the admin routes. PAXKV_API_KEY, with commas between several, if left out; "
-        "other users of the machine can read flags, not variables",
+        "under /v1 and the admin routes. If left out, the environment variable PAXKV_API_KEY has "
+        "them, with commas between several; if that has none, VLLM_API_KEY likewise. Other users "
+        "of the machine can read flags, not variables",
         (),
-        environment="PAXKV_API_KEY",
+        environment=API_KEY_VARIABLES,
         is_secret=True,
     )
     ssl_keyfile: str | None = setting("private key, for HTTPS", None)

@@ -12,7 +12,7 @@ def setting(
     *,
     aliases: tuple[str, ...] = (),
     is_json: bool = False,
-    environment: str | None = None,
+    environment: tuple[str, ...] = (),
     is_secret: bool = False,
     is_hidden: bool = False,
     spellings: Mapping[str, object] | None = None,
@@ -23,7 +23,8 @@ def setting(
         help_text: Shown with its flag.
         aliases: Other names of the flag, as in `--shutdown-timeout`.
         is_json: Whether the flag of a list takes one JSON list, instead of words.
-        environment: Variable that is read where the flag is left out.
+        environment: Variables that are read where the flag is left out; the first one with a value
+            wins.
         is_secret: Leaves its value out of the config's `repr`.
         is_hidden: Leaves its flag out of `--help`; the flag is still parsed. For settings of parts
             that are not built yet.

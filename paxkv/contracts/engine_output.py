@@ -34,6 +34,7 @@ class EngineCoreOutput(
             for its first EOS. Text says why the engine itself could not go on; no token ended it.
         prompt_logprobs: With the first token of a request that asked for them: an entry for each
             token of the prompt but the first.
+        num_preemptions: Of this request so far.
     """
 
     request_id: str
@@ -43,6 +44,7 @@ class EngineCoreOutput(
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    num_preemptions: int = 0
 
 
 class RequestTimes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -81,6 +83,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
             block counted once.
         num_used_slots: Those that hold a computed token. Both are counted every few steps only;
             between, they are those of the last count.
+        num_corrupted_reqs: Requests that had logits that are no finite numbers, where they are
+            checked.
         num_replaced_engines: Where several engines count as one, how often another took the place
             of one that had died, while this one's start time stayed as it was.
         step_token_counts: Steps in each bucket alone of `STEP_TOKEN_BUCKETS`, and of more tokens;
@@ -111,6 +115,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_scheduled_tokens: int = 0
     num_padded_tokens: int = 0
     num_compiles_after_ready: int = 0
+    num_corrupted_reqs: int = 0
     num_replaced_engines: int = 0
     kv_block_residency: BlockResidency = BlockResidency()
     step_token_counts: tuple[int, ...] = (0,) * (len(STEP_TOKEN_BUCKETS) + 1)

@@ -70,6 +70,11 @@ class Executor(Protocol):
         ...
 
     @property
+    def num_corrupted_requests(self) -> int:
+        """Requests that had logits that are no finite numbers; 0 where none are checked."""
+        ...
+
+    @property
     def num_compiles_after_ready(self) -> int:
         """Programs compiled after the warm-up said that all were ready; 0 is the promise."""
         ...

@@ -7,18 +7,18 @@ little-endian bytes, which JSON carries in base64: 100,000 blocks take a few mil
 import dataclasses
 from typing import Literal
 
-import msgspec
-
 # A set to which the hashes of `BlockStored` are added, and from which those of `BlockRemoved` are
 # taken, is what can be found: content that lies in several blocks is stored once, and removed with
 # the last of them.
 
 
-class KVCacheEvent(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Base of all events; on the wire an array with the class name in front."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheEvent:
+    """Base of all events. `paxkv.engine.kv_event_formats` has what subscribers get of them."""
 
 
-class BlockStored(KVCacheEvent, frozen=True):
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BlockStored(KVCacheEvent):
     """Consecutive blocks of one request became findable.
 
     Args:
@@ -39,7 +39,8 @@ class BlockStored(KVCacheEvent, frozen=True):
     group_id: int
 
 
-class BlockRemoved(KVCacheEvent, frozen=True):
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRemoved(KVCacheEvent):
     """Hashes that no block has any more: its memory was handed out again, or it was withdrawn.
 
     A block that is only freed stays findable.
@@ -49,11 +50,13 @@ class BlockRemoved(KVCacheEvent, frozen=True):
     group_id: int
 
 
-class AllBlocksCleared(KVCacheEvent, frozen=True):
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AllBlocksCleared(KVCacheEvent):
     """Nothing can be found any more."""
 
 
-class KVEventBatch(msgspec.Struct, array_like=True, frozen=True):
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KVEventBatch:
     """Events of one step.
 
     Args:
@@ -61,7 +64,7 @@ class KVEventBatch(msgspec.Struct, array_like=True, frozen=True):
     """
 
     ts: float
-    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    events: list[KVCacheEvent]
 
 
 # Upper bounds of all buckets but the last, which has none. A block may live for milliseconds in

@@ -44,6 +44,7 @@ class CompletionOutput:
             tokenizer's EOS. Further ones of the model count as stop tokens. Where its settings left
             no token, a sentence that says so.
         times: Of a finished one that had a token.
+        num_preemptions: How often the scheduler preempted it so far.
     """
 
     index: int
@@ -54,6 +55,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     times: CompletionTimes | None = dataclasses.field(default=None, compare=False)
+    num_preemptions: int = dataclasses.field(default=0, compare=False)
 
     @property
     def finished(self) -> bool:

@@ -325,6 +325,7 @@ class EngineCore:
             self._scheduler.make_stats(count_slots=count_slots),
             num_compiling_reqs=0 if self._grammars is None else self._grammars.num_compiling,
             num_padded_tokens=self._executor.num_padded_tokens,
+            num_corrupted_reqs=self._executor.num_corrupted_requests,
             num_compiles_after_ready=self._executor.num_compiles_after_ready,
             step_token_counts=tuple(self._step_token_counts),
             engine_start_time=self._start_time,

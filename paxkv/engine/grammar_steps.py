@@ -63,6 +63,7 @@ def advance_grammars(
             request_id=request.request_id,
             new_token_ids=[],
             num_cached_tokens=request.num_cached_tokens,
+            num_preemptions=request.num_preemptions,
         )
         for request in map(scheduler.requests.get, ended)
         if request is not None

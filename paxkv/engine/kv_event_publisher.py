@@ -11,6 +11,7 @@ import zmq
 
 from paxkv.config.engine_config import KVEventsConfig
 from paxkv.contracts.observation import KVEventBatch
+from paxkv.engine.kv_event_formats import WireBatch, WireFormat
 from paxkv.errors import ConfigError, InvariantError
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class KVEventPublisher(Protocol):
 class ZmqKVEventPublisher:
     """Publishes on a PUB socket, and answers for missed batches on a ROUTER socket.
 
-        message          (topic, sequence number, msgpack of KVEventBatch)
+        message          (topic, sequence number, msgpack of WireBatch)
         replay, asked    (sequence number to start from)
         replay, answer   (sequence number, msgpack) for each batch kept from there on,
                          then (-1, empty)
@@ -60,7 +61,8 @@ class ZmqKVEventPublisher:
         self._max_queue_size = config.max_queue_size
         self._next_sequence_number = 0
         self._num_dropped = 0
-        self._queue: deque[tuple[int, KVEventBatch]] = deque()
+        self._queue: deque[tuple[int, WireBatch]] = deque()
+        self._wire_format = WireFormat(config)
         self._is_closing = threading.Event()
         sender = _Sender(config, self._queue, self._is_closing)
         self.endpoint = sender.endpoint
@@ -86,8 +88,11 @@ class ZmqKVEventPublisher:
         """
         if self._is_closing.is_set():
             raise InvariantError("events were published after close().")
+        wire_batch = self._wire_format.convert(batch)
+        if wire_batch is None:
+            return
         # Numbered before it can be dropped.
-        self._queue.append((self._next_sequence_number, batch))
+        self._queue.append((self._next_sequence_number, wire_batch))
         self._next_sequence_number += 1
         if len(self._queue) > self._max_queue_size:
             self._drop_oldest()
@@ -132,7 +137,7 @@ class _Sender:
     def __init__(
         self,
         config: KVEventsConfig,
-        queue: deque[tuple[int, KVEventBatch]],
+        queue: deque[tuple[int, WireBatch]],
         is_closing: threading.Event,
     ) -> None:
         self._queue = queue

@@ -45,6 +45,8 @@ def load_text_parts(config: ModelConfig, folder: Path) -> TextParts:
         chat_template = ChatTemplate.from_setting(config.chat_template, **options)
     else:
         chat_template = ChatTemplate.from_folder(folder, **options)
+        for problem in chat_template.find_errors() if chat_template is not None else ():
+            logger.warning("%s: %s", folder, problem)
     return TextParts(tokenizer=tokenizer, chat_template=chat_template)
 
 

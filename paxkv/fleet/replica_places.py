@@ -83,6 +83,7 @@ def replica_config(config: EngineConfig, replica: int) -> EngineConfig:
             events,
             endpoint=_own_endpoint(events.endpoint, replica, distance),
             replay_endpoint=_own_endpoint(events.replay_endpoint, replica, distance),
+            data_parallel_rank=events.data_parallel_rank + replica,
         )
         cache = dataclasses.replace(cache, kv_events_config=json.dumps(dataclasses.asdict(events)))
     return dataclasses.replace(config, scheduler=scheduler, cache=cache)

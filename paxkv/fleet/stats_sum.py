@@ -19,6 +19,7 @@ COUNTERS = (
     "num_scheduled_tokens",
     "num_padded_tokens",
     "num_compiles_after_ready",
+    "num_corrupted_reqs",
     "num_replaced_engines",
 )
 # Numbers of now, or of lately.

@@ -41,6 +41,7 @@ from paxkv.runner.programs.bucketing import SAMPLED_CHUNK_ROWS, BurstShape, Copy
 from paxkv.runner.programs.kernel_check import choose_implementation
 from paxkv.runner.programs.program_store import ProgramStore
 from paxkv.runner.programs.warmup import StepPrograms
+from paxkv.runner.sampling.logits_check import LogitsCheck
 from paxkv.runner.sampling.step_sampler import StepSampler
 from paxkv.runner.sampling.wide_logprobs import num_told_logits
 
@@ -136,6 +137,7 @@ class ModelRunner:
             block_sizes=(spec.block_size,) * num_groups,
         )
         self._num_padded_tokens = 0
+        self._logits_check = LogitsCheck() if runner_config.check_logits else None
         self._waiting_step: DeviceStep | None = None  # for its grammars
 
     @property
@@ -145,6 +147,10 @@ class ModelRunner:
     @property
     def num_padded_tokens(self) -> int:
         return self._num_padded_tokens
+
+    @property
+    def num_corrupted_requests(self) -> int:
+        return 0 if self._logits_check is None else self._logits_check.num_corrupted_requests
 
     @property
     def num_compiles_after_ready(self) -> int:
@@ -187,8 +193,10 @@ class ModelRunner:
         self._copy_blocks(scheduler_output)
         if not scheduler_output.num_scheduled_tokens:
             return FinishedStep()
+        if self._logits_check is not None:
+            self._logits_check.ask_all(self._rows.sampling_rows_np)
         built = self._builder.build(scheduler_output)
-        step = DeviceStep(built=built, rows=self._rows)
+        step = DeviceStep(built=built, rows=self._rows, logits_check=self._logits_check)
         self._launch(built, step)
         self._rows.note_drawn(built.rows_np, built.num_drawn_np)
         self._num_padded_tokens += built.num_padded_tokens

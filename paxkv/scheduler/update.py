@@ -74,6 +74,7 @@ def append_plain(
                         new_token_ids=token_ids,
                         logprobs=logprobs,
                         num_cached_tokens=request.num_cached_tokens,
+                        num_preemptions=request.num_preemptions,
                     )
                 )
                 continue
@@ -116,6 +117,7 @@ def append_until_stop(
         finish_reason=finish_reason,
         stop_reason=stop_reason,
         num_cached_tokens=request.num_cached_tokens,
+        num_preemptions=request.num_preemptions,
     )
 
 

@@ -17,6 +17,7 @@ from paxkv.server.middleware.access_log import AccessLogMiddleware
 from paxkv.server.middleware.admission import Admission
 from paxkv.server.middleware.anthropic_middleware import AnthropicMiddleware
 from paxkv.server.middleware.api_keys import ApiKeyMiddleware
+from paxkv.server.middleware.disputed_length import DisputedLengthMiddleware
 from paxkv.server.middleware.request_middleware import (
     DisconnectMiddleware,
     HeaderLimitMiddleware,
@@ -94,6 +95,7 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
 def _middleware(config: ServerConfig, metrics: ServerMetrics) -> list[Middleware]:
     """The outermost first."""
     layers = [
+        Middleware(DisputedLengthMiddleware),
         Middleware(RootPathMiddleware, root_path=config.root_path or ""),
         Middleware(RequestIdMiddleware),
         Middleware(HttpMetricsMiddleware, metrics=metrics.http),

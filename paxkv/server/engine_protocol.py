@@ -30,6 +30,10 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of one token, which may be a part of a character."""
+        ...
+
     def id_to_token(self, token_id: int) -> str | None:
         """Name in the vocabulary, or None when there is none."""
         ...

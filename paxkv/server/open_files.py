@@ -36,11 +36,14 @@ def allow_connections(max_connections: int | None) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, hard))
     num_connections = max(num_files, soft) - NUM_OTHER_FILES
     if num_connections < (max_connections or 1):
+        num_needed = (max_connections or 1) + NUM_OTHER_FILES
+        # Without room for one connection no smaller number helps.
+        smaller = "" if num_connections < 1 else f", or set --max-connections to {num_connections}"
         raise ConfigError(
             f"the process may have {max(num_files, soft)} files open, and {NUM_OTHER_FILES} are "
             f"kept for others than connections; wanted {max_connections or 1} connections. Raise "
-            "the hard limit (ulimit -Hn, or LimitNOFILE of systemd) or set a smaller "
-            "--max-connections."
+            f"the hard limit to at least {num_needed} (ulimit -Hn, or LimitNOFILE of "
+            f"systemd){smaller}."
         )
     if max_connections is not None:
         return max_connections

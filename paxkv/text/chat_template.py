@@ -10,7 +10,12 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 
-from paxkv.errors import ConfigError, InvalidRequestError, UnsupportedFeatureError
+from paxkv.errors import (
+    ChatTemplateError,
+    ConfigError,
+    InvalidRequestError,
+    UnsupportedFeatureError,
+)
 from paxkv.text.bounded_template import BoundedEnvironment, check_numbers
 from paxkv.text.tokenizer import read_json_object
 
@@ -31,6 +36,8 @@ class ChatTemplate:
         special_tokens: Such as `{"bos_token": "<s>"}`; a template may use them by these names.
         content_format: "openai" hands contents over as lists of `{"type": "text", "text": ...}`,
             "string" as strings, "auto" as the template goes through them.
+        origins: Where each template of a model was found, by its name. A template without an
+            origin came with a request, which is then at fault for what is wrong with it.
     """
 
     def __init__(
@@ -39,10 +46,12 @@ class ChatTemplate:
         *,
         special_tokens: Mapping[str, str] | None = None,
         content_format: ContentFormat = "auto",
+        origins: Mapping[str, str] | None = None,
     ) -> None:
         self._sources = {"default": source} if isinstance(source, str) else dict(source)
         self._special_tokens = dict(special_tokens or {})
         self._content_format = content_format
+        self._origins = dict(origins or {})
         self._environment = _make_environment()
         # Compiled on first use: a checkpoint with a broken template can still complete prompts.
         self._compiled: dict[str, jinja2.Template] = {}
@@ -74,10 +83,13 @@ class ChatTemplate:
         if path.is_file():
             paths.setdefault("default", path)
         if paths:
-            return cls({name: _read_template(path) for name, path in paths.items()}, **options)
+            sources = {name: _read_template(path) for name, path in paths.items()}
+            origins = {name: str(path.relative_to(folder)) for name, path in paths.items()}
+            return cls(sources, origins=origins, **options)
         path = folder / "tokenizer_config.json"
         source = _as_sources(path, read_json_object(path).get("chat_template"))
-        return cls(source, **options) if source else None
+        origins = {name: f"chat_template {name!r} of {path.name}" for name in source}
+        return cls(source, origins=origins, **options) if source else None
 
     @classmethod
     def from_setting(
@@ -110,6 +122,16 @@ class ChatTemplate:
             raise ConfigError(f"chat_template={setting!r}: {error}") from error
         return template
 
+    def find_errors(self) -> list[str]:
+        """What is wrong with the templates, each in a sentence that names it; [] is nothing."""
+        errors = []
+        for name in self._sources:
+            try:
+                self._compile(name)
+            except (ChatTemplateError, InvalidRequestError) as error:
+                errors.append(str(error))
+        return errors
+
     def render(
         self,
         messages: Sequence[Message],
@@ -132,6 +154,7 @@ class ChatTemplate:
             template_kwargs: Further variables of this model's template, such as `enable_thinking`.
 
         Raises:
+            ChatTemplateError: The model's template cannot be compiled.
             InvalidRequestError: The messages are malformed, the template refuses them, or
                 `template_kwargs` sets a variable that has an argument of its own.
         """
@@ -185,10 +208,23 @@ class ChatTemplate:
                 self._compiled[name] = self._environment.from_string(source)
             # Besides what jinja finds wrong: nesting too deep for Python's own compiler.
             except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError) as error:
-                raise InvalidRequestError(
-                    f"the chat template cannot be compiled: {error}", param="chat_template"
-                ) from error
+                raise self._compile_error(name, error) from error
         return self._compiled[name]
+
+    def _compile_error(
+        self, name: str, error: Exception
+    ) -> ChatTemplateError | InvalidRequestError:
+        origin = self._origins.get(name)
+        if origin is None:
+            return InvalidRequestError(
+                f"the chat template cannot be compiled: {error}", param="chat_template"
+            )
+        line = getattr(error, "lineno", None)
+        where = "" if line is None else f", line {line}"
+        return ChatTemplateError(
+            f"the model's chat template ({origin}{where}) cannot be compiled: {error}. Repair the "
+            "file, or start the server with --chat-template; /v1/completions needs no template."
+        )
 
 
 def _read_template(path: Path) -> str:

@@ -9,6 +9,7 @@ import tokenizers
 
 from paxkv.errors import ConfigError, InvalidRequestError
 from paxkv.text.token_bounds import find_max_chars_per_token
+from paxkv.text.token_bytes import TokenBytes
 
 _TOKEN_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
@@ -48,6 +49,7 @@ class Tokenizer:
         # Those that stand for themselves in a text: id -> as they are written.
         self.added_token_texts = {i: token.content for i, token in added_tokens.items()}
         self._token_texts: dict[int, str] = {}
+        self._bytes_of = TokenBytes(backend).of
         self._prefix_ids, self._suffix_ids = self._read_added_ids(tokenizer_config)
 
     @classmethod
@@ -120,6 +122,10 @@ class Tokenizer:
         if text is None:
             text = self._token_texts[token_id] = self._make_token_text(token_id)
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of one token. Those of an answer's tokens join to the bytes of its text."""
+        return self._bytes_of(self._backend.id_to_token(token_id), self.token_text(token_id))
 
     def _make_token_text(self, token_id: int) -> str:
         name = self._backend.id_to_token(token_id)

@@ -79,6 +79,7 @@ class ObservedRunner:
     """
 
     num_padded_tokens = 0
+    num_corrupted_requests = 0
     num_compiles_after_ready = 0
 
     def __init__(self, runner: ModelRunner, scheduler: Scheduler) -> None:

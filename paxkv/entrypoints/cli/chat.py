@@ -8,14 +8,12 @@ if __name__ == "__main__":
 
 import argparse
 import contextlib
-import os
 import sys
 from collections.abc import Sequence
 
+from paxkv.config.environment import API_KEY_VARIABLES, words_from_environment
 from paxkv.entrypoints.cli.arguments import parse_arguments
 from paxkv.entrypoints.cli.chat_client import ChatClient, ChatError
-
-_KEY_VARIABLE = "PAXKV_API_KEY"
 
 Message = dict[str, str]
 
@@ -63,7 +61,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--api-key",
         metavar="KEY",
-        help=f"{_KEY_VARIABLE} if left out, which other users cannot read",
+        help=f"if left out, the first key of {' or '.join(API_KEY_VARIABLES)}, which other users "
+        "cannot read",
     )
     parser.add_argument(
         "--ssl-ca-certs", metavar="FILE", help="who signed the certificate of an https:// server"
@@ -123,8 +122,8 @@ def answer(
 def _api_key(namespace: argparse.Namespace) -> str:
     if namespace.api_key is not None:
         return namespace.api_key
-    # The server's may hold several.
-    return os.environ.get(_KEY_VARIABLE, "").partition(",")[0].strip()
+    # The server accepts each of its keys.
+    return next(iter(words_from_environment(API_KEY_VARIABLES)), "")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from paxkv.config.engine_config import CacheConfig, ModelConfig, RunnerConfig, S
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.request_output import RequestOutput
 from paxkv.entrypoints.cli.arguments import add_serve_arguments, parse_arguments
+from paxkv.entrypoints.cli.command_parser import CommandParser
 from paxkv.errors import ConfigError, EngineDeadError, InvalidRequestError
 from paxkv.package_origin import check_package_origin
 
@@ -83,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The engine's flags, the prompts, and the most common sampling parameters."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="paxkv generate",
         description="Completes prompts here, without a server: those of --prompt, or each line of "
         "stdin.",

@@ -15,6 +15,7 @@ from paxkv.contracts.scheduler_output import (
 from paxkv.errors import InvariantError
 from paxkv.runner.batch.built_step import BuiltStep
 from paxkv.runner.batch.input_batch import CachedRequestState, InputBatch
+from paxkv.runner.sampling.logits_check import LogitsCheck
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN, read_logprobs
 from paxkv.runner.sampling.wide_logprobs import append_logits
 
@@ -42,12 +43,15 @@ class DeviceStep:
         grammar_rows: Requests that draw a token which a grammar binds, and their rows in the step.
     """
 
-    def __init__(self, *, built: BuiltStep, rows: InputBatch) -> None:
+    def __init__(
+        self, *, built: BuiltStep, rows: InputBatch, logits_check: LogitsCheck | None = None
+    ) -> None:
         self.result: jax.Array | None = None
         self.prompt_result: jax.Array | None = None
         self._logits_np: np.ndarray | None = None
         self._built = built
         self._rows = rows
+        self._logits_check = logits_check
         # A request may be gone when the tokens come home, and its row another's; or it may have
         # lost its row, and got one again.
         self._num_row_changes = rows.num_changes
@@ -152,6 +156,9 @@ class DeviceStep:
             found_np = prompt_np[span.start : span.start + span.num_tokens, :width]
             prompt_results_np[span.position : span.position + span.num_tokens] = found_np
         req_ids = self._built.req_ids
+        if self._logits_check is not None:
+            num_drawn_np, unfinished = self._built.num_drawn_np, self._rows.requests.keys()
+            self._logits_check.look(req_ids, num_drawn_np, result_np, unfinished=unfinished)
         sampled_token_ids = self._take_tokens(result_np)
         return ModelRunnerOutput(
             req_ids=req_ids,

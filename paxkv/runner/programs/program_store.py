@@ -37,6 +37,7 @@ _SUFFIX = ".program"
 _TEMPORARY = ".being-written"
 _OUR_FILES = (_SUFFIX, _INDEX_FILE, _TEMPORARY)
 _DIGEST_BYTES = 32
+_PROBE_BYTES = 2**16
 _NUM_BLOCKS = "number of KV blocks"
 # Folders of other versions and settings go when nobody has started with them for so long.
 _FORGET_AFTER_S = 30 * 24 * 3600
@@ -54,16 +55,24 @@ class ProgramFolder:
     Args:
         devices: What programs run on.
         has_all: A program that is missing or damaged is an error; otherwise it is compiled.
-        must_keep: A program that cannot be kept is an error; otherwise it is logged.
+        must_keep: A program that cannot be kept is an error; otherwise the first one is logged.
+        is_warned: The user knows already that no program can be kept.
     """
 
     def __init__(
-        self, path: Path, devices: Sequence[jax.Device], *, has_all: bool, must_keep: bool
+        self,
+        path: Path,
+        devices: Sequence[jax.Device],
+        *,
+        has_all: bool,
+        must_keep: bool,
+        is_warned: bool = False,
     ) -> None:
         self.path = path
         self._devices = list(devices)
         self._has_all = has_all
         self._must_keep = must_keep
+        self._is_warned = is_warned
 
     def load(self, shape: ProgramShape) -> Compiled | None:
         """The program of `shape`, ready to be called; None if it has to be compiled.
@@ -105,7 +114,12 @@ class ProgramFolder:
             message = f"the program of {shape} cannot be kept in {self.path}: {error}."
             if self._must_keep:
                 raise ConfigError(message) from error
-            logger.warning("%s The next start compiles it again.", message)
+            if not self._is_warned:
+                logger.warning(
+                    "%s The next start compiles it again, and others for which this is not said.",
+                    message,
+                )
+            self._is_warned = True
 
     def _refuse(self, path: Path, problem: str) -> None:
         message = f"the compiled program {path} cannot be read: {problem}."
@@ -140,13 +154,29 @@ class ProgramCache:
 
     Args:
         root: Holds a folder for each identity; those that nobody used for 30 days are
-            deleted, and all but the 32 that were used last.
-        is_required: It is an error if programs cannot be kept there; otherwise it is logged.
+            deleted, and all but the 32 that were used last. Where it cannot be written, the engine
+            starts all the same, and a warning says so.
     """
 
-    def __init__(self, root: Path, *, is_required: bool) -> None:
+    def __init__(self, root: Path) -> None:
         self._root = root
-        self._is_required = is_required
+        self._is_warned = False
+
+    def check(self) -> None:
+        """Finds out at once, and not after minutes of compiling, whether programs can be kept.
+
+        Raises:
+            ConfigError: Others may write to the folder, so that it cannot be trusted.
+        """
+        try:
+            _make_folder(self._root)
+            # A full disk may still have room for a name.
+            with tempfile.TemporaryFile(dir=self._root) as file:
+                file.write(bytes(_PROBE_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            self._warn(error)
 
     def open(
         self,
@@ -167,12 +197,21 @@ class ProgramCache:
             with contextlib.suppress(OSError):
                 os.utime(path)
         except OSError as error:
-            message = f"no program can be kept in compilation_cache_dir={self._root}: {error}."
-            if self._is_required:
-                raise ConfigError(f"{message} Choose another folder.") from error
-            logger.warning("%s Every start compiles all of them.", message)
+            self._warn(error)
             return None
-        return ProgramFolder(path, devices, has_all=False, must_keep=self._is_required)
+        return ProgramFolder(
+            path, devices, has_all=False, must_keep=False, is_warned=self._is_warned
+        )
+
+    def _warn(self, error: OSError) -> None:
+        if not self._is_warned:
+            logger.warning(
+                "no program can be kept in compilation_cache_dir=%s: %s. Every start compiles "
+                "those that are not there already. Make room, or choose another folder.",
+                self._root,
+                error,
+            )
+        self._is_warned = True
 
 
 class CompiledPrograms:
@@ -266,20 +305,26 @@ def choose_store(config: RunnerConfig) -> ProgramStore | None:
         return CompiledPrograms(Path(config.compiled_dir))
     if not config.enable_compilation_cache:
         return None
-    if config.compilation_cache_dir is not None:
-        return ProgramCache(Path(config.compilation_cache_dir), is_required=True)
-    jax_cache_dir = jax.config.jax_compilation_cache_dir
-    # JAX's may also be a bucket in the cloud, such as gs://name.
-    if jax_cache_dir and "://" not in jax_cache_dir:
-        return ProgramCache(Path(jax_cache_dir) / "paxkv", is_required=False)
-    folder = user_cache_folder()
-    if folder is None:
+    root = _cache_root(config)
+    if root is None:
         logger.warning(
             "no program can be kept: this user has no home folder. Every start compiles all of "
             "them, unless compilation_cache_dir or XDG_CACHE_HOME names a folder."
         )
         return None
-    return ProgramCache(folder, is_required=False)
+    cache = ProgramCache(root)
+    cache.check()
+    return cache
+
+
+def _cache_root(config: RunnerConfig) -> Path | None:
+    if config.compilation_cache_dir is not None:
+        return Path(config.compilation_cache_dir)
+    jax_cache_dir = jax.config.jax_compilation_cache_dir
+    # JAX's may also be a bucket in the cloud, such as gs://name.
+    if jax_cache_dir and "://" not in jax_cache_dir:
+        return Path(jax_cache_dir) / "paxkv"
+    return user_cache_folder()
 
 
 def user_cache_folder() -> Path | None:

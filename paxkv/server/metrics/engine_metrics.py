@@ -29,6 +29,11 @@ _COUNTERS = (
     ("vllm:prefix_cache_hits", "prefix_cache_hits", "prompt tokens found in the prefix cache"),
     ("vllm:num_preemptions", "num_preemptions", "requests that lost their KV blocks"),
     (
+        "vllm:corrupted_requests",
+        "num_corrupted_reqs",
+        "requests with logits that are no finite numbers; 0 without --check-logits",
+    ),
+    (
         "paxkv:prefix_cache_preempted_queries",
         "prefix_cache_preempted_queries",
         "tokens looked up for requests that came back from a preemption",

@@ -1,7 +1,7 @@
 """Prometheus metrics under vLLM's names, so that its dashboards work here."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -27,6 +27,7 @@ from paxkv.contracts.request_output import (
 from paxkv.errors import InvalidRequestError
 from paxkv.server.metrics.engine_metrics import FIRST_ENGINE, LABELS, EngineCollector
 from paxkv.server.metrics.http_metrics import HttpMetrics
+from paxkv.server.metrics.router_metrics import RouterCollector
 from paxkv.server.metrics.token_metrics import TokenCollector
 
 # Upper bounds of buckets: vLLM's, as dashboards add up servers of both.
@@ -39,6 +40,7 @@ _REQUEST_BUCKETS_S = (
     + (120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
 )  # fmt: skip
 _N_BUCKETS = (1, 2, 5, 10, 20)
+_PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
 _FINISH_REASONS = ("stop", "length", "abort", "error")
 _DEFAULT_MAX_MODEL_LEN = 2**17
 
@@ -65,6 +67,8 @@ class ServerMetrics:
         self._registry.register(self._engine)
         self._tokens = TokenCollector(model_name)
         self._registry.register(self._tokens)
+        self._routers = RouterCollector(model_name)
+        self._registry.register(self._routers)
         ProcessCollector(registry=self._registry)
         PlatformCollector(registry=self._registry)
         self.http = HttpMetrics(self._registry)
@@ -80,11 +84,22 @@ class ServerMetrics:
             )
             info.labels(FIRST_ENGINE, *cache_settings.values()).set(1)
 
-    def render(self, stats: SchedulerStats, token_totals: TokenTotals) -> bytes:
-        """Everything in Prometheus' text format, with the engine's part and its client's."""
+    def render(
+        self,
+        stats: SchedulerStats,
+        token_totals: TokenTotals,
+        *,
+        encode: Callable[[CollectorRegistry], bytes] = generate_latest,
+    ) -> bytes:
+        """Everything, with the engine's part and its client's.
+
+        Args:
+            encode: Writes the format; Prometheus' text format if left out.
+        """
         self._engine.update(stats)
         self._tokens.update(token_totals)
-        return generate_latest(self._registry)
+        self._routers.update(stats, token_totals)
+        return encode(self._registry)
 
     def note_engine(self, stats: SchedulerStats) -> None:
         """What is known of the engine now; between two scrapes it may end, and another begin."""
@@ -116,9 +131,12 @@ class ServerMetrics:
         self._request_success[reason].inc()
         self._e2e_latency.observe(seconds)
 
-    def observe_completion(self, num_tokens: int, times: CompletionTimes | None) -> None:
-        """Counts the tokens of a finished completion, and where its time went."""
+    def observe_completion(
+        self, num_tokens: int, times: CompletionTimes | None, *, num_preemptions: int
+    ) -> None:
+        """Counts the tokens of a finished completion, its preemptions, and where its time went."""
         self._request_generation_tokens.observe(num_tokens)
+        self._num_preemptions.observe(num_preemptions)
         if times is None:
             return
         self._queue_time.observe(times.queue_s)
@@ -183,6 +201,9 @@ class ServerMetrics:
         )
         self._params_max_tokens = self._histogram(
             "vllm:request_params_max_tokens", "max_tokens of a request", buckets
+        )
+        self._num_preemptions = self._histogram(
+            "vllm:request_num_preemptions", "preemptions of a completion", _PREEMPTION_BUCKETS
         )
         self._params_n = self._histogram(
             "vllm:request_params_n", "completions that a request asks for", _N_BUCKETS
@@ -265,7 +286,9 @@ class RequestTimer:
             return
         self._num_ended += 1
         self._metrics.observe_finish(completion.finish_reason, now - self._start_time)
-        self._metrics.observe_completion(num_tokens, completion.times)
+        self._metrics.observe_completion(
+            num_tokens, completion.times, num_preemptions=completion.num_preemptions
+        )
         if not self._is_stream and index == 0 and completion.times is not None:
             self._metrics.observe_first_token(completion.times.first_token_s)
 

@@ -1,6 +1,7 @@
 """uvicorn's HTTP protocol with a deadline: a whole request in time, or the connection ends."""
 
 import asyncio
+import http
 import logging
 import re
 import sys
@@ -9,6 +10,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paxkv.server.protocol.error_response import error_body
+from paxkv.server.protocol.request_names import new_request_id, request_id_of
 
 logger = logging.getLogger(__name__)
 # uvicorn warns of a request that is no HTTP without saying whose it is, and of an `Upgrade` that it
@@ -111,11 +113,14 @@ class DeadlineProtocol(H11Protocol):
             reason = _QUOTED_BYTES.sub("", str(error or msg))
             status, message = 400, f"the request is not valid HTTP/1.1: {reason}."
         host, port = (self.client or ("-", 0))[:2]
+        request_id = self._request_id()
         if self._has_begun_to_answer():
             logger.warning("%s:%d is closed, as its answer had begun: %s", host, port, message)
         else:
-            logger.warning("%s:%d is refused with %d: %s", host, port, status, message)
-        self._refuse(status, message)
+            logger.warning(
+                "%s:%d is refused with %d: %s Id %s", host, port, status, message, request_id
+            )
+        self._refuse(status, message, request_id=request_id)
 
     def _keep_deadline(self) -> None:
         is_waiting = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
@@ -155,8 +160,18 @@ class DeadlineProtocol(H11Protocol):
     def _has_begun_to_answer(self) -> bool:
         return self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE)
 
-    def _refuse(self, status: int, message: str) -> None:
-        """Answers and closes; only closes when an answer is on its way or out already."""
+    def _request_id(self) -> str:
+        """The id of the request that is being served; a new one if none is."""
+        if self.cycle is None or self.cycle.response_complete:
+            return new_request_id()
+        return request_id_of(self.scope)
+
+    def _refuse(self, status: int, message: str, *, request_id: str | None = None) -> None:
+        """Answers and closes; only closes when an answer is on its way or out already.
+
+        Args:
+            request_id: `_request_id()` if left out.
+        """
         if self._has_begun_to_answer():
             self.transport.close()
             return
@@ -165,11 +180,13 @@ class DeadlineProtocol(H11Protocol):
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode("ascii")),
             (b"connection", b"close"),
+            (b"x-request-id", (request_id or self._request_id()).encode("ascii")),
         ]
         if status == 503:
             headers.append((b"retry-after", b"1"))
+        reason = http.HTTPStatus(status).phrase
         for event in (
-            h11.Response(status_code=status, headers=headers),
+            h11.Response(status_code=status, headers=headers, reason=reason),
             h11.Data(data=body),
             h11.EndOfMessage(),
         ):

@@ -2,17 +2,14 @@
 
 import asyncio
 import re
-import uuid
 from urllib.parse import unquote
 
 from starlette.datastructures import MutableHeaders
-from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paxkv.server.protocol.error_response import HeadersTooLargeError, error_response
-from paxkv.server.protocol.request_names import client_request_id
+from paxkv.server.protocol.request_names import client_request_id, request_id_of
 
-MAX_REQUEST_ID_CHARS = 128
 _WHOLE_URL = re.compile(rb"https?://[^/]*(.*)", re.IGNORECASE | re.DOTALL)
 
 
@@ -51,16 +48,12 @@ class RequestIdMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Request(scope).headers.get("x-request-id", "")
-        is_usable = given.isascii() and given.isprintable()
-        if not (is_usable and 0 < len(given) <= MAX_REQUEST_ID_CHARS):
-            given = uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = given
-        client_request_id.set(given)
+        request_id = request_id_of(scope)
+        client_request_id.set(request_id)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = given
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
             await send(message)
 
         await self._app(scope, receive, send_with_id)

@@ -26,6 +26,7 @@ class ChatChoices:
     Args:
         tool_use: Of the request.
         starts_thinking: Whether answers begin with thoughts; None where nobody tells them apart.
+        token_bytes: Bytes of a token.
         make_thought_counter: Counts the thoughts of an answer; None counts none.
         echoed: Text that every answer goes on with, and is shown with.
     """
@@ -36,12 +37,14 @@ class ChatChoices:
         tool_use: ToolUse,
         *,
         starts_thinking: bool | None,
+        token_bytes: Callable[[int], bytes],
         make_thought_counter: Callable[[], ThoughtCounter] | None = None,
         echoed: str = "",
     ) -> None:
         self._body = body
         self._tool_use = tool_use
         self._echoed = echoed
+        self._token_bytes = token_bytes
         self._readers = [
             AnswerReader(
                 tool_use,
@@ -100,7 +103,9 @@ class ChatChoices:
         as_token_ids = bool(body.return_tokens_as_token_ids)
         return ChatChoice(
             index=completion.index,
-            logprobs=chat_logprobs(completion, num_top, as_token_ids=as_token_ids),
+            logprobs=chat_logprobs(
+                completion, num_top, token_bytes=self._token_bytes, as_token_ids=as_token_ids
+            ),
             finish_reason=self._finish_reason(completion, reader),
             stop_reason=completion.stop_reason,
             token_ids=completion.token_ids if body.return_token_ids else UNSET,

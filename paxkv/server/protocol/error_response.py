@@ -8,11 +8,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from paxkv.errors import (
+    ChatTemplateError,
     EngineDeadError,
     InvalidRequestError,
     NeverFitsError,
     PaxkvError,
     PromptTooLongError,
+    SlowReaderError,
     UnsupportedFeatureError,
 )
 
@@ -82,7 +84,11 @@ _CODES: dict[type[PaxkvError], str] = {
     UnsupportedFeatureError: "unsupported_parameter",
     EngineDeadError: "engine_dead",
     OverloadedError: "overloaded",
+    ChatTemplateError: "chat_template_error",
+    SlowReaderError: "slow_reader",
 }
+# Their messages are for callers, though the request is not at fault.
+_TOLD_ERRORS = (ChatTemplateError, EngineDeadError, OverloadedError, SlowReaderError)
 # Statuses that come with a header.
 _HEADERS: dict[type[Exception], dict[str, str]] = {
     UnauthorizedError: {"WWW-Authenticate": "Bearer"},
@@ -122,7 +128,7 @@ def describe_error(error: Exception) -> tuple[int, bytes]:
         return error.http_status, error_body(
             error.http_status, str(error), param=error.param, code=code
         )
-    if isinstance(error, (EngineDeadError, OverloadedError)):
+    if isinstance(error, _TOLD_ERRORS):
         code = _CODES.get(type(error))
         return error.http_status, error_body(error.http_status, str(error), code=code)
     _logger.error("request failed", exc_info=error)

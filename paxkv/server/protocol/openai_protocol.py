@@ -10,9 +10,9 @@ from msgspec import Meta
 from paxkv.contracts.engine_start import ModelInfo
 from paxkv.errors import InvalidRequestError
 from paxkv.server.engine_protocol import Prompt
-from paxkv.server.middleware.request_middleware import MAX_REQUEST_ID_CHARS
 from paxkv.server.protocol.error_response import UnknownModelError
 from paxkv.server.protocol.json_body import convert_fields
+from paxkv.server.protocol.request_names import MAX_REQUEST_ID_CHARS
 from paxkv.server.protocol.unsupported_fields import (
     BEAM_SEARCH_FIELDS,
     CHAT_FIELDS,

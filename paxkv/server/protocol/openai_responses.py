@@ -187,11 +187,16 @@ def completion_logprobs(
 
 
 def chat_logprobs(
-    completion: CompletionOutput, num_top: int | None, *, as_token_ids: bool = False
+    completion: CompletionOutput,
+    num_top: int | None,
+    *,
+    token_bytes: Callable[[int], bytes],
+    as_token_ids: bool = False,
 ) -> ChatLogprobs | None:
     """Logprobs in the form of /v1/chat/completions.
 
     Args:
+        token_bytes: Bytes of a token: its text would not do, as it may be a part of a character.
         num_top: None when they were not asked for; a beam search has them all the same.
     """
     if completion.logprobs is None or num_top is None:
@@ -203,11 +208,9 @@ def chat_logprobs(
             TokenLogprob(
                 token=_token(token_id, drawn, as_token_ids),
                 logprob=_finite(drawn.logprob),
-                bytes=_utf8(drawn.decoded_token),
+                bytes=list(token_bytes(token_id)),
                 top_logprobs=[
-                    TopLogprob(
-                        _token(i, p, as_token_ids), _finite(p.logprob), _utf8(p.decoded_token)
-                    )
+                    TopLogprob(_token(i, p, as_token_ids), _finite(p.logprob), list(token_bytes(i)))
                     for i, p in _most_likely(position, num_top)
                 ],
             )
@@ -240,7 +243,3 @@ def _token(token_id: int, logprob: Logprob, as_token_ids: bool) -> str:
 
 def _finite(logprob: float) -> float:
     return max(logprob, MIN_LOGPROB)
-
-
-def _utf8(token: str) -> list[int]:
-    return list(token.encode("utf-8", errors="replace"))

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from paxkv.config.engine_config import ServerConfig
 from paxkv.config.sampling_params import BeamSearchParams, SamplingParams, check_num_logprobs
-from paxkv.server.engine_protocol import EngineClient
+from paxkv.server.engine_protocol import EngineClient, Tokenizer
 from paxkv.server.generation import Generator, IndexedOutputs
 from paxkv.server.protocol.chat_choices import ChatChoices
 from paxkv.server.protocol.chat_messages import content_text
@@ -61,6 +61,7 @@ class ChatRoutes:
             body,
             chat.tool_use,
             starts_thinking=chat.starts_thinking,
+            token_bytes=_token_bytes(self._engine.tokenizer),
             make_thought_counter=chat.make_thought_counter,
             echoed=_echoed(body),
         )
@@ -141,6 +142,11 @@ class ChatRoutes:
                         yield msgspec.structs.replace(chunk, choices=[choice], **so_far)
         if body.include_usage:
             yield msgspec.structs.replace(chunk, usage=usage.usage())
+
+
+def _token_bytes(tokenizer: Tokenizer | None) -> Callable[[int], bytes]:
+    # Without a tokenizer the engine refuses the prompt, and no token comes.
+    return (lambda _token_id: b"") if tokenizer is None else tokenizer.token_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

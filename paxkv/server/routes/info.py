@@ -3,7 +3,6 @@
 import asyncio
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -12,6 +11,7 @@ import paxkv
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.errors import EngineDeadError
 from paxkv.server.engine_protocol import EngineClient
+from paxkv.server.metrics.metrics_format import choose_format
 from paxkv.server.metrics.server_metrics import ServerMetrics
 from paxkv.server.middleware.admission import Admission
 from paxkv.server.protocol.openai_protocol import check_model
@@ -78,10 +78,12 @@ class InfoRoutes:
         """Calls of clients that are being answered by the engine, running and waiting."""
         return _json({"server_load": self._admission.num_calls})
 
-    async def metrics(self, _request: Request) -> Response:
+    async def metrics(self, request: Request) -> Response:
+        """In Prometheus' text format, or in OpenMetrics' if the client accepts it."""
         stats = await self._stats()
-        body = self._metrics.render(stats, self._engine.token_totals)
-        return Response(body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+        encode, content_type = choose_format(",".join(request.headers.getlist("accept")))
+        body = self._metrics.render(stats, self._engine.token_totals, encode=encode)
+        return Response(body, headers={"Content-Type": content_type})
 
     async def version(self, _request: Request) -> Response:
         return _json({"version": paxkv.__version__})

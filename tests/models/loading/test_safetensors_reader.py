@@ -55,3 +55,27 @@ def test_empty_file_is_named(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match="has 0 bytes"):
         SafetensorsCheckpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../outside.safetensors", "{folder}/outside.safetensors", "sub/../../outside.safetensors"],
+)
+def test_index_that_leads_outside_its_folder_is_refused(tmp_path, name):
+    """Also where the file is there, and readable."""
+    folder = tmp_path / "checkpoint"
+    (folder / "sub").mkdir(parents=True)
+    save_file({"a": np.zeros(1, np.float32)}, tmp_path / "outside.safetensors")
+    write_index(folder, {"a": name.format(folder=tmp_path)})
+    with pytest.raises(CheckpointError, match=r"outside its folder: '.*outside\.safetensors'"):
+        SafetensorsCheckpoint(folder)
+
+
+def test_files_may_be_links_and_lie_in_subfolders(tmp_path):
+    """As in the Hub's cache."""
+    folder = tmp_path / "snapshots"
+    (folder / "sub").mkdir(parents=True)
+    save_file({"a": np.ones(1, np.float32)}, tmp_path / "blob")
+    (folder / "sub" / "one.safetensors").symlink_to(tmp_path / "blob")
+    write_index(folder, {"a": "sub/one.safetensors"})
+    assert SafetensorsCheckpoint(folder).read("a").tolist() == [1.0]

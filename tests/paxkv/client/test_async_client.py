@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 
 import pytest
 
+from paxkv.client import async_client, output_stream
 from paxkv.client.async_client import AsyncEngineClient
 from paxkv.client.input_processor import InputProcessor
 from paxkv.client.output_processor import OutputProcessor
@@ -20,6 +21,7 @@ from paxkv.errors import (
     InvalidRequestError,
     InvariantError,
     PromptTooLongError,
+    SlowReaderError,
 )
 from paxkv.text.tokenizer import LONG_TEXT_CHARS
 from tests.paxkv.engine.fake_engine import make_engine_core
@@ -292,6 +294,24 @@ async def test_unreadable_message_ends_every_request() -> None:
             assert isinstance(result, EngineDeadError)
             assert "not a message" in str(result)
         assert not client.is_alive
+
+
+@in_loop
+async def test_a_reader_too_slow_is_ended_and_frees_the_engine() -> None:
+    async with running() as client:
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (async_client, output_stream):
+                patch.setattr(module, "MAX_WAITING_BYTES", 400)
+            patch.setattr(output_stream, "_MAX_PIECE_BYTES", 100)
+            slow = client.generate("abc", LONG, request_id="slow", stream=True)
+            await anext(slow)
+            # It reads no further; another one goes on.
+            await collect(client, "abc", LONG, "other")
+            await until_idle(client)
+            with pytest.raises(SlowReaderError, match="read the stream faster"):
+                async for _ in slow:
+                    pass
+        assert client.num_unfinished_requests == 0
 
 
 @in_loop

@@ -177,8 +177,11 @@ def test_token_that_only_the_tokenizer_knows_is_refused() -> None:
 def test_without_tokenizer_only_token_ids_are_taken() -> None:
     processor = make(tokenizer=None)
     assert process(processor, [97]).prompt_token_ids == [97]
-    with pytest.raises(InvalidRequestError, match="prompt_token_ids"):
+    with pytest.raises(InvalidRequestError, match="list of token ids") as raised:
         process(processor, "a")
+    assert "[1, 2, 3]" in str(raised.value)
+    # HTTP clients have no such key.
+    assert "prompt_token_ids" not in str(raised.value)
     with pytest.raises(InvalidRequestError, match="stop_token_ids"):
         process(processor, [97], stop="x")
 

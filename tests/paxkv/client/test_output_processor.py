@@ -1,5 +1,7 @@
 """Tokens of a step become the outputs that each caller asked for."""
 
+import tracemalloc
+
 import pytest
 
 from paxkv.client.output_processor import OutputProcessor, ProcessedOutputs
@@ -367,3 +369,27 @@ def test_a_request_ends_with_the_engine_of_one_of_its_completions() -> None:
     step = StepOutputs(outputs=[late], stats=SchedulerStats(), timestamp=0.0, monotonic_s=0.0)
     assert caller.processor.process(step) == NOTHING
     assert caller.processor.end_with_engine(dead) == NOTHING
+
+
+def test_logprobs_that_a_stream_has_taken_are_not_kept() -> None:
+    caller = Caller("delta", logprobs=20, max_tokens=1000)
+    tops = list(range(60, 80))
+    logprobs = TokenLogprobs(
+        token_logprob=-3.0, token_rank=30, top_token_ids=tops, top_logprobs=[-0.5] * 20
+    )
+    for _ in range(10):
+        caller.completion(b"c", logprobs=[logprobs])
+    tracemalloc.start()
+    for _ in range(200):
+        caller.completion(b"c", logprobs=[logprobs])
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # 200 positions of 21 tokens would be 600,000 bytes.
+    assert num_bytes < 60_000
+
+
+def test_preemptions_of_a_completion_are_told() -> None:
+    caller = Caller("delta", stop=["X"])
+    assert caller.completion(b"a").num_preemptions == 0
+    assert caller.completion(b"b", num_preemptions=2).num_preemptions == 2
+    assert caller.completion(b"X", num_preemptions=2).num_preemptions == 2

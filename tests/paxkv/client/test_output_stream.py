@@ -5,9 +5,10 @@ import dataclasses
 
 import pytest
 
+from paxkv.client import output_stream
 from paxkv.client.output_stream import OutputStream
 from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput
-from paxkv.errors import EngineDeadError
+from paxkv.errors import EngineDeadError, SlowReaderError
 
 
 def delta(*tokens: tuple[int, str], end: str | None = None, **more: object) -> RequestOutput:
@@ -30,8 +31,8 @@ def delta(*tokens: tuple[int, str], end: str | None = None, **more: object) -> R
 def taken(*items: RequestOutput | EngineDeadError) -> RequestOutput:
     stream = OutputStream("r", engine_request_id="r-0")
     for item in items:
-        stream.queue.put_nowait(item)
-    return asyncio.run(stream.take_all())
+        stream.fail(item) if isinstance(item, EngineDeadError) else stream.put(item)
+    return asyncio.run(stream.take())
 
 
 def test_one_output_is_left_as_it_is() -> None:
@@ -69,13 +70,68 @@ def test_an_end_without_a_token_takes_no_logprobs_away() -> None:
 def test_error_comes_behind_what_came_before_it() -> None:
     async def run() -> None:
         stream = OutputStream("r", engine_request_id="r-0")
-        for item in (delta((0, "a")), delta((0, "b")), EngineDeadError("the engine has ended")):
-            stream.queue.put_nowait(item)
-        assert (await stream.take_all()).outputs[0].text == "ab"
-        for take in (stream.take_all, stream.take):
+        stream.put(delta((0, "a")))
+        stream.put(delta((0, "b")))
+        stream.fail(EngineDeadError("the engine has ended"))
+        assert (await stream.take()).outputs[0].text == "ab"
+        for _ in range(2):
             with pytest.raises(EngineDeadError, match="has ended"):
-                await take()
+                await stream.take()
 
     asyncio.run(run())
     with pytest.raises(EngineDeadError):
         taken(EngineDeadError("it was never alive"))
+
+
+def test_other_requests_of_one_stream_stay_apart() -> None:
+    """A beam search has several at once, each with one output."""
+
+    async def run() -> None:
+        stream = OutputStream("r", engine_request_id="r-0")
+        for request_id in ("a", "b"):
+            stream.put(dataclasses.replace(delta((0, "x")), request_id=request_id))
+        assert [(await stream.take()).request_id for _ in range(2)] == ["a", "b"]
+
+    asyncio.run(run())
+
+
+def test_what_waits_comes_in_pieces_of_a_bounded_size(monkeypatch) -> None:
+    monkeypatch.setattr(output_stream, "_MAX_PIECE_BYTES", 300)
+
+    async def run() -> list[str]:
+        stream = OutputStream("r", engine_request_id="r-0")
+        letters = [chr(ord("a") + number % 26) for number in range(100)]
+        for letter in letters:
+            stream.put(delta((0, letter)))
+        texts = []
+        while "".join(texts) != "".join(letters):
+            texts.append((await stream.take()).outputs[0].text)
+        return texts
+
+    texts = asyncio.run(run())
+    assert 5 < len(texts) < 50
+
+
+def test_more_than_may_wait_is_noticed_and_dropped(monkeypatch) -> None:
+    monkeypatch.setattr(output_stream, "MAX_WAITING_BYTES", 2000)
+    monkeypatch.setattr(output_stream, "_MAX_PIECE_BYTES", 500)
+
+    async def run() -> None:
+        stream = OutputStream("r", engine_request_id="r-0")
+        # One output may be as large as it is, and a reader that keeps up may read for ever.
+        stream.put(delta((0, "a")))
+        for _ in range(200):
+            stream.put(delta((0, "b")))
+            assert not stream.is_over_limit
+            await stream.take()
+        num_put = 0
+        while not stream.is_over_limit and num_put < 1000:
+            stream.put(delta((0, "c")))
+            num_put += 1
+        assert 10 < num_put < 200
+        stream.drop(SlowReaderError("too slow"))
+        assert not stream.is_over_limit
+        with pytest.raises(SlowReaderError):
+            await stream.take()
+
+    asyncio.run(run())

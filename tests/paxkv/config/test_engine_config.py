@@ -102,6 +102,9 @@ def test_kv_events_config_takes_any_port_that_is_one(endpoint: str) -> None:
         ('{"max_queue_size": true}', "max_queue_size must be an integer"),
         ('{"hwm": 2147483648}', "hwm must be an integer"),
         ('{"topic": 7}', "topic must be a string"),
+        ('{"wire_format": 0.16}', "wire_format must be one of vllm-0.16, vllm-0.32, got 0.16"),
+        ('{"block_hash_type": "hex"}', "block_hash_type must be one of int, bytes"),
+        ('{"data_parallel_rank": -1}', "data_parallel_rank must be an integer of at least 0"),
     ],
 )
 def test_kv_events_config_is_refused_with_what_is_wrong(text: str, words: str) -> None:

@@ -47,6 +47,7 @@ class FakeExecutor:
     """
 
     num_padded_tokens = 7
+    num_corrupted_requests = 3
     num_compiles_after_ready = 0
 
     def __init__(

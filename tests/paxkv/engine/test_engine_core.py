@@ -221,6 +221,7 @@ def test_utility_calls_are_answered_by_id() -> None:
     assert reply == UtilityReply(call_id=5, result_json="null")
     stats = json.loads(core.handle(UtilityCall(call_id=6, method="get_stats")).result_json)
     assert (stats["num_running_reqs"], stats["num_padded_tokens"]) == (1, 7)
+    assert stats["num_corrupted_reqs"] == 3
 
 
 def test_unknown_utility_is_an_error_reply() -> None:

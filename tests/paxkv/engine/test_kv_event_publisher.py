@@ -1,6 +1,7 @@
 """KV events over ZeroMQ: numbered, replayed, never in the way of a step."""
 
 import contextlib
+import dataclasses
 import logging
 import threading
 import time
@@ -29,6 +30,14 @@ from paxkv.kv_cache.observers.event_recorder import KVEventRecorder
 from paxkv.kv_cache.pool.block_pool import BlockPool
 from paxkv.scheduler.scheduler import Scheduler
 from tests.paxkv.engine.fake_engine import FakeExecutor, make_request
+from tests.paxkv.engine.kv_event_structs import (
+    BATCH_TYPES,
+    AllBlocksCleared016,
+    Batch016,
+    BlockRemoved016,
+    decode,
+    follow,
+)
 
 TIMEOUT_MS = 60_000
 
@@ -70,7 +79,7 @@ def subscribe(publisher, context):
     # All of them, and however long the sender takes: behind this one nothing comes.
     publisher.publish(batch(-2))
     payload = None
-    while payload != msgspec.msgpack.encode(batch(-2)):
+    while payload is None or msgspec.msgpack.decode(payload)[0] != -2:
         _, sequence_number, payload = socket.recv_multipart()
     return socket, int.from_bytes(sequence_number, "big")
 
@@ -81,6 +90,11 @@ def receive_now(socket):
 
 def batch(ts):
     return KVEventBatch(ts=float(ts), events=[AllBlocksCleared()])
+
+
+def sent_batch(ts):
+    """What subscribers get of `batch(ts)`."""
+    return Batch016(ts=float(ts), events=[AllBlocksCleared016()], data_parallel_rank=0)
 
 
 def replay(publisher, context, start, prefix=()):
@@ -98,38 +112,50 @@ def replay(publisher, context, start, prefix=()):
         answers.append(
             (
                 int.from_bytes(sequence_number, "big"),
-                msgspec.msgpack.decode(payload, type=KVEventBatch),
+                decode(payload),
             )
         )
 
 
-def test_a_batch_on_the_wire_can_be_read_without_our_classes():
-    events = [
-        BlockStored(
-            block_hashes=[b"h"],
-            parent_block_hash=None,
-            token_ids=[1, 2],
-            block_size=2,
-            lora_name="l",
-            group_id=0,
-        ),
-        BlockRemoved(block_hashes=[b"h"], group_id=1),
-        AllBlocksCleared(),
-    ]
-    with running(topic="kv@1") as (publisher, context):
-        socket, last = subscribe(publisher, context)
-        publisher.publish(KVEventBatch(ts=1.5, events=events))
-        topic, sequence_number, payload = socket.recv_multipart()
-    assert topic == b"kv@1"
-    assert sequence_number == (last + 1).to_bytes(8, "big")
-    assert msgspec.msgpack.decode(payload) == [
-        1.5,
-        [
-            ["BlockStored", [b"h"], None, [1, 2], 2, "l", 0],
-            ["BlockRemoved", [b"h"], 1],
-            ["AllBlocksCleared"],
-        ],
-    ]
+def test_a_message_has_a_topic_a_number_and_a_batch_in_the_configured_format():
+    event = BlockRemoved(block_hashes=[b"12345678"], group_id=1)
+    for wire_format in BATCH_TYPES:
+        with running(topic="kv@1", wire_format=wire_format, data_parallel_rank=2) as (
+            publisher,
+            context,
+        ):
+            socket, last = subscribe(publisher, context)
+            publisher.publish(KVEventBatch(ts=1.5, events=[event]))
+            topic, sequence_number, payload = socket.recv_multipart()
+        assert topic == b"kv@1"
+        assert sequence_number == (last + 1).to_bytes(8, "big")
+        sent = decode(payload, wire_format)
+        assert (sent.ts, sent.data_parallel_rank) == (1.5, 2)
+        assert sent.events[0].block_hashes == [int.from_bytes(b"12345678", "big")]
+        assert getattr(sent.events[0], "group_idx", None) == (
+            1 if wire_format == "vllm-0.32" else None
+        )
+
+
+def test_a_batch_without_an_event_for_subscribers_takes_no_number():
+    stored = BlockStored(
+        block_hashes=[b"h"],
+        parent_block_hash=None,
+        token_ids=[1, 2],
+        block_size=2,
+        lora_name=None,
+        group_id=0,
+    )
+    with running() as (publisher, context):
+        publisher.publish(KVEventBatch(ts=0.0, events=[stored]))
+        # Another group has the hash too: news only for subscribers that know groups.
+        again = dataclasses.replace(stored, group_id=1)
+        publisher.publish(KVEventBatch(ts=1.0, events=[again]))
+        publisher.publish(batch(2))
+        assert [(number, sent.ts) for number, sent in replay(publisher, context, 0)] == [
+            (0, 0.0),
+            (1, 2.0),
+        ]
 
 
 def test_batches_arrive_in_order_each_with_the_next_number():
@@ -141,7 +167,7 @@ def test_batches_arrive_in_order_each_with_the_next_number():
             topic, sequence_number, payload = socket.recv_multipart()
             assert topic == b""
             assert int.from_bytes(sequence_number, "big") == last + 1 + ts
-            assert msgspec.msgpack.decode(payload, type=KVEventBatch) == batch(ts)
+            assert decode(payload) == sent_batch(ts)
 
 
 @pytest.mark.parametrize("prefix", [(), (b"",)])
@@ -149,7 +175,7 @@ def test_missed_batches_are_replayed_from_any_number(prefix):
     with running() as (publisher, context):
         for ts in range(5):
             publisher.publish(batch(ts))
-        everything = [(ts, batch(ts)) for ts in range(5)]
+        everything = [(ts, sent_batch(ts)) for ts in range(5)]
         for start, expected in ((0, everything), (3, everything[3:]), (5, []), (2**63, [])):
             assert replay(publisher, context, start, prefix) == expected
 
@@ -165,7 +191,7 @@ def test_the_smallest_buffer_still_has_room_for_the_end_of_a_replay():
     with running(buffer_steps=1) as (publisher, context):
         for ts in range(3):
             publisher.publish(batch(ts))
-            assert replay(publisher, context, 0) == [(ts, batch(ts))]
+            assert replay(publisher, context, 0) == [(ts, sent_batch(ts))]
 
 
 def test_a_long_replay_is_whole_before_anyone_reads_it():
@@ -191,7 +217,7 @@ def test_without_a_replay_endpoint_events_are_published_all_the_same():
         assert publisher.replay_endpoint is None
         socket, _ = subscribe(publisher, context)
         publisher.publish(batch(7))
-        assert msgspec.msgpack.decode(socket.recv_multipart()[2], type=KVEventBatch) == batch(7)
+        assert decode(socket.recv_multipart()[2]) == sent_batch(7)
 
 
 class HeldEncoder:
@@ -219,7 +245,7 @@ def test_a_stuck_sender_never_blocks_and_the_dropped_batches_leave_a_gap(monkeyp
         assert publisher.num_dropped == 7
         held.go.set()
         # 0 was in the sender's hands; of 1 to 10 the latest three waited.
-        expected = [(number, batch(number)) for number in (0, 8, 9, 10)]
+        expected = [(number, sent_batch(number)) for number in (0, 8, 9, 10)]
         deadline = time.monotonic() + TIMEOUT_MS / 1000
         while replay(publisher, context, 0) != expected and time.monotonic() < deadline:
             pass
@@ -238,11 +264,8 @@ def test_what_was_published_before_the_end_still_arrives(monkeypatch):
             for ts in range(100):
                 publisher.publish(batch(ts))
         publisher.close()
-        received = [
-            msgspec.msgpack.decode(socket.recv_multipart()[2], type=KVEventBatch)
-            for _ in range(100)
-        ]
-    assert received == [batch(ts) for ts in range(100)]
+        received = [decode(socket.recv_multipart()[2]) for _ in range(100)]
+    assert received == [sent_batch(ts) for ts in range(100)]
 
 
 def test_after_the_end_threads_and_ports_are_gone():
@@ -257,7 +280,7 @@ def test_after_the_end_threads_and_ports_are_gone():
         publisher.publish(batch(0))
     with running(endpoint=endpoint, replay_endpoint=replay_endpoint) as (again, context):
         again.publish(batch(1))
-        assert replay(again, context, 0) == [(0, batch(1))]
+        assert replay(again, context, 0) == [(0, sent_batch(1))]
 
 
 @pytest.mark.parametrize("name", ["endpoint", "replay_endpoint"])
@@ -301,10 +324,12 @@ def test_a_late_subscriber_rebuilds_the_cache_by_replay(steps, first_heard):
             run_request(pool, hasher, token_ids)
             if is_reset:
                 pool.reset_prefix_cache()
-            publisher.publish(KVEventBatch(ts=0.0, events=recorder.take()))
-            num_batches += 1
+            events = recorder.take()
+            if events:
+                publisher.publish(KVEventBatch(ts=0.0, events=events))
+                num_batches += 1
             if step == first_heard:
-                heard |= dict(replay(publisher, context, step))
+                heard |= dict(replay(publisher, context, max(num_batches - 1, 0)))
         heard |= dict(replay(publisher, context, max(heard, default=-1) + 1))
         missing = sorted(set(range(num_batches)) - set(heard))
         if missing:
@@ -312,15 +337,13 @@ def test_a_late_subscriber_rebuilds_the_cache_by_replay(steps, first_heard):
     assert sorted(heard) == list(range(num_batches))
     known = set()
     for number in sorted(heard):
-        for event in heard[number].events:
-            match event:
-                case BlockStored():
-                    known |= set(event.block_hashes)
-                case BlockRemoved():
-                    known -= set(event.block_hashes)
-                case AllBlocksCleared():
-                    known.clear()
-    assert known == {get_block_hash(key) for key, _ in pool.cached_block_hash_to_block.items()}
+        follow(known, heard[number])
+    assert known == findable(pool)
+
+
+def findable(pool):
+    keys = [get_block_hash(key) for key, _ in pool.cached_block_hash_to_block.items()]
+    return {(None, int.from_bytes(key[-8:], "big")) for key in keys}
 
 
 def run_request(pool, hasher, token_ids):
@@ -366,20 +389,17 @@ def test_an_engine_publishes_what_its_steps_and_resets_change():
         while core.has_work:
             core.step()
         batches = replay(publisher, context, 0)
-        events = [event for _, batch in batches for event in batch.events]
         known = set()
-        for event in events:
-            if isinstance(event, BlockStored):
-                known |= set(event.block_hashes)
-            else:
-                known -= set(event.block_hashes)
-        assert any(isinstance(event, BlockRemoved) for event in events)
-        assert known == {get_block_hash(key) for key, _ in pool.cached_block_hash_to_block.items()}
+        for _, step_batch in batches:
+            follow(known, step_batch)
+        events = [event for _, step_batch in batches for event in step_batch.events]
+        assert any(isinstance(event, BlockRemoved016) for event in events)
+        assert known == findable(pool)
         assert all(batch.events for _, batch in batches)
         # An idle engine's reset does not wait for the next step.
         core.handle(UtilityCall(call_id=1, method="reset_prefix_cache"))
         (_, last) = replay(publisher, context, len(batches))[0]
-        assert last.events == [AllBlocksCleared()]
+        assert last.events == [AllBlocksCleared016()]
         assert abs(last.ts - time.time()) < 60
 
 

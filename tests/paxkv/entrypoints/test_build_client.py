@@ -14,6 +14,7 @@ from paxkv.config.engine_config import EngineConfig, ModelConfig, ServerConfig
 from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.entrypoints import build_client
 from paxkv.entrypoints.build_client import load_text_parts
+from paxkv.errors import ChatTemplateError
 from tests.paxkv.client.test_async_client import collect, in_loop
 from tests.paxkv.fake_build import save_tokenizer, started_fake
 from tests.paxkv.fake_server import (
@@ -75,6 +76,24 @@ def test_text_of_a_model_is_read_without_its_weights(
     text = load_text_parts(ModelConfig(), tmp_path)
     assert text.chat_template.render([{"role": "user", "content": "a"}]) == "<s>a"
     assert text.tokenizer.encode("a", add_special_tokens=False) == [97]
+
+
+def test_a_broken_chat_template_is_reported_once_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tokenizer(tmp_path, chat_template="{% for %}")
+    text = load_text_parts(ModelConfig(), tmp_path)
+    (message,) = caplog.messages
+    assert message.startswith(f"{tmp_path}: the model's chat template (")
+    assert "cannot be compiled" in message
+    for _ in range(2):
+        with pytest.raises(ChatTemplateError):
+            text.chat_template.render([{"role": "user", "content": "a"}])
+    assert caplog.messages == [message]
+    # A template of the operator's stands in for it.
+    caplog.clear()
+    load_text_parts(ModelConfig(chat_template="{{ messages }}"), tmp_path)
+    assert caplog.messages == []
 
 
 @in_loop

@@ -95,7 +95,7 @@ def test_files_and_ports_are_not_shared() -> None:
     assert (told.endpoint, told.replay_endpoint) == (
         *("tcp://*:5559", "ipc:///run/replay.replica-2"),
     )
-    assert told.topic == "kv"
+    assert (told.topic, told.data_parallel_rank) == ("kv", 2)
     both = '{"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}'
     told = replica_config(EngineConfig(cache=CacheConfig(kv_events_config=both)), 1).cache.kv_events
     assert (told.endpoint, told.replay_endpoint) == ("tcp://*:5559", "tcp://*:5560")

@@ -58,7 +58,7 @@ def make_warm_runner(
     """A warm runner whose programs are loaded from `folder`, or compiled and kept there."""
     folder.mkdir(exist_ok=True, mode=0o700)
     with _locked(folder / "lock"):
-        store = ProgramCache(folder / "programs", is_required=True)
+        store = ProgramCache(folder / "programs")
         runner = make_runner(model, runner_config=runner_config, store=store)
         runner.warm_up()
     return WarmRunner(runner=runner, model=model)

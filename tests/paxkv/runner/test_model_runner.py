@@ -13,6 +13,7 @@ from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.scheduler_output import BlockCopy
 from paxkv.errors import ConfigError, InvariantError
 from paxkv.runner.model_runner import ModelRunner
+from paxkv.runner.sampling.logits_check import LogitsCheck
 from tests.paxkv.runner.driver import RunnerDriver
 from tests.paxkv.runner.shared_runners import (
     MAX_MODEL_LEN,
@@ -241,6 +242,28 @@ def test_step_that_only_ends_requests_computes_nothing(runner):
         driver.known.add("a")
         driver.blocks["a"] = [[1]]
         driver.step({"a": 1})
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_requests_whose_logits_are_no_numbers_are_counted_when_asked(runner, monkeypatch, is_asked):
+    """By the programs of every other runner."""
+    monkeypatch.setattr(runner, "_logits_check", LogitsCheck() if is_asked else None)
+    driver = RunnerDriver(runner)
+    driver.add("a", prompt(0, 5), GREEDY)
+    driver.step({"a": 5})
+    driver.step({"a": 1})
+    assert runner.num_corrupted_requests == 0
+    # The head alone: keys and values stay numbers, and other tests use the same cache.
+    *others, head = runner._params[:3]
+    broken = (*others, head * np.float32(np.nan), *runner._params[3:])
+    monkeypatch.setattr(runner, "_params", broken)
+    for _ in range(3):
+        driver.step({"a": 1})
+    driver.add("b", prompt(1, 4), GREEDY)
+    driver.step({"a": 1, "b": 4})
+    assert runner.num_corrupted_requests == (2 if is_asked else 0)
+    assert runner.num_compiles_after_ready == 0
+    driver.finish_all()
 
 
 def test_padding_is_counted(runner):

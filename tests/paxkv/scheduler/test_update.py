@@ -113,6 +113,13 @@ def test_a_request_that_goes_on_reports_its_tokens():
     assert request.status is RequestStatus.RUNNING
 
 
+def test_outputs_tell_how_often_their_request_was_preempted():
+    request = make_request(max_tokens=9)
+    request.num_preemptions = 2
+    assert append_until_stop(request, [70], None).num_preemptions == 2
+    assert plain_output(request, [71], None).num_preemptions == 2
+
+
 def plain_output(request, token_ids, logprobs):
     request.num_computed_tokens = request.num_tokens
     step = ModelRunnerOutput(req_ids=["r"], sampled_token_ids=[token_ids], logprobs=[logprobs])

@@ -52,6 +52,9 @@ class FakeTokenizer:
         special = "" if skip_special_tokens else "<s>"
         return "".join(special if i == BOS else chr(i) for i in token_ids)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"<s>" if token_id == BOS else bytes([token_id])
+
     def id_to_token(self, token_id: int) -> str | None:
         return f"<{token_id}>"
 

@@ -5,7 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from paxkv.errors import ConfigError, InvalidRequestError, UnsupportedFeatureError
+from paxkv.errors import (
+    ChatTemplateError,
+    ConfigError,
+    InvalidRequestError,
+    UnsupportedFeatureError,
+)
 from paxkv.text.chat_template import ChatTemplate
 
 CHATML = (
@@ -176,3 +181,35 @@ def test_files_that_hold_no_template_are_config_errors(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"caf\xe9")
     with pytest.raises(ConfigError, match="chat_template.jinja cannot be read"):
         ChatTemplate.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("broken", ["{% for %}", "{{ messages", "{{" + "(" * 5000])
+def test_a_broken_template_of_a_model_is_named_and_no_fault_of_the_request(
+    tmp_path: Path, broken: str
+) -> None:
+    (tmp_path / "chat_template.jinja").write_text("line one\n" + broken)
+    template = ChatTemplate.from_folder(tmp_path)
+    (problem,) = template.find_errors()
+    assert "chat_template.jinja" in problem and "--chat-template" in problem
+    with pytest.raises(ChatTemplateError) as raised:
+        template.render(MESSAGES)
+    assert str(raised.value) == problem
+    assert raised.value.http_status == 500
+
+
+def test_each_template_is_looked_at(tmp_path: Path) -> None:
+    templates = {"default": "plain", "tool_use": "{% if %}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    template = ChatTemplate.from_folder(tmp_path)
+    (problem,) = template.find_errors()
+    assert "chat_template 'tool_use' of tokenizer_config.json, line 1" in problem
+    assert template.render(MESSAGES) == "plain"
+    with pytest.raises(ChatTemplateError):
+        template.render(MESSAGES, tools=[{"name": "f"}])
+
+
+def test_a_broken_template_of_a_request_is_its_own_fault() -> None:
+    with pytest.raises(InvalidRequestError, match="cannot be compiled") as raised:
+        ChatTemplate("{% for %}").render(MESSAGES)
+    assert raised.value.param == "chat_template"
+    assert ChatTemplate("fine").find_errors() == []

@@ -119,8 +119,7 @@ def test_keys_of_objects_may_be_flags(capsys, tmp_path):
     assert kwargs == {"a": False, "b_c": {"d": "text"}}
 
 
-def test_several_keys_and_origins_are_lists(capsys, monkeypatch):
-    monkeypatch.delenv("PAXKV_API_KEY", raising=False)
+def test_several_keys_and_origins_are_lists(capsys):
     namespace = parse("--api-key", "a", "b", "--allowed-origins", '["https://a.org"]')
     config = config_from_arguments(ServerConfig, namespace)
     assert (config.api_key, config.allowed_origins) == (("a", "b"), ("https://a.org",))
@@ -132,8 +131,11 @@ def test_json_nested_too_deeply_is_refused(capsys, flag):
     assert "wanted a JSON" in refused(capsys, flag, "[" * 100_000)
 
 
-def test_keys_may_come_from_the_environment_and_are_in_no_help(capsys, monkeypatch):
-    monkeypatch.setenv("PAXKV_API_KEY", "geheim1, geheim2,")
+@pytest.mark.parametrize("variable", ["PAXKV_API_KEY", "VLLM_API_KEY"])
+def test_keys_may_come_from_the_environment_and_are_in_no_help(capsys, monkeypatch, variable):
+    for name in ("PAXKV_API_KEY", "VLLM_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, "geheim1, geheim2,")
     assert config_from_arguments(ServerConfig, parse()).api_key == ("geheim1", "geheim2")
     assert config_from_arguments(ServerConfig, parse("--api-key", "c")).api_key == ("c",)
     with pytest.raises(SystemExit):

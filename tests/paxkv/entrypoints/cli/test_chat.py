@@ -35,7 +35,8 @@ class FakeClient:
 def run(monkeypatch):
     monkeypatch.setattr(chat, "ChatClient", FakeClient)
     monkeypatch.setattr(FakeClient, "instances", [])
-    monkeypatch.delenv("PAXKV_API_KEY", raising=False)
+    for variable in ("PAXKV_API_KEY", "VLLM_API_KEY"):
+        monkeypatch.delenv(variable, raising=False)
 
     def call(text, *words):
         monkeypatch.setattr(chat.sys, "stdin", io.StringIO(text))
@@ -79,8 +80,10 @@ def test_quick_one_that_fails_is_exit_code_1(run, capsys):
     assert "paxkv: error: no answer" in capsys.readouterr().err
 
 
-def test_key_comes_from_the_flag_or_the_servers_variable(run, monkeypatch):
+def test_key_comes_from_the_flag_or_the_servers_variables(run, monkeypatch):
     assert run("")[1].api_key == ""
+    monkeypatch.setenv("VLLM_API_KEY", "k0")
+    assert run("")[1].api_key == "k0"
     monkeypatch.setenv("PAXKV_API_KEY", "k1,k2")
     assert run("")[1].api_key == "k1"
     assert run("", "--api-key", "k3")[1].api_key == "k3"

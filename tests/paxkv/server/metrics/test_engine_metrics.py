@@ -55,9 +55,11 @@ def test_what_is_wasted_is_a_share():
             num_allocated_slots=64,
             num_used_slots=48,
             num_compiles_after_ready=2,
+            num_corrupted_reqs=4,
         )
     )
     assert samples["padding_waste_ratio", None] == 0.25
+    assert samples["vllm:corrupted_requests_total", None] == 4
     assert samples["paxkv:padding_waste_ratio", None] == 0.25
     assert samples["paxkv:kv_waste_ratio", None] == 0.25
     assert samples["paxkv_compiles_after_ready_total", None] == 2

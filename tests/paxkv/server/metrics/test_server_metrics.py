@@ -1,5 +1,7 @@
 """What passes through the server is counted under vLLM's names, labels and buckets."""
 
+import dataclasses
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -29,6 +31,7 @@ HISTOGRAMS = (
     "request_generation_tokens",
     "request_max_num_generation_tokens",
     "request_prefill_kv_computed_tokens",
+    "request_num_preemptions",
     "request_params_n",
     "request_params_max_tokens",
     "iteration_tokens_total",
@@ -39,6 +42,7 @@ COUNTERS = (
     "prompt_tokens_recomputed_total",
     "generation_tokens_total",
     "num_preemptions_total",
+    "corrupted_requests_total",
     "prefix_cache_queries_total",
     "prefix_cache_hits_total",
 )
@@ -52,7 +56,8 @@ def scrape(metrics, stats=None, totals=None):
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             labels = dict(sample.labels)
-            if sample.name.startswith("vllm:") and "cache_config_info" not in sample.name:
+            without_labels = ("vllm:cache_config_info", "vllm:lora_requests_info")
+            if sample.name.startswith("vllm:") and sample.name not in without_labels:
                 assert labels.pop("model_name") == "m"
                 assert labels.pop("engine") == "0"
             samples[sample.name, *labels.values()] = sample.value
@@ -111,6 +116,19 @@ def test_finished_request_is_counted_with_its_times():
     # 0.4 s of queue, twice, lie between vLLM's bounds of 0.3 and 0.5.
     name = "vllm:request_queue_time_seconds_bucket"
     assert [samples[name, le] for le in ("0.3", "0.5", "7680.0")] == [0, 2, 2]
+
+
+def test_preemptions_of_completions_are_counted_in_vllms_buckets():
+    metrics = ServerMetrics("m")
+    for num_preemptions in (0, 1, 4):
+        with metrics.start_request(is_stream=False) as timer:
+            completion = dataclasses.replace(_completion(7), num_preemptions=num_preemptions)
+            timer.observe(_output(completion))
+    samples = scrape(metrics)
+    name = "vllm:request_num_preemptions"
+    assert (samples[f"{name}_count",], samples[f"{name}_sum",]) == (3, 5)
+    bounds = ("1.0", "2.0", "3.0", "4.0", "5.0", "10.0", "20.0", "+Inf")
+    assert [samples[f"{name}_bucket", bound] for bound in bounds] == [2, 2, 2, 3, 3, 3, 3, 3]
 
 
 def test_stream_shows_its_first_token_when_it_comes():

@@ -63,9 +63,16 @@ def _assert_is_open(connection):
     connection.settimeout(PATIENCE_S)
 
 
+def _request_id(head):
+    """The one `X-Request-Id` of an answer."""
+    (request_id,) = re.findall(rb"x-request-id: (\S+)", head.lower())
+    return request_id.decode()
+
+
 def _assert_is_408(answer):
     head, _, body = answer.partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 408")
+    assert head.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+    assert _request_id(head)
     assert b"connection: close" in head.lower()
     error = json.loads(body)["error"]
     assert "within 60 s" in error["message"]
@@ -246,7 +253,8 @@ def test_headers_over_the_limit_are_431(start_server, in_pieces):
         connection.sendall(head[:1050] if in_pieces else head)
         connection.shutdown(socket.SHUT_WR)
         answer = _read_to_end(connection)
-    assert answer.startswith(b"HTTP/1.1 431")
+    assert answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+    assert _request_id(answer.partition(b"\r\n\r\n")[0])
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
     with socket.create_connection(server.address, timeout=PATIENCE_S) as connection:
         connection.sendall(_head_with_headers(900))
@@ -264,7 +272,8 @@ def test_connection_over_the_limit_is_told_and_closed(start_server):
             assert second.recv(4096).startswith(b"HTTP/1.1 200")
             with socket.create_connection(server.address, timeout=PATIENCE_S) as third:
                 answer = _read_to_end(third)
-            assert answer.startswith(b"HTTP/1.1 503")
+            assert answer.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+            assert _request_id(answer)
             assert b"retry-after: 1" in answer.lower()
             assert b"2 connections open already" in answer
     assert server.client.get("/health").status_code == 200
@@ -324,11 +333,30 @@ def test_what_is_not_http_is_400_and_one_line_that_says_whose_and_why(server, ca
         host, port = connection.getsockname()
         connection.sendall(sent)
         answer = _read_to_end(connection)
-    assert answer.startswith(b"HTTP/1.1 400")
-    error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    error = json.loads(body)["error"]
     assert error["message"] == f"the request is not valid HTTP/1.1: {reason}."
     assert error["type"] == "invalid_request_error"
-    assert caplog.messages == [f"{host}:{port} is refused with 400: {error['message']}"]
+    refusal = f"{host}:{port} is refused with 400: {error['message']} Id {_request_id(head)}"
+    assert caplog.messages == [refusal]
+
+
+@pytest.mark.parametrize("name", [b"mine", None])
+def test_an_error_in_the_body_has_the_id_of_its_request(server, caplog, name):
+    caplog.set_level(logging.INFO, logger="paxkv.server.middleware.access_log")
+    head = HEAD.replace(b"Content-Length: 100", b"Transfer-Encoding: chunked")
+    if name is not None:
+        head += b"X-Request-Id: " + name + b"\r\n"
+    with socket.create_connection(server.address, timeout=PATIENCE_S) as connection:
+        # In one piece: the handler has not begun when the protocol finds the error.
+        connection.sendall(head + b"\r\n" + b"no chunk\r\n")
+        answer = _read_to_end(connection)
+    assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    request_id = _request_id(answer)
+    assert request_id == "mine" if name is not None else len(request_id) == 32
+    # The line of the access log names the same request.
+    wait_until(lambda: any(f"id {request_id}" in message for message in caplog.messages))
 
 
 @pytest.mark.parametrize("protocol", ["h2c", "websocket"])

@@ -1,6 +1,8 @@
 """Errors as HTTP responses."""
 
-from paxkv.errors import EngineDeadError
+import json
+
+from paxkv.errors import EngineDeadError, SlowReaderError
 from paxkv.server.protocol.error_response import error_response
 
 
@@ -8,3 +10,12 @@ def test_dead_engine_says_when_another_may_be_ready() -> None:
     response = error_response(EngineDeadError("it ended", retry_after_s=5))
     assert (response.status_code, response.headers["Retry-After"]) == (503, "5")
     assert "Retry-After" not in error_response(EngineDeadError("it ended")).headers
+
+
+def test_a_slow_reader_is_told_so_and_nothing_is_logged(caplog) -> None:
+    response = error_response(SlowReaderError("read faster"))
+    error = json.loads(response.body)["error"]
+    assert response.status_code == 408
+    assert (error["message"], error["code"]) == ("read faster", "slow_reader")
+    assert error["type"] == "invalid_request_error"
+    assert not caplog.records

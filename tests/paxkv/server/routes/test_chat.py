@@ -9,6 +9,7 @@ import pytest
 from paxkv.config.chat_template_kwargs import ChatTemplateKwargs
 from paxkv.config.engine_config import ServerConfig
 from paxkv.server.routes.chat import ChatRoutes
+from paxkv.text.chat_template import ChatTemplate
 from tests.paxkv.server.conftest import run_server
 from tests.paxkv.server.fake_engine import (
     MODEL_NAME,
@@ -446,6 +447,21 @@ def test_a_trusted_request_may_bring_its_template(tool_server):
         "/v1/chat/completions", json={"messages": MESSAGES, "chat_template": "{% for %}"}
     )
     assert response.status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/tokenize"])
+def test_a_broken_template_of_the_model_is_the_servers_error(start_server, tmp_path, caplog, path):
+    server = start_server()
+    (tmp_path / "chat_template.jinja").write_text("{% for %}")
+    server.engine.chat_template = ChatTemplate.from_folder(tmp_path)
+    fields = {"input": "hi"} if path == "/v1/responses" else {"messages": MESSAGES}
+    response = server.client.post(path, json=fields)
+    error = response.json()["error"]
+    assert response.status_code == 500
+    assert (error["type"], error["code"]) == ("server_error", "chat_template_error")
+    assert "(chat_template.jinja, line 1) cannot be compiled" in error["message"]
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+    assert server.client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,13 @@ def test_metrics_count_what_was_served(start_server):
     assert values[f"vllm:inter_token_latency_seconds_count{label}"] == 8
 
 
+def test_openmetrics_is_answered_to_who_accepts_it(shared_server):
+    headers = [("Accept", "text/html"), ("Accept", "application/openmetrics-text")]
+    response = shared_server.client.get("/metrics", headers=headers)
+    assert response.headers["content-type"].startswith("application/openmetrics-text")
+    assert response.text.endswith("# EOF\n")
+
+
 def test_metrics_names_are_well_formed(shared_server):
     for name in _values(shared_server.client.get("/metrics").text):
         ours = (

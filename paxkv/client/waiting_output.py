@@ -1,0 +1,134 @@
+"""`WaitingOutput`: outputs of one request that wait for their reader, merged and packed."""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator
+
+import msgspec
+
+from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput
+
+# Of a Logprob with its number and its place in a dict, about.
+_LOGPROB_BYTES = 200
+_LENGTH_BYTES = 4
+
+_encoder = msgspec.msgpack.Encoder()
+_Positions = list[list[tuple[int, float, int, str]]]
+
+
+class _Delta(msgspec.Struct, array_like=True, gc=False):
+    """What one delta adds to a completion; `positions` are its log-probabilities."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    positions: _Positions | None
+
+
+_decoder = msgspec.msgpack.Decoder(_Delta)
+
+
+class WaitingOutput:
+    """Deltas of one request as one output.
+
+    The first output is kept as it is, until `pack` or `add`. Then all are kept as bytes: objects
+    with log-probabilities take about eight times as much memory.
+    """
+
+    def __init__(self, output: RequestOutput) -> None:
+        # Without its completions once they are packed.
+        self._latest = output
+        self._latest_completions: dict[int, CompletionOutput] = {}
+        # Deltas in their order, each with its length in front.
+        self._packed = bytearray()
+
+    @property
+    def request_id(self) -> str:
+        return self._latest.request_id
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much memory the deltas take."""
+        return len(self._packed) + sum(map(_num_bytes, self._latest.outputs))
+
+    def pack(self) -> None:
+        """Keeps as bytes what is kept as objects."""
+        self._pack(self._latest)
+        self._latest = dataclasses.replace(self._latest, outputs=[])
+
+    def add(self, output: RequestOutput) -> None:
+        """Merges the next delta."""
+        self.pack()
+        self._pack(output)
+        # A stream has the prompt's once, with its first tokens.
+        prompt_logprobs = self._latest.prompt_logprobs or output.prompt_logprobs
+        self._latest = dataclasses.replace(output, outputs=[], prompt_logprobs=prompt_logprobs)
+
+    def output(self) -> RequestOutput:
+        """All deltas as one output."""
+        if not self._packed:
+            return self._latest
+        deltas: dict[int, list[_Delta]] = defaultdict(list)
+        for delta in self._unpack():
+            deltas[delta.index].append(delta)
+        latest = self._latest_completions
+        merged = [_merge(latest[index], deltas[index]) for index in sorted(deltas)]
+        return dataclasses.replace(self._latest, outputs=merged)
+
+    def _pack(self, output: RequestOutput) -> None:
+        for completion in output.outputs:
+            delta = _Delta(
+                completion.index,
+                completion.text,
+                completion.token_ids,
+                None if completion.logprobs is None else _to_tuples(completion.logprobs),
+            )
+            start = len(self._packed)
+            self._packed += bytes(_LENGTH_BYTES)
+            _encoder.encode_into(delta, self._packed, -1)
+            length = len(self._packed) - start - _LENGTH_BYTES
+            self._packed[start : start + _LENGTH_BYTES] = length.to_bytes(_LENGTH_BYTES, "big")
+            self._latest_completions[completion.index] = dataclasses.replace(
+                completion, text="", token_ids=[], logprobs=None
+            )
+
+    def _unpack(self) -> Iterator[_Delta]:
+        packed = memoryview(self._packed)
+        position = 0
+        while position < len(packed):
+            start = position + _LENGTH_BYTES
+            position = start + int.from_bytes(packed[position:start], "big")
+            yield _decoder.decode(packed[start:position])
+
+
+def _merge(latest: CompletionOutput, deltas: list[_Delta]) -> CompletionOutput:
+    has_logprobs = any(delta.positions is not None for delta in deltas)
+    logprobs = [_to_logprobs(found) for delta in deltas for found in delta.positions or ()]
+    return dataclasses.replace(
+        latest,
+        text="".join(delta.text for delta in deltas),
+        token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
+        logprobs=logprobs if has_logprobs else None,
+    )
+
+
+def _num_bytes(completion: CompletionOutput) -> int:
+    num_logprobs = sum(map(len, completion.logprobs or ()))
+    return len(completion.text) + _LOGPROB_BYTES * num_logprobs
+
+
+def _to_tuples(logprobs: list[dict[int, Logprob]]) -> _Positions:
+    return [
+        [
+            (token_id, found.logprob, found.rank, found.decoded_token)
+            for token_id, found in position.items()
+        ]
+        for position in logprobs
+    ]
+
+
+def _to_logprobs(position: list[tuple[int, float, int, str]]) -> dict[int, Logprob]:
+    return {
+        token_id: Logprob(logprob=logprob, rank=rank, decoded_token=text)
+        for token_id, logprob, rank, text in position
+    }

@@ -1,0 +1,47 @@
+"""`LogitsCheck`: counts requests whose logits are not finite numbers."""
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from paxkv.runner.sampling.sampling_columns import WANTS_LOGPROBS
+
+# Of `sampled_tokens.pack_result`: the drawn token's log-probability, as bits.
+_LOGPROB_COLUMN = 1
+
+
+class LogitsCheck:
+    """Looks at the log-probability of each drawn token, for which every row is made to ask.
+
+    It is NaN if one of the row's logits is NaN or infinite, except for -inf. So no program differs
+    from those of an engine that does not check.
+    """
+
+    def __init__(self) -> None:
+        self.num_corrupted_requests = 0
+        # Unfinished requests that have been counted.
+        self._counted: set[str] = set()
+
+    def ask_all(
+        self,
+        sampling_rows_np: np.ndarray,  # i32[max_num_seqs, NUM_COLUMNS]
+    ) -> None:
+        """Makes every row ask for log-probabilities."""
+        sampling_rows_np[:, WANTS_LOGPROBS] = 1
+
+    def look(
+        self,
+        req_ids: Sequence[str],
+        num_drawn_np: np.ndarray,  # i32[num_reqs]
+        result_np: np.ndarray,  # i32[max_steps, num_reqs or more, RESULT_WIDTH or more]
+        *,
+        unfinished: Collection[str],
+    ) -> None:
+        """Counts the requests of a step that have such logits, each of them once."""
+        self._counted.intersection_update(unfinished)
+        logprobs_np = result_np[:, : len(req_ids), _LOGPROB_COLUMN].view(np.float32)
+        step_idx_np = np.arange(len(result_np), dtype=np.int32)[:, None]
+        is_corrupted_np = (~np.isfinite(logprobs_np) & (step_idx_np < num_drawn_np)).any(axis=0)
+        corrupted = {req_ids[idx] for idx in np.flatnonzero(is_corrupted_np)}
+        self.num_corrupted_requests += len(corrupted - self._counted)
+        self._counted |= corrupted

@@ -1,0 +1,73 @@
+"""Logits that are no finite numbers are found by the log-probability of the drawn token."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxkv.config.sampling_params import SamplingParams
+from paxkv.runner.sampling.logits_check import LogitsCheck
+from paxkv.runner.sampling.sampled_tokens import RESULT_WIDTH, pack_result
+from paxkv.runner.sampling.sampler import sample
+from paxkv.runner.sampling.sampling_columns import (
+    NUM_COLUMNS,
+    SamplingInputs,
+    encode_sampling_params,
+)
+
+VOCAB = 200
+
+
+def look(check, logprobs, *, num_drawn=None, req_ids=("a", "b"), unfinished=("a", "b")):
+    """A step that drew tokens with these log-probabilities, [max_steps][num_reqs]."""
+    logprobs_np = np.array(logprobs, np.float32)
+    # A row of padding behind the requests, which is never looked at.
+    result_np = np.full((len(logprobs_np), len(req_ids) + 1, RESULT_WIDTH), -1, np.int32)
+    result_np[:, : len(req_ids), 1] = logprobs_np.view(np.int32)
+    num_drawn_np = np.array([len(logprobs)] * len(req_ids) if num_drawn is None else num_drawn)
+    check.look(list(req_ids), num_drawn_np, result_np, unfinished=unfinished)
+    return check.num_corrupted_requests
+
+
+def test_each_request_is_counted_once():
+    check = LogitsCheck()
+    assert look(check, [[-1.0, -0.0]]) == 0
+    assert look(check, [[-1.0, np.nan]]) == 1
+    assert look(check, [[-1.0, np.nan]]) == 1
+    assert look(check, [[np.nan, -1.0]]) == 2
+
+
+def test_another_request_with_the_same_id_is_counted_again():
+    check = LogitsCheck()
+    assert look(check, [[np.nan]], req_ids=("a",)) == 1
+    look(check, [[-1.0]], req_ids=("b",), unfinished=("b",))
+    assert look(check, [[np.nan]], req_ids=("a",)) == 2
+
+
+def test_only_tokens_that_were_drawn_are_looked_at():
+    check = LogitsCheck()
+    assert look(check, [[-1.0, np.nan], [np.nan, np.nan]], num_drawn=[1, 0]) == 0
+    assert look(check, [[-1.0, np.nan], [np.nan, np.nan]], num_drawn=[2, 0]) == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e30])
+def test_the_sampler_shows_bad_logits_to_rows_that_ask(bad, temperature):
+    """A mask's -inf is as it should be, and so is a number however large."""
+    params = SamplingParams(temperature=temperature)
+    row_np = encode_sampling_params(params, seed=1, vocab_size=VOCAB)
+    rows_np = np.stack([row_np, row_np])
+    check = LogitsCheck()
+    check.ask_all(rows_np)
+    logits_np = np.zeros((2, VOCAB), np.float32)
+    logits_np[1, 150] = bad
+    inputs = SamplingInputs(rows=jnp.asarray(rows_np), draw_position=jnp.array([5, 5]))
+    result_np = np.asarray(pack_result(sample(jnp.asarray(logits_np), inputs)))[None]
+    check.look(["a", "b"], np.array([1, 1]), result_np, unfinished=("a", "b"))
+    assert check.num_corrupted_requests == (0 if bad in (-np.inf, 1e30) else 1)
+
+
+def test_every_row_is_made_to_ask():
+    rows_np = np.zeros((3, NUM_COLUMNS), np.int32)
+    LogitsCheck().ask_all(rows_np)
+    inputs = SamplingInputs(rows=jnp.asarray(rows_np), draw_position=jnp.zeros(3, jnp.int32))
+    assert inputs.wants_logprobs.all()
