@@ -1,0 +1,112 @@
+"""Answers the lines of a batch with the routes of the server, several lines at once."""
+
+import asyncio
+import dataclasses
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from http import HTTPStatus
+
+import msgspec
+
+from paxkv.config.engine_config import ServerConfig
+from paxkv.server.app import create_app
+from paxkv.server.batch.batch_lines import (
+    BatchLineError,
+    BatchLineReader,
+    BatchResponse,
+    BatchRow,
+)
+from paxkv.server.batch.in_process_client import post_json
+from paxkv.server.engine_protocol import EngineClient
+from paxkv.server.protocol.error_response import describe_error
+
+# Lines in progress for each place in the running batch: those beyond the first are tokenized, and
+# wait in the engine, when a place becomes free.
+_LINES_PER_PLACE = 2
+_RESTART_POLL_S = 0.1
+
+
+class BatchRunner:
+    """Answers batches with one engine, which must have started.
+
+    Args:
+        config: What clients of a server bring or may not bring does not count here: keys, limits
+            on waiting requests, routes of operators.
+    """
+
+    def __init__(self, engine: EngineClient, config: ServerConfig) -> None:
+        self._engine = engine
+        self._app = create_app(
+            engine,
+            dataclasses.replace(
+                config,
+                api_key=(),
+                root_path=None,
+                max_waiting_requests=None,
+                disable_uvicorn_access_log=True,
+                enable_admin=False,
+                profile_dir=None,
+                enable_inspector=False,
+            ),
+        )
+
+    async def run(
+        self, lines: Sequence[tuple[int, bytes]], write_row: Callable[[BatchRow], None]
+    ) -> None:
+        """Calls `write_row` once for each line, in the order in which the lines are done.
+
+        Cancelling this, or an exception of `write_row`, aborts the requests in progress.
+
+        Args:
+            lines: (number, text), none of them empty.
+        """
+        numbered = iter(lines)
+        reader = BatchLineReader()
+        num_workers = min(len(lines), _LINES_PER_PLACE * self._engine.model_info.max_num_seqs)
+        workers = [
+            asyncio.ensure_future(self._work(numbered, reader, write_row))
+            for _ in range(num_workers)
+        ]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+
+    async def _work(
+        self,
+        lines: Iterator[tuple[int, bytes]],
+        reader: BatchLineReader,
+        write_row: Callable[[BatchRow], None],
+    ) -> None:
+        for number, line in lines:
+            # Without the wait, all lines that are left would fail while another engine starts.
+            while not self._engine.is_alive:
+                await asyncio.sleep(_RESTART_POLL_S)
+            write_row(await self._answer(line, number, reader))
+
+    async def _answer(self, line: bytes, number: int, reader: BatchLineReader) -> BatchRow:
+        request_id = f"batch-{uuid.uuid4().hex}"
+        try:
+            request = reader.read(line, number)
+        except BatchLineError as error:
+            status, body = describe_error(error)
+            return _row(error.custom_id, request_id, status, body)
+        answer = await post_json(self._app, request.url, request.body, request_id=request_id)
+        return _row(request.custom_id, request_id, answer.status, answer.body)
+
+
+def _row(custom_id: str | None, request_id: str, status: int, body: bytes) -> BatchRow:
+    is_answered = status == HTTPStatus.OK
+    response = BatchResponse(
+        status_code=status,
+        request_id=request_id,
+        body=msgspec.Raw(body) if is_answered else None,
+    )
+    return BatchRow(
+        id=f"batch-row-{uuid.uuid4().hex}",
+        custom_id=custom_id,
+        response=response,
+        error=None if is_answered else msgspec.Raw(body),
+    )
