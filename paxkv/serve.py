@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import paxkv
 from paxkv.client.async_client import AsyncEngineClient
 from paxkv.config.command_line import add_config_flags, config_from_arguments
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.engine_config import EngineConfig, ServerConfig
 from paxkv.entrypoints.build_client import build_async_client
 from paxkv.entrypoints.cli.arguments import add_serve_arguments, parse_arguments
 from paxkv.entrypoints.engine_flags import ENGINE_CONFIG_CLASSES, engine_config_from_arguments
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with bind_socket(server_config) as bound:
             with ended_by_sigterm():
                 engine = build_async_client(engine_config, server_config, show_progress=True)
-            asyncio.run(serve(engine, server_config, bound))
+            asyncio.run(serve(engine, server_config, bound, engine_config))
     except (ConfigError, EngineDeadError) as error:
         print("paxkv: error:", *str(error).splitlines(), file=sys.stderr)
         return 1
@@ -62,8 +62,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-async def serve(engine: AsyncEngineClient, config: ServerConfig, bound: socket.socket) -> None:
+async def serve(
+    engine: AsyncEngineClient,
+    config: ServerConfig,
+    bound: socket.socket,
+    engine_config: EngineConfig | None = None,
+) -> None:
     """Starts the engine, serves it on a bound socket until a signal comes, and ends both.
+
+    Args:
+        engine_config: As `create_app` has it.
 
     Raises:
         EngineDeadError: The engine has ended, and none takes its place.
@@ -73,7 +81,7 @@ async def serve(engine: AsyncEngineClient, config: ServerConfig, bound: socket.s
     try:
         await engine.start()
         server = HttpServer(
-            create_app(engine, config),
+            create_app(engine, config, engine_config),
             engine,
             config,
             on_ready=lambda: print(

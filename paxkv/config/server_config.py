@@ -17,7 +17,7 @@ MIN_READY_TIMEOUT_S = 30.0
 _OWN_PATHS = (
     *("/health", "/ping", "/load", "/metrics", "/version", "/openapi.json"),
     *("/tokenize", "/detokenize", "/reset_prefix_cache", "/explain_prefix_cache_miss"),
-    *("/start_profile", "/stop_profile"),
+    *("/start_profile", "/stop_profile", "/server_info"),
 )
 # What other paths begin with: "/v1/chat" taken off "/v1/chat/completions" would leave one that is
 # nothing's.
@@ -123,8 +123,9 @@ class ServerConfig:
         64 * 2**20,
     )
     enable_admin: bool = setting(
-        "offer POST /reset_prefix_cache, POST /start_profile, POST /stop_profile and "
-        "GET /explain_prefix_cache_miss: for operators, and not for who may only generate",
+        "offer POST /reset_prefix_cache, POST /start_profile, POST /stop_profile, "
+        "GET /explain_prefix_cache_miss and GET /server_info: for operators, and not for clients "
+        "that may only generate",
         False,
     )
     profile_dir: str | None = setting(

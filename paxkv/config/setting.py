@@ -22,7 +22,7 @@ def setting(
         aliases: Other names of the flag, as in `--shutdown-timeout`.
         is_json: Whether the flag of a list takes one JSON list, instead of words.
         environment: Variable that is read where the flag is left out.
-        is_secret: Leaves its value out of the config's `repr`.
+        is_secret: Leaves its value out of the config's `repr` and of `GET /server_info`.
         is_hidden: Leaves its flag out of `--help`; the flag is still parsed. For settings of parts
             that are not built yet.
     """
