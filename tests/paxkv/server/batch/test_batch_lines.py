@@ -29,7 +29,7 @@ def test_body_is_kept_as_it_stands_in_the_line():
     [
         (b"what?", "line 7 must be a JSON object", None, None),
         (b"[1]", "line 7 must be a JSON object", None, None),
-        (b"[" * 100_000, "line 7 must be a JSON object", None, None),
+        (b'{"body": ' + b"[" * 100_000, "line 7 must be a JSON object", None, None),
         (line_with()[:-2], "line 7 must be a JSON object", None, None),
         (line_without("custom_id"), "line 7 has no custom_id", "custom_id", None),
         (line_with(custom_id=3), "custom_id of line 7 must be a string", "custom_id", None),
