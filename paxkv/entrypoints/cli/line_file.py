@@ -1,4 +1,4 @@
-"""`LineFile`: an output file that holds whole lines only, however the program ends."""
+"""`LineFile`: an output file that holds whole lines only, also after an interrupted write."""
 
 import contextlib
 import os
@@ -13,8 +13,8 @@ STDIO = "-"
 class LineFile:
     """Writes lines to a file, or to stdout as `-`; use it in a `with` statement.
 
-    A line is written at once, by one system call unless the system takes less. A line that was
-    interrupted or that did not fit on the disk is cut off again, where the file is a regular one.
+    Each line is one system call, unless the system writes less. If a write is interrupted or the
+    disk is full, a regular file is truncated to the lines before. Stdout is never truncated.
 
     Raises:
         OSError: The file cannot be opened for writing.
@@ -26,7 +26,7 @@ class LineFile:
         else:
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         is_regular = stat.S_ISREG(os.fstat(self._fd).st_mode)
-        self._can_be_cut = is_regular and path != STDIO
+        self._can_be_truncated = is_regular and path != STDIO
         self._num_bytes = 0
 
     def __enter__(self) -> Self:
@@ -41,12 +41,12 @@ class LineFile:
         os.close(self._fd)
 
     def clear(self) -> None:
-        """Drops what the file held before; until then it is kept."""
-        if self._can_be_cut:
+        """Deletes the old contents of the file, which opening it has kept."""
+        if self._can_be_truncated:
             os.ftruncate(self._fd, 0)
 
     def write_line(self, line: bytes) -> None:
-        """Appends a line, which comes without its line break.
+        """Appends `line` and a line break.
 
         Raises:
             OSError: It cannot be written.
@@ -56,7 +56,7 @@ class LineFile:
             while rest:
                 rest = rest[os.write(self._fd, rest) :]
         except BaseException:
-            if self._can_be_cut:
+            if self._can_be_truncated:
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._fd, self._num_bytes)
             raise

@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_package_origin()
         engine_config = engine_config_from_arguments(namespace)
         server_config = config_from_arguments(ServerConfig, namespace)
-        # Before the engine: what is wrong with a file is known at once, not after minutes.
+        # Before the engine, whose start can take minutes: a bad file name is reported at once.
         lines = read_lines(namespace.input_file)
         with _open_output(namespace) as output, ended_by_sigterm():
             engine = build_async_client(engine_config, server_config, show_progress=True)
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("paxkv: error:", *str(error).splitlines(), file=sys.stderr)
         return 1
     except Terminated:
-        # The sender of the signal can see that it worked.
+        # The exit status then shows the signal to its sender.
         signal.raise_signal(signal.SIGTERM)
         return TERMINATED
     print(
@@ -90,13 +90,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The flags of `paxkv serve` that are not about its port and its clients, and two files."""
+    """The flags of `paxkv serve`, except those about its port and clients, and two files."""
     parser = argparse.ArgumentParser(
         prog="paxkv run-batch",
         description="Answers the requests of a file in OpenAI's batch format, without a server. A "
         'line of the input is {"custom_id": ..., "method": "POST", "url": ..., "body": {...}}, '
         f"with the url {' or '.join(BATCH_URLS)}. A line of the output has its custom_id and "
-        "either a response or an error. Rows are in the order in which they are done.",
+        "either a response or an error. Rows are in the order in which the requests finish.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -105,8 +105,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         *("-o", "--output-file"),
         metavar="FILE",
-        help="answers, one a line; - writes to stdout. What the file held before is dropped once "
-        "the engine is ready",
+        help="answers, one a line; - writes to stdout. The file's old contents are kept until the "
+        "engine is ready",
     )
     for config_class in ENGINE_CONFIG_CLASSES:
         add_config_flags(parser, config_class)
@@ -143,7 +143,7 @@ async def run(
     """Starts the engine, answers the lines, and ends the engine; returns how many failed.
 
     Args:
-        name: What errors call the output.
+        name: Path of the output, for error messages.
 
     Raises:
         EngineDeadError: The engine has ended, and none takes its place.
@@ -159,7 +159,7 @@ async def run(
             output.write_line(msgspec.json.encode(row))
         progress.update()
 
-    # `disable=None`: there is no bar unless stderr is a terminal.
+    # `disable=None` draws the bar only if stderr is a terminal.
     with tqdm(total=len(lines), desc="Running batch", unit="req", disable=None) as progress:
         try:
             await engine.start()
@@ -187,7 +187,7 @@ async def run(
 def _open_output(namespace: argparse.Namespace) -> LineFile:
     path = namespace.output_file
     with _reported(path):
-        # A regular file alone: /dev/null may be both.
+        # Only regular files are compared: both may be /dev/null.
         is_input = os.path.isfile(path) and os.path.exists(namespace.input_file)
         if is_input and os.path.samefile(path, namespace.input_file):
             raise BatchFileError(
@@ -198,17 +198,16 @@ def _open_output(namespace: argparse.Namespace) -> LineFile:
 
 @contextlib.contextmanager
 def _reported(path: str) -> Iterator[None]:
-    """Names the output file where writing it fails."""
+    """Turns an OSError into a `BatchFileError` that names the output file."""
     try:
         yield
     except OSError as error:
         if isinstance(error, BrokenPipeError) and path == STDIO:
-            # A reader that goes away ends the command quietly, as it ends others.
+            # `run_command` ends quietly when the reader of stdout is gone (`| head -1`).
             raise
         hint = " Write a local file and upload it." if path.startswith(_URL_BEGINNINGS) else ""
         raise BatchFileError(
-            f"the output file {_shown(path, 'stdout')} cannot be written: {error.strerror}. The "
-            f"rows that it holds are whole.{hint}"
+            f"the output file {_shown(path, 'stdout')} cannot be written: {error.strerror}.{hint}"
         ) from error
 
 

@@ -15,22 +15,20 @@ _ValueT = TypeVar("_ValueT")
 
 
 class BatchLineError(InvalidRequestError):
-    """A line of the input is no request that can be sent.
+    """A line of the input is not a request that can be sent.
 
-    Args:
-        custom_id: That of the line, where it has one that can be read.
+    Attributes:
+        custom_id: The line's own; None if it has none that can be read.
     """
 
-    def __init__(self, message: str, *, param: str | None, custom_id: str | None) -> None:
-        super().__init__(message, param=param)
-        self.custom_id = custom_id
+    custom_id: str | None = None
 
 
 class BatchRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the input.
 
     Args:
-        body: JSON as it stands in the line; the route checks it.
+        body: JSON exactly as in the line. The route checks it.
     """
 
     custom_id: str
@@ -45,10 +43,10 @@ class BatchResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the output, with the fields of vLLM's and OpenAI's.
+    """One line of the output, with the fields of vLLM's.
 
     Args:
-        custom_id: None where the input line has none that can be read.
+        custom_id: None if the input line has none that can be read.
         error: None if the request was answered; otherwise the body of the server's error, and
             `response.body` is None.
     """
@@ -64,7 +62,7 @@ class _StreamField(msgspec.Struct):
 
 
 class BatchLineReader:
-    """Reads lines of one input file. A custom_id may be used once."""
+    """Reads the lines of one input file. Each custom_id may be used once."""
 
     def __init__(self) -> None:
         self._custom_ids: set[str] = set()
@@ -74,94 +72,79 @@ class BatchLineReader:
 
         Raises:
             BatchLineError: The line is not a JSON object, lacks a field, repeats the custom_id of
-                an earlier line, or asks for what a batch cannot do.
+                an earlier line, or has a method, url or stream that a batch does not support.
         """
-        # Some editors begin a file with a mark.
         fields = _decode(
+            # Some editors write a byte order mark in front of the first line.
             line.removeprefix(codecs.BOM_UTF8),
             dict[str, msgspec.Raw],
             f"line {line_number} must be a JSON object with {_FIELDS}",
         )
-        custom_id = self._custom_id(fields, line_number)
-        where = {"line_number": line_number, "custom_id": custom_id}
-        method = _string(fields, "method", **where)
-        if method != "POST":
-            raise BatchLineError(
-                f"method of line {line_number} must be POST, got {method!r}.",
-                param="method",
-                custom_id=custom_id,
-            )
-        url = _string(fields, "url", **where)
-        if url not in BATCH_URLS:
-            raise BatchLineError(
-                f"url of line {line_number} must be {' or '.join(BATCH_URLS)}, got {url!r}.",
-                param="url",
-                custom_id=custom_id,
-            )
-        if "body" not in fields:
-            raise _missing("body", **where)
-        body = bytes(fields["body"])
-        if _is_stream(body):
-            raise BatchLineError(
-                f"the body of line {line_number} has stream=true, and a batch has no streams; "
-                "leave stream out.",
-                param="stream",
-                custom_id=custom_id,
-            )
-        return BatchRequest(custom_id=custom_id, url=url, body=body)
+        custom_id = _string(fields, "custom_id", line_number)
+        try:
+            self._add_custom_id(custom_id, line_number)
+            return _request(custom_id, fields, line_number)
+        except BatchLineError as error:
+            error.custom_id = custom_id
+            raise
 
-    def _custom_id(self, fields: dict[str, msgspec.Raw], line_number: int) -> str:
-        custom_id = _string(fields, "custom_id", line_number=line_number, custom_id=None)
+    def _add_custom_id(self, custom_id: str, line_number: int) -> None:
         if custom_id in self._custom_ids:
             raise BatchLineError(
                 f"custom_id {custom_id!r} of line {line_number} was used by an earlier line; give "
                 "each line its own.",
                 param="custom_id",
-                custom_id=custom_id,
             )
         self._custom_ids.add(custom_id)
-        return custom_id
 
 
-def _string(
-    fields: dict[str, msgspec.Raw], name: str, *, line_number: int, custom_id: str | None
-) -> str:
+def _request(custom_id: str, fields: dict[str, msgspec.Raw], line_number: int) -> BatchRequest:
+    method = _string(fields, "method", line_number)
+    if method != "POST":
+        raise BatchLineError(
+            f"method of line {line_number} must be POST, got {method!r}.", param="method"
+        )
+    url = _string(fields, "url", line_number)
+    if url not in BATCH_URLS:
+        raise BatchLineError(
+            f"url of line {line_number} must be {' or '.join(BATCH_URLS)}, got {url!r}.",
+            param="url",
+        )
+    body = bytes(_field(fields, "body", line_number))
+    if _is_stream(body):
+        raise BatchLineError(
+            f"the body of line {line_number} has stream=true, and a batch has no streams; leave "
+            "stream out.",
+            param="stream",
+        )
+    return BatchRequest(custom_id=custom_id, url=url, body=body)
+
+
+def _field(fields: dict[str, msgspec.Raw], name: str, line_number: int) -> msgspec.Raw:
     if name not in fields:
-        raise _missing(name, line_number=line_number, custom_id=custom_id)
-    return _decode(
-        fields[name],
-        str,
-        f"{name} of line {line_number} must be a string",
-        param=name,
-        custom_id=custom_id,
-    )
+        raise BatchLineError(
+            f"line {line_number} has no {name}; a line needs {_FIELDS}.", param=name
+        )
+    return fields[name]
 
 
-def _missing(name: str, *, line_number: int, custom_id: str | None) -> BatchLineError:
-    return BatchLineError(
-        f"line {line_number} has no {name}; a line needs {_FIELDS}.",
-        param=name,
-        custom_id=custom_id,
-    )
+def _string(fields: dict[str, msgspec.Raw], name: str, line_number: int) -> str:
+    text = _field(fields, name, line_number)
+    return _decode(text, str, f"{name} of line {line_number} must be a string", param=name)
 
 
 def _decode(
-    text: bytes | msgspec.Raw,
-    value_type: type[_ValueT],
-    message: str,
-    *,
-    param: str | None = None,
-    custom_id: str | None = None,
+    text: bytes | msgspec.Raw, value_type: type[_ValueT], message: str, *, param: str | None = None
 ) -> _ValueT:
     try:
         return msgspec.json.decode(text, type=value_type)
     except _DECODE_ERRORS as error:
-        raise BatchLineError(f"{message}: {error}.", param=param, custom_id=custom_id) from None
+        raise BatchLineError(f"{message}: {error}.", param=param) from None
 
 
 def _is_stream(body: bytes) -> bool:
     try:
         return bool(msgspec.json.decode(body, type=_StreamField).stream)
     except _DECODE_ERRORS:
-        # The route says what is wrong with the body.
+        # The route reports what is wrong with the body.
         return False

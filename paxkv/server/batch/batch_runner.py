@@ -20,8 +20,8 @@ from paxkv.server.batch.in_process_client import post_json
 from paxkv.server.engine_protocol import EngineClient
 from paxkv.server.protocol.error_response import describe_error
 
-# Lines in progress for each place in the running batch: those beyond the first are tokenized, and
-# wait in the engine, when a place becomes free.
+# Lines in progress per place in the running batch. The second line is already tokenized and waits
+# in the engine when the place becomes free.
 _LINES_PER_PLACE = 2
 _RESTART_POLL_S = 0.1
 
@@ -35,19 +35,19 @@ class BatchRunner:
 
     def __init__(self, engine: EngineClient, config: ServerConfig) -> None:
         self._engine = engine
-        # No line per request: rows say the same.
+        # The rows already say what an access log would.
         config = dataclasses.replace(config, disable_uvicorn_access_log=True)
         self._app = create_app(engine, config)
 
     async def run(
         self, lines: Sequence[tuple[int, bytes]], write_row: Callable[[BatchRow], None]
     ) -> None:
-        """Calls `write_row` once for each line, in the order in which the lines are done.
+        """Calls `write_row` once per line, in the order in which the requests finish.
 
         Cancelling this, or an exception of `write_row`, aborts the requests in progress.
 
         Args:
-            lines: (number, text), none of them empty.
+            lines: (line number, text); no text is empty.
         """
         numbered = iter(lines)
         reader = BatchLineReader()
@@ -70,7 +70,7 @@ class BatchRunner:
         write_row: Callable[[BatchRow], None],
     ) -> None:
         for number, line in lines:
-            # Without the wait, all lines that are left would fail while another engine starts.
+            # While another engine starts, all remaining lines would fail at once.
             while not self._engine.is_alive:
                 await asyncio.sleep(_RESTART_POLL_S)
             write_row(await self._answer(line, number, reader))
