@@ -1,5 +1,6 @@
 """A batch file is worked through; what stops it is one line, and leaves whole rows."""
 
+import dataclasses
 import io
 import json
 import signal
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from paxkv.config.engine_config import ServerConfig
 from paxkv.entrypoints.cli import run_batch
 from paxkv.errors import ConfigError
 from tests.paxkv.entrypoints.cli.batch_program import BatchEngine
@@ -81,6 +83,23 @@ def test_keys_of_a_server_are_not_read(built, tmp_path, monkeypatch):
     assert run_batch.main(["-i", str(tmp_path / "in"), "-o", str(tmp_path / "out")]) == 0
     assert built[0][1].api_key == ()
     assert read_rows(tmp_path / "out")["a"]["error"] is None
+
+
+# Settings of the server that decide what a batch answers, or how long its engine may take.
+OF_A_BATCH = {
+    *("max_body_bytes", "max_engine_restarts", "engine_restart_window_s"),
+    *("engine_ready_timeout_s", "execute_model_timeout_s", "disable_log_stats"),
+    *("log_stats_interval_s", "trust_request_chat_template", "enable_auto_tool_choice"),
+    *("tool_call_parser", "exclude_tools_when_tool_choice_none", "reasoning_parser"),
+    "structured_outputs_config",
+}
+
+
+def test_each_setting_of_the_server_is_a_flag_of_the_batch_or_is_left_out():
+    """A limit on waiting requests that has a flag here would refuse lines of a batch."""
+    left_out = set(run_batch._OF_A_SERVER)
+    assert not left_out & OF_A_BATCH
+    assert left_out | OF_A_BATCH == {field.name for field in dataclasses.fields(ServerConfig)}
 
 
 @pytest.mark.parametrize(
