@@ -13,17 +13,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from paxkv.config.command_line import add_config_flags, config_from_arguments
-from paxkv.config.engine_config import (
-    CacheConfig,
-    EngineConfig,
-    ModelConfig,
-    ParallelConfig,
-    RunnerConfig,
-    SchedulerConfig,
-)
+from paxkv.config.command_line import add_config_flags
 from paxkv.entrypoints.cli.arguments import add_serve_arguments, parse_arguments
 from paxkv.entrypoints.cli.command_parser import CommandParser
+from paxkv.entrypoints.engine_flags import ENGINE_CONFIG_CLASSES, engine_config_from_arguments
 from paxkv.errors import ConfigError
 from paxkv.fleet.replica_places import replica_environments
 from paxkv.package_origin import check_package_origin
@@ -37,7 +30,6 @@ except ConfigError as error:
 from models.errors import ModelError
 from paxkv.entrypoints.build import compile_programs
 
-_CONFIG_CLASSES = (ModelConfig, CacheConfig, SchedulerConfig, RunnerConfig, ParallelConfig)
 # `--out` says it here.
 _WHERE_PROGRAMS_LIE = ("enable_compilation_cache", "compilation_cache_dir", "compiled_dir")
 
@@ -48,13 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("paxkv").setLevel(logging.INFO)
     try:
-        config = EngineConfig(
-            model=config_from_arguments(ModelConfig, namespace),
-            cache=config_from_arguments(CacheConfig, namespace),
-            scheduler=config_from_arguments(SchedulerConfig, namespace),
-            runner=config_from_arguments(RunnerConfig, namespace),
-            parallel=config_from_arguments(ParallelConfig, namespace),
-        )
+        config = engine_config_from_arguments(namespace)
         # JAX looks at them when it first touches a device: all replicas have the same programs.
         os.environ.update(replica_environments(config.parallel.data_parallel_size)[0])
         with ended_by_interrupt():
@@ -79,7 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="new or empty folder for them"
     )
-    for config_class in _CONFIG_CLASSES:
+    for config_class in ENGINE_CONFIG_CLASSES:
         add_config_flags(parser, config_class, without=_WHERE_PROGRAMS_LIE)
     add_serve_arguments(parser)
     return parser

@@ -1,6 +1,13 @@
 """`python -m paxkv.serve`: starts an engine process and serves it over HTTP."""
 
-from paxkv.entrypoints.command_end import INTERRUPTED, TERMINATED, end_by_signals, run_command
+from paxkv.entrypoints.command_end import (
+    INTERRUPTED,
+    TERMINATED,
+    Terminated,
+    end_by_signals,
+    ended_by_sigterm,
+    run_command,
+)
 
 # Before the imports below, which take their time.
 if __name__ == "__main__":
@@ -8,44 +15,25 @@ if __name__ == "__main__":
 
 import argparse
 import asyncio
-import contextlib
 import signal
 import socket
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from types import FrameType
+from collections.abc import Sequence
 
 import paxkv
 from paxkv.client.async_client import AsyncEngineClient
 from paxkv.config.command_line import add_config_flags, config_from_arguments
-from paxkv.config.engine_config import (
-    CacheConfig,
-    EngineConfig,
-    ModelConfig,
-    ParallelConfig,
-    RunnerConfig,
-    SchedulerConfig,
-    ServerConfig,
-)
+from paxkv.config.engine_config import EngineConfig, ServerConfig
 from paxkv.entrypoints.build_client import build_async_client
 from paxkv.entrypoints.cli.arguments import add_serve_arguments, parse_arguments
 from paxkv.entrypoints.cli.command_parser import CommandParser
+from paxkv.entrypoints.engine_flags import ENGINE_CONFIG_CLASSES, engine_config_from_arguments
 from paxkv.entrypoints.process_logging import set_up_logging
 from paxkv.errors import ConfigError, EngineDeadError
 from paxkv.package_origin import check_package_origin
 from paxkv.server.app import create_app
 from paxkv.server.http_server import HttpServer, bind_socket, socket_url
 from paxkv.server.metrics.stats_log import StatsLog
-
-_CONFIG_CLASSES = (
-    *(ModelConfig, CacheConfig, SchedulerConfig, RunnerConfig),
-    *(ParallelConfig, ServerConfig),
-)
-
-
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM came before the server could drain."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,24 +43,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         # The engine process would fail without saying why.
         check_package_origin()
-        engine_config = EngineConfig(
-            model=config_from_arguments(ModelConfig, namespace),
-            cache=config_from_arguments(CacheConfig, namespace),
-            scheduler=config_from_arguments(SchedulerConfig, namespace),
-            runner=config_from_arguments(RunnerConfig, namespace),
-            parallel=config_from_arguments(ParallelConfig, namespace),
-        )
+        engine_config = engine_config_from_arguments(namespace)
         server_config = config_from_arguments(ServerConfig, namespace)
         # Before the engine: a taken port is known at once, not after minutes of warm-up. The
         # port opens only when the engine is ready.
         with bind_socket(server_config) as bound:
-            with _ended_by_sigterm():
+            with ended_by_sigterm():
                 engine = build_async_client(engine_config, server_config, show_progress=True)
-            asyncio.run(serve(engine, server_config, bound))
+            asyncio.run(serve(engine, server_config, bound, engine_config))
     except (ConfigError, EngineDeadError) as error:
         print("paxkv: error:", *str(error).splitlines(), file=sys.stderr)
         return 1
-    except _Terminated:
+    except Terminated:
         # Whoever sent it is to see that it worked.
         signal.raise_signal(signal.SIGTERM)
         return TERMINATED
@@ -81,28 +63,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM raises `_Terminated`, so that the engine that is being started ends first.
-
-    Without a handler it would do nothing at all to the first process of a container.
-    """
-
-    def end(_number: int, _frame: FrameType | None) -> None:
-        raise _Terminated
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
-
-
-async def serve(engine: AsyncEngineClient, config: ServerConfig, bound: socket.socket) -> None:
+async def serve(
+    engine: AsyncEngineClient,
+    config: ServerConfig,
+    bound: socket.socket,
+    engine_config: EngineConfig | None = None,
+) -> None:
     """Starts the engine, serves it on a bound socket until a signal comes, and ends both.
+
+    Args:
+        engine_config: As `create_app` has it.
 
     Raises:
         EngineDeadError: The engine has ended, and none takes its place.
@@ -112,7 +82,7 @@ async def serve(engine: AsyncEngineClient, config: ServerConfig, bound: socket.s
     try:
         await engine.start()
         server = HttpServer(
-            create_app(engine, config),
+            create_app(engine, config, engine_config),
             engine,
             config,
             on_ready=lambda: print(
@@ -147,7 +117,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Serves a language model over an OpenAI-compatible HTTP API.",
         allow_abbrev=False,
     )
-    for config_class in _CONFIG_CLASSES:
+    for config_class in (*ENGINE_CONFIG_CLASSES, ServerConfig):
         add_config_flags(parser, config_class)
     add_serve_arguments(parser)
     return parser

@@ -37,6 +37,7 @@ COMPOSITION_ROOTS = {
     "paxkv/generate.py",
     "paxkv/replay.py",
     "paxkv/entrypoints/cli/generate.py",
+    "paxkv/entrypoints/cli/run_batch.py",
     "paxkv/entrypoints/cli/collect_env.py",
     # Names LLM and CompiledGenerator for type checkers; at run time they come late (see the file).
     "paxkv/__init__.py",

@@ -11,7 +11,8 @@ def test_importing_paxkv_imports_no_jax() -> None:
     program = (
         "import sys, paxkv, paxkv.scheduler.scheduler, paxkv.client.async_client, "
         "paxkv.engine.engine_core, paxkv.server.app, paxkv.replay, paxkv.serve, "
-        "paxkv.entrypoints.cli.main, paxkv.entrypoints.cli.chat, paxkv.entrypoints.cli.bench; "
+        "paxkv.entrypoints.cli.main, paxkv.entrypoints.cli.chat, paxkv.entrypoints.cli.bench, "
+        "paxkv.entrypoints.cli.run_batch; "
         "sys.exit('jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0

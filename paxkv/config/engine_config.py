@@ -232,7 +232,7 @@ class CacheConfig:
         256 * 2**20,
     )
     prefix_caching_seed: str | None = setting(
-        "fixed seed of block hashes; random for each engine if left out", None
+        "fixed seed of block hashes; random for each engine if left out", None, is_secret=True
     )
     prefix_caching_hash_algo: PrefixCachingHashAlgo = setting(
         "hash of block contents: sha256; sha256_cbor, which other programs can compute; xxhash, "

@@ -19,7 +19,7 @@ MIN_READY_TIMEOUT_S = 30.0
 _OWN_PATHS = (
     *("/health", "/ping", "/load", "/metrics", "/version", "/openapi.json"),
     *("/tokenize", "/detokenize", "/reset_prefix_cache", "/explain_prefix_cache_miss"),
-    *("/start_profile", "/stop_profile", "/tokenizer_info"),
+    *("/start_profile", "/stop_profile", "/tokenizer_info", "/server_info"),
 )
 # What other paths begin with: "/v1/chat" taken off "/v1/chat/completions" would leave one that is
 # nothing's.
@@ -140,8 +140,9 @@ class ServerConfig:
         64 * 2**20,
     )
     enable_admin: bool = setting(
-        "offer POST /reset_prefix_cache, POST /start_profile, POST /stop_profile and "
-        "GET /explain_prefix_cache_miss: for operators, and not for who may only generate",
+        "offer POST /reset_prefix_cache, POST /start_profile, POST /stop_profile, "
+        "GET /explain_prefix_cache_miss and GET /server_info: for operators, and not for clients "
+        "that may only generate",
         False,
     )
     profile_dir: str | None = setting(

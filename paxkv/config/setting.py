@@ -25,7 +25,7 @@ def setting(
         is_json: Whether the flag of a list takes one JSON list, instead of words.
         environment: Variables that are read where the flag is left out; the first one with a value
             wins.
-        is_secret: Leaves its value out of the config's `repr`.
+        is_secret: Leaves its value out of the config's `repr` and of `GET /server_info`.
         is_hidden: Leaves its flag out of `--help`; the flag is still parsed. For settings of parts
             that are not built yet.
         spellings: Words for values, such as {"half": "float16"} or {"auto": -1}.

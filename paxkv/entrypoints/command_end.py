@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 TERMINATED = 143  # 128 + SIGTERM
@@ -14,6 +15,10 @@ _STDOUT_CLOSED = 1
 _LINE = "paxkv: interrupted."
 # Of the first process of a container, whose signals do nothing unless it answers them.
 _FIRST_PID = 1
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came."""
 
 
 def end_by_signals() -> None:
@@ -74,6 +79,26 @@ def ended_by_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM raises `Terminated` in here, so that engine processes end before their parent.
+
+    Without a handler it would do nothing at all to the first process of a container.
+    """
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
 
 
 def _end(*_: object) -> None:

@@ -6,7 +6,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.engine_config import EngineConfig, ServerConfig
 from paxkv.errors import PaxkvError
 from paxkv.inspector.routes import INSPECTED_PATHS, InspectorRoutes
 from paxkv.server.engine_protocol import EngineClient
@@ -37,15 +37,22 @@ from paxkv.server.routes.info import InfoRoutes
 from paxkv.server.routes.messages import MESSAGES_PATH, MessagesRoutes
 from paxkv.server.routes.openapi import OpenApiRoutes
 from paxkv.server.routes.responses import ResponsesRoutes
+from paxkv.server.routes.server_info import SERVER_INFO_PATH, ServerInfoRoutes
 from paxkv.server.routes.tokenizer import TokenizerRoutes
 from paxkv.server.routes.tokenizer_info import TokenizerInfoRoutes
 
 
-def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
+def create_app(
+    engine: EngineClient, config: ServerConfig, engine_config: EngineConfig | None = None
+) -> Starlette:
     """An ASGI application that serves `engine`, which must have started.
 
     The application neither starts nor ends the engine: whoever built it does. It limits how long a
     body may be; `http_server.py` limits how long one may take.
+
+    Args:
+        engine_config: What the engine was built with, for `GET /server_info`; None shows only what
+            the engine itself has said.
     """
     info = engine.model_info
     metrics = ServerMetrics(
@@ -58,6 +65,7 @@ def create_app(engine: EngineClient, config: ServerConfig) -> Starlette:
     admin_routes = []
     if config.enable_admin:
         admin_routes = AdminRoutes(engine, generator.names, profile_dir=config.profile_dir).routes()
+        admin_routes += ServerInfoRoutes(info, engine_config).routes()
     inspector = InspectorRoutes(engine, config)
     responses = ResponsesRoutes(engine, generator, config)
     app = Starlette(
@@ -129,7 +137,7 @@ def _middleware(config: ServerConfig, metrics: ServerMetrics) -> list[Middleware
             Middleware(
                 ApiKeyMiddleware,
                 api_keys=config.api_key,
-                other_paths=(*ADMIN_PATHS, *INSPECTED_PATHS),
+                other_paths=(*ADMIN_PATHS, SERVER_INFO_PATH, *INSPECTED_PATHS),
                 x_api_key_paths=(MESSAGES_PATH,),
             )
         )

@@ -28,7 +28,9 @@ _FENCE = re.compile(r"```(\w*)$")
 _REMARK = re.compile(r"<!-- (file|not run): (.+?) -->$")
 _SERVE = re.compile(r"(?:paxkv serve|python -m paxkv\.serve)\b")
 # They load a model of their own, or need what only such a command writes.
-_HEAVY = re.compile(r"LLM\(|CompiledGenerator\(|paxkv (?:generate|compile|replay|bench)\b")
+_HEAVY = re.compile(
+    r"LLM\(|CompiledGenerator\(|paxkv (?:generate|run-batch|compile|replay|bench)\b"
+)
 # They install, download, or take minutes to hours, so a page has to say that they are not run.
 _NEVER_RUN = re.compile(
     r"\b(?:pip install|python3? -m (?:venv|pytest|benchmarks|models)\b|pytest|git clone)"

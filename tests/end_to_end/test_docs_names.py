@@ -13,7 +13,7 @@ from paxkv.config.engine_config import ServerConfig
 from paxkv.config.vllm_flags import VLLM_FLAGS
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.request_output import TokenTotals
-from paxkv.entrypoints.cli import chat, generate
+from paxkv.entrypoints.cli import chat, generate, run_batch
 from paxkv.server.app import create_app
 from paxkv.server.metrics.server_metrics import ServerMetrics
 from paxkv.server.protocol.openai_protocol import ChatCompletionRequest, CompletionRequest
@@ -30,11 +30,14 @@ PARSERS = {
     "compile": paxkv.compile.make_parser,
     "replay": paxkv.replay.make_parser,
     "generate": generate.make_parser,
+    "run-batch": run_batch.make_parser,
     "chat": chat.make_parser,
 }
 # Programs with flags of their own; benchmarks' are listed by their --help.
 OTHER_PROGRAM = re.compile(r"^(?:python -m (?:benchmarks|models|pytest)|pytest|pip|curl|openssl)\b")
-COMMAND = re.compile(r"\b(?:paxkv |python -m paxkv\.)(serve|compile|replay|generate|chat)\b")
+COMMAND = re.compile(
+    r"\b(?:paxkv |python -m paxkv\.)(serve|compile|replay|generate|run-batch|chat)\b"
+)
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 METRIC = re.compile(r"\b(?:vllm|paxkv):[a-z0-9_]+|\bpaxkv_[a-z_]+_total\b")
 ROUTE = re.compile(r"(?:(GET|POST|DELETE) )?(/(?:[a-z_0-9.{}:-]+/?)+)(?:\?.*)?$")

@@ -183,6 +183,21 @@ def test_banner_names_the_port_that_was_picked_and_opens_after_the_start(monkeyp
     assert engine.was_closed
 
 
+def test_application_gets_the_settings_of_the_engine(monkeypatch, capsys):
+    class StartedEngine(StartableEngine):
+        async def start(self):
+            pass
+
+    def create_app(engine, config, engine_config):
+        assert engine_config.cache.block_size == 32
+        raise ConfigError("seen")
+
+    monkeypatch.setattr(serve, "build_async_client", lambda *_, **__: StartedEngine())
+    monkeypatch.setattr(serve, "create_app", create_app)
+    assert serve.main(["--port", "0", "--block-size", "32"]) == 1
+    assert capsys.readouterr().err == "paxkv: error: seen\n"
+
+
 @pytest.mark.parametrize("is_logged", [True, False])
 def test_what_runs_is_logged_unless_it_is_turned_off(is_logged, caplog, capsys):
     class BusyEngine(StartableEngine):

@@ -7,7 +7,6 @@ if __name__ == "__main__":
     end_by_signals()
 
 import argparse
-import importlib.metadata
 import os
 import platform
 import sys
@@ -17,19 +16,8 @@ from pathlib import Path
 import jax
 
 import paxkv
+from paxkv.config.environment_facts import PACKAGES, package_version, shown_variables
 from paxkv.runner.programs.program_store import user_cache_folder
-
-_PACKAGES = (
-    ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "safetensors", "huggingface_hub")
-    + ("tokenizers", "jinja2", "msgspec", "pyzmq", "starlette", "uvicorn", "prometheus_client")
-    + ("llguidance", "torch", "transformers", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
-)  # fmt: skip
-# Whose values are shown: none of them is a secret. Of other variables not even the names are.
-_VARIABLES = (
-    ("JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_X64", "XLA_FLAGS")
-    + ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_MEM_FRACTION", "CUDA_VISIBLE_DEVICES")
-    + ("OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "LIBTPU_INIT_ARGS")
-)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,13 +39,11 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
     yield "platform", platform.platform()
     yield "cpu", f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores for this process"
-    for package in _PACKAGES:
-        yield package, _version(package)
+    for package in PACKAGES:
+        yield package, package_version(package) or "not installed"
     yield from _devices()
     yield "cache of compiled programs", _cache_folder()
-    for variable in _VARIABLES:
-        if variable in os.environ:
-            yield variable, os.environ[variable]
+    yield from shown_variables().items()
 
 
 def _cache_folder() -> str:
@@ -66,13 +52,6 @@ def _cache_folder() -> str:
     if jax_cache_dir and "://" not in jax_cache_dir:
         return str(Path(jax_cache_dir) / "paxkv")
     return str(user_cache_folder() or "none: the user has no home folder")
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _devices() -> Iterator[tuple[str, str]]:

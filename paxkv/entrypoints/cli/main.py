@@ -1,4 +1,4 @@
-"""`paxkv`: serve, generate, chat, bench, compile, replay and collect-env in one command."""
+"""`paxkv`: one command with serve, generate, run-batch, chat and the other subcommands."""
 
 import importlib
 import sys
@@ -12,6 +12,10 @@ from paxkv.entrypoints.command_end import end_by_signals, run_command
 _COMMANDS = {
     "serve": ("paxkv.serve", "serve a model over an OpenAI-compatible HTTP API"),
     "generate": ("paxkv.entrypoints.cli.generate", "complete prompts here, without a server"),
+    "run-batch": (
+        "paxkv.entrypoints.cli.run_batch",
+        "answer a file of requests here, without a server",
+    ),
     "chat": ("paxkv.entrypoints.cli.chat", "talk to a running server"),
     "bench": ("paxkv.entrypoints.cli.bench", "run a benchmark, in a source checkout"),
     "compile": ("paxkv.compile", "compile an engine's programs ahead of its starts"),

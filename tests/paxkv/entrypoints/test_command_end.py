@@ -113,7 +113,7 @@ COMMANDS = {
     **{name: ("paxkv." + name, ["--help"]) for name in ("serve", "compile", "replay")},
     **{
         name: ("paxkv.entrypoints.cli." + name, ["--help"])
-        for name in ("generate", "chat", "collect_env")
+        for name in ("generate", "run_batch", "chat", "collect_env")
     },
     "paxkv serve": ("paxkv.entrypoints.cli.main", ["serve", "--help"]),
 }

@@ -12,7 +12,7 @@ import paxkv
 from paxkv.entrypoints.cli import main as cli
 
 ROOT = Path(__file__).parents[4]
-NAMES = ("serve", "generate", "chat", "bench", "compile", "replay", "collect-env")
+NAMES = ("serve", "generate", "run-batch", "chat", "bench", "compile", "replay", "collect-env")
 
 
 def test_every_subcommand_exists_and_is_in_the_help(capsys):
