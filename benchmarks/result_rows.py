@@ -32,7 +32,7 @@ class ResultRow:
         metric: Name of the figure with its unit, such as `waste_percent`.
         values: One per repetition; empty in a row that says why there is no figure.
         device: Chip that did the work; host benchmarks name the processor.
-        details: Further fields, which may replace those that every row has.
+        details: More fields of the row. A name that every row has replaces that row's value.
     """
 
     benchmark: str

@@ -1,5 +1,6 @@
 """The models of the comparison on a GPU, the amounts of work, and measurements of any engine."""
 
+import abc
 import dataclasses
 import json
 from pathlib import Path
@@ -150,7 +151,7 @@ def steady_decode(steps: list[EngineStep], num_reqs: int) -> dict[str, list[floa
     }
 
 
-class Subject:
+class Subject(abc.ABC):
     """An engine with one model on the device; the units of a process share it.
 
     Each engine has a `throughput(seed)` of its own.
@@ -164,9 +165,9 @@ class Subject:
         self.vocab_size = 0
         self.load_s = 0.0
 
+    @abc.abstractmethod
     def run(self, workload: Workload) -> list[EngineStep]:
         """Runs requests that arrive at once."""
-        raise NotImplementedError
 
     def load(self, seed: int) -> Measured:
         del seed

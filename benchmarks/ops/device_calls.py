@@ -67,11 +67,11 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredOp:
-    """An op of `pallas_kernels`, the cases that are checked, and those that are timed.
+    """An op of `pallas_kernels`, with the cases that this benchmark checks and times.
 
     Args:
         problem: Makes the call of a case from a seed.
-        timed_problem: The same for large cases; None uses `problem`.
+        timed_problem: Makes the calls that are timed; None uses `problem` for them too.
     """
 
     op: str

@@ -12,10 +12,10 @@ Counted over both parts: failed requests, and answers that differ from the offli
 first part, the memory of the server's and the engine's process is measured once per second. Its
 growth is from the first to the last fifth of the part's second half, between the medians of both.
 The number of requests in the server is read as often; if it is far below --num-streams, this
-program limits the load. Latencies are those that a client sees. streams_client_lag_ms_p99 is the
-delay that this program itself adds to them. At the end, an idle server must hold no request and no
-block. The exit code is 1 if a request failed, an answer differs, something is still held, or memory
-grew by 2 % or more.
+program limits the load. Latencies are measured in this program, so they include the delay that it
+adds itself; `streams_client_lag_ms_p99` is that delay. At the end, an idle server must hold no
+request and no block. The exit code is 1 if a request failed, an answer differs, something is still
+held, or memory grew by 2 % or more.
 
 Answers are drawn from seeds, so rounding may decide one in about 100,000 tokens, and rounding
 depends on the other requests of a step. --batch-invariant applies to both sides and removes that

@@ -207,7 +207,7 @@ class ProgramCache:
         if not self._is_warned:
             logger.warning(
                 "no program can be kept in compilation_cache_dir=%s: %s. Every start compiles "
-                "those that are not there already. Make room, or choose another folder.",
+                "the programs that this folder lacks. Make room, or choose another folder.",
                 self._root,
                 error,
             )

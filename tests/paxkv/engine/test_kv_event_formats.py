@@ -1,7 +1,5 @@
 """Events on the wire are those of vLLM, and a router that follows them knows what can be found."""
 
-import types
-
 import msgspec
 import pytest
 from hypothesis import given
@@ -13,6 +11,7 @@ from paxkv.engine.kv_event_formats import WireFormat
 from paxkv.kv_cache.hashing.block_hash import BlockHasher, get_block_hash, get_group_id
 from paxkv.kv_cache.observers.event_recorder import KVEventRecorder
 from paxkv.kv_cache.pool.block_pool import BlockPool
+from tests.paxkv.engine.cached_blocks import run_request
 from tests.paxkv.engine.kv_event_structs import decode, follow
 
 A, B = b"\x01" * 24 + (7).to_bytes(8, "big"), b"\x02" * 24 + (2**64 - 1).to_bytes(8, "big")
@@ -151,20 +150,3 @@ def test_a_router_that_follows_knows_what_can_be_found(wire_format, hash_type, s
 
 def on_the_wire(block_hash, hash_type):
     return block_hash if hash_type == "bytes" else int.from_bytes(block_hash, "big") % 2**64
-
-
-def run_request(pool, hasher, token_ids, group_id):
-    block_hashes = []
-    hasher.extend(block_hashes, token_ids)
-    blocks = pool.get_new_blocks(len(block_hashes))
-    pool.cache_full_blocks(
-        request=types.SimpleNamespace(
-            all_token_ids=token_ids, block_hashes=block_hashes, lora_name=None
-        ),
-        blocks=blocks,
-        num_cached_blocks=0,
-        num_full_blocks=len(blocks),
-        block_size=2,
-        kv_cache_group_id=group_id,
-    )
-    pool.free_blocks(reversed(blocks))

@@ -5,7 +5,6 @@ import dataclasses
 import logging
 import threading
 import time
-import types
 
 import msgspec
 import pytest
@@ -29,6 +28,7 @@ from paxkv.kv_cache.hashing.block_hash import BlockHasher, get_block_hash
 from paxkv.kv_cache.observers.event_recorder import KVEventRecorder
 from paxkv.kv_cache.pool.block_pool import BlockPool
 from paxkv.scheduler.scheduler import Scheduler
+from tests.paxkv.engine.cached_blocks import run_request
 from tests.paxkv.engine.fake_engine import FakeExecutor, make_request
 from tests.paxkv.engine.kv_event_structs import (
     BATCH_TYPES,
@@ -344,23 +344,6 @@ def test_a_late_subscriber_rebuilds_the_cache_by_replay(steps, first_heard):
 def findable(pool):
     keys = [get_block_hash(key) for key, _ in pool.cached_block_hash_to_block.items()]
     return {(None, int.from_bytes(key[-8:], "big")) for key in keys}
-
-
-def run_request(pool, hasher, token_ids):
-    block_hashes = []
-    hasher.extend(block_hashes, token_ids)
-    blocks = pool.get_new_blocks(len(block_hashes))
-    pool.cache_full_blocks(
-        request=types.SimpleNamespace(
-            all_token_ids=token_ids, block_hashes=block_hashes, lora_name=None
-        ),
-        blocks=blocks,
-        num_cached_blocks=0,
-        num_full_blocks=len(blocks),
-        block_size=2,
-        kv_cache_group_id=0,
-    )
-    pool.free_blocks(reversed(blocks))
 
 
 def make_core(publisher):

@@ -1,4 +1,4 @@
-"""Flags as vLLM's users write them become those that the parser knows."""
+"""`plain_words` turns vLLM's ways of writing a flag into the flag's own name."""
 
 import pytest
 

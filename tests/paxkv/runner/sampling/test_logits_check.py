@@ -20,7 +20,7 @@ VOCAB = 200
 def look(check, logprobs, *, num_drawn=None, req_ids=("a", "b"), unfinished=("a", "b")):
     """A step that drew tokens with these log-probabilities, [max_steps][num_reqs]."""
     logprobs_np = np.array(logprobs, np.float32)
-    # A row of padding behind the requests, which is never looked at.
+    # The last row is padding, which the check must not read.
     result_np = np.full((len(logprobs_np), len(req_ids) + 1, RESULT_WIDTH), -1, np.int32)
     result_np[:, : len(req_ids), 1] = logprobs_np.view(np.int32)
     num_drawn_np = np.array([len(logprobs)] * len(req_ids) if num_drawn is None else num_drawn)

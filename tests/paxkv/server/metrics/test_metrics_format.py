@@ -1,4 +1,4 @@
-"""OpenMetrics for those that name it, with the same names; the text format for all others."""
+"""/metrics answers in OpenMetrics if the Accept header asks for it, else in the text format."""
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
@@ -34,7 +34,7 @@ def test_openmetrics_has_the_same_names(accept):
     text, content_type = scrape(accept)
     assert content_type == "application/openmetrics-text; version=1.0.0; charset=utf-8"
     assert text.endswith("# EOF\n")
-    # This parser refuses what is not OpenMetrics.
+    # `read_openmetrics` raises if the text is not valid OpenMetrics.
     names = sample_names(read_openmetrics(text))
     assert names == sample_names(read_text(scrape("")[0]))
     assert {"vllm:num_requests_running", "vllm:iteration_tokens_total_bucket"} <= names

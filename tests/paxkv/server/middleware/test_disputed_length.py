@@ -1,4 +1,4 @@
-"""A request with two lengths is answered, and nothing behind it is taken for a request."""
+"""The server answers a request with two lengths, and then reads no further request after it."""
 
 import asyncio
 import socket
