@@ -464,8 +464,6 @@ def _check_completed(output: RequestOutput) -> None:
 
 def _engine_config(model_config: ModelConfig, settings: Mapping[str, object]) -> EngineConfig:
     """The config in which each setting stands where its name does."""
-    # As in vLLM, None leaves the choice to the engine.
-    settings = {name: json_text(value) for name, value in settings.items() if value is not None}
     parts = {
         "cache": CacheConfig,
         "scheduler": SchedulerConfig,
@@ -482,6 +480,8 @@ def _engine_config(model_config: ModelConfig, settings: Mapping[str, object]) ->
         raise TypeError(
             f"LLM() has no argument {', '.join(unknown)}; settings are {', '.join(sorted(known))}."
         )
+    # As in vLLM, None leaves the choice to the engine.
+    settings = {name: json_text(value) for name, value in settings.items() if value is not None}
     return EngineConfig(
         model=model_config,
         **{

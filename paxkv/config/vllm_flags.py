@@ -5,10 +5,12 @@ A flag is ignored only if no answer, no memory limit and no access depends on it
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Literal
 
 Verdict = Literal["neutral", "ignored", "refused"]
 NumValues = Literal[0, 1, "?", "+"]
+_PYTHON_WORDS: Mapping[str, bool | None] = {"None": None, "True": True, "False": False}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,11 +50,14 @@ class VllmFlag:
 
 
 def plain_value(value: object) -> object:
-    """The value of a word: "0" -> 0, "{}" -> {}, "auto" -> "auto", "None" -> None."""
-    if value == "None":
-        return None
+    """The value of a word, in JSON's or Python's spelling.
+
+    "0" -> 0, "{}" -> {}, "auto" -> "auto", "None" -> None, "true" and "True" -> True.
+    """
     if not isinstance(value, str):
         return value
+    if value in _PYTHON_WORDS:
+        return _PYTHON_WORDS[value]
     try:
         return json.loads(value)
     except (ValueError, RecursionError):

@@ -16,6 +16,13 @@ _SERVER_FLAGS = (
         "LLM writes no statistics; call get_stats",
         neutral=(True,),
     ),
+    VllmFlag(("--stream-interval",), "LLM returns whole answers", neutral=(1,)),
+    VllmFlag(
+        ("--reasoning-parser",),
+        "LLM returns the text of an answer as one, with its thoughts",
+        is_refused=True,
+        neutral=("",),
+    ),
     VllmFlag(
         ("--structured-outputs-config",),
         "set the options in StructuredOutputsParams",

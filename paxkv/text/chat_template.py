@@ -215,14 +215,16 @@ class ChatTemplate:
         self, name: str, error: Exception
     ) -> ChatTemplateError | InvalidRequestError:
         origin = self._origins.get(name)
+        # Some of jinja's messages end with a full stop.
+        reason = str(error).removesuffix(".")
         if origin is None:
             return InvalidRequestError(
-                f"the chat template cannot be compiled: {error}", param="chat_template"
+                f"the chat template cannot be compiled: {reason}", param="chat_template"
             )
         line = getattr(error, "lineno", None)
         where = "" if line is None else f", line {line}"
         return ChatTemplateError(
-            f"the model's chat template ({origin}{where}) cannot be compiled: {error}. Repair the "
+            f"the model's chat template ({origin}{where}) cannot be compiled: {reason}. Repair the "
             "file, or start the server with --chat-template; /v1/completions needs no template."
         )
 

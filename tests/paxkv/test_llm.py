@@ -190,6 +190,9 @@ def test_mistake_anywhere_raises_before_anything_runs(
 def test_unknown_argument_is_named(make_llm: Callable[..., LLM]) -> None:
     with pytest.raises(TypeError, match="tensor_parallel_sizes"):
         make_llm(tensor_parallel_sizes=2)
+    # Also with the value that asks for nothing.
+    with pytest.raises(TypeError, match="max_num_sequences"):
+        make_llm(max_num_sequences=None)
 
 
 def test_chat_renders_one_conversation_or_several(make_llm: Callable[..., LLM]) -> None:

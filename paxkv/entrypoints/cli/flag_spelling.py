@@ -19,9 +19,9 @@ def plain_words(words: Sequence[str], known_flags: Collection[str]) -> list[str]
     """The same command line, with flags as the parser knows them.
 
     ["--max_num_seqs=8", "--a.b", "1", "--a.c.d=x"] -> ["--max-num-seqs=8",
-    '--a={"b": 1, "c": {"d": "x"}}'], where `--a` is a known flag. Values of keys are JSON, or else
-    text; the last value of a key counts. A key that ends in "+" adds to a list, with commas between
-    several items. Words after "--" stay as they are.
+    '--a={"b": 1, "c": {"d": "x"}}'], where `--a` is a known flag. Values of keys are read by
+    `plain_value`; the last value of a key counts. A key that ends in "+" adds to a list, with
+    commas between several items. Words after "--" stay as they are.
 
     Raises:
         ConfigError: A key has no value, or does not fit the other keys of its flag.
@@ -45,7 +45,8 @@ def plain_words(words: Sequence[str], known_flags: Collection[str]) -> list[str]
             plain.append(word)
             continue
         if not equals:
-            if not remaining:
+            # A value may begin with one dash, as -1 does. The next flag is no value.
+            if not remaining or remaining[0].startswith("--"):
                 raise ConfigError(f"{name} needs a value, as in {name} 1.")
             value = remaining.pop(0)
         _put(objects.setdefault(flag, {}), path.split("."), value, name)

@@ -4,10 +4,11 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
 from paxkv.runner.sampling.sampling_columns import WANTS_LOGPROBS
 
-# Of `sampled_tokens.pack_result`: the drawn token's log-probability, as bits.
-_LOGPROB_COLUMN = 1
+# Of `sampled_tokens.pack_result`: the drawn token, and its log-probability as bits.
+_TOKEN_COLUMN, _LOGPROB_COLUMN = 0, 1
 
 
 class LogitsCheck:
@@ -32,16 +33,19 @@ class LogitsCheck:
     def look(
         self,
         req_ids: Sequence[str],
-        num_drawn_np: np.ndarray,  # i32[num_reqs]
+        num_drawn_np: np.ndarray,  # i32[num_reqs], most tokens that the step drew for each
         result_np: np.ndarray,  # i32[max_steps, num_reqs or more, RESULT_WIDTH or more]
         *,
         unfinished: Collection[str],
     ) -> None:
         """Counts the requests of a step that have such logits, each of them once."""
         self._counted.intersection_update(unfinished)
+        token_ids_np = result_np[:, : len(req_ids), _TOKEN_COLUMN]
         logprobs_np = result_np[:, : len(req_ids), _LOGPROB_COLUMN].view(np.float32)
         step_idx_np = np.arange(len(result_np), dtype=np.int32)[:, None]
-        is_corrupted_np = (~np.isfinite(logprobs_np) & (step_idx_np < num_drawn_np)).any(axis=0)
+        # A request that ends inside a burst draws fewer tokens than were planned.
+        is_drawn_np = (step_idx_np < num_drawn_np) & (token_ids_np != NO_TOKEN)
+        is_corrupted_np = (~np.isfinite(logprobs_np) & is_drawn_np).any(axis=0)
         corrupted = {req_ids[idx] for idx in np.flatnonzero(is_corrupted_np)}
         self.num_corrupted_requests += len(corrupted - self._counted)
         self._counted |= corrupted

@@ -83,6 +83,12 @@ def _template(engine: EngineClient, source: str | None) -> ChatTemplate:
         special_tokens = engine.tokenizer.special_tokens if engine.tokenizer is not None else {}
         return RequestTemplate(source, special_tokens=special_tokens)
     if engine.chat_template is None:
+        if engine.tokenizer is None:
+            raise InvalidRequestError(
+                "this model was loaded without a tokenizer, so it cannot chat; send token ids, "
+                "such as [1, 2, 3], as the prompt of /v1/completions.",
+                param="messages",
+            )
         raise InvalidRequestError(
             "this model has no chat template; use /v1/completions instead, or start the server "
             "with --chat-template.",

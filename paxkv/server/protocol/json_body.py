@@ -3,6 +3,7 @@
 import asyncio
 import codecs
 import re
+import typing
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -136,6 +137,7 @@ def convert_fields(fields: Mapping[str, object], struct_type: type[_StructT]) ->
         path = (match["path"] or "").removeprefix("$").removeprefix(".")
         what = match["what"].replace("`", "").replace("Expected", "expected")
         what = what.replace("Object missing required field", "missing required field")
+        what = what.replace("Invalid enum value", f"expected {_choices(struct_type, path)}, got")
         raise InvalidRequestError(
             f"{path}: {what}." if path else f"{what}.",
             param=re.split(r"[.\[]", path)[0] or _missing_field(what),
@@ -146,6 +148,18 @@ def _whole(value: object) -> object:
     """16.0 -> 16, as in vLLM: some clients' languages have floats only. Both fit a float field."""
     is_whole = type(value) is float and value.is_integer() and abs(value) < 2**53
     return int(value) if is_whole else value
+
+
+def _choices(struct_type: type, path: str) -> str:
+    """The values of a field of type Literal, or of an optional one."""
+    field_type = typing.get_type_hints(struct_type).get(path)
+    literals = [t for t in (field_type, *typing.get_args(field_type)) if _is_literal(t)]
+    values = [str(value) for literal in literals for value in typing.get_args(literal)]
+    return " or ".join(values) or "another value"
+
+
+def _is_literal(field_type: object) -> bool:
+    return typing.get_origin(field_type) is typing.Literal
 
 
 def _missing_field(what: str) -> str | None:

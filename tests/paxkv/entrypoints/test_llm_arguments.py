@@ -39,6 +39,8 @@ NEUTRAL = {
     "speculative_config": None,
     "task": "auto",
     "language_model_only": True,
+    "stream_interval": 1,
+    "reasoning_parser": "",
 }
 
 
@@ -66,6 +68,7 @@ def test_ignored_arguments_make_one_warning_with_their_reasons():
     [
         ("tensor_parallel_size", 2, "one device.* Pass 1, or leave it out"),
         ("quantization", "fp8", "quantised weights"),
+        ("reasoning_parser", "qwen3", "with its thoughts. Pass '', or leave it out"),
         ("enable_lora", True, "LoRA.* Pass False"),
         ("speculative_config", {"model": "m"}, "speculative"),
         ("hf_overrides", {"rope_theta": 1.0}, "follows the checkpoint"),

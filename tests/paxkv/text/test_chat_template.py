@@ -183,7 +183,9 @@ def test_files_that_hold_no_template_are_config_errors(tmp_path: Path) -> None:
         ChatTemplate.from_folder(tmp_path)
 
 
-@pytest.mark.parametrize("broken", ["{% for %}", "{{ messages", "{{" + "(" * 5000])
+@pytest.mark.parametrize(
+    "broken", ["{% for %}", "{{ messages", "{{" + "(" * 5000, "{{ messages | no_filter }}"]
+)
 def test_a_broken_template_of_a_model_is_named_and_no_fault_of_the_request(
     tmp_path: Path, broken: str
 ) -> None:
@@ -191,6 +193,7 @@ def test_a_broken_template_of_a_model_is_named_and_no_fault_of_the_request(
     template = ChatTemplate.from_folder(tmp_path)
     (problem,) = template.find_errors()
     assert "chat_template.jinja" in problem and "--chat-template" in problem
+    assert ".." not in problem
     with pytest.raises(ChatTemplateError) as raised:
         template.render(MESSAGES)
     assert str(raised.value) == problem

@@ -151,7 +151,7 @@ def _check_thinking(thinking: Mapping[str, object]) -> None:
         )
     # Advice to the model, in Anthropic's API too: `max_tokens` is the limit.
     budget = thinking.get("budget_tokens")
-    if budget is not None and (not isinstance(budget, int) or budget < 1):
+    if budget is not None and (type(budget) is not int or budget < 1):
         raise InvalidRequestError(
             f"thinking.budget_tokens must be a number from 1 on, got {shorten(budget)}."
         )

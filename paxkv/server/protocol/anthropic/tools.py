@@ -42,6 +42,10 @@ def chat_tool(k: int, tool: Mapping[str, object]) -> dict[str, object]:
         raise InvalidRequestError(
             f"tools[{k}].input_schema must be a JSON schema, got {shorten(schema)}."
         )
+    if schema.get("type", "object") != "object":
+        raise InvalidRequestError(
+            f"tools[{k}].input_schema.type must be 'object', got {shorten(schema['type'])}."
+        )
     if description is not None and not isinstance(description, str):
         raise InvalidRequestError(
             f"tools[{k}].description must be a string, got {shorten(description)}."

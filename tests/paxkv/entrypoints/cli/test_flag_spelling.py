@@ -25,6 +25,8 @@ KNOWN = {"--a-b", "--obj", "--compilation-config", "--port"}
         (["--obj.x=a=b"], ['--obj={"x": "a=b"}']),
         (["--", "--a_b"], ["--", "--a_b"]),
         (["--obj.x=true", "--obj.y=None"], ['--obj={"x": true, "y": null}']),
+        (["--obj.x", "False", "--obj.y=True"], ['--obj={"x": false, "y": true}']),
+        (["--obj.x", "-1", "--obj.y=--z"], ['--obj={"x": -1, "y": "--z"}']),
     ],
 )
 def test_words_become_those_that_the_parser_knows(words, plain):
@@ -35,6 +37,8 @@ def test_words_become_those_that_the_parser_knows(words, plain):
     ("words", "reason"),
     [
         (["--obj.x"], "needs a value"),
+        # Else the port would be the key's value, and the number the model.
+        (["--obj.x", "--port", "8000"], "--obj.x needs a value"),
         (["--obj.=1"], "names no key"),
         (["--obj.x=1", "--obj.x.y=1"], "x already has a value that is not an object"),
         (["--obj.x=1", "--obj.x+=1"], "x already has a value that is not a list"),

@@ -6,7 +6,7 @@ import pytest
 
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.runner.sampling.logits_check import LogitsCheck
-from paxkv.runner.sampling.sampled_tokens import RESULT_WIDTH, pack_result
+from paxkv.runner.sampling.sampled_tokens import NO_TOKEN, RESULT_WIDTH, pack_result
 from paxkv.runner.sampling.sampler import sample
 from paxkv.runner.sampling.sampling_columns import (
     NUM_COLUMNS,
@@ -21,7 +21,8 @@ def look(check, logprobs, *, num_drawn=None, req_ids=("a", "b"), unfinished=("a"
     """A step that drew tokens with these log-probabilities, [max_steps][num_reqs]."""
     logprobs_np = np.array(logprobs, np.float32)
     # The last row is padding, which the check must not read.
-    result_np = np.full((len(logprobs_np), len(req_ids) + 1, RESULT_WIDTH), -1, np.int32)
+    result_np = np.full((len(logprobs_np), len(req_ids) + 1, RESULT_WIDTH), NO_TOKEN, np.int32)
+    result_np[:, : len(req_ids), 0] = 7
     result_np[:, : len(req_ids), 1] = logprobs_np.view(np.int32)
     num_drawn_np = np.array([len(logprobs)] * len(req_ids) if num_drawn is None else num_drawn)
     check.look(list(req_ids), num_drawn_np, result_np, unfinished=unfinished)
@@ -47,6 +48,15 @@ def test_only_tokens_that_were_drawn_are_looked_at():
     check = LogitsCheck()
     assert look(check, [[-1.0, np.nan], [np.nan, np.nan]], num_drawn=[1, 0]) == 0
     assert look(check, [[-1.0, np.nan], [np.nan, np.nan]], num_drawn=[2, 0]) == 1
+
+
+def test_request_that_ends_inside_a_burst_is_not_counted():
+    """The device fills the rest of its rows with NO_TOKEN, which is NaN as a float."""
+    check = LogitsCheck()
+    result_np = np.full((8, 2, RESULT_WIDTH), NO_TOKEN, np.int32)
+    result_np[0, 0, :2] = 7, np.float32(-1.0).view(np.int32)
+    check.look(["a"], np.array([8]), result_np, unfinished=("a",))
+    assert check.num_corrupted_requests == 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

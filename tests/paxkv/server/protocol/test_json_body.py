@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from typing import Literal
 
 import msgspec
 import pytest
@@ -59,6 +60,17 @@ def test_a_mark_in_front_of_a_body_is_none_of_its_parts():
 class _Numbers(msgspec.Struct):
     count: int | None = None
     share: float = 0.5
+
+
+class _Choice(msgspec.Struct):
+    side: Literal["left", "right"] | None = None
+
+
+def test_values_of_a_choice_are_named():
+    with pytest.raises(InvalidRequestError) as raised:
+        convert_fields({"side": "up"}, _Choice)
+    assert str(raised.value) == "side: expected left or right, got 'up'."
+    assert raised.value.param == "side"
 
 
 def test_a_whole_number_may_be_written_as_a_float():

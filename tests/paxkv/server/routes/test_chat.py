@@ -178,6 +178,12 @@ def test_model_without_template_is_a_clear_error(start_server):
     response = server.client.post("/v1/chat/completions", json={"messages": MESSAGES})
     assert response.status_code == 400
     assert "no chat template" in response.json()["error"]["message"]
+    # A template would not help here.
+    server.engine.tokenizer = None
+    response = server.client.post("/v1/chat/completions", json={"messages": MESSAGES})
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert "without a tokenizer" in message and "--chat-template" not in message
 
 
 def test_openai_async_client_chats_and_streams(shared_server):

@@ -129,6 +129,11 @@ def test_a_count_reads_what_changes_the_prompt():
         ),
         ({"thinking": {"type": "between_tools"}}, "thinking.type must be one of enabled, "),
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens must be"),
+        ({"thinking": {"type": "enabled", "budget_tokens": True}}, "budget_tokens must be"),
+        (
+            {"tools": [{"name": "f", "input_schema": {"type": "array"}}]},
+            "input_schema.type must be 'object', got 'array'",
+        ),
         ({"thinking": {"type": "adaptive", "display": "x"}}, "thinking.display must be one of"),
         ({"output_config": {"effort": "vast"}}, "output_config.effort must be one of low, "),
         ({"output_config": {"format": {"type": "yaml"}}}, "output_config.format must be"),
