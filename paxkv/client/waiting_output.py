@@ -8,8 +8,6 @@ import msgspec
 
 from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput
 
-# Of a Logprob with its number and its place in a dict, about.
-_LOGPROB_BYTES = 200
 _LENGTH_BYTES = 4
 
 _encoder = msgspec.msgpack.Encoder()
@@ -48,8 +46,8 @@ class WaitingOutput:
 
     @property
     def num_bytes(self) -> int:
-        """About how much memory the deltas take."""
-        return len(self._packed) + sum(map(_num_bytes, self._latest.outputs))
+        """How many bytes the packed deltas take."""
+        return len(self._packed)
 
     def pack(self) -> None:
         """Keeps as bytes what is kept as objects."""
@@ -110,11 +108,6 @@ def _merge(latest: CompletionOutput, deltas: list[_Delta]) -> CompletionOutput:
         token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
         logprobs=logprobs if has_logprobs else None,
     )
-
-
-def _num_bytes(completion: CompletionOutput) -> int:
-    num_logprobs = sum(map(len, completion.logprobs or ()))
-    return len(completion.text) + _LOGPROB_BYTES * num_logprobs
 
 
 def _to_tuples(logprobs: list[dict[int, Logprob]]) -> _Positions:

@@ -208,6 +208,7 @@ def build_async_client(
             ready.model_info,
             tokenizer=text.tokenizer,
             chat_template=text.chat_template,
+            max_waiting_bytes=server_config.max_unread_bytes,
         )
     except BaseException:
         engines.transport.close()
