@@ -67,3 +67,4 @@ check_openai_client check_llm.py llm
 check_openai_client check_openai_agents.py openai-agents
 check_openai_client check_haystack.py haystack-ai
 check lm_eval_remote_tokenizer.py "lm_eval[api]" --enable-tokenizer-info-endpoint
+check check_guidellm.py guidellm
