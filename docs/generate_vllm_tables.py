@@ -243,7 +243,9 @@ def updated_page(text: str) -> str:
 
 
 def _own_row(action: argparse.Action, name: str) -> list[str]:
-    values = _codes(action.choices) if action.choices else (action.metavar or "")
+    # Every flag takes `None`.
+    choices = [choice for choice in action.choices or () if choice is not None]
+    values = _codes(choices) if choices else (action.metavar or "")
     if isinstance(action, argparse.BooleanOptionalAction):
         values = "`on`, `off`"
     return [f"`{name}`", values, _default(action)]

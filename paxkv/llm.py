@@ -66,8 +66,9 @@ class LLM:
         override_generation_config: On top of it, as in `{"temperature": 0.5}`.
         scheduling_policy: `SchedulerConfig.policy`, under vLLM's name.
         settings: Any field of `CacheConfig`, `SchedulerConfig`, `RunnerConfig` and
-            `ParallelConfig`, as in `LLM(block_size=32, enable_prefix_caching=False)`; None is the
-            default. Also arguments of vLLM's `LLM`, where they ask for what paxkv does anyway.
+            `ParallelConfig`, as in `LLM(block_size=32, enable_prefix_caching=False)`. Also
+            arguments of vLLM's `LLM`, where they ask for what paxkv does anyway. None is the
+            default of every argument.
 
     Raises:
         TypeError: An argument of another name.
@@ -82,28 +83,32 @@ class LLM:
         self,
         model: str | None = None,
         *,
-        dtype: Dtype = "auto",
+        dtype: Dtype | None = "auto",
         seed: int | None = 0,
         revision: str | None = None,
         tokenizer: str | Path | None = None,
         tokenizer_revision: str | None = None,
         served_model_name: str | Sequence[str] | None = None,
         max_model_len: int | str | None = None,
-        load_format: LoadFormat = "auto",
-        product_dtype: ProductDtype = "auto",
+        load_format: LoadFormat | None = "auto",
+        product_dtype: ProductDtype | None = "auto",
         chat_template: str | None = None,
-        chat_template_content_format: ChatTemplateContentFormat = "auto",
-        generation_config: str | Path = FROM_MODEL,
+        chat_template_content_format: ChatTemplateContentFormat | None = "auto",
+        generation_config: str | Path | None = FROM_MODEL,
         override_generation_config: Mapping[str, object] | None = None,
-        scheduling_policy: SchedulerPolicy = "fcfs",
+        scheduling_policy: SchedulerPolicy | None = "fcfs",
         **settings: object,
     ) -> None:
         settings = take_vllm_arguments(settings)
-        model_config = ModelConfig(
+        model_config = _model_config(
             model=None if model is None else str(model),
             # torch.float16 is written so.
-            dtype=unspelled(ModelConfig, "dtype", str(dtype).removeprefix("torch.")),
-            seed=0 if seed is None else seed,
+            dtype=(
+                None
+                if dtype is None
+                else unspelled(ModelConfig, "dtype", str(dtype).removeprefix("torch."))
+            ),
+            seed=seed,
             revision=revision,
             tokenizer=None if tokenizer is None else str(tokenizer),
             tokenizer_revision=tokenizer_revision,
@@ -460,6 +465,11 @@ def _check_completed(output: RequestOutput) -> None:
             f"the engine refused request {output.request_id}, which was checked before; its log "
             "says why."
         )
+
+
+def _model_config(**settings: object) -> ModelConfig:
+    """The config with the default of each setting that is None, as in vLLM."""
+    return ModelConfig(**{name: value for name, value in settings.items() if value is not None})
 
 
 def _engine_config(model_config: ModelConfig, settings: Mapping[str, object]) -> EngineConfig:

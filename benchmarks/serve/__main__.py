@@ -37,7 +37,7 @@ Reported in milliseconds, as mean, p50, p90 and p99 over the answered requests:
 Output tokens are counted from the server's `usage`. If the server sends none, pieces are counted,
 and the report says so. Goodput is the rate of requests that keep all bounds of --goodput. Failed
 requests are counted and shown, and are part of no latency. The exit code is 1 if no request was
-answered. OPENAI_API_KEY, if set, is sent as the key.
+answered. The first key in PAXKV_API_KEY, VLLM_API_KEY or OPENAI_API_KEY is sent, if there is one.
 """
 
 import argparse
@@ -45,7 +45,6 @@ import asyncio
 import dataclasses
 import json
 import math
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,6 +65,10 @@ from benchmarks.serve.request_inputs import (
 )
 from benchmarks.serve.request_record import RequestRecord
 from benchmarks.serve.summary import LoadSummary, summarize
+from paxkv.config.environment import API_KEY_VARIABLES, words_from_environment
+
+# Of the server under test, then the one that clients of OpenAI's API use.
+_KEY_VARIABLES = (*API_KEY_VARIABLES, "OPENAI_API_KEY")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,7 +96,7 @@ async def run(arguments: argparse.Namespace) -> list[LoadSummary]:
     summaries = []
     async with CompletionsClient(
         arguments.base_url,
-        api_key=os.environ.get("OPENAI_API_KEY"),
+        api_key=next(iter(words_from_environment(_KEY_VARIABLES)), None),
         timeout_s=arguments.timeout_s,
     ) as client:
         # The rows read the name from the arguments.

@@ -15,6 +15,7 @@ from paxkv.client.input_processor import InputProcessor, Prompt, text_of_prompt
 from paxkv.client.long_text import run_beside_long_text
 from paxkv.client.output_processor import OutputKind, OutputProcessor
 from paxkv.client.output_stream import MAX_WAITING_BYTES, OutputStream
+from paxkv.client.waiting_budget import DEFAULT_MAX_WAITING_BYTES, WaitingBudget
 from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.contracts.engine_output import (
     EngineDead,
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)
 LAST_MESSAGE_S = 5.0
 # Requests whose prefix cache misses can be asked for.
 MAX_LATEST_REQUESTS = 1024
+_READ_FASTER = "Read the stream faster, ask for fewer completions or logprobs"
 
 
 class AsyncEngineClient:
@@ -56,6 +58,8 @@ class AsyncEngineClient:
     Args:
         tokenizer: Of the model, or None when it was loaded without one.
         chat_template: Of the model, or None when it has none.
+        max_waiting_bytes: Bytes of answers that may wait for slow readers, of all requests
+            together.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class AsyncEngineClient:
         *,
         tokenizer: Tokenizer | None = None,
         chat_template: ChatTemplate | None = None,
+        max_waiting_bytes: int = DEFAULT_MAX_WAITING_BYTES,
     ) -> None:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
@@ -85,6 +90,7 @@ class AsyncEngineClient:
         self._streams_by_engine_id: dict[str, OutputStream] = {}
         # Callers' request ids -> the engine's id of what computed the prompt, the oldest in front.
         self._latest_engine_ids: dict[str, str] = {}
+        self._waiting_budget = WaitingBudget(max_waiting_bytes)
         self._num_requests = 0
         self._grammar_threads = GrammarThreads()
         self._calls: dict[int, asyncio.Future[str]] = {}
@@ -321,7 +327,11 @@ class AsyncEngineClient:
             )
         # The engine's ids are never used twice: steps on their way may still hold tokens of an
         # aborted request whose caller sends the same id again.
-        stream = OutputStream(request_id, engine_request_id=f"{request_id}-{self._num_requests}")
+        stream = OutputStream(
+            request_id,
+            engine_request_id=f"{request_id}-{self._num_requests}",
+            budget=self._waiting_budget,
+        )
         self._num_requests += 1
         self._streams[request_id] = stream
         return stream
@@ -383,6 +393,7 @@ class AsyncEngineClient:
 
     def _forget(self, stream: OutputStream) -> None:
         """Drops a stream, and ends in the engine what is unfinished of it."""
+        stream.free()
         self._streams.pop(stream.request_id, None)
         for engine_id in stream.unfinished_ids:
             self._streams_by_engine_id.pop(engine_id, None)
@@ -450,20 +461,24 @@ class AsyncEngineClient:
                 del self._streams_by_engine_id[output.request_id]
             stream.put(output)
             if stream.is_over_limit:
-                self._end_slow(stream)
+                self._end_slow(
+                    stream,
+                    f"over {MAX_WAITING_BYTES // 2**20} MiB of the answer waited for the client to "
+                    f"read. {_READ_FASTER}.",
+                )
+        budget = self._waiting_budget
+        while budget.is_exceeded:
+            self._end_slow(
+                max(self._streams.values(), key=lambda stream: stream.num_waiting_bytes),
+                f"over {budget.max_bytes} bytes of all answers waited for clients to read, most of "
+                f"them of this answer. {_READ_FASTER}, or start the server with a larger "
+                "--max-unread-bytes.",
+            )
 
-    def _end_slow(self, stream: OutputStream) -> None:
+    def _end_slow(self, stream: OutputStream, reason: str) -> None:
         """Ends a request whose reader is too slow, here and in the engine."""
-        logger.warning(
-            "request %s is ended: its client reads too slowly, and over %d MiB of its answer wait.",
-            stream.request_id,
-            MAX_WAITING_BYTES // 2**20,
-        )
-        error = SlowReaderError(
-            f"over {MAX_WAITING_BYTES // 2**20} MiB of the answer waited for the client to read; "
-            "read the stream faster, or ask for fewer completions or logprobs."
-        )
-        stream.drop(error)
+        logger.warning("request %s is ended: %s", stream.request_id, reason)
+        stream.drop(SlowReaderError(reason))
         processed = self._output_processor.abort(stream.unfinished_ids)
         self._abort_in_engine(processed.request_ids_to_abort)
         for engine_id in stream.unfinished_ids:

@@ -5,6 +5,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable
 
+from paxkv.client.packed_logprobs import PackedLogprobs
 from paxkv.client.parallel_sampling import OutputKind, ParentRequest, PromptLogprobs
 from paxkv.client.token_counter import TokenCounter, sum_totals
 from paxkv.contracts.engine_output import (
@@ -53,9 +54,18 @@ class OutputProcessor:
     Args:
         tokenizer: None leaves every text empty.
         num_engines: How many share the requests, as `StepOutputs.engine_idx` counts them.
+        packs_logprobs: Keep those of outputs of kind "final_only" as `PackedLogprobs`, not as a
+            list: an answer may have them for minutes.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, *, num_engines: int = 1) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        num_engines: int = 1,
+        packs_logprobs: bool = False,
+    ) -> None:
+        self._packs_logprobs = packs_logprobs
         self._tokenizer = tokenizer
         # Callers' requests, and the engine's: one a completion.
         self._parents: dict[str, ParentRequest] = {}
@@ -93,6 +103,7 @@ class OutputProcessor:
                 index=index,
                 output_kind=output_kind,
                 tokenizer=self._tokenizer,
+                packs_logprobs=self._packs_logprobs and output_kind == "final_only",
             )
         self._parents[request.request_id] = parent
         return parent.children
@@ -241,6 +252,7 @@ class _CompletionState:
         index: int,
         output_kind: OutputKind,
         tokenizer: Tokenizer | None,
+        packs_logprobs: bool,
     ) -> None:
         self.parent = parent
         # Whoever forks shares another's, and so do completions of one prompt for those who count.
@@ -265,7 +277,9 @@ class _CompletionState:
             )
         has_logprobs = request.sampling_params.logprobs is not None
         self._token_ids: list[int] = []
-        self._logprobs: list[dict[int, Logprob]] | None = [] if has_logprobs else None
+        self._logprobs: list[dict[int, Logprob]] | PackedLogprobs | None = None
+        if has_logprobs:
+            self._logprobs = PackedLogprobs() if packs_logprobs else []
         self._cumulative_logprob: float | None = 0.0 if has_logprobs else None
         self._num_cached_tokens = 0
         self._num_preemptions = 0
@@ -361,7 +375,9 @@ class _CompletionState:
             text = self._detokenizer.take_new_text() if self._detokenizer is not None else ""
         else:
             first = 0
-            logprobs = None if self._logprobs is None else list(self._logprobs)
+            # Those of kind "final_only" do not grow any more.
+            is_list = isinstance(self._logprobs, list)
+            logprobs = list(self._logprobs) if is_list else self._logprobs
             text = self._detokenizer.text if self._detokenizer is not None else ""
         return CompletionOutput(
             index=self._index,

@@ -6,14 +6,12 @@ from collections.abc import Iterator
 
 import msgspec
 
-from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput
+from paxkv.client.packed_logprobs import PackedPosition, from_packed, to_packed
+from paxkv.contracts.request_output import CompletionOutput, RequestOutput
 
-# Of a Logprob with its number and its place in a dict, about.
-_LOGPROB_BYTES = 200
 _LENGTH_BYTES = 4
 
 _encoder = msgspec.msgpack.Encoder()
-_Positions = list[list[tuple[int, float, int, str]]]
 
 
 class _Delta(msgspec.Struct, array_like=True, gc=False):
@@ -22,7 +20,7 @@ class _Delta(msgspec.Struct, array_like=True, gc=False):
     index: int
     text: str
     token_ids: list[int]
-    positions: _Positions | None
+    positions: list[PackedPosition] | None
 
 
 _decoder = msgspec.msgpack.Decoder(_Delta)
@@ -48,8 +46,8 @@ class WaitingOutput:
 
     @property
     def num_bytes(self) -> int:
-        """About how much memory the deltas take."""
-        return len(self._packed) + sum(map(_num_bytes, self._latest.outputs))
+        """How many bytes the packed deltas take."""
+        return len(self._packed)
 
     def pack(self) -> None:
         """Keeps as bytes what is kept as objects."""
@@ -81,7 +79,7 @@ class WaitingOutput:
                 completion.index,
                 completion.text,
                 completion.token_ids,
-                None if completion.logprobs is None else _to_tuples(completion.logprobs),
+                None if completion.logprobs is None else list(map(to_packed, completion.logprobs)),
             )
             start = len(self._packed)
             self._packed += bytes(_LENGTH_BYTES)
@@ -103,32 +101,10 @@ class WaitingOutput:
 
 def _merge(latest: CompletionOutput, deltas: list[_Delta]) -> CompletionOutput:
     has_logprobs = any(delta.positions is not None for delta in deltas)
-    logprobs = [_to_logprobs(found) for delta in deltas for found in delta.positions or ()]
+    logprobs = [from_packed(found) for delta in deltas for found in delta.positions or ()]
     return dataclasses.replace(
         latest,
         text="".join(delta.text for delta in deltas),
         token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
         logprobs=logprobs if has_logprobs else None,
     )
-
-
-def _num_bytes(completion: CompletionOutput) -> int:
-    num_logprobs = sum(map(len, completion.logprobs or ()))
-    return len(completion.text) + _LOGPROB_BYTES * num_logprobs
-
-
-def _to_tuples(logprobs: list[dict[int, Logprob]]) -> _Positions:
-    return [
-        [
-            (token_id, found.logprob, found.rank, found.decoded_token)
-            for token_id, found in position.items()
-        ]
-        for position in logprobs
-    ]
-
-
-def _to_logprobs(position: list[tuple[int, float, int, str]]) -> dict[int, Logprob]:
-    return {
-        token_id: Logprob(logprob=logprob, rank=rank, decoded_token=text)
-        for token_id, logprob, rank, text in position
-    }

@@ -19,6 +19,8 @@ _SHORT_INTEGER = re.compile(
 )
 # What the help shows for the value of a flag that takes one.
 JSON_LIST, JSON_OBJECT = "JSON_LIST", "JSON_OBJECT"
+# As in vLLM, where it stands for a flag that is left out.
+_DEFAULT_WORD = "None"
 # Of what is no JSON, and of what is nested too deeply to be read.
 _JSON_ERRORS = (ValueError, RecursionError)
 
@@ -50,7 +52,7 @@ def config_from_arguments(config_class: type[_ConfigT], namespace: argparse.Name
             continue
         value = getattr(namespace, field.name)
         if _is_list(field_type):
-            value = tuple(value)
+            value = field.default if list(value) == [_DEFAULT_WORD] else tuple(value)
             value = value or words_from_environment(field.metadata.get("environment", ()))
         given[field.name] = value
     return config_class(**given)
@@ -73,7 +75,11 @@ def _add_flag(
         )
     elif _is_list(field_type) and field.metadata.get("is_json"):
         group.add_argument(
-            *flags, type=_json_list, default=field.default, metavar=JSON_LIST, help=help_text
+            *flags,
+            type=_reader(field, _json_list),
+            default=field.default,
+            metavar=JSON_LIST,
+            help=help_text,
         )
     elif _is_list(field_type):
         metavar = field.name.rpartition("_")[2].upper()
@@ -83,17 +89,19 @@ def _add_flag(
     elif is_object:
         group.add_argument(
             *flags,
-            type=functools.partial(_json_object, field_type),
+            type=_reader(field, functools.partial(_json_object, field_type)),
             default=field.default,
             metavar=JSON_OBJECT,
             help=help_text,
         )
     elif typing.get_origin(field_type) is typing.Literal:
+        choices = typing.get_args(field_type)
         group.add_argument(
             *flags,
             type=_reader(field, str),
-            choices=typing.get_args(field_type),
+            choices=choices if field.default in choices else (*choices, field.default),
             default=field.default,
+            metavar=f"{{{','.join(choices)}}}",
             help=help_text,
         )
     else:
@@ -110,10 +118,8 @@ def _add_flag(
 def _reader(
     field: dataclasses.Field[object], read: Callable[[str], object]
 ) -> Callable[[str], object]:
-    """Reads a word as `read` does, except the words that the field gives a value itself."""
-    spellings = field.metadata.get("spellings")
-    if not spellings:
-        return read
+    """Reads a word as `read` does, except `None` and the words that the field gives a value."""
+    spellings = {_DEFAULT_WORD: field.default, **field.metadata.get("spellings", {})}
 
     @functools.wraps(read)  # argparse shows its name in errors
     def read_word(word: str) -> object:

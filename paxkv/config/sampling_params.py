@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
 from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.errors import InvalidRequestError
@@ -197,13 +198,7 @@ class SamplingParams:
                 f"stop must be a non-empty string or a list of them, got {_shortened(self.stop)}.",
                 param="stop",
             )
-        if len(stops) > MAX_STOP_STRINGS or any(len(s) > MAX_STOP_STRING_CHARS for s in stops):
-            raise InvalidRequestError(
-                f"stop may hold at most {MAX_STOP_STRINGS} strings of at most "
-                f"{MAX_STOP_STRING_CHARS} characters, got {len(stops)} strings, the longest of "
-                f"{max(map(len, stops))} characters.",
-                param="stop",
-            )
+        check_stop_sizes("stop", stops)
         if stops and not self.detokenize:
             raise InvalidRequestError(
                 "stop strings are found in text, so they need detokenize=True; "
@@ -259,6 +254,24 @@ class SamplingParams:
                 param="stop",
             )
         return tuple(self.stop)
+
+
+def check_stop_sizes(name: str, stops: Sequence[str]) -> None:
+    """Checks how many stop strings there are, and their lengths.
+
+    Args:
+        name: What the request calls them.
+
+    Raises:
+        InvalidRequestError: There are too many, or one is too long.
+    """
+    if len(stops) > MAX_STOP_STRINGS or any(len(s) > MAX_STOP_STRING_CHARS for s in stops):
+        raise InvalidRequestError(
+            f"{name} may hold at most {MAX_STOP_STRINGS} strings of at most "
+            f"{MAX_STOP_STRING_CHARS} characters, got {len(stops)} strings, the longest of "
+            f"{max(map(len, stops))} characters.",
+            param=name,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,6 +66,12 @@ class ServerConfig:
         "before it is dropped",
         15.0,
     )
+    max_unread_bytes: int = setting(
+        "bytes of streamed answers that may wait in memory for clients that read slowly, of all "
+        "requests together; over it, the request with the most of them ends with an error. One "
+        "request may have 32 MiB of them",
+        256 * 2**20,
+    )
     shutdown_timeout_s: float = setting(
         "seconds that running requests may take to finish after SIGTERM",
         30.0,
@@ -210,6 +216,7 @@ class ServerConfig:
         at_least("max_header_bytes", self.max_header_bytes, 256)
         at_least("h11_max_header_count", self.h11_max_header_count, 1)
         at_least("max_connections", self.max_connections, 1)
+        at_least("max_unread_bytes", self.max_unread_bytes, 1)
         at_least("inspector_max_trace_bytes", self.inspector_max_trace_bytes, 1)
         if self.enable_inspector is not None:
             true_or_false("enable_inspector", self.enable_inspector)

@@ -338,6 +338,7 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
     *_ignored_switches("paxkv has no documentation page", "--enable-offline-docs"),
     *_ignored("streams have no keep-alive events", "--sse-keep-alive-interval", 0),
     *_refused("answers contain no fingerprint", "--fingerprint-mode --fingerprint-value"),
+    *_refused("paxkv has no flag of this name; --help lists what there is", "--args"),
     # Logs, metrics and traces.
     *_ignored_switches(_LOGS, "--disable-log-requests --enable-log-requests"),
     *_ignored_switches(_LOGS, "--enable-log-outputs --enable-log-deltas"),

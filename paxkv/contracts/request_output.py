@@ -1,6 +1,7 @@
 """What a client returns to its caller: outputs of requests, with vLLM's field names, and totals."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from paxkv.contracts.engine_output import FinishReason
 
@@ -51,7 +52,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: Sequence[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     times: CompletionTimes | None = dataclasses.field(default=None, compare=False)

@@ -204,10 +204,15 @@ def build_async_client(
             make_input_processor(
                 ready, text.tokenizer, default_max_tokens=generation_config.max_new_tokens
             ),
-            OutputProcessor(text.tokenizer, num_engines=config.parallel.data_parallel_size),
+            OutputProcessor(
+                text.tokenizer,
+                num_engines=config.parallel.data_parallel_size,
+                packs_logprobs=True,
+            ),
             ready.model_info,
             tokenizer=text.tokenizer,
             chat_template=text.chat_template,
+            max_waiting_bytes=server_config.max_unread_bytes,
         )
     except BaseException:
         engines.transport.close()

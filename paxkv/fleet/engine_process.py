@@ -44,8 +44,8 @@ _TRACEBACK_S = 0.5
 _START_POLL_MS = 100
 _CONNECT_TIMEOUT_MS = 5000
 _CONNECT_POLL_MS = 20
-# Then the loop has a turn for others.
-_MAX_MESSAGES_AT_ONCE = 64
+# After this time with messages of the engine, the loop runs other callbacks.
+_MAX_TURN_S = 0.02
 # The address of a socket file may have 107 bytes on Linux, 103 on macOS.
 _MAX_IPC_PATH = 100
 _SIGNALS = {signal.SIGINT, signal.SIGTERM}
@@ -319,10 +319,11 @@ class EngineProcess:
             )
 
     def _take_waiting(self) -> None:
-        for _ in range(_MAX_MESSAGES_AT_ONCE):
-            if not self._take_one():
+        end_s = time.monotonic() + _MAX_TURN_S
+        while self._take_one():
+            if time.monotonic() >= end_s:
+                self._loop.call_soon(self._take_waiting)
                 return
-        self._loop.call_soon(self._take_waiting)
 
     def _take_one(self) -> bool:
         """Hands over a message; False if there is none."""

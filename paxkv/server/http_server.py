@@ -84,6 +84,7 @@ class HttpServer(uvicorn.Server):
                 http=deadline_protocol(
                     config.request_timeout_s,
                     max_connections=allow_connections(config.max_connections),
+                    root_path=config.root_path or "",
                 ),
                 h11_max_incomplete_event_size=config.max_header_bytes,
                 ssl_keyfile=config.ssl_keyfile,

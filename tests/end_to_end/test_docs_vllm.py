@@ -14,9 +14,7 @@ from paxkv.entrypoints.cli.arguments import parse_arguments
 from paxkv.llm import LLM
 
 TEXT = generator.PAGE.read_text()
-# Of 0.32. What it does is not known, so the table has no reason for it.
-NO_FLAGS = {"--args"}
-ALL_FLAGS = sorted({n for v in generator.VERSIONS for n in generator.vllm_flags(v)} - NO_FLAGS)
+ALL_FLAGS = sorted({n for v in generator.VERSIONS for n in generator.vllm_flags(v)})
 OF_TABLE = {name: flag for flag in VLLM_FLAGS for name in flag.names}
 # Values of flags whose type does not say enough.
 SAMPLE_VALUES = {"JSON_LIST": '["a"]', "JSON_OBJECT": "{}", "INT": "2", "FLOAT": "0.5"}

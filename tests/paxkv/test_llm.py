@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import inspect
 import json
 import subprocess
 import sys
@@ -65,6 +66,13 @@ def test_answers_come_in_the_order_of_the_prompts(make_llm: Callable[..., LLM]) 
         assert output.finished
 
 
+def test_none_is_the_default_of_every_argument(make_llm: Callable[..., LLM]) -> None:
+    names = set(inspect.signature(LLM).parameters) - {"model", "settings"}
+    llm = make_llm(**dict.fromkeys(names), max_num_seqs=None, tensor_parallel_size=None)
+    (output,) = llm.generate("ab", SamplingParams(max_tokens=2), use_tqdm=False)
+    assert output.finished
+
+
 def test_an_answer_ends_whole_where_settings_leave_no_token(
     make_llm: Callable[..., LLM],
 ) -> None:
@@ -126,8 +134,9 @@ def test_defaults_are_the_models_and_given_params_are_taken_as_they_are(
     assert changed.get_default_sampling_params() == SamplingParams(temperature=0.6, max_tokens=7)
     named = make_llm(generation_config=tmp_path)
     assert named.get_default_sampling_params() == llm.get_default_sampling_params()
-    with pytest.raises(ConfigError, match="auto, vllm or a folder, got None"):
-        make_llm(generation_config=None)
+    with pytest.raises(ConfigError, match="auto, vllm or a folder, got 5"):
+        make_llm(generation_config=5)
+    assert make_llm(generation_config=None).get_default_sampling_params().top_k == 20
     with pytest.raises(ConfigError, match="got top_q"):
         make_llm(override_generation_config={"top_q": 1})
     with pytest.raises(ConfigError, match="must be a JSON object"):

@@ -19,7 +19,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import msgspec
 from tqdm import tqdm
@@ -29,6 +28,7 @@ from paxkv.config.command_line import add_config_flags, config_from_arguments
 from paxkv.config.engine_config import ServerConfig
 from paxkv.entrypoints.build_client import build_async_client
 from paxkv.entrypoints.cli.arguments import add_serve_arguments, parse_arguments
+from paxkv.entrypoints.cli.batch_input import BatchInput
 from paxkv.entrypoints.cli.command_parser import CommandParser
 from paxkv.entrypoints.cli.line_file import STDIO, LineFile
 from paxkv.entrypoints.engine_flags import ENGINE_CONFIG_CLASSES, engine_config_from_arguments
@@ -48,6 +48,7 @@ _OF_A_SERVER = (
     *("response_store_bytes", "enable_admin", "profile_dir", "enable_inspector"),
     *("inspector_show_text", "inspector_max_trace_bytes", "max_num_queued_reqs"),
     *("disable_fastapi_docs", "enable_tokenizer_info_endpoint", "h11_max_header_count"),
+    "max_unread_bytes",
 )
 _URL_BEGINNINGS = ("http://", "https://")
 
@@ -70,10 +71,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         engine_config = engine_config_from_arguments(namespace)
         server_config = config_from_arguments(ServerConfig, namespace)
         # Before the engine, whose start can take minutes: a bad file name is reported at once.
-        lines = read_lines(namespace.input_file)
-        with _open_output(namespace) as output, ended_by_sigterm():
+        with (
+            _open_input(namespace.input_file) as lines,
+            _open_output(namespace) as output,
+            ended_by_sigterm(),
+        ):
             engine = build_async_client(engine_config, server_config, show_progress=True)
-            num_failed = asyncio.run(
+            num_rows, num_failed = asyncio.run(
                 run(engine, server_config, lines, output, name=namespace.output_file)
             )
     except (ConfigError, EngineDeadError, BatchFileError) as error:
@@ -84,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.raise_signal(signal.SIGTERM)
         return TERMINATED
     print(
-        f"paxkv: {len(lines) - num_failed} of {len(lines)} requests answered, {num_failed} failed; "
+        f"paxkv: {num_rows - num_failed} of {num_rows} requests answered, {num_failed} failed; "
         f"the rows are in {_shown(namespace.output_file, 'stdout')}.",
         file=sys.stderr,
     )
@@ -117,32 +121,18 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def read_lines(path: str) -> list[tuple[int, bytes]]:
-    """The lines of a file that are not empty, with their numbers, which begin at 1.
-
-    Raises:
-        BatchFileError: The file cannot be read.
-    """
-    try:
-        text = sys.stdin.buffer.read() if path == STDIO else Path(path).read_bytes()
-    except OSError as error:
-        hint = " Download it first." if path.startswith(_URL_BEGINNINGS) else ""
-        raise BatchFileError(
-            f"the input file {_shown(path, 'stdin')} cannot be read: {error.strerror}.{hint}"
-        ) from error
-    numbered = enumerate(text.split(b"\n"), start=1)
-    return [(number, line) for number, line in numbered if line.strip()]
-
-
 async def run(
     engine: AsyncEngineClient,
     config: ServerConfig,
-    lines: Sequence[tuple[int, bytes]],
+    lines: BatchInput,
     output: LineFile,
     *,
     name: str,
-) -> int:
-    """Starts the engine, answers the lines, and ends the engine; returns how many failed.
+) -> tuple[int, int]:
+    """Starts the engine, answers the lines, and ends the engine.
+
+    Returns:
+        How many rows were written, and how many of them are errors.
 
     Args:
         name: Path of the output, for error messages.
@@ -151,18 +141,19 @@ async def run(
         EngineDeadError: The engine has ended, and none takes its place.
         BatchFileError: A row cannot be written.
     """
-    num_failed = 0
+    num_rows = num_failed = 0
     tasks: list[asyncio.Task[object]] = []
 
     def write_row(row: BatchRow) -> None:
-        nonlocal num_failed
+        nonlocal num_rows, num_failed
+        num_rows += 1
         num_failed += row.error is not None
         with _reported(name):
             output.write_line(msgspec.json.encode(row))
         progress.update()
 
     # `disable=None` draws the bar only if stderr is a terminal.
-    with tqdm(total=len(lines), desc="Running batch", unit="req", disable=None) as progress:
+    with tqdm(total=lines.num_lines, desc="Running batch", unit="req", disable=None) as progress:
         try:
             await engine.start()
             with _reported(name):
@@ -183,11 +174,29 @@ async def run(
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await engine.close(drain_timeout_s=0.0)
-    return num_failed
+    return num_rows, num_failed
+
+
+def _open_input(path: str) -> BatchInput:
+    if path.startswith(_URL_BEGINNINGS):
+        raise BatchFileError(
+            f"the input file {path} is a URL; run-batch reads local files only. Download it first."
+        )
+    try:
+        return BatchInput(path)
+    except OSError as error:
+        raise BatchFileError(
+            f"the input file {_shown(path, 'stdin')} cannot be read: {error.strerror}."
+        ) from error
 
 
 def _open_output(namespace: argparse.Namespace) -> LineFile:
     path = namespace.output_file
+    if path.startswith(_URL_BEGINNINGS):
+        raise BatchFileError(
+            f"the output file {path} is a URL; run-batch writes local files only. Write a local "
+            "file and upload it."
+        )
     with _reported(path):
         # Only regular files are compared: both may be /dev/null.
         is_input = os.path.isfile(path) and os.path.exists(namespace.input_file)
@@ -207,9 +216,8 @@ def _reported(path: str) -> Iterator[None]:
         if isinstance(error, BrokenPipeError) and path == STDIO:
             # `run_command` ends quietly when the reader of stdout is gone (`| head -1`).
             raise
-        hint = " Write a local file and upload it." if path.startswith(_URL_BEGINNINGS) else ""
         raise BatchFileError(
-            f"the output file {_shown(path, 'stdout')} cannot be written: {error.strerror}.{hint}"
+            f"the output file {_shown(path, 'stdout')} cannot be written: {error.strerror}."
         ) from error
 
 

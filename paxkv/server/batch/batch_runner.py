@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from http import HTTPStatus
 
 import msgspec
@@ -40,18 +40,18 @@ class BatchRunner:
         self._app = create_app(engine, config)
 
     async def run(
-        self, lines: Sequence[tuple[int, bytes]], write_row: Callable[[BatchRow], None]
+        self, lines: Iterable[tuple[int, bytes]], write_row: Callable[[BatchRow], None]
     ) -> None:
         """Calls `write_row` once per line, in the order in which the requests finish.
 
         Cancelling this, or an exception of `write_row`, aborts the requests in progress.
 
         Args:
-            lines: (line number, text); no text is empty.
+            lines: (line number, text); no text is empty. Each is taken when its turn comes.
         """
         numbered = iter(lines)
         reader = BatchLineReader()
-        num_workers = min(len(lines), _LINES_PER_PLACE * self._engine.model_info.max_num_seqs)
+        num_workers = _LINES_PER_PLACE * self._engine.model_info.max_num_seqs
         workers = [
             asyncio.ensure_future(self._work(numbered, reader, write_row))
             for _ in range(num_workers)

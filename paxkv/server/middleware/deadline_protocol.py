@@ -7,10 +7,14 @@ import re
 import sys
 
 import h11
+import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from paxkv.server.protocol.anthropic.errors import anthropic_error
 from paxkv.server.protocol.error_response import error_body
 from paxkv.server.protocol.request_names import new_request_id, request_id_of
+from paxkv.server.routes.messages import MESSAGES_PATH
+from paxkv.server.routes.route_path import is_below, route_path
 
 logger = logging.getLogger(__name__)
 # uvicorn warns of a request that is no HTTP without saying whose it is, and of an `Upgrade` that it
@@ -18,18 +22,26 @@ logger = logging.getLogger(__name__)
 _uvicorn_logger = logger.getChild("uvicorn")
 _uvicorn_logger.setLevel(logging.ERROR)
 # "illegal header line: bytearray(b'Authorization Bearer ...')": what was sent is not for the log.
+_FIRST_LINE = re.compile(rb"[A-Z]+ ([!-~]+) HTTP/1\.[01]\r?\n")
+# Of those whose path decides on the form of errors.
+_MAX_FIRST_LINE_BYTES = 1024
 _QUOTED_BYTES = re.compile(r":? (bytearray\(b|b)['\"].*", re.DOTALL)
 
 
 def deadline_protocol(
-    request_timeout_s: float, *, max_connections: int | None = None
+    request_timeout_s: float, *, max_connections: int | None = None, root_path: str = ""
 ) -> type[H11Protocol]:
     """A protocol class for `uvicorn.Config(http=...)`, which takes no arguments of ours.
 
     Args:
         max_connections: One more is told so and closed; None is no limit.
+        root_path: Of the proxy, as `ServerConfig` has it.
     """
-    settings = {"request_timeout_s": request_timeout_s, "max_connections": max_connections}
+    settings = {
+        "request_timeout_s": request_timeout_s,
+        "max_connections": max_connections,
+        "proxy_path": root_path,
+    }
     return type("BoundDeadlineProtocol", (DeadlineProtocol,), settings)
 
 
@@ -64,11 +76,15 @@ class DeadlineProtocol(H11Protocol):
 
     request_timeout_s = 15.0
     max_connections: int | None = None
+    # uvicorn has a `root_path` of its own.
+    proxy_path = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.logger = _uvicorn_logger
         super().connection_made(transport)
         self.transport = OpenTransport(transport)
+        # How the request begins that is read now.
+        self._head = b""
         self._deadline: asyncio.TimerHandle | None = None
         self._write_deadline: asyncio.TimerHandle | None = None
         if self.max_connections is not None and len(self.connections) > self.max_connections:
@@ -78,10 +94,14 @@ class DeadlineProtocol(H11Protocol):
         self._keep_deadline()
 
     def data_received(self, data: bytes) -> None:
+        if self.conn.their_state is h11.IDLE:
+            # h11 drops what it cannot read.
+            self._head = (self.conn.trailing_data[0] + data)[:_MAX_FIRST_LINE_BYTES]
         super().data_received(data)
         self._keep_deadline()
 
     def on_response_complete(self) -> None:
+        self._head = self.conn.trailing_data[0][:_MAX_FIRST_LINE_BYTES]
         super().on_response_complete()
         # uvicorn goes on with what came behind the answered request: of that, too, only half may
         # be here. Where nothing came, its own limit for idle connections runs.
@@ -166,6 +186,25 @@ class DeadlineProtocol(H11Protocol):
             return new_request_id()
         return request_id_of(self.scope)
 
+    def _path(self) -> str | None:
+        """The path of the request that is being read or served, if its first line is here."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            path = self.scope["path"]
+        else:
+            first_line = _FIRST_LINE.match(self._head)
+            if first_line is None:
+                return None
+            path = first_line[1].partition(b"?")[0].decode("ascii")
+        return route_path({"path": path, "root_path": self.proxy_path})
+
+    def _error_body(self, status: int, message: str, request_id: str) -> tuple[int, bytes]:
+        """Status and body of an error, in the form that the clients of its path read."""
+        body, path = error_body(status, message), self._path()
+        if path is not None and is_below(path, MESSAGES_PATH):
+            status, error = anthropic_error(status, body, request_id=request_id)
+            body = msgspec.json.encode(error)
+        return status, body
+
     def _refuse(self, status: int, message: str, *, request_id: str | None = None) -> None:
         """Answers and closes; only closes when an answer is on its way or out already.
 
@@ -175,12 +214,13 @@ class DeadlineProtocol(H11Protocol):
         if self._has_begun_to_answer():
             self.transport.close()
             return
-        body = error_body(status, message)
+        request_id = request_id or self._request_id()
+        status, body = self._error_body(status, message, request_id)
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode("ascii")),
             (b"connection", b"close"),
-            (b"x-request-id", (request_id or self._request_id()).encode("ascii")),
+            (b"x-request-id", request_id.encode("ascii")),
         ]
         if status == 503:
             headers.append((b"retry-after", b"1"))

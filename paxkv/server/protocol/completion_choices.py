@@ -68,15 +68,13 @@ class CompletionChoices:
         # A stream has them once, maybe before some of the choices begin.
         self._prompt_logprobs: dict[int, list[dict[int, Logprob] | None]] = {}
 
-    def take(self, prompt_idx: int, output: RequestOutput) -> list[CompletionChoice]:
-        """The choices that an output has news of."""
-        completions = output.outputs
+    def kept(self, output: RequestOutput) -> list[CompletionOutput]:
+        """The completions of an output that become choices: with `best_of`, the best ones."""
         if self._body.num_drawn > self._body.num_choices:
-            completions = best_completions(completions, self._body.num_choices)
-        choices = [self.take_one(prompt_idx, output, completion) for completion in completions]
-        return [choice for choice in choices if choice is not None]
+            return best_completions(output.outputs, self._body.num_choices)
+        return output.outputs
 
-    def take_one(
+    def take(
         self, prompt_idx: int, output: RequestOutput, completion: CompletionOutput
     ) -> CompletionChoice | None:
         """The choice of one completion of an output; None where there is no news of it."""

@@ -88,6 +88,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     structured_outputs: dict[str, object] | None = None
     # What OpenAI keeps or counts for its customers; they change no answer.
     user: str | None = None
+    # vLLM 0.32 hands it to KV connectors and events; it changes no answer there either.
+    session_id: str | None = None
     metadata: dict[str, object] | None = None
     store: bool | None = None
 

@@ -80,6 +80,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     truncation: Literal["auto", "disabled"] | None = None
     # What OpenAI sorts its customers' requests by; they change no answer.
     prompt_cache_key: str | None = None
+    session_id: str | None = None
     service_tier: str | None = None
 
     @property

@@ -11,6 +11,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from paxkv.server.loop_turn import LoopTurn
 from paxkv.server.protocol.error_response import describe_error
 
 _DONE = b"data: [DONE]\n\n"
@@ -48,8 +49,10 @@ class EventStreamResponse(Response):
             )
             try:
                 await _send_event(send, self._first)
+                turn = LoopTurn()
                 async for event in self._rest:
                     await _send_event(send, event)
+                    await turn.end_if_long()
                 last = b"" if hasattr(self._first, "type") else _DONE
             except Exception as error:
                 # The status line is gone already: the error can only travel as an event.

@@ -31,7 +31,6 @@ REASONS: Mapping[str, str] = {
     ),
     "routed_experts_prompt_start": "mixture-of-experts models are not supported",
     "watermarking": "answers are not watermarked",
-    "session_id": "requests do not belong to sessions",
     **dict.fromkeys(
         ("mm_processor_kwargs", "media_io_kwargs", "return_mm_kwargs"), "models take only text"
     ),
@@ -60,7 +59,6 @@ _BOTH_ENDPOINTS: NeutralValues = {
     "return_token_offsets": (False,),
     "routed_experts_prompt_start": (),
     "watermarking": (False,),
-    "session_id": (),
     "ec_transfer_params": ({},),
     "return_mm_kwargs": (False,),
 }
@@ -92,7 +90,6 @@ RESPONSES_FIELDS: NeutralValues = {
     # Newer than vLLM 0.16.
     "include_reasoning": (True,),
     "watermarking": (False,),
-    "session_id": (),
     "media_io_kwargs": ({},),
     "return_mm_kwargs": (False,),
     "kv_transfer_params": ({},),

@@ -17,6 +17,7 @@ from paxkv.config.engine_config import ServerConfig
 from paxkv.config.sampling_params import BeamSearchParams, SamplingParams, check_num_logprobs
 from paxkv.server.engine_protocol import EngineClient, Tokenizer
 from paxkv.server.generation import Generator, IndexedOutputs
+from paxkv.server.loop_turn import LoopTurn
 from paxkv.server.protocol.chat_choices import ChatChoices
 from paxkv.server.protocol.chat_messages import content_text
 from paxkv.server.protocol.chat_prompt import check_may_bring_template, render_chat
@@ -86,13 +87,16 @@ class ChatRoutes:
         usage = self._usage_counter(made)
         choices: list[ChatChoice] = []
         shown: dict[str, object] = {}
+        turn = LoopTurn()
         if body.return_prompt_text:
             shown["prompt_text"] = chat.prompt_text
         async with aclosing(chat.outputs):
             async for prompt_idx, output in chat.outputs:
                 usage.note_prompt(prompt_idx, output)
                 usage.add_tokens(output)
-                choices += [made.whole(completion) for completion in output.outputs]
+                for completion in output.outputs:
+                    choices.append(made.whole(completion))
+                    await turn.end_if_long()
                 if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
                     shown["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
                 if body.return_token_ids:

@@ -14,6 +14,7 @@ from paxkv.config.engine_config import ServerConfig
 from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.server.engine_protocol import EngineClient
 from paxkv.server.generation import Generator, IndexedOutputs
+from paxkv.server.loop_turn import LoopTurn
 from paxkv.server.protocol.completion_choices import CompletionChoices
 from paxkv.server.protocol.json_body import read_body
 from paxkv.server.protocol.openai_protocol import (
@@ -88,11 +89,16 @@ class CompletionRoutes:
     ) -> CompletionBody:
         usage = UsageCounter()
         choices: list[CompletionChoice] = []
+        turn = LoopTurn()
         async with aclosing(outputs):
             async for prompt_idx, output in outputs:
                 usage.note_prompt(prompt_idx, output)
                 usage.completion_tokens += sum(map(made.num_tokens, output.outputs))
-                choices += made.take(prompt_idx, output)
+                for completion in made.kept(output):
+                    choice = made.take(prompt_idx, output, completion)
+                    if choice is not None:
+                        choices.append(choice)
+                    await turn.end_if_long()
         return CompletionBody(
             id=completion_id,
             created=int(time.time()),
@@ -121,7 +127,7 @@ class CompletionRoutes:
                 usage.note_prompt(prompt_idx, output)
                 for completion in output.outputs:
                     usage.completion_tokens += made.num_tokens(completion)
-                    choice = made.take_one(prompt_idx, output, completion)
+                    choice = made.take(prompt_idx, output, completion)
                     if choice is None:
                         continue
                     so_far = {"usage": usage.usage()} if body.has_continuous_usage else {}

@@ -47,6 +47,26 @@ def test_report_and_rows_show_the_servers_delays(tmp_path: Path, capsys, monkeyp
     assert "a secret" not in out.read_text() + printed
 
 
+@pytest.mark.parametrize(
+    ("keys", "sent"),
+    [
+        ({}, None),
+        ({"VLLM_API_KEY": "v"}, "Bearer v"),
+        ({"PAXKV_API_KEY": " p1 , p2", "VLLM_API_KEY": "v", "OPENAI_API_KEY": "o"}, "Bearer p1"),
+        ({"PAXKV_API_KEY": "", "VLLM_API_KEY": "v", "OPENAI_API_KEY": "o"}, "Bearer v"),
+    ],
+)
+def test_the_key_of_the_server_is_sent(tmp_path: Path, monkeypatch, keys, sent) -> None:
+    for name in ("PAXKV_API_KEY", "VLLM_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, key in keys.items():
+        monkeypatch.setenv(name, key)
+    with running_fake_server() as fake:
+        command = ["--base-url", fake.url, "--num-prompts", "1", "--random-output-len", "2"]
+        assert main([*command, "--out", str(tmp_path / "rows")]) == 0
+    assert set(fake.keys) == {sent}
+
+
 def test_paxkvs_own_server_takes_every_request(tmp_path: Path, capsys) -> None:
     """Its routes and streams, with an engine that waits for the first requests."""
     out = tmp_path / "rows.jsonl"

@@ -308,10 +308,45 @@ async def test_a_reader_too_slow_is_ended_and_frees_the_engine() -> None:
             # It reads no further; another one goes on.
             await collect(client, "abc", LONG, "other")
             await until_idle(client)
-            with pytest.raises(SlowReaderError, match="read the stream faster"):
+            with pytest.raises(SlowReaderError, match="Read the stream faster"):
                 async for _ in slow:
                     pass
         assert client.num_unfinished_requests == 0
+
+
+@in_loop
+async def test_of_all_slow_readers_the_one_with_most_waiting_is_ended() -> None:
+    async with running(max_num_seqs=4) as client:
+        client._waiting_budget.max_bytes = 4000
+        slow = client.generate("abc", LONG, request_id="slow", stream=True)
+        few = SamplingParams(max_tokens=8, ignore_eos=True)
+        behind = client.generate("abcd", few, request_id="behind", stream=True)
+        for reader in (behind, slow):
+            await anext(reader)
+        await until_idle(client)
+        assert 0 < client._waiting_budget.num_bytes <= 4000
+        # Alone it has less than the limit; with another one it has more.
+        other = client.generate("abcde", LONG, request_id="other", stream=True)
+        await anext(other)
+        await until_idle(client)
+        assert 0 < client._waiting_budget.num_bytes <= 4000
+        with pytest.raises(SlowReaderError, match="larger --max-unread-bytes"):
+            async for _ in slow:
+                pass
+        for reader in (behind, other):
+            assert [output async for output in reader][-1].finished
+        assert client._waiting_budget.num_bytes == 0
+
+
+@in_loop
+async def test_what_a_caller_leaves_unread_is_not_counted_after_it_left() -> None:
+    async with running() as client:
+        left = client.generate("abc", LONG, request_id="left", stream=True)
+        await anext(left)
+        await until_idle(client)
+        assert client._waiting_budget.num_bytes > 0
+        await left.aclose()
+        assert client._waiting_budget.num_bytes == 0
 
 
 @in_loop

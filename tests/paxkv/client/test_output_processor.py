@@ -37,9 +37,12 @@ class Caller:
         *,
         tokenizer: bool = True,
         prompt: tuple[int, ...] = (112,),
+        packs_logprobs: bool = False,
         **params: object,
     ):
-        self.processor = OutputProcessor(byte_level_tokenizer() if tokenizer else None)
+        self.processor = OutputProcessor(
+            byte_level_tokenizer() if tokenizer else None, packs_logprobs=packs_logprobs
+        )
         request = EngineRequest(
             request_id="r", prompt_token_ids=list(prompt), sampling_params=SamplingParams(**params)
         )
@@ -386,6 +389,28 @@ def test_logprobs_that_a_stream_has_taken_are_not_kept() -> None:
     tracemalloc.stop()
     # 200 positions of 21 tokens would be 600,000 bytes.
     assert num_bytes < 60_000
+
+
+def test_logprobs_of_an_answer_in_one_piece_are_packed_until_it_ends() -> None:
+    tops = list(range(60, 80))
+    logprobs = TokenLogprobs(
+        token_logprob=-3.0, token_rank=30, top_token_ids=tops, top_logprobs=[-0.5] * 20
+    )
+    found, num_bytes = [], []
+    for packs_logprobs in (False, True):
+        caller = Caller("final_only", logprobs=20, packs_logprobs=packs_logprobs)
+        tracemalloc.start()
+        for _ in range(200):
+            caller.step(b"c", logprobs=[logprobs])
+        num_bytes.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+        found.append(caller.completion(b"d", logprobs=[logprobs], finish_reason="length").logprobs)
+    plain, packed = found
+    assert num_bytes[1] < num_bytes[0] / 3
+    assert plain == list(packed) == packed[:] and len(plain) == len(packed) == 201
+    assert (packed[0], packed[-1], packed[198:]) == (plain[0], plain[-1], plain[198:])
+    with pytest.raises(IndexError):
+        packed[201]
 
 
 def test_preemptions_of_a_completion_are_told() -> None:

@@ -112,6 +112,31 @@ def test_what_waits_comes_in_pieces_of_a_bounded_size(monkeypatch) -> None:
     assert 5 < len(texts) < 50
 
 
+def test_a_reader_that_catches_up_lets_others_run_between_pieces(monkeypatch) -> None:
+    monkeypatch.setattr(output_stream, "_MAX_PIECE_BYTES", 100)
+
+    async def run() -> tuple[int, int]:
+        stream = OutputStream("r", engine_request_id="r-0")
+        for _ in range(99):
+            stream.put(delta((0, "a")))
+        stream.put(delta((0, "b"), end="stop"))
+
+        async def read() -> int:
+            num_pieces = 1
+            while not (await stream.take()).finished:
+                num_pieces += 1
+            return num_pieces
+
+        reader, num_turns = asyncio.ensure_future(read()), 0
+        while not reader.done():
+            await asyncio.sleep(0)
+            num_turns += 1
+        return reader.result(), num_turns
+
+    num_pieces, num_turns = asyncio.run(run())
+    assert num_turns >= num_pieces > 10
+
+
 def test_more_than_may_wait_is_noticed_and_dropped(monkeypatch) -> None:
     monkeypatch.setattr(output_stream, "MAX_WAITING_BYTES", 2000)
     monkeypatch.setattr(output_stream, "_MAX_PIECE_BYTES", 500)

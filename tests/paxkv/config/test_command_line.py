@@ -20,6 +20,9 @@ class Oven:
     door_is_open: bool = setting("whether heat gets out", False)
     shelf: Literal["top", "bottom"] = setting("where the bread lies", "top")
     forms: StructuredOutputsConfig = setting("what it looks like", StructuredOutputsConfig())
+    lamp: Literal["warm", "cold"] | None = setting("its light", None)
+    helpers: tuple[str, ...] = setting("who helps", ())
+    smells: tuple[str, ...] = setting("what it smells of", ("bread",), is_json=True)
     num_trays: int = setting("trays of an oven that is not built", 1, is_hidden=True)
 
 
@@ -41,11 +44,22 @@ def test_a_flag_sets_a_field_of_each_type():
     assert parse("--forms", '{"enable_in_reasoning": true}').forms == forms
 
 
+def test_none_is_the_default_of_every_flag_with_a_value():
+    for field in dataclasses.fields(Oven):
+        if field.name != "door_is_open":
+            assert parse("--" + field.name.replace("_", "-"), "None") == Oven()
+    # The last one counts, and a list may have the word in it.
+    assert parse("--degrees", "180", "--degrees", "None").degrees == 220
+    assert parse("--helpers", "None", "Ann").helpers == ("None", "Ann")
+    assert parse("--lamp", "cold").lamp == "cold"
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         ("--degrees", "hot"),
         ("--shelf", "middle"),
+        ("--lamp", "middle"),
         ("--forms", "{"),
         ("--forms", '{"crust": true}'),
     ],

@@ -29,6 +29,7 @@ def test_keys_are_shown_in_no_repr_and_no_error():
         ({"root_path": "/tokenizer_info"}, "a path of our own"),
         ({"max_header_bytes": 10}, "at least 256, got 10"),
         ({"max_connections": 0}, "at least 1, got 0"),
+        ({"max_unread_bytes": 0}, "max_unread_bytes must be an integer of at least 1, got 0"),
         ({"root_path": "api"}, "begin with a slash.*'api'"),
         ({"root_path": "/api/"}, "not end in one"),
         ({"root_path": "/v1"}, "a path of our own, got '/v1', which is /v1 or below it"),

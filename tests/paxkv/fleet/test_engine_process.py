@@ -1,5 +1,6 @@
 """An engine in a process of its own: what crosses, how it starts, and how it ends."""
 
+import asyncio
 import os
 import signal
 import stat
@@ -260,6 +261,28 @@ def test_without_socket_files_strangers_are_kept_out_by_keys(
         process.send(AddRequest(request=make_request("a", [5, 6], max_tokens=3)))
         assert receive_until(process, "a") == ([5, 6, 5], "length")
         stranger.close()
+
+
+def test_many_messages_that_wait_leave_the_loop_turns_for_others(monkeypatch) -> None:
+    process = EngineProcess.__new__(EngineProcess)
+    waiting = list(range(200))
+
+    def take_one() -> bool:
+        time.sleep(0.001)
+        return bool(waiting) and waiting.pop() >= 0
+
+    async def run() -> int:
+        process._loop = asyncio.get_running_loop()
+        monkeypatch.setattr(process, "_take_one", take_one)
+        process._loop.call_soon(process._take_waiting)
+        num_turns = 0
+        while waiting:
+            await asyncio.sleep(0)
+            num_turns += 1
+        return num_turns
+
+    # 200 ms of messages, 20 ms a turn.
+    assert asyncio.run(run()) >= 6
 
 
 def test_end_of_a_process_is_put_into_words() -> None:

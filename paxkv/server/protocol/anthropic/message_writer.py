@@ -18,6 +18,7 @@ from paxkv.server.protocol.anthropic.bodies import (
     ThinkingDelta,
     ToolUseBlock,
 )
+from paxkv.server.protocol.anthropic.partial_json import complete_part
 
 
 class MessageWriter:
@@ -95,8 +96,9 @@ class MessageWriter:
 
 
 def _input(arguments: str) -> object:
-    """The input of a call; empty if the answer was cut off inside its JSON."""
+    """The input of a call; of one that was cut off inside its JSON, the members that are whole."""
     try:
         return msgspec.json.decode(arguments)
     except (msgspec.MsgspecError, RecursionError):
-        return {}
+        found = complete_part(arguments)
+        return found if isinstance(found, dict) else {}

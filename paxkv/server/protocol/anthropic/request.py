@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from paxkv.config.sampling_params import check_stop_sizes
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 from paxkv.server.protocol.anthropic.messages import chat_messages_of
 from paxkv.server.protocol.anthropic.tools import chat_tool, chat_tool_choice
@@ -95,6 +96,7 @@ def parse_messages(
     stops = request.stop_sequences or []
     if not all(stops):
         raise InvalidRequestError("stop_sequences must not contain an empty string.")
+    check_stop_sizes("stop_sequences", stops)
     chat["stop"] = stops
     chat["response_format"] = _response_format(request.output_config)
     return request, parse_chat(chat)

@@ -3,9 +3,11 @@
 import dataclasses
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,7 +126,8 @@ def test_usage_error(words, complaint, capsys):
     [
         ("nothing", "out", "nothing cannot be read: No such file"),
         (".", "out", ". cannot be read: Is a directory"),
-        ("https://a.org/in.jsonl", "out", "Download it first."),
+        ("https://a.org/in.jsonl", "out", "is a URL; run-batch reads local files only. Download"),
+        ("in", "https://a.org/out", "is a URL; run-batch writes local files only. Write a local"),
         ("in", "no/folder", "no/folder cannot be written: No such file"),
         ("in", "in", "in is the input file, which would be lost"),
         ("in", "./in", "./in is the input file, which would be lost"),
@@ -183,6 +186,19 @@ def test_stdin_and_stdout_are_files_too(built, monkeypatch, capfd):
     rows = [json.loads(row) for row in captured.out.splitlines()]
     assert {row["custom_id"] for row in rows} == {"a", "b"}
     assert "the rows are in stdout." in captured.err
+
+
+def test_a_pipe_is_an_input_too(built, tmp_path, capsys):
+    pipe, target = tmp_path / "pipe", tmp_path / "out"
+    os.mkfifo(pipe)
+    writer = threading.Thread(
+        target=pipe.write_text, args=(line("a", "x") + "\n" + line("b", "y"),)
+    )
+    writer.start()
+    assert run_batch.main(["-i", str(pipe), "-o", str(target)]) == 0
+    writer.join()
+    assert set(read_rows(target)) == {"a", "b"}
+    assert "paxkv: 2 of 2 requests answered" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,20 @@ def test_access_log_has_no_lines(caplog):
     assert not caplog.messages
 
 
+def test_lines_are_taken_when_their_turn_comes():
+    engine, rows, most_ahead = FakeEngine(), [], 0
+
+    def lines():
+        nonlocal most_ahead
+        for number in range(1, 101):
+            most_ahead = max(most_ahead, number - len(rows))
+            yield number, line(str(number), *GOOD["text"])
+
+    asyncio.run(BatchRunner(engine, ServerConfig()).run(lines(), rows.append))
+    assert len(rows) == 100
+    assert 1 < most_ahead <= 2 * engine.model_info.max_num_seqs < 100
+
+
 def test_rows_come_as_they_are_done():
     engine = FakeEngine(seconds_per_token=0.01)
     lengths = {"long": 40, "short": 1}

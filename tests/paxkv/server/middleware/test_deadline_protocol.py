@@ -239,6 +239,50 @@ def test_garbage_after_an_early_answer_closes_quietly(server, caplog, path, stat
     assert caplog.messages == [f"{host}:{port} is closed, as its answer had begun: {reason}."]
 
 
+# What is wrong with a request before the application has it, or while it waits for the body.
+_BAD_REQUESTS = {
+    "a header without a name": (b"Content-Length: 5\r\nno name\r\n\r\n", b"400"),
+    "no chunk": (b"Transfer-Encoding: chunked\r\n\r\nno chunk\r\n", b"400"),
+    "headers too long": (b"X-Long: " + b"a" * 1500, b"431"),
+    "half a body": (b"Content-Type: application/json\r\nContent-Length: 5\r\n\r\n{", b"408"),
+    "half a head": (b"Content-Type: application/json\r\n", b"408"),
+}
+
+
+@pytest.mark.parametrize("path", [b"/v1/messages", b"/api/v1/messages/count_tokens?beta=true"])
+@pytest.mark.parametrize("case", _BAD_REQUESTS)
+def test_errors_below_the_application_have_the_form_of_the_path(start_server, case, path):
+    rest, status = _BAD_REQUESTS[case]
+    server = start_server(request_timeout_s=TIMEOUT_S, max_header_bytes=1000, root_path="/api")
+    for sent_path, is_anthropic in ((path, True), (b"/v1/completions", False)):
+        with socket.create_connection(server.address, timeout=PATIENCE_S) as connection:
+            connection.sendall(b"POST " + sent_path + b" HTTP/1.1\r\nHost: x\r\n" + rest)
+            if status == b"408":
+                server.pass_time(TIMEOUT_S)
+            answer = _read_what_is_over(connection)
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 " + status), answer
+        found = json.loads(body)
+        assert ("param" in found["error"]) != is_anthropic
+        if is_anthropic:
+            kind = "timeout_error" if status == b"408" else "invalid_request_error"
+            assert (found["type"], found["error"]["type"]) == ("error", kind)
+            assert found["request_id"] == _request_id(head)
+
+
+def test_an_error_has_the_form_of_its_own_path_and_not_of_the_one_before(server):
+    before = b"GET /v1/messages HTTP/1.1\r\nHost: x\r\n\r\n"
+    for bad in (b"garbage\r\n\r\n", b"GET /v1/models HTTP/1.1\r\nno name\r\n\r\n"):
+        for in_one in (False, True):
+            with socket.create_connection(server.address, timeout=PATIENCE_S) as connection:
+                connection.sendall(before + bad * in_one)
+                if not in_one:
+                    assert _read_answer(connection).startswith(b"HTTP/1.1 405")
+                    connection.sendall(bad)
+                answer = _read_to_end(connection)
+            assert b"HTTP/1.1 400" in answer and b'"param"' in answer
+
+
 def _head_with_headers(num_bytes):
     start, end = b"GET /version HTTP/1.1\r\nHost: x\r\nX-Long: ", b"\r\n\r\n"
     return start + b"a" * (num_bytes - len(start) - len(end)) + end

@@ -36,6 +36,12 @@ def _output(text, *, is_last=True, prompt="abc", scored=True, index=0):
     )
 
 
+def _taken(made, output, prompt_idx=0):
+    """The choice of the one completion of an output."""
+    (completion,) = made.kept(output)
+    return made.take(prompt_idx, output, completion)
+
+
 def _made(prompts=("abc",), **fields):
     body = parse_completion({"prompt": list(prompts)} | fields)
     return CompletionChoices(body, list(prompts), FakeTokenizer())
@@ -63,14 +69,14 @@ def test_an_end_that_nobody_asked_for_is_not_told():
     output = _output("x")
     stopped = dataclasses.replace(output.outputs[0], finish_reason="stop", stop_reason="x")
     output = dataclasses.replace(output, outputs=[stopped])
-    (choice,) = _made(echo=True, max_tokens=0).take(0, output)
+    choice = _taken(_made(echo=True, max_tokens=0), output)
     assert (choice.text, choice.finish_reason, choice.stop_reason) == ("abc", "length", None)
-    (choice,) = _made(echo=True, max_tokens=1).take(0, output)
+    choice = _taken(_made(echo=True, max_tokens=1), output)
     assert (choice.finish_reason, choice.stop_reason) == ("stop", "x")
 
 
 def test_the_prompt_is_in_front_and_scored_but_for_its_first_token():
-    (choice,) = _made(echo=True, logprobs=1).take(0, _output("xy"))
+    choice = _taken(_made(echo=True, logprobs=1), _output("xy"))
     assert choice.text == "abcxy"
     logprobs = choice.logprobs
     assert logprobs.tokens == list("abcxy")
@@ -93,10 +99,10 @@ def test_a_stream_adds_up_to_the_whole(as_token_ids):
     fields = {"echo": True, "logprobs": 1, "return_tokens_as_token_ids": as_token_ids}
     made = _made(**fields)
     parts = [
-        *made.take(0, _output("x", is_last=False)),
-        *made.take(0, _output("y", scored=False)),
+        _taken(made, _output("x", is_last=False)),
+        _taken(made, _output("y", scored=False)),
     ]
-    (whole,) = _made(**fields).take(0, _output("xy"))
+    whole = _taken(_made(**fields), _output("xy"))
     assert "".join(part.text for part in parts) == whole.text
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         joined = [v for part in parts for v in getattr(part.logprobs, name)]
@@ -106,7 +112,7 @@ def test_a_stream_adds_up_to_the_whole(as_token_ids):
 def test_without_tokens_the_answer_is_the_prompt_alone():
     made = _made(echo=True, logprobs=1, max_tokens=0)
     output = _output("x")
-    (choice,) = made.take(0, output)
+    choice = _taken(made, output)
     assert (choice.text, choice.logprobs.tokens) == ("abc", list("abc"))
     assert made.num_tokens(output) == 0
 
@@ -118,13 +124,13 @@ def test_every_choice_of_every_prompt_begins_with_its_own():
         for index in range(2):
             first = _output("x", is_last=False, prompt=prompt, index=index)
             for output in (first, _output("y", prompt=prompt, index=index)):
-                for choice in made.take(prompt_idx, output):
-                    texts[choice.index] = texts.get(choice.index, "") + choice.text
+                choice = _taken(made, output, prompt_idx)
+                texts[choice.index] = texts.get(choice.index, "") + choice.text
     assert texts == {0: "abcxy", 1: "abcxy", 2: "dexy", 3: "dexy"}
 
 
 def test_scores_of_the_prompt_are_given_by_token_id():
-    (choice,) = _made(prompt_logprobs=1).take(0, _output("x"))
+    choice = _taken(_made(prompt_logprobs=1), _output("x"))
     first, second, _ = choice.prompt_logprobs
     assert first is None
     assert (second["98"].logprob, second["98"].rank, second["98"].decoded_token) == (-2.0, 1, "b")
@@ -132,9 +138,7 @@ def test_scores_of_the_prompt_are_given_by_token_id():
 
 def test_token_ids_are_given_when_asked():
     made = _made(return_token_ids=True)
-    first, second = (
-        made.take(0, output)[0] for output in (_output("x", is_last=False), _output("y"))
-    )
+    first, second = (_taken(made, output) for output in (_output("x", is_last=False), _output("y")))
     assert (first.prompt_token_ids, first.token_ids) == ([97, 98, 99], [120])
     assert second.token_ids == [121]
 
@@ -144,9 +148,9 @@ def test_token_ids_come_without_text_too():
     output = _output("x", is_last=False)
     silent = dataclasses.replace(output.outputs[0], text="", logprobs=None)
     output = dataclasses.replace(output, outputs=[silent])
-    (choice,) = _made(return_token_ids=True).take(0, output)
+    choice = _taken(_made(return_token_ids=True), output)
     assert (choice.text, choice.token_ids) == ("", [120])
-    assert _made().take(0, output) == []
+    assert _taken(_made(), output) is None
 
 
 def test_echo_needs_a_tokenizer():

@@ -36,6 +36,11 @@ def test_field_is_refused_by_name_except_values_that_ask_for_nothing(parse, body
     assert REASONS.get(name, "") in str(error.value)
 
 
+@pytest.mark.parametrize(("parse", "body"), [route[:2] for route in ROUTES[:3]])
+def test_a_session_has_no_effect_and_is_accepted(parse, body):
+    assert parse(body | {"session_id": "s"}).session_id == "s"
+
+
 # What vLLM 0.16 or 0.32 reads, and an answer without it would look right.
 @pytest.mark.parametrize(
     ("parse", "body", "fields"),

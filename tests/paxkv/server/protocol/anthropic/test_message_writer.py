@@ -123,6 +123,6 @@ def test_thoughts_end_with_a_signature():
     assert events[0]["content_block"] == {"type": "thinking", "thinking": "", "signature": ""}
 
 
-def test_a_call_that_was_cut_off_has_an_empty_input():
+def test_a_call_that_was_cut_off_has_the_complete_part_of_its_input():
     _, blocks = _write([HERMES[:50]], ToolUse(make_parser=HermesToolParser), None)
-    assert (blocks[0].name, blocks[0].input) == ("f", {})
+    assert (blocks[0].name, blocks[0].input) == ("f", {"a": [1]})

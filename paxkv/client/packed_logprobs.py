@@ -1,0 +1,68 @@
+"""`PackedLogprobs`: log-probabilities of an answer, kept as bytes until they are read."""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+import msgspec
+
+from paxkv.contracts.request_output import Logprob
+
+# Of one candidate: its token id, log-probability, rank and text.
+PackedPosition = list[tuple[int, float, int, str]]
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(PackedPosition)
+
+
+class PackedLogprobs(Sequence[dict[int, Logprob]]):
+    """A list of positions in a fraction of its memory; each reading makes new objects."""
+
+    def __init__(self) -> None:
+        self._packed = bytearray()
+        # Where each position ends.
+        self._ends = array("Q")
+
+    def append(self, position: dict[int, Logprob]) -> None:
+        """Adds the next position."""
+        _encoder.encode_into(to_packed(position), self._packed, -1)
+        self._ends.append(len(self._packed))
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, Logprob]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[int, Logprob]]: ...
+
+    def __getitem__(self, index: int | slice) -> dict[int, Logprob] | list[dict[int, Logprob]]:
+        places = range(len(self._ends))[index]
+        if isinstance(places, range):
+            return [self._at(place) for place in places]
+        return self._at(places)
+
+    def __iter__(self) -> Iterator[dict[int, Logprob]]:
+        return map(self._at, range(len(self._ends)))
+
+    def _at(self, place: int) -> dict[int, Logprob]:
+        start = self._ends[place - 1] if place else 0
+        with memoryview(self._packed) as packed:
+            return from_packed(_decoder.decode(packed[start : self._ends[place]]))
+
+
+def to_packed(position: dict[int, Logprob]) -> PackedPosition:
+    """The candidates of a position, in their order."""
+    return [
+        (token_id, found.logprob, found.rank, found.decoded_token)
+        for token_id, found in position.items()
+    ]
+
+
+def from_packed(position: PackedPosition) -> dict[int, Logprob]:
+    """What `to_packed` was given."""
+    return {
+        token_id: Logprob(logprob=logprob, rank=rank, decoded_token=text)
+        for token_id, logprob, rank, text in position
+    }

@@ -1,0 +1,45 @@
+"""JSON that was cut off: what of it is complete."""
+
+import msgspec
+
+_ENDS = {"{": "}", "[": "]"}
+
+
+def complete_part(text: str) -> object:
+    """The value of JSON text that ends early, without the member or element that was cut.
+
+    '{"a": 1, "b": [2, {"c": "x' -> {"a": 1, "b": [2, {}]}. Anthropic's clients read a stream in the
+    same way.
+
+    Returns:
+        None if not even the beginning of an object or list is there, or the text is no JSON.
+    """
+    for candidate in _candidates(text):
+        try:
+            return msgspec.json.decode(candidate)
+        except (msgspec.MsgspecError, RecursionError):
+            continue
+    return None
+
+
+def _candidates(text: str) -> tuple[str, str]:
+    """The text with ends for all open objects and lists; the same up to its last certain value."""
+    open_ends: list[str] = []
+    # Where the certain part ends, and the ends of what is open there.
+    end, ends_there = 0, ""
+    in_string = is_escaped = False
+    for position, letter in enumerate(text):
+        if in_string:
+            in_string = is_escaped or letter != '"'
+            is_escaped = letter == "\\" and not is_escaped
+        elif letter == '"':
+            in_string = True
+        elif letter == ",":
+            end, ends_there = position, "".join(reversed(open_ends))
+        elif letter in "{[}]":
+            if letter in _ENDS:
+                open_ends.append(_ENDS[letter])
+            elif open_ends:
+                open_ends.pop()
+            end, ends_there = position + 1, "".join(reversed(open_ends))
+    return text + "".join(reversed(open_ends)), text[:end] + ends_there

@@ -1,0 +1,35 @@
+"""The lines of an input are counted, and read one by one."""
+
+import tracemalloc
+
+import pytest
+
+from paxkv.entrypoints.cli.batch_input import BatchInput
+
+
+def test_lines_have_the_numbers_of_the_file_and_empty_ones_are_left_out(tmp_path):
+    path = tmp_path / "in"
+    path.write_bytes(b"\na\r\n \t\nb b\n\n\xff")
+    with BatchInput(str(path)) as lines:
+        assert lines.num_lines == 3
+        # More than once.
+        for _ in range(2):
+            assert list(lines) == [(2, b"a\r"), (4, b"b b"), (6, b"\xff")]
+
+
+def test_memory_holds_few_lines(tmp_path):
+    path = tmp_path / "in"
+    path.write_bytes((b"x" * 9_999 + b"\n") * 1000)
+    tracemalloc.start()
+    try:
+        with BatchInput(str(path)) as lines:
+            assert sum(len(line) for _, line in lines) == 9_999_000
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 500_000
+
+
+def test_a_folder_is_no_input(tmp_path):
+    with pytest.raises(IsADirectoryError):
+        BatchInput(str(tmp_path))
