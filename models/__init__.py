@@ -11,27 +11,31 @@ from models.errors import (
 )
 from models.forward_batch import ForwardBatch, KVCache
 from models.kernel_settings import KernelSettings
-from models.kv_layers import LayerKVSpec, LayerPlacement, kv_cache_layers, place_layers
+from models.kv_layers import LayerKVSpec, kv_cache_layers, place_layers
+from models.layer_context import CachePlace
 from models.loading.load_model import load_model
 from models.loading.loaded_model import LoadedModel
 from models.loading.source import read_model_config, resolve_model_folder
 from models.rope_config import RopeConfig
 from models.row_widths import Width, run_at_width
+from models.wants import Outputs, Wants
 
 __all__ = [
+    "CachePlace",
     "CheckpointError",
     "CheckpointNotFoundError",
     "ForwardBatch",
     "KVCache",
     "KernelSettings",
     "LayerKVSpec",
-    "LayerPlacement",
     "LoadedModel",
     "ModelConfig",
     "ModelConfigError",
     "ModelError",
+    "Outputs",
     "RopeConfig",
     "UnsupportedModelError",
+    "Wants",
     "WeightMismatchError",
     "Width",
     "kv_cache_layers",

@@ -4,39 +4,41 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.carry import Carry
 from models.config import ModelConfig
 from models.forward_batch import ForwardBatch, KVCache
 from models.kernel_settings import KernelSettings
-from models.kv_layers import LayerPlacement, kv_cache_layers, place_layers
-from models.layer_loop import run_in_loop, run_in_turn
-from models.layers.attention import Attention, AttentionContext
+from models.kv_layers import kv_cache_layers, place_layers
+from models.layer_context import LayerContext
+from models.layer_loop import PlacedLayer, run_in_loop, run_in_turn
+from models.layers.attention import Attention
 from models.layers.linear import Embedding, Linear
 from models.layers.mlp import GatedMLP
 from models.layers.rms_norm import make_norm
 from models.layers.rotary import rotary_cos_sin
 from models.layers.soft_cap import soft_cap_logits
+from models.wants import Outputs
 
 
 class DecoderLayer(nnx.Module):
     """Attention, then the MLP: each reads the normed residual stream and adds to it."""
 
-    def __init__(
-        self, config: ModelConfig, *, layer_idx: int, placement: LayerPlacement, dtype: jnp.dtype
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, layer_idx: int, dtype: jnp.dtype) -> None:
         self.input_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
-        self.self_attn = Attention(config, layer_idx=layer_idx, placement=placement, dtype=dtype)
+        self.self_attn = Attention(config, layer_idx=layer_idx, dtype=dtype)
         self.post_attention_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
         self.mlp = GatedMLP(config, dtype=dtype)
 
-    def before_attention(
-        self,
-        hidden: jax.Array,  # f[num_tokens, hidden]
-        context: AttentionContext,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values, as `Attention.project_in`."""
-        return self.self_attn.project_in(self.input_layernorm(hidden), context)
+    def __call__(
+        self, carry: Carry, kv_cache: KVCache, context: LayerContext
+    ) -> tuple[Carry, KVCache]:
+        attended, kv_cache = self.self_attn(
+            carry.hidden, kv_cache, context, norm=self.input_layernorm
+        )
+        hidden = context.by_token(self._add_parts, context.kept(carry.hidden), attended)
+        return Carry(hidden=hidden), kv_cache
 
-    def after_attention(
+    def _add_parts(
         self,
         hidden: jax.Array,  # f[num_queries, hidden]
         attended: jax.Array,  # f[num_queries, num_q_heads, head_dim]
@@ -65,14 +67,10 @@ class DecoderForCausalLM(nnx.Module):
         self.embed_tokens = Embedding(
             config.vocab_size, config.hidden_size, dtype=dtype, scale=config.embedding_scale
         )
-        cache_layers = kv_cache_layers(config)
-        placements = place_layers(cache_layers)
         self.layers = nnx.List(
             [
-                self.layer_class(
-                    config, layer_idx=layer_idx, placement=placements[layer.name], dtype=dtype
-                )
-                for layer_idx, layer in enumerate(cache_layers)
+                self.layer_class(config, layer_idx=layer_idx, dtype=dtype)
+                for layer_idx in range(config.num_layers)
             ]
         )
         self.norm = make_norm(config, config.hidden_size, dtype=dtype)
@@ -84,13 +82,27 @@ class DecoderForCausalLM(nnx.Module):
 
     def __call__(
         self, batch: ForwardBatch, kv_cache: KVCache, kernels: KernelSettings
-    ) -> tuple[jax.Array, KVCache]:  # f[num_tokens, hidden], or f[num_reqs, hidden]
-        """Runs one step's tokens through all layers; returns hidden states after the last norm."""
+    ) -> tuple[Outputs, KVCache]:
+        """Runs one step's tokens through all layers; returns what `batch.wants` asks for."""
+        batch.wants.check_taps(len(self.layers))
         context = self.make_context(batch, kv_cache, kernels)
-        hidden = self.embed_tokens(batch.token_ids)
+        cache_layers = kv_cache_layers(self.config)
+        places = place_layers(cache_layers)
+        layers = [
+            PlacedLayer(layer, places[of_cache.name])
+            for layer, of_cache in zip(self.layers, cache_layers, strict=True)
+        ]
         run_layers = run_in_loop if kernels.loops_over_layers else run_in_turn
-        hidden, kv_cache = run_layers(self.layers, hidden, kv_cache, context)
-        return self.norm(hidden), kv_cache
+        carry = Carry(hidden=self.embed_tokens(batch.token_ids))
+        taps = []
+        start = 0
+        for tap in batch.wants.taps:
+            carry, kv_cache = run_layers(layers[start : tap + 1], carry, kv_cache, context)
+            taps.append(carry.hidden)
+            start = tap + 1
+        if start < len(layers):
+            carry, kv_cache = run_layers(layers[start:], carry, kv_cache, context)
+        return batch.choose_outputs(self.norm(carry.hidden), tuple(taps)), kv_cache
 
     def compute_logits(
         self,
@@ -104,7 +116,7 @@ class DecoderForCausalLM(nnx.Module):
 
     def make_context(
         self, batch: ForwardBatch, kv_cache: KVCache, kernels: KernelSettings
-    ) -> AttentionContext:
+    ) -> LayerContext:
         """What the layers share in this step."""
         num_groups = batch.block_tables.shape[0]
         slots = kernels.slot_mapping(
@@ -117,4 +129,4 @@ class DecoderForCausalLM(nnx.Module):
             rotary_cos_sin(batch.positions, rope, self.config.head_dim)
             for rope in self.config.ropes
         )
-        return AttentionContext(batch=batch, kernels=kernels, slots=slots, cos_sin=cos_sin)
+        return LayerContext(batch=batch, kernels=kernels, slots=slots, cos_sin=cos_sin)

@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.carry import Carry
 from models.config import ModelConfig
 from models.decoder import DecoderForCausalLM
-from models.kv_layers import LayerPlacement
-from models.layers.attention import Attention, AttentionContext
+from models.forward_batch import KVCache
+from models.layer_context import LayerContext
+from models.layers.attention import Attention
 from models.layers.mlp import GatedMLP
 from models.layers.rms_norm import make_norm
 
@@ -18,26 +20,25 @@ class GemmaLayer(nnx.Module):
     Source: arXiv:2408.00118, section 2.
     """
 
-    def __init__(
-        self, config: ModelConfig, *, layer_idx: int, placement: LayerPlacement, dtype: jnp.dtype
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, layer_idx: int, dtype: jnp.dtype) -> None:
         self.input_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
-        self.self_attn = Attention(config, layer_idx=layer_idx, placement=placement, dtype=dtype)
+        self.self_attn = Attention(config, layer_idx=layer_idx, dtype=dtype)
         # Of attention's output here; of the MLP's input in the other families.
         self.post_attention_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
         self.pre_feedforward_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
         self.mlp = GatedMLP(config, dtype=dtype)
         self.post_feedforward_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
 
-    def before_attention(
-        self,
-        hidden: jax.Array,  # f[num_tokens, hidden]
-        context: AttentionContext,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values, as `Attention.project_in`."""
-        return self.self_attn.project_in(self.input_layernorm(hidden), context)
+    def __call__(
+        self, carry: Carry, kv_cache: KVCache, context: LayerContext
+    ) -> tuple[Carry, KVCache]:
+        attended, kv_cache = self.self_attn(
+            carry.hidden, kv_cache, context, norm=self.input_layernorm
+        )
+        hidden = context.by_token(self._add_parts, context.kept(carry.hidden), attended)
+        return Carry(hidden=hidden), kv_cache
 
-    def after_attention(
+    def _add_parts(
         self,
         hidden: jax.Array,  # f[num_queries, hidden]
         attended: jax.Array,  # f[num_queries, num_q_heads, head_dim]

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import ForwardBatch, KVCache, LoadedModel, kv_cache_layers, place_layers
+from models import ForwardBatch, KVCache, LoadedModel, Wants, kv_cache_layers, place_layers
 from paxkv.client.input_processor import InputProcessor
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.config.setting import at_least
@@ -115,6 +115,7 @@ def make_generate(
             block_tables=jnp.asarray(block_tables),
             logits_indices=jnp.asarray(row_ids),
             max_query_len=1,
+            wants=Wants(logits="last"),
         )
 
     def generate(params: Params, inputs: GenerateInputs) -> GenerateOutputs:

@@ -38,7 +38,9 @@ def split_columns(
     """
     for param_idx, name in enumerate(names):
         param = params[param_idx]
-        if name.endswith(".kernel") and param.dtype == jnp.float32 and param.shape[1] >= 2 * width:
+        # A kernel of experts has an axis before those two, and columns elsewhere.
+        is_matrix = name.endswith(".kernel") and param.ndim == 2
+        if is_matrix and param.dtype == jnp.float32 and param.shape[1] >= 2 * width:
             params[param_idx] = _panels_of(param, width * _factor(param.shape[1], width))
 
 

@@ -13,6 +13,7 @@ from models.config import ModelConfig
 from models.forward_batch import ForwardBatch, KVCache
 from models.kernel_settings import KernelSettings
 from models.param_sharding import param_spec
+from models.wants import Outputs
 
 
 def flatten_state(
@@ -74,12 +75,14 @@ class LoadedModel:
 
     def forward(
         self, params: tuple[jax.Array, ...], kv_cache: KVCache, batch: ForwardBatch
-    ) -> tuple[jax.Array, KVCache]:
+    ) -> tuple[Outputs, KVCache]:
         """Runs the decoder over one step's tokens.
 
         Returns:
-            Final hidden states f[num_tokens, hidden], after the last norm, or f[num_reqs, hidden]
-            with `only_last_tokens`; and the cache with this step's keys and values written.
+            What `batch.wants` asks for, and the cache with this step's keys and values written.
+
+        Raises:
+            ModelError: `batch.wants` names layers that the model does not have.
         """
         return self._merge(params)(batch, kv_cache, self.kernels)
 
@@ -88,7 +91,7 @@ class LoadedModel:
         params: tuple[jax.Array, ...],
         hidden: jax.Array,  # f[num_logits, hidden]
     ) -> jax.Array:  # f32[num_logits, vocab]
-        """Projects chosen hidden states, `hidden[batch.logits_indices]`, onto the vocabulary."""
+        """Projects hidden states, `Outputs.for_logits`, onto the vocabulary."""
         return self._merge(params).compute_logits(hidden)
 
     def _merge(self, params: tuple[jax.Array, ...]) -> nnx.Module:

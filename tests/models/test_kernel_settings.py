@@ -42,9 +42,9 @@ cache_np = rng.standard_normal(shape).astype(np.float32)
 
 def run(model, params, cache):
     def step(params, cache, batch):
-        hidden, cache = model.forward(params, cache, batch)
+        outputs, cache = model.forward(params, cache, batch)
         cache = model.kernels.copy_blocks(cache, jnp.asarray([[1, 2], [20, num_blocks]]))
-        return model.compute_logits(params, hidden[batch.logits_indices]), cache
+        return model.compute_logits(params, outputs.for_logits), cache
 
     compiled = jax.jit(step, donate_argnums=1).lower(params, cache, batch).compile()
     logits, cache = compiled(params, cache, batch)

@@ -4,8 +4,8 @@ import dataclasses
 
 from models.config import ModelConfig
 from models.kv_layers import (
+    CachePlace,
     LayerKVSpec,
-    LayerPlacement,
     group_layers,
     kv_cache_layers,
     place_layers,
@@ -76,10 +76,10 @@ def test_layer_has_the_group_and_row_of_its_name_and_shares_its_targets():
 
     layers = (layer("a", 8), layer("b"), layer("c", 8), layer("d", target="b"))
     assert place_layers(layers) == {
-        "a": LayerPlacement(group_idx=0, row=0),
-        "c": LayerPlacement(group_idx=1, row=0),
-        "b": LayerPlacement(group_idx=2, row=0),
-        "d": LayerPlacement(group_idx=2, row=0),
+        "a": CachePlace(group_idx=0, row=0),
+        "c": CachePlace(group_idx=1, row=0),
+        "b": CachePlace(group_idx=2, row=0),
+        "d": CachePlace(group_idx=2, row=0),
     }
 
 

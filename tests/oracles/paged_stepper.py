@@ -9,6 +9,7 @@ import numpy as np
 from models.forward_batch import ForwardBatch, KVCache
 from models.kv_layers import kv_cache_layers, place_layers
 from models.loading.loaded_model import LoadedModel
+from models.wants import Wants
 from tests.quick_compile import QUICK_COMPILE
 
 NUM_TOKENS = 48  # of every step, so that one compiled program serves prompts, chunks and decodes
@@ -99,7 +100,7 @@ class PagedStepper:
                 if self._only_last_tokens
                 else np.arange(NUM_TOKENS, dtype=np.int32)
             ),
-            only_last_tokens=self._only_last_tokens,
+            wants=Wants(logits="last" if self._only_last_tokens else "indices"),
             widths=self._widths,
         )
         logits, self._kv_cache = self._step(self.params, self._kv_cache, jax.device_put(batch))
@@ -122,7 +123,5 @@ class PagedStepper:
         self, params: tuple[jax.Array, ...], kv_cache: KVCache, batch: ForwardBatch
     ) -> tuple[jax.Array, KVCache]:
         self.num_traces += 1
-        hidden, kv_cache = self._loaded.forward(params, kv_cache, batch)
-        if not batch.only_last_tokens:
-            hidden = hidden[batch.logits_indices]
-        return self._loaded.compute_logits(params, hidden), kv_cache
+        outputs, kv_cache = self._loaded.forward(params, kv_cache, batch)
+        return self._loaded.compute_logits(params, outputs.for_logits), kv_cache

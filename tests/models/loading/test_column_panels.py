@@ -48,6 +48,13 @@ def by_name(model: LoadedModel) -> dict[str, jax.Array]:
     return dict(zip(model.param_names, model.params, strict=True))
 
 
+def test_a_kernel_of_experts_is_left_whole():
+    experts = random_array(4, 512, 1024)
+    params = [experts]
+    split_columns(params, ["layers.0.mlp.experts.kernel"], width=256)
+    assert params[0] is experts
+
+
 @pytest.mark.parametrize(
     ("out_features", "width", "widths"),
     [

@@ -45,10 +45,11 @@ def test_cache_keeps_its_shape_and_dtype(tmp_path):
     loaded = load_model(write_random_checkpoint(tmp_path, num_layers=1))
     cache = jax.ShapeDtypeStruct((1, 4, 2, 8, 16), jnp.float32)
     batch = _abstract_batch(num_tokens=8, num_reqs=2)
-    hidden, kv_cache = jax.eval_shape(
+    outputs, kv_cache = jax.eval_shape(
         loaded.forward, loaded.params, KVCache(k=cache, v=cache), batch
     )
-    assert (hidden.shape, hidden.dtype) == ((8, 64), jnp.float32)
+    for_logits = outputs.for_logits
+    assert (for_logits.shape, for_logits.dtype) == ((2, 64), jnp.float32)
     assert (kv_cache.k.shape, kv_cache.v.dtype) == (cache.shape, cache.dtype)
 
 

@@ -84,7 +84,9 @@ class TinyModel:
             window = self.config.layer_window(layer_idx)
             attended = _attend(q, kv_cache, batch, place, window)
             hidden = hidden + attended.reshape(hidden.shape)
-        return hidden[batch.logits_indices] if batch.only_last_tokens else hidden, kv_cache
+        if batch.drops_rows:
+            hidden = hidden[batch.last_tokens]
+        return batch.choose_outputs(hidden), kv_cache
 
     def compute_logits(self, params, hidden):
         return (hidden @ params[2]).astype(jnp.float32)
