@@ -1,5 +1,6 @@
 """Decoder-only language models over a paged KV cache, loaded from Hugging Face checkpoints."""
 
+from models.attention_config import AttentionConfig
 from models.config import ModelConfig
 from models.errors import (
     CheckpointError,
@@ -16,11 +17,13 @@ from models.layer_context import CachePlace
 from models.loading.load_model import load_model
 from models.loading.loaded_model import LoadedModel
 from models.loading.source import read_model_config, resolve_model_folder
+from models.registry import read_config
 from models.rope_config import RopeConfig
 from models.row_widths import Width, run_at_width
 from models.wants import Outputs, Wants
 
 __all__ = [
+    "AttentionConfig",
     "CachePlace",
     "CheckpointError",
     "CheckpointNotFoundError",
@@ -41,6 +44,7 @@ __all__ = [
     "kv_cache_layers",
     "load_model",
     "place_layers",
+    "read_config",
     "read_model_config",
     "resolve_model_folder",
     "run_at_width",

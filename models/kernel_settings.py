@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 import pallas_kernels
 from models.errors import ModelError
 from models.forward_batch import KVCache
-from models.param_sharding import MODEL_AXIS
+from models.weight_rule import MODEL_AXIS
 
 # f[num_tokens, heads, head_dim] and the cache, each device with some of the heads.
 TOKENS_BY_HEAD = PartitionSpec(None, MODEL_AXIS, None)

@@ -83,13 +83,15 @@ def place_layers(layers: tuple[LayerKVSpec, ...]) -> dict[str, CachePlace]:
 
 def kv_cache_layers(config: ModelConfig) -> tuple[LayerKVSpec, ...]:
     """Lists the layers that cache keys and values, in order."""
+    windows = [layer.sliding_window for layer in config.attention]
+    some_window = next(filter(None, windows), None)
     return tuple(
         LayerKVSpec(
             name=f"model.layers.{layer_idx}.self_attn",
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            sliding_window=None if config.has_unified_kv else config.layer_window(layer_idx),
-            unified_window=config.sliding_window if config.has_unified_kv else None,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            sliding_window=None if config.has_unified_kv else layer.sliding_window,
+            unified_window=some_window if config.has_unified_kv else None,
         )
-        for layer_idx in range(config.num_layers)
+        for layer_idx, layer in enumerate(config.attention)
     )

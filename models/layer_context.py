@@ -1,6 +1,6 @@
 """`LayerContext`: what a layer may ask of the step that it is part of."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from models.forward_batch import ForwardBatch
 from models.kernel_settings import KernelSettings
+from models.rope_config import RopeConfig
 from models.row_widths import Width
 
 Rows = TypeVar("Rows")
@@ -32,8 +33,8 @@ class LayerContext:
     batch: ForwardBatch
     kernels: KernelSettings
     slots: jax.Array  # i32[num_groups, num_tokens], where each token's key and value are written
-    # For each of the model's `ropes`: cosine and sine, f32[num_tokens, head_dim // 2].
-    cos_sin: tuple[tuple[jax.Array, jax.Array], ...]
+    # For each `AttentionConfig.rotary`: cosine and sine, f32[num_tokens, head_dim // 2].
+    cos_sin: Mapping[tuple[RopeConfig, int], tuple[jax.Array, jax.Array]]
     place: CachePlace | None = None
     # Whether only the last token of each request goes on from here, and attends; the others leave
     # what they write into the cache.

@@ -335,13 +335,13 @@ def _as_list(token_ids: object) -> list[int] | None:
 def _empty_kv_cache(
     model: LoadedModel, num_cache_rows: int, num_blocks: int, shape: GenerateShape
 ) -> KVCache:
-    config = model.config
+    layer = kv_cache_layers(model.config)[0]
     cache_shape = (
         num_cache_rows,
         num_blocks,
-        config.num_kv_heads,
+        layer.num_kv_heads,
         shape.block_size,
-        config.head_dim,
+        layer.head_dim,
     )
     weights = model.params[0]
     platform = next(iter(weights.devices())).platform

@@ -1,5 +1,6 @@
 """Self-attention over the paged KV cache."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -7,38 +8,44 @@ import jax.numpy as jnp
 from flax import nnx
 
 import pallas_kernels
-from models.config import ModelConfig
+from models.attention_config import AttentionConfig
 from models.forward_batch import KVCache
 from models.kernel_settings import CACHE_BY_HEAD, TOKENS_BY_HEAD, WHOLE
 from models.layer_context import LayerContext
 from models.layers.linear import Linear, parts_of_each, side_by_side
-from models.layers.rms_norm import make_norm
 from models.layers.rotary import apply_rotary
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions, and normed queries and keys where asked.
+    """Grouped-query attention with rotary positions over the layer's own keys and values."""
 
-    What differs between the layers of a model is settled here: which rotary embedding, and how far
-    a token sees.
-    """
+    def __init__(
+        self,
+        config: AttentionConfig,
+        *,
+        q_norm: nnx.Module | None = None,
+        k_norm: nnx.Module | None = None,
+        dtype: jnp.dtype,
+    ) -> None:
+        """Makes the layer with weights to be filled in.
 
-    def __init__(self, config: ModelConfig, *, layer_idx: int, dtype: jnp.dtype) -> None:
+        Args:
+            q_norm: Of each query head, before it is turned; `k_norm` likewise.
+        """
         hidden, head_dim = config.hidden_size, config.head_dim
         q_width, kv_width = config.num_q_heads * head_dim, config.num_kv_heads * head_dim
-        self.q_proj = Linear(hidden, q_width, use_bias=config.qkv_bias, dtype=dtype)
-        self.k_proj = Linear(hidden, kv_width, use_bias=config.qkv_bias, dtype=dtype)
-        self.v_proj = Linear(hidden, kv_width, use_bias=config.qkv_bias, dtype=dtype)
-        self.o_proj = Linear(q_width, hidden, use_bias=config.attention_out_bias, dtype=dtype)
-        self.q_norm = make_norm(config, head_dim, dtype=dtype) if config.use_qk_norm else None
-        self.k_norm = make_norm(config, head_dim, dtype=dtype) if config.use_qk_norm else None
-        self.num_q_heads = config.num_q_heads
-        self.num_kv_heads = config.num_kv_heads
-        self.head_dim = head_dim
-        self.rope_idx = config.ropes.index(config.layer_rope(layer_idx))
-        self.sliding_window = config.layer_window(layer_idx)
-        self.scale = config.attention_scale
-        self.soft_cap = config.attention_soft_cap
+        linear_in = functools.partial(
+            Linear, hidden, axes=(None, "heads"), use_bias=config.qkv_bias, dtype=dtype
+        )
+        self.q_proj = linear_in(q_width)
+        self.k_proj = linear_in(kv_width)
+        self.v_proj = linear_in(kv_width)
+        self.o_proj = Linear(
+            q_width, hidden, axes=("heads", None), use_bias=config.out_bias, dtype=dtype
+        )
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+        self.config = config
 
     def __call__(
         self,
@@ -62,7 +69,7 @@ class Attention(nnx.Module):
         """Queries f[num_queries, num_q_heads, head_dim], and keys and values
         f[num_tokens, num_kv_heads, head_dim], normed and turned.
         """
-        cos_sin = context.cos_sin[self.rope_idx]
+        cos_sin = context.cos_sin[self.config.rotary]
 
         def project_all(hidden: jax.Array, *cos_sin: jax.Array) -> tuple[jax.Array, ...]:
             projections = [self.q_proj, self.k_proj, self.v_proj]
@@ -84,7 +91,7 @@ class Attention(nnx.Module):
         self,
         attended: jax.Array,  # f[num_queries, num_q_heads, head_dim]
     ) -> jax.Array:  # f[num_queries, hidden]
-        return self.o_proj(attended.reshape(-1, self.num_q_heads * self.head_dim))
+        return self.o_proj(attended.reshape(-1, self.config.num_q_heads * self.config.head_dim))
 
     def _queries(self, q: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         q = self._heads(q)
@@ -95,7 +102,7 @@ class Attention(nnx.Module):
         return apply_rotary(k if self.k_norm is None else self.k_norm(k), cos, sin)
 
     def _heads(self, x: jax.Array) -> jax.Array:  # f[rows, heads * head_dim] -> f[rows, heads, ..]
-        return x.reshape(x.shape[0], -1, self.head_dim)
+        return x.reshape(x.shape[0], -1, self.config.head_dim)
 
     def attend(
         self,
@@ -124,9 +131,9 @@ class Attention(nnx.Module):
             )
             attended = pallas_kernels.paged_attention(
                 *(q, k_cache, v_cache, row, *sequences),
-                scale=self.scale,
-                sliding_window=self.sliding_window,
-                soft_cap=self.soft_cap,
+                scale=self.config.scale,
+                sliding_window=self.config.sliding_window,
+                soft_cap=self.config.soft_cap,
                 max_query_len=context.num_queries_per_req,
                 batch_invariant=kernels.batch_invariant,
                 **chosen,

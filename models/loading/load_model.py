@@ -13,15 +13,16 @@ from flax import nnx
 from models.config import ModelConfig, ModelDtype
 from models.errors import ModelError
 from models.layers.linear import Linear
+from models.loading.check_weights import check_weights
 from models.loading.column_panels import split_columns
 from models.loading.finite_weights import checked_finite
 from models.loading.loaded_model import LoadedModel, flatten_state
 from models.loading.product_dtype import ProductDtype, with_product_dtype
 from models.loading.safetensors_reader import SafetensorsCheckpoint
 from models.loading.source import read_model_config, resolve_model_folder
-from models.loading.tied_head import is_head_tied
-from models.loading.weight_names import check_weights, weight_source
-from models.registry import MODEL_CLASSES
+from models.loading.tied_head import HEAD_WEIGHT, is_head_tied
+from models.registry import family_class
+from models.weight_rule import WeightRule
 
 LoadDtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -83,7 +84,8 @@ def load_model(
     else:
         params = _read_params(structure, checkpoint)
     if panel_width is not None and product_dtype == "auto":
-        split_columns(params, structure.names, width=panel_width)
+        layouts = [rule.layout for rule in structure.rules]
+        split_columns(params, layouts, width=panel_width)
     state = jax.tree.unflatten(structure.treedef, params)
     names, arrays, treedef = flatten_state(state)
     model = LoadedModel(
@@ -92,6 +94,7 @@ def load_model(
         params_treedef=treedef,
         param_names=names,
         params=arrays,
+        weight_rules=dict(zip(structure.names, structure.rules, strict=True)),
         max_looped_tokens=structure.max_looped_tokens,
     )
     return with_product_dtype(model, product_dtype)
@@ -104,7 +107,7 @@ class _Structure:
         self.config = config
         # On a CPU a product with the transposed embedding costs ten times the copy's.
         has_head_kernel = not config.tie_word_embeddings or jax.default_backend() == "cpu"
-        model_class = MODEL_CLASSES[config.architecture]
+        model_class = family_class(config.architecture)
         abstract_model = nnx.eval_shape(
             lambda: model_class(config, has_head_kernel=has_head_kernel, dtype=jnp.dtype(dtype))
         )
@@ -117,29 +120,47 @@ class _Structure:
         self.graphdef, state = nnx.split(abstract_model)
         self.shapes: tuple[jax.ShapeDtypeStruct, ...]
         self.names, self.shapes, self.treedef = flatten_state(state)
+        rules = abstract_model.weight_rules()
+        if missing := [name for name in self.names if name not in rules]:
+            raise ModelError(
+                f"parameters {', '.join(missing)} have no weight rule; wanted one from the family "
+                f"{config.architecture} or from their layers."
+            )
+        self.rules: tuple[WeightRule, ...] = tuple(rules[name] for name in self.names)
+        for name, rule, shape in zip(self.names, self.rules, self.shapes, strict=True):
+            if len(rule.axes) != shape.ndim:
+                raise ModelError(
+                    f"the weight rule of parameter {name!r} has axes {rule.axes}; wanted one for "
+                    f"each of {shape.shape}."
+                )
 
 
 def _read_params(structure: _Structure, checkpoint: SafetensorsCheckpoint) -> list[jax.Array]:
-    is_tied = structure.config.tie_word_embeddings
-    sources = [
-        weight_source(name, wanted.shape, tie_word_embeddings=is_tied)
-        for name, wanted in zip(structure.names, structure.shapes, strict=True)
-    ]
     check_weights(
-        checkpoint.weights, sources, tie_word_embeddings=is_tied, where=str(checkpoint.folder)
+        checkpoint.weights,
+        [source for rule in structure.rules for source in rule.sources],
+        ignored=[HEAD_WEIGHT] if structure.config.tie_word_embeddings else [],
+        where=str(checkpoint.folder),
     )
-    # One weight at a time, so that the host never holds a second copy of the model.
-    return [
-        _to_param(_read(checkpoint, source.name), wanted.dtype, source.is_transposed)
-        for source, wanted in zip(sources, structure.shapes, strict=True)
-    ]
+    params = []
+    # One parameter at a time, so that the host never holds a second copy of the model.
+    for name, rule, wanted in zip(structure.names, structure.rules, structure.shapes, strict=True):
+        weight_np = rule.combined([_read(checkpoint, source.name) for source in rule.sources])
+        param = _to_param(weight_np, wanted.dtype, is_transposed=rule.layout == "matrix")
+        if param.shape != wanted.shape:
+            raise ModelError(
+                f"the weight rule of parameter {name!r} made an array of shape {param.shape}; "
+                f"wanted {wanted.shape}."
+            )
+        params.append(param)
+    return params
 
 
 def _read(checkpoint: SafetensorsCheckpoint, name: str) -> np.ndarray:
     return checked_finite(checkpoint.read(name), name=name, where=str(checkpoint.folder))
 
 
-def _to_param(weight_np: np.ndarray, dtype: jnp.dtype, is_transposed: bool) -> jax.Array:
+def _to_param(weight_np: np.ndarray, dtype: jnp.dtype, *, is_transposed: bool) -> jax.Array:
     if weight_np.dtype == np.float64:  # no float64 on the device
         weight_np = weight_np.astype(np.float32)
     if weight_np.size <= _MAX_HOST_CAST:

@@ -284,7 +284,9 @@ def _kernel_settings(
     kernels = "xla" if config.batch_invariant else config.kernels
     return KernelSettings.for_mesh(
         mesh,
-        implementation=choose_implementation(kernels, model.config, spec, mesh.devices.flat[0]),
+        implementation=choose_implementation(
+            kernels, model.config.attention, spec, mesh.devices.flat[0]
+        ),
         batch_invariant=config.batch_invariant,
         # A GPU launches every kernel of an unrolled step as one graph, and compiles few of them.
         loops_over_layers=mesh.devices.flat[0].platform == "cpu",

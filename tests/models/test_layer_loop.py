@@ -19,6 +19,7 @@ from models import (
     KVCache,
     LoadedModel,
     ModelError,
+    RopeConfig,
     kv_cache_layers,
     load_model,
 )
@@ -116,7 +117,7 @@ def test_program_copies_neither_cache_nor_weights(recipe, only_last_tokens):
     model = model_of(recipe, loops_over_layers=True)
     compiled = lower_step(model, num_blocks=4096, only_last_tokens=only_last_tokens).compile()
     config = model.config
-    bytes_of_a_row = 4096 * config.num_kv_heads * 8 * config.head_dim * 4
+    bytes_of_a_row = 4096 * config.attention[0].num_kv_heads * 8 * config.attention[0].head_dim * 4
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= 2 * bytes_of_a_row
     assert memory.temp_size_in_bytes < bytes_of_a_row
@@ -191,6 +192,10 @@ def test_stretches_are_the_layers_in_order(kinds, stretches):
     assert find_stretches(kinds) == stretches
 
 
+def set_attention(layer: nnx.Module, **fields: object) -> None:
+    layer.self_attn.config = dataclasses.replace(layer.self_attn.config, **fields)
+
+
 def changed(layer: nnx.Module, change: Callable[[nnx.Module], None]) -> nnx.Module:
     graphdef, state = nnx.split(layer)
     other = nnx.merge(graphdef, state)
@@ -201,8 +206,8 @@ def changed(layer: nnx.Module, change: Callable[[nnx.Module], None]) -> nnx.Modu
 @pytest.mark.parametrize(
     "change",
     [
-        lambda layer: setattr(layer.self_attn, "rope_idx", 1),
-        lambda layer: setattr(layer.self_attn, "sliding_window", 7),
+        lambda layer: set_attention(layer, rope=RopeConfig(theta=7.0)),
+        lambda layer: set_attention(layer, sliding_window=7),
         lambda layer: setattr(layer.self_attn, "q_norm", nnx.data(layer.input_layernorm)),
         lambda layer: setattr(layer, "mlp", layer.mlp.up_proj),
         lambda layer: layer.mlp.up_proj.kernel.set_value(jnp.zeros((96, 8))),
@@ -255,7 +260,7 @@ def test_layers_with_large_parameters_of_their_own_run_in_turn():
         block_tables=jnp.ones((1, 1, 1), jnp.int32),
         logits_indices=tokens,
     )
-    context = LayerContext(batch=batch, kernels=KernelSettings(), slots=tokens[None], cos_sin=())
+    context = LayerContext(batch=batch, kernels=KernelSettings(), slots=tokens[None], cos_sin={})
     placed = [
         PlacedLayer(layer, CachePlace(group_idx=0, row=row)) for row, layer in enumerate(layers)
     ]
@@ -275,7 +280,8 @@ def lower_step(
     placements = place_layers(kv_cache_layers(config)).values()
     num_rows = 1 + max(placement.row for placement in placements)
     num_groups = 1 + max(placement.group_idx for placement in placements)
-    shape = (num_rows, num_blocks, config.num_kv_heads, 8, config.head_dim)
+    layer = config.attention[0]
+    shape = (num_rows, num_blocks, layer.num_kv_heads, 8, layer.head_dim)
     cache = jax.ShapeDtypeStruct(shape, jnp.float32)
     num_new = 2 if only_last_tokens else 1
     starts = num_new * jnp.arange(3, dtype=jnp.int32)

@@ -30,8 +30,8 @@ def batch_of(wants: Wants, logits_indices: list[int]) -> ForwardBatch:
 
 
 def empty_cache(model) -> KVCache:
-    config = model.config
-    shape = (config.num_layers, NUM_BLOCKS, config.num_kv_heads, 8, config.head_dim)
+    layers = model.config.attention
+    shape = (len(layers), NUM_BLOCKS, layers[0].num_kv_heads, 8, layers[0].head_dim)
     return KVCache(k=jnp.zeros(shape), v=jnp.zeros(shape))
 
 
@@ -85,7 +85,7 @@ def test_taps_are_what_a_model_of_fewer_layers_ends_with(of_all_tokens, in_loop)
     decoder = nnx.merge(model.graphdef, jax.tree.unflatten(model.params_treedef, model.params))
     assert_equal(decoder.norm(of_all_tokens.taps[1]), of_all_tokens.hidden)
     decoder.layers = nnx.List(decoder.layers[:1])
-    decoder.config = dataclasses.replace(model.config, num_layers=1)
+    decoder.config = dataclasses.replace(model.config, attention=model.config.attention[:1])
     batch = batch_of(Wants(hidden="all"), [0])
     shorter, _ = jax.jit(lambda cache: decoder(batch, cache, model.kernels))(empty_cache(model))
     assert_equal(decoder.norm(of_all_tokens.taps[0]), shorter.hidden)

@@ -56,14 +56,14 @@ class PagedStepper:
 
     def reset(self) -> None:
         """Forgets all requests. Old memory is NaN: whoever reads it shows it."""
-        config = self._loaded.config
+        layer = kv_cache_layers(self._loaded.config)[0]
         # Block 0 is the null block, which nobody owns.
         tables_shape = (len(self._windows), NUM_REQS, MAX_BLOCKS_PER_REQ)
         num_blocks = 1 + math.prod(tables_shape)
         block_ids = 1 + np.random.RandomState(0).permutation(num_blocks - 1)
         self._block_tables = block_ids.reshape(tables_shape).astype(np.int32)
         self._seq_lens = np.zeros(NUM_REQS, np.int32)
-        shape = (self._num_rows, num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+        shape = (self._num_rows, num_blocks, layer.num_kv_heads, BLOCK_SIZE, layer.head_dim)
         dtype = jnp.dtype(self._cache_dtype)
         k, v = (jax.device_put(np.full(shape, np.nan, dtype)) for _ in range(2))
         self._kv_cache = KVCache(k=k, v=v)

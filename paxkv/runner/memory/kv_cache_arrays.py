@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import pallas_kernels
 from models import KVCache
-from models.param_sharding import MODEL_AXIS
+from models.weight_rule import MODEL_AXIS
 from paxkv.contracts.kv_cache_spec import (
     AttentionSpec,
     FullAttentionSpec,
