@@ -17,6 +17,7 @@ from models.layer_context import CachePlace
 from models.loading.load_model import load_model
 from models.loading.loaded_model import LoadedModel
 from models.loading.source import read_model_config, resolve_model_folder
+from models.platforms import Platform, platform_of
 from models.registry import read_config
 from models.rope_config import RopeConfig
 from models.row_widths import Width, run_at_width
@@ -36,6 +37,7 @@ __all__ = [
     "ModelConfigError",
     "ModelError",
     "Outputs",
+    "Platform",
     "RopeConfig",
     "UnsupportedModelError",
     "Wants",
@@ -44,6 +46,7 @@ __all__ = [
     "kv_cache_layers",
     "load_model",
     "place_layers",
+    "platform_of",
     "read_config",
     "read_model_config",
     "resolve_model_folder",

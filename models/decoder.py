@@ -12,9 +12,10 @@ from models.forward_batch import ForwardBatch, KVCache
 from models.kernel_settings import KernelSettings
 from models.kv_layers import kv_cache_layers, place_layers
 from models.layer_context import LayerContext
-from models.layer_loop import Layer, PlacedLayer, run_in_loop, run_in_turn
+from models.layer_loop import Layer, PlacedLayer
 from models.layers.linear import Embedding, Linear
 from models.layers.rotary import rotary_cos_sin
+from models.platforms import Platform
 from models.wants import Outputs
 from models.weight_rule import WeightRule, rules_of_layers
 
@@ -75,7 +76,11 @@ class Decoder(nnx.Module):
         return rules
 
     def __call__(
-        self, batch: ForwardBatch, kv_cache: KVCache, kernels: KernelSettings
+        self,
+        batch: ForwardBatch,
+        kv_cache: KVCache,
+        kernels: KernelSettings,
+        platform: Platform,
     ) -> tuple[Outputs, KVCache]:
         """Runs one step's tokens through all layers; returns what `batch.wants` asks for."""
         batch.wants.check_taps(len(self.layers))
@@ -86,17 +91,28 @@ class Decoder(nnx.Module):
             PlacedLayer(layer, places[of_cache.name])
             for layer, of_cache in zip(self.layers, cache_layers, strict=True)
         ]
-        run_layers = run_in_loop if kernels.loops_over_layers else run_in_turn
-        carry = Carry(hidden=self.embed_tokens(batch.token_ids))
+        carry = self.embed(context)
         taps = []
         start = 0
         for tap in batch.wants.taps:
-            carry, kv_cache = run_layers(layers[start : tap + 1], carry, kv_cache, context)
-            taps.append(carry.hidden)
+            carry, kv_cache = platform.run_layers(layers[start : tap + 1], carry, kv_cache, context)
+            taps.append(self.tap(carry))
             start = tap + 1
         if start < len(layers):
-            carry, kv_cache = run_layers(layers[start:], carry, kv_cache, context)
-        return batch.choose_outputs(self.norm(carry.hidden), tuple(taps)), kv_cache
+            carry, kv_cache = platform.run_layers(layers[start:], carry, kv_cache, context)
+        return batch.choose_outputs(self.finish(carry), tuple(taps)), kv_cache
+
+    def embed(self, context: LayerContext) -> Carry:
+        """What the first layer gets."""
+        return Carry(hidden=self.embed_tokens(context.batch.token_ids))
+
+    def tap(self, carry: Carry) -> jax.Array:  # f[num_tokens, hidden]
+        """A layer's own hidden states, for `Wants.taps`."""
+        return carry.hidden
+
+    def finish(self, carry: Carry) -> jax.Array:  # f[num_queries, hidden]
+        """Hidden states behind the last layer's norm."""
+        return self.norm(carry.hidden)
 
     def compute_logits(
         self,

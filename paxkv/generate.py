@@ -343,9 +343,7 @@ def _empty_kv_cache(
         shape.block_size,
         layer.head_dim,
     )
-    weights = model.params[0]
-    platform = next(iter(weights.devices())).platform
-    zeros = jnp.zeros(cache_shape, kv_cache_dtype(weights.dtype.name, platform))
+    zeros = jnp.zeros(cache_shape, kv_cache_dtype(model.params[0].dtype.name, model.platform))
     return KVCache(k=zeros, v=zeros)
 
 

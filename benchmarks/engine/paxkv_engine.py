@@ -14,6 +14,7 @@ from benchmarks.engine.offline_engine import EngineOutput, EngineSpec, Setting
 from benchmarks.engine.settings import engine_config, settings_by_part
 from benchmarks.workloads import Workload
 from models import read_model_config
+from models.platforms import CPU
 from paxkv.config.engine_config import EngineConfig, ParallelConfig, SchedulerConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_output import EngineOutput as EngineMessage
@@ -64,7 +65,8 @@ def kv_cache_bytes(spec: EngineSpec, workload: Workload, settings: Mapping[str, 
     num_tokens = max(num_tokens, model.max_position_embeddings) + SPARE_TOKENS
     values_per_token = 2 * sum(layer.num_kv_heads * layer.head_dim for layer in model.attention)
     # The size is ignored on accelerators, which measure their memory.
-    dtype = kv_cache_dtype(spec.dtype, "cpu", parts["cache"].get("kv_cache_dtype", "auto"))
+    wanted = parts["cache"].get("kv_cache_dtype", "auto")
+    dtype = kv_cache_dtype(spec.dtype, CPU.of_this_machine(), wanted)
     return num_tokens * values_per_token * BYTES_PER_VALUE[dtype]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from models.weight_rule import Layout
 
 # Where a huge page may begin: then all panels can lie in huge pages
-# (`paxkv/runner/memory/huge_pages.py`).
+# (`models/platforms/huge_pages.py`).
 _ALIGNMENT_BYTES = 2 * 2**20
 # In a program of one row XLA:CPU makes a loop of its own of each panel, which is 0.02 s to compile.
 MAX_PANELS = 64

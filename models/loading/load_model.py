@@ -21,6 +21,7 @@ from models.loading.product_dtype import ProductDtype, with_product_dtype
 from models.loading.safetensors_reader import SafetensorsCheckpoint
 from models.loading.source import read_model_config, resolve_model_folder
 from models.loading.tied_head import HEAD_WEIGHT, is_head_tied
+from models.platforms import Platform, default_platform
 from models.registry import family_class
 from models.weight_rule import WeightRule
 
@@ -45,13 +46,13 @@ def load_model(
     panel_width: int | None = None,
     max_looped_tokens: int = 0,
     generation_folder: Path | None = None,
+    platform: Platform | None = None,
 ) -> LoadedModel:
     """Loads a model onto the default device.
 
     Args:
         model: A folder in Hugging Face layout, or a hub name such as "Qwen/Qwen3-0.6B".
-        dtype: What the weights become; "auto" is float32 on a CPU, which is slow in 16 bits, and
-            the config's own dtype elsewhere.
+        dtype: What the weights become; "auto" is `Platform.weight_dtype` of the config's own.
         load_format: "auto" reads safetensors, the only format so far; "dummy" needs only
             config.json and draws random weights.
         seed: Of the random weights.
@@ -63,6 +64,7 @@ def load_model(
             core of a CPU. Kernels of other dtypes than float32, or of less than
             `MIN_LOOPED_BYTES` together, have none.
         generation_folder: As in `read_model_config`.
+        platform: What its programs will be compiled for; None is JAX's default device.
 
     Raises:
         ModelError: The model cannot be found, is not supported, or its weights do not fit; which of
@@ -78,7 +80,13 @@ def load_model(
     if checkpoint is not None:
         is_tied = is_head_tied(checkpoint, tie_word_embeddings=config.tie_word_embeddings)
         config = dataclasses.replace(config, tie_word_embeddings=is_tied)
-    structure = _Structure(config, _resolve_dtype(dtype, config), max_looped_tokens)
+    platform = platform or default_platform()
+    structure = _Structure(
+        config,
+        platform.weight_dtype(config.dtype) if dtype == "auto" else dtype,
+        max_looped_tokens,
+        has_head_kernel=platform.copies_tied_head or not config.tie_word_embeddings,
+    )
     if checkpoint is None:
         params = _random_params(structure, seed)
     else:
@@ -95,6 +103,7 @@ def load_model(
         param_names=names,
         params=arrays,
         weight_rules=dict(zip(structure.names, structure.rules, strict=True)),
+        platform=platform,
         max_looped_tokens=structure.max_looped_tokens,
     )
     return with_product_dtype(model, product_dtype)
@@ -103,10 +112,15 @@ def load_model(
 class _Structure:
     """A model without weights: its static structure, and what each parameter must be."""
 
-    def __init__(self, config: ModelConfig, dtype: ModelDtype, max_looped_tokens: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: ModelDtype,
+        max_looped_tokens: int,
+        *,
+        has_head_kernel: bool,
+    ) -> None:
         self.config = config
-        # On a CPU a product with the transposed embedding costs ten times the copy's.
-        has_head_kernel = not config.tie_word_embeddings or jax.default_backend() == "cpu"
         model_class = family_class(config.architecture)
         abstract_model = nnx.eval_shape(
             lambda: model_class(config, has_head_kernel=has_head_kernel, dtype=jnp.dtype(dtype))
@@ -201,12 +215,6 @@ def _random_normal(
 ) -> jax.Array:
     values = jax.random.normal(jax.random.fold_in(key, param_idx), shape, jnp.float32)
     return (std * values).astype(dtype)
-
-
-def _resolve_dtype(dtype: LoadDtype, config: ModelConfig) -> ModelDtype:
-    if dtype != "auto":
-        return dtype
-    return "float32" if jax.default_backend() == "cpu" else config.dtype
 
 
 def _check_choice(name: str, got: str, choices: tuple[str, ...]) -> None:

@@ -12,6 +12,7 @@ from models.config import ModelConfig
 from models.forward_batch import ForwardBatch, KVCache
 from models.kernel_settings import KernelSettings
 from models.kv_layers import kv_cache_layers
+from models.platforms import Platform
 from models.wants import Outputs
 from models.weight_rule import WeightRule, param_spec
 
@@ -51,6 +52,7 @@ class LoadedModel:
     param_names: tuple[str, ...]
     params: tuple[jax.Array, ...]
     weight_rules: Mapping[str, WeightRule]  # by parameter name, panels and scales left out
+    platform: Platform  # that it was loaded for, and its programs are compiled for
     kernels: KernelSettings = KernelSettings()
     max_looped_tokens: int = 0  # as its `Linear` layers have it
 
@@ -83,7 +85,7 @@ class LoadedModel:
         Raises:
             ModelError: `batch.wants` names layers that the model does not have.
         """
-        return self._merge(params)(batch, kv_cache, self.kernels)
+        return self._merge(params)(batch, kv_cache, self.kernels, self.platform)
 
     def compute_logits(
         self,

@@ -30,7 +30,7 @@ from models.layer_context import LayerContext
 from models.layer_loop import PlacedLayer, find_stretches, run_in_loop, run_in_turn
 from models.layers.attention import Attention
 from models.wants import Wants
-from tests.models.steppers import fresh_stepper, model_of
+from tests.models.steppers import IN_TURN, fresh_stepper, in_loop, model_of
 from tests.oracles.golden import load_golden
 from tests.oracles.paged_stepper import NUM_TOKENS, PagedStepper
 from tests.oracles.recipes import write_recipe
@@ -95,11 +95,11 @@ def test_last_of_two_kinds_of_layers_may_go_on_with_fewer_tokens(tmp_path):
     config = json.loads((folder / "config.json").read_text())
     config |= {"num_hidden_layers": 4, "layer_types": config["layer_types"][:4]}
     (folder / "config.json").write_text(json.dumps(config))
-    in_turn = load_model(folder, dtype="float32", load_format="dummy")
-    kernels = dataclasses.replace(in_turn.kernels, loops_over_layers=True)
+    model = load_model(folder, dtype="float32", load_format="dummy")
+    in_turn = dataclasses.replace(model, platform=IN_TURN)
     wanted, got = (
         PagedStepper(model, only_last_tokens=True).step({0: [5, 6, 7], 1: [8], 2: [9, 10]})
-        for model in (in_turn, in_turn.with_kernels(kernels))
+        for model in (in_turn, in_loop(in_turn))
     )
     for row in wanted:
         assert np.abs(got[row] - wanted[row]).max() <= TOLERANCE * np.abs(wanted[row]).max()
@@ -162,10 +162,7 @@ def test_program_grows_with_layers_by_their_products_alone(tmp_path, only_last_t
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
         model = load_model(folder, dtype="float32", load_format="dummy")
-        kernels = dataclasses.replace(model.kernels, loops_over_layers=True)
-        lowered = lower_step(
-            model.with_kernels(kernels), num_blocks=8, only_last_tokens=only_last_tokens
-        )
+        lowered = lower_step(in_loop(model), num_blocks=8, only_last_tokens=only_last_tokens)
         counts.append(collections.Counter(re.findall(r' = "?(\w+\.\w+)', lowered.as_text())))
     few, many = counts
     assert few["stablehlo.rsqrt"] >= 2

@@ -87,7 +87,8 @@ def test_taps_are_what_a_model_of_fewer_layers_ends_with(of_all_tokens, in_loop)
     decoder.layers = nnx.List(decoder.layers[:1])
     decoder.config = dataclasses.replace(model.config, attention=model.config.attention[:1])
     batch = batch_of(Wants(hidden="all"), [0])
-    shorter, _ = jax.jit(lambda cache: decoder(batch, cache, model.kernels))(empty_cache(model))
+    run = jax.jit(lambda cache: decoder(batch, cache, model.kernels, model.platform))
+    shorter, _ = run(empty_cache(model))
     assert_equal(decoder.norm(of_all_tokens.taps[0]), shorter.hidden)
     taps = outputs_of(Wants(logits="none", taps=(0, 2)), [0], in_loop=in_loop).taps
     for got, wanted in zip(taps, of_all_tokens.taps, strict=True):

@@ -16,7 +16,8 @@ from models.loading import column_panels
 from models.loading.column_panels import split_columns
 from models.loading.load_model import load_model
 from models.loading.product_dtype import with_product_dtype
-from paxkv.runner.memory.huge_pages import HUGE_PAGE_BYTES
+from models.platforms.huge_pages import HUGE_PAGE_BYTES
+from tests.models.steppers import IN_TURN
 from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.oracles.paged_stepper import PagedStepper
 
@@ -165,8 +166,8 @@ def test_logits_are_those_of_whole_kernels(tmp_path, tie, loops_over_layers):
     assert not split
     specs = dict(zip(models[1].param_names, models[1].param_specs, strict=True))
     assert specs["layers.1.mlp.down_proj.kernel.1"] == PartitionSpec()
-    kernels = dataclasses.replace(models[0].kernels, loops_over_layers=loops_over_layers)
-    steppers = [PagedStepper(model.with_kernels(kernels)) for model in models]
+    platform = models[0].platform if loops_over_layers else IN_TURN
+    steppers = [PagedStepper(dataclasses.replace(model, platform=platform)) for model in models]
     for chunk in ({0: [3, 4, 5, 6], 1: list(range(7, 30)), 2: [8]}, {0: [9], 2: [10]}):
         wanted, got = (stepper.step(chunk) for stepper in steppers)
         for row in chunk:

@@ -17,6 +17,7 @@ from models import (
     kv_cache_layers,
 )
 from models.kv_layers import place_layers
+from models.platforms import default_platform
 
 VOCAB, HIDDEN, NUM_LAYERS, NUM_HEADS, HEAD_DIM = 50, 8, 2, 2, 4
 MAX_POSITIONS = 256
@@ -63,6 +64,7 @@ class TinyModel:
         self._windows = windows
         self.max_looped_tokens = max_looped_tokens
         self.kernels = KernelSettings()
+        self.platform = default_platform()
         self._places = list(place_layers(kv_cache_layers(self.config)).values())
         rng = np.random.default_rng(seed)
         shapes = [(VOCAB, HIDDEN), (MAX_POSITIONS, HIDDEN), (HIDDEN, VOCAB)]

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from models.loading.column_panels import split_columns
-from paxkv.runner.memory import huge_pages
-from paxkv.runner.memory.huge_pages import HUGE_PAGE_BYTES, use_huge_pages
+from models.platforms import huge_pages
+from models.platforms.huge_pages import HUGE_PAGE_BYTES, use_huge_pages
 
 PAGES_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone has them")
