@@ -1,5 +1,6 @@
 """Decoder-only language models over a paged KV cache, loaded from Hugging Face checkpoints."""
 
+from models.attention_config import AttentionConfig
 from models.config import ModelConfig
 from models.errors import (
     CheckpointError,
@@ -11,32 +12,42 @@ from models.errors import (
 )
 from models.forward_batch import ForwardBatch, KVCache
 from models.kernel_settings import KernelSettings
-from models.kv_layers import LayerKVSpec, LayerPlacement, kv_cache_layers, place_layers
+from models.kv_layers import LayerKVSpec, kv_cache_layers, place_layers
+from models.layer_context import CachePlace
 from models.loading.load_model import load_model
 from models.loading.loaded_model import LoadedModel
 from models.loading.source import read_model_config, resolve_model_folder
+from models.platforms import Platform, platform_of
+from models.registry import read_config
 from models.rope_config import RopeConfig
 from models.row_widths import Width, run_at_width
+from models.wants import Outputs, Wants
 
 __all__ = [
+    "AttentionConfig",
+    "CachePlace",
     "CheckpointError",
     "CheckpointNotFoundError",
     "ForwardBatch",
     "KVCache",
     "KernelSettings",
     "LayerKVSpec",
-    "LayerPlacement",
     "LoadedModel",
     "ModelConfig",
     "ModelConfigError",
     "ModelError",
+    "Outputs",
+    "Platform",
     "RopeConfig",
     "UnsupportedModelError",
+    "Wants",
     "WeightMismatchError",
     "Width",
     "kv_cache_layers",
     "load_model",
     "place_layers",
+    "platform_of",
+    "read_config",
     "read_model_config",
     "resolve_model_folder",
     "run_at_width",

@@ -1,15 +1,30 @@
 """One layer that stands for several of the same structure: a loop chooses which."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from models.errors import ModelError
 from models.layers.chosen_kernel import ChosenKernel
+from models.layers.linear import Linear
 
 Layer = TypeVar("Layer", bound=nnx.Module)
+Path = tuple[str | int, ...]
+
+
+def kind_of(layer: nnx.Module) -> Hashable:
+    """Equal for layers that differ in the numbers of their parameters alone.
+
+    A layer that `choose_layer` would copy large parameters of is of a kind of its own.
+    """
+    if any(True for _ in _copied_matrices(layer)):
+        return object()
+    graphdef, state = nnx.split(layer)
+    leaves, treedef = jax.tree.flatten(state)
+    return graphdef, treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def choose_layer(
@@ -18,12 +33,13 @@ def choose_layer(
 ) -> Layer:
     """A layer that computes with the parameters of `layers[layer_idx]`.
 
-    What is not a parameter is that of the first, so the layers must be alike but for parameters.
-    Kernels become a `ChosenKernel`. All others, which are vectors, come out of one switch, which
-    copies them.
+    What is not a parameter is that of the first, so the layers must be of one kind (`kind_of`).
+    Kernels of `Linear` become a `ChosenKernel`. All other parameters, which are vectors, come out
+    of one switch, which copies them.
 
     Raises:
-        ModelError: The layers do not have the same parameters.
+        ModelError: The layers do not have the same parameters, or some that would be copied are
+            larger than vectors.
     """
     if len(layers) == 1:
         return layers[0]
@@ -31,18 +47,34 @@ def choose_layer(
     states = [dict(nnx.to_flat_state(nnx.state(layer))) for layer in layers]
     if any(state.keys() != states[0].keys() for state in states):
         raise ModelError(
-            "layers of one kind have other parameters than each other; wanted layers that differ "
-            "in what `Attention.kind` tells."
+            "layers of one loop have other parameters than each other; wanted layers that "
+            "`kind_of` calls equal."
         )
-    small = [path for path in states[0] if not _is_kernel(path)]
+    if names := [".".join(map(str, path)) for path in _copied_matrices(layers[0])]:
+        raise ModelError(
+            f"parameters {', '.join(names)} would be copied in every turn of a loop over layers; "
+            "wanted vectors, and kernels of `Linear`. Run these layers in turn."
+        )
+    kernels = set(_kernel_paths(layers[0]))
+    small = [path for path in states[0] if path not in kernels]
     branches = [lambda state=state: [state[path].get_value() for path in small] for state in states]
     values = dict(zip(small, jax.lax.switch(layer_idx, branches), strict=True))
-    for path in filter(_is_kernel, states[0]):
-        kernels = tuple(state[path].get_value() for state in states)
-        values[path] = ChosenKernel(layer_idx=layer_idx, kernels=kernels)
+    for path in kernels:
+        of_layers = tuple(state[path].get_value() for state in states)
+        values[path] = ChosenKernel(layer_idx=layer_idx, kernels=of_layers)
     chosen = [(path, param.replace(values[path])) for path, param in states[0].items()]
     return nnx.merge(graphdef, nnx.from_flat_state(chosen))
 
 
-def _is_kernel(path: tuple[str | int, ...]) -> bool:
-    return path[-1] == "kernel"
+def _kernel_paths(layer: nnx.Module) -> Iterator[Path]:
+    for path, module in nnx.iter_modules(layer):
+        if isinstance(module, Linear):
+            yield (*path, "kernel")
+
+
+def _copied_matrices(layer: nnx.Module) -> Iterator[Path]:
+    """Parameters that are neither vectors nor kernels of `Linear`."""
+    kernels = set(_kernel_paths(layer))
+    for path, param in nnx.to_flat_state(nnx.state(layer)):
+        if path not in kernels and jnp.ndim(param.get_value()) > 1:
+            yield path

@@ -1,110 +1,130 @@
-"""The decoder that all families share; what differs comes from the config, or is a layer class."""
+"""`Decoder`: what all families have around their layers."""
+
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.carry import Carry
 from models.config import ModelConfig
 from models.forward_batch import ForwardBatch, KVCache
 from models.kernel_settings import KernelSettings
-from models.kv_layers import LayerPlacement, kv_cache_layers, place_layers
-from models.layer_loop import run_in_loop, run_in_turn
-from models.layers.attention import Attention, AttentionContext
+from models.kv_layers import kv_cache_layers, place_layers
+from models.layer_context import LayerContext
+from models.layer_loop import Layer, PlacedLayer
 from models.layers.linear import Embedding, Linear
-from models.layers.mlp import GatedMLP
-from models.layers.rms_norm import make_norm
 from models.layers.rotary import rotary_cos_sin
-from models.layers.soft_cap import soft_cap_logits
+from models.platforms import Platform
+from models.wants import Outputs
+from models.weight_rule import WeightRule, rules_of_layers
 
 
-class DecoderLayer(nnx.Module):
-    """Attention, then the MLP: each reads the normed residual stream and adds to it."""
-
-    def __init__(
-        self, config: ModelConfig, *, layer_idx: int, placement: LayerPlacement, dtype: jnp.dtype
-    ) -> None:
-        self.input_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
-        self.self_attn = Attention(config, layer_idx=layer_idx, placement=placement, dtype=dtype)
-        self.post_attention_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
-        self.mlp = GatedMLP(config, dtype=dtype)
-
-    def before_attention(
-        self,
-        hidden: jax.Array,  # f[num_tokens, hidden]
-        context: AttentionContext,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values, as `Attention.project_in`."""
-        return self.self_attn.project_in(self.input_layernorm(hidden), context)
-
-    def after_attention(
-        self,
-        hidden: jax.Array,  # f[num_queries, hidden]
-        attended: jax.Array,  # f[num_queries, num_q_heads, head_dim]
-    ) -> jax.Array:  # f[num_queries, hidden]
-        hidden = hidden + self.self_attn.project_out(attended)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
-class DecoderForCausalLM(nnx.Module):
+class Decoder(nnx.Module):
     """Token embedding, decoder layers, final norm and vocabulary head.
 
-    A family whose layers are built differently names their class in `layer_class`. Attribute names
-    are those of Hugging Face checkpoints: `models/loading/weight_names.py` relies on it.
+    Families derive from it (`models/families/`). Attribute names are those of Hugging Face
+    checkpoints, or the family says how they are called there (`weight_rules`).
     """
 
-    layer_class: type[nnx.Module] = DecoderLayer
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, object]) -> ModelConfig:
+        """Reads the family's config.json. Raises as `models.registry.read_config`."""
+        raise NotImplementedError(f"{cls.__name__} must say how its config.json is read")
 
-    def __init__(self, config: ModelConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        layers: Sequence[Layer],
+        norm: nnx.Module,
+        has_head_kernel: bool,
+        dtype: jnp.dtype,
+        embedding_scale: float = 1.0,
+    ) -> None:
         """Makes the model with weights to be filled in.
 
+        A family's own `__init__` takes `(config, *, has_head_kernel, dtype)`.
+
         Args:
+            layers: One for each of `config.attention`.
+            norm: Of the last layer's hidden states.
             has_head_kernel: Whether the vocabulary head has an array of its own. Without tied
                 embeddings it must; with them it may, as a transposed copy.
+            embedding_scale: Factor of token embeddings on their way in.
         """
         self.config = config
         self.embed_tokens = Embedding(
-            config.vocab_size, config.hidden_size, dtype=dtype, scale=config.embedding_scale
+            config.vocab_size, config.hidden_size, dtype=dtype, scale=embedding_scale
         )
-        cache_layers = kv_cache_layers(config)
-        placements = place_layers(cache_layers)
-        self.layers = nnx.List(
-            [
-                self.layer_class(
-                    config, layer_idx=layer_idx, placement=placements[layer.name], dtype=dtype
-                )
-                for layer_idx, layer in enumerate(cache_layers)
-            ]
-        )
-        self.norm = make_norm(config, config.hidden_size, dtype=dtype)
+        self.layers = nnx.List(layers)
+        self.norm = norm
         self.lm_head = (
-            Linear(config.hidden_size, config.vocab_size, use_bias=False, dtype=dtype)
+            Linear(config.hidden_size, config.vocab_size, axes=(None, "vocab"), dtype=dtype)
             if has_head_kernel
             else None
         )
 
+    def weight_rules(self) -> dict[str, WeightRule]:
+        """A rule for every parameter. A family replaces those that its checkpoints store apart."""
+        rules = rules_of_layers(self, prefix="model.")
+        if self.lm_head is not None:
+            # A checkpoint with tied embeddings has no head, and this one is a turned copy.
+            name = "model.embed_tokens" if self.config.tie_word_embeddings else "lm_head"
+            head_rules = self.lm_head.weight_rules(name)
+            rules |= {f"lm_head.{leaf}": rule for leaf, rule in head_rules.items()}
+        return rules
+
     def __call__(
-        self, batch: ForwardBatch, kv_cache: KVCache, kernels: KernelSettings
-    ) -> tuple[jax.Array, KVCache]:  # f[num_tokens, hidden], or f[num_reqs, hidden]
-        """Runs one step's tokens through all layers; returns hidden states after the last norm."""
+        self,
+        batch: ForwardBatch,
+        kv_cache: KVCache,
+        kernels: KernelSettings,
+        platform: Platform,
+    ) -> tuple[Outputs, KVCache]:
+        """Runs one step's tokens through all layers; returns what `batch.wants` asks for."""
+        batch.wants.check_taps(len(self.layers))
         context = self.make_context(batch, kv_cache, kernels)
-        hidden = self.embed_tokens(batch.token_ids)
-        run_layers = run_in_loop if kernels.loops_over_layers else run_in_turn
-        hidden, kv_cache = run_layers(self.layers, hidden, kv_cache, context)
-        return self.norm(hidden), kv_cache
+        cache_layers = kv_cache_layers(self.config)
+        places = place_layers(cache_layers)
+        layers = [
+            PlacedLayer(layer, places[of_cache.name])
+            for layer, of_cache in zip(self.layers, cache_layers, strict=True)
+        ]
+        carry = self.embed(context)
+        taps = []
+        start = 0
+        for tap in batch.wants.taps:
+            carry, kv_cache = platform.run_layers(layers[start : tap + 1], carry, kv_cache, context)
+            taps.append(self.tap(carry))
+            start = tap + 1
+        if start < len(layers):
+            carry, kv_cache = platform.run_layers(layers[start:], carry, kv_cache, context)
+        return batch.choose_outputs(self.finish(carry), tuple(taps)), kv_cache
+
+    def embed(self, context: LayerContext) -> Carry:
+        """What the first layer gets."""
+        return Carry(hidden=self.embed_tokens(context.batch.token_ids))
+
+    def tap(self, carry: Carry) -> jax.Array:  # f[num_tokens, hidden]
+        """A layer's own hidden states, for `Wants.taps`."""
+        return carry.hidden
+
+    def finish(self, carry: Carry) -> jax.Array:  # f[num_queries, hidden]
+        """Hidden states behind the last layer's norm."""
+        return self.norm(carry.hidden)
 
     def compute_logits(
         self,
         hidden: jax.Array,  # f[num_logits, hidden]
     ) -> jax.Array:  # f32[num_logits, vocab]
         if self.lm_head is None:
-            logits = self.embed_tokens.attend(hidden)
-        else:
-            logits = self.lm_head.product(hidden)
-        return soft_cap_logits(logits, self.config.logits_soft_cap)
+            return self.embed_tokens.attend(hidden)
+        return self.lm_head.product(hidden)
 
     def make_context(
         self, batch: ForwardBatch, kv_cache: KVCache, kernels: KernelSettings
-    ) -> AttentionContext:
+    ) -> LayerContext:
         """What the layers share in this step."""
         num_groups = batch.block_tables.shape[0]
         slots = kernels.slot_mapping(
@@ -113,8 +133,9 @@ class DecoderForCausalLM(nnx.Module):
             batch.query_start_loc,
             cache_shape=kv_cache.k.shape,
         )
-        cos_sin = tuple(
-            rotary_cos_sin(batch.positions, rope, self.config.head_dim)
-            for rope in self.config.ropes
-        )
-        return AttentionContext(batch=batch, kernels=kernels, slots=slots, cos_sin=cos_sin)
+        rotaries = dict.fromkeys(layer.rotary for layer in self.config.attention)
+        cos_sin = {
+            (rope, head_dim): rotary_cos_sin(batch.positions, rope, head_dim)
+            for rope, head_dim in rotaries
+        }
+        return LayerContext(batch=batch, kernels=kernels, slots=slots, cos_sin=cos_sin)

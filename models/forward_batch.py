@@ -28,8 +28,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jax
+import jax.numpy as jnp
 
 from models.row_widths import Carry, Width, run_at_width
+from models.wants import Outputs, Wants
 
 
 @jax.tree_util.register_dataclass
@@ -72,14 +74,50 @@ class ForwardBatch:
     # Static: no request has more query tokens than this; None promises nothing. With 1, attention
     # compiles no part for prompts.
     max_query_len: int | None = field(default=None, metadata={"static": True})
-    # Static: of each request the last token's hidden state alone is wanted, and `logits_indices`
-    # are these tokens, request by request; requests without tokens come last. Then the last layer
-    # computes no more than that, and the model returns f[num_reqs, hidden].
-    only_last_tokens: bool = field(default=False, metadata={"static": True})
+    # Static. With `logits="last"`, `logits_indices` are the last tokens of the requests, in order;
+    # requests without tokens come last.
+    wants: Wants = field(default=Wants(), metadata={"static": True})
     # Static: numbers of leading tokens, rising, the last num_tokens. Work with weights is done for
     # the least that holds all real tokens; what it leaves for the others is anything finite. Empty
     # is num_tokens alone.
     widths: tuple[int, ...] = field(default=(), metadata={"static": True})
+
+    @property
+    def drops_rows(self) -> bool:
+        """Whether the last layer goes on with fewer tokens than it gets: one for each request.
+
+        Where no request has more than one, these are all.
+        """
+        return self.wants.last_tokens_alone and self.max_query_len != 1
+
+    @property
+    def last_tokens(self) -> jax.Array:  # i32[num_reqs]
+        """The last token of each request; any token where a request has none."""
+        if self.wants.logits == "last":
+            return self.logits_indices
+        return jnp.maximum(self.query_start_loc[1:] - 1, 0)
+
+    def choose_outputs(
+        self,
+        hidden: jax.Array,  # f[num_tokens, hidden], or f[num_reqs, hidden] where `drops_rows`
+        taps: tuple[jax.Array, ...] = (),
+    ) -> Outputs:
+        """What is wanted of the hidden states behind the last norm."""
+        wants = self.wants
+        rows = {"none": None, "all": hidden}
+        if "last" in (wants.logits, wants.hidden):
+            rows["last"] = hidden if self._are_last_tokens(hidden) else hidden[self.last_tokens]
+        if wants.logits == "indices":
+            rows["indices"] = hidden[self.logits_indices]
+        return Outputs(for_logits=rows[wants.logits], hidden=rows[wants.hidden], taps=taps)
+
+    def _are_last_tokens(self, hidden: jax.Array) -> bool:
+        has_one_each = self.max_query_len == 1 and hidden.shape[0] == self.num_reqs
+        return self.drops_rows or has_one_each
+
+    @property
+    def num_reqs(self) -> int:
+        return self.query_start_loc.shape[0] - 1
 
     def at_width(
         self,

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 import pallas_kernels
 from models.errors import ModelError
 from models.forward_batch import KVCache
-from models.param_sharding import MODEL_AXIS
+from models.weight_rule import MODEL_AXIS
 
 # f[num_tokens, heads, head_dim] and the cache, each device with some of the heads.
 TOKENS_BY_HEAD = PartitionSpec(None, MODEL_AXIS, None)
@@ -30,15 +30,12 @@ class KernelSettings:
         target: What programs are compiled for; `None` means JAX's default device.
         mesh: With an axis `MODEL_AXIS`; `None` means one device.
         batch_invariant: A token's attention must have the same bits in every batch.
-        loops_over_layers: The program holds attention once and loops over the layers, instead of
-            holding every layer: it compiles sooner.
     """
 
     implementation: str | None = None
     target: pallas_kernels.Target | None = None
     mesh: Mesh | None = None
     batch_invariant: bool = False
-    loops_over_layers: bool = False
 
     @classmethod
     def for_mesh(
@@ -47,7 +44,6 @@ class KernelSettings:
         *,
         implementation: str | None = None,
         batch_invariant: bool = False,
-        loops_over_layers: bool = False,
     ) -> "KernelSettings":
         """The settings of programs that run on a mesh of devices of one kind."""
         return cls(
@@ -55,7 +51,6 @@ class KernelSettings:
             target=pallas_kernels.target_of(mesh.devices.flat[0]),
             mesh=mesh,
             batch_invariant=batch_invariant,
-            loops_over_layers=loops_over_layers,
         )
 
     @property

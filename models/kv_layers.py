@@ -4,6 +4,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from models.config import ModelConfig
+from models.layer_context import CachePlace
 
 # Up to this ratio of layers of the commonest to the rarest kind, padding beats more groups.
 _MAX_PADDED_RATIO = 1.25
@@ -25,14 +26,6 @@ class LayerKVSpec:
     sliding_window: int | None = None
     unified_window: int | None = None
     kv_sharing_target: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerPlacement:
-    """Where a layer finds its block tables and its memory."""
-
-    group_idx: int  # in [0, num_groups)
-    row: int  # in [0, num_rows)
 
 
 def group_layers(kinds: Mapping[str, Hashable]) -> tuple[tuple[str, ...], ...]:
@@ -68,7 +61,7 @@ def group_layers(kinds: Mapping[str, Hashable]) -> tuple[tuple[str, ...], ...]:
     return tuple(groups)
 
 
-def place_layers(layers: tuple[LayerKVSpec, ...]) -> dict[str, LayerPlacement]:
+def place_layers(layers: tuple[LayerKVSpec, ...]) -> dict[str, CachePlace]:
     """Group and row of each layer; a layer that shares keys and values has its target's."""
     groups = group_layers(
         {
@@ -78,7 +71,7 @@ def place_layers(layers: tuple[LayerKVSpec, ...]) -> dict[str, LayerPlacement]:
         }
     )
     placements = {
-        name: LayerPlacement(group_idx=group_idx, row=row)
+        name: CachePlace(group_idx=group_idx, row=row)
         for group_idx, names in enumerate(groups)
         for row, name in enumerate(names)
     }
@@ -90,13 +83,15 @@ def place_layers(layers: tuple[LayerKVSpec, ...]) -> dict[str, LayerPlacement]:
 
 def kv_cache_layers(config: ModelConfig) -> tuple[LayerKVSpec, ...]:
     """Lists the layers that cache keys and values, in order."""
+    windows = [layer.sliding_window for layer in config.attention]
+    some_window = next(filter(None, windows), None)
     return tuple(
         LayerKVSpec(
             name=f"model.layers.{layer_idx}.self_attn",
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            sliding_window=None if config.has_unified_kv else config.layer_window(layer_idx),
-            unified_window=config.sliding_window if config.has_unified_kv else None,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            sliding_window=None if config.has_unified_kv else layer.sliding_window,
+            unified_window=some_window if config.has_unified_kv else None,
         )
-        for layer_idx in range(config.num_layers)
+        for layer_idx, layer in enumerate(config.attention)
     )

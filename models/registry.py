@@ -1,16 +1,70 @@
-"""Which class runs which architecture of a config.json."""
+"""Which class runs which architecture of a config.json, from here and from other packages."""
 
-from models.decoder import DecoderForCausalLM
-from models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM
-from models.llama import LlamaForCausalLM, MistralForCausalLM
-from models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
+import importlib.metadata
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-# The same names as `FAMILY_TRAITS` in models/family_traits.py, which refuses all others.
-MODEL_CLASSES: dict[str, type[DecoderForCausalLM]] = {
-    "LlamaForCausalLM": LlamaForCausalLM,
-    "MistralForCausalLM": MistralForCausalLM,
-    "Qwen2ForCausalLM": Qwen2ForCausalLM,
-    "Qwen3ForCausalLM": Qwen3ForCausalLM,
-    "Gemma2ForCausalLM": Gemma2ForCausalLM,
-    "Gemma3ForCausalLM": Gemma3ForCausalLM,
+from models.errors import ModelConfigError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from models.config import ModelConfig
+    from models.decoder import Decoder
+
+# Installed packages add families by entry points of this group: architecture = "module:Class".
+ENTRY_POINT_GROUP = "paxkv.models"
+
+# The module is imported when a model of the family is loaded.
+FAMILIES: dict[str, str] = {
+    "LlamaForCausalLM": "models.families.llama:LlamaForCausalLM",
+    "MistralForCausalLM": "models.families.mistral:MistralForCausalLM",
+    "Qwen2ForCausalLM": "models.families.qwen2:Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "models.families.qwen3:Qwen3ForCausalLM",
+    "Gemma2ForCausalLM": "models.families.gemma2:Gemma2ForCausalLM",
+    "Gemma3ForCausalLM": "models.families.gemma3:Gemma3ForCausalLM",
 }
+
+
+def read_config(hf_config: Mapping[str, object]) -> "ModelConfig":
+    """Reads a config.json, as written by transformers 4 or 5.
+
+    Raises:
+        ModelConfigError: A field is missing, of the wrong type, or contradicts another.
+        UnsupportedModelError: The model needs something that is not built.
+    """
+    return family_class(_read_architecture(hf_config)).read_config(hf_config)
+
+
+def family_class(architecture: str) -> "type[Decoder]":
+    """The class of an architecture; an own one wins over one of another package.
+
+    Raises:
+        UnsupportedModelError: There is none.
+    """
+    entry_points = _entry_points()
+    if architecture in FAMILIES:
+        entry_point = importlib.metadata.EntryPoint(
+            architecture, FAMILIES[architecture], ENTRY_POINT_GROUP
+        )
+    elif architecture in entry_points:
+        entry_point = entry_points[architecture]
+    else:
+        raise UnsupportedModelError(
+            f"config.json: architecture {architecture!r} is not supported; supported are "
+            f"{', '.join([*FAMILIES, *entry_points])}."
+        )
+    return entry_point.load()
+
+
+def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+    found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    return {entry_point.name: entry_point for entry_point in found}
+
+
+def _read_architecture(hf_config: Mapping[str, object]) -> str:
+    architectures = hf_config.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
+        raise ModelConfigError(
+            f"config.json: architectures is {architectures!r}; wanted a list that names one of "
+            f"{', '.join([*FAMILIES, *_entry_points()])}."
+        )
+    return str(architectures[0])

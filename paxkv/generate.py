@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import ForwardBatch, KVCache, LoadedModel, kv_cache_layers, place_layers
+from models import ForwardBatch, KVCache, LoadedModel, Wants, kv_cache_layers, place_layers
 from paxkv.client.input_processor import InputProcessor
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.config.setting import at_least
@@ -115,6 +115,7 @@ def make_generate(
             block_tables=jnp.asarray(block_tables),
             logits_indices=jnp.asarray(row_ids),
             max_query_len=1,
+            wants=Wants(logits="last"),
         )
 
     def generate(params: Params, inputs: GenerateInputs) -> GenerateOutputs:
@@ -334,17 +335,15 @@ def _as_list(token_ids: object) -> list[int] | None:
 def _empty_kv_cache(
     model: LoadedModel, num_cache_rows: int, num_blocks: int, shape: GenerateShape
 ) -> KVCache:
-    config = model.config
+    layer = kv_cache_layers(model.config)[0]
     cache_shape = (
         num_cache_rows,
         num_blocks,
-        config.num_kv_heads,
+        layer.num_kv_heads,
         shape.block_size,
-        config.head_dim,
+        layer.head_dim,
     )
-    weights = model.params[0]
-    platform = next(iter(weights.devices())).platform
-    zeros = jnp.zeros(cache_shape, kv_cache_dtype(weights.dtype.name, platform))
+    zeros = jnp.zeros(cache_shape, kv_cache_dtype(model.params[0].dtype.name, model.platform))
     return KVCache(k=zeros, v=zeros)
 
 

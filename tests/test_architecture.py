@@ -236,6 +236,25 @@ def mirror_violation(test_file: Path) -> str | None:
     return f"{relative(test_file)} must import {wanted}"
 
 
+# What asks which processor a program runs on: names that tell it, and comparisons with them.
+_KIND = r'"(cpu|gpu|tpu|cuda)"'
+ASKS_PLATFORM = re.compile(rf"default_backend\(|instruction_sets\(|[=!]= ?{_KIND}|{_KIND} ?[=!]=")
+# Platforms own what depends on the processor; ops choose their bodies in the other two.
+MAY_ASK_PLATFORM = ("models/platforms/", "pallas_kernels/target.py", "pallas_kernels/dispatch.py")
+
+
+def test_nothing_but_platforms_and_dispatch_asks_what_it_runs_on() -> None:
+    assert ASKS_PLATFORM.search('if device.platform == "cpu":')
+    violations = [
+        f"{relative(path)}:{number}: {line.strip()}"
+        for path in SOURCES
+        if not relative(path).startswith((*MAY_ASK_PLATFORM, "benchmarks/", "models/demo/"))
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if ASKS_PLATFORM.search(line)
+    ]
+    assert violations == []
+
+
 def test_test_files_import_what_they_mirror() -> None:
     violations = [mirror_violation(p) for p in TESTS if p.name.startswith("test_")]
     assert [v for v in violations if v is not None] == []

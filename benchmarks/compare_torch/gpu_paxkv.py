@@ -17,7 +17,6 @@ from paxkv.config.engine_config import CacheConfig, SchedulerConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import AddRequest, EngineRequest
 from paxkv.engine.engine_core import EngineCore
-from paxkv.runner.memory.kv_cache_arrays import default_block_size
 from paxkv.runner.model_runner import ModelRunner
 from paxkv.scheduler.async_scheduler import AsyncScheduler
 
@@ -34,8 +33,7 @@ class PaxkvModel(Subject):
             write_config(Path(folder), model, is_rehearsal=is_rehearsal)
             loaded = load_model(folder, dtype=dtype, load_format="dummy", seed=_WEIGHT_SEED)
         self.vocab_size = loaded.config.vocab_size
-        platform = next(iter(loaded.params[0].devices())).platform
-        block_size = sizes.block_size or default_block_size(platform)
+        block_size = sizes.block_size or loaded.platform.block_size
         self._scheduler_config = SchedulerConfig(
             max_num_seqs=sizes.max_num_seqs,
             max_num_batched_tokens=sizes.max_num_batched_tokens,

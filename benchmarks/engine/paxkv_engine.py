@@ -14,6 +14,7 @@ from benchmarks.engine.offline_engine import EngineOutput, EngineSpec, Setting
 from benchmarks.engine.settings import engine_config, settings_by_part
 from benchmarks.workloads import Workload
 from models import read_model_config
+from models.platforms import CPU
 from paxkv.config.engine_config import EngineConfig, ParallelConfig, SchedulerConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_output import EngineOutput as EngineMessage
@@ -62,9 +63,10 @@ def kv_cache_bytes(spec: EngineSpec, workload: Workload, settings: Mapping[str, 
     num_tokens = sum(longest) + SPARE_TOKENS_PER_REQUEST * len(longest)
     # paxkv refuses a cache smaller than the longest request that the model allows.
     num_tokens = max(num_tokens, model.max_position_embeddings) + SPARE_TOKENS
-    values_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+    values_per_token = 2 * sum(layer.num_kv_heads * layer.head_dim for layer in model.attention)
     # The size is ignored on accelerators, which measure their memory.
-    dtype = kv_cache_dtype(spec.dtype, "cpu", parts["cache"].get("kv_cache_dtype", "auto"))
+    wanted = parts["cache"].get("kv_cache_dtype", "auto")
+    dtype = kv_cache_dtype(spec.dtype, CPU.of_this_machine(), wanted)
     return num_tokens * values_per_token * BYTES_PER_VALUE[dtype]
 
 

@@ -10,6 +10,7 @@ from jax import lax
 
 from models.layers.chosen_kernel import ChosenKernel, Kernel, multiply_each
 from models.layers.few_rows import is_worth_a_loop, multiply_few_rows
+from models.weight_rule import Source, SplitAxis, WeightRule
 
 INT8_MAX = 127
 # XLA:CPU multiplies fewer rows of bfloat16 or int8 than this ten times as slowly as so many.
@@ -67,8 +68,7 @@ class Linear(nnx.Module):
     """`x @ kernel + bias`, summed in float32 and returned in x's dtype.
 
     A checkpoint stores the transpose; the loader turns it once, since an [out, in] kernel of floats
-    costs several times the product on a CPU. A mesh shards `out_features` of q, k, v, gate and up,
-    and `in_features` of o and down.
+    costs several times the product on a CPU.
 
     The kernel may be of fewer bits than x (`models/loading/product_dtype.py`): then x is rounded to
     them as well, in int8 each token to 255 steps of its own largest number, and a kernel of int8
@@ -78,14 +78,37 @@ class Linear(nnx.Module):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, *, use_bias: bool, dtype: jnp.dtype
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        axes: tuple[SplitAxis | None, SplitAxis | None] = (None, None),
+        use_bias: bool = False,
+        dtype: jnp.dtype,
     ) -> None:
+        """Makes the layer with weights to be filled in.
+
+        Args:
+            axes: What a mesh splits, of inputs and of outputs; as `WeightRule.axes`.
+        """
+        self.axes = axes
         self.kernel = nnx.Param(jnp.zeros((in_features, out_features), dtype))
         # f32[out_features], what an output of an int8 kernel is to be multiplied by.
         self.kernel_scale: nnx.Param | None = None
         self.bias = nnx.Param(jnp.zeros((out_features,), dtype)) if use_bias else None
         # Most tokens, above one, that a kernel of float32 is multiplied with in loops; 0 is never.
         self.max_looped_tokens = 0
+
+    def weight_rules(self, name: str) -> dict[str, WeightRule]:
+        """See `HasWeights.weight_rules`."""
+        in_features, out_features = self.kernel.get_value().shape
+        weight = Source(name=f"{name}.weight", shape=(out_features, in_features))
+        rules = {"kernel": WeightRule(sources=(weight,), layout="matrix", axes=self.axes)}
+        if self.bias is not None:
+            bias = Source(name=f"{name}.bias", shape=(out_features,))
+            # A bias after a sum over devices is added once, by everyone.
+            rules["bias"] = WeightRule(sources=(bias,), layout="vector", axes=self.axes[1:])
+        return rules
 
     def __call__(
         self,
@@ -213,6 +236,11 @@ class Embedding(nnx.Module):
     ) -> None:
         self.embedding = nnx.Param(jnp.zeros((vocab_size, hidden_size), dtype))
         self.scale = scale
+
+    def weight_rules(self, name: str) -> dict[str, WeightRule]:
+        """See `HasWeights.weight_rules`."""
+        weight = Source(name=f"{name}.weight", shape=self.embedding.get_value().shape)
+        return {"embedding": WeightRule(sources=(weight,), layout="table", axes=("vocab", None))}
 
     def __call__(
         self,

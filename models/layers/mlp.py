@@ -1,10 +1,12 @@
 """The gated MLP: SwiGLU in the Llama family, GeGLU in Gemma."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.config import Activation, ModelConfig
+from models.dense_config import Activation
 from models.layers.linear import Linear, parts_of_each, side_by_side
 
 
@@ -14,12 +16,20 @@ class GatedMLP(nnx.Module):
     Source: arXiv:2002.05202.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype) -> None:
-        hidden, intermediate = config.hidden_size, config.intermediate_size
-        self.gate_proj = Linear(hidden, intermediate, use_bias=config.mlp_bias, dtype=dtype)
-        self.up_proj = Linear(hidden, intermediate, use_bias=config.mlp_bias, dtype=dtype)
-        self.down_proj = Linear(intermediate, hidden, use_bias=config.mlp_bias, dtype=dtype)
-        self.activation = config.hidden_act
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: Activation,
+        use_bias: bool = False,
+        dtype: jnp.dtype,
+    ) -> None:
+        linear = functools.partial(Linear, use_bias=use_bias, dtype=dtype)
+        self.gate_proj = linear(hidden_size, intermediate_size, axes=(None, "inner"))
+        self.up_proj = linear(hidden_size, intermediate_size, axes=(None, "inner"))
+        self.down_proj = linear(intermediate_size, hidden_size, axes=("inner", None))
+        self.activation = activation
 
     def __call__(
         self,

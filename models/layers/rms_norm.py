@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.config import ModelConfig
+from models.weight_rule import Source, WeightRule
 from pallas_kernels.row_reductions import sum_of_rows
 
 
@@ -21,6 +21,10 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones((num_features,), dtype))
         self.eps = eps
 
+    def weight_rules(self, name: str) -> dict[str, WeightRule]:
+        """See `HasWeights.weight_rules`."""
+        return {"scale": _vector_rule(name, self.scale)}
+
     def __call__(
         self,
         x: jax.Array,  # f[..., num_features]
@@ -35,6 +39,10 @@ class OffsetRMSNorm(nnx.Module):
         self.offset = nnx.Param(jnp.zeros((num_features,), dtype))
         self.eps = eps
 
+    def weight_rules(self, name: str) -> dict[str, WeightRule]:
+        """See `HasWeights.weight_rules`."""
+        return {"offset": _vector_rule(name, self.offset)}
+
     def __call__(
         self,
         x: jax.Array,  # f[..., num_features]
@@ -44,12 +52,9 @@ class OffsetRMSNorm(nnx.Module):
         return (_normalise(x, self.eps) * scale).astype(x.dtype)
 
 
-def make_norm(
-    config: ModelConfig, num_features: int, *, dtype: jnp.dtype
-) -> RMSNorm | OffsetRMSNorm:
-    """The norm of a model's family."""
-    norm_class = OffsetRMSNorm if config.norm_weight_is_offset else RMSNorm
-    return norm_class(num_features, eps=config.rms_norm_eps, dtype=dtype)
+def _vector_rule(name: str, param: nnx.Param) -> WeightRule:
+    weight = Source(name=f"{name}.weight", shape=param.get_value().shape)
+    return WeightRule(sources=(weight,), layout="vector", axes=(None,))
 
 
 def _normalise(x: jax.Array, eps: float) -> jax.Array:  # f32[..., num_features]

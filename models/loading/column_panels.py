@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models.weight_rule import Layout
+
 # Where a huge page may begin: then all panels can lie in huge pages
-# (`paxkv/runner/memory/huge_pages.py`).
+# (`models/platforms/huge_pages.py`).
 _ALIGNMENT_BYTES = 2 * 2**20
 # In a program of one row XLA:CPU makes a loop of its own of each panel, which is 0.02 s to compile.
 MAX_PANELS = 64
@@ -17,11 +19,11 @@ Params = list[jax.Array | tuple[jax.Array, ...]]
 
 def split_columns(
     params: Params,
-    names: Sequence[str],  # "layers.0.self_attn.q_proj.kernel", one for each of `params`
+    layouts: Sequence[Layout],  # one for each of `params`
     *,
     width: int,
 ) -> None:
-    """Replaces float32 kernels [in, out] in `params` by panels [in, width] of their columns.
+    """Replaces float32 matrices [in, out] in `params` by panels [in, width] of their columns.
 
     The last panel has the columns that are left. Kernels of fewer than two panels stay as they are,
     and panels of a kernel with more than `MAX_PANELS` are wider by a whole factor.
@@ -36,9 +38,10 @@ def split_columns(
 
     One is replaced at a time, so that there is never a second copy of the model.
     """
-    for param_idx, name in enumerate(names):
+    for param_idx, layout in enumerate(layouts):
         param = params[param_idx]
-        if name.endswith(".kernel") and param.dtype == jnp.float32 and param.shape[1] >= 2 * width:
+        is_matrix = layout == "matrix" and param.dtype == jnp.float32
+        if is_matrix and param.shape[1] >= 2 * width:
             params[param_idx] = _panels_of(param, width * _factor(param.shape[1], width))
 
 

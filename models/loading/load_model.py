@@ -13,15 +13,17 @@ from flax import nnx
 from models.config import ModelConfig, ModelDtype
 from models.errors import ModelError
 from models.layers.linear import Linear
+from models.loading.check_weights import check_weights
 from models.loading.column_panels import split_columns
 from models.loading.finite_weights import checked_finite
 from models.loading.loaded_model import LoadedModel, flatten_state
 from models.loading.product_dtype import ProductDtype, with_product_dtype
 from models.loading.safetensors_reader import SafetensorsCheckpoint
 from models.loading.source import read_model_config, resolve_model_folder
-from models.loading.tied_head import is_head_tied
-from models.loading.weight_names import check_weights, weight_source
-from models.registry import MODEL_CLASSES
+from models.loading.tied_head import HEAD_WEIGHT, is_head_tied
+from models.platforms import Platform, default_platform
+from models.registry import family_class
+from models.weight_rule import WeightRule
 
 LoadDtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -44,13 +46,13 @@ def load_model(
     panel_width: int | None = None,
     max_looped_tokens: int = 0,
     generation_folder: Path | None = None,
+    platform: Platform | None = None,
 ) -> LoadedModel:
     """Loads a model onto the default device.
 
     Args:
         model: A folder in Hugging Face layout, or a hub name such as "Qwen/Qwen3-0.6B".
-        dtype: What the weights become; "auto" is float32 on a CPU, which is slow in 16 bits, and
-            the config's own dtype elsewhere.
+        dtype: What the weights become; "auto" is `Platform.weight_dtype` of the config's own.
         load_format: "auto" reads safetensors, the only format so far; "dummy" needs only
             config.json and draws random weights.
         seed: Of the random weights.
@@ -62,6 +64,7 @@ def load_model(
             core of a CPU. Kernels of other dtypes than float32, or of less than
             `MIN_LOOPED_BYTES` together, have none.
         generation_folder: As in `read_model_config`.
+        platform: What its programs will be compiled for; None is JAX's default device.
 
     Raises:
         ModelError: The model cannot be found, is not supported, or its weights do not fit; which of
@@ -77,13 +80,20 @@ def load_model(
     if checkpoint is not None:
         is_tied = is_head_tied(checkpoint, tie_word_embeddings=config.tie_word_embeddings)
         config = dataclasses.replace(config, tie_word_embeddings=is_tied)
-    structure = _Structure(config, _resolve_dtype(dtype, config), max_looped_tokens)
+    platform = platform or default_platform()
+    structure = _Structure(
+        config,
+        platform.weight_dtype(config.dtype) if dtype == "auto" else dtype,
+        max_looped_tokens,
+        has_head_kernel=platform.copies_tied_head or not config.tie_word_embeddings,
+    )
     if checkpoint is None:
         params = _random_params(structure, seed)
     else:
         params = _read_params(structure, checkpoint)
     if panel_width is not None and product_dtype == "auto":
-        split_columns(params, structure.names, width=panel_width)
+        layouts = [rule.layout for rule in structure.rules]
+        split_columns(params, layouts, width=panel_width)
     state = jax.tree.unflatten(structure.treedef, params)
     names, arrays, treedef = flatten_state(state)
     model = LoadedModel(
@@ -92,6 +102,8 @@ def load_model(
         params_treedef=treedef,
         param_names=names,
         params=arrays,
+        weight_rules=dict(zip(structure.names, structure.rules, strict=True)),
+        platform=platform,
         max_looped_tokens=structure.max_looped_tokens,
     )
     return with_product_dtype(model, product_dtype)
@@ -100,11 +112,16 @@ def load_model(
 class _Structure:
     """A model without weights: its static structure, and what each parameter must be."""
 
-    def __init__(self, config: ModelConfig, dtype: ModelDtype, max_looped_tokens: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: ModelDtype,
+        max_looped_tokens: int,
+        *,
+        has_head_kernel: bool,
+    ) -> None:
         self.config = config
-        # On a CPU a product with the transposed embedding costs ten times the copy's.
-        has_head_kernel = not config.tie_word_embeddings or jax.default_backend() == "cpu"
-        model_class = MODEL_CLASSES[config.architecture]
+        model_class = family_class(config.architecture)
         abstract_model = nnx.eval_shape(
             lambda: model_class(config, has_head_kernel=has_head_kernel, dtype=jnp.dtype(dtype))
         )
@@ -117,29 +134,47 @@ class _Structure:
         self.graphdef, state = nnx.split(abstract_model)
         self.shapes: tuple[jax.ShapeDtypeStruct, ...]
         self.names, self.shapes, self.treedef = flatten_state(state)
+        rules = abstract_model.weight_rules()
+        if missing := [name for name in self.names if name not in rules]:
+            raise ModelError(
+                f"parameters {', '.join(missing)} have no weight rule; wanted one from the family "
+                f"{config.architecture} or from their layers."
+            )
+        self.rules: tuple[WeightRule, ...] = tuple(rules[name] for name in self.names)
+        for name, rule, shape in zip(self.names, self.rules, self.shapes, strict=True):
+            if len(rule.axes) != shape.ndim:
+                raise ModelError(
+                    f"the weight rule of parameter {name!r} has axes {rule.axes}; wanted one for "
+                    f"each of {shape.shape}."
+                )
 
 
 def _read_params(structure: _Structure, checkpoint: SafetensorsCheckpoint) -> list[jax.Array]:
-    is_tied = structure.config.tie_word_embeddings
-    sources = [
-        weight_source(name, wanted.shape, tie_word_embeddings=is_tied)
-        for name, wanted in zip(structure.names, structure.shapes, strict=True)
-    ]
     check_weights(
-        checkpoint.weights, sources, tie_word_embeddings=is_tied, where=str(checkpoint.folder)
+        checkpoint.weights,
+        [source for rule in structure.rules for source in rule.sources],
+        ignored=[HEAD_WEIGHT] if structure.config.tie_word_embeddings else [],
+        where=str(checkpoint.folder),
     )
-    # One weight at a time, so that the host never holds a second copy of the model.
-    return [
-        _to_param(_read(checkpoint, source.name), wanted.dtype, source.is_transposed)
-        for source, wanted in zip(sources, structure.shapes, strict=True)
-    ]
+    params = []
+    # One parameter at a time, so that the host never holds a second copy of the model.
+    for name, rule, wanted in zip(structure.names, structure.rules, structure.shapes, strict=True):
+        weight_np = rule.combined([_read(checkpoint, source.name) for source in rule.sources])
+        param = _to_param(weight_np, wanted.dtype, is_transposed=rule.layout == "matrix")
+        if param.shape != wanted.shape:
+            raise ModelError(
+                f"the weight rule of parameter {name!r} made an array of shape {param.shape}; "
+                f"wanted {wanted.shape}."
+            )
+        params.append(param)
+    return params
 
 
 def _read(checkpoint: SafetensorsCheckpoint, name: str) -> np.ndarray:
     return checked_finite(checkpoint.read(name), name=name, where=str(checkpoint.folder))
 
 
-def _to_param(weight_np: np.ndarray, dtype: jnp.dtype, is_transposed: bool) -> jax.Array:
+def _to_param(weight_np: np.ndarray, dtype: jnp.dtype, *, is_transposed: bool) -> jax.Array:
     if weight_np.dtype == np.float64:  # no float64 on the device
         weight_np = weight_np.astype(np.float32)
     if weight_np.size <= _MAX_HOST_CAST:
@@ -180,12 +215,6 @@ def _random_normal(
 ) -> jax.Array:
     values = jax.random.normal(jax.random.fold_in(key, param_idx), shape, jnp.float32)
     return (std * values).astype(dtype)
-
-
-def _resolve_dtype(dtype: LoadDtype, config: ModelConfig) -> ModelDtype:
-    if dtype != "auto":
-        return dtype
-    return "float32" if jax.default_backend() == "cpu" else config.dtype
 
 
 def _check_choice(name: str, got: str, choices: tuple[str, ...]) -> None:

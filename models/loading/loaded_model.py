@@ -1,18 +1,20 @@
 """`LoadedModel`: a model split into static structure and a flat tuple of arrays."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
 from models.config import ModelConfig
 from models.forward_batch import ForwardBatch, KVCache
 from models.kernel_settings import KernelSettings
-from models.param_sharding import param_spec
+from models.kv_layers import kv_cache_layers
+from models.platforms import Platform
+from models.wants import Outputs
+from models.weight_rule import WeightRule, param_spec
 
 
 def flatten_state(
@@ -49,6 +51,8 @@ class LoadedModel:
     # "layers.0.self_attn.q_proj.kernel", one for each of `params`; "....kernel.0" is a panel.
     param_names: tuple[str, ...]
     params: tuple[jax.Array, ...]
+    weight_rules: Mapping[str, WeightRule]  # by parameter name, panels and scales left out
+    platform: Platform  # that it was loaded for, and its programs are compiled for
     kernels: KernelSettings = KernelSettings()
     max_looped_tokens: int = 0  # as its `Linear` layers have it
 
@@ -56,10 +60,7 @@ class LoadedModel:
     def param_specs(self) -> tuple[PartitionSpec, ...]:
         """How each of `params` is split over a mesh with the axis `MODEL_AXIS`."""
         return tuple(
-            param_spec(
-                name,
-                is_transposed=name.endswith(".kernel") and param.dtype == jnp.int8,
-            )
+            param_spec(name, param, self.weight_rules)
             for name, param in zip(self.param_names, self.params, strict=True)
         )
 
@@ -69,26 +70,29 @@ class LoadedModel:
         Raises:
             ModelError: Its KV heads cannot be split over the mesh.
         """
-        kernels.check_heads(self.config.num_kv_heads)
+        for num_kv_heads in {layer.num_kv_heads for layer in kv_cache_layers(self.config)}:
+            kernels.check_heads(num_kv_heads)
         return dataclasses.replace(self, kernels=kernels)
 
     def forward(
         self, params: tuple[jax.Array, ...], kv_cache: KVCache, batch: ForwardBatch
-    ) -> tuple[jax.Array, KVCache]:
+    ) -> tuple[Outputs, KVCache]:
         """Runs the decoder over one step's tokens.
 
         Returns:
-            Final hidden states f[num_tokens, hidden], after the last norm, or f[num_reqs, hidden]
-            with `only_last_tokens`; and the cache with this step's keys and values written.
+            What `batch.wants` asks for, and the cache with this step's keys and values written.
+
+        Raises:
+            ModelError: `batch.wants` names layers that the model does not have.
         """
-        return self._merge(params)(batch, kv_cache, self.kernels)
+        return self._merge(params)(batch, kv_cache, self.kernels, self.platform)
 
     def compute_logits(
         self,
         params: tuple[jax.Array, ...],
         hidden: jax.Array,  # f[num_logits, hidden]
     ) -> jax.Array:  # f32[num_logits, vocab]
-        """Projects chosen hidden states, `hidden[batch.logits_indices]`, onto the vocabulary."""
+        """Projects hidden states, `Outputs.for_logits`, onto the vocabulary."""
         return self._merge(params).compute_logits(hidden)
 
     def _merge(self, params: tuple[jax.Array, ...]) -> nnx.Module:

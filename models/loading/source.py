@@ -10,6 +10,7 @@ import huggingface_hub
 from models.config import ModelConfig
 from models.config_fields import read_token_ids
 from models.errors import CheckpointNotFoundError, ModelConfigError
+from models.registry import read_config
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ def read_model_config(folder: Path, *, generation_folder: Path | None = None) ->
         ModelConfigError: A file is missing or malformed.
         UnsupportedModelError: The model needs something that is not built.
     """
-    config = ModelConfig.from_hf(_read_json_object(folder / "config.json"))
+    config = read_config(_read_json_object(folder / "config.json"))
     generation_path = (generation_folder or folder) / "generation_config.json"
     if not generation_path.is_file():
         return config

@@ -4,8 +4,11 @@ import logging
 
 import numpy as np
 
+from models.loading.check_weights import READABLE_DTYPES
 from models.loading.safetensors_reader import SafetensorsCheckpoint
-from models.loading.weight_names import EMBEDDING_WEIGHT, HEAD_WEIGHT, READABLE_DTYPES
+
+EMBEDDING_WEIGHT = "model.embed_tokens.weight"
+HEAD_WEIGHT = "lm_head.weight"
 
 logger = logging.getLogger(__name__)
 

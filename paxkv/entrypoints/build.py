@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import jax
-
 from paxkv.client.inproc_client import InprocClient
 from paxkv.client.input_processor import InputProcessor
 from paxkv.client.output_processor import OutputProcessor
@@ -55,11 +53,10 @@ check_package_origin()
 
 from models import LoadedModel, load_model  # noqa: E402
 from models.loading.source import resolve_model_folder  # noqa: E402
+from models.platforms import default_platform  # noqa: E402
+from models.platforms.gpu import SHARE_VARIABLE  # noqa: E402
 from paxkv.runner.memory.max_model_len import find_max_model_len  # noqa: E402
-from paxkv.runner.memory.memory_plan import GPU_SHARE_VARIABLE  # noqa: E402
 from paxkv.runner.model_runner import ModelRunner  # noqa: E402
-from paxkv.runner.programs.compiler_options import column_panel_width, max_looped_tokens  # noqa: E402
-from paxkv.runner.programs.processor import instruction_sets, num_threads  # noqa: E402
 from paxkv.runner.programs.program_store import (  # noqa: E402
     CompiledPrograms,
     NewCompiledPrograms,
@@ -278,12 +275,9 @@ def _find_sampling_defaults(config: EngineConfig, folder: Path) -> SamplingDefau
 
 def _load_model(config: EngineConfig, folder: Path) -> LoadedModel:
     # Read by JAX when it first touches a GPU, and the only way to tell it how much memory to take.
-    os.environ.setdefault(GPU_SHARE_VARIABLE, f"{config.cache.gpu_memory_utilization:g}")
-    products_by = {
-        "num_cores": num_threads(),
-        "instruction_sets": instruction_sets(),
-        "batch_invariant": config.runner.batch_invariant,
-    }
+    os.environ.setdefault(SHARE_VARIABLE, f"{config.cache.gpu_memory_utilization:g}")
+    platform = default_platform()
+    batch_invariant = config.runner.batch_invariant
     return load_model(
         folder,
         dtype=config.model.dtype,
@@ -292,8 +286,9 @@ def _load_model(config: EngineConfig, folder: Path) -> LoadedModel:
         has_unified_kv=config.cache.disable_hybrid_kv_cache_manager,
         product_dtype=config.model.product_dtype,
         generation_folder=generation_config_folder(config.model.generation_config, folder),
-        panel_width=column_panel_width(jax.default_backend(), **products_by),
-        max_looped_tokens=max_looped_tokens(jax.default_backend(), **products_by),
+        panel_width=platform.column_panel_width(batch_invariant=batch_invariant),
+        max_looped_tokens=platform.max_looped_tokens(batch_invariant=batch_invariant),
+        platform=platform,
     )
 
 
@@ -381,7 +376,7 @@ def _cache_config(config: CacheConfig, store: ProgramStore | None) -> CacheConfi
 
     Measuring compiles the largest programs, and may give another number at every start.
     """
-    is_measured = config.num_gpu_blocks_override is None and jax.default_backend() != "cpu"
+    is_measured = config.num_gpu_blocks_override is None and default_platform().measures_memory
     if is_measured and isinstance(store, CompiledPrograms):
         return dataclasses.replace(config, num_gpu_blocks_override=store.num_blocks)
     return config

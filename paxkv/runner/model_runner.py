@@ -19,11 +19,9 @@ from paxkv.runner.batch.built_step import BuiltStep
 from paxkv.runner.batch.device_step import DeviceStep, FinishedStep
 from paxkv.runner.batch.input_batch import InputBatch
 from paxkv.runner.batch.unbuilt import refuse_unbuilt
-from paxkv.runner.memory.huge_pages import use_huge_pages
 from paxkv.runner.memory.kv_cache_arrays import (
     abstract_kv_cache,
     allocate_kv_cache,
-    default_block_size,
     device_mesh,
     kv_cache_dtype,
     page_spec,
@@ -77,7 +75,7 @@ class ModelRunner:
         max_num_seqs = scheduler_config.max_num_seqs
         device = next(iter(model.params[0].devices()))
         mesh = device_mesh(device)
-        groups = _groups_of(model, cache_config, device.platform)
+        groups = _groups_of(model, cache_config)
         # All groups must have one, or the arrays cannot be made.
         spec = page_spec(groups.kv_cache_groups)
         model = model.with_kernels(_kernel_settings(runner_config, model, spec, mesh))
@@ -91,11 +89,11 @@ class ModelRunner:
             max_blocks_per_req=max_blocks_per_req,
             max_model_len=max_model_len,
             batch_invariant=runner_config.batch_invariant,
-            # An accelerator takes all rows at once faster: its host waits for a loop's condition.
-            sampled_chunk_rows=SAMPLED_CHUNK_ROWS if device.platform == "cpu" else None,
-            shares_programs=device.platform == "cpu",
+            sampled_chunk_rows=SAMPLED_CHUNK_ROWS if model.platform.samples_in_chunks else None,
+            shares_programs=model.platform.shares_programs,
             num_prompt_logits=num_told_logits(runner_config, model.config.vocab_size),
         )
+        self._platform = model.platform
         self._params = _put_params(model, mesh)
         self._show_progress = show_progress
         self._profiler = Profiler()
@@ -159,11 +157,11 @@ class ModelRunner:
     def warm_up(self) -> int:
         """Loads or compiles every program that traffic can ask for; returns their number."""
         arrays = (*self._params, self._kv_cache.k, self._kv_cache.v)
-        # Beside the programs, because the system copies what is to lie in huge pages.
+        # Beside the programs: on a CPU the system copies what is to lie in huge pages.
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            in_huge_pages = thread.submit(use_huge_pages, arrays)
+            prepared = thread.submit(self._platform.prepare_arrays, arrays)
             num_programs = self._programs.warm_up(self._kv_cache, show_progress=self._show_progress)
-            in_huge_pages.result()
+            prepared.result()
         return num_programs
 
     def start_profile(self, folder: str) -> bool:
@@ -246,13 +244,14 @@ class ModelRunner:
         """Memory of the device and of the largest programs; None where it decides nothing."""
         mesh = self._sharding.mesh
         device = mesh.devices.item()
-        if device.platform == "cpu" or cache_config.num_gpu_blocks_override is not None:
+        has_given_size = cache_config.num_gpu_blocks_override is not None
+        if has_given_size or not self._platform.measures_memory:
             return None
         # Temporary memory does not depend on the cache's size, so a tiny one will do.
         tiny_cache = abstract_kv_cache(groups.config(num_blocks=2), mesh)
         activation_bytes = self._programs.measure_temp_bytes(tiny_cache)
         held = (*self._params, *self._sampler.arrays)
-        return measure_device_memory(device, held, activation_bytes)
+        return measure_device_memory(device, self._platform, held, activation_bytes)
 
 
 def _put_params(model: LoadedModel, mesh: Mesh) -> tuple[jax.Array, ...]:
@@ -262,11 +261,11 @@ def _put_params(model: LoadedModel, mesh: Mesh) -> tuple[jax.Array, ...]:
     )
 
 
-def _groups_of(model: LoadedModel, config: CacheConfig, platform: str) -> KVCacheGroups:
-    dtype = kv_cache_dtype(model.params[0].dtype.name, platform, config.kv_cache_dtype)
+def _groups_of(model: LoadedModel, config: CacheConfig) -> KVCacheGroups:
+    dtype = kv_cache_dtype(model.params[0].dtype.name, model.platform, config.kv_cache_dtype)
     return groups_of_layers(
         kv_cache_layers(model.config),
-        block_size=config.block_size or default_block_size(platform),
+        block_size=config.block_size or model.platform.block_size,
         dtype=dtype,
     )
 
@@ -284,8 +283,8 @@ def _kernel_settings(
     kernels = "xla" if config.batch_invariant else config.kernels
     return KernelSettings.for_mesh(
         mesh,
-        implementation=choose_implementation(kernels, model.config, spec, mesh.devices.flat[0]),
+        implementation=choose_implementation(
+            kernels, model.config.attention, spec, mesh.devices.flat[0]
+        ),
         batch_invariant=config.batch_invariant,
-        # A GPU launches every kernel of an unrolled step as one graph, and compiles few of them.
-        loops_over_layers=mesh.devices.flat[0].platform == "cpu",
     )

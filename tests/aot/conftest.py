@@ -42,7 +42,7 @@ from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from models.param_sharding import MODEL_AXIS
+from models.weight_rule import MODEL_AXIS
 from pallas_kernels.dispatch import MIN_JAX_FOR_MOSAIC_GPU
 from pallas_kernels.target import Target, target_of
 from tests.aot.compiled_program import CompiledProgram

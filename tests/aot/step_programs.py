@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models import KernelSettings, KVCache, LoadedModel, kv_cache_layers, load_model
+from models.platforms import GPU
 from paxkv.contracts.kv_cache_spec import KVCacheConfig
 from paxkv.runner.batch.packed_layout import PackedLayout
 from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache, kv_cache_dtype
@@ -82,8 +83,9 @@ def _bytes_on_one_device(array: jax.ShapeDtypeStruct) -> int:
 
 
 def build_model(folder: Path, name: str) -> LoadedModel:
-    """One of `MODELS`, in bfloat16."""
-    return load_model(write_random_checkpoint(folder / name, **MODELS[name]), dtype="bfloat16")
+    """One of `MODELS`, in bfloat16, as it would be loaded for a GPU."""
+    checkpoint = write_random_checkpoint(folder / name, **MODELS[name])
+    return load_model(checkpoint, dtype="bfloat16", platform=GPU())
 
 
 def mixed_step(model: LoadedModel, mesh: Mesh, *, num_tokens: int) -> StepProgram:
@@ -136,6 +138,6 @@ def _step_program(model: LoadedModel, mesh: Mesh, shape: StepShape | BurstShape)
 
 
 def _cache_config(model: LoadedModel) -> KVCacheConfig:
-    dtype = kv_cache_dtype(model.params[0].dtype.name, "gpu")
+    dtype = kv_cache_dtype(model.params[0].dtype.name, model.platform)
     groups = groups_of_layers(kv_cache_layers(model.config), block_size=BLOCK_SIZE, dtype=dtype)
     return groups.config(NUM_BLOCKS)

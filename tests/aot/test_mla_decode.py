@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import pallas_kernels
-from models.param_sharding import MODEL_AXIS
+from models.weight_rule import MODEL_AXIS
 
 NUM_REQS, NUM_ROWS, SEQ_LEN = 64, 2, 8192
 LATENT_DIM, CACHE_DIM = 512, 576

@@ -9,7 +9,7 @@ import pytest
 import pallas_kernels
 from models import KernelSettings
 from models.kernel_settings import CACHE_BY_HEAD, TOKENS_BY_HEAD, WHOLE
-from models.param_sharding import MODEL_AXIS
+from models.weight_rule import MODEL_AXIS
 
 CACHE_DIMS = (2, 4096, 8, 16, 128)
 ROW_BYTES = 4096 * 8 * 16 * 128 * 2

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 
-from paxkv.runner.programs.compiler_options import compiler_options
+from models.platforms import GPU
 from tests.aot.step_programs import (
     MODELS,
     NUM_LAYERS,
@@ -57,9 +57,7 @@ def compiled(h200, four_h200s, compile_for_h200, tmp_path_factory):
             *program.args,
             mesh=mesh,
             donate_argnums=program.donate_argnums,
-            compiler_options=compiler_options(
-                "gpu", ["bfloat16"], num_cores=1, instruction_sets=()
-            ),
+            compiler_options=GPU().compiler_options(["bfloat16"]),
         )
 
     return compile_step

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from models import LoadedModel
+from models.platforms import CPU
 from paxkv import LLM, SamplingParams
 from paxkv.entrypoints import build
-from paxkv.runner.programs import warmup
 from tests.oracles.make_checkpoint import write_random_checkpoint
 
 SETTINGS = {
@@ -49,9 +49,8 @@ def answers(checkpoint, monkeypatch):
         return loaded[-1]
 
     def answers(num_cores: int, *has: str) -> tuple[list[list[int]], int, int]:
-        for module in (build, warmup):
-            monkeypatch.setattr(module, "num_threads", lambda: num_cores)
-            monkeypatch.setattr(module, "instruction_sets", lambda: frozenset(has))
+        platform = CPU(num_threads=num_cores, instruction_sets=frozenset(has))
+        monkeypatch.setattr(build, "default_platform", lambda: platform)
         monkeypatch.setattr(build, "load_model", load_and_keep)
         with LLM(str(checkpoint), enable_compilation_cache=False, **SETTINGS) as llm:
             outputs = llm.generate(prompts, GREEDY, use_tqdm=False)

@@ -5,9 +5,12 @@ import functools
 import tempfile
 from pathlib import Path
 
-from models import LoadedModel, load_model
+from models import LoadedModel, Platform, load_model
+from models.platforms import CPU
 from tests.oracles.paged_stepper import PagedStepper
 from tests.oracles.recipes import write_recipe
+
+IN_TURN = Platform()
 
 
 @functools.cache
@@ -20,9 +23,14 @@ def checkpoint_folder(recipe: str) -> Path:
 def model_of(recipe: str, loops_over_layers: bool = False) -> LoadedModel:
     """The recipe's model in float32, its layers in turn or in a loop."""
     if not loops_over_layers:
-        return load_model(checkpoint_folder(recipe), dtype="float32")
-    model = model_of(recipe)
-    return model.with_kernels(dataclasses.replace(model.kernels, loops_over_layers=True))
+        model = load_model(checkpoint_folder(recipe), dtype="float32")
+        return dataclasses.replace(model, platform=IN_TURN)
+    return in_loop(model_of(recipe))
+
+
+def in_loop(model: LoadedModel) -> LoadedModel:
+    """The model with its layers in a loop."""
+    return dataclasses.replace(model, platform=CPU(num_threads=1, instruction_sets=frozenset()))
 
 
 @functools.cache

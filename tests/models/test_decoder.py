@@ -5,8 +5,8 @@ import functools
 import numpy as np
 import pytest
 
-from models import decoder
-from models.registry import MODEL_CLASSES
+from models.decoder import Decoder
+from models.registry import FAMILIES, family_class
 from tests.models.steppers import checkpoint_folder, fresh_stepper
 from tests.oracles.dense_model import dense_logits
 from tests.oracles.golden import GoldenSequence, load_golden
@@ -120,6 +120,8 @@ def test_one_program_serves_prompts_chunks_and_decodes():
     assert fresh_stepper("llama").num_traces == 1
 
 
-def test_every_family_is_the_shared_decoder():
-    for model_class in MODEL_CLASSES.values():
-        assert issubclass(model_class, decoder.DecoderForCausalLM)
+def test_every_family_derives_from_the_decoder_and_reads_its_own_config():
+    for architecture in FAMILIES:
+        family = family_class(architecture)
+        assert issubclass(family, Decoder)
+        assert "read_config" in vars(family)

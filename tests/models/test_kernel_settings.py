@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 import pallas_kernels
 from models import ModelError
 from models.kernel_settings import KernelSettings
-from models.param_sharding import MODEL_AXIS
+from models.weight_rule import MODEL_AXIS
 from tests.oracles.make_checkpoint import write_random_checkpoint
 
 # Runs in a process of its own: the number of CPU devices is settled when JAX starts.
@@ -22,14 +22,15 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models import ForwardBatch, KernelSettings, KVCache, load_model
 from models.kernel_settings import CACHE_BY_HEAD
-from models.param_sharding import MODEL_AXIS
+from models.weight_rule import MODEL_AXIS
 
 loaded = load_model(sys.argv[1])
 config = loaded.config
 mesh = Mesh(np.array(jax.devices()), (MODEL_AXIS,))
 num_blocks, block_size = 300, 8
 rng = np.random.default_rng(0)
-shape = (config.num_layers, num_blocks, config.num_kv_heads, block_size, config.head_dim)
+layer = config.attention[0]
+shape = (config.num_layers, num_blocks, layer.num_kv_heads, block_size, layer.head_dim)
 batch = ForwardBatch(
     token_ids=jnp.asarray(rng.integers(0, config.vocab_size, 16), jnp.int32),
     positions=jnp.asarray([*range(9), 20, *range(3, 7), 0, 0], jnp.int32),
@@ -42,9 +43,9 @@ cache_np = rng.standard_normal(shape).astype(np.float32)
 
 def run(model, params, cache):
     def step(params, cache, batch):
-        hidden, cache = model.forward(params, cache, batch)
+        outputs, cache = model.forward(params, cache, batch)
         cache = model.kernels.copy_blocks(cache, jnp.asarray([[1, 2], [20, num_blocks]]))
-        return model.compute_logits(params, hidden[batch.logits_indices]), cache
+        return model.compute_logits(params, outputs.for_logits), cache
 
     compiled = jax.jit(step, donate_argnums=1).lower(params, cache, batch).compile()
     logits, cache = compiled(params, cache, batch)

@@ -2,14 +2,14 @@
 
 import dataclasses
 
-from models.config import ModelConfig
 from models.kv_layers import (
+    CachePlace,
     LayerKVSpec,
-    LayerPlacement,
     group_layers,
     kv_cache_layers,
     place_layers,
 )
+from models.registry import read_config
 
 GEMMA2 = {
     "architectures": ["Gemma2ForCausalLM"],
@@ -24,7 +24,7 @@ GEMMA2 = {
 
 
 def test_every_layer_caches_its_kv_heads():
-    config = ModelConfig.from_hf(
+    config = read_config(
         {
             "architectures": ["Qwen3ForCausalLM"],
             "vocab_size": 10,
@@ -76,23 +76,23 @@ def test_layer_has_the_group_and_row_of_its_name_and_shares_its_targets():
 
     layers = (layer("a", 8), layer("b"), layer("c", 8), layer("d", target="b"))
     assert place_layers(layers) == {
-        "a": LayerPlacement(group_idx=0, row=0),
-        "c": LayerPlacement(group_idx=1, row=0),
-        "b": LayerPlacement(group_idx=2, row=0),
-        "d": LayerPlacement(group_idx=2, row=0),
+        "a": CachePlace(group_idx=0, row=0),
+        "c": CachePlace(group_idx=1, row=0),
+        "b": CachePlace(group_idx=2, row=0),
+        "d": CachePlace(group_idx=2, row=0),
     }
 
 
 def test_layers_of_two_windows_cache_apart():
-    config = ModelConfig.from_hf(GEMMA2)
+    config = read_config(GEMMA2)
     assert [layer.sliding_window for layer in kv_cache_layers(config)] == [32, None, 32, None]
     assert {place.group_idx for place in place_layers(kv_cache_layers(config)).values()} == {0, 1}
 
 
 def test_unified_layers_share_one_table_whatever_their_windows():
-    config = dataclasses.replace(ModelConfig.from_hf(GEMMA2), has_unified_kv=True)
+    config = dataclasses.replace(read_config(GEMMA2), has_unified_kv=True)
     layers = kv_cache_layers(config)
     assert {(layer.sliding_window, layer.unified_window) for layer in layers} == {(None, 32)}
     assert [place.row for place in place_layers(layers).values()] == [0, 1, 2, 3]
     # Attention still looks back over the windows only.
-    assert [config.layer_window(idx) for idx in range(4)] == [32, None, 32, None]
+    assert [layer.sliding_window for layer in config.attention] == [32, None, 32, None]

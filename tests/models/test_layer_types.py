@@ -1,22 +1,40 @@
 """Sliding windows and layer types are read as transformers reads them."""
 
+from typing import get_args
+
 import pytest
 
 from models.errors import ModelConfigError, UnsupportedModelError
-from models.family_traits import FAMILY_TRAITS
-from models.layer_types import read_layer_types, read_sliding_window
+from models.layer_types import LayerType
+from models.registry import read_config
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-QWEN2 = FAMILY_TRAITS["Qwen2ForCausalLM"]
-MISTRAL = FAMILY_TRAITS["MistralForCausalLM"]
-GEMMA3 = FAMILY_TRAITS["Gemma3ForCausalLM"]
+FULL, SLIDING = get_args(LayerType)
+QWEN2, QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
+MISTRAL = "MistralForCausalLM"
+GEMMA2, GEMMA3 = "Gemma2ForCausalLM", "Gemma3ForCausalLM"
 
 
-def read(traits, num_layers: int, **fields: object) -> str:
+def windows(architecture: str, num_layers: int, **fields: object) -> list[int | None]:
+    """The window of each layer, in a model that reaches further than any."""
+    config = read_config(
+        {
+            "architectures": [architecture],
+            "vocab_size": 100,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 100_000,
+        }
+        | fields
+    )
+    return [layer.sliding_window for layer in config.attention]
+
+
+def read(architecture: str, num_layers: int, **fields: object) -> str:
     """The layer types in short: "SSF" is two sliding layers and a full one."""
-    window = read_sliding_window(fields, traits)
-    types = read_layer_types(fields, traits, num_layers=num_layers, sliding_window=window)
-    return "".join({FULL: "F", SLIDING: "S"}[layer_type] for layer_type in types)
+    return "".join("S" if w else "F" for w in windows(architecture, num_layers, **fields))
 
 
 def test_every_layer_of_mistral_slides_if_there_is_a_window():
@@ -50,9 +68,9 @@ def test_every_sixth_layer_of_gemma3_is_full():
 
 
 def test_every_second_layer_of_gemma2_is_full():
-    assert read(FAMILY_TRAITS["Gemma2ForCausalLM"], 5) == "SFSFS"
+    assert read(GEMMA2, 5) == "SFSFS"
     # It is Gemma 3's field.
-    assert read(FAMILY_TRAITS["Gemma2ForCausalLM"], 5, sliding_window_pattern=3) == "SFSFS"
+    assert read(GEMMA2, 5, sliding_window_pattern=3) == "SFSFS"
 
 
 def test_layer_types_of_another_length_are_refused():
@@ -86,22 +104,19 @@ def test_malformed_window_is_named(fields):
 @pytest.mark.parametrize(
     ("architecture", "config_class", "fields"),
     [
-        ("Gemma3ForCausalLM", "Gemma3TextConfig", {}),
-        ("Gemma3ForCausalLM", "Gemma3TextConfig", {"sliding_window_pattern": 4}),
-        ("Gemma3ForCausalLM", "Gemma3TextConfig", {"layer_types": [FULL] * 3 + [SLIDING] * 10}),
-        ("Gemma2ForCausalLM", "Gemma2Config", {}),
-        ("Gemma2ForCausalLM", "Gemma2Config", {"sliding_window_pattern": 3}),
-        ("Qwen2ForCausalLM", "Qwen2Config", {"use_sliding_window": True, "max_window_layers": 5}),
-        ("Qwen2ForCausalLM", "Qwen2Config", {"use_sliding_window": True, "sliding_window": None}),
-        ("Qwen3ForCausalLM", "Qwen3Config", {"use_sliding_window": True}),
-        ("Qwen3ForCausalLM", "Qwen3Config", {"max_window_layers": 5}),
+        (GEMMA3, "Gemma3TextConfig", {}),
+        (GEMMA3, "Gemma3TextConfig", {"sliding_window_pattern": 4}),
+        (GEMMA3, "Gemma3TextConfig", {"layer_types": [FULL] * 3 + [SLIDING] * 10}),
+        (GEMMA2, "Gemma2Config", {}),
+        (GEMMA2, "Gemma2Config", {"sliding_window_pattern": 3}),
+        (QWEN2, "Qwen2Config", {"use_sliding_window": True, "max_window_layers": 5}),
+        (QWEN2, "Qwen2Config", {"use_sliding_window": True, "sliding_window": None}),
+        (QWEN3, "Qwen3Config", {"use_sliding_window": True}),
+        (QWEN3, "Qwen3Config", {"max_window_layers": 5}),
     ],
 )
 def test_layer_types_equal_live_transformers(architecture, config_class, fields):
     transformers = pytest.importorskip("transformers")
     theirs = getattr(transformers, config_class)(num_hidden_layers=13, **fields)
-    expected = "".join("S" if name == SLIDING else "F" for name in theirs.layer_types)
-    assert read(FAMILY_TRAITS[architecture], 13, **fields) == expected
-    if SLIDING in theirs.layer_types:
-        window = read_sliding_window(fields, FAMILY_TRAITS[architecture])
-        assert window == theirs.sliding_window
+    wanted = [theirs.sliding_window if name == SLIDING else None for name in theirs.layer_types]
+    assert windows(architecture, 13, **fields) == wanted

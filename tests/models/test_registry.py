@@ -1,10 +1,290 @@
-"""The registry and the config agree on which architectures exist."""
+"""config.json becomes the config of its family, or an error that says what is wrong."""
 
-from models.config import FAMILY_TRAITS
-from models.registry import MODEL_CLASSES
+import importlib.metadata
+
+import pytest
+
+from models.errors import ModelConfigError, UnsupportedModelError
+from models.families.llama import LlamaForCausalLM
+from models.registry import ENTRY_POINT_GROUP, FAMILIES, family_class, read_config
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
 
 
-def test_every_architecture_with_traits_has_a_class_of_its_name():
-    assert {name: cls.__name__ for name, cls in MODEL_CLASSES.items()} == {
-        name: name for name in FAMILY_TRAITS
-    }
+def hf_config(architecture: str = "LlamaForCausalLM", **fields: object) -> dict[str, object]:
+    """A small config.json; a field given as None is null."""
+    return {
+        "architectures": [architecture],
+        "model_type": "llama",
+        "vocab_size": 1000,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 2048,
+    } | fields
+
+
+def test_sizes_are_read():
+    config = read_config(hf_config(rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2))
+    assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (1000, 256, 512)
+    assert config.num_layers == len(config.attention) == 2
+    assert [(layer.num_q_heads, layer.num_kv_heads) for layer in config.attention] == [(8, 4)] * 2
+    assert (config.rms_norm_eps, config.max_position_embeddings) == (1e-5, 2048)
+    assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
+    assert config.architecture == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("scaling", "wanted"),
+    [
+        (None, 2048),
+        ({"rope_type": "yarn", "factor": 4.0}, 8192),
+        # The length in config.json is the one after scaling.
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}, 1024),
+        # 2048 / 49 * 49 is a bit less than 2048 in floating point.
+        ({"rope_type": "yarn", "original_max_position_embeddings": 49}, 2048),
+        (LLAMA3, 2048),
+        ({"rope_type": "dynamic", "factor": 2.0}, 4096),
+        ({"type": "linear", "factor": 2.0}, 4096),
+    ],
+)
+def test_positions_reach_as_far_as_the_embedding_is_scaled(scaling, wanted):
+    config = read_config(hf_config(rope_scaling=scaling))
+    assert config.max_position_embeddings == 2048
+    assert config.max_scaled_positions == wanted
+
+
+def test_missing_fields_mean_what_they_mean_in_transformers():
+    fields = hf_config()
+    del fields["num_key_value_heads"]
+    config = read_config(fields)
+    assert config.attention[0].num_kv_heads == 8  # Llama: as many as query heads
+    assert config.attention[0].head_dim == 256 // 8
+    assert config.rms_norm_eps == 1e-6
+    assert config.dtype == "float32"
+    assert config.tie_word_embeddings is False
+    assert (config.bos_token_id, config.eos_token_ids) == (None, ())
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM"])
+def test_null_kv_heads_are_as_many_as_query_heads(architecture):
+    config = read_config(hf_config(architecture, num_key_value_heads=None))
+    assert config.attention[0].num_kv_heads == 8
+    fields = hf_config(architecture, num_attention_heads=64)
+    del fields["num_key_value_heads"]
+    # Left out, it is 32 in the Qwen2 configuration of transformers.
+    left_out = {"LlamaForCausalLM": 64, "Qwen2ForCausalLM": 32}[architecture]
+    assert read_config(fields).attention[0].num_kv_heads == left_out
+
+
+def test_head_dim_may_differ_from_hidden_size_per_head():
+    assert read_config(hf_config(head_dim=128)).attention[0].head_dim == 128
+    assert read_config(hf_config("Qwen3ForCausalLM")).attention[0].head_dim == 128
+    assert read_config(hf_config(head_dim=None)).attention[0].head_dim == 32
+
+
+# architecture, flags in config.json -> (qkv bias, bias on o, bias in the MLP)
+@pytest.mark.parametrize(
+    ("architecture", "flags", "expected"),
+    [
+        ("LlamaForCausalLM", {}, (False, False, False)),
+        ("LlamaForCausalLM", {"attention_bias": True}, (True, True, False)),
+        ("LlamaForCausalLM", {"mlp_bias": True}, (False, False, True)),
+        ("MistralForCausalLM", {"attention_bias": True, "mlp_bias": True}, (False, False, False)),
+        ("Qwen2ForCausalLM", {}, (True, False, False)),
+    ],
+)
+def test_biases_follow_the_family(architecture, flags, expected):
+    config = read_config(hf_config(architecture, sliding_window=None, **flags))
+    for layer in config.attention:
+        assert (layer.qkv_bias, layer.out_bias, config.mlp_bias) == expected
+
+
+def test_biases_of_qwen3_are_where_config_json_asks_for_them():
+    for has_bias in (False, True):
+        config = read_config(hf_config("Qwen3ForCausalLM", attention_bias=has_bias))
+        assert {(a.qkv_bias, a.out_bias) for a in config.attention} == {(has_bias, has_bias)}
+
+
+@pytest.mark.parametrize("field", ["torch_dtype", "dtype"])
+@pytest.mark.parametrize("value", ["bfloat16", "torch.bfloat16"])
+def test_dtype_is_read_under_both_names(field, value):
+    assert read_config(hf_config(**{field: value})).dtype == "bfloat16"
+
+
+def test_several_end_of_sequence_ids_are_kept():
+    assert read_config(hf_config(eos_token_id=[7, 9])).eos_token_ids == (7, 9)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "windows"),
+    [
+        ("MistralForCausalLM", {"sliding_window": 1024}, [1024, 1024]),
+        # 4096 where it is left out.
+        ("MistralForCausalLM", {"max_position_embeddings": 32768}, [4096, 4096]),
+        ("MistralForCausalLM", {"sliding_window": None}, [None, None]),
+        ("Qwen2ForCausalLM", {"use_sliding_window": False, "sliding_window": 1024}, [None, None]),
+        # Llama has none, whatever is written.
+        ("LlamaForCausalLM", {"sliding_window": 1024}, [None, None]),
+        ("Gemma2ForCausalLM", {"sliding_window": 1024}, [1024, None]),
+        # As long as the model's whole range: no token feels it.
+        ("MistralForCausalLM", {"sliding_window": 2048}, [None, None]),
+        ("Gemma2ForCausalLM", {"sliding_window": 2048}, [None, None]),
+    ],
+)
+def test_window_of_each_layer(architecture, fields, windows):
+    config = read_config(hf_config(architecture, **fields))
+    assert [layer.sliding_window for layer in config.attention] == windows
+
+
+def test_window_counts_where_scaled_positions_outgrow_it():
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    fields = {"sliding_window": 2048, "rope_scaling": yarn}
+    config = read_config(hf_config("MistralForCausalLM", **fields))
+    assert config.max_scaled_positions == 8192
+    assert config.attention[0].sliding_window == 2048
+
+
+def test_gemma3_as_its_smallest_release_writes_it():
+    config = read_config(
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            "model_type": "gemma3_text",
+            "attention_bias": False,
+            "attn_logit_softcapping": None,
+            "bos_token_id": 2,
+            "eos_token_id": [1, 106],
+            "final_logit_softcapping": None,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "max_position_embeddings": 32768,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 26,
+            "num_key_value_heads": 1,
+            "query_pre_attn_scalar": 256,
+            "rms_norm_eps": 1e-06,
+            "rope_local_base_freq": 10000,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "torch_dtype": "bfloat16",
+            "vocab_size": 262144,
+        }
+    )
+    # Layers 5, 11, 17 and 23 are full.
+    layers = config.attention
+    full = [idx for idx, layer in enumerate(layers) if layer.sliding_window is None]
+    assert full == [5, 11, 17, 23]
+    assert (layers[0].sliding_window, layers[0].rope.theta, layers[5].rope.theta) == (512, 1e4, 1e6)
+    assert len({layer.rope for layer in layers}) == 2
+    assert config.tie_word_embeddings  # its default, which the release leaves out
+    assert layers[0].scale == 1 / 16
+    assert config.embedding_scale == 1152**0.5
+    assert config.hidden_act == "gelu_pytorch_tanh"
+    assert (layers[0].soft_cap, config.logits_soft_cap) == (None, None)
+
+
+def test_gemma2_caps_and_scale_where_they_are_left_out_and_where_they_are_null():
+    config = read_config(hf_config("Gemma2ForCausalLM", head_dim=32))
+    layer = config.attention[0]
+    assert (layer.soft_cap, config.logits_soft_cap) == (50.0, 30.0)
+    assert layer.scale == 256**-0.5  # not head_dim's
+    assert len({layer.rope for layer in config.attention}) == 1
+    nulls = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    config = read_config(hf_config("Gemma2ForCausalLM", **nulls))
+    assert (config.attention[0].soft_cap, config.logits_soft_cap) == (None, None)
+
+
+def test_other_families_have_no_caps_and_their_own_scale():
+    fields = {"attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 64, "head_dim": 16}
+    layer = read_config(hf_config(**fields)).attention[0]
+    assert (layer.soft_cap, layer.scale) == (None, 0.25)
+
+
+def test_positions_reach_as_far_as_the_least_scaled_layer():
+    # The published length of Gemma 3 is the one after its global embedding is scaled.
+    linear = {"rope_type": "linear", "factor": 8.0}
+    config = read_config(hf_config("Gemma3ForCausalLM", rope_scaling=linear, num_hidden_layers=6))
+    assert {layer.rope.factor for layer in config.attention} == {8.0, 1.0}
+    assert config.max_scaled_positions == 2048
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_every_architecture_has_a_class_of_its_name(architecture):
+    assert family_class(architecture).__name__ == architecture
+
+
+def test_installed_packages_add_families_and_replace_none(monkeypatch):
+    own = "tests.models.test_registry:ForeignModel"
+    added = [
+        importlib.metadata.EntryPoint(name, own, ENTRY_POINT_GROUP)
+        for name in ("ForeignForCausalLM", "LlamaForCausalLM")
+    ]
+    found = {ENTRY_POINT_GROUP: added}
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: found[group])
+    assert family_class("ForeignForCausalLM") is ForeignModel
+    assert family_class("LlamaForCausalLM") is LlamaForCausalLM
+    config = read_config(hf_config("ForeignForCausalLM"))
+    assert config.architecture == "ForeignForCausalLM"
+    with pytest.raises(UnsupportedModelError, match="Gemma3ForCausalLM, ForeignForCausalLM"):
+        read_config(hf_config("GPT2LMHeadModel"))
+
+
+class ForeignModel(LlamaForCausalLM):
+    """As a package of somebody else would define it."""
+
+
+def test_unknown_architecture_is_refused_and_known_ones_are_named():
+    with pytest.raises(UnsupportedModelError) as error:
+        read_config(hf_config("GPT2LMHeadModel"))
+    assert "GPT2LMHeadModel" in str(error.value)
+    assert all(name in str(error.value) for name in FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method='awq'"),
+    ],
+)
+def test_what_is_not_built_is_refused(fields, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_config(hf_config(**fields))
+
+
+def test_attention_cap_of_gemma3_is_refused():
+    with pytest.raises(UnsupportedModelError, match="attn_logit_softcapping=50"):
+        read_config(hf_config("Gemma3ForCausalLM", attn_logit_softcapping=50.0))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"hidden_size": "256"}, "hidden_size is '256'; wanted a positive integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads=3"),
+        ({"head_dim": 33}, "head_dim=33 is odd"),
+        ({"architectures": []}, "architectures is"),
+        ({"tie_word_embeddings": "yes"}, "wanted true or false"),
+        ({"eos_token_id": ["</s>"]}, "eos_token_id"),
+    ],
+)
+def test_malformed_field_is_named(fields, message):
+    with pytest.raises(ModelConfigError, match=message):
+        read_config(hf_config(**fields))

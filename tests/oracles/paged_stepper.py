@@ -9,6 +9,7 @@ import numpy as np
 from models.forward_batch import ForwardBatch, KVCache
 from models.kv_layers import kv_cache_layers, place_layers
 from models.loading.loaded_model import LoadedModel
+from models.wants import Wants
 from tests.quick_compile import QUICK_COMPILE
 
 NUM_TOKENS = 48  # of every step, so that one compiled program serves prompts, chunks and decodes
@@ -55,14 +56,14 @@ class PagedStepper:
 
     def reset(self) -> None:
         """Forgets all requests. Old memory is NaN: whoever reads it shows it."""
-        config = self._loaded.config
+        layer = kv_cache_layers(self._loaded.config)[0]
         # Block 0 is the null block, which nobody owns.
         tables_shape = (len(self._windows), NUM_REQS, MAX_BLOCKS_PER_REQ)
         num_blocks = 1 + math.prod(tables_shape)
         block_ids = 1 + np.random.RandomState(0).permutation(num_blocks - 1)
         self._block_tables = block_ids.reshape(tables_shape).astype(np.int32)
         self._seq_lens = np.zeros(NUM_REQS, np.int32)
-        shape = (self._num_rows, num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+        shape = (self._num_rows, num_blocks, layer.num_kv_heads, BLOCK_SIZE, layer.head_dim)
         dtype = jnp.dtype(self._cache_dtype)
         k, v = (jax.device_put(np.full(shape, np.nan, dtype)) for _ in range(2))
         self._kv_cache = KVCache(k=k, v=v)
@@ -99,7 +100,7 @@ class PagedStepper:
                 if self._only_last_tokens
                 else np.arange(NUM_TOKENS, dtype=np.int32)
             ),
-            only_last_tokens=self._only_last_tokens,
+            wants=Wants(logits="last" if self._only_last_tokens else "indices"),
             widths=self._widths,
         )
         logits, self._kv_cache = self._step(self.params, self._kv_cache, jax.device_put(batch))
@@ -122,7 +123,5 @@ class PagedStepper:
         self, params: tuple[jax.Array, ...], kv_cache: KVCache, batch: ForwardBatch
     ) -> tuple[jax.Array, KVCache]:
         self.num_traces += 1
-        hidden, kv_cache = self._loaded.forward(params, kv_cache, batch)
-        if not batch.only_last_tokens:
-            hidden = hidden[batch.logits_indices]
-        return self._loaded.compute_logits(params, hidden), kv_cache
+        outputs, kv_cache = self._loaded.forward(params, kv_cache, batch)
+        return self._loaded.compute_logits(params, outputs.for_logits), kv_cache

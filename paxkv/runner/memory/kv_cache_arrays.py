@@ -8,8 +8,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import pallas_kernels
-from models import KVCache
-from models.param_sharding import MODEL_AXIS
+from models import KVCache, Platform
+from models.weight_rule import MODEL_AXIS
 from paxkv.contracts.kv_cache_spec import (
     AttentionSpec,
     FullAttentionSpec,
@@ -20,19 +20,8 @@ from paxkv.contracts.kv_cache_spec import (
 from paxkv.errors import ConfigError
 
 
-def default_block_size(platform: str) -> int:
-    """Token positions in a block where nobody chose.
-
-    On the CPU reading blocks of 64 in random order is 1.5 times as fast as blocks of 16.
-    """
-    return 64 if platform == "cpu" else 16
-
-
-def kv_cache_dtype(model_dtype: str, platform: str, wanted: str = "auto") -> str:
+def kv_cache_dtype(model_dtype: str, platform: Platform, wanted: str = "auto") -> str:
     """The dtype that keys and values are stored in.
-
-    float32 on the CPU, whatever the model's: XLA there rewrites a scatter of bfloat16 through
-    float32 and copies the whole cache for it, seconds a step for 1 GiB. It does not with float16.
 
     Args:
         wanted: `CacheConfig.kv_cache_dtype`.
@@ -40,13 +29,13 @@ def kv_cache_dtype(model_dtype: str, platform: str, wanted: str = "auto") -> str
     Raises:
         ConfigError: The platform cannot keep them in what is wanted.
     """
-    allowed = ["float32", "float16"] if platform == "cpu" else [model_dtype]
+    allowed = platform.kv_cache_dtypes(model_dtype)
     if wanted == "auto":
         return allowed[0]
     if wanted not in allowed:
         raise ConfigError(
-            f"kv_cache_dtype is {wanted!r}; on {platform} a model in {model_dtype} keeps keys and "
-            f"values in {' or '.join(allowed)}. Choose one of them, or auto."
+            f"kv_cache_dtype is {wanted!r}; on {platform.name} a model in {model_dtype} keeps keys "
+            f"and values in {' or '.join(allowed)}. Choose one of them, or auto."
         )
     return wanted
 

@@ -2,10 +2,10 @@
 
 import dataclasses
 import math
-import os
 
 import jax
 
+from models import Platform
 from paxkv.config.engine_config import CacheConfig
 from paxkv.contracts.kv_cache_spec import (
     AttentionSpec,
@@ -15,10 +15,6 @@ from paxkv.contracts.kv_cache_spec import (
 )
 from paxkv.errors import ConfigError, KVCacheTooSmallError
 from paxkv.runner.memory.kv_cache_groups import KVCacheGroups
-
-# JAX's variable for the share of a GPU's memory that it takes, and its value when it is not set.
-GPU_SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-DEFAULT_GPU_SHARE = 0.75
 
 _NULL_BLOCK = 1
 # Of what JAX may take, left for fragmentation and for what compiling tries out. A guess: it was
@@ -194,7 +190,7 @@ def plan_memory(
 
 
 def measure_device_memory(
-    device: jax.Device, held: tuple[jax.Array, ...], activation_bytes: int
+    device: jax.Device, platform: Platform, held: tuple[jax.Array, ...], activation_bytes: int
 ) -> DeviceMemory:
     """Memory of `device` as it is now.
 
@@ -211,10 +207,8 @@ def measure_device_memory(
         )
     held_bytes = sum(array.nbytes for array in held)
     limit_bytes = stats["bytes_limit"]
-    # On GPUs the limit is a share of the memory that JAX is told before it starts.
-    share = float(os.environ.get(GPU_SHARE_VARIABLE, DEFAULT_GPU_SHARE))
     return DeviceMemory(
-        total_bytes=int(limit_bytes / share) if device.platform == "gpu" else limit_bytes,
+        total_bytes=platform.total_memory_bytes(limit_bytes),
         limit_bytes=limit_bytes,
         used_bytes=max(held_bytes, stats.get("bytes_in_use", 0)),
         activation_bytes=activation_bytes,

@@ -3,6 +3,7 @@
 import bisect
 import dataclasses
 
+from models import Wants
 from paxkv.errors import InvariantError
 
 # Rows of a large vocabulary are long, and most steps with a prompt draw for few of their rows. With
@@ -26,13 +27,21 @@ class StepShape:
 
     num_tokens: int
     num_reqs: int
-    num_logits: int
+    num_logits: int  # at most one for each request, of its last token
     num_groups: int
     max_blocks_per_req: int
     tile_tokens: int | None = None
     has_prompt_logprobs: bool = False
     num_prompt_logits: int = 0
     widths: tuple[int, ...] = ()
+
+    @property
+    def wants(self) -> Wants:
+        """What the step needs of the model."""
+        if self.has_prompt_logprobs:
+            return Wants(logits="indices", hidden="all")
+        # With as many rows either way, the last layer may as well be like the others.
+        return Wants(logits="last" if self.num_logits < self.num_tokens else "indices")
 
     def num_computed(self, num_tokens: int) -> int:
         """Tokens that a step of `num_tokens` computes, padding included."""

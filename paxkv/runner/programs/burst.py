@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from models import ForwardBatch, KVCache, LoadedModel, Width
+from models import ForwardBatch, KVCache, LoadedModel, Wants, Width
 from paxkv.runner.batch.packed_layout import PackedLayout
 from paxkv.runner.programs.bucketing import BurstShape
 from paxkv.runner.programs.step import Params, take_tokens
@@ -104,7 +104,8 @@ def _run_step(
     state: BurstState,
 ) -> BurstState:
     batch = _batch_of(fields, shape, state)
-    hidden, kv_cache = model.forward(params, state.kv_cache, batch)
+    outputs, kv_cache = model.forward(params, state.kv_cache, batch)
+    hidden = outputs.for_logits
     # The drawn token's own position: the draw must not depend on how steps are put together.
     draw_position = state.positions + 1
     inputs = SamplingInputs(rows=fields["sampling_rows"], draw_position=draw_position)
@@ -194,5 +195,6 @@ def _batch_of(fields: dict[str, jax.Array], shape: BurstShape, state: BurstState
         block_tables=fields["block_tables"],
         logits_indices=row_idx[:-1],
         max_query_len=1,
+        wants=Wants(logits="last"),
         widths=shape.widths,
     )

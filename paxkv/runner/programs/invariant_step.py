@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from models import ForwardBatch, KVCache, LoadedModel
+from models import ForwardBatch, KVCache, LoadedModel, Wants
 from paxkv.runner.batch.packed_layout import PackedLayout
 from paxkv.runner.programs.bucketing import StepShape
 from paxkv.runner.programs.prompt_step import PromptStepFunction, next_token_rows, prompt_row_width
@@ -43,9 +43,9 @@ def make_invariant_step(model: LoadedModel, shape: StepShape) -> StepFunction | 
             kv_cache, logits, prompt_result = state
             start = tile_idx * tile_tokens
             batch = _batch_of_tile(fields, start, tile_tokens)
-            hidden, kv_cache = model.forward(params, kv_cache, batch)
+            outputs, kv_cache = model.forward(params, kv_cache, batch)
             tile_rows = jax.lax.dynamic_slice_in_dim(logits_row, start, tile_tokens)
-            tile_logits = model.compute_logits(params, hidden)
+            tile_logits = model.compute_logits(params, outputs.for_logits)
             if shape.has_prompt_logprobs:
                 next_ids = jax.lax.dynamic_slice_in_dim(fields["next_ids"], start, tile_tokens)
                 rows = next_token_rows(tile_logits, next_ids, shape)
@@ -99,4 +99,5 @@ def _batch_of_tile(
         block_tables=block_tables[:, jnp.clip(req_idx, 0, num_reqs - 1)],
         logits_indices=row_idx[:-1],
         max_query_len=1,
+        wants=Wants(logits="last"),
     )

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
-from models import ModelConfig
+from models import AttentionConfig
 from pallas_kernels.dispatch import target_misfit
 from paxkv.contracts.kv_cache_spec import AttentionSpec
 
@@ -31,12 +31,13 @@ MAX_RELATIVE_ERROR = 2e-2
 
 
 def choose_implementation(
-    kernels: str, config: ModelConfig, spec: AttentionSpec, device: jax.Device
+    kernels: str, layers: Sequence[AttentionConfig], spec: AttentionSpec, device: jax.Device
 ) -> str | None:
     """The `implementation` that the model passes to every op.
 
     Args:
         kernels: `RunnerConfig.kernels`.
+        layers: Of the model.
         spec: The page format of the KV cache.
 
     Returns:
@@ -47,7 +48,7 @@ def choose_implementation(
         return "xla"
     if target_misfit(target) is not None:
         return None  # dispatch takes XLA by itself and says why
-    reason = why_kernels_differ(config, spec, target)
+    reason = why_kernels_differ(layers, spec, target)
     if reason is None:
         return None
     logger.error(
@@ -59,7 +60,7 @@ def choose_implementation(
 
 
 def why_kernels_differ(
-    config: ModelConfig,
+    layers: Sequence[AttentionConfig],
     spec: AttentionSpec,
     target: pallas_kernels.Target,
     *,
@@ -70,15 +71,11 @@ def why_kernels_differ(
     Returns:
         What differs; None if nothing does.
     """
-    soft_cap = config.attention_soft_cap
-    windows = {config.layer_window(idx) or 0 for idx in range(config.num_layers)}
-    for window in sorted({min(window, MAX_WINDOW) for window in windows}):
-        rules = {
-            "scale": config.attention_scale,
-            "sliding_window": window or None,
-            "soft_cap": None if soft_cap is None else min(soft_cap, MAX_SOFT_CAP),
-        }
-        inputs = _random_layer(config, spec, seed=window)
+    # Rotary embeddings are not the kernels' work: layers that differ in them alone are tried once.
+    kinds = {_small_kind(layer): layer for layer in layers}
+    for kind, layer in kinds.items():
+        rules = dict(kind)
+        inputs = _random_layer(layer, spec, seed=rules["sliding_window"] or 0)
         expected = _run_layer(inputs, rules, {"implementation": "xla", "target": target})
         chosen = {"implementation": implementation, "target": target}
         try:
@@ -99,6 +96,16 @@ def why_kernels_differ(
     return None
 
 
+def _small_kind(layer: AttentionConfig) -> tuple[tuple[str, float | None], ...]:
+    """How a layer attends, with a window and a soft cap that small inputs feel."""
+    window, soft_cap = layer.sliding_window, layer.soft_cap
+    return (
+        ("scale", layer.scale),
+        ("sliding_window", None if window is None else min(window, MAX_WINDOW)),
+        ("soft_cap", None if soft_cap is None else min(soft_cap, MAX_SOFT_CAP)),
+    )
+
+
 def relative_error(
     got_np: np.ndarray,
     expected_np: np.ndarray,
@@ -108,7 +115,9 @@ def relative_error(
     return float(np.linalg.norm(got_np - expected_np)) / (norm or 1.0)
 
 
-def _random_layer(config: ModelConfig, spec: AttentionSpec, *, seed: int) -> dict[str, jax.Array]:
+def _random_layer(
+    layer: AttentionConfig, spec: AttentionSpec, *, seed: int
+) -> dict[str, jax.Array]:
     """A cache of one row full of random numbers, and a ragged batch over it."""
     rng = np.random.default_rng(seed)
     block_size, dtype = spec.block_size, jnp.dtype(spec.dtype)
@@ -117,7 +126,7 @@ def _random_layer(config: ModelConfig, spec: AttentionSpec, *, seed: int) -> dic
     max_blocks_per_req = -(-int(seq_lens.max()) // block_size)
     num_blocks = 1 + len(REQUESTS) * max_blocks_per_req
     tables = 1 + rng.permutation(num_blocks - 1).reshape(len(REQUESTS), -1).astype(np.int32)
-    cache_shape = (1, num_blocks, config.num_kv_heads, block_size, config.head_dim)
+    cache_shape = (1, num_blocks, layer.num_kv_heads, block_size, layer.head_dim)
     num_tokens = int(num_query.sum()) + NUM_PADDING_TOKENS
 
     def normal(*shape: int) -> jax.Array:
@@ -126,9 +135,9 @@ def _random_layer(config: ModelConfig, spec: AttentionSpec, *, seed: int) -> dic
     return {
         "k_cache": normal(*cache_shape),
         "v_cache": normal(*cache_shape),
-        "q": normal(num_tokens, config.num_q_heads, config.head_dim),
-        "k": normal(num_tokens, config.num_kv_heads, config.head_dim),
-        "v": normal(num_tokens, config.num_kv_heads, config.head_dim),
+        "q": normal(num_tokens, layer.num_q_heads, layer.head_dim),
+        "k": normal(num_tokens, layer.num_kv_heads, layer.head_dim),
+        "v": normal(num_tokens, layer.num_kv_heads, layer.head_dim),
         "positions": jnp.asarray(_positions(num_query, seq_lens, num_tokens)),
         "block_tables": jnp.asarray(tables),
         "seq_lens": jnp.asarray(seq_lens),

@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 
 import paxkv
 from models import KernelSettings, KVCache, LoadedModel
-from paxkv.runner.programs.processor import num_cores, processor_identity
 from paxkv.runner.programs.program_sources import source_digest
 
 # Settings of JAX that change what is traced or how it is compiled; no version has all of them.
@@ -66,6 +65,7 @@ def program_identity(
         "jaxlib": jaxlib.__version__,
         "flax": flax.__version__,
         **_device_facts(mesh),
+        **model.platform.identity(),
         **_model_facts(model.config),
         "dtype": params[0].dtype.name,
         "weights": _digest([(array.shape, array.dtype.name) for array in params])[:16],
@@ -102,17 +102,12 @@ def identity_differences(compiled: Mapping[str, str], wanted: Mapping[str, str])
 
 def _device_facts(mesh: Mesh) -> dict[str, str]:
     device = mesh.devices.flat[0]
-    facts = {
+    return {
         "platform": device.platform,
         "device": device.device_kind,
         "runtime": device.client.platform_version,
         "mesh": json.dumps(dict(mesh.shape)),
     }
-    if device.platform == "cpu":
-        facts["processor"] = processor_identity()
-        # XLA splits loops over as many threads as there were when it compiled.
-        facts["processor cores"] = f"{num_cores()}, NPROC {os.environ.get('NPROC', 'not set')}"
-    return facts
 
 
 def _model_facts(config: object) -> dict[str, str]:

@@ -1,6 +1,5 @@
 """The compiled step that also finds log-probabilities of prompts: one program, for any step."""
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -39,12 +38,10 @@ def make_prompt_step(model: LoadedModel, shape: StepShape) -> PromptStepFunction
         logits: jax.Array,  # f32[max_num_seqs, vocab], of an earlier step, to be overwritten
     ) -> tuple[KVCache, jax.Array, jax.Array, jax.Array]:
         fields = layout.unpack(packed)
-        batch = dataclasses.replace(
-            unpack_batch(fields, prev_tokens, shape.widths), only_last_tokens=False
-        )
-        hidden, kv_cache = model.forward(params, kv_cache, batch)
-        logits = write_logits(model, params, batch, hidden[batch.logits_indices], logits)
-        prompt_result = _find_logprobs(model, params, hidden, fields, shape)
+        batch = unpack_batch(fields, prev_tokens, shape)
+        outputs, kv_cache = model.forward(params, kv_cache, batch)
+        logits = write_logits(model, params, batch, outputs.for_logits, logits)
+        prompt_result = _find_logprobs(model, params, outputs.hidden, fields, shape)
         sampling = join_step_rows(fields, max_num_seqs=prev_tokens.shape[0])
         return kv_cache, logits, sampling, prompt_result
 

@@ -21,35 +21,25 @@ def forward(
     model: LoadedModel, params: Params, kv_cache: KVCache, batch: ForwardBatch
 ) -> tuple[jax.Array, KVCache]:
     """Runs the model: logits f32[num_logits, vocab] of the wanted tokens, and the written cache."""
-    hidden, kv_cache = model.forward(params, kv_cache, batch)
-    return model.compute_logits(params, wanted_hidden(batch, hidden)), kv_cache
-
-
-def wanted_hidden(
-    batch: ForwardBatch,
-    hidden: jax.Array,  # f[num_tokens, hidden], or f[num_reqs, hidden] of `only_last_tokens`
-) -> jax.Array:  # f[num_logits, hidden]
-    """Hidden states of the tokens whose logits are wanted."""
-    return hidden if batch.only_last_tokens else hidden[batch.logits_indices]
+    outputs, kv_cache = model.forward(params, kv_cache, batch)
+    return model.compute_logits(params, outputs.for_logits), kv_cache
 
 
 def unpack_batch(
     fields: dict[str, jax.Array],
     prev_tokens: jax.Array,  # i32[max_num_seqs]
-    widths: tuple[int, ...] = (),
+    shape: StepShape,
 ) -> ForwardBatch:
     """The model's input; each token comes from the host or from `prev_tokens`."""
-    token_ids, logits_indices = take_tokens(fields, prev_tokens), fields["logits_indices"]
     return ForwardBatch(
-        token_ids=token_ids,
+        token_ids=take_tokens(fields, prev_tokens),
         positions=fields["positions"],
         query_start_loc=fields["query_start_loc"],
         seq_lens=fields["seq_lens"],
         block_tables=fields["block_tables"],
-        logits_indices=logits_indices,
-        # With as many rows either way, the last layer may as well be like the others.
-        only_last_tokens=logits_indices.shape[0] < token_ids.shape[0],
-        widths=widths,
+        logits_indices=fields["logits_indices"],
+        wants=shape.wants,
+        widths=shape.widths,
     )
 
 
@@ -82,9 +72,9 @@ def make_step(model: LoadedModel, shape: StepShape) -> StepFunction:
         logits: jax.Array,  # f32[max_num_seqs, vocab], of an earlier step, to be overwritten
     ) -> tuple[KVCache, jax.Array, jax.Array]:
         fields = layout.unpack(packed)
-        batch = unpack_batch(fields, prev_tokens, shape.widths)
-        hidden, kv_cache = model.forward(params, kv_cache, batch)
-        logits = write_logits(model, params, batch, wanted_hidden(batch, hidden), logits)
+        batch = unpack_batch(fields, prev_tokens, shape)
+        outputs, kv_cache = model.forward(params, kv_cache, batch)
+        logits = write_logits(model, params, batch, outputs.for_logits, logits)
         return kv_cache, logits, join_step_rows(fields, max_num_seqs=prev_tokens.shape[0])
 
     return step

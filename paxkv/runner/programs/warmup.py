@@ -14,6 +14,7 @@ from jax.stages import Compiled, Lowered
 from tqdm import tqdm
 
 from models import KVCache, LoadedModel
+from models.platforms.processor import num_cores
 from paxkv.runner.batch.packed_layout import PackedLayout
 from paxkv.runner.programs.bucketing import (
     BurstShape,
@@ -24,9 +25,7 @@ from paxkv.runner.programs.bucketing import (
     StepBuckets,
 )
 from paxkv.runner.programs.burst import make_burst
-from paxkv.runner.programs.compiler_options import compiler_options
 from paxkv.runner.programs.invariant_step import make_invariant_step
-from paxkv.runner.programs.processor import instruction_sets, num_cores, num_threads
 from paxkv.runner.programs.program_identity import program_identity
 from paxkv.runner.programs.program_store import ProgramFolder, ProgramStore, without_jax_cache
 from paxkv.runner.programs.prompt_step import make_prompt_step
@@ -73,12 +72,8 @@ class StepPrograms:
         self._mesh = mesh
         self._store = store
         self._sharding = NamedSharding(mesh, PartitionSpec())
-        self._compiler_options = compiler_options(
-            mesh.devices.flat[0].platform,
-            {param.dtype.name for param in params},
-            num_cores=num_threads(),
-            instruction_sets=instruction_sets(),
-            batch_invariant=buckets.is_batch_invariant,
+        self._compiler_options = model.platform.compiler_options(
+            {param.dtype.name for param in params}, batch_invariant=buckets.is_batch_invariant
         )
         self._programs: dict[ProgramShape, Compiled] = {}
         self._is_ready = False

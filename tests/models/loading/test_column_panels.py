@@ -16,7 +16,8 @@ from models.loading import column_panels
 from models.loading.column_panels import split_columns
 from models.loading.load_model import load_model
 from models.loading.product_dtype import with_product_dtype
-from paxkv.runner.memory.huge_pages import HUGE_PAGE_BYTES
+from models.platforms.huge_pages import HUGE_PAGE_BYTES
+from tests.models.steppers import IN_TURN
 from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.oracles.paged_stepper import PagedStepper
 
@@ -40,7 +41,7 @@ def random_array(*shape: int, dtype: str = "float32") -> jax.Array:
 
 def in_panels(kernel: jax.Array, width: int = 256) -> tuple[jax.Array, ...]:
     params = [kernel]
-    split_columns(params, [KERNEL], width=width)
+    split_columns(params, ["matrix"], width=width)
     return params[0]
 
 
@@ -102,20 +103,20 @@ def test_panels_of_a_kernel_are_one_piece_of_memory():
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "dtype"),
+    ("layout", "shape", "dtype"),
     [
-        (KERNEL, (8, 511), "float32"),  # narrow
-        (KERNEL, (8, 1024), "bfloat16"),
-        ("layers.0.mlp.up_proj.kernel_scale", (1024,), "float32"),
-        ("layers.0.mlp.up_proj.bias", (1024,), "float32"),
-        ("embed_tokens.embedding", (8, 1024), "float32"),
-        ("norm.scale", (1024,), "float32"),
+        ("matrix", (8, 511), "float32"),  # narrow
+        ("matrix", (8, 1024), "bfloat16"),
+        ("vector", (1024,), "float32"),
+        ("table", (8, 1024), "float32"),
+        # Any other layout has columns elsewhere.
+        ("experts", (4, 8, 1024), "float32"),
     ],
 )
-def test_what_is_not_split_stays_the_same_array(name, shape, dtype):
+def test_what_is_not_split_stays_the_same_array(layout, shape, dtype):
     array = random_array(*shape, dtype=dtype)
     params = [array]
-    split_columns(params, [name], width=256)
+    split_columns(params, [layout], width=256)
     assert params[0] is array
 
 
@@ -131,7 +132,7 @@ def test_kernels_are_replaced_one_at_a_time(monkeypatch):
 
     panels_of = column_panels._panels_of
     monkeypatch.setattr(column_panels, "_panels_of", split)
-    split_columns(params, [KERNEL] * 3, width=256)
+    split_columns(params, ["matrix"] * 3, width=256)
     assert num_whole == [3, 2, 1]
 
 
@@ -165,8 +166,8 @@ def test_logits_are_those_of_whole_kernels(tmp_path, tie, loops_over_layers):
     assert not split
     specs = dict(zip(models[1].param_names, models[1].param_specs, strict=True))
     assert specs["layers.1.mlp.down_proj.kernel.1"] == PartitionSpec()
-    kernels = dataclasses.replace(models[0].kernels, loops_over_layers=loops_over_layers)
-    steppers = [PagedStepper(model.with_kernels(kernels)) for model in models]
+    platform = models[0].platform if loops_over_layers else IN_TURN
+    steppers = [PagedStepper(dataclasses.replace(model, platform=platform)) for model in models]
     for chunk in ({0: [3, 4, 5, 6], 1: list(range(7, 30)), 2: [8]}, {0: [9], 2: [10]}):
         wanted, got = (stepper.step(chunk) for stepper in steppers)
         for row in chunk:

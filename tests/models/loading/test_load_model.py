@@ -1,5 +1,6 @@
 """`load_model`: dtypes, layouts of files, dummy weights, and errors that name the weights."""
 
+import dataclasses
 import json
 import sys
 
@@ -237,7 +238,8 @@ def test_checkpoint_that_transformers_saved_is_the_same_model(tmp_path, recipe):
     assert saved.param_names == ours.param_names
     for one, other in zip(ours.params, saved.params, strict=True):
         np.testing.assert_array_equal(one, other)
-    for fact in ("layer_types", "sliding_window", "ropes", "attention_scale", "hidden_act"):
-        assert getattr(saved.config, fact) == getattr(ours.config, fact), fact
-    for fact in ("attention_soft_cap", "logits_soft_cap", "tie_word_embeddings", "head_dim"):
-        assert getattr(saved.config, fact) == getattr(ours.config, fact), fact
+    # What the dtype of the save and the version write otherwise.
+    written = {"dtype": "", "model_type": "", "eos_token_ids": (), "bos_token_id": None}
+    assert dataclasses.replace(saved.config, **written) == dataclasses.replace(
+        ours.config, **written
+    )

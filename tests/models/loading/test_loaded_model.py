@@ -7,6 +7,7 @@ import numpy as np
 from models.forward_batch import ForwardBatch, KVCache
 from models.loading.load_model import load_model
 from models.loading.loaded_model import LoadedModel
+from models.platforms import CPU, GPU
 from tests.oracles.make_checkpoint import write_random_checkpoint
 
 
@@ -28,16 +29,15 @@ def test_functions_use_the_params_they_are_given(tmp_path):
     np.testing.assert_allclose(doubled, 2 * logits, rtol=1e-6)
 
 
-def test_tied_head_without_a_copy_gives_the_same_logits(tmp_path, monkeypatch):
+def test_tied_head_without_a_copy_gives_the_same_logits(tmp_path):
     folder = write_random_checkpoint(tmp_path, num_layers=1, tie=True)
     hidden = jnp.asarray(np.random.RandomState(0).standard_normal((3, 64)), jnp.float32)
     logits = {}
-    for platform in ("cpu", "gpu"):  # only a CPU keeps the transposed copy
-        monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
-        loaded = load_model(folder, dtype="float32")
-        assert ("lm_head.kernel" in loaded.param_names) == (platform == "cpu")
-        monkeypatch.undo()
-        logits[platform] = loaded.compute_logits(loaded.params, hidden)
+    platforms = {"cpu": CPU.of_this_machine(), "gpu": GPU()}
+    for name, platform in platforms.items():  # only a CPU keeps the transposed copy
+        loaded = load_model(folder, dtype="float32", platform=platform)
+        assert ("lm_head.kernel" in loaded.param_names) == (name == "cpu")
+        logits[name] = loaded.compute_logits(loaded.params, hidden)
     np.testing.assert_allclose(logits["cpu"], logits["gpu"], rtol=1e-5, atol=1e-5)
 
 
@@ -45,10 +45,11 @@ def test_cache_keeps_its_shape_and_dtype(tmp_path):
     loaded = load_model(write_random_checkpoint(tmp_path, num_layers=1))
     cache = jax.ShapeDtypeStruct((1, 4, 2, 8, 16), jnp.float32)
     batch = _abstract_batch(num_tokens=8, num_reqs=2)
-    hidden, kv_cache = jax.eval_shape(
+    outputs, kv_cache = jax.eval_shape(
         loaded.forward, loaded.params, KVCache(k=cache, v=cache), batch
     )
-    assert (hidden.shape, hidden.dtype) == ((8, 64), jnp.float32)
+    for_logits = outputs.for_logits
+    assert (for_logits.shape, for_logits.dtype) == ((2, 64), jnp.float32)
     assert (kv_cache.k.shape, kv_cache.v.dtype) == (cache.shape, cache.dtype)
 
 

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 import paxkv.entrypoints.build
+from models.platforms import CPU, GPU, Platform
 from paxkv.config.engine_config import (
     FIT_MEMORY,
     CacheConfig,
@@ -228,8 +229,8 @@ def test_store_of_programs_reaches_the_runner(
     identity = {"number of KV blocks": "77"}
     NewCompiledPrograms(tmp_path / "out").open(identity, [], jax.devices())
 
-    def cache_config(platform: str, **cache: object) -> CacheConfig:
-        monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    def cache_config(platform: Platform, **cache: object) -> CacheConfig:
+        monkeypatch.setattr("paxkv.entrypoints.build.default_platform", lambda: platform)
         config = EngineConfig(
             model=ModelConfig(model=str(tmp_path)),
             cache=CacheConfig(**cache),
@@ -240,9 +241,9 @@ def test_store_of_programs_reaches_the_runner(
         assert isinstance(arguments["program_store"], CompiledPrograms)
         return arguments["cache_config"]
 
-    assert cache_config("gpu").num_gpu_blocks_override == 77
-    assert cache_config("gpu", num_gpu_blocks_override=5).num_gpu_blocks_override == 5
-    assert cache_config("cpu").num_gpu_blocks_override is None
+    assert cache_config(GPU()).num_gpu_blocks_override == 77
+    assert cache_config(GPU(), num_gpu_blocks_override=5).num_gpu_blocks_override == 5
+    assert cache_config(CPU.of_this_machine()).num_gpu_blocks_override is None
 
 
 def test_folder_without_programs_is_refused_before_anything_is_loaded(
@@ -280,9 +281,8 @@ def test_kernels_lie_in_panels_where_one_core_without_batch_invariance_is_quicke
         raise ConfigError("no model")
 
     monkeypatch.setattr("paxkv.entrypoints.build.load_model", load_model)
-    monkeypatch.setattr("paxkv.entrypoints.build.num_threads", lambda: num_cores)
-    monkeypatch.setattr("paxkv.entrypoints.build.instruction_sets", lambda: frozenset(has))
-    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    platform = CPU(num_threads=num_cores, instruction_sets=frozenset(has))
+    monkeypatch.setattr("paxkv.entrypoints.build.default_platform", lambda: platform)
     config = EngineConfig(
         model=ModelConfig(model=str(tmp_path)),
         runner=RunnerConfig(batch_invariant=batch_invariant, enable_compilation_cache=False),

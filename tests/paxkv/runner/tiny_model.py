@@ -8,8 +8,16 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 import pallas_kernels
-from models import ForwardBatch, KernelSettings, KVCache, kv_cache_layers
+from models import (
+    AttentionConfig,
+    ForwardBatch,
+    KernelSettings,
+    KVCache,
+    RopeConfig,
+    kv_cache_layers,
+)
 from models.kv_layers import place_layers
+from models.platforms import default_platform
 
 VOCAB, HIDDEN, NUM_LAYERS, NUM_HEADS, HEAD_DIM = 50, 8, 2, 2, 4
 MAX_POSITIONS = 256
@@ -19,15 +27,22 @@ MAX_POSITIONS = 256
 class TinyConfig:
     """What of a model's configuration the runner reads."""
 
-    windows: tuple[int | None, ...]
+    attention: tuple[AttentionConfig, ...]
     vocab_size: int = VOCAB
-    num_layers: int = NUM_LAYERS
-    num_kv_heads: int = NUM_HEADS
-    head_dim: int = HEAD_DIM
     has_unified_kv: bool = False
 
-    def layer_window(self, layer_idx: int) -> int | None:
-        return self.windows[layer_idx]
+
+def tiny_config(windows: tuple[int | None, ...]) -> TinyConfig:
+    """Layers with these windows."""
+    layer = AttentionConfig(
+        hidden_size=HIDDEN,
+        num_q_heads=NUM_HEADS,
+        num_kv_heads=NUM_HEADS,
+        head_dim=HEAD_DIM,
+        rope=RopeConfig(),  # which it does without
+        scale=HEAD_DIM**-0.5,
+    )
+    return TinyConfig(tuple(dataclasses.replace(layer, sliding_window=w) for w in windows))
 
 
 class TinyModel:
@@ -45,9 +60,11 @@ class TinyModel:
         windows: tuple[int | None, ...] = (None,) * NUM_LAYERS,
         max_looped_tokens: int = 0,
     ) -> None:
-        self.config = TinyConfig(windows)
+        self.config = tiny_config(windows)
+        self._windows = windows
         self.max_looped_tokens = max_looped_tokens
         self.kernels = KernelSettings()
+        self.platform = default_platform()
         self._places = list(place_layers(kv_cache_layers(self.config)).values())
         rng = np.random.default_rng(seed)
         shapes = [(VOCAB, HIDDEN), (MAX_POSITIONS, HIDDEN), (HIDDEN, VOCAB)]
@@ -81,10 +98,12 @@ class TinyModel:
                 kv_cache.k, kv_cache.v, k, v, slots[place.group_idx], place.row
             )
             kv_cache = KVCache(k=k_cache, v=v_cache)
-            window = self.config.layer_window(layer_idx)
+            window = self._windows[layer_idx]
             attended = _attend(q, kv_cache, batch, place, window)
             hidden = hidden + attended.reshape(hidden.shape)
-        return hidden[batch.logits_indices] if batch.only_last_tokens else hidden, kv_cache
+        if batch.drops_rows:
+            hidden = hidden[batch.last_tokens]
+        return batch.choose_outputs(hidden), kv_cache
 
     def compute_logits(self, params, hidden):
         return (hidden @ params[2]).astype(jnp.float32)
@@ -95,7 +114,7 @@ class TinyModel:
         num_tokens = len(token_ids)
         hidden = params[0][token_ids] + params[1][:num_tokens]
         distance = np.arange(num_tokens)[:, None] - np.arange(num_tokens)[None]
-        for w, window in zip(params[3:], self.config.windows, strict=True):
+        for w, window in zip(params[3:], self._windows, strict=True):
             q, k, v = (np.reshape(hidden @ x, (num_tokens, NUM_HEADS, HEAD_DIM)) for x in w)
             scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(HEAD_DIM)
             is_seen = (distance >= 0) & (distance < (window or num_tokens))

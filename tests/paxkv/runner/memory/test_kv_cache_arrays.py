@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from models.platforms import CPU, GPU
 from paxkv.contracts.kv_cache_spec import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -19,6 +20,8 @@ from paxkv.runner.memory.kv_cache_arrays import (
     device_mesh,
     kv_cache_dtype,
 )
+
+ON_CPU = CPU(num_threads=1, instruction_sets=frozenset())
 
 
 def make_config(num_blocks=6, layers=("a", "b", "c"), head_sizes=(16,)):
@@ -101,16 +104,16 @@ def test_kinds_without_k_and_v_of_their_own_cannot_be_computed_with(spec):
 
 
 def test_half_precision_is_stored_as_float32_on_the_cpu_only():
-    assert kv_cache_dtype("bfloat16", "cpu") == "float32"
-    assert kv_cache_dtype("float16", "cpu") == "float32"
-    assert kv_cache_dtype("bfloat16", "gpu") == "bfloat16"
+    assert kv_cache_dtype("bfloat16", ON_CPU) == "float32"
+    assert kv_cache_dtype("float16", ON_CPU) == "float32"
+    assert kv_cache_dtype("bfloat16", GPU()) == "bfloat16"
 
 
 def test_keys_and_values_are_kept_in_what_is_asked_for_where_that_can_be():
-    assert kv_cache_dtype("float32", "cpu", "float16") == "float16"
-    assert kv_cache_dtype("bfloat16", "cpu", "float32") == "float32"
-    assert kv_cache_dtype("bfloat16", "gpu", "bfloat16") == "bfloat16"
+    assert kv_cache_dtype("float32", ON_CPU, "float16") == "float16"
+    assert kv_cache_dtype("bfloat16", ON_CPU, "float32") == "float32"
+    assert kv_cache_dtype("bfloat16", GPU(), "bfloat16") == "bfloat16"
     with pytest.raises(ConfigError, match=r"'bfloat16'; on cpu .* in float32 or float16"):
-        kv_cache_dtype("bfloat16", "cpu", "bfloat16")
+        kv_cache_dtype("bfloat16", ON_CPU, "bfloat16")
     with pytest.raises(ConfigError, match=r"'float16'; on gpu a model in bfloat16 .* in bfloat16"):
-        kv_cache_dtype("bfloat16", "gpu", "float16")
+        kv_cache_dtype("bfloat16", GPU(), "float16")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import LayerKVSpec
-from models.kv_layers import LayerPlacement, place_layers
+from models.kv_layers import CachePlace, place_layers
 from paxkv.contracts.kv_cache_spec import (
     FullAttentionSpec,
     MambaSpec,
@@ -197,9 +197,9 @@ def test_memory_lies_where_the_models_layers_look_for_it(windows, data):
 def test_model_that_looks_elsewhere_is_a_bug(monkeypatch):
     def swapped(layers):
         return {
-            "0": LayerPlacement(group_idx=0, row=1),
-            "1": LayerPlacement(group_idx=0, row=0),
-            "2": LayerPlacement(group_idx=1, row=0),
+            "0": CachePlace(group_idx=0, row=1),
+            "1": CachePlace(group_idx=0, row=0),
+            "2": CachePlace(group_idx=1, row=0),
         }
 
     monkeypatch.setattr(kv_cache_groups, "place_layers", swapped)

@@ -2,12 +2,12 @@
 
 import pytest
 
-from models import ModelConfig
+from models import read_config
 from paxkv.config.engine_config import FIT_MEMORY
 from paxkv.errors import ConfigError
 from paxkv.runner.memory.max_model_len import find_max_model_len
 
-YARN = ModelConfig.from_hf(
+YARN = read_config(
     {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": 100,

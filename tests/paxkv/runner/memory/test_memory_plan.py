@@ -6,11 +6,12 @@ import jax.numpy as jnp
 import pytest
 
 from models import LayerKVSpec
+from models.platforms import GPU, TPU
+from models.platforms.gpu import SHARE_VARIABLE
 from paxkv.config.engine_config import CacheConfig
 from paxkv.errors import ConfigError, KVCacheTooSmallError
 from paxkv.runner.memory.kv_cache_groups import groups_of_layers
 from paxkv.runner.memory.memory_plan import (
-    GPU_SHARE_VARIABLE,
     DeviceMemory,
     measure_device_memory,
     plan_memory,
@@ -185,17 +186,18 @@ def test_int32_slots_count_all_rows_of_the_largest_group():
 
 
 def test_device_memory_counts_whatever_is_in_use(monkeypatch):
-    def device(stats, platform="gpu"):
-        return types.SimpleNamespace(memory_stats=lambda: stats, platform=platform)
+    def measure(stats, platform):
+        device = types.SimpleNamespace(memory_stats=lambda: stats)
+        return measure_device_memory(device, platform, params, 7)
 
-    monkeypatch.setenv(GPU_SHARE_VARIABLE, "0.5")
+    monkeypatch.setenv(SHARE_VARIABLE, "0.5")
     params = (jnp.zeros(1000, jnp.float32),)
     stats = {"bytes_limit": 10**6, "bytes_in_use": 5000}
     # JAX was given half of the GPU.
-    assert measure_device_memory(device(stats), params, 7) == DeviceMemory(
+    assert measure(stats, GPU()) == DeviceMemory(
         total_bytes=2 * 10**6, limit_bytes=10**6, used_bytes=5000, activation_bytes=7
     )
-    assert measure_device_memory(device(stats, "tpu"), params, 7).total_bytes == 10**6
-    assert measure_device_memory(device({"bytes_limit": 10**6}), params, 7).used_bytes == 4000
+    assert measure(stats, TPU()).total_bytes == 10**6
+    assert measure({"bytes_limit": 10**6}, GPU()).used_bytes == 4000
     with pytest.raises(ConfigError, match="num_gpu_blocks_override"):
-        measure_device_memory(device(None), params, 7)
+        measure(None, GPU())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from models import ModelConfig
+from models import AttentionConfig, RopeConfig
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec
 from paxkv.runner.programs import kernel_check
 from paxkv.runner.programs.kernel_check import (
@@ -21,19 +21,10 @@ SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=16, dtype="flo
 H200 = pallas_kernels.Target(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerShapes:
-    """What of a model's configuration the check reads."""
-
-    num_q_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 16
-    num_layers: int = 2
-    attention_scale: float = 0.25
-    attention_soft_cap: float | None = None
-
-    def layer_window(self, layer_idx: int) -> int | None:
-        return 50 if layer_idx else None
+FULL = AttentionConfig(
+    hidden_size=64, num_q_heads=4, num_kv_heads=2, head_dim=16, rope=RopeConfig(), scale=0.25
+)
+LAYERS = (FULL, dataclasses.replace(FULL, sliding_window=50))
 
 
 _run_layer = kernel_check._run_layer
@@ -56,13 +47,8 @@ def xla_runs_once(monkeypatch):
     monkeypatch.setattr(kernel_check, "_run_layer", run_layer_once)
 
 
-def test_shapes_are_those_of_a_model_config():
-    fields = {field.name for field in dataclasses.fields(ModelConfig)} | set(dir(ModelConfig))
-    assert {field.name for field in dataclasses.fields(LayerShapes)} <= fields
-
-
 def test_right_kernels_pass():
-    assert why_kernels_differ(LayerShapes(), SPEC, H200, implementation="reference") is None
+    assert why_kernels_differ(LAYERS, SPEC, H200, implementation="reference") is None
 
 
 def spoil_layer(monkeypatch, spoil, *, is_spoiled=lambda rules: True):
@@ -89,14 +75,14 @@ def spoil_layer(monkeypatch, spoil, *, is_spoiled=lambda rules: True):
 )
 def test_wrong_attention_is_noticed(monkeypatch, spoil):
     spoil_layer(monkeypatch, spoil)
-    reason = why_kernels_differ(LayerShapes(), SPEC, H200, implementation="reference")
+    reason = why_kernels_differ(LAYERS, SPEC, H200, implementation="reference")
     assert "differs from XLA's" in reason
 
 
 def test_every_kind_of_layer_is_tried(monkeypatch):
     is_spoiled = lambda rules: rules["sliding_window"] == 50  # noqa: E731
     spoil_layer(monkeypatch, lambda out_np: -out_np, is_spoiled=is_spoiled)
-    reason = why_kernels_differ(LayerShapes(), SPEC, H200, implementation="reference")
+    reason = why_kernels_differ(LAYERS, SPEC, H200, implementation="reference")
     assert "'sliding_window': 50" in reason
 
 
@@ -110,7 +96,7 @@ def test_wrong_write_is_noticed(monkeypatch):
         )
 
     monkeypatch.setattr(pallas_kernels, "kv_scatter", one_off)
-    reason = why_kernels_differ(LayerShapes(), SPEC, H200, implementation="reference")
+    reason = why_kernels_differ(LAYERS, SPEC, H200, implementation="reference")
     assert reason == "K was not written where XLA writes it"
 
 
@@ -127,18 +113,12 @@ def test_wrong_block_copy_is_noticed(monkeypatch):
         return k_cache, v_cache
 
     monkeypatch.setattr(pallas_kernels, "block_copy", reads_late)
-    reason = why_kernels_differ(LayerShapes(), SPEC, H200, implementation="reference")
+    reason = why_kernels_differ(LAYERS, SPEC, H200, implementation="reference")
     assert reason == "K was not written where XLA writes it"
 
 
-@dataclasses.dataclass(frozen=True)
-class FarLimits(LayerShapes):
-    """Limits that sequences as short as the check's would not feel."""
-
-    attention_soft_cap: float | None = 50.0
-
-    def layer_window(self, layer_idx):
-        return 4096
+# Limits that sequences as short as the check's would not feel.
+FAR_LIMITS = (dataclasses.replace(FULL, sliding_window=4096, soft_cap=50.0),)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +138,7 @@ def test_far_limits_that_a_kernel_gets_wrong_are_noticed(monkeypatch, spoil_rule
         return attend(*args, implementation="xla", **(rules | changes))
 
     monkeypatch.setattr(pallas_kernels, "paged_attention", spoiled)
-    reason = why_kernels_differ(FarLimits(), SPEC, H200, implementation="reference")
+    reason = why_kernels_differ(FAR_LIMITS, SPEC, H200, implementation="reference")
     assert "differs from XLA's" in reason
 
 
@@ -171,10 +151,10 @@ def test_kernels_that_differ_are_not_used_and_the_log_says_so(monkeypatch, caplo
     reasons = iter(["they rot", None])
     monkeypatch.setattr(kernel_check, "why_kernels_differ", lambda *args: next(reasons))
     with caplog.at_level(logging.ERROR):
-        assert choose_implementation("auto", LayerShapes(), SPEC, FakeH200()) == "xla"
+        assert choose_implementation("auto", LAYERS, SPEC, FakeH200()) == "xla"
         assert "NVIDIA H200" in caplog.text and "they rot" in caplog.text
         caplog.clear()
-        assert choose_implementation("auto", LayerShapes(), SPEC, FakeH200()) is None
+        assert choose_implementation("auto", LAYERS, SPEC, FakeH200()) is None
     assert not caplog.text
 
 
@@ -188,15 +168,15 @@ def test_kernels_that_cannot_run_are_not_used(monkeypatch, caplog):
 
     monkeypatch.setattr(pallas_kernels, "paged_attention", broken)
     with caplog.at_level(logging.ERROR):
-        reason = why_kernels_differ(LayerShapes(), SPEC, H200, implementation="reference")
+        reason = why_kernels_differ(LAYERS, SPEC, H200, implementation="reference")
     assert reason == "running them raised RuntimeError"
     assert "CUDA says no" in caplog.text
 
 
 def test_cpu_leaves_the_choice_to_dispatch_and_xla_is_taken_at_its_word():
     device = jax.devices("cpu")[0]
-    assert choose_implementation("auto", LayerShapes(), SPEC, device) is None
-    assert choose_implementation("xla", LayerShapes(), SPEC, device) == "xla"
+    assert choose_implementation("auto", LAYERS, SPEC, device) is None
+    assert choose_implementation("xla", LAYERS, SPEC, device) == "xla"
 
 
 def test_relative_error_is_of_norms():

@@ -6,7 +6,7 @@ import json
 import jax
 import pytest
 
-from models import KernelSettings, ModelConfig
+from models import KernelSettings, read_config
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache, device_mesh
 from paxkv.runner.programs.program_identity import (
@@ -53,7 +53,7 @@ def test_identity_is_the_same_whatever_the_weights_are():
 @pytest.mark.parametrize(
     ("changed", "names"),
     [
-        ({"model": TinyModel(windows=(None, 4))}, {"model's windows"}),
+        ({"model": TinyModel(windows=(None, 4))}, {"model's attention"}),
         ({"model": TinyModel(dtype="bfloat16")}, {"dtype", "weights"}),
         ({"model": TinyModel(max_looped_tokens=32)}, {"tokens multiplied in loops"}),
         ({"num_blocks": 10}, {"number of KV blocks"}),
@@ -72,7 +72,7 @@ def test_a_change_is_seen_and_named(changed, names):
 
 def test_tokens_that_end_requests_shape_no_program():
     configs = [
-        ModelConfig.from_hf(
+        read_config(
             {
                 "architectures": ["LlamaForCausalLM"],
                 "vocab_size": 100,

@@ -85,5 +85,5 @@ def test_token_source_chooses_between_host_and_device():
     views["token_ids"][:] = np.arange(10, 18)
     views["token_source"][:] = [4, 0, 3, 4, 4, 1, 4, 4]
     prev_tokens = np.array([50, 51, 52, 53], np.int32)
-    batch = jax.jit(lambda p, t: unpack_batch(layout.unpack(p), t))(packed_np, prev_tokens)
+    batch = jax.jit(lambda p, t: unpack_batch(layout.unpack(p), t, SHAPE))(packed_np, prev_tokens)
     assert batch.token_ids.tolist() == [10, 50, 53, 13, 14, 51, 16, 17]

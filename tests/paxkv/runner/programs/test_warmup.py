@@ -1,11 +1,14 @@
 """Every bucket is compiled before the engine is ready, and later compilations are counted."""
 
+import dataclasses
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import pytest
 
+from models import Platform
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from paxkv.errors import ConfigError
 from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache, device_mesh
@@ -132,3 +135,38 @@ def test_start_that_fails_begins_no_other_program(mesh, kv_cache, monkeypatch):
         programs.warm_up(kv_cache, show_progress=False)
     # The only thread may begin a second one before it is told.
     assert 1 <= len(begun) < len(shapes) - 2
+
+
+@dataclasses.dataclass(frozen=True)
+class NotingPlatform(Platform):
+    """Notes what it is asked for options of."""
+
+    def compiler_options(self, dtypes, *, batch_invariant=False):
+        return {"of": f"{sorted(dtypes)}, {batch_invariant}"}
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_every_program_of_an_engine_is_compiled_with_the_options_of_its_platform(batch_invariant):
+    asked = []
+    buckets = StepBuckets(
+        max_num_batched_tokens=64,
+        max_num_seqs=8,
+        max_decode_burst=8,
+        max_model_len=64,
+        num_groups=1,
+        max_blocks_per_req=4,
+        batch_invariant=batch_invariant,
+    )
+    model = TinyModel()
+    model.platform = NotingPlatform()
+    programs = StepPrograms(
+        model=model,
+        params=model.params,
+        buckets=buckets,
+        max_num_seqs=8,
+        mesh=device_mesh(jax.devices("cpu")[0]),
+    )
+    lowered = SimpleNamespace(compile=asked.append)
+    for shape in buckets.largest_first:
+        programs._finish(shape, lowered)
+    assert asked == [{"of": f"['float32'], {batch_invariant}"}] * len(buckets.largest_first)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paxkv.runner.programs import processor
+from models.platforms import processor
 
 X86 = """\
 processor\t: 0

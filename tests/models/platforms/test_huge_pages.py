@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from models.loading.column_panels import split_columns
-from paxkv.runner.memory import huge_pages
-from paxkv.runner.memory.huge_pages import HUGE_PAGE_BYTES, use_huge_pages
+from models.platforms import huge_pages
+from models.platforms.huge_pages import HUGE_PAGE_BYTES, use_huge_pages
 
 PAGES_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone has them")
@@ -56,7 +56,7 @@ def test_arrays_that_lie_one_behind_the_other_count_as_one(monkeypatch):
     asked = []
     kernel = jnp.zeros((512, 2048 + 5))
     params = [kernel]
-    split_columns(params, ["mlp.up_proj.kernel"], width=512)
+    split_columns(params, ["matrix"], width=512)
     panels = params[0]
     monkeypatch.setattr(huge_pages, "_collapse", lambda *args: asked.append(args[1:]) or 0)
     use_huge_pages([panels[3], *panels[:3], panels[4], jnp.zeros(1000)])

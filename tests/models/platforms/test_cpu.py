@@ -1,23 +1,14 @@
-"""XLA's options of a platform, and which library multiplies float32 on a CPU."""
+"""What XLA is told on a CPU, how weights lie there, and which library multiplies float32."""
 
 import itertools
 import re
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from paxkv.runner.memory.kv_cache_arrays import device_mesh
-from paxkv.runner.programs import warmup
-from paxkv.runner.programs.bucketing import StepBuckets
-from paxkv.runner.programs.compiler_options import (
-    column_panel_width,
-    compiler_options,
-    max_looped_tokens,
-)
-from paxkv.runner.programs.processor import instruction_sets
-from paxkv.runner.programs.warmup import StepPrograms
+from models.platforms.cpu import CPU
+from models.platforms.processor import instruction_sets
 
 YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
 REDUCTIONS = "LIBRARY_FUSION_TYPE_REDUCE"
@@ -26,14 +17,16 @@ PROCESSORS = ((), ("avx2",), ("avx2", "avx512f"), ("avx2", "avx512f", "avx512_fp
 
 
 def options(
-    *, platform="cpu", dtypes=("float32",), num_cores=1, has=("avx2", "avx512f")
+    *, dtypes=("float32",), num_cores=1, has=("avx2", "avx512f"), batch_invariant=False
 ) -> dict[str, str]:
-    return compiler_options(platform, dtypes, num_cores=num_cores, instruction_sets=has)
+    platform = CPU(num_threads=num_cores, instruction_sets=frozenset(has))
+    return platform.compiler_options(dtypes, batch_invariant=batch_invariant)
 
 
-def test_xla_takes_the_options_of_this_platform():
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="compiles for a CPU")
+def test_xla_takes_the_options():
     for num_cores, has in itertools.product((1, 2), PROCESSORS):
-        found = options(platform=jax.default_backend(), num_cores=num_cores, has=has)
+        found = options(num_cores=num_cores, has=has)
         assert jax.jit(lambda x: x @ x).lower(jnp.ones((4, 4))).compile(found) is not None
 
 
@@ -48,9 +41,7 @@ def test_registers_of_512_bits_are_used_whole_where_that_was_measured():
         options(has=newest)[VECTOR_BITS] == options(has=newest, num_cores=2)[VECTOR_BITS] == "512"
     )
     assert VECTOR_BITS not in options()
-    assert VECTOR_BITS not in options(platform="gpu", has=newest)
-    settings = {"num_cores": 1, "instruction_sets": newest}
-    assert VECTOR_BITS not in compiler_options("cpu", ["float32"], batch_invariant=True, **settings)
+    assert VECTOR_BITS not in options(has=newest, batch_invariant=True)
 
 
 @pytest.mark.parametrize("num_cores", [1, 2])
@@ -77,59 +68,21 @@ def test_left_out_products_are_xlas_own_and_reductions_may_stay():
     assert taken_by_ynnpack(options(num_cores=1)) == (False, False)
 
 
-def test_other_weights_processors_and_devices_keep_the_default():
+def test_other_weights_and_processors_keep_the_default():
     for num_cores in (1, 2):
         assert YNNPACK not in options(dtypes=["float32", "bfloat16"], num_cores=num_cores)
         assert YNNPACK not in options(num_cores=num_cores, has=["asimd"])
-        assert YNNPACK not in options(platform="gpu", num_cores=num_cores)
 
 
 def test_batch_invariant_programs_keep_ynnpack():
     """XLA's own products sum some rows of an array in another order than the rest."""
     for num_cores, has in itertools.product((1, 2), PROCESSORS):
-        found = compiler_options(
-            *("cpu", ["float32"]),
-            num_cores=num_cores,
-            instruction_sets=has,
-            batch_invariant=True,
-        )
-        assert YNNPACK not in found
+        assert YNNPACK not in options(num_cores=num_cores, has=has, batch_invariant=True)
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_every_program_of_an_engine_is_compiled_with_the_same_options(monkeypatch, batch_invariant):
-    asked = []
-    monkeypatch.setattr(warmup, "num_threads", lambda: 1)
-    monkeypatch.setattr(warmup, "instruction_sets", lambda: frozenset(["avx2"]))
-    monkeypatch.setattr(warmup, "compiler_options", compiler_options)
-    buckets = StepBuckets(
-        max_num_batched_tokens=64,
-        max_num_seqs=8,
-        max_decode_burst=8,
-        max_model_len=64,
-        num_groups=1,
-        max_blocks_per_req=4,
-        batch_invariant=batch_invariant,
-    )
-    mesh = device_mesh(jax.devices("cpu")[0])
-    params = (jnp.ones((4, 4)),)
-    programs = StepPrograms(model=None, params=params, buckets=buckets, max_num_seqs=8, mesh=mesh)
-    lowered = SimpleNamespace(compile=asked.append)
-    for shape in buckets.largest_first:
-        programs._finish(shape, lowered)
-    assert len(asked) == len(buckets.largest_first)
-    wanted = {"xla_backend_optimization_level": "1"}
-    if not batch_invariant:
-        wanted[YNNPACK] = REDUCTIONS
-    assert all(found == wanted for found in asked)
-
-
-def panel_width(
-    *, platform="cpu", num_cores=1, has=("sse2", "avx2"), batch_invariant=False
-) -> int | None:
-    return column_panel_width(
-        platform, num_cores=num_cores, instruction_sets=has, batch_invariant=batch_invariant
-    )
+def panel_width(*, num_cores=1, has=("sse2", "avx2"), batch_invariant=False) -> int | None:
+    platform = CPU(num_threads=num_cores, instruction_sets=frozenset(has))
+    return platform.column_panel_width(batch_invariant=batch_invariant)
 
 
 def test_panels_are_for_one_core_and_as_wide_as_its_vectors_like():
@@ -140,7 +93,6 @@ def test_panels_are_for_one_core_and_as_wide_as_its_vectors_like():
 @pytest.mark.parametrize(
     "other",
     [
-        {"platform": "gpu"},
         {"num_cores": 2},
         {"has": ["sse2"]},
         {"has": ["asimd"]},
@@ -157,14 +109,11 @@ def test_kernels_stay_whole_where_panels_gain_nothing_or_rows_must_not_depend_on
 
 def test_products_of_few_tokens_are_loops_on_one_core_with_avx512():
     """Of more tokens where XLA's own loops use registers of 512 bits."""
-    for platform, num_cores, has, batch_invariant in itertools.product(
-        ("cpu", "gpu", "tpu"), (1, 2), PROCESSORS, (False, True)
-    ):
-        found = max_looped_tokens(
-            platform, num_cores=num_cores, instruction_sets=has, batch_invariant=batch_invariant
-        )
+    for num_cores, has, batch_invariant in itertools.product((1, 2), PROCESSORS, (False, True)):
+        platform = CPU(num_threads=num_cores, instruction_sets=frozenset(has))
+        found = platform.max_looped_tokens(batch_invariant=batch_invariant)
         wanted = {("avx2", "avx512f"): 16, ("avx2", "avx512f", "avx512_fp16"): 32}.get(has, 0)
-        is_measured = platform == "cpu" and num_cores == 1 and not batch_invariant
+        is_measured = num_cores == 1 and not batch_invariant
         assert found == (wanted if is_measured else 0)
 
 

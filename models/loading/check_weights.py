@@ -1,78 +1,40 @@
-"""Which checkpoint weight fills which parameter, and the check that the two sides fit."""
+"""Checks that a checkpoint holds what a model wants, and nothing else."""
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 
 from models.errors import WeightMismatchError
 from models.loading.safetensors_reader import StoredWeight
+from models.weight_rule import Source
 
-# Last part of a parameter's name -> last part of the weight's.
-LEAF_NAMES = {
-    "kernel": "weight",
-    "embedding": "weight",
-    "scale": "weight",
-    "offset": "weight",
-    "bias": "bias",
-}
-EMBEDDING_WEIGHT = "model.embed_tokens.weight"
-HEAD_WEIGHT = "lm_head.weight"
 # Left in old checkpoints: constants that are computed from the config.
 IGNORABLE_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|self_attn\.masked_bias$|self_attn\.bias$")
 READABLE_DTYPES = ("F64", "F32", "F16", "BF16")
 MAX_LISTED = 10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightSource:
-    """The checkpoint weight that fills one parameter."""
-
-    name: str
-    shape: tuple[int, ...]  # as stored
-    is_transposed: bool  # stored [out, in], wanted [in, out]
-
-
-def weight_source(
-    param_name: str, param_shape: tuple[int, ...], *, tie_word_embeddings: bool
-) -> WeightSource:
-    """Names the weight for a parameter.
-
-    "layers.0.mlp.up_proj.kernel" -> "model.layers.0.mlp.up_proj.weight", transposed
-    "norm.scale"                  -> "model.norm.weight"
-    "lm_head.kernel"              -> "lm_head.weight" transposed; the embedding where tied
-    """
-    module_name, _, leaf = param_name.rpartition(".")
-    if module_name == "lm_head":
-        name = EMBEDDING_WEIGHT if tie_word_embeddings else HEAD_WEIGHT
-    else:
-        name = f"model.{module_name}.{LEAF_NAMES[leaf]}"
-    is_transposed = leaf == "kernel"
-    shape = param_shape[::-1] if is_transposed else param_shape
-    return WeightSource(name=name, shape=shape, is_transposed=is_transposed)
-
-
 def check_weights(
     stored: Mapping[str, StoredWeight],
-    sources: Sequence[WeightSource],
+    sources: Sequence[Source],
     *,
-    tie_word_embeddings: bool,
+    ignored: Iterable[str] = (),
     where: str,
 ) -> None:
     """Compares what a checkpoint holds with what the model wants.
 
     Args:
+        ignored: Names of weights that may be there, besides `IGNORABLE_WEIGHTS`.
         where: Names the checkpoint in the message.
 
     Raises:
         WeightMismatchError: Weights are missing, unexpected, misshapen or not floating point. The
-        message
-            lists the first `MAX_LISTED` of each and counts the rest.
+            message lists the first `MAX_LISTED` of each and counts the rest.
     """
     wanted = {source.name: source for source in sources}
     unexpected = [
         name
-        for name in sorted(stored.keys() - wanted.keys())
-        if not (IGNORABLE_WEIGHTS.search(name) or (tie_word_embeddings and name == HEAD_WEIGHT))
+        for name in sorted(stored.keys() - wanted.keys() - set(ignored))
+        if not IGNORABLE_WEIGHTS.search(name)
     ]
     present = sorted(wanted.keys() & stored.keys())
     misshapen = [

@@ -1,0 +1,41 @@
+"""`AttentionConfig`: what one layer of attention over keys and values is, as plain numbers."""
+
+from dataclasses import dataclass
+
+from models.errors import ModelConfigError
+from models.rope_config import RopeConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionConfig:
+    """Grouped-query attention of one layer. Layers of one model may differ in any of it."""
+
+    hidden_size: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    scale: float  # factor of the products of queries and keys
+    # A token sees itself and the `sliding_window - 1` tokens before it; None is all of them.
+    sliding_window: int | None = None
+    soft_cap: float | None = None  # bound of the scaled products: cap * tanh(product / cap)
+    qkv_bias: bool = False
+    out_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_q_heads % self.num_kv_heads:
+            raise ModelConfigError(
+                f"config.json: num_attention_heads={self.num_q_heads} is not a multiple of "
+                f"num_key_value_heads={self.num_kv_heads}; wanted one: every KV head serves "
+                "equally many query heads."
+            )
+        if self.head_dim % 2:
+            raise ModelConfigError(
+                f"config.json: head_dim={self.head_dim} is odd; rotary embeddings turn pairs of "
+                "dimensions and want an even one."
+            )
+
+    @property
+    def rotary(self) -> tuple[RopeConfig, int]:
+        """Layers with equal ones turn queries and keys by the same angles."""
+        return self.rope, self.head_dim

@@ -1,0 +1,17 @@
+"""`Carry`: what one layer hands to the next."""
+
+from dataclasses import dataclass
+
+import jax
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Carry:
+    """The residual stream alone. A family whose layers share more derives a class of its own.
+
+    Only a family's own code opens it. Every layer takes and returns the same structure, dtypes and
+    shapes, but for the tokens that the last one may drop.
+    """
+
+    hidden: jax.Array  # f[num_tokens, hidden]

@@ -1,0 +1,86 @@
+"""`DenseConfig`: attention and a gated MLP in every layer; and how its parts are read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from models.config import ModelConfig, read_model_fields
+from models.config_fields import read_count, read_number
+from models.errors import UnsupportedModelError
+
+Activation = Literal["silu", "gelu_pytorch_tanh"]
+
+# As config.json names them; "swish" is silu under its older name.
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseConfig(ModelConfig):
+    """A decoder whose layers have attention and a gated MLP."""
+
+    intermediate_size: int
+    rms_norm_eps: float
+    hidden_act: Activation
+
+
+def read_dense_fields(
+    hf_config: Mapping[str, object],
+    *,
+    activation_field: str = "hidden_act",
+    default_activation: Activation = "silu",
+    default_tie_word_embeddings: bool = False,
+) -> dict[str, object]:
+    """The fields of `DenseConfig` but `attention`.
+
+    Defaults are those of Hugging Face's configuration class, so that a config.json which leaves a
+    field out means the same model here. Raises as `read_model_fields`.
+    """
+    fields = read_model_fields(hf_config, default_tie_word_embeddings=default_tie_word_embeddings)
+    return fields | {
+        "intermediate_size": read_count(hf_config, "intermediate_size"),
+        "rms_norm_eps": read_number(hf_config, "rms_norm_eps", 1e-6),
+        "hidden_act": _read_activation(hf_config, activation_field, default_activation),
+    }
+
+
+def read_head_fields(
+    hf_config: Mapping[str, object],
+    *,
+    default_num_kv_heads: int | None = None,
+    default_head_dim: int | None = None,
+) -> dict[str, object]:
+    """The sizes and the scale of an `AttentionConfig`.
+
+    Args:
+        default_num_kv_heads: Where config.json leaves it out; None is as many as query heads.
+        default_head_dim: Likewise; None is the hidden size over the query heads.
+    """
+    hidden_size = read_count(hf_config, "hidden_size")
+    num_q_heads = read_count(hf_config, "num_attention_heads")
+    head_dim = read_count(hf_config, "head_dim", default_head_dim or hidden_size // num_q_heads)
+    # As in transformers, null is as many as query heads; only a field left out is the default.
+    is_left_out = "num_key_value_heads" not in hf_config
+    num_kv_heads = (default_num_kv_heads if is_left_out else None) or num_q_heads
+    return {
+        "hidden_size": hidden_size,
+        "num_q_heads": num_q_heads,
+        "num_kv_heads": read_count(hf_config, "num_key_value_heads", num_kv_heads),
+        "head_dim": head_dim,
+        "scale": head_dim**-0.5,
+    }
+
+
+def _read_activation(
+    hf_config: Mapping[str, object], field: str, default: Activation
+) -> Activation:
+    name = hf_config.get(field) or default
+    if name not in ACTIVATIONS:
+        raise UnsupportedModelError(
+            f"config.json: {field}={name!r} is not supported; supported are "
+            f"{', '.join(ACTIVATIONS)}."
+        )
+    return ACTIVATIONS[name]

@@ -1,0 +1,130 @@
+"""Gemma 2: norms on both sides of each part, soft caps, and a window on every second layer."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from models.attention_config import AttentionConfig
+from models.config_fields import read_flag, read_number, read_optional_number
+from models.decoder import Decoder
+from models.dense_config import DenseConfig, read_dense_fields, read_head_fields
+from models.layer_types import read_layer_types, read_sliding_window, with_window
+from models.layers.attention import Attention
+from models.layers.decoder_layers import SandwichNormLayer
+from models.layers.mlp import GatedMLP
+from models.layers.rms_norm import OffsetRMSNorm
+from models.layers.soft_cap import soft_cap_logits
+from models.rope_config import parse_rope_config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmaConfig(DenseConfig):
+    """Token embeddings are scaled on their way in, not in the head."""
+
+    embedding_scale: float
+    logits_soft_cap: float | None
+
+
+class Gemma2ForCausalLM(Decoder):
+    """Source: arXiv:2408.00118, section 2."""
+
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, object]) -> GemmaConfig:
+        fields = read_gemma_fields(hf_config)
+        max_positions = fields["max_position_embeddings"]
+        soft_cap, logits_soft_cap = read_soft_caps(hf_config, 50.0, 30.0)
+        full = AttentionConfig(
+            **read_gemma_head_fields(hf_config),
+            rope=parse_rope_config(hf_config, max_positions),
+            soft_cap=soft_cap,
+        )
+        window = read_sliding_window(hf_config, default=4096)
+        by_type = {
+            "full_attention": full,
+            "sliding_attention": with_window(full, window, max_positions),
+        }
+        is_sliding = [layer_idx % 2 == 0 for layer_idx in range(fields["num_layers"])]
+        layer_types = read_layer_types(hf_config, is_sliding, sliding_window=window)
+        return GemmaConfig(
+            **fields,
+            attention=tuple(by_type[layer_type] for layer_type in layer_types),
+            logits_soft_cap=logits_soft_cap,
+        )
+
+    def __init__(self, config: GemmaConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
+        norm = functools.partial(OffsetRMSNorm, eps=config.rms_norm_eps, dtype=dtype)
+        layers = [
+            SandwichNormLayer(
+                attention=self.make_attention(attention, norm, dtype),
+                mlp=GatedMLP(
+                    config.hidden_size,
+                    config.intermediate_size,
+                    activation=config.hidden_act,
+                    dtype=dtype,
+                ),
+                norm=functools.partial(norm, config.hidden_size),
+            )
+            for attention in config.attention
+        ]
+        super().__init__(
+            config,
+            layers=layers,
+            norm=norm(config.hidden_size),
+            has_head_kernel=has_head_kernel,
+            dtype=dtype,
+            embedding_scale=config.embedding_scale,
+        )
+
+    def make_attention(
+        self,
+        attention: AttentionConfig,
+        norm: functools.partial[OffsetRMSNorm],
+        dtype: jnp.dtype,
+    ) -> Attention:
+        return Attention(attention, dtype=dtype)
+
+    def compute_logits(
+        self,
+        hidden: jax.Array,  # f[num_logits, hidden]
+    ) -> jax.Array:  # f32[num_logits, vocab]
+        return soft_cap_logits(super().compute_logits(hidden), self.config.logits_soft_cap)
+
+
+def read_gemma_fields(hf_config: Mapping[str, object]) -> dict[str, object]:
+    """The fields of `GemmaConfig` that all Gemmas write alike."""
+    fields = read_dense_fields(
+        hf_config,
+        activation_field="hidden_activation",
+        default_activation="gelu_pytorch_tanh",
+        default_tie_word_embeddings=True,
+    )
+    return fields | {"embedding_scale": fields["hidden_size"] ** 0.5}
+
+
+def read_gemma_head_fields(hf_config: Mapping[str, object]) -> dict[str, object]:
+    """Those of `AttentionConfig`: `query_pre_attn_scalar` takes the head size's place in it."""
+    has_bias = read_flag(hf_config, "attention_bias")
+    return {
+        **read_head_fields(hf_config, default_num_kv_heads=4, default_head_dim=256),
+        "scale": read_number(hf_config, "query_pre_attn_scalar", 256.0) ** -0.5,
+        "qkv_bias": has_bias,
+        "out_bias": has_bias,
+    }
+
+
+def read_soft_caps(
+    hf_config: Mapping[str, object], default_attention: float | None, default_logits: float | None
+) -> tuple[float | None, float | None]:
+    """The soft caps of attention and of the vocabulary's logits; null is none."""
+    defaults = {
+        "attn_logit_softcapping": default_attention,
+        "final_logit_softcapping": default_logits,
+    }
+    attention_cap, logits_cap = (
+        read_optional_number({name: hf_config.get(name, default)}, name)
+        for name, default in defaults.items()
+    )
+    return attention_cap, logits_cap

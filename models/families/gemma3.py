@@ -1,0 +1,68 @@
+"""Gemma 3 (text): normed queries and keys, and two rotary embeddings."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+
+from models.attention_config import AttentionConfig
+from models.config_fields import read_count
+from models.errors import UnsupportedModelError
+from models.families.gemma2 import (
+    Gemma2ForCausalLM,
+    GemmaConfig,
+    read_gemma_fields,
+    read_gemma_head_fields,
+    read_soft_caps,
+)
+from models.layer_types import read_layer_types, read_sliding_window, with_window
+from models.layers.attention import Attention
+from models.layers.rms_norm import OffsetRMSNorm
+from models.rope_config import parse_ropes_by_layer_type
+
+
+class Gemma3ForCausalLM(Gemma2ForCausalLM):
+    """Gemma 2's layers, with norms of queries and keys instead of a soft cap on attention."""
+
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, object]) -> GemmaConfig:
+        fields = read_gemma_fields(hf_config)
+        max_positions, num_layers = fields["max_position_embeddings"], fields["num_layers"]
+        soft_cap, logits_soft_cap = read_soft_caps(hf_config, None, None)
+        if soft_cap is not None:
+            # transformers ignores it, and other engines do not.
+            raise UnsupportedModelError(
+                f"config.json: attn_logit_softcapping={soft_cap:g} is not supported for this "
+                "architecture, which no release sets; wanted null."
+            )
+        rope, sliding_rope = parse_ropes_by_layer_type(hf_config, max_positions)
+        full = AttentionConfig(**read_gemma_head_fields(hf_config), rope=rope)
+        window = read_sliding_window(hf_config, default=4096)
+        sliding = dataclasses.replace(full, rope=sliding_rope)
+        by_type = {
+            "full_attention": full,
+            "sliding_attention": with_window(sliding, window, max_positions),
+        }
+        # Pattern 3 -> sliding, sliding, full, sliding, sliding, full, ...
+        pattern = read_count(hf_config, "sliding_window_pattern", 6)
+        is_sliding = [(layer_idx + 1) % pattern != 0 for layer_idx in range(num_layers)]
+        layer_types = read_layer_types(hf_config, is_sliding, sliding_window=window)
+        return GemmaConfig(
+            **fields,
+            attention=tuple(by_type[layer_type] for layer_type in layer_types),
+            logits_soft_cap=logits_soft_cap,
+        )
+
+    def make_attention(
+        self,
+        attention: AttentionConfig,
+        norm: functools.partial[OffsetRMSNorm],
+        dtype: jnp.dtype,
+    ) -> Attention:
+        return Attention(
+            attention,
+            q_norm=norm(attention.head_dim),
+            k_norm=norm(attention.head_dim),
+            dtype=dtype,
+        )

@@ -1,0 +1,64 @@
+"""Llama, 1 to 3.2 (text), and other models with its architecture."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from models.attention_config import AttentionConfig
+from models.config_fields import read_flag
+from models.decoder import Decoder
+from models.dense_config import DenseConfig, read_dense_fields, read_head_fields
+from models.layers.attention import Attention
+from models.layers.decoder_layers import PreNormLayer
+from models.layers.mlp import GatedMLP
+from models.layers.rms_norm import RMSNorm
+from models.rope_config import parse_rope_config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaConfig(DenseConfig):
+    """Biases are where config.json asks for them."""
+
+    mlp_bias: bool
+
+
+class LlamaForCausalLM(Decoder):
+    """Attention and a gated MLP, each behind a norm and added to the residual stream."""
+
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, object]) -> LlamaConfig:
+        fields = read_dense_fields(hf_config)
+        has_bias = read_flag(hf_config, "attention_bias")
+        attention = AttentionConfig(
+            **read_head_fields(hf_config),
+            rope=parse_rope_config(hf_config, fields["max_position_embeddings"]),
+            qkv_bias=has_bias,
+            out_bias=has_bias,
+        )
+        return LlamaConfig(
+            **fields,
+            attention=(attention,) * fields["num_layers"],
+            mlp_bias=read_flag(hf_config, "mlp_bias"),
+        )
+
+    def __init__(self, config: LlamaConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
+        norm = functools.partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        layers = [
+            PreNormLayer(
+                attention=Attention(attention, dtype=dtype),
+                mlp=GatedMLP(
+                    config.hidden_size,
+                    config.intermediate_size,
+                    activation=config.hidden_act,
+                    use_bias=config.mlp_bias,
+                    dtype=dtype,
+                ),
+                norm=norm,
+            )
+            for attention in config.attention
+        ]
+        super().__init__(
+            config, layers=layers, norm=norm(), has_head_kernel=has_head_kernel, dtype=dtype
+        )

@@ -1,0 +1,50 @@
+"""Qwen2 and Qwen2.5, dense: Llama's layers with biases on q, k and v."""
+
+from collections.abc import Mapping
+
+from models.attention_config import AttentionConfig
+from models.config_fields import read_count, read_flag
+from models.dense_config import read_dense_fields, read_head_fields
+from models.families.llama import LlamaConfig, LlamaForCausalLM
+from models.layer_types import read_layer_types, read_sliding_window, with_window
+from models.rope_config import parse_rope_config
+
+
+class Qwen2ForCausalLM(LlamaForCausalLM):
+    """Later layers may have a sliding window."""
+
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, object]) -> LlamaConfig:
+        fields = read_dense_fields(hf_config)
+        attention = AttentionConfig(
+            **read_head_fields(hf_config, default_num_kv_heads=32),
+            rope=parse_rope_config(hf_config, fields["max_position_embeddings"]),
+            qkv_bias=True,
+        )
+        return LlamaConfig(
+            **fields, attention=windowed_layers(hf_config, attention, fields), mlp_bias=False
+        )
+
+
+def windowed_layers(
+    hf_config: Mapping[str, object], attention: AttentionConfig, fields: Mapping[str, object]
+) -> tuple[AttentionConfig, ...]:
+    """The attention of each layer: with the window from layer `max_window_layers` on, if it is on.
+
+    Args:
+        fields: Of `read_dense_fields`.
+    """
+    num_layers = fields["num_layers"]
+    is_on = read_flag(hf_config, "use_sliding_window")
+    window = read_sliding_window(hf_config, default=4096) if is_on else None
+    first = num_layers
+    if window is not None:
+        first = read_count(hf_config, "max_window_layers", 28, minimum=0)
+    layer_types = read_layer_types(
+        hf_config, [layer_idx >= first for layer_idx in range(num_layers)], sliding_window=window
+    )
+    by_type = {
+        "full_attention": attention,
+        "sliding_attention": with_window(attention, window, fields["max_position_embeddings"]),
+    }
+    return tuple(by_type[layer_type] for layer_type in layer_types)

@@ -1,0 +1,78 @@
+"""Layers that several families share: attention and an MLP around one residual stream."""
+
+from collections.abc import Callable
+
+import jax
+from flax import nnx
+
+from models.carry import Carry
+from models.forward_batch import KVCache
+from models.layer_context import LayerContext
+from models.layers.attention import Attention
+from models.layers.mlp import GatedMLP
+
+
+class PreNormLayer(nnx.Module):
+    """Attention, then the MLP: each reads the normed residual stream and adds to it."""
+
+    def __init__(
+        self, *, attention: Attention, mlp: GatedMLP, norm: Callable[[], nnx.Module]
+    ) -> None:
+        self.input_layernorm = norm()
+        self.self_attn = attention
+        self.post_attention_layernorm = norm()
+        self.mlp = mlp
+
+    def __call__(
+        self, carry: Carry, kv_cache: KVCache, context: LayerContext
+    ) -> tuple[Carry, KVCache]:
+        attended, kv_cache = self.self_attn(
+            carry.hidden, kv_cache, context, norm=self.input_layernorm
+        )
+        hidden = context.by_token(self._add_parts, context.kept(carry.hidden), attended)
+        return Carry(hidden=hidden), kv_cache
+
+    def _add_parts(
+        self,
+        hidden: jax.Array,  # f[num_queries, hidden]
+        attended: jax.Array,  # f[num_queries, num_q_heads, head_dim]
+    ) -> jax.Array:  # f[num_queries, hidden]
+        hidden = hidden + self.self_attn.project_out(attended)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class SandwichNormLayer(nnx.Module):
+    """Attention, then the MLP: each reads the normed residual stream and adds its normed output.
+
+    Source: arXiv:2408.00118, section 2.
+    """
+
+    def __init__(
+        self, *, attention: Attention, mlp: GatedMLP, norm: Callable[[], nnx.Module]
+    ) -> None:
+        self.input_layernorm = norm()
+        self.self_attn = attention
+        # Of attention's output here; of the MLP's input in `PreNormLayer`.
+        self.post_attention_layernorm = norm()
+        self.pre_feedforward_layernorm = norm()
+        self.mlp = mlp
+        self.post_feedforward_layernorm = norm()
+
+    def __call__(
+        self, carry: Carry, kv_cache: KVCache, context: LayerContext
+    ) -> tuple[Carry, KVCache]:
+        attended, kv_cache = self.self_attn(
+            carry.hidden, kv_cache, context, norm=self.input_layernorm
+        )
+        hidden = context.by_token(self._add_parts, context.kept(carry.hidden), attended)
+        return Carry(hidden=hidden), kv_cache
+
+    def _add_parts(
+        self,
+        hidden: jax.Array,  # f[num_queries, hidden]
+        attended: jax.Array,  # f[num_queries, num_q_heads, head_dim]
+    ) -> jax.Array:  # f[num_queries, hidden]
+        out = self.self_attn.project_out(attended)
+        hidden = hidden + self.post_attention_layernorm(out)
+        out = self.mlp(self.pre_feedforward_layernorm(hidden))
+        return hidden + self.post_feedforward_layernorm(out)

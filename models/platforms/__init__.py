@@ -1,0 +1,22 @@
+"""One file for each kind of processor: everything that depends on it is there."""
+
+import jax
+
+import pallas_kernels
+from models.platforms.base import Platform
+from models.platforms.cpu import CPU
+from models.platforms.gpu import GPU
+from models.platforms.tpu import TPU
+
+__all__ = ["CPU", "GPU", "TPU", "Platform", "default_platform", "platform_of"]
+
+
+def platform_of(device: jax.Device) -> Platform:
+    """What depends on that device, and on this machine's processor where it is one."""
+    kinds = {"cpu": CPU.of_this_machine, "gpu": GPU, "tpu": TPU}
+    return kinds.get(pallas_kernels.target_of(device).platform, Platform)()
+
+
+def default_platform() -> Platform:
+    """That of JAX's default device."""
+    return platform_of(jax.devices()[0])

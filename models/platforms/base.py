@@ -1,0 +1,92 @@
+"""`Platform`: what depends on the processor, in the form that is right on every one."""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+
+from models.carry import Carry
+from models.config import ModelDtype
+from models.forward_batch import KVCache
+from models.layer_context import LayerContext
+from models.layer_loop import PlacedLayer, run_in_turn
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """Frozen and hashable. Each kind of processor overrides what is different on it.
+
+    Nothing else asks what it runs on, but for `pallas_kernels/target.py` and `dispatch.py`, which
+    choose the bodies of ops.
+    """
+
+    name: ClassVar[str] = "other"
+    # Token positions in a block where nobody chose.
+    block_size: ClassVar[int] = 16
+    # Whether a tied vocabulary head has an array of its own, a transposed copy of the embedding.
+    copies_tied_head: ClassVar[bool] = False
+    # Whether one program serves several numbers of tokens (`ForwardBatch.widths`), so that fewer
+    # programs are compiled.
+    shares_programs: ClassVar[bool] = False
+    # Whether tokens of a few rows are drawn at a time. An accelerator takes all rows at once
+    # faster: its host would wait for a loop's condition.
+    samples_in_chunks: ClassVar[bool] = False
+    # Whether the device tells how much memory it has, of which the KV cache takes the rest.
+    measures_memory: ClassVar[bool] = True
+
+    def weight_dtype(self, own: ModelDtype) -> ModelDtype:
+        """What weights become where nobody chose.
+
+        Args:
+            own: What the checkpoint says of itself.
+        """
+        return own
+
+    def kv_cache_dtypes(self, model_dtype: str) -> tuple[str, ...]:
+        """What keys and values may be stored in; the first where nobody chose.
+
+        Args:
+            model_dtype: Of the model's weights.
+        """
+        return (model_dtype,)
+
+    def compiler_options(
+        self, dtypes: Collection[str], *, batch_invariant: bool = False
+    ) -> dict[str, str]:
+        """Names and values of XLA's options.
+
+        Args:
+            dtypes: Of the model's weights.
+            batch_invariant: A row's products must not depend on its place among the others.
+        """
+        return {}
+
+    def column_panel_width(self, *, batch_invariant: bool = False) -> int | None:
+        """Columns of the panels that float32 matrices are to lie in; None leaves them whole."""
+        return None
+
+    def max_looped_tokens(self, *, batch_invariant: bool = False) -> int:
+        """Most tokens whose products of float32 are loops (`multiply_few_rows`); 0 is never."""
+        return 0
+
+    def run_layers(
+        self,
+        layers: Sequence[PlacedLayer],
+        carry: Carry,
+        kv_cache: KVCache,
+        context: LayerContext,
+    ) -> tuple[Carry, KVCache]:
+        """Runs layers one after the other; the last one may go on with fewer tokens."""
+        return run_in_turn(layers, carry, kv_cache, context)
+
+    def prepare_arrays(self, arrays: Iterable[jax.Array]) -> None:
+        """Does what makes the memory of arrays that stay quick to read; their numbers stay."""
+
+    def total_memory_bytes(self, limit_bytes: int) -> int:
+        """Memory of the device, where JAX may take `limit_bytes` of it."""
+        return limit_bytes
+
+    def identity(self) -> dict[str, str]:
+        """What compiled programs depend on beside the device: a name and a value for each."""
+        return {}

@@ -1,0 +1,161 @@
+"""`CPU`: XLA compiles for the processor that this process runs on."""
+
+import os
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+
+from models.carry import Carry
+from models.config import ModelDtype
+from models.forward_batch import KVCache
+from models.layer_context import LayerContext
+from models.layer_loop import PlacedLayer, run_in_loop
+from models.platforms.base import Platform
+from models.platforms.huge_pages import use_huge_pages
+from models.platforms.processor import (
+    instruction_sets,
+    num_cores,
+    num_threads,
+    processor_identity,
+)
+
+# What YNNPACK does; XLA's default is more than that. Reductions by it compile in less time.
+_YNNPACK_DOES = "xla_cpu_experimental_ynn_fusion_type"
+_NOTHING, _REDUCTIONS = "", "LIBRARY_FUSION_TYPE_REDUCE"
+_VECTOR_BITS = "xla_cpu_prefer_vector_width"
+
+
+@dataclass(frozen=True, slots=True)
+class CPU(Platform):
+    """Few programs with loops over layers, because compiling them takes most of a start.
+
+    Args:
+        num_threads: As many as XLA computes with.
+        instruction_sets: As Linux names them, like "avx2".
+    """
+
+    num_threads: int
+    instruction_sets: frozenset[str]
+
+    name: ClassVar[str] = "cpu"
+    # Reading blocks of 64 in random order is 1.5 times as fast as blocks of 16.
+    block_size: ClassVar[int] = 64
+    # A product with the transposed embedding costs ten times the copy's.
+    copies_tied_head: ClassVar[bool] = True
+    shares_programs: ClassVar[bool] = True
+    samples_in_chunks: ClassVar[bool] = True
+    measures_memory: ClassVar[bool] = False
+
+    @classmethod
+    def of_this_machine(cls) -> "CPU":
+        return cls(num_threads=num_threads(), instruction_sets=instruction_sets())
+
+    def weight_dtype(self, own: ModelDtype) -> ModelDtype:
+        """float32: XLA here is slow in 16 bits."""
+        return "float32"
+
+    def kv_cache_dtypes(self, model_dtype: str) -> tuple[str, ...]:
+        """float32 whatever the model's, or float16.
+
+        XLA here rewrites a scatter of bfloat16 through float32 and copies the whole cache for it,
+        seconds a step for 1 GiB. It does not with float16.
+        """
+        return ("float32", "float16")
+
+    def compiler_options(
+        self, dtypes: Collection[str], *, batch_invariant: bool = False
+    ) -> dict[str, str]:
+        """As `Platform.compiler_options`.
+
+        XLA's own products sum some rows in another order than others; YNNPACK does not. So
+        batch-invariant programs keep it.
+        """
+        # Of the levels 0 to 3, 2 if nobody says. With 1 programs compile in 0.85 of the time, and
+        # steps take 0.96 of it; with 0 steps take 2.6 times as long (hidden 512, JAX 0.10.2).
+        options = {"xla_backend_optimization_level": "1"}
+        # XLA's own loops use half of a register of 512 bits if nobody says. With all of it, 64
+        # mixed requests, hidden 512, tokens a CPU-second: in float32 as many on one core and 1.02
+        # to 1.08 times as many on two (JAX 0.10.2), on one with products in int8 and keys in
+        # float16 1.04 to 1.06 (0.12.0.1). Processors without avx512_fp16, some of which slow down
+        # for such instructions, were not measured.
+        if "avx512_fp16" in self.instruction_sets and not batch_invariant:
+            options[_VECTOR_BITS] = "512"
+        if set(dtypes) == {"float32"} and not batch_invariant:
+            options |= _float32_products(self.num_threads, self.instruction_sets)
+        return options
+
+    def column_panel_width(self, *, batch_invariant: bool = False) -> int | None:
+        """Columns of the panels that float32 kernels are to lie in (`split_columns`).
+
+        None leaves kernels whole: where several cores share the columns of each, where YNNPACK
+        multiplies, which is slow with panels, and where they gain nothing. With avx512_fp16, hidden
+        512, 64 mixed requests and one busy core, panels of 512 columns made 1.04 times the tokens a
+        CPU-second and of 256 1.03, before huge pages made more of it; with AVX2 alone 256 were
+        measured. With AVX-512 and without avx512_fp16 (AMD family 25 model 17) panels of 512 made
+        1.01 times as many of 64 requests, as many of 16, and 0.93 times as many of a single one.
+        """
+        if self.num_threads > 1 or batch_invariant:
+            return None
+        if "avx512f" in self.instruction_sets:
+            return 512 if "avx512_fp16" in self.instruction_sets else None
+        return 256 if "avx2" in self.instruction_sets else None
+
+    def max_looped_tokens(self, *, batch_invariant: bool = False) -> int:
+        """Most tokens whose products of float32 take less time as loops (`multiply_few_rows`).
+
+        Decode steps, hidden 512, one core with avx512_fp16, JAX 0.10.2: with 8 requests 13.4 ms
+        instead of 22.4, with 16 19.6 instead of 26.8, with 32 31.7 instead of 35.9.
+
+        Without avx512_fp16 programs use registers of 256 bits (above). With AVX-512 (AMD family 25
+        model 17) products then take 0.66 of the time with 8 tokens and 0.83 with 16 (hidden 1,024:
+        0.64 and 0.8), no less with 32, and 16 mixed requests have 1.14 times the tokens a
+        CPU-second. With AVX2 alone, which has half as many registers, nothing was measured.
+
+        A loop is code for every kernel and every number of tokens: the engine takes 37 s of CPU
+        time to start the first time instead of 31, and 2.7 instead of 1.5 where programs are found
+        compiled.
+        """
+        if self.num_threads > 1 or batch_invariant:
+            return 0
+        if "avx512_fp16" in self.instruction_sets:
+            return 32
+        return 16 if "avx512f" in self.instruction_sets else 0
+
+    def run_layers(
+        self,
+        layers: Sequence[PlacedLayer],
+        carry: Carry,
+        kv_cache: KVCache,
+        context: LayerContext,
+    ) -> tuple[Carry, KVCache]:
+        return run_in_loop(layers, carry, kv_cache, context)
+
+    def prepare_arrays(self, arrays: Iterable[jax.Array]) -> None:
+        use_huge_pages(arrays)
+
+    def identity(self) -> dict[str, str]:
+        return {
+            "processor": processor_identity(),
+            # XLA splits loops over as many threads as there were when it compiled.
+            "processor cores": f"{num_cores()}, NPROC {os.environ.get('NPROC', 'not set')}",
+        }
+
+
+def _float32_products(num_threads: int, instruction_sets: Collection[str]) -> dict[str, str]:
+    """Leaves out products by YNNPACK where XLA's own take less time.
+
+    Time by YNNPACK over that by XLA's own, with JAX 0.10.2 and 0.12.0.1. Where a core does more
+    than AVX2 can (160 GFLOP/s), and hidden 512: on one core 1.3 to 1.5 with 64 rows and 1.1 to 1.3
+    with 256; on two 0.7 to 0.8 with 256, about the same with fewer. With AVX2 and hidden 512 or
+    1,024, all of a model's products in turn, on two cores: 1.1 to 1.5 with 8 to 48, 0.94 to 1.15
+    with more. On one core with AVX2 wide kernels lie in panels, which YNNPACK is slow with
+    (`column_panel_width`); the others would take 0.5 to 0.9 of the time with it from 64 rows on.
+    Processors with neither were not measured.
+    """
+    if "avx512f" in instruction_sets:
+        return {_YNNPACK_DOES: _NOTHING} if num_threads == 1 else {}
+    if "avx2" in instruction_sets:
+        return {_YNNPACK_DOES: _REDUCTIONS}
+    return {}

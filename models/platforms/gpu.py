@@ -1,0 +1,33 @@
+"""`GPU`: NVIDIA's, through CUDA."""
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import ClassVar
+
+from models.platforms.base import Platform
+
+# Read by JAX when it first touches a GPU: the share of its memory that it takes.
+SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+DEFAULT_SHARE = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class GPU(Platform):
+    """Layers are unrolled: a step is launched as one graph, and few steps are compiled."""
+
+    name: ClassVar[str] = "gpu"
+
+    def compiler_options(
+        self, dtypes: Collection[str], *, batch_invariant: bool = False
+    ) -> dict[str, str]:
+        # What XLA puts into CUDA graphs by itself, and loops: so that the host launches a burst
+        # once, and does not wait for the loop's condition.
+        return {
+            "xla_gpu_enable_command_buffer": "CONDITIONAL,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
+            "DYNAMIC_SLICE_FUSION,FUSION,WHILE"
+        }
+
+    def total_memory_bytes(self, limit_bytes: int) -> int:
+        # The limit is a share of the memory that JAX is told before it starts.
+        return int(limit_bytes / float(os.environ.get(SHARE_VARIABLE, DEFAULT_SHARE)))

@@ -1,0 +1,52 @@
+"""What the caller of a model wants back from a step, and the answer: `Wants` and `Outputs`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+
+from models.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wants:
+    """Which hidden states a step is to return. Static, so each choice is a program of its own.
+
+    Args:
+        logits: Tokens whose logits are wanted: none, the last one of each request, or those that
+            `ForwardBatch.logits_indices` names.
+        hidden: Tokens whose hidden states behind the last norm are wanted as such.
+        taps: Layers, rising from 0, whose own hidden states of all tokens are wanted: what a
+            drafter reads.
+    """
+
+    logits: Literal["none", "last", "indices"] = "indices"
+    hidden: Literal["none", "last", "all"] = "none"
+    taps: tuple[int, ...] = ()
+
+    @property
+    def last_tokens_alone(self) -> bool:
+        """Whether nothing behind the last layer's keys and values is wanted of other tokens."""
+        return self.logits != "indices" and self.hidden != "all" and not self.taps
+
+    def check_taps(self, num_layers: int) -> None:
+        """Checks that `taps` are layers of a model that has so many.
+
+        Raises:
+            ModelError: They are not, or do not rise.
+        """
+        if list(self.taps) != sorted({tap for tap in self.taps if 0 <= tap < num_layers}):
+            raise ModelError(
+                f"taps are {self.taps}; wanted different layers in rising order, each in "
+                f"[0, {num_layers})."
+            )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """What `Wants` asked for; None where it was not asked for."""
+
+    for_logits: jax.Array | None  # f[num_logits, hidden], what `compute_logits` takes
+    hidden: jax.Array | None  # f[num_reqs, hidden] or f[num_tokens, hidden]
+    taps: tuple[jax.Array, ...]  # f[num_tokens, hidden] for each

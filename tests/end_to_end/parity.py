@@ -1,0 +1,261 @@
+"""Compares the engine with live transformers under settings that must not change an answer."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from models import LoadedModel, load_model
+from paxkv.config.sampling_params import SamplingParams
+from paxkv.generate import CompiledGenerator
+from paxkv.runner.batch.generate_inputs import GenerateShape
+from tests.end_to_end.engine_harness import (
+    MAX_DECODE_BURST,
+    EngineSettings,
+    RecordingRunner,
+    RunResult,
+    greedy,
+    run_engine,
+)
+
+NUM_NEW_TOKENS = 12
+# Of transformers' own cached and uncached runs; a larger one would hide our errors.
+MAX_REFERENCE_ERROR = 1e-3
+MIN_BOUND = 1e-4
+# A greedy choice closer than so many bounds to the next one may fall either way.
+SURE_GAP = 4
+MAX_UNSURE_SHARE = 0.05
+
+_BLOCK_SIZE = 8
+_ROOMY = EngineSettings(block_size=_BLOCK_SIZE, num_blocks=200, enable_prefix_caching=False)
+# All settings use the programs of one runner.
+SETTINGS: dict[str, EngineSettings] = {
+    "roomy": _ROOMY,
+    "prefix cache": dataclasses.replace(_ROOMY, enable_prefix_caching=True, arrival_gap=8),
+    "odd chunks": dataclasses.replace(_ROOMY, max_num_batched_tokens=13),
+    "bursts": dataclasses.replace(_ROOMY, max_decode_burst=MAX_DECODE_BURST, max_steps_in_flight=2),
+}
+# Each prompt comes twice in a row, so that the second one finds the first one's blocks.
+TWICE = ("prefix cache",)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reference:
+    """What transformers makes of some prompts."""
+
+    prompts: list[list[int]]
+    token_ids: list[list[int]]
+    logits: list[np.ndarray]  # f32[NUM_NEW_TOKENS, vocab] for each
+    relative_error: float  # between its cached and its uncached run, of the largest logit
+
+    @property
+    def bound(self) -> float:
+        """Largest difference of a logit that is not an error of ours."""
+        largest = max(float(np.abs(logits).max()) for logits in self.logits)
+        return max(MIN_BOUND, 3 * self.relative_error) * largest
+
+    def gap(self, req_idx: int, position: int) -> float:
+        """How far the best token is before the next one."""
+        second, first = np.sort(self.logits[req_idx][position])[-2:]
+        return float(first - second)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Compared:
+    """A row of the table."""
+
+    num_positions: int = 0
+    num_unsure: int = 0  # another token than the reference's, by less than `SURE_GAP` bounds
+    worst: float = 0.0  # difference of a logit, as a share of the bound
+
+    def add_logits(
+        self, reference: Reference, req_idx: int, position: int, got: np.ndarray
+    ) -> None:
+        difference = float(np.abs(got - reference.logits[req_idx][position]).max())
+        assert difference <= reference.bound, (
+            f"request {req_idx}, position {position}: a logit differs by {difference:.3g}, "
+            f"the bound is {reference.bound:.3g}"
+        )
+        self.worst = max(self.worst, difference / reference.bound)
+
+    def add_token(self, reference: Reference, req_idx: int, position: int, token_id: int) -> bool:
+        """Counts a position; whether the reference has the same token there."""
+        self.num_positions += 1
+        if token_id == reference.token_ids[req_idx][position]:
+            return True
+        gap = reference.gap(req_idx, position)
+        assert gap < SURE_GAP * reference.bound, (
+            f"request {req_idx}, position {position}: token {token_id} instead of "
+            f"{reference.token_ids[req_idx][position]}, which leads by {gap:.3g}"
+        )
+        self.num_unsure += 1
+        return False
+
+    def check(self) -> None:
+        assert self.num_unsure <= MAX_UNSURE_SHARE * self.num_positions
+
+
+def make_reference(family: str, folder: Path, seed: int) -> Reference:
+    """Saves the family's checkpoint of that seed, and runs transformers on it."""
+    import torch
+
+    from tests.oracles import families
+
+    model, _ = families.make(family, folder, seed)
+    reference = Reference(prompts=families.prompts(seed), token_ids=[], logits=[], relative_error=0)
+    errors = []
+    for prompt in reference.prompts:
+        token_ids, _, scores = families.greedy(model, prompt, NUM_NEW_TOKENS)
+        with torch.no_grad():
+            tokens = torch.tensor([prompt + token_ids[:-1]])
+            uncached = model(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 :].float()
+        errors.append(float((uncached - scores).abs().max() / scores.abs().max()))
+        reference.token_ids.append(token_ids)
+        reference.logits.append(scores.numpy())
+    reference = dataclasses.replace(reference, relative_error=max(errors))
+    assert reference.relative_error <= MAX_REFERENCE_ERROR
+    return reference
+
+
+class ParityEngine:
+    """A family's programs, which all its seeds and settings share.
+
+    Args:
+        checkpoint: Of any seed.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._ordinary = RecordingRunner(checkpoint, _BLOCK_SIZE)
+        self._invariant = RecordingRunner(checkpoint, _BLOCK_SIZE, batch_invariant=True)
+        shape = GenerateShape(
+            batch_size=4, max_prompt_len=96, max_new_tokens=NUM_NEW_TOKENS, block_size=_BLOCK_SIZE
+        )
+        self._generator = CompiledGenerator(load_model(checkpoint, dtype="float32"), shape)
+
+    def load(self, checkpoint: Path) -> None:
+        """Puts the weights of another checkpoint of the family in."""
+        model = load_model(checkpoint, dtype="float32")
+        for recording in (self._ordinary, self._invariant):
+            recording.runner._params = _put_like(model, recording.runner._params)
+        self._generator._model = model
+
+    @property
+    def num_programs(self) -> int:
+        """Compiled so far, for all settings."""
+        runners = (self._ordinary.runner, self._invariant.runner)
+        num_steps = sum(runner._programs.num_compiles for runner in runners)
+        return num_steps + self._generator._generate._cache_size()
+
+    def compare(self, reference: Reference) -> dict[str, Compared]:
+        """A row for each setting."""
+        rows = {
+            name: self._follow(self._ordinary, reference, settings, is_twice=name in TWICE)
+            for name, settings in SETTINGS.items()
+        }
+        tiny = dataclasses.replace(_ROOMY, num_blocks=self._tiny_pool(reference))
+        rows["preempted"] = self._follow(self._ordinary, reference, tiny)
+        rows["batch-invariant"] = self._follow(self._invariant, reference, _ROOMY)
+        rows["CompiledGenerator"] = self._follow_generator(reference)
+        for row in rows.values():
+            row.check()
+        return rows
+
+    def _tiny_pool(self, reference: Reference) -> int:
+        """Blocks for the longest request and a third more, and the null block."""
+        num_tokens = max(map(len, reference.prompts)) + NUM_NEW_TOKENS
+        groups = self._ordinary.runner.kv_cache_config.kv_cache_groups
+        most = [
+            group.kv_cache_spec.max_held_blocks(
+                max_model_len=num_tokens, max_num_batched_tokens=_ROOMY.max_num_batched_tokens
+            )
+            for group in groups
+        ]
+        return 1 + sum(most) + sum(most) // 3
+
+    def _follow(
+        self,
+        recording: RecordingRunner,
+        reference: Reference,
+        settings: EngineSettings,
+        *,
+        is_twice: bool = False,
+    ) -> Compared:
+        row = Compared()
+
+        def run(prompts: list[list[int]], max_tokens: list[int]) -> RunResult:
+            params = [greedy(1, tokens)[0] for tokens in max_tokens]
+            result = run_engine(recording, prompts, settings, sampling_params=params)
+            _check_setting_had_effect(settings, result, prompts)
+            return result
+
+        first = list(range(len(reference.prompts)))
+        todo = [(idx, 0) for idx in first for _ in range(1 + is_twice)]
+        while todo:
+            prompts = [reference.prompts[idx] + reference.token_ids[idx][:at] for idx, at in todo]
+            result = run(prompts, [NUM_NEW_TOKENS - at for _, at in todo])
+            left = []
+            for (idx, start), token_ids, logits in zip(
+                todo, result.token_ids, result.logits, strict=True
+            ):
+                for position, (token_id, got) in enumerate(
+                    zip(token_ids, logits, strict=True), start=start
+                ):
+                    row.add_logits(reference, idx, position, got)
+                    if not row.add_token(reference, idx, position, token_id):
+                        left += [(idx, position + 1)] * (position + 1 < NUM_NEW_TOKENS)
+                        break
+            todo = left
+        return row
+
+    def _follow_generator(self, reference: Reference) -> Compared:
+        row = Compared()
+        todo = [(idx, 0) for idx in range(len(reference.prompts))]
+        while todo:
+            prompts = [reference.prompts[idx] + reference.token_ids[idx][:at] for idx, at in todo]
+            params = [
+                SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS - at, ignore_eos=True)
+                for _, at in todo
+            ]
+            left = []
+            for (idx, start), token_ids in zip(
+                todo, self._generator.generate(prompts, params), strict=True
+            ):
+                for position, token_id in enumerate(token_ids, start=start):
+                    if not row.add_token(reference, idx, position, token_id):
+                        left += [(idx, position + 1)] * (position + 1 < NUM_NEW_TOKENS)
+                        break
+            todo = left
+        return row
+
+
+def _check_setting_had_effect(
+    settings: EngineSettings, result: RunResult, prompts: Sequence[list[int]]
+) -> None:
+    """A setting that changes nothing would be shown by nothing. Not of the few that are left."""
+    if len(prompts) < 4:
+        return
+    assert (result.num_preemptions > 0) == (settings.num_blocks < _ROOMY.num_blocks)
+    assert (sum(result.num_cached_tokens) > 0) == settings.enable_prefix_caching
+
+
+def _put_like(model: LoadedModel, params: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """The model's parameters where and as `params` are."""
+    put = [jax.device_put(new, old.sharding) for new, old in zip(model.params, params, strict=True)]
+    assert all(
+        (new.shape, new.dtype) == (old.shape, old.dtype)
+        for new, old in zip(put, params, strict=True)
+    )
+    return tuple(put)
+
+
+def table_line(family: str, seed: int, name: str, row: Compared, reference: Reference) -> str:
+    """Of the printed table."""
+    return (
+        f"{family:16} {seed:4} {name:18} {row.num_positions:9} {row.num_unsure:6} "
+        f"{row.worst:8.3f} {reference.relative_error:9.1e}"
+    )
+
+
+TABLE_HEAD = f"{'family':16} seed {'setting':18} positions unsure  of bound  own error"

@@ -1,0 +1,33 @@
+"""Each device has its platform; they agree where nothing differs, and are hashable."""
+
+import types
+
+import jax
+import pytest
+
+from models.platforms import CPU, GPU, TPU, default_platform, platform_of
+from models.platforms.base import Platform
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [("cuda", GPU), ("gpu", GPU), ("tpu", TPU), ("cpu", CPU), ("something", Platform)],
+)
+def test_device_has_the_platform_of_its_kind(name, wanted):
+    device = types.SimpleNamespace(platform=name, device_kind="x", compute_capability="9.0")
+    platform = platform_of(device)
+    assert type(platform) is wanted
+    assert platform == platform_of(device) and hash(platform) == hash(platform_of(device))
+
+
+def test_default_platform_is_that_of_the_default_device():
+    assert default_platform() == platform_of(jax.devices()[0])
+
+
+@pytest.mark.parametrize("platform", [Platform(), GPU(), TPU()])
+def test_accelerators_keep_the_dtypes_of_the_model_and_whole_kernels(platform):
+    assert platform.weight_dtype("bfloat16") == "bfloat16"
+    assert platform.kv_cache_dtypes("bfloat16") == ("bfloat16",)
+    assert platform.column_panel_width() is None
+    assert platform.max_looped_tokens() == 0
+    assert platform.measures_memory and not platform.shares_programs

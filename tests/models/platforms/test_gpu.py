@@ -1,0 +1,16 @@
+"""What is told to XLA on a GPU, and how much memory it has."""
+
+from models.platforms.gpu import GPU, SHARE_VARIABLE
+
+
+def test_loops_and_products_go_into_graphs_whatever_the_weights_are():
+    for dtypes in (["float32"], ["bfloat16"]):
+        (commands,) = GPU().compiler_options(dtypes).values()
+        assert {"WHILE", "CUBLAS", "CUSTOM_CALL"} <= set(commands.split(","))
+
+
+def test_jax_takes_three_quarters_of_the_memory_where_nobody_says(monkeypatch):
+    monkeypatch.delenv(SHARE_VARIABLE, raising=False)
+    assert GPU().total_memory_bytes(75) == 100
+    monkeypatch.setenv(SHARE_VARIABLE, "0.5")
+    assert GPU().total_memory_bytes(75) == 150

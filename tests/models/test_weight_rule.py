@@ -1,0 +1,149 @@
+"""Every parameter has a rule: where it comes from, and how it is split over devices."""
+
+import dataclasses
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from safetensors.numpy import load_file, save_file
+
+from models import load_model
+from models.errors import ModelError
+from models.families.llama import LlamaForCausalLM
+from models.registry import FAMILIES
+from models.weight_rule import Source, WeightRule, param_spec
+from tests.models.steppers import model_of
+from tests.oracles.recipes import write_recipe
+
+
+@pytest.mark.parametrize("recipe", ["llama_biases", "llama_tied", "qwen2", "qwen3", "gemma3"])
+def test_every_parameter_is_split_along_axes_it_has(tmp_path, recipe) -> None:
+    model = load_model(write_recipe(tmp_path / recipe, recipe), dtype="float32")
+    for name, param, spec in zip(model.param_names, model.params, model.param_specs, strict=True):
+        assert len(spec) in (0, param.ndim), name
+        # Two devices would each get a whole part.
+        assert all(
+            axis is None or size % 2 == 0 for axis, size in zip(spec, param.shape, strict=False)
+        )
+
+
+def spec_of(name: str, *, dtype: str = "float32") -> PartitionSpec:
+    return param_spec(name, jnp.zeros((2, 2), dtype), model_of("llama_biases").weight_rules)
+
+
+def test_attention_and_mlp_need_one_sum_each() -> None:
+    # What is split by outputs is followed by what is split by inputs.
+    out, into = PartitionSpec(None, "model"), PartitionSpec("model", None)
+    assert spec_of("layers.0.self_attn.q_proj.kernel") == out
+    assert spec_of("layers.0.self_attn.o_proj.kernel") == into
+    assert spec_of("layers.0.mlp.up_proj.kernel") == out
+    assert spec_of("layers.0.mlp.down_proj.kernel") == into
+    assert spec_of("layers.0.self_attn.q_proj.bias") == PartitionSpec("model")
+    # A bias after the sum is added once, by everyone.
+    assert spec_of("layers.0.self_attn.o_proj.bias") == PartitionSpec()
+    assert spec_of("layers.0.input_layernorm.scale") == PartitionSpec()
+
+
+def test_panels_of_a_kernel_are_whole_on_every_device() -> None:
+    assert spec_of("layers.0.mlp.up_proj.kernel.12") == PartitionSpec()
+
+
+def test_kernels_that_are_turned_are_split_along_the_same_features() -> None:
+    out, into = PartitionSpec("model", None), PartitionSpec(None, "model")
+    assert spec_of("layers.0.mlp.up_proj.kernel", dtype="int8") == out
+    assert spec_of("layers.0.mlp.down_proj.kernel", dtype="int8") == into
+    assert spec_of("layers.0.mlp.up_proj.kernel_scale") == PartitionSpec("model")
+    assert spec_of("layers.0.mlp.down_proj.kernel_scale") == PartitionSpec()
+
+
+def test_a_parameter_without_a_rule_is_named() -> None:
+    with pytest.raises(ModelError, match=r"'layers.0.mlp.router.kernel' has no weight rule"):
+        spec_of("layers.0.mlp.router.kernel")
+
+
+@pytest.mark.parametrize(
+    ("param_name", "source", "layout"),
+    [
+        ("layers.0.mlp.up_proj.kernel", "model.layers.0.mlp.up_proj.weight", "matrix"),
+        ("layers.0.self_attn.q_proj.bias", "model.layers.0.self_attn.q_proj.bias", "vector"),
+        ("embed_tokens.embedding", "model.embed_tokens.weight", "table"),
+        ("norm.scale", "model.norm.weight", "vector"),
+        ("lm_head.kernel", "lm_head.weight", "matrix"),
+    ],
+)
+def test_parameter_finds_its_weight(param_name, source, layout):
+    model = model_of("llama_biases")
+    rule = model.weight_rules[param_name]
+    shape = model.params[model.param_names.index(param_name)].shape
+    # A matrix is stored [out, in].
+    stored = shape[::-1] if layout == "matrix" else shape
+    assert (rule.sources, rule.layout) == ((Source(name=source, shape=stored),), layout)
+
+
+def test_a_matrix_with_an_axis_of_experts_is_refused():
+    with pytest.raises(ModelError, match="a matrix has 2 axes"):
+        WeightRule(sources=(), layout="matrix", axes=(None, None, "inner"))
+
+
+def test_a_tied_head_is_the_embedding():
+    (source,) = model_of("llama_tied").weight_rules["lm_head.kernel"].sources
+    assert source.name == "model.embed_tokens.weight"
+
+
+def test_sources_are_combined():
+    first, second = Source(name="a", shape=(2,)), Source(name="b", shape=(3,))
+    rule = WeightRule(
+        sources=(first, second), layout="vector", axes=(None,), combine=np.concatenate
+    )
+    assert rule.combined([np.zeros(2), np.ones(3)]).tolist() == [0, 0, 1, 1, 1]
+
+
+def test_a_family_may_store_parameters_packed(tmp_path, monkeypatch):
+    """Gate and up lie in one tensor of the checkpoint, and k is the sum of two."""
+    folder = write_recipe(tmp_path / "packed", "llama")
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    plain = load_model(folder, dtype="float32")
+    repacked = {}
+    for name, weight in weights.items():
+        if name.endswith("mlp.gate_proj.weight"):
+            up = weights[name.replace("gate", "up")]
+            repacked[name.replace("gate", "gate_up")] = np.concatenate([weight, up])
+        elif name.endswith("k_proj.weight"):
+            repacked |= {f"{name}.half": weight / 2, f"{name}.other": weight / 2}
+        elif not name.endswith("mlp.up_proj.weight"):
+            repacked[name] = weight
+    save_file(repacked, path)
+    monkeypatch.setitem(FAMILIES, "LlamaForCausalLM", f"{__name__}:PackedLlama")
+    packed = load_model(folder, dtype="float32")
+    assert packed.param_names == plain.param_names
+    for got, wanted in zip(packed.params, plain.params, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    assert packed.param_specs == plain.param_specs
+
+
+class PackedLlama(LlamaForCausalLM):
+    """Rules as a family with packed checkpoints has them."""
+
+    def weight_rules(self):
+        rules = super().weight_rules()
+        for name, rule in rules.items():
+            (source,) = rule.sources
+            size = source.shape[0]
+            if ".mlp.gate_proj." in name or ".mlp.up_proj." in name:
+                packed_name = re.sub(r"(gate|up)_proj", "gate_up_proj", source.name)
+                packed = Source(name=packed_name, shape=(2 * size, source.shape[1]))
+                start = 0 if "gate_proj" in name else size
+                rows = slice(start, start + size)
+                rules[name] = dataclasses.replace(
+                    rule, sources=(packed,), combine=lambda arrays, rows=rows: arrays[0][rows]
+                )
+            elif ".k_proj." in name:
+                halves = [
+                    dataclasses.replace(source, name=f"{source.name}.{part}")
+                    for part in ("half", "other")
+                ]
+                rules[name] = dataclasses.replace(rule, sources=tuple(halves), combine=sum)
+        return rules
