@@ -12,7 +12,7 @@ from models.errors import (
 )
 from models.forward_batch import ForwardBatch, KVCache
 from models.kernel_settings import KernelSettings
-from models.kv_layers import LayerKVSpec, kv_cache_layers, place_layers
+from models.kv_layers import LayerKVSpec, kv_cache_layers
 from models.layer_context import CachePlace
 from models.loading.load_model import load_model
 from models.loading.loaded_model import LoadedModel
@@ -45,7 +45,6 @@ __all__ = [
     "Width",
     "kv_cache_layers",
     "load_model",
-    "place_layers",
     "platform_of",
     "read_config",
     "read_model_config",

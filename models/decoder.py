@@ -10,8 +10,7 @@ from models.carry import Carry
 from models.config import ModelConfig
 from models.forward_batch import ForwardBatch, KVCache
 from models.kernel_settings import KernelSettings
-from models.kv_layers import kv_cache_layers, place_layers
-from models.layer_context import LayerContext
+from models.layer_context import CachePlace, LayerContext
 from models.layer_loop import Layer, PlacedLayer
 from models.layers.linear import Embedding, Linear
 from models.layers.rotary import rotary_cos_sin
@@ -81,15 +80,17 @@ class Decoder(nnx.Module):
         kv_cache: KVCache,
         kernels: KernelSettings,
         platform: Platform,
+        places: Sequence[CachePlace],
     ) -> tuple[Outputs, KVCache]:
-        """Runs one step's tokens through all layers; returns what `batch.wants` asks for."""
+        """Runs one step's tokens through all layers; returns what `batch.wants` asks for.
+
+        Args:
+            places: Of the cache of each layer.
+        """
         batch.wants.check_taps(len(self.layers))
         context = self.make_context(batch, kv_cache, kernels)
-        cache_layers = kv_cache_layers(self.config)
-        places = place_layers(cache_layers)
         layers = [
-            PlacedLayer(layer, places[of_cache.name])
-            for layer, of_cache in zip(self.layers, cache_layers, strict=True)
+            PlacedLayer(layer, place) for layer, place in zip(self.layers, places, strict=True)
         ]
         carry = self.embed(context)
         taps = []

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import ForwardBatch, KVCache, LoadedModel, Wants, kv_cache_layers, place_layers
+from models import ForwardBatch, KVCache, LoadedModel, Wants, kv_cache_layers
 from paxkv.client.input_processor import InputProcessor
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.config.setting import at_least
@@ -30,7 +30,8 @@ from paxkv.errors import (
     UnsupportedFeatureError,
 )
 from paxkv.runner.batch.generate_inputs import GenerateInputs, GenerateShape, make_generate_inputs
-from paxkv.runner.memory.kv_cache_arrays import kv_cache_dtype
+from paxkv.runner.memory.kv_cache_arrays import empty_kv_cache, kv_cache_dtype
+from paxkv.runner.memory.kv_cache_groups import groups_of_layers
 from paxkv.runner.memory.max_model_len import find_max_model_len
 from paxkv.runner.programs.bucketing import SamplerShape
 from paxkv.runner.programs.step import Params, forward
@@ -69,9 +70,11 @@ def make_generate(
     It holds its own KV cache, which lives only while it runs. Sliding layers keep all their blocks
     in it, also those that no token sees any more.
     """
-    placements = place_layers(kv_cache_layers(model.config)).values()
-    num_groups = 1 + max(placement.group_idx for placement in placements)
-    num_cache_rows = 1 + max(placement.row for placement in placements)
+    dtype = kv_cache_dtype(model.params[0].dtype.name, model.platform)
+    layers = kv_cache_layers(model.config)
+    groups = groups_of_layers(layers, block_size=shape.block_size, dtype=dtype)
+    model = model.with_places(groups.places(layers))
+    num_groups = len(groups.kv_cache_groups)
     row_ids = np.arange(shape.batch_size, dtype=np.int32)
     # Row r of group 0 holds the blocks from 1 + r * max_blocks_per_req on, in order, for the whole
     # run; those of group 1 follow.
@@ -120,7 +123,7 @@ def make_generate(
 
     def generate(params: Params, inputs: GenerateInputs) -> GenerateOutputs:
         state = _LoopState(
-            kv_cache=_empty_kv_cache(model, num_cache_rows, shape.num_blocks(num_groups), shape),
+            kv_cache=empty_kv_cache(groups.config(shape.num_blocks(num_groups))),
             last_token_ids=jnp.zeros(shape.batch_size, jnp.int32),
             num_tokens=jnp.zeros(shape.batch_size, jnp.int32),
             is_done=inputs.prompt_lens == 0,
@@ -330,21 +333,6 @@ def _as_list(token_ids: object) -> list[int] | None:
     if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)):
         return None
     return [int(i) if isinstance(i, np.integer) else i for i in token_ids]
-
-
-def _empty_kv_cache(
-    model: LoadedModel, num_cache_rows: int, num_blocks: int, shape: GenerateShape
-) -> KVCache:
-    layer = kv_cache_layers(model.config)[0]
-    cache_shape = (
-        num_cache_rows,
-        num_blocks,
-        layer.num_kv_heads,
-        shape.block_size,
-        layer.head_dim,
-    )
-    zeros = jnp.zeros(cache_shape, kv_cache_dtype(model.params[0].dtype.name, model.platform))
-    return KVCache(k=zeros, v=zeros)
 
 
 def _prompt_batch(

@@ -1,7 +1,7 @@
 """`LoadedModel`: a model split into static structure and a flat tuple of arrays."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -9,9 +9,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from models.config import ModelConfig
+from models.errors import ModelError
 from models.forward_batch import ForwardBatch, KVCache
 from models.kernel_settings import KernelSettings
 from models.kv_layers import kv_cache_layers
+from models.layer_context import CachePlace
 from models.platforms import Platform
 from models.wants import Outputs
 from models.weight_rule import WeightRule, param_spec
@@ -55,6 +57,8 @@ class LoadedModel:
     platform: Platform  # that it was loaded for, and its programs are compiled for
     kernels: KernelSettings = KernelSettings()
     max_looped_tokens: int = 0  # as its `Linear` layers have it
+    # Of the cache of each layer; who plans the cache gives them (`with_places`).
+    places: tuple[CachePlace, ...] = ()
 
     @property
     def param_specs(self) -> tuple[PartitionSpec, ...]:
@@ -74,6 +78,20 @@ class LoadedModel:
             kernels.check_heads(num_kv_heads)
         return dataclasses.replace(self, kernels=kernels)
 
+    def with_places(self, places: Sequence[CachePlace]) -> "LoadedModel":
+        """The same model over a KV cache in which each layer's memory is there.
+
+        Raises:
+            ModelError: There are not as many places as layers.
+        """
+        num_layers = len(self.config.attention)
+        if len(places) != num_layers:
+            raise ModelError(
+                f"got places in the KV cache for {len(places)} layers; the model has {num_layers}, "
+                "and wants one for each."
+            )
+        return dataclasses.replace(self, places=tuple(places))
+
     def forward(
         self, params: tuple[jax.Array, ...], kv_cache: KVCache, batch: ForwardBatch
     ) -> tuple[Outputs, KVCache]:
@@ -83,9 +101,15 @@ class LoadedModel:
             What `batch.wants` asks for, and the cache with this step's keys and values written.
 
         Raises:
-            ModelError: `batch.wants` names layers that the model does not have.
+            ModelError: The layers have no places in the cache yet, or `batch.wants` names layers
+                that the model does not have.
         """
-        return self._merge(params)(batch, kv_cache, self.kernels, self.platform)
+        if not self.places:
+            raise ModelError(
+                "the model's layers have no places in a KV cache; wanted one for each, from "
+                "`with_places`."
+            )
+        return self._merge(params)(*(batch, kv_cache, self.kernels, self.platform, self.places))
 
     def compute_logits(
         self,

@@ -79,6 +79,7 @@ class ModelRunner:
         # All groups must have one, or the arrays cannot be made.
         spec = page_spec(groups.kv_cache_groups)
         model = model.with_kernels(_kernel_settings(runner_config, model, spec, mesh))
+        model = model.with_places(groups.places(kv_cache_layers(model.config)))
         num_groups = len(groups.kv_cache_groups)
         max_blocks_per_req = _max_blocks_per_req(groups, max_model_len)
         self._buckets = buckets = StepBuckets(

@@ -20,12 +20,13 @@ COMPARE = """
 import re, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from models import ForwardBatch, KernelSettings, KVCache, load_model
+from models import CachePlace, ForwardBatch, KernelSettings, KVCache, load_model
 from models.kernel_settings import CACHE_BY_HEAD
 from models.weight_rule import MODEL_AXIS
 
 loaded = load_model(sys.argv[1])
 config = loaded.config
+loaded = loaded.with_places([CachePlace(group_idx=0, row=row) for row in range(config.num_layers)])
 mesh = Mesh(np.array(jax.devices()), (MODEL_AXIS,))
 num_blocks, block_size = 300, 8
 rng = np.random.default_rng(0)

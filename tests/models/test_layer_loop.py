@@ -20,19 +20,19 @@ from models import (
     LoadedModel,
     ModelError,
     RopeConfig,
-    kv_cache_layers,
     load_model,
 )
 from models.carry import Carry
 from models.chosen_layer import choose_layer, kind_of
-from models.kv_layers import place_layers
 from models.layer_context import LayerContext
 from models.layer_loop import PlacedLayer, find_stretches, run_in_loop, run_in_turn
 from models.layers.attention import Attention
 from models.wants import Wants
+from paxkv.runner.memory.kv_cache_arrays import empty_kv_cache
 from tests.models.steppers import IN_TURN, fresh_stepper, in_loop, model_of
 from tests.oracles.golden import load_golden
 from tests.oracles.paged_stepper import NUM_TOKENS, PagedStepper
+from tests.oracles.placed_model import place_model
 from tests.oracles.recipes import write_recipe
 
 TOLERANCE = 1e-5  # of the largest absolute logit
@@ -273,13 +273,9 @@ def lower_step(
     model: LoadedModel, *, num_blocks: int, only_last_tokens: bool
 ) -> jax.stages.Lowered:
     """Of two requests, over a cache of blocks of 8 tokens: one token each, or two."""
-    config = model.config
-    placements = place_layers(kv_cache_layers(config)).values()
-    num_rows = 1 + max(placement.row for placement in placements)
-    num_groups = 1 + max(placement.group_idx for placement in placements)
-    layer = config.attention[0]
-    shape = (num_rows, num_blocks, layer.num_kv_heads, 8, layer.head_dim)
-    cache = jax.ShapeDtypeStruct(shape, jnp.float32)
+    placed = place_model(model, block_size=8)
+    num_groups = placed.num_groups
+    cache = jax.eval_shape(lambda: empty_kv_cache(placed.cache_config(num_blocks)))
     num_new = 2 if only_last_tokens else 1
     starts = num_new * jnp.arange(3, dtype=jnp.int32)
     batch = ForwardBatch(
@@ -292,5 +288,5 @@ def lower_step(
         max_query_len=None if only_last_tokens else 1,
         wants=Wants(logits="last" if only_last_tokens else "indices"),
     )
-    step = jax.jit(model.forward, donate_argnums=1)
-    return step.lower(model.params, KVCache(k=cache, v=cache), batch)
+    step = jax.jit(placed.model.forward, donate_argnums=1)
+    return step.lower(model.params, cache, batch)

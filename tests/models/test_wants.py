@@ -10,7 +10,9 @@ from flax import nnx
 
 from models import ForwardBatch, KVCache, ModelError
 from models.wants import Outputs, Wants
+from paxkv.runner.memory.kv_cache_arrays import empty_kv_cache
 from tests.models.steppers import model_of
+from tests.oracles.placed_model import place_model
 
 NUM_BLOCKS = 8
 STARTS = [0, 3, 5, 6]  # of three requests' tokens
@@ -29,16 +31,14 @@ def batch_of(wants: Wants, logits_indices: list[int]) -> ForwardBatch:
     )
 
 
-def empty_cache(model) -> KVCache:
-    layers = model.config.attention
-    shape = (len(layers), NUM_BLOCKS, layers[0].num_kv_heads, 8, layers[0].head_dim)
-    return KVCache(k=jnp.zeros(shape), v=jnp.zeros(shape))
+def empty_cache() -> KVCache:
+    return empty_kv_cache(place_model(model_of("llama"), block_size=8).cache_config(NUM_BLOCKS))
 
 
 def outputs_of(wants: Wants, logits_indices: list[int], *, in_loop: bool = False) -> Outputs:
-    model = model_of("llama", in_loop)
+    model = place_model(model_of("llama", in_loop), block_size=8).model
     batch = batch_of(wants, logits_indices)
-    return jax.jit(model.forward)(model.params, empty_cache(model), batch)[0]
+    return jax.jit(model.forward)(model.params, empty_cache(), batch)[0]
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +81,14 @@ def test_hidden_of_last_tokens_beside_other_logits(of_all_tokens):
 
 @pytest.mark.parametrize("in_loop", [False, True])
 def test_taps_are_what_a_model_of_fewer_layers_ends_with(of_all_tokens, in_loop):
-    model = model_of("llama", in_loop)
+    model = place_model(model_of("llama", in_loop), block_size=8).model
     decoder = nnx.merge(model.graphdef, jax.tree.unflatten(model.params_treedef, model.params))
     assert_equal(decoder.norm(of_all_tokens.taps[1]), of_all_tokens.hidden)
     decoder.layers = nnx.List(decoder.layers[:1])
     decoder.config = dataclasses.replace(model.config, attention=model.config.attention[:1])
     batch = batch_of(Wants(hidden="all"), [0])
-    run = jax.jit(lambda cache: decoder(batch, cache, model.kernels, model.platform))
-    shorter, _ = run(empty_cache(model))
+    settings = (model.kernels, model.platform, model.places[:1])
+    shorter, _ = jax.jit(lambda cache: decoder(batch, cache, *settings))(empty_cache())
     assert_equal(decoder.norm(of_all_tokens.taps[0]), shorter.hidden)
     taps = outputs_of(Wants(logits="none", taps=(0, 2)), [0], in_loop=in_loop).taps
     for got, wanted in zip(taps, of_all_tokens.taps, strict=True):

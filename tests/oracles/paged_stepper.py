@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.forward_batch import ForwardBatch, KVCache
-from models.kv_layers import kv_cache_layers, place_layers
 from models.loading.loaded_model import LoadedModel
 from models.wants import Wants
+from paxkv.runner.memory.kv_cache_arrays import empty_kv_cache
+from tests.oracles.placed_model import place_model
 from tests.quick_compile import QUICK_COMPILE
 
 NUM_TOKENS = 48  # of every step, so that one compiled program serves prompts, chunks and decodes
@@ -38,16 +39,15 @@ class PagedStepper:
         widths: tuple[int, ...] = (),
         cache_dtype: str | None = None,
     ) -> None:
-        self._loaded = loaded
-        self._cache_dtype = cache_dtype or loaded.params[0].dtype.name
+        placed = place_model(loaded, block_size=BLOCK_SIZE, dtype=cache_dtype)
+        self._loaded = placed.model
+        self._groups = placed.groups
         self._only_last_tokens = only_last_tokens
         self._widths = widths
         self.params = loaded.params
-        layers = kv_cache_layers(loaded.config)
-        placements = place_layers(layers)
         # Window of each group; None is full attention.
-        self._windows = {placements[layer.name].group_idx: layer.sliding_window for layer in layers}
-        self._num_rows = 1 + max(placement.row for placement in placements.values())
+        specs = [group.kv_cache_spec for group in placed.groups.kv_cache_groups]
+        self._windows = {group_idx: spec.sliding_window for group_idx, spec in enumerate(specs)}
         self._step = jax.jit(
             self._forward_and_logits, donate_argnums=(1,), compiler_options=QUICK_COMPILE
         )
@@ -56,17 +56,16 @@ class PagedStepper:
 
     def reset(self) -> None:
         """Forgets all requests. Old memory is NaN: whoever reads it shows it."""
-        layer = kv_cache_layers(self._loaded.config)[0]
         # Block 0 is the null block, which nobody owns.
         tables_shape = (len(self._windows), NUM_REQS, MAX_BLOCKS_PER_REQ)
         num_blocks = 1 + math.prod(tables_shape)
         block_ids = 1 + np.random.RandomState(0).permutation(num_blocks - 1)
         self._block_tables = block_ids.reshape(tables_shape).astype(np.int32)
         self._seq_lens = np.zeros(NUM_REQS, np.int32)
-        shape = (self._num_rows, num_blocks, layer.num_kv_heads, BLOCK_SIZE, layer.head_dim)
-        dtype = jnp.dtype(self._cache_dtype)
-        k, v = (jax.device_put(np.full(shape, np.nan, dtype)) for _ in range(2))
-        self._kv_cache = KVCache(k=k, v=v)
+        self._kv_cache = jax.tree.map(
+            lambda zeros: jnp.full_like(zeros, jnp.nan),
+            empty_kv_cache(self._groups.config(num_blocks)),
+        )
 
     def step(self, chunks: dict[int, list[int]]) -> dict[int, np.ndarray]:
         """Runs one step.

@@ -1,6 +1,7 @@
 """The KV cache's device arrays: their dtype, their sharding, and their allocation."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -86,15 +87,26 @@ def abstract_kv_cache(config: KVCacheConfig, mesh: Mesh) -> KVCache:
         pallas_kernels.pad_slot(config.num_rows, config.num_blocks, spec.block_size)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    return _map_arrays(
+        config, functools.partial(jax.ShapeDtypeStruct, sharding=kv_cache_sharding(mesh))
+    )
 
-    def array(head_size: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(
-            (config.num_rows, config.num_blocks, spec.num_kv_heads, spec.block_size, head_size),
-            jnp.dtype(spec.dtype),
-            sharding=kv_cache_sharding(mesh),
-        )
 
-    return KVCache(k=array(spec.head_size), v=array(_head_size_v(spec)))
+def empty_kv_cache(config: KVCacheConfig) -> KVCache:
+    """A cache of zeros inside a program, on one device. Raises as `page_spec`."""
+    return _map_arrays(config, jnp.zeros)
+
+
+def _map_arrays(
+    config: KVCacheConfig, make: Callable[[tuple[int, ...], jnp.dtype], object]
+) -> KVCache:
+    """`make(shape, dtype)` for each array of the cache."""
+    spec = page_spec(config.kv_cache_groups)
+    shape = (config.num_rows, config.num_blocks, spec.num_kv_heads, spec.block_size)
+    dtype = jnp.dtype(spec.dtype)
+    return KVCache(
+        k=make((*shape, spec.head_size), dtype), v=make((*shape, _head_size_v(spec)), dtype)
+    )
 
 
 def allocate_kv_cache(config: KVCacheConfig, mesh: Mesh) -> KVCache:

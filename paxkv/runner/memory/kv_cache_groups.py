@@ -1,9 +1,9 @@
 """How a model's layers form KV cache groups whose pages agree, so that one pool serves them all."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 
-from models.kv_layers import LayerKVSpec, group_layers, place_layers
+from models import CachePlace, LayerKVSpec
 from paxkv.contracts.kv_cache_spec import (
     AttentionSpec,
     FullAttentionSpec,
@@ -16,6 +16,9 @@ from paxkv.contracts.kv_cache_spec import (
 )
 from paxkv.errors import ConfigError, InvariantError
 
+# Up to this ratio of layers of the commonest to the rarest kind, padding beats more groups.
+_MAX_PADDED_RATIO = 1.25
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheGroups:
@@ -23,6 +26,24 @@ class KVCacheGroups:
 
     kv_cache_groups: tuple[KVCacheGroupSpec, ...]
     kv_sharing_targets: tuple[tuple[str, str], ...] = ()
+
+    def places(self, layers: Sequence[LayerKVSpec]) -> tuple[CachePlace, ...]:
+        """Where each layer finds its keys and values; one that shares them, where its target does.
+
+        Raises:
+            InvariantError: A layer is in no group.
+        """
+        found = {
+            name: CachePlace(group_idx=group_idx, row=row)
+            for group_idx, group in enumerate(self.kv_cache_groups)
+            for row, name in enumerate(group.layer_names)
+        }
+        owners = [layer.kv_sharing_target or layer.name for layer in layers]
+        if missing := [name for name in owners if name not in found]:
+            raise InvariantError(
+                f"layers {missing} are in no KV cache group; the groups have {sorted(found)}."
+            )
+        return tuple(found[name] for name in owners)
 
     def config(self, num_blocks: int) -> KVCacheConfig:
         return KVCacheConfig(
@@ -54,13 +75,8 @@ def attention_spec(layer: LayerKVSpec, *, block_size: int, dtype: str) -> Attent
 def groups_of_layers(
     layers: tuple[LayerKVSpec, ...], *, block_size: int, dtype: str
 ) -> KVCacheGroups:
-    """The groups of a model's layers, which find their group and row by `place_layers`.
-
-    Raises:
-        ConfigError: As `make_kv_cache_groups` does.
-        InvariantError: A layer would look for its memory in another group or row.
-    """
-    groups = make_kv_cache_groups(
+    """The groups of a model's layers. Raises as `make_kv_cache_groups`."""
+    return make_kv_cache_groups(
         {
             layer.name: attention_spec(layer, block_size=block_size, dtype=dtype)
             for layer in layers
@@ -72,8 +88,39 @@ def groups_of_layers(
             if layer.kv_sharing_target is not None
         },
     )
-    _check_placement(groups, layers)
-    return groups
+
+
+def group_layers(kinds: Mapping[str, Hashable]) -> tuple[tuple[str, ...], ...]:
+    """Splits layers into KV cache groups: each of one kind, none larger than need be.
+
+    A block of the pool holds a page for each row, and a group uses as many rows as it has layers.
+    So groups are made equally large: as large as the rarest kind is common.
+
+    Example: 22 sliding and 4 full layers -> groups of at most 4: 6 sliding ones and a full one.
+
+    Args:
+        kinds: Layer name -> what its block table depends on, in the order of the layers.
+
+    Returns:
+        Layer names per group; kinds in the order of their first layer.
+
+    Source: vLLM `v1/core/kv_cache_utils.py`.
+    """
+    names_by_kind: dict[Hashable, list[str]] = {}
+    for name, kind in kinds.items():
+        names_by_kind.setdefault(kind, []).append(name)
+    if not names_by_kind:
+        return ()
+    counts = [len(names) for names in names_by_kind.values()]
+    group_size = min(counts)
+    if max(counts) < group_size * _MAX_PADDED_RATIO:
+        group_size = max(counts)
+    groups: list[tuple[str, ...]] = []
+    for names in names_by_kind.values():
+        num_groups = -(-len(names) // group_size)
+        # Every num_groups-th: with stages of layers on different devices, each gets some.
+        groups += [tuple(names[start::num_groups]) for start in range(num_groups)]
+    return tuple(groups)
 
 
 def make_kv_cache_groups(
@@ -153,22 +200,3 @@ def _with_page_bytes(spec: KVCacheSpec, page_bytes: int) -> KVCacheSpec:
     if isinstance(spec, AttentionSpec) and spec.page_size_padded is not None:
         return dataclasses.replace(spec, block_size=block_size, page_size_padded=page_bytes)
     return dataclasses.replace(spec, block_size=block_size)
-
-
-def _check_placement(groups: KVCacheGroups, layers: tuple[LayerKVSpec, ...]) -> None:
-    """The model was built by `place_layers`; memory and block tables must lie where it looks."""
-    placements = place_layers(layers)
-    planned = {
-        name: (group_idx, row)
-        for group_idx, group in enumerate(groups.kv_cache_groups)
-        for row, name in enumerate(group.layer_names)
-    }
-    for name, target in groups.kv_sharing_targets:
-        planned[name] = planned[target]
-    looked_for = {name: (place.group_idx, place.row) for name, place in placements.items()}
-    if planned != looked_for:
-        wrong = [name for name in looked_for if planned.get(name) != looked_for[name]]
-        raise InvariantError(
-            f"layers {wrong} look for their (group, row) at {[looked_for[n] for n in wrong]}, but "
-            f"the KV cache has them at {[planned.get(n) for n in wrong]}."
-        )

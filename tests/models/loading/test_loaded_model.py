@@ -3,12 +3,15 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from models import CachePlace, ModelError
 from models.forward_batch import ForwardBatch, KVCache
 from models.loading.load_model import load_model
 from models.loading.loaded_model import LoadedModel
 from models.platforms import CPU, GPU
 from tests.oracles.make_checkpoint import write_random_checkpoint
+from tests.oracles.placed_model import place_model
 
 
 def test_params_are_a_flat_tuple_with_a_name_each(tmp_path):
@@ -42,7 +45,8 @@ def test_tied_head_without_a_copy_gives_the_same_logits(tmp_path):
 
 
 def test_cache_keeps_its_shape_and_dtype(tmp_path):
-    loaded = load_model(write_random_checkpoint(tmp_path, num_layers=1))
+    model = load_model(write_random_checkpoint(tmp_path, num_layers=1))
+    loaded = place_model(model, block_size=8).model
     cache = jax.ShapeDtypeStruct((1, 4, 2, 8, 16), jnp.float32)
     batch = _abstract_batch(num_tokens=8, num_reqs=2)
     outputs, kv_cache = jax.eval_shape(
@@ -51,6 +55,14 @@ def test_cache_keeps_its_shape_and_dtype(tmp_path):
     for_logits = outputs.for_logits
     assert (for_logits.shape, for_logits.dtype) == ((2, 64), jnp.float32)
     assert (kv_cache.k.shape, kv_cache.v.dtype) == (cache.shape, cache.dtype)
+
+
+def test_each_layer_needs_a_place_in_the_cache(tmp_path):
+    loaded = load_model(write_random_checkpoint(tmp_path, num_layers=2))
+    with pytest.raises(ModelError, match="no places in a KV cache"):
+        loaded.forward(loaded.params, None, _abstract_batch(num_tokens=8, num_reqs=2))
+    with pytest.raises(ModelError, match="for 1 layers; the model has 2"):
+        loaded.with_places([CachePlace(group_idx=0, row=0)])
 
 
 def _abstract_batch(num_tokens, num_reqs):

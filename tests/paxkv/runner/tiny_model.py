@@ -1,6 +1,7 @@
 """A tiny model with `LoadedModel`'s interface that compiles fast, and its dense truth in NumPy."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +11,15 @@ from jax.sharding import PartitionSpec
 import pallas_kernels
 from models import (
     AttentionConfig,
+    CachePlace,
     ForwardBatch,
     KernelSettings,
     KVCache,
     RopeConfig,
     kv_cache_layers,
 )
-from models.kv_layers import place_layers
 from models.platforms import default_platform
+from paxkv.runner.memory.kv_cache_groups import groups_of_layers
 
 VOCAB, HIDDEN, NUM_LAYERS, NUM_HEADS, HEAD_DIM = 50, 8, 2, 2, 4
 MAX_POSITIONS = 256
@@ -65,13 +67,18 @@ class TinyModel:
         self.max_looped_tokens = max_looped_tokens
         self.kernels = KernelSettings()
         self.platform = default_platform()
-        self._places = list(place_layers(kv_cache_layers(self.config)).values())
+        layers = kv_cache_layers(self.config)
+        self._places = groups_of_layers(layers, block_size=8, dtype="float32").places(layers)
         rng = np.random.default_rng(seed)
         shapes = [(VOCAB, HIDDEN), (MAX_POSITIONS, HIDDEN), (HIDDEN, VOCAB)]
         shapes += [(3, HIDDEN, NUM_HEADS * HEAD_DIM)] * NUM_LAYERS
         self.params = tuple(
             jax.device_put(rng.normal(size=s).astype(np.float32)).astype(dtype) for s in shapes
         )
+
+    def with_places(self, places: Sequence[CachePlace]) -> "TinyModel":
+        self._places = tuple(places)
+        return self
 
     def with_kernels(self, kernels: KernelSettings) -> "TinyModel":
         self.kernels = kernels

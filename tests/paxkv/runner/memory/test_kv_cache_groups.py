@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import LayerKVSpec
-from models.kv_layers import CachePlace, place_layers
 from paxkv.contracts.kv_cache_spec import (
     FullAttentionSpec,
     MambaSpec,
@@ -15,8 +14,8 @@ from paxkv.contracts.kv_cache_spec import (
     SlidingWindowSpec,
 )
 from paxkv.errors import ConfigError, InvariantError
-from paxkv.runner.memory import kv_cache_groups
 from paxkv.runner.memory.kv_cache_groups import (
+    group_layers,
     groups_of_layers,
     make_kv_cache_groups,
     unify_page_sizes,
@@ -180,29 +179,47 @@ def test_any_mixture_is_grouped_whole_with_equal_pages(specs):
             assert all(getattr(group.kv_cache_spec, k) == getattr(by_name[name], k) for k in kept)
 
 
+def grouped(kinds: str) -> list[str]:
+    """Layer indices per group, "SSF" being two sliding layers and a full one."""
+    groups = group_layers({str(idx): kind for idx, kind in enumerate(kinds)})
+    return [" ".join(group) for group in groups]
+
+
+def test_groups_are_as_large_as_the_rarest_kind_is_common():
+    assert grouped("FFF") == ["0 1 2"]
+    assert grouped("SFSFS") == ["0 4", "2", "1 3"]
+    assert grouped("SSSSSFS") == ["0", "1", "2", "3", "4", "6", "5"]
+    # Gemma 3 with 26 layers: 22 sliding ones in 6 groups of at most 4, and the 4 full ones.
+    sizes = [len(group.split()) for group in grouped(("SSSSSF" * 5)[:26])]
+    assert sizes == [4, 4, 4, 4, 3, 3, 4]
+
+
+def test_nearly_equal_kinds_are_padded_and_not_split():
+    # 5 to 6 is below 1.25: two groups and six rows. 4 to 5 is not.
+    assert [len(group.split()) for group in grouped("S" * 6 + "F" * 5)] == [6, 5]
+    assert [len(group.split()) for group in grouped("S" * 5 + "F" * 4)] == [3, 2, 4]
+
+
+def test_no_layers_make_no_groups():
+    assert group_layers({}) == ()
+
+
 @settings(max_examples=200)
 @given(st.lists(st.sampled_from([None, 32, 64]), min_size=1, max_size=40), st.data())
-def test_memory_lies_where_the_models_layers_look_for_it(windows, data):
+def test_layer_has_the_group_and_row_of_its_name_or_of_its_target(windows, data):
     layers = []
     for i, window in enumerate(windows):
         own = [other.name for other in layers if other.kv_sharing_target is None]
         target = data.draw(st.sampled_from([None, *own[:2]]))
         layers.append(layer(str(i), window, target))
-    groups = groups_of_layers(tuple(layers), block_size=16, dtype="float32").kv_cache_groups
-    for name, place in place_layers(tuple(layers)).items():
-        target = layers[int(name)].kv_sharing_target or name
-        assert groups[place.group_idx].layer_names[place.row] == target
+    groups = groups_of_layers(tuple(layers), block_size=16, dtype="float32")
+    for own, place in zip(layers, groups.places(layers), strict=True):
+        group = groups.kv_cache_groups[place.group_idx]
+        target = own.kv_sharing_target or own.name
+        assert group.layer_names[place.row] == target
 
 
-def test_model_that_looks_elsewhere_is_a_bug(monkeypatch):
-    def swapped(layers):
-        return {
-            "0": CachePlace(group_idx=0, row=1),
-            "1": CachePlace(group_idx=0, row=0),
-            "2": CachePlace(group_idx=1, row=0),
-        }
-
-    monkeypatch.setattr(kv_cache_groups, "place_layers", swapped)
-    layers = (layer("0"), layer("1"), layer("2", 64))
-    with pytest.raises(InvariantError, match="look for their .group, row. at"):
-        groups_of_layers(layers, block_size=16, dtype="float32")
+def test_a_layer_without_a_group_is_a_bug():
+    groups = groups_of_layers((layer("0"), layer("1", 64)), block_size=16, dtype="float32")
+    with pytest.raises(InvariantError, match=r"layers \['2'\] are in no KV cache group"):
+        groups.places([layer("0"), layer("2")])
