@@ -14,7 +14,7 @@ from models.platforms import GPU
 from paxkv.contracts.kv_cache_spec import KVCacheConfig
 from paxkv.runner.batch.packed_layout import PackedLayout
 from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache, kv_cache_dtype
-from paxkv.runner.memory.kv_cache_groups import groups_of_layers
+from paxkv.runner.memory.kv_cache_groups import KVCacheGroups, groups_of_layers
 from paxkv.runner.programs.bucketing import BurstShape, StepShape
 from paxkv.runner.programs.burst import make_burst
 from paxkv.runner.programs.step import make_step
@@ -108,7 +108,8 @@ def _table_dims(model: LoadedModel) -> dict[str, int]:
 
 
 def _step_program(model: LoadedModel, mesh: Mesh, shape: StepShape | BurstShape) -> StepProgram:
-    model = model.with_kernels(KernelSettings.for_mesh(mesh))
+    places = _groups(model).places(kv_cache_layers(model.config))
+    model = model.with_kernels(KernelSettings.for_mesh(mesh)).with_places(places)
     params = tuple(
         jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=NamedSharding(mesh, spec))
         for param, spec in zip(model.params, model.param_specs, strict=True)
@@ -137,7 +138,10 @@ def _step_program(model: LoadedModel, mesh: Mesh, shape: StepShape | BurstShape)
     )
 
 
-def _cache_config(model: LoadedModel) -> KVCacheConfig:
+def _groups(model: LoadedModel) -> KVCacheGroups:
     dtype = kv_cache_dtype(model.params[0].dtype.name, model.platform)
-    groups = groups_of_layers(kv_cache_layers(model.config), block_size=BLOCK_SIZE, dtype=dtype)
-    return groups.config(NUM_BLOCKS)
+    return groups_of_layers(kv_cache_layers(model.config), block_size=BLOCK_SIZE, dtype=dtype)
+
+
+def _cache_config(model: LoadedModel) -> KVCacheConfig:
+    return _groups(model).config(NUM_BLOCKS)

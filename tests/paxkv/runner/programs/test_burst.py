@@ -16,6 +16,7 @@ from paxkv.runner.programs.burst import make_burst
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
 from paxkv.runner.sampling.sampling_columns import encode_sampling_params
 from tests.oracles.make_checkpoint import write_random_checkpoint
+from tests.oracles.placed_model import place_model
 from tests.paxkv.runner.tiny_model import HEAD_DIM, NUM_HEADS, VOCAB, TinyModel
 
 MAX_NUM_SEQS, BLOCK_SIZE, NUM_BLOCKS = 4, 8, 9
@@ -34,7 +35,8 @@ NUM_ABSTRACT_BLOCKS = 2**20
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    return load_model(write_random_checkpoint(tmp_path_factory.mktemp("llama"), num_layers=2))
+    folder = write_random_checkpoint(tmp_path_factory.mktemp("llama"), num_layers=2)
+    return place_model(load_model(folder), block_size=8).model
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from paxkv.runner.batch.packed_layout import PackedLayout
 from paxkv.runner.programs.bucketing import StepShape
 from paxkv.runner.programs.step import make_block_copies, make_step, unpack_batch
 from tests.oracles.make_checkpoint import write_random_checkpoint
+from tests.oracles.placed_model import place_model
 from tests.paxkv.runner.tiny_model import HEAD_DIM, NUM_HEADS, TinyModel
 
 SHAPE = StepShape(num_tokens=8, num_reqs=4, num_logits=4, num_groups=1, max_blocks_per_req=4)
@@ -31,7 +32,7 @@ NUM_BLOCKS = 2**20
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     folder = write_random_checkpoint(tmp_path_factory.mktemp("llama"), num_layers=2)
-    return load_model(folder)
+    return place_model(load_model(folder), block_size=8).model
 
 
 def check_step_is_in_place(model, shape, cache_shape, dtype):
