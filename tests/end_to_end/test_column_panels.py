@@ -1,4 +1,4 @@
-"""An engine whose kernels lie in panels, as on one core, and in loops, answers as any other."""
+"""An engine whose kernels lie in panels, as on one core, and in loops, makes the right tokens."""
 
 import sys
 
@@ -10,6 +10,7 @@ from models import LoadedModel
 from paxkv import LLM, SamplingParams
 from paxkv.entrypoints import build
 from paxkv.runner.programs import warmup
+from tests.oracles.dense_model import dense_logits
 from tests.oracles.make_checkpoint import write_random_checkpoint
 
 SETTINGS = {
@@ -36,31 +37,20 @@ def checkpoint(tmp_path_factory):
     )
 
 
-@pytest.fixture
-def answers(checkpoint, monkeypatch):
-    """The tokens of each prompt, how many kernels are in panels, and the most looped tokens."""
-    monkeypatch.setattr(sys.modules["models.loading.load_model"], "MIN_LOOPED_BYTES", 1)
+@pytest.fixture(scope="module")
+def prompts():
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(1, VOCAB_SIZE, n).tolist() for n in (3, 20, 40)]
-    loaded, load_model = [], build.load_model
+    return [rng.integers(1, VOCAB_SIZE, n).tolist() for n in (3, 20, 40)]
 
-    def load_and_keep(*args: object, **settings: object) -> LoadedModel:
-        loaded.append(load_model(*args, **settings))
-        return loaded[-1]
 
-    def answers(num_cores: int, *has: str) -> tuple[list[list[int]], int, int]:
-        for module in (build, warmup):
-            monkeypatch.setattr(module, "num_threads", lambda: num_cores)
-            monkeypatch.setattr(module, "instruction_sets", lambda: frozenset(has))
-        monkeypatch.setattr(build, "load_model", load_and_keep)
-        with LLM(str(checkpoint), enable_compilation_cache=False, **SETTINGS) as llm:
-            outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-        names = loaded[-1].param_names
-        num_panelled = len({name.rpartition(".")[0] for name in names if name[-1].isdecimal()})
-        token_ids = [output.outputs[0].token_ids for output in outputs]
-        return token_ids, num_panelled, loaded[-1].max_looped_tokens
-
-    return answers
+@pytest.fixture(scope="module")
+def greedy(checkpoint, prompts):
+    """The likeliest tokens of whole kernels in float64, without a cache."""
+    sequences = [list(prompt) for prompt in prompts]
+    for sequence in sequences:
+        for _ in range(GREEDY.max_tokens):
+            sequence.append(int(dense_logits(checkpoint, sequence)[-1].argmax()))
+    return [sequence[-GREEDY.max_tokens :] for sequence in sequences]
 
 
 # Of the layer q, o, gate, up and down, and the head; with panels of 512 only those of 1,024,
@@ -68,14 +58,30 @@ def answers(checkpoint, monkeypatch):
 @pytest.mark.parametrize(
     ("has", "num_panelled", "num_looped"),
     [
-        # Both engines of each row compile all of their programs: the normal run has one row.
+        # The engine of each row compiles all of its programs: the normal run has one row.
         pytest.param(["avx2"], 6, 0, marks=pytest.mark.slow),
         pytest.param(["avx2", "avx512f"], 0, 16, marks=pytest.mark.slow),
         (["avx2", "avx512f", "avx512_fp16"], 3, 32),
     ],
 )
-def test_answers_are_those_of_whole_kernels(answers, has, num_panelled, num_looped):
-    whole, *numbers = answers(2, *has)
-    assert numbers == [0, 0]
+def test_tokens_are_those_of_whole_kernels(
+    checkpoint, prompts, greedy, monkeypatch, has, num_panelled, num_looped
+):
+    loaded, load_model = [], build.load_model
+
+    def load_and_keep(*args: object, **settings: object) -> LoadedModel:
+        loaded.append(load_model(*args, **settings))
+        return loaded[-1]
+
+    for module in (build, warmup):
+        monkeypatch.setattr(module, "num_threads", lambda: 1)
+        monkeypatch.setattr(module, "instruction_sets", lambda: frozenset(has))
+    monkeypatch.setattr(build, "load_model", load_and_keep)
+    monkeypatch.setattr(sys.modules["models.loading.load_model"], "MIN_LOOPED_BYTES", 1)
+    with LLM(str(checkpoint), enable_compilation_cache=False, **SETTINGS) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == greedy
+    (model,) = loaded
+    names = {name.rpartition(".")[0] for name in model.param_names if name[-1].isdecimal()}
     wanted = (num_panelled, num_looped) if jax.default_backend() == "cpu" else (0, 0)
-    assert answers(1, *has) == (whole, *wanted)
+    assert (len(names), model.max_looped_tokens) == wanted
