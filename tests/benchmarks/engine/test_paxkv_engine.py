@@ -11,8 +11,7 @@ WORKLOAD = make_workload("prefix", vocab_size=256).first(4, max_output_tokens=3)
 def test_every_run_begins_with_an_empty_prefix_cache() -> None:
     common = {"module": "x", "dtype": "float32", "num_threads": 1}
     spec = EngineSpec(checkpoint=str(CHECKPOINT), settings=SETTINGS, **common)
-    engine = load_engine(spec, WORKLOAD)
-    runs = []
+    engine, runs = load_engine(spec, WORKLOAD), []
     for _ in range(2):
         engine.prepare()
         runs.append(engine.run(WORKLOAD))
