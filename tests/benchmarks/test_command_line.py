@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks import command_line
 from benchmarks.command_line import BenchmarkError
-from benchmarks.engine import __main__ as engine
 from benchmarks.engine.options import chosen_workload, make_parser, parse_options
 from benchmarks.ops import __main__ as ops
 from benchmarks.serve import command_line as serve
@@ -56,7 +55,6 @@ read_engine_flags = functools.partial(parse_options, make_parser("x", ""))
         (read_engine_flags, "--set block_size=16 --block-size 32"),
         (read_engine_flags, "--block-size 7"),
         (read_engine_flags, "--threads 100000"),
-        (engine.main, "--prefix-caching both --beside block_size=32"),
         (ops.main, "--platform cpu --resume"),
         (ops.main, "--platform gpu --quick"),
     ],

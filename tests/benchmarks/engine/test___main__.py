@@ -48,6 +48,8 @@ def test_two_engines_become_rows_and_a_ratio(flags, cases, ratio, tmp_path, caps
     assert ("UNFAIR: on took 5.0 % of a processor while others ran." in text) == (flags == BOTH)
     assert "UNFAIR: off" not in text
     assert ("tokens are not compared: rounding to float16" in text) == (flags == BESIDE)
+    with pytest.raises(SystemExit):
+        main([*OPTIONS, *BOTH, *BESIDE[2:]])
 
 
 def test_cache_that_changes_an_answer_is_no_result(tmp_path, capsys, fake) -> None:
