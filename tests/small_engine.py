@@ -1,5 +1,9 @@
 """One small engine of the demo model, for tests of what compiles programs or starts processes."""
 
+import importlib.resources
+from pathlib import Path
+
+CHECKPOINT = Path(str(importlib.resources.files("models.demo") / "checkpoint"))
 # Steps of at most 32 tokens and no bursts: few programs, which compile in a few seconds.
 SETTINGS = {
     "block_size": 16,

@@ -37,7 +37,6 @@ def all_units(*, is_rehearsal: bool) -> list[Unit]:
     sizes = REHEARSAL if is_rehearsal else FULL
     # Case -> method of `Subject` and its arguments.
     cases: dict[str, tuple[str, tuple[int, ...]]] = {
-        "load": ("load", ()),
         "throughput": ("throughput", ()),
         **{f"decode, {num} requests": ("decode", (num,)) for num in sizes.decode_batches},
         **{f"first token, prompt {n}": ("first_token", (n,)) for n in sizes.first_token_prompts},

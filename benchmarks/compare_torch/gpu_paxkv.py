@@ -27,7 +27,6 @@ class PaxkvModel(Subject):
     def __init__(self, model: str, is_rehearsal: bool) -> None:
         super().__init__(is_rehearsal=is_rehearsal)
         sizes = self.sizes
-        start_s = time.perf_counter()
         dtype = "float32" if is_rehearsal else "bfloat16"
         with tempfile.TemporaryDirectory(prefix="paxkv-benchmark-") as folder:
             write_config(Path(folder), model, is_rehearsal=is_rehearsal)
@@ -50,21 +49,13 @@ class PaxkvModel(Subject):
             seed=_WEIGHT_SEED,
         )
         self._request_numbers = itertools.count()
-        self.load_s = time.perf_counter() - start_s
 
     def throughput(self, seed: int) -> Measured:
         """The workload of all lengths; all requests arrive at once."""
         workload = self.throughput_workload(seed)
         # The first run compiles.
-        first, *runs = (self.run(workload) for _ in range(3))
-        first_token_s = [median_first_token_s(steps, len(workload.requests)) for steps in runs]
-        return Measured(
-            figures={
-                "tokens_per_s": [workload.num_output_tokens / steps[-1].end_s for steps in runs],
-                "ttft_p50_ms": [1e3 * s for s in first_token_s],
-                "first_run_s": [first[-1].end_s],
-            }
-        )
+        seconds = [self.run(workload)[-1].end_s for _ in range(3)][1:]
+        return Measured(figures={"tokens_per_s": [workload.num_output_tokens / s for s in seconds]})
 
     def run(self, workload: Workload) -> list[EngineStep]:
         """Runs all requests with a new engine.
@@ -120,8 +111,3 @@ class PaxkvModel(Subject):
         if got != wanted:
             raise ValueError(f"output lengths are wrong: got {got}, wanted {wanted}.")
         return steps
-
-
-def median_first_token_s(steps: list[EngineStep], num_reqs: int) -> float:
-    """Seconds until half of the requests have a token; all were sent at once."""
-    return next(step.end_s for step in steps if step.num_started >= num_reqs / 2)

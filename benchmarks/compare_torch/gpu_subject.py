@@ -163,15 +163,10 @@ class Subject(abc.ABC):
     def __init__(self, *, is_rehearsal: bool) -> None:
         self.sizes = REHEARSAL if is_rehearsal else FULL
         self.vocab_size = 0
-        self.load_s = 0.0
 
     @abc.abstractmethod
     def run(self, workload: Workload) -> list[EngineStep]:
         """Runs requests that arrive at once."""
-
-    def load(self, seed: int) -> Measured:
-        del seed
-        return Measured(figures={"load_s": [self.load_s]})
 
     def decode(self, num_reqs: int, seed: int) -> Measured:
         """Requests that decode together."""

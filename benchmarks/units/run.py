@@ -14,7 +14,6 @@ from typing import Any
 from benchmarks.command_line import (
     BenchmarkError,
     output_file,
-    output_folder,
     positive_float,
     seed_number,
 )
@@ -29,7 +28,7 @@ NO_GPU_EXIT, UNFINISHED_EXIT = 2, 3
 NUM_CHECKING_AT_ONCE = 6
 MAX_UNITS_PER_GROUP = 12
 # Loading a model and compiling are silent.
-SILENCE_LIMIT_S = 180.0
+SILENCE_LIMIT_S = 240.0
 # Units with these outcomes are not run again by --resume.
 _FINISHED = ("done", "absent")
 
@@ -50,7 +49,6 @@ def add_run_arguments(parser: argparse._ActionsContainer) -> None:
         help="run only units without a row of this commit and device in --out",
     )
     parser.add_argument("--commit", help="for the rows, where the code is no git checkout")
-    parser.add_argument("--logs", type=output_folder, help="folder for what processes print")
     parser.add_argument(
         "--rehearse",
         action="store_true",
@@ -97,10 +95,10 @@ class UnitRun:
         ]
         if all(unit.kind == "machine" for unit in self._units):
             raise BenchmarkError(f"--only {arguments.only} is in no line of --list.")
-        logs = arguments.logs or Path(tempfile.mkdtemp(prefix="paxkv_units_"))
+        self._logs = Path(tempfile.mkdtemp(prefix="paxkv_units_"))
         self._seed = secrets.randbits(30) if arguments.seed is None else arguments.seed
         self._runner = UnitRunner(
-            folder=logs,
+            folder=self._logs,
             list_units=list_units,
             run_seed=self._seed,
             is_rehearsal=arguments.rehearse,
@@ -120,7 +118,7 @@ class UnitRun:
         if self._arguments.list:
             print("\n".join(unit.key for unit in self._units))
             return 0
-        print(f"seed {self._seed}, rows to {self._out}", flush=True)
+        print(f"seed {self._seed}, rows to {self._out}, logs in {self._logs}", flush=True)
         deadline = self._started + self._arguments.time_limit - REPORT_S
         self._runner.run_groups([[DEVICE_UNIT]], deadline=deadline)
         if self._device.get("platform") != "gpu" and not self._arguments.rehearse:

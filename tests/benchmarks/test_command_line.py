@@ -1,10 +1,15 @@
 """Wrong values of flags are refused before the measurement, in one line."""
 
 import argparse
+import functools
 
 import pytest
 
 from benchmarks import command_line
+from benchmarks.command_line import BenchmarkError
+from benchmarks.engine.options import chosen_workload, make_parser, parse_options
+from benchmarks.ops import __main__ as ops
+from benchmarks.serve import command_line as serve
 
 
 @pytest.mark.parametrize(
@@ -34,3 +39,32 @@ def test_output_that_cannot_be_written_is_refused(tmp_path) -> None:
     ):
         with pytest.raises(argparse.ArgumentTypeError, match=f"{place} cannot be written"):
             read(str(place))
+
+
+read_engine_flags = functools.partial(parse_options, make_parser("x", ""))
+
+
+@pytest.mark.parametrize(
+    ("read", "flags"),
+    [
+        (serve.make_parser("").parse_args, "--goodput speed:3"),
+        (serve.make_parser("").parse_args, "--extra-body {"),
+        (serve.make_parser("").parse_args, "--base-url localhost"),
+        (read_engine_flags, "--set nonsense=1"),
+        (read_engine_flags, "--set model=other"),
+        (read_engine_flags, "--set block_size=16 --block-size 32"),
+        (read_engine_flags, "--block-size 7"),
+        (read_engine_flags, "--threads 100000"),
+        (ops.main, "--platform cpu --resume"),
+        (ops.main, "--platform gpu --quick"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused(read, flags: str, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        read(flags.split())
+    assert "error: " in capsys.readouterr().err
+
+
+def test_workload_has_no_more_requests_than_it_has() -> None:
+    with pytest.raises(BenchmarkError, match="at most 64, the requests of mixed; got 65"):
+        chosen_workload(read_engine_flags(["--num-requests", "65"]))

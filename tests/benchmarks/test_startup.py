@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -19,10 +18,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         self.wfile.write(b'data: {"choices": []}')
-        server.is_done = True
-
-    def log_message(self, *arguments):
-        pass
 
 def say(line, end="\\n"):
     print(line, file=sys.stderr, end=end, flush=True)
@@ -39,9 +34,7 @@ server.serve_forever()
 """
 
 
-def test_milestones_come_in_their_order_and_only_the_first_start_compiles(
-    tmp_path: Path, monkeypatch, capsys
-) -> None:
+def test_milestones_come_in_order_and_only_the_first_start_compiles(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(startup, "SERVE_COMMAND", (sys.executable, "-c", FAKE_SERVER))
     monkeypatch.setattr(startup, "_IMPORT", "pass")
     out = tmp_path / "rows.jsonl"
@@ -54,14 +47,7 @@ def test_milestones_come_in_their_order_and_only_the_first_start_compiles(
         assert figures["num_loaded"]["median"] == num_loaded
         assert figures["num_compiled"]["median"] == 7 - num_loaded
         assert figures["ready_s"]["num_repetitions"] == 2
-    assert "WARM START COMPILED" not in capsys.readouterr().out
-
-
-def test_start_that_fails_says_what_was_printed(tmp_path: Path, monkeypatch) -> None:
-    for server, words in (
-        ("print('no such model'); raise SystemExit(3)", "code 3(.|\n)*no such model"),
-        ("print('paxkv is ready at http://127.0.0.1:1/v1')", "no line of model, programs"),
-    ):
-        monkeypatch.setattr(startup, "SERVE_COMMAND", (sys.executable, "-c", server))
-        with pytest.raises(startup.StartError, match=words):
-            startup.measure_start([], tmp_path, timeout_s=60)
+    server = "print('no such model'); raise SystemExit(3)"
+    monkeypatch.setattr(startup, "SERVE_COMMAND", (sys.executable, "-c", server))
+    with pytest.raises(startup.StartError, match="code 3(.|\n)*no such model"):
+        startup.measure_start([], tmp_path, timeout_s=60)

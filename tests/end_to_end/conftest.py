@@ -38,6 +38,20 @@ def tiny_runner(tiny_checkpoint: Path) -> ModelRunner:
 
 
 @pytest.fixture(scope="session")
+def windows_runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    """Of checked engines: a full layer, then one with a window of 12, and a cache in float16."""
+    checkpoint = write_random_checkpoint(
+        tmp_path_factory.mktemp("windows"),
+        "qwen2",
+        seed=33,
+        std=0.2,
+        num_layers=2,
+        extra_config={"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},
+    )
+    return make_runner(checkpoint, kv_cache_dtype="float16")
+
+
+@pytest.fixture(scope="session")
 def runners(tmp_path_factory: pytest.TempPathFactory) -> Runners:
     """Recording runners of golden recipes. The normal suite uses two: llama and gemma3_shallow."""
     return make_runners(tmp_path_factory.mktemp("recipes"))

@@ -6,18 +6,16 @@ import pytest
 
 from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.contracts.request_output import BeamSearchOutput
+from paxkv.runner.model_runner import ModelRunner
 from tests.end_to_end.checked_engine import (
     VOCAB_SIZE,
     CheckedCore,
     EngineSettings,
     completions_alone,
     make_llm,
-    make_runner,
 )
-from tests.oracles.make_checkpoint import write_random_checkpoint
 
 # The longest sequence is over four windows long; windows and blocks begin at different places.
-WINDOW = 12
 MAX_TOKENS = 18
 PROMPTS = [
     [random.Random(i).randrange(VOCAB_SIZE) for _ in range(length)]
@@ -26,23 +24,9 @@ PROMPTS = [
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory):
-    """The first layer is full, the second slides: two groups."""
-    checkpoint = write_random_checkpoint(
-        tmp_path_factory.mktemp("checkpoint"),
-        "qwen2",
-        seed=33,
-        std=0.2,
-        num_layers=2,
-        extra_config={
-            "use_sliding_window": True,
-            "sliding_window": WINDOW,
-            "max_window_layers": 1,
-        },
-    )
-    runner = make_runner(checkpoint)
-    assert len(runner.kv_cache_config.kv_cache_groups) == 2
-    return runner
+def runner(windows_runner: ModelRunner) -> ModelRunner:
+    assert len(windows_runner.kv_cache_config.kv_cache_groups) == 2
+    return windows_runner
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +97,7 @@ def test_beams_are_those_of_requests_that_share_nothing(
     settings = EngineSettings(enable_prefix_caching=enable_prefix_caching, num_blocks=num_blocks)
     for one, other in zip(search(runner, settings), beams_apart, strict=True):
         assert [s.tokens for s in one.sequences] == [s.tokens for s in other.sequences]
+        # Keys and values in float16 may be rounded the other way in another batch.
         assert [s.cum_logprob for s in one.sequences] == pytest.approx(
-            [s.cum_logprob for s in other.sequences], abs=1e-4
+            [s.cum_logprob for s in other.sequences], abs=1e-3
         )

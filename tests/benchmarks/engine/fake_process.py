@@ -1,5 +1,6 @@
 """Engine processes for tests."""
 
+import contextlib
 from pathlib import Path
 from typing import ClassVar
 
@@ -7,7 +8,7 @@ from benchmarks.engine.offline_engine import EngineRun, EngineSpec
 from benchmarks.workloads import Workload
 
 
-class FakeProcess:
+class FakeProcess(contextlib.AbstractContextManager):
     """Every token is 1, except the second of the third request of engines in `WRONG`.
 
     A run takes 2 s of CPU time, or as long as `CPU_S` or the engine's only setting says.
@@ -31,9 +32,6 @@ class FakeProcess:
     def logit_gap(self, token_ids: list[int], first: int, second: int) -> float:
         assert token_ids == [*self._workload.requests[2].prompt_token_ids, 1]
         return 0.5 if (first, second) == (1, 7) else -0.5
-
-    def __enter__(self) -> "FakeProcess":
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         pass

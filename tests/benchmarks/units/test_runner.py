@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,7 @@ from benchmarks.units.unit import Finding, Result
 from tests.benchmarks.units.listed_units import all_units
 
 
-def run(
-    cases: Sequence[str], folder: Path, *, seconds: float = 600.0, list_units=all_units
-) -> dict[str, Result]:
+def run(folder: Path, *cases: str, seconds: float = 600.0, list_units=all_units):
     """Runs the cases of listed_units.py, or the device's unit "name", as one group."""
     results: list[Result] = []
     runner = UnitRunner(
@@ -26,23 +23,16 @@ def run(
         on_result=results.append,
     )
     units = {unit.case: unit for unit in (DEVICE_UNIT, *all_units(is_rehearsal=False))}
-    group = [units[case] for case in cases]
-    runner.run_groups([group], deadline=time.monotonic() + seconds)
+    runner.run_groups([[units[case] for case in cases]], deadline=time.monotonic() + seconds)
     assert len(results) == len(cases)
     return {result.unit.case: result for result in results}
 
 
 def test_crash_and_hang_cost_their_own_unit(tmp_path) -> None:
-    results = run(["name", "first", "kills", "raises", "absent", "hangs", "nan"], tmp_path)
-    assert {case: result.outcome for case, result in results.items()} == {
-        "name": "done",
-        "first": "done",
-        "kills": "died",
-        "raises": "failed",
-        "absent": "absent",
-        "hangs": "died",
-        "nan": "done",
-    }
+    cases = ("name", "first", "kills", "raises", "absent", "hangs", "nan")
+    results = run(tmp_path, *cases)
+    outcomes = [results[case].outcome for case in cases]
+    assert outcomes == ["done", "done", "died", "failed", "absent", "died", "done"]
     assert results["name"].measured.details["platform"] == "cpu"
     assert "illegal address" in results["kills"].reason
     assert results["raises"].reason == "ValueError: wrong length"
@@ -59,12 +49,12 @@ def broken_list(*, is_rehearsal: bool) -> list:
 
 
 def test_process_that_cannot_start_is_reported_once(tmp_path) -> None:
-    results = run(["first", "last"], tmp_path, list_units=broken_list)
+    results = run(tmp_path, "first", "last", list_units=broken_list)
     assert {result.outcome for result in results.values()} == {"died"}
     assert "no list of units" in results["last"].reason
     assert len(list(tmp_path.glob("*.log"))) == 1
     # A group without time does not start.
-    assert run(["first"], tmp_path, seconds=-1)["first"].outcome == "skipped"
+    assert run(tmp_path, "first", seconds=-1)["first"].outcome == "skipped"
 
 
 @pytest.mark.parametrize("error", [math.nan, math.inf, 1e-2, 0.5])

@@ -21,15 +21,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from paxkv.config.engine_config import RunnerConfig
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from paxkv.errors import ConfigError
-from paxkv.runner.batch.packed_layout import PackedLayout
 from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache, allocate_kv_cache, device_mesh
 from paxkv.runner.programs import program_store
 from paxkv.runner.programs.bucketing import (
     CopyShape,
     RowShape,
-    SamplerShape,
     StepBuckets,
-    StepShape,
 )
 from paxkv.runner.programs.program_store import (
     CompiledPrograms,
@@ -55,8 +52,21 @@ DIMENSIONS = {
     "max_blocks_per_req": 4,
     "max_model_len": 32,
 }
-BUCKETS = StepBuckets(**DIMENSIONS)
-SHAPES = BUCKETS.largest_first  # a step, a burst, the sampler and block copies
+SHAPES = StepBuckets(**DIMENSIONS).largest_first  # steps, a burst, the sampler and block copies
+
+
+class BucketsWithoutModel(StepBuckets):
+    """Programs that compile quickly. `tests/paxkv/test_compile.py` loads steps and bursts, too."""
+
+    @property
+    def largest_first(self):
+        return (self.sampler_shape, self.row_shape, *self.copy_shapes)
+
+    largest = largest_first
+
+
+BUCKETS = BucketsWithoutModel(**DIMENSIONS)
+COMPILED = BUCKETS.largest_first
 
 
 @pytest.fixture(scope="module")
@@ -99,11 +109,10 @@ def run(mesh, cache_config):
     """Runs every program once, on the same inputs; returns all that they return, as NumPy."""
 
     def run(programs: StepPrograms) -> list[np.ndarray]:
-        params, arrays_np = TinyModel().params, []
-        for shape in SHAPES:
+        arrays_np = []
+        for shape in COMPILED:
             kv_cache = allocate_kv_cache(cache_config, mesh)
             program = programs.get(shape, kv_cache)
-            logits = jnp.ones((1, VOCAB))
             state = allocate_row_state(
                 BUCKETS.row_shape, VOCAB, NamedSharding(mesh, PartitionSpec())
             )
@@ -112,18 +121,13 @@ def run(mesh, cache_config):
                 arguments = (state, row_np)
             elif isinstance(shape, CopyShape):
                 arguments = (kv_cache, np.zeros((2, shape.num_copies), np.int32))
-            elif isinstance(shape, SamplerShape):
+            else:
                 sampling_np = np.ones((1, STEP_ROW_WIDTH), np.int32)
                 sampling_np[0, ROW] = 0
                 mask_np = np.zeros((1, 1 + vocab_words(VOCAB)), np.int32)
-                arguments = (logits, state, sampling_np, mask_np)
-            else:
-                packed_np = np.arange(PackedLayout(shape).num_words, dtype=np.int32) % 4
-                arguments = (params, kv_cache, packed_np, np.zeros(1, np.int32))
-                arguments += (logits,) if isinstance(shape, StepShape) else ()
+                arguments = (jnp.ones((1, VOCAB)), state, sampling_np, mask_np)
             result = program(*arguments)
-            has_cache = not isinstance(shape, (SamplerShape, RowShape))
-            assert kv_cache.k.is_deleted() == has_cache, "the cache is donated"
+            assert kv_cache.k.is_deleted() == isinstance(shape, CopyShape), "the cache is donated"
             arrays_np += jax.device_get(jax.tree.leaves(result))
         return arrays_np
 
@@ -166,15 +170,15 @@ def kept(tmp_path_factory, start, run):
     out = tmp_path_factory.mktemp("kept") / "out"
     store = WatchedStore(out)
     programs = start(store)
-    assert (programs.num_loaded, programs.num_compiles) == (0, len(SHAPES))
-    assert store.had_jax_cache == [False] * len(SHAPES)
+    assert (programs.num_loaded, programs.num_compiles) == (0, len(COMPILED))
+    assert store.had_jax_cache == [False] * len(COMPILED)
     return out, run(programs)
 
 
 def copy_into_cache(kept: Path, root: Path) -> None:
     """As if a start with the cache had compiled these programs."""
     identity = json.loads((kept / "programs.json").read_text())["identity"]
-    folder = ProgramCache(root).open(identity, SHAPES, jax.devices())
+    folder = ProgramCache(root).open(identity, COMPILED, jax.devices())
     shutil.copytree(kept, folder.path, dirs_exist_ok=True)
 
 
@@ -189,7 +193,7 @@ def test_second_start_compiles_nothing_and_computes_the_same(
     out, expected_np = kept
     copy_into_cache(out, tmp_path)
     programs = start(ProgramCache(tmp_path))
-    assert (programs.num_loaded, programs.num_compiles) == (len(SHAPES), 0)
+    assert (programs.num_loaded, programs.num_compiles) == (len(COMPILED), 0)
     assert num_compilations() == 0
     assert_equal(run(programs), expected_np)
     assert programs.num_compiles_after_ready == 0
@@ -214,7 +218,7 @@ def test_compiled_programs_are_all_there_and_compute_the_same(kept, start, run, 
     assert CompiledPrograms(out).num_blocks == NUM_BLOCKS
     assert CompiledPrograms(out).max_model_len == DIMENSIONS["max_model_len"]
     programs = start(CompiledPrograms(out))
-    assert (programs.num_loaded, programs.num_compiles) == (len(SHAPES), 0)
+    assert (programs.num_loaded, programs.num_compiles) == (len(COMPILED), 0)
     assert num_compilations() == 0
     assert_equal(run(programs), expected_np)
 
@@ -223,7 +227,7 @@ def test_memory_that_programs_need_is_known_without_compiling_them_again(tmp_pat
     copy_into_cache(kept[0], tmp_path)
     programs = start(ProgramCache(tmp_path))
     kv_cache = programs.abstract_cache
-    found = [programs.get(shape, kv_cache).memory_analysis() for shape in SHAPES]
+    found = [programs.get(shape, kv_cache).memory_analysis() for shape in COMPILED]
     # Results count, but for those that are written over what was given.
     by_program = [
         m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes for m in found
