@@ -43,7 +43,7 @@ def read_dense_fields(
     return fields | {
         "intermediate_size": read_count(hf_config, "intermediate_size"),
         "rms_norm_eps": read_number(hf_config, "rms_norm_eps", 1e-6),
-        "hidden_act": _read_activation(hf_config, activation_field, default_activation),
+        "hidden_act": read_activation(hf_config, activation_field, default_activation),
     }
 
 
@@ -74,9 +74,8 @@ def read_head_fields(
     }
 
 
-def _read_activation(
-    hf_config: Mapping[str, object], field: str, default: Activation
-) -> Activation:
+def read_activation(hf_config: Mapping[str, object], field: str, default: Activation) -> Activation:
+    """Reads an activation by its name; a missing or empty field is `default`."""
     name = hf_config.get(field) or default
     if name not in ACTIVATIONS:
         raise UnsupportedModelError(

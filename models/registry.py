@@ -21,6 +21,7 @@ FAMILIES: dict[str, str] = {
     "Qwen3ForCausalLM": "models.families.qwen3:Qwen3ForCausalLM",
     "Gemma2ForCausalLM": "models.families.gemma2:Gemma2ForCausalLM",
     "Gemma3ForCausalLM": "models.families.gemma3:Gemma3ForCausalLM",
+    "StableLmForCausalLM": "models.families.stablelm:StableLmForCausalLM",
 }
 
 

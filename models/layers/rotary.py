@@ -39,10 +39,17 @@ def rotary_cos_sin(
 
 def apply_rotary(
     x: jax.Array,  # f[num_tokens, num_heads, head_dim]
-    cos: jax.Array,  # f32[num_tokens, head_dim // 2]
-    sin: jax.Array,  # f32[num_tokens, head_dim // 2]
+    cos: jax.Array,  # f32[num_tokens, rotary_dim // 2]
+    sin: jax.Array,  # f32[num_tokens, rotary_dim // 2]
 ) -> jax.Array:  # f[num_tokens, num_heads, head_dim]
-    """Turns dimension pairs (i, i + head_dim // 2), the layout of Hugging Face checkpoints."""
+    """Turns dimension pairs (i, i + rotary_dim // 2), the layout of Hugging Face checkpoints.
+
+    The dimensions of a head after the first `rotary_dim` stay as they are.
+    """
+    rotary_dim = 2 * cos.shape[-1]
+    if rotary_dim < x.shape[-1]:
+        turned = apply_rotary(x[..., :rotary_dim], cos, sin)
+        return jnp.concatenate([turned, x[..., rotary_dim:]], axis=-1)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, None, :], sin[:, None, :]
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

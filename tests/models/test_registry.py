@@ -213,6 +213,42 @@ def test_other_families_have_no_caps_and_their_own_scale():
     assert (layer.soft_cap, layer.scale) == (None, 0.25)
 
 
+def test_stablelm_where_fields_are_left_out():
+    fields = hf_config("StableLmForCausalLM", num_attention_heads=32)
+    del fields["num_key_value_heads"]
+    config = read_config(fields)
+    layer = config.attention[0]
+    assert (layer.num_kv_heads, layer.head_dim, layer.rotary_dim) == (32, 8, 2)
+    assert (layer.qkv_bias, layer.out_bias) == (False, False)
+    assert (config.has_head_norms, config.has_parallel_residual) == (False, False)
+    assert (config.layer_norm_eps, config.hidden_act) == (1e-5, "silu")
+    assert (config.bos_token_id, config.eos_token_ids) == (0, (0,))
+    assert read_config(fields | {"eos_token_id": None}).eos_token_ids == ()
+
+
+def test_stablelm_as_its_releases_differ():
+    config = read_config(
+        hf_config(
+            "StableLmForCausalLM",
+            layer_norm_eps=1e-6,
+            partial_rotary_factor=0.5,
+            qk_layernorm=True,
+            use_parallel_residual=True,
+            use_qkv_bias=True,
+        )
+    )
+    layer = config.attention[0]
+    assert layer.rotary == (layer.rope, 16)
+    assert (layer.qkv_bias, layer.out_bias) == (True, False)
+    assert (config.has_head_norms, config.has_parallel_residual) == (True, True)
+    assert config.layer_norm_eps == 1e-6
+
+
+def test_heads_of_stablelm_fill_the_hidden_size():
+    with pytest.raises(ModelConfigError, match="7 heads of 36 dimensions do not fill"):
+        read_config(hf_config("StableLmForCausalLM", num_attention_heads=7, num_key_value_heads=7))
+
+
 def test_positions_reach_as_far_as_the_least_scaled_layer():
     # The published length of Gemma 3 is the one after its global embedding is scaled.
     linear = {"rope_type": "linear", "factor": 8.0}
@@ -238,7 +274,7 @@ def test_installed_packages_add_families_and_replace_none(monkeypatch):
     assert family_class("LlamaForCausalLM") is LlamaForCausalLM
     config = read_config(hf_config("ForeignForCausalLM"))
     assert config.architecture == "ForeignForCausalLM"
-    with pytest.raises(UnsupportedModelError, match="Gemma3ForCausalLM, ForeignForCausalLM"):
+    with pytest.raises(UnsupportedModelError, match=f"{list(FAMILIES)[-1]}, ForeignForCausalLM"):
         read_config(hf_config("GPT2LMHeadModel"))
 
 

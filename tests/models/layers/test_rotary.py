@@ -70,6 +70,13 @@ def test_pairs_are_dimension_i_and_i_plus_half():
     assert turned.tolist() == [[[-3.0, 2.0, 1.0, 4.0]]]
 
 
+def test_dimensions_beyond_the_angles_stay():
+    # Of (1, 2, 3, 4), a quarter turn of (1, 2).
+    x = jnp.array([[[1.0, 2.0, 3.0, 4.0]]])
+    turned = apply_rotary(x, cos=jnp.array([[0.0]]), sin=jnp.array([[1.0]]))
+    assert turned.tolist() == [[[-2.0, 1.0, 3.0, 4.0]]]
+
+
 def test_turning_keeps_dtype():
     x = jnp.ones((1, 2, 4), jnp.bfloat16)
     assert apply_rotary(x, jnp.ones((1, 2)), jnp.zeros((1, 2))).dtype == jnp.bfloat16

@@ -1,0 +1,84 @@
+"""Layer normalisation: over the hidden size, and over each head with a scale of its own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models.weight_rule import Source, WeightRule
+from pallas_kernels.row_reductions import sum_of_rows
+
+
+class LayerNorm(nnx.Module):
+    """`(x - mean(x)) / sqrt(variance(x) + eps) * scale + bias`.
+
+    All of it is computed in float32 and rounded to x's dtype once, as PyTorch does.
+
+    Source: arXiv:1607.06450.
+    """
+
+    def __init__(self, num_features: int, *, eps: float, dtype: jnp.dtype) -> None:
+        self.scale = nnx.Param(jnp.ones((num_features,), dtype))
+        self.bias = nnx.Param(jnp.zeros((num_features,), dtype))
+        self.eps = eps
+
+    def weight_rules(self, name: str) -> dict[str, WeightRule]:
+        """See `HasWeights.weight_rules`."""
+        shape = self.scale.get_value().shape
+        return {
+            leaf: WeightRule(
+                sources=(Source(name=f"{name}.{stored}", shape=shape),),
+                layout="vector",
+                axes=(None,),
+            )
+            for leaf, stored in (("scale", "weight"), ("bias", "bias"))
+        }
+
+    def __call__(
+        self,
+        x: jax.Array,  # f[..., num_features]
+    ) -> jax.Array:  # f[..., num_features]
+        scale, bias = (param[...].astype(jnp.float32) for param in (self.scale, self.bias))
+        return (_normalise(x, self.eps) * scale + bias).astype(x.dtype)
+
+
+class HeadLayerNorm(nnx.Module):
+    """Layer normalisation of each head, with one scale per head and no bias.
+
+    A checkpoint stores one tensor per head, "norms.0.weight" and so on. The scales of all heads are
+    one vector here, because a loop over layers copies vectors only.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, *, eps: float, dtype: jnp.dtype) -> None:
+        self.scale = nnx.Param(jnp.ones((num_heads * head_dim,), dtype))
+        self.head_dim = head_dim
+        self.eps = eps
+
+    def weight_rules(self, name: str) -> dict[str, WeightRule]:
+        """See `HasWeights.weight_rules`."""
+        num_heads = self.scale.get_value().shape[0] // self.head_dim
+        sources = tuple(
+            Source(name=f"{name}.norms.{head_idx}.weight", shape=(self.head_dim,))
+            for head_idx in range(num_heads)
+        )
+        rule = WeightRule(sources=sources, layout="vector", axes=("heads",), combine=np.concatenate)
+        return {"scale": rule}
+
+    def __call__(
+        self,
+        x: jax.Array,  # f[num_tokens, num_heads, head_dim]
+    ) -> jax.Array:  # f[num_tokens, num_heads, head_dim]
+        scale = self.scale[...].astype(jnp.float32).reshape(-1, self.head_dim)
+        return (_normalise(x, self.eps) * scale).astype(x.dtype)
+
+
+def _normalise(x: jax.Array, eps: float) -> jax.Array:  # f32[..., num_features]
+    x_f32 = x.astype(jnp.float32)
+    centred = x_f32 - _mean(x_f32)
+    return centred * jax.lax.rsqrt(_mean(centred * centred) + eps)
+
+
+def _mean(x: jax.Array) -> jax.Array:  # f32[..., num_features] -> f32[..., 1]
+    # XLA:CPU alone sums rows slowly.
+    sums = jax.lax.platform_dependent(x, cpu=sum_of_rows, default=lambda rows: rows.sum(axis=-1))
+    return sums[..., None] / x.shape[-1]
