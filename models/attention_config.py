@@ -16,6 +16,8 @@ class AttentionConfig:
     head_dim: int
     rope: RopeConfig
     scale: float  # factor of the products of queries and keys
+    # Leading dimensions of each head that are turned; None is all of them.
+    rotary_dim: int | None = None
     # A token sees itself and the `sliding_window - 1` tokens before it; None is all of them.
     sliding_window: int | None = None
     soft_cap: float | None = None  # bound of the scaled products: cap * tanh(product / cap)
@@ -34,8 +36,15 @@ class AttentionConfig:
                 f"config.json: head_dim={self.head_dim} is odd; rotary embeddings turn pairs of "
                 "dimensions and want an even one."
             )
+        num_turned = self.rotary[1]
+        if num_turned % 2 or not 0 < num_turned <= self.head_dim:
+            raise ModelConfigError(
+                f"config.json: partial_rotary_factor makes rotary embeddings turn {num_turned} of "
+                f"{self.head_dim} dimensions of a head; wanted an even number from 2 to "
+                f"{self.head_dim}."
+            )
 
     @property
     def rotary(self) -> tuple[RopeConfig, int]:
-        """Layers with equal ones turn queries and keys by the same angles."""
-        return self.rope, self.head_dim
+        """Layers with equal ones turn as many dimensions of each head, by the same angles."""
+        return self.rope, self.head_dim if self.rotary_dim is None else self.rotary_dim

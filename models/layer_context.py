@@ -33,7 +33,7 @@ class LayerContext:
     batch: ForwardBatch
     kernels: KernelSettings
     slots: jax.Array  # i32[num_groups, num_tokens], where each token's key and value are written
-    # For each `AttentionConfig.rotary`: cosine and sine, f32[num_tokens, head_dim // 2].
+    # For each `AttentionConfig.rotary`: cosine and sine, f32[num_tokens, rotary_dim // 2].
     cos_sin: Mapping[tuple[RopeConfig, int], tuple[jax.Array, jax.Array]]
     place: CachePlace | None = None
     # Whether only the last token of each request goes on from here, and attends; the others leave

@@ -1,37 +1,11 @@
-"""Rotary embeddings that turn only the first dimensions of each head, and how they are read."""
+"""Reads which share of each head is turned, where it may be less than all of it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from models.attention_config import AttentionConfig
 from models.config_fields import read_number
-from models.errors import ModelConfigError
-from models.rope_config import RopeConfig
 
 _FACTOR = "partial_rotary_factor"
 _HOLDERS = ("rope_scaling", "rope_parameters")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartialRotaryConfig(AttentionConfig):
-    """Attention that turns the first `rotary_dim` dimensions of each head and keeps the others."""
-
-    rotary_dim: int
-
-    def __post_init__(self) -> None:
-        # A slotted dataclass is made anew, so that super() without arguments would not find it.
-        AttentionConfig.__post_init__(self)
-        if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
-            raise ModelConfigError(
-                f"config.json: {_FACTOR} makes rotary embeddings turn {self.rotary_dim} of "
-                f"{self.head_dim} dimensions of a head; wanted an even number from 2 to "
-                f"{self.head_dim}."
-            )
-
-    @property
-    def rotary(self) -> tuple[RopeConfig, int]:
-        """As in the base class; the angles are those of a head of `rotary_dim` dimensions."""
-        return self.rope, self.rotary_dim
 
 
 def read_rotary_factor(hf_config: Mapping[str, object], default: float) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from models.attention_config import AttentionConfig
 from models.config import ModelConfig, read_model_fields
 from models.config_fields import read_count, read_flag, read_number
 from models.decoder import Decoder
@@ -18,7 +19,7 @@ from models.layers.decoder_layers import PreNormLayer
 from models.layers.layer_norm import HeadLayerNorm, LayerNorm
 from models.layers.mlp import GatedMLP
 from models.layers.parallel_layer import ParallelLayer
-from models.partial_rotary import PartialRotaryConfig, read_rotary_factor, without_rotary_factor
+from models.partial_rotary import read_rotary_factor, without_rotary_factor
 from models.rope_config import parse_rope_config
 from models.weight_rule import WeightRule
 
@@ -78,7 +79,7 @@ class StableLmForCausalLM(Decoder):
         return {name: _as_stored(rule) for name, rule in super().weight_rules().items()}
 
 
-def _read_attention(hf_config: Mapping[str, object], max_positions: int) -> PartialRotaryConfig:
+def _read_attention(hf_config: Mapping[str, object], max_positions: int) -> AttentionConfig:
     head_fields = read_head_fields(hf_config, default_num_kv_heads=32)
     num_heads, head_dim = head_fields["num_q_heads"], head_fields["head_dim"]
     if num_heads * head_dim != head_fields["hidden_size"]:
@@ -86,7 +87,7 @@ def _read_attention(hf_config: Mapping[str, object], max_positions: int) -> Part
             f"config.json: num_attention_heads={num_heads} heads of {head_dim} dimensions do not "
             f"fill hidden_size={head_fields['hidden_size']}; wanted heads that divide it evenly."
         )
-    return PartialRotaryConfig(
+    return AttentionConfig(
         **head_fields,
         rope=parse_rope_config(without_rotary_factor(hf_config), max_positions),
         rotary_dim=int(head_dim * read_rotary_factor(hf_config, default=0.25)),
@@ -95,7 +96,7 @@ def _read_attention(hf_config: Mapping[str, object], max_positions: int) -> Part
 
 
 def _make_attention(
-    attention: PartialRotaryConfig, config: StableLmConfig, dtype: jnp.dtype
+    attention: AttentionConfig, config: StableLmConfig, dtype: jnp.dtype
 ) -> Attention:
     if not config.has_head_norms:
         return Attention(attention, dtype=dtype)

@@ -101,7 +101,7 @@ def make_reference(family: str, folder: Path, seed: int) -> Reference:
     """Saves the family's checkpoint of that seed, and runs transformers on it."""
     import torch
 
-    from tests.oracles import families
+    from tests.oracles import families, more_families  # noqa: F401
 
     model, _ = families.make(family, folder, seed)
     reference = Reference(prompts=families.prompts(seed), token_ids=[], logits=[], relative_error=0)

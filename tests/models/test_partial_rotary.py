@@ -3,7 +3,7 @@
 import pytest
 
 from models.errors import ModelConfigError
-from models.partial_rotary import PartialRotaryConfig, read_rotary_factor, without_rotary_factor
+from models.partial_rotary import read_rotary_factor, without_rotary_factor
 from models.rope_config import RopeConfig, parse_rope_config
 
 HALF = {"partial_rotary_factor": 0.5}
@@ -38,25 +38,3 @@ def test_all_but_the_factor_is_left_for_the_embedding():
     scaled = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, **HALF}, **HALF}
     rope = parse_rope_config(without_rotary_factor(scaled), 1024)
     assert rope == RopeConfig(kind="linear", factor=2.0)
-
-
-def config(rotary_dim: int) -> PartialRotaryConfig:
-    return PartialRotaryConfig(
-        hidden_size=64,
-        num_q_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        rope=RopeConfig(),
-        scale=0.25,
-        rotary_dim=rotary_dim,
-    )
-
-
-def test_angles_are_those_of_a_head_of_the_turned_dimensions():
-    assert config(4).rotary == (RopeConfig(), 4)
-
-
-@pytest.mark.parametrize("rotary_dim", [0, 3, 18])
-def test_dimensions_that_are_no_pairs_of_the_head_are_refused(rotary_dim):
-    with pytest.raises(ModelConfigError, match=f"turn {rotary_dim} of 16 dimensions"):
-        config(rotary_dim)

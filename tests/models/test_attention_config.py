@@ -1,0 +1,30 @@
+"""Attention of one layer, described."""
+
+import pytest
+
+from models.attention_config import AttentionConfig
+from models.errors import ModelConfigError
+from models.rope_config import RopeConfig
+
+
+def config(rotary_dim: int | None) -> AttentionConfig:
+    return AttentionConfig(
+        hidden_size=64,
+        num_q_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        rope=RopeConfig(),
+        scale=0.25,
+        rotary_dim=rotary_dim,
+    )
+
+
+def test_angles_are_those_of_a_head_of_the_turned_dimensions():
+    assert config(4).rotary == (RopeConfig(), 4)
+    assert config(None).rotary == (RopeConfig(), 16)
+
+
+@pytest.mark.parametrize("rotary_dim", [0, 3, 18])
+def test_dimensions_that_are_no_pairs_of_the_head_are_refused(rotary_dim):
+    with pytest.raises(ModelConfigError, match=f"turn {rotary_dim} of 16 dimensions"):
+        config(rotary_dim)
