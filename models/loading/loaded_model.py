@@ -1,6 +1,7 @@
 """`LoadedModel`: a model split into static structure and a flat tuple of arrays."""
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -68,6 +69,13 @@ class LoadedModel:
             for name, param in zip(self.param_names, self.params, strict=True)
         )
 
+    @property
+    def packages(self) -> frozenset[str]:
+        """Top-level packages that define its family and layers: "models", and other people's."""
+        types = {getattr(node, "type", object) for node in self.graphdef.nodes}
+        names = {base.__module__.partition(".")[0] for cls in types for base in cls.__mro__}
+        return frozenset(names - {"flax", *sys.stdlib_module_names})
+
     def with_kernels(self, kernels: KernelSettings) -> "LoadedModel":
         """The same model calling the ops on the KV cache in another way.
 
@@ -101,14 +109,16 @@ class LoadedModel:
             What `batch.wants` asks for, and the cache with this step's keys and values written.
 
         Raises:
-            ModelError: The layers have no places in the cache yet, or `batch.wants` names layers
-                that the model does not have.
+            ModelError: The layers have no places in the cache yet, or places that this batch or
+                this cache does not have; or `batch.wants` names layers that the model does not
+                have.
         """
         if not self.places:
             raise ModelError(
                 "the model's layers have no places in a KV cache; wanted one for each, from "
                 "`with_places`."
             )
+        self._check_places(num_groups=batch.block_tables.shape[0], num_rows=kv_cache.k.shape[0])
         return self._merge(params)(*(batch, kv_cache, self.kernels, self.platform, self.places))
 
     def compute_logits(
@@ -118,6 +128,16 @@ class LoadedModel:
     ) -> jax.Array:  # f32[num_logits, vocab]
         """Projects hidden states, `Outputs.for_logits`, onto the vocabulary."""
         return self._merge(params).compute_logits(hidden)
+
+    def _check_places(self, *, num_groups: int, num_rows: int) -> None:
+        """JAX would take the last group or row in place of one that is not there."""
+        for place in self.places:
+            if place.group_idx >= num_groups or place.row >= num_rows:
+                raise ModelError(
+                    f"a layer's cache is in group {place.group_idx}, row {place.row}; the batch "
+                    f"has {num_groups} groups and the cache {num_rows} rows. Take all three from "
+                    "one plan of KV cache groups."
+                )
 
     def _merge(self, params: tuple[jax.Array, ...]) -> nnx.Module:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.params_treedef, params))

@@ -60,7 +60,7 @@ def program_identity(
     num_rows, num_blocks, num_kv_heads, block_size, head_dim = kv_cache.k.shape
     jax_settings = jax.config.values  # not all of them are attributes
     return {
-        "paxkv": f"{paxkv.__version__}, source {source_digest()[:16]}",
+        "paxkv": f"{paxkv.__version__}, source {source_digest(model.packages)[:16]}",
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "flax": flax.__version__,

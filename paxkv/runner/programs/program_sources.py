@@ -3,6 +3,7 @@
 import ast
 import functools
 import hashlib
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -16,19 +17,43 @@ _IMPORTED_AT = time.time()
 
 
 @functools.cache
-def source_digest() -> str:
+def source_digest(packages: frozenset[str] = frozenset()) -> str:
     """SHA-256 of the source files that a compiled step depends on, names included.
 
     A file that was written after this process started may differ from the code that runs here. The
-    digest is then a random one, which no other process has.
+    digest is then a random one, which no other process has. The same holds for a package without
+    source files.
+
+    Args:
+        packages: `LoadedModel.packages`; all their files count, ours only if a step needs them.
     """
+    files = {path.relative_to(_ROOT).as_posix(): path for path in program_source_files(_ROOT)}
+    for package in packages - {*_WHOLE_PACKAGES, "paxkv"}:
+        of_package = _files_of_other_package(package)
+        if not of_package:
+            return uuid.uuid4().hex
+        files |= of_package
     digest = hashlib.sha256()
-    for path in program_source_files(_ROOT):
+    for name, path in sorted(files.items()):
         if path.stat().st_mtime > _IMPORTED_AT:
             return uuid.uuid4().hex
-        digest.update(f"{path.relative_to(_ROOT).as_posix()}\0".encode())
+        digest.update(f"{name}\0".encode())
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
+
+
+def _files_of_other_package(package: str) -> dict[str, Path]:
+    """Name to source file, of an imported package or of a module that is a single file."""
+    module = sys.modules[package]
+    folders = [Path(folder) for folder in getattr(module, "__path__", ())]
+    if folders:
+        return {
+            f"{package}/{path.relative_to(folder).as_posix()}": path
+            for folder in folders
+            for path in folder.rglob("*.py")
+        }
+    file = getattr(module, "__file__", None)
+    return {} if file is None else {f"{package}.py": Path(file)}
 
 
 def program_source_files(root: Path) -> list[Path]:

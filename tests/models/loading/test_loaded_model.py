@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from models import CachePlace, ModelError
+from models.families.llama import LlamaForCausalLM
 from models.forward_batch import ForwardBatch, KVCache
 from models.loading.load_model import load_model
 from models.loading.loaded_model import LoadedModel
 from models.platforms import CPU, GPU
+from models.registry import FAMILIES
 from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.oracles.placed_model import place_model
 
@@ -63,6 +65,28 @@ def test_each_layer_needs_a_place_in_the_cache(tmp_path):
         loaded.forward(loaded.params, None, _abstract_batch(num_tokens=8, num_reqs=2))
     with pytest.raises(ModelError, match="for 1 layers; the model has 2"):
         loaded.with_places([CachePlace(group_idx=0, row=0)])
+
+
+@pytest.mark.parametrize("place", [CachePlace(group_idx=1, row=0), CachePlace(group_idx=0, row=1)])
+def test_a_place_that_the_cache_does_not_have_is_refused(tmp_path, place):
+    """JAX would read and write the last group or row."""
+    loaded = load_model(write_random_checkpoint(tmp_path, num_layers=1)).with_places([place])
+    cache = jax.ShapeDtypeStruct((1, 4, 2, 8, 16), jnp.float32)
+    batch = _abstract_batch(num_tokens=8, num_reqs=2)
+    message = f"in group {place.group_idx}, row {place.row}; the batch has 1 groups and the cache 1"
+    with pytest.raises(ModelError, match=message):
+        jax.eval_shape(loaded.forward, loaded.params, KVCache(k=cache, v=cache), batch)
+
+
+def test_packages_are_those_of_its_layers_and_of_their_bases(tmp_path, monkeypatch):
+    folder = write_random_checkpoint(tmp_path, num_layers=1)
+    assert load_model(folder).packages == {"models"}
+    monkeypatch.setitem(FAMILIES, "LlamaForCausalLM", f"{__name__}:ForeignLlama")
+    assert load_model(folder).packages == {"models", "tests"}
+
+
+class ForeignLlama(LlamaForCausalLM):
+    """As a package of somebody else would define it."""
 
 
 def _abstract_batch(num_tokens, num_reqs):

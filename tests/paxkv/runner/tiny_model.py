@@ -66,6 +66,7 @@ class TinyModel:
         self._windows = windows
         self.max_looped_tokens = max_looped_tokens
         self.kernels = KernelSettings()
+        self.packages = frozenset({"models"})
         self.platform = default_platform()
         layers = kv_cache_layers(self.config)
         self._places = groups_of_layers(layers, block_size=8, dtype="float32").places(layers)

@@ -70,6 +70,13 @@ def test_a_change_is_seen_and_named(changed, names):
     assert len(identity_differences(identity, other)) == len(names)
 
 
+def test_the_source_of_a_family_from_another_package_counts():
+    model = TinyModel()
+    model.packages = frozenset({"models", "tests"})
+    (difference,) = identity_differences(make_identity(), make_identity(model=model))
+    assert difference.startswith("paxkv: compiled with")
+
+
 def test_tokens_that_end_requests_shape_no_program():
     configs = [
         read_config(

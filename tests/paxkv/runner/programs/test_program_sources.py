@@ -1,7 +1,10 @@
 """The digest of sources changes with what decides a step's result, and with nothing else."""
 
+import functools
 import os
 import shutil
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -66,6 +69,31 @@ def test_a_new_file_and_a_renamed_one_change_the_digest(copied_root):
     with_file = fresh_digest()
     added.rename(added.with_name("renamed.py"))
     assert len({before, with_file, fresh_digest()}) == 3
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_the_source_of_a_family_from_another_package_counts(tmp_path, monkeypatch, is_folder):
+    file = tmp_path / ("other/model.py" if is_folder else "other.py")
+    file.parent.mkdir(exist_ok=True)
+    file.write_text('"""A family."""')
+    make_older(file)
+    module = types.ModuleType("other")
+    if is_folder:
+        module.__path__ = [str(tmp_path / "other")]
+    else:
+        module.__file__ = str(file)
+    monkeypatch.setitem(sys.modules, "other", module)
+    digest_of = functools.partial(source_digest.__wrapped__, frozenset({"models", "other"}))
+    before = digest_of()
+    assert before == digest_of() != source_digest.__wrapped__(frozenset({"models"}))
+    edit(file, '"""', '"""Edited. ')
+    assert digest_of() != before
+
+
+def test_a_package_without_source_files_has_a_digest_of_its_own(monkeypatch):
+    monkeypatch.setitem(sys.modules, "other", types.ModuleType("other"))
+    digests = {source_digest.__wrapped__(frozenset({"other"})) for _ in range(2)}
+    assert len(digests) == 2
 
 
 def test_a_file_written_while_the_process_runs_makes_a_digest_of_its_own(copied_root):
