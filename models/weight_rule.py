@@ -17,7 +17,7 @@ MODEL_AXIS = "model"
 
 # What may be split: attention's heads, the width inside an MLP, the vocabulary.
 SplitAxis = Literal["heads", "inner", "vocab"]
-# - matrix: a kernel [in, out]; a checkpoint stores it as [out, in]
+# - matrix: a kernel [in, out] of a `Linear`; a checkpoint stores it as [out, in]
 # - table: rows that are looked up, as stored
 # - vector: a number for each feature, as stored
 Layout = Literal["matrix", "table", "vector"]
@@ -54,6 +54,12 @@ class WeightRule:
             raise ModelError(
                 f"a {self.layout} has {num_axes} axes; a weight rule got {self.axes} for "
                 f"{', '.join(source.name for source in self.sources)}."
+            )
+        if self.combine is None and len(self.sources) != 1:
+            raise ModelError(
+                f"a weight rule without `combine` got {len(self.sources)} sources "
+                f"({', '.join(source.name for source in self.sources)}); wanted one. Say how they "
+                "are combined."
             )
 
     def combined(self, weights_np: Sequence[np.ndarray]) -> np.ndarray:
@@ -109,7 +115,7 @@ def param_spec(name: str, param: jax.Array, rules: Mapping[str, WeightRule]) -> 
         ModelError: No rule covers the parameter.
     """
     owner, _, leaf = name.rpartition(".")
-    if leaf.isdecimal():
+    if leaf.isdecimal() and owner in rules:
         return PartitionSpec()
     rule_name = f"{owner}.kernel" if leaf == "kernel_scale" else name
     if rule_name not in rules:

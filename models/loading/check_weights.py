@@ -30,17 +30,18 @@ def check_weights(
         WeightMismatchError: Weights are missing, unexpected, misshapen or not floating point. The
             message lists the first `MAX_LISTED` of each and counts the rest.
     """
-    wanted = {source.name: source for source in sources}
+    wanted = {source.name for source in sources}
     unexpected = [
         name
-        for name in sorted(stored.keys() - wanted.keys() - set(ignored))
+        for name in sorted(stored.keys() - wanted - set(ignored))
         if not IGNORABLE_WEIGHTS.search(name)
     ]
-    present = sorted(wanted.keys() & stored.keys())
+    present = sorted(wanted & stored.keys())
+    # Several parameters may have parts of one source: each says what shape it takes it to have.
     misshapen = [
-        f"{name} (got {list(stored[name].shape)}, wanted {list(wanted[name].shape)})"
-        for name in present
-        if stored[name].shape != wanted[name].shape
+        f"{name} (got {list(stored[name].shape)}, wanted {list(shape)})"
+        for name, shape in sorted({(source.name, source.shape) for source in sources})
+        if name in stored and stored[name].shape != shape
     ]
     unreadable = [
         f"{name} ({stored[name].dtype})"
@@ -48,7 +49,7 @@ def check_weights(
         if stored[name].dtype not in READABLE_DTYPES
     ]
     problems = {
-        "missing": sorted(wanted.keys() - stored.keys()),
+        "missing": sorted(wanted - stored.keys()),
         "unexpected": unexpected,
         "of the wrong shape": misshapen,
         f"not of a dtype in {', '.join(READABLE_DTYPES)}": unreadable,

@@ -77,16 +77,19 @@ def load_model(
     config = read_model_config(folder, generation_folder=generation_folder)
     config = dataclasses.replace(config, has_unified_kv=has_unified_kv)
     checkpoint = None if load_format == "dummy" else SafetensorsCheckpoint(folder)
-    if checkpoint is not None:
-        is_tied = is_head_tied(checkpoint, tie_word_embeddings=config.tie_word_embeddings)
-        config = dataclasses.replace(config, tie_word_embeddings=is_tied)
     platform = platform or default_platform()
-    structure = _Structure(
-        config,
-        platform.weight_dtype(config.dtype) if dtype == "auto" else dtype,
-        max_looped_tokens,
-        has_head_kernel=platform.copies_tied_head or not config.tie_word_embeddings,
+    make_structure = functools.partial(
+        _Structure,
+        dtype=platform.weight_dtype(config.dtype) if dtype == "auto" else dtype,
+        max_looped_tokens=max_looped_tokens,
+        copies_tied_head=platform.copies_tied_head,
     )
+    structure = make_structure(config)
+    if checkpoint is not None and config.tie_word_embeddings:
+        is_tied = is_head_tied(checkpoint, structure.rule_of("embed_tokens.embedding"))
+        if not is_tied:
+            config = dataclasses.replace(config, tie_word_embeddings=False)
+            structure = make_structure(config)
     if checkpoint is None:
         params = _random_params(structure, seed)
     else:
@@ -115,17 +118,23 @@ class _Structure:
     def __init__(
         self,
         config: ModelConfig,
+        *,
         dtype: ModelDtype,
         max_looped_tokens: int,
-        *,
-        has_head_kernel: bool,
+        copies_tied_head: bool,
     ) -> None:
         self.config = config
+        has_head_kernel = copies_tied_head or not config.tie_word_embeddings
         model_class = family_class(config.architecture)
         abstract_model = nnx.eval_shape(
             lambda: model_class(config, has_head_kernel=has_head_kernel, dtype=jnp.dtype(dtype))
         )
-        linears = [m for _, m in nnx.iter_modules(abstract_model) if isinstance(m, Linear)]
+        linears_by_path = {
+            ".".join(map(str, path)): module
+            for path, module in nnx.iter_modules(abstract_model)
+            if isinstance(module, Linear)
+        }
+        linears = linears_by_path.values()
         if 4 * sum(linear.kernel.get_value().size for linear in linears) < MIN_LOOPED_BYTES:
             max_looped_tokens = 0
         self.max_looped_tokens = max_looped_tokens
@@ -147,6 +156,15 @@ class _Structure:
                     f"the weight rule of parameter {name!r} has axes {rule.axes}; wanted one for "
                     f"each of {shape.shape}."
                 )
+            if rule.layout == "matrix" and name.removesuffix(".kernel") not in linears_by_path:
+                raise ModelError(
+                    f"parameter {name!r} has the layout 'matrix', which `Linear` alone multiplies "
+                    "with, as panels too; wanted a `Linear`, or the layout 'table' of an array "
+                    "that stays as it is stored."
+                )
+
+    def rule_of(self, name: str) -> WeightRule:
+        return self.rules[self.names.index(name)]
 
 
 def _read_params(structure: _Structure, checkpoint: SafetensorsCheckpoint) -> list[jax.Array]:

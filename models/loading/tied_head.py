@@ -6,36 +6,41 @@ import numpy as np
 
 from models.loading.check_weights import READABLE_DTYPES
 from models.loading.safetensors_reader import SafetensorsCheckpoint
+from models.weight_rule import WeightRule
 
-EMBEDDING_WEIGHT = "model.embed_tokens.weight"
 HEAD_WEIGHT = "lm_head.weight"
 
 logger = logging.getLogger(__name__)
 
 
-def is_head_tied(checkpoint: SafetensorsCheckpoint, *, tie_word_embeddings: bool) -> bool:
-    """`tie_word_embeddings`, but False where a head of other numbers than the embedding is stored.
+def is_head_tied(checkpoint: SafetensorsCheckpoint, embedding: WeightRule) -> bool:
+    """False where a head of other numbers than the embedding is stored.
 
     Whoever trains the head alone, or merges an adapter into it, often leaves the flag as it was.
 
+    Args:
+        embedding: How the checkpoint stores it; families have other names for it.
+
     Source: transformers 5, `PreTrainedModel.tie_weights`.
     """
-    has_both = {EMBEDDING_WEIGHT, HEAD_WEIGHT} <= checkpoint.weights.keys()
-    if not tie_word_embeddings or not has_both:
-        return tie_word_embeddings
-    if _are_equal(checkpoint):
+    names = [source.name for source in embedding.sources]
+    has_both = {HEAD_WEIGHT, *names} <= checkpoint.weights.keys()
+    if not has_both or _are_equal(checkpoint, embedding):
         return True
     logger.warning(
         "%s: config.json ties %s to %s, and the two differ: the head is taken as it is stored. "
         "Set tie_word_embeddings to false in config.json.",
-        *(checkpoint.folder, HEAD_WEIGHT, EMBEDDING_WEIGHT),
+        *(checkpoint.folder, HEAD_WEIGHT, ", ".join(names)),
     )
     return False
 
 
-def _are_equal(checkpoint: SafetensorsCheckpoint) -> bool:
-    stored = [checkpoint.weights[name] for name in (HEAD_WEIGHT, EMBEDDING_WEIGHT)]
+def _are_equal(checkpoint: SafetensorsCheckpoint, embedding: WeightRule) -> bool:
     # What cannot be read or has another shape is named by `check_weights`, later.
-    if stored[0].shape != stored[1].shape or {w.dtype for w in stored} - {*READABLE_DTYPES}:
+    stored = {source.name: checkpoint.weights[source.name] for source in embedding.sources}
+    if any(stored[source.name].shape != source.shape for source in embedding.sources):
         return False
-    return np.array_equal(checkpoint.read(HEAD_WEIGHT), checkpoint.read(EMBEDDING_WEIGHT))
+    if {w.dtype for w in (checkpoint.weights[HEAD_WEIGHT], *stored.values())} - {*READABLE_DTYPES}:
+        return False
+    embedding_np = embedding.combined([checkpoint.read(name) for name in stored])
+    return np.array_equal(checkpoint.read(HEAD_WEIGHT), embedding_np)

@@ -6,6 +6,7 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
@@ -87,6 +88,20 @@ def test_a_matrix_with_an_axis_of_experts_is_refused():
         WeightRule(sources=(), layout="matrix", axes=(None, None, "inner"))
 
 
+def test_several_sources_need_a_function_that_combines_them():
+    sources = tuple(Source(name=name, shape=(2,)) for name in "ab")
+    with pytest.raises(ModelError, match=r"without `combine` got 2 sources \(a, b\); wanted one"):
+        WeightRule(sources=sources, layout="vector", axes=(None,))
+
+
+def test_a_parameter_in_a_list_is_split_as_its_rule_says():
+    """Its name ends in a number, as that of a panel does."""
+    rule = WeightRule(sources=(Source(name="a", shape=(4,)),), layout="vector", axes=("heads",))
+    assert param_spec("layers.0.scales.1", jnp.zeros(4), {"layers.0.scales.1": rule}) == (
+        PartitionSpec("model")
+    )
+
+
 def test_a_tied_head_is_the_embedding():
     (source,) = model_of("llama_tied").weight_rules["lm_head.kernel"].sources
     assert source.name == "model.embed_tokens.weight"
@@ -98,6 +113,32 @@ def test_sources_are_combined():
         sources=(first, second), layout="vector", axes=(None,), combine=np.concatenate
     )
     assert rule.combined([np.zeros(2), np.ones(3)]).tolist() == [0, 0, 1, 1, 1]
+
+
+def test_matrices_are_those_of_linear_alone(tmp_path, monkeypatch):
+    """A processor may lay a matrix out in panels, which no other layer multiplies with."""
+    monkeypatch.setitem(FAMILIES, "LlamaForCausalLM", f"{__name__}:LlamaWithOwnMatrix")
+    with pytest.raises(ModelError, match="'own.kernel' has the layout 'matrix'.*wanted a `Linear`"):
+        load_model(write_recipe(tmp_path, "llama"), load_format="dummy")
+
+
+class OwnMatrix(nnx.Module):
+    """A parameter of two axes outside `Linear`."""
+
+    def __init__(self):
+        self.kernel = nnx.Param(jnp.zeros((2, 2)))
+
+    def weight_rules(self, name):
+        source = Source(name=f"{name}.weight", shape=(2, 2))
+        return {"kernel": WeightRule(sources=(source,), layout="matrix", axes=(None, None))}
+
+
+class LlamaWithOwnMatrix(LlamaForCausalLM):
+    """A family with such a layer."""
+
+    def __init__(self, config, *, has_head_kernel, dtype):
+        super().__init__(config, has_head_kernel=has_head_kernel, dtype=dtype)
+        self.own = OwnMatrix()
 
 
 def test_a_family_may_store_parameters_packed(tmp_path, monkeypatch):

@@ -38,6 +38,14 @@ def test_all_that_does_not_fit_is_named_at_once():
         assert words in str(raised.value)
 
 
+@pytest.mark.parametrize("shapes", [[(4,), (2,)], [(2,), (4,)]])
+def test_every_parameter_of_a_shared_source_says_its_shape(shapes):
+    stored = {"packed": StoredWeight(path=Path("w"), shape=(4,), dtype="F32")}
+    sources = [Source(name="packed", shape=shape) for shape in shapes]
+    with pytest.raises(WeightMismatchError, match=r"packed \(got \[4\], wanted \[2\]\)"):
+        check_weights(stored, sources, where="here")
+
+
 @pytest.mark.parametrize(("num_weights", "end"), [(10, "w09."), (11, "w09 and 1 more.")])
 def test_ten_of_a_kind_are_listed_and_the_rest_are_counted(num_weights, end):
     names = [f"w{number:02}" for number in range(num_weights)]
