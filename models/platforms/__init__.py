@@ -18,5 +18,6 @@ def platform_of(device: jax.Device) -> Platform:
 
 
 def default_platform() -> Platform:
-    """That of JAX's default device."""
-    return platform_of(jax.devices()[0])
+    """That of the device where JAX puts new arrays: a caller may have set `jax.default_device`."""
+    (device,) = jax.device_put(0).devices()
+    return platform_of(device)

@@ -24,6 +24,14 @@ def test_default_platform_is_that_of_the_default_device():
     assert default_platform() == platform_of(jax.devices()[0])
 
 
+def test_default_device_may_be_another_than_the_first(monkeypatch):
+    here = platform_of(jax.devices()[0])
+    first = types.SimpleNamespace(platform="gpu", device_kind="x", compute_capability="9.0")
+    with jax.default_device(jax.devices()[0]):
+        monkeypatch.setattr(jax, "devices", lambda: [first])
+        assert default_platform() == here != platform_of(first)
+
+
 @pytest.mark.parametrize("platform", [Platform(), GPU(), TPU()])
 def test_accelerators_keep_the_dtypes_of_the_model_and_whole_kernels(platform):
     assert platform.weight_dtype("bfloat16") == "bfloat16"
