@@ -149,6 +149,12 @@ class _Structure:
                 f"parameters {', '.join(missing)} have no weight rule; wanted one from the family "
                 f"{config.architecture} or from their layers."
             )
+        if unused := sorted(rules.keys() - set(self.names)):
+            raise ModelError(
+                f"the family {config.architecture} has weight rules for {', '.join(unused)}, which "
+                "are no parameters; wanted names such as 'layers.0.mlp.up_proj.kernel'. Correct "
+                "them in `weight_rules`: the parameters meant would keep the rules of their layers."
+            )
         self.rules: tuple[WeightRule, ...] = tuple(rules[name] for name in self.names)
         for name, rule, shape in zip(self.names, self.rules, self.shapes, strict=True):
             if len(rule.axes) != shape.ndim:

@@ -122,6 +122,24 @@ def test_matrices_are_those_of_linear_alone(tmp_path, monkeypatch):
         load_model(write_recipe(tmp_path, "llama"), load_format="dummy")
 
 
+def test_a_rule_for_no_parameter_is_refused(tmp_path, monkeypatch):
+    """Else the parameter that was meant is loaded by its layer's own rule."""
+    monkeypatch.setitem(FAMILIES, "LlamaForCausalLM", f"{__name__}:LlamaWithMisspeltRule")
+    with pytest.raises(ModelError, match="rules for layers.0.mlp.up.kernel, which are no param"):
+        load_model(write_recipe(tmp_path, "llama"))
+
+
+class LlamaWithMisspeltRule(LlamaForCausalLM):
+    """It means "up_proj"."""
+
+    def weight_rules(self):
+        rules = super().weight_rules()
+        turned = dataclasses.replace(
+            rules["layers.0.mlp.up_proj.kernel"], combine=lambda arrays: arrays[0][::-1]
+        )
+        return rules | {"layers.0.mlp.up.kernel": turned}
+
+
 class OwnMatrix(nnx.Module):
     """A parameter of two axes outside `Linear`."""
 
