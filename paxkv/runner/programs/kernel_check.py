@@ -72,8 +72,8 @@ def why_kernels_differ(
         What differs; None if nothing does.
     """
     # Rotary embeddings are not the kernels' work: layers that differ in them alone are tried once.
-    kinds = {_small_kind(layer): layer for layer in layers}
-    for kind, layer in kinds.items():
+    kinds = {(_small_kind(layer), _sizes(layer)): layer for layer in layers}
+    for (kind, _), layer in kinds.items():
         rules = dict(kind)
         inputs = _random_layer(layer, spec, seed=rules["sliding_window"] or 0)
         expected = _run_layer(inputs, rules, {"implementation": "xla", "target": target})
@@ -104,6 +104,10 @@ def _small_kind(layer: AttentionConfig) -> tuple[tuple[str, float | None], ...]:
         ("sliding_window", None if window is None else min(window, MAX_WINDOW)),
         ("soft_cap", None if soft_cap is None else min(soft_cap, MAX_SOFT_CAP)),
     )
+
+
+def _sizes(layer: AttentionConfig) -> tuple[int, int, int]:
+    return layer.num_q_heads, layer.num_kv_heads, layer.head_dim
 
 
 def relative_error(

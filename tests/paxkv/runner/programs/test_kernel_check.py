@@ -86,6 +86,19 @@ def test_every_kind_of_layer_is_tried(monkeypatch):
     assert "'sliding_window': 50" in reason
 
 
+def test_layers_of_other_numbers_of_heads_are_tried(monkeypatch):
+    tried = []
+
+    def run_layer(inputs, rules, chosen):
+        tried.append(inputs["q"].shape[1])
+        return (np.ones(1),) * 3
+
+    monkeypatch.setattr(kernel_check, "_run_layer", run_layer)
+    layers = (FULL, dataclasses.replace(FULL, num_q_heads=8), FULL)
+    why_kernels_differ(layers, SPEC, H200, implementation="reference")
+    assert sorted(set(tried)) == [4, 8]
+
+
 def test_wrong_write_is_noticed(monkeypatch):
     scatter = pallas_kernels.kv_scatter
 
