@@ -11,7 +11,7 @@ class Carry:
     """The residual stream alone. A family whose layers share more derives a class of its own.
 
     Only a family's own code opens it. Every layer takes and returns the same structure, dtypes and
-    shapes, but for the tokens that the last one may drop.
+    shapes; only the last one may return fewer tokens.
     """
 
     hidden: jax.Array  # f[num_tokens, hidden]

@@ -50,7 +50,7 @@ class ModelConfig:
 def read_model_fields(
     hf_config: Mapping[str, object], *, default_tie_word_embeddings: bool = False
 ) -> dict[str, object]:
-    """The fields of `ModelConfig` that all families write alike: all but `attention`.
+    """The fields of `ModelConfig` except `attention`; all families write them alike.
 
     Raises:
         ModelConfigError: A field is missing, or of the wrong type.

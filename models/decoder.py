@@ -65,7 +65,7 @@ class Decoder(nnx.Module):
         )
 
     def weight_rules(self) -> dict[str, WeightRule]:
-        """A rule for every parameter. A family replaces those that its checkpoints store apart."""
+        """A rule for every parameter. A family replaces those that differ in its checkpoints."""
         rules = rules_of_layers(self, prefix="model.")
         if self.lm_head is not None:
             # A checkpoint with tied embeddings has no head, and this one is a turned copy.
@@ -112,7 +112,7 @@ class Decoder(nnx.Module):
         return carry.hidden
 
     def finish(self, carry: Carry) -> jax.Array:  # f[num_queries, hidden]
-        """Hidden states behind the last layer's norm."""
+        """Hidden states after the last norm."""
         return self.norm(carry.hidden)
 
     def compute_logits(
@@ -136,7 +136,7 @@ class Decoder(nnx.Module):
         )
         rotaries = dict.fromkeys(layer.rotary for layer in self.config.attention)
         cos_sin = {
-            (rope, head_dim): rotary_cos_sin(batch.positions, rope, head_dim)
-            for rope, head_dim in rotaries
+            (rope, rotary_dim): rotary_cos_sin(batch.positions, rope, rotary_dim)
+            for rope, rotary_dim in rotaries
         }
         return LayerContext(batch=batch, kernels=kernels, slots=slots, cos_sin=cos_sin)

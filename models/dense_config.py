@@ -34,7 +34,7 @@ def read_dense_fields(
     default_activation: Activation = "silu",
     default_tie_word_embeddings: bool = False,
 ) -> dict[str, object]:
-    """The fields of `DenseConfig` but `attention`.
+    """The fields of `DenseConfig` except `attention`.
 
     Defaults are those of Hugging Face's configuration class, so that a config.json which leaves a
     field out means the same model here. Raises as `read_model_fields`.

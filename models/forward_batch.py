@@ -74,8 +74,9 @@ class ForwardBatch:
     # Static: no request has more query tokens than this; None promises nothing. With 1, attention
     # compiles no part for prompts.
     max_query_len: int | None = field(default=None, metadata={"static": True})
-    # Static. With `logits="last"`, `logits_indices` are the last tokens of the requests, in order;
-    # requests without tokens come last.
+    # Static. With `logits="last"`, `logits_indices` are the last tokens of the requests, in order.
+    # Unless `wants` is `logits="indices"` without `hidden="last"`, requests without tokens come
+    # after all others: the last layer and the head find a request's row by its number.
     wants: Wants = field(default=Wants(), metadata={"static": True})
     # Static: numbers of leading tokens, rising, the last num_tokens. Work with weights is done for
     # the least that holds all real tokens; what it leaves for the others is anything finite. Empty
@@ -102,7 +103,7 @@ class ForwardBatch:
         hidden: jax.Array,  # f[num_tokens, hidden], or f[num_reqs, hidden] where `drops_rows`
         taps: tuple[jax.Array, ...] = (),
     ) -> Outputs:
-        """What is wanted of the hidden states behind the last norm."""
+        """What is wanted of the hidden states after the last norm."""
         wants = self.wants
         rows = {"none": None, "all": hidden}
         if "last" in (wants.logits, wants.hidden):

@@ -45,7 +45,7 @@ class LayerContext:
         return replace(self, place=place)
 
     def of_last_layer(self) -> "LayerContext":
-        """Nobody reads what the last layer makes of the tokens that `drops_rows` leaves out."""
+        """Of the last layer, which drops the rows that no output needs (`drops_rows`)."""
         return replace(self, drops_rows=self.batch.drops_rows)
 
     def kept(self, x: jax.Array) -> jax.Array:  # f[num_tokens, ...] -> f[num_queries, ...]
@@ -55,7 +55,7 @@ class LayerContext:
     def by_token(self, function: Callable[..., Rows], *rows: jax.Array) -> Rows:
         """`function(*rows)`, of work in which each token has its own rows and sees no other's.
 
-        Rows behind the step's tokens may be left out of the work: then theirs are zero.
+        Rows after the step's tokens may be left out of the work: their results are then zero.
 
         Args:
             function: Takes and returns arrays, or tuples of them, with tokens as the first axis.

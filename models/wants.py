@@ -15,7 +15,7 @@ class Wants:
     Args:
         logits: Tokens whose logits are wanted: none, the last one of each request, or those that
             `ForwardBatch.logits_indices` names.
-        hidden: Tokens whose hidden states behind the last norm are wanted as such.
+        hidden: Tokens whose hidden states after the last norm are returned.
         taps: Layers, rising from 0, whose own hidden states of all tokens are wanted: what a
             drafter reads.
     """
@@ -26,11 +26,11 @@ class Wants:
 
     @property
     def last_tokens_alone(self) -> bool:
-        """Whether nothing behind the last layer's keys and values is wanted of other tokens."""
+        """Whether other tokens only have to write the last layer's keys and values."""
         return self.logits != "indices" and self.hidden != "all" and not self.taps
 
     def check_taps(self, num_layers: int) -> None:
-        """Checks that `taps` are layers of a model that has so many.
+        """Checks that `taps` are layers of a model with `num_layers`.
 
         Raises:
             ModelError: They are not, or do not rise.

@@ -25,7 +25,7 @@ class LlamaConfig(DenseConfig):
 
 
 class LlamaForCausalLM(Decoder):
-    """Attention and a gated MLP, each behind a norm and added to the residual stream."""
+    """Attention and a gated MLP, each after a norm and added to the residual stream."""
 
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> LlamaConfig:

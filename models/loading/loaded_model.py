@@ -58,7 +58,7 @@ class LoadedModel:
     platform: Platform  # that it was loaded for, and its programs are compiled for
     kernels: KernelSettings = KernelSettings()
     max_looped_tokens: int = 0  # as its `Linear` layers have it
-    # Of the cache of each layer; who plans the cache gives them (`with_places`).
+    # Of the cache of each layer; the runner plans the cache and sets them (`with_places`).
     places: tuple[CachePlace, ...] = ()
 
     @property

@@ -22,7 +22,7 @@ class Platform:
     """
 
     name: ClassVar[str] = "other"
-    # Token positions in a block where nobody chose.
+    # Token positions in a block, by default.
     block_size: ClassVar[int] = 16
     # Whether a tied vocabulary head has an array of its own, a transposed copy of the embedding.
     copies_tied_head: ClassVar[bool] = False
@@ -32,11 +32,11 @@ class Platform:
     # Whether tokens of a few rows are drawn at a time. An accelerator takes all rows at once
     # faster: its host would wait for a loop's condition.
     samples_in_chunks: ClassVar[bool] = False
-    # Whether the device tells how much memory it has, of which the KV cache takes the rest.
+    # Whether the KV cache takes the memory that the device reports as free.
     measures_memory: ClassVar[bool] = True
 
     def weight_dtype(self, own: ModelDtype) -> ModelDtype:
-        """What weights become where nobody chose.
+        """The default dtype of loaded weights.
 
         Args:
             own: What the checkpoint says of itself.
@@ -44,7 +44,7 @@ class Platform:
         return own
 
     def kv_cache_dtypes(self, model_dtype: str) -> tuple[str, ...]:
-        """What keys and values may be stored in; the first where nobody chose.
+        """Dtypes that keys and values may be stored in; the first is the default.
 
         Args:
             model_dtype: Of the model's weights.
@@ -81,12 +81,12 @@ class Platform:
         return run_in_turn(layers, carry, kv_cache, context)
 
     def prepare_arrays(self, arrays: Iterable[jax.Array]) -> None:
-        """Does what makes the memory of arrays that stay quick to read; their numbers stay."""
+        """Makes the memory of long-lived arrays faster to read; their values do not change."""
 
     def total_memory_bytes(self, limit_bytes: int) -> int:
         """Memory of the device, where JAX may take `limit_bytes` of it."""
         return limit_bytes
 
     def identity(self) -> dict[str, str]:
-        """What compiled programs depend on beside the device: a name and a value for each."""
+        """What compiled programs depend on in addition to the device, by name."""
         return {}
