@@ -70,7 +70,7 @@ def make_generate(
     It holds its own KV cache, which lives only while it runs. Sliding layers keep all their blocks
     in it, also those that no token sees any more.
     """
-    dtype = kv_cache_dtype(model.params[0].dtype.name, model.platform)
+    dtype = kv_cache_dtype(model.dtype, model.platform)
     layers = kv_cache_layers(model.config)
     groups = groups_of_layers(layers, block_size=shape.block_size, dtype=dtype)
     model = model.with_places(groups.places(layers))

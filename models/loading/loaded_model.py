@@ -70,6 +70,14 @@ class LoadedModel:
         )
 
     @property
+    def dtype(self) -> str:
+        """The dtype that the model computes in: that of its embedding, which is never rounded.
+
+        Kernels may have fewer bits (`with_product_dtype`).
+        """
+        return self.params[self.param_names.index("embed_tokens.embedding")].dtype.name
+
+    @property
     def packages(self) -> frozenset[str]:
         """Top-level packages that define its family and layers: "models", and other people's."""
         types = {getattr(node, "type", object) for node in self.graphdef.nodes}

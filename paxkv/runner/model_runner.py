@@ -263,7 +263,7 @@ def _put_params(model: LoadedModel, mesh: Mesh) -> tuple[jax.Array, ...]:
 
 
 def _groups_of(model: LoadedModel, config: CacheConfig) -> KVCacheGroups:
-    dtype = kv_cache_dtype(model.params[0].dtype.name, model.platform, config.kv_cache_dtype)
+    dtype = kv_cache_dtype(model.dtype, model.platform, config.kv_cache_dtype)
     return groups_of_layers(
         kv_cache_layers(model.config),
         block_size=config.block_size or model.platform.block_size,

@@ -139,7 +139,7 @@ def _step_program(model: LoadedModel, mesh: Mesh, shape: StepShape | BurstShape)
 
 
 def _groups(model: LoadedModel) -> KVCacheGroups:
-    dtype = kv_cache_dtype(model.params[0].dtype.name, model.platform)
+    dtype = kv_cache_dtype(model.dtype, model.platform)
     return groups_of_layers(kv_cache_layers(model.config), block_size=BLOCK_SIZE, dtype=dtype)
 
 

@@ -33,6 +33,6 @@ def place_model(model: LoadedModel, *, block_size: int, dtype: str | None = None
         dtype: Of keys and values; None is that of the weights.
     """
     layers = kv_cache_layers(model.config)
-    dtype = dtype or model.params[0].dtype.name
+    dtype = dtype or model.dtype
     groups = groups_of_layers(layers, block_size=block_size, dtype=dtype)
     return PlacedModel(model.with_places(groups.places(layers)), groups)

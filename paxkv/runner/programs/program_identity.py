@@ -67,7 +67,7 @@ def program_identity(
         **_device_facts(mesh),
         **model.platform.identity(),
         **_model_facts(model.config),
-        "dtype": params[0].dtype.name,
+        "dtype": model.dtype,
         "weights": _digest([(array.shape, array.dtype.name) for array in params])[:16],
         "weight shardings": _digest([str(spec) for spec in model.param_specs])[:16],
         "tokens multiplied in loops": f"up to {model.max_looped_tokens}",

@@ -8,6 +8,7 @@ import pytest
 from models import CachePlace, ModelError
 from models.families.llama import LlamaForCausalLM
 from models.forward_batch import ForwardBatch, KVCache
+from models.layers.linear import Linear
 from models.loading.load_model import load_model
 from models.loading.loaded_model import LoadedModel
 from models.platforms import CPU, GPU
@@ -76,6 +77,23 @@ def test_a_place_that_the_cache_does_not_have_is_refused(tmp_path, place):
     message = f"in group {place.group_idx}, row {place.row}; the batch has 1 groups and the cache 1"
     with pytest.raises(ModelError, match=message):
         jax.eval_shape(loaded.forward, loaded.params, KVCache(k=cache, v=cache), batch)
+
+
+def test_dtype_is_not_that_of_rounded_kernels(tmp_path, monkeypatch):
+    """Keys and values are stored in it; parameters are in the order of their names."""
+    monkeypatch.setitem(FAMILIES, "LlamaForCausalLM", f"{__name__}:LlamaWithAdapter")
+    folder = write_random_checkpoint(tmp_path, num_layers=1)
+    loaded = load_model(folder, load_format="dummy", dtype="bfloat16", product_dtype="int8")
+    assert loaded.param_names[0] == "adapter.kernel" and loaded.params[0].dtype == jnp.int8
+    assert loaded.dtype == "bfloat16"
+
+
+class LlamaWithAdapter(LlamaForCausalLM):
+    """Its first parameter is a kernel."""
+
+    def __init__(self, config, *, has_head_kernel, dtype):
+        super().__init__(config, has_head_kernel=has_head_kernel, dtype=dtype)
+        self.adapter = Linear(2, 2, dtype=dtype)
 
 
 def test_packages_are_those_of_its_layers_and_of_their_bases(tmp_path, monkeypatch):

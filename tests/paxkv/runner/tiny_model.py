@@ -63,6 +63,7 @@ class TinyModel:
         max_looped_tokens: int = 0,
     ) -> None:
         self.config = tiny_config(windows)
+        self.dtype = dtype
         self._windows = windows
         self.max_looped_tokens = max_looped_tokens
         self.kernels = KernelSettings()
