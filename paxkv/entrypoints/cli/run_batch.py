@@ -33,6 +33,7 @@ from paxkv.entrypoints.cli.command_parser import CommandParser
 from paxkv.entrypoints.cli.line_file import STDIO, LineFile
 from paxkv.entrypoints.engine_flags import ENGINE_CONFIG_CLASSES, engine_config_from_arguments
 from paxkv.entrypoints.process_logging import set_up_logging
+from paxkv.entrypoints.run_until_sigterm import run_until_sigterm
 from paxkv.errors import ConfigError, EngineDeadError, PaxkvError
 from paxkv.package_origin import check_package_origin
 from paxkv.server.batch.batch_lines import BATCH_URLS, BatchRow
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ended_by_sigterm(),
         ):
             engine = build_async_client(engine_config, server_config, show_progress=True)
-            num_rows, num_failed = asyncio.run(
+            num_rows, num_failed = run_until_sigterm(
                 run(engine, server_config, lines, output, name=namespace.output_file)
             )
     except (ConfigError, EngineDeadError, BatchFileError) as error:
