@@ -39,7 +39,7 @@ def family_class(architecture: str) -> "type[Decoder]":
     """The class of an architecture; an own one wins over one of another package.
 
     Raises:
-        UnsupportedModelError: There is none.
+        UnsupportedModelError: There is none, or it cannot be imported.
     """
     entry_points = _entry_points()
     if architecture in FAMILIES:
@@ -53,7 +53,14 @@ def family_class(architecture: str) -> "type[Decoder]":
             f"config.json: architecture {architecture!r} is not supported; supported are "
             f"{', '.join([*FAMILIES, *entry_points])}."
         )
-    return entry_point.load()
+    try:
+        return entry_point.load()
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedModelError(
+            f"config.json: architecture {architecture!r} is run by {entry_point.value!r}, which "
+            f"cannot be imported ({type(error).__name__}: {error}). Install the package that adds "
+            "it again, or remove it."
+        ) from error
 
 
 def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:

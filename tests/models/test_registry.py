@@ -278,6 +278,14 @@ def test_installed_packages_add_families_and_replace_none(monkeypatch):
         read_config(hf_config("GPT2LMHeadModel"))
 
 
+@pytest.mark.parametrize("value", ["no_such_package:Model", "models.registry:NoSuchModel"])
+def test_a_family_that_cannot_be_imported_is_named(monkeypatch, value):
+    added = [importlib.metadata.EntryPoint("ForeignForCausalLM", value, ENTRY_POINT_GROUP)]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: added)
+    with pytest.raises(UnsupportedModelError, match=f"{value}.* cannot be imported"):
+        read_config(hf_config("ForeignForCausalLM"))
+
+
 class ForeignModel(LlamaForCausalLM):
     """As a package of somebody else would define it."""
 
