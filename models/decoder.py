@@ -8,6 +8,7 @@ from flax import nnx
 
 from models.carry import Carry
 from models.config import ModelConfig
+from models.errors import UnsupportedModelError
 from models.forward_batch import ForwardBatch, KVCache
 from models.kernel_settings import KernelSettings
 from models.layer_context import CachePlace, LayerContext
@@ -29,7 +30,10 @@ class Decoder(nnx.Module):
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> ModelConfig:
         """Reads the family's config.json. Raises as `models.registry.read_config`."""
-        raise NotImplementedError(f"{cls.__name__} must say how its config.json is read")
+        raise UnsupportedModelError(
+            f"the model class {cls.__module__}.{cls.__name__} cannot read a config.json; it has to "
+            "define `read_config`. Tell whoever wrote it."
+        )
 
     def __init__(
         self,
@@ -65,7 +69,7 @@ class Decoder(nnx.Module):
         )
 
     def weight_rules(self) -> dict[str, WeightRule]:
-        """A rule for every parameter. A family replaces those that differ in its checkpoints."""
+        """The weight rule of every parameter; a family overrides rules that do not fit it."""
         rules = rules_of_layers(self, prefix="model.")
         if self.lm_head is not None:
             # A checkpoint with tied embeddings has no head, and this one is a turned copy.

@@ -59,7 +59,7 @@ class LayerContext:
 
         Args:
             function: Takes and returns arrays, or tuples of them, with tokens as the first axis.
-            rows: Of all the step's tokens, or of those that `kept` left.
+            rows: Arrays with one row for each token of the step, or for each row of `kept`.
         """
         num_tokens, widths = self.batch.token_ids.shape[0], self.batch.widths
         if len(widths) < 2 or rows[0].shape[0] != num_tokens:

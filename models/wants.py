@@ -13,8 +13,8 @@ class Wants:
     """Which hidden states a step is to return. Static, so each choice is a program of its own.
 
     Args:
-        logits: Tokens whose logits are wanted: none, the last one of each request, or those that
-            `ForwardBatch.logits_indices` names.
+        logits: For which tokens the caller computes logits: for none, for the last token of each
+            request, or for those in `ForwardBatch.logits_indices`.
         hidden: Tokens whose hidden states after the last norm are returned.
         taps: Layers, rising from 0, whose own hidden states of all tokens are wanted: what a
             drafter reads.

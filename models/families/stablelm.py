@@ -15,10 +15,9 @@ from models.decoder import Decoder
 from models.dense_config import Activation, read_activation, read_head_fields
 from models.errors import ModelConfigError
 from models.layers.attention import Attention
-from models.layers.decoder_layers import PreNormLayer
+from models.layers.decoder_layers import ParallelLayer, PreNormLayer
 from models.layers.layer_norm import HeadLayerNorm, LayerNorm
 from models.layers.mlp import GatedMLP
-from models.layers.parallel_layer import ParallelLayer
 from models.partial_rotary import read_rotary_factor, without_rotary_factor
 from models.rope_config import parse_rope_config
 from models.weight_rule import WeightRule

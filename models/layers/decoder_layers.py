@@ -1,5 +1,6 @@
 """Layers that several families share: attention and an MLP around one residual stream."""
 
+import abc
 from collections.abc import Callable
 
 import jax
@@ -12,15 +13,19 @@ from models.layers.attention import Attention
 from models.layers.mlp import GatedMLP
 
 
-class PreNormLayer(nnx.Module):
-    """Attention, then the MLP: each reads the normed residual stream and adds to it."""
+class AttentionMLPLayer(nnx.Module):
+    """Attention over the normed residual stream, then what a derived class adds to the stream."""
 
     def __init__(
         self, *, attention: Attention, mlp: GatedMLP, norm: Callable[[], nnx.Module]
     ) -> None:
+        """Makes the layer.
+
+        Args:
+            norm: Makes a norm over the hidden size; derived classes call it for further norms.
+        """
         self.input_layernorm = norm()
         self.self_attn = attention
-        self.post_attention_layernorm = norm()
         self.mlp = mlp
 
     def __call__(
@@ -32,16 +37,30 @@ class PreNormLayer(nnx.Module):
         hidden = context.by_token(self._add_parts, context.kept(carry.hidden), attended)
         return Carry(hidden=hidden), kv_cache
 
+    @abc.abstractmethod
     def _add_parts(
         self,
         hidden: jax.Array,  # f[num_queries, hidden]
         attended: jax.Array,  # f[num_queries, num_q_heads, head_dim]
     ) -> jax.Array:  # f[num_queries, hidden]
+        """Adds attention's output and the MLP's to the residual stream."""
+
+
+class PreNormLayer(AttentionMLPLayer):
+    """Attention, then the MLP: each reads the normed residual stream and adds to it."""
+
+    def __init__(
+        self, *, attention: Attention, mlp: GatedMLP, norm: Callable[[], nnx.Module]
+    ) -> None:
+        super().__init__(attention=attention, mlp=mlp, norm=norm)
+        self.post_attention_layernorm = norm()
+
+    def _add_parts(self, hidden: jax.Array, attended: jax.Array) -> jax.Array:
         hidden = hidden + self.self_attn.project_out(attended)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class SandwichNormLayer(nnx.Module):
+class SandwichNormLayer(AttentionMLPLayer):
     """Attention, then the MLP: each reads the normed residual stream and adds its normed output.
 
     Source: arXiv:2408.00118, section 2.
@@ -50,29 +69,25 @@ class SandwichNormLayer(nnx.Module):
     def __init__(
         self, *, attention: Attention, mlp: GatedMLP, norm: Callable[[], nnx.Module]
     ) -> None:
-        self.input_layernorm = norm()
-        self.self_attn = attention
+        super().__init__(attention=attention, mlp=mlp, norm=norm)
         # Of attention's output here; of the MLP's input in `PreNormLayer`.
         self.post_attention_layernorm = norm()
         self.pre_feedforward_layernorm = norm()
-        self.mlp = mlp
         self.post_feedforward_layernorm = norm()
 
-    def __call__(
-        self, carry: Carry, kv_cache: KVCache, context: LayerContext
-    ) -> tuple[Carry, KVCache]:
-        attended, kv_cache = self.self_attn(
-            carry.hidden, kv_cache, context, norm=self.input_layernorm
-        )
-        hidden = context.by_token(self._add_parts, context.kept(carry.hidden), attended)
-        return Carry(hidden=hidden), kv_cache
-
-    def _add_parts(
-        self,
-        hidden: jax.Array,  # f[num_queries, hidden]
-        attended: jax.Array,  # f[num_queries, num_q_heads, head_dim]
-    ) -> jax.Array:  # f[num_queries, hidden]
+    def _add_parts(self, hidden: jax.Array, attended: jax.Array) -> jax.Array:
         out = self.self_attn.project_out(attended)
         hidden = hidden + self.post_attention_layernorm(out)
         out = self.mlp(self.pre_feedforward_layernorm(hidden))
         return hidden + self.post_feedforward_layernorm(out)
+
+
+class ParallelLayer(AttentionMLPLayer):
+    """Attention and the MLP each read the normed residual stream, and both add to it.
+
+    Source: GPT-J, github.com/kingoflolz/mesh-transformer-jax.
+    """
+
+    def _add_parts(self, hidden: jax.Array, attended: jax.Array) -> jax.Array:
+        out = self.self_attn.project_out(attended)
+        return hidden + out + self.mlp(self.input_layernorm(hidden))

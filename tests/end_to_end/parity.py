@@ -24,7 +24,7 @@ NUM_NEW_TOKENS = 12
 # Of transformers' own cached and uncached runs; a larger one would hide our errors.
 MAX_REFERENCE_ERROR = 1e-3
 MIN_BOUND = 1e-4
-# A greedy choice closer than so many bounds to the next one may fall either way.
+# If the logits of the two best tokens differ by less than this many bounds, either may be drawn.
 SURE_GAP = 4
 MAX_UNSURE_SHARE = 0.05
 

@@ -23,7 +23,7 @@ _uvicorn_logger = logger.getChild("uvicorn")
 _uvicorn_logger.setLevel(logging.ERROR)
 # "illegal header line: bytearray(b'Authorization Bearer ...')": what was sent is not for the log.
 _FIRST_LINE = re.compile(rb"[A-Z]+ ([!-~]+) HTTP/1\.[01]\r?\n")
-# Of those whose path decides on the form of errors.
+# The path of a request decides the form of its errors. It is read from a first line of at most:
 _MAX_FIRST_LINE_BYTES = 1024
 _QUOTED_BYTES = re.compile(r":? (bytearray\(b|b)['\"].*", re.DOTALL)
 
