@@ -1,7 +1,10 @@
 """Decoder-only language models over a paged KV cache, loaded from Hugging Face checkpoints."""
 
 from models.attention_config import AttentionConfig
+from models.cache.attention_format import AttentionFormat
+from models.cache.format import CacheFormat, Pages
 from models.config import ModelConfig
+from models.decoder_spec import CacheRef, DecoderSpec, LayerSpec
 from models.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -10,10 +13,9 @@ from models.errors import (
     UnsupportedModelError,
     WeightMismatchError,
 )
-from models.forward_batch import ForwardBatch, KVCache
+from models.forward_batch import ForwardBatch, GroupInputs
 from models.kernel_settings import KernelSettings
-from models.kv_layers import LayerKVSpec, kv_cache_layers
-from models.layer_context import CachePlace
+from models.layer_context import CachePlace, LayerContext, LayerPlaces
 from models.loading.load_model import load_model
 from models.loading.loaded_model import LoadedModel
 from models.loading.source import read_model_config, resolve_model_folder
@@ -25,25 +27,31 @@ from models.wants import Outputs, Wants
 
 __all__ = [
     "AttentionConfig",
+    "AttentionFormat",
+    "CacheFormat",
     "CachePlace",
+    "CacheRef",
     "CheckpointError",
     "CheckpointNotFoundError",
+    "DecoderSpec",
     "ForwardBatch",
-    "KVCache",
+    "GroupInputs",
     "KernelSettings",
-    "LayerKVSpec",
+    "LayerContext",
+    "LayerPlaces",
+    "LayerSpec",
     "LoadedModel",
     "ModelConfig",
     "ModelConfigError",
     "ModelError",
     "Outputs",
+    "Pages",
     "Platform",
     "RopeConfig",
     "UnsupportedModelError",
     "Wants",
     "WeightMismatchError",
     "Width",
-    "kv_cache_layers",
     "load_model",
     "platform_of",
     "read_config",

@@ -6,6 +6,7 @@ from typing import Literal
 
 from models.attention_config import AttentionConfig
 from models.config_fields import read_count, read_flag, read_number, read_token_ids
+from models.decoder_spec import DecoderSpec, spec_of_attention
 from models.errors import UnsupportedModelError
 from models.rope_config import max_scaled_positions
 
@@ -45,6 +46,16 @@ class ModelConfig:
         """
         ropes = {layer.rope for layer in self.attention}
         return min(max_scaled_positions(rope, self.max_position_embeddings) for rope in ropes)
+
+    def spec(self, kv_dtype: str) -> DecoderSpec:
+        """What the layers keep in the KV cache; a family with other caches overrides it.
+
+        Args:
+            kv_dtype: Of keys and values.
+        """
+        return spec_of_attention(
+            self.attention, kv_dtype=kv_dtype, has_unified_kv=self.has_unified_kv
+        )
 
 
 def read_model_fields(

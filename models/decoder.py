@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.cache.format import Pages
 from models.carry import Carry
 from models.config import ModelConfig
 from models.errors import UnsupportedModelError
-from models.forward_batch import ForwardBatch, KVCache
+from models.forward_batch import ForwardBatch
 from models.kernel_settings import KernelSettings
-from models.layer_context import CachePlace, LayerContext
+from models.layer_context import ContextChange, LayerContext, LayerPlaces, make_context
 from models.layer_loop import Layer, PlacedLayer
 from models.layers.linear import Embedding, Linear
-from models.layers.rotary import rotary_cos_sin
 from models.platforms import Platform
 from models.wants import Outputs
 from models.weight_rule import WeightRule, rules_of_layers
@@ -81,31 +81,37 @@ class Decoder(nnx.Module):
     def __call__(
         self,
         batch: ForwardBatch,
-        kv_cache: KVCache,
+        pages: Pages,
         kernels: KernelSettings,
         platform: Platform,
-        places: Sequence[CachePlace],
-    ) -> tuple[Outputs, KVCache]:
+        places: Sequence[LayerPlaces],
+        change_context: ContextChange | None = None,
+    ) -> tuple[Outputs, Pages]:
         """Runs one step's tokens through all layers; returns what `batch.wants` asks for.
 
         Args:
-            places: Of the cache of each layer.
+            places: Of the caches of each layer.
+            change_context: As of `LoadedModel.forward`.
         """
         batch.wants.check_taps(len(self.layers))
-        context = self.make_context(batch, kv_cache, kernels)
+        rotaries = dict.fromkeys(layer.rotary for layer in self.config.attention)
+        context = make_context(batch, pages, kernels, rotaries)
+        if change_context is not None:
+            context = change_context(context)
         layers = [
-            PlacedLayer(layer, place) for layer, place in zip(self.layers, places, strict=True)
+            PlacedLayer(layer, of_layer)
+            for layer, of_layer in zip(self.layers, places, strict=True)
         ]
         carry = self.embed(context)
         taps = []
         start = 0
         for tap in batch.wants.taps:
-            carry, kv_cache = platform.run_layers(layers[start : tap + 1], carry, kv_cache, context)
+            carry, pages = platform.run_layers(layers[start : tap + 1], carry, pages, context)
             taps.append(self.tap(carry))
             start = tap + 1
         if start < len(layers):
-            carry, kv_cache = platform.run_layers(layers[start:], carry, kv_cache, context)
-        return batch.choose_outputs(self.finish(carry), tuple(taps)), kv_cache
+            carry, pages = platform.run_layers(layers[start:], carry, pages, context)
+        return batch.choose_outputs(self.finish(carry), tuple(taps)), pages
 
     def embed(self, context: LayerContext) -> Carry:
         """What the first layer gets."""
@@ -126,21 +132,3 @@ class Decoder(nnx.Module):
         if self.lm_head is None:
             return self.embed_tokens.attend(hidden)
         return self.lm_head.product(hidden)
-
-    def make_context(
-        self, batch: ForwardBatch, kv_cache: KVCache, kernels: KernelSettings
-    ) -> LayerContext:
-        """What the layers share in this step."""
-        num_groups = batch.block_tables.shape[0]
-        slots = kernels.slot_mapping(
-            jnp.broadcast_to(batch.positions, (num_groups, *batch.positions.shape)),
-            batch.block_tables,
-            batch.query_start_loc,
-            cache_shape=kv_cache.k.shape,
-        )
-        rotaries = dict.fromkeys(layer.rotary for layer in self.config.attention)
-        cos_sin = {
-            (rope, rotary_dim): rotary_cos_sin(batch.positions, rope, rotary_dim)
-            for rope, rotary_dim in rotaries
-        }
-        return LayerContext(batch=batch, kernels=kernels, slots=slots, cos_sin=cos_sin)

@@ -1,22 +1,21 @@
-"""What one model step consumes: `ForwardBatch` and `KVCache`, and the list of dimension names.
+"""What one model step consumes: `ForwardBatch`, and the list of dimension names.
 
 Dimension names, used in every `dtype[dims]` comment of the code; use these and invent no second
 name:
 
     num_tokens          tokens of this step, padding included
     num_reqs            request rows of this step, empty rows included
-    num_groups          KV cache groups: layers of one kind that share block tables
+    num_groups          KV cache groups: caches of one kind that share block tables
     max_blocks_per_req  columns of a block table
     num_logits          tokens whose logits are wanted
     num_queries         tokens that attend: all, or in the last layer the last of each request
     num_layers          decoder layers of the model
-    num_rows            layers of the largest group; layer j of every group uses row j of the cache
+    num_rows            caches of the largest group; cache j of every group has row j of the pages
     num_blocks          blocks in the pool, the null block (0) included
-    block_size          token positions in a block
+    block_size          token positions in a block of one group
     num_q_heads         query heads
     num_kv_heads        key and value heads
     head_dim            width of a head
-    v_head_dim          width of a head's values, where it differs
     latent_dim          width of the latent that MLA caches in place of keys and values
     rope_dim            width of the rotary part beside it
     hidden              width of the residual stream
@@ -36,14 +35,14 @@ from models.wants import Outputs, Wants
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class KVCache:
-    """Keys and values of all layers; donated to the step and returned by it.
+class GroupInputs:
+    """What a step has for the KV cache groups whose block tables are alike in shape and meaning."""
 
-    The two arrays may differ in `head_dim`, never in the other axes.
-    """
-
-    k: jax.Array  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
-    v: jax.Array  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
+    # Physical block of each logical block, in [0, num_blocks); 0 where the request has none.
+    block_tables: jax.Array  # i32[num_groups, num_reqs, max_blocks_per_req]
+    # Tokens in the cache after this step, in [0, max_blocks_per_req * block_size].
+    seq_lens: jax.Array  # i32[num_reqs]
+    block_size: int = field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -52,24 +51,21 @@ class ForwardBatch:
     """The tokens of one step; row r owns tokens `query_start_loc[r]:query_start_loc[r + 1]`.
 
     Padding: tokens at or past `query_start_loc[-1]` belong to nobody and have id 0 and position 0;
-    they are written to no block. A row without a request has `seq_lens` 0 and no tokens. Unused
+    they are written to no block. A row without a request has no tokens, and `seq_lens` 0. Unused
     entries of `logits_indices` are 0, so their logits are computed and ignored.
 
     Worked example, num_tokens 8, num_reqs 3, a prompt of 4, a decode at position 9, an empty row:
         token_ids       [5, 6, 7, 8, 3, 0, 0, 0]
         positions       [0, 1, 2, 3, 9, 0, 0, 0]
         query_start_loc [0, 4, 5, 5]
-        seq_lens        [[4, 10, 0]]
+        seq_lens        [4, 10, 0]
         logits_indices  [3, 4, 0]
     """
 
     token_ids: jax.Array  # i32[num_tokens], in [0, vocab)
     positions: jax.Array  # i32[num_tokens], place of the token in its request, from 0
     query_start_loc: jax.Array  # i32[num_reqs + 1], not decreasing, first entry 0
-    # Per group; tokens in the cache after this step, in [0, max_blocks_per_req * block_size].
-    seq_lens: jax.Array  # i32[num_groups, num_reqs]
-    # Physical block of each logical block, in [0, num_blocks); 0 where the request has none.
-    block_tables: jax.Array  # i32[num_groups, num_reqs, max_blocks_per_req]
+    groups: tuple[GroupInputs, ...]
     logits_indices: jax.Array  # i32[num_logits], tokens whose logits are wanted
     # Static: no request has more query tokens than this; None promises nothing. With 1, attention
     # compiles no part for prompts.

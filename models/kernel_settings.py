@@ -9,13 +9,14 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 import pallas_kernels
+from models.cache.format import Pages
 from models.errors import ModelError
-from models.forward_batch import KVCache
 from models.weight_rule import MODEL_AXIS
 
-# f[num_tokens, heads, head_dim] and the cache, each device with some of the heads.
+# f[num_tokens, heads, head_dim], each device with some of the heads; and the pages, each with its
+# own part of every page.
 TOKENS_BY_HEAD = PartitionSpec(None, MODEL_AXIS, None)
-CACHE_BY_HEAD = PartitionSpec(None, None, MODEL_AXIS, None, None)
+PAGES_BY_DEVICE = PartitionSpec(None, None, MODEL_AXIS)
 WHOLE = PartitionSpec()
 
 Result = TypeVar("Result")
@@ -95,10 +96,11 @@ class KernelSettings:
         block_tables: jax.Array,  # i32[num_groups, num_reqs, max_blocks_per_req]
         query_start_loc: jax.Array,  # i32[num_reqs + 1]
         *,
-        cache_shape: tuple[int, ...],
+        block_size: int,
+        num_rows: int,
+        num_blocks: int,
     ) -> jax.Array:  # i32[num_groups, num_tokens]
-        """The slot of every token in every group of a cache of that shape; alike on all devices."""
-        num_rows, num_blocks, _, block_size, _ = cache_shape
+        """The slot of every token in groups of one block size; alike on all devices."""
         find_slots = functools.partial(
             pallas_kernels.slot_mapping,
             block_size=block_size,
@@ -112,26 +114,24 @@ class KernelSettings:
             out_specs=WHOLE,
         )
 
-    def copy_blocks(self, kv_cache: KVCache, block_copies: jax.Array) -> KVCache:
+    def copy_blocks(
+        self,
+        pages: Pages,
+        block_copies: jax.Array,  # i32[2, num_copies]
+    ) -> Pages:
         """Copies whole blocks in every row, all sources read before any target is written.
 
         Args:
-            block_copies: i32[2, num_copies], sources and targets; a target of num_blocks or more is
-                padding.
+            block_copies: Sources and targets; a target of num_blocks or more is padding.
         """
 
-        def copy(
-            k_cache: jax.Array, v_cache: jax.Array, block_copies: jax.Array
-        ) -> tuple[jax.Array, jax.Array]:
+        def copy(pages: Pages, block_copies: jax.Array) -> Pages:
             return pallas_kernels.block_copy(
-                *(k_cache, v_cache, *block_copies),
-                implementation=self.implementation,
-                target=self.target,
+                *(pages, *block_copies), implementation=self.implementation, target=self.target
             )
 
-        k_cache, v_cache = self.by_head(
-            *(copy, kv_cache.k, kv_cache.v, block_copies),
-            in_specs=(CACHE_BY_HEAD, CACHE_BY_HEAD, WHOLE),
-            out_specs=(CACHE_BY_HEAD, CACHE_BY_HEAD),
+        return self.by_head(
+            *(copy, pages, block_copies),
+            in_specs=(PAGES_BY_DEVICE, WHOLE),
+            out_specs=PAGES_BY_DEVICE,
         )
-        return KVCache(k=k_cache, v=v_cache)

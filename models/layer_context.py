@@ -1,14 +1,17 @@
 """`LayerContext`: what a layer may ask of the step that it is part of."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from models.cache.format import CacheFormat, Pages
+from models.errors import ModelError
 from models.forward_batch import ForwardBatch
 from models.kernel_settings import KernelSettings
+from models.layers.rotary import rotary_cos_sin
 from models.rope_config import RopeConfig
 from models.row_widths import Width
 
@@ -17,32 +20,78 @@ Rows = TypeVar("Rows")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachePlace:
-    """Where a layer finds its block tables and its memory.
+    """Where one cache of a layer has its block tables and its memory.
 
-    In a loop over layers both are i32[], those of the layer that the loop is at.
+    In a loop over layers `group_idx` and `row` are i32[], those of the layer that the loop is at.
+
+    Args:
+        inputs_idx: Which of `ForwardBatch.groups`.
+        group_idx: In these inputs, in [0, num_groups).
+        row: Of the pages, in [0, num_rows).
     """
 
-    group_idx: int | jax.Array  # in [0, num_groups)
-    row: int | jax.Array  # in [0, num_rows)
+    format: CacheFormat
+    inputs_idx: int
+    group_idx: int | jax.Array
+    row: int | jax.Array
+
+
+# The places of a layer's caches, by the caches' local names.
+LayerPlaces = tuple[tuple[str, CachePlace], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCache:
+    """One cache of a layer in this step."""
+
+    format: CacheFormat
+    row: int | jax.Array  # of the pages
+    block_size: int
+    block_tables: jax.Array  # i32[num_reqs, max_blocks_per_req]
+    seq_lens: jax.Array  # i32[num_reqs]
+    slots: jax.Array  # i32[num_tokens], where each token is written; padding past the pages' end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerContext:
-    """The step as one layer sees it; all but `place` and `drops_rows` is shared by all layers."""
+    """The step as one layer sees it; all but `places` and `drops_rows` is shared by all layers."""
 
     batch: ForwardBatch
     kernels: KernelSettings
-    slots: jax.Array  # i32[num_groups, num_tokens], where each token's key and value are written
+    # For each of `batch.groups`, i32[num_groups, num_tokens]: see `LayerCache.slots`.
+    slots: tuple[jax.Array, ...]
     # For each `AttentionConfig.rotary`: cosine and sine, f32[num_tokens, rotary_dim // 2].
     cos_sin: Mapping[tuple[RopeConfig, int], tuple[jax.Array, jax.Array]]
-    place: CachePlace | None = None
+    places: LayerPlaces = ()
     # Whether only the last token of each request goes on from here, and attends; the others leave
     # what they write into the cache.
     drops_rows: bool = False
 
-    def at(self, place: CachePlace) -> "LayerContext":
-        """Of a layer with its cache there."""
-        return replace(self, place=place)
+    def at(self, places: LayerPlaces) -> "LayerContext":
+        """Of a layer with its caches there."""
+        return replace(self, places=places)
+
+    def cache(self, name: str) -> LayerCache:
+        """The layer's cache of that local name.
+
+        Raises:
+            ModelError: It has none.
+        """
+        for other, place in self.places:
+            if other == name:
+                inputs = self.batch.groups[place.inputs_idx]
+                return LayerCache(
+                    format=place.format,
+                    row=place.row,
+                    block_size=inputs.block_size,
+                    block_tables=inputs.block_tables[place.group_idx],
+                    seq_lens=inputs.seq_lens,
+                    slots=self.slots[place.inputs_idx][place.group_idx],
+                )
+        raise ModelError(
+            f"the layer asks for its cache {name!r} and has {[other for other, _ in self.places]}. "
+            "The model's `DecoderSpec` must list every cache that a layer uses."
+        )
 
     def of_last_layer(self) -> "LayerContext":
         """Of the last layer, which drops the rows that no output needs (`drops_rows`)."""
@@ -85,3 +134,38 @@ class LayerContext:
             return starts
         num_used = (starts[1:] > starts[:-1]).sum(dtype=jnp.int32)
         return jnp.minimum(jnp.arange(starts.shape[0], dtype=jnp.int32), num_used)
+
+
+ContextChange = Callable[[LayerContext], LayerContext]
+
+
+def make_context(
+    batch: ForwardBatch,
+    pages: Pages,
+    kernels: KernelSettings,
+    rotaries: Iterable[tuple[RopeConfig, int]],
+) -> LayerContext:
+    """What all layers of a model share in a step.
+
+    Args:
+        rotaries: `AttentionConfig.rotary` of all layers, each once.
+    """
+    num_rows, num_blocks = pages.shape[:2]
+    slots = tuple(
+        kernels.slot_mapping(
+            jnp.broadcast_to(
+                batch.positions, (inputs.block_tables.shape[0], *batch.positions.shape)
+            ),
+            inputs.block_tables,
+            batch.query_start_loc,
+            block_size=inputs.block_size,
+            num_rows=num_rows,
+            num_blocks=num_blocks,
+        )
+        for inputs in batch.groups
+    )
+    cos_sin = {
+        (rope, rotary_dim): rotary_cos_sin(batch.positions, rope, rotary_dim)
+        for rope, rotary_dim in rotaries
+    }
+    return LayerContext(batch=batch, kernels=kernels, slots=slots, cos_sin=cos_sin)

@@ -1,30 +1,31 @@
 """Runs decoder layers one after the other: each in the program, or those of a kind in a loop."""
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from models.cache.format import Pages
 from models.carry import Carry
 from models.chosen_layer import choose_layer, kind_of
-from models.forward_batch import KVCache
-from models.layer_context import CachePlace, LayerContext
+from models.layer_context import LayerContext, LayerPlaces
 
 
 class Layer(Protocol):
     """A decoder layer."""
 
     def __call__(
-        self, carry: Carry, kv_cache: KVCache, context: LayerContext
-    ) -> tuple[Carry, KVCache]: ...
+        self, carry: Carry, pages: Pages, context: LayerContext
+    ) -> tuple[Carry, Pages]: ...
 
 
 class PlacedLayer(NamedTuple):
-    """A layer, and where its cache is."""
+    """A layer, and where its caches are."""
 
     layer: Layer
-    place: CachePlace
+    places: LayerPlaces
 
 
 class Stretch(NamedTuple):
@@ -40,18 +41,18 @@ class Stretch(NamedTuple):
 
 
 def run_in_turn(
-    layers: Sequence[PlacedLayer], carry: Carry, kv_cache: KVCache, context: LayerContext
-) -> tuple[Carry, KVCache]:
+    layers: Sequence[PlacedLayer], carry: Carry, pages: Pages, context: LayerContext
+) -> tuple[Carry, Pages]:
     """The program holds every layer. The last one may go on with fewer tokens."""
-    for layer, place in layers[:-1]:
-        carry, kv_cache = layer(carry, kv_cache, context.at(place))
-    layer, place = layers[-1]
-    return layer(carry, kv_cache, context.of_last_layer().at(place))
+    for layer, places in layers[:-1]:
+        carry, pages = layer(carry, pages, context.at(places))
+    layer, places = layers[-1]
+    return layer(carry, pages, context.of_last_layer().at(places))
 
 
 def run_in_loop(
-    layers: Sequence[PlacedLayer], carry: Carry, kv_cache: KVCache, context: LayerContext
-) -> tuple[Carry, KVCache]:
+    layers: Sequence[PlacedLayer], carry: Carry, pages: Pages, context: LayerContext
+) -> tuple[Carry, Pages]:
     """The same, with loops over layers of one kind, or over periods of several kinds.
 
     The program holds each layer of a period once; of the products with layers' own weights it holds
@@ -62,38 +63,35 @@ def run_in_loop(
     Layers that are like no other run in turn, and so does the last one if it drops rows.
     """
     num_loopable = len(layers) - context.batch.drops_rows
-    kinds = [kind_of(layer) for layer, _ in layers[:num_loopable]]
+    kinds = [(kind_of(layer), _kind_of_places(places)) for layer, places in layers[:num_loopable]]
     for stretch in find_stretches(kinds):
         part = layers[stretch.start : stretch.end]
         if stretch.num_periods > 1:
-            carry, kv_cache = _run_periods(part, stretch.period, carry, kv_cache, context)
+            carry, pages = _run_periods(part, stretch.period, carry, pages, context)
         else:
-            for layer, place in part:
-                carry, kv_cache = layer(carry, kv_cache, context.at(place))
+            for layer, places in part:
+                carry, pages = layer(carry, pages, context.at(places))
     if num_loopable == len(layers):
-        return carry, kv_cache
-    return run_in_turn(layers[-1:], carry, kv_cache, context)
+        return carry, pages
+    return run_in_turn(layers[-1:], carry, pages, context)
 
 
 def _run_periods(
     layers: Sequence[PlacedLayer],
     period: int,
     carry: Carry,
-    kv_cache: KVCache,
+    pages: Pages,
     context: LayerContext,
-) -> tuple[Carry, KVCache]:
-    def run_period(period_idx: jax.Array, state: tuple[Carry, KVCache]) -> tuple[Carry, KVCache]:
+) -> tuple[Carry, Pages]:
+    def run_period(period_idx: jax.Array, state: tuple[Carry, Pages]) -> tuple[Carry, Pages]:
         for start in range(period):
             alike = layers[start::period]
             layer = choose_layer([layer for layer, _ in alike], period_idx)
-            place = CachePlace(
-                group_idx=_pick([place.group_idx for _, place in alike], period_idx),
-                row=_pick([place.row for _, place in alike], period_idx),
-            )
-            state = layer(*state, context.at(place))
+            places = _pick_places([places for _, places in alike], period_idx)
+            state = layer(*state, context.at(places))
         return state
 
-    return jax.lax.fori_loop(0, len(layers) // period, run_period, (carry, kv_cache))
+    return jax.lax.fori_loop(0, len(layers) // period, run_period, (carry, pages))
 
 
 def find_stretches(kinds: Sequence[Hashable]) -> list[Stretch]:
@@ -121,6 +119,22 @@ def _count_periods(kinds: Sequence[Hashable], period: int) -> int:
     while kinds[period * num_periods :][:period] == kinds[:period]:
         num_periods += 1
     return num_periods
+
+
+def _kind_of_places(places: LayerPlaces) -> Hashable:
+    """What the program of a layer depends on: all but which group and which row."""
+    return tuple((name, place.format, place.inputs_idx) for name, place in places)
+
+
+def _pick_places(of_layers: Sequence[LayerPlaces], idx: jax.Array) -> LayerPlaces:
+    """Those of layer `idx`, for layers whose places are of one kind."""
+    picked = []
+    for same_cache in zip(*of_layers, strict=True):
+        name, first = same_cache[0]
+        group_idx = _pick([place.group_idx for _, place in same_cache], idx)
+        row = _pick([place.row for _, place in same_cache], idx)
+        picked.append((name, replace(first, group_idx=group_idx, row=row)))
+    return tuple(picked)
 
 
 def _pick(numbers: list[int], idx: jax.Array) -> int | jax.Array:

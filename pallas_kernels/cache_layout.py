@@ -1,7 +1,10 @@
 """The layout of the paged KV cache, and the slot that means "do not write".
 
-A cache is `f[num_rows, num_blocks, num_kv_heads, block_size, head_dim]`, one array for K and one
-for V. A row serves one layer of every KV cache group; block ids are unique across groups.
+A cache is one array, `f[num_rows, 2 * num_blocks, num_kv_heads, block_size, head_dim]`. The keys of
+block b are at index 2 * b of its second axis, its values at 2 * b + 1, so that a page (one block of
+one row) is `[K half | V half]`. V is as wide as K: callers pad a narrower one. Where a token has
+one vector for both (a latent of MLA), a block has one part and the second axis is `num_blocks`.
+A row serves one layer of every KV cache group; block ids are unique across groups.
 A token's slot is `block_id * block_size + position % block_size`, counted inside one row.
 """
 
@@ -10,7 +13,6 @@ import jax
 from pallas_kernels.argument_checks import require_not_empty, require_scalar, require_shape
 
 INT32_MAX = 2**31 - 1
-CACHE_DIMS = ("num_rows", "num_blocks", "num_kv_heads", "block_size")
 
 
 def pad_slot(num_rows: int, num_blocks: int, block_size: int) -> int:
@@ -33,17 +35,32 @@ def pad_slot(num_rows: int, num_blocks: int, block_size: int) -> int:
     return num_slots
 
 
-def check_kv_caches(op_name: str, k_cache: jax.Array, v_cache: jax.Array) -> None:
-    """Checks that K and V caches have the layout above and differ at most in head_dim.
-
-    That of V may be 0: a cache of latents has no V.
+def check_kv_cache(op_name: str, kv_cache: jax.Array, num_parts: int) -> None:
+    """Checks that a cache whose blocks have 1 or 2 parts (K and V) has the layout above.
 
     Raises:
-        ValueError: They do not.
+        ValueError: It does not.
     """
-    require_shape(op_name, "k_cache", k_cache, (*CACHE_DIMS, "head_dim"))
-    require_not_empty(op_name, "k_cache", k_cache)
-    require_shape(op_name, "v_cache", v_cache, (*k_cache.shape[:4], "v_head_dim"))
+    wanted = ("num_rows", f"{num_parts} * num_blocks" if num_parts > 1 else "num_blocks")
+    wanted += ("num_kv_heads", "block_size", "head_dim")
+    require_shape(op_name, "kv_cache", kv_cache, wanted)
+    require_not_empty(op_name, "kv_cache", kv_cache)
+    if kv_cache.shape[1] % num_parts:
+        raise ValueError(
+            f"{op_name}: kv_cache has the wrong shape: got {list(kv_cache.shape)}, wanted "
+            f"{num_parts} entries of its second axis per block, the keys and then the values."
+        )
+
+
+def check_pages(op_name: str, pages: jax.Array) -> None:
+    """Checks that an array is `[num_rows, num_blocks, ...]`, with one trailing axis or more.
+
+    Raises:
+        ValueError: It is not, or it is empty.
+    """
+    trailing = ("words",) if len(pages.shape) < 3 else pages.shape[2:]
+    require_shape(op_name, "pages", pages, ("num_rows", "num_blocks", *trailing))
+    require_not_empty(op_name, "pages", pages)
 
 
 def check_row(op_name: str, row: jax.Array | int, num_rows: int) -> None:

@@ -8,7 +8,7 @@ chooses the scales once, before the first write: they belong to the model, not t
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.argument_checks import is_wide_float, require_float, require_shape
+from pallas_kernels.argument_checks import require_float, require_shape
 
 # dtype -> the largest magnitude that is stored.
 LARGEST_STORED = {"int8": 127.0, "float8_e4m3fn": 448.0}
@@ -42,33 +42,27 @@ def quantise(
 
 def check_scales(
     op_name: str,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    k_scale: jax.Array | None,  # f32[num_kv_heads]
-    v_scale: jax.Array | None,  # f32[num_kv_heads]
+    kv_cache: jax.Array,  # [num_rows, 2 * num_blocks, num_kv_heads, block_size, head_dim]
+    **scales: jax.Array | None,  # f32[num_kv_heads] by the argument's name, one per part of a block
 ) -> None:
-    """Checks the caches' dtypes, and that each quantised cache, and no other, has its scales.
+    """Checks that a quantised cache, and no other, has all its scales.
 
     Raises:
-        ValueError: It has none, or has some and needs none, or they have the wrong shape.
+        ValueError: One is missing, or given and not needed, or has the wrong shape or dtype.
     """
-    for arg_name, cache, scale in (("k", k_cache, k_scale), ("v", v_cache, v_scale)):
-        if not is_quantised(cache.dtype):
-            if not is_wide_float(cache.dtype):
-                raise ValueError(
-                    f"{op_name}: {arg_name}_cache has the wrong dtype: got {cache.dtype}, wanted a "
-                    f"float of 16 bits or more, or one of {sorted(LARGEST_STORED)}."
-                )
+    num_kv_heads = kv_cache.shape[2]
+    for arg_name, scale in scales.items():
+        if not is_quantised(kv_cache.dtype):
             if scale is not None:
                 raise ValueError(
-                    f"{op_name}: {arg_name}_scale belongs to a quantised cache: got one beside a "
-                    f"cache of {cache.dtype}, wanted None or a cache of {sorted(LARGEST_STORED)}."
+                    f"{op_name}: {arg_name} belongs to a quantised cache: got one with a cache of "
+                    f"{kv_cache.dtype}, wanted None or a cache of {sorted(LARGEST_STORED)}."
                 )
             continue
         if scale is None:
             raise ValueError(
-                f"{op_name}: a cache of {cache.dtype} needs {arg_name}_scale: got None, "
-                f"wanted f32[{cache.shape[2]}], one per KV head."
+                f"{op_name}: a cache of {kv_cache.dtype} needs {arg_name}: got None, "
+                f"wanted f32[{num_kv_heads}], one per KV head."
             )
-        require_shape(op_name, f"{arg_name}_scale", scale, (cache.shape[2],))
-        require_float(op_name, **{f"{arg_name}_scale": scale})
+        require_shape(op_name, arg_name, scale, (num_kv_heads,))
+        require_float(op_name, **{arg_name: scale})

@@ -23,32 +23,29 @@ CTA_TILE_BYTES = 32 * 1024
 MAX_CTA_BYTES = 224 * 1024
 # CUDA's limit of a grid's second and third axis.
 MAX_GRID_YZ = 65_535
-COPYABLE_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
+COPYABLE_DTYPES = (
+    *("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"),
+    *("int32", "uint32", "int16", "uint16", "int8", "uint8"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockChunks:
-    """How the blocks of caches are cut into chunks, the same number for each cache.
+    """How the blocks of an array of pages are cut into chunks.
 
-    A block is contiguous, `num_kv_heads * block_size * head_dim` elements in a row, so a chunk is a
-    run of them, and a cache is seen as `[num_rows * num_blocks * num_chunks, *box]`. A chunk is a
-    multiple of 128 elements: one for each thread, and in shared memory the next one is aligned.
+    A block of one row is contiguous, so a chunk is a run of its elements, and the pages are seen as
+    `[num_rows * num_blocks * num_chunks, *box]`. A chunk is a multiple of 128 elements: one for
+    each thread, and in shared memory the next one is aligned.
     """
 
     num_chunks: int
-    boxes: tuple[tuple[int, int], ...]  # of each cache
+    box: tuple[int, int]
 
 
-def without_empty(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The arrays that hold something: beside an MLA cache the V cache has `v_head_dim` 0."""
-    return tuple(array for array in arrays if array.size)
-
-
-def dtype_misfit(*arrays: jax.Array) -> str | None:
-    """Why TMA cannot copy one of these arrays, by dtype; None if it can copy them all."""
-    for array in arrays:
-        if jnp.dtype(array.dtype).name not in COPYABLE_DTYPES:
-            return f"it copies {', '.join(COPYABLE_DTYPES)}, got {array.dtype}"
+def dtype_misfit(dtype: jnp.dtype) -> str | None:
+    """Why TMA cannot copy numbers of a dtype; None if it can."""
+    if jnp.dtype(dtype).name not in COPYABLE_DTYPES:
+        return f"it copies {', '.join(COPYABLE_DTYPES)}, got {dtype}"
     return None
 
 
@@ -64,25 +61,22 @@ def widest_minor(size: int, itemsize: int) -> int | None:
 
 
 def blocks_misfit(
-    caches: tuple[
-        jax.Array, ...
-    ],  # each [num_rows, num_blocks, num_kv_heads, block_size, head_dim]
+    pages: jax.Array,  # [num_rows, num_blocks, ...]
     block_ids: jax.Array,  # i32[num_ids]
     max_bytes: tuple[int, ...],
 ) -> str | None:
-    """Why TMA cannot copy blocks of these caches, cut by `cut_blocks`; None if it can."""
-    if not caches or not block_ids.size:
+    """Why TMA cannot copy blocks of these pages, cut by `cut_blocks`; None if it can."""
+    if not pages.size or not block_ids.size:
         return "there is nothing to copy"
-    if reason := dtype_misfit(*caches):
+    if reason := dtype_misfit(pages.dtype):
         return reason
-    chunks = cut_blocks(caches, max_bytes)
+    chunks = cut_blocks(pages, max_bytes)
     if chunks is None:
-        blocks = " and ".join(f"{cache.dtype}{list(cache.shape[2:])}" for cache in caches)
         return (
-            f"blocks of {blocks} cannot be cut into TMA boxes of at most {max_bytes[-1]} bytes "
-            f"together (for {block_ids.size} block ids)"
+            f"blocks of {pages.dtype}{list(pages.shape[2:])} cannot be cut into TMA boxes of at "
+            f"most {max_bytes[-1]} bytes (for {block_ids.size} block ids)"
         )
-    num_rows, num_blocks = caches[0].shape[:2]
+    num_rows, num_blocks = pages.shape[:2]
     most_blocks = num_rows * max(num_blocks, block_ids.size)
     if num_rows > MAX_GRID_YZ or most_blocks * chunks.num_chunks > INT32_MAX:
         return f"its indices are int32 and its grid has at most {MAX_GRID_YZ} rows, got {num_rows=}"
@@ -90,12 +84,10 @@ def blocks_misfit(
 
 
 def cut_blocks(
-    caches: tuple[
-        jax.Array, ...
-    ],  # each [num_rows, num_blocks, num_kv_heads, block_size, head_dim]
+    pages: jax.Array,  # [num_rows, num_blocks, ...]
     max_bytes: tuple[int, ...],
 ) -> BlockChunks | None:
-    """Cuts blocks into the fewest chunks whose bytes, of all caches together, are within a limit.
+    """Cuts blocks into the fewest chunks that keep to a limit of bytes.
 
     Args:
         max_bytes: The limits, the wanted one first; a later one counts where no cut keeps to those
@@ -104,24 +96,22 @@ def cut_blocks(
     Returns:
         None if no cut keeps to the last limit.
     """
-    block_bytes = [math.prod(cache.shape[2:]) * cache.dtype.itemsize for cache in caches]
-    cuts = [
-        BlockChunks(num_chunks=num_chunks, boxes=boxes)
-        for num_chunks in range(1, min(block_bytes) // SMEM_ALIGNMENT + 1)
-        if None not in (boxes := tuple(_box_of_chunk(cache, num_chunks) for cache in caches))
-    ]
+    itemsize = pages.dtype.itemsize
+    block_size = math.prod(pages.shape[2:])
+    block_bytes = block_size * itemsize
     for limit in max_bytes:
-        for cut in cuts:
-            if sum(block_bytes) <= limit * cut.num_chunks:
-                return cut
+        for num_chunks in range(-(-block_bytes // limit), block_bytes // SMEM_ALIGNMENT + 1):
+            if box := _box_of_chunk(block_size, itemsize, num_chunks):
+                return BlockChunks(num_chunks=num_chunks, box=box)
     return None
 
 
-def _box_of_chunk(cache: jax.Array, num_chunks: int) -> tuple[int, int] | None:
-    chunk_size, rest = divmod(math.prod(cache.shape[2:]), num_chunks)
+def _box_of_chunk(block_size: int, itemsize: int, num_chunks: int) -> tuple[int, int] | None:
+    """One chunk of blocks of `block_size` elements as a box; None if none can hold it."""
+    chunk_size, rest = divmod(block_size, num_chunks)
     if rest or chunk_size % WARPGROUP_THREADS:
         return None
-    minor = widest_minor(chunk_size, cache.dtype.itemsize)
+    minor = widest_minor(chunk_size, itemsize)
     if minor is None or chunk_size // minor > MAX_BOX_DIM:
         return None
     return chunk_size // minor, minor

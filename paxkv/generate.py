@@ -12,13 +12,15 @@ cache, neither of which is here, change nothing.
 """
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import ForwardBatch, KVCache, LoadedModel, Wants, kv_cache_layers
+from models import ForwardBatch, LoadedModel, Wants
 from paxkv.client.input_processor import InputProcessor
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.config.setting import at_least
@@ -31,11 +33,19 @@ from paxkv.errors import (
 )
 from paxkv.runner.batch.generate_inputs import GenerateInputs, GenerateShape, make_generate_inputs
 from paxkv.runner.memory.kv_cache_arrays import empty_kv_cache, kv_cache_dtype
-from paxkv.runner.memory.kv_cache_groups import groups_of_layers
+from paxkv.runner.memory.kv_cache_groups import groups_of_spec
 from paxkv.runner.memory.max_model_len import find_max_model_len
-from paxkv.runner.programs.bucketing import SamplerShape
-from paxkv.runner.programs.step import Params, forward
+from paxkv.runner.programs.bucketing import SamplerShape, TableShape
+from paxkv.runner.programs.decode_loop import (
+    DecodeRows,
+    DecodeState,
+    first_decode_state,
+    run_decode_loop,
+)
+from paxkv.runner.programs.make_batch import make_batch
+from paxkv.runner.programs.step import Params
 from paxkv.runner.sampling.row_state import RowState, num_row_words, unpack_rows, vocab_words
+from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
 from paxkv.runner.sampling.sampler import sample
 from paxkv.runner.sampling.sampler_program import SamplerFunction, make_sampler
 from paxkv.runner.sampling.sampling_columns import ROW, SamplingInputs, join_step_rows
@@ -51,17 +61,6 @@ class GenerateOutputs:
     num_tokens: jax.Array  # i32[batch_size], in [0, max_new_tokens]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _LoopState:
-    kv_cache: KVCache
-    last_token_ids: jax.Array  # i32[batch_size]
-    num_tokens: jax.Array  # i32[batch_size], generated so far
-    is_done: jax.Array  # bool[batch_size]
-    token_ids: jax.Array  # i32[batch_size, max_new_tokens]
-    row_state: RowState | None  # of `packed_rows`
-
-
 def make_generate(
     model: LoadedModel, shape: GenerateShape
 ) -> Callable[[Params, GenerateInputs], GenerateOutputs]:
@@ -70,16 +69,15 @@ def make_generate(
     It holds its own KV cache, which lives only while it runs. Sliding layers keep all their blocks
     in it, also those that no token sees any more.
     """
-    dtype = kv_cache_dtype(model.dtype, model.platform)
-    layers = kv_cache_layers(model.config)
-    groups = groups_of_layers(layers, block_size=shape.block_size, dtype=dtype)
-    model = model.with_places(groups.places(layers))
-    num_groups = len(groups.kv_cache_groups)
-    row_ids = np.arange(shape.batch_size, dtype=np.int32)
-    # Row r of group 0 holds the blocks from 1 + r * max_blocks_per_req on, in order, for the whole
-    # run; those of group 1 follow.
-    block_ids = np.arange(1, shape.num_blocks(num_groups), dtype=np.int32)
-    block_tables = block_ids.reshape(num_groups, shape.batch_size, shape.max_blocks_per_req)
+    kv_dtype = kv_cache_dtype(model.dtype, model.platform)
+    spec = model.config.spec(kv_dtype)
+    groups = groups_of_spec(
+        spec, block_size=shape.block_size, head_dim_step=model.platform.head_dim_step
+    )
+    model = model.with_places(groups.places(spec))
+    # The last token is drawn and returned, but its key and value are never needed.
+    table_shapes = groups.tables(shape.max_tokens_per_row - 1)
+    block_tables, num_blocks = _number_blocks(table_shapes, shape.batch_size)
     draw_processed = make_sampler(
         SamplerShape(
             num_rows=shape.batch_size,
@@ -88,55 +86,50 @@ def make_generate(
         )
     )
 
-    def draw(
-        params: Params, state: _LoopState, batch: ForwardBatch, inputs: GenerateInputs
-    ) -> _LoopState:
-        """One forward pass and one drawn token for every row that is not done."""
-        logits, kv_cache = forward(model, params, state.kv_cache, batch)
-        drawn, row_state = _draw_tokens(draw_processed, logits, state, inputs)
-        # Rows that are done write past the end, which drops the write.
-        place = jnp.where(state.is_done, shape.max_new_tokens, state.num_tokens)
-        num_tokens = state.num_tokens + ~state.is_done
-        is_stop = jnp.any(drawn[:, None] == inputs.stop_token_ids, axis=1)
-        return _LoopState(
-            kv_cache=kv_cache,
-            last_token_ids=jnp.where(state.is_done, state.last_token_ids, drawn),
-            num_tokens=num_tokens,
-            is_done=state.is_done | is_stop | (num_tokens >= inputs.max_new_tokens),
-            token_ids=state.token_ids.at[row_ids, place].set(drawn, mode="drop"),
-            row_state=row_state,
-        )
-
-    def decode_batch(state: _LoopState, inputs: GenerateInputs) -> ForwardBatch:
-        # A row that is done computes its last token in every step, into the same slot.
-        positions = jnp.maximum(inputs.prompt_lens + state.num_tokens - 1, 0)
-        return ForwardBatch(
-            token_ids=state.last_token_ids,
-            positions=positions,
-            query_start_loc=jnp.arange(shape.batch_size + 1, dtype=jnp.int32),
-            seq_lens=jnp.broadcast_to(positions + 1, (num_groups, shape.batch_size)),
-            block_tables=jnp.asarray(block_tables),
-            logits_indices=jnp.asarray(row_ids),
-            max_query_len=1,
-            wants=Wants(logits="last"),
-        )
-
     def generate(params: Params, inputs: GenerateInputs) -> GenerateOutputs:
-        state = _LoopState(
-            kv_cache=empty_kv_cache(groups.config(shape.num_blocks(num_groups))),
-            last_token_ids=jnp.zeros(shape.batch_size, jnp.int32),
-            num_tokens=jnp.zeros(shape.batch_size, jnp.int32),
-            is_done=inputs.prompt_lens == 0,
-            token_ids=jnp.zeros((shape.batch_size, shape.max_new_tokens), jnp.int32),
-            row_state=_first_row_state(inputs, shape, model.config.vocab_size),
+        draw = functools.partial(_draw_tokens, model, draw_processed, inputs)
+        rows = DecodeRows(
+            # Each draws the first of its tokens after its prompt.
+            num_tokens=inputs.max_new_tokens - 1,
+            ending_ids=inputs.stop_token_ids,
+            first_end=jnp.zeros(shape.batch_size, jnp.int32),
+            num_used=shape.batch_size,
+            block_tables=tuple(map(jnp.asarray, block_tables)),
+            table_shapes=table_shapes,
         )
-        state = draw(params, state, _prompt_batch(inputs, shape, block_tables), inputs)
-        state = jax.lax.while_loop(
-            lambda state: ~jnp.all(state.is_done),
-            lambda state: draw(params, state, decode_batch(state, inputs), inputs),
+        has_prompt = inputs.prompt_lens > 0
+        state = first_decode_state(
+            token_ids=jnp.zeros(shape.batch_size, jnp.int32),
+            positions=jnp.maximum(inputs.prompt_lens - 1, 0),
+            is_alive=has_prompt,
+            pages=empty_kv_cache(groups.config(num_blocks), model.platform, kv_dtype),
+            drawing=_first_row_state(inputs, shape, model.config.vocab_size),
+            max_steps=shape.max_new_tokens - 1,
+            result_width=1,
+        )
+        batch = _prompt_batch(inputs, shape, rows)
+        outputs, pages = model.forward(params, state.pages, batch)
+        first, drawing = draw(params, batch, outputs.for_logits, state)
+        is_stop = jnp.any(first == inputs.stop_token_ids, axis=1)
+        state = dataclasses.replace(
             state,
+            token_ids=first[:, 0],
+            positions=inputs.prompt_lens,
+            is_alive=has_prompt & ~is_stop & (rows.num_tokens > 0),
+            pages=pages,
+            drawing=drawing,
         )
-        return GenerateOutputs(token_ids=state.token_ids, num_tokens=state.num_tokens)
+        results = jnp.where(has_prompt[:, None], first, NO_TOKEN)[None]
+        if shape.max_new_tokens > 1:
+            num_steps = shape.max_new_tokens - 1
+            state = run_decode_loop(model, params, rows, state, draw, num_steps=num_steps)
+            results = jnp.concatenate([results, state.results])
+        token_ids = results[:, :, 0].T
+        is_drawn = token_ids != NO_TOKEN
+        return GenerateOutputs(
+            token_ids=jnp.where(is_drawn, token_ids, 0),
+            num_tokens=is_drawn.sum(axis=1, dtype=jnp.int32),
+        )
 
     return generate
 
@@ -158,24 +151,28 @@ def _first_row_state(
 
 
 def _draw_tokens(
+    model: LoadedModel,
     draw_processed: SamplerFunction,
-    logits: jax.Array,  # f32[batch_size, vocab]
-    state: _LoopState,
     inputs: GenerateInputs,
-) -> tuple[jax.Array, RowState | None]:  # i32[batch_size]
-    """A token for every row, and the state with those of rows that are not done."""
-    draw_position = inputs.prompt_lens + state.num_tokens
-    if state.row_state is None:
+    params: Params,
+    batch: ForwardBatch,
+    hidden: jax.Array,  # f[batch_size, hidden]
+    state: DecodeState,
+) -> tuple[jax.Array, RowState | None]:  # i32[batch_size, 1]
+    """A token for every row, and the state with those of rows that are alive."""
+    logits = model.compute_logits(params, hidden)
+    draw_position = state.positions + 1
+    if state.drawing is None:
         sampling = SamplingInputs(rows=inputs.sampling_rows, draw_position=draw_position)
-        return sample(logits, sampling).token_ids, None
-    # For speed alone: at place 0, rows that are done are not processed any more.
-    draw_position = jnp.where(state.is_done, 0, draw_position)
+        return sample(logits, sampling).token_ids[:, None], None
+    # For speed alone: at place 0, rows that have ended are not processed any more.
+    draw_position = jnp.where(state.is_alive, draw_position, 0)
     rows = inputs.sampling_rows.at[:, ROW].set(np.arange(logits.shape[0], dtype=np.int32))
     fields = {"sampling_rows": rows, "draw_position": draw_position}
     sampling_rows = join_step_rows(fields, max_num_seqs=logits.shape[0])
     no_mask = jnp.zeros((logits.shape[0], 1 + vocab_words(logits.shape[1])), jnp.int32)
-    _, row_state, _, drawn = draw_processed(logits, state.row_state, sampling_rows, no_mask)
-    return drawn, row_state
+    _, row_state, _, drawn = draw_processed(logits, state.drawing, sampling_rows, no_mask)
+    return drawn[:, None], row_state
 
 
 class CompiledGenerator:
@@ -335,9 +332,25 @@ def _as_list(token_ids: object) -> list[int] | None:
     return [int(i) if isinstance(i, np.integer) else i for i in token_ids]
 
 
-def _prompt_batch(
-    inputs: GenerateInputs, shape: GenerateShape, block_tables: np.ndarray
-) -> ForwardBatch:
+def _number_blocks(
+    table_shapes: Sequence[TableShape], batch_size: int
+) -> tuple[list[np.ndarray], int]:
+    """Block tables i32[num_groups, batch_size, max_blocks_per_req], and the blocks of the pool.
+
+    Row r of the first group holds the blocks from 1 + r * max_blocks_per_req on, in order, for the
+    whole run; those of the next group follow. Block 0 is the null block.
+    """
+    tables = []
+    start = 1
+    for table in table_shapes:
+        dims = (table.num_groups, batch_size, table.max_blocks_per_req)
+        end = start + math.prod(dims)
+        tables.append(np.arange(start, end, dtype=np.int32).reshape(dims))
+        start = end
+    return tables, start
+
+
+def _prompt_batch(inputs: GenerateInputs, shape: GenerateShape, rows: DecodeRows) -> ForwardBatch:
     """All prompts as one ragged batch: rows packed one after another, padding behind them."""
     query_start_loc = jnp.concatenate(
         [jnp.zeros(1, jnp.int32), jnp.cumsum(inputs.prompt_lens, dtype=jnp.int32)]
@@ -348,11 +361,13 @@ def _prompt_batch(
     row = jnp.minimum(row, shape.batch_size - 1)
     is_token = token_idx < query_start_loc[-1]
     positions = jnp.where(is_token, token_idx - query_start_loc[row], 0)
-    return ForwardBatch(
+    return make_batch(
         token_ids=jnp.where(is_token, inputs.prompt_token_ids[row, positions], 0),
         positions=positions,
         query_start_loc=query_start_loc,
-        seq_lens=jnp.broadcast_to(inputs.prompt_lens, (block_tables.shape[0], shape.batch_size)),
-        block_tables=jnp.asarray(block_tables),
+        seq_lens=inputs.prompt_lens,
+        block_tables=rows.block_tables,
+        table_shapes=rows.table_shapes,
         logits_indices=jnp.maximum(query_start_loc[1:] - 1, 0),
+        wants=Wants(),
     )

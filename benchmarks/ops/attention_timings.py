@@ -101,12 +101,11 @@ def draw_batch(case: PagedAttentionCase, seed: int) -> tuple[jax.Array, ...]:
     for req_idx, end in enumerate(np.cumsum(num_needed)):
         num = num_needed[req_idx]
         tables_np[req_idx, :num] = block_ids[end - num : end]
-    cache_shape = (1, num_blocks, case.num_kv_heads, case.block_size, case.head_dim)
+    cache_shape = (1, 2 * num_blocks, case.num_kv_heads, case.block_size, case.head_dim)
     num_query_np = np.array([num_query for num_query, _ in case.requests])
     return (
         draw_normal(seed, (_num_tokens(case), case.num_q_heads, case.head_dim), DTYPE),
         draw_normal(seed + 1, cache_shape, DTYPE),
-        draw_normal(seed + 2, cache_shape, DTYPE),
         jnp.asarray(0, jnp.int32),
         jnp.asarray(tables_np),
         jnp.asarray([seq_len for _, seq_len in case.requests], jnp.int32),
@@ -118,7 +117,7 @@ def verify_samples(
     case: PagedAttentionCase, arrays: tuple[jax.Array, ...], out: jax.Array
 ) -> list[Finding]:
     """Checks a few heads of a few tokens of a few requests, and all outputs for NaN."""
-    q, k_cache, v_cache, _, tables, _, query_start_loc = arrays
+    q, kv_cache, _, tables, _, query_start_loc = arrays
     rng = np.random.default_rng(_num_tokens(case))
     group_size = case.num_q_heads // case.num_kv_heads
     kv_heads = np.sort(rng.permutation(case.num_kv_heads)[:NUM_SAMPLED_KV_HEADS])
@@ -133,10 +132,10 @@ def verify_samples(
         tokens = int(query_start_loc[req_idx]) + local
         table = tables[req_idx, : -(-seq_len // case.block_size)]
         keys, values = (
-            np.asarray(cache[0, table][:, kv_heads])
+            np.asarray(kv_cache[0, 2 * table + part][:, kv_heads])
             .transpose(0, 2, 1, 3)
             .reshape(-1, len(kv_heads), case.head_dim)[:seq_len]
-            for cache in (k_cache, v_cache)
+            for part in (0, 1)
         )
         q_np = np.asarray(q[tokens])[:, q_heads]
         wanted.append(attend(q_np, keys, values, seq_len - num_query + local, seen_rule(case))[0])

@@ -25,7 +25,7 @@ from benchmarks.ops.cpu_attention import (
 from benchmarks.ops.cpu_scatter import (
     NUM_ROWS,
     NUM_TOKENS,
-    build_caches,
+    build_cache,
     holds_what_was_written,
     scatter_call,
 )
@@ -145,18 +145,18 @@ def _checked_sdpa(data: PagedData, num_rows: int, failures: list[str]) -> Call:
 def _measure_scatter(sizes: CpuSizes, failures: list[str]) -> list[ResultRow]:
     calls: dict[str, Call] = {}
     for num_bytes in sizes.scatter_bytes:
-        name = f"scatter of {NUM_TOKENS} tokens, caches of {num_bytes / 2**30:.2f} GiB"
+        name = f"scatter of {NUM_TOKENS} tokens, cache of {num_bytes / 2**30:.2f} GiB"
         if num_bytes > _free_bytes() // 2:
             print(f"{name}: left out, {_free_bytes() / 2**30:.1f} GiB of memory are free")
             continue
-        caches = build_caches(num_bytes)
-        call = scatter_call(caches)
+        cache = build_cache(num_bytes)
+        call = scatter_call(cache)
         for row in range(NUM_ROWS):
             call(row)
-        if holds_what_was_written(caches):
+        if holds_what_was_written(cache):
             calls[name] = call
         else:
-            failures.append(f"{name}: the caches do not hold what was written, or hold more")
+            failures.append(f"{name}: the cache does not hold what was written, or holds more")
     if not calls:
         return []
     seconds = sample_in_turn(calls, num_data_sets=NUM_ROWS, num_samples=4 * sizes.num_samples)

@@ -64,8 +64,7 @@ class PagedData:
 
     batch: CpuBatch
     q: jax.Array  # f32[num_tokens, num_q_heads, head_dim]
-    k_cache: jax.Array  # f32[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
-    v_cache: jax.Array  # f32[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
+    kv_cache: jax.Array  # f32[num_rows, 2 * num_blocks, num_kv_heads, block_size, head_dim]
     block_tables: jax.Array  # i32[num_reqs, max_blocks_per_req]
     seq_lens: jax.Array  # i32[num_reqs]
     query_start_loc: jax.Array  # i32[num_reqs + 1]
@@ -89,15 +88,13 @@ def build_paged_data(
     ends = np.cumsum(num_owned_np)
     for req_idx, (end, owned) in enumerate(zip(ends, num_owned_np, strict=True)):
         block_tables_np[req_idx, :owned] = ids_np[end - owned : end]
-    shape = (num_rows, num_blocks, NUM_KV_HEADS, block_size, HEAD_DIM)
-    k_cache, v_cache = (jnp.asarray(rng.standard_normal(shape, np.float32)) for _ in range(2))
+    shape = (num_rows, 2 * num_blocks, NUM_KV_HEADS, block_size, HEAD_DIM)
     q_shape = (batch.num_tokens, NUM_Q_HEADS, HEAD_DIM)
     query_start_loc_np = np.concatenate([[0], np.cumsum(num_query_np)])
     return PagedData(
         batch=batch,
         q=jnp.asarray(rng.standard_normal(q_shape, np.float32)),
-        k_cache=k_cache,
-        v_cache=v_cache,
+        kv_cache=jnp.asarray(rng.standard_normal(shape, np.float32)),
         block_tables=jnp.asarray(block_tables_np),
         seq_lens=jnp.asarray(seq_lens_np, jnp.int32),
         query_start_loc=jnp.asarray(query_start_loc_np, jnp.int32),
@@ -109,31 +106,30 @@ def paged_call(data: PagedData) -> Callable[[int], jax.Array]:
 
     @jax.jit
     def plain(row: jax.Array, *arrays: jax.Array) -> jax.Array:
-        q, k_cache, v_cache, *sequences = arrays
+        q, kv_cache, *sequences = arrays
         return paged_attention(
-            *(q, k_cache, v_cache, row, *sequences),
+            *(q, kv_cache, row, *sequences),
             scale=SCALE,
             max_query_len=data.batch.max_query_len,
             implementation="xla",
         )
 
-    arrays = (data.q, data.k_cache, data.v_cache)
-    arrays += (data.block_tables, data.seq_lens, data.query_start_loc)
-    rows = [jnp.int32(row) for row in range(data.k_cache.shape[0])]
+    arrays = (data.q, data.kv_cache, data.block_tables, data.seq_lens, data.query_start_loc)
+    rows = [jnp.int32(row) for row in range(data.kv_cache.shape[0])]
     return lambda row: plain(rows[row], *arrays).block_until_ready()
 
 
 def gathered(data: PagedData, row: int, req_idx: int) -> tuple[np.ndarray, np.ndarray]:
     """One request's keys and values, f32[seq_len, num_kv_heads, head_dim] each."""
     seq_len = data.batch.requests[req_idx][1]
-    block_size = data.k_cache.shape[3]
+    block_size = data.kv_cache.shape[3]
     ids_np = np.asarray(data.block_tables)[req_idx, : -(-seq_len // block_size)]
 
-    def one(cache: jax.Array) -> np.ndarray:
-        blocks_np = np.asarray(cache)[row, ids_np].transpose(0, 2, 1, 3)
-        return blocks_np.reshape(-1, *blocks_np.shape[2:])[:seq_len]
+    def one(entries_np: np.ndarray) -> np.ndarray:
+        halves_np = np.asarray(data.kv_cache)[row, entries_np].transpose(0, 2, 1, 3)
+        return halves_np.reshape(-1, *halves_np.shape[2:])[:seq_len]
 
-    return one(data.k_cache), one(data.v_cache)
+    return one(2 * ids_np), one(2 * ids_np + 1)
 
 
 def relative_error(data: PagedData, out: jax.Array, row: int) -> float:

@@ -53,7 +53,7 @@ class Problem:
         arrays: The positional arguments.
         options: Keyword arguments that are arrays.
         rules: Keyword arguments that are static.
-        num_updated: The first arrays are donated, and the outputs take their place.
+        updates_first: The first array is donated, and the output takes its place.
         is_exact: Computes float32 products in full float32.
     """
 
@@ -61,7 +61,7 @@ class Problem:
     verify: Callable[[Any], list[Finding]]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     rules: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    num_updated: int = 0
+    updates_first: bool = False
     is_exact: bool = False
 
 
@@ -110,9 +110,8 @@ def _measure(
         return getattr(pallas_kernels, op)(*positional, **options, **rules)
 
     arrays = (*problem.arrays, dict(problem.options))
-    num_updated = problem.num_updated
     _poison_free_memory()
-    donated = tuple(range(num_updated))
+    donated = (0,) if problem.updates_first else ()
     with jax.default_matmul_precision("highest" if problem.is_exact else None):
         call = jax.jit(function, donate_argnums=donated).lower(*arrays).compile()
     outputs = jax.block_until_ready(call(*arrays))
@@ -123,9 +122,9 @@ def _measure(
         return Measured(figures=figures, findings=findings)
     num_calls = work.calls_per_program
     program = jax.jit(
-        functools.partial(_repeat, function, num_calls, num_updated), donate_argnums=0
+        functools.partial(_repeat, function, num_calls, problem.updates_first), donate_argnums=0
     )
-    holder, others = [outputs], arrays[num_updated:]
+    holder, others = [outputs], arrays[len(donated) :]
 
     def run(num_programs: int) -> None:
         for _ in range(num_programs):
@@ -140,13 +139,13 @@ def _measure(
 
 
 def _repeat(
-    function: Callable[..., Any], num_calls: int, num_updated: int, outputs: Any, others: Any
+    function: Callable[..., Any], num_calls: int, updates_first: bool, outputs: Any, others: Any
 ) -> Any:
     """Calls a function several times, each time after the call before."""
 
     def call(_: jax.Array, outputs: Any) -> Any:
-        if num_updated:
-            return function(*outputs, *others)
+        if updates_first:
+            return function(outputs, *others)
         return function(*_depending_on(outputs, others))
 
     return lax.fori_loop(0, num_calls, call, outputs) if num_calls > 1 else call(0, outputs)

@@ -72,7 +72,7 @@ def _kv_scatter(case: kv_scatter_cases.KVScatterCase, _: int) -> Problem:
         "kv_scatter",
         *(*arrays, jnp.asarray(row, jnp.int32)),
         options=drawn.scales,
-        num_updated=2,
+        updates_first=True,
         limit=_QUANTISED_LIMIT if case.dtype in LARGEST_STORED else 0.0,
     )
 
@@ -80,20 +80,18 @@ def _kv_scatter(case: kv_scatter_cases.KVScatterCase, _: int) -> Problem:
 def _block_copy(case: block_copy_cases.BlockCopyCase, _: int) -> Problem:
     drawn = block_copy_cases.build_inputs(case)
     ids = (drawn.source_block_ids, drawn.target_block_ids)
-    return _same_as_reference("block_copy", drawn.k_cache, drawn.v_cache, *ids, num_updated=2)
+    return _same_as_reference("block_copy", drawn.pages, *ids, updates_first=True)
 
 
 def _block_gather(case: block_gather_cases.BlockGatherCase, _: int) -> Problem:
     drawn = block_gather_cases.build_inputs(case)
-    return _same_as_reference("block_gather", drawn.k_cache, drawn.v_cache, drawn.block_ids)
+    return _same_as_reference("block_gather", drawn.pages, drawn.block_ids)
 
 
 def _block_scatter(case: block_gather_cases.BlockGatherCase, _: int) -> Problem:
     drawn = block_gather_cases.build_inputs(case)
-    written = (drawn.k_blocks, drawn.v_blocks, drawn.block_ids)
-    return _same_as_reference(
-        "block_scatter", drawn.k_cache, drawn.v_cache, *written, num_updated=2
-    )
+    arrays = (drawn.pages, drawn.values, drawn.block_ids)
+    return _same_as_reference("block_scatter", *arrays, updates_first=True)
 
 
 def _slot_mapping(case: slot_mapping_cases.SlotMappingCase, _: int) -> Problem:
@@ -103,10 +101,10 @@ def _slot_mapping(case: slot_mapping_cases.SlotMappingCase, _: int) -> Problem:
 
 def _same_as_reference(
     op: str,
-    *arrays: jax.Array,
+    *arrays: jax.Array | None,
     options: Mapping[str, jax.Array | None] = {},
     rules: Mapping[str, int] = {},
-    num_updated: int = 0,
+    updates_first: bool = False,
     limit: float = 0.0,
 ) -> Problem:
     """A call that only moves data: its outputs must have the bits of the reference body on the CPU.
@@ -133,7 +131,7 @@ def _same_as_reference(
         return findings
 
     return Problem(
-        arrays=arrays, options=options, rules=rules, verify=verify, num_updated=num_updated
+        arrays=arrays, options=options, rules=rules, verify=verify, updates_first=updates_first
     )
 
 
@@ -159,8 +157,11 @@ def _merge(case: merge_cases.MergeAttentionStatesCase, seed: int) -> Problem:
     return Problem(arrays=drawn.arrays, verify=verify)
 
 
-_HEADS = {"num_kv_heads": 8, "head_dim": 128, "v_head_dim": 128, "dtype": "bfloat16"}
-_BLOCKS = {**_HEADS, "num_rows": 8, "num_blocks": 512, "block_size": 16}
+_HEADS = {"num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+_BLOCKS = {
+    **{"num_rows": 8, "num_blocks": 512},
+    **{"block_dims": (2, 8, 16, 128), "dtype": "bfloat16"},  # K and V of 8 heads, 16 tokens
+}
 # K and V of 8 heads of 128, read once and written once.
 _TOKEN_BYTES = 2 * 2 * 8 * 128 * 2
 _BLOCK_WORK = Work(num_bytes=256 * 8 * 16 * _TOKEN_BYTES)

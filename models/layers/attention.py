@@ -9,8 +9,9 @@ from flax import nnx
 
 import pallas_kernels
 from models.attention_config import AttentionConfig
-from models.forward_batch import KVCache
-from models.kernel_settings import CACHE_BY_HEAD, TOKENS_BY_HEAD, WHOLE
+from models.cache.format import Pages
+from models.decoder_spec import SELF_ATTENTION
+from models.kernel_settings import PAGES_BY_DEVICE, TOKENS_BY_HEAD, WHOLE
 from models.layer_context import LayerContext
 from models.layers.linear import Linear, parts_of_each, side_by_side
 from models.layers.rotary import apply_rotary
@@ -50,14 +51,14 @@ class Attention(nnx.Module):
     def __call__(
         self,
         hidden: jax.Array,  # f[num_tokens, hidden]
-        kv_cache: KVCache,
+        pages: Pages,
         context: LayerContext,
         *,
         norm: Callable[[jax.Array], jax.Array],
-    ) -> tuple[jax.Array, KVCache]:  # f[num_queries, num_q_heads, head_dim]
+    ) -> tuple[jax.Array, Pages]:  # f[num_queries, num_q_heads, head_dim]
         """Attends to `norm(hidden)`; what it returns, `project_out` takes."""
         q, k, v = self.project_in(hidden, context, norm=norm)
-        return self.attend(q, k, v, kv_cache, context)
+        return self.attend(q, k, v, pages, context)
 
     def project_in(
         self,
@@ -109,28 +110,29 @@ class Attention(nnx.Module):
         q: jax.Array,  # f[num_queries, num_q_heads, head_dim]
         k: jax.Array,  # f[num_tokens, num_kv_heads, head_dim]
         v: jax.Array,  # f[num_tokens, num_kv_heads, head_dim]
-        kv_cache: KVCache,
+        pages: Pages,
         context: LayerContext,
-    ) -> tuple[jax.Array, KVCache]:  # f[num_queries, num_q_heads, head_dim]
-        """The part without weights: writes keys and values into the layer's row, and attends."""
-        batch, kernels = context.batch, context.kernels
-        group_idx, row = context.place.group_idx, context.place.row
-        chosen = {"implementation": kernels.implementation, "target": kernels.target}
+    ) -> tuple[jax.Array, Pages]:  # f[num_queries, num_q_heads, head_dim]
+        """The part without weights: writes keys and values into the layer's cache, and attends."""
+        kernels, cache = context.kernels, context.cache(SELF_ATTENTION)
+        chosen = {
+            "kv_dtype": cache.format.kv_dtype(pages),
+            "implementation": kernels.implementation,
+            "target": kernels.target,
+        }
 
         def of_own_heads(
             q: jax.Array,
             k: jax.Array,
             v: jax.Array,
-            k_cache: jax.Array,
-            v_cache: jax.Array,
+            pages: Pages,
             slots: jax.Array,
             *sequences: jax.Array,
-        ) -> tuple[jax.Array, jax.Array, jax.Array]:
-            k_cache, v_cache = pallas_kernels.kv_scatter(
-                k_cache, v_cache, k, v, slots, row, **chosen
-            )
+        ) -> tuple[jax.Array, Pages]:
+            view = cache.format.view(pages, cache.block_size, num_shards=kernels.num_shards)
+            view = pallas_kernels.kv_scatter(view, k, v, slots, cache.row, **chosen)
             attended = pallas_kernels.paged_attention(
-                *(q, k_cache, v_cache, row, *sequences),
+                *(q, view, cache.row, *sequences),
                 scale=self.config.scale,
                 sliding_window=self.config.sliding_window,
                 soft_cap=self.config.soft_cap,
@@ -138,15 +140,21 @@ class Attention(nnx.Module):
                 batch_invariant=kernels.batch_invariant,
                 **chosen,
             )
-            return attended, k_cache, v_cache
+            return attended, cache.format.unview(view, pages)
 
-        attended, k_cache, v_cache = kernels.by_head(
-            *(of_own_heads, q, k, v, kv_cache.k, kv_cache.v),
-            context.slots[group_idx],
-            batch.block_tables[group_idx],
-            batch.seq_lens[group_idx],
-            context.query_start_loc,
-            in_specs=(*[TOKENS_BY_HEAD] * 3, *[CACHE_BY_HEAD] * 2, *[WHOLE] * 4),
-            out_specs=(TOKENS_BY_HEAD, CACHE_BY_HEAD, CACHE_BY_HEAD),
+        attended, pages = kernels.by_head(
+            of_own_heads,
+            *(_with_width(x, cache.format.head_dim) for x in (q, k, v)),
+            *(pages, cache.slots, cache.block_tables, cache.seq_lens, context.query_start_loc),
+            in_specs=(*[TOKENS_BY_HEAD] * 3, PAGES_BY_DEVICE, *[WHOLE] * 4),
+            out_specs=(TOKENS_BY_HEAD, PAGES_BY_DEVICE),
         )
-        return attended, KVCache(k=k_cache, v=v_cache)
+        return attended[..., : self.config.head_dim], pages
+
+
+def _with_width(
+    heads: jax.Array,  # f[num_tokens, heads, head_dim]
+    head_dim: int,
+) -> jax.Array:  # f[num_tokens, heads, head_dim], of that width
+    """Heads as wide as they are stored; zeros change neither products nor what is read."""
+    return jnp.pad(heads, ((0, 0), (0, 0), (0, head_dim - heads.shape[-1])))

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import jax
 from flax import nnx
 
+from models.cache.format import Pages
 from models.carry import Carry
-from models.forward_batch import KVCache
 from models.layer_context import LayerContext
 from models.layers.attention import Attention
 from models.layers.mlp import GatedMLP
@@ -28,14 +28,10 @@ class AttentionMLPLayer(nnx.Module):
         self.self_attn = attention
         self.mlp = mlp
 
-    def __call__(
-        self, carry: Carry, kv_cache: KVCache, context: LayerContext
-    ) -> tuple[Carry, KVCache]:
-        attended, kv_cache = self.self_attn(
-            carry.hidden, kv_cache, context, norm=self.input_layernorm
-        )
+    def __call__(self, carry: Carry, pages: Pages, context: LayerContext) -> tuple[Carry, Pages]:
+        attended, pages = self.self_attn(carry.hidden, pages, context, norm=self.input_layernorm)
         hidden = context.by_token(self._add_parts, context.kept(carry.hidden), attended)
-        return Carry(hidden=hidden), kv_cache
+        return Carry(hidden=hidden), pages
 
     @abc.abstractmethod
     def _add_parts(

@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 
 from models.weight_rule import Source, WeightRule
-from pallas_kernels.row_reductions import sum_of_rows
+from pallas_kernels.row_reductions import platform_sum_of_rows
 
 
 class LayerNorm(nnx.Module):
@@ -79,6 +79,4 @@ def _normalise(x: jax.Array, eps: float) -> jax.Array:  # f32[..., num_features]
 
 
 def _mean(x: jax.Array) -> jax.Array:  # f32[..., num_features] -> f32[..., 1]
-    # XLA:CPU alone sums rows slowly.
-    sums = jax.lax.platform_dependent(x, cpu=sum_of_rows, default=lambda rows: rows.sum(axis=-1))
-    return sums[..., None] / x.shape[-1]
+    return platform_sum_of_rows(x)[..., None] / x.shape[-1]

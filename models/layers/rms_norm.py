@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.weight_rule import Source, WeightRule
-from pallas_kernels.row_reductions import sum_of_rows
+from pallas_kernels.row_reductions import platform_sum_of_rows
 
 
 class RMSNorm(nnx.Module):
@@ -59,8 +59,5 @@ def _vector_rule(name: str, param: nnx.Param) -> WeightRule:
 
 def _normalise(x: jax.Array, eps: float) -> jax.Array:  # f32[..., num_features]
     x_f32 = x.astype(jnp.float32)
-    # Other compilers sum rows well by themselves.
-    sum_of_squares = jax.lax.platform_dependent(
-        x_f32 * x_f32, cpu=sum_of_rows, default=lambda squares: squares.sum(axis=-1)
-    )
+    sum_of_squares = platform_sum_of_rows(x_f32 * x_f32)
     return x_f32 * jax.lax.rsqrt(sum_of_squares[..., None] / x.shape[-1] + eps)

@@ -9,12 +9,12 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from models.cache.format import Pages
 from models.config import ModelConfig
 from models.errors import ModelError
-from models.forward_batch import ForwardBatch, KVCache
+from models.forward_batch import ForwardBatch
 from models.kernel_settings import KernelSettings
-from models.kv_layers import kv_cache_layers
-from models.layer_context import CachePlace
+from models.layer_context import ContextChange, LayerPlaces
 from models.platforms import Platform
 from models.wants import Outputs
 from models.weight_rule import WeightRule, param_spec
@@ -58,8 +58,8 @@ class LoadedModel:
     platform: Platform  # that it was loaded for, and its programs are compiled for
     kernels: KernelSettings = KernelSettings()
     max_looped_tokens: int = 0  # as its `Linear` layers have it
-    # Of the cache of each layer; the runner plans the cache and sets them (`with_places`).
-    places: tuple[CachePlace, ...] = ()
+    # Of the caches of each layer; the runner plans the cache and sets them (`with_places`).
+    places: tuple[LayerPlaces, ...] = ()
 
     @property
     def param_specs(self) -> tuple[PartitionSpec, ...]:
@@ -90,11 +90,11 @@ class LoadedModel:
         Raises:
             ModelError: Its KV heads cannot be split over the mesh.
         """
-        for num_kv_heads in {layer.num_kv_heads for layer in kv_cache_layers(self.config)}:
+        for num_kv_heads in {layer.num_kv_heads for layer in self.config.attention}:
             kernels.check_heads(num_kv_heads)
         return dataclasses.replace(self, kernels=kernels)
 
-    def with_places(self, places: Sequence[CachePlace]) -> "LoadedModel":
+    def with_places(self, places: Sequence[LayerPlaces]) -> "LoadedModel":
         """The same model over a KV cache in which each layer's memory is there.
 
         Raises:
@@ -109,9 +109,17 @@ class LoadedModel:
         return dataclasses.replace(self, places=tuple(places))
 
     def forward(
-        self, params: tuple[jax.Array, ...], kv_cache: KVCache, batch: ForwardBatch
-    ) -> tuple[Outputs, KVCache]:
+        self,
+        params: tuple[jax.Array, ...],
+        pages: Pages,
+        batch: ForwardBatch,
+        change_context: ContextChange | None = None,
+    ) -> tuple[Outputs, Pages]:
         """Runs the decoder over one step's tokens.
+
+        Args:
+            change_context: Gives the context that the embedding and all layers see, of the usual
+                one. None leaves it as it is.
 
         Returns:
             What `batch.wants` asks for, and the cache with this step's keys and values written.
@@ -126,8 +134,9 @@ class LoadedModel:
                 "the model's layers have no places in a KV cache; wanted one for each, from "
                 "`with_places`."
             )
-        self._check_places(num_groups=batch.block_tables.shape[0], num_rows=kv_cache.k.shape[0])
-        return self._merge(params)(*(batch, kv_cache, self.kernels, self.platform, self.places))
+        self._check_places(batch, num_rows=pages.shape[0])
+        arguments = (batch, pages, self.kernels, self.platform, self.places, change_context)
+        return self._merge(params)(*arguments)
 
     def compute_logits(
         self,
@@ -137,14 +146,18 @@ class LoadedModel:
         """Projects hidden states, `Outputs.for_logits`, onto the vocabulary."""
         return self._merge(params).compute_logits(hidden)
 
-    def _check_places(self, *, num_groups: int, num_rows: int) -> None:
+    def _check_places(self, batch: ForwardBatch, *, num_rows: int) -> None:
         """JAX would take the last group or row in place of one that is not there."""
-        for place in self.places:
-            if place.group_idx >= num_groups or place.row >= num_rows:
+        num_groups = [inputs.block_tables.shape[0] for inputs in batch.groups]
+        for name, place in (cache for places in self.places for cache in places):
+            has_inputs = place.inputs_idx < len(num_groups)
+            has_group = has_inputs and place.group_idx < num_groups[place.inputs_idx]
+            if not has_group or place.row >= num_rows:
                 raise ModelError(
-                    f"a layer's cache is in group {place.group_idx}, row {place.row}; the batch "
-                    f"has {num_groups} groups and the cache {num_rows} rows. Take all three from "
-                    "one plan of KV cache groups."
+                    f"a layer's cache {name!r} is in group {place.group_idx} of the inputs "
+                    f"{place.inputs_idx}, row {place.row}; the batch has inputs of {num_groups} "
+                    f"groups, and the pages have {num_rows} rows. Take all from one plan of KV "
+                    "cache groups."
                 )
 
     def _merge(self, params: tuple[jax.Array, ...]) -> nnx.Module:

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import jax
 
+from models.cache.format import Pages
 from models.carry import Carry
 from models.config import ModelDtype
-from models.forward_batch import KVCache
 from models.layer_context import LayerContext
 from models.layer_loop import PlacedLayer, run_in_turn
 
@@ -24,6 +24,8 @@ class Platform:
     name: ClassVar[str] = "other"
     # Token positions in a block, by default.
     block_size: ClassVar[int] = 16
+    # Heads are stored in a multiple of so many numbers.
+    head_dim_step: ClassVar[int] = 1
     # Whether a tied vocabulary head has an array of its own, a transposed copy of the embedding.
     copies_tied_head: ClassVar[bool] = False
     # Whether one program serves several numbers of tokens (`ForwardBatch.widths`), so that fewer
@@ -51,6 +53,14 @@ class Platform:
         """
         return (model_dtype,)
 
+    def page_dtype(self, kv_dtype: str) -> str:
+        """The dtype of the array that keeps keys and values of `kv_dtype`."""
+        return kv_dtype
+
+    def page_shape(self, num_elements: int) -> tuple[int, ...]:
+        """The trailing axes of the pages, for a page of so many elements of `page_dtype`."""
+        return (num_elements,)
+
     def compiler_options(
         self, dtypes: Collection[str], *, batch_invariant: bool = False
     ) -> dict[str, str]:
@@ -74,11 +84,11 @@ class Platform:
         self,
         layers: Sequence[PlacedLayer],
         carry: Carry,
-        kv_cache: KVCache,
+        pages: Pages,
         context: LayerContext,
-    ) -> tuple[Carry, KVCache]:
+    ) -> tuple[Carry, Pages]:
         """Runs layers one after the other; the last one may go on with fewer tokens."""
-        return run_in_turn(layers, carry, kv_cache, context)
+        return run_in_turn(layers, carry, pages, context)
 
     def prepare_arrays(self, arrays: Iterable[jax.Array]) -> None:
         """Makes the memory of long-lived arrays faster to read; their values do not change."""

@@ -5,7 +5,7 @@ import jax
 from pallas_kernels.argument_checks import require_int32, require_shape
 from pallas_kernels.block_copy.reference import block_copy_reference
 from pallas_kernels.block_copy.xla import block_copy_xla
-from pallas_kernels.cache_layout import check_kv_caches
+from pallas_kernels.cache_layout import check_pages
 from pallas_kernels.dispatch import Body, mosaic_bodies, run_op
 from pallas_kernels.target import Target
 
@@ -17,22 +17,23 @@ _BODIES: dict[str, Body] = {
 
 
 def block_copy(
-    k_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
-    v_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, v_head_dim]
+    pages: jax.Array,  # [num_rows, num_blocks, ...]
     source_block_ids: jax.Array,  # i32[num_copies]
     target_block_ids: jax.Array,  # i32[num_copies]
     *,
     implementation: str | None = None,
     target: Target | None = None,
-) -> tuple[jax.Array, jax.Array]:  # the two caches
+) -> jax.Array:  # the pages
     """Copies whole blocks over others, in every row, all of them at once.
 
     Every source is read as it was before the call: copies (A -> B) and (B -> C) leave the old B in
-    C. In place when the caller donates the caches and rebinds them (on the CPU in float32, float16
-    or int8, see `kv_scatter`); what is read waits in a buffer of at most `num_copies` blocks of one
-    row. Values are copied as they are, of any dtype.
+    C. In place when the caller donates the pages and rebinds them (on the CPU in float32, float16,
+    int8 or uint16, see `kv_scatter`); what is read waits in a buffer of at most `num_copies` blocks
+    of one row. Values are copied as they are, of any dtype.
 
     Args:
+        pages: What blocks hold, with at least one axis after `num_blocks`: raw words, or a cache of
+            latents. A `kv_cache` of keys and values has two entries per block; reshape it.
         source_block_ids: Blocks to copy, in `[0, num_blocks)`; one may be copied several times.
         target_block_ids: Blocks to copy over, in `[0, num_blocks)`, no two alike. An entry from
             `num_blocks` on is padding and copies nothing, whatever its source is.
@@ -45,12 +46,12 @@ def block_copy(
 
     Source: `copy_blocks` in vllm/csrc/cache_kernels.cu.
     """
-    check_kv_caches("block_copy", k_cache, v_cache)
+    check_pages("block_copy", pages)
     require_shape("block_copy", "source_block_ids", source_block_ids, ("num_copies",))
     wanted_targets = source_block_ids.shape
     require_shape("block_copy", "target_block_ids", target_block_ids, wanted_targets)
     require_int32(
         "block_copy", source_block_ids=source_block_ids, target_block_ids=target_block_ids
     )
-    arguments = (k_cache, v_cache, source_block_ids, target_block_ids)
+    arguments = (pages, source_block_ids, target_block_ids)
     return run_op("block_copy", _BODIES, implementation, target, *arguments)

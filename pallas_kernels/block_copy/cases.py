@@ -20,10 +20,7 @@ class BlockCopyCase:
     num_padding_copies: int = 0
     num_rows: int = 3
     num_blocks: int = 12
-    num_kv_heads: int = 2
-    block_size: int = 8
-    head_dim: int = 16
-    v_head_dim: int = 16
+    block_dims: tuple[int, ...] = (2, 2, 8, 16)  # here K and V of a block, of 2 KV heads
     dtype: str = "float32"
 
 
@@ -31,8 +28,7 @@ class BlockCopyCase:
 class BlockCopyInputs:
     """Arguments of `block_copy`."""
 
-    k_cache: jax.Array  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
-    v_cache: jax.Array  # f[num_rows, num_blocks, num_kv_heads, block_size, v_head_dim]
+    pages: jax.Array  # [num_rows, num_blocks, *block_dims]
     source_block_ids: jax.Array  # i32[num_copies]
     target_block_ids: jax.Array  # i32[num_copies]
 
@@ -47,14 +43,15 @@ CASES: tuple[BlockCopyCase, ...] = (
     BlockCopyCase(name="every_block", copies=12, num_padding_copies=4),
     BlockCopyCase(name="padding_only", copies=(), num_padding_copies=4),
     BlockCopyCase(name="one_padding", copies=(), num_padding_copies=1),
-    BlockCopyCase(name="v_narrower_than_k", copies=5, num_padding_copies=3, v_head_dim=8),
-    BlockCopyCase(name="mla_without_v", copies=3, num_kv_heads=1, head_dim=576, v_head_dim=0),
+    BlockCopyCase(name="raw_words", copies=5, num_padding_copies=3, block_dims=(512,)),
+    BlockCopyCase(name="latents", copies=3, block_dims=(1, 8, 576)),
     BlockCopyCase(name="bfloat16", copies=5, dtype="bfloat16"),
+    BlockCopyCase(name="uint16_words", copies=5, block_dims=(1024,), dtype="uint16"),
 )
 
 
 def build_inputs(case: BlockCopyCase) -> BlockCopyInputs:
-    """Draws caches and copies; padding has `num_blocks` and more as its target."""
+    """Draws pages and copies; padding has `num_blocks` and more as its target."""
     rng = np.random.default_rng(0)
     if isinstance(case.copies, int):
         sources = rng.integers(0, case.num_blocks, case.copies)
@@ -65,13 +62,10 @@ def build_inputs(case: BlockCopyCase) -> BlockCopyInputs:
     order = rng.permutation(len(copies))
     copies_np = np.array(copies, np.int32).reshape(-1, 2)[order]
 
-    def draw(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape), case.dtype)
-
-    leading = (case.num_rows, case.num_blocks, case.num_kv_heads, case.block_size)
+    shape = (case.num_rows, case.num_blocks, *case.block_dims)
+    largest = 2**16 if case.dtype == "uint16" else 1
     return BlockCopyInputs(
-        k_cache=draw(*leading, case.head_dim),
-        v_cache=draw(*leading, case.v_head_dim),
+        pages=jnp.asarray(rng.uniform(0, largest, shape).astype(jnp.dtype(case.dtype))),
         source_block_ids=jnp.asarray(copies_np[:, 0]),
         target_block_ids=jnp.asarray(copies_np[:, 1]),
     )

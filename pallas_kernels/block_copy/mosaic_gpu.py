@@ -16,44 +16,38 @@ from pallas_kernels.tma_boxes import (
     MAX_CTA_BYTES,
     blocks_misfit,
     cut_blocks,
-    without_empty,
 )
 
-# A chunk of K and V together below which a copy has too little to do. A guess, not measured.
+# A chunk below which a copy has too little to do. A guess, not measured.
 _SMALL_CHUNK_BYTES = 2048
 
 
 def misfit(
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    source_block_ids: jax.Array,
-    target_block_ids: jax.Array,
+    pages: jax.Array, source_block_ids: jax.Array, target_block_ids: jax.Array
 ) -> str | None:
     """Why TMA cannot copy these blocks; None if it can."""
-    limits = _chunk_bytes(source_block_ids.size)
-    return blocks_misfit(without_empty(k_cache, v_cache), source_block_ids, limits)
+    del target_block_ids
+    return blocks_misfit(pages, source_block_ids, _chunk_bytes(source_block_ids.size))
 
 
 def block_copy_mosaic_gpu(
-    k_cache: jax.Array,  # [num_rows, num_blocks, num_kv_heads, block_size, head_dim]
-    v_cache: jax.Array,  # [num_rows, num_blocks, num_kv_heads, block_size, v_head_dim]
+    pages: jax.Array,  # [num_rows, num_blocks, ...]
     source_block_ids: jax.Array,  # i32[num_copies]
     target_block_ids: jax.Array,  # i32[num_copies]
     *,
     interpret: bool | plgpu.InterpretGPUParams = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> jax.Array:
     """See `api.block_copy`."""
-    num_rows, num_blocks = k_cache.shape[:2]
+    num_rows, num_blocks = pages.shape[:2]
     (num_copies,) = source_block_ids.shape
-    caches = without_empty(k_cache, v_cache)
-    chunks = cut_blocks(caches, _chunk_bytes(num_copies))
+    chunks = cut_blocks(pages, _chunk_bytes(num_copies))
     num_chunks = chunks.num_chunks
 
     def copy_chunk(
         sources_ref: jax.Ref,  # i32[num_copies], in GMEM
         targets_ref: jax.Ref,  # i32[num_copies], in GMEM
-        cache_refs: tuple[jax.Ref, ...],  # [num_rows * num_blocks * num_chunks, *box], in GMEM
-        in_smem: tuple[jax.Ref, ...],  # [num_copies, *box], in SMEM
+        pages_ref: jax.Ref,  # [num_rows * num_blocks * num_chunks, *box], in GMEM
+        in_smem: jax.Ref,  # [num_copies, *box]
         has_arrived: jax.Ref,  # barrier
     ) -> None:
         first_block, chunk = lax.axis_index("row") * num_blocks, lax.axis_index("chunk")
@@ -66,13 +60,11 @@ def block_copy_mosaic_gpu(
             @pl.when(is_real(i))
             def _() -> None:
                 source = (first_block + sources_ref[i]) * num_chunks + chunk
-                for cache_ref, chunks_ref in zip(cache_refs, in_smem, strict=True):
-                    plgpu.copy_gmem_to_smem(cache_ref.at[source], chunks_ref.at[i], has_arrived)
+                plgpu.copy_gmem_to_smem(pages_ref.at[source], in_smem.at[i], has_arrived)
 
             @pl.when(jnp.logical_not(is_real(i)))
             def _() -> None:
-                for _ in caches:  # the barrier counts the copies of padding too
-                    plgpu.barrier_arrive(has_arrived)
+                plgpu.barrier_arrive(has_arrived)  # it counts the copies of padding too
 
         plgpu.barrier_wait(has_arrived)
         # All reads are over. The race detector of interpret mode takes a TMA store as ordered after
@@ -84,25 +76,18 @@ def block_copy_mosaic_gpu(
             @pl.when(is_real(i))
             def _() -> None:
                 target = (first_block + targets_ref[i]) * num_chunks + chunk
-                for chunks_ref, cache_ref in zip(in_smem, cache_refs, strict=True):
-                    plgpu.copy_smem_to_gmem(chunks_ref.at[i], cache_ref.at[target])
+                plgpu.copy_smem_to_gmem(in_smem.at[i], pages_ref.at[target])
 
         # Shared memory must outlive the copies that read it; the kernel's end waits for the rest.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    cache_refs = tuple(
-        jax.new_ref(cache.reshape(-1, *box))
-        for cache, box in zip(caches, chunks.boxes, strict=True)
-    )
+    pages_ref = jax.new_ref(pages.reshape(-1, *chunks.box))
     plgpu.kernel(
         copy_chunk,
         out_type=(),
         scratch_types=[
-            tuple(
-                plgpu.SMEM((num_copies, *box), cache.dtype)
-                for box, cache in zip(chunks.boxes, caches, strict=True)
-            ),
-            plgpu.Barrier(num_arrivals=len(caches) * num_copies),
+            plgpu.SMEM((num_copies, *chunks.box), pages.dtype),
+            plgpu.Barrier(num_arrivals=num_copies),
         ],
         # The last axis is CUDA's x, the only one that may exceed 65,535.
         grid=(num_rows, num_chunks),
@@ -110,15 +95,12 @@ def block_copy_mosaic_gpu(
         kernel_name="block_copy",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=plgpu.InterpretGPUParams() if interpret is True else interpret,
-    )(source_block_ids, target_block_ids, cache_refs)
-    written = map(jax.freeze, cache_refs)
-    return tuple(
-        next(written).reshape(cache.shape) if cache.size else cache for cache in (k_cache, v_cache)
-    )
+    )(source_block_ids, target_block_ids, pages_ref)
+    return jax.freeze(pages_ref).reshape(pages.shape)
 
 
 def _chunk_bytes(num_copies: int) -> tuple[int, ...]:
-    """Limits for a chunk of K and of V together, of which a CTA holds `num_copies`.
+    """Limits for a chunk, of which a CTA holds `num_copies`.
 
     The wanted one first, then its doubles, up to what fits a CTA. Example: 40 copies are wanted in
     2 KiB each, else 4 KiB, else 5,734 bytes.

@@ -5,7 +5,7 @@ import jax
 from pallas_kernels.argument_checks import require_int32, require_shape
 from pallas_kernels.block_scatter.reference import block_scatter_reference
 from pallas_kernels.block_scatter.xla import block_scatter_xla
-from pallas_kernels.cache_layout import check_kv_caches
+from pallas_kernels.cache_layout import check_pages
 from pallas_kernels.dispatch import Body, mosaic_bodies, run_op
 from pallas_kernels.target import Target
 
@@ -17,21 +17,21 @@ _BODIES: dict[str, Body] = {
 
 
 def block_scatter(
-    k_cache: jax.Array,  # [num_rows, num_blocks, num_kv_heads, block_size, head_dim]
-    v_cache: jax.Array,  # [num_rows, num_blocks, num_kv_heads, block_size, v_head_dim]
-    k_blocks: jax.Array,  # as k_cache, [num_rows, num_ids, num_kv_heads, block_size, head_dim]
-    v_blocks: jax.Array,  # as v_cache, [num_rows, num_ids, num_kv_heads, block_size, v_head_dim]
+    pages: jax.Array,  # [num_rows, num_blocks, ...]
+    values: jax.Array,  # of the pages' dtype, [num_rows, num_ids, ...]
     block_ids: jax.Array,  # i32[num_ids]
     *,
     implementation: str | None = None,
     target: Target | None = None,
-) -> tuple[jax.Array, jax.Array]:  # the two caches
-    """Writes whole blocks, of every row, into the caches: to swap them in or to receive them.
+) -> jax.Array:  # the pages
+    """Writes whole blocks, of every row, into the cache: to swap them in or to receive them.
 
     The way back of `block_gather`, into the same blocks or others; values are copied likewise. In
-    place when the caller donates the caches and rebinds them (on the CPU see `kv_scatter`).
+    place when the caller donates the pages and rebinds them (on the CPU see `kv_scatter`).
 
     Args:
+        pages: What blocks hold, with at least one axis after `num_blocks`, as in `block_copy`.
+        values: What `block_gather` returned.
         block_ids: Where each block goes, in `[0, num_blocks)`, no two alike. An entry from
             `num_blocks` on is padding and written nowhere.
         implementation: `None` picks the fastest body on `target`.
@@ -43,17 +43,14 @@ def block_scatter(
 
     Source: `swap_blocks` in vllm/csrc/cache_kernels.cu.
     """
-    check_kv_caches("block_scatter", k_cache, v_cache)
+    check_pages("block_scatter", pages)
     require_shape("block_scatter", "block_ids", block_ids, ("num_ids",))
     require_int32("block_scatter", block_ids=block_ids)
-    (num_ids,) = block_ids.shape
-    for name, cache, blocks in (("k", k_cache, k_blocks), ("v", v_cache, v_blocks)):
-        wanted = (cache.shape[0], num_ids, *cache.shape[2:])
-        require_shape("block_scatter", f"{name}_blocks", blocks, wanted)
-        if blocks.dtype != cache.dtype:
-            raise ValueError(
-                f"block_scatter: {name}_blocks has the wrong dtype: got {blocks.dtype}, "
-                f"wanted the cache's, {cache.dtype}."
-            )
-    arguments = (k_cache, v_cache, k_blocks, v_blocks, block_ids)
-    return run_op("block_scatter", _BODIES, implementation, target, *arguments)
+    wanted = (pages.shape[0], block_ids.shape[0], *pages.shape[2:])
+    require_shape("block_scatter", "values", values, wanted)
+    if values.dtype != pages.dtype:
+        raise ValueError(
+            f"block_scatter: values has the wrong dtype: got {values.dtype}, "
+            f"wanted that of the pages, {pages.dtype}."
+        )
+    return run_op("block_scatter", _BODIES, implementation, target, pages, values, block_ids)

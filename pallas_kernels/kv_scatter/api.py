@@ -1,15 +1,18 @@
 """Public op `kv_scatter`: its contract, checks, and choice of implementation."""
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.argument_checks import require_float, require_int32, require_shape
-from pallas_kernels.cache_layout import check_kv_caches, check_row
+from pallas_kernels.cache_layout import check_kv_cache, check_row
 from pallas_kernels.dispatch import Body, mosaic_bodies, run_op
 from pallas_kernels.kv_scatter.reference import kv_scatter_reference
 from pallas_kernels.kv_scatter.xla import kv_scatter_xla
-from pallas_kernels.quantised_cache import check_scales, quantise
+from pallas_kernels.quantised_cache import check_scales
+from pallas_kernels.stored_dtype import as_stored, check_kv_dtype
 from pallas_kernels.target import Target
 
+_OP = "kv_scatter"
 _BODIES: dict[str, Body] = {
     "reference": kv_scatter_reference,
     "xla": kv_scatter_xla,
@@ -18,36 +21,43 @@ _BODIES: dict[str, Body] = {
 
 
 def kv_scatter(
-    k_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim] or quantised
-    v_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, v_head_dim] likewise
+    kv_cache: jax.Array,  # [num_rows, 2 * num_blocks, num_kv_heads, block_size, head_dim]
     k: jax.Array,  # f[num_tokens, num_kv_heads, head_dim]
-    v: jax.Array,  # f[num_tokens, num_kv_heads, v_head_dim]
+    v: jax.Array | None,  # f[num_tokens, num_kv_heads, head_dim]
     slots: jax.Array,  # i32[num_tokens]
     row: jax.Array | int,  # i32[]
     *,
     k_scale: jax.Array | None = None,  # f32[num_kv_heads]
     v_scale: jax.Array | None = None,  # f32[num_kv_heads]
+    kv_dtype: jnp.dtype | None = None,
     implementation: str | None = None,
     target: Target | None = None,
-) -> tuple[jax.Array, jax.Array]:  # the two caches
+) -> jax.Array:  # the cache
     """Writes each token's key and value into its slot of one cache row.
 
-    `k` and `v` are cast to the caches' dtypes, or quantised where these are int8 or float8_e4m3fn;
-    numbers too large for either become the largest (`quantised_cache.py`). In place when the caller
-    donates the caches and rebinds them, with two things to know:
+    The keys of block b are at index 2 * b of the cache's second axis, its values at 2 * b + 1
+    (`cache_layout.py`). `k` and `v` are cast to the cache's dtype, or quantised where that is int8
+    or float8_e4m3fn; numbers too large for either become the largest (`quantised_cache.py`). In
+    place when the caller donates the cache and rebinds it, with two things to know:
 
-    - `k` or `v` must depend on the last read of the cache, as a layer's do on the layer before it.
-      If nothing orders a write after a read, XLA copies the whole cache to keep both.
-    - On the CPU keep the caches in float32, float16 or int8: XLA:CPU copies a whole bfloat16 cache
-      at each write (JAX 0.10.2 always, 0.12 when the same program reads the cache), and a whole
-      float8_e4m3fn one (both).
+    - `k` or `v` must depend by value on the last read of the cache, as a layer's do on the layer
+      before it. If nothing orders a write after a read, XLA copies the whole cache to keep both.
+    - On the CPU keep the cache in float32, float16, int8 or uint16: XLA:CPU copies a whole bfloat16
+      cache at each write (JAX 0.10.2 always, 0.12 when the same program reads the cache), and a
+      whole float8_e4m3fn one (both). With uint16, `kv_dtype` says which float the bits are.
 
     Args:
+        kv_cache: Of a float dtype, int8, float8_e4m3fn, or uint16 with `kv_dtype`.
+        v: `None` where a token has one vector for all uses (a latent of MLA, `mla_decode`): then
+            the cache is `[num_rows, num_blocks, num_kv_heads, block_size, head_dim]` and holds `k`.
+            As wide as `k`: pad a narrower one.
         slots: Slot inside one row, in `[0, num_blocks * block_size)`, no two alike; or any value
-            from `pad_slot(...)` on, which is not written.
+            from `pad_slot(num_rows, num_blocks, block_size)` on, which is not written.
         row: Which row of the cache (the layer's index in its group), in `[0, num_rows)`.
         k_scale: What one step of a quantised key is worth, per KV head, above 0; `None` where the
             cache is not quantised. `v_scale` likewise for values.
+        kv_dtype: float16 or bfloat16, which float the bits of a uint16 cache are; `None` for a
+            cache of any other dtype. The bodies in plain XLA and the reference take it.
         implementation: `None` picks the fastest body on `target`.
         target: What the program is compiled for; `None` is JAX's default device.
 
@@ -57,16 +67,19 @@ def kv_scatter(
 
     Source: `reshape_and_cache_flash` in vllm/csrc/cache_kernels.cu.
     """
-    check_kv_caches("kv_scatter", k_cache, v_cache)
-    check_row("kv_scatter", row, num_rows=k_cache.shape[0])
-    require_shape("kv_scatter", "slots", slots, ("num_tokens",))
-    require_int32("kv_scatter", slots=slots)
-    (num_tokens,) = slots.shape
-    num_kv_heads = k_cache.shape[2]
-    require_shape("kv_scatter", "k", k, (num_tokens, num_kv_heads, k_cache.shape[-1]))
-    require_shape("kv_scatter", "v", v, (num_tokens, num_kv_heads, v_cache.shape[-1]))
-    require_float("kv_scatter", k=k, v=v)
-    check_scales("kv_scatter", k_cache, v_cache, k_scale, v_scale)
-    k, v = quantise(k, k_scale, k_cache.dtype), quantise(v, v_scale, v_cache.dtype)
-    arguments = (k_cache, v_cache, k, v, slots, row)
-    return run_op("kv_scatter", _BODIES, implementation, target, *arguments)
+    check_kv_cache(_OP, kv_cache, num_parts=1 if v is None else 2)
+    check_row(_OP, row, num_rows=kv_cache.shape[0])
+    require_shape(_OP, "slots", slots, ("num_tokens",))
+    require_int32(_OP, slots=slots)
+    _, _, num_kv_heads, _, head_dim = kv_cache.shape
+    parts = {"k": k} if v is None else {"k": k, "v": v}
+    for arg_name, part in parts.items():
+        require_shape(_OP, arg_name, part, (slots.shape[0], num_kv_heads, head_dim))
+    require_float(_OP, **parts)
+    check_kv_dtype(_OP, kv_cache.dtype, kv_dtype)
+    if v is None and v_scale is not None:
+        raise ValueError(f"{_OP}: v_scale belongs to v: got one with v=None, wanted None.")
+    check_scales(_OP, kv_cache, k_scale=k_scale, **({} if v is None else {"v_scale": v_scale}))
+    k = as_stored(k, k_scale, kv_cache.dtype, kv_dtype)
+    v = None if v is None else as_stored(v, v_scale, kv_cache.dtype, kv_dtype)
+    return run_op(_OP, _BODIES, implementation, target, *(kv_cache, k, v, slots, row))

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cache_layout import pad_slot
-from pallas_kernels.quantised_cache import LARGEST_STORED, quantise
+from pallas_kernels.quantised_cache import LARGEST_STORED
+from pallas_kernels.stored_dtype import as_stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,27 +24,28 @@ class KVScatterCase:
     num_kv_heads: int = 2
     block_size: int = 16
     head_dim: int = 32
-    v_head_dim: int = 32
-    dtype: str = "float32"  # of the caches; the new tokens are float32 where it is quantised
+    has_v: bool = True  # False: one vector per token, as for latents of MLA
+    dtype: str = "float32"  # of the cache; the new tokens are float32 where it is quantised
+    is_uint16: bool = False  # the cache is uint16, the bits of `dtype`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVScatterInputs:
     """Arguments of `kv_scatter`."""
 
-    k_cache: jax.Array  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
-    v_cache: jax.Array  # f[num_rows, num_blocks, num_kv_heads, block_size, v_head_dim]
+    kv_cache: jax.Array  # [num_rows, 2 * num_blocks, num_kv_heads, block_size, head_dim]
     k: jax.Array  # f[num_tokens + num_padding_tokens, num_kv_heads, head_dim]
-    v: jax.Array  # f[num_tokens + num_padding_tokens, num_kv_heads, v_head_dim]
+    v: jax.Array | None  # likewise; None: the cache's second axis is num_blocks
     slots: jax.Array  # i32[num_tokens + num_padding_tokens]
     row: int
     k_scale: jax.Array | None  # f32[num_kv_heads]
     v_scale: jax.Array | None  # f32[num_kv_heads]
+    kv_dtype: jnp.dtype | None  # what a cache of uint16 holds
 
     @property
-    def arguments(self) -> tuple[jax.Array | int, ...]:
+    def arguments(self) -> tuple[jax.Array | int | None, ...]:
         """Arguments of the op by position."""
-        return self.k_cache, self.v_cache, self.k, self.v, self.slots, self.row
+        return self.kv_cache, self.k, self.v, self.slots, self.row
 
     @property
     def scales(self) -> dict[str, jax.Array | None]:
@@ -51,30 +53,50 @@ class KVScatterInputs:
         return {"k_scale": self.k_scale, "v_scale": self.v_scale}
 
     @property
-    def body_arguments(self) -> tuple[jax.Array | int, ...]:
+    def body_arguments(self) -> tuple[jax.Array | int | None, ...]:
         """What the op hands to a body: new tokens as the cache stores them."""
-        jitted = jax.jit(quantise, static_argnames="dtype")
-        k = jitted(self.k, self.k_scale, dtype=self.k_cache.dtype)
-        v = jitted(self.v, self.v_scale, dtype=self.v_cache.dtype)
-        return self.k_cache, self.v_cache, k, v, self.slots, self.row
+        jitted = jax.jit(as_stored, static_argnums=(2, 3))
+        dtypes = (self.kv_cache.dtype, self.kv_dtype)
+        k = jitted(self.k, self.k_scale, *dtypes)
+        v = None if self.v is None else jitted(self.v, self.v_scale, *dtypes)
+        return self.kv_cache, k, v, self.slots, self.row
 
 
 CASES: tuple[KVScatterCase, ...] = (
     KVScatterCase(name="middle_row"),
     KVScatterCase(name="first_row_block_8", row=0, block_size=8, num_kv_heads=1, head_dim=80),
     KVScatterCase(name="last_row_block_32", row=2, block_size=32, num_kv_heads=8, head_dim=64),
-    KVScatterCase(name="v_narrower_than_k", block_size=64, head_dim=128, v_head_dim=64),
-    KVScatterCase(name="mla_without_v", num_kv_heads=1, head_dim=576, v_head_dim=0),
+    KVScatterCase(name="block_64_head_dim_128", block_size=64, head_dim=128),
+    KVScatterCase(name="mla_without_v", num_kv_heads=1, head_dim=576, has_v=False),
+    KVScatterCase(name="one_token", num_tokens=1, num_padding_tokens=0),
+    KVScatterCase(name="one_token_without_v", num_tokens=1, num_padding_tokens=0, has_v=False),
     KVScatterCase(name="no_padding_every_slot", num_tokens=96, num_padding_tokens=0),
     KVScatterCase(name="padding_only", num_tokens=0, num_padding_tokens=8),
     KVScatterCase(name="bfloat16", dtype="bfloat16"),
     KVScatterCase(name="int8", dtype="int8", num_kv_heads=4),
-    KVScatterCase(name="float8", dtype="float8_e4m3fn", num_kv_heads=4, v_head_dim=16),
+    KVScatterCase(name="float8", dtype="float8_e4m3fn", num_kv_heads=4),
+)
+
+# The bodies in plain XLA and the reference take them.
+UINT16_CASES: tuple[KVScatterCase, ...] = (
+    KVScatterCase(name="float16_as_uint16", dtype="float16", is_uint16=True),
+    KVScatterCase(name="bfloat16_as_uint16", dtype="bfloat16", is_uint16=True),
+    KVScatterCase(
+        name="one_bfloat16_as_uint16",
+        num_tokens=1,
+        num_padding_tokens=0,
+        num_kv_heads=1,
+        dtype="bfloat16",
+        is_uint16=True,
+    ),
+    KVScatterCase(
+        name="latents_as_uint16", num_kv_heads=1, has_v=False, dtype="bfloat16", is_uint16=True
+    ),
 )
 
 
 def build_inputs(case: KVScatterCase) -> KVScatterInputs:
-    """Draws caches, tokens and distinct slots; padding is at and past the padding slot."""
+    """Draws a cache, tokens and distinct slots; padding is at and past the padding slot."""
     rng = np.random.default_rng(0)
     num_slots = case.num_blocks * case.block_size
     num_all = case.num_tokens + case.num_padding_tokens
@@ -85,9 +107,12 @@ def build_inputs(case: KVScatterCase) -> KVScatterInputs:
     def draw(*shape: int) -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
-    def draw_cache(*shape: int) -> jax.Array:
+    def draw_cache() -> jax.Array:
         largest = LARGEST_STORED.get(case.dtype, 1.0)
-        return jnp.asarray(rng.uniform(-largest, largest, shape), jnp.float32).astype(case.dtype)
+        num_entries = (2 if case.has_v else 1) * case.num_blocks
+        shape = (case.num_rows, num_entries, case.num_kv_heads, case.block_size, case.head_dim)
+        cache_np = rng.uniform(-largest, largest, shape).astype(jnp.dtype(case.dtype))
+        return jnp.asarray(cache_np.view(np.uint16) if case.is_uint16 else cache_np)
 
     def draw_scale() -> jax.Array | None:
         # Each head has its own; beyond 2.0 to 3.5 new numbers are clipped, which some are.
@@ -97,14 +122,14 @@ def build_inputs(case: KVScatterCase) -> KVScatterInputs:
         return jnp.asarray(largest / LARGEST_STORED[case.dtype], jnp.float32)
 
     token_dtype = "float32" if case.dtype in LARGEST_STORED else case.dtype
-    leading = (case.num_rows, case.num_blocks, case.num_kv_heads, case.block_size)
+    token_shape = (num_all, case.num_kv_heads, case.head_dim)
     return KVScatterInputs(
-        k_cache=draw_cache(*leading, case.head_dim),
-        v_cache=draw_cache(*leading, case.v_head_dim),
-        k=draw(num_all, case.num_kv_heads, case.head_dim).astype(token_dtype),
-        v=draw(num_all, case.num_kv_heads, case.v_head_dim).astype(token_dtype),
+        kv_cache=draw_cache(),
+        k=draw(*token_shape).astype(token_dtype),
+        v=draw(*token_shape).astype(token_dtype) if case.has_v else None,
         slots=jnp.asarray(slots_np, jnp.int32),
         row=case.row,
         k_scale=draw_scale(),
-        v_scale=draw_scale(),
+        v_scale=draw_scale() if case.has_v else None,
+        kv_dtype=jnp.dtype(case.dtype) if case.is_uint16 else None,
     )

@@ -1,8 +1,8 @@
 """Mosaic GPU body of `kv_scatter`: a CTA reads a tile of tokens at once, then writes each away.
 
 New keys and values lie one token behind the other, so that one TMA copy brings a tile of them into
-shared memory. A token's place in the cache is a box with gaps, one row of `head_dim` in each head's
-part of its block: one TMA copy as well. All copies of a tile are under way together.
+shared memory. A token's place among the keys (or values) of its block is a box with gaps, one row
+of `head_dim` in each head: one TMA copy as well. All copies of a tile are under way together.
 """
 
 import math
@@ -14,6 +14,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.stored_dtype import BITS_DTYPE
 from pallas_kernels.tma_boxes import (
     CTA_TILE_BYTES,
     MAX_BOX_DIM,
@@ -21,7 +22,6 @@ from pallas_kernels.tma_boxes import (
     SMEM_ALIGNMENT,
     dtype_misfit,
     widest_minor,
-    without_empty,
 )
 
 # The stores of a tile are unrolled, so it stays small. A guess, not measured.
@@ -35,94 +35,95 @@ class _TokenBox:
     """One token's keys, or values, as a TMA box of 3 axes."""
 
     num_kv_heads: int
-    num_parts: int  # head_dim = num_parts * part_dim, because a box is at most 256 wide
-    part_dim: int
+    num_pieces: int  # head_dim = num_pieces * piece_dim, because a box is at most 256 wide
+    piece_dim: int
     padded_heads: int  # in shared memory, where a token starts at a multiple of 128 bytes
     padded_bytes: int
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        return self.num_kv_heads, self.num_parts, self.part_dim
+        return self.num_kv_heads, self.num_pieces, self.piece_dim
 
     @property
     def padded_shape(self) -> tuple[int, int, int]:
-        return self.padded_heads, self.num_parts, self.part_dim
+        return self.padded_heads, self.num_pieces, self.piece_dim
 
 
 def misfit(
-    k_cache: jax.Array,
-    v_cache: jax.Array,
+    kv_cache: jax.Array,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     slots: jax.Array,
     row: jax.Array | int,
 ) -> str | None:
     """Why TMA cannot write these tokens; None if it can."""
-    caches = without_empty(k_cache, v_cache)
-    if not caches or not slots.size:
+    del k, row
+    if not slots.size:
         return "there is nothing to write"
-    if reason := dtype_misfit(*caches):
+    if kv_cache.dtype == BITS_DTYPE:
+        return f"only XLA on the CPU needs 16-bit floats stored as {BITS_DTYPE}"
+    if reason := dtype_misfit(kv_cache.dtype):
         return reason
-    num_kv_heads = k_cache.shape[2]
+    _, _, num_kv_heads, _, head_dim = kv_cache.shape
     if num_kv_heads > MAX_BOX_DIM:
         return f"a TMA box has at most {MAX_BOX_DIM} heads, got {num_kv_heads=}"
-    for cache in caches:
-        head_dim = cache.shape[-1]
-        if widest_minor(head_dim, cache.dtype.itemsize) is None:
-            return (
-                f"a head must be a multiple of {MINOR_BYTES} bytes for TMA, "
-                f"got {head_dim=} of {cache.dtype}"
-            )
-    token_bytes = sum(_token_box(cache).padded_bytes for cache in caches)
+    if widest_minor(head_dim, kv_cache.dtype.itemsize) is None:
+        return (
+            f"a head must be a multiple of {MINOR_BYTES} bytes for TMA, "
+            f"got {head_dim=} of {kv_cache.dtype}"
+        )
+    num_parts = 1 if v is None else 2
+    token_bytes = num_parts * _token_box(kv_cache).padded_bytes
     if token_bytes > CTA_TILE_BYTES:
         return f"a token must fit {CTA_TILE_BYTES} bytes of shared memory, got {token_bytes=}"
     return None
 
 
 def kv_scatter_mosaic_gpu(
-    k_cache: jax.Array,  # [num_rows, num_blocks, num_kv_heads, block_size, head_dim]
-    v_cache: jax.Array,  # [num_rows, num_blocks, num_kv_heads, block_size, v_head_dim]
+    kv_cache: jax.Array,  # [num_rows, num_parts * num_blocks, num_kv_heads, block_size, head_dim]
     k: jax.Array,  # of the cache's dtype, [num_tokens, num_kv_heads, head_dim]
-    v: jax.Array,  # likewise, [num_tokens, num_kv_heads, v_head_dim]
+    v: jax.Array | None,  # likewise; None: num_parts is 1, not 2
     slots: jax.Array,  # i32[num_tokens]
     row: jax.Array | int,  # i32[]
     *,
     tile_tokens: int | None = None,
     interpret: bool | plgpu.InterpretGPUParams = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> jax.Array:
     """See `api.kv_scatter`.
 
     Args:
         tile_tokens: Tokens a CTA, at most `num_tokens`; `None` is what `_tile_tokens` says.
     """
-    num_rows, num_blocks, num_kv_heads, block_size, _ = k_cache.shape
+    parts = (k,) if v is None else (k, v)
+    num_parts = len(parts)
+    num_rows, num_parts_in_row, num_kv_heads, block_size, _ = kv_cache.shape
+    num_blocks = num_parts_in_row // num_parts
     (num_tokens,) = slots.shape
-    caches, news = without_empty(k_cache, v_cache), without_empty(k, v)
-    boxes = tuple(map(_token_box, caches))
+    box = _token_box(kv_cache)
     if tile_tokens is None:
-        tile_tokens = _tile_tokens(num_tokens, sum(box.padded_bytes for box in boxes))
-    is_padded = any(box.padded_heads > num_kv_heads for box in boxes)
+        tile_tokens = _tile_tokens(num_tokens, num_parts * box.padded_bytes)
+    is_padded = box.padded_heads > num_kv_heads
 
     def write_tile(
-        new_refs: tuple[jax.Ref, ...],  # [num_tokens, num_kv_heads, num_parts, part_dim], in GMEM
+        part_refs: tuple[jax.Ref, ...],  # [num_tokens, *box.shape], in GMEM
         slots_ref: jax.Ref,  # i32[num_tokens], in GMEM
         row_ref: jax.Ref,  # i32[1], in GMEM
-        cache_refs: tuple[jax.Ref, ...],
-        # [num_rows * num_blocks, num_kv_heads, block_size, num_parts, part_dim], in GMEM
-        tiles: tuple[jax.Ref, ...],  # [tile_tokens, padded_heads, num_parts, part_dim], in SMEM
+        cache_ref: jax.Ref,
+        # [num_rows * num_parts * num_blocks, num_kv_heads, block_size, num_pieces, piece_dim]
+        tiles: tuple[jax.Ref, ...],  # [tile_tokens, *box.padded_shape], in SMEM
         has_arrived: jax.Ref,  # barrier
     ) -> None:
         first_own = lax.axis_index("tile") * tile_tokens
         # The last tile reads from further up, to end with the last token, and leaves what the tile
         # before it writes: 10 tokens in tiles of 4 are tokens 0..3, 4..7 and (6, 7,) 8, 9.
         first = jnp.minimum(first_own, num_tokens - tile_tokens)
-        for new_ref, tile in zip(new_refs, tiles, strict=True):
+        for part_ref, tile in zip(part_refs, tiles, strict=True):
             if not is_padded:
-                plgpu.copy_gmem_to_smem(new_ref.at[pl.ds(first, tile_tokens)], tile, has_arrived)
+                plgpu.copy_gmem_to_smem(part_ref.at[pl.ds(first, tile_tokens)], tile, has_arrived)
                 continue
             for i in range(tile_tokens):
                 in_smem = tile.at[i, pl.ds(0, num_kv_heads)]
-                plgpu.copy_gmem_to_smem(new_ref.at[first + i], in_smem, has_arrived)
+                plgpu.copy_gmem_to_smem(part_ref.at[first + i], in_smem, has_arrived)
         # Read before the wait, while the copies are under way.
         first_block = row_ref[0] * num_blocks
         tile_slots = [slots_ref[first + i] for i in range(tile_tokens)]
@@ -134,28 +135,23 @@ def kv_scatter_mosaic_gpu(
             def _(i: int = i, slot: jax.Array = slot) -> None:
                 block = first_block + lax.div(slot, jnp.int32(block_size))
                 offset = lax.rem(slot, jnp.int32(block_size))
-                for tile, cache_ref in zip(tiles, cache_refs, strict=True):
+                for part_idx, tile in enumerate(tiles):
                     in_smem = tile.at[i, pl.ds(0, num_kv_heads)]
-                    plgpu.copy_smem_to_gmem(in_smem, cache_ref.at[block, :, offset])
+                    in_cache = cache_ref.at[num_parts * block + part_idx, :, offset]
+                    plgpu.copy_smem_to_gmem(in_smem, in_cache)
 
         # Shared memory must outlive the copies that read it; the kernel's end waits for the rest.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     # Rows and blocks are merged, because a box has at most 5 axes. All these views are free.
-    flat_dims = num_rows * num_blocks, num_kv_heads, block_size
-    cache_refs = tuple(
-        jax.new_ref(cache.reshape(*flat_dims, *box.shape[1:]))
-        for cache, box in zip(caches, boxes, strict=True)
-    )
+    flat_dims = num_rows * num_parts_in_row, num_kv_heads, block_size
+    cache_ref = jax.new_ref(kv_cache.reshape(*flat_dims, *box.shape[1:]))
     plgpu.kernel(
         write_tile,
         out_type=(),
         scratch_types=[
-            tuple(
-                plgpu.SMEM((tile_tokens, *box.padded_shape), cache.dtype)
-                for box, cache in zip(boxes, caches, strict=True)
-            ),
-            plgpu.Barrier(num_arrivals=len(caches) * (tile_tokens if is_padded else 1)),
+            num_parts * (plgpu.SMEM((tile_tokens, *box.padded_shape), kv_cache.dtype),),
+            plgpu.Barrier(num_arrivals=num_parts * (tile_tokens if is_padded else 1)),
         ],
         grid=(pl.cdiv(num_tokens, tile_tokens),),
         grid_names=("tile",),
@@ -163,28 +159,25 @@ def kv_scatter_mosaic_gpu(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=plgpu.InterpretGPUParams() if interpret is True else interpret,
     )(
-        tuple(new.reshape(num_tokens, *box.shape) for new, box in zip(news, boxes, strict=True)),
+        tuple(part.reshape(num_tokens, *box.shape) for part in parts),
         slots,
         jnp.asarray(row, jnp.int32).reshape(1),
-        cache_refs,
+        cache_ref,
     )
-    written = map(jax.freeze, cache_refs)
-    return tuple(
-        next(written).reshape(cache.shape) if cache.size else cache for cache in (k_cache, v_cache)
-    )
+    return jax.freeze(cache_ref).reshape(kv_cache.shape)
 
 
-def _token_box(cache: jax.Array) -> _TokenBox:
-    num_kv_heads, head_dim = cache.shape[2], cache.shape[-1]
-    part_dim = widest_minor(head_dim, cache.dtype.itemsize)
-    head_bytes = head_dim * cache.dtype.itemsize
+def _token_box(kv_cache: jax.Array) -> _TokenBox:
+    _, _, num_kv_heads, _, head_dim = kv_cache.shape
+    piece_dim = widest_minor(head_dim, kv_cache.dtype.itemsize)
+    head_bytes = head_dim * kv_cache.dtype.itemsize
     # One head of 160 bytes: 4 of them are the first multiple of 128, so a token takes up 4.
     heads_a_step = SMEM_ALIGNMENT // math.gcd(SMEM_ALIGNMENT, head_bytes)
     padded_heads = pl.cdiv(num_kv_heads, heads_a_step) * heads_a_step
     return _TokenBox(
         num_kv_heads=num_kv_heads,
-        num_parts=head_dim // part_dim,
-        part_dim=part_dim,
+        num_pieces=head_dim // piece_dim,
+        piece_dim=piece_dim,
         padded_heads=padded_heads,
         padded_bytes=padded_heads * head_bytes,
     )

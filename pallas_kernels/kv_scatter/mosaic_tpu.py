@@ -7,6 +7,9 @@ XLA lists the segments before the launch: tokens beside each other in the batch 
 beside each other in one strip. With strips of 8 rows, slots [5, 6, 7, 8, 30, 31] are the segments
 5:8, 8:9 and 30:32. They are sorted by slot, so that segments of one strip follow each other: they
 share its buffer, and a strip is read once and written once, whatever the order of the tokens.
+
+The parts of a block (K and V) are neighbours in memory, so the kernel sees them as more heads of
+one cache: with 8 KV heads, heads 0 to 7 of a block are its keys and 8 to 15 its values.
 """
 
 import functools
@@ -19,8 +22,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.async_copy import AsyncCopy
+
 LANES = 128
-ROW_TILE = 8  # rows that lie interleaved in HBM
+ROW_TILE = 8  # rows that lie interleaved in HBM; the exception is in `misfit`
 
 # Guesses, measured on nothing. Short strips read and write less beside a decode token; long ones
 # need fewer copies for a prompt.
@@ -36,7 +41,7 @@ MAX_TOKENS = 2**19 // (3 * 4)
 
 
 class _Refs(NamedTuple):
-    """The refs of one launch, in the order in which Pallas hands them over; pairs are K and V."""
+    """The refs of one launch, in the order in which Pallas hands them over."""
 
     # Scalars, in SMEM. Segments that do not exist come last.
     row: jax.Ref  # i32[1]
@@ -44,98 +49,99 @@ class _Refs(NamedTuple):
     first_slots: jax.Ref  # i32[num_tokens]
     first_tokens: jax.Ref  # i32[num_tokens]
     counts: jax.Ref  # i32[num_tokens]
-    # In HBM; the caches that come in are the ones that go out.
-    k: jax.Ref  # [num_kv_heads, num_tokens, head_dim]
-    v: jax.Ref  # [num_kv_heads, num_tokens, v_head_dim]
-    k_cache_in: jax.Ref
-    v_cache_in: jax.Ref
-    k_cache: jax.Ref  # [num_rows, num_blocks, num_kv_heads, block_size, head_dim]
-    v_cache: jax.Ref  # [num_rows, num_blocks, num_kv_heads, block_size, v_head_dim]
+    # In HBM; the cache that comes in is the one that goes out. Its heads are those of all parts.
+    new: jax.Ref  # [num_heads, num_tokens, head_dim]
+    cache_in: jax.Ref
+    cache: jax.Ref  # [num_rows, num_blocks, num_heads, block_size, head_dim]
     # Rings of buffers in VMEM.
-    k_strips: jax.Ref  # [ring, num_kv_heads, strip_rows, head_dim]
-    v_strips: jax.Ref  # [ring, num_kv_heads, strip_rows, v_head_dim]
-    k_news: jax.Ref  # [ring, num_kv_heads, strip_rows + ROW_TILE, head_dim]
-    v_news: jax.Ref  # [ring, num_kv_heads, strip_rows + ROW_TILE, v_head_dim]
-    read_sems: jax.Ref  # one DMA semaphore a buffer, for K and V together
+    strips: jax.Ref  # [ring, num_heads, strip_rows, head_dim]
+    news: jax.Ref  # [ring, num_heads, strip_rows + ROW_TILE, head_dim]
+    read_sems: jax.Ref  # one DMA semaphore a buffer
     write_sems: jax.Ref
     new_sems: jax.Ref
 
 
 def kv_scatter_mosaic_tpu(
-    k_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
-    v_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, v_head_dim]
+    kv_cache: jax.Array,  # f[num_rows, num_parts * num_blocks, num_kv_heads, block_size, head_dim]
     k: jax.Array,  # of the cache's dtype, [num_tokens, num_kv_heads, head_dim]
-    v: jax.Array,  # likewise, [num_tokens, num_kv_heads, v_head_dim]
+    v: jax.Array | None,  # likewise; None: the cache has one part
     slots: jax.Array,  # i32[num_tokens]
     row: jax.Array | int,  # i32[]
     *,
     interpret: bool | pltpu.InterpretParams = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> jax.Array:
     """See `api.kv_scatter`; `interpret` is what `pl.pallas_call` takes under this name."""
     num_tokens = slots.shape[0]
     if num_tokens == 0:
-        return k_cache, v_cache
-    _, num_blocks, num_kv_heads, block_size, _ = k_cache.shape
+        return kv_cache
+    parts = _parts(k, v)
+    num_rows, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+    num_heads = len(parts) * num_kv_heads
+    cache = kv_cache.reshape(num_rows, -1, num_heads, block_size, head_dim)
     strip_rows = _strip_rows(num_tokens, block_size)
     num_new_rows = strip_rows + ROW_TILE
-    segments = _list_segments(slots, num_blocks * block_size, strip_rows)
-    ring = _ring_length(k_cache, v_cache, strip_rows)
+    segments = _list_segments(slots, cache.shape[1] * block_size, strip_rows)
+    ring = _ring_length(kv_cache, len(parts), strip_rows)
 
-    buffers = [
-        pltpu.VMEM((ring, num_kv_heads, num_rows, cache.shape[-1]), cache.dtype)
-        for num_rows in (strip_rows, num_new_rows)
-        for cache in (k_cache, v_cache)
-    ]
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     num_scalars = 5
-    return pl.pallas_call(
+    cache = pl.pallas_call(
         functools.partial(_scatter_segments, strip_rows=strip_rows, ring=ring),
-        out_shape=tuple(jax.ShapeDtypeStruct(c.shape, c.dtype) for c in (k_cache, v_cache)),
+        out_shape=jax.ShapeDtypeStruct(cache.shape, cache.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=num_scalars,
             grid=(1,),
-            in_specs=[in_hbm] * 4,
-            out_specs=(in_hbm, in_hbm),
+            in_specs=[in_hbm, in_hbm],
+            out_specs=in_hbm,
             scratch_shapes=[
-                *buffers,
+                pltpu.VMEM((ring, num_heads, strip_rows, head_dim), cache.dtype),
+                pltpu.VMEM((ring, num_heads, num_new_rows, head_dim), cache.dtype),
                 *[pltpu.SemaphoreType.DMA((ring,)) for _ in range(3)],
             ],
         ),
-        input_output_aliases={num_scalars + 2: 0, num_scalars + 3: 1},
+        input_output_aliases={num_scalars + 1: 0},
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_LIMIT_BYTES),
         interpret=interpret,
         name="kv_scatter",
     )(
         *(jnp.asarray(row, jnp.int32).reshape(1), *segments),
-        *(_rows_by_head(k, num_new_rows), _rows_by_head(v, num_new_rows), k_cache, v_cache),
+        *(_rows_by_head(parts, num_new_rows), cache),
     )
+    return cache.reshape(kv_cache.shape)
 
 
 def misfit(
-    k_cache: jax.Array,
-    v_cache: jax.Array,
+    kv_cache: jax.Array,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     slots: jax.Array,
     row: jax.Array | int,
 ) -> str | None:
     """Why the kernel cannot take these arguments, or None."""
-    del k, v, row
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.dtype == jnp.float16:
-            return f"{name} is float16, which a TPU has no arithmetic for"
-        if not cache.shape[-1] or cache.shape[-1] % LANES:
-            # XLA would lay such a cache out with the blocks innermost, and copy it for the kernel.
-            return f"{name} has head_dim {cache.shape[-1]}, it needs a multiple of {LANES}"
-        if cache.shape[3] % ROW_TILE:
-            return f"block_size is {cache.shape[3]}, strips need a multiple of {ROW_TILE}"
+    del row
+    if kv_cache.dtype == jnp.uint16:
+        return "kv_cache is uint16, it takes 16-bit floats in their own dtype"
+    if kv_cache.dtype == jnp.float16:
+        return "kv_cache is float16, which a TPU has no arithmetic for"
+    if kv_cache.shape[-1] % LANES:
+        # XLA would lay such a cache out with the blocks innermost, and copy it for the kernel.
+        return f"kv_cache has head_dim {kv_cache.shape[-1]}, it needs a multiple of {LANES}"
+    if kv_cache.dtype.itemsize == 1 and kv_cache.shape[-1] != LANES:
+        # XLA lays these out with 32 rows interleaved.
+        return f"an 8-bit kv_cache has head_dim {kv_cache.shape[-1]}, it needs {LANES}"
+    if kv_cache.shape[3] % ROW_TILE:
+        return f"block_size is {kv_cache.shape[3]}, strips need a multiple of {ROW_TILE}"
     if slots.shape[0] > MAX_TOKENS:
         return f"{slots.shape[0]} tokens are more than SMEM has scalars for, {MAX_TOKENS}"
-    strip_rows = _strip_rows(slots.shape[0], k_cache.shape[3])
-    num_bytes = 2 * _bytes_of_one(k_cache, v_cache, strip_rows)
+    strip_rows = _strip_rows(slots.shape[0], kv_cache.shape[3])
+    num_bytes = 2 * _bytes_of_one(kv_cache, len(_parts(k, v)), strip_rows)
     if num_bytes > MAX_BUFFER_BYTES:
         return f"two buffers would take {num_bytes} bytes of VMEM, more than {MAX_BUFFER_BYTES}"
     return None
+
+
+def _parts(k: jax.Array, v: jax.Array | None) -> tuple[jax.Array, ...]:
+    return (k,) if v is None else (k, v)
 
 
 def _strip_rows(num_tokens: int, block_size: int) -> int:
@@ -144,20 +150,22 @@ def _strip_rows(num_tokens: int, block_size: int) -> int:
     return math.gcd(block_size, MAX_STRIP_ROWS)
 
 
-def _ring_length(k_cache: jax.Array, v_cache: jax.Array, strip_rows: int) -> int:
+def _ring_length(kv_cache: jax.Array, num_parts: int, strip_rows: int) -> int:
     """How many buffers of each kind: one is merged while the others are read or written."""
-    fitting = BUFFER_BYTES // _bytes_of_one(k_cache, v_cache, strip_rows)
+    fitting = BUFFER_BYTES // _bytes_of_one(kv_cache, num_parts, strip_rows)
     return max(2, min(1 + MAX_STRIPS_UNDER_WAY, fitting))
 
 
-def _bytes_of_one(k_cache: jax.Array, v_cache: jax.Array, strip_rows: int) -> int:
-    """VMEM bytes of one strip of K and of V, and of the new rows for it."""
-    num_rows = k_cache.shape[2] * (2 * strip_rows + ROW_TILE)
-    return num_rows * sum(cache.shape[-1] * cache.dtype.itemsize for cache in (k_cache, v_cache))
+def _bytes_of_one(kv_cache: jax.Array, num_parts: int, strip_rows: int) -> int:
+    """VMEM bytes of one strip of all parts, and of the new rows for it."""
+    _, _, num_kv_heads, _, head_dim = kv_cache.shape
+    num_rows = num_parts * num_kv_heads * (2 * strip_rows + ROW_TILE)
+    return num_rows * head_dim * kv_cache.dtype.itemsize
 
 
-def _rows_by_head(new: jax.Array, min_rows: int) -> jax.Array:
-    """[num_kv_heads, num_tokens, head_dim], padded to whole row tiles and to `min_rows`."""
+def _rows_by_head(parts: tuple[jax.Array, ...], min_rows: int) -> jax.Array:
+    """[num_heads, num_tokens, head_dim], padded to whole row tiles and to `min_rows`."""
+    new = jnp.concatenate(parts, axis=1)
     num_tokens = new.shape[0]
     num_rows = max(-(-num_tokens // ROW_TILE) * ROW_TILE, min_rows)
     return jnp.pad(new, ((0, num_rows - num_tokens), (0, 0), (0, 0))).transpose(1, 0, 2)
@@ -192,7 +200,7 @@ def _scatter_segments(*refs: jax.Ref, strip_rows: int, ring: int) -> None:
     """
     refs = _Refs(*refs)
     num_segments = refs.num_segments[0]
-    block_size = refs.k_cache.shape[3]
+    block_size = refs.cache.shape[3]
 
     def strip_of(segment: jax.Array) -> jax.Array:
         return refs.first_slots[segment] // strip_rows
@@ -205,32 +213,28 @@ def _scatter_segments(*refs: jax.Ref, strip_rows: int, ring: int) -> None:
         """A segment that fills its strip needs nothing of what is there."""
         return is_new_strip(segment) & (refs.counts[segment] < strip_rows)
 
-    def strip_copies(segment: jax.Array, strip_idx: jax.Array, is_write: bool) -> list:
+    def strip_copy(segment: jax.Array, strip_idx: jax.Array, is_write: bool) -> AsyncCopy:
         slot = refs.first_slots[segment] // strip_rows * strip_rows
         start = pl.multiple_of(slot % block_size, strip_rows)
+        place = refs.cache.at[refs.row[0], slot // block_size, :, pl.ds(start, strip_rows)]
         buffer = strip_idx % ring
-        sem = (refs.write_sems if is_write else refs.read_sems).at[buffer]
-        pairs = [
-            (cache.at[refs.row[0], slot // block_size, :, pl.ds(start, strip_rows)], strips)
-            for cache, strips in ((refs.k_cache, refs.k_strips), (refs.v_cache, refs.v_strips))
-        ]
+        strip = refs.strips.at[buffer]
         if is_write:
-            return [pltpu.make_async_copy(s.at[buffer], place, sem) for place, s in pairs]
-        return [pltpu.make_async_copy(place, s.at[buffer], sem) for place, s in pairs]
+            return pltpu.make_async_copy(strip, place, refs.write_sems.at[buffer])
+        return pltpu.make_async_copy(place, strip, refs.read_sems.at[buffer])
 
     def new_start(segment: jax.Array) -> jax.Array:
         """First row, on a whole row tile, of the new rows to fetch."""
-        last_start = refs.k.shape[1] - refs.k_news.shape[2]
+        last_start = refs.new.shape[1] - refs.news.shape[2]
         start = jnp.minimum(refs.first_tokens[segment] // ROW_TILE * ROW_TILE, last_start)
         return pl.multiple_of(start, ROW_TILE)
 
-    def new_copies(segment: jax.Array) -> list:
-        rows = pl.ds(new_start(segment), refs.k_news.shape[2])
+    def new_copy(segment: jax.Array) -> AsyncCopy:
+        rows = pl.ds(new_start(segment), refs.news.shape[2])
         buffer = segment % ring
-        return [
-            pltpu.make_async_copy(new.at[:, rows], news.at[buffer], refs.new_sems.at[buffer])
-            for new, news in ((refs.k, refs.k_news), (refs.v, refs.v_news))
-        ]
+        return pltpu.make_async_copy(
+            refs.new.at[:, rows], refs.news.at[buffer], refs.new_sems.at[buffer]
+        )
 
     def fetch(segment: jax.Array, num_strips: jax.Array) -> jax.Array:
         """Starts the copies of a segment if there is one; returns the strips begun so far."""
@@ -240,18 +244,15 @@ def _scatter_segments(*refs: jax.Ref, strip_rows: int, ring: int) -> None:
 
         @pl.when(begins & (num_strips >= ring))
         def _wait_for_buffer() -> None:
-            for copy in strip_copies(segment, num_strips, is_write=True):
-                copy.wait()
+            strip_copy(segment, num_strips, is_write=True).wait()
 
         @pl.when(exists & is_read(segment))
         def _read_strip() -> None:
-            for copy in strip_copies(segment, num_strips, is_write=False):
-                copy.start()
+            strip_copy(segment, num_strips, is_write=False).start()
 
         @pl.when(exists)
         def _fetch_new() -> None:
-            for copy in new_copies(segment):
-                copy.start()
+            new_copy(segment).start()
 
         return num_strips + begins.astype(jnp.int32)
 
@@ -259,31 +260,26 @@ def _scatter_segments(*refs: jax.Ref, strip_rows: int, ring: int) -> None:
         num_strips_begun, num_strips_done = carry
         num_strips_begun = fetch(segment + ring - 1, num_strips_begun)
         strip_idx = num_strips_done
-        for copy in new_copies(segment):
-            copy.wait()
+        new_copy(segment).wait()
 
         @pl.when(is_read(segment))
         def _wait_for_strip() -> None:
-            for copy in strip_copies(segment, strip_idx, is_write=False):
-                copy.wait()
+            strip_copy(segment, strip_idx, is_write=False).wait()
 
         first_row = refs.first_slots[segment] % strip_rows
-        shift = first_row - (refs.first_tokens[segment] - new_start(segment))
-        for strips, news in ((refs.k_strips, refs.k_news), (refs.v_strips, refs.v_news)):
-            _merge_rows(
-                strips.at[strip_idx % ring],
-                news.at[segment % ring],
-                first_row=first_row,
-                count=refs.counts[segment],
-                shift=shift,
-            )
+        _merge_rows(
+            refs.strips.at[strip_idx % ring],
+            refs.news.at[segment % ring],
+            first_row=first_row,
+            count=refs.counts[segment],
+            shift=first_row - (refs.first_tokens[segment] - new_start(segment)),
+        )
         after = jnp.minimum(segment + 1, num_segments - 1)
         ends = (segment == num_segments - 1) | is_new_strip(after)
 
         @pl.when(ends)
         def _write_strip() -> None:
-            for copy in strip_copies(segment, strip_idx, is_write=True):
-                copy.start()
+            strip_copy(segment, strip_idx, is_write=True).start()
 
         return num_strips_begun, num_strips_done + ends.astype(jnp.int32)
 
@@ -294,15 +290,14 @@ def _scatter_segments(*refs: jax.Ref, strip_rows: int, ring: int) -> None:
 
         def wait_for_write(strip_idx: jax.Array, _: None) -> None:
             # All strips have the same number of bytes, which is all that a wait looks at.
-            for copy in strip_copies(0, strip_idx, is_write=True):
-                copy.wait()
+            strip_copy(0, strip_idx, is_write=True).wait()
 
         lax.fori_loop(jnp.maximum(num_strips - ring, 0), num_strips, wait_for_write, None)
 
 
 def _merge_rows(
-    strip: jax.Ref,  # [num_kv_heads, strip_rows, head_dim]
-    new: jax.Ref,  # [num_kv_heads, strip_rows + ROW_TILE, head_dim]
+    strip: jax.Ref,  # [num_heads, strip_rows, head_dim]
+    new: jax.Ref,  # [num_heads, strip_rows + ROW_TILE, head_dim]
     *,
     first_row: jax.Array,
     count: jax.Array,

@@ -1,19 +1,20 @@
-"""Fast plain-JAX body of `kv_scatter`: one scatter a cache, in place when donated."""
+"""Fast plain-JAX body of `kv_scatter`: one scatter for K and one for V, in place when donated."""
 
 import jax
 import jax.numpy as jnp
 
 
 def kv_scatter_xla(
-    k_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
-    v_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, v_head_dim]
+    kv_cache: jax.Array,  # [num_rows, num_parts * num_blocks, num_kv_heads, block_size, head_dim]
     k: jax.Array,  # of the cache's dtype, [num_tokens, num_kv_heads, head_dim]
-    v: jax.Array,  # likewise, [num_tokens, num_kv_heads, v_head_dim]
+    v: jax.Array | None,  # likewise; None: num_parts is 1, not 2
     slots: jax.Array,  # i32[num_tokens]
     row: jax.Array | int,  # i32[]
-) -> tuple[jax.Array, jax.Array]:
+) -> jax.Array:
     """See `api.kv_scatter`."""
-    num_rows, num_blocks, _, block_size, _ = k_cache.shape
+    parts = (k,) if v is None else (k, v)
+    num_rows, num_entries, _, block_size, _ = kv_cache.shape
+    num_blocks = num_entries // len(parts)
     is_real = (slots >= 0) & (slots < num_blocks * block_size)
     # A row past the end drops the token, whatever its block. Row and block are two indices of one
     # scatter: with the two axes merged, XLA on the CPU copies a cache of one KV head, since back in
@@ -26,19 +27,8 @@ def kv_scatter_xla(
         # XLA on the CPU turns a scatter of one index into a select between the old cache and a
         # new one, a copy of all of it; a second index that is dropped keeps it a scatter.
         row_idx = jnp.append(row_idx, num_rows)
-        block, offset, k, v = (jnp.concatenate([x, x]) for x in (block, offset, k, v))
-    return (
-        _scatter(k_cache, row_idx, block, offset, k),
-        _scatter(v_cache, row_idx, block, offset, v),
-    )
-
-
-def _scatter(
-    cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
-    row_idx: jax.Array,  # i32[num_tokens], in [0, num_rows) or past it
-    block: jax.Array,  # i32[num_tokens]
-    offset: jax.Array,  # i32[num_tokens], in [0, block_size)
-    new: jax.Array,  # f[num_tokens, num_kv_heads, head_dim]
-) -> jax.Array:
-    where = cache.at[row_idx, block, :, offset]
-    return where.set(new, mode="drop", wrap_negative_indices=False)
+        block, offset, *parts = (jnp.concatenate([x, x]) for x in (block, offset, *parts))
+    for part_idx, part in enumerate(parts):
+        where = kv_cache.at[row_idx, len(parts) * block + part_idx, :, offset]
+        kv_cache = where.set(part, mode="drop", wrap_negative_indices=False)
+    return kv_cache

@@ -48,9 +48,8 @@ def mla_decode(
     `W_uv[h] @ out[h]`. In between every head reads the same memory: the key is the whole cached
     vector, the value its first `latent_dim` columns.
 
-    The cache is the K cache of one KV head, and there is no V cache: give `kv_scatter` and
-    `block_copy` a V cache (and `kv_scatter` new values) whose last axis has size 0. It holds no
-    bytes, and these ops then write and copy latents as they would keys.
+    The cache holds one vector per token, as of one KV head, and no values: write it with
+    `kv_scatter(..., v=None)`.
 
     A request has one query token at most. To verify several tokens at once, or for a prompt, give
     each token a request of its own: the same blocks, and a `seq_lens` that ends with it.

@@ -8,15 +8,15 @@ from pallas_kernels.argument_checks import (
     require_finite,
     require_float,
     require_int32,
-    require_not_empty,
     require_shape,
 )
-from pallas_kernels.cache_layout import check_kv_caches, check_row
+from pallas_kernels.cache_layout import check_kv_cache, check_row
 from pallas_kernels.dispatch import Body, mosaic_bodies, run_op
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 from pallas_kernels.paged_attention.xla_batch_invariant import paged_attention_batch_invariant
 from pallas_kernels.quantised_cache import check_scales
+from pallas_kernels.stored_dtype import check_kv_dtype
 from pallas_kernels.target import Target
 
 _OP = "paged_attention"
@@ -31,8 +31,7 @@ _BATCH_INVARIANT_BODIES: dict[str, Body] = {"xla": paged_attention_batch_invaria
 
 def paged_attention(
     q: jax.Array,  # f[num_tokens, num_q_heads, head_dim]
-    k_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim] or quantised
-    v_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, v_head_dim] likewise
+    kv_cache: jax.Array,  # [num_rows, 2 * num_blocks, num_kv_heads, block_size, head_dim]
     row: jax.Array | int,  # i32[]
     block_tables: jax.Array,  # i32[num_reqs, max_blocks_per_req]
     seq_lens: jax.Array,  # i32[num_reqs]
@@ -46,6 +45,7 @@ def paged_attention(
     sinks: jax.Array | None = None,  # f32[num_q_heads]
     k_scale: jax.Array | None = None,  # f32[num_kv_heads]
     v_scale: jax.Array | None = None,  # f32[num_kv_heads]
+    kv_dtype: jnp.dtype | None = None,
     max_query_len: int | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
@@ -61,6 +61,8 @@ def paged_attention(
     Query head h reads KV head `h // (num_q_heads // num_kv_heads)`.
 
     Args:
+        kv_cache: The keys of block b at index 2 * b of the second axis, its values at 2 * b + 1
+            (`cache_layout.py`). Of a float dtype, int8, float8_e4m3fn, or uint16 with `kv_dtype`.
         row: Which row of the cache (the layer's index in its group), in `[0, num_rows)`.
         block_tables: Physical block of each logical block, in `[0, num_blocks)`. Entries past a
             sequence's end, or wholly left of its window or chunk, may hold anything, and so may all
@@ -80,6 +82,8 @@ def paged_attention(
         sinks: One more logit a head in the softmax's denominator, with no value.
         k_scale: What one step of a quantised key is worth, per KV head, as `kv_scatter` wrote it;
             `None` where the cache is not quantised. `v_scale` likewise for values.
+        kv_dtype: float16 or bfloat16, which float the bits of a uint16 cache are; `None` for a
+            cache of any other dtype. The bodies in plain XLA and the reference take it.
         max_query_len: A promise that no request has more query tokens, so that a body may leave out
             the part for longer ones; with 1 this is decode attention. `None` promises nothing.
         return_lse: Whether to return the second result too.
@@ -90,7 +94,7 @@ def paged_attention(
         target: What the program is compiled for; `None` is JAX's default device.
 
     Returns:
-        The output, f[num_tokens, num_q_heads, v_head_dim] in q's dtype, zero for padding tokens and
+        The output, f[num_tokens, num_q_heads, head_dim] in q's dtype, zero for padding tokens and
         for tokens that see nothing. With `return_lse` a pair: the output, and the logarithm of the
         softmax's denominator (of the sum of exp(logit) over all keys seen and the sink),
         f32[num_tokens, num_q_heads], -inf for these tokens. `merge_attention_states` joins such
@@ -102,20 +106,21 @@ def paged_attention(
 
     Source: PagedAttention, arXiv:2309.06180, section 4.1; sinks: gpt-oss; chunks: Llama 4.
     """
-    _check_arrays(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc)
-    check_row(_OP, row, num_rows=k_cache.shape[0])
-    check_scales(_OP, k_cache, v_cache, k_scale, v_scale)
+    _check_arrays(q, kv_cache, block_tables, seq_lens, query_start_loc)
+    check_row(_OP, row, num_rows=kv_cache.shape[0])
+    check_kv_dtype(_OP, kv_cache.dtype, kv_dtype)
+    check_scales(_OP, kv_cache, k_scale=k_scale, v_scale=v_scale)
     require_finite(_OP, "scale", scale)
     _check_rules(is_causal, sliding_window, chunk_size, soft_cap, max_query_len)
     if sinks is not None:
         require_shape(_OP, "sinks", sinks, (q.shape[1],))
         require_float(_OP, sinks=sinks)
     if 0 in (*q.shape, *block_tables.shape):
-        return _empty_result(q, v_cache, return_lse)
+        return _empty_result(q, return_lse)
     row = jnp.asarray(row, jnp.int32)
     out, lse = run_op(
         *(_OP, _BATCH_INVARIANT_BODIES if batch_invariant else _BODIES, implementation, target),
-        *(q, k_cache, v_cache, row, block_tables, seq_lens, query_start_loc),
+        *(q, kv_cache, row, block_tables, seq_lens, query_start_loc),
         scale=scale,
         is_causal=is_causal,
         sliding_window=sliding_window,
@@ -124,16 +129,15 @@ def paged_attention(
         sinks=sinks,
         k_scale=k_scale,
         v_scale=v_scale,
+        kv_dtype=kv_dtype,
         max_query_len=max_query_len,
     )
     return (out, lse) if return_lse else out
 
 
-def _empty_result(
-    q: jax.Array, v_cache: jax.Array, return_lse: bool
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+def _empty_result(q: jax.Array, return_lse: bool) -> jax.Array | tuple[jax.Array, jax.Array]:
     """What tokens get where there are no tokens, no requests, or no blocks: nothing is seen."""
-    out = jnp.zeros((*q.shape[:2], v_cache.shape[-1]), q.dtype)
+    out = jnp.zeros(q.shape, q.dtype)
     return (out, jnp.full(q.shape[:2], -jnp.inf, jnp.float32)) if return_lse else out
 
 
@@ -165,16 +169,14 @@ def _check_rules(
 
 def _check_arrays(
     q: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
+    kv_cache: jax.Array,
     block_tables: jax.Array,
     seq_lens: jax.Array,
     query_start_loc: jax.Array,
 ) -> None:
-    check_kv_caches(_OP, k_cache, v_cache)
-    _, _, num_kv_heads, _, head_dim = k_cache.shape
+    check_kv_cache(_OP, kv_cache, num_parts=2)
+    _, _, num_kv_heads, _, head_dim = kv_cache.shape
     require_shape(_OP, "q", q, ("num_tokens", "num_q_heads", head_dim))
-    require_not_empty(_OP, "v_cache", v_cache)
     if q.shape[1] % num_kv_heads:
         raise ValueError(
             f"{_OP}: q has the wrong number of heads: got {q.shape[1]}, "

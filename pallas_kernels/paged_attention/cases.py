@@ -26,10 +26,10 @@ class PagedAttentionCase:
     num_q_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 32
-    v_head_dim: int | None = None  # None: head_dim
     block_size: int = 16
     dtype: str = "float32"
     cache_dtype: str | None = None  # None: dtype; an 8-bit one has a scale per KV head
+    is_uint16: bool = False  # the cache is uint16, the bits of the 16-bit `cache_dtype`
     is_causal: bool = True
     sliding_window: int | None = None
     chunk_size: int | None = None
@@ -43,27 +43,27 @@ class PagedAttentionInputs:
     """Arguments of `paged_attention`, and the same keys and values not paged."""
 
     q: jax.Array  # f[num_tokens, num_q_heads, head_dim]
-    k_cache: jax.Array  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
-    v_cache: jax.Array  # f[num_rows, num_blocks, num_kv_heads, block_size, v_head_dim]
+    kv_cache: jax.Array  # [num_rows, 2 * num_blocks, num_kv_heads, block_size, head_dim]
     row: int
     block_tables: jax.Array  # i32[num_reqs, max_blocks_per_req]
     seq_lens: jax.Array  # i32[num_reqs]
     query_start_loc: jax.Array  # i32[num_reqs + 1]
-    rules: dict[str, float | int | bool | None]  # the static keyword arguments of a body
+    rules: dict[
+        str, float | int | bool | jnp.dtype | None
+    ]  # the static keyword arguments of a body
     sinks: jax.Array | None  # f32[num_q_heads]
     k_scale: jax.Array | None  # f32[num_kv_heads]
     v_scale: jax.Array | None  # f32[num_kv_heads]
     # What is stored of each request, quantisation undone.
     keys_np: tuple[np.ndarray, ...]  # f32[seq_len, num_kv_heads, head_dim]
-    values_np: tuple[np.ndarray, ...]  # f32[seq_len, num_kv_heads, v_head_dim]
+    values_np: tuple[np.ndarray, ...]  # f32[seq_len, num_kv_heads, head_dim]
 
     @property
     def arrays(self) -> tuple[jax.Array | int, ...]:
         """The positional arguments, in order."""
         return (
             self.q,
-            self.k_cache,
-            self.v_cache,
+            self.kv_cache,
             self.row,
             self.block_tables,
             self.seq_lens,
@@ -96,10 +96,9 @@ CASES: tuple[PagedAttentionCase, ...] = (
         block_size=32,
     ),
     PagedAttentionCase(
-        name="mixed_head_dim_80_narrow_v",
+        name="mixed_head_dim_80",
         requests=_MIXED,
         head_dim=80,
-        v_head_dim=48,
         block_size=8,
     ),
     PagedAttentionCase(
@@ -180,8 +179,6 @@ CASES: tuple[PagedAttentionCase, ...] = (
     ),
 )
 
-# The greatest length, cut into few blocks and into many. Heads are few and small, because the
-# reference gives each token its own copy of its keys.
 # Queries of more bits than the cache, which the bodies in plain XLA and the reference take.
 NARROW_CACHE_CASES: tuple[PagedAttentionCase, ...] = (
     PagedAttentionCase(name="mixed_float16_cache", requests=_MIXED, cache_dtype="float16"),
@@ -200,6 +197,38 @@ NARROW_CACHE_CASES: tuple[PagedAttentionCase, ...] = (
     ),
 )
 
+# 16-bit floats whose bits the cache holds, which the same bodies take.
+UINT16_CASES: tuple[PagedAttentionCase, ...] = (
+    PagedAttentionCase(
+        name="bfloat16_as_uint16", requests=_MIXED, dtype="bfloat16", is_uint16=True, num_rows=3
+    ),
+    PagedAttentionCase(
+        name="everything_float16_as_uint16",
+        requests=((1, 40), (0, 0), (20, 70), (0, 5), (1, 1), (33, 33)),
+        num_q_heads=8,
+        num_kv_heads=1,
+        dtype="float16",
+        is_uint16=True,
+        sliding_window=24,
+        soft_cap=5.0,
+        has_sinks=True,
+    ),
+    PagedAttentionCase(
+        name="decode_bfloat16_as_uint16",
+        requests=((1, 40),) * 9,
+        cache_dtype="bfloat16",
+        is_uint16=True,
+    ),
+    PagedAttentionCase(
+        name="float32_over_float16_as_uint16",
+        requests=_MIXED,
+        cache_dtype="float16",
+        is_uint16=True,
+    ),
+)
+
+# The greatest length, cut into few blocks and into many. Heads are few and small, because the
+# reference gives each token its own copy of its keys.
 LONG_CASES: tuple[PagedAttentionCase, ...] = (
     PagedAttentionCase(
         name="decode_131072",
@@ -225,17 +254,15 @@ LONG_CASES: tuple[PagedAttentionCase, ...] = (
 def build_inputs(case: PagedAttentionCase, seed: int = 0) -> PagedAttentionInputs:
     """Draws sequences, lays them into scattered blocks, and poisons everything else."""
     rng = np.random.default_rng(seed)
-    v_head_dim = case.v_head_dim or case.head_dim
     num_query_np = np.array([num_query for num_query, _ in case.requests])
     seq_lens_np = np.array([seq_len for _, seq_len in case.requests])
     num_needed_np = -(-seq_lens_np // case.block_size)
     max_blocks_per_req = case.max_blocks_per_req or int(num_needed_np.max()) + 1
     num_blocks = int(num_needed_np.sum()) + 3
-    cache_shape = (case.num_rows, num_blocks, case.num_kv_heads, case.block_size)
+    cache_shape = (case.num_rows, 2 * num_blocks, case.num_kv_heads, case.block_size, case.head_dim)
     # int8 has no NaN; its largest number, times any scale, is far from what is drawn.
     poison = 127 if case.cache_dtype == "int8" else np.nan
-    k_cache_np = np.full((*cache_shape, case.head_dim), poison, np.float32)
-    v_cache_np = np.full((*cache_shape, v_head_dim), poison, np.float32)
+    kv_cache_np = np.full(cache_shape, poison, np.float32)
     garbage_ids = np.array([0, num_blocks - 1, -7, num_blocks + 1000])
     block_tables_np = rng.choice(garbage_ids, (len(case.requests), max_blocks_per_req))
 
@@ -244,7 +271,7 @@ def build_inputs(case: PagedAttentionCase, seed: int = 0) -> PagedAttentionInput
     keys_np, values_np = [], []
     for req_idx, (num_query, seq_len) in enumerate(case.requests):
         k_np = _draw(rng, case.dtype, seq_len, case.num_kv_heads, case.head_dim)
-        v_np = _draw(rng, case.dtype, seq_len, case.num_kv_heads, v_head_dim)
+        v_np = _draw(rng, case.dtype, seq_len, case.num_kv_heads, case.head_dim)
         keys_np.append(_store(k_np, scales_np["k"], case))
         values_np.append(_store(v_np, scales_np["v"], case))
         first_seen = _first_seen(case, num_query, seq_len)
@@ -255,18 +282,19 @@ def build_inputs(case: PagedAttentionCase, seed: int = 0) -> PagedAttentionInput
             start = max(first_seen, logical_block * case.block_size)
             end = min(seq_len, (logical_block + 1) * case.block_size)
             offsets = slice(start % case.block_size, (end - 1) % case.block_size + 1)
-            for cache_np, stored_np in ((k_cache_np, keys_np), (v_cache_np, values_np)):
+            for part, stored_np in enumerate((keys_np, values_np)):
                 written = stored_np[-1][start:end].transpose(1, 0, 2)
-                cache_np[case.row, block_id, :, offsets] = written
+                kv_cache_np[case.row, 2 * block_id + part, :, offsets] = written
 
     num_tokens = int(num_query_np.sum()) + case.num_padding_tokens
     q_np = _draw(rng, case.dtype, num_tokens, case.num_q_heads, case.head_dim)
     sinks_np = rng.standard_normal(case.num_q_heads)
     k_scale, v_scale = (None if s is None else jnp.asarray(s) for s in scales_np.values())
+    cache_dtype = jnp.dtype(case.cache_dtype or case.dtype)
+    stored_np = kv_cache_np.astype(cache_dtype)
     return PagedAttentionInputs(
         q=jnp.asarray(q_np, case.dtype),
-        k_cache=jnp.asarray(k_cache_np, case.cache_dtype or case.dtype),
-        v_cache=jnp.asarray(v_cache_np, case.cache_dtype or case.dtype),
+        kv_cache=jnp.asarray(stored_np.view(np.uint16) if case.is_uint16 else stored_np),
         row=case.row,
         block_tables=jnp.asarray(block_tables_np, jnp.int32),
         seq_lens=jnp.asarray(seq_lens_np, jnp.int32),
@@ -277,6 +305,7 @@ def build_inputs(case: PagedAttentionCase, seed: int = 0) -> PagedAttentionInput
             "sliding_window": case.sliding_window,
             "chunk_size": case.chunk_size,
             "soft_cap": case.soft_cap,
+            "kv_dtype": cache_dtype if case.is_uint16 else None,
             "max_query_len": max(1, int(num_query_np.max(initial=0))),
         },
         sinks=jnp.asarray(sinks_np, jnp.float32) if case.has_sinks else None,

@@ -103,7 +103,7 @@ def num_partials(num_reqs: int, num_kv_heads: int, num_shares: int | None) -> in
 
 def merge_partials(
     schedule: DecodeSchedule,
-    out: jax.Array,  # f32[num_partials, v_head_dim, rows]
+    out: jax.Array,  # f32[num_partials, head_dim, rows]
     lse: jax.Array,  # f32[num_partials, rows]
     num_kv_heads: int,
 ) -> tuple[jax.Array, jax.Array]:
@@ -113,7 +113,7 @@ def merge_partials(
     be anything here too, the caller masks them.)
 
     Returns:
-        f32[num_reqs * num_kv_heads, v_head_dim, rows] and f32[num_reqs * num_kv_heads, rows].
+        f32[num_reqs * num_kv_heads, head_dim, rows] and f32[num_reqs * num_kv_heads, rows].
     """
     if schedule.share_len is None:
         return out, lse

@@ -11,12 +11,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention.mosaic_gpu_decode import decode_misfit, decode_rows_mosaic_gpu
 from pallas_kernels.paged_attention.mosaic_gpu_ragged import ragged_misfit, ragged_rows_mosaic_gpu
+from pallas_kernels.stored_dtype import BITS_DTYPE
 
 
 def misfit(
     q: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
+    kv_cache: jax.Array,
     row: jax.Array,
     block_tables: jax.Array,
     seq_lens: jax.Array,
@@ -30,21 +30,23 @@ def misfit(
     sinks: jax.Array | None,
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
+    kv_dtype: jnp.dtype | None,
     max_query_len: int | None,
 ) -> str | None:
     """Why this body cannot do a call; None if it can. Looks at shapes and static arguments only."""
     del row, block_tables, seq_lens, query_start_loc
     del is_causal, sliding_window, chunk_size, soft_cap, sinks, k_scale, v_scale
-    reason = decode_misfit(q, k_cache, v_cache)
+    if kv_dtype is not None:
+        return f"only XLA on the CPU needs 16-bit floats stored as {BITS_DTYPE}"
+    reason = decode_misfit(q, kv_cache)
     if reason is None and max_query_len != 1:
-        reason = ragged_misfit(q, k_cache, v_cache, scale=scale)
+        reason = ragged_misfit(q, kv_cache, scale=scale)
     return reason
 
 
 def paged_attention_mosaic_gpu(
     q: jax.Array,  # f[num_tokens, num_q_heads, head_dim]
-    k_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
-    v_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, v_head_dim]
+    kv_cache: jax.Array,  # f[num_rows, 2 * num_blocks, num_kv_heads, block_size, head_dim]
     row: jax.Array,  # i32[]
     block_tables: jax.Array,  # i32[num_reqs, max_blocks_per_req]
     seq_lens: jax.Array,  # i32[num_reqs]
@@ -58,11 +60,12 @@ def paged_attention_mosaic_gpu(
     sinks: jax.Array | None,  # f[num_q_heads]
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
+    kv_dtype: jnp.dtype | None,
     max_query_len: int | None,
     interpret: object = False,
-) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, v_head_dim], f32[num_tokens, ...]
+) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, head_dim], f32[num_tokens, ...]
     """See `api.paged_attention`; `interpret` is False, True or `plgpu.InterpretGPUParams`."""
-    del k_scale, v_scale  # `misfit` turns quantised caches away
+    del k_scale, v_scale, kv_dtype  # `misfit` turns quantised caches and those of uint16 away
     num_tokens = q.shape[0]
     num_reqs = block_tables.shape[0]
     row = jnp.asarray(row, jnp.int32)
@@ -87,14 +90,14 @@ def paged_attention_mosaic_gpu(
     # One query token stands at the last position, so what is causal and what is not are one thing.
     out, lse = decode_rows_mosaic_gpu(
         q[jnp.clip(query_start_loc[:-1], 0, num_tokens - 1)],
-        *(k_cache, v_cache, row, block_tables),
+        *(kv_cache, row, block_tables),
         jnp.where(is_single, seq_lens, 0),
         **rules,
     )
-    out, lse = out[req_idx], lse[req_idx]  # f32[num_tokens, num_q_heads, v_head_dim] and [:2]
+    out, lse = out[req_idx], lse[req_idx]  # f32[num_tokens, num_q_heads, head_dim] and [:2]
     if max_query_len != 1:
         ragged_out, ragged_lse = ragged_rows_mosaic_gpu(
-            *(q, k_cache, v_cache, row, block_tables, seq_lens, query_start_loc),
+            *(q, kv_cache, row, block_tables, seq_lens, query_start_loc),
             is_causal=is_causal,
             skip_single=True,
             **rules,
@@ -112,7 +115,7 @@ def paged_attention_mosaic_gpu(
 
 
 def _add_sinks(
-    out: jax.Array,  # f32[num_tokens, num_q_heads, v_head_dim]
+    out: jax.Array,  # f32[num_tokens, num_q_heads, head_dim]
     lse: jax.Array,  # f32[num_tokens, num_q_heads]
     sinks: jax.Array,  # f32[num_q_heads]
 ) -> tuple[jax.Array, jax.Array]:

@@ -30,20 +30,19 @@ MAX_HEAD_DIM = 256
 _DTYPES = ("bfloat16", "float16")
 
 
-def decode_misfit(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> str | None:
+def decode_misfit(q: jax.Array, kv_cache: jax.Array) -> str | None:
     """Why the kernel cannot do a call; None if it can. Looks at shapes and dtypes only."""
-    head_dim, v_head_dim, block_size = q.shape[-1], v_cache.shape[-1], k_cache.shape[3]
-    group_size = q.shape[1] // k_cache.shape[2]
+    _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+    group_size = q.shape[1] // num_kv_heads
     if q.dtype.name not in _DTYPES:
         return f"wgmma multiplies {' and '.join(_DTYPES)}, q is {q.dtype.name}"
-    if k_cache.dtype != q.dtype or v_cache.dtype != q.dtype:
-        return f"the cache's dtype ({k_cache.dtype.name}) is not q's ({q.dtype.name})"
-    for name, width in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
-        if width % 16 or width > MAX_HEAD_DIM:
-            return f"{name} {width} is not a multiple of 16 up to {MAX_HEAD_DIM}"
-    if group_size > (limit := max_group_size(v_head_dim)):
+    if kv_cache.dtype != q.dtype:
+        return f"the cache's dtype ({kv_cache.dtype.name}) is not q's ({q.dtype.name})"
+    if head_dim % 16 or head_dim > MAX_HEAD_DIM:
+        return f"head_dim {head_dim} is not a multiple of 16 up to {MAX_HEAD_DIM}"
+    if group_size > (limit := max_group_size(head_dim)):
         return f"{group_size} query heads share a KV head, more than {limit} do not fit registers"
-    kv_tile = decode_config(q.dtype, head_dim, v_head_dim, group_size).kv_tile
+    kv_tile = decode_config(q.dtype, head_dim, group_size).kv_tile
     if block_size % 8 or (kv_tile % block_size and block_size % kv_tile):
         return f"blocks of {block_size} tokens do not fill tiles of {kv_tile} keys"
     return None
@@ -51,8 +50,7 @@ def decode_misfit(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> str |
 
 def decode_rows_mosaic_gpu(
     q: jax.Array,  # f[num_reqs, num_q_heads, head_dim], the one query token of each request
-    k_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
-    v_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, v_head_dim]
+    kv_cache: jax.Array,  # f[num_rows, 2 * num_blocks, num_kv_heads, block_size, head_dim]
     row: jax.Array,  # i32[]
     block_tables: jax.Array,  # i32[num_reqs, max_blocks_per_req]
     seq_lens: jax.Array,  # i32[num_reqs], 0 for requests to leave out
@@ -74,14 +72,14 @@ def decode_rows_mosaic_gpu(
         interpret: False or `plgpu.InterpretGPUParams`.
 
     Returns:
-        The output f32[num_reqs, num_q_heads, v_head_dim] and the logarithm of the softmax's
+        The output f32[num_reqs, num_q_heads, head_dim] and the logarithm of the softmax's
         denominator, natural, f32[num_reqs, num_q_heads]; both hold anything, NaN included, for
         requests left out.
     """
     num_reqs, num_q_heads, head_dim = q.shape
-    _, num_blocks, num_kv_heads, block_size, _ = k_cache.shape
-    group_size, v_head_dim = num_q_heads // num_kv_heads, v_cache.shape[-1]
-    config = config or decode_config(q.dtype, head_dim, v_head_dim, group_size)
+    _, num_halves, num_kv_heads, block_size, _ = kv_cache.shape
+    group_size = num_q_heads // num_kv_heads
+    config = config or decode_config(q.dtype, head_dim, group_size)
     if num_shares == "auto":
         num_shares = choose_num_shares(
             num_reqs=num_reqs,
@@ -107,8 +105,7 @@ def decode_rows_mosaic_gpu(
         config=config,
         group_rows=padded_rows(group_size),
         head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        num_blocks=num_blocks,
+        num_blocks=num_halves // 2,
         num_kv_heads=num_kv_heads,
         block_size=block_size,
         scale=scale,
@@ -121,15 +118,15 @@ def decode_rows_mosaic_gpu(
     pad_rows = (0, kernel.group_rows - group_size)
     out, lse = kernel.launch(
         jnp.pad(heads_q, ((0, 0), pad_rows, (0, 0))),
-        *(k_cache, v_cache, row, block_tables, schedule),
+        *(kv_cache, row, block_tables, schedule),
         num_slots=num_partials(num_reqs, num_kv_heads, num_shares),
         interpret=interpret,
     )
     out, lse = merge_partials(
-        schedule, out[:, :v_head_dim, :group_size], lse[:, :group_size], num_kv_heads
+        schedule, out[:, :head_dim, :group_size], lse[:, :group_size], num_kv_heads
     )
     return (
-        out.swapaxes(1, 2).reshape(num_reqs, num_q_heads, v_head_dim),
+        out.swapaxes(1, 2).reshape(num_reqs, num_q_heads, head_dim),
         lse.reshape(num_reqs, num_q_heads),
     )
 

@@ -67,8 +67,8 @@ from pallas_kernels.paged_attention.decode_schedule import (
 )
 from pallas_kernels.paged_attention.tuned_blocks import (
     DecodeConfig,
-    padded_v_head_dim,
     swizzle_width,
+    v_tile_width,
 )
 
 # Masked logits, and the largest logit before any is seen. Finite: -inf minus -inf is NaN.
@@ -82,8 +82,7 @@ class _Gmem(NamedTuple):
     """Arrays in device memory."""
 
     q: object  # f[num_reqs * num_kv_heads, group_rows, head_dim]
-    k: object  # f[num_rows * num_blocks * num_kv_heads, block_size, head_dim]
-    v: object  # f[num_rows * num_blocks * num_kv_heads, block_size, v_head_dim]
+    kv: object  # f[num_rows * num_blocks * 2 * num_kv_heads, block_size, head_dim]
     row: object  # i32[1]
     block_tables: object  # i32[num_reqs, max_blocks_per_req]
     requests: object  # i32[num_reqs, 6], see `DecodeSchedule`
@@ -123,7 +122,6 @@ class DecodeKernel:
     config: DecodeConfig
     group_rows: int  # query rows of a (request, KV head), padded to a multiple of 8
     head_dim: int
-    v_head_dim: int
     num_blocks: int
     num_kv_heads: int
     block_size: int
@@ -136,7 +134,7 @@ class DecodeKernel:
     @property
     def v_width(self) -> int:
         """Columns of a V tile: wgmma makes 64 rows of out^T at a time, the last may be padding."""
-        return padded_v_head_dim(self.v_head_dim)
+        return v_tile_width(self.head_dim)
 
     @property
     def copy_rows(self) -> int:
@@ -146,13 +144,12 @@ class DecodeKernel:
     @property
     def v_copy_rows(self) -> int:
         """The same for V. A copy fills contiguous memory: with padding columns, 8 rows at most."""
-        return self.copy_rows if self.v_width == self.v_head_dim else 8
+        return self.copy_rows if self.v_width == self.head_dim else 8
 
     def launch(
         self,
         q: jax.Array,  # f[num_reqs * num_kv_heads, group_rows, head_dim]
-        k_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
-        v_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, v_head_dim]
+        kv_cache: jax.Array,  # f[num_rows, 2 * num_blocks, num_kv_heads, block_size, head_dim]
         row: jax.Array,  # i32[]
         block_tables: jax.Array,  # i32[num_reqs, max_blocks_per_req]
         schedule: DecodeSchedule,
@@ -191,8 +188,7 @@ class DecodeKernel:
         )(
             q,
             # Flat, because a TMA descriptor has 5 dimensions and two of them go to the swizzle.
-            k_cache.reshape(-1, self.block_size, self.head_dim),
-            v_cache.reshape(-1, self.block_size, self.v_head_dim),
+            kv_cache.reshape(-1, self.block_size, self.head_dim),
             row.reshape(1),
             block_tables,
             schedule.requests,
@@ -203,10 +199,11 @@ class DecodeKernel:
         """Types of the refs of `_Smem`, in its order."""
         kv_tile, num_stages = self.config.kv_tile, self.config.num_stages
 
-        def tile(width_of: int, *shape: int) -> object:
-            # 128-byte swizzle is 64 numbers wide; head_dim 96 takes 64-byte, 80 takes 32-byte.
-            width = swizzle_width(width_of)
-            transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width))
+        # 128-byte swizzle is 64 numbers wide; head_dim 96 takes 64-byte, 80 takes 32-byte.
+        width = swizzle_width(self.head_dim)
+        transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width))
+
+        def tile(*shape: int) -> object:
             return plgpu.SMEM(shape, dtype, transforms=transforms)
 
         def landed(box_rows: int) -> object:
@@ -214,10 +211,10 @@ class DecodeKernel:
 
         free = plgpu.Barrier(num_barriers=num_stages)
         return (
-            tile(self.head_dim, self.group_rows, self.head_dim),
-            tile(self.v_head_dim, self.group_rows, kv_tile),  # swizzled alike: one wgmma, one way
-            tile(self.head_dim, num_stages, kv_tile, self.head_dim),
-            tile(self.v_head_dim, num_stages, kv_tile, self.v_width),
+            tile(self.group_rows, self.head_dim),
+            tile(self.group_rows, kv_tile),
+            tile(num_stages, kv_tile, self.head_dim),
+            tile(num_stages, kv_tile, self.v_width),
             *(plgpu.Barrier(), landed(self.copy_rows), landed(self.v_copy_rows), free, free),
         )
 
@@ -273,11 +270,12 @@ class DecodeKernel:
                     gmem.block_tables[segment.req, jnp.clip(logical_block, *seen_blocks)]
                     for logical_block in logical_blocks
                 ]
-                # Of the flat cache.
-                blocks = [(row_start + b) * self.num_kv_heads + segment.head for b in blocks]
-                for cache, tiles, box_rows, landed, free in (
-                    (gmem.k, smem.k, self.copy_rows, smem.k_landed, smem.k_free),
-                    (gmem.v, smem.v, self.v_copy_rows, smem.v_landed, smem.v_free),
+                # Of the flat cache: all heads' keys of a block lie before all heads' values.
+                keys = [(row_start + b) * (2 * self.num_kv_heads) + segment.head for b in blocks]
+                values = [block + self.num_kv_heads for block in keys]
+                for blocks, tiles, box_rows, landed, free in (
+                    (keys, smem.k, self.copy_rows, smem.k_landed, smem.k_free),
+                    (values, smem.v, self.v_copy_rows, smem.v_landed, smem.v_free),
                 ):
 
                     @pl.when(step >= num_stages)
@@ -288,8 +286,8 @@ class DecodeKernel:
                         block = blocks[key // self.copy_rows]
                         row = first_row + key % self.copy_rows
                         plgpu.copy_gmem_to_smem(
-                            cache.at[block, pl.ds(row, box_rows)],
-                            tiles.at[stage, pl.ds(key, box_rows), pl.ds(0, cache.shape[-1])],
+                            gmem.kv.at[block, pl.ds(row, box_rows)],
+                            tiles.at[stage, pl.ds(key, box_rows), pl.ds(0, self.head_dim)],
                             landed.at[stage],
                         )
 
@@ -406,8 +404,8 @@ class DecodeKernel:
 
     def _clear_rows_outside(self, v_tile: object, start: jax.Array, end: jax.Array) -> None:
         """Sets the keys of a V tile outside of [start, end) to zero, whatever they held."""
-        width = swizzle_width(self.v_head_dim)
-        for column in range(0, self.v_head_dim, width):
+        width = swizzle_width(self.head_dim)
+        for column in range(0, self.head_dim, width):
             piece_ref = v_tile.at[:, pl.ds(column, width)]
             piece = plgpu.layout_cast(piece_ref[...], plgpu.Layout.WGMMA)
             key = plgpu.broadcasted_iota(jnp.int32, piece.shape, 0, layout=plgpu.Layout.WGMMA)

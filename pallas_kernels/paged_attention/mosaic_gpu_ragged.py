@@ -23,21 +23,18 @@ _DTYPES = ("bfloat16", "float16")
 
 def ragged_misfit(
     q: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
+    kv_cache: jax.Array,
     *,
     scale: float,
 ) -> str | None:
     """Why the kernel cannot do a call; None if it can. Looks at shapes and static facts only."""
-    head_dim, v_head_dim, block_size = q.shape[2], v_cache.shape[4], k_cache.shape[3]
+    *_, block_size, head_dim = kv_cache.shape
     if q.dtype.name not in _DTYPES:
         return f"wgmma multiplies {' and '.join(_DTYPES)}, q is {q.dtype.name}"
-    if k_cache.dtype != q.dtype or v_cache.dtype != q.dtype:
-        return f"the cache's dtype ({k_cache.dtype.name}) is not q's ({q.dtype.name})"
+    if kv_cache.dtype != q.dtype:
+        return f"the cache's dtype ({kv_cache.dtype.name}) is not q's ({q.dtype.name})"
     if head_dim not in _HEAD_DIMS:
         return f"head_dim {head_dim} is none of {_HEAD_DIMS}"
-    if v_head_dim != head_dim:
-        return f"values of width {v_head_dim} beside keys of width {head_dim}"
     kv_tile = default_ragged_config(
         head_dim=head_dim, group_size=1, itemsize=q.dtype.itemsize
     ).kv_tile
@@ -50,8 +47,7 @@ def ragged_misfit(
 
 def ragged_rows_mosaic_gpu(
     q: jax.Array,  # f[num_tokens, num_q_heads, head_dim]
-    k_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
-    v_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
+    kv_cache: jax.Array,  # f[num_rows, 2 * num_blocks, num_kv_heads, block_size, head_dim]
     row: jax.Array,  # i32[]
     block_tables: jax.Array,  # i32[num_reqs, max_blocks_per_req]
     seq_lens: jax.Array,  # i32[num_reqs]
@@ -78,7 +74,7 @@ def ragged_rows_mosaic_gpu(
         without sinks. Rows of padding tokens and of requests left out hold anything, NaN included.
     """
     num_tokens, num_q_heads, head_dim = q.shape
-    num_rows, num_blocks, num_kv_heads, block_size, _ = k_cache.shape
+    _, num_halves, num_kv_heads, block_size, _ = kv_cache.shape
     group_size = num_q_heads // num_kv_heads
     if config is None:
         config = default_ragged_config(
@@ -102,7 +98,7 @@ def ragged_rows_mosaic_gpu(
     kernel = RaggedKernel(
         config=config,
         seen=seen,
-        num_blocks=num_blocks,
+        num_blocks=num_halves // 2,
         num_kv_heads=num_kv_heads,
         block_size=block_size,
         group_size=group_size,
@@ -118,8 +114,7 @@ def ragged_rows_mosaic_gpu(
     out, lse_tiles = kernel.launch(
         jnp.pad(q, [(0, missing) for missing in padding]),
         # Blocks of all rows and heads in one dimension: TMA boxes have at most 5.
-        k_cache.reshape(num_rows * num_blocks * num_kv_heads, block_size, head_dim),
-        v_cache.reshape(num_rows * num_blocks * num_kv_heads, block_size, head_dim),
+        kv_cache.reshape(-1, block_size, head_dim),
         row.reshape(1),
         block_tables,
         plan,

@@ -74,8 +74,7 @@ class RaggedKernel:
     def launch(
         self,
         q: jax.Array,  # f[num_tokens, num_q_heads, head_dim]
-        k_blocks: jax.Array,  # f[num_rows * num_blocks * num_kv_heads, block_size, head_dim]
-        v_blocks: jax.Array,  # likewise
+        kv: jax.Array,  # f[num_rows * num_blocks * 2 * num_kv_heads, block_size, head_dim]
         row: jax.Array,  # i32[1]
         block_tables: jax.Array,  # i32[num_reqs, max_blocks_per_req]
         plan: jax.Array,  # i32[num_tiles, len(PlanField)]
@@ -107,7 +106,7 @@ class RaggedKernel:
             ),
             interpret=interpret,
         )
-        return call(q, k_blocks, v_blocks, row, block_tables, plan)
+        return call(q, kv, row, block_tables, plan)
 
     def _scratch(self) -> dict[str, object]:
         config, dtype = self.config, jnp.dtype(self.dtype)
@@ -136,7 +135,7 @@ class RaggedKernel:
             "turn": plgpu.Barrier(num_arrivals=NUM_COMPUTE_WARPGROUPS),
         }
 
-    def _tile(self, q_ref, k_ref, v_ref, row_ref, tables_ref, plan_ref, out_ref, lse_ref, **smem):  # noqa: ANN001, ANN202
+    def _tile(self, q_ref, kv_ref, row_ref, tables_ref, plan_ref, out_ref, lse_ref, **smem):  # noqa: ANN001, ANN202
         """What a CTA does."""
         tile = lax.axis_index("tile")
         warpgroup = lax.axis_index("warpgroup")
@@ -156,7 +155,7 @@ class RaggedKernel:
         @pl.when(has_work & (warpgroup == _MEMORY_WARPGROUP))
         def _memory():  # noqa: ANN202
             plgpu.set_max_registers(memory_registers, action="decrease")
-            self._copy_keys_and_values(plan, k_ref, v_ref, row_ref, tables_ref, smem)
+            self._copy_keys_and_values(plan, kv_ref, row_ref, tables_ref, smem)
 
     def _kv_tile_at(self, plan, step):  # noqa: ANN001, ANN202
         """The KV tile of a step: first those that need no mask, then the left edge, then the right.
@@ -343,7 +342,7 @@ class RaggedKernel:
 
         return is_dirty
 
-    def _copy_keys_and_values(self, plan, k_ref, v_ref, row_ref, tables_ref, smem):  # noqa: ANN001, ANN202
+    def _copy_keys_and_values(self, plan, kv_ref, row_ref, tables_ref, smem):  # noqa: ANN001, ANN202
         """The memory warpgroup's part: keeps the rings of K and V tiles full."""
         config = self.config
         num_steps = plan(PlanField.KV_END) - plan(PlanField.KV_START)
@@ -353,7 +352,7 @@ class RaggedKernel:
         keys_per_copy = min(config.kv_tile, self.block_size)
 
         def boxes_of(kv_tile_idx):  # noqa: ANN001, ANN202
-            """The pieces of the cache that make a tile, as indices of (block, KV head)."""
+            """The pieces of the cache that make a K tile, as indices of (block, half, KV head)."""
             boxes = []
             for copy in range(self.copies_per_tile):
                 first_key = kv_tile_idx * config.kv_tile + copy * keys_per_copy
@@ -362,17 +361,17 @@ class RaggedKernel:
                 block_idx = jnp.minimum(block_idx, self.max_blocks_per_req - 1)
                 block_id = tables_ref[plan(PlanField.REQ_IDX), block_idx]
                 block_id = jnp.minimum(jnp.maximum(block_id, 0), self.num_blocks - 1)
-                boxes.append((first_block + block_id) * self.num_kv_heads + kv_head)
+                boxes.append((first_block + block_id) * (2 * self.num_kv_heads) + kv_head)
             return boxes
 
-        def copy_tile(blocks_ref, boxes, kv_tile_idx, tile_ref, barrier):  # noqa: ANN001, ANN202
+        def copy_tile(boxes, kv_tile_idx, tile_ref, barrier):  # noqa: ANN001, ANN202
             # Where a block is longer than a tile: of blocks of 256 and tiles of 128, the second
             # half for odd tiles.
             tile_of_block = lax.rem(
                 kv_tile_idx, jnp.int32(max(1, self.block_size // config.kv_tile))
             )
             for copy, box in enumerate(boxes):
-                source = blocks_ref.at[box]
+                source = kv_ref.at[box]
                 if keys_per_copy < self.block_size:
                     source = source.at[pl.ds(tile_of_block * config.kv_tile, keys_per_copy)]
                 target = tile_ref.at[pl.ds(copy * keys_per_copy, keys_per_copy)]
@@ -388,19 +387,15 @@ class RaggedKernel:
             def _wait_for_free_k():  # noqa: ANN202
                 plgpu.barrier_wait(smem["k_free"].at[stage])
 
-            copy_tile(
-                *(k_ref, boxes, kv_tile_idx),
-                *(smem["k_ring"].at[stage], smem["k_landed"].at[stage]),
-            )
+            copy_tile(boxes, kv_tile_idx, smem["k_ring"].at[stage], smem["k_landed"].at[stage])
 
             @pl.when(step >= config.num_stages)
             def _wait_for_free_v():  # noqa: ANN202
                 plgpu.barrier_wait(smem["v_free"].at[stage])
 
-            copy_tile(
-                *(v_ref, boxes, kv_tile_idx),
-                *(smem["v_ring"].at[stage], smem["v_landed"].at[stage]),
-            )
+            # All heads' keys of a block lie before all heads' values.
+            boxes = [box + self.num_kv_heads for box in boxes]
+            copy_tile(boxes, kv_tile_idx, smem["v_ring"].at[stage], smem["v_landed"].at[stage])
 
         # Every phase of a barrier must be seen by who waits there, the last ones too.
         @pl.loop(jnp.maximum(0, num_steps - config.num_stages), num_steps)

@@ -33,8 +33,7 @@ from pallas_kernels.paged_attention.mosaic_tpu_plan import (
 
 def paged_attention_mosaic_tpu(
     q: jax.Array,  # f[num_tokens, num_q_heads, head_dim]
-    k_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim] or quantised
-    v_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, v_head_dim] likewise
+    kv_cache: jax.Array,  # f[num_rows, 2 * num_blocks, num_kv_heads, block_size, head_dim] or 8-bit
     row: jax.Array,  # i32[]
     block_tables: jax.Array,  # i32[num_reqs, max_blocks_per_req]
     seq_lens: jax.Array,  # i32[num_reqs]
@@ -48,12 +47,14 @@ def paged_attention_mosaic_tpu(
     sinks: jax.Array | None,  # f32[num_q_heads]
     k_scale: jax.Array | None,  # f32[num_kv_heads]
     v_scale: jax.Array | None,  # f32[num_kv_heads]
+    kv_dtype: jnp.dtype | None,
     max_query_len: int | None,
     interpret: bool | pltpu.InterpretParams = False,
-) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, v_head_dim], f32[num_tokens, ...]
+) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, head_dim], f32[num_tokens, ...]
     """See `api.paged_attention`; `interpret` is what `pl.pallas_call` takes under this name."""
+    del kv_dtype  # None: `misfit` refuses a cache that needs it
     num_tokens, num_q_heads, _ = q.shape
-    plan = make_plan(q, k_cache, v_cache)
+    plan = make_plan(q, kv_cache)
     rules = AttentionRules(
         scale=scale,
         is_causal=is_causal,
@@ -75,7 +76,7 @@ def paged_attention_mosaic_tpu(
     scales = [ones if s is None else s.astype(jnp.float32) for s in (k_scale, v_scale)]
     out, lse = _launch(
         *(jnp.asarray(row, jnp.int32).reshape(1), num_passes, passes, jnp.stack(scales)),
-        *(_whole_lanes(block_tables), k_cache, v_cache, _rows_by_kv_head(q, plan)),
+        *(_whole_lanes(block_tables), kv_cache, _rows_by_kv_head(q, plan)),
         plan=plan,
         rules=rules,
         interpret=interpret,
@@ -94,8 +95,7 @@ def paged_attention_mosaic_tpu(
 
 def misfit(
     q: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
+    kv_cache: jax.Array,
     row: jax.Array,
     block_tables: jax.Array,
     *args: object,
@@ -105,19 +105,20 @@ def misfit(
     del row, args, kwargs
     if q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"q is {q.dtype}, it computes in bfloat16 or float32"
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.dtype == jnp.float16:
-            return f"{name} is float16, which a TPU has no arithmetic for"
-        if not cache.shape[-1] or cache.shape[-1] % LANES:
-            # XLA would lay such a cache out with the blocks innermost, and copy it for the kernel.
-            return f"{name} has head_dim {cache.shape[-1]}, it needs a multiple of {LANES}"
-        if cache.shape[3] % HBM_ROW_TILE:
-            return f"block_size is {cache.shape[3]}, copies need a multiple of {HBM_ROW_TILE}"
-    plan = make_plan(q, k_cache, v_cache)
+    if kv_cache.dtype == jnp.uint16:
+        return "kv_cache is uint16, it takes 16-bit floats in their own dtype"
+    if kv_cache.dtype == jnp.float16:
+        return "kv_cache is float16, which a TPU has no arithmetic for"
+    if kv_cache.shape[-1] % LANES:
+        # XLA would lay such a cache out with the blocks innermost, and copy it for the kernel.
+        return f"kv_cache has head_dim {kv_cache.shape[-1]}, it needs a multiple of {LANES}"
+    if kv_cache.shape[3] % HBM_ROW_TILE:
+        return f"block_size is {kv_cache.shape[3]}, copies need a multiple of {HBM_ROW_TILE}"
+    plan = make_plan(q, kv_cache)
     num_bytes = scalar_bytes(plan, q, block_tables)
     if num_bytes > MAX_SCALAR_BYTES:
         return f"its scalars would take {num_bytes} bytes of SMEM, more than {MAX_SCALAR_BYTES}"
-    num_bytes = scratch_bytes(plan, q, k_cache, v_cache)
+    num_bytes = scratch_bytes(plan, q, kv_cache)
     if num_bytes > MAX_SCRATCH_BYTES:
         return f"its tiles would take {num_bytes} bytes of VMEM, more than {MAX_SCRATCH_BYTES}"
     return None
@@ -130,47 +131,36 @@ def _launch(
     interpret: bool | pltpu.InterpretParams,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel on arguments in the order of `KernelRefs`."""
-    passes, _, block_tables, k_cache, v_cache, q = operands[2:]
+    passes, _, block_tables, kv_cache, q = operands[2:]
     num_kv_heads, num_rows, head_dim = q.shape
-    v_head_dim = v_cache.shape[-1]
     num_tiles = num_rows // plan.tile_rows
-
-    def tile_spec(width: int) -> pl.BlockSpec:
-        return pl.BlockSpec(
-            (num_kv_heads, plan.tile_rows, width),
-            lambda pass_idx, row, num, passes: (0, passes[PassField.TILE, pass_idx], 0),
-        )
-
+    tile_spec = pl.BlockSpec(
+        (num_kv_heads, plan.tile_rows, head_dim),
+        lambda pass_idx, row, num, passes: (0, passes[PassField.TILE, pass_idx], 0),
+    )
     lse_spec = pl.BlockSpec(
         (1, num_kv_heads, 1, plan.tile_rows),
         lambda pass_idx, row, num, passes: (passes[PassField.TILE, pass_idx], 0, 0, 0),
     )
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     rows = (num_kv_heads, plan.tile_rows)
-    kv_tiles = (2, plan.tile_blocks, num_kv_heads, plan.block_size)
+    kv_tiles = (2, plan.tile_blocks, 2, num_kv_heads, plan.block_size, head_dim)
     return pl.pallas_call(
         functools.partial(attend_pass, plan=plan, rules=rules),
         out_shape=(
-            jax.ShapeDtypeStruct((num_kv_heads, num_rows, v_head_dim), q.dtype),
+            jax.ShapeDtypeStruct((num_kv_heads, num_rows, head_dim), q.dtype),
             jax.ShapeDtypeStruct((num_tiles, num_kv_heads, 1, plan.tile_rows), jnp.float32),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(passes.shape[1],),
-            in_specs=[
-                pl.BlockSpec(memory_space=pltpu.SMEM),
-                in_hbm,
-                in_hbm,
-                in_hbm,
-                tile_spec(head_dim),
-            ],
-            out_specs=(tile_spec(v_head_dim), lse_spec),
+            in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), in_hbm, in_hbm, tile_spec],
+            out_specs=(tile_spec, lse_spec),
             scratch_shapes=[
-                pltpu.VMEM((*kv_tiles, head_dim), k_cache.dtype),
-                pltpu.VMEM((*kv_tiles, v_head_dim), v_cache.dtype),
+                pltpu.VMEM(kv_tiles, kv_cache.dtype),
                 pltpu.SMEM((2, *block_tables.shape[1:]), jnp.int32),
                 pltpu.SMEM((1,), jnp.int32),
-                pltpu.VMEM((*rows, v_head_dim), jnp.float32),
+                pltpu.VMEM((*rows, head_dim), jnp.float32),
                 pltpu.VMEM((*rows, LANES), jnp.float32),
                 pltpu.VMEM((*rows, LANES), jnp.float32),
                 pltpu.VMEM((*rows, LANES), jnp.float32),
@@ -204,14 +194,14 @@ def _rows_by_kv_head(q: jax.Array, plan: TilePlan) -> jax.Array:
 
 
 def _tokens_by_head(rows: jax.Array, plan: TilePlan) -> jax.Array:
-    """The inverse of `_rows_by_kv_head`: f[num_tokens, num_q_heads, v_head_dim], padded."""
-    v_head_dim = rows.shape[-1]
-    rows = rows.reshape(plan.num_kv_heads, -1, plan.group_size, v_head_dim)
-    return rows.transpose(1, 0, 2, 3).reshape(-1, plan.num_kv_heads * plan.group_size, v_head_dim)
+    """The inverse of `_rows_by_kv_head`: f[num_tokens, num_q_heads, head_dim], padded."""
+    head_dim = rows.shape[-1]
+    rows = rows.reshape(plan.num_kv_heads, -1, plan.group_size, head_dim)
+    return rows.transpose(1, 0, 2, 3).reshape(-1, plan.num_kv_heads * plan.group_size, head_dim)
 
 
 def _add_sinks(
-    out: jax.Array,  # f[num_tokens, num_q_heads, v_head_dim]
+    out: jax.Array,  # f[num_tokens, num_q_heads, head_dim]
     lse: jax.Array,  # f32[num_tokens, num_q_heads]
     sinks: jax.Array,  # f32[num_q_heads]
 ) -> tuple[jax.Array, jax.Array]:

@@ -1,15 +1,16 @@
 """Kernel body of ragged paged attention on a TPU: what one pass does.
 
 One grid step is one pass (see `mosaic_tpu_plan.py`): its tokens' rows of Q, for all KV heads, meet
-the request's keys a KV tile at a time. A KV tile is a few blocks, each one copy of all its heads
-out of HBM. There are two buffers: while one tile is multiplied, the copies of the next are under
-way, and the next tile of a pass's last tile is the first tile of the pass after it.
+the request's keys a KV tile at a time. A KV tile is a few blocks, each one copy out of HBM of the
+keys and values of all its heads. There are two buffers: while one tile is multiplied, the copies of
+the next are under way, and the next tile of a pass's last tile is the first tile of the pass after
+it.
 """
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.async_copy import AsyncCopy
 from pallas_kernels.paged_attention.mosaic_tpu_plan import ROW_TILE, PassField, TilePlan
 
 # Masked logits and empty running maxima. Finite, because -inf minus -inf is NaN.
 MASKED_LOGIT = -1e30
+# The parts of a block.
+KEYS, VALUES = 0, 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,18 +49,16 @@ class KernelRefs(NamedTuple):
     kv_scales: jax.Ref  # f32[2, num_kv_heads]
     # In HBM.
     block_tables: jax.Ref  # i32[num_reqs, 1, max_blocks_per_req]
-    k_cache: jax.Ref  # [num_rows, num_blocks, num_kv_heads, block_size, head_dim]
-    v_cache: jax.Ref  # [num_rows, num_blocks, num_kv_heads, block_size, v_head_dim]
+    kv_cache: jax.Ref  # [num_rows, 2 * num_blocks, num_kv_heads, block_size, head_dim]
     # The pass's query tile, in VMEM.
     q: jax.Ref  # f[num_kv_heads, tile_rows, head_dim]
-    out: jax.Ref  # f[num_kv_heads, tile_rows, v_head_dim]
+    out: jax.Ref  # f[num_kv_heads, tile_rows, head_dim]
     lse: jax.Ref  # f32[1, num_kv_heads, 1, tile_rows]
     # Scratch.
-    k_tiles: jax.Ref  # [2, tile_blocks, num_kv_heads, block_size, head_dim]
-    v_tiles: jax.Ref  # [2, tile_blocks, num_kv_heads, block_size, v_head_dim]
+    kv_tiles: jax.Ref  # [2, tile_blocks, 2 (keys, values), num_kv_heads, block_size, head_dim]
     tables: jax.Ref  # i32[2, 1, max_blocks_per_req] in SMEM
     slot: jax.Ref  # i32[1] in SMEM, which of the two KV tiles comes next
-    weighted_values: jax.Ref  # f32[num_kv_heads, tile_rows, v_head_dim]
+    weighted_values: jax.Ref  # f32[num_kv_heads, tile_rows, head_dim]
     # A number a row, the same in every lane.
     largest: jax.Ref  # f32[num_kv_heads, tile_rows, 128]
     denominator: jax.Ref  # f32[num_kv_heads, tile_rows, 128]
@@ -123,14 +125,6 @@ def attend_pass(*refs: jax.Ref, plan: TilePlan, rules: AttentionRules) -> None:
             lax.fori_loop(0, plan.num_kv_heads, write_head, None)
 
 
-class AsyncCopy(Protocol):
-    """What `pltpu.make_async_copy` returns."""
-
-    def start(self) -> None: ...
-
-    def wait(self) -> None: ...
-
-
 class _Copies:
     """The copies out of HBM: of a pass's block table, and of the blocks of a KV tile."""
 
@@ -159,20 +153,18 @@ class _Copies:
     def start_tile(
         self, pass_idx: jax.Array | int, kv_tile: jax.Array, slot: jax.Array | int
     ) -> None:
-        """Starts one copy a block for K and one for V; the pass's table must be here."""
+        """Starts one copy a block; the pass's table must be here."""
 
         def start(block: jax.Array, _: None) -> None:
             block_id = self._refs.tables[pass_idx % 2, 0, block]
-            for copy in self._block(block_id, block, kv_tile, slot):
-                copy.start()
+            self._block(block_id, block, kv_tile, slot).start()
 
         lax.fori_loop(*self._blocks(pass_idx, kv_tile), start, None)
 
     def wait_tile(self, pass_idx: jax.Array, kv_tile: jax.Array, slot: jax.Array) -> None:
         def wait(block: jax.Array, _: None) -> None:
             # All blocks have the same number of bytes, which is all that a wait looks at.
-            for copy in self._block(0, block, kv_tile, slot):
-                copy.wait()
+            self._block(0, block, kv_tile, slot).wait()
 
         lax.fori_loop(*self._blocks(pass_idx, kv_tile), wait, None)
 
@@ -190,15 +182,13 @@ class _Copies:
         block: jax.Array,
         kv_tile: jax.Array,
         slot: jax.Array | int,
-    ) -> list[AsyncCopy]:
+    ) -> AsyncCopy:
         refs = self._refs
-        place = block - kv_tile * self._plan.tile_blocks
-        return [
-            pltpu.make_async_copy(
-                cache.at[refs.row[0], block_id], tiles.at[slot, place], refs.kv_sems.at[slot]
-            )
-            for cache, tiles in ((refs.k_cache, refs.k_tiles), (refs.v_cache, refs.v_tiles))
-        ]
+        return pltpu.make_async_copy(
+            refs.kv_cache.at[refs.row[0], pl.ds(2 * block_id, 2)],
+            refs.kv_tiles.at[slot, block - kv_tile * self._plan.tile_blocks],
+            refs.kv_sems.at[slot],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,12 +282,12 @@ def _clear_unwritten_values(
     @pl.when((first_key > 0) | (end_key < plan.kv_tile_tokens))
     def _clear() -> None:
         def clear_head(head: jax.Array, _: None) -> None:
-            blocks = refs.v_tiles[slot, :, head]
+            blocks = refs.kv_tiles[slot, :, VALUES, head]
             values = blocks.reshape(plan.kv_tile_tokens, -1)
             key = lax.broadcasted_iota(jnp.int32, values.shape, 0)
             is_written = (key >= first_key) & (key < end_key)
             values = jnp.where(is_written, values, jnp.zeros_like(values))
-            refs.v_tiles[slot, :, head] = values.reshape(blocks.shape)
+            refs.kv_tiles[slot, :, VALUES, head] = values.reshape(blocks.shape)
 
         lax.fori_loop(0, plan.num_kv_heads, clear_head, None)
 
@@ -312,11 +302,11 @@ def _add_kv_tile(window: _Window, kv_tile: jax.Array, slot: jax.Array) -> None:
         rows = window.rows(head)
         dtype = _product_dtype(refs)
         k, v = (
-            tiles[slot, :, head].reshape(plan.kv_tile_tokens, -1).astype(dtype)
-            for tiles in (refs.k_tiles, refs.v_tiles)
+            refs.kv_tiles[slot, :, part, head].reshape(plan.kv_tile_tokens, -1).astype(dtype)
+            for part in (KEYS, VALUES)
         )
         logits = _product(refs.q[rows].astype(dtype), k, contract=(1, 1))
-        logits *= rules.scale * refs.kv_scales[0, head]
+        logits *= rules.scale * refs.kv_scales[KEYS, head]
         if rules.soft_cap is not None:
             logits = rules.soft_cap * jnp.tanh(logits / rules.soft_cap)
         logits = jnp.where(is_seen, logits, MASKED_LOGIT)
@@ -352,7 +342,7 @@ def _is_seen(window: _Window, first_key: jax.Array, shape: tuple[int, int]) -> j
 
 def _product_dtype(refs: KernelRefs) -> jnp.dtype:
     """What K, V and Q are cast to: a float of at least Q's precision; 8-bit numbers fit any."""
-    dtypes = [ref.dtype for ref in (refs.q, refs.k_cache, refs.v_cache) if ref.dtype.itemsize > 1]
+    dtypes = [ref.dtype for ref in (refs.q, refs.kv_cache) if ref.dtype.itemsize > 1]
     return jnp.result_type(*dtypes)
 
 
@@ -381,7 +371,7 @@ def _merge_into_output(window: _Window) -> None:
         denominator = refs.denominator[rows]
         sees_any = denominator > 0
         safe = jnp.where(sees_any, denominator, 1.0)
-        out = refs.weighted_values[rows] * (refs.kv_scales[1, head] / safe[:, :1])
+        out = refs.weighted_values[rows] * (refs.kv_scales[VALUES, head] / safe[:, :1])
         lse = jnp.where(sees_any, refs.largest[rows] + jnp.log(safe), -jnp.inf)
         old = refs.out[rows].astype(jnp.float32)
         refs.out[rows] = jnp.where(is_own, out, old).astype(refs.out.dtype)

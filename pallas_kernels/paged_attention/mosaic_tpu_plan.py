@@ -56,10 +56,10 @@ class TilePlan:
         return self.tile_blocks * self.block_size
 
 
-def make_plan(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> TilePlan:
+def make_plan(q: jax.Array, kv_cache: jax.Array) -> TilePlan:
     """Chooses tile sizes from shapes and dtypes alone."""
     num_tokens, num_q_heads, _ = q.shape
-    _, _, num_kv_heads, block_size, _ = k_cache.shape
+    _, _, num_kv_heads, block_size, _ = kv_cache.shape
     group_size = num_q_heads // num_kv_heads
     max_rows = min(MAX_TILE_ROWS, MAX_TILE_ROWS_OF_ALL_HEADS // num_kv_heads)
     tile_tokens = ROW_TILE // math.gcd(group_size, ROW_TILE)
@@ -72,8 +72,7 @@ def make_plan(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> TilePlan:
 
     # A KV tile is whole blocks, and whole lanes where it is the minor axis of the logits.
     step_blocks = LANES // math.gcd(block_size, LANES)
-    block_bytes = _block_bytes(k_cache) + _block_bytes(v_cache)
-    fitting = min(MAX_KV_TILE_TOKENS // block_size, KV_TILES_BYTES // (2 * block_bytes))
+    fitting = min(MAX_KV_TILE_TOKENS // block_size, KV_TILES_BYTES // (2 * _block_bytes(kv_cache)))
     return TilePlan(
         num_kv_heads=num_kv_heads,
         group_size=group_size,
@@ -84,11 +83,11 @@ def make_plan(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> TilePlan:
     )
 
 
-def scratch_bytes(plan: TilePlan, q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> int:
+def scratch_bytes(plan: TilePlan, q: jax.Array, kv_cache: jax.Array) -> int:
     """VMEM that the kernel's buffers take: KV tiles, Q and output twice, running softmax."""
-    kv_bytes = 2 * plan.tile_blocks * (_block_bytes(k_cache) + _block_bytes(v_cache))
-    head_dim, v_head_dim = (round_up(x.shape[-1], LANES) for x in (k_cache, v_cache))
-    row_bytes = 2 * (head_dim + v_head_dim) * q.dtype.itemsize + 4 * (v_head_dim + 3 * LANES)
+    kv_bytes = 2 * plan.tile_blocks * _block_bytes(kv_cache)
+    head_dim = round_up(kv_cache.shape[-1], LANES)
+    row_bytes = 4 * head_dim * q.dtype.itemsize + 4 * (head_dim + 3 * LANES)
     return kv_bytes + plan.num_kv_heads * plan.tile_rows * row_bytes
 
 
@@ -99,10 +98,10 @@ def scalar_bytes(plan: TilePlan, q: jax.Array, block_tables: jax.Array) -> int:
     return 4 * (8 * num_passes + 2 * round_up(max_blocks_per_req, LANES))
 
 
-def _block_bytes(cache: jax.Array) -> int:
-    """VMEM bytes of one block of one row, all its heads."""
-    _, _, num_kv_heads, block_size, head_dim = cache.shape
-    return num_kv_heads * block_size * round_up(head_dim, LANES) * cache.dtype.itemsize
+def _block_bytes(kv_cache: jax.Array) -> int:
+    """VMEM bytes of one block of one row: keys and values of all its heads."""
+    _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+    return 2 * num_kv_heads * block_size * round_up(head_dim, LANES) * kv_cache.dtype.itemsize
 
 
 def round_up(number: int, multiple: int) -> int:

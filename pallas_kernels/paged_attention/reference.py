@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.stored_dtype import as_values
+
 
 def paged_attention_reference(
     q: jax.Array,  # f[num_tokens, num_q_heads, head_dim]
-    k_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
-    v_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, v_head_dim]
+    kv_cache: jax.Array,  # [num_rows, 2 * num_blocks, num_kv_heads, block_size, head_dim]
     row: jax.Array,  # i32[]
     block_tables: jax.Array,  # i32[num_reqs, max_blocks_per_req]
     seq_lens: jax.Array,  # i32[num_reqs]
@@ -22,13 +23,14 @@ def paged_attention_reference(
     sinks: jax.Array | None,  # f32[num_q_heads]
     k_scale: jax.Array | None,  # f32[num_kv_heads]
     v_scale: jax.Array | None,  # f32[num_kv_heads]
+    kv_dtype: jnp.dtype | None,
     max_query_len: int | None,
-) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, v_head_dim], f32[num_tokens, ...]
+) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, head_dim], f32[num_tokens, ...]
     """See `api.paged_attention`."""
     del max_query_len  # every token is computed alike
     num_tokens, num_q_heads, _ = q.shape
     num_reqs = block_tables.shape[0]
-    group_size = num_q_heads // k_cache.shape[2]
+    group_size = num_q_heads // kv_cache.shape[2]
 
     # query_start_loc [0, 2, 2, 5] -> request of each token [0, 0, 2, 2, 2], then 3 (padding).
     token_idx = jnp.arange(num_tokens)
@@ -39,8 +41,9 @@ def paged_attention_reference(
     position = seq_lens[req_idx] - tokens_after  # i32[num_tokens]
 
     # f32[num_tokens, num_q_heads, max_len, head_dim]: each token's own copy of its keys.
-    keys = _read_sequences(k_cache, k_scale, row, block_tables, group_size)[req_idx]
-    values = _read_sequences(v_cache, v_scale, row, block_tables, group_size)[req_idx]
+    pages = as_values(kv_cache[row], kv_dtype)
+    keys = _read_sequences(pages[::2], k_scale, block_tables, group_size)[req_idx]
+    values = _read_sequences(pages[1::2], v_scale, block_tables, group_size)[req_idx]
 
     key_position = jnp.arange(keys.shape[2])
     is_seen = key_position[None, :] < seq_lens[req_idx][:, None]  # bool[num_tokens, max_len]
@@ -76,16 +79,15 @@ def paged_attention_reference(
 
 
 def _read_sequences(
-    cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim] or quantised
+    pages: jax.Array,  # f[num_blocks, num_kv_heads, block_size, head_dim] or quantised
     scale: jax.Array | None,  # f32[num_kv_heads]
-    row: jax.Array,  # i32[]
     block_tables: jax.Array,  # i32[num_reqs, max_blocks_per_req]
     group_size: int,
 ) -> jax.Array:  # f32[num_reqs, num_q_heads, max_blocks_per_req * block_size, head_dim]
     """Copies each request's blocks out in order, one copy of a KV head for each of its q heads."""
     num_reqs = block_tables.shape[0]
-    _, num_blocks, num_kv_heads, _, head_dim = cache.shape
-    blocks = cache[row][jnp.clip(block_tables, 0, num_blocks - 1)].astype(jnp.float32)
+    num_blocks, num_kv_heads, _, head_dim = pages.shape
+    blocks = pages[jnp.clip(block_tables, 0, num_blocks - 1)].astype(jnp.float32)
     if scale is not None:
         blocks *= scale[:, None, None]
     by_head = blocks.transpose(0, 2, 1, 3, 4).reshape(num_reqs, num_kv_heads, -1, head_dim)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.target import default_target
 
-# Query heads that may share a KV head, by the padded v_head_dim. Their logits, weights and outputs
+# Query heads that may share a KV head, by the width of a V tile. Their logits, weights and outputs
 # stay in registers: larger groups spill. With up to `_GROUP_OF_TWO_CTAS` a thread needs at most 128
 # registers, so that two CTAs fit an SM. Found by compiling for sm_90a with JAX 0.11.2 and 0.12.0.
 _MAX_GROUP_SIZE = {64: 64, 128: 64, 192: 40, 256: 32}
@@ -44,10 +44,10 @@ class DecodeConfig:
         """Shared memory for maxima over four warps: 1 KiB for every 8 columns."""
         return group_rows // 8 * 1_024
 
-    def smem_bytes(self, itemsize: int, head_dim: int, v_head_dim: int, group_size: int) -> int:
+    def smem_bytes(self, itemsize: int, head_dim: int, group_size: int) -> int:
         """Shared memory of a CTA, at most."""
         group_rows = padded_rows(group_size)
-        widths = head_dim + padded_v_head_dim(v_head_dim)
+        widths = head_dim + v_tile_width(head_dim)
         tiles = self.num_stages * self.kv_tile * widths
         queries_and_weights = group_rows * (head_dim + self.kv_tile)
         return (
@@ -62,9 +62,9 @@ def padded_rows(group_size: int) -> int:
     return -(-group_size // 8) * 8
 
 
-def padded_v_head_dim(v_head_dim: int) -> int:
+def v_tile_width(head_dim: int) -> int:
     """Columns of a V tile in shared memory: they are rows of wgmma's result, which has 64 each."""
-    return -(-v_head_dim // 64) * 64
+    return -(-head_dim // 64) * 64
 
 
 def swizzle_width(head_dim: int) -> int:
@@ -72,16 +72,16 @@ def swizzle_width(head_dim: int) -> int:
     return next(width for width in (64, 32, 16) if head_dim % width == 0)
 
 
-def max_group_size(v_head_dim: int) -> int:
+def max_group_size(head_dim: int) -> int:
     """How many query heads may share a KV head."""
-    return _MAX_GROUP_SIZE[padded_v_head_dim(v_head_dim)]
+    return _MAX_GROUP_SIZE[v_tile_width(head_dim)]
 
 
 _KV_TILE = 64
 _MIN_SHARE = 4
 _MAX_STAGES = 6
 
-# (device kind, head_dim of K and V) -> (num_stages, ctas_per_sm), 2-byte numbers, groups that
+# (device kind, head_dim) -> (num_stages, ctas_per_sm), 2-byte numbers, groups that
 # leave room for two CTAs. Guesses, all of them.
 _TUNED = {
     ("NVIDIA H200", 64): (6, 2),  # stages of 16 KiB
@@ -94,7 +94,6 @@ _TUNED = {
 def decode_config(
     dtype: jnp.dtype,
     head_dim: int,
-    v_head_dim: int,
     group_size: int,
     device_kind: str | None = None,
 ) -> DecodeConfig:
@@ -110,8 +109,8 @@ def decode_config(
     itemsize = jnp.dtype(dtype).itemsize
     key_kind = device_kind if (device_kind, head_dim) in _TUNED else "NVIDIA H200"
     tuned = _TUNED.get((key_kind, head_dim))
-    has_room_for_two = group_size <= _GROUP_OF_TWO_CTAS.get(padded_v_head_dim(v_head_dim), 0)
-    if tuned is not None and v_head_dim == head_dim and itemsize == 2 and has_room_for_two:
+    has_room_for_two = group_size <= _GROUP_OF_TWO_CTAS.get(v_tile_width(head_dim), 0)
+    if tuned is not None and itemsize == 2 and has_room_for_two:
         candidates = [tuned]
     else:
         # Two CTAs an SM if they have two stages each; in any case the most stages that fit.
@@ -126,9 +125,9 @@ def decode_config(
             min_share=_MIN_SHARE,
         )
         room = _SMEM_PER_CTA if ctas_per_sm == 1 else _SMEM_PER_SM // 2 - _SMEM_RESERVED
-        if config.smem_bytes(itemsize, head_dim, v_head_dim, group_size) <= room:
+        if config.smem_bytes(itemsize, head_dim, group_size) <= room:
             return config
     raise ValueError(
-        f"no decode tile fits shared memory: got {head_dim=}, {v_head_dim=}, {group_size=}, "
-        f"{dtype=}, wanted at most {_SMEM_PER_CTA} bytes. Use another implementation."
+        f"no decode tile fits shared memory: got {head_dim=}, {group_size=}, {dtype=}, "
+        f"wanted at most {_SMEM_PER_CTA} bytes. Use another implementation."
     )

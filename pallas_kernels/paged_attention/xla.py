@@ -15,8 +15,7 @@ from pallas_kernels.paged_attention.xla_problem import AttentionProblem
 
 def paged_attention_xla(
     q: jax.Array,  # f[num_tokens, num_q_heads, head_dim]
-    k_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim] or quantised
-    v_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, v_head_dim] likewise
+    kv_cache: jax.Array,  # [num_rows, 2 * num_blocks, num_kv_heads, block_size, head_dim]
     row: jax.Array,  # i32[]
     block_tables: jax.Array,  # i32[num_reqs, max_blocks_per_req]
     seq_lens: jax.Array,  # i32[num_reqs]
@@ -30,16 +29,17 @@ def paged_attention_xla(
     sinks: jax.Array | None,  # f[num_q_heads]
     k_scale: jax.Array | None,  # f32[num_kv_heads]
     v_scale: jax.Array | None,  # f32[num_kv_heads]
+    kv_dtype: jnp.dtype | None,
     max_query_len: int | None,
-) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, v_head_dim], f32[num_tokens, ...]
+) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, head_dim], f32[num_tokens, ...]
     """See `api.paged_attention`."""
     num_tokens, num_q_heads, head_dim = q.shape
-    num_kv_heads = k_cache.shape[2]
+    num_kv_heads = kv_cache.shape[2]
     heads = (num_kv_heads, num_q_heads // num_kv_heads)
     problem = AttentionProblem(
         q=q.reshape(num_tokens, *heads, head_dim),
-        k_cache=k_cache,
-        v_cache=v_cache,
+        kv_cache=kv_cache,
+        kv_dtype=kv_dtype,
         row=row,
         block_tables=block_tables,
         seq_lens=seq_lens,
@@ -53,7 +53,7 @@ def paged_attention_xla(
         k_scale=k_scale,
     )
     if max_query_len == 1:
-        out = jnp.zeros((num_tokens, *heads, v_cache.shape[-1]), jnp.float32)
+        out = jnp.zeros((num_tokens, *heads, head_dim), jnp.float32)
         lse = jnp.full((num_tokens, *heads), -jnp.inf, jnp.float32)
     else:
         out, lse = attend_prefill_rows(problem)

@@ -26,8 +26,7 @@ MIN_KEY_TILE = 64
 
 def paged_attention_batch_invariant(
     q: jax.Array,  # f[num_tokens, num_q_heads, head_dim]
-    k_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, head_dim] or quantised
-    v_cache: jax.Array,  # f[num_rows, num_blocks, num_kv_heads, block_size, v_head_dim] likewise
+    kv_cache: jax.Array,  # [num_rows, 2 * num_blocks, num_kv_heads, block_size, head_dim]
     row: jax.Array,  # i32[]
     block_tables: jax.Array,  # i32[num_reqs, max_blocks_per_req]
     seq_lens: jax.Array,  # i32[num_reqs]
@@ -41,18 +40,19 @@ def paged_attention_batch_invariant(
     sinks: jax.Array | None,  # f[num_q_heads]
     k_scale: jax.Array | None,  # f32[num_kv_heads]
     v_scale: jax.Array | None,  # f32[num_kv_heads]
+    kv_dtype: jnp.dtype | None,
     max_query_len: int | None,
-) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, v_head_dim], f32[num_tokens, ...]
+) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, head_dim], f32[num_tokens, ...]
     """See `api.paged_attention`; here `max_query_len` promises nothing that could be used."""
     num_tokens, num_q_heads, head_dim = q.shape
-    num_kv_heads = k_cache.shape[2]
+    num_kv_heads = kv_cache.shape[2]
     heads = (num_kv_heads, num_q_heads // num_kv_heads)
     # Whole tiles: tokens behind the last belong to nobody.
     padding = -num_tokens % QUERY_TILE
     problem = AttentionProblem(
         q=jnp.pad(q, ((0, padding), (0, 0), (0, 0))).reshape(-1, *heads, head_dim),
-        k_cache=k_cache,
-        v_cache=v_cache,
+        kv_cache=kv_cache,
+        kv_dtype=kv_dtype,
         row=row,
         block_tables=block_tables,
         seq_lens=seq_lens,
@@ -65,7 +65,7 @@ def paged_attention_batch_invariant(
         sinks=None if sinks is None else sinks.reshape(heads),
         k_scale=k_scale,
     )
-    out = jnp.zeros((*problem.q.shape[:3], v_cache.shape[-1]), jnp.float32)
+    out = jnp.zeros(problem.q.shape, jnp.float32)
     lse = jnp.full(problem.q.shape[:3], -jnp.inf, jnp.float32)
 
     def attend_tile(
@@ -88,7 +88,7 @@ def paged_attention_batch_invariant(
 
 def _attend_tile(
     problem: AttentionProblem, start: jax.Array
-) -> tuple[jax.Array, jax.Array]:  # f32[QUERY_TILE, num_kv_heads, group_size, v_head_dim], f32[...]
+) -> tuple[jax.Array, jax.Array]:  # f32[QUERY_TILE, num_kv_heads, group_size, head_dim], f32[...]
     """Attends tokens `start` to `start + QUERY_TILE`, all of them by the same instructions."""
     num_reqs, max_blocks_per_req = problem.block_tables.shape
     token_idx = start + jnp.arange(QUERY_TILE)

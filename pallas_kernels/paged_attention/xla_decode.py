@@ -43,7 +43,7 @@ def attend_decode_rows(
             all of them. Part of every program that does so, and so it takes time to compile.
 
     Returns:
-        Output f32[num_reqs, num_kv_heads, group_size, v_head_dim] and lse f32[num_reqs,
+        Output f32[num_reqs, num_kv_heads, group_size, head_dim] and lse f32[num_reqs,
         num_kv_heads, group_size], and bool[num_reqs], which requests they are for.
     """
     num_reqs, max_blocks_per_req = problem.block_tables.shape
@@ -65,7 +65,7 @@ def attend_decode_rows(
         first_needed, num_needed = first_needed + num_shared, num_needed - num_shared
     else:
         start = problem.empty_softmax((num_reqs,), ())
-    blocks = list_blocks(problem.block_tables, first_needed, num_needed, problem.k_cache.shape[1])
+    blocks = list_blocks(problem.block_tables, first_needed, num_needed, problem.num_blocks)
 
     def add_chunk(chunk_idx: jax.Array, softmax: RunningSoftmax) -> RunningSoftmax:
         req_idx, logical_block, is_real = blocks.chunk(

@@ -28,7 +28,7 @@ def attend_prefill_rows(problem: AttentionProblem) -> tuple[jax.Array, jax.Array
     ends [2, 2, 3] -> request of tiles 0..2: [0, 0, 2].
 
     Returns:
-        Output f32[num_tokens, num_kv_heads, group_size, v_head_dim] and lse f32[num_tokens,
+        Output f32[num_tokens, num_kv_heads, group_size, head_dim] and lse f32[num_tokens,
         num_kv_heads, group_size], zero and -inf for all other tokens.
     """
     num_tokens, num_kv_heads, group_size, _ = problem.q.shape
@@ -58,7 +58,7 @@ def attend_prefill_rows(problem: AttentionProblem) -> tuple[jax.Array, jax.Array
         return out, lse
 
     shape = (num_tokens, num_kv_heads, group_size)
-    out = jnp.zeros((*shape, problem.v_cache.shape[-1]), jnp.float32)
+    out = jnp.zeros(problem.q.shape, jnp.float32)
     lse = jnp.full(shape, -jnp.inf, jnp.float32)
     return lax.fori_loop(0, tile_ends[-1], add_tile, (out, lse))
 
@@ -72,7 +72,7 @@ def _attend_tile(
     """Attends one tile of one request's query tokens to its cached tokens.
 
     Returns:
-        f32[query_tile, num_kv_heads, group_size, v_head_dim], f32[query_tile, num_kv_heads,
+        f32[query_tile, num_kv_heads, group_size, head_dim], f32[query_tile, num_kv_heads,
         group_size].
     """
     num_tokens, num_kv_heads, group_size, head_dim = problem.q.shape
@@ -115,7 +115,7 @@ def add_kv_tile(
     softmax: RunningSoftmax,  # f32[num_kv_heads, group_size, query_tile]
     q: jax.Array,  # f[num_kv_heads, group_size * query_tile, head_dim]
     k: jax.Array,  # f[tile_blocks, num_kv_heads, block_size, head_dim]
-    v: jax.Array,  # f[tile_blocks, num_kv_heads, block_size, v_head_dim]
+    v: jax.Array,  # f[tile_blocks, num_kv_heads, block_size, head_dim]
     is_written: jax.Array,  # bool[kv_tile], keys that may be read
     is_seen: jax.Array,  # bool[query_tile, kv_tile], no others among them
 ) -> RunningSoftmax:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.quantised_cache import is_quantised
+from pallas_kernels.stored_dtype import as_values
 
 # Masked logits and empty running maxima: below every logit, and finite, because -inf minus -inf is
 # NaN.
@@ -19,9 +20,9 @@ class RunningSoftmax(NamedTuple):
 
     largest: jax.Array  # f32[...]
     denominator: jax.Array  # f32[...]
-    weighted_values: jax.Array  # f32[..., v_head_dim]
+    weighted_values: jax.Array  # f32[..., head_dim]
 
-    def result(self) -> tuple[jax.Array, jax.Array]:  # f32[..., v_head_dim], f32[...]
+    def result(self) -> tuple[jax.Array, jax.Array]:  # f32[..., head_dim], f32[...]
         """The attention output and lse; zero and -inf where nothing was seen."""
         seen = self.denominator > 0
         denominator = jnp.where(seen, self.denominator, 1.0)
@@ -34,8 +35,7 @@ class AttentionProblem:
     """One call of the op, heads grouped by KV head."""
 
     q: jax.Array  # f[num_tokens, num_kv_heads, group_size, head_dim]
-    k_cache: jax.Array  # f or 8-bit[num_rows, num_blocks, num_kv_heads, block_size, head_dim]
-    v_cache: jax.Array  # likewise, [..., v_head_dim]
+    kv_cache: jax.Array  # [num_rows, 2 * num_blocks, num_kv_heads, block_size, head_dim]
     row: jax.Array  # i32[]
     block_tables: jax.Array  # i32[num_reqs, max_blocks_per_req]
     seq_lens: jax.Array  # i32[num_reqs]
@@ -47,11 +47,17 @@ class AttentionProblem:
     soft_cap: float | None
     sinks: jax.Array | None  # f[num_kv_heads, group_size]
     k_scale: jax.Array | None  # f32[num_kv_heads]
+    kv_dtype: jnp.dtype | None  # what a cache of uint16 holds
 
     @property
     def block_size(self) -> int:
         """Tokens in a block."""
-        return self.k_cache.shape[3]
+        return self.kv_cache.shape[3]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool."""
+        return self.kv_cache.shape[1] // 2
 
     def num_query(self) -> jax.Array:  # i32[num_reqs]
         """Query tokens of each request; none for a request whose sequence is empty."""
@@ -74,15 +80,18 @@ class AttentionProblem:
     def gather_blocks(
         self, block_ids: jax.Array, is_real: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Reads blocks of the row; an id that is not real may be anything, and reads block 0.
+        """Reads the keys and the values of blocks of the row.
 
+        An id that is not real may be anything, and reads block 0. K and V are two gathers: one of
+        whole pages, cut afterwards, takes 1.4 times as long on the CPU.
         Row and block are two indices of one gather: slicing the row out first would copy the row,
         and with the two axes merged, XLA on the CPU copies a cache of one KV head that the same
-        program writes. Stored 8-bit numbers come out as numbers of q's dtype, which holds them
-        all, without their scales.
+        program writes. Bits become floats after the gather. Stored 8-bit numbers come out as
+        numbers of q's dtype, which holds them all, without their scales.
         """
         readable_ids = jnp.where(is_real, block_ids, 0)
-        blocks = (rows_at(cache, self.row, readable_ids) for cache in (self.k_cache, self.v_cache))
+        stored = (rows_at(self.kv_cache, self.row, 2 * readable_ids + part) for part in (0, 1))
+        blocks = (as_values(x, self.kv_dtype) for x in stored)
         k, v = (x.astype(self.q.dtype) if is_quantised(x.dtype) else x for x in blocks)
         return k, v
 
@@ -91,8 +100,9 @@ class AttentionProblem:
 
         So a 16-bit model multiplies 16 bits, and float32 queries lose none to a narrower cache.
         """
-        stored = self.q.dtype if is_quantised(self.v_cache.dtype) else self.v_cache.dtype
-        return weights.astype(jnp.promote_types(self.q.dtype, stored))
+        if is_quantised(self.kv_cache.dtype):
+            return weights.astype(self.q.dtype)
+        return weights.astype(jnp.promote_types(self.q.dtype, self.kv_dtype or self.kv_cache.dtype))
 
     def logits(self, products: jax.Array, is_seen: jax.Array, head_axis: int) -> jax.Array:
         """Scales, caps and masks products of queries and keys, in this order."""
@@ -110,9 +120,9 @@ class AttentionProblem:
 
         With sinks it has seen one logit a head, whose weight is 1 and whose value is zero.
         """
-        heads = self.q.shape[1:3]
+        *heads, head_dim = self.q.shape[1:]
         shape = (*leading, *heads, *trailing)
-        weighted_values = jnp.zeros((*shape, self.v_cache.shape[-1]), jnp.float32)
+        weighted_values = jnp.zeros((*shape, head_dim), jnp.float32)
         if self.sinks is None:
             largest = jnp.full(shape, MASKED_LOGIT, jnp.float32)
             return RunningSoftmax(largest, jnp.zeros(shape, jnp.float32), weighted_values)

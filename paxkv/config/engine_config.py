@@ -211,8 +211,8 @@ class CacheConfig:
     )
     kv_cache_dtype: KVCacheDtype = setting(
         "precision that keys and values are kept in; auto is float32 on the CPU and the model's "
-        "elsewhere. On the CPU float16 takes half of the memory and is read faster, and changes "
-        "answers: docs/guide/tuning.md says by how much. Other devices have no choice yet",
+        "elsewhere. On the CPU float16 and bfloat16 take half of the memory, and change answers: "
+        "docs/guide/tuning.md says by how much. Other devices have no choice yet",
         "auto",
     )
     enable_prefix_caching: bool = setting("share KV blocks between equal prompt prefixes", True)

@@ -1,16 +1,18 @@
 """`ModelRunner`: computes the scheduler's steps on one device."""
 
 import concurrent.futures
+import itertools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models import KernelSettings, LoadedModel, kv_cache_layers
+from models import AttentionFormat, KernelSettings, LoadedModel
 from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfig
 from paxkv.contracts.executor import StepHandle
-from paxkv.contracts.kv_cache_spec import AttentionSpec, KVCacheConfig
+from paxkv.contracts.kv_cache_spec import KVCacheConfig
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.errors import InvariantError
 from paxkv.runner.batch.batch_builder import BatchBuilder
@@ -19,14 +21,15 @@ from paxkv.runner.batch.built_step import BuiltStep
 from paxkv.runner.batch.device_step import DeviceStep, FinishedStep
 from paxkv.runner.batch.input_batch import InputBatch
 from paxkv.runner.batch.unbuilt import refuse_unbuilt
+from paxkv.runner.features.feature_list import make_features
+from paxkv.runner.features.traced_features import split_arrays
 from paxkv.runner.memory.kv_cache_arrays import (
     abstract_kv_cache,
     allocate_kv_cache,
     device_mesh,
     kv_cache_dtype,
-    page_spec,
 )
-from paxkv.runner.memory.kv_cache_groups import KVCacheGroups, groups_of_layers
+from paxkv.runner.memory.kv_cache_groups import KVCacheGroups, groups_of_spec
 from paxkv.runner.memory.memory_plan import (
     DeviceMemory,
     MemoryPlan,
@@ -35,8 +38,14 @@ from paxkv.runner.memory.memory_plan import (
 )
 from paxkv.runner.memory.zeros import put_zeros
 from paxkv.runner.profiler import Profiler
-from paxkv.runner.programs.bucketing import SAMPLED_CHUNK_ROWS, BurstShape, CopyShape, StepBuckets
-from paxkv.runner.programs.kernel_check import choose_implementation
+from paxkv.runner.programs.bucketing import (
+    SAMPLED_CHUNK_ROWS,
+    BurstShape,
+    CopyShape,
+    StepBuckets,
+    TableShape,
+)
+from paxkv.runner.programs.kernel_check import CheckedLayer, choose_implementation
 from paxkv.runner.programs.program_store import ProgramStore
 from paxkv.runner.programs.warmup import StepPrograms
 from paxkv.runner.sampling.logits_check import LogitsCheck
@@ -75,25 +84,31 @@ class ModelRunner:
         max_num_seqs = scheduler_config.max_num_seqs
         device = next(iter(model.params[0].devices()))
         mesh = device_mesh(device)
-        groups = _groups_of(model, cache_config)
-        # All groups must have one, or the arrays cannot be made.
-        spec = page_spec(groups.kv_cache_groups)
-        model = model.with_kernels(_kernel_settings(runner_config, model, spec, mesh))
-        model = model.with_places(groups.places(kv_cache_layers(model.config)))
-        num_groups = len(groups.kv_cache_groups)
-        max_blocks_per_req = _max_blocks_per_req(groups, max_model_len)
+        self._kv_dtype = kv_cache_dtype(model.dtype, model.platform, cache_config.kv_cache_dtype)
+        spec = model.config.spec(self._kv_dtype)
+        groups = groups_of_spec(
+            spec,
+            block_size=cache_config.block_size or model.platform.block_size,
+            head_dim_step=model.platform.head_dim_step,
+        )
+        model = model.with_places(groups.places(spec))
+        tables = groups.tables(max_model_len)
+        model = model.with_kernels(_kernel_settings(runner_config, model, tables, mesh))
+        features = make_features(runner_config, model)
         self._buckets = buckets = StepBuckets(
             max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             max_decode_burst=scheduler_config.max_decode_burst,
-            num_groups=num_groups,
-            max_blocks_per_req=max_blocks_per_req,
+            tables=tables,
             max_model_len=max_model_len,
             batch_invariant=runner_config.batch_invariant,
             sampled_chunk_rows=SAMPLED_CHUNK_ROWS if model.platform.samples_in_chunks else None,
             shares_programs=model.platform.shares_programs,
-            num_prompt_logits=num_told_logits(runner_config, model.config.vocab_size),
+            feature_variants=[feature.variants() for feature in features],
         )
+        self._features = features
+        self._feature_of = {v: feature for feature in features for v in feature.variants()}
+        self._tells_logits = num_told_logits(runner_config, model.config.vocab_size) > 0
         self._platform = model.platform
         self._params = _put_params(model, mesh)
         self._show_progress = show_progress
@@ -111,6 +126,8 @@ class ModelRunner:
         self._sampler = StepSampler(
             self._programs, vocab_size=model.config.vocab_size, sharding=self._sharding
         )
+        for feature in features:
+            feature.allocate(self._sharding)
         self.memory_plan: MemoryPlan = plan_memory(
             groups,
             cache_config,
@@ -118,13 +135,14 @@ class ModelRunner:
             max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
             device_memory=self._measure_memory(cache_config, groups),
         )
-        self._kv_cache = allocate_kv_cache(self.kv_cache_config, mesh)
+        self._kv_cache = allocate_kv_cache(
+            self.kv_cache_config, mesh, self._platform, self._kv_dtype
+        )
         self._prev_tokens = put_zeros((max_num_seqs,), jnp.int32, self._sharding)
         self._rows = InputBatch.create(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
-            max_blocks_per_req=max_blocks_per_req,
-            num_groups=num_groups,
+            tables=tables,
             num_blocks=self.kv_cache_config.num_blocks,
             vocab_size=model.config.vocab_size,
             seed=seed,
@@ -133,7 +151,7 @@ class ModelRunner:
             buckets=buckets,
             input_batch=self._rows,
             max_num_seqs=max_num_seqs,
-            block_sizes=(spec.block_size,) * num_groups,
+            features=features,
         )
         self._num_padded_tokens = 0
         self._logits_check = LogitsCheck() if runner_config.check_logits else None
@@ -157,7 +175,7 @@ class ModelRunner:
 
     def warm_up(self) -> int:
         """Loads or compiles every program that traffic can ask for; returns their number."""
-        arrays = (*self._params, self._kv_cache.k, self._kv_cache.v)
+        arrays = (*self._params, self._kv_cache)
         # Beside the programs: on a CPU the system copies what is to lie in huge pages.
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
             prepared = thread.submit(self._platform.prepare_arrays, arrays)
@@ -187,6 +205,8 @@ class ModelRunner:
                 "the step before this one has drawn no tokens: `start_sampling` comes first."
             )
         self._rows.update(scheduler_output)
+        for feature in self._features:
+            feature.before_step(scheduler_output)
         self._sampler.write_rows(self._rows.take_packed_rows(), self._kv_cache)
         # Before the step's writes, and in the order of the device: blocks may change hands here.
         self._copy_blocks(scheduler_output)
@@ -202,25 +222,28 @@ class ModelRunner:
         return step
 
     def _launch(self, built: BuiltStep, step: DeviceStep) -> None:
-        program = self._programs.get(built.shape, self._kv_cache)
+        shape = built.shape
+        program = self._programs.get(shape, self._kv_cache)
         arguments = (self._params, self._kv_cache, built.packed_np, self._prev_tokens)
         # The one array of the host's among them, allowed by name: a program takes it along for
         # 10 microseconds, beside a device that computes on the same caches for some 20, where
         # `device_put` takes 200.
         with jax.transfer_guard_host_to_device("allow"):
-            if isinstance(built.shape, BurstShape):
+            if isinstance(shape, BurstShape):
                 self._kv_cache, step.result, self._prev_tokens = program(*arguments)
                 return
-            outputs = program(*arguments, self._sampler.logits)
-        if built.shape.has_prompt_logprobs:
-            self._kv_cache, self._sampler.logits, sampling, step.prompt_result = outputs
-        else:
-            self._kv_cache, self._sampler.logits, sampling = outputs
+            features = [self._feature_of[variant] for variant in shape.features]
+            arrays = split_arrays(shape.features, [feature.arrays for feature in features])
+            outputs = program(*arguments, self._sampler.logits, *arrays)
+        self._kv_cache, self._sampler.logits, sampling, results, donated = outputs
+        step.feature_results = dict(zip(shape.features, results, strict=True))
+        for feature, written in zip(features, donated, strict=True):
+            feature.arrays.update(written)
 
         def draw(mask_np: np.ndarray | None) -> jax.Array:
             self._waiting_step = None
             result, self._prev_tokens = self._sampler.draw(sampling, mask_np, self._kv_cache)
-            if self._buckets.prompt_step_shape.num_prompt_logits:
+            if self._tells_logits:
                 step.take_logits(self._sampler.logits)
             return result
 
@@ -249,9 +272,12 @@ class ModelRunner:
         if has_given_size or not self._platform.measures_memory:
             return None
         # Temporary memory does not depend on the cache's size, so a tiny one will do.
-        tiny_cache = abstract_kv_cache(groups.config(num_blocks=2), mesh)
+        tiny_cache = abstract_kv_cache(
+            groups.config(num_blocks=2), mesh, self._platform, self._kv_dtype
+        )
         activation_bytes = self._programs.measure_temp_bytes(tiny_cache)
-        held = (*self._params, *self._sampler.arrays)
+        of_features = (feature.arrays.values() for feature in self._features)
+        held = (*self._params, *self._sampler.arrays, *itertools.chain(*of_features))
         return measure_device_memory(device, self._platform, held, activation_bytes)
 
 
@@ -262,30 +288,19 @@ def _put_params(model: LoadedModel, mesh: Mesh) -> tuple[jax.Array, ...]:
     )
 
 
-def _groups_of(model: LoadedModel, config: CacheConfig) -> KVCacheGroups:
-    dtype = kv_cache_dtype(model.dtype, model.platform, config.kv_cache_dtype)
-    return groups_of_layers(
-        kv_cache_layers(model.config),
-        block_size=config.block_size or model.platform.block_size,
-        dtype=dtype,
-    )
-
-
-def _max_blocks_per_req(groups: KVCacheGroups, max_model_len: int) -> int:
-    """The widest block table of any group."""
-    specs = [group.kv_cache_spec for group in groups.kv_cache_groups]
-    return max(spec.max_blocks_per_req(max_model_len) for spec in specs)
-
-
 def _kernel_settings(
-    config: RunnerConfig, model: LoadedModel, spec: AttentionSpec, mesh: Mesh
+    config: RunnerConfig, model: LoadedModel, tables: Sequence[TableShape], mesh: Mesh
 ) -> KernelSettings:
     # Batch-invariant sums are plain XLA on every device.
     kernels = "xla" if config.batch_invariant else config.kernels
+    layers = [
+        CheckedLayer(attention, place.format, tables[place.inputs_idx].block_size)
+        for attention, places in zip(model.config.attention, model.places, strict=True)
+        for _, place in places
+        if isinstance(place.format, AttentionFormat)
+    ]
     return KernelSettings.for_mesh(
         mesh,
-        implementation=choose_implementation(
-            kernels, model.config.attention, spec, mesh.devices.flat[0]
-        ),
+        implementation=choose_implementation(kernels, layers, mesh.devices.flat[0]),
         batch_invariant=config.batch_invariant,
     )

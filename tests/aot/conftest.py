@@ -3,15 +3,15 @@
 For a test: take the fixtures `h200` (or `four_h200s`) and `compile_for_h200`:
 
     def test_scatter_writes_in_place(h200, compile_for_h200):
-        cache = h200.array((1, 4096, 8, 16, 128), jnp.bfloat16)
+        kv_cache = h200.array((1, 2 * 4096, 8, 16, 128), jnp.bfloat16)
         ...
         program = compile_for_h200(
-            kv_scatter, cache, cache, k, k, slots, row, donate_argnums=(0, 1), target=h200.target
+            kv_scatter, kv_cache, k, k, slots, row, donate_argnums=0, target=h200.target
         )
         assert program.kernel_names == ["kv_scatter"]
         assert program.cache_copies(min_bytes=1 << 20) == []
-        assert program.aliased_bytes >= 2 * cache.size * 2
-            assert [kernel.spill_bytes for kernel in program.ptxas] == [0]
+        assert program.aliased_bytes >= kv_cache.size * 2
+        assert [kernel.spill_bytes for kernel in program.ptxas] == [0]
 
 Whether a kernel can be in a CUDA graph is seen in `program.in_command_buffer`; XLA leaves fewer
 than five launches alone, so for a small program also pass

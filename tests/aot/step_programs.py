@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models import KernelSettings, KVCache, LoadedModel, kv_cache_layers, load_model
+from models import KernelSettings, LoadedModel, load_model
 from models.platforms import GPU
-from paxkv.contracts.kv_cache_spec import KVCacheConfig
 from paxkv.runner.batch.packed_layout import PackedLayout
 from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache, kv_cache_dtype
-from paxkv.runner.memory.kv_cache_groups import KVCacheGroups, groups_of_layers
+from paxkv.runner.memory.kv_cache_groups import groups_of_spec
 from paxkv.runner.programs.bucketing import BurstShape, StepShape
 from paxkv.runner.programs.burst import make_burst
 from paxkv.runner.programs.step import make_step
@@ -64,18 +63,18 @@ class StepProgram:
     args: tuple[object, ...]
     donate_argnums: tuple[int, ...]
     mesh: Mesh
-    cache: KVCache  # abstract
+    cache: jax.ShapeDtypeStruct  # the pages
     model: LoadedModel
 
     @property
     def cache_bytes(self) -> int:
         """On one device."""
-        return sum(_bytes_on_one_device(array) for array in (self.cache.k, self.cache.v))
+        return _bytes_on_one_device(self.cache)
 
     @property
     def row_bytes(self) -> int:
-        """One row of K on one device: the smallest part of the cache that a bug would copy."""
-        return _bytes_on_one_device(self.cache.k) // self.cache.k.shape[0]
+        """The keys of a row on one device: the smallest part of the cache that a bug would copy."""
+        return self.cache_bytes // self.cache.shape[0] // 2
 
 
 def _bytes_on_one_device(array: jax.ShapeDtypeStruct) -> int:
@@ -90,31 +89,29 @@ def build_model(folder: Path, name: str) -> LoadedModel:
 
 def mixed_step(model: LoadedModel, mesh: Mesh, *, num_tokens: int) -> StepProgram:
     """The step that the runner compiles for a bucket: any mix of prompts, chunks and decodes."""
-    shape = StepShape(
-        num_tokens=num_tokens, num_reqs=NUM_REQS, num_logits=NUM_REQS, **_table_dims(model)
-    )
+    shape = StepShape(num_tokens=num_tokens, num_reqs=NUM_REQS, num_logits=NUM_REQS, tables=())
     return _step_program(model, mesh, shape)
 
 
 def burst(model: LoadedModel, mesh: Mesh, *, max_steps: int = MAX_BURST_STEPS) -> StepProgram:
     """The burst that the runner compiles for a bucket; with one step there is no loop in it."""
-    shape = BurstShape(max_steps=max_steps, num_reqs=NUM_REQS, **_table_dims(model))
+    shape = BurstShape(max_steps=max_steps, num_reqs=NUM_REQS, tables=())
     return _step_program(model, mesh, shape)
 
 
-def _table_dims(model: LoadedModel) -> dict[str, int]:
-    num_groups = len(_cache_config(model).kv_cache_groups)
-    return {"num_groups": num_groups, "max_blocks_per_req": MAX_MODEL_LEN // BLOCK_SIZE}
-
-
 def _step_program(model: LoadedModel, mesh: Mesh, shape: StepShape | BurstShape) -> StepProgram:
-    places = _groups(model).places(kv_cache_layers(model.config))
-    model = model.with_kernels(KernelSettings.for_mesh(mesh)).with_places(places)
+    """Of a shape whose block tables are still to be filled in."""
+    kv_dtype = kv_cache_dtype(model.dtype, model.platform)
+    spec = model.config.spec(kv_dtype)
+    groups = groups_of_spec(spec, block_size=BLOCK_SIZE, head_dim_step=model.platform.head_dim_step)
+    shape = dataclasses.replace(shape, tables=groups.tables(MAX_MODEL_LEN))
+    kernels = KernelSettings.for_mesh(mesh)
+    model = model.with_kernels(kernels).with_places(groups.places(spec))
     params = tuple(
         jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=NamedSharding(mesh, spec))
         for param, spec in zip(model.params, model.param_specs, strict=True)
     )
-    cache = abstract_kv_cache(_cache_config(model), mesh)
+    cache = abstract_kv_cache(groups.config(NUM_BLOCKS), mesh, model.platform, kv_dtype)
     whole = NamedSharding(mesh, PartitionSpec())
     packed, prev_tokens = (
         jax.ShapeDtypeStruct((length,), jnp.int32, sharding=whole)
@@ -136,12 +133,3 @@ def _step_program(model: LoadedModel, mesh: Mesh, shape: StepShape | BurstShape)
         cache=cache,
         model=model,
     )
-
-
-def _groups(model: LoadedModel) -> KVCacheGroups:
-    dtype = kv_cache_dtype(model.dtype, model.platform)
-    return groups_of_layers(kv_cache_layers(model.config), block_size=BLOCK_SIZE, dtype=dtype)
-
-
-def _cache_config(model: LoadedModel) -> KVCacheConfig:
-    return _groups(model).config(NUM_BLOCKS)

@@ -14,7 +14,6 @@ NUM_ROWS, NUM_BLOCKS, NUM_KV_HEADS = 2, 4096, 8
 def decode_arguments(
     h200,
     head_dim=128,
-    v_head_dim=None,
     block_size=16,
     group_size=4,
     num_reqs=64,
@@ -22,16 +21,13 @@ def decode_arguments(
     dtype=jnp.bfloat16,
 ):
     """Arguments of the op for one query token a request; the cache is far larger than the rest."""
-    caches = [
-        h200.array((NUM_ROWS, NUM_BLOCKS, NUM_KV_HEADS, block_size, width), dtype)
-        for width in (head_dim, v_head_dim or head_dim)
-    ]
+    kv_cache = h200.array((NUM_ROWS, 2 * NUM_BLOCKS, NUM_KV_HEADS, block_size, head_dim), dtype)
     integers = [
         h200.array(dims, jnp.int32)
         for dims in ((), (num_reqs, max_len // block_size), (num_reqs,), (num_reqs + 1,))
     ]
     q = h200.array((num_reqs, NUM_KV_HEADS * group_size, head_dim), dtype)
-    return (q, *caches, *integers)
+    return (q, kv_cache, *integers)
 
 
 @pytest.fixture
@@ -47,10 +43,8 @@ def compile_decode(h200, compile_for_h200):
 
 def assert_as_planned(program, sizes):
     """No spills, no remarks of ptxas, and as many CTAs an SM as the sizes were chosen for."""
-    head_dim = sizes.get("head_dim", 128)
     config = decode_config(
-        sizes.get("dtype", jnp.bfloat16),
-        *(head_dim, sizes.get("v_head_dim", head_dim), sizes.get("group_size", 4)),
+        sizes.get("dtype", jnp.bfloat16), sizes.get("head_dim", 128), sizes.get("group_size", 4)
     )
     assert program.kernel_names == ["paged_attention_decode"]
     [kernel] = program.ptxas
@@ -75,7 +69,6 @@ def test_two_ctas_share_an_sm_at_head_dim_128(compile_decode, block_size, num_re
         *({"head_dim": head_dim} for head_dim in (32, 64, 80, 96, 192, 256)),
         *({"block_size": block_size} for block_size in (8, 32, 128, 256)),
         {"dtype": jnp.float16},
-        {"head_dim": 192, "v_head_dim": 128},
         # The largest groups with two CTAs an SM, and the largest that do not spill.
         *({"group_size": group_size} for group_size in (1, 16, 64)),
         *({"head_dim": 64, "group_size": group_size} for group_size in (24, 64)),

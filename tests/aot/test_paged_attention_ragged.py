@@ -21,7 +21,8 @@ def compile_ragged(h200, compile_for_h200):
         **rules,
     ):
         num_q_heads, num_kv_heads = heads
-        cache = h200.array((NUM_ROWS, NUM_BLOCKS, num_kv_heads, block_size, head_dim), dtype)
+        cache_dims = (NUM_ROWS, 2 * NUM_BLOCKS, num_kv_heads, block_size, head_dim)
+        kv_cache = h200.array(cache_dims, dtype)
         integers = [
             h200.array(dims, jnp.int32)
             for dims in ((), (NUM_REQS, MAX_LEN // block_size), (NUM_REQS,), (NUM_REQS + 1,))
@@ -30,11 +31,11 @@ def compile_ragged(h200, compile_for_h200):
         limits = dict.fromkeys(("sliding_window", "chunk_size", "soft_cap"))
         rules = {"scale": 0.1, "is_causal": True, "skip_single": True, **limits, **rules}
         program = compile_for_h200(
-            *(ragged_rows_mosaic_gpu, q, cache, cache, *integers),
+            *(ragged_rows_mosaic_gpu, q, kv_cache, *integers),
             **rules,
             compiler_options=compiler_options,
         )
-        return program, cache.size * cache.dtype.itemsize
+        return program, kv_cache.size * kv_cache.dtype.itemsize
 
     return run
 
@@ -74,7 +75,8 @@ def test_no_spills_and_the_registers_and_memory_that_were_planned(compile_ragged
     )
     tiles_bytes = config.smem_bytes(head_dim, 2)
     assert tiles_bytes < kernel.shared_bytes <= min(tiles_bytes + 4096, SMEM_BYTES)
-    assert program.cache_copies(min_bytes=cache_bytes) == []
+    # Nothing as large as one part of one row of the cache is made.
+    assert program.cache_copies(min_bytes=cache_bytes // NUM_ROWS // 2) == []
 
 
 def test_a_call_is_launched_from_a_graph_and_copies_no_q(compile_ragged):

@@ -5,23 +5,26 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
 import pallas_kernels
 from models import KernelSettings
-from models.kernel_settings import CACHE_BY_HEAD, TOKENS_BY_HEAD, WHOLE
+from models.kernel_settings import TOKENS_BY_HEAD, WHOLE
 from models.weight_rule import MODEL_AXIS
 
-CACHE_DIMS = (2, 4096, 8, 16, 128)
-ROW_BYTES = 4096 * 8 * 16 * 128 * 2
+CACHE_BY_HEAD = PartitionSpec(None, None, MODEL_AXIS)
+CACHE_DIMS = (2, 2 * 4096, 8, 16, 128)
+CACHE_BYTES = 2 * 2 * 4096 * 8 * 16 * 128 * 2
+PART_BYTES = CACHE_BYTES // 4  # the keys, or the values, of one row
 NUM_TOKENS = 64
 SMALLEST_GRAPH = {"xla_gpu_graph_min_graph_size": 1}
 
 
 def scatter_args_of(gpus):
-    cache = gpus.array(CACHE_DIMS, jnp.bfloat16, *CACHE_BY_HEAD)
+    kv_cache = gpus.array(CACHE_DIMS, jnp.bfloat16, *CACHE_BY_HEAD)
     new = gpus.array((NUM_TOKENS, 8, 128), jnp.bfloat16, *TOKENS_BY_HEAD)
     slots = gpus.array((NUM_TOKENS,), jnp.int32)
-    return cache, cache, new, new, slots
+    return kv_cache, new, new, slots
 
 
 @pytest.fixture
@@ -30,29 +33,29 @@ def scatter_args(h200):
 
 
 def scatter(target, implementation=None):
-    def run(k_cache, v_cache, k, v, slots):
+    def run(kv_cache, k, v, slots):
         return pallas_kernels.kv_scatter(
-            k_cache, v_cache, k, v, slots, 1, target=target, implementation=implementation
+            kv_cache, k, v, slots, 1, target=target, implementation=implementation
         )
 
     return run
 
 
 def assert_in_place(program):
-    assert program.cache_copies(min_bytes=ROW_BYTES) == []
-    assert program.aliased_bytes >= 2 * 2 * ROW_BYTES
+    assert program.cache_copies(min_bytes=PART_BYTES) == []
+    assert program.aliased_bytes >= CACHE_BYTES
 
 
 @pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
 def test_without_bug_nothing_is_reported(h200, compile_for_h200, scatter_args, implementation):
     run = scatter(h200.target, implementation)
-    assert_in_place(compile_for_h200(run, *scatter_args, donate_argnums=(0, 1)))
+    assert_in_place(compile_for_h200(run, *scatter_args, donate_argnums=0))
 
 
 @pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
 def test_a_cache_that_is_not_donated_is_seen(h200, compile_for_h200, scatter_args, implementation):
     program = compile_for_h200(scatter(h200.target, implementation), *scatter_args)
-    assert len(program.cache_copies(min_bytes=ROW_BYTES)) == 2
+    assert len(program.cache_copies(min_bytes=PART_BYTES)) == 1
     assert program.aliased_bytes == 0
 
 
@@ -60,41 +63,41 @@ def test_a_cache_that_is_not_donated_is_seen(h200, compile_for_h200, scatter_arg
 def test_a_read_of_the_old_cache_after_the_write_is_seen(
     h200, compile_for_h200, scatter_args, implementation
 ):
-    def run(k_cache, v_cache, k, v, slots):
-        written = scatter(h200.target, implementation)(k_cache, v_cache, k, v, slots)
+    def run(kv_cache, k, v, slots):
+        written = scatter(h200.target, implementation)(kv_cache, k, v, slots)
         # Depends on the write, so that the compiler cannot read first.
-        block_idx = written[0][0, 0, 0, 0, 0].astype(jnp.int32)
-        return written, k_cache[0, block_idx]
+        block_idx = written[0, 0, 0, 0, 0].astype(jnp.int32)
+        return written, kv_cache[0, block_idx]
 
-    program = compile_for_h200(run, *scatter_args, donate_argnums=(0, 1))
-    assert program.cache_copies(min_bytes=ROW_BYTES)
+    program = compile_for_h200(run, *scatter_args, donate_argnums=0)
+    assert program.cache_copies(min_bytes=PART_BYTES)
 
 
 def test_a_cache_updated_by_a_select_is_seen(compile_for_h200, scatter_args):
     """A fusion that makes a new cache of the old one, though the output is aliased."""
 
-    def run(k_cache, v_cache, k, v, slots):
-        is_written = jax.lax.broadcasted_iota(jnp.int32, k_cache.shape, 1) == slots[0]
-        return jnp.where(is_written, k[0, 0, 0], k_cache), v_cache
+    def run(kv_cache, k, v, slots):
+        is_written = jax.lax.broadcasted_iota(jnp.int32, kv_cache.shape, 1) == slots[0]
+        return jnp.where(is_written, k[0, 0, 0], kv_cache)
 
-    program = compile_for_h200(run, *scatter_args, donate_argnums=(0, 1))
-    assert len(program.cache_copies(min_bytes=ROW_BYTES)) == 1
+    program = compile_for_h200(run, *scatter_args, donate_argnums=0)
+    assert len(program.cache_copies(min_bytes=PART_BYTES)) == 1
 
 
 def test_a_row_that_is_sliced_out_of_the_cache_is_seen(compile_for_h200, scatter_args):
-    def run(k_cache, v_cache, k, v, slots):
-        k_row = k_cache[1].at[slots // 16, :, slots % 16].set(k, mode="drop")
-        return k_cache.at[1].set(k_row), v_cache
+    def run(kv_cache, k, v, slots):
+        row = kv_cache[1].at[2 * (slots // 16), :, slots % 16].set(k, mode="drop")
+        return kv_cache.at[1].set(row)
 
-    program = compile_for_h200(run, *scatter_args, donate_argnums=(0, 1))
-    assert program.cache_copies(min_bytes=ROW_BYTES)
+    program = compile_for_h200(run, *scatter_args, donate_argnums=0)
+    assert program.cache_copies(min_bytes=PART_BYTES)
 
 
 def test_a_kernel_that_was_not_chosen_is_seen(h200, compile_for_h200, scatter_args):
     """As where dispatch does not know what it compiles for, and takes the body of the CPU."""
-    chosen = compile_for_h200(scatter(h200.target), *scatter_args, donate_argnums=(0, 1))
+    chosen = compile_for_h200(scatter(h200.target), *scatter_args, donate_argnums=0)
     assert chosen.kernel_names == ["kv_scatter"]
-    not_chosen = compile_for_h200(scatter(None), *scatter_args, donate_argnums=(0, 1))
+    not_chosen = compile_for_h200(scatter(None), *scatter_args, donate_argnums=0)
     assert not_chosen.kernel_names == []
 
 
@@ -102,20 +105,20 @@ def test_a_sharded_cache_that_is_gathered_is_seen(four_h200s, compile_for_h200):
     """A kernel is opaque to the compiler: without `shard_map` each device gets the whole cache."""
     args, mesh = scatter_args_of(four_h200s), four_h200s.mesh
     run = scatter(four_h200s.target)
-    gathered = compile_for_h200(run, *args, mesh=mesh, donate_argnums=(0, 1))
+    gathered = compile_for_h200(run, *args, mesh=mesh, donate_argnums=0)
     sizes = [c.num_bytes for c in gathered.collectives if c.kind == "all-gather"]
-    assert sizes.count(2 * ROW_BYTES) == 2
+    assert sizes.count(CACHE_BYTES) == 1
     assert gathered.aliased_bytes == 0
 
     by_head = functools.partial(
         KernelSettings.for_mesh(mesh).by_head,
         run,
-        in_specs=(CACHE_BY_HEAD, CACHE_BY_HEAD, TOKENS_BY_HEAD, TOKENS_BY_HEAD, WHOLE),
-        out_specs=(CACHE_BY_HEAD, CACHE_BY_HEAD),
+        in_specs=(CACHE_BY_HEAD, TOKENS_BY_HEAD, TOKENS_BY_HEAD, WHOLE),
+        out_specs=CACHE_BY_HEAD,
     )
-    sharded = compile_for_h200(by_head, *args, mesh=mesh, donate_argnums=(0, 1))
+    sharded = compile_for_h200(by_head, *args, mesh=mesh, donate_argnums=0)
     assert sharded.collectives == []
-    assert sharded.aliased_bytes == 2 * 2 * ROW_BYTES // 4
+    assert sharded.aliased_bytes == CACHE_BYTES // 4
 
 
 def test_a_projection_split_along_the_wrong_axis_is_seen(four_h200s, compile_for_h200):
@@ -134,11 +137,11 @@ def test_a_projection_split_along_the_wrong_axis_is_seen(four_h200s, compile_for
 
 def test_a_kernel_outside_a_command_buffer_is_seen(h200, compile_for_h200, scatter_args):
     run = functools.partial(compile_for_h200, scatter(h200.target), *scatter_args)
-    inside = run(donate_argnums=(0, 1), compiler_options=SMALLEST_GRAPH)
+    inside = run(donate_argnums=0, compiler_options=SMALLEST_GRAPH)
     assert inside.in_command_buffer == ["kv_scatter"]
     # No kind of launch may be part of one: as if it needed something that graphs cannot hold.
     outside = run(
-        donate_argnums=(0, 1),
+        donate_argnums=0,
         compiler_options={**SMALLEST_GRAPH, "xla_gpu_enable_command_buffer": "FUSION"},
     )
     assert outside.kernel_names == ["kv_scatter"]

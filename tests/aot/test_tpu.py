@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import block_copy, kv_scatter, paged_attention
+from pallas_kernels import block_copy, kv_scatter, mla_decode, paged_attention
 from pallas_kernels.kv_scatter import mosaic_tpu as scatter_body
+from pallas_kernels.page_views import unview_pages, view_pages
 from pallas_kernels.paged_attention import mosaic_tpu as attention_body
 from tests.aot.tpu_topology import describe_tpu, missing_for_tpu
 
@@ -27,14 +28,11 @@ NUM_ROWS = 2
 ROW_BYTES = 2**28
 
 
-def kv_caches(tpu, num_kv_heads=8, head_dim=128, v_head_dim=None, block_size=16, dtype=BF16):
-    narrow = min(head_dim, v_head_dim or head_dim)
-    block_bytes = num_kv_heads * block_size * narrow * jnp.dtype(dtype).itemsize
-    dims = (NUM_ROWS, -(-ROW_BYTES // block_bytes), num_kv_heads, block_size)
-    return (
-        tpu.array((*dims, head_dim), dtype),
-        tpu.array((*dims, v_head_dim or head_dim), dtype),
-    )
+def kv_cache(tpu, num_kv_heads=8, head_dim=128, block_size=16, dtype=BF16, num_parts=2):
+    block_bytes = num_parts * num_kv_heads * block_size * head_dim * jnp.dtype(dtype).itemsize
+    num_blocks = -(-ROW_BYTES // block_bytes)
+    dims = (NUM_ROWS, num_parts * num_blocks, num_kv_heads, block_size, head_dim)
+    return tpu.array(dims, dtype)
 
 
 def attention_arrays(
@@ -47,14 +45,25 @@ def attention_arrays(
     max_blocks=64,
     **cache_sizes,
 ):
-    k_cache, v_cache = kv_caches(tpu, dtype=cache_dtype or dtype, **cache_sizes)
+    cache = kv_cache(tpu, dtype=cache_dtype or dtype, **cache_sizes)
     return (
-        tpu.array((num_tokens, num_q_heads, k_cache.shape[-1]), dtype),
-        *(k_cache, v_cache, tpu.array((), jnp.int32)),
+        tpu.array((num_tokens, num_q_heads, cache.shape[-1]), dtype),
+        *(cache, tpu.array((), jnp.int32)),
         tpu.array((num_reqs, max_blocks), jnp.int32),
         tpu.array((num_reqs,), jnp.int32),
         tpu.array((num_reqs + 1,), jnp.int32),
     )
+
+
+PLAIN_RULES = {
+    "scale": 0.1,
+    "is_causal": True,
+    "sliding_window": None,
+    "chunk_size": None,
+    "soft_cap": None,
+    "kv_dtype": None,
+    "max_query_len": None,
+}
 
 
 def array_bytes(array):
@@ -76,7 +85,7 @@ ATTENTION = {
     "group_of_3": ({"num_q_heads": 24}, {}),
     "group_of_7": ({"num_q_heads": 28, "num_kv_heads": 4}, {"max_query_len": 1}),
     "head_dim_256": ({"head_dim": 256}, {}),
-    "narrow_v": ({"head_dim": 256, "v_head_dim": 128}, {}),
+    "head_dim_512": ({"head_dim": 512, "num_kv_heads": 1, "block_size": 64}, {}),
     **{f"block_{n}": ({"block_size": n}, {}) for n in (8, 32, 48, 64, 128, 256)},
     "block_8_float32": ({"block_size": 8, "dtype": F32}, {}),
     "int8": ({"cache_dtype": INT8}, {}),
@@ -111,15 +120,7 @@ def test_attention_compiles_wherever_nothing_misfits(name, tpu):
         traced_options["sinks"] = tpu.array((arrays[0].shape[1],), F32)
     if arrays[1].dtype.itemsize == 1:
         traced_options["k_scale"] = traced_options["v_scale"] = tpu.array((num_kv_heads,), F32)
-    rules = {
-        "scale": 0.1,
-        "is_causal": True,
-        "sliding_window": None,
-        "chunk_size": None,
-        "soft_cap": None,
-        "max_query_len": None,
-        **rules,
-    }
+    rules = {**PLAIN_RULES, **rules}
     assert attention_body.misfit(*arrays, **rules, **traced_options) is None
 
     def call(traced_options, *arrays):
@@ -141,7 +142,12 @@ SCATTER = {
     "block_8": {"block_size": 8},
     "prompt_block_48": {"num_tokens": 1024, "block_size": 48},
     "prompt_block_256": {"num_tokens": 1024, "block_size": 256},
-    "one_head_narrow_v": {"num_kv_heads": 1, "head_dim": 256, "v_head_dim": 128},
+    "one_head": {"num_kv_heads": 1, "head_dim": 256},
+    "latents": {"num_kv_heads": 1, "head_dim": 640, "num_parts": 1},
+    "prompt_latents": {
+        **{"num_tokens": 1024, "block_size": 64},
+        **{"num_kv_heads": 1, "head_dim": 640, "num_parts": 1},
+    },
     "mha": {"num_kv_heads": 32},
     # Near the limit of VMEM that `misfit` names.
     "much_vmem": {
@@ -154,13 +160,11 @@ SCATTER = {
 }
 
 
-def scatter_arrays(tpu, num_tokens=64, **cache):
-    k_cache, v_cache = kv_caches(tpu, **cache)
-    num_kv_heads = k_cache.shape[2]
+def scatter_arrays(tpu, num_tokens=64, num_parts=2, **cache_sizes):
+    cache = kv_cache(tpu, num_parts=num_parts, **cache_sizes)
+    new = tpu.array((num_tokens, cache.shape[2], cache.shape[-1]), cache.dtype)
     return (
-        *(k_cache, v_cache),
-        tpu.array((num_tokens, num_kv_heads, k_cache.shape[-1]), k_cache.dtype),
-        tpu.array((num_tokens, num_kv_heads, v_cache.shape[-1]), v_cache.dtype),
+        *(cache, new, new if num_parts == 2 else None),
         tpu.array((num_tokens,), jnp.int32),
         tpu.array((), jnp.int32),
     )
@@ -170,74 +174,138 @@ def scatter_arrays(tpu, num_tokens=64, **cache):
 def test_scatter_writes_in_place_wherever_nothing_misfits(name, tpu):
     arrays = scatter_arrays(tpu, **SCATTER[name])
     assert scatter_body.misfit(*arrays) is None
-    program = tpu.compile(scatter_body.kv_scatter_mosaic_tpu, *arrays, donate_argnums=(0, 1))
+    program = tpu.compile(scatter_body.kv_scatter_mosaic_tpu, *arrays, donate_argnums=(0,))
     assert program.mosaic_kernels == ["kv_scatter"]
     assert program.buffers_of(ROW_BYTES) == []
-    assert program.memory.alias_size_in_bytes == array_bytes(arrays[0]) + array_bytes(arrays[1])
+    assert program.memory.alias_size_in_bytes == array_bytes(arrays[0])
 
 
 NUM_LAYERS = 2
 
 
-def step(k_cache, v_cache, q, slots, block_tables, seq_lens, query_start_loc, *, target):
-    """Layers that write to their row of the cache and then read it, as a model does."""
-    num_kv_heads = k_cache.shape[2]
+def step(pages, q, slots, block_tables, seq_lens, query_start_loc, *, sizes, target):
+    """Layers that write to their row of the raw pages and then read it, as a model does."""
+    num_kv_heads = sizes["num_kv_heads"]
     for layer_idx in range(NUM_LAYERS):
         k, v = jnp.sin(q[:, :num_kv_heads]), jnp.cos(q[:, -num_kv_heads:])
-        k_cache, v_cache = kv_scatter(k_cache, v_cache, k, v, slots, layer_idx, target=target)
+        cache = view_pages(pages, num_parts=2, **sizes)
+        cache = kv_scatter(cache, k, v, slots, layer_idx, target=target)
         q = paged_attention(
-            *(q, k_cache, v_cache, layer_idx, block_tables, seq_lens, query_start_loc),
+            *(q, cache, layer_idx, block_tables, seq_lens, query_start_loc),
             scale=0.1,
             target=target,
         )
-    return k_cache, v_cache, q
+        pages = unview_pages(cache, pages.shape)
+    return pages, q
 
 
-def burst(k_cache, v_cache, q, slots, block_tables, seq_lens, query_start_loc, *, target):
+def burst(pages, q, slots, block_tables, seq_lens, query_start_loc, **options):
     """Several steps in one loop, as many as the first sequence is long."""
 
     def body(state):
         step_idx, *state = state
-        state = step(*state, slots, block_tables, seq_lens, query_start_loc, target=target)
+        state = step(*state, slots, block_tables, seq_lens, query_start_loc, **options)
         return step_idx + 1, *state
 
-    state = (jnp.int32(0), k_cache, v_cache, q)
+    state = (jnp.int32(0), pages, q)
     return jax.lax.while_loop(lambda state: state[0] < seq_lens[0], body, state)[1:]
 
 
+def raw_pages(tpu, dtype, num_kv_heads, block_size, head_dim):
+    num_lines = 2 * num_kv_heads * block_size * head_dim // 128
+    num_blocks = ROW_BYTES // (num_lines * 128 * jnp.dtype(dtype).itemsize)
+    return tpu.array((NUM_ROWS, num_blocks, num_lines, 128), dtype)
+
+
+PAGES = {
+    "head_dim_128": (BF16, {"num_kv_heads": 8, "block_size": 16, "head_dim": 128}),
+    "head_dim_256": (BF16, {"num_kv_heads": 4, "block_size": 16, "head_dim": 256}),
+    "head_dim_512": (BF16, {"num_kv_heads": 1, "block_size": 64, "head_dim": 512}),
+    "float32_block_8": (F32, {"num_kv_heads": 8, "block_size": 8, "head_dim": 256}),
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
 @pytest.mark.parametrize("function", [step, burst], ids=["step", "burst"])
-def test_step_picks_the_kernels_and_copies_no_cache(function, tpu):
-    q, k_cache, v_cache, _, *tables = attention_arrays(tpu)
+def test_step_on_raw_pages_picks_the_kernels_and_copies_no_cache(function, name, tpu):
+    dtype, sizes = PAGES[name]
+    pages = raw_pages(tpu, dtype, **sizes)
+    num_q_heads = 4 * sizes["num_kv_heads"]
+    q, _, _, *tables = attention_arrays(tpu, dtype=dtype, num_q_heads=num_q_heads, **sizes)
     slots = tpu.array((q.shape[0],), jnp.int32)
-    function = functools.partial(function, target=tpu.target)
-    program = tpu.compile(function, k_cache, v_cache, q, slots, *tables, donate_argnums=(0, 1))
+    function = functools.partial(function, sizes=sizes, target=tpu.target)
+    program = tpu.compile(function, pages, q, slots, *tables, donate_argnums=(0,))
     assert program.mosaic_kernels == ["kv_scatter", "paged_attention_ragged"] * NUM_LAYERS
     assert program.buffers_of(ROW_BYTES) == []
-    assert program.memory.alias_size_in_bytes >= 2 * array_bytes(k_cache)
+    assert program.memory.temp_size_in_bytes < ROW_BYTES // 50
+    assert program.memory.alias_size_in_bytes >= array_bytes(pages)
     # The segments of `kv_scatter` are listed once for all layers.
     assert program.num_sorts == 1
 
 
+def latent_step(pages, latents, q, slots, block_tables, seq_lens, query_start_loc, *, target):
+    """Layers of latent attention, whose heads share one vector per token."""
+    sizes = {"num_kv_heads": 1, "block_size": 64, "head_dim": 640}
+    for layer_idx in range(NUM_LAYERS):
+        cache = view_pages(pages, num_parts=1, **sizes)
+        cache = kv_scatter(cache, latents, None, slots, layer_idx, target=target)
+        out = mla_decode(
+            *(q, cache, layer_idx, block_tables, seq_lens, query_start_loc),
+            latent_dim=512,
+            scale=0.1,
+            target=target,
+        )
+        latents = latents + out[:, :1, :1]
+        q = q + out[:, :, :1]
+        pages = unview_pages(cache, pages.shape)
+    return pages, q
+
+
+def test_step_on_raw_pages_of_latents_copies_no_cache(tpu):
+    num_reqs = 64
+    pages = tpu.array((NUM_ROWS, 4096, 64 * 640 // 128, 128), BF16)
+    program = tpu.compile(
+        functools.partial(latent_step, target=tpu.target),
+        *(pages, tpu.array((num_reqs, 1, 640), BF16), tpu.array((num_reqs, 16, 640), BF16)),
+        *(tpu.array((num_reqs,), jnp.int32), tpu.array((num_reqs, 64), jnp.int32)),
+        *(tpu.array((num_reqs,), jnp.int32), tpu.array((num_reqs + 1,), jnp.int32)),
+        donate_argnums=(0,),
+    )
+    assert program.mosaic_kernels == ["kv_scatter"] * NUM_LAYERS
+    assert program.buffers_of(ROW_BYTES) == []
+    assert program.memory.temp_size_in_bytes < ROW_BYTES // 50
+    assert program.memory.alias_size_in_bytes == array_bytes(pages)
+
+
+def test_a_plain_reshape_of_raw_pages_would_copy_the_cache(tpu):
+    """Why `view_pages` keeps the order of the tiles."""
+    sizes = {"num_kv_heads": 4, "block_size": 16, "head_dim": 256}
+    q, cache, _, *tables = attention_arrays(tpu, num_q_heads=16, **sizes)
+
+    def attend(pages, q, *tables):
+        return paged_attention(
+            q, pages.reshape(cache.shape), 0, *tables, scale=0.1, target=tpu.target
+        )
+
+    program = tpu.compile(attend, raw_pages(tpu, BF16, **sizes), q, *tables)
+    assert program.memory.temp_size_in_bytes >= array_bytes(cache)
+
+
 def test_a_narrow_head_would_copy_the_cache(tpu):
     """Why `misfit` refuses it: XLA lays such a cache out with its blocks innermost."""
-    q, k_cache, v_cache, row, *tables = attention_arrays(tpu, head_dim=64)
-    rules = {
-        **{"scale": 0.1, "is_causal": True, "sliding_window": None, "chunk_size": None},
-        **{"soft_cap": None, "sinks": None, "k_scale": None, "v_scale": None},
-        "max_query_len": None,
-    }
-    arrays = (q, k_cache, v_cache, row, *tables)
+    arrays = attention_arrays(tpu, head_dim=64)
+    rules = {**PLAIN_RULES, "sinks": None, "k_scale": None, "v_scale": None}
     assert "head_dim 64" in attention_body.misfit(*arrays, **rules)
     body = functools.partial(attention_body.paged_attention_mosaic_tpu, **rules)
-    assert len(tpu.compile(body, *arrays).buffers_of(NUM_ROWS * ROW_BYTES)) >= 2
+    assert tpu.compile(body, *arrays).buffers_of(NUM_ROWS * ROW_BYTES)
 
 
 def test_block_copy_needs_no_kernel_to_stay_in_place(tpu):
-    k_cache, v_cache = kv_caches(tpu)
+    pages = raw_pages(tpu, BF16, num_kv_heads=8, block_size=16, head_dim=128)
     ids = tpu.array((8,), jnp.int32)
     function = functools.partial(block_copy, target=tpu.target)
-    program = tpu.compile(function, k_cache, v_cache, ids, ids, donate_argnums=(0, 1))
+    program = tpu.compile(function, pages, ids, ids, donate_argnums=(0,))
     assert program.mosaic_kernels == []
-    assert program.memory.alias_size_in_bytes == 2 * array_bytes(k_cache)
+    assert program.memory.alias_size_in_bytes == array_bytes(pages)
     # XLA's scatter updates its operand, so the text shows no more than the sum of temporaries.
     assert program.memory.temp_size_in_bytes < ROW_BYTES // 100

@@ -38,9 +38,9 @@ def tiny_runner(tiny_checkpoint: Path) -> ModelRunner:
 
 
 @pytest.fixture(scope="session")
-def windows_runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    """Of checked engines: a full layer, then one with a window of 12, and a cache in float16."""
-    checkpoint = write_random_checkpoint(
+def windows_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A full layer, then one with a window of 12."""
+    return write_random_checkpoint(
         tmp_path_factory.mktemp("windows"),
         "qwen2",
         seed=33,
@@ -48,7 +48,12 @@ def windows_runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
         num_layers=2,
         extra_config={"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},
     )
-    return make_runner(checkpoint, kv_cache_dtype="float16")
+
+
+@pytest.fixture(scope="session")
+def windows_runner(windows_checkpoint: Path) -> ModelRunner:
+    """Of checked engines of `windows_checkpoint`, with a cache in float16."""
+    return make_runner(windows_checkpoint, kv_cache_dtype="float16")
 
 
 @pytest.fixture(scope="session")

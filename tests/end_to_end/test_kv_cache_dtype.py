@@ -1,4 +1,4 @@
-"""Keys and values kept in float16: answers near the model's own, the same in every mode."""
+"""Keys and values kept in 16 bits: answers near the model's own, the same in every mode."""
 
 import random
 
@@ -12,13 +12,14 @@ from tests.end_to_end.checked_engine import (
     CheckedCore,
     EngineSettings,
     make_llm,
+    make_runner,
 )
 from tests.oracles.paged_stepper import PagedStepper
 from tests.small_engine import CHECKPOINT
 
-# Largest difference over the norm of the logits, as in docs/guide/tuning.md, and what none has.
-WORST_ERROR = 0.001
-LEAST_ERROR = 1e-6
+# Difference over the norm of the logits: the largest, as in docs/guide/tuning.md, and what none has
+# whose bits are read as those of another type.
+ERRORS = {"float16": (1e-6, 0.001), "bfloat16": (0.001, 0.01)}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 # Two blocks that all begin with, then tokens of their own.
 PROMPTS = [
@@ -56,16 +57,18 @@ def plain(runner) -> list[list[int]]:
     return tokens
 
 
-def test_logits_are_as_near_as_stated():
+@pytest.mark.parametrize("dtype", ERRORS)
+def test_logits_are_as_near_as_stated(dtype):
     model = load_model(CHECKPOINT)
     prompts = np.random.default_rng(0).integers(3, model.config.vocab_size, (3, 15))
     chunks = [{row: prompt.tolist() for row, prompt in enumerate(prompts)}, {0: [5]}]
-    steppers = PagedStepper(model), PagedStepper(model, cache_dtype="float16")
+    steppers = PagedStepper(model), PagedStepper(model, cache_dtype=dtype)
+    least_error, worst_error = ERRORS[dtype]
     for chunk in chunks:
         truth, got = (stepper.step(chunk) for stepper in steppers)
         for row in chunk:
             error = np.linalg.norm(got[row] - truth[row]) / np.linalg.norm(truth[row])
-            assert LEAST_ERROR < error < WORST_ERROR
+            assert least_error < error < worst_error
 
 
 @pytest.mark.parametrize(
@@ -85,6 +88,34 @@ def test_answers_are_the_same_in_every_mode(runner, plain, settings):
     assert (core.num_preemptions > 0) == (settings.num_blocks <= 20)
     if settings.enable_prefix_caching:
         assert core.observed.num_computed_tokens < num_tokens(plain)
+
+
+def test_an_engine_keeps_bfloat16_too(runner, windows_checkpoint):
+    """Prompts in chunks, so that later ones read what earlier ones wrote."""
+    other = make_runner(windows_checkpoint, kv_cache_dtype="bfloat16")
+    groups = other.kv_cache_config.kv_cache_groups
+    assert [group.kv_cache_spec.dtype for group in groups] == ["bfloat16", "bfloat16"]
+    logprobs = [first_logprobs(each) for each in (runner, other)]
+    differences = [
+        got[token_id] - wanted[token_id]
+        for wanted, got in zip(*logprobs, strict=True)
+        for token_id in wanted.keys() & got.keys()
+    ]
+    # Of two tokens at least for each prompt.
+    assert len(differences) >= 2 * len(PROMPTS)
+    assert 0.001 < np.abs(differences).max() < 0.05
+
+
+def first_logprobs(runner) -> list[dict[int, float]]:
+    """The likeliest tokens after each prompt."""
+    core = CheckedCore(runner, EngineSettings())
+    with pytest.MonkeyPatch.context() as patch:
+        llm = make_llm(patch, core)
+        params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=5)
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        llm.close()
+    found = [output.outputs[0].logprobs[0] for output in outputs]
+    return [{token_id: entry.logprob for token_id, entry in each.items()} for each in found]
 
 
 def num_tokens(completions: list[list[int]]) -> int:

@@ -20,49 +20,61 @@ COMPARE = """
 import re, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from models import CachePlace, ForwardBatch, KernelSettings, KVCache, load_model
-from models.kernel_settings import CACHE_BY_HEAD
+from models import ForwardBatch, GroupInputs, KernelSettings, load_model
+from models.kernel_settings import PAGES_BY_DEVICE
 from models.weight_rule import MODEL_AXIS
+from tests.oracles.placed_model import place_model
 
-loaded = load_model(sys.argv[1])
+block_size = 8
+loaded = place_model(load_model(sys.argv[1]), block_size=block_size).model
 config = loaded.config
-loaded = loaded.with_places([CachePlace(group_idx=0, row=row) for row in range(config.num_layers)])
 mesh = Mesh(np.array(jax.devices()), (MODEL_AXIS,))
-num_blocks, block_size = 300, 8
+num_blocks = 300
 rng = np.random.default_rng(0)
 layer = config.attention[0]
-shape = (config.num_layers, num_blocks, layer.num_kv_heads, block_size, layer.head_dim)
+num_kv_heads, head_dim = layer.num_kv_heads, layer.head_dim
+# A page is [K | V] of all heads where one device has it, and of its heads on each of several.
+page = (2, num_kv_heads, block_size, head_dim)
 batch = ForwardBatch(
     token_ids=jnp.asarray(rng.integers(0, config.vocab_size, 16), jnp.int32),
     positions=jnp.asarray([*range(9), 20, *range(3, 7), 0, 0], jnp.int32),
     query_start_loc=jnp.asarray([0, 9, 10, 14], jnp.int32),
-    seq_lens=jnp.asarray([[9, 21, 7]], jnp.int32),
-    block_tables=jnp.asarray(1 + rng.permutation(12).reshape(1, 3, 4), jnp.int32),
+    groups=(
+        GroupInputs(
+            block_tables=jnp.asarray(1 + rng.permutation(12).reshape(1, 3, 4), jnp.int32),
+            seq_lens=jnp.asarray([9, 21, 7], jnp.int32),
+            block_size=block_size,
+        ),
+    ),
     logits_indices=jnp.asarray([8, 9, 13], jnp.int32),
 )
-cache_np = rng.standard_normal(shape).astype(np.float32)
+cache_np = rng.standard_normal((config.num_layers, num_blocks, *page)).astype(np.float32)
 
-def run(model, params, cache):
-    def step(params, cache, batch):
-        outputs, cache = model.forward(params, cache, batch)
-        cache = model.kernels.copy_blocks(cache, jnp.asarray([[1, 2], [20, num_blocks]]))
-        return model.compute_logits(params, outputs.for_logits), cache
+def run(model, params, num_devices, sharding):
+    def step(params, pages, batch):
+        outputs, pages = model.forward(params, pages, batch)
+        pages = model.kernels.copy_blocks(pages, jnp.asarray([[1, 2], [20, num_blocks]]))
+        return model.compute_logits(params, outputs.for_logits), pages
 
-    compiled = jax.jit(step, donate_argnums=1).lower(params, cache, batch).compile()
-    logits, cache = compiled(params, cache, batch)
-    return compiled, np.asarray(logits), np.asarray(cache.k), np.asarray(cache.v)
+    # Heads of a device next to each other, with its K and V.
+    own_heads = num_kv_heads // num_devices
+    by_device = cache_np.reshape(*cache_np.shape[:2], 2, num_devices, own_heads, *page[2:])
+    by_device = by_device.swapaxes(2, 3)
+    pages = jax.device_put(by_device.reshape(*cache_np.shape[:2], -1), sharding)
+    compiled = jax.jit(step, donate_argnums=1).lower(params, pages, batch).compile()
+    logits, pages = compiled(params, pages, batch)
+    pages_np = np.asarray(pages).reshape(by_device.shape).swapaxes(2, 3).reshape(cache_np.shape)
+    return compiled, np.asarray(logits), pages_np
 
-def put(sharding):
-    return KVCache(k=jax.device_put(cache_np, sharding), v=jax.device_put(-cache_np, sharding))
-
-alone = run(loaded, loaded.params, put(None))
+alone = run(loaded, loaded.params, 1, None)
 model = loaded.with_kernels(KernelSettings.for_mesh(mesh))
 params = tuple(
     jax.device_put(param, NamedSharding(mesh, spec))
     for param, spec in zip(loaded.params, loaded.param_specs)
 )
 batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec()))
-split = run(model, params, put(NamedSharding(mesh, CACHE_BY_HEAD)))
+split = run(model, params, len(jax.devices()), NamedSharding(mesh, PAGES_BY_DEVICE))
+assert (alone[2][:, 20] != cache_np[:, 20]).any()  # the copy was made
 for one, many in zip(alone[1:], split[1:]):
     np.testing.assert_allclose(one, many, atol=2e-5)
 largest = max(

@@ -13,10 +13,12 @@ import pytest
 from flax import nnx
 
 from models import (
+    AttentionFormat,
     CachePlace,
     ForwardBatch,
+    GroupInputs,
     KernelSettings,
-    KVCache,
+    LayerPlaces,
     LoadedModel,
     ModelError,
     RopeConfig,
@@ -24,11 +26,12 @@ from models import (
 )
 from models.carry import Carry
 from models.chosen_layer import choose_layer, kind_of
+from models.decoder_spec import SELF_ATTENTION
 from models.layer_context import LayerContext
 from models.layer_loop import PlacedLayer, find_stretches, run_in_loop, run_in_turn
 from models.layers.attention import Attention
 from models.wants import Wants
-from paxkv.runner.memory.kv_cache_arrays import empty_kv_cache
+from paxkv.runner.programs.make_batch import make_batch
 from tests.models.steppers import IN_TURN, fresh_stepper, in_loop, model_of
 from tests.oracles.golden import load_golden
 from tests.oracles.paged_stepper import NUM_TOKENS, PagedStepper
@@ -119,7 +122,7 @@ def test_program_copies_neither_cache_nor_weights(recipe, only_last_tokens):
     config = model.config
     bytes_of_a_row = 4096 * config.attention[0].num_kv_heads * 8 * config.attention[0].head_dim * 4
     memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes >= 2 * bytes_of_a_row
+    assert memory.alias_size_in_bytes >= 2 * bytes_of_a_row  # K and V of one row at least
     assert memory.temp_size_in_bytes < bytes_of_a_row
     layer_bytes = sum(param.nbytes for param in model.params) // config.num_layers
     assert memory.temp_size_in_bytes < layer_bytes + 2**20
@@ -228,8 +231,8 @@ class WithTable(nnx.Module):
     def __init__(self, number: float) -> None:
         self.table = nnx.Param(jnp.full((2, 3, 4), number))
 
-    def __call__(self, carry, kv_cache, context):
-        return Carry(hidden=carry.hidden * 2 + self.table[0, 1, 2]), kv_cache
+    def __call__(self, carry, pages, context):
+        return Carry(hidden=carry.hidden * 2 + self.table[0, 1, 2]), pages
 
 
 class WithBias(nnx.Module):
@@ -238,8 +241,26 @@ class WithBias(nnx.Module):
     def __init__(self, number: float) -> None:
         self.bias = nnx.Param(jnp.full(4, number))
 
-    def __call__(self, carry, kv_cache, context):
-        return Carry(hidden=carry.hidden * 2 + self.bias[...]), kv_cache
+    def __call__(self, carry, pages, context):
+        return Carry(hidden=carry.hidden * 2 + self.bias[...]), pages
+
+
+class WithCache(nnx.Module):
+    """A layer whose output says where its cache is; it counts how often it is traced."""
+
+    num_traces = 0
+
+    def __init__(self) -> None:
+        self.bias = nnx.Param(jnp.zeros(4))
+
+    def __call__(self, carry, pages, context):
+        WithCache.num_traces += 1
+        cache = context.cache(SELF_ATTENTION)
+        table_entry = cache.block_tables[0, 0]
+        # Of the row, the block table, the block size and the format.
+        number = cache.row + 10 * table_entry + 100 * cache.block_size
+        number = number + 10_000 * cache.format.head_dim + cache.slots[0] + cache.seq_lens[0]
+        return Carry(hidden=carry.hidden * 2 + self.bias[...] + number), pages
 
 
 def test_layers_with_large_parameters_of_their_own_run_in_turn():
@@ -247,26 +268,65 @@ def test_layers_with_large_parameters_of_their_own_run_in_turn():
     assert len({kind_of(layer) for layer in layers}) == 3
     with pytest.raises(ModelError, match="parameters table would be copied"):
         choose_layer(layers[1:3], jnp.int32(0))
-    starts = jnp.asarray([0, 2], jnp.int32)
+    in_turn, in_loop = run_both(layers, [place_at(row) for row in range(5)])
+    np.testing.assert_array_equal(in_loop, in_turn)
+    # 1 -> 3 -> 8 -> 19 -> 42 -> 89
+    assert float(in_loop[0, 0]) == 89
+
+
+NARROW = AttentionFormat(num_kv_heads=1, head_dim=8, dtype="float32")
+WIDE = dataclasses.replace(NARROW, head_dim=16)
+
+
+def place_at(row: int, *, cache=NARROW, inputs_idx=0, group_idx=0) -> LayerPlaces:
+    place = CachePlace(format=cache, inputs_idx=inputs_idx, group_idx=group_idx, row=row)
+    return ((SELF_ATTENTION, place),)
+
+
+@pytest.mark.parametrize(
+    ("places", "num_parts"),
+    [
+        # A loop picks the group and the row of its layer.
+        ([place_at(row, group_idx=row % 2) for row in range(4)], 1),
+        # Of one format, then of another: two loops.
+        ([place_at(0), place_at(1), place_at(0, cache=WIDE), place_at(1, cache=WIDE)], 2),
+        # By turns of two formats, or of two block sizes: one loop with both in its body.
+        ([place_at(row, cache=(NARROW, WIDE)[row % 2]) for row in range(4)], 2),
+        ([place_at(row, inputs_idx=row % 2, group_idx=0) for row in range(4)], 2),
+        # No two next to each other alike in format and block size.
+        ([place_at(0), place_at(0, cache=WIDE), place_at(0, inputs_idx=1)], 3),
+    ],
+)
+def test_layers_alike_but_for_their_places_find_their_own_caches(places, num_parts):
+    WithCache.num_traces = 0
+    in_turn, in_loop = run_both([WithCache() for _ in places], places)
+    np.testing.assert_array_equal(in_loop, in_turn)
+    assert WithCache.num_traces == len(places) + num_parts
+
+
+def run_both(layers: list[nnx.Module], places: list[LayerPlaces]) -> tuple[jax.Array, jax.Array]:
+    """Hidden states after the layers in turn, and in a loop; two groups of each block size."""
     tokens = jnp.zeros(2, jnp.int32)
+    groups = tuple(
+        GroupInputs(
+            block_tables=jnp.asarray([[[1 + 2 * idx]], [[2 + 2 * idx]]], jnp.int32),
+            seq_lens=jnp.asarray([2], jnp.int32),
+            block_size=block_size,
+        )
+        for idx, block_size in enumerate((8, 16))
+    )
     batch = ForwardBatch(
         token_ids=tokens,
         positions=tokens,
-        query_start_loc=starts,
-        seq_lens=starts[None, 1:],
-        block_tables=jnp.ones((1, 1, 1), jnp.int32),
+        query_start_loc=jnp.asarray([0, 2], jnp.int32),
+        groups=groups,
         logits_indices=tokens,
     )
-    context = LayerContext(batch=batch, kernels=KernelSettings(), slots=tokens[None], cos_sin={})
-    placed = [
-        PlacedLayer(layer, CachePlace(group_idx=0, row=row)) for row, layer in enumerate(layers)
-    ]
-    cache = KVCache(k=jnp.zeros(1), v=jnp.zeros(1))
-    carry = Carry(hidden=jnp.ones((2, 4)))
-    in_turn, in_loop = (run(placed, carry, cache, context)[0] for run in (run_in_turn, run_in_loop))
-    np.testing.assert_array_equal(in_loop.hidden, in_turn.hidden)
-    # 1 -> 3 -> 8 -> 19 -> 42 -> 89
-    assert float(in_loop.hidden[0, 0]) == 89
+    slots = tuple(inputs.block_size * inputs.block_tables[:, :, 0] for inputs in groups)
+    context = LayerContext(batch=batch, kernels=KernelSettings(), slots=slots, cos_sin={})
+    placed = [PlacedLayer(*pair) for pair in zip(layers, places, strict=True)]
+    carry, pages = Carry(hidden=jnp.ones((2, 4))), jnp.zeros(1)
+    return tuple(run(placed, carry, pages, context)[0].hidden for run in (run_in_turn, run_in_loop))
 
 
 def lower_step(
@@ -274,19 +334,22 @@ def lower_step(
 ) -> jax.stages.Lowered:
     """Of two requests, over a cache of blocks of 8 tokens: one token each, or two."""
     placed = place_model(model, block_size=8)
-    num_groups = placed.num_groups
-    cache = jax.eval_shape(lambda: empty_kv_cache(placed.cache_config(num_blocks)))
+    tables = placed.tables(max_model_len=32)
+    pages = jax.eval_shape(lambda: placed.empty_pages(num_blocks))
     num_new = 2 if only_last_tokens else 1
     starts = num_new * jnp.arange(3, dtype=jnp.int32)
-    batch = ForwardBatch(
+    batch = make_batch(
         token_ids=jnp.zeros(2 * num_new, jnp.int32),
         positions=jnp.zeros(2 * num_new, jnp.int32),
         query_start_loc=starts,
-        seq_lens=jnp.full((num_groups, 2), num_new, jnp.int32),
-        block_tables=jnp.ones((num_groups, 2, 4), jnp.int32),
+        seq_lens=jnp.full(2, num_new, jnp.int32),
+        block_tables=[
+            jnp.ones((table.num_groups, 2, table.max_blocks_per_req), jnp.int32) for table in tables
+        ],
+        table_shapes=tables,
         logits_indices=starts[1:] - 1,
         max_query_len=None if only_last_tokens else 1,
         wants=Wants(logits="last" if only_last_tokens else "indices"),
     )
     step = jax.jit(placed.model.forward, donate_argnums=1)
-    return step.lower(model.params, cache, batch)
+    return step.lower(model.params, pages, batch)

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models import ForwardBatch, KVCache, ModelError
+from models import ForwardBatch, ModelError, Pages
 from models.wants import Outputs, Wants
-from paxkv.runner.memory.kv_cache_arrays import empty_kv_cache
+from paxkv.runner.programs.bucketing import TableShape
+from paxkv.runner.programs.make_batch import make_batch
 from tests.models.steppers import model_of
 from tests.oracles.placed_model import place_model
 
@@ -20,25 +21,26 @@ LAST_TOKENS = [2, 4, 5]
 
 
 def batch_of(wants: Wants, logits_indices: list[int]) -> ForwardBatch:
-    return ForwardBatch(
+    return make_batch(
         token_ids=jnp.arange(5, 11, dtype=jnp.int32),
         positions=jnp.asarray([0, 1, 2, 0, 1, 0], jnp.int32),
         query_start_loc=jnp.asarray(STARTS, jnp.int32),
-        seq_lens=jnp.asarray([[3, 2, 1]], jnp.int32),
-        block_tables=jnp.asarray([[[1], [2], [3]]], jnp.int32),
+        seq_lens=jnp.asarray([3, 2, 1], jnp.int32),
+        block_tables=[jnp.asarray([[[1], [2], [3]]], jnp.int32)],
+        table_shapes=[TableShape(num_groups=1, max_blocks_per_req=1, block_size=8)],
         logits_indices=jnp.asarray(logits_indices, jnp.int32),
         wants=wants,
     )
 
 
-def empty_cache() -> KVCache:
-    return empty_kv_cache(place_model(model_of("llama"), block_size=8).cache_config(NUM_BLOCKS))
+def empty_pages() -> Pages:
+    return place_model(model_of("llama"), block_size=8).empty_pages(NUM_BLOCKS)
 
 
 def outputs_of(wants: Wants, logits_indices: list[int], *, in_loop: bool = False) -> Outputs:
     model = place_model(model_of("llama", in_loop), block_size=8).model
     batch = batch_of(wants, logits_indices)
-    return jax.jit(model.forward)(model.params, empty_cache(), batch)[0]
+    return jax.jit(model.forward)(model.params, empty_pages(), batch)[0]
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +90,7 @@ def test_taps_are_what_a_model_of_fewer_layers_ends_with(of_all_tokens, in_loop)
     decoder.config = dataclasses.replace(model.config, attention=model.config.attention[:1])
     batch = batch_of(Wants(hidden="all"), [0])
     settings = (model.kernels, model.platform, model.places[:1])
-    shorter, _ = jax.jit(lambda cache: decoder(batch, cache, *settings))(empty_cache())
+    shorter, _ = jax.jit(lambda pages: decoder(batch, pages, *settings))(empty_pages())
     assert_equal(decoder.norm(of_all_tokens.taps[0]), shorter.hidden)
     taps = outputs_of(Wants(logits="none", taps=(0, 2)), [0], in_loop=in_loop).taps
     for got, wanted in zip(taps, of_all_tokens.taps, strict=True):

@@ -6,16 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.forward_batch import ForwardBatch, KVCache
+from models.cache.format import Pages
+from models.forward_batch import ForwardBatch
 from models.loading.loaded_model import LoadedModel
 from models.wants import Wants
-from paxkv.runner.memory.kv_cache_arrays import empty_kv_cache
+from paxkv.runner.programs.make_batch import make_batch
 from tests.oracles.placed_model import place_model
 from tests.quick_compile import QUICK_COMPILE
 
 NUM_TOKENS = 48  # of every step, so that one compiled program serves prompts, chunks and decodes
 NUM_REQS = 4  # one row more than the tests use: it stays empty
-MAX_BLOCKS_PER_REQ = 6
+MAX_MODEL_LEN = 48
 BLOCK_SIZE = 8
 
 
@@ -39,15 +40,14 @@ class PagedStepper:
         widths: tuple[int, ...] = (),
         cache_dtype: str | None = None,
     ) -> None:
-        placed = place_model(loaded, block_size=BLOCK_SIZE, dtype=cache_dtype)
+        self._placed = placed = place_model(loaded, block_size=BLOCK_SIZE, dtype=cache_dtype)
         self._loaded = placed.model
-        self._groups = placed.groups
+        self._table_shapes = placed.tables(MAX_MODEL_LEN)
         self._only_last_tokens = only_last_tokens
         self._widths = widths
         self.params = loaded.params
-        # Window of each group; None is full attention.
-        specs = [group.kv_cache_spec for group in placed.groups.kv_cache_groups]
-        self._windows = {group_idx: spec.sliding_window for group_idx, spec in enumerate(specs)}
+        # Of each group; without a window it is full attention.
+        self._specs = [group.kv_cache_spec for group in placed.groups.kv_cache_groups]
         self._step = jax.jit(
             self._forward_and_logits, donate_argnums=(1,), compiler_options=QUICK_COMPILE
         )
@@ -57,15 +57,20 @@ class PagedStepper:
     def reset(self) -> None:
         """Forgets all requests. Old memory is NaN: whoever reads it shows it."""
         # Block 0 is the null block, which nobody owns.
-        tables_shape = (len(self._windows), NUM_REQS, MAX_BLOCKS_PER_REQ)
-        num_blocks = 1 + math.prod(tables_shape)
-        block_ids = 1 + np.random.RandomState(0).permutation(num_blocks - 1)
-        self._block_tables = block_ids.reshape(tables_shape).astype(np.int32)
+        shapes = [
+            (table.num_groups, NUM_REQS, table.max_blocks_per_req) for table in self._table_shapes
+        ]
+        sizes = [math.prod(shape) for shape in shapes]
+        block_ids = 1 + np.random.RandomState(0).permutation(sum(sizes)).astype(np.int32)
+        parts = np.split(block_ids, np.cumsum(sizes)[:-1])
+        self._block_tables = [
+            part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)
+        ]
         self._seq_lens = np.zeros(NUM_REQS, np.int32)
-        self._kv_cache = jax.tree.map(
-            lambda zeros: jnp.full_like(zeros, jnp.nan),
-            empty_kv_cache(self._groups.config(num_blocks)),
-        )
+        pages = self._placed.empty_pages(1 + sum(sizes))
+        # In 16-bit storage too, all bits set are NaN.
+        is_float = jnp.issubdtype(pages.dtype, jnp.floating)
+        self._pages = jnp.full_like(pages, jnp.nan if is_float else jnp.iinfo(pages.dtype).max)
 
     def step(self, chunks: dict[int, list[int]]) -> dict[int, np.ndarray]:
         """Runs one step.
@@ -88,12 +93,13 @@ class PagedStepper:
             self._seq_lens[row] += len(chunk)
         # Rows that run nothing in this step are shown as empty.
         seq_lens = np.where(counts > 0, self._seq_lens, 0).astype(np.int32)
-        batch = ForwardBatch(
+        batch = make_batch(
             token_ids=token_ids,
             positions=positions,
             query_start_loc=query_start_loc,
-            seq_lens=np.tile(seq_lens, (len(self._windows), 1)),
-            block_tables=self._block_tables.copy(),
+            seq_lens=seq_lens,
+            block_tables=[tables.copy() for tables in self._block_tables],
+            table_shapes=self._table_shapes,
             logits_indices=(
                 np.maximum(query_start_loc[1:] - 1, 0)
                 if self._only_last_tokens
@@ -102,7 +108,7 @@ class PagedStepper:
             wants=Wants(logits="last" if self._only_last_tokens else "indices"),
             widths=self._widths,
         )
-        logits, self._kv_cache = self._step(self.params, self._kv_cache, jax.device_put(batch))
+        logits, self._pages = self._step(self.params, self._pages, jax.device_put(batch))
         logits_np = np.asarray(logits)
         if self._only_last_tokens:
             return {row: logits_np[row : row + 1] for row in sorted(chunks)}
@@ -112,15 +118,16 @@ class PagedStepper:
         }
 
     def _drop_blocks_out_of_window(self, row: int) -> None:
-        for group_idx, window in self._windows.items():
-            if window is not None:
+        groups = (group for tables in self._block_tables for group in tables)
+        for group, spec in zip(groups, self._specs, strict=True):
+            if spec.sliding_window is not None:
                 # The next token stands at seq_lens[row] and sees `window - 1` tokens before it.
-                first_seen = max(0, self._seq_lens[row] - window + 1)
-                self._block_tables[group_idx, row, : first_seen // BLOCK_SIZE] = 0
+                first_seen = max(0, self._seq_lens[row] - spec.sliding_window + 1)
+                group[row, : first_seen // spec.block_size] = 0
 
     def _forward_and_logits(
-        self, params: tuple[jax.Array, ...], kv_cache: KVCache, batch: ForwardBatch
-    ) -> tuple[jax.Array, KVCache]:
+        self, params: tuple[jax.Array, ...], pages: Pages, batch: ForwardBatch
+    ) -> tuple[jax.Array, Pages]:
         self.num_traces += 1
-        outputs, kv_cache = self._loaded.forward(params, kv_cache, batch)
-        return self._loaded.compute_logits(params, outputs.for_logits), kv_cache
+        outputs, pages = self._loaded.forward(params, pages, batch)
+        return self._loaded.compute_logits(params, outputs.for_logits), pages

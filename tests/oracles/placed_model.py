@@ -2,9 +2,10 @@
 
 import dataclasses
 
-from models import CachePlace, LoadedModel, kv_cache_layers
-from paxkv.contracts.kv_cache_spec import KVCacheConfig
-from paxkv.runner.memory.kv_cache_groups import KVCacheGroups, groups_of_layers
+from models import LayerPlaces, LoadedModel, Pages
+from paxkv.runner.memory.kv_cache_arrays import empty_kv_cache
+from paxkv.runner.memory.kv_cache_groups import KVCacheGroups, groups_of_spec
+from paxkv.runner.programs.bucketing import TableShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,17 +14,18 @@ class PlacedModel:
 
     model: LoadedModel
     groups: KVCacheGroups
+    kv_dtype: str
 
     @property
-    def places(self) -> tuple[CachePlace, ...]:
+    def places(self) -> tuple[LayerPlaces, ...]:
         return self.model.places
 
-    @property
-    def num_groups(self) -> int:
-        return len(self.groups.kv_cache_groups)
+    def tables(self, max_model_len: int) -> tuple[TableShape, ...]:
+        return self.groups.tables(max_model_len)
 
-    def cache_config(self, num_blocks: int) -> KVCacheConfig:
-        return self.groups.config(num_blocks)
+    def empty_pages(self, num_blocks: int) -> Pages:
+        config = self.groups.config(num_blocks)
+        return empty_kv_cache(config, self.model.platform, self.kv_dtype)
 
 
 def place_model(model: LoadedModel, *, block_size: int, dtype: str | None = None) -> PlacedModel:
@@ -32,7 +34,7 @@ def place_model(model: LoadedModel, *, block_size: int, dtype: str | None = None
     Args:
         dtype: Of keys and values; None is that of the weights.
     """
-    layers = kv_cache_layers(model.config)
-    dtype = dtype or model.dtype
-    groups = groups_of_layers(layers, block_size=block_size, dtype=dtype)
-    return PlacedModel(model.with_places(groups.places(layers)), groups)
+    kv_dtype = dtype or model.dtype
+    spec = model.config.spec(kv_dtype)
+    groups = groups_of_spec(spec, block_size=block_size, head_dim_step=model.platform.head_dim_step)
+    return PlacedModel(model.with_places(groups.places(spec)), groups, kv_dtype)

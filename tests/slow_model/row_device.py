@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-from paxkv.runner.batch.packed_layout import PackedLayout
+from paxkv.runner.batch.packed_layout import PackedLayout, table_field
 from paxkv.runner.programs.bucketing import BurstShape
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN, RESULT_WIDTH
 
@@ -27,34 +27,35 @@ class RowDevice:
 
     Args:
         windows: Of each KV cache group; None sees all.
+        block_sizes: Of each KV cache group.
     """
 
-    def __init__(self, windows, *, block_size, max_num_seqs):
-        self.windows, self.block_size = windows, block_size
+    def __init__(self, windows, *, block_sizes, max_num_seqs):
+        self.windows, self.block_sizes = windows, block_sizes
         # By group, (block, offset) -> text up to the token, and text before it.
         self.slots = [{} for _ in windows]
         self.prev_tokens_np = np.zeros(max_num_seqs, np.int32)
         self.garbage = itertools.count(1)
 
     def copy_blocks(self, copies):
-        for slots in self.slots:
+        for slots, block_size in zip(self.slots, self.block_sizes, strict=True):
             old = dict(slots)
             for copy in copies:
-                for offset in range(self.block_size):
+                for offset in range(block_size):
                     slots.pop((copy.target_block_id, offset), None)
                     found = old.get((copy.source_block_id, offset))
                     if found is not None:
                         slots[copy.target_block_id, offset] = found
 
     def compute(self, built):
-        """The results of a step, as they come from the device."""
+        """The results of a step, as they come from the device; those of features are zeros."""
         fields = PackedLayout(built.shape).views(built.packed_np.copy())
         max_num_seqs = len(self.prev_tokens_np)
         source_np = fields["token_source"]
         on_device_np = self.prev_tokens_np[np.minimum(source_np, max_num_seqs - 1)]
         token_ids_np = np.where(source_np < max_num_seqs, on_device_np, fields["token_ids"])
         if isinstance(built.shape, BurstShape):
-            return self._compute_burst(built.shape, fields, token_ids_np), None
+            return self._compute_burst(built.shape, fields, token_ids_np), {}
         return self._compute_step(built.shape, fields, token_ids_np)
 
     def _compute_step(self, shape, fields, token_ids_np):
@@ -63,19 +64,24 @@ class RowDevice:
         for row in range(shape.num_reqs):
             for idx in range(starts_np[row], starts_np[row + 1]):
                 position = int(fields["positions"][idx])
-                text = self._write(fields["block_tables"][:, row], position, int(token_ids_np[idx]))
+                tables_np = self._tables_of(shape, fields, row)
+                text = self._write(tables_np, position, int(token_ids_np[idx]))
                 if fields["draw_position"][row] == position + 1:
                     result_np[0, row, 0] = next_token(text)
         self.prev_tokens_np = result_np[0, :, 0].copy()
-        has_prompts = shape.has_prompt_logprobs
-        return result_np, np.zeros((shape.num_tokens, RESULT_WIDTH)) if has_prompts else None
+        dims = {"num_tokens": shape.num_tokens, "num_reqs": shape.num_reqs}
+        return result_np, {
+            variant: {name: np.zeros(dim) for name, dim in variant.results(**dims).items()}
+            for variant in shape.features
+        }
 
     def _compute_burst(self, shape, fields, token_ids_np):
         result_np = np.full((shape.max_steps, shape.num_reqs, RESULT_WIDTH), NO_TOKEN, np.int32)
         for row in range(shape.num_reqs):
             for step_idx in range(min(fields["num_steps"][0], fields["num_tokens"][row])):
                 position = int(fields["positions"][row]) + step_idx
-                text = self._write(fields["block_tables"][:, row], position, int(token_ids_np[row]))
+                tables_np = self._tables_of(shape, fields, row)
+                text = self._write(tables_np, position, int(token_ids_np[row]))
                 result_np[step_idx, row] = 0
                 result_np[step_idx, row, 0] = token_ids_np[row] = next_token(text)
                 is_ending = token_ids_np[row] in fields["ending_ids"][row]
@@ -85,32 +91,39 @@ class RowDevice:
         self.prev_tokens_np[: shape.num_reqs] = token_ids_np
         return result_np
 
+    def _tables_of(self, shape, fields, row):
+        """The block table of each group."""
+        arrays_np = [fields[table_field(idx)] for idx in range(len(shape.tables))]
+        return [group_np[row] for array_np in arrays_np for group_np in array_np]
+
     def _write(self, tables_np, position, token_id):
         """Writes a token behind all that it reads; returns the text, of all groups the same."""
         texts = set()
         befores = []
-        for slots, window, table_np in zip(self.slots, self.windows, tables_np, strict=True):
-            assert table_np[position // self.block_size] != 0, "written to the null block"
-            before, is_right = self._read(slots, window, table_np, position)
+        groups = list(zip(self.slots, tables_np, self.block_sizes, strict=True))
+        for window, (slots, table_np, block_size) in zip(self.windows, groups, strict=True):
+            assert table_np[position // block_size] != 0, "written to the null block"
+            before, is_right = self._read(slots, window, table_np, block_size, position)
             befores.append(before)
             texts.add(text_with(before, token_id) if is_right else -next(self.garbage))
         text = texts.pop() if len(texts) == 1 else -next(self.garbage)
-        for slots, table_np, before in zip(self.slots, tables_np, befores, strict=True):
-            slots[self._slot(table_np, position)] = (text, before)
+        for before, (slots, table_np, block_size) in zip(befores, groups, strict=True):
+            slots[self._slot(table_np, block_size, position)] = (text, before)
         return text
 
-    def _read(self, slots, window, table_np, position):
+    def _read(self, slots, window, table_np, block_size, position):
         """Text before a position, and whether each slot that the position sees goes on the last."""
         if position == 0:
             return EMPTY_TEXT, True
         first = 0 if window is None else max(0, position - window + 1)
-        seen = [slots.get(self._slot(table_np, idx)) for idx in range(first, position)]
+        seen = [slots.get(self._slot(table_np, block_size, idx)) for idx in range(first, position)]
         if not seen:  # a window of one: its own token alone
-            return slots.get(self._slot(table_np, position - 1), (EMPTY_TEXT,))[0], True
+            before = self._slot(table_np, block_size, position - 1)
+            return slots.get(before, (EMPTY_TEXT,))[0], True
         if None in seen:
             return -next(self.garbage), False
         is_right = all(last[0] == this[1] for last, this in itertools.pairwise(seen))
         return seen[-1][0], is_right
 
-    def _slot(self, table_np, position):
-        return int(table_np[position // self.block_size]), position % self.block_size
+    def _slot(self, table_np, block_size, position):
+        return int(table_np[position // block_size]), position % block_size

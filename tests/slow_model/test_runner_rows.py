@@ -11,21 +11,18 @@ from collections import Counter, deque
 import msgspec
 import pytest
 
-from paxkv.config.engine_config import CacheConfig, SchedulerConfig
+from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
-from paxkv.contracts.kv_cache_spec import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    SlidingWindowSpec,
-)
+from paxkv.contracts.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
 from paxkv.contracts.observation import BlockResidency
 from paxkv.errors import InvalidRequestError
 from paxkv.runner.batch.batch_builder import BatchBuilder
 from paxkv.runner.batch.burst_repeater import BurstRepeater
 from paxkv.runner.batch.device_step import DeviceStep
 from paxkv.runner.batch.input_batch import InputBatch
+from paxkv.runner.features.prompt_logprobs import PromptLogprobs
+from paxkv.runner.memory.kv_cache_groups import make_kv_cache_groups
 from paxkv.runner.programs.bucketing import StepBuckets
 from paxkv.scheduler import scheduler as scheduler_module
 from paxkv.scheduler.async_scheduler import AsyncScheduler
@@ -37,7 +34,8 @@ EOS = 5
 
 
 def make_spec(window, block_size):
-    fields = {"block_size": block_size, "num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
+    fields = {"block_size": block_size, "num_kv_heads": 1, "dtype": "float32"}
+    fields["head_size"] = 64 // block_size  # pages of all groups have the same bytes
     if window is None:
         return FullAttentionSpec(**fields)
     return SlidingWindowSpec(sliding_window=window, **fields)
@@ -69,43 +67,54 @@ class Traffic:
     def __init__(self, seed):
         self.draw = draw = random.Random(seed)
         block_size = draw.choice([2, 4, 8])
-        windows = draw.choice([(None,), (None,), (None, 6), (5,)])
+        windows, sizes = draw.choice(
+            [
+                ((None,), (1,)),
+                ((None, 6), (1, 1)),
+                # Two groups with blocks of one size, and one whose blocks are twice as long.
+                ((None, 6, None), (1, 1, 2)),
+                ((6, None), (2, 1)),
+                ((5,), (1,)),
+            ]
+        )
+        block_sizes = [block_size * size for size in sizes]
         self.max_model_len = draw.choice([30, 60])
         max_num_seqs = draw.choice([2, 4, 8])
         self.max_decode_burst = draw.choice([1, 4, 8])
         is_async = draw.random() < 0.6
         self.num_steps_in_flight = draw.choice([2, 3]) if is_async else 1
-        num_needed = -(-self.max_model_len // block_size) * len(windows)
+        num_needed = sum(-(-self.max_model_len // size) for size in block_sizes)
         num_blocks = 1 + draw.choice([num_needed + 2, num_needed * max_num_seqs])
         scheduler_config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=draw.choice([max_num_seqs, 16, 64]),
             policy=draw.choice(["fcfs", "priority"]),
         )
-        specs = [make_spec(window, block_size) for window in windows]
-        groups = tuple(
-            KVCacheGroupSpec(layer_names=(f"layer{idx}",), kv_cache_spec=spec)
-            for idx, spec in enumerate(specs)
-        )
+        specs = {
+            f"layer{idx}": make_spec(window, size)
+            for idx, (window, size) in enumerate(zip(windows, block_sizes, strict=True))
+        }
+        groups = make_kv_cache_groups(specs)
+        # Each layer has a group of its own, in the order of the layers.
+        assert [group.layer_names for group in groups.kv_cache_groups] == [(n,) for n in specs]
         self.scheduler = (AsyncScheduler if is_async else Scheduler)(
             scheduler_config=scheduler_config,
             cache_config=CacheConfig(
                 enable_prefix_caching=draw.random() < 0.75, prefix_caching_seed="test"
             ),
-            kv_cache_config=KVCacheConfig(num_blocks=num_blocks, kv_cache_groups=groups),
+            kv_cache_config=groups.config(num_blocks),
             max_model_len=self.max_model_len,
         )
         dims = {
             "max_num_seqs": max_num_seqs,
             "max_model_len": self.max_model_len,
-            "max_blocks_per_req": max(
-                spec.max_blocks_per_req(self.max_model_len) for spec in specs
-            ),
-            "num_groups": len(specs),
+            "tables": groups.tables(self.max_model_len),
         }
         self.rows = InputBatch.create(**dims, num_blocks=num_blocks, vocab_size=VOCAB_SIZE, seed=0)
+        self.prompt_logprobs = PromptLogprobs(RunnerConfig(), vocab_size=VOCAB_SIZE)
         buckets = StepBuckets(
             **dims,
+            feature_variants=[self.prompt_logprobs.variants()],
             max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
             max_decode_burst=self.max_decode_burst,
         )
@@ -113,9 +122,9 @@ class Traffic:
             buckets=buckets,
             input_batch=self.rows,
             max_num_seqs=max_num_seqs,
-            block_sizes=(block_size,) * len(specs),
+            features=[self.prompt_logprobs],
         )
-        self.device = RowDevice(windows, block_size=block_size, max_num_seqs=max_num_seqs)
+        self.device = RowDevice(windows, block_sizes=block_sizes, max_num_seqs=max_num_seqs)
         self.live, self.token_ids, self.in_flight = {}, {}, deque()
         self.num_requests = 0
         self.decisions = []
@@ -186,12 +195,13 @@ class Traffic:
         self.scheduler.check_invariants()
         self.decisions.append(output)
         self.rows.update(output)
+        self.prompt_logprobs.before_step(output)
         self.rows.take_packed_rows()
         self.device.copy_blocks(output.block_copies)
         if output.num_scheduled_tokens:
             built = self.builder.build(output)
             step = DeviceStep(built=built, rows=self.rows)
-            step.result, step.prompt_result = self.device.compute(built)
+            step.result, step.feature_results = self.device.compute(built)
             self.rows.note_drawn(built.rows_np, built.num_drawn_np)
             self.in_flight.append((output, step))
         if self.live and self.draw.random() < 0.02:

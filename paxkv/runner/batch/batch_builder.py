@@ -6,10 +6,12 @@ import numpy as np
 
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.errors import InvariantError
-from paxkv.runner.batch.built_step import BuiltStep, PromptSpan
+from paxkv.runner.batch.built_step import BuiltStep
 from paxkv.runner.batch.burst_repeater import BurstRepeater
 from paxkv.runner.batch.input_batch import InputBatch
-from paxkv.runner.batch.packed_layout import PackedLayout
+from paxkv.runner.batch.packed_layout import PackedLayout, table_field
+from paxkv.runner.batch.scheduled_rows import ScheduledRows
+from paxkv.runner.features.base import FeatureStep, StepFeature, StepVariant
 from paxkv.runner.programs.bucketing import BurstShape, StepBuckets, StepShape
 from paxkv.runner.sampling.sampling_columns import needs_processors
 
@@ -18,7 +20,7 @@ class BatchBuilder:
     """Builds steps of the shapes in `buckets` from the rows of an `InputBatch`.
 
     Args:
-        block_sizes: Of each KV cache group.
+        features: Those whose variants the buckets have.
     """
 
     def __init__(
@@ -27,12 +29,13 @@ class BatchBuilder:
         buckets: StepBuckets,
         input_batch: InputBatch,
         max_num_seqs: int,
-        block_sizes: Sequence[int],
+        features: Sequence[StepFeature] = (),
     ) -> None:
         self._buckets = buckets
         self._rows = input_batch
         self._host_token = max_num_seqs  # the `token_source` that takes the token from `token_ids`
-        self._block_sizes = tuple(block_sizes)
+        self._block_sizes = buckets.block_sizes
+        self._features = tuple(features)
         # The last step, where all its rows may go on as they are.
         self._burst_repeater: BurstRepeater | None = None
 
@@ -58,8 +61,9 @@ class BatchBuilder:
         if built is None:
             repeater = None
             built = self._build_anew(scheduler_output, req_ids, rows_np)
-        if isinstance(built.shape, BurstShape) and built.num_drawn_of_each:
-            self._burst_repeater = repeater or BurstRepeater(self._rows, self._block_sizes, built)
+        can_repeat = isinstance(built.shape, BurstShape) and not built.features
+        if can_repeat and built.num_drawn_of_each:
+            self._burst_repeater = repeater or BurstRepeater(self._rows, built)
         return built
 
     def _build_anew(
@@ -70,13 +74,16 @@ class BatchBuilder:
     ) -> BuiltStep:
         self._rows.settle()
         num_steps = scheduler_output.num_decode_steps
-        rows = _ScheduledRows(
+        rows = ScheduledRows(
             req_ids,
             rows_np=rows_np,
             num_scheduled_np=np.array(
                 list(scheduler_output.num_scheduled_tokens.values()), dtype=np.int32
             ),
-            num_computed_tokens_np=self._rows.num_computed_tokens_np,
+            num_computed_np=self._rows.num_computed_tokens_np[rows_np],
+            num_tokens_np=self._rows.num_tokens_np[rows_np],
+            num_pending_np=self._rows.num_pending_np[rows_np],
+            token_ids_np=self._rows.token_ids_np,
         )
         self._check(rows, is_burst=num_steps > 1)
         self._check_written_blocks(rows)
@@ -84,33 +91,37 @@ class BatchBuilder:
         is_processed = needs_processors(
             self._rows.sampling_rows_np[rows.rows_np], rows.num_computed_np + 1
         ).any()
-        wants_prompt = (rows.num_computed_np < self._rows.num_prompt_results_np[rows.rows_np]).any()
-        if num_steps > 1:
-            if is_processed:
-                raise InvariantError(
-                    f"a burst of {num_steps} steps cannot change the logits of a request as it "
-                    f"goes; got {rows.req_ids}, of which one needs it."
-                )
-            return self._build_burst(rows, num_steps)
-        is_plain = not is_processed and not wants_prompt
-        if self._buckets.has_bursts and (rows.num_scheduled_np == 1).all() and is_plain:
-            return self._build_burst(rows, num_steps)
-        return self._build_step(rows, wants_prompt=wants_prompt)
+        planned = [feature.plan(rows) for feature in self._features]
+        features = tuple(feature for feature in planned if feature is not None)
+        variants = _variants_of(features)
+        if num_steps > 1 and (is_processed or variants):
+            needed = f"the step features {variants}" if variants else "changed logits"
+            raise InvariantError(
+                f"a burst of {num_steps} steps cannot change the logits of a request as it goes, "
+                f"and has no step features; got {rows.req_ids}, of which one needs {needed}."
+            )
+        is_plain = not is_processed and not variants
+        is_single = self._buckets.has_bursts and bool((rows.num_scheduled_np == 1).all())
+        if num_steps > 1 or (is_single and is_plain):
+            return self._build_burst(rows, num_steps, features)
+        return self._build_step(rows, features)
 
-    def _build_step(self, rows: "_ScheduledRows", *, wants_prompt: bool) -> BuiltStep:
+    def _build_step(self, rows: ScheduledRows, features: tuple[FeatureStep, ...]) -> BuiltStep:
         num_reqs, num_tokens = len(rows.req_ids), len(rows.positions_np)
-        buckets = self._buckets
-        shape = buckets.prompt_step_shape if wants_prompt else buckets.shape_for(num_tokens)
+        shape = self._buckets.shape_for(num_tokens, _variants_of(features))
         packed_np, views = _make_buffer(shape)
         self._fill(views, rows, rows.row_of_token_np, rows.positions_np)
         views["query_start_loc"][1 : num_reqs + 1] = rows.ends_np
         views["query_start_loc"][num_reqs + 1 :] = num_tokens
         seq_lens_np = rows.num_computed_np + rows.num_scheduled_np
-        views["seq_lens"][:, :num_reqs] = seq_lens_np
+        views["seq_lens"][:num_reqs] = seq_lens_np
         views["logits_indices"][:num_reqs] = rows.ends_np - 1
-        is_drawn_np = seq_lens_np >= self._rows.num_tokens_np[rows.rows_np]
+        is_drawn_np = seq_lens_np >= rows.num_tokens_np
         # The drawn token's own position: the draw must not depend on how the prompt was split.
         views["draw_position"][:num_reqs] = seq_lens_np * is_drawn_np
+        for feature in features:
+            if feature.variant is not None:
+                feature.fill(views)
         return BuiltStep(
             shape=shape,
             packed_np=packed_np,
@@ -119,33 +130,12 @@ class BatchBuilder:
             num_drawn_np=is_drawn_np.astype(np.int32),
             num_drawn_of_each=1 if is_drawn_np.all() else None,
             num_padded_tokens=shape.num_computed(num_tokens) - num_tokens,
-            prompt_spans=self._fill_next_ids(views, rows) if wants_prompt else (),
+            features=features,
         )
 
-    def _fill_next_ids(
-        self, views: dict[str, np.ndarray], rows: "_ScheduledRows"
-    ) -> tuple[PromptSpan, ...]:
-        spans = []
-        starts_np = rows.ends_np - rows.num_scheduled_np
-        ends_np = self._rows.num_prompt_results_np[rows.rows_np]
-        for req_idx, (row, start, position, end) in enumerate(
-            zip(rows.rows_np, starts_np, rows.num_computed_np, ends_np, strict=True)
-        ):
-            num_tokens = min(int(rows.num_scheduled_np[req_idx]), int(end - position))
-            if num_tokens > 0:
-                next_ids_np = self._rows.token_ids_np[row, position + 1 :][:num_tokens]
-                views["next_ids"][start : start + num_tokens] = next_ids_np
-                spans.append(
-                    PromptSpan(
-                        req_idx=req_idx,
-                        start=int(start),
-                        position=int(position),
-                        num_tokens=num_tokens,
-                    )
-                )
-        return tuple(spans)
-
-    def _build_burst(self, rows: "_ScheduledRows", num_steps: int) -> BuiltStep:
+    def _build_burst(
+        self, rows: ScheduledRows, num_steps: int, features: tuple[FeatureStep, ...]
+    ) -> BuiltStep:
         num_reqs = len(rows.req_ids)
         shape = self._buckets.burst_shape_for(num_reqs)
         if num_steps > shape.max_steps:
@@ -157,7 +147,7 @@ class BatchBuilder:
         views["ending_ids"][:num_reqs] = self._rows.ending_ids_np[rows.rows_np]
         views["first_end"][:num_reqs] = self._rows.first_end_np[rows.rows_np]
         # The single token of a step may be one within a prompt: then nothing is drawn.
-        is_drawn_np = rows.num_computed_np + 1 >= self._rows.num_tokens_np[rows.rows_np]
+        is_drawn_np = rows.num_computed_np + 1 >= rows.num_tokens_np
         num_drawn_np = rows.num_scheduled_np * is_drawn_np
         return BuiltStep(
             shape=shape,
@@ -167,22 +157,23 @@ class BatchBuilder:
             num_drawn_np=num_drawn_np,
             num_drawn_of_each=num_steps if (num_drawn_np == num_steps).all() else None,
             num_padded_tokens=shape.num_computed(num_reqs) * num_steps - len(rows.positions_np),
+            features=features,
         )
 
     def _fill(
         self,
         views: dict[str, np.ndarray],
-        rows: "_ScheduledRows",
+        rows: ScheduledRows,
         row_of_token_np: np.ndarray,  # i32[num_tokens]
         positions_np: np.ndarray,  # i32[num_tokens]
     ) -> None:
         """What both kinds of step have: tokens to compute first, block tables, settings."""
         num_reqs, num_tokens = len(rows.req_ids), len(positions_np)
         views["positions"][:num_tokens] = positions_np
-        for group_np, table in zip(
-            views["block_tables"], self._rows.block_tables.tables, strict=True
-        ):
-            group_np[:num_reqs] = table.block_ids_np[rows.rows_np]
+        group_tables = iter(self._rows.block_tables.tables)
+        for inputs_idx in range(len(self._buckets.tables)):
+            for group_np in views[table_field(inputs_idx)]:
+                group_np[:num_reqs] = next(group_tables).block_ids_np[rows.rows_np]
         views["sampling_rows"][:num_reqs] = self._rows.sampling_rows_np[rows.rows_np]
 
         token_source_np = views["token_source"]
@@ -198,12 +189,12 @@ class BatchBuilder:
                 is_on_device_np, prev_sampled_idx_np, self._host_token
             )
 
-    def _check(self, rows: "_ScheduledRows", *, is_burst: bool) -> None:
+    def _check(self, rows: ScheduledRows, *, is_burst: bool) -> None:
         rows_np, num_scheduled_np = rows.rows_np, rows.num_scheduled_np
-        num_tokens_np = self._rows.num_tokens_np[rows_np]
+        num_tokens_np = rows.num_tokens_np
         # Known on the host, and those drawn since if the step before this drew the last of them.
         is_on_device_np = self._rows.prev_sampled_idx_np[rows_np] >= 0
-        num_available_np = num_tokens_np + self._rows.num_pending_np[rows_np] * is_on_device_np
+        num_available_np = num_tokens_np + rows.num_pending_np * is_on_device_np
         # What a burst computes behind its first token it draws itself, and so it must be the last.
         num_given_np = np.minimum(num_scheduled_np, 1) if is_burst else num_scheduled_np
         given_ends_np = rows.num_computed_np + num_given_np
@@ -227,7 +218,7 @@ class BatchBuilder:
                 f"{list(self._block_sizes)} tokens per group."
             )
 
-    def _check_written_blocks(self, rows: "_ScheduledRows") -> None:
+    def _check_written_blocks(self, rows: ScheduledRows) -> None:
         """No token is written to the null block, whose zeros are copied where memory must be clean.
 
         Left of a window the table has null blocks, or blocks that the request has given back and
@@ -247,30 +238,8 @@ class BatchBuilder:
                 )
 
 
-class _ScheduledRows:
-    """The requests of a step, and all tokens that it computes, one request behind the other."""
-
-    def __init__(
-        self,
-        req_ids: list[str],
-        *,
-        rows_np: np.ndarray,  # i32[num_reqs], rows in the `InputBatch`
-        num_scheduled_np: np.ndarray,  # i32[num_reqs]
-        num_computed_tokens_np: np.ndarray,  # i32[max_num_seqs], of all rows
-    ) -> None:
-        self.req_ids = req_ids
-        self.rows_np = rows_np
-        self.num_scheduled_np = num_scheduled_np
-        self.num_computed_np = num_computed_tokens_np[rows_np]  # i32[num_reqs]
-        self.ends_np = np.cumsum(num_scheduled_np, dtype=np.int32)  # i32[num_reqs]
-        num_reqs = len(req_ids)
-        # i32[num_tokens] from here on.
-        self.req_of_token_np = np.repeat(np.arange(num_reqs, dtype=np.int32), num_scheduled_np)
-        self.row_of_token_np = rows_np[self.req_of_token_np]
-        # Position = place in the step + (tokens computed before - start of the token's request).
-        shift_np = self.num_computed_np - (self.ends_np - num_scheduled_np)
-        num_tokens = len(self.req_of_token_np)
-        self.positions_np = np.arange(num_tokens, dtype=np.int32) + shift_np[self.req_of_token_np]
+def _variants_of(features: Sequence[FeatureStep]) -> tuple[StepVariant, ...]:
+    return tuple(feature.variant for feature in features if feature.variant is not None)
 
 
 def _make_buffer(shape: StepShape | BurstShape) -> tuple[np.ndarray, dict[str, np.ndarray]]:

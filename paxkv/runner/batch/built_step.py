@@ -4,23 +4,8 @@ import dataclasses
 
 import numpy as np
 
+from paxkv.runner.features.base import FeatureStep
 from paxkv.runner.programs.bucketing import BurstShape, StepShape
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PromptSpan:
-    """Tokens of one request's prompt in a step; each finds what is wanted of the next one.
-
-    Args:
-        req_idx: The request's row in the step.
-        start: Of the first token in the step.
-        position: Of the first token in the prompt.
-    """
-
-    req_idx: int
-    start: int
-    position: int
-    num_tokens: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +20,7 @@ class BuiltStep:
             one of them ends it; 0 while its prompt is not finished.
         num_drawn_of_each: The one number in it; None where they differ.
         num_padded_tokens: Tokens that it computes for nobody.
-        prompt_spans: Parts of prompts whose log-probabilities it finds.
+        features: What step features do in it.
     """
 
     shape: StepShape | BurstShape
@@ -45,4 +30,4 @@ class BuiltStep:
     num_drawn_np: np.ndarray
     num_drawn_of_each: int | None
     num_padded_tokens: int
-    prompt_spans: tuple[PromptSpan, ...] = ()
+    features: tuple[FeatureStep, ...] = ()

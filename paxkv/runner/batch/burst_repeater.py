@@ -8,7 +8,7 @@ import numpy as np
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.runner.batch.built_step import BuiltStep
 from paxkv.runner.batch.input_batch import InputBatch
-from paxkv.runner.batch.packed_layout import PackedLayout
+from paxkv.runner.batch.packed_layout import PackedLayout, table_field
 
 
 class BurstRepeater:
@@ -20,11 +20,8 @@ class BurstRepeater:
     and takes some ten microseconds, however few the rows.
     """
 
-    def __init__(
-        self, input_batch: InputBatch, block_sizes: Sequence[int], built: BuiltStep
-    ) -> None:
+    def __init__(self, input_batch: InputBatch, built: BuiltStep) -> None:
         self._rows = input_batch
-        self._block_sizes = tuple(block_sizes)
         self._last = built
         self._spans = PackedLayout(built.shape).spans()
         self._places_np = np.arange(len(built.rows_np), dtype=np.int32)
@@ -53,9 +50,9 @@ class BurstRepeater:
         if not (positions_np == self._positions_np).all():
             return None
         packed_np = last.packed_np.copy()
-        tables_np = self._view(packed_np, "block_tables")
-        self._copy_tables(tables_np, grown_rows)
-        if not self._have_blocks(tables_np, positions_np, num_steps):
+        groups_np = self._views_of_groups(packed_np)
+        self._copy_tables([group_np for group_np, _ in groups_np], grown_rows)
+        if not self._have_blocks(groups_np, positions_np, num_steps):
             return None
         self._view(packed_np, "positions")[:num_reqs] = positions_np
         self._view(packed_np, "token_source")[:num_reqs] = self._places_np
@@ -67,9 +64,17 @@ class BurstRepeater:
         words, dims = self._spans[name]
         return packed_np[words].reshape(dims)
 
+    def _views_of_groups(self, packed_np: np.ndarray) -> list[tuple[np.ndarray, int]]:
+        """The block tables i32[num_reqs, max_blocks_per_req] of each group, and its block size."""
+        return [
+            (group_np, table.block_size)
+            for inputs_idx, table in enumerate(self._last.shape.tables)
+            for group_np in self._view(packed_np, table_field(inputs_idx))
+        ]
+
     def _copy_tables(
         self,
-        tables_np: np.ndarray,  # i32[num_groups, num_reqs, max_blocks_per_req]
+        groups_np: Sequence[np.ndarray],  # i32[num_reqs, max_blocks_per_req] each
         grown_rows: Sequence[int],
     ) -> None:
         # Rows that got blocks and are not in the step are in none of its places.
@@ -77,18 +82,18 @@ class BurstRepeater:
         if not rows:
             return
         places = [self._place_of_row[row_idx] for row_idx in rows]
-        for group_np, table in zip(tables_np, self._rows.block_tables.tables, strict=True):
+        for group_np, table in zip(groups_np, self._rows.block_tables.tables, strict=True):
             group_np[places] = table.block_ids_np[rows]
 
     def _have_blocks(
         self,
-        tables_np: np.ndarray,  # i32[num_groups, num_reqs, max_blocks_per_req]
+        groups_np: Sequence[tuple[np.ndarray, int]],  # of `_views_of_groups`
         positions_np: np.ndarray,  # i32[num_reqs]
         num_steps: int,
     ) -> bool:
         """Whether all tokens go to blocks of their rows, which have the null block behind them."""
         last_position = int(positions_np.max()) + num_steps - 1
-        for group_np, block_size in zip(tables_np, self._block_sizes, strict=True):
+        for group_np, block_size in groups_np:
             if last_position >= group_np.shape[1] * block_size:
                 return False
             for step_idx in {*range(0, num_steps, block_size), num_steps - 1}:

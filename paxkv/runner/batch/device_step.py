@@ -1,6 +1,6 @@
 """`DeviceStep`: a step on its way; brings its tokens home and writes them into the rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ from paxkv.contracts.scheduler_output import (
 from paxkv.errors import InvariantError
 from paxkv.runner.batch.built_step import BuiltStep
 from paxkv.runner.batch.input_batch import CachedRequestState, InputBatch
+from paxkv.runner.features.base import StepVariant
 from paxkv.runner.sampling.logits_check import LogitsCheck
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN, read_logprobs
 from paxkv.runner.sampling.wide_logprobs import append_logits
@@ -39,7 +40,7 @@ class DeviceStep:
     Attributes:
         result: i32[max_steps, num_reqs, RESULT_WIDTH], on the device; None before its tokens are
             drawn, and after they were fetched.
-        prompt_result: i32[num_tokens, RESULT_WIDTH], on the device; None where it has none.
+        feature_results: Results of step features on the device, by variant and by name.
         grammar_rows: Requests that draw a token which a grammar binds, and their rows in the step.
     """
 
@@ -47,7 +48,7 @@ class DeviceStep:
         self, *, built: BuiltStep, rows: InputBatch, logits_check: LogitsCheck | None = None
     ) -> None:
         self.result: jax.Array | None = None
-        self.prompt_result: jax.Array | None = None
+        self.feature_results: dict[StepVariant, Mapping[str, jax.Array]] = {}
         self._logits_np: np.ndarray | None = None
         self._built = built
         self._rows = rows
@@ -60,34 +61,13 @@ class DeviceStep:
         self._states = (
             [rows.requests[req_id] for req_id in built.req_ids] if rows.num_wanting_more else None
         )
-        self._first_draws: list[CachedRequestState] = []
-        self.grammar_rows: dict[str, int] = {}
-        if self._states is not None:
-            self._note_wishes(self._states)
+        self.grammar_rows: dict[str, int] = {
+            state.req_id: req_idx
+            for req_idx, state in enumerate(self._states or [])
+            if state.needs_grammar and built.num_drawn_np[req_idx] > 0
+        }
         self._draw: Callable[[np.ndarray], jax.Array] | None = None
         self._mask_dims = (0, 0)
-
-    def _note_wishes(self, states: list[CachedRequestState]) -> None:
-        """Finds out who draws by a grammar, and whose prompt's log-probabilities are complete."""
-        rows = self._rows
-        rows.settle()
-        drawing = [
-            (req_idx, state)
-            for req_idx, (state, num_drawn) in enumerate(
-                zip(states, self._built.num_drawn_np, strict=True)
-            )
-            if num_drawn > 0
-        ]
-        self.grammar_rows = {
-            state.req_id: req_idx for req_idx, state in drawing if state.needs_grammar
-        }
-        self._first_draws = [
-            state
-            for req_idx, state in drawing
-            if state.prompt_results_np is not None
-            and rows.num_tokens_np[state.row_idx] + rows.num_pending_np[state.row_idx]
-            == state.num_prompt_tokens
-        ]
 
     @property
     def needs_bitmask(self) -> bool:
@@ -146,21 +126,15 @@ class DeviceStep:
             raise InvariantError("the step has drawn no tokens: `start_sampling` comes first.")
         if self.result is None:
             raise InvariantError("the tokens of a step are fetched once.")
-        result_np, prompt_np = _fetch(self.result), _fetch(self.prompt_result)
-        self.result = self.prompt_result = None
+        result_np, self.result = _fetch(self.result), None
         if self._logits_np is not None:
             result_np = append_logits(result_np, self._logits_np)
-        for span in self._built.prompt_spans:
-            prompt_results_np = self._states[span.req_idx].prompt_results_np
-            width = prompt_results_np.shape[1]
-            found_np = prompt_np[span.start : span.start + span.num_tokens, :width]
-            prompt_results_np[span.position : span.position + span.num_tokens] = found_np
         req_ids = self._built.req_ids
         if self._logits_check is not None:
             num_drawn_np, unfinished = self._built.num_drawn_np, self._rows.requests.keys()
             self._logits_check.look(req_ids, num_drawn_np, result_np, unfinished=unfinished)
         sampled_token_ids = self._take_tokens(result_np)
-        return ModelRunnerOutput(
+        output = ModelRunnerOutput(
             req_ids=req_ids,
             sampled_token_ids=sampled_token_ids,
             logprobs=(
@@ -173,14 +147,12 @@ class DeviceStep:
                     )
                 ]
             ),
-            prompt_logprobs={
-                state.req_id: [
-                    read_logprobs(row_np, state.sampling_params.prompt_logprobs)
-                    for row_np in state.prompt_results_np
-                ]
-                for state in self._first_draws
-            },
         )
+        for feature in self._built.features:
+            results = self.feature_results.pop(feature.variant, {})
+            found = {name: _fetch(array) for name, array in results.items()}
+            output = feature.finish(output, found)
+        return output
 
     def _take_tokens(
         self,
@@ -225,10 +197,8 @@ class DeviceStep:
         return [read_logprobs(result_row_np, num_logprobs) for result_row_np in result_rows_np]
 
 
-def _fetch(array: jax.Array | None) -> np.ndarray | None:
+def _fetch(array: jax.Array) -> np.ndarray:
     """Waits for an array and brings it home; `device_get` would take 5 times as long."""
-    if array is None:
-        return None
     # Under a transfer guard too: this is the one place that fetches.
     with jax.transfer_guard_device_to_host("allow"):
         return np.asarray(array)

@@ -42,17 +42,8 @@ class GenerateShape:
                 raise ConfigError(f"{field.name} must be an integer of at least 1, got {value!r}.")
 
     @property
-    def max_blocks_per_req(self) -> int:
-        # The last token is drawn and returned, but its key and value are never needed.
-        return -(-(self.max_prompt_len + self.max_new_tokens - 1) // self.block_size)
-
-    @property
     def max_tokens_per_row(self) -> int:
         return self.max_prompt_len + self.max_new_tokens
-
-    def num_blocks(self, num_groups: int) -> int:
-        """Blocks of the cache; each row has its own in every group of layers, and 0 is null."""
-        return 1 + num_groups * self.batch_size * self.max_blocks_per_req
 
 
 @jax.tree_util.register_dataclass

@@ -2,6 +2,7 @@
 
 import dataclasses
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from paxkv.contracts.scheduler_output import CachedRequestData, NewRequestData, 
 from paxkv.errors import InvariantError
 from paxkv.runner.batch.block_table import BlockTable, MultiGroupBlockTable
 from paxkv.runner.batch.packed_layout import MAX_ENDING_IDS
+from paxkv.runner.programs.bucketing import TableShape
 from paxkv.runner.sampling.row_state import pack_row, processors_of
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
 from paxkv.runner.sampling.sampling_columns import (
@@ -19,7 +21,6 @@ from paxkv.runner.sampling.sampling_columns import (
     encode_sampling_params,
     seed_of_request,
 )
-from paxkv.runner.sampling.wide_logprobs import result_width
 
 # Of so many steps the tokens are kept before they are written into the rows together.
 MAX_LATE_STEPS = 32
@@ -39,19 +40,14 @@ class CachedRequestState:
     early_end_ids: tuple[int, ...]
     has_row_state: bool  # whether the device keeps a row of it
     needs_grammar: bool
-    num_prompt_tokens: int
-    # Log-probabilities of the prompt's tokens but the first, i32[num_prompt_tokens - 1,
-    # result_width]; None where nobody asked for them.
-    prompt_results_np: np.ndarray | None
 
     @property
     def wants_more_than_tokens(self) -> bool:
-        """Whether there is more to its answers: log-probabilities, or a grammar's mask."""
-        return (
-            self.sampling_params.logprobs is not None
-            or self.prompt_results_np is not None
-            or self.needs_grammar
-        )
+        """Whether there is more to its answers: log-probabilities, or a grammar's mask.
+
+        What step features add does not count.
+        """
+        return self.sampling_params.logprobs is not None or self.needs_grammar
 
 
 class InputBatch:
@@ -89,9 +85,6 @@ class InputBatch:
         self.sampling_rows_np = np.zeros((max_num_seqs, NUM_COLUMNS), np.int32)
         self.ending_ids_np = np.full((max_num_seqs, MAX_ENDING_IDS), NO_TOKEN, np.int32)
         self.first_end_np = np.zeros(max_num_seqs, np.int32)
-        # Tokens of the prompt for whose next ones log-probabilities are wanted: 0 where nobody
-        # asked for them, or has had them.
-        self.num_prompt_results_np = np.zeros(max_num_seqs, np.int32)
         # Place of the row's last token among those that the last step drew; -1 if it drew none.
         self.prev_sampled_idx_np = np.full(max_num_seqs, -1, np.int32)
         # `num_changes` when the row was last taken or given back: tokens that were drawn for it
@@ -121,25 +114,25 @@ class InputBatch:
         *,
         max_num_seqs: int,
         max_model_len: int,
-        max_blocks_per_req: int,
-        num_groups: int,
+        tables: Sequence[TableShape],
         num_blocks: int,
         vocab_size: int,
         seed: int,
     ) -> "InputBatch":
         """An empty batch whose block tables have these dimensions."""
-        tables = [
+        group_tables = [
             BlockTable(
                 max_num_seqs=max_num_seqs,
-                max_blocks_per_req=max_blocks_per_req,
+                max_blocks_per_req=table.max_blocks_per_req,
                 num_blocks=num_blocks,
             )
-            for _ in range(num_groups)
+            for table in tables
+            for _ in range(table.num_groups)
         ]
         return cls(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
-            block_tables=MultiGroupBlockTable(tables),
+            block_tables=MultiGroupBlockTable(group_tables),
             vocab_size=vocab_size,
             seed=seed,
         )
@@ -310,18 +303,6 @@ class InputBatch:
                 bool(processors & ~(Processors.GRAMMAR | Processors.SHOWN)) or params.min_tokens > 0
             ),
             needs_grammar=new_req.needs_grammar,
-            num_prompt_tokens=len(new_req.prompt_token_ids),
-            prompt_results_np=(
-                None
-                if params.prompt_logprobs is None
-                else np.zeros(
-                    (
-                        len(new_req.prompt_token_ids) - 1,
-                        result_width(params.prompt_logprobs, self._vocab_size),
-                    ),
-                    np.int32,
-                )
-            ),
         )
         self.requests[new_req.req_id] = state
         self._take_row(state, new_req.prompt_token_ids)
@@ -362,12 +343,6 @@ class InputBatch:
         self.num_pending_np[row_idx] = 0
         self.sampling_rows_np[row_idx] = state.sampling_row_np
         self.sampling_rows_np[row_idx, ROW] = row_idx
-        # They go out with the first new token: who has one has had them.
-        wants_prompt = state.prompt_results_np is not None
-        is_new = len(token_ids) == state.num_prompt_tokens
-        self.num_prompt_results_np[row_idx] = (
-            state.num_prompt_tokens - 1 if wants_prompt and is_new else 0
-        )
         if state.has_row_state:
             self._started.append(state)
         self.ending_ids_np[row_idx] = state.ending_ids_np

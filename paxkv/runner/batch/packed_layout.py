@@ -6,11 +6,17 @@ import math
 import jax
 import numpy as np
 
+from paxkv.errors import InvariantError
 from paxkv.runner.programs.bucketing import BurstShape, StepShape
 from paxkv.runner.sampling.sampling_columns import NUM_COLUMNS
 
 # Tokens that end a request and that a burst looks for; of more, the scheduler finds the others.
 MAX_ENDING_IDS = 8
+
+
+def table_field(inputs_idx: int) -> str:
+    """The field with the block tables of `ForwardBatch.groups[inputs_idx]`."""
+    return f"block_tables_{inputs_idx}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,12 +29,19 @@ class PackedLayout:
     shape: StepShape | BurstShape
 
     def fields(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each field, in the order of the buffer; all are int32."""
+        """Shape of each field, in the order of the buffer; all are int32.
+
+        Raises:
+            InvariantError: A feature of the step has a field with a name that is taken.
+        """
         s = self.shape
-        tables = {"block_tables": (s.num_groups, s.num_reqs, s.max_blocks_per_req)}
+        tables = {
+            table_field(i): (table.num_groups, s.num_reqs, table.max_blocks_per_req)
+            for i, table in enumerate(s.tables)
+        }
         if isinstance(s, BurstShape):
             return _tokens(s.num_reqs) | tables | _burst_fields(s)
-        return _tokens(s.num_tokens) | tables | _step_fields(s)
+        return _add_features(_tokens(s.num_tokens) | tables | _step_fields(s), s)
 
     @property
     def num_words(self) -> int:
@@ -69,16 +82,27 @@ def _tokens(num_tokens: int) -> dict[str, tuple[int, ...]]:
 
 
 def _step_fields(s: StepShape) -> dict[str, tuple[int, ...]]:
-    # The token that follows each one, where that is one of the prompt.
-    next_ids = {"next_ids": (s.num_tokens,)} if s.has_prompt_logprobs else {}
-    return next_ids | {
+    return {
         "query_start_loc": (s.num_reqs + 1,),
-        "seq_lens": (s.num_groups, s.num_reqs),
+        "seq_lens": (s.num_reqs,),
         "logits_indices": (s.num_logits,),
         "sampling_rows": (s.num_logits, NUM_COLUMNS),
         # Of the token that the row draws; 0 where it draws none.
         "draw_position": (s.num_logits,),
     }
+
+
+def _add_features(fields: dict[str, tuple[int, ...]], s: StepShape) -> dict[str, tuple[int, ...]]:
+    for variant in s.features:
+        added = variant.fields(num_tokens=s.num_tokens, num_reqs=s.num_reqs)
+        taken = fields.keys() & added.keys()
+        if taken:
+            raise InvariantError(
+                f"{variant} adds fields that the buffer of a step has already: {sorted(taken)}. "
+                "Give them other names."
+            )
+        fields = fields | added
+    return fields
 
 
 def _burst_fields(s: BurstShape) -> dict[str, tuple[int, ...]]:

@@ -1,23 +1,15 @@
-"""The KV cache's device arrays: their dtype, their sharding, and their allocation."""
-
-import functools
-from collections.abc import Callable, Sequence
+"""The KV cache's pages on the device: their dtype, their sharding, and their allocation."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 import pallas_kernels
-from models import KVCache, Platform
+from models import Pages, Platform
+from models.kernel_settings import PAGES_BY_DEVICE
 from models.weight_rule import MODEL_AXIS
-from paxkv.contracts.kv_cache_spec import (
-    AttentionSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    SlidingWindowSpec,
-)
+from paxkv.contracts.kv_cache_spec import KVCacheConfig
 from paxkv.errors import ConfigError
 
 
@@ -47,94 +39,63 @@ def device_mesh(device: jax.Device) -> Mesh:
 
 
 def kv_cache_sharding(mesh: Mesh) -> NamedSharding:
-    """KV heads over `MODEL_AXIS`; the other axes of the cache whole."""
-    return NamedSharding(mesh, PartitionSpec(None, None, MODEL_AXIS, None, None))
+    """Each device has its own part of every page, with its own heads."""
+    return NamedSharding(mesh, PAGES_BY_DEVICE)
 
 
-def page_spec(groups: Sequence[KVCacheGroupSpec]) -> AttentionSpec:
-    """The one page format of all groups.
+def abstract_kv_cache(
+    config: KVCacheConfig, mesh: Mesh, platform: Platform, kv_dtype: str
+) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of the pages, for compiling without memory for them.
 
-    Raises:
-        ConfigError: They differ, or have one that these arrays cannot hold.
-    """
-    for group in groups:
-        spec = group.kv_cache_spec
-        # Exactly these: of the kinds derived from them, some have no V and some another layout.
-        if type(spec) not in (FullAttentionSpec, SlidingWindowSpec) or spec.page_size_padded:
-            raise ConfigError(
-                f"layers {list(group.layer_names)} cache in a format that cannot be computed with "
-                f"yet: got {spec}, wanted full or sliding-window attention without padding. "
-                "Use another model."
-            )
-    # TODO: drop when the cache is raw storage, cast to a layer's own format after the gather.
-    if len({_page_format(group.kv_cache_spec) for group in groups}) > 1:
-        formats = [(list(g.layer_names), _page_format(g.kv_cache_spec)) for g in groups]
-        raise ConfigError(
-            "all layers must cache in one format (block_size, num_kv_heads, head_size, "
-            f"head_size_v, dtype) to be computed with, got {formats}. Use another model."
-        )
-    return groups[0].kv_cache_spec
-
-
-def abstract_kv_cache(config: KVCacheConfig, mesh: Mesh) -> KVCache:
-    """Shapes, dtypes and shardings of the cache, for compiling without memory for it.
+    Args:
+        kv_dtype: Of keys and values.
 
     Raises:
-        ConfigError: The cache has more slots than an int32 can count, or groups' pages differ.
+        ConfigError: The cache has more slots than an int32 can count.
     """
-    spec = page_spec(config.kv_cache_groups)
+    block_size = max(group.kv_cache_spec.block_size for group in config.kv_cache_groups)
     try:
-        pallas_kernels.pad_slot(config.num_rows, config.num_blocks, spec.block_size)
+        pallas_kernels.pad_slot(config.num_rows, config.num_blocks, block_size)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return _map_arrays(
-        config, functools.partial(jax.ShapeDtypeStruct, sharding=kv_cache_sharding(mesh))
-    )
+    shape, dtype = _shape_and_dtype(config, platform, kv_dtype)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=kv_cache_sharding(mesh))
 
 
-def empty_kv_cache(config: KVCacheConfig) -> KVCache:
-    """A cache of zeros inside a program, on one device. Raises as `page_spec`."""
-    return _map_arrays(config, jnp.zeros)
+def empty_kv_cache(config: KVCacheConfig, platform: Platform, kv_dtype: str) -> Pages:
+    """Pages of zeros inside a program, on one device."""
+    return jnp.zeros(*_shape_and_dtype(config, platform, kv_dtype))
 
 
-def _map_arrays(
-    config: KVCacheConfig, make: Callable[[tuple[int, ...], jnp.dtype], object]
-) -> KVCache:
-    """`make(shape, dtype)` for each array of the cache."""
-    spec = page_spec(config.kv_cache_groups)
-    shape = (config.num_rows, config.num_blocks, spec.num_kv_heads, spec.block_size)
-    dtype = jnp.dtype(spec.dtype)
-    return KVCache(
-        k=make((*shape, spec.head_size), dtype), v=make((*shape, _head_size_v(spec)), dtype)
-    )
+def _shape_and_dtype(
+    config: KVCacheConfig, platform: Platform, kv_dtype: str
+) -> tuple[tuple[int, ...], jnp.dtype]:
+    """Of the pages. All groups' pages have the same bytes, whatever they hold."""
+    dtype = jnp.dtype(platform.page_dtype(kv_dtype))
+    page_bytes = config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
+    page = platform.page_shape(page_bytes // dtype.itemsize)
+    return (config.num_rows, config.num_blocks, *page), dtype
 
 
-def allocate_kv_cache(config: KVCacheConfig, mesh: Mesh) -> KVCache:
-    """The cache, all zeros.
+def allocate_kv_cache(
+    config: KVCacheConfig, mesh: Mesh, platform: Platform, kv_dtype: str
+) -> Pages:
+    """The pages, all zeros.
 
     Raises:
         ConfigError: There is no memory for it, or as `abstract_kv_cache` does.
     """
-    arrays = abstract_kv_cache(config, mesh)
+    pages = abstract_kv_cache(config, mesh, platform, kv_dtype)
     try:
-        return jax.tree.map(
-            lambda array: jnp.zeros(array.shape, array.dtype, device=array.sharding), arrays
-        )
+        return jnp.zeros(pages.shape, pages.dtype, device=pages.sharding)
     except jax.errors.JaxRuntimeError as error:
         if not str(error).startswith("RESOURCE_EXHAUSTED"):
             raise
         reason = str(error).rstrip(".")
-        num_mib = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(arrays)) >> 20
+        num_mib = pages.size * pages.dtype.itemsize >> 20
         raise ConfigError(
             f"there is no memory for a KV cache of {num_mib:,} MiB ({config.num_blocks} blocks): "
             f"{reason}. Set a smaller cpu_kv_cache_bytes on the CPU, elsewhere a smaller "
             "gpu_memory_utilization; or num_gpu_blocks_override."
         ) from error
-
-
-def _page_format(spec: AttentionSpec) -> tuple[int | str, ...]:
-    return (spec.block_size, spec.num_kv_heads, spec.head_size, _head_size_v(spec), spec.dtype)
-
-
-def _head_size_v(spec: AttentionSpec) -> int:
-    return spec.head_size if spec.head_size_v is None else spec.head_size_v

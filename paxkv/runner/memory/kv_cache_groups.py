@@ -1,20 +1,25 @@
 """How a model's layers form KV cache groups whose pages agree, so that one pool serves them all."""
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+import itertools
+from collections.abc import Hashable, Mapping
 
-from models import CachePlace, LayerKVSpec
+from models import AttentionFormat, CacheFormat, CachePlace, DecoderSpec, LayerPlaces
 from paxkv.contracts.kv_cache_spec import (
     AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     cdiv,
 )
 from paxkv.errors import ConfigError, InvariantError
+from paxkv.runner.programs.bucketing import TableShape
 
 # Up to this ratio of layers of the commonest to the rarest kind, padding beats more groups.
 _MAX_PADDED_RATIO = 1.25
@@ -22,28 +27,50 @@ _MAX_PADDED_RATIO = 1.25
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheGroups:
-    """A KV cache but for the number of its blocks; fields as in `KVCacheConfig`."""
+    """A KV cache but for the number of its blocks; fields as in `KVCacheConfig`.
+
+    Args:
+        formats: Full name -> format of each cache, in pages that agree; empty where nothing is
+            computed, as where a trace is replayed.
+        padded_shares: Full name -> the share of each page that is padding, of caches with any.
+    """
 
     kv_cache_groups: tuple[KVCacheGroupSpec, ...]
     kv_sharing_targets: tuple[tuple[str, str], ...] = ()
+    formats: Mapping[str, CacheFormat] = dataclasses.field(default_factory=dict)
+    padded_shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
-    def places(self, layers: Sequence[LayerKVSpec]) -> tuple[CachePlace, ...]:
-        """Where each layer finds its keys and values; one that shares them, where its target does.
+    def tables(self, max_model_len: int) -> tuple[TableShape, ...]:
+        """The block tables of a step: groups next to each other share an array if they can."""
+        return tuple(
+            TableShape(
+                num_groups=len(specs),
+                max_blocks_per_req=max(spec.max_blocks_per_req(max_model_len) for spec in specs),
+                block_size=specs[0].block_size,
+            )
+            for specs in self._specs_by_inputs()
+        )
+
+    def places(self, spec: DecoderSpec) -> tuple[LayerPlaces, ...]:
+        """Where each layer finds its caches; one that it shares, where its owner does.
 
         Raises:
-            InvariantError: A layer is in no group.
+            InvariantError: A cache is in no group.
         """
-        found = {
-            name: CachePlace(group_idx=group_idx, row=row)
-            for group_idx, group in enumerate(self.kv_cache_groups)
-            for row, name in enumerate(group.layer_names)
-        }
-        owners = [layer.kv_sharing_target or layer.name for layer in layers]
-        if missing := [name for name in owners if name not in found]:
+        found = self._find_places()
+        owners = spec.owners
+        names = [layer.full_name(name) for layer in spec.layers for name, _ in layer.caches]
+        if missing := [name for name in names if owners.get(name, name) not in found]:
             raise InvariantError(
-                f"layers {missing} are in no KV cache group; the groups have {sorted(found)}."
+                f"caches {missing} are in no KV cache group; the groups have {sorted(found)}."
             )
-        return tuple(found[name] for name in owners)
+        return tuple(
+            tuple(
+                (name, found[owners.get(layer.full_name(name), layer.full_name(name))])
+                for name, _ in layer.caches
+            )
+            for layer in spec.layers
+        )
 
     def config(self, num_blocks: int) -> KVCacheConfig:
         return KVCacheConfig(
@@ -52,42 +79,144 @@ class KVCacheGroups:
             kv_sharing_targets=self.kv_sharing_targets,
         )
 
+    def _find_places(self) -> dict[str, CachePlace]:
+        found = {}
+        groups = iter(self.kv_cache_groups)
+        for inputs_idx, specs in enumerate(self._specs_by_inputs()):
+            for group_idx, _ in enumerate(specs):
+                for row, name in enumerate(next(groups).layer_names):
+                    found[name] = CachePlace(
+                        format=self.formats[name],
+                        inputs_idx=inputs_idx,
+                        group_idx=group_idx,
+                        row=row,
+                    )
+        return found
 
-def attention_spec(layer: LayerKVSpec, *, block_size: int, dtype: str) -> AttentionSpec:
-    """The KV format of a model's layer."""
-    if layer.sliding_window is None:
-        return FullAttentionSpec(
-            block_size=block_size,
-            num_kv_heads=layer.num_kv_heads,
-            head_size=layer.head_dim,
-            dtype=dtype,
-            sliding_window=layer.unified_window,
-        )
-    return SlidingWindowSpec(
-        block_size=block_size,
-        num_kv_heads=layer.num_kv_heads,
-        head_size=layer.head_dim,
-        dtype=dtype,
-        sliding_window=layer.sliding_window,
+    def _specs_by_inputs(self) -> list[list[KVCacheSpec]]:
+        specs = (group.kv_cache_spec for group in self.kv_cache_groups)
+        return [list(run) for _, run in itertools.groupby(specs, key=_inputs_kind)]
+
+
+def _inputs_kind(spec: KVCacheSpec) -> Hashable:
+    """Equal for groups whose block tables may lie in one array: what each entry means is alike."""
+    own_meaning = type(spec) if isinstance(spec, (MambaSpec, CrossAttentionSpec)) else None
+    return spec.block_size, own_meaning
+
+
+def groups_of_spec(spec: DecoderSpec, *, block_size: int, head_dim_step: int = 1) -> KVCacheGroups:
+    """The groups of a model's caches.
+
+    Args:
+        block_size: Of the caches with the largest pages; others have it times a power of two.
+        head_dim_step: `Platform.head_dim_step`.
+
+    Raises:
+        ConfigError: As `make_kv_cache_groups`; or no pages of one size hold all caches.
+    """
+    own = spec.own_formats
+    agreed = agree_on_pages(
+        {name: _on_platform(cache, head_dim_step) for name, cache in own.items()}, block_size
     )
-
-
-def groups_of_layers(
-    layers: tuple[LayerKVSpec, ...], *, block_size: int, dtype: str
-) -> KVCacheGroups:
-    """The groups of a model's layers. Raises as `make_kv_cache_groups`."""
-    return make_kv_cache_groups(
+    groups = make_kv_cache_groups(
         {
-            layer.name: attention_spec(layer, block_size=block_size, dtype=dtype)
-            for layer in layers
-            if layer.kv_sharing_target is None
+            name: cache_spec(cache, size, page_bytes)
+            for name, (cache, size, page_bytes) in agreed.items()
         },
-        kv_sharing_targets={
-            layer.name: layer.kv_sharing_target
-            for layer in layers
-            if layer.kv_sharing_target is not None
-        },
+        kv_sharing_targets=spec.owners,
     )
+    padded_shares = {}
+    for name, (_, size, page_bytes) in agreed.items():
+        if num_unused := page_bytes - own[name].page_bytes(size):
+            padded_shares[name] = num_unused / page_bytes
+    return dataclasses.replace(
+        groups,
+        formats={name: cache for name, (cache, _, _) in agreed.items()},
+        padded_shares=padded_shares,
+    )
+
+
+def _on_platform(cache: CacheFormat, head_dim_step: int) -> CacheFormat:
+    return cache.with_width_step(head_dim_step) if isinstance(cache, AttentionFormat) else cache
+
+
+def agree_on_pages(
+    formats: Mapping[str, CacheFormat], block_size: int
+) -> dict[str, tuple[CacheFormat, int, int]]:
+    """The caches in pages of one size: name -> format, block size and bytes of a page.
+
+    The largest page decides. Caches with smaller ones get larger blocks, by a power of two, and
+    what is left of their pages is padding.
+
+    Example: pages of 64 KiB, 16 KiB and 24 KiB at block size 16 -> block sizes 16, 64 and 32; a
+    quarter of the last one's pages is padding.
+
+    Raises:
+        ConfigError: A cache cannot lie in such pages.
+    """
+    own_bytes = {name: cache.page_bytes(block_size) for name, cache in formats.items()}
+    largest = max((own_bytes[name] for name in formats if formats[name].kind != "state"), default=0)
+    page_bytes = largest or max(own_bytes.values(), default=0)
+    agreed = {}
+    for name, cache in formats.items():
+        if own_bytes[name] > page_bytes:
+            raise ConfigError(
+                f"cache {name!r} keeps a state of {own_bytes[name]} bytes; wanted at most the "
+                f"{page_bytes} of a page: states that take several blocks are not supported yet. "
+                "Set a larger block_size."
+            )
+        num_fitting = 1 if cache.kind == "state" else page_bytes // own_bytes[name]
+        size = block_size << (num_fitting.bit_length() - 1)
+        wide = cache.with_page_bytes(page_bytes, size)
+        if wide is None:
+            raise ConfigError(
+                f"cache {name!r} cannot lie in the pages of the others: got {own_bytes[name]} "
+                f"bytes for a block of {block_size} tokens, and pages of {page_bytes}. Set another "
+                "KV cache dtype, or use another model."
+            )
+        agreed[name] = (wide, size, page_bytes)
+    return agreed
+
+
+def cache_spec(cache: CacheFormat, block_size: int, page_bytes: int) -> KVCacheSpec:
+    """What the block pool and the scheduler know of a format: its kind and the bytes of its pages.
+
+    Raises:
+        ConfigError: A cache of this kind cannot be planned yet.
+    """
+    if isinstance(cache, AttentionFormat):
+        fields = {
+            "block_size": block_size,
+            "num_kv_heads": cache.num_kv_heads,
+            "head_size": cache.head_dim,
+            "dtype": cache.dtype,
+        }
+        if cache.kind == "window":
+            return SlidingWindowSpec(**fields, sliding_window=cache.sliding_window)
+        if cache.kind == "chunk":
+            return ChunkedLocalAttentionSpec(**fields, attention_chunk_size=cache.chunk_size)
+        return FullAttentionSpec(
+            **fields, sliding_window=cache.sliding_window, attention_chunk_size=cache.chunk_size
+        )
+    own_bytes = cache.page_bytes(block_size)
+    padded_bytes = None if own_bytes == page_bytes else page_bytes
+    if cache.kind in ("latent", "index"):
+        # A vector a token, counted in bytes.
+        return MLAAttentionSpec(
+            block_size=block_size,
+            num_kv_heads=1,
+            head_size=own_bytes // block_size,
+            dtype="int8",
+            page_size_padded=padded_bytes,
+        )
+    if cache.kind == "state":
+        return MambaSpec(
+            block_size=block_size,
+            shapes=((own_bytes,),),
+            dtypes=("int8",),
+            page_size_padded=padded_bytes,
+        )
+    raise ConfigError(f"a cache of the kind {cache.kind!r} cannot be planned yet: got {cache}.")
 
 
 def group_layers(kinds: Mapping[str, Hashable]) -> tuple[tuple[str, ...], ...]:
@@ -149,11 +278,17 @@ def make_kv_cache_groups(
                 f"got {target!r}, wanted one of {sorted(cached)}."
             )
     unified = unify_page_sizes(cached)
+    groups = [
+        KVCacheGroupSpec(layer_names=names, kv_cache_spec=unified[names[0]])
+        for names in group_layers(unified)
+    ]
+    # Groups whose block tables may share an array, next to each other; else in their own order.
+    first_idx = {}
+    for group_idx, group in enumerate(groups):
+        first_idx.setdefault(_inputs_kind(group.kv_cache_spec), group_idx)
+    groups.sort(key=lambda group: first_idx[_inputs_kind(group.kv_cache_spec)])
     return KVCacheGroups(
-        kv_cache_groups=tuple(
-            KVCacheGroupSpec(layer_names=names, kv_cache_spec=unified[names[0]])
-            for names in group_layers(unified)
-        ),
+        kv_cache_groups=tuple(groups),
         kv_sharing_targets=tuple(targets.items()),
     )
 

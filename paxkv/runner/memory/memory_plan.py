@@ -1,7 +1,9 @@
 """How many KV blocks fit: from a setting, from the device's memory, or from the CPU's default."""
 
+import collections
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import jax
 
@@ -43,12 +45,14 @@ class MemoryPlan:
     Args:
         max_num_batched_tokens: Most tokens that one step computes of a request: sliding windows
             hold them besides the window.
+        padded_shares: See `KVCacheGroups`.
     """
 
     kv_cache_config: KVCacheConfig
     max_model_len: int
     max_num_batched_tokens: int
     reason: str
+    padded_shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def block_bytes(self) -> int:
@@ -109,8 +113,19 @@ class MemoryPlan:
             f"{' or '.join(map(str, block_sizes))} tokens{in_groups} ({dtypes}, "
             f"{self.token_bytes:.0f} bytes a token{late}, {_mib(self.pool_bytes)} in all; "
             f"{self.reason}): {self.num_tokens} tokens, or {self.num_longest_reqs} requests of "
-            f"{self.max_model_len}"
+            f"{self.max_model_len}{self._padding()}"
         )
+
+    def _padding(self) -> str:
+        """What of the pool is padding, for caches that share it with those of larger pages."""
+        counts = collections.Counter(self.padded_shares.values())
+        if not counts:
+            return ""
+        parts = [
+            f"{share:.1%} of the pages of {num} cache{'' if num == 1 else 's'}"
+            for share, num in counts.items()
+        ]
+        return f"; padding: {', '.join(parts)}"
 
     @property
     def _groups(self) -> tuple[KVCacheGroupSpec, ...]:
@@ -151,6 +166,7 @@ def plan_memory(
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
             reason="num_gpu_blocks_override",
+            padded_shares=groups.padded_shares,
         )
     if device_memory is None:
         num_blocks = cache_config.cpu_kv_cache_bytes // block_bytes
@@ -186,6 +202,7 @@ def plan_memory(
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
         reason=reason,
+        padded_shares=groups.padded_shares,
     )
 
 

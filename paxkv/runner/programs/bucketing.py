@@ -2,14 +2,26 @@
 
 import bisect
 import dataclasses
+import itertools
+from collections.abc import Sequence
 
 from models import Wants
 from paxkv.errors import InvariantError
+from paxkv.runner.features.base import StepVariant
 
 # Rows of a large vocabulary are long, and most steps with a prompt draw for few of their rows. With
 # bursts of 64 rows that all sample, hidden 512 and vocabulary 16,384: 306 tokens per CPU-second
 # with 8 at a time, 289 with 32 (one core with AVX-512, JAX 0.10.2).
 SAMPLED_CHUNK_ROWS = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TableShape:
+    """The block tables of some KV cache groups that a step has in one array (`GroupInputs`)."""
+
+    num_groups: int
+    max_blocks_per_req: int
+    block_size: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,8 +31,7 @@ class StepShape:
     Args:
         tile_tokens: The step goes through its tokens so many at a time, and not through tiles
             without any; None is all at once. Divides `num_tokens`.
-        has_prompt_logprobs: It finds log-probabilities of every token too.
-        num_prompt_logits: And hands over so many logits of each: the whole vocabulary, or 0.
+        features: What it computes besides, in the order of the runner's features.
         widths: Numbers of tokens that its layers compute, the least that holds those it has;
             rising, and the last is `num_tokens`. Empty is that one alone.
     """
@@ -28,20 +39,24 @@ class StepShape:
     num_tokens: int
     num_reqs: int
     num_logits: int  # at most one for each request, of its last token
-    num_groups: int
-    max_blocks_per_req: int
+    tables: tuple[TableShape, ...]
     tile_tokens: int | None = None
-    has_prompt_logprobs: bool = False
-    num_prompt_logits: int = 0
+    features: tuple[StepVariant, ...] = ()
     widths: tuple[int, ...] = ()
 
     @property
     def wants(self) -> Wants:
         """What the step needs of the model."""
-        if self.has_prompt_logprobs:
-            return Wants(logits="indices", hidden="all")
         # With as many rows either way, the last layer may as well be like the others.
-        return Wants(logits="last" if self.num_logits < self.num_tokens else "indices")
+        return self.add_wants(
+            Wants(logits="last" if self.num_logits < self.num_tokens else "indices")
+        )
+
+    def add_wants(self, wants: Wants) -> Wants:
+        """`wants`, and what the features need."""
+        for variant in self.features:
+            wants = variant.wants(wants)
+        return wants
 
     def num_computed(self, num_tokens: int) -> int:
         """Tokens that a step of `num_tokens` computes, padding included."""
@@ -62,8 +77,7 @@ class BurstShape:
 
     max_steps: int
     num_reqs: int
-    num_groups: int
-    max_blocks_per_req: int
+    tables: tuple[TableShape, ...]
     widths: tuple[int, ...] = ()
     chunk_rows: int = SAMPLED_CHUNK_ROWS
 
@@ -203,7 +217,7 @@ class StepBuckets:
         sampled_chunk_rows: Rows that the sampler of steps draws at a time; None is all at once.
         shares_programs: Neighbouring buckets of bursts are one program, which chooses among them,
             and so are those of steps.
-        num_prompt_logits: See `StepShape`.
+        feature_variants: For each step feature, its variants.
     """
 
     def __init__(
@@ -212,14 +226,14 @@ class StepBuckets:
         max_num_batched_tokens: int,
         max_num_seqs: int,
         max_decode_burst: int,
-        num_groups: int,
-        max_blocks_per_req: int,
+        tables: tuple[TableShape, ...],
         max_model_len: int,
         batch_invariant: bool = False,
         sampled_chunk_rows: int | None = SAMPLED_CHUNK_ROWS,
-        num_prompt_logits: int = 0,
         shares_programs: bool = False,
+        feature_variants: Sequence[Sequence[StepVariant]] = (),
     ) -> None:
+        self.tables = tables
         tile_tokens = INVARIANT_TILE_TOKENS if batch_invariant else None
         divide = share_programs if shares_programs else _one_by_one
         if tile_tokens is None:
@@ -232,30 +246,29 @@ class StepBuckets:
                 num_tokens=widths[-1],
                 num_reqs=min(widths[-1], max_num_seqs),
                 num_logits=min(widths[-1], max_num_seqs),
-                num_groups=num_groups,
-                max_blocks_per_req=max_blocks_per_req,
+                tables=tables,
                 tile_tokens=tile_tokens,
                 widths=widths if len(widths) > 1 else (),
             )
             for widths in token_widths
         )
-        # Few ask for it: one shape for steps of any size.
-        self.prompt_step_shape = dataclasses.replace(
-            self.step_shapes[-1], has_prompt_logprobs=True, num_prompt_logits=num_prompt_logits
-        )
+        self.feature_variants = tuple(itertools.chain.from_iterable(feature_variants))
+        self._feature_shapes = {
+            features: _with_features(self.step_shapes, features)
+            for features in _combinations(feature_variants)
+        }
         req_widths = () if batch_invariant else divide(decode_buckets(max_num_seqs))
         self._num_reqs = tuple(widths[-1] for widths in req_widths)
         self.burst_shapes = tuple(
             BurstShape(
                 max_steps=max_decode_burst,
                 num_reqs=widths[-1],
-                num_groups=num_groups,
-                max_blocks_per_req=max_blocks_per_req,
+                tables=tables,
                 widths=widths if len(widths) > 1 else (),
             )
             for widths in req_widths
         )
-        self._num_copies = copy_buckets(max_num_seqs * num_groups)
+        self._num_copies = copy_buckets(max_num_seqs * sum(table.num_groups for table in tables))
         self.copy_shapes = tuple(CopyShape(num_copies=count) for count in self._num_copies)
         self.sampler_shape = SamplerShape(
             num_rows=max_num_seqs,
@@ -268,7 +281,7 @@ class StepBuckets:
     def largest_first(self) -> tuple[ProgramShape, ...]:
         """Every shape, in an order in which the longest compilations begin first."""
         return (
-            self.prompt_step_shape,
+            *(shape for shapes in self._feature_shapes.values() for shape in shapes[::-1]),
             *self.step_shapes[::-1],
             *self.burst_shapes[::-1],
             self.sampler_shape,
@@ -281,12 +294,17 @@ class StepBuckets:
         """The largest shape of each kind."""
         return (
             self.step_shapes[-1],
-            self.prompt_step_shape,
+            *(shapes[-1] for shapes in self._feature_shapes.values()),
             *self.burst_shapes[-1:],
             self.copy_shapes[-1],
             self.sampler_shape,
             self.row_shape,
         )
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """The block size of every KV cache group."""
+        return tuple(table.block_size for table in self.tables for _ in range(table.num_groups))
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -298,13 +316,15 @@ class StepBuckets:
         """Whether steps of one token a request are bursts."""
         return bool(self.burst_shapes)
 
-    def shape_for(self, num_tokens: int) -> StepShape:
-        """The smallest step that holds `num_tokens`.
+    def shape_for(self, num_tokens: int, features: tuple[StepVariant, ...] = ()) -> StepShape:
+        """The smallest step with these features that holds `num_tokens`.
 
         Raises:
             InvariantError: The scheduler went over its budget, or scheduled nothing.
         """
-        return self.step_shapes[_find_bucket(self._num_tokens, num_tokens, "tokens")]
+        bucket_idx = _find_bucket(self._num_tokens, num_tokens, "tokens")
+        shapes = self._feature_shapes[features] if features else self.step_shapes
+        return shapes[min(bucket_idx, len(shapes) - 1)]
 
     def burst_shape_for(self, num_reqs: int) -> BurstShape:
         """The smallest burst that holds `num_reqs`.
@@ -318,6 +338,27 @@ class StepBuckets:
         """The smallest shape that holds `num_copies`, or the largest: then several are needed."""
         num_smaller = bisect.bisect_left(self._num_copies, num_copies)
         return self.copy_shapes[min(num_smaller, len(self.copy_shapes) - 1)]
+
+
+def _combinations(
+    feature_variants: Sequence[Sequence[StepVariant]],
+) -> list[tuple[StepVariant, ...]]:
+    """What may meet in a step: at most one variant of each feature, and at least one; most first.
+
+    Example: (a, b), (c) -> ac, a, bc, b, c.
+    """
+    choices = itertools.product(*((*variants, None) for variants in feature_variants))
+    found = [tuple(variant for variant in choice if variant is not None) for choice in choices]
+    return [features for features in found if features]
+
+
+def _with_features(
+    step_shapes: tuple[StepShape, ...], features: tuple[StepVariant, ...]
+) -> tuple[StepShape, ...]:
+    """Steps with these features, smallest first; the largest alone where one of them is rare."""
+    if not all(variant.has_every_bucket for variant in features):
+        step_shapes = step_shapes[-1:]
+    return tuple(dataclasses.replace(shape, features=features) for shape in step_shapes)
 
 
 def _find_bucket(buckets: tuple[int, ...], count: int, what: str) -> int:

@@ -5,6 +5,7 @@ device does. So the engine asks once, at the start, with small random inputs in 
 shapes, and falls back to plain XLA with an error in the log if the answer is no.
 """
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 
@@ -13,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
-from models import AttentionConfig
+from models import AttentionConfig, AttentionFormat
 from pallas_kernels.dispatch import target_misfit
-from paxkv.contracts.kv_cache_spec import AttentionSpec
 
 logger = logging.getLogger(__name__)
 
@@ -30,15 +30,23 @@ MAX_SOFT_CAP = 1.0
 MAX_RELATIVE_ERROR = 2e-2
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class CheckedLayer:
+    """Attention as a layer computes it, and its keys and values as they are stored."""
+
+    attention: AttentionConfig
+    format: AttentionFormat
+    block_size: int
+
+
 def choose_implementation(
-    kernels: str, layers: Sequence[AttentionConfig], spec: AttentionSpec, device: jax.Device
+    kernels: str, layers: Sequence[CheckedLayer], device: jax.Device
 ) -> str | None:
     """The `implementation` that the model passes to every op.
 
     Args:
         kernels: `RunnerConfig.kernels`.
-        layers: Of the model.
-        spec: The page format of the KV cache.
+        layers: Of the model; those without keys and values left out.
 
     Returns:
         "xla", or None where each op may choose for itself.
@@ -48,7 +56,7 @@ def choose_implementation(
         return "xla"
     if target_misfit(target) is not None:
         return None  # dispatch takes XLA by itself and says why
-    reason = why_kernels_differ(layers, spec, target)
+    reason = why_kernels_differ(layers, target)
     if reason is None:
         return None
     logger.error(
@@ -60,8 +68,7 @@ def choose_implementation(
 
 
 def why_kernels_differ(
-    layers: Sequence[AttentionConfig],
-    spec: AttentionSpec,
+    layers: Sequence[CheckedLayer],
     target: pallas_kernels.Target,
     *,
     implementation: str | None = None,
@@ -72,10 +79,10 @@ def why_kernels_differ(
         What differs; None if nothing does.
     """
     # Rotary embeddings are not the kernels' work: layers that differ in them alone are tried once.
-    kinds = {(_small_kind(layer), _sizes(layer)): layer for layer in layers}
+    kinds = {(_small_kind(layer.attention), _sizes(layer)): layer for layer in layers}
     for (kind, _), layer in kinds.items():
         rules = dict(kind)
-        inputs = _random_layer(layer, spec, seed=rules["sliding_window"] or 0)
+        inputs = _random_layer(layer, seed=rules["sliding_window"] or 0)
         expected = _run_layer(inputs, rules, {"implementation": "xla", "target": target})
         chosen = {"implementation": implementation, "target": target}
         try:
@@ -84,8 +91,8 @@ def why_kernels_differ(
         except Exception as error:
             logger.exception("a kernel failed")
             return f"running them raised {type(error).__name__}"
-        for name, got_np, expected_np in zip(("K", "V"), got[1:], expected[1:], strict=True):
-            if not np.array_equal(got_np, expected_np):
+        for part, name in enumerate(("K", "V")):
+            if not np.array_equal(got[1][:, part::2], expected[1][:, part::2]):
                 return f"{name} was not written where XLA writes it"
         difference = relative_error(got[0], expected[0])
         if not difference <= MAX_RELATIVE_ERROR:  # NaN is not
@@ -106,8 +113,9 @@ def _small_kind(layer: AttentionConfig) -> tuple[tuple[str, float | None], ...]:
     )
 
 
-def _sizes(layer: AttentionConfig) -> tuple[int, int, int]:
-    return layer.num_q_heads, layer.num_kv_heads, layer.head_dim
+def _sizes(layer: CheckedLayer) -> tuple[int, int, int, int]:
+    cache = layer.format
+    return layer.attention.num_q_heads, cache.num_kv_heads, cache.head_dim, layer.block_size
 
 
 def relative_error(
@@ -119,29 +127,31 @@ def relative_error(
     return float(np.linalg.norm(got_np - expected_np)) / (norm or 1.0)
 
 
-def _random_layer(
-    layer: AttentionConfig, spec: AttentionSpec, *, seed: int
-) -> dict[str, jax.Array]:
+def _random_layer(layer: CheckedLayer, *, seed: int) -> dict[str, jax.Array]:
     """A cache of one row full of random numbers, and a ragged batch over it."""
     rng = np.random.default_rng(seed)
-    block_size, dtype = spec.block_size, jnp.dtype(spec.dtype)
+    cache, block_size = layer.format, layer.block_size
+    num_q_heads, head_dim, dtype = (
+        layer.attention.num_q_heads,
+        cache.head_dim,
+        jnp.dtype(cache.dtype),
+    )
     num_query = np.array([num_query for num_query, _ in REQUESTS])
     seq_lens = np.array([seq_len for _, seq_len in REQUESTS], np.int32)
     max_blocks_per_req = -(-int(seq_lens.max()) // block_size)
     num_blocks = 1 + len(REQUESTS) * max_blocks_per_req
     tables = 1 + rng.permutation(num_blocks - 1).reshape(len(REQUESTS), -1).astype(np.int32)
-    cache_shape = (1, num_blocks, layer.num_kv_heads, block_size, layer.head_dim)
+    cache_shape = (1, 2 * num_blocks, cache.num_kv_heads, block_size, head_dim)
     num_tokens = int(num_query.sum()) + NUM_PADDING_TOKENS
 
     def normal(*shape: int) -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
 
     return {
-        "k_cache": normal(*cache_shape),
-        "v_cache": normal(*cache_shape),
-        "q": normal(num_tokens, layer.num_q_heads, layer.head_dim),
-        "k": normal(num_tokens, layer.num_kv_heads, layer.head_dim),
-        "v": normal(num_tokens, layer.num_kv_heads, layer.head_dim),
+        "kv_cache": normal(*cache_shape),
+        "q": normal(num_tokens, num_q_heads, head_dim),
+        "k": normal(num_tokens, cache.num_kv_heads, head_dim),
+        "v": normal(num_tokens, cache.num_kv_heads, head_dim),
         "positions": jnp.asarray(_positions(num_query, seq_lens, num_tokens)),
         "block_tables": jnp.asarray(tables),
         "seq_lens": jnp.asarray(seq_lens),
@@ -160,11 +170,13 @@ def _positions(
 
 def _run_layer(
     inputs: dict[str, jax.Array], rules: dict[str, object], chosen: dict[str, object]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray]:
     """Attention's output, and the cache after one layer and a block copy, as float32."""
 
-    def layer(inputs: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        num_rows, num_blocks, _, block_size, _ = inputs["k_cache"].shape
+    def layer(inputs: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        kv_cache = inputs["kv_cache"]
+        num_rows, num_halves, _, block_size, _ = kv_cache.shape
+        num_blocks = num_halves // 2
         sequences = (inputs["block_tables"], inputs["seq_lens"], inputs["query_start_loc"])
         slots = pallas_kernels.slot_mapping(
             *(inputs["positions"][None], sequences[0][None], sequences[2]),
@@ -172,16 +184,17 @@ def _run_layer(
             pad_slot=pallas_kernels.pad_slot(num_rows, num_blocks, block_size),
             **chosen,
         )[0]
-        k_cache, v_cache = pallas_kernels.kv_scatter(
-            *(inputs["k_cache"], inputs["v_cache"], inputs["k"], inputs["v"], slots, 0), **chosen
+        kv_cache = pallas_kernels.kv_scatter(
+            *(kv_cache, inputs["k"], inputs["v"], slots, 0), **chosen
         )
         out = pallas_kernels.paged_attention(
-            *(inputs["q"], k_cache, v_cache, 0, *sequences), **rules, **chosen
+            *(inputs["q"], kv_cache, 0, *sequences), **rules, **chosen
         )
         # A chain, to be read before it is written, and padding.
         sources, targets = jnp.array([1, 2, 0]), jnp.array([2, 3, num_blocks])
-        k_cache, v_cache = pallas_kernels.block_copy(k_cache, v_cache, sources, targets, **chosen)
-        return out, k_cache, v_cache
+        pages = kv_cache.reshape(num_rows, num_blocks, -1)
+        pages = pallas_kernels.block_copy(pages, sources, targets, **chosen)
+        return out, pages.reshape(kv_cache.shape)
 
     results = jax.device_get(jax.jit(layer)(inputs))
     return tuple(np.asarray(array, np.float32) for array in results)

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 
 import flax
@@ -12,7 +13,8 @@ import jaxlib
 from jax.sharding import Mesh
 
 import paxkv
-from models import KernelSettings, KVCache, LoadedModel
+from models import KernelSettings, LoadedModel, Pages
+from paxkv.runner.features.base import StepVariant
 from paxkv.runner.programs.program_sources import source_digest
 
 # Settings of JAX that change what is traced or how it is compiled; no version has all of them.
@@ -43,10 +45,11 @@ def program_identity(
     *,
     model: LoadedModel,
     params: Sequence[jax.Array],
-    kv_cache: KVCache,
+    kv_cache: Pages,
     mesh: Mesh,
     max_num_seqs: int,
     compiler_options: Mapping[str, str],
+    feature_variants: Sequence[StepVariant] = (),
 ) -> dict[str, str]:
     """Names and values of everything that every step of an engine depends on.
 
@@ -56,11 +59,14 @@ def program_identity(
 
     Args:
         kv_cache: May be abstract.
+        feature_variants: Of all step features. The shapes of programs name those that they have;
+            the identity covers the source of all of them.
     """
-    num_rows, num_blocks, num_kv_heads, block_size, head_dim = kv_cache.k.shape
+    num_rows, num_blocks, *page = kv_cache.shape
     jax_settings = jax.config.values  # not all of them are attributes
+    packages = model.packages | _packages_of(feature_variants)
     return {
-        "paxkv": f"{paxkv.__version__}, source {source_digest(model.packages)[:16]}",
+        "paxkv": f"{paxkv.__version__}, source {source_digest(packages)[:16]}",
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "flax": flax.__version__,
@@ -73,12 +79,9 @@ def program_identity(
         "tokens multiplied in loops": f"up to {model.max_looped_tokens}",
         **_kernel_facts(model.kernels),
         "max_num_seqs": str(max_num_seqs),
-        "block_size": str(block_size),
         "number of KV blocks": str(num_blocks),
-        "KV cache": (
-            f"{kv_cache.k.dtype.name}, {num_rows} rows, {num_kv_heads} heads of {head_dim} and "
-            f"{kv_cache.v.shape[-1]}"
-        ),
+        "KV cache": f"{kv_cache.dtype.name}, {num_rows} rows, pages of {page}",
+        "places in the KV cache": _digest(model.places)[:16],
         "compiler options": json.dumps(dict(compiler_options), sort_keys=True),
         **{name: str(jax_settings.get(name, "not known")) for name in _JAX_SETTINGS},
         **{name: os.environ.get(name, "") for name in _COMPILER_VARIABLES},
@@ -98,6 +101,12 @@ def identity_differences(compiled: Mapping[str, str], wanted: Mapping[str, str])
         for name in names
         if compiled.get(name) != wanted.get(name)
     ]
+
+
+def _packages_of(feature_variants: Sequence[StepVariant]) -> set[str]:
+    """Top-level packages that define them."""
+    classes = {base for variant in feature_variants for base in type(variant).__mro__}
+    return {cls.__module__.partition(".")[0] for cls in classes} - sys.stdlib_module_names
 
 
 def _device_facts(mesh: Mesh) -> dict[str, str]:

@@ -46,7 +46,7 @@ _MAX_IDENTITIES = 32
 # As `identity_digest` names them; what else lies beside them, others have put there.
 _IDENTITY_FOLDER = re.compile(r"[0-9a-f]{32}")
 # What an index says of one dimension of a shape.
-_Described = str | int | list[int]
+_Described = str | int | list[int | str]
 
 
 class ProgramFolder:
@@ -356,10 +356,13 @@ def without_jax_cache() -> Iterator[None]:
 
 
 def _described(shape: ProgramShape) -> dict[str, _Described]:
-    # As JSON gives it back.
+    values = {field.name: getattr(shape, field.name) for field in dataclasses.fields(shape)}
+    # As JSON gives it back. What is no number is described by its repr, as in the file's name.
     fields = {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in dataclasses.asdict(shape).items()
+        name: [part if isinstance(part, int) else repr(part) for part in value]
+        if isinstance(value, tuple)
+        else value
+        for name, value in values.items()
     }
     return {"shape": type(shape).__name__, **fields}
 

@@ -1,28 +1,26 @@
 """The compiled step, without its sampler, and the program of block copies."""
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from models import ForwardBatch, KVCache, LoadedModel, Width, run_at_width
+from models import ForwardBatch, LoadedModel, Pages, Width, run_at_width
 from paxkv.runner.batch.packed_layout import PackedLayout
+from paxkv.runner.features.base import StepPart
+from paxkv.runner.features.traced_features import FeatureValues, TracedFeatures
 from paxkv.runner.programs.bucketing import StepShape
+from paxkv.runner.programs.make_batch import make_batch, tables_of
 from paxkv.runner.sampling.sampling_columns import join_step_rows
 
 Params = tuple[jax.Array, ...]
-# (params, kv_cache, packed, prev_tokens, logits) -> (kv_cache, logits, sampling)
+# (params, kv_cache, packed, prev_tokens, logits, kept, donated) ->
+# (kv_cache, logits, sampling, results, donated)
 StepFunction = Callable[
-    [Params, KVCache, jax.Array, jax.Array, jax.Array], tuple[KVCache, jax.Array, jax.Array]
+    [Params, Pages, jax.Array, jax.Array, jax.Array, FeatureValues, FeatureValues],
+    tuple[Pages, jax.Array, jax.Array, FeatureValues, FeatureValues],
 ]
-
-
-def forward(
-    model: LoadedModel, params: Params, kv_cache: KVCache, batch: ForwardBatch
-) -> tuple[jax.Array, KVCache]:
-    """Runs the model: logits f32[num_logits, vocab] of the wanted tokens, and the written cache."""
-    outputs, kv_cache = model.forward(params, kv_cache, batch)
-    return model.compute_logits(params, outputs.for_logits), kv_cache
 
 
 def unpack_batch(
@@ -31,12 +29,13 @@ def unpack_batch(
     shape: StepShape,
 ) -> ForwardBatch:
     """The model's input; each token comes from the host or from `prev_tokens`."""
-    return ForwardBatch(
+    return make_batch(
         token_ids=take_tokens(fields, prev_tokens),
         positions=fields["positions"],
         query_start_loc=fields["query_start_loc"],
         seq_lens=fields["seq_lens"],
-        block_tables=fields["block_tables"],
+        block_tables=tables_of(fields, shape),
+        table_shapes=shape.tables,
         logits_indices=fields["logits_indices"],
         wants=shape.wants,
         widths=shape.widths,
@@ -60,22 +59,32 @@ def make_step(model: LoadedModel, shape: StepShape) -> StepFunction:
     It leaves `logits` f32[max_num_seqs, vocab] on the device, one row for each request by its place
     in the step, and beside them `sampling` i32[max_num_seqs, STEP_ROW_WIDTH]: what the sampler
     (`make_sampler`) has to know of each row. The sampler is a program of its own, since it would
-    take a quarter of the time to compile each of many steps.
+    take a quarter of the time to compile each of many steps. Last come the results of the shape's
+    features, and their donated arrays.
     """
     layout = PackedLayout(shape)
 
     def step(
         params: Params,
-        kv_cache: KVCache,
+        kv_cache: Pages,
         packed: jax.Array,  # i32[num_words]
         prev_tokens: jax.Array,  # i32[max_num_seqs]
         logits: jax.Array,  # f32[max_num_seqs, vocab], of an earlier step, to be overwritten
-    ) -> tuple[KVCache, jax.Array, jax.Array]:
+        kept: FeatureValues = (),
+        donated: FeatureValues = (),
+    ) -> tuple[Pages, jax.Array, jax.Array, FeatureValues, FeatureValues]:
         fields = layout.unpack(packed)
+        features = TracedFeatures(shape, kept)
         batch = unpack_batch(fields, prev_tokens, shape)
-        outputs, kv_cache = model.forward(params, kv_cache, batch)
+        whole = StepPart(start=jnp.int32(0), batch=batch, fields=fields)
+        values = features.first_values(donated)
+        apply = functools.partial(features.apply, part=whole, values=values)
+        outputs, kv_cache = model.forward(params, kv_cache, batch, apply)
         logits = write_logits(model, params, batch, outputs.for_logits, logits)
-        return kv_cache, logits, join_step_rows(fields, max_num_seqs=prev_tokens.shape[0])
+        logits_of = functools.partial(model.compute_logits, params)
+        values = features.update(values, outputs, whole, logits_of)
+        sampling = join_step_rows(fields, max_num_seqs=prev_tokens.shape[0])
+        return kv_cache, logits, sampling, *features.split(values)
 
     return step
 
@@ -103,10 +112,10 @@ def write_logits(
     return run_at_width(tuple(widths), num_used, write, logits)
 
 
-def make_block_copies(model: LoadedModel) -> Callable[[KVCache, jax.Array], KVCache]:
+def make_block_copies(model: LoadedModel) -> Callable[[Pages, jax.Array], Pages]:
     """The program of `KernelSettings.copy_blocks`; apart from the step, since few copy anything."""
 
-    def copy_blocks(kv_cache: KVCache, block_copies: jax.Array) -> KVCache:
+    def copy_blocks(kv_cache: Pages, block_copies: jax.Array) -> Pages:
         return model.kernels.copy_blocks(kv_cache, block_copies)
 
     return copy_blocks

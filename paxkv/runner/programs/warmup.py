@@ -13,9 +13,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled, Lowered
 from tqdm import tqdm
 
-from models import KVCache, LoadedModel
+from models import LoadedModel, Pages
 from models.platforms.processor import num_cores
 from paxkv.runner.batch.packed_layout import PackedLayout
+from paxkv.runner.features.base import StepVariant
+from paxkv.runner.features.traced_features import split_arrays
 from paxkv.runner.programs.bucketing import (
     BurstShape,
     CopyShape,
@@ -28,7 +30,6 @@ from paxkv.runner.programs.burst import make_burst
 from paxkv.runner.programs.invariant_step import make_invariant_step
 from paxkv.runner.programs.program_identity import program_identity
 from paxkv.runner.programs.program_store import ProgramFolder, ProgramStore, without_jax_cache
-from paxkv.runner.programs.prompt_step import make_prompt_step
 from paxkv.runner.programs.step import Params, make_block_copies, make_step
 from paxkv.runner.sampling.row_state import (
     abstract_row_state,
@@ -81,11 +82,11 @@ class StepPrograms:
         self.num_compiles = 0
         self.num_compiles_after_ready = 0
 
-    def compile(self, shape: ProgramShape, kv_cache: KVCache) -> Compiled:
+    def compile(self, shape: ProgramShape, kv_cache: Pages) -> Compiled:
         """The program of `shape`, not kept; `kv_cache` may be abstract."""
         return self._finish(shape, self._lower(shape, kv_cache))
 
-    def measure_temp_bytes(self, kv_cache: KVCache) -> int:
+    def measure_temp_bytes(self, kv_cache: Pages) -> int:
         """Most memory that a program takes for itself and its results; `kv_cache` may be abstract.
 
         Raises:
@@ -99,9 +100,7 @@ class StepPrograms:
             m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes for m in found
         )
 
-    def _find(
-        self, shape: ProgramShape, kv_cache: KVCache, folder: ProgramFolder | None
-    ) -> Compiled:
+    def _find(self, shape: ProgramShape, kv_cache: Pages, folder: ProgramFolder | None) -> Compiled:
         if folder is None:
             return self.compile(shape, kv_cache)
         program = folder.load(shape)
@@ -111,7 +110,7 @@ class StepPrograms:
             folder.save(shape, program)
         return program
 
-    def _lower(self, shape: ProgramShape, kv_cache: KVCache) -> Lowered:
+    def _lower(self, shape: ProgramShape, kv_cache: Pages) -> Lowered:
         if isinstance(shape, CopyShape):
             copies = self._abstract_int32(2, shape.num_copies)
             copy_blocks = make_block_copies(self._model)
@@ -123,12 +122,13 @@ class StepPrograms:
         if isinstance(shape, BurstShape):
             burst = jax.jit(make_burst(self._model, shape), donate_argnums=1)
             return burst.lower(self._params, kv_cache, packed, prev_tokens)
-        if shape.tile_tokens is not None:
-            make = make_invariant_step
-        else:
-            make = make_prompt_step if shape.has_prompt_logprobs else make_step
-        step = jax.jit(make(self._model, shape), donate_argnums=(1, 4))
-        return step.lower(self._params, kv_cache, packed, prev_tokens, self._abstract_logits())
+        make = make_step if shape.tile_tokens is None else make_invariant_step
+        step = jax.jit(make(self._model, shape), donate_argnums=(1, 4, 6))
+        arrays = [self._abstract_arrays(variant) for variant in shape.features]
+        return step.lower(
+            *(self._params, kv_cache, packed, prev_tokens, self._abstract_logits()),
+            *split_arrays(shape.features, arrays),
+        )
 
     def _lower_sampling(self, shape: SamplerShape | RowShape) -> Lowered:
         vocab_size = self._model.config.vocab_size
@@ -145,7 +145,7 @@ class StepPrograms:
         self.num_compiles += 1
         return lowered.compile(self._compiler_options)
 
-    def warm_up(self, kv_cache: KVCache, *, show_progress: bool) -> int:
+    def warm_up(self, kv_cache: Pages, *, show_progress: bool) -> int:
         """Loads or compiles every bucket, several at a time, the largest first.
 
         Returns:
@@ -177,9 +177,7 @@ class StepPrograms:
         )
         return len(self._programs)
 
-    def _open_store(
-        self, shapes: Sequence[ProgramShape], kv_cache: KVCache
-    ) -> ProgramFolder | None:
+    def _open_store(self, shapes: Sequence[ProgramShape], kv_cache: Pages) -> ProgramFolder | None:
         if self._store is None:
             return None
         identity = program_identity(
@@ -189,6 +187,7 @@ class StepPrograms:
             mesh=self._mesh,
             max_num_seqs=self._max_num_seqs,
             compiler_options=self._compiler_options,
+            feature_variants=self.buckets.feature_variants,
         )
         return self._store.open(identity, shapes, list(self._mesh.devices.flat))
 
@@ -206,7 +205,7 @@ class StepPrograms:
     def _compile_all(
         self,
         shapes: Sequence[ProgramShape],
-        kv_cache: KVCache,
+        kv_cache: Pages,
         folder: ProgramFolder | None,
         threads: concurrent.futures.Executor,
         *,
@@ -236,7 +235,7 @@ class StepPrograms:
                 self._programs[compiling[done]] = done.result()
                 progress.update()
 
-    def get(self, shape: ProgramShape, kv_cache: KVCache) -> Compiled:
+    def get(self, shape: ProgramShape, kv_cache: Pages) -> Compiled:
         """The program of `shape`; compiles it if the warm-up was left out or missed it."""
         if shape not in self._programs:
             self._programs[shape] = self.compile(shape, kv_cache)
@@ -246,6 +245,12 @@ class StepPrograms:
     def _abstract_logits(self) -> jax.ShapeDtypeStruct:
         dims = (self._max_num_seqs, self._model.config.vocab_size)
         return jax.ShapeDtypeStruct(dims, jnp.float32, sharding=self._sharding)
+
+    def _abstract_arrays(self, variant: StepVariant) -> dict[str, jax.ShapeDtypeStruct]:
+        return {
+            name: jax.ShapeDtypeStruct(array.dims, array.dtype, sharding=self._sharding)
+            for name, array in variant.arrays().items()
+        }
 
     def _abstract_int32(self, *dims: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, jnp.int32, sharding=self._sharding)

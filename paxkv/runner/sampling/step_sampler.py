@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from models import KVCache
+from models import Pages
 from paxkv.runner.memory.zeros import put_zeros
 from paxkv.runner.programs.warmup import StepPrograms
 from paxkv.runner.sampling.row_state import allocate_row_state, vocab_words
@@ -38,7 +38,7 @@ class StepSampler:
         """All that it holds on the device."""
         return (self.logits, *jax.tree.leaves(self._row_state), self._no_mask)
 
-    def write_rows(self, packed_rows_np: Sequence[np.ndarray], kv_cache: KVCache) -> None:
+    def write_rows(self, packed_rows_np: Sequence[np.ndarray], kv_cache: Pages) -> None:
         """Writes rows of `pack_row`."""
         for packed_np in packed_rows_np:
             program = self._programs.get(self._row_shape, kv_cache)
@@ -49,7 +49,7 @@ class StepSampler:
         self,
         sampling: jax.Array,  # i32[max_num_seqs, STEP_ROW_WIDTH], of the step that left the logits
         mask_np: np.ndarray | None,  # i32[mask_dims]
-        kv_cache: KVCache,
+        kv_cache: Pages,
     ) -> tuple[jax.Array, jax.Array]:
         """Starts the sampler; returns its result and the next step's `prev_tokens`."""
         has_mask = mask_np is not None

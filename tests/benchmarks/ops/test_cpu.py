@@ -38,7 +38,7 @@ def test_calls_take_turns_after_a_first_round_that_is_not_counted():
 def test_wrong_results_are_named_and_not_timed(monkeypatch, tmp_path, capsys):
     right = cpu.paged_call
     monkeypatch.setattr(cpu, "paged_call", lambda data: lambda row: right(data)(row) * 1.001)
-    monkeypatch.setattr(cpu, "scatter_call", lambda caches: lambda row: None)
+    monkeypatch.setattr(cpu, "scatter_call", lambda cache: lambda row: None)
     out = tmp_path / "rows.jsonl"
     assert run_sizes(TINY, (MIXED,), out) == 1
     printed, written = capsys.readouterr().out, out.read_text()

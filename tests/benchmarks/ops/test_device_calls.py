@@ -42,11 +42,11 @@ def test_equal_calls_are_all_made() -> None:
         jax.debug.callback(lambda: calls.append(1))
         return jnp.sin(x) + index
 
-    program = jax.jit(lambda out, arrays: device_calls._repeat(count, 5, 0, out, arrays))
+    program = jax.jit(lambda out, arrays: device_calls._repeat(count, 5, False, out, arrays))
     arrays = (jnp.ones(3), jnp.int32(2))
     out = program(jnp.zeros(3), arrays)
     jax.effects_barrier()
     assert len(calls) == 5 and out.tolist() == (jnp.sin(arrays[0]) + 2).tolist()
-    # Updated arrays are replaced by the outputs.
-    (total,) = device_calls._repeat(lambda x, y: (x + y,), 5, 1, (jnp.zeros(3),), (jnp.ones(3),))
+    # An updated array is replaced by the output.
+    total = device_calls._repeat(lambda x, y: x + y, 5, True, jnp.zeros(3), (jnp.ones(3),))
     assert total.tolist() == [5.0] * 3

@@ -15,12 +15,12 @@ from benchmarks.units.unit import Unit
 WRONG = {
     "paged_attention": lambda result: jax.tree.map(lambda x: x * 1.1, result),
     "mla_decode": lambda out: out.at[0, 0].set(out[0, 1]),
-    "kv_scatter": lambda caches: (caches[0].at[0, 0, 0, 0].set(0.0), caches[1]),
+    "kv_scatter": lambda cache: cache.at[0, 0, 0, 0].set(0.0),
     "slot_mapping": lambda slots: slots + 1,
     "merge_attention_states": lambda state: (state[0], state[1] + 0.1),
-    "block_copy": lambda caches: (caches[0], caches[1].at[-1, -1].set(0)),
-    "block_gather": lambda blocks: (blocks[0], blocks[1].at[-1].set(0)),
-    "block_scatter": lambda caches: (caches[0].at[-1].set(0), caches[1]),
+    "block_copy": lambda pages: pages.at[-1, -1].set(0),
+    "block_gather": lambda values: values.at[-1].set(0),
+    "block_scatter": lambda pages: pages.at[-1].set(0),
 }
 ALL_OPS = {file.parent.name for file in Path(pallas_kernels.__file__).parent.glob("*/api.py")}
 

@@ -1,13 +1,16 @@
 """`LoadedModel` is static structure and a flat tuple; its functions are pure."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import CachePlace, ModelError
+from models import AttentionFormat, CachePlace, ModelError
+from models.decoder_spec import SELF_ATTENTION
 from models.families.llama import LlamaForCausalLM
-from models.forward_batch import ForwardBatch, KVCache
+from models.forward_batch import ForwardBatch, GroupInputs
 from models.layers.linear import Linear
 from models.loading.load_model import load_model
 from models.loading.loaded_model import LoadedModel
@@ -50,14 +53,47 @@ def test_tied_head_without_a_copy_gives_the_same_logits(tmp_path):
 def test_cache_keeps_its_shape_and_dtype(tmp_path):
     model = load_model(write_random_checkpoint(tmp_path, num_layers=1))
     loaded = place_model(model, block_size=8).model
-    cache = jax.ShapeDtypeStruct((1, 4, 2, 8, 16), jnp.float32)
     batch = _abstract_batch(num_tokens=8, num_reqs=2)
-    outputs, kv_cache = jax.eval_shape(
-        loaded.forward, loaded.params, KVCache(k=cache, v=cache), batch
-    )
+    outputs, pages = jax.eval_shape(loaded.forward, loaded.params, PAGES, batch)
     for_logits = outputs.for_logits
     assert (for_logits.shape, for_logits.dtype) == ((2, 64), jnp.float32)
-    assert (kv_cache.k.shape, kv_cache.v.dtype) == (cache.shape, cache.dtype)
+    assert (pages.shape, pages.dtype) == (PAGES.shape, PAGES.dtype)
+
+
+def test_embedding_and_layers_see_the_context_that_the_caller_changes(tmp_path):
+    model = load_model(write_random_checkpoint(tmp_path, num_layers=2))
+    loaded = place_model(model, block_size=8).model
+
+    def embed_the_next_id(context):
+        batch = dataclasses.replace(context.batch, token_ids=context.batch.token_ids + 1)
+        return dataclasses.replace(context, batch=batch)
+
+    def write_nothing(context):
+        slots = jax.tree.map(lambda slots: jnp.full_like(slots, 2**20), context.slots)
+        return dataclasses.replace(context, slots=slots)
+
+    @jax.jit
+    def run(params, kv_cache, batch):
+        next_ids = dataclasses.replace(batch, token_ids=batch.token_ids + 1)
+        changed, _ = loaded.forward(params, kv_cache, batch, embed_the_next_id)
+        expected, written = loaded.forward(params, kv_cache, next_ids)
+        _, unwritten = loaded.forward(params, kv_cache, batch, write_nothing)
+        return changed.for_logits, expected.for_logits, written, unwritten
+
+    batch = jax.tree.map(
+        lambda array: jnp.zeros(array.shape, array.dtype), _abstract_batch(num_tokens=8, num_reqs=1)
+    )
+    batch = dataclasses.replace(
+        batch,
+        token_ids=jnp.arange(8, dtype=jnp.int32),
+        positions=jnp.arange(8, dtype=jnp.int32),
+        query_start_loc=jnp.array([0, 8], jnp.int32),
+        logits_indices=jnp.array([7], jnp.int32),
+    )
+    zeros = jnp.zeros((2, *PAGES.shape[1:]), PAGES.dtype)  # a row for each layer
+    changed, expected, written, unwritten = run(loaded.params, zeros, batch)
+    np.testing.assert_allclose(changed, expected, rtol=1e-5)
+    assert jnp.any(written != 0) and not jnp.any(unwritten != 0)
 
 
 def test_each_layer_needs_a_place_in_the_cache(tmp_path):
@@ -65,18 +101,22 @@ def test_each_layer_needs_a_place_in_the_cache(tmp_path):
     with pytest.raises(ModelError, match="no places in a KV cache"):
         loaded.forward(loaded.params, None, _abstract_batch(num_tokens=8, num_reqs=2))
     with pytest.raises(ModelError, match="for 1 layers; the model has 2"):
-        loaded.with_places([CachePlace(group_idx=0, row=0)])
+        loaded.with_places([((SELF_ATTENTION, _place()),)])
 
 
-@pytest.mark.parametrize("place", [CachePlace(group_idx=1, row=0), CachePlace(group_idx=0, row=1)])
-def test_a_place_that_the_cache_does_not_have_is_refused(tmp_path, place):
+@pytest.mark.parametrize("index", ["inputs_idx", "group_idx", "row"])
+def test_a_place_that_the_cache_does_not_have_is_refused(tmp_path, index):
     """JAX would read and write the last group or row."""
-    loaded = load_model(write_random_checkpoint(tmp_path, num_layers=1)).with_places([place])
-    cache = jax.ShapeDtypeStruct((1, 4, 2, 8, 16), jnp.float32)
+    place = _place(**{index: 1})
+    model = load_model(write_random_checkpoint(tmp_path, num_layers=1))
+    loaded = model.with_places([((SELF_ATTENTION, place),)])
     batch = _abstract_batch(num_tokens=8, num_reqs=2)
-    message = f"in group {place.group_idx}, row {place.row}; the batch has 1 groups and the cache 1"
+    message = (
+        rf"'self_attn' is in group {place.group_idx} of the inputs {place.inputs_idx}, "
+        rf"row {place.row}; the batch has inputs of \[1\] groups, and the pages have 1 rows"
+    )
     with pytest.raises(ModelError, match=message):
-        jax.eval_shape(loaded.forward, loaded.params, KVCache(k=cache, v=cache), batch)
+        jax.eval_shape(loaded.forward, loaded.params, PAGES, batch)
 
 
 def test_dtype_is_not_that_of_rounded_kernels(tmp_path, monkeypatch):
@@ -107,6 +147,15 @@ class ForeignLlama(LlamaForCausalLM):
     """As a package of somebody else would define it."""
 
 
+# One row of 4 blocks of 8 tokens, with 2 heads of 16 numbers.
+PAGES = jax.ShapeDtypeStruct((1, 4, 2 * 2 * 8 * 16), jnp.float32)
+
+
+def _place(**indices):
+    cache = AttentionFormat(num_kv_heads=2, head_dim=16, dtype="float32")
+    return CachePlace(format=cache, **{"inputs_idx": 0, "group_idx": 0, "row": 0} | indices)
+
+
 def _abstract_batch(num_tokens, num_reqs):
     def i32(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -115,7 +164,8 @@ def _abstract_batch(num_tokens, num_reqs):
         token_ids=i32(num_tokens),
         positions=i32(num_tokens),
         query_start_loc=i32(num_reqs + 1),
-        seq_lens=i32(1, num_reqs),
-        block_tables=i32(1, num_reqs, 2),
+        groups=(
+            GroupInputs(block_tables=i32(1, num_reqs, 2), seq_lens=i32(num_reqs), block_size=8),
+        ),
         logits_indices=i32(num_reqs),
     )

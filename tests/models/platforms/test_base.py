@@ -39,3 +39,16 @@ def test_accelerators_keep_the_dtypes_of_the_model_and_whole_kernels(platform):
     assert platform.column_panel_width() is None
     assert platform.max_looped_tokens() == 0
     assert platform.measures_memory and not platform.shares_programs
+    for dtype in ("float32", "bfloat16", "float16"):
+        assert platform.page_dtype(dtype) == dtype
+
+
+@pytest.mark.parametrize("platform", [Platform(), GPU(), CPU.of_this_machine()])
+def test_pages_are_rows_of_numbers(platform):
+    assert platform.page_shape(4096) == (4096,)
+    assert platform.head_dim_step == 1
+
+
+def test_pages_of_a_tpu_are_lines_of_128_numbers_that_heads_fill():
+    assert TPU().page_shape(4096) == (32, 128)
+    assert TPU().head_dim_step == 128

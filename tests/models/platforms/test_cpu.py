@@ -124,3 +124,12 @@ def test_where_panels_are_wanted_ynnpack_does_no_products():
     assert wanting
     found = [options(num_cores=num_cores, has=has)[YNNPACK] for num_cores, has in wanting]
     assert set(found) <= {"", REDUCTIONS}
+
+
+def test_halves_are_kept_as_integers():
+    """XLA rewrites a scatter of bfloat16 through float32, and copies the cache for it."""
+    platform = CPU.of_this_machine()
+    for model_dtype in ("float32", "bfloat16"):
+        assert platform.kv_cache_dtypes(model_dtype) == ("float32", "float16", "bfloat16")
+    stored = {dtype: platform.page_dtype(dtype) for dtype in platform.kv_cache_dtypes("float32")}
+    assert stored == {"float32": "float32", "float16": "uint16", "bfloat16": "uint16"}

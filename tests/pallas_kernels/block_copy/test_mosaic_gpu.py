@@ -12,6 +12,7 @@ from pallas_kernels.block_copy.cases import CASES, build_inputs
 from pallas_kernels.block_copy.reference import block_copy_reference
 from pallas_kernels.dispatch import MIN_JAX_FOR_MOSAIC_GPU, preferred_body
 from pallas_kernels.target import Target
+from pallas_kernels.tma_boxes import COPYABLE_DTYPES
 from tests.quick_compile import marked_sizes, slow_unless_named
 
 pytestmark = pytest.mark.skipif(
@@ -29,10 +30,9 @@ def mosaic_gpu():
     return mosaic_gpu
 
 
-def assert_caches_equal(got, wanted):
-    for got_cache, wanted_cache in zip(got, wanted, strict=True):
-        assert got_cache.dtype == wanted_cache.dtype
-        np.testing.assert_array_equal(np.asarray(got_cache), np.asarray(wanted_cache))
+def assert_pages_equal(got, wanted):
+    assert got.dtype == wanted.dtype
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
 
 
 QUICK_CASES = (
@@ -40,56 +40,54 @@ QUICK_CASES = (
     "zeros_and_one_source_for_many",
     "every_block",
     "padding_only",
-    "mla_without_v",
+    "raw_words",
     "bfloat16",
+    "uint16_words",
 )
 
 
 @pytest.mark.parametrize("case", slow_unless_named(CASES, *QUICK_CASES))
 def test_equals_reference(case, mosaic_gpu, run_simulated, run_jitted):
     inputs = build_inputs(case)
-    ids = (inputs.source_block_ids, inputs.target_block_ids)
-    assert mosaic_gpu.misfit(inputs.k_cache, inputs.v_cache, *ids) is None
-    got = run_simulated(mosaic_gpu.block_copy_mosaic_gpu, inputs.k_cache, inputs.v_cache, *ids)
-    assert_caches_equal(got, run_jitted(block_copy_reference, inputs.k_cache, inputs.v_cache, *ids))
+    arguments = inputs.pages, inputs.source_block_ids, inputs.target_block_ids
+    assert mosaic_gpu.misfit(*arguments) is None
+    got = run_simulated(mosaic_gpu.block_copy_mosaic_gpu, *arguments)
+    assert_pages_equal(got, run_jitted(block_copy_reference, *arguments))
 
 
 def test_many_copies_in_small_chunks_equal_reference(mosaic_gpu, run_simulated, run_jitted):
-    # 20 copies are wanted in 2 KiB a pair of chunks; a pair of blocks has 8 KiB.
+    # 20 copies are wanted in 2 KiB a chunk; a block has 8 KiB.
     rng = np.random.default_rng(0)
-    cache = jnp.asarray(rng.standard_normal((1, 30, 1, 8, 128)), jnp.float32)
+    pages = jnp.asarray(rng.standard_normal((1, 30, 2, 8, 128)), jnp.float32)
     sources = jnp.asarray(rng.integers(0, 30, 20), jnp.int32)
     targets = jnp.asarray(rng.permutation(30)[:20], jnp.int32).at[7].set(30)
-    arguments = cache, -cache, sources, targets
+    arguments = pages, sources, targets
     assert mosaic_gpu._chunk_bytes(20) == (2048, 4096, 8192, 11_468)
     got = run_simulated(mosaic_gpu.block_copy_mosaic_gpu, *arguments)
-    assert_caches_equal(got, run_jitted(block_copy_reference, *arguments))
+    assert_pages_equal(got, run_jitted(block_copy_reference, *arguments))
 
 
-def sized(num_copies=8, num_kv_heads=8, block_size=16, head_dim=128, v_head_dim=None, dtype=None):
-    """Arguments of a body, without their values; the cache has 2 rows x 10 blocks."""
-    k_cache, v_cache = (
-        jax.ShapeDtypeStruct((2, 10, num_kv_heads, block_size, width), dtype or "bfloat16")
-        for width in (head_dim, head_dim if v_head_dim is None else v_head_dim)
-    )
+def sized(num_copies=8, block_dims=(2, 8, 16, 128), dtype="bfloat16"):
+    """Arguments of a body, without their values; 2 rows x 10 blocks, by default of K and V."""
+    pages = jax.ShapeDtypeStruct((2, 10, *block_dims), dtype)
     ids = jax.ShapeDtypeStruct((num_copies,), jnp.int32)
-    return k_cache, v_cache, ids, ids
+    return pages, ids, ids
 
 
 # Each value at least once; the values one at a time run with `pytest -m slow`.
 FITTING = [
-    {"num_copies": 1, "head_dim": 64, "dtype": "float32"},
-    {"num_copies": 64, "head_dim": 96, "dtype": "float16"},
-    {"num_copies": 112, "head_dim": 192, "dtype": "int8"},
-    {"num_copies": 448, "head_dim": 256, "dtype": "float8_e4m3fn"},
-    {"num_kv_heads": 1, "block_size": 8, "head_dim": 80},
-    {"num_kv_heads": 1, "block_size": 64, "head_dim": 576, "v_head_dim": 512},
-    {"num_kv_heads": 1, "head_dim": 576, "v_head_dim": 0},
+    {"num_copies": 1, "block_dims": (2, 8, 16, 64), "dtype": "float32"},
+    {"num_copies": 64, "block_dims": (2, 8, 16, 96), "dtype": "float16"},
+    {"num_copies": 112, "block_dims": (2, 8, 16, 192), "dtype": "int8"},
+    {"num_copies": 448, "block_dims": (2, 8, 16, 256), "dtype": "float8_e4m3fn"},
+    {"block_dims": (2, 1, 8, 80)},
+    {"block_dims": (2 * 8 * 16 * 128,), "dtype": "uint16"},
+    {"block_dims": (16, 576)},
 ]
 SLOW_FITTING = [
     *({"num_copies": num_copies} for num_copies in (1, 64, 112, 448)),
-    *({"head_dim": head_dim} for head_dim in (64, 80, 96, 192, 256)),
-    *({"dtype": dtype} for dtype in ("float32", "float16", "int8", "float8_e4m3fn")),
+    *({"block_dims": (2, 8, 16, head_dim)} for head_dim in (64, 80, 96, 192, 256)),
+    *({"dtype": dtype} for dtype in COPYABLE_DTYPES),
 ]
 
 
@@ -107,9 +105,9 @@ def test_lowers_for_cuda(sizes, mosaic_gpu, lower_for_cuda):
     ("sizes", "reason"),
     [
         ({"num_copies": 0}, "there is nothing to copy"),
-        ({"num_copies": 1000}, "at most 229 bytes together (for 1000 block ids)"),
-        ({"dtype": "int32"}, "got int32"),
-        ({"num_kv_heads": 1, "block_size": 1, "head_dim": 64}, "cannot be cut into TMA boxes"),
+        ({"num_copies": 1000}, "at most 229 bytes (for 1000 block ids)"),
+        ({"dtype": "bool"}, "got bool"),
+        ({"block_dims": (64,)}, "cannot be cut into TMA boxes"),
     ],
     ids=str,
 )
@@ -131,14 +129,12 @@ def test_any_copies_equal_numpy_that_reads_first(data):
     targets = np.array(data.draw(ids), np.int32)
     block = st.lists(st.integers(0, num_blocks - 1), min_size=num_copies, max_size=num_copies)
     sources = np.array(data.draw(block), np.int32)
-    cache = np.arange(num_rows * num_blocks * 128, dtype=np.float32)
-    cache = cache.reshape(num_rows, num_blocks, 1, 8, 16)
-    expected = cache.copy()
+    pages = np.arange(num_rows * num_blocks * 128, dtype=np.float32)
+    pages = pages.reshape(num_rows, num_blocks, 128)
+    expected = pages.copy()
     is_real = targets < num_blocks
-    expected[:, targets[is_real]] = cache[:, sources[is_real]]
-    k_cache, v_cache = _copy_simulated(cache, -cache, sources, targets)
-    np.testing.assert_array_equal(k_cache, expected)
-    np.testing.assert_array_equal(v_cache, -expected)
+    expected[:, targets[is_real]] = pages[:, sources[is_real]]
+    np.testing.assert_array_equal(_copy_simulated(pages, sources, targets), expected)
 
 
 @jax.jit

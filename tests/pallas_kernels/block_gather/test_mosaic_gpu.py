@@ -10,6 +10,7 @@ from pallas_kernels.block_gather.cases import CASES, build_inputs
 from pallas_kernels.block_gather.reference import block_gather_reference
 from pallas_kernels.dispatch import MIN_JAX_FOR_MOSAIC_GPU, preferred_body
 from pallas_kernels.target import Target
+from pallas_kernels.tma_boxes import COPYABLE_DTYPES
 from tests.quick_compile import marked_sizes, slow_unless_named
 
 pytestmark = pytest.mark.skipif(
@@ -31,8 +32,9 @@ QUICK_CASES = (
     "one_block_one_row",
     "some_with_padding",
     "padding_only",
-    "wide_heads",
-    "mla_without_v",
+    "raw_words",
+    "latents",
+    "uint16_words",
     "int8",
 )
 
@@ -40,40 +42,34 @@ QUICK_CASES = (
 @pytest.mark.parametrize("case", slow_unless_named(CASES, *QUICK_CASES))
 def test_equals_reference(case, mosaic_gpu, run_simulated, run_jitted):
     inputs = build_inputs(case)
-    arguments = inputs.k_cache, inputs.v_cache, inputs.block_ids
+    arguments = inputs.pages, inputs.block_ids
     assert mosaic_gpu.misfit(*arguments) is None
     got = run_simulated(mosaic_gpu.block_gather_mosaic_gpu, *arguments)
     wanted = run_jitted(block_gather_reference, *arguments)
-    for got_blocks, wanted_blocks in zip(got, wanted, strict=True):
-        assert got_blocks.dtype == wanted_blocks.dtype
-        np.testing.assert_array_equal(np.asarray(got_blocks), np.asarray(wanted_blocks))
+    assert got.dtype == wanted.dtype
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
 
 
-def sized(
-    num_ids=4, num_kv_heads=8, block_size=16, head_dim=128, v_head_dim=None, dtype="bfloat16"
-):
-    """Arguments of a body, without their values; the cache has 2 rows x 10 blocks."""
-    k_cache, v_cache = (
-        jax.ShapeDtypeStruct((2, 10, num_kv_heads, block_size, width), dtype)
-        for width in (head_dim, head_dim if v_head_dim is None else v_head_dim)
-    )
-    return k_cache, v_cache, jax.ShapeDtypeStruct((num_ids,), jnp.int32)
+def sized(num_ids=4, block_dims=(2, 8, 16, 128), dtype="bfloat16"):
+    """Arguments of a body, without their values; 2 rows x 10 blocks, by default of K and V."""
+    pages = jax.ShapeDtypeStruct((2, 10, *block_dims), dtype)
+    return pages, jax.ShapeDtypeStruct((num_ids,), jnp.int32)
 
 
 # Each value at least once; the values one at a time run with `pytest -m slow`.
 FITTING = [
-    {"block_size": 8, "head_dim": 64, "dtype": "float32"},
-    {"block_size": 64, "head_dim": 96, "dtype": "float16"},
-    {"block_size": 256, "head_dim": 192, "dtype": "int8"},
-    {"num_ids": 100_000, "head_dim": 256, "dtype": "float8_e4m3fn"},
-    {"num_kv_heads": 1, "block_size": 8, "head_dim": 80},
-    {"num_kv_heads": 1, "block_size": 64, "head_dim": 576, "v_head_dim": 512},
-    {"num_kv_heads": 1, "head_dim": 576, "v_head_dim": 0},
+    {"block_dims": (2, 8, 8, 64), "dtype": "float32"},
+    {"block_dims": (2, 8, 64, 96), "dtype": "float16"},
+    {"block_dims": (2, 8, 256, 192), "dtype": "int8"},
+    {"num_ids": 100_000, "block_dims": (2, 8, 16, 256), "dtype": "float8_e4m3fn"},
+    {"block_dims": (2, 1, 8, 80)},
+    {"block_dims": (2 * 8 * 16 * 128,), "dtype": "uint16"},
+    {"block_dims": (16, 576)},
 ]
 SLOW_FITTING = [
-    *({"block_size": block_size} for block_size in (8, 64, 256)),
-    *({"head_dim": head_dim} for head_dim in (64, 80, 96, 192, 256)),
-    *({"dtype": dtype} for dtype in ("float32", "float16", "int8", "float8_e4m3fn")),
+    *({"block_dims": (2, 8, block_size, 128)} for block_size in (8, 64, 256)),
+    *({"block_dims": (2, 8, 16, head_dim)} for head_dim in (64, 80, 96, 192, 256)),
+    *({"dtype": dtype} for dtype in COPYABLE_DTYPES),
     {"num_ids": 100_000},
 ]
 
@@ -92,8 +88,8 @@ def test_lowers_for_cuda(sizes, mosaic_gpu, lower_for_cuda):
     ("sizes", "reason"),
     [
         ({"num_ids": 0}, "there is nothing to copy"),
-        ({"dtype": "int32"}, "got int32"),
-        ({"num_kv_heads": 1, "block_size": 1, "head_dim": 64}, "cannot be cut into TMA boxes"),
+        ({"dtype": "bool"}, "got bool"),
+        ({"block_dims": (64,)}, "cannot be cut into TMA boxes"),
     ],
     ids=str,
 )

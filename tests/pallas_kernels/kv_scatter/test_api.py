@@ -8,51 +8,61 @@ import numpy as np
 import pytest
 
 from pallas_kernels.kv_scatter.api import kv_scatter
-from pallas_kernels.kv_scatter.cases import CASES, build_inputs
+from pallas_kernels.kv_scatter.cases import CASES, UINT16_CASES, build_inputs
 from tests.quick_compile import quick_jit
 
 SHAPES = {
-    "k_cache": ((2, 5, 2, 16, 32), jnp.float32),
-    "v_cache": ((2, 5, 2, 16, 8), jnp.float32),
+    "kv_cache": ((2, 10, 2, 16, 32), jnp.float32),
     "k": ((6, 2, 32), jnp.float32),
-    "v": ((6, 2, 8), jnp.float32),
+    "v": ((6, 2, 32), jnp.float32),
     "slots": ((6,), jnp.int32),
     "row": ((), jnp.int32),
 }
 
 
-def shapes_of_result(changes, implementation=None, names=tuple(SHAPES)):
-    arguments = {name: jax.ShapeDtypeStruct(*(SHAPES | changes)[name]) for name in names}
-    call = lambda arguments: kv_scatter(**arguments, implementation=implementation)  # noqa: E731
-    return jax.eval_shape(call, arguments)
+def shape_of_result(changes, **options):
+    """The result's shape for the example arguments, some of them changed; None is no array."""
+    arguments = {
+        name: shape and jax.ShapeDtypeStruct(*shape) for name, shape in (SHAPES | changes).items()
+    }
+    return jax.eval_shape(lambda arguments: kv_scatter(**arguments, **options), arguments)
 
 
 @pytest.mark.parametrize("implementation", [None, "reference", "xla"])
-def test_every_implementation_returns_both_caches(implementation):
-    k_cache, v_cache = shapes_of_result({}, implementation)
-    assert (k_cache.shape, k_cache.dtype) == SHAPES["k_cache"]
-    assert (v_cache.shape, v_cache.dtype) == SHAPES["v_cache"]
+def test_every_implementation_returns_the_cache(implementation):
+    for changes in ({}, {"v": None}, {"v": None, "kv_cache": ((2, 5, 2, 16, 32), jnp.float32)}):
+        kv_cache = shape_of_result(changes, implementation=implementation)
+        assert (kv_cache.shape, kv_cache.dtype) == (SHAPES | changes)["kv_cache"]
 
 
 @pytest.mark.parametrize("implementation", [None, "reference", "xla"])
 def test_nothing_to_do_is_no_error(implementation):
     changes = {
         "k": ((0, 2, 32), jnp.float32),
-        "v": ((0, 2, 8), jnp.float32),
+        "v": ((0, 2, 32), jnp.float32),
         "slots": ((0,), jnp.int32),
     }
-    k_cache, v_cache = shapes_of_result(changes, implementation)
-    assert (k_cache.shape, k_cache.dtype) == SHAPES["k_cache"]
-    assert (v_cache.shape, v_cache.dtype) == SHAPES["v_cache"]
+    kv_cache = shape_of_result(changes, implementation=implementation)
+    assert (kv_cache.shape, kv_cache.dtype) == SHAPES["kv_cache"]
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"k_cache": ((5, 2, 16, 32), jnp.float32)}, r"k_cache .* got \[5, 2, 16, 32\]"),
-        ({"v_cache": ((2, 6, 2, 16, 8), jnp.float32)}, r"v_cache .* got \[2, 6, 2, 16, 8\]"),
+        (
+            {"kv_cache": ((10, 2, 16, 32), jnp.float32)},
+            r"kv_cache .* got \[10, 2, 16, 32\], wanted \[num_rows, 2 \* num_blocks, num_kv_heads",
+        ),
+        (
+            {"kv_cache": ((2, 5, 2, 16, 32), jnp.float32)},
+            r"kv_cache .* got \[2, 5, 2, 16, 32\], wanted 2 entries of its second axis per block",
+        ),
+        (
+            {"kv_cache": ((5, 2, 16, 32), jnp.float32), "v": None},
+            r"kv_cache .* wanted \[num_rows, num_blocks, num_kv_heads",
+        ),
         ({"k": ((6, 4, 32), jnp.float32)}, r"k has .* got \[6, 4, 32\], wanted \[6, 2, 32\]"),
-        ({"v": ((6, 2, 32), jnp.float32)}, r"v has .* got \[6, 2, 32\], wanted \[6, 2, 8\]"),
+        ({"v": ((6, 2, 8), jnp.float32)}, r"v has .* got \[6, 2, 8\], wanted \[6, 2, 32\]"),
         ({"k": ((6, 2, 32), jnp.int32)}, "k has the wrong dtype: got int32, wanted a float"),
         ({"slots": ((7,), jnp.int32)}, r"k has .* wanted \[7, 2, 32\]"),
         ({"slots": ((6, 1), jnp.int32)}, r"slots .* got \[6, 1\], wanted \[num_tokens\]"),
@@ -62,7 +72,7 @@ def test_nothing_to_do_is_no_error(implementation):
 )
 def test_arrays_that_do_not_fit_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        shapes_of_result(changes)
+        shape_of_result(changes)
 
 
 def test_a_static_row_outside_the_cache_is_refused():
@@ -73,16 +83,30 @@ def test_a_static_row_outside_the_cache_is_refused():
 
 def test_an_unknown_implementation_is_refused():
     with pytest.raises(ValueError, match="got 'cuda', wanted None or one of"):
-        shapes_of_result({}, "cuda")
+        shape_of_result({}, implementation="cuda")
 
 
 def test_values_are_cast_to_the_dtype_of_the_cache():
-    cache = jnp.zeros((1, 2, 1, 8, 4), jnp.float16)
+    cache = jnp.zeros((1, 4, 1, 8, 4), jnp.float16)
     token = jnp.full((1, 1, 4), 1.5, jnp.float32)
     slots = jnp.array([9], jnp.int32)
-    k_cache, _ = kv_scatter(cache, cache, token, token, slots, 0)
-    assert k_cache.dtype == jnp.float16
-    assert k_cache[0, 1, 0, 1].tolist() == [1.5] * 4
+    kv_cache = kv_scatter(cache, token, 2 * token, slots, 0)
+    assert kv_cache.dtype == jnp.float16
+    assert kv_cache[0, 2:, 0, 1].tolist() == [[1.5] * 4, [3.0] * 4]
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_a_page_is_the_keys_of_a_block_and_then_its_values(implementation):
+    # 2 rows of 3 blocks of 4 tokens, 2 KV heads of 5. Slots 4 to 7 are those of block 1.
+    pages = np.zeros((2, 3, 2 * 2 * 4 * 5), np.float32)
+    token = np.ones((4, 2, 5), np.float32)
+    kv_cache = kv_scatter(
+        *(jnp.asarray(pages.reshape(2, 6, 2, 4, 5)), 3 * token, 7 * token),
+        *(jnp.arange(4, 8, dtype=jnp.int32), 1),
+        implementation=implementation,
+    )
+    pages[1, 1, :40], pages[1, 1, 40:] = 3, 7
+    np.testing.assert_array_equal(np.asarray(kv_cache).reshape(pages.shape), pages)
 
 
 def quantise_in_numpy(x, scale, dtype):
@@ -105,43 +129,79 @@ def test_a_quantised_cache_holds_what_numpy_computes(case, implementation):
     )
     got = quick_jit(call)(inputs.arguments, inputs.scales)
     news = ((inputs.k, inputs.k_scale), (inputs.v, inputs.v_scale))
-    olds = (inputs.k_cache, inputs.v_cache)
+    expected = np.asarray(inputs.kv_cache).copy()
     num_clipped = 0
-    for got_cache, old, (new, scale) in zip(got, olds, news, strict=True):
-        expected = np.asarray(old).copy()
+    for part, (new, scale) in enumerate(news):
         stored = quantise_in_numpy(new, scale, expected.dtype)
         for token, slot in zip(stored, np.asarray(inputs.slots), strict=True):
             if slot < num_slots:
-                expected[case.row, slot // block_size, :, slot % block_size] = token
-        as_bytes = np.asarray(got_cache).view(np.uint8)
-        np.testing.assert_array_equal(as_bytes, expected.view(np.uint8))
+                block, offset = divmod(slot, block_size)
+                expected[case.row, 2 * block + part, :, offset] = token
         largest = {"int8": 127, "float8_e4m3fn": 448}[case.dtype]
         num_clipped += (np.abs(stored.astype(np.float32)) == largest).sum()
+    np.testing.assert_array_equal(np.asarray(got).view(np.uint8), expected.view(np.uint8))
     assert num_clipped > 0  # the case reaches that far
 
 
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("case", UINT16_CASES, ids=lambda case: case.name)
+def test_a_cache_of_uint16_holds_the_bits_of_kv_dtype(case, implementation):
+    inputs = build_inputs(case)
+    call = quick_jit(kv_scatter, kv_dtype=inputs.kv_dtype, implementation=implementation)
+    # Rounded to kv_dtype, from which float32 differs in almost every number.
+    k = inputs.k.astype(jnp.float32) * 1.001
+    v = inputs.v if inputs.v is None else inputs.v.astype(jnp.float32) * 1.001
+    got = np.asarray(call(inputs.kv_cache, k, v, inputs.slots, inputs.row))
+    expected = np.asarray(inputs.kv_cache).copy()
+    parts = [np.asarray(part) for part in (k, v) if part is not None]
+    for token_idx, slot in enumerate(np.asarray(inputs.slots)):
+        if slot < case.num_blocks * case.block_size:
+            block, offset = divmod(slot, case.block_size)
+            for part_idx, part in enumerate(parts):
+                bits = part[token_idx].astype(inputs.kv_dtype).view(np.uint16)
+                expected[case.row, len(parts) * block + part_idx, :, offset] = bits
+    assert got.dtype == np.uint16
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_a_kv_dtype_that_does_not_fit_is_refused():
+    uint16 = {"kv_cache": (SHAPES["kv_cache"][0], jnp.uint16)}
+    with pytest.raises(ValueError, match="kv_scatter: a kv_cache of uint16 needs kv_dtype"):
+        shape_of_result(uint16)
+    with pytest.raises(ValueError, match="kv_scatter: kv_dtype belongs to a kv_cache of uint16"):
+        shape_of_result({}, kv_dtype=jnp.float16)
+    scales = {"k_scale": ((2,), jnp.float32), "v_scale": ((2,), jnp.float32)}
+    with pytest.raises(ValueError, match="k_scale belongs to a quantised cache: got one with a"):
+        shape_of_result(uint16 | scales, kv_dtype=jnp.float16)
+
+
 @pytest.mark.parametrize(
-    ("changes", "scales", "message"),
+    ("dtype", "scales", "message"),
     [
-        ({"k_cache": jnp.int8}, {}, r"a cache of int8 needs k_scale: got None, wanted f32\[2\]"),
-        ({"v_cache": jnp.float8_e4m3fn}, {}, "a cache of float8_e4m3fn needs v_scale"),
-        ({}, {"k_scale": (2,)}, "k_scale belongs to a quantised cache"),
-        ({"v_cache": jnp.int8}, {"v_scale": (3,)}, r"v_scale .* got \[3\], wanted \[2\]"),
-        ({"k_cache": jnp.int32}, {}, "k_cache has the wrong dtype: got int32"),
+        (jnp.int8, {}, r"a cache of int8 needs k_scale: got None, wanted f32\[2\]"),
+        (jnp.float8_e4m3fn, {"k_scale": (2,)}, "a cache of float8_e4m3fn needs v_scale"),
+        (jnp.float32, {"k_scale": (2,)}, "k_scale belongs to a quantised cache"),
+        (jnp.int8, {"k_scale": (2,), "v_scale": (3,)}, r"v_scale .* got \[3\], wanted \[2\]"),
+        (jnp.int32, {}, "kv_cache has the wrong dtype: got int32"),
     ],
 )
-def test_scales_that_do_not_fit_are_refused(changes, scales, message):
-    changed = {name: (SHAPES[name][0], dtype) for name, dtype in changes.items()}
+def test_scales_that_do_not_fit_are_refused(dtype, scales, message):
+    changes = {name: (dims, jnp.float32) for name, dims in scales.items()}
     with pytest.raises(ValueError, match=message):
-        shapes_of_result(
-            changed | {name: (dims, jnp.float32) for name, dims in scales.items()},
-            names=(*SHAPES, *scales),
-        )
+        shape_of_result(changes | {"kv_cache": (SHAPES["kv_cache"][0], dtype)})
+
+
+def test_one_vector_per_token_needs_one_scale():
+    changes = {"v": None, "kv_cache": (SHAPES["kv_cache"][0], jnp.int8)}
+    scale = ((2,), jnp.float32)
+    assert shape_of_result(changes | {"k_scale": scale}).dtype == jnp.int8
+    with pytest.raises(ValueError, match="v_scale belongs to v: got one with v=None"):
+        shape_of_result(changes | {"k_scale": scale, "v_scale": scale})
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_default_body_lowers_for_accelerators(platform):
     arguments = {name: jax.ShapeDtypeStruct(*shape) for name, shape in SHAPES.items()}
-    jitted = jax.jit(kv_scatter, donate_argnames=("k_cache", "v_cache"))
+    jitted = jax.jit(kv_scatter, donate_argnames="kv_cache")
     exported = jax.export.export(jitted, platforms=[platform])(**arguments)
     assert exported.platforms == (platform,)

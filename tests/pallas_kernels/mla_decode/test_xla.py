@@ -82,57 +82,56 @@ def test_equals_reference_on_any_batch(run_jitted, requests, seed):
 NUM_LAYERS, LATENT_DIM, ROPE_DIM = 3, 32, 16
 
 
-def step(kv_cache, no_v_cache, q, slots, block_tables, seq_lens, query_start_loc):
-    """Copies a block, then three layers that write to their row of the cache and read it."""
-    no_v = jnp.zeros((slots.shape[0], 1, 0))
-    kv_cache, no_v_cache = block_copy(kv_cache, no_v_cache, slots[:2], slots[2:])
+def step(pages, q, slots, block_tables, seq_lens, query_start_loc):
+    """Copies a block, then three layers that write to their row of the pages and read it."""
+    kv_cache = block_copy(pages, slots[:1], slots[-1:]).reshape(
+        *(NUM_LAYERS, -1, 1, BLOCK_SIZE, LATENT_DIM + ROPE_DIM)
+    )
     for layer_idx in range(NUM_LAYERS):
         # As in a model, what a layer writes depends on what the layer before it read.
         latents = jnp.sin(q[:, :1])
-        kv_cache, no_v_cache = kv_scatter(kv_cache, no_v_cache, latents, no_v, slots, layer_idx)
+        kv_cache = kv_scatter(kv_cache, latents, None, slots, layer_idx)
         out = mla_decode(
             *(q, kv_cache, layer_idx, block_tables, seq_lens, query_start_loc),
             latent_dim=LATENT_DIM,
             scale=1.0,
         )
         q = q.at[..., :LATENT_DIM].add(out)
-    return kv_cache, no_v_cache, q
+    return kv_cache.reshape(pages.shape), q
 
 
-def memory_of_donated_step(num_blocks):
-    """Compiles `step`, donating the caches; returns its memory analysis and the cache's bytes."""
-    num_tokens, num_reqs, block_size, cache_dim = 4, 4, 16, LATENT_DIM + ROPE_DIM
-    cache_dims = (NUM_LAYERS, num_blocks, 1, block_size)
+def memory_of_donated_step(num_blocks, num_tokens):
+    """Compiles `step`, donating the pages; returns its memory analysis and their bytes."""
+    num_reqs, cache_dim = num_tokens, LATENT_DIM + ROPE_DIM
     arguments = (
-        jax.ShapeDtypeStruct((*cache_dims, cache_dim), jnp.float32),
-        jax.ShapeDtypeStruct((*cache_dims, 0), jnp.float32),
+        jax.ShapeDtypeStruct((NUM_LAYERS, num_blocks, BLOCK_SIZE * cache_dim), jnp.float32),
         jax.ShapeDtypeStruct((num_tokens, 4, cache_dim), jnp.float32),
         *(
             jax.ShapeDtypeStruct(dims, jnp.int32)
             for dims in ((num_tokens,), (num_reqs, 5), (num_reqs,), (num_reqs + 1,))
         ),
     )
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile()
+    compiled = jax.jit(step, donate_argnums=0).lower(*arguments).compile()
     return compiled.memory_analysis(), 4 * int(np.prod(arguments[0].shape))
 
 
-def test_a_donated_cache_is_updated_in_place():
-    memory, cache_bytes = memory_of_donated_step(num_blocks=16_384)
-    assert memory.alias_size_in_bytes >= cache_bytes
-    assert memory.temp_size_in_bytes < cache_bytes // 100  # a copy of one row would be a third
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_donated_pages_of_latents_are_updated_in_place(num_tokens):
+    memory, pages_bytes = memory_of_donated_step(num_blocks=32_768, num_tokens=num_tokens)
+    assert memory.alias_size_in_bytes >= pages_bytes
+    assert memory.temp_size_in_bytes < pages_bytes // 100  # a copy of one row would be a third
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_latents_are_written_and_copied_beside_a_v_cache_without_columns(implementation):
+def test_latents_are_written_and_copied(implementation):
     # Two tokens of width 3 go to slots 1 and 2 (block 0, block 1 of size 2); then block 1 -> 2.
-    kv_cache, no_v_cache = jnp.zeros((2, 3, 1, 2, 3)), jnp.zeros((2, 3, 1, 2, 0))
     latents = jnp.array([[[1.0, 2, 3]], [[4, 5, 6]]])
-    caches = kv_scatter(
-        *(kv_cache, no_v_cache, latents, jnp.zeros((2, 1, 0)), jnp.array([1, 2]), 1),
+    kv_cache = kv_scatter(
+        *(jnp.zeros((2, 3, 1, 2, 3)), latents, None, jnp.array([1, 2]), 1),
         implementation=implementation,
     )
-    caches = block_copy(*caches, jnp.array([1]), jnp.array([2]), implementation=implementation)
+    ids = (jnp.array([1]), jnp.array([2]))
+    kv_cache = block_copy(kv_cache, *ids, implementation=implementation)
     wanted = np.zeros((2, 3, 2, 3))
     wanted[1] = [[[0, 0, 0], [1, 2, 3]], [[4, 5, 6], [0, 0, 0]], [[4, 5, 6], [0, 0, 0]]]
-    np.testing.assert_array_equal(caches[0][:, :, 0], wanted)
-    assert caches[1].shape == no_v_cache.shape
+    np.testing.assert_array_equal(kv_cache[:, :, 0], wanted)

@@ -13,8 +13,7 @@ from tests.quick_compile import quick_jit
 
 SHAPES = {
     "q": ((6, 4, 32), jnp.float32),
-    "k_cache": ((2, 5, 2, 16, 32), jnp.float32),
-    "v_cache": ((2, 5, 2, 16, 32), jnp.float32),
+    "kv_cache": ((2, 10, 2, 16, 32), jnp.float32),
     "row": ((), jnp.int32),
     "block_tables": ((3, 2), jnp.int32),
     "seq_lens": ((3,), jnp.int32),
@@ -37,10 +36,6 @@ def test_result_has_the_shape_and_dtype_of_q():
     assert result.dtype == jnp.bfloat16
 
 
-def test_result_has_the_head_dim_of_v():
-    assert shape_of_result({"v_cache": ((2, 5, 2, 16, 8), jnp.float32)}).shape == (6, 4, 8)
-
-
 @pytest.mark.parametrize("implementation", [None, "reference", "xla"])
 def test_every_implementation_gives_the_same_shapes(implementation):
     assert shape_of_result({}, implementation=implementation).shape == (6, 4, 32)
@@ -51,7 +46,7 @@ def test_every_implementation_gives_the_same_shapes(implementation):
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
 def test_a_quantised_cache_gives_the_dtype_of_q(dtype):
-    changes = {"k_cache": ((2, 5, 2, 16, 32), dtype), "v_cache": ((2, 5, 2, 16, 32), dtype)}
+    changes = {"kv_cache": ((2, 10, 2, 16, 32), dtype)}
     scales = {"k_scale": np.ones(2, np.float32), "v_scale": np.ones(2, np.float32)}
     assert shape_of_result(changes, **scales).dtype == jnp.float32
 
@@ -66,12 +61,15 @@ def test_a_quantised_cache_gives_the_dtype_of_q(dtype):
         ({"q": ((6, 4, 64), jnp.float32)}, r"q .* got \[6, 4, 64\]"),
         ({"q": ((6, 3, 32), jnp.float32)}, r"heads: got 3, wanted a multiple of .*num_kv_heads=2"),
         ({"q": ((6, 4, 32), jnp.int32)}, "q has the wrong dtype: got int32, wanted a float"),
-        ({"k_cache": ((2, 5, 2, 16), jnp.float32)}, r"k_cache .* got \[2, 5, 2, 16\]"),
-        ({"v_cache": ((2, 5, 1, 16, 32), jnp.float32)}, r"v_cache .* wanted \[2, 5, 2, 16, v_head"),
+        ({"kv_cache": ((2, 10, 2, 16), jnp.float32)}, r"kv_cache .* got \[2, 10, 2, 16\]"),
+        (
+            {"kv_cache": ((2, 5, 2, 16, 32), jnp.float32)},
+            r"kv_cache .* got \[2, 5, 2, 16, 32\], wanted 2 entries of its second axis per block",
+        ),
         ({"row": ((1,), jnp.int32)}, r"row must be one integer: got int32\[1\]"),
         (
-            {name: ((2, 5, 2, 16, 32), jnp.float8_e5m2) for name in ("k_cache", "v_cache")},
-            "k_cache .* got float8_e5m2, wanted a float of 16 bits or more, or one of",
+            {"kv_cache": ((2, 10, 2, 16, 32), jnp.float8_e5m2)},
+            "kv_cache .* got float8_e5m2, wanted a float of 16 bits or more, one of .*'int8'",
         ),
         ({"row": ((), jnp.float32)}, r"row must be one integer: got float32\[\]"),
         ({"block_tables": ((3,), jnp.int32)}, "block_tables has the wrong shape"),
@@ -116,6 +114,17 @@ def test_options_that_do_not_fit_are_refused(options, message):
         shape_of_result({}, **options)
 
 
+def test_a_kv_dtype_that_does_not_fit_is_refused():
+    uint16 = {"kv_cache": ((2, 10, 2, 16, 32), jnp.uint16)}
+    assert shape_of_result(uint16, kv_dtype=jnp.bfloat16).dtype == jnp.float32
+    with pytest.raises(ValueError, match="paged_attention: a kv_cache of uint16 needs kv_dtype"):
+        shape_of_result(uint16)
+    with pytest.raises(ValueError, match="got float32, wanted one of"):
+        shape_of_result(uint16, kv_dtype=jnp.float32)
+    with pytest.raises(ValueError, match="kv_dtype belongs to a kv_cache of uint16: got bfloat16"):
+        shape_of_result({}, kv_dtype=jnp.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("scales", "message"),
     [
@@ -132,9 +141,8 @@ def test_options_that_do_not_fit_are_refused(options, message):
     ],
 )
 def test_scales_of_a_quantised_cache_that_do_not_fit_are_refused(scales, message):
-    cache = ((2, 5, 2, 16, 32), jnp.int8)
     with pytest.raises(ValueError, match=message):
-        shape_of_result({"k_cache": cache, "v_cache": cache}, **scales)
+        shape_of_result({"kv_cache": ((2, 10, 2, 16, 32), jnp.int8)}, **scales)
 
 
 @pytest.mark.parametrize("row", [-1, 2])
@@ -149,9 +157,29 @@ def test_signature_names_no_backend():
     assert parameters == [
         *SHAPES,
         *("scale", "is_causal", "sliding_window", "chunk_size", "soft_cap", "sinks"),
-        *("k_scale", "v_scale", "max_query_len", "return_lse", "batch_invariant"),
+        *("k_scale", "v_scale", "kv_dtype", "max_query_len", "return_lse", "batch_invariant"),
         *("implementation", "target"),
     ]
+
+
+@pytest.mark.parametrize("num_query", [1, 2])
+@pytest.mark.parametrize(
+    "options", [{"implementation": "reference"}, {}, {"batch_invariant": True}], ids=str
+)
+def test_a_page_is_the_keys_of_a_block_and_then_its_values(options, num_query):
+    # Blocks of 8 tokens, one KV head of width 1. Keys 1 and values 5 in block 1 of row 1; what
+    # neighbouring pages hold is NaN, and swapped halves would give 1.
+    pages = np.full((2, 4, 2 * 8), np.nan, np.float32)
+    pages[1, 1, :8], pages[1, 1, 8:] = 1, 5
+    q = np.full((num_query, 1, 1), 2, np.float32)
+    call = quick_jit(paged_attention, scale=0.5, is_causal=False, return_lse=True, **options)
+    out, lse = call(
+        *(q, pages.reshape(2, 8, 1, 8, 1), np.int32(1), np.array([[1]], np.int32)),
+        *(np.array([8], np.int32), np.array([0, num_query], np.int32)),
+    )
+    np.testing.assert_allclose(out, np.full((num_query, 1, 1), 5), rtol=1e-6)
+    # Eight keys, each of logit 2 * 1 / 2.
+    np.testing.assert_allclose(lse, np.full((num_query, 1), 1 + np.log(8)), rtol=1e-6)
 
 
 def test_a_prompt_in_chunks_equals_the_prompt_at_once():
@@ -160,7 +188,7 @@ def test_a_prompt_in_chunks_equals_the_prompt_at_once():
     padding = pad_slot(2, num_blocks, block_size)
     block_tables = jnp.array([[0, 0, 0], [5, 2, 3]], jnp.int32)
 
-    def step(k_cache, v_cache, tokens, start, num_query):
+    def step(kv_cache, tokens, start, num_query):
         positions = start + jnp.arange(seq_len, dtype=jnp.int32)
         query_start_loc = jnp.stack([0 * num_query, 0 * num_query, num_query])
         slots = slot_mapping(
@@ -169,23 +197,21 @@ def test_a_prompt_in_chunks_equals_the_prompt_at_once():
             pad_slot=padding,
         )
         q, k, v = tokens
-        k_cache, v_cache = kv_scatter(k_cache, v_cache, k, v, slots[0], 1)
+        kv_cache = kv_scatter(kv_cache, k, v, slots[0], 1)
         seq_lens = jnp.stack([0 * num_query, start + num_query])
-        arguments = (q, k_cache, v_cache, 1, block_tables, seq_lens, query_start_loc)
-        return k_cache, v_cache, paged_attention(*arguments, scale=0.5)
+        arguments = (q, kv_cache, 1, block_tables, seq_lens, query_start_loc)
+        return kv_cache, paged_attention(*arguments, scale=0.5)
 
     logits = 0.5 * np.einsum("qhd,khd->hqk", q, k)
     weights = np.exp(np.where(np.tri(seq_len, dtype=bool), logits, -np.inf))
     expected = np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v)
 
     for chunks in ((40,), (24, 16), (17, 1, 21, 1), (1,) * 8 + (32,)):
-        k_cache = v_cache = np.full((2, num_blocks, 2, block_size, head_dim), np.nan, np.float32)
+        kv_cache = np.full((2, 2 * num_blocks, 2, block_size, head_dim), np.nan, np.float32)
         outputs, start = [], 0
         for num_query in chunks:
             tokens = [np.roll(x, -start, axis=0) for x in (q, k, v)]
-            k_cache, v_cache, out = quick_jit(step)(
-                k_cache, v_cache, tokens, np.int32(start), np.int32(num_query)
-            )
+            kv_cache, out = quick_jit(step)(kv_cache, tokens, np.int32(start), np.int32(num_query))
             outputs.append(np.asarray(out)[:num_query])
             start += num_query
         np.testing.assert_allclose(np.concatenate(outputs), expected, atol=5e-6, rtol=5e-6)
@@ -197,9 +223,9 @@ def test_a_prompt_in_chunks_equals_the_prompt_at_once():
 )
 def test_where_there_is_nothing_to_see_the_result_says_so(implementation, sizes):
     num_tokens, num_reqs, max_blocks_per_req = sizes
-    cache = jnp.full((1, 5, 2, 8, 16), jnp.nan)
+    cache = jnp.full((1, 10, 2, 8, 16), jnp.nan)
     out, lse = paged_attention(
-        *(jnp.ones((num_tokens, 4, 16)), cache, cache, 0),
+        *(jnp.ones((num_tokens, 4, 16)), cache, 0),
         jnp.zeros((num_reqs, max_blocks_per_req), jnp.int32),
         jnp.zeros(num_reqs, jnp.int32),
         jnp.zeros(num_reqs + 1, jnp.int32),
@@ -215,13 +241,13 @@ def test_where_there_is_nothing_to_see_the_result_says_so(implementation, sizes)
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_logits_far_below_zero_are_no_masked_ones(num_query, batch_invariant):
     # Every key seen has the logit -1e32, the other half of the block is not written.
-    k_cache = np.full((1, 1, 1, 8, 1), -1e16, np.float32)
-    v_cache = np.full((1, 1, 1, 8, 1), np.nan, np.float32)
-    v_cache[:, :, :, :4] = 3.0
+    kv_cache = np.full((1, 2, 1, 8, 1), np.nan, np.float32)
+    kv_cache[:, 0] = -1e16
+    kv_cache[:, 1, :, :4] = 3.0
     q = np.full((num_query, 1, 1), 1e16, np.float32)
     options = {"scale": 1.0, "return_lse": True, "batch_invariant": batch_invariant}
     out, lse = quick_jit(paged_attention, **options)(
-        *(q, k_cache, v_cache, 0, np.zeros((1, 1), np.int32)),
+        *(q, kv_cache, 0, np.zeros((1, 1), np.int32)),
         *(np.array([4], np.int32), np.array([0, num_query], np.int32)),
     )
     np.testing.assert_array_equal(out, np.full((num_query, 1, 1), 3.0))
@@ -229,7 +255,7 @@ def test_logits_far_below_zero_are_no_masked_ones(num_query, batch_invariant):
 
 
 def test_an_empty_cache_is_refused():
-    cache = jnp.zeros((1, 5, 2, 8, 16))
+    cache = jnp.zeros((1, 0, 2, 8, 16))
     indices = (jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32), jnp.zeros(2, jnp.int32))
-    with pytest.raises(ValueError, match=r"v_cache is empty: got \[1, 5, 2, 8, 0\]"):
-        paged_attention(jnp.ones((1, 4, 16)), cache, cache[..., :0], 0, *indices, scale=1.0)
+    with pytest.raises(ValueError, match=r"kv_cache is empty: got \[1, 0, 2, 8, 16\]"):
+        paged_attention(jnp.ones((1, 4, 16)), cache, 0, *indices, scale=1.0)

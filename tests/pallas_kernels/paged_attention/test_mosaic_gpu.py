@@ -67,15 +67,17 @@ def call_of(max_query_len, **sizes):
     """Arguments of the body, without values of the arrays: 8 requests of a small Llama's layer."""
     head_dim, dtype = sizes.get("head_dim", 128), sizes.get("dtype", "bfloat16")
     block_size = sizes.get("block_size", 16)
-    cache = jax.ShapeDtypeStruct((2, 50, 8, block_size, head_dim), sizes.get("cache_dtype", dtype))
+    cache_dims = (2, 2 * 50, 8, block_size, head_dim)
+    kv_cache = jax.ShapeDtypeStruct(cache_dims, sizes.get("cache_dtype", dtype))
     q = jax.ShapeDtypeStruct((64, 32, head_dim), dtype)
     integers = [jax.ShapeDtypeStruct(dims, jnp.int32) for dims in ((), (8, 32), (8,), (9,))]
     options = {
         **{"scale": 0.1, "is_causal": True, "max_query_len": max_query_len},
         **dict.fromkeys(("sliding_window", "chunk_size", "soft_cap")),
         **dict.fromkeys(("sinks", "k_scale", "v_scale")),
+        "kv_dtype": sizes.get("kv_dtype"),
     }
-    return (q, cache, cache, *integers), options
+    return (q, kv_cache, *integers), options
 
 
 @pytest.mark.parametrize("max_query_len, wanted", [(1, {DECODE}), (None, {DECODE, RAGGED})])
@@ -92,6 +94,7 @@ def test_a_batch_of_single_tokens_needs_one_kernel(
     [
         ({"dtype": "float32"}, "wgmma multiplies"),
         ({"cache_dtype": "int8"}, "the cache's dtype"),
+        ({"cache_dtype": "uint16", "kv_dtype": "bfloat16"}, "16-bit floats stored as uint16"),
         ({"block_size": 48}, "blocks of 48"),
     ],
     ids=str,

@@ -52,7 +52,8 @@ CASES = [
         *("cut_window_soft_cap", (40, 130, 260), 5),
         **{"sliding_window": 70, "soft_cap": 2.0},
     ),
-    case_of("narrow_v_blocks_of_8", (75,), 2, head_dim=80, v_head_dim=48, block_size=8),
+    # V is padded to 128 columns in shared memory.
+    case_of("head_dim_80_blocks_of_8", (75,), 2, head_dim=80, block_size=8),
     case_of(
         *("head_dim_96_chunks_blocks_of_128", (129, 200), None),
         **{
@@ -82,8 +83,8 @@ CASES = [
 def test_equals_reference(case, num_shares, decode, run_simulated, attend_by_reference):
     inputs = build_inputs(case)
     rules = {name: inputs.rules[name] for name in ("scale", *LOOKS_BACK)}
-    arrays = (*inputs.arrays[:3], jnp.int32(inputs.row), *inputs.arrays[4:6])
-    assert decode.decode_misfit(*arrays[:3]) is None
+    arrays = (*inputs.arrays[:2], jnp.int32(inputs.row), *inputs.arrays[3:5])
+    assert decode.decode_misfit(*arrays[:2]) is None
     got = run_simulated(decode.decode_rows_mosaic_gpu, *arrays, num_shares=num_shares, **rules)
     wanted = attend_by_reference(case)
     # The output is not rounded to q's dtype yet, the weights inside are.
@@ -102,12 +103,12 @@ def simulated_and_reference():
     from pallas_kernels.paged_attention.mosaic_gpu_decode import decode_rows_mosaic_gpu
     from pallas_kernels.paged_attention.reference import paged_attention_reference
 
-    def by_reference(q, k_cache, v_cache, row, block_tables, seq_lens):
+    def by_reference(q, kv_cache, row, block_tables, seq_lens):
         query_start_loc = jnp.arange(NUM_REQS + 1, dtype=jnp.int32)
         return paged_attention_reference(
-            *(q, k_cache, v_cache, row, block_tables, seq_lens, query_start_loc),
+            *(q, kv_cache, row, block_tables, seq_lens, query_start_loc),
             **{"scale": 0.3, "is_causal": True, "max_query_len": 1, **LOOKS_BACK},
-            **dict.fromkeys(("sinks", "k_scale", "v_scale")),
+            **dict.fromkeys(("sinks", "k_scale", "v_scale", "kv_dtype")),
         )
 
     params = plgpu.InterpretGPUParams(detect_races=True)
@@ -132,12 +133,9 @@ def test_equals_reference_at_any_lengths(seq_lens, simulated_and_reference, capf
     )
     inputs = build_inputs(case)
     num_blocks = NUM_REQS * MAX_LEN // BLOCK_SIZE + 3
-    pad = ((0, 0), (0, num_blocks - inputs.k_cache.shape[1]), (0, 0), (0, 0), (0, 0))
-    caches = [
-        jnp.asarray(np.pad(np.asarray(cache, np.float32), pad, constant_values=np.nan), cache.dtype)
-        for cache in (inputs.k_cache, inputs.v_cache)
-    ]
-    arrays = (inputs.q, *caches, jnp.int32(inputs.row), *inputs.arrays[4:6])
+    pad = ((0, 0), (0, 2 * num_blocks - inputs.kv_cache.shape[1]), (0, 0), (0, 0), (0, 0))
+    kv_cache_np = np.pad(np.asarray(inputs.kv_cache), pad, constant_values=np.nan)
+    arrays = (inputs.q, kv_cache_np, jnp.int32(inputs.row), *inputs.arrays[3:5])
     simulated, by_reference = simulated_and_reference
     got, wanted = simulated(*arrays), by_reference(*arrays)
     is_real = np.array(seq_lens) > 0
@@ -153,7 +151,6 @@ def test_equals_reference_at_any_lengths(seq_lens, simulated_and_reference, capf
 
 def sized(
     head_dim=128,
-    v_head_dim=None,
     block_size=16,
     num_q_heads=32,
     num_kv_heads=8,
@@ -162,27 +159,24 @@ def sized(
     dtype="bfloat16",
 ):
     """Arguments of the kernel without their values, the static ones left out."""
-    caches = [
-        jax.ShapeDtypeStruct((2, 50, num_kv_heads, block_size, width), dtype)
-        for width in (head_dim, v_head_dim or head_dim)
-    ]
+    kv_cache = jax.ShapeDtypeStruct((2, 2 * 50, num_kv_heads, block_size, head_dim), dtype)
     integers = [
         jax.ShapeDtypeStruct(dims, jnp.int32)
         for dims in ((), (num_reqs, max_len // block_size), (num_reqs,))
     ]
-    return jax.ShapeDtypeStruct((num_reqs, num_q_heads, head_dim), dtype), *caches, *integers
+    return jax.ShapeDtypeStruct((num_reqs, num_q_heads, head_dim), dtype), kv_cache, *integers
 
 
 # Each value at least once; the values one at a time run with `pytest -m slow`.
 FITTING = [
     {"head_dim": 16, "block_size": 8, "num_q_heads": 1, "num_kv_heads": 1},
-    {"head_dim": 192, "v_head_dim": 128},
+    {"head_dim": 192},
     {"head_dim": 256, "num_reqs": 256, "max_len": 1024},
 ]
 MORE_FITTING = [
     {"head_dim": 32, "block_size": 32, "num_q_heads": 5, "num_kv_heads": 1},
     {"head_dim": 64, "block_size": 64, "num_q_heads": 17, "num_kv_heads": 1},
-    {"head_dim": 80, "v_head_dim": 48, "block_size": 8},
+    {"head_dim": 80, "block_size": 8},
     {"head_dim": 96, "block_size": 128, "dtype": "float16"},
     {"head_dim": 112, "max_len": 512},
     {"head_dim": 128, "block_size": 256, "num_q_heads": 64, "num_kv_heads": 1},
@@ -204,7 +198,7 @@ SLOW_FITTING = [
 )
 def test_lowers_for_cuda(sizes, decode, lower_for_cuda):
     arrays = sized(**sizes)
-    assert decode.decode_misfit(*arrays[:3]) is None
+    assert decode.decode_misfit(*arrays[:2]) is None
     text = lower_for_cuda(decode.decode_rows_mosaic_gpu, *arrays, scale=0.1, **LOOKS_BACK)
     assert "paged_attention_decode" in text
 
@@ -242,7 +236,7 @@ def test_only_what_is_in_sight_counts_as_long(rule, is_cut, decode):
     [
         ({"dtype": "float32"}, "wgmma multiplies"),
         ({"head_dim": 72}, "head_dim 72 is not"),
-        ({"head_dim": 64, "v_head_dim": 512}, "v_head_dim 512 is not"),
+        ({"head_dim": 512}, "head_dim 512 is not"),
         ({"num_q_heads": 65, "num_kv_heads": 1}, "65 query heads share"),
         ({"num_q_heads": 64, "num_kv_heads": 1, "head_dim": 256}, "64 query heads share"),
         ({"block_size": 48}, "blocks of 48 tokens"),
@@ -251,14 +245,13 @@ def test_only_what_is_in_sight_counts_as_long(rule, is_cut, decode):
     ids=str,
 )
 def test_what_does_not_fit_is_said(sizes, reason, decode):
-    assert reason in decode.decode_misfit(*sized(**sizes)[:3])
+    assert reason in decode.decode_misfit(*sized(**sizes)[:2])
 
 
 def test_a_cache_of_another_dtype_does_not_fit(decode):
-    q, k_cache, v_cache, *_ = sized()
-    assert "the cache's dtype" in decode.decode_misfit(
-        q, k_cache.update(dtype="float8_e4m3fn"), v_cache
-    )
+    q, kv_cache, *_ = sized()
+    reason = decode.decode_misfit(q, kv_cache.update(dtype="float8_e4m3fn"))
+    assert "the cache's dtype" in reason
 
 
 def primitives_of(value):

@@ -115,15 +115,11 @@ def test_equals_reference_on_any_ragged_batch(attend, requests, seed):
         **RULES,
     )
     inputs = build_inputs(case, seed)
-    pad_blocks = ((0, 0), (0, NUM_BLOCKS - inputs.k_cache.shape[1]), (0, 0), (0, 0), (0, 0))
-    k_cache, v_cache = (
-        jnp.asarray(np.pad(np.asarray(cache), pad_blocks, constant_values=np.nan))
-        for cache in (inputs.k_cache, inputs.v_cache)
-    )
+    pad_blocks = ((0, 0), (0, 2 * NUM_BLOCKS - inputs.kv_cache.shape[1]), (0, 0), (0, 0), (0, 0))
+    kv_cache_np = np.pad(np.asarray(inputs.kv_cache), pad_blocks, constant_values=np.nan)
     inputs = dataclasses.replace(
         inputs,
-        k_cache=k_cache,
-        v_cache=v_cache,
+        kv_cache=jnp.asarray(kv_cache_np),
         row=jnp.int32(1),
         rules=inputs.rules | {"max_query_len": None},
     )
@@ -136,7 +132,6 @@ def described(
     num_q_heads=32,
     num_kv_heads=8,
     head_dim=128,
-    v_head_dim=None,
     block_size=16,
     dtype=jnp.bfloat16,
     cache_dtype=None,
@@ -145,11 +140,9 @@ def described(
 ):
     """Arrays of a call, by shape and dtype alone."""
     array, cache_dtype = jax.ShapeDtypeStruct, cache_dtype or dtype
-    cache_dims = (2, 512, num_kv_heads, block_size)
     return (
         array((num_tokens, num_q_heads, head_dim), dtype),
-        array((*cache_dims, head_dim), cache_dtype),
-        array((*cache_dims, v_head_dim or head_dim), cache_dtype),
+        array((2, 1024, num_kv_heads, block_size, head_dim), cache_dtype),
         array((), jnp.int32),
         array((num_reqs, max_blocks_per_req), jnp.int32),
         array((num_reqs,), jnp.int32),
@@ -166,6 +159,7 @@ PLAIN_RULES = {
     "sinks": None,
     "k_scale": None,
     "v_scale": None,
+    "kv_dtype": None,
     "max_query_len": None,
 }
 
@@ -174,9 +168,10 @@ PLAIN_RULES = {
     ("sizes", "reason"),
     [
         ({"dtype": jnp.float16}, "q is float16"),
-        ({"cache_dtype": jnp.float16}, "k_cache is float16"),
-        ({"head_dim": 64}, "k_cache has head_dim 64"),
-        ({"v_head_dim": 192}, "v_cache has head_dim 192"),
+        ({"cache_dtype": jnp.float16}, "kv_cache is float16"),
+        ({"cache_dtype": jnp.uint16}, "kv_cache is uint16"),
+        ({"head_dim": 64}, "kv_cache has head_dim 64"),
+        ({"head_dim": 192}, "kv_cache has head_dim 192"),
         ({"block_size": 12}, "block_size is 12"),
         ({"max_blocks_per_req": 2**17}, "bytes of SMEM"),
         (
@@ -193,7 +188,7 @@ def test_misfit_names_what_does_not_fit(sizes, reason):
 CONFIGURATIONS = {
     "base": ({}, {}),
     "everything_decode_float32": (
-        {"dtype": jnp.float32, "num_q_heads": 24, "block_size": 8, "v_head_dim": 256},
+        {"dtype": jnp.float32, "num_q_heads": 24, "block_size": 8, "head_dim": 256},
         {"max_query_len": 1, "sliding_window": 100, "soft_cap": 30.0},
     ),
     "chunks_int8": ({"cache_dtype": jnp.int8, "block_size": 256}, {"chunk_size": 96}),

@@ -87,8 +87,8 @@ def test_tiles_are_whole_and_a_window_holds_any_token(
     num_kv_heads, group_size, block_size, num_tokens
 ):
     q = jax.ShapeDtypeStruct((num_tokens, num_kv_heads * group_size, 128), jnp.bfloat16)
-    cache = jax.ShapeDtypeStruct((1, 8, num_kv_heads, block_size, 128), jnp.bfloat16)
-    plan = make_plan(q, cache, cache)
+    cache = jax.ShapeDtypeStruct((1, 16, num_kv_heads, block_size, 128), jnp.bfloat16)
+    plan = make_plan(q, cache)
     assert plan.tile_rows % ROW_TILE == 0
     assert plan.window_rows % ROW_TILE == 0
     assert plan.kv_tile_tokens % LANES == 0
@@ -104,8 +104,8 @@ def test_tiles_are_whole_and_a_window_holds_any_token(
 def test_kv_tiles_become_shorter_where_a_block_has_many_heads():
     def kv_tile_bytes(num_kv_heads):
         q = jax.ShapeDtypeStruct((64, num_kv_heads, 256), jnp.float32)
-        cache = jax.ShapeDtypeStruct((1, 8, num_kv_heads, 16, 256), jnp.float32)
-        plan = make_plan(q, cache, cache)
+        cache = jax.ShapeDtypeStruct((1, 16, num_kv_heads, 16, 256), jnp.float32)
+        plan = make_plan(q, cache)
         return plan.kv_tile_tokens, 4 * plan.kv_tile_tokens * num_kv_heads * 256 * 4
 
     assert kv_tile_bytes(1)[0] > kv_tile_bytes(16)[0]

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_attention.cases import CASES, LONG_CASES, build_inputs
+from pallas_kernels.paged_attention.cases import CASES, LONG_CASES, UINT16_CASES, build_inputs
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from tests.quick_compile import slow_unless_named
 
@@ -21,8 +21,8 @@ def dense_attention(inputs):
     rules = inputs.rules
     query_start_loc = np.asarray(inputs.query_start_loc)
     num_tokens, num_q_heads, _ = q.shape
-    num_kv_heads, v_head_dim = inputs.v_cache.shape[2], inputs.v_cache.shape[-1]
-    out = np.zeros((num_tokens, num_q_heads, v_head_dim))
+    num_kv_heads = inputs.kv_cache.shape[2]
+    out = np.zeros(q.shape)
     lse = np.full((num_tokens, num_q_heads), -np.inf)
     for req_idx, (keys, values) in enumerate(zip(inputs.keys_np, inputs.values_np, strict=True)):
         start, end = query_start_loc[req_idx], query_start_loc[req_idx + 1]
@@ -61,7 +61,7 @@ def sees(rules, position, key_position):
 # Every rule, dtype and edge once. The other cases run with `pytest -m slow`.
 QUICK_CASES = (
     "decode_mha",
-    "mixed_head_dim_80_narrow_v",
+    "mixed_head_dim_80",
     "mixed_window",
     "window_of_one",
     "mixed_soft_cap",
@@ -74,10 +74,12 @@ QUICK_CASES = (
     "mixed_float16",
     "everything_float8",
     "everything_bfloat16",
+    "bfloat16_as_uint16",
+    "float32_over_float16_as_uint16",
 )
 
 
-@pytest.mark.parametrize("case", slow_unless_named(CASES, *QUICK_CASES))
+@pytest.mark.parametrize("case", slow_unless_named(CASES + UINT16_CASES, *QUICK_CASES))
 def test_equals_dense_attention_on_contiguous_sequences(case, attend_by_reference):
     out, lse = attend_by_reference(case)
     expected_out, expected_lse = dense_attention(build_inputs(case))
@@ -98,13 +100,13 @@ def test_equals_dense_attention_at_the_greatest_length(case, attend_by_reference
 def test_two_tokens_by_hand(run_jitted):
     # One head of size 1, two tokens at positions 0 and 1 of block 1. Token 1: logits [0, ln 3],
     # weights [1/4, 3/4], values [4, 8] -> 7. Token 0 sees only itself -> 4.
-    k_cache = jnp.zeros((1, 2, 1, 8, 1)).at[0, 1, 0, :2, 0].set(jnp.array([0.0, jnp.log(3.0)]))
-    v_cache = jnp.zeros((1, 2, 1, 8, 1)).at[0, 1, 0, :2, 0].set(jnp.array([4.0, 8.0]))
+    # Its keys are entry 2 of the cache, its values entry 3.
+    kv_cache = jnp.zeros((1, 4, 1, 8, 1)).at[0, 2, 0, :2, 0].set(jnp.array([0.0, jnp.log(3.0)]))
+    kv_cache = kv_cache.at[0, 3, 0, :2, 0].set(jnp.array([4.0, 8.0]))
     out, lse = run_jitted(
         paged_attention_reference,
         jnp.ones((2, 1, 1)),
-        k_cache,
-        v_cache,
+        kv_cache,
         jnp.int32(0),
         jnp.array([[1]], jnp.int32),
         jnp.array([2], jnp.int32),
@@ -117,6 +119,7 @@ def test_two_tokens_by_hand(run_jitted):
         sinks=None,
         k_scale=None,
         v_scale=None,
+        kv_dtype=None,
         max_query_len=None,
     )
     np.testing.assert_allclose(out[:, 0, 0], [4.0, 7.0], rtol=1e-6)

@@ -5,7 +5,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels import paged_attention
-from pallas_kernels.paged_attention.cases import CASES, LONG_CASES, NARROW_CACHE_CASES, build_inputs
+from pallas_kernels.paged_attention.cases import (
+    CASES,
+    LONG_CASES,
+    NARROW_CACHE_CASES,
+    UINT16_CASES,
+    build_inputs,
+)
 from pallas_kernels.paged_attention.xla_batch_invariant import paged_attention_batch_invariant
 from tests.quick_compile import quick_jit, slow_unless_named
 
@@ -14,7 +20,7 @@ TOLERANCES = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 2e-2}
 
 # Every rule, dtype and edge once. The other cases run with `pytest -m slow`.
 QUICK_CASES = (
-    "mixed_head_dim_80_narrow_v",
+    "mixed_head_dim_80",
     "many_tiles_and_chunks",
     "long_chunks",
     "empty_requests",
@@ -23,12 +29,14 @@ QUICK_CASES = (
     "everything_float8",
     "everything_bfloat16",
     "mixed_float16_cache",
+    "bfloat16_as_uint16",
+    "everything_float16_as_uint16",
 )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "case", slow_unless_named(CASES + LONG_CASES + NARROW_CACHE_CASES, *QUICK_CASES)
+    "case", slow_unless_named(CASES + LONG_CASES + NARROW_CACHE_CASES + UINT16_CASES, *QUICK_CASES)
 )
 def test_equals_reference(case, attend, attend_by_reference):
     out, lse = attend(build_inputs(case), paged_attention_batch_invariant)
@@ -62,9 +70,8 @@ class Sequences:
         """Outputs of each part `(sequence, first query token, end)`, in one batch."""
         rng = np.random.default_rng(seed)
         free_blocks = rng.permutation(np.arange(1, NUM_BLOCKS)).tolist()
-        caches = rng.normal(size=(2, 1, NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)).astype(
-            np.float32
-        )
+        shape = (1, 2 * NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        kv_cache = rng.normal(size=shape).astype(np.float32)
         tables = rng.integers(0, NUM_BLOCKS, (MAX_REQS, MAX_BLOCKS), np.int32)
         q = rng.normal(size=(MAX_TOKENS, NUM_KV_HEADS * GROUP_SIZE, HEAD_DIM)).astype(np.float32)
         seq_lens, starts = np.zeros(MAX_REQS, np.int32), np.zeros(MAX_REQS + 1, np.int32)
@@ -76,9 +83,10 @@ class Sequences:
                 block = tables[req_idx, block_idx] = free_blocks.pop()
                 start = block_idx * BLOCK_SIZE
                 length = min(BLOCK_SIZE, end - start)
-                for cache, source in zip(caches, (self.keys, self.values), strict=True):
-                    cache[0, block, :, :length] = source[sequence][:, start : start + length]
-        arrays = (q, *caches, np.int32(0), tables, seq_lens, starts)
+                for part, source in enumerate((self.keys, self.values)):
+                    written = source[sequence][:, start : start + length]
+                    kv_cache[0, 2 * block + part, :, :length] = written
+        arrays = (q, kv_cache, np.int32(0), tables, seq_lens, starts)
         out = np.asarray(compiled(tuple(rules.items()))(*map(jnp.asarray, arrays)))
         return [out[starts[i] : starts[i + 1]] for i in range(len(parts))]
 

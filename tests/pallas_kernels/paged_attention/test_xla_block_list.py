@@ -74,11 +74,9 @@ def test_the_order_of_the_tables_gives_the_same_attention(
 def test_all_layers_share_one_sort():
     inputs = build_inputs(next(case for case in CASES if case.name == "decode_mha"))
 
-    def layers(q, k_cache, v_cache, _row, *sequences):
+    def layers(q, kv_cache, _row, *sequences):
         for row in range(2):
-            q = paged_attention(
-                *(q, k_cache, v_cache, row, *sequences), scale=1.0, implementation="xla"
-            )
+            q = paged_attention(*(q, kv_cache, row, *sequences), scale=1.0, implementation="xla")
         return q
 
     text = jax.jit(layers).lower(*inputs.arrays).compile().as_text()

@@ -78,8 +78,7 @@ SHARED_CASE = PagedAttentionCase(
 RULES = {
     "plain": {},
     "one_kv_head_sinks_and_soft_cap": {
-        **{"num_kv_heads": 1, "v_head_dim": 16},
-        **{"has_sinks": True, "soft_cap": 2.0},
+        **{"num_kv_heads": 1, "has_sinks": True, "soft_cap": 2.0},
     },
     "int8": {"cache_dtype": "int8"},
     "window": {"sliding_window": 20},

@@ -7,8 +7,8 @@ import pytest
 
 from paxkv.config.engine_config import RunnerConfig
 from paxkv.runner import model_runner
+from paxkv.runner.features import prompt_logprobs
 from paxkv.runner.model_runner import ModelRunner
-from paxkv.runner.programs import prompt_step
 from tests.paxkv.runner.driver import RunnerDriver
 from tests.paxkv.runner.shared_runners import WarmRunner, make_warm_runner
 from tests.paxkv.runner.tiny_model import TinyModel
@@ -27,15 +27,21 @@ def one_group(folder_of_run) -> WarmRunner:
     with pytest.MonkeyPatch.context() as patch:
         # Neither divides the number of rows or tokens, so the last chunk overlaps the one before.
         patch.setattr(model_runner, "SAMPLED_CHUNK_ROWS", 2)
-        patch.setattr(prompt_step, "_CHUNK_TOKENS", 5)
+        patch.setattr(prompt_logprobs, "_CHUNK_TOKENS", 5)
         return make_warm_runner(folder_of_run / "one_group", TinyModel())
 
 
 @pytest.fixture(scope="session")
-def two_groups(folder_of_run) -> WarmRunner:
-    """A sliding layer and a full one. Draws all rows at once; allows any number of logprobs."""
+def three_groups(folder_of_run) -> WarmRunner:
+    """A sliding layer, a full one, and a full one of one KV head, whose blocks are twice as long.
+
+    Draws all rows at once; allows any number of logprobs.
+    """
+    model = TinyModel(seed=4, windows=(5, None, None), num_kv_heads=(2, 2, 1))
     config = RunnerConfig(max_logprobs=-1)
-    return make_warm_runner(folder_of_run / "two_groups", TinyModel(windows=(5, None)), config)
+    warm = make_warm_runner(folder_of_run / "three_groups", model, config)
+    assert warm.runner._buckets.block_sizes == (8, 8, 16)
+    return warm
 
 
 @pytest.fixture(scope="session")

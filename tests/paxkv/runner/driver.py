@@ -24,7 +24,7 @@ class RunnerDriver:
     def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
         self.runner = runner
         specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
-        self.block_size = specs[0].block_size
+        self.block_sizes = [spec.block_size for spec in specs]
         self.windows = [getattr(spec, "sliding_window", None) for spec in specs]
         self.free_blocks = list(range(1, runner.kv_cache_config.num_blocks))
         random.Random(seed).shuffle(self.free_blocks)
@@ -130,11 +130,12 @@ class RunnerDriver:
     def _hold_blocks(self, req_id: str, computed: int, num_tokens: int) -> tuple[list[int], ...]:
         """Gives back what left the window, takes what is missing; returns the new ones a group."""
         added = []
-        for blocks, window in zip(self.blocks[req_id], self.windows, strict=True):
-            num_passed = max(computed - window + 1, 0) // self.block_size if window else 0
+        groups = zip(self.blocks[req_id], self.windows, self.block_sizes, strict=True)
+        for blocks, window, block_size in groups:
+            num_passed = max(computed - window + 1, 0) // block_size if window else 0
             self._free_all([blocks[:num_passed]])
             blocks[:num_passed] = [0] * len(blocks[:num_passed])
-            num_missing = -(-(computed + num_tokens) // self.block_size) - len(blocks)
+            num_missing = -(-(computed + num_tokens) // block_size) - len(blocks)
             added.append([self.take_block() for _ in range(num_missing)])
             blocks += added[-1]
         return tuple(added)

@@ -41,7 +41,7 @@ def make_runner(
     """A runner with the limits above, before its warm-up."""
     return ModelRunner(
         model,
-        cache_config=cache_config or CacheConfig(block_size=8, num_gpu_blocks_override=30),
+        cache_config=cache_config or CacheConfig(block_size=8, num_gpu_blocks_override=40),
         scheduler_config=SchedulerConfig(
             max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS
         ),

@@ -1,5 +1,6 @@
 """The runner's tokens are those of a dense computation, whatever the batching."""
 
+import copy
 import random
 import time
 
@@ -25,7 +26,7 @@ from tests.paxkv.runner.tiny_model import VOCAB, TinyModel
 
 GREEDY = SamplingParams(temperature=0.0)
 on_every_runner = pytest.mark.parametrize(
-    "warm", ["one_group", "two_groups", "batch_invariant"], indirect=True
+    "warm", ["one_group", "three_groups", "batch_invariant"], indirect=True
 )
 
 
@@ -60,7 +61,9 @@ def test_prefill_and_decode_equal_a_dense_computation(warm):
         assert driver.output_of(req_id) == expected
         for group, window in enumerate(driver.windows):
             if window is not None:
-                unlimited = dense_greedy(TinyModel(), prompt(length, length), num_tokens)
+                without_windows = copy.copy(warm.model)
+                without_windows.windows = (None,) * len(warm.model.windows)
+                unlimited = dense_greedy(without_windows, prompt(length, length), num_tokens)
                 assert expected != unlimited  # the window is felt
                 # The sliding group holds the blocks of the last window, and no more.
                 assert sum(block > 0 for block in driver.blocks[req_id][group]) <= 2
@@ -299,7 +302,7 @@ def test_step_says_when_its_tokens_are_there(runner):
     assert runner.execute_model(driver.schedule({})).is_done
 
 
-@pytest.mark.slow  # Compiles three more programs; `two_groups` has a window that is felt.
+@pytest.mark.slow  # Compiles three more programs; `three_groups` has a window that is felt.
 def test_two_groups_with_a_window_that_nobody_feels_equal_one_group(runner):
     wide = make_runner(TinyModel(windows=(10 * MAX_MODEL_LEN, None)))
     outputs = []
@@ -344,14 +347,15 @@ def test_step_without_tokens_still_copies(runner):
     target = driver.free_blocks[-1]
     scheduler_output.block_copies.append(BlockCopy(source_block_id=source, target_block_id=target))
     assert runner.execute_model(scheduler_output).sample_tokens().req_ids == []
-    k_np = read_k(runner)
-    assert k_np[:, source].any()
-    np.testing.assert_array_equal(k_np[:, target], k_np[:, source])
+    pages_np = read_pages(runner)
+    keys_np, values_np = np.split(pages_np[:, source], 2, axis=-1)
+    assert keys_np.any() and values_np.any()
+    np.testing.assert_array_equal(pages_np[:, target], pages_np[:, source])
     driver.finish_all()
 
 
-def read_k(runner: ModelRunner) -> np.ndarray:
-    return np.asarray(jax.device_get(runner._kv_cache.k))
+def read_pages(runner: ModelRunner) -> np.ndarray:  # [num_rows, num_blocks, num_words]
+    return np.asarray(jax.device_get(runner._kv_cache))
 
 
 @on_every_runner
@@ -362,13 +366,13 @@ def test_blocks_are_zeroed_from_the_null_block_that_nobody_writes(runner):
         driver.add(f"req-{i}", prompt(i, 20), SamplingParams(temperature=1.0))
         driver.run_alone(f"req-{i}", 10, MAX_NUM_BATCHED_TOKENS)
         driver.finish(f"req-{i}")
-    k_np = read_k(runner)
-    assert k_np[:, 1:].any(axis=(0, 2, 3, 4)).sum() > 10  # many blocks hold something
-    assert not k_np[:, 0].any()
+    pages_np = read_pages(runner)
+    assert pages_np[:, 1:].any(axis=(0, 2)).sum() > 10  # many blocks hold something
+    assert not pages_np[:, 0].any()
     scheduler_output = driver.schedule({})
     scheduler_output.new_block_ids_to_zero.extend(range(1, num_blocks))
     runner.execute_model(scheduler_output)
-    assert not read_k(runner).any()
+    assert not read_pages(runner).any()
     assert runner.num_compiles_after_ready == 0
     driver.finish_all()
 
@@ -389,3 +393,15 @@ def test_pool_too_small_is_a_config_error():
 def test_half_precision_model_keeps_its_cache_in_float32_on_the_cpu():
     runner = make_runner(TinyModel(dtype="bfloat16"))
     assert runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.dtype == "float32"
+    assert runner._kv_cache.dtype == np.float32
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["float16", "bfloat16"])
+def test_half_precision_that_is_asked_for_is_kept_as_integers_on_the_cpu(kv_cache_dtype):
+    config = CacheConfig(block_size=8, num_gpu_blocks_override=30, kv_cache_dtype=kv_cache_dtype)
+    model = TinyModel()
+    runner = make_runner(model, config)
+    assert runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.dtype == kv_cache_dtype
+    # Which of the two formats the bits have, each layer's place says.
+    assert {place.format.dtype for ((_, place),) in model.places} == {kv_cache_dtype}
+    assert runner._kv_cache.dtype == np.uint16

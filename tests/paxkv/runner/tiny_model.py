@@ -11,15 +11,17 @@ from jax.sharding import PartitionSpec
 import pallas_kernels
 from models import (
     AttentionConfig,
-    CachePlace,
+    DecoderSpec,
     ForwardBatch,
     KernelSettings,
-    KVCache,
+    LayerContext,
+    LayerPlaces,
+    Pages,
     RopeConfig,
-    kv_cache_layers,
 )
+from models.decoder_spec import spec_of_attention
 from models.platforms import default_platform
-from paxkv.runner.memory.kv_cache_groups import groups_of_layers
+from paxkv.runner.memory.kv_cache_groups import groups_of_spec
 
 VOCAB, HIDDEN, NUM_LAYERS, NUM_HEADS, HEAD_DIM = 50, 8, 2, 2, 4
 MAX_POSITIONS = 256
@@ -33,9 +35,12 @@ class TinyConfig:
     vocab_size: int = VOCAB
     has_unified_kv: bool = False
 
+    def spec(self, kv_dtype: str) -> DecoderSpec:
+        return spec_of_attention(self.attention, kv_dtype=kv_dtype)
 
-def tiny_config(windows: tuple[int | None, ...]) -> TinyConfig:
-    """Layers with these windows."""
+
+def tiny_config(windows: tuple[int | None, ...], num_kv_heads: tuple[int, ...]) -> TinyConfig:
+    """Layers with these windows and numbers of KV heads."""
     layer = AttentionConfig(
         hidden_size=HIDDEN,
         num_q_heads=NUM_HEADS,
@@ -44,7 +49,12 @@ def tiny_config(windows: tuple[int | None, ...]) -> TinyConfig:
         rope=RopeConfig(),  # which it does without
         scale=HEAD_DIM**-0.5,
     )
-    return TinyConfig(tuple(dataclasses.replace(layer, sliding_window=w) for w in windows))
+    return TinyConfig(
+        tuple(
+            dataclasses.replace(layer, sliding_window=window, num_kv_heads=heads)
+            for window, heads in zip(windows, num_kv_heads, strict=True)
+        )
+    )
 
 
 class TinyModel:
@@ -52,6 +62,7 @@ class TinyModel:
 
     Args:
         windows: Sliding window of each layer; layers of different windows are different groups.
+        num_kv_heads: Of each layer; None is `NUM_HEADS` in all. Layers of fewer have longer blocks.
         max_looped_tokens: As of a `LoadedModel`; it multiplies nothing in loops.
     """
 
@@ -61,25 +72,28 @@ class TinyModel:
         dtype: str = "float32",
         windows: tuple[int | None, ...] = (None,) * NUM_LAYERS,
         max_looped_tokens: int = 0,
+        num_kv_heads: tuple[int, ...] | None = None,
     ) -> None:
-        self.config = tiny_config(windows)
+        self.num_kv_heads = num_kv_heads or (NUM_HEADS,) * len(windows)
+        self.config = tiny_config(windows, self.num_kv_heads)
         self.dtype = dtype
-        self._windows = windows
+        self.windows = windows
         self.max_looped_tokens = max_looped_tokens
         self.kernels = KernelSettings()
         self.packages = frozenset({"models"})
         self.platform = default_platform()
-        layers = kv_cache_layers(self.config)
-        self._places = groups_of_layers(layers, block_size=8, dtype="float32").places(layers)
+        spec = self.config.spec("float32")
+        self.places = groups_of_spec(spec, block_size=8).places(spec)
         rng = np.random.default_rng(seed)
         shapes = [(VOCAB, HIDDEN), (MAX_POSITIONS, HIDDEN), (HIDDEN, VOCAB)]
-        shapes += [(3, HIDDEN, NUM_HEADS * HEAD_DIM)] * NUM_LAYERS
+        # Q, K and V; of the heads of K and V, a layer takes the first.
+        shapes += [(3, HIDDEN, NUM_HEADS * HEAD_DIM)] * len(windows)
         self.params = tuple(
             jax.device_put(rng.normal(size=s).astype(np.float32)).astype(dtype) for s in shapes
         )
 
-    def with_places(self, places: Sequence[CachePlace]) -> "TinyModel":
-        self._places = tuple(places)
+    def with_places(self, places: Sequence[LayerPlaces]) -> "TinyModel":
+        self.places = tuple(places)
         return self
 
     def with_kernels(self, kernels: KernelSettings) -> "TinyModel":
@@ -90,29 +104,42 @@ class TinyModel:
     def param_specs(self) -> tuple[PartitionSpec, ...]:
         return (PartitionSpec(),) * len(self.params)
 
-    def forward(self, params, kv_cache: KVCache, batch: ForwardBatch):
-        num_rows, num_blocks, _, block_size, _ = kv_cache.k.shape
-        hidden = params[0][batch.token_ids] + params[1][batch.positions]
-        num_groups = batch.block_tables.shape[0]
-        slots = pallas_kernels.slot_mapping(
-            jnp.broadcast_to(batch.positions, (num_groups, *batch.positions.shape)),
-            batch.block_tables,
-            batch.query_start_loc,
-            block_size=block_size,
-            pad_slot=pallas_kernels.pad_slot(num_rows, num_blocks, block_size),
-        )
-        for layer_idx, place in enumerate(self._places):
-            q, k, v = ((hidden @ w).reshape(-1, NUM_HEADS, HEAD_DIM) for w in params[3 + layer_idx])
-            k_cache, v_cache = pallas_kernels.kv_scatter(
-                kv_cache.k, kv_cache.v, k, v, slots[place.group_idx], place.row
+    def forward(self, params, pages: Pages, batch: ForwardBatch, change_context=None):
+        num_rows, num_blocks = pages.shape[:2]
+        slots = [
+            pallas_kernels.slot_mapping(
+                jnp.broadcast_to(
+                    batch.positions, (inputs.block_tables.shape[0], *batch.positions.shape)
+                ),
+                inputs.block_tables,
+                batch.query_start_loc,
+                block_size=inputs.block_size,
+                pad_slot=pallas_kernels.pad_slot(num_rows, num_blocks, inputs.block_size),
             )
-            kv_cache = KVCache(k=k_cache, v=v_cache)
-            window = self._windows[layer_idx]
-            attended = _attend(q, kv_cache, batch, place, window)
+            for inputs in batch.groups
+        ]
+        context = LayerContext(batch=batch, kernels=self.kernels, slots=tuple(slots), cos_sin={})
+        if change_context is not None:
+            context = change_context(context)
+        hidden = params[0][context.batch.token_ids] + params[1][batch.positions]
+        for layer_idx, ((_, place),) in enumerate(self.places):
+            q, k, v = ((hidden @ w).reshape(-1, NUM_HEADS, HEAD_DIM) for w in params[3 + layer_idx])
+            k, v = (x[:, : self.num_kv_heads[layer_idx]] for x in (k, v))
+            inputs = batch.groups[place.inputs_idx]
+            view = place.format.view(pages, inputs.block_size)
+            kv_dtype = place.format.kv_dtype(pages)
+            own_slots = slots[place.inputs_idx][place.group_idx]
+            view = pallas_kernels.kv_scatter(view, k, v, own_slots, place.row, kv_dtype=kv_dtype)
+            pages = place.format.unview(view, pages)
+            if kv_dtype is not None:
+                view = jax.lax.bitcast_convert_type(view, kv_dtype)
+            tables = inputs.block_tables[place.group_idx]
+            window = self.windows[layer_idx]
+            attended = _attend(q, view, place.row, tables, inputs.seq_lens, batch, window)
             hidden = hidden + attended.reshape(hidden.shape)
         if batch.drops_rows:
             hidden = hidden[batch.last_tokens]
-        return batch.choose_outputs(hidden), kv_cache
+        return batch.choose_outputs(hidden), pages
 
     def compute_logits(self, params, hidden):
         return (hidden @ params[2]).astype(jnp.float32)
@@ -123,8 +150,11 @@ class TinyModel:
         num_tokens = len(token_ids)
         hidden = params[0][token_ids] + params[1][:num_tokens]
         distance = np.arange(num_tokens)[:, None] - np.arange(num_tokens)[None]
-        for w, window in zip(params[3:], self._windows, strict=True):
+        layers = zip(params[3:], self.windows, self.num_kv_heads, strict=True)
+        for w, window, num_kv_heads in layers:
             q, k, v = (np.reshape(hidden @ x, (num_tokens, NUM_HEADS, HEAD_DIM)) for x in w)
+            group_size = NUM_HEADS // num_kv_heads
+            k, v = (np.repeat(x[:, :num_kv_heads], group_size, axis=1) for x in (k, v))
             scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(HEAD_DIM)
             is_seen = (distance >= 0) & (distance < (window or num_tokens))
             scores = np.where(is_seen, scores, -np.inf)
@@ -134,23 +164,23 @@ class TinyModel:
         return hidden @ params[2]
 
 
-def _attend(q, kv_cache, batch, place, window) -> jax.Array:
+def _attend(q, view, row, block_tables, seq_lens, batch, window) -> jax.Array:
     """Every token attends to its window up to its own position, through its block table.
 
     No token attends past the length that the batch states for its request.
     """
-    block_tables, seq_lens = (x[place.group_idx] for x in (batch.block_tables, batch.seq_lens))
-    num_reqs, num_blocks = block_tables.shape[0], kv_cache.k.shape[1]
+    num_reqs = block_tables.shape[0]
     tokens = jnp.arange(q.shape[0])
     req = jnp.searchsorted(batch.query_start_loc[1:], tokens, side="right")
     req = jnp.minimum(req, num_reqs - 1)
-    blocks = block_tables[req] + place.row * num_blocks
 
-    def gathered(cache):  # -> f[num_tokens, num_heads, max_len, head_dim]
-        pages = cache.reshape(-1, *cache.shape[2:])[blocks]
-        return pages.swapaxes(1, 2).reshape(q.shape[0], NUM_HEADS, -1, HEAD_DIM)
+    def gathered(part):  # -> f[num_tokens, num_heads, max_len, head_dim]
+        blocks = view[row, 2 * block_tables[req] + part]
+        num_kv_heads = blocks.shape[2]
+        heads = blocks.swapaxes(1, 2).reshape(q.shape[0], num_kv_heads, -1, HEAD_DIM)
+        return jnp.repeat(heads, NUM_HEADS // num_kv_heads, axis=1)
 
-    k, v = gathered(kv_cache.k), gathered(kv_cache.v)
+    k, v = gathered(0), gathered(1)
     scores = jnp.einsum("thd,thsd->ths", q, k) / np.sqrt(HEAD_DIM)
     key_positions = jnp.arange(k.shape[2])[None, :]
     distance = batch.positions[:, None] - key_positions

@@ -11,10 +11,12 @@ from paxkv.errors import InvariantError
 from paxkv.runner.batch.batch_builder import BatchBuilder
 from paxkv.runner.batch.input_batch import InputBatch
 from paxkv.runner.batch.packed_layout import PackedLayout
-from paxkv.runner.programs.bucketing import StepBuckets
+from paxkv.runner.features.base import FeatureStep, StepFeature, StepVariant
+from paxkv.runner.features.prompt_logprobs import PromptLogprobsVariant
+from paxkv.runner.programs.bucketing import BurstShape, StepBuckets, TableShape
 from paxkv.runner.sampling.sampling_columns import ROW
 
-MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE, MAX_BLOCKS = 4, 32, 8, 4
+MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE = 4, 32, 8
 NO_CACHED = CachedRequestData(
     req_ids=[],
     resumed_req_ids=frozenset(),
@@ -25,12 +27,24 @@ NO_CACHED = CachedRequestData(
 )
 
 
-def make_batch_and_builder(block_sizes=(BLOCK_SIZE,)):
+def table_shape(num_groups=1, block_size=BLOCK_SIZE):
+    return TableShape(
+        num_groups=num_groups,
+        max_blocks_per_req=MAX_MODEL_LEN // block_size,
+        block_size=block_size,
+    )
+
+
+ONE_GROUP = (table_shape(),)
+# A group with blocks of 8 tokens, and one with blocks of 16.
+TWO_BLOCK_SIZES = (*ONE_GROUP, table_shape(block_size=2 * BLOCK_SIZE))
+
+
+def make_batch_and_builder(tables=ONE_GROUP, features=()):
     batch = InputBatch.create(
         max_num_seqs=MAX_NUM_SEQS,
         max_model_len=MAX_MODEL_LEN,
-        max_blocks_per_req=MAX_BLOCKS,
-        num_groups=len(block_sizes),
+        tables=tables,
         num_blocks=20,
         vocab_size=100,
         seed=0,
@@ -39,15 +53,15 @@ def make_batch_and_builder(block_sizes=(BLOCK_SIZE,)):
         max_num_batched_tokens=16,
         max_num_seqs=MAX_NUM_SEQS,
         max_decode_burst=4,
-        num_groups=len(block_sizes),
-        max_blocks_per_req=MAX_BLOCKS,
+        tables=tables,
         max_model_len=MAX_MODEL_LEN,
+        feature_variants=[feature.variants() for feature in features],
     )
     builder = BatchBuilder(
         buckets=buckets,
         input_batch=batch,
         max_num_seqs=MAX_NUM_SEQS,
-        block_sizes=block_sizes,
+        features=features,
     )
     return batch, builder
 
@@ -110,8 +124,8 @@ def test_worked_example():
     assert views["token_source"].tolist() == [MAX_NUM_SEQS] * 16
     assert views["positions"].tolist() == [11, 0, 1, 2, 4, 5] + [0] * 10
     assert views["query_start_loc"].tolist() == [0, 1, 4, 6, 6]
-    assert views["seq_lens"].tolist() == [[12, 3, 6, 0]]
-    assert views["block_tables"].tolist() == [
+    assert views["seq_lens"].tolist() == [12, 3, 6, 0]
+    assert views["block_tables_0"].tolist() == [
         [[8, 9, 0, 0], [5, 0, 0, 0], [7, 3, 0, 0], [0, 0, 0, 0]]
     ]
     assert views["logits_indices"].tolist() == [0, 3, 5, 0]
@@ -271,16 +285,27 @@ def test_step_over_positions_without_a_block_is_a_bug():
 
 
 def test_groups_have_block_tables_and_block_sizes_of_their_own():
-    """The second group's blocks are twice as long, and its first has left a window."""
-    batch, builder = make_batch_and_builder(block_sizes=(BLOCK_SIZE, 2 * BLOCK_SIZE))
-    new_req = new("a", range(20), [5, 6, 7], 18, other_groups=[[0, 9]])
+    """The last group's blocks are twice as long, and its first has left a window."""
+    tables = (table_shape(num_groups=2), table_shape(block_size=2 * BLOCK_SIZE))
+    batch, builder = make_batch_and_builder(tables)
+    new_req = new("a", range(20), [5, 6, 7], 18, other_groups=[[1, 2, 3], [0, 9]])
     _, views = build(builder, batch, output({"a": 2}, [new_req]))
-    assert views["block_tables"][:, 0].tolist() == [[5, 6, 7, 0], [0, 9, 0, 0]]
-    assert views["seq_lens"][:, 0].tolist() == [20, 20]
+    assert views["block_tables_0"][:, 0].tolist() == [[5, 6, 7, 0], [1, 2, 3, 0]]
+    assert views["block_tables_1"][:, 0].tolist() == [[0, 9]]
+    assert views["seq_lens"].tolist() == [20, 0, 0, 0]
+
+
+def test_burst_has_the_block_tables_of_groups_of_every_block_size():
+    batch, builder = make_batch_and_builder(TWO_BLOCK_SIZES)
+    new_req = new("a", range(20), [5, 6, 7], 19, other_groups=[[8, 9]])
+    built, views = build(builder, batch, output({"a": 2}, [new_req], num_decode_steps=2))
+    assert isinstance(built.shape, BurstShape)
+    assert views["block_tables_0"][:, 0].tolist() == [[5, 6, 7, 0]]
+    assert views["block_tables_1"][:, 0].tolist() == [[8, 9]]
 
 
 def test_missing_block_of_any_group_is_a_bug():
-    batch, builder = make_batch_and_builder(block_sizes=(BLOCK_SIZE, 2 * BLOCK_SIZE))
+    batch, builder = make_batch_and_builder(TWO_BLOCK_SIZES)
     scheduled = output({"a": 17}, [new("a", range(17), [5, 6, 7], other_groups=[[9]])])
     batch.update(scheduled)
     with pytest.raises(InvariantError, match=r"\[3, 1\] blocks of \[8, 16\]"):
@@ -288,7 +313,7 @@ def test_missing_block_of_any_group_is_a_bug():
 
 
 def test_write_to_the_null_block_is_a_bug():
-    batch, builder = make_batch_and_builder(block_sizes=(BLOCK_SIZE, BLOCK_SIZE))
+    batch, builder = make_batch_and_builder([table_shape(num_groups=2)])
     new_reqs = [new("b", [1], [1], other_groups=[[2]])]
     new_reqs.append(new("a", range(12), [5, 6], 7, other_groups=[[0, 9]]))
     scheduled = output({"b": 1, "a": 3}, new_reqs)
@@ -296,3 +321,52 @@ def test_write_to_the_null_block_is_a_bug():
     message = "'a' would write position 7 to the null block in KV cache group 1"
     with pytest.raises(InvariantError, match=message):
         builder.build(scheduled)
+
+
+VARIANT = PromptLogprobsVariant(num_logits=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedStep(FeatureStep):
+    """Of `PlannedFeature`."""
+
+    variant: StepVariant | None
+
+
+class PlannedFeature(StepFeature):
+    """Plans what the test says."""
+
+    def __init__(self, planned):
+        self.planned = planned
+
+    def variants(self):
+        return (VARIANT,)
+
+    def plan(self, step):
+        return self.planned
+
+
+def test_burst_has_no_variant_of_a_feature():
+    feature = PlannedFeature(PlannedStep(VARIANT))
+    batch, builder = make_batch_and_builder(features=[feature])
+    burst = output({"a": 2}, [new("a", [1, 2, 3], [5], 2)], num_decode_steps=2)
+    batch.update(burst)
+    with pytest.raises(InvariantError, match="has no step features; got .*PromptLogprobsVariant"):
+        builder.build(burst)
+    feature.planned = PlannedStep(None)
+    built = builder.build(burst)
+    assert isinstance(built.shape, BurstShape) and built.features == (feature.planned,)
+
+
+def test_feature_sees_every_burst_until_it_plans_nothing():
+    feature = PlannedFeature(PlannedStep(None))
+    batch, builder = make_batch_and_builder(features=[feature])
+    decided = output({"a": 1}, [new("a", [1, 2, 3], [5], 2)])
+    seen = []
+    for position in range(3, 7):
+        built, _ = build(builder, batch, decided)
+        batch.note_drawn(built.rows_np, built.num_drawn_np)
+        seen.append(built.features)
+        feature.planned = PlannedStep(None) if position == 3 else None
+        decided = output({"a": 1}, cached=running(("a", position)))
+    assert seen == [(PlannedStep(None),), (PlannedStep(None),), (), ()]

@@ -8,16 +8,18 @@ from hypothesis import strategies as st
 from paxkv.contracts.scheduler_output import BlockCopy, CachedRequestData, SchedulerOutput
 from paxkv.errors import InvariantError
 from paxkv.runner.batch.block_copies import build_block_copies
-from paxkv.runner.programs.bucketing import StepBuckets
+from paxkv.runner.programs.bucketing import StepBuckets, TableShape
 
 NUM_BLOCKS = 40
-# Shapes of 8 and of 3 x 4 = 12 copies.
+# Shapes of 8 and of 3 x 4 = 12 copies, since all groups count.
 BUCKETS = StepBuckets(
     max_num_batched_tokens=8,
     max_num_seqs=3,
     max_decode_burst=1,
-    num_groups=4,
-    max_blocks_per_req=5,
+    tables=(
+        TableShape(num_groups=3, max_blocks_per_req=5, block_size=8),
+        TableShape(num_groups=1, max_blocks_per_req=3, block_size=16),
+    ),
     max_model_len=5 * 8,
 )
 

@@ -12,9 +12,13 @@ from paxkv.runner.batch.batch_builder import BatchBuilder
 from paxkv.runner.batch.burst_repeater import BurstRepeater
 from paxkv.runner.batch.input_batch import InputBatch
 from paxkv.runner.batch.packed_layout import PackedLayout
-from paxkv.runner.programs.bucketing import StepBuckets
+from paxkv.runner.programs.bucketing import StepBuckets, TableShape
 
-MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZES, MAX_BLOCKS = 4, 96, (8, 4), 24
+MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZES = 4, 96, (8, 4)
+TABLES = tuple(
+    TableShape(num_groups=1, max_blocks_per_req=MAX_MODEL_LEN // size, block_size=size)
+    for size in BLOCK_SIZES
+)
 
 
 class Traffic:
@@ -24,8 +28,7 @@ class Traffic:
         self.batch = InputBatch.create(
             max_num_seqs=MAX_NUM_SEQS,
             max_model_len=MAX_MODEL_LEN,
-            max_blocks_per_req=MAX_BLOCKS,
-            num_groups=len(BLOCK_SIZES),
+            tables=TABLES,
             num_blocks=1000,
             vocab_size=100,
             seed=0,
@@ -34,15 +37,11 @@ class Traffic:
             max_num_batched_tokens=64,
             max_num_seqs=MAX_NUM_SEQS,
             max_decode_burst=6,
-            num_groups=len(BLOCK_SIZES),
-            max_blocks_per_req=MAX_BLOCKS,
+            tables=TABLES,
             max_model_len=MAX_MODEL_LEN,
         )
         self.builder = BatchBuilder(
-            buckets=buckets,
-            input_batch=self.batch,
-            max_num_seqs=MAX_NUM_SEQS,
-            block_sizes=BLOCK_SIZES,
+            buckets=buckets, input_batch=self.batch, max_num_seqs=MAX_NUM_SEQS
         )
         self.num_computed = {}
         self.num_blocks = {}

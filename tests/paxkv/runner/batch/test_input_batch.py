@@ -12,6 +12,7 @@ from paxkv.contracts.scheduler_output import CachedRequestData, NewRequestData, 
 from paxkv.errors import InvariantError
 from paxkv.runner.batch.input_batch import InputBatch
 from paxkv.runner.batch.packed_layout import MAX_ENDING_IDS
+from paxkv.runner.programs.bucketing import TableShape
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
 from paxkv.runner.sampling.sampling_columns import ROW, SEED
 
@@ -22,8 +23,7 @@ def make_batch():
     return InputBatch.create(
         max_num_seqs=MAX_NUM_SEQS,
         max_model_len=MAX_MODEL_LEN,
-        max_blocks_per_req=MAX_BLOCKS,
-        num_groups=1,
+        tables=[TableShape(num_groups=1, max_blocks_per_req=MAX_BLOCKS, block_size=2)],
         num_blocks=NUM_BLOCKS,
         vocab_size=100,
         seed=0,
@@ -244,7 +244,8 @@ def test_rows_are_the_same_array_until_one_changes_hands():
 
 def test_rows_that_want_more_than_tokens_are_counted_while_they_run():
     batch = make_batch()
-    batch.update(output([new("a", logprobs=0), new("b"), new("c", prompt_logprobs=1)]))
+    more = [new("a", logprobs=0), new("c", logprobs=3)]
+    batch.update(output([*more, new("b"), new("d", prompt_logprobs=1)]))
     assert batch.num_wanting_more == 2
     batch.update(output(preempted=["a"]))
     assert batch.num_wanting_more == 1

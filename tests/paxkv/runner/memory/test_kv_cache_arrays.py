@@ -1,16 +1,15 @@
-"""The KV cache's arrays have the contract's shape, zeros, a named sharding, and countable slots."""
+"""The KV cache is one array of pages: zeros, of the platform's shape, and with countable slots."""
 
 import jax
 import numpy as np
 import pytest
 
-from models.platforms import CPU, GPU
+from models import Platform
+from models.platforms import CPU, GPU, TPU
 from paxkv.contracts.kv_cache_spec import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
-    MambaSpec,
-    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from paxkv.errors import ConfigError
@@ -18,89 +17,95 @@ from paxkv.runner.memory.kv_cache_arrays import (
     abstract_kv_cache,
     allocate_kv_cache,
     device_mesh,
+    empty_kv_cache,
     kv_cache_dtype,
 )
 
 ON_CPU = CPU(num_threads=1, instruction_sets=frozenset())
+MESH = device_mesh(jax.devices()[0])
 
 
-def make_config(num_blocks=6, layers=("a", "b", "c"), head_sizes=(16,)):
-    groups = tuple(
-        KVCacheGroupSpec(
-            layer_names=layers,
-            kv_cache_spec=FullAttentionSpec(
-                block_size=8, num_kv_heads=2, head_size=head_size, dtype="float32"
-            ),
-        )
-        for head_size in head_sizes
+def full_group(*names, block_size=8, num_kv_heads=2, head_size=16, dtype="float32"):
+    spec = FullAttentionSpec(
+        block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size, dtype=dtype
     )
-    return KVCacheConfig(num_blocks=num_blocks, kv_cache_groups=groups)
+    return KVCacheGroupSpec(layer_names=names, kv_cache_spec=spec)
 
 
-def test_arrays_are_zeros_of_the_contracts_shape_over_a_named_mesh():
-    kv_cache = allocate_kv_cache(make_config(), device_mesh(jax.devices()[0]))
-    for array in (kv_cache.k, kv_cache.v):
-        assert array.shape == (3, 6, 2, 8, 16)
-        assert array.dtype == np.float32
-        assert array.sharding.spec[2] == "model"
-        assert not np.asarray(array).any()
-    assert kv_cache.k.unsafe_buffer_pointer() != kv_cache.v.unsafe_buffer_pointer()
+def make_config(num_blocks=6, **fields):
+    """Three layers; a page is K and V of 2 heads of 16 numbers, for 8 tokens."""
+    group = full_group("a", "b", "c", **fields)
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_groups=(group,))
+
+
+NUM_NUMBERS = 2 * 2 * 8 * 16
+
+
+@pytest.mark.parametrize(
+    ("platform", "kv_dtype", "dtype", "page"),
+    [
+        (Platform(), "float32", "float32", (NUM_NUMBERS,)),
+        (GPU(), "bfloat16", "bfloat16", (NUM_NUMBERS,)),
+        (ON_CPU, "float32", "float32", (NUM_NUMBERS,)),
+        # XLA for the CPU would copy a bfloat16 cache: the bits lie in integers.
+        (ON_CPU, "bfloat16", "uint16", (NUM_NUMBERS,)),
+        (ON_CPU, "float16", "uint16", (NUM_NUMBERS,)),
+        # Memory of a TPU is tiled in lines of 128.
+        (TPU(), "bfloat16", "bfloat16", (NUM_NUMBERS // 128, 128)),
+    ],
+    ids=lambda value: value.name if isinstance(value, Platform) else None,
+)
+def test_pages_are_zeros_in_the_shape_and_dtype_of_the_platform(platform, kv_dtype, dtype, page):
+    config = make_config(dtype=kv_dtype)
+    pages = allocate_kv_cache(config, MESH, platform, kv_dtype)
+    assert (pages.shape, pages.dtype) == ((3, 6, *page), dtype)
+    assert pages.nbytes == 3 * 6 * config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
+    assert not np.asarray(pages).any()
+    abstract = abstract_kv_cache(config, MESH, platform, kv_dtype)
+    inside = jax.eval_shape(lambda: empty_kv_cache(config, platform, kv_dtype))
+    for other in (abstract, inside):
+        assert (other.shape, other.dtype) == (pages.shape, pages.dtype)
+    # What devices divide among each other is the page, and neither rows nor blocks.
+    assert pages.sharding == abstract.sharding
+    assert tuple(pages.sharding.spec) == (None, None, "model")
 
 
 def test_more_slots_than_int32_counts_is_a_config_error():
     with pytest.raises(ConfigError, match="too many slots"):
-        abstract_kv_cache(make_config(num_blocks=2**26), device_mesh(jax.devices()[0]))
+        abstract_kv_cache(make_config(num_blocks=2**26), MESH, Platform(), "float32")
+
+
+def test_slots_are_those_of_the_group_with_the_longest_blocks():
+    def abstract(num_blocks):
+        groups = (full_group("a"), full_group("b", block_size=16, num_kv_heads=1))
+        config = KVCacheConfig(num_blocks=num_blocks, kv_cache_groups=groups)
+        return abstract_kv_cache(config, MESH, Platform(), "float32")
+
+    # 2**30 slots are too many, for indices that begin at the second row. One row of 2**26 - 1
+    # blocks of 16 has fewer; of 8 tokens, twice as many blocks would do.
+    assert abstract(2**26 - 1).shape[1] == 2**26 - 1
+    with pytest.raises(ConfigError, match="too many slots.* got 1073741824 "):
+        abstract(2**26)
 
 
 def test_cache_that_no_memory_is_there_for_is_a_config_error():
     # 2**24 slots of 2**25 values: petabytes.
-    config = make_config(num_blocks=2**19, head_sizes=(2**23,))
+    config = make_config(num_blocks=2**19, head_size=2**23)
     with pytest.raises(ConfigError, match="no memory for a KV cache of .*smaller cpu_kv_cache_b"):
-        allocate_kv_cache(config, device_mesh(jax.devices()[0]))
+        allocate_kv_cache(config, MESH, Platform(), "float32")
 
 
-def test_groups_share_one_pair_of_arrays_as_tall_as_the_largest():
-    full = make_config().kv_cache_groups[0]
+def test_groups_share_one_array_as_tall_as_the_largest():
     sliding = SlidingWindowSpec(
-        block_size=8, num_kv_heads=2, head_size=16, dtype="float32", sliding_window=9
+        block_size=16, num_kv_heads=1, head_size=16, dtype="float32", sliding_window=9
     )
-    groups = (full, KVCacheGroupSpec(layer_names=("d", "e"), kv_cache_spec=sliding))
+    groups = (
+        full_group("a", "b", "c"),
+        KVCacheGroupSpec(layer_names=("d", "e"), kv_cache_spec=sliding),
+    )
     config = KVCacheConfig(num_blocks=6, kv_cache_groups=groups)
-    kv_cache = abstract_kv_cache(config, device_mesh(jax.devices()[0]))
-    assert kv_cache.k.shape == kv_cache.v.shape == (3, 6, 2, 8, 16)
-
-
-def test_v_heads_may_be_of_another_size():
-    spec = FullAttentionSpec(
-        block_size=8, num_kv_heads=2, head_size=16, head_size_v=4, dtype="float32"
-    )
-    group = KVCacheGroupSpec(layer_names=("a",), kv_cache_spec=spec)
-    config = KVCacheConfig(num_blocks=6, kv_cache_groups=(group,))
-    kv_cache = abstract_kv_cache(config, device_mesh(jax.devices()[0]))
-    assert (kv_cache.k.shape[-1], kv_cache.v.shape[-1]) == (16, 4)
-
-
-def test_groups_with_different_pages_cannot_be_computed_with():
-    with pytest.raises(ConfigError, match=r"one format .*\(8, 2, 16, .*\(8, 2, 32, "):
-        abstract_kv_cache(make_config(head_sizes=(16, 32)), device_mesh(jax.devices()[0]))
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        MLAAttentionSpec(block_size=8, num_kv_heads=1, head_size=16, dtype="float32"),
-        MambaSpec(block_size=8, shapes=((4,),), dtypes=("float32",)),
-        FullAttentionSpec(
-            block_size=8, num_kv_heads=2, head_size=16, dtype="float32", page_size_padded=8192
-        ),
-    ],
-)
-def test_kinds_without_k_and_v_of_their_own_cannot_be_computed_with(spec):
-    group = KVCacheGroupSpec(layer_names=("layer.3",), kv_cache_spec=spec)
-    with pytest.raises(ConfigError, match=r"layers \['layer.3'\] .* cannot be computed"):
-        abstract_kv_cache(
-            KVCacheConfig(num_blocks=6, kv_cache_groups=(group,)), device_mesh(jax.devices()[0])
-        )
+    pages = abstract_kv_cache(config, MESH, Platform(), "float32")
+    assert pages.shape == (3, 6, NUM_NUMBERS)
 
 
 def test_half_precision_is_stored_as_float32_on_the_cpu_only():
@@ -110,10 +115,9 @@ def test_half_precision_is_stored_as_float32_on_the_cpu_only():
 
 
 def test_keys_and_values_are_kept_in_what_is_asked_for_where_that_can_be():
-    assert kv_cache_dtype("float32", ON_CPU, "float16") == "float16"
-    assert kv_cache_dtype("bfloat16", ON_CPU, "float32") == "float32"
+    for dtype in ("float32", "float16", "bfloat16"):
+        assert kv_cache_dtype("float32", ON_CPU, dtype) == dtype
+        assert kv_cache_dtype("bfloat16", ON_CPU, dtype) == dtype
     assert kv_cache_dtype("bfloat16", GPU(), "bfloat16") == "bfloat16"
-    with pytest.raises(ConfigError, match=r"'bfloat16'; on cpu .* in float32 or float16"):
-        kv_cache_dtype("bfloat16", ON_CPU, "bfloat16")
     with pytest.raises(ConfigError, match=r"'float16'; on gpu a model in bfloat16 .* in bfloat16"):
         kv_cache_dtype("bfloat16", GPU(), "float16")

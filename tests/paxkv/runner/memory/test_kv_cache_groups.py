@@ -1,4 +1,4 @@
-"""Layers of one kind form groups, and all groups' pages have the same bytes."""
+"""Caches of one kind form groups, and all groups' pages have the same bytes."""
 
 import dataclasses
 
@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models import LayerKVSpec
+from models import AttentionFormat, CacheRef, DecoderSpec, LayerSpec
 from paxkv.contracts.kv_cache_spec import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
@@ -15,11 +16,15 @@ from paxkv.contracts.kv_cache_spec import (
 )
 from paxkv.errors import ConfigError, InvariantError
 from paxkv.runner.memory.kv_cache_groups import (
+    agree_on_pages,
+    cache_spec,
     group_layers,
-    groups_of_layers,
+    groups_of_spec,
     make_kv_cache_groups,
     unify_page_sizes,
 )
+from paxkv.runner.programs.bucketing import TableShape
+from tests.models.cache.formats_of_tests import IndexFormat, SumFormat
 
 
 def full(num_kv_heads=2, *, block_size=16, dtype="bfloat16", **fields):
@@ -42,14 +47,21 @@ def state(num_bytes, **fields):
     return MambaSpec(block_size=64, shapes=((num_bytes,),), dtypes=("int8",), **fields)
 
 
-def layer(name, window=None, target=None, num_kv_heads=2):
-    return LayerKVSpec(
-        name=name,
-        num_kv_heads=num_kv_heads,
-        head_dim=32,
-        sliding_window=window,
-        kv_sharing_target=target,
-    )
+def attention(num_kv_heads=2, head_dim=32, *, dtype="bfloat16", **fields):
+    return AttentionFormat(num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, **fields)
+
+
+def window(size, **fields):
+    return attention(kind="window", sliding_window=size, **fields)
+
+
+def layer(name, cache, owner=None):
+    """A layer with one cache, `<name>.kv`, that it has itself or shares."""
+    return LayerSpec(name=name, caches=(("kv", CacheRef(format=cache, owner=owner)),))
+
+
+def groups_of(*layers, **settings):
+    return groups_of_spec(DecoderSpec(layers=layers), **{"block_size": 16} | settings)
 
 
 def names(groups):
@@ -58,10 +70,12 @@ def names(groups):
 
 def test_five_sliding_layers_to_one_full_share_rows_as_many_as_full_layers():
     # Gemma 3's pattern, 12 layers: two full ones, so six groups of two.
-    layers = tuple(layer(str(i), None if i % 6 == 5 else 64) for i in range(12))
-    groups = groups_of_layers(layers, block_size=16, dtype="bfloat16")
+    groups = groups_of(
+        *(layer(str(i), attention() if i % 6 == 5 else window(64)) for i in range(12))
+    )
     assert names(groups) == [
-        ("0", "6"), ("1", "7"), ("2", "8"), ("3", "9"), ("4", "10"), ("5", "11"),
+        ("0.kv", "6.kv"), ("1.kv", "7.kv"), ("2.kv", "8.kv"), ("3.kv", "9.kv"), ("4.kv", "10.kv"),
+        ("5.kv", "11.kv"),
     ]  # fmt: skip
     specs = [group.kv_cache_spec for group in groups.kv_cache_groups]
     assert specs == [sliding(64)] * 5 + [full()]
@@ -70,20 +84,21 @@ def test_five_sliding_layers_to_one_full_share_rows_as_many_as_full_layers():
 
 
 def test_unified_layers_are_one_group_that_names_their_window():
-    layers = tuple(
-        LayerKVSpec(name=str(i), num_kv_heads=2, head_dim=64, unified_window=32) for i in range(4)
-    )
-    groups = groups_of_layers(layers, block_size=16, dtype="bfloat16").kv_cache_groups
-    assert [group.layer_names for group in groups] == [("0", "1", "2", "3")]
-    spec = groups[0].kv_cache_spec
+    groups = groups_of(*(layer(str(i), attention(sliding_window=32)) for i in range(4)))
+    assert names(groups) == [("0.kv", "1.kv", "2.kv", "3.kv")]
+    spec = groups.kv_cache_groups[0].kv_cache_spec
     assert isinstance(spec, FullAttentionSpec) and spec.sliding_window == 32
 
 
-def test_layer_that_shares_keys_and_values_stands_in_no_group():
-    layers = (layer("0"), layer("1", 64), layer("2", target="0"))
-    groups = groups_of_layers(layers, block_size=16, dtype="bfloat16")
-    assert names(groups) == [("0",), ("1",)]
-    assert groups.config(num_blocks=7).kv_sharing_targets == (("2", "0"),)
+def test_cache_that_is_another_layers_stands_in_no_group():
+    groups = groups_of(
+        layer("0", attention()),
+        layer("1", window(64)),
+        layer("2", attention(), owner="0.kv"),
+    )
+    assert names(groups) == [("0.kv",), ("1.kv",)]
+    assert groups.config(num_blocks=7).kv_sharing_targets == (("2.kv", "0.kv"),)
+    assert groups.formats.keys() == {"0.kv", "1.kv"}
 
 
 @pytest.mark.parametrize("target", ["nowhere", "2"])
@@ -97,6 +112,8 @@ def test_layers_that_cache_nothing_stand_in_no_group():
     assert names(groups) == [("decoder",)]
     with pytest.raises(ConfigError, match=r"no layer .* \['encoder'\]"):
         make_kv_cache_groups({"encoder": None})
+    with pytest.raises(ConfigError, match=r"no layer of the model caches anything"):
+        groups_of(LayerSpec(name="encoder"))
 
 
 def test_smaller_pages_get_longer_blocks():
@@ -204,22 +221,231 @@ def test_no_layers_make_no_groups():
     assert group_layers({}) == ()
 
 
+# Windows, and half the KV heads: pages of the same bytes hold twice as many tokens.
+FORMATS = (attention(), window(32), window(64), attention(1), window(32, num_kv_heads=1))
+
+
 @settings(max_examples=200)
-@given(st.lists(st.sampled_from([None, 32, 64]), min_size=1, max_size=40), st.data())
-def test_layer_has_the_group_and_row_of_its_name_or_of_its_target(windows, data):
+@given(st.lists(st.sampled_from(FORMATS), min_size=1, max_size=40), st.data())
+def test_cache_has_the_group_and_row_of_its_name_or_of_its_owner(formats, data):
     layers = []
-    for i, window in enumerate(windows):
-        own = [other.name for other in layers if other.kv_sharing_target is None]
-        target = data.draw(st.sampled_from([None, *own[:2]]))
-        layers.append(layer(str(i), window, target))
-    groups = groups_of_layers(tuple(layers), block_size=16, dtype="float32")
-    for own, place in zip(layers, groups.places(layers), strict=True):
-        group = groups.kv_cache_groups[place.group_idx]
-        target = own.kv_sharing_target or own.name
-        assert group.layer_names[place.row] == target
+    for i, cache in enumerate(formats):
+        own = [other for other in layers if other.caches[0][1].owner is None]
+        shared = data.draw(st.sampled_from([None, *own[:2]]))
+        if shared is None:
+            layers.append(layer(str(i), cache))
+        else:
+            layers.append(layer(str(i), shared.caches[0][1].format, f"{shared.name}.kv"))
+    groups = groups_of(*layers)
+    # Groups by their inputs: tables in the order of the groups, those of a block size together.
+    tables = groups.tables(max_model_len=100)
+    assert len({table.block_size for table in tables}) == len(tables)
+    left = iter(groups.kv_cache_groups)
+    by_inputs = [[next(left) for _ in range(table.num_groups)] for table in tables]
+    assert next(left, None) is None
+    places = groups.places(DecoderSpec(layers=tuple(layers)))
+    for own, ((name, place),) in zip(layers, places, strict=True):
+        group = by_inputs[place.inputs_idx][place.group_idx]
+        assert name == "kv"
+        full_name = own.caches[0][1].owner or f"{own.name}.kv"
+        assert group.layer_names[place.row] == full_name
+        assert place.format == groups.formats[full_name]
+        table = tables[place.inputs_idx]
+        assert table.block_size == group.kv_cache_spec.block_size
+        assert table.max_blocks_per_req == -(-100 // table.block_size)
 
 
-def test_a_layer_without_a_group_is_a_bug():
-    groups = groups_of_layers((layer("0"), layer("1", 64)), block_size=16, dtype="float32")
-    with pytest.raises(InvariantError, match=r"layers \['2'\] are in no KV cache group"):
-        groups.places([layer("0"), layer("2")])
+def test_a_cache_without_a_group_is_a_bug():
+    groups = groups_of(layer("0", attention()), layer("1", window(64)))
+    other = DecoderSpec(layers=(layer("0", attention()), layer("2", attention())))
+    with pytest.raises(InvariantError, match=r"caches \['2.kv'\] are in no KV cache group"):
+        groups.places(other)
+
+
+def test_groups_of_a_block_size_have_one_array_of_block_tables():
+    # Layers of two heads with a window and without, and between them layers of one head: blocks
+    # twice as long.
+    formats = [attention(), attention(1), window(64)] * 2
+    layers = [layer(str(i), cache) for i, cache in enumerate(formats)]
+    groups = groups_of(*layers)
+    assert names(groups) == [("0.kv", "3.kv"), ("2.kv", "5.kv"), ("1.kv", "4.kv")]
+    assert groups.tables(max_model_len=100) == (
+        TableShape(num_groups=2, max_blocks_per_req=7, block_size=16),
+        TableShape(num_groups=1, max_blocks_per_req=4, block_size=32),
+    )
+    places = groups.places(DecoderSpec(layers=tuple(layers)))
+    found = [(p.inputs_idx, p.group_idx, p.row) for ((_, p),) in places]
+    assert found == [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1), (0, 1, 1)]
+
+
+def test_a_state_has_block_tables_apart_from_those_of_tokens():
+    """An entry of its table is a state, and not the tokens of a block."""
+    both = (
+        ("kv", CacheRef(format=attention())),
+        ("sum", CacheRef(format=SumFormat(width=64))),
+    )
+    spec = DecoderSpec(layers=tuple(LayerSpec(name=str(i), caches=both) for i in range(2)))
+    groups = groups_of_spec(spec, block_size=16)
+    assert names(groups) == [("0.kv", "1.kv"), ("0.sum", "1.sum")]
+    assert [table.num_groups for table in groups.tables(100)] == [1, 1]
+    of_layer = dict(groups.places(spec)[1])
+    assert {name: (p.inputs_idx, p.row) for name, p in of_layer.items()} == {
+        "kv": (0, 1),
+        "sum": (1, 1),
+    }
+
+
+KIB = 2**10
+
+
+def sizes(agreed):
+    return {name: block_size for name, (_, block_size, _) in agreed.items()}
+
+
+def test_smaller_pages_get_blocks_longer_by_a_power_of_two():
+    # 64, 16 and 24 KiB at block size 16.
+    formats = {"big": attention(8, 128), "small": attention(2, 128), "odd": attention(4, 96)}
+    own_bytes = [cache.page_bytes(16) for cache in formats.values()]
+    assert own_bytes == [64 * KIB, 16 * KIB, 24 * KIB]
+    agreed = agree_on_pages(formats, 16)
+    assert sizes(agreed) == {"big": 16, "small": 64, "odd": 32}
+    assert {page_bytes for _, _, page_bytes in agreed.values()} == {64 * KIB}
+    # 48 KiB of 64: each head of 96 has room for 128.
+    wide = {name: cache.head_dim for name, (cache, _, _) in agreed.items()}
+    assert wide == {"big": 128, "small": 128, "odd": 128}
+    layers = [layer(name, cache) for name, cache in formats.items()]
+    assert groups_of(*layers).padded_shares == {"odd.kv": 0.25}
+
+
+def test_a_state_is_padded_to_a_page_and_its_block_size_is_that_of_the_largest():
+    formats = {"kv": attention(2, 32), "sum": SumFormat(width=300)}
+    agreed = agree_on_pages(formats, 16)
+    assert agreed["kv"] == (formats["kv"], 16, 4 * KIB)
+    assert agreed["sum"] == (formats["sum"], 16, 4 * KIB)
+    layers = [layer(name, cache) for name, cache in formats.items()]
+    groups = groups_of(*layers)
+    assert groups.padded_shares == {"sum.kv": 1 - 1200 / 4096}
+    assert {group.kv_cache_spec.page_size_bytes for group in groups.kv_cache_groups} == {4096}
+
+
+def test_states_alone_take_pages_of_the_largest():
+    agreed = agree_on_pages({"a": SumFormat(width=10), "b": SumFormat(width=30)}, 16)
+    assert [page_bytes for _, _, page_bytes in agreed.values()] == [120, 120]
+
+
+def test_one_cache_lies_as_it_is():
+    cache = attention(3, 20, dtype="float32")
+    assert agree_on_pages({"a": cache}, 16) == {"a": (cache, 16, 2 * 3 * 16 * 20 * 4)}
+    assert groups_of(layer("a", cache)).padded_shares == {}
+
+
+def test_heads_are_as_wide_as_the_platform_stores_them():
+    groups = groups_of(layer("a", attention(2, 96)), head_dim_step=128)
+    assert groups.formats["a.kv"].head_dim == 128
+    assert groups.kv_cache_groups[0].kv_cache_spec.head_size == 128
+    # The padding is of the platform, and is told all the same.
+    assert groups.padded_shares == {"a.kv": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("formats", "message"),
+    [
+        (
+            {"kv": attention(2, 32), "sum": SumFormat(width=1025)},
+            "'sum' keeps a state of 4100 bytes; wanted at most the 4096 of a page.*block_size",
+        ),
+        # 3 heads of 128 in a page of 4: 170.67 numbers each.
+        (
+            {"four": attention(4, 128), "three": attention(3, 128)},
+            r"'three' cannot lie in .* got 24576 bytes for a block of 16 tokens, and pages of "
+            "32768.*KV cache dtype",
+        ),
+        # 2 heads of 10 in a page of 2 heads of 12: the wider ones would be no multiple of 8.
+        ({"a": attention(2, 12), "b": attention(2, 10)}, "'b' cannot lie in"),
+    ],
+)
+def test_caches_that_fit_no_common_page_are_refused_by_name(formats, message):
+    with pytest.raises(ConfigError, match=message):
+        agree_on_pages(formats, 16)
+
+
+@settings(max_examples=500)
+@given(
+    st.lists(
+        st.one_of(
+            st.builds(
+                attention,
+                st.sampled_from([1, 2, 3, 4, 8, 16]),
+                st.sampled_from([8, 16, 64, 80, 96, 128, 256]),
+                dtype=st.sampled_from(["bfloat16", "float32"]),
+            ),
+            st.builds(IndexFormat, width=st.integers(1, 600), dtype=st.sampled_from(["bfloat16"])),
+            st.builds(SumFormat, width=st.integers(1, 5000)),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    st.sampled_from([8, 16, 32]),
+)
+def test_any_caches_agree_on_pages_or_one_of_them_fits_none(formats, block_size):
+    by_name = {str(i): cache for i, cache in enumerate(formats)}
+    own_bytes = {name: cache.page_bytes(block_size) for name, cache in by_name.items()}
+    of_tokens = [own_bytes[name] for name, cache in by_name.items() if cache.kind != "state"]
+    page_bytes = max(of_tokens or own_bytes.values())
+    try:
+        agreed = agree_on_pages(by_name, block_size)
+    except ConfigError as error:
+        name = str(error).split("'")[1]
+        assert not fits(by_name[name], page_bytes, block_size)
+        return
+    assert agreed.keys() == by_name.keys()
+    for name, (wide, size, agreed_bytes) in agreed.items():
+        own = by_name[name]
+        assert agreed_bytes == page_bytes >= own.page_bytes(size)
+        if own.kind == "state":
+            assert (wide, size) == (own, block_size)
+            continue
+        assert wide.page_bytes(size) == page_bytes
+        # A power of two times the block size, and no larger one would do.
+        assert size % block_size == 0 and (size // block_size).bit_count() == 1
+        assert own.page_bytes(2 * size) > page_bytes
+        field = "head_dim" if isinstance(own, AttentionFormat) else "width"
+        assert getattr(wide, field) >= getattr(own, field)
+        kept = {field: getattr(own, field)}
+        assert dataclasses.replace(wide, **kept) == own
+
+
+def fits(cache, page_bytes, block_size):
+    """Whether some width, tried one after the other, makes pages of these bytes."""
+    if cache.kind == "state":
+        return cache.width * 4 <= page_bytes
+    size = block_size
+    while cache.page_bytes(2 * size) <= page_bytes:
+        size *= 2
+    if isinstance(cache, IndexFormat):
+        return any(2 * width * size == page_bytes for width in range(cache.width, 40_000))
+    itemsize = {"bfloat16": 2, "float32": 4}[cache.dtype]
+    bytes_per_dim = 2 * cache.num_kv_heads * size * itemsize
+    widths = [cache.head_dim, *range(8, 40_000, 8)]
+    return any(bytes_per_dim * w == page_bytes for w in widths if w >= cache.head_dim)
+
+
+def test_each_kind_of_cache_is_planned_as_what_holds_its_blocks():
+    assert cache_spec(attention(), 16, 4096) == full()
+    assert cache_spec(attention(sliding_window=64), 16, 4096) == full(sliding_window=64)
+    assert cache_spec(attention(chunk_size=64), 16, 4096) == full(attention_chunk_size=64)
+    assert cache_spec(window(64), 16, 4096) == sliding(64)
+    chunked = ChunkedLocalAttentionSpec(
+        block_size=16, num_kv_heads=2, head_size=32, dtype="bfloat16", attention_chunk_size=64
+    )
+    assert cache_spec(attention(kind="chunk", chunk_size=64), 16, 4096) == chunked
+    for kind in ("latent", "index"):
+        vectors = IndexFormat(width=96, dtype="bfloat16", kind=kind)
+        spec = cache_spec(vectors, 16, 4096)
+        assert isinstance(spec, MLAAttentionSpec) and spec.block_size == 16
+        assert (spec.real_page_size_bytes, spec.page_size_bytes) == (96 * 2 * 16, 4096)
+    assert cache_spec(SumFormat(width=75), 64, 300) == state(300)
+    assert cache_spec(SumFormat(width=75), 64, 512) == state(300, page_size_padded=512)
+    cross = IndexFormat(width=96, dtype="bfloat16", kind="cross")
+    with pytest.raises(ConfigError, match="kind 'cross' cannot be planned yet"):
+        cache_spec(cross, 16, 4096)

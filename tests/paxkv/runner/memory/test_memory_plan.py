@@ -5,12 +5,12 @@ import types
 import jax.numpy as jnp
 import pytest
 
-from models import LayerKVSpec
+from models import AttentionFormat, CacheRef, DecoderSpec, LayerSpec
 from models.platforms import GPU, TPU
 from models.platforms.gpu import SHARE_VARIABLE
 from paxkv.config.engine_config import CacheConfig
 from paxkv.errors import ConfigError, KVCacheTooSmallError
-from paxkv.runner.memory.kv_cache_groups import groups_of_layers
+from paxkv.runner.memory.kv_cache_groups import groups_of_spec
 from paxkv.runner.memory.memory_plan import (
     DeviceMemory,
     measure_device_memory,
@@ -19,12 +19,23 @@ from paxkv.runner.memory.memory_plan import (
 
 
 # 4 layers x (K and V) x 16 tokens x 2 heads x 32 x 2 bytes = 16,384 bytes a block.
-def make_groups(windows):
-    layers = tuple(
-        LayerKVSpec(name=f"layer.{i}", num_kv_heads=2, head_dim=32, sliding_window=window)
+def make_groups(windows, **wider):
+    """Layers with these windows; `wider` are formats of further layers by their names."""
+    formats = {
+        f"layer.{i}": AttentionFormat(
+            num_kv_heads=2,
+            head_dim=32,
+            dtype="bfloat16",
+            kind="full" if window is None else "window",
+            sliding_window=window,
+        )
         for i, window in enumerate(windows)
+    }
+    layers = tuple(
+        LayerSpec(name=name, caches=(("kv", CacheRef(format=cache)),))
+        for name, cache in (formats | wider).items()
     )
-    return groups_of_layers(layers, block_size=16, dtype="bfloat16")
+    return groups_of_spec(DecoderSpec(layers=layers), block_size=16)
 
 
 GROUPS = make_groups([None] * 4)
@@ -177,6 +188,32 @@ def test_report_of_several_groups_says_what_a_late_token_costs():
         "3 requests of 1024",
     ):
         assert part in report
+
+
+def heads(num_kv_heads, head_dim):
+    return AttentionFormat(num_kv_heads=num_kv_heads, head_dim=head_dim, dtype="bfloat16")
+
+
+def test_report_says_what_of_the_pages_is_padding():
+    # Pages of 4,096 bytes beside one of 3,072 and two of 1,280: blocks of 16, 16 and 32 tokens, of
+    # which a quarter and three eighths lie empty.
+    groups = make_groups([None] * 2, a=heads(2, 24), b=heads(1, 20), c=heads(1, 20))
+    assert groups.padded_shares == {"a.kv": 0.25, "b.kv": 0.375, "c.kv": 0.375}
+    report = plan(CacheConfig(num_gpu_blocks_override=20), groups=groups).report()
+    assert report.endswith(
+        "; padding: 25.0% of the pages of 1 cache, 37.5% of the pages of 2 caches"
+    )
+    assert "blocks of 16 or 32 tokens in " in report
+    assert "padding" not in plan(CacheConfig(num_gpu_blocks_override=20)).report()
+    measured = plan(CacheConfig(cpu_kv_cache_bytes=2**20), groups=groups)
+    assert "padding: 25.0%" in measured.report()
+
+
+def test_int32_slots_count_the_longest_blocks():
+    """Of a group whose pages hold twice the tokens."""
+    groups = make_groups([None], a=heads(1, 32))
+    num_blocks = plan(CacheConfig(), device_memory(2**50), groups=groups).kv_cache_config.num_blocks
+    assert 2**31 - 200 < 2 * num_blocks * 32 < 2**31
 
 
 def test_int32_slots_count_all_rows_of_the_largest_group():

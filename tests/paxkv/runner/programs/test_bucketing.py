@@ -4,24 +4,29 @@ import dataclasses
 
 import pytest
 
+from models import Wants
 from paxkv.errors import InvariantError
+from paxkv.runner.features.base import StepVariant
+from paxkv.runner.features.prompt_logprobs import PromptLogprobsVariant
 from paxkv.runner.programs.bucketing import (
     SamplerShape,
     StepBuckets,
+    TableShape,
     copy_buckets,
     decode_buckets,
     share_programs,
     token_buckets,
 )
 
+TABLE = TableShape(num_groups=1, max_blocks_per_req=5, block_size=8)
 
-def make_buckets(max_num_batched_tokens=48, max_num_seqs=6, num_groups=1, **settings):
+
+def make_buckets(max_num_batched_tokens=48, max_num_seqs=6, tables=(TABLE,), **settings):
     return StepBuckets(
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
         max_decode_burst=8,
-        num_groups=num_groups,
-        max_blocks_per_req=5,
+        tables=tables,
         max_model_len=5 * 8,
         **settings,
     )
@@ -74,7 +79,8 @@ def test_shared_programs_compute_what_programs_of_their_own_would(budget, max_nu
 
 
 def test_shared_programs_are_ten_by_default():
-    buckets = make_buckets(max_num_batched_tokens=512, max_num_seqs=64, shares_programs=True)
+    features = [[PromptLogprobsVariant(num_logits=0)]]
+    buckets = make_buckets(512, 64, shares_programs=True, feature_variants=features)
     assert len(buckets.largest_first) == 10
 
 
@@ -94,7 +100,7 @@ def test_step_gets_smallest_shape_that_holds_its_tokens_and_requests(num_tokens)
     assert num_tokens <= shape.num_tokens < 2 * num_tokens or shape.num_tokens == 16
     # As many requests as tokens may be scheduled, up to max_num_seqs.
     assert shape.num_reqs == shape.num_logits >= min(num_tokens, 6)
-    assert shape.max_blocks_per_req == 5
+    assert shape.tables == (TABLE,)
     assert shape in buckets.step_shapes
 
 
@@ -104,14 +110,64 @@ def test_burst_gets_smallest_shape_that_holds_its_requests(num_reqs):
     shape = buckets.burst_shape_for(num_reqs)
     assert num_reqs <= shape.num_reqs
     assert not any(num_reqs <= s.num_reqs < shape.num_reqs for s in buckets.burst_shapes)
-    assert (shape.max_steps, shape.max_blocks_per_req) == (8, 5)
+    assert (shape.max_steps, shape.tables) == (8, (TABLE,))
 
 
 def test_largest_shapes_are_the_budget_and_all_requests():
-    step, prompt_step, burst, copies, sampler, row = make_buckets().largest
+    step, burst, copies, sampler, row = make_buckets().largest
     assert (step.num_tokens, burst.num_reqs, copies.num_copies) == (48, 6, 6)
-    assert prompt_step == dataclasses.replace(step, has_prompt_logprobs=True)
     assert (sampler, row) == (make_buckets().sampler_shape, make_buckets().row_shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant(StepVariant):
+    """Of some step feature."""
+
+    name: str
+
+
+def test_features_that_may_meet_have_one_shape_of_the_largest_step():
+    a, b, c = map(Variant, "abc")
+    plain, buckets = make_buckets(), make_buckets(feature_variants=[[a, b], [c]])
+    expected = [
+        dataclasses.replace(plain.step_shapes[-1], features=features)
+        for features in [(a, c), (a,), (b, c), (b,), (c,)]
+    ]
+    assert list(buckets.largest_first) == [*expected, *plain.largest_first]
+    assert set(buckets.largest) == {*expected, *plain.largest}
+    for shape in expected:
+        assert buckets.shape_for(1, shape.features) == shape
+        assert buckets.shape_for(48, shape.features) == shape
+    assert buckets.shape_for(1) == plain.shape_for(1)
+
+
+class FrequentVariant(Variant):
+    """Of a feature that most requests may ask for."""
+
+    has_every_bucket = True
+
+
+def test_frequent_features_have_every_bucket_where_they_meet_no_rare_one():
+    rare, frequent = Variant("rare"), FrequentVariant("frequent")
+    plain, buckets = make_buckets(), make_buckets(feature_variants=[[rare], [frequent]])
+    for num_tokens in (1, 17, 48):
+        shape = buckets.shape_for(num_tokens, (frequent,))
+        assert shape == dataclasses.replace(plain.shape_for(num_tokens), features=(frequent,))
+        assert shape in buckets.largest_first
+        assert buckets.shape_for(num_tokens, (rare, frequent)).num_tokens == 48
+    assert len(buckets.largest_first) == len(plain.largest_first) + 2 + len(plain.step_shapes)
+    assert len(set(buckets.largest_first)) == len(buckets.largest_first)
+    assert len(buckets.largest) == len(plain.largest) + 3
+
+
+def test_step_wants_what_its_features_want():
+    buckets = make_buckets(feature_variants=[[PromptLogprobsVariant(num_logits=0)], [Variant("a")]])
+    wants = [shape.wants for shape in buckets.largest_first[:3]]
+    assert wants == [
+        Wants(logits="last", hidden="all"),
+        Wants(logits="last", hidden="all"),
+        Wants(logits="last"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +201,15 @@ def test_copy_buckets_are_few_and_the_largest_is_exact():
 
 
 def test_copies_get_the_smallest_shape_that_holds_one_a_request_and_group():
-    buckets = make_buckets(max_num_seqs=6, num_groups=2)
+    buckets = make_buckets(max_num_seqs=6, tables=(TABLE, TABLE))
     counts = {n: buckets.copy_shape_for(n).num_copies for n in (1, 8, 9, 12, 13)}
     assert counts == {1: 8, 8: 8, 9: 12, 12: 12, 13: 12}
     assert [shape.num_copies for shape in buckets.copy_shapes] == [8, 12]
+
+
+def test_every_group_has_the_block_size_of_its_table():
+    tables = (
+        TableShape(num_groups=3, max_blocks_per_req=5, block_size=8),
+        TableShape(num_groups=1, max_blocks_per_req=2, block_size=32),
+    )
+    assert make_buckets(tables=tables).block_sizes == (8, 8, 8, 32)

@@ -2,16 +2,17 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import KVCache, load_model
+from models import load_model
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.runner.batch.packed_layout import PackedLayout
-from paxkv.runner.programs.bucketing import BurstShape
+from paxkv.runner.programs.bucketing import BurstShape, TableShape
 from paxkv.runner.programs.burst import make_burst
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
 from paxkv.runner.sampling.sampling_columns import encode_sampling_params
@@ -20,9 +21,11 @@ from tests.oracles.placed_model import place_model
 from tests.paxkv.runner.tiny_model import HEAD_DIM, NUM_HEADS, VOCAB, TinyModel
 
 MAX_NUM_SEQS, BLOCK_SIZE, NUM_BLOCKS = 4, 8, 9
+PAGE = (2, NUM_HEADS, BLOCK_SIZE, HEAD_DIM)  # keys, then values
 MODEL = TinyModel()
 GREEDY = (SamplingParams(temperature=0.0),) * 2
-SHAPE = BurstShape(max_steps=6, num_reqs=3, num_groups=1, max_blocks_per_req=3)
+TABLE = TableShape(num_groups=1, max_blocks_per_req=3, block_size=BLOCK_SIZE)
+SHAPE = BurstShape(max_steps=6, num_reqs=3, tables=(TABLE,))
 
 
 def abstract(*dims, dtype=jnp.int32):
@@ -36,27 +39,30 @@ NUM_ABSTRACT_BLOCKS = 2**20
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     folder = write_random_checkpoint(tmp_path_factory.mktemp("llama"), num_layers=2)
-    return place_model(load_model(folder), block_size=8).model
+    return load_model(folder)
 
 
 @pytest.mark.parametrize(
     ("num_reqs", "max_steps", "dtype"),
     [
-        pytest.param(1, 1, jnp.float32, id="1-1-f32", marks=pytest.mark.slow),
-        pytest.param(1, 1, jnp.float16, id="1-1-f16"),
-        pytest.param(4, 8, jnp.float32, id="4-8-f32"),
-        pytest.param(4, 8, jnp.float16, id="4-8-f16", marks=pytest.mark.slow),
+        pytest.param(1, 1, "float32", id="1-1-f32", marks=pytest.mark.slow),
+        pytest.param(1, 1, "bfloat16", id="1-1-bf16"),
+        pytest.param(4, 8, "float32", id="4-8-f32"),
+        pytest.param(4, 8, "float16", id="4-8-f16", marks=pytest.mark.slow),
+        pytest.param(4, 8, "bfloat16", id="4-8-bf16", marks=pytest.mark.slow),
     ],
 )
 def test_burst_writes_the_cache_in_place(llama, num_reqs, max_steps, dtype):
     """The whole cache is aliased, and temporary memory does not grow with it."""
     shape = dataclasses.replace(SHAPE, max_steps=max_steps, num_reqs=num_reqs)
-    array = abstract(2, NUM_ABSTRACT_BLOCKS, 2, 8, 16, dtype=dtype)
+    placed = place_model(llama, block_size=BLOCK_SIZE, dtype=dtype)
+    pages = jax.eval_shape(lambda: placed.empty_pages(NUM_ABSTRACT_BLOCKS))
+    assert pages.shape == (2, NUM_ABSTRACT_BLOCKS, 2 * 2 * BLOCK_SIZE * 16)
     packed = abstract(PackedLayout(shape).num_words)
-    burst = jax.jit(make_burst(llama, shape), donate_argnums=1)
-    lowered = burst.lower(llama.params, KVCache(k=array, v=array), packed, abstract(4))
+    burst = jax.jit(make_burst(placed.model, shape), donate_argnums=1)
+    lowered = burst.lower(llama.params, pages, packed, abstract(4))
     analysis = lowered.compile().memory_analysis()
-    assert analysis.alias_size_in_bytes >= 2 * array.size * array.dtype.itemsize
+    assert analysis.alias_size_in_bytes >= pages.size * pages.dtype.itemsize
     assert analysis.temp_size_in_bytes < NUM_ABSTRACT_BLOCKS
 
 
@@ -74,8 +80,7 @@ class TinyBursts:
     def __init__(self, params=GREEDY, widths=()):
         self.widths = widths
         self.params = params
-        zeros = np.zeros((2, NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, HEAD_DIM), np.float32)
-        self.kv_cache = KVCache(k=zeros, v=zeros)
+        self.kv_cache = np.zeros((2, NUM_BLOCKS, math.prod(PAGE)), np.float32)
 
     def run(
         self, num_tokens, *, tokens, position=0, num_steps=None, max_steps=6, ending=(), first_end=0
@@ -96,7 +101,7 @@ class TinyBursts:
         views["token_ids"][:num_reqs] = tokens
         views["token_source"][:] = MAX_NUM_SEQS
         views["positions"][:num_reqs] = position
-        views["block_tables"][0, :num_reqs] = 1 + np.arange(3 * num_reqs).reshape(num_reqs, 3)
+        views["block_tables_0"][0, :num_reqs] = 1 + np.arange(3 * num_reqs).reshape(num_reqs, 3)
         views["ending_ids"][:] = NO_TOKEN
         views["ending_ids"][:, : len(ending)] = ending
         views["first_end"][:] = first_end
@@ -105,6 +110,7 @@ class TinyBursts:
         self.kv_cache, result, last = compiled_burst(max_steps, self.widths)(
             MODEL.params, self.kv_cache, packed_np, np.zeros(MAX_NUM_SEQS, np.int32)
         )
+        self.pages_np = np.asarray(self.kv_cache).reshape(2, NUM_BLOCKS, *PAGE)
         self.result_np = np.asarray(result)
         return self.result_np[:, :, 0], np.asarray(last)
 
@@ -193,14 +199,11 @@ def test_row_that_has_ended_changes_nothing_in_the_cache():
     alone, beside = TinyBursts(), TinyBursts()
     alone.run([2, 2], tokens=[3, 4])
     beside.run([2, 6], tokens=[3, 4])
-    own_blocks = [1, 2, 3]
-    for one, other in (
-        (alone.kv_cache.k, beside.kv_cache.k),
-        (alone.kv_cache.v, beside.kv_cache.v),
-    ):
-        one_np, other_np = np.asarray(one), np.asarray(other)
-        np.testing.assert_allclose(one_np[:, own_blocks], other_np[:, own_blocks], atol=1e-6)
-    written_np = np.asarray(beside.kv_cache.k).any(axis=(0, 2, 4))  # [num_blocks, block_size]
-    assert written_np[1].tolist() == [True] * 2 + [False] * 6
-    assert written_np[4].tolist() == [True] * 6 + [False] * 2
-    assert not written_np[0].any()
+    own_np = [bursts.pages_np[:, 1:4] for bursts in (alone, beside)]
+    np.testing.assert_allclose(*own_np, atol=1e-6)
+    for part in range(2):  # keys, then values
+        # [num_blocks, block_size]
+        written_np = beside.pages_np[:, :, part].any(axis=(0, 2, 4))
+        assert written_np[1].tolist() == [True] * 2 + [False] * 6
+        assert written_np[4].tolist() == [True] * 6 + [False] * 2
+        assert not written_np[0].any()

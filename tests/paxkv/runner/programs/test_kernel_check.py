@@ -8,23 +8,30 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from models import AttentionConfig, RopeConfig
-from paxkv.contracts.kv_cache_spec import FullAttentionSpec
+from models import AttentionConfig, AttentionFormat, RopeConfig
 from paxkv.runner.programs import kernel_check
 from paxkv.runner.programs.kernel_check import (
+    CheckedLayer,
     choose_implementation,
     relative_error,
     why_kernels_differ,
 )
 
-SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=16, dtype="float32")
+FORMAT = AttentionFormat(num_kv_heads=2, head_dim=16, dtype="float32")
 H200 = pallas_kernels.Target(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
 
 
 FULL = AttentionConfig(
     hidden_size=64, num_q_heads=4, num_kv_heads=2, head_dim=16, rope=RopeConfig(), scale=0.25
 )
-LAYERS = (FULL, dataclasses.replace(FULL, sliding_window=50))
+
+
+def checked(*layers, cache=FORMAT, block_size=16):
+    """Layers that all keep keys and values alike."""
+    return tuple(CheckedLayer(layer, cache, block_size) for layer in layers)
+
+
+LAYERS = checked(FULL, dataclasses.replace(FULL, sliding_window=50))
 
 
 _run_layer = kernel_check._run_layer
@@ -48,7 +55,7 @@ def xla_runs_once(monkeypatch):
 
 
 def test_right_kernels_pass():
-    assert why_kernels_differ(LAYERS, SPEC, H200, implementation="reference") is None
+    assert why_kernels_differ(LAYERS, H200, implementation="reference") is None
 
 
 def spoil_layer(monkeypatch, spoil, *, is_spoiled=lambda rules: True):
@@ -75,14 +82,14 @@ def spoil_layer(monkeypatch, spoil, *, is_spoiled=lambda rules: True):
 )
 def test_wrong_attention_is_noticed(monkeypatch, spoil):
     spoil_layer(monkeypatch, spoil)
-    reason = why_kernels_differ(LAYERS, SPEC, H200, implementation="reference")
+    reason = why_kernels_differ(LAYERS, H200, implementation="reference")
     assert "differs from XLA's" in reason
 
 
 def test_every_kind_of_layer_is_tried(monkeypatch):
     is_spoiled = lambda rules: rules["sliding_window"] == 50  # noqa: E731
     spoil_layer(monkeypatch, lambda out_np: -out_np, is_spoiled=is_spoiled)
-    reason = why_kernels_differ(LAYERS, SPEC, H200, implementation="reference")
+    reason = why_kernels_differ(LAYERS, H200, implementation="reference")
     assert "'sliding_window': 50" in reason
 
 
@@ -91,47 +98,69 @@ def test_layers_of_other_numbers_of_heads_are_tried(monkeypatch):
 
     def run_layer(inputs, rules, chosen):
         tried.append(inputs["q"].shape[1])
-        return (np.ones(1),) * 3
+        return np.ones(1), np.ones((1, 2))
 
     monkeypatch.setattr(kernel_check, "_run_layer", run_layer)
-    layers = (FULL, dataclasses.replace(FULL, num_q_heads=8), FULL)
-    why_kernels_differ(layers, SPEC, H200, implementation="reference")
-    assert sorted(set(tried)) == [4, 8]
+    layers = checked(FULL, dataclasses.replace(FULL, num_q_heads=8), FULL)
+    assert why_kernels_differ(layers, H200, implementation="reference") is None
+    assert sorted(tried) == [4, 4, 8, 8]  # each with XLA and with the kernels
 
 
-def test_wrong_write_is_noticed(monkeypatch):
+def test_layers_are_tried_with_keys_and_values_as_they_are_stored(monkeypatch):
+    """In wider heads, or in blocks of another size."""
+    tried = []
+
+    def run_layer(inputs, rules, chosen):
+        kv_cache = inputs["kv_cache"]
+        tried.append((kv_cache.shape[2:], str(kv_cache.dtype)))
+        assert inputs["q"].shape[-1] == inputs["v"].shape[-1] == kv_cache.shape[-1]
+        return np.ones(1), np.ones((1, 2))
+
+    monkeypatch.setattr(kernel_check, "_run_layer", run_layer)
+    layers = (
+        *checked(FULL, FULL),
+        *checked(FULL, cache=dataclasses.replace(FORMAT, head_dim=32)),
+        *checked(FULL, block_size=32),
+    )
+    assert why_kernels_differ(layers, H200, implementation="reference") is None
+    wanted = [(2, 16, 16), (2, 16, 32), (2, 32, 16)]
+    assert sorted(tried) == [(page, "float32") for page in wanted for _ in range(2)]
+
+
+@pytest.mark.parametrize("part", ["K", "V"])
+def test_wrong_write_is_noticed(monkeypatch, part):
     scatter = pallas_kernels.kv_scatter
 
-    def one_off(k_cache, v_cache, k, v, slots, row, *, implementation, target):
-        off = 0 if implementation == "xla" else 1
-        return scatter(
-            *(k_cache, v_cache, k, v, slots + off, row), implementation="xla", target=target
-        )
+    def one_off(kv_cache, k, v, slots, row, *, implementation, target):
+        right = scatter(kv_cache, k, v, slots, row, implementation="xla", target=target)
+        if implementation == "xla":
+            return right
+        wrong = scatter(kv_cache, k, v, slots + 1, row, implementation="xla", target=target)
+        start = "KV".index(part)
+        return right.at[:, start::2].set(wrong[:, start::2])
 
     monkeypatch.setattr(pallas_kernels, "kv_scatter", one_off)
-    reason = why_kernels_differ(LAYERS, SPEC, H200, implementation="reference")
-    assert reason == "K was not written where XLA writes it"
+    reason = why_kernels_differ(LAYERS, H200, implementation="reference")
+    assert reason == f"{part} was not written where XLA writes it"
 
 
 def test_wrong_block_copy_is_noticed(monkeypatch):
     copy = pallas_kernels.block_copy
 
-    def reads_late(k_cache, v_cache, sources, targets, *, implementation, target):
+    def reads_late(pages, sources, targets, *, implementation, target):
         if implementation == "xla":
-            return copy(k_cache, v_cache, sources, targets, implementation="xla", target=target)
+            return copy(pages, sources, targets, implementation="xla", target=target)
         for i in range(len(sources)):
-            k_cache, v_cache = copy(
-                *(k_cache, v_cache, sources[i : i + 1], targets[i : i + 1]), implementation="xla"
-            )
-        return k_cache, v_cache
+            pages = copy(pages, sources[i : i + 1], targets[i : i + 1], implementation="xla")
+        return pages
 
     monkeypatch.setattr(pallas_kernels, "block_copy", reads_late)
-    reason = why_kernels_differ(LAYERS, SPEC, H200, implementation="reference")
+    reason = why_kernels_differ(LAYERS, H200, implementation="reference")
     assert reason == "K was not written where XLA writes it"
 
 
 # Limits that sequences as short as the check's would not feel.
-FAR_LIMITS = (dataclasses.replace(FULL, sliding_window=4096, soft_cap=50.0),)
+FAR_LIMITS = checked(dataclasses.replace(FULL, sliding_window=4096, soft_cap=50.0))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +180,7 @@ def test_far_limits_that_a_kernel_gets_wrong_are_noticed(monkeypatch, spoil_rule
         return attend(*args, implementation="xla", **(rules | changes))
 
     monkeypatch.setattr(pallas_kernels, "paged_attention", spoiled)
-    reason = why_kernels_differ(FAR_LIMITS, SPEC, H200, implementation="reference")
+    reason = why_kernels_differ(FAR_LIMITS, H200, implementation="reference")
     assert "differs from XLA's" in reason
 
 
@@ -164,10 +193,10 @@ def test_kernels_that_differ_are_not_used_and_the_log_says_so(monkeypatch, caplo
     reasons = iter(["they rot", None])
     monkeypatch.setattr(kernel_check, "why_kernels_differ", lambda *args: next(reasons))
     with caplog.at_level(logging.ERROR):
-        assert choose_implementation("auto", LAYERS, SPEC, FakeH200()) == "xla"
+        assert choose_implementation("auto", LAYERS, FakeH200()) == "xla"
         assert "NVIDIA H200" in caplog.text and "they rot" in caplog.text
         caplog.clear()
-        assert choose_implementation("auto", LAYERS, SPEC, FakeH200()) is None
+        assert choose_implementation("auto", LAYERS, FakeH200()) is None
     assert not caplog.text
 
 
@@ -181,15 +210,15 @@ def test_kernels_that_cannot_run_are_not_used(monkeypatch, caplog):
 
     monkeypatch.setattr(pallas_kernels, "paged_attention", broken)
     with caplog.at_level(logging.ERROR):
-        reason = why_kernels_differ(LAYERS, SPEC, H200, implementation="reference")
+        reason = why_kernels_differ(LAYERS, H200, implementation="reference")
     assert reason == "running them raised RuntimeError"
     assert "CUDA says no" in caplog.text
 
 
 def test_cpu_leaves_the_choice_to_dispatch_and_xla_is_taken_at_its_word():
     device = jax.devices("cpu")[0]
-    assert choose_implementation("auto", LAYERS, SPEC, device) is None
-    assert choose_implementation("xla", LAYERS, SPEC, device) == "xla"
+    assert choose_implementation("auto", LAYERS, device) is None
+    assert choose_implementation("xla", LAYERS, device) == "xla"
 
 
 def test_relative_error_is_of_norms():

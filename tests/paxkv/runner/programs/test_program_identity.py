@@ -6,8 +6,10 @@ import json
 import jax
 import pytest
 
-from models import KernelSettings, read_config
+from models import AttentionFormat, KernelSettings, Platform, read_config
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from paxkv.runner.features.base import StepVariant
+from paxkv.runner.features.prompt_logprobs import PromptLogprobsVariant
 from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache, device_mesh
 from paxkv.runner.programs.program_identity import (
     identity_differences,
@@ -16,18 +18,22 @@ from paxkv.runner.programs.program_identity import (
 )
 from tests.paxkv.runner.tiny_model import HEAD_DIM, NUM_HEADS, TinyModel
 
+PLACES = "places in the KV cache"
+
 
 def make_identity(
     *,
     model: TinyModel | None = None,
     num_blocks: int = 9,
     block_size: int = 8,
+    kv_dtype: str = "float32",
     max_num_seqs: int = 2,
     compiler_options: dict[str, str] | None = None,
+    feature_variants: tuple[StepVariant, ...] = (),
 ) -> dict[str, str]:
     mesh = device_mesh(jax.devices()[0])
     spec = FullAttentionSpec(
-        block_size=block_size, num_kv_heads=NUM_HEADS, head_size=HEAD_DIM, dtype="float32"
+        block_size=block_size, num_kv_heads=NUM_HEADS, head_size=HEAD_DIM, dtype=kv_dtype
     )
     group = KVCacheGroupSpec(layer_names=("a", "b"), kv_cache_spec=spec)
     config = KVCacheConfig(num_blocks=num_blocks, kv_cache_groups=(group,))
@@ -35,10 +41,11 @@ def make_identity(
     return program_identity(
         model=model,
         params=model.params,
-        kv_cache=abstract_kv_cache(config, mesh),
+        kv_cache=abstract_kv_cache(config, mesh, Platform(), kv_dtype),
         mesh=mesh,
         max_num_seqs=max_num_seqs,
         compiler_options=compiler_options or {},
+        feature_variants=feature_variants,
     )
 
 
@@ -53,11 +60,12 @@ def test_identity_is_the_same_whatever_the_weights_are():
 @pytest.mark.parametrize(
     ("changed", "names"),
     [
-        ({"model": TinyModel(windows=(None, 4))}, {"model's attention"}),
+        ({"model": TinyModel(windows=(None, 4))}, {"model's attention", PLACES}),
         ({"model": TinyModel(dtype="bfloat16")}, {"dtype", "weights"}),
         ({"model": TinyModel(max_looped_tokens=32)}, {"tokens multiplied in loops"}),
         ({"num_blocks": 10}, {"number of KV blocks"}),
-        ({"block_size": 16}, {"block_size"}),
+        ({"block_size": 16}, {"KV cache"}),
+        ({"kv_dtype": "bfloat16"}, {"KV cache"}),
         ({"max_num_seqs": 3}, {"max_num_seqs"}),
         ({"compiler_options": {"xla_x": "1"}}, {"compiler options"}),
     ],
@@ -70,10 +78,47 @@ def test_a_change_is_seen_and_named(changed, names):
     assert len(identity_differences(identity, other)) == len(names)
 
 
+def moved(model: TinyModel, **changes: object) -> TinyModel:
+    """With the cache of its last layer elsewhere, or in another format."""
+    *others, ((name, place),) = model.places
+    return model.with_places([*others, ((name, dataclasses.replace(place, **changes)),)])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"row": 0},
+        {"group_idx": 1},
+        {"inputs_idx": 1},
+        {"format": AttentionFormat(num_kv_heads=NUM_HEADS, head_dim=8, dtype="float32")},
+        # 16 bits in the same pages: nothing else would tell these two apart.
+        {"format": AttentionFormat(num_kv_heads=NUM_HEADS, head_dim=HEAD_DIM, dtype="float16")},
+    ],
+    ids=str,
+)
+def test_where_layers_keep_what_counts(changes):
+    (difference,) = identity_differences(
+        make_identity(), make_identity(model=moved(TinyModel(), **changes))
+    )
+    assert difference.startswith(f"{PLACES}: compiled with")
+
+
 def test_the_source_of_a_family_from_another_package_counts():
     model = TinyModel()
     model.packages = frozenset({"models", "tests"})
     (difference,) = identity_differences(make_identity(), make_identity(model=model))
+    assert difference.startswith("paxkv: compiled with")
+
+
+class ForeignVariant(StepVariant):
+    """A step feature of another package."""
+
+
+def test_the_source_of_a_step_feature_from_another_package_counts():
+    ours = PromptLogprobsVariant(num_logits=0)
+    assert make_identity(feature_variants=(ours,)) == make_identity()
+    foreign = make_identity(feature_variants=(ours, ForeignVariant()))
+    (difference,) = identity_differences(make_identity(), foreign)
     assert difference.startswith("paxkv: compiled with")
 
 

@@ -18,15 +18,18 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
 
+from models import Platform
 from paxkv.config.engine_config import RunnerConfig
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from paxkv.errors import ConfigError
+from paxkv.runner.features.prompt_logprobs import PromptLogprobsVariant
 from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache, allocate_kv_cache, device_mesh
 from paxkv.runner.programs import program_store
 from paxkv.runner.programs.bucketing import (
     CopyShape,
     RowShape,
     StepBuckets,
+    TableShape,
 )
 from paxkv.runner.programs.program_store import (
     CompiledPrograms,
@@ -44,13 +47,14 @@ from tests.paxkv.runner.tiny_model import HEAD_DIM, NUM_HEADS, VOCAB, TinyModel
 NUM_BLOCKS = 9
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 IDENTITY = {"jax": "1.2", "device": "abacus", "model's num_layers": "3"}
+TABLE = TableShape(num_groups=1, max_blocks_per_req=4, block_size=8)
 DIMENSIONS = {
     "max_num_batched_tokens": 4,
     "max_num_seqs": 1,
     "max_decode_burst": 2,
-    "num_groups": 1,
-    "max_blocks_per_req": 4,
+    "tables": (TABLE,),
     "max_model_len": 32,
+    "feature_variants": [[PromptLogprobsVariant(num_logits=0)]],
 }
 SHAPES = StepBuckets(**DIMENSIONS).largest_first  # steps, a burst, the sampler and block copies
 
@@ -97,7 +101,7 @@ def start(mesh, cache_config):
             mesh=mesh,
             store=store,
         )
-        programs.abstract_cache = abstract_kv_cache(cache_config, mesh)
+        programs.abstract_cache = abstract_kv_cache(cache_config, mesh, Platform(), "float32")
         programs.warm_up(programs.abstract_cache, show_progress=False)
         return programs
 
@@ -111,7 +115,7 @@ def run(mesh, cache_config):
     def run(programs: StepPrograms) -> list[np.ndarray]:
         arrays_np = []
         for shape in COMPILED:
-            kv_cache = allocate_kv_cache(cache_config, mesh)
+            kv_cache = allocate_kv_cache(cache_config, mesh, Platform(), "float32")
             program = programs.get(shape, kv_cache)
             state = allocate_row_state(
                 BUCKETS.row_shape, VOCAB, NamedSharding(mesh, PartitionSpec())
@@ -127,7 +131,7 @@ def run(mesh, cache_config):
                 mask_np = np.zeros((1, 1 + vocab_words(VOCAB)), np.int32)
                 arguments = (jnp.ones((1, VOCAB)), state, sampling_np, mask_np)
             result = program(*arguments)
-            assert kv_cache.k.is_deleted() == isinstance(shape, CopyShape), "the cache is donated"
+            assert kv_cache.is_deleted() == isinstance(shape, CopyShape), "the cache is donated"
             arrays_np += jax.device_get(jax.tree.leaves(result))
         return arrays_np
 
@@ -332,14 +336,31 @@ def test_compiled_programs_of_another_identity_are_refused_by_name(tmp_path, nam
     [
         ("max_num_batched_tokens", 24, "StepShape's num_tokens: compiled with 4, now also 24, 16"),
         ("max_decode_burst", 5, "BurstShape's max_steps: compiled with 2, now also 5"),
-        ("max_blocks_per_req", 3, "StepShape's max_blocks_per_req: compiled with 4, now also 3"),
-        ("num_groups", 2, "StepShape's num_groups: compiled with 1, now also 2"),
+        (
+            "tables",
+            (dataclasses.replace(TABLE, max_blocks_per_req=3),),
+            r"StepShape's tables: compiled with .*max_blocks_per_req=4.*, now also .*_per_req=3",
+        ),
+        (
+            "tables",
+            (TABLE, dataclasses.replace(TABLE, block_size=16)),
+            r"BurstShape's tables: compiled with .*block_size=8.*, now also .*block_size=16",
+        ),
+        (
+            "feature_variants",
+            [[PromptLogprobsVariant(num_logits=9)]],
+            "StepShape's features: compiled with .*=0.*, now also .*PromptLogprobsVariant.*=9",
+        ),
     ],
+    ids=["tokens", "burst", "columns", "block sizes", "features"],
 )
 def test_compiled_programs_of_other_shapes_are_refused_by_dimension(
     tmp_path, dimension, value, message
 ):
     NewCompiledPrograms(tmp_path).open(IDENTITY, SHAPES, jax.devices())
+    # The same settings are not refused.
+    same = StepBuckets(**DIMENSIONS).largest_first
+    CompiledPrograms(tmp_path).open(IDENTITY, same, jax.devices())
     shapes = StepBuckets(**DIMENSIONS | {dimension: value}).largest_first
     with pytest.raises(ConfigError, match=message):
         CompiledPrograms(tmp_path).open(IDENTITY, shapes, jax.devices())

@@ -7,15 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import KVCache, load_model
+from models import load_model
 from paxkv.runner.batch.packed_layout import PackedLayout
-from paxkv.runner.programs.bucketing import StepShape
+from paxkv.runner.programs.bucketing import StepShape, TableShape
 from paxkv.runner.programs.step import make_block_copies, make_step, unpack_batch
 from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.oracles.placed_model import place_model
 from tests.paxkv.runner.tiny_model import HEAD_DIM, NUM_HEADS, TinyModel
 
-SHAPE = StepShape(num_tokens=8, num_reqs=4, num_logits=4, num_groups=1, max_blocks_per_req=4)
+TABLE = TableShape(num_groups=1, max_blocks_per_req=4, block_size=8)
+SHAPE = StepShape(num_tokens=8, num_reqs=4, num_logits=4, tables=(TABLE,))
 
 
 def abstract(*dims, dtype=jnp.int32):
@@ -32,17 +33,21 @@ NUM_BLOCKS = 2**20
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     folder = write_random_checkpoint(tmp_path_factory.mktemp("llama"), num_layers=2)
-    return place_model(load_model(folder), block_size=8).model
+    return load_model(folder)
 
 
-def check_step_is_in_place(model, shape, cache_shape, dtype):
+def abstract_pages(placed, num_blocks):
+    return jax.eval_shape(lambda: placed.empty_pages(num_blocks))
+
+
+def check_step_is_in_place(placed, shape, pages):
     """The whole cache is aliased, and temporary memory does not grow with it."""
-    array = abstract(*cache_shape, dtype=dtype)
-    cache_bytes = 2 * array.size * array.dtype.itemsize
+    model = placed.model
+    cache_bytes = pages.size * pages.dtype.itemsize
     logits = abstract(4, model.config.vocab_size, dtype=jnp.float32)
     packed = abstract(PackedLayout(shape).num_words)
     step = jax.jit(make_step(model, shape), donate_argnums=(1, 4))
-    lowered = step.lower(model.params, KVCache(k=array, v=array), packed, abstract(4), logits)
+    lowered = step.lower(model.params, pages, packed, abstract(4), logits)
     analysis = lowered.compile().memory_analysis()
     assert analysis.alias_size_in_bytes >= cache_bytes + 4 * logits.size
     assert analysis.temp_size_in_bytes < NUM_BLOCKS
@@ -51,29 +56,35 @@ def check_step_is_in_place(model, shape, cache_shape, dtype):
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
-        pytest.param(TINY_SHAPE, jnp.float32, id="1_token-f32", marks=pytest.mark.slow),
-        pytest.param(TINY_SHAPE, jnp.float16, id="1_token-f16"),
-        pytest.param(SHAPE, jnp.float32, id="8_tokens-f32"),
-        pytest.param(SHAPE, jnp.float16, id="8_tokens-f16", marks=pytest.mark.slow),
+        pytest.param(TINY_SHAPE, "float32", id="1_token-f32", marks=pytest.mark.slow),
+        pytest.param(TINY_SHAPE, "bfloat16", id="1_token-bf16"),
+        pytest.param(SHAPE, "float32", id="8_tokens-f32"),
+        pytest.param(SHAPE, "float16", id="8_tokens-f16", marks=pytest.mark.slow),
+        pytest.param(SHAPE, "bfloat16", id="8_tokens-bf16", marks=pytest.mark.slow),
     ],
 )
 def test_step_writes_the_cache_in_place(llama, shape, dtype):
-    check_step_is_in_place(llama, shape, (2, NUM_BLOCKS, 2, 8, 16), dtype)
+    placed = place_model(llama, block_size=8, dtype=dtype)
+    pages = abstract_pages(placed, NUM_BLOCKS)
+    # Of two layers: K and V of two heads.
+    assert pages.shape == (2, NUM_BLOCKS, 2 * 2 * 8 * 16)
+    check_step_is_in_place(placed, shape, pages)
 
 
 @pytest.mark.parametrize("shape", [TINY_SHAPE, SHAPE], ids=["1_token", "8_tokens"])
 def test_step_of_two_groups_writes_their_one_cache_in_place(shape):
-    model, shape = TinyModel(windows=(16, None)), dataclasses.replace(shape, num_groups=2)
-    check_step_is_in_place(model, shape, (1, NUM_BLOCKS, NUM_HEADS, 8, HEAD_DIM), jnp.float32)
+    placed = place_model(TinyModel(windows=(16, None)), block_size=8)
+    pages = abstract_pages(placed, NUM_BLOCKS)
+    assert pages.shape == (1, NUM_BLOCKS, 2 * NUM_HEADS * 8 * HEAD_DIM)
+    tables = (dataclasses.replace(TABLE, num_groups=2),)
+    check_step_is_in_place(placed, dataclasses.replace(shape, tables=tables), pages)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16], ids=["f32", "f16"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.uint16], ids=["f32", "u16"])
 def test_block_copies_write_the_cache_in_place(dtype):
-    array = abstract(3, 2048, 2, 8, 16, dtype=dtype)
-    cache_bytes = 2 * array.size * array.dtype.itemsize
-    lowered = jax.jit(make_block_copies(TinyModel()), donate_argnums=0).lower(
-        KVCache(k=array, v=array), abstract(2, 8)
-    )
+    pages = abstract(3, 2048, 2 * 2 * 8 * 16, dtype=dtype)
+    cache_bytes = pages.size * pages.dtype.itemsize
+    lowered = jax.jit(make_block_copies(TinyModel()), donate_argnums=0).lower(pages, abstract(2, 8))
     analysis = lowered.compile().memory_analysis()
     assert analysis.alias_size_in_bytes >= cache_bytes
     assert analysis.temp_size_in_bytes < cache_bytes / 50

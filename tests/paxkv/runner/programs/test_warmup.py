@@ -11,6 +11,7 @@ import pytest
 from models import Platform
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from paxkv.errors import ConfigError
+from paxkv.runner.features.prompt_logprobs import PromptLogprobsVariant
 from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache, device_mesh
 from paxkv.runner.programs import warmup
 from paxkv.runner.programs.bucketing import (
@@ -19,9 +20,12 @@ from paxkv.runner.programs.bucketing import (
     SamplerShape,
     StepBuckets,
     StepShape,
+    TableShape,
 )
 from paxkv.runner.programs.warmup import StepPrograms
 from tests.paxkv.runner.tiny_model import HEAD_DIM, NUM_HEADS, VOCAB, TinyModel
+
+TABLES = (TableShape(num_groups=1, max_blocks_per_req=4, block_size=8),)
 
 
 @pytest.fixture
@@ -35,7 +39,8 @@ def kv_cache(mesh):
         block_size=8, num_kv_heads=NUM_HEADS, head_size=HEAD_DIM, dtype="float32"
     )
     group = KVCacheGroupSpec(layer_names=("a", "b"), kv_cache_spec=spec)
-    return abstract_kv_cache(KVCacheConfig(num_blocks=9, kv_cache_groups=(group,)), mesh)
+    config = KVCacheConfig(num_blocks=9, kv_cache_groups=(group,))
+    return abstract_kv_cache(config, mesh, Platform(), "float32")
 
 
 def make_programs(mesh, max_num_batched_tokens=4):
@@ -43,9 +48,9 @@ def make_programs(mesh, max_num_batched_tokens=4):
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=2,
         max_decode_burst=3,
-        num_groups=1,
-        max_blocks_per_req=4,
+        tables=TABLES,
         max_model_len=4 * 8,
+        feature_variants=[[PromptLogprobsVariant(num_logits=0)]],
     )
     model = TinyModel()
     return buckets, StepPrograms(
@@ -82,7 +87,7 @@ def test_warm_up_compiles_all_buckets_once(mesh, kv_cache, capsys, compile_nothi
 
 def test_programs_overwrite_the_cache_and_the_logits(one_group):
     programs, kv_cache = one_group.runner._programs, one_group.runner._kv_cache
-    cache_bytes = 2 * kv_cache.k.size * kv_cache.k.dtype.itemsize
+    cache_bytes = kv_cache.size * kv_cache.dtype.itemsize
     logits_bytes = programs.buckets.sampler_shape.num_rows * VOCAB * 4
     for shape in programs.buckets.largest_first:
         alias_bytes = programs.get(shape, kv_cache).memory_analysis().alias_size_in_bytes
@@ -106,7 +111,7 @@ def test_program_is_compiled_without_a_warm_up_and_then_kept(mesh, kv_cache):
     _, programs = make_programs(mesh)
     shape = CopyShape(num_copies=5)
     program = programs.get(shape, kv_cache)
-    assert program.memory_analysis().alias_size_in_bytes >= 2 * kv_cache.k.size * 4
+    assert program.memory_analysis().alias_size_in_bytes >= kv_cache.size * 4
     assert programs.get(shape, kv_cache) is program
     assert (programs.num_compiles, programs.num_compiles_after_ready) == (1, 0)
 
@@ -153,8 +158,7 @@ def test_every_program_of_an_engine_is_compiled_with_the_options_of_its_platform
         max_num_seqs=8,
         max_decode_burst=8,
         max_model_len=64,
-        num_groups=1,
-        max_blocks_per_req=4,
+        tables=TABLES,
         batch_invariant=batch_invariant,
     )
     model = TinyModel()

@@ -19,13 +19,13 @@ from tests.paxkv.runner.tiny_model import VOCAB
 
 NUM_NEW_TOKENS = 10
 # They draw two rows at a time, and all at once.
-on_both_chunkings = pytest.mark.parametrize("warm", ["one_group", "two_groups"], indirect=True)
+on_both_chunkings = pytest.mark.parametrize("warm", ["one_group", "three_groups"], indirect=True)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="other devices draw all rows at once")
-def test_rows_are_drawn_in_chunks_and_all_at_once(one_group, two_groups):
+def test_rows_are_drawn_in_chunks_and_all_at_once(one_group, three_groups):
     """The tests below show little otherwise."""
-    chunk_rows = [w.runner._buckets.sampler_shape.chunk_rows for w in (one_group, two_groups)]
+    chunk_rows = [w.runner._buckets.sampler_shape.chunk_rows for w in (one_group, three_groups)]
     assert chunk_rows == [2, MAX_NUM_SEQS]
 
 

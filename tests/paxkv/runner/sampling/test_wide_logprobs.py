@@ -12,7 +12,9 @@ from tests.paxkv.runner.driver import RunnerDriver
 from tests.paxkv.runner.tiny_model import VOCAB
 
 # The runners that allow so many.
-on_wide_runners = pytest.mark.parametrize("warm", ["two_groups", "batch_invariant"], indirect=True)
+on_wide_runners = pytest.mark.parametrize(
+    "warm", ["three_groups", "batch_invariant"], indirect=True
+)
 
 
 def prompt(seed, length):

@@ -4,8 +4,9 @@ import jax
 import numpy as np
 import pytest
 
+from paxkv.config.engine_config import RunnerConfig
 from paxkv.config.sampling_params import SamplingParams
-from paxkv.runner.programs.prompt_step import prompt_row_width
+from paxkv.runner.features.prompt_logprobs import PromptLogprobs
 from paxkv.runner.sampling.sampled_tokens import RESULT_WIDTH
 from tests.paxkv.runner.driver import RunnerDriver
 from tests.paxkv.runner.shared_runners import MAX_NUM_BATCHED_TOKENS
@@ -13,7 +14,7 @@ from tests.paxkv.runner.tiny_model import VOCAB
 
 # Five tokens at a time, all at once, and a tile at a time.
 on_every_runner = pytest.mark.parametrize(
-    "warm", ["one_group", "two_groups", "batch_invariant"], indirect=True
+    "warm", ["one_group", "three_groups", "batch_invariant"], indirect=True
 )
 
 
@@ -39,9 +40,11 @@ def asks(num_logprobs, **fields):
     return SamplingParams(temperature=0.0, prompt_logprobs=num_logprobs, **fields)
 
 
-def test_rows_carry_logits_where_a_request_may_ask_for_any_number(one_group, two_groups):
-    shapes = [warm.runner._buckets.prompt_step_shape for warm in (one_group, two_groups)]
-    assert [prompt_row_width(shape) for shape in shapes] == [RESULT_WIDTH, RESULT_WIDTH + VOCAB]
+def test_rows_carry_logits_where_a_request_may_ask_for_any_number():
+    configs = [RunnerConfig(max_logprobs=num_logprobs) for num_logprobs in (20, -1)]
+    features = [PromptLogprobs(config, vocab_size=VOCAB) for config in configs]
+    widths = [variant.row_width for feature in features for variant in feature.variants()]
+    assert widths == [RESULT_WIDTH, RESULT_WIDTH + VOCAB]
 
 
 @on_every_runner

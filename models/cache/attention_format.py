@@ -1,0 +1,82 @@
+"""`AttentionFormat`: keys and values of attention."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from models.cache.format import Pages
+from pallas_kernels.page_views import unview_pages, view_pages
+
+# A key and a value.
+_NUM_PARTS = 2
+# Heads are widened to multiples of so many numbers: 16 bytes in 16 bits, for the GPU's copies.
+_WIDTH_STEP = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionFormat:
+    """A page is `[keys | values]`, each `[num_kv_heads, block_size, head_dim]`.
+
+    Keys and values have one width. A layer with narrower values pads them: an offset of its own for
+    values would need strides that the GPU kernels' copies cannot express.
+
+    Args:
+        num_kv_heads: Of all devices together.
+        head_dim: Width of a stored key or value. Layers pad what is narrower, with zeros.
+        dtype: Of keys and values. The array that holds them may have another (`stored_dtype`).
+        sliding_window: Positions that a token sees, itself included. With `kind="full"`, those
+            that some layers see, where all layers keep all keys and values.
+        chunk_size: The same, for chunks.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    kind: Literal["full", "window", "chunk"] = "full"
+    sliding_window: int | None = None
+    chunk_size: int | None = None
+
+    def page_bytes(self, block_size: int, num_shards: int = 1) -> int:
+        width = _NUM_PARTS * self.num_kv_heads * self.head_dim
+        return width * block_size * jnp.dtype(self.dtype).itemsize // num_shards
+
+    def with_page_bytes(self, page_bytes: int, block_size: int) -> "AttentionFormat | None":
+        """With wider heads, if some width makes pages of just that size."""
+        bytes_per_dim = _NUM_PARTS * self.num_kv_heads * block_size * jnp.dtype(self.dtype).itemsize
+        head_dim = page_bytes // bytes_per_dim
+        if head_dim < self.head_dim or head_dim * bytes_per_dim != page_bytes:
+            return None
+        if head_dim != self.head_dim and head_dim % _WIDTH_STEP:
+            return None
+        return replace(self, head_dim=head_dim)
+
+    def with_width_step(self, step: int) -> "AttentionFormat":
+        """With heads as wide as the next multiple of `step`."""
+        return replace(self, head_dim=math.ceil(self.head_dim / step) * step)
+
+    def kv_dtype(self, pages: Pages) -> jnp.dtype | None:
+        """What the ops are told of the dtype: None where the pages' own is that of the keys."""
+        dtype = jnp.dtype(self.dtype)
+        return None if pages.dtype == dtype else dtype
+
+    def view(self, pages: Pages, block_size: int, *, num_shards: int = 1) -> jax.Array:
+        """The pages of one device as the ops take them; costs nothing.
+
+        Returns:
+            [num_rows, 2 * num_blocks, num_kv_heads / num_shards, block_size, head_dim]: the keys
+            of block b are at 2 * b of the second axis, its values at 2 * b + 1.
+        """
+        return view_pages(
+            pages,
+            num_parts=_NUM_PARTS,
+            num_kv_heads=self.num_kv_heads // num_shards,
+            block_size=block_size,
+            head_dim=self.head_dim,
+        )
+
+    def unview(self, view: jax.Array, pages: Pages) -> Pages:
+        """The inverse of `view`; `pages` says how they are stored."""
+        return unview_pages(view, pages.shape)

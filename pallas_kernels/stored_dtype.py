@@ -1,0 +1,59 @@
+"""What the numbers of a KV cache mean, and 16-bit floats that are stored as uint16.
+
+XLA on the CPU copies a whole bfloat16 cache at each write, but not one of uint16. `kv_dtype` says
+which float the bits of such a cache are. Only the values that an op writes or reads are converted:
+a bitcast of the whole array would be another copy.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.argument_checks import is_wide_float
+from pallas_kernels.quantised_cache import LARGEST_STORED, is_quantised, quantise
+
+BITS_DTYPE = jnp.dtype(jnp.uint16)
+KV_DTYPES = ("float16", "bfloat16")  # the floats that a cache of uint16 may hold
+
+
+def check_kv_dtype(op_name: str, cache_dtype: jnp.dtype, kv_dtype: jnp.dtype | None) -> None:
+    """Checks that a cache of `cache_dtype` holds floats or 8-bit numbers, as `kv_dtype` says.
+
+    Raises:
+        ValueError: The cache has a dtype that no op reads; or it is uint16 and `kv_dtype` names no
+            16-bit float; or it is not uint16 and `kv_dtype` is given.
+    """
+    if cache_dtype == BITS_DTYPE:
+        if kv_dtype is None or jnp.dtype(kv_dtype).name not in KV_DTYPES:
+            raise ValueError(
+                f"{op_name}: a kv_cache of uint16 needs kv_dtype, which float its bits are: got "
+                f"{kv_dtype if kv_dtype is None else jnp.dtype(kv_dtype).name}, wanted one of "
+                f"{sorted(KV_DTYPES)}."
+            )
+    elif kv_dtype is not None:
+        raise ValueError(
+            f"{op_name}: kv_dtype belongs to a kv_cache of uint16: got {jnp.dtype(kv_dtype).name} "
+            f"with a cache of {cache_dtype}. Leave it at None."
+        )
+    elif not (is_quantised(cache_dtype) or is_wide_float(cache_dtype)):
+        raise ValueError(
+            f"{op_name}: kv_cache has the wrong dtype: got {cache_dtype}, wanted a float of 16 "
+            f"bits or more, one of {sorted(LARGEST_STORED)}, or uint16 with kv_dtype."
+        )
+
+
+def as_stored(
+    x: jax.Array,  # f[num_tokens, num_kv_heads, head_dim]
+    scale: jax.Array | None,  # f32[num_kv_heads]
+    cache_dtype: jnp.dtype,
+    kv_dtype: jnp.dtype | None,
+) -> jax.Array:  # cache_dtype[num_tokens, num_kv_heads, head_dim]
+    """Converts new values to the numbers, or the bits, that the cache holds for them."""
+    if kv_dtype is None:
+        return quantise(x, scale, cache_dtype)
+    return lax.bitcast_convert_type(quantise(x, scale, kv_dtype), cache_dtype)
+
+
+def as_values(stored: jax.Array, kv_dtype: jnp.dtype | None) -> jax.Array:
+    """Undoes the bitcast of `as_stored`; quantised numbers stay as they are."""
+    return stored if kv_dtype is None else lax.bitcast_convert_type(stored, kv_dtype)

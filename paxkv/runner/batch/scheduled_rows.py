@@ -1,0 +1,49 @@
+"""`ScheduledRows`: the requests of one step, with what the rows say of them before it."""
+
+import numpy as np
+
+
+class ScheduledRows:
+    """The requests of a step, and all tokens that it computes, one request behind the other.
+
+    Args:
+        rows_np: i32[num_reqs], rows in the `InputBatch`, in the order of the step.
+        num_scheduled_np: i32[num_reqs], tokens that the step computes.
+        num_computed_np: i32[num_reqs], tokens that were computed before.
+        num_tokens_np: i32[num_reqs], tokens that the host knows.
+        num_pending_np: i32[num_reqs], tokens behind those that steps in flight draw.
+        token_ids_np: i32[max_num_seqs, max_model_len], those that the host knows, of all rows.
+
+    Attributes:
+        ends_np: i32[num_reqs], one past the request's last token in the step.
+        req_of_token_np: i32[num_tokens], place in the step of the token's request.
+        row_of_token_np: i32[num_tokens], row of the token's request.
+        positions_np: i32[num_tokens].
+    """
+
+    def __init__(
+        self,
+        req_ids: list[str],
+        *,
+        rows_np: np.ndarray,
+        num_scheduled_np: np.ndarray,
+        num_computed_np: np.ndarray,
+        num_tokens_np: np.ndarray,
+        num_pending_np: np.ndarray,
+        token_ids_np: np.ndarray,
+    ) -> None:
+        self.req_ids = req_ids
+        self.rows_np = rows_np
+        self.num_scheduled_np = num_scheduled_np
+        self.num_computed_np = num_computed_np
+        self.num_tokens_np = num_tokens_np
+        self.num_pending_np = num_pending_np
+        self.token_ids_np = token_ids_np
+        self.ends_np = np.cumsum(num_scheduled_np, dtype=np.int32)
+        num_reqs = len(req_ids)
+        self.req_of_token_np = np.repeat(np.arange(num_reqs, dtype=np.int32), num_scheduled_np)
+        self.row_of_token_np = rows_np[self.req_of_token_np]
+        # Position = place in the step + (tokens computed before - start of the token's request).
+        shift_np = num_computed_np - (self.ends_np - num_scheduled_np)
+        num_tokens = len(self.req_of_token_np)
+        self.positions_np = np.arange(num_tokens, dtype=np.int32) + shift_np[self.req_of_token_np]

@@ -1,0 +1,1 @@
+"""Step features: what a step computes besides the next tokens."""

@@ -1,0 +1,106 @@
+"""`TracedFeatures`: the features of a step, inside its program."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from models import LayerContext, Outputs
+from paxkv.errors import InvariantError
+from paxkv.runner.features.base import StepPart, StepVariant
+from paxkv.runner.programs.bucketing import StepShape
+
+Array = TypeVar("Array", jax.Array, jax.ShapeDtypeStruct)
+# For each of `StepShape.features`, arrays by name.
+FeatureValues = tuple[Mapping[str, jax.Array], ...]
+
+
+def split_arrays(
+    variants: Sequence[StepVariant], arrays: Sequence[Mapping[str, Array]]
+) -> tuple[tuple[dict[str, Array], ...], tuple[dict[str, Array], ...]]:
+    """The arrays that a step only reads, and those that are donated to it.
+
+    Args:
+        arrays: For each variant, its feature's arrays by name; may be abstract.
+    """
+    kept, donated = (
+        _choose(arrays, [_names(variant, is_donated=is_donated) for variant in variants])
+        for is_donated in (False, True)
+    )
+    return kept, donated
+
+
+class TracedFeatures:
+    """Calls every variant of a shape, in order.
+
+    Args:
+        kept: Arrays that the step only reads.
+    """
+
+    def __init__(self, shape: StepShape, kept: FeatureValues) -> None:
+        self._variants = shape.features
+        self._dims = {"num_tokens": shape.num_tokens, "num_reqs": shape.num_reqs}
+        self._kept = kept
+
+    def first_values(self, donated: FeatureValues) -> FeatureValues:
+        """What parts of the step change, before the first: donated arrays and results."""
+        return tuple(
+            {
+                **arrays,
+                **{
+                    name: jnp.zeros(dims, jnp.int32)
+                    for name, dims in variant.results(**self._dims).items()
+                },
+            }
+            for variant, arrays in zip(self._variants, donated, strict=True)
+        )
+
+    def apply(self, context: LayerContext, part: StepPart, values: FeatureValues) -> LayerContext:
+        """For a part of the step: see `StepVariant.apply`."""
+        for variant, kept, before in zip(self._variants, self._kept, values, strict=True):
+            context = variant.apply(context, part, {**kept, **before})
+        return context
+
+    def update(
+        self,
+        values: FeatureValues,
+        outputs: Outputs,
+        part: StepPart,
+        logits_of: Callable[[jax.Array], jax.Array],
+    ) -> FeatureValues:
+        """After a part of the step: see `StepVariant.update`.
+
+        Raises:
+            InvariantError: A variant changes what is neither a donated array nor a result of it.
+        """
+        updated = []
+        for variant, kept, before in zip(self._variants, self._kept, values, strict=True):
+            changed = variant.update({**kept, **before}, outputs, part, logits_of)
+            if changed.keys() - before.keys():
+                raise InvariantError(
+                    f"{variant} changes {sorted(changed)}; it may change its donated arrays and "
+                    f"its results, {sorted(before)}."
+                )
+            updated.append({**before, **changed})
+        return tuple(updated)
+
+    def split(self, values: FeatureValues) -> tuple[FeatureValues, FeatureValues]:
+        """After the last part: the results, and the donated arrays."""
+        results = [variant.results(**self._dims) for variant in self._variants]
+        donated = [_names(variant, is_donated=True) for variant in self._variants]
+        return _choose(values, results), _choose(values, donated)
+
+
+def _names(variant: StepVariant, *, is_donated: bool) -> list[str]:
+    arrays = variant.arrays().items()
+    return [name for name, array in arrays if array.is_donated == is_donated]
+
+
+def _choose(
+    arrays: Sequence[Mapping[str, Array]], names: Sequence[Iterable[str]]
+) -> tuple[dict[str, Array], ...]:
+    return tuple(
+        {name: of_one[name] for name in names_of_one}
+        for of_one, names_of_one in zip(arrays, names, strict=True)
+    )

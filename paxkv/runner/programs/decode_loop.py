@@ -1,0 +1,139 @@
+"""The loop of decode steps on the device, which bursts and `CompiledGenerator` share."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from models import ForwardBatch, LoadedModel, Pages
+from paxkv.runner.programs.bucketing import TableShape
+from paxkv.runner.programs.make_batch import make_decode_batch
+from paxkv.runner.programs.step import Params
+from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeRows:
+    """What the loop knows of its rows, each a request or empty, and does not change."""
+
+    # Tokens that the row computes, at most one per step; 0 is a row that computes none.
+    num_tokens: jax.Array  # i32[num_reqs]
+    # Tokens that end the row where they are drawn for the position `first_end` or later; unused
+    # places hold no token's id.
+    ending_ids: jax.Array  # i32[num_reqs, num_ending_ids]
+    first_end: jax.Array  # i32[num_reqs]
+    num_used: jax.Array | int  # i32[]; rows from here on are empty
+    block_tables: tuple[jax.Array, ...]  # of `make_decode_batch`
+    table_shapes: tuple[TableShape, ...] = dataclasses.field(metadata={"static": True})
+    widths: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeState:
+    """What one decode step leaves to the next.
+
+    A row that has ended stands still: it computes its last token again, at the same position, and
+    so writes what is there already.
+    """
+
+    step_idx: jax.Array  # i32[]
+    token_ids: jax.Array  # i32[num_reqs], to be computed next
+    positions: jax.Array  # i32[num_reqs], of those
+    is_alive: jax.Array  # bool[num_reqs], whether the row takes part in the next step
+    drawn_ids: jax.Array  # i32[num_reqs], the last token that each row drew
+    pages: Pages
+    drawing: Any  # what `DrawFunction` keeps from step to step, a pytree
+    # `NO_TOKEN` where a row drew nothing; else what `DrawFunction` returned.
+    results: jax.Array  # i32[max_steps, num_reqs, result_width]
+
+
+# (params, batch, hidden, state) -> (result i32[num_reqs, result_width], drawing): draws a token for
+# each row that is alive, at the position after `state.positions`; the token comes first in a row.
+DrawFunction = Callable[
+    [Params, ForwardBatch, jax.Array, DecodeState],
+    tuple[jax.Array, Any],
+]
+
+
+def first_decode_state(
+    *,
+    token_ids: jax.Array,  # i32[num_reqs]
+    positions: jax.Array,  # i32[num_reqs]
+    is_alive: jax.Array,  # bool[num_reqs]
+    pages: Pages,
+    drawing: Any,
+    max_steps: int,
+    result_width: int,
+) -> DecodeState:
+    """The state before the first step; arguments as the fields of `DecodeState`."""
+    return DecodeState(
+        step_idx=jnp.int32(0),
+        token_ids=token_ids,
+        positions=positions,
+        is_alive=is_alive,
+        drawn_ids=token_ids,
+        pages=pages,
+        drawing=drawing,
+        results=jnp.full((max_steps, token_ids.shape[0], result_width), NO_TOKEN, jnp.int32),
+    )
+
+
+def run_decode_loop(
+    model: LoadedModel,
+    params: Params,
+    rows: DecodeRows,
+    state: DecodeState,
+    draw: DrawFunction,
+    *,
+    num_steps: jax.Array | int,  # i32[], at most max_steps
+) -> DecodeState:
+    """Takes up to `num_steps` steps, until no row is alive."""
+
+    def is_running(state: DecodeState) -> jax.Array:
+        return (state.step_idx < num_steps) & jnp.any(state.is_alive)
+
+    def run_step(state: DecodeState) -> DecodeState:
+        return _run_step(model, params, rows, state, draw)
+
+    if state.results.shape[0] == 1:
+        return run_step(state)
+    return jax.lax.while_loop(is_running, run_step, state)
+
+
+def _run_step(
+    model: LoadedModel,
+    params: Params,
+    rows: DecodeRows,
+    state: DecodeState,
+    draw: DrawFunction,
+) -> DecodeState:
+    batch = make_decode_batch(
+        token_ids=state.token_ids,
+        positions=state.positions,
+        num_used=rows.num_used,
+        block_tables=rows.block_tables,
+        table_shapes=rows.table_shapes,
+        widths=rows.widths,
+    )
+    outputs, pages = model.forward(params, state.pages, batch)
+    result, drawing = draw(params, batch, outputs.for_logits, state)
+    drawn_ids = jnp.where(state.is_alive, result[:, 0], state.drawn_ids)
+    drawn_position = state.positions + 1
+    is_ending_id = jnp.any(drawn_ids[:, None] == rows.ending_ids, axis=1)
+    has_ended = is_ending_id & (drawn_position >= rows.first_end)
+    is_alive = state.is_alive & ~has_ended & (state.step_idx + 1 < rows.num_tokens)
+    drawn = jnp.where(state.is_alive[:, None], result, NO_TOKEN)
+    return DecodeState(
+        step_idx=state.step_idx + 1,
+        token_ids=jnp.where(is_alive, drawn_ids, state.token_ids),
+        positions=jnp.where(is_alive, drawn_position, state.positions),
+        is_alive=is_alive,
+        drawn_ids=drawn_ids,
+        pages=pages,
+        drawing=drawing,
+        results=jax.lax.dynamic_update_index_in_dim(state.results, drawn, state.step_idx, 0),
+    )

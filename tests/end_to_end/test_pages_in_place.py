@@ -1,0 +1,51 @@
+"""No program of an engine copies the KV cache, compiled with the options that users compile with.
+
+The suite's own options leave copies in that these take out, so nothing else shows it.
+"""
+
+import jax
+import pytest
+
+from models import load_model
+from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache, device_mesh
+from paxkv.runner.memory.kv_cache_groups import groups_of_spec
+from paxkv.runner.programs.bucketing import SAMPLED_CHUNK_ROWS, StepBuckets
+from paxkv.runner.programs.warmup import StepPrograms
+from tests.models.steppers import checkpoint_folder
+
+CACHE_BYTES = 256 * 2**20
+MAX_MODEL_LEN = 256
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("recipe", ["llama", "gemma3"])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_temporary_memory_is_far_below_the_cache(recipe, kv_dtype, batch_invariant):
+    model = load_model(checkpoint_folder(recipe), dtype="float32")
+    mesh = device_mesh(jax.devices()[0])
+    spec = model.config.spec(kv_dtype)
+    groups = groups_of_spec(spec, block_size=64)
+    model = model.with_places(groups.places(spec))
+    config = groups.config(2)
+    num_blocks = CACHE_BYTES // (
+        config.num_rows * groups.kv_cache_groups[0].kv_cache_spec.page_size_bytes
+    )
+    pages = abstract_kv_cache(groups.config(num_blocks), mesh, model.platform, kv_dtype)
+    buckets = StepBuckets(
+        max_num_batched_tokens=128,
+        max_num_seqs=16,
+        max_decode_burst=4,
+        tables=groups.tables(MAX_MODEL_LEN),
+        max_model_len=MAX_MODEL_LEN,
+        sampled_chunk_rows=SAMPLED_CHUNK_ROWS,
+        shares_programs=True,
+        batch_invariant=batch_invariant,
+    )
+    programs = StepPrograms(
+        model=model, params=model.params, buckets=buckets, max_num_seqs=16, mesh=mesh
+    )
+    for shape in buckets.largest_first:
+        memory = programs.compile(shape, pages).memory_analysis()
+        print(f"{recipe} {kv_dtype}: {memory.temp_size_in_bytes / 2**20:.1f} MiB for {shape}")
+        assert memory.temp_size_in_bytes < CACHE_BYTES / 10

@@ -1,0 +1,235 @@
+"""Formats and layers that exist only here: what a new kind of KV memory needs, in a few lines."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import pallas_kernels
+from models.attention_config import AttentionConfig
+from models.cache import rules
+from models.cache.attention_format import AttentionFormat
+from models.carry import Carry
+from models.decoder_spec import SELF_ATTENTION, CacheRef, DecoderSpec, LayerSpec
+from models.forward_batch import ForwardBatch
+from models.kernel_settings import KernelSettings
+from models.layer_context import LayerCache, make_context
+from models.layer_loop import PlacedLayer
+from models.layers.attention import Attention
+from models.rope_config import RopeConfig
+from models.wants import Wants
+from pallas_kernels.page_views import unview_pages, view_pages
+from paxkv.runner.memory.kv_cache_arrays import empty_kv_cache
+from paxkv.runner.memory.kv_cache_groups import KVCacheGroups, groups_of_spec
+from paxkv.runner.programs.make_batch import make_batch
+
+HIDDEN = 8
+DECAY = 0.5
+ROPE = RopeConfig()
+
+
+@dataclasses.dataclass(frozen=True)
+class SumFormat:
+    """The sum of a request's tokens, f32[width], at the start of a page."""
+
+    width: int = HIDDEN
+    kind: str = "state"
+
+    def page_bytes(self, block_size, num_shards=1):
+        return self.width * 4 // num_shards
+
+    def with_page_bytes(self, page_bytes, block_size):
+        return self if page_bytes >= self.page_bytes(block_size) else None
+
+    def read(self, pages, cache: LayerCache, num_computed) -> jax.Array:  # f32[num_reqs, width]
+        """After the tokens computed before; zero where there are none."""
+        num_words = self.width * 4 // pages.dtype.itemsize
+        block_ids = _block_at(cache, num_computed - 1)
+        words = rules.read_prefix(pages, cache.row, block_ids, num_words)
+        sums = rules.from_words(words, jnp.float32)
+        return jnp.where(num_computed[:, None] > 0, sums, 0.0)
+
+    def write(self, pages, cache: LayerCache, has_tokens, sums):
+        block_ids = jnp.where(has_tokens, _block_at(cache, cache.seq_lens - 1), pages.shape[1])
+        return rules.write_prefix(pages, cache.row, block_ids, rules.as_words(sums, pages))
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexFormat:
+    """One vector a token, of `dtype`; pages are filled by wider vectors."""
+
+    width: int
+    dtype: str
+    kind: str = "index"
+
+    def page_bytes(self, block_size, num_shards=1):
+        return self.width * block_size * jnp.dtype(self.dtype).itemsize
+
+    def with_page_bytes(self, page_bytes, block_size):
+        width = page_bytes // (block_size * jnp.dtype(self.dtype).itemsize)
+        wide = dataclasses.replace(self, width=width)
+        return wide if wide.page_bytes(block_size) == page_bytes else None
+
+    def write(self, pages, cache: LayerCache, vectors):
+        view = view_pages(
+            pages, num_parts=1, num_kv_heads=1, block_size=cache.block_size, head_dim=self.width
+        )
+        wide = jnp.pad(vectors, ((0, 0), (0, self.width - vectors.shape[1])))[:, None]
+        dtype = jnp.dtype(self.dtype)
+        kv_dtype = None if dtype == pages.dtype else dtype
+        view = pallas_kernels.kv_scatter(
+            view, wide, None, cache.slots, cache.row, kv_dtype=kv_dtype
+        )
+        return unview_pages(view, pages.shape)
+
+    def read(self, pages, cache: LayerCache) -> jax.Array:  # f[num_reqs, max_len, width]
+        num_reqs = cache.block_tables.shape[0]
+        words = pages.shape[2]
+        read = rules.read_prefix(pages, cache.row, cache.block_tables.reshape(-1), words)
+        return rules.from_words(read, self.dtype).reshape(num_reqs, -1, self.width)
+
+
+def _block_at(cache: LayerCache, position) -> jax.Array:
+    column = jnp.maximum(position, 0) // cache.block_size
+    return jnp.take_along_axis(cache.block_tables, column[:, None], axis=1)[:, 0]
+
+
+def _requests_of_tokens(batch: ForwardBatch) -> jax.Array:  # i32[num_tokens]
+    token = jnp.arange(batch.token_ids.shape[0])
+    req = jnp.searchsorted(batch.query_start_loc[1:], token, side="right")
+    return jnp.minimum(req, batch.num_reqs - 1)
+
+
+def make_attention(seed: int, *, num_kv_heads: int, head_dim: int) -> Attention:
+    config = AttentionConfig(
+        hidden_size=HIDDEN,
+        num_q_heads=2,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rope=ROPE,
+        scale=head_dim**-0.5,
+    )
+    attention = Attention(config, dtype=jnp.float32)
+    rng = np.random.default_rng(seed)
+    for linear in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
+        shape = linear.kernel.get_value().shape
+        linear.kernel.set_value(jnp.asarray(rng.normal(size=shape) * 0.3, jnp.float32))
+    return attention
+
+
+class AttentionLayer(nnx.Module):
+    """Attention alone."""
+
+    def __init__(self, seed: int, *, num_kv_heads: int = 2, head_dim: int = 8) -> None:
+        self.self_attn = make_attention(seed, num_kv_heads=num_kv_heads, head_dim=head_dim)
+
+    def __call__(self, carry, pages, context):
+        attended, pages = self.self_attn(carry.hidden, pages, context, norm=lambda x: x)
+        hidden = context.kept(carry.hidden) + self.self_attn.project_out(attended)
+        return Carry(hidden=hidden), pages
+
+
+class AttentionAndSumLayer(AttentionLayer):
+    """Attention and a state side by side: both see the layer's input, and both are added."""
+
+    def __call__(self, carry, pages, context):
+        hidden, batch = carry.hidden, context.batch
+        attended, pages = self.self_attn(hidden, pages, context, norm=lambda x: x)
+        cache = context.cache("sum")
+        num_new = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
+        # Reads and writes follow attention's read: the state alone would not.
+        entering = rules.after(cache.seq_lens - num_new, attended)
+        sums = cache.format.read(pages, cache, entering)
+        req = _requests_of_tokens(batch)
+        is_real = jnp.arange(hidden.shape[0]) < batch.query_start_loc[-1]
+        running = jnp.cumsum(jnp.where(is_real[:, None], hidden, 0.0), axis=0)
+        starts = batch.query_start_loc[:-1]
+        before = jnp.where(starts[:, None] > 0, running[jnp.maximum(starts - 1, 0)], 0.0)
+        of_token = sums[req] + running - before[req]
+        last = of_token[jnp.maximum(batch.query_start_loc[1:] - 1, 0)]
+        pages = cache.format.write(pages, cache, num_new > 0, last)
+        return Carry(hidden=hidden + self.self_attn.project_out(attended) + DECAY * of_token), pages
+
+
+class AttentionAndIndexLayer(AttentionLayer):
+    """A main cache and an index cache: adds the mean of all index vectors so far."""
+
+    def __call__(self, carry, pages, context):
+        hidden, batch, cache = carry.hidden, context.batch, context.cache("index")
+        vectors = hidden[:, : HIDDEN // 2]
+        pages = cache.format.write(pages, cache, vectors)
+        req = _requests_of_tokens(batch)
+        stored = cache.format.read(pages, cache)[req, :, : vectors.shape[1]].astype(jnp.float32)
+        is_seen = jnp.arange(stored.shape[1]) <= batch.positions[:, None]
+        mean = jnp.where(is_seen[..., None], stored, 0.0).sum(axis=1) / is_seen.sum(
+            axis=1, keepdims=True
+        )
+        hidden = rules.after(hidden, mean) + jnp.concatenate([mean, mean], axis=1)
+        attended, pages = self.self_attn(hidden, pages, context, norm=lambda x: x)
+        return Carry(hidden=hidden + self.self_attn.project_out(attended)), pages
+
+
+def spec_of(layers, *, kv_dtype: str) -> DecoderSpec:
+    specs = []
+    for layer_idx, layer in enumerate(layers):
+        config = layer.self_attn.config
+        attention = AttentionFormat(
+            num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=kv_dtype
+        )
+        caches = [(SELF_ATTENTION, CacheRef(format=attention))]
+        if isinstance(layer, AttentionAndSumLayer):
+            caches.append(("sum", CacheRef(format=SumFormat())))
+        if isinstance(layer, AttentionAndIndexLayer):
+            index = IndexFormat(width=HIDDEN // 2, dtype=kv_dtype)
+            caches.append(("index", CacheRef(format=index)))
+        specs.append(LayerSpec(name=f"layers.{layer_idx}", caches=tuple(caches)))
+    return DecoderSpec(layers=tuple(specs))
+
+
+class Stack:
+    """Layers over one pool of pages, and requests with shuffled blocks.
+
+    Args:
+        run: `run_in_turn` or `run_in_loop`.
+    """
+
+    def __init__(self, layers, platform, run, *, kv_dtype="float32", block_size=4, max_len=32):
+        self.layers = layers
+        self.platform, self.kv_dtype, self._run = platform, kv_dtype, run
+        spec = spec_of(layers, kv_dtype=kv_dtype)
+        self.groups: KVCacheGroups = groups_of_spec(spec, block_size=block_size)
+        self.places = self.groups.places(spec)
+        self.table_shapes = self.groups.tables(max_len)
+
+    def block_tables(self, num_reqs: int, num_blocks: int) -> list[np.ndarray]:
+        """Blocks of the pool, each of one request and group."""
+        counts = [t.num_groups * num_reqs * t.max_blocks_per_req for t in self.table_shapes]
+        ids = 1 + np.random.default_rng(0).permutation(num_blocks - 1)[: sum(counts)]
+        parts = np.split(ids.astype(np.int32), np.cumsum(counts)[:-1])
+        return [
+            part.reshape(t.num_groups, num_reqs, t.max_blocks_per_req)
+            for part, t in zip(parts, self.table_shapes, strict=True)
+        ]
+
+    def pages(self, num_blocks: int) -> jax.Array:
+        return empty_kv_cache(self.groups.config(num_blocks), self.platform, self.kv_dtype)
+
+    def step(self, pages, hidden, positions, query_start_loc, seq_lens, block_tables):
+        """Hidden states of all tokens after the last layer, and the pages."""
+        batch = make_batch(
+            token_ids=jnp.zeros(positions.shape, jnp.int32),
+            positions=positions,
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            block_tables=block_tables,
+            table_shapes=self.table_shapes,
+            logits_indices=jnp.arange(positions.shape[0]),
+            wants=Wants(hidden="all"),
+        )
+        rotaries = {layer.self_attn.config.rotary for layer in self.layers}
+        context = make_context(batch, pages, KernelSettings(), rotaries)
+        placed = [PlacedLayer(*pair) for pair in zip(self.layers, self.places, strict=True)]
+        carry, pages = self._run(placed, Carry(hidden=hidden), pages, context)
+        return carry.hidden, pages

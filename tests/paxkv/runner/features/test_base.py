@@ -1,0 +1,114 @@
+"""A second feature takes part in the steps of a real runner, and no other code knows of it."""
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from paxkv.config.engine_config import RunnerConfig
+from paxkv.config.sampling_params import SamplingParams
+from paxkv.errors import InvariantError
+from paxkv.runner import model_runner
+from paxkv.runner.features.base import StepVariant
+from paxkv.runner.features.feature_list import make_features
+from paxkv.runner.features.traced_features import TracedFeatures
+from paxkv.runner.programs import bucketing
+from tests.paxkv.runner.driver import RunnerDriver
+from tests.paxkv.runner.features.census import NUM_CLASSES, Census, class_of
+from tests.paxkv.runner.features.test_prompt_logprobs import check, prompt
+from tests.paxkv.runner.shared_runners import MAX_NUM_BATCHED_TOKENS, make_warm_runner
+from tests.paxkv.runner.tiny_model import TinyModel
+
+GREEDY = SamplingParams(temperature=0.0)
+SCORED = SamplingParams(temperature=0.0, prompt_logprobs=2)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "batch_invariant"])
+def counting(request, folder_of_run):
+    """A warm runner whose list of features has a `Census`, its model, and the census."""
+    census = Census()
+    config = RunnerConfig(batch_invariant=request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_runner, "make_features", lambda *args: (*make_features(*args), census))
+        # So that batch-invariant steps have several tiles.
+        patch.setattr(bucketing, "INVARIANT_TILE_TOKENS", 4)
+        folder = folder_of_run / f"counting_{request.param}"
+        warm = make_warm_runner(folder, TinyModel(), config)
+    return SimpleNamespace(runner=warm.runner, model=warm.model, census=census)
+
+
+def test_feature_counts_on_the_device_and_changes_no_token(counting):
+    runner, census = counting.runner, counting.census
+    start_np = np.asarray(census.arrays["counts"])
+    outputs = {}
+    for has_census in (False, True):
+        driver = RunnerDriver(runner)
+        driver.add("a", prompt(3, 19), GREEDY)
+        driver.add("b", prompt(4, 9), SCORED)
+        if has_census:
+            census.counted["a"] = []
+        classes = []
+        with jax.transfer_guard("disallow"):
+            # Alone, beside a prompt whose log-probabilities are found, and while it decodes.
+            steps = [{"a": 5}, {"a": 5, "b": 9}, {"a": 9, "b": 1}, {"a": 1, "b": 1}, {"a": 1}]
+            for step in steps:
+                output = driver.step(step)
+                classes += output.draft_token_ids.pop("a", [])
+                assert output.draft_token_ids == {}
+                if "b" in output.prompt_logprobs:
+                    check(counting.model, prompt(4, 9), output.prompt_logprobs["b"], 2)
+        outputs[has_census] = [driver.output_of(req_id) for req_id in ("a", "b")]
+        computed = [*prompt(3, 19), *driver.output_of("a")[:-1]]
+        expected = class_of(computed) if has_census else []
+        assert classes == list(expected)
+        counts_np = np.asarray(census.arrays["counts"]) - start_np
+        assert counts_np.tolist() == np.bincount(expected, minlength=NUM_CLASSES).tolist()
+        driver.finish_all()
+    assert outputs[True] == outputs[False]
+    assert runner.num_compiles_after_ready == 0
+    assert census.counted == {}
+
+
+def test_step_overwrites_donated_arrays_and_reads_the_others(counting):
+    arrays = counting.census.arrays
+    old = dict(arrays)
+    driver = RunnerDriver(counting.runner)
+    driver.add("a", prompt(3, 4), GREEDY)
+    counting.census.counted["a"] = []
+    # The second step starts before the first one's tokens are fetched.
+    first = counting.runner.execute_model(driver.schedule({"a": 4}))
+    driver.tokens["a"].append(0)  # a place for the token that is drawn
+    second = counting.runner.execute_model(driver.schedule({"a": 1}))
+    (token_id,) = first.sample_tokens().sampled_token_ids[0]
+    assert second.sample_tokens().draft_token_ids == {"a": [class_of(token_id)]}
+    assert old["counts"].is_deleted() and not arrays["counts"].is_deleted()
+    assert arrays["class_of"] is old["class_of"] and not old["class_of"].is_deleted()
+    driver.finish_all()
+
+
+def test_changed_context_is_what_the_model_computes_with(counting):
+    tokens = {}
+    for req_id, own, other in (("a", 5, None), ("b", 6, 5)):
+        driver = RunnerDriver(counting.runner)
+        driver.add(req_id, prompt(own, 12), GREEDY)
+        if other is not None:
+            counting.census.counted[req_id] = prompt(other, 12)
+        driver.step({req_id: 7})  # in two parts
+        tokens[req_id] = driver.run_alone(req_id, 4, MAX_NUM_BATCHED_TOKENS)
+        driver.finish_all()
+    assert tokens["b"] == tokens["a"]
+
+
+class OverreachingVariant(StepVariant):
+    """Changes what is not its own."""
+
+    def update(self, values, outputs, part, logits_of):
+        return {"counts": 1}
+
+
+def test_variant_that_changes_more_than_its_own_is_a_bug():
+    shape = SimpleNamespace(features=(OverreachingVariant(),), num_tokens=1, num_reqs=1)
+    features = TracedFeatures(shape, kept=({},))
+    with pytest.raises(InvariantError, match=r"changes \['counts'\]; it may change .* \[\]"):
+        features.update(({},), None, None, None)
