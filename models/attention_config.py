@@ -16,13 +16,20 @@ class AttentionConfig:
     head_dim: int
     rope: RopeConfig
     scale: float  # factor of the products of queries and keys
+    v_head_dim: int | None = None  # width of a value; None is `head_dim`
     # Leading dimensions of each head that are turned; None is all of them.
     rotary_dim: int | None = None
     # A token sees itself and the `sliding_window - 1` tokens before it; None is all of them.
     sliding_window: int | None = None
+    # A token at position p sees itself and what is before it in its chunk, from
+    # `p // chunk_size * chunk_size` on; None is all. At most one of the two.
+    chunk_size: int | None = None
+    # The earlier layer whose keys and values this one reads; None: it has its own.
+    kv_layer_idx: int | None = None
     soft_cap: float | None = None  # bound of the scaled products: cap * tanh(product / cap)
     qkv_bias: bool = False
     out_bias: bool = False
+    has_sinks: bool = False  # one more logit per query head in the softmax, with no value
 
     def __post_init__(self) -> None:
         if self.num_q_heads % self.num_kv_heads:
@@ -43,6 +50,16 @@ class AttentionConfig:
                 f"{self.head_dim} dimensions of a head; wanted an even number from 2 to "
                 f"{self.head_dim}."
             )
+        if self.sliding_window is not None and self.chunk_size is not None:
+            raise ModelConfigError(
+                f"config.json: a layer has sliding_window={self.sliding_window} and "
+                f"attention_chunk_size={self.chunk_size}; wanted at most one of the two."
+            )
+
+    @property
+    def value_head_dim(self) -> int:
+        """Width of a value."""
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     @property
     def rotary(self) -> tuple[RopeConfig, int]:

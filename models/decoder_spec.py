@@ -1,11 +1,12 @@
 """`DecoderSpec`: what a model's layers keep in the KV cache, for whoever plans its memory."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from models.attention_config import AttentionConfig
 from models.cache.attention_format import AttentionFormat
 from models.cache.format import CacheFormat
+from models.errors import ModelConfigError
 
 # The name of a layer's cache of keys and values, where it has one: that of the attention's weights.
 SELF_ATTENTION = "self_attn"
@@ -70,18 +71,64 @@ def spec_of_attention(
     Args:
         kv_dtype: Of keys and values.
         has_unified_kv: All layers keep all keys and values.
+
+    Raises:
+        ModelConfigError: A layer reads the keys and values of one that is not earlier, has none of
+            its own, or has others than the layer needs.
     """
     some_window = next((layer.sliding_window for layer in attention if layer.sliding_window), None)
+    some_chunk = next((layer.chunk_size for layer in attention if layer.chunk_size), None)
+    formats = [
+        _with_all_tokens(cache, some_window, some_chunk) if has_unified_kv else cache
+        for cache in (format_of_attention(layer, kv_dtype=kv_dtype) for layer in attention)
+    ]
+    names = [f"model.layers.{layer_idx}" for layer_idx in range(len(attention))]
     layers = []
-    for layer_idx, layer in enumerate(attention):
-        kind = "full" if layer.sliding_window is None or has_unified_kv else "window"
-        cache = AttentionFormat(
-            num_kv_heads=layer.num_kv_heads,
-            head_dim=layer.head_dim,
-            dtype=kv_dtype,
-            kind=kind,
-            sliding_window=some_window if has_unified_kv else layer.sliding_window,
-        )
-        name = f"model.layers.{layer_idx}"
-        layers.append(LayerSpec(name=name, caches=((SELF_ATTENTION, CacheRef(format=cache)),)))
+    for layer_idx, (layer, cache) in enumerate(zip(attention, formats, strict=True)):
+        owner = None
+        if layer.kv_layer_idx is not None:
+            _check_owner(attention, formats, layer_idx)
+            owner = f"{names[layer.kv_layer_idx]}.{SELF_ATTENTION}"
+        ref = CacheRef(format=cache, owner=owner)
+        layers.append(LayerSpec(name=names[layer_idx], caches=((SELF_ATTENTION, ref),)))
     return DecoderSpec(layers=tuple(layers))
+
+
+def format_of_attention(layer: AttentionConfig, *, kv_dtype: str) -> AttentionFormat:
+    """How the keys and values of a layer lie in pages; the narrower ones of the two are padded."""
+    kind = "full"
+    if layer.sliding_window is not None:
+        kind = "window"
+    elif layer.chunk_size is not None:
+        kind = "chunk"
+    return AttentionFormat(
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=max(layer.head_dim, layer.value_head_dim),
+        dtype=kv_dtype,
+        kind=kind,
+        sliding_window=layer.sliding_window,
+        chunk_size=layer.chunk_size,
+    )
+
+
+def _with_all_tokens(
+    cache: AttentionFormat, window: int | None, chunk_size: int | None
+) -> AttentionFormat:
+    return replace(cache, kind="full", sliding_window=window, chunk_size=chunk_size)
+
+
+def _check_owner(
+    attention: Sequence[AttentionConfig], formats: Sequence[AttentionFormat], layer_idx: int
+) -> None:
+    owner_idx = attention[layer_idx].kv_layer_idx
+    is_earlier = 0 <= owner_idx < layer_idx
+    if not is_earlier or attention[owner_idx].kv_layer_idx is not None:
+        raise ModelConfigError(
+            f"config.json: layer {layer_idx} shares the keys and values of layer {owner_idx}; "
+            "wanted an earlier layer that has its own."
+        )
+    if formats[layer_idx] != formats[owner_idx]:
+        raise ModelConfigError(
+            f"config.json: layer {layer_idx} shares the keys and values of layer {owner_idx}, "
+            f"which keeps {formats[owner_idx]}; wanted {formats[layer_idx]}."
+        )

@@ -17,6 +17,7 @@ from models.weight_rule import MODEL_AXIS
 # own part of every page.
 TOKENS_BY_HEAD = PartitionSpec(None, MODEL_AXIS, None)
 PAGES_BY_DEVICE = PartitionSpec(None, None, MODEL_AXIS)
+BY_HEAD = PartitionSpec(MODEL_AXIS)  # f[heads]
 WHOLE = PartitionSpec()
 
 Result = TypeVar("Result")
@@ -74,11 +75,13 @@ class KernelSettings:
     def by_head(
         self,
         function: Callable[..., Result],
-        *args: jax.Array,
+        *args: jax.Array | tuple[jax.Array, ...] | None,
         in_specs: tuple[PartitionSpec, ...],
         out_specs: PartitionSpec | tuple[PartitionSpec, ...],
     ) -> Result:
         """Runs `function(*args)` on each device with its own heads, without communication.
+
+        Arrays of one argument are split alike.
 
         A kernel is opaque to the compiler: left to itself it would gather the whole cache on every
         device first.

@@ -1,23 +1,84 @@
-"""Self-attention over the paged KV cache."""
+"""Self-attention over the paged KV cache. The classes differ in where keys and values come from."""
 
-import functools
-from collections.abc import Callable
+import abc
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-import pallas_kernels
 from models.attention_config import AttentionConfig
 from models.cache.format import Pages
-from models.decoder_spec import SELF_ATTENTION
-from models.kernel_settings import PAGES_BY_DEVICE, TOKENS_BY_HEAD, WHOLE
 from models.layer_context import LayerContext
+from models.layers.attend import attend
 from models.layers.linear import Linear, parts_of_each, side_by_side
 from models.layers.rotary import apply_rotary
+from models.weight_rule import Source, WeightRule
+
+Norm = Callable[[jax.Array], jax.Array]
 
 
-class Attention(nnx.Module):
+class AttentionBase(nnx.Module):
+    """Queries with rotary positions, sinks if the config has them, and the output."""
+
+    def __init__(
+        self, config: AttentionConfig, *, q_norm: nnx.Module | None, dtype: jnp.dtype
+    ) -> None:
+        self.q_proj = _linear_in(config, config.num_q_heads * config.head_dim, dtype)
+        self.o_proj = Linear(
+            config.num_q_heads * config.value_head_dim,
+            config.hidden_size,
+            axes=("heads", None),
+            use_bias=config.out_bias,
+            dtype=dtype,
+        )
+        self.q_norm = q_norm
+        sinks = nnx.Param(jnp.zeros((config.num_q_heads,), dtype)) if config.has_sinks else None
+        self.sinks = sinks
+        self.config = config
+
+    def weight_rules(self, name: str) -> dict[str, WeightRule]:
+        """See `HasWeights.weight_rules`."""
+        if self.sinks is None:
+            return {}
+        source = Source(name=f"{name}.sinks", shape=(self.config.num_q_heads,))
+        return {"sinks": WeightRule(sources=(source,), layout="vector", axes=("heads",))}
+
+    @abc.abstractmethod
+    def __call__(
+        self,
+        hidden: jax.Array,  # f[num_tokens, hidden]
+        pages: Pages,
+        context: LayerContext,
+        *,
+        norm: Norm,
+    ) -> tuple[jax.Array, Pages]:  # f[num_queries, num_q_heads, v_head_dim]
+        """Attends to `norm(hidden)`; what it returns, `project_out` takes."""
+
+    def project_out(
+        self,
+        attended: jax.Array,  # f[num_queries, num_q_heads, v_head_dim]
+    ) -> jax.Array:  # f[num_queries, hidden]
+        width = self.config.num_q_heads * self.config.value_head_dim
+        return self.o_proj(attended.reshape(-1, width))
+
+    def attend(
+        self,
+        q: jax.Array,  # f[num_queries, num_q_heads, head_dim]
+        new_kv: tuple[jax.Array, jax.Array] | None,
+        pages: Pages,
+        context: LayerContext,
+    ) -> tuple[jax.Array, Pages]:  # f[num_queries, num_q_heads, v_head_dim]
+        """`models.layers.attend.attend` with the layer's config and sinks."""
+        sinks = None if self.sinks is None else self.sinks[...]
+        return attend(self.config, q, new_kv, pages, context, sinks=sinks)
+
+    def _queries(self, q: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        q = _heads(q, self.config.head_dim)
+        return apply_rotary(q if self.q_norm is None else self.q_norm(q), cos, sin)
+
+
+class Attention(AttentionBase):
     """Grouped-query attention with rotary positions over the layer's own keys and values."""
 
     def __init__(
@@ -26,61 +87,45 @@ class Attention(nnx.Module):
         *,
         q_norm: nnx.Module | None = None,
         k_norm: nnx.Module | None = None,
+        v_norm: nnx.Module | None = None,
         dtype: jnp.dtype,
     ) -> None:
         """Makes the layer with weights to be filled in.
 
         Args:
             q_norm: Of each query head, before it is turned; `k_norm` likewise.
+            v_norm: Of each value head.
         """
-        hidden, head_dim = config.hidden_size, config.head_dim
-        q_width, kv_width = config.num_q_heads * head_dim, config.num_kv_heads * head_dim
-        linear_in = functools.partial(
-            Linear, hidden, axes=(None, "heads"), use_bias=config.qkv_bias, dtype=dtype
-        )
-        self.q_proj = linear_in(q_width)
-        self.k_proj = linear_in(kv_width)
-        self.v_proj = linear_in(kv_width)
-        self.o_proj = Linear(
-            q_width, hidden, axes=("heads", None), use_bias=config.out_bias, dtype=dtype
-        )
-        self.q_norm = q_norm
+        super().__init__(config, q_norm=q_norm, dtype=dtype)
+        self.k_proj = _linear_in(config, config.num_kv_heads * config.head_dim, dtype)
+        self.v_proj = _linear_in(config, config.num_kv_heads * config.value_head_dim, dtype)
         self.k_norm = k_norm
-        self.config = config
+        self.v_norm = v_norm
 
     def __call__(
-        self,
-        hidden: jax.Array,  # f[num_tokens, hidden]
-        pages: Pages,
-        context: LayerContext,
-        *,
-        norm: Callable[[jax.Array], jax.Array],
-    ) -> tuple[jax.Array, Pages]:  # f[num_queries, num_q_heads, head_dim]
-        """Attends to `norm(hidden)`; what it returns, `project_out` takes."""
+        self, hidden: jax.Array, pages: Pages, context: LayerContext, *, norm: Norm
+    ) -> tuple[jax.Array, Pages]:
         q, k, v = self.project_in(hidden, context, norm=norm)
-        return self.attend(q, k, v, pages, context)
+        return self.attend(q, (k, v), pages, context)
 
     def project_in(
         self,
         hidden: jax.Array,  # f[num_tokens, hidden]
         context: LayerContext,
         *,
-        norm: Callable[[jax.Array], jax.Array],
+        norm: Norm,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries f[num_queries, num_q_heads, head_dim], and keys and values
-        f[num_tokens, num_kv_heads, head_dim], normed and turned.
+        """Queries f[num_queries, num_q_heads, head_dim], keys f[num_tokens, num_kv_heads, head_dim]
+        and values f[num_tokens, num_kv_heads, v_head_dim], normed, and all but values turned.
         """
         cos_sin = context.cos_sin[self.config.rotary]
 
         def project_all(hidden: jax.Array, *cos_sin: jax.Array) -> tuple[jax.Array, ...]:
-            projections = [self.q_proj, self.k_proj, self.v_proj]
-            q, k, v = map(side_by_side, parts_of_each(projections, [norm(hidden)] * 3))
-            return self._queries(q, *cos_sin), self._keys(k, *cos_sin), self._heads(v)
+            q, *kv = _products([self.q_proj, *self._kv_projections], norm(hidden))
+            return self._queries(q, *cos_sin), *self._keys_and_values(*kv, *cos_sin)
 
         def project_keys(hidden: jax.Array, *cos_sin: jax.Array) -> tuple[jax.Array, ...]:
-            projections = [self.k_proj, self.v_proj]
-            k, v = map(side_by_side, parts_of_each(projections, [norm(hidden)] * 2))
-            return self._keys(k, *cos_sin), self._heads(v)
+            return self._keys_and_values(*_products(self._kv_projections, norm(hidden)), *cos_sin)
 
         if not context.drops_rows:
             return context.by_token(project_all, hidden, *cos_sin)
@@ -88,73 +133,76 @@ class Attention(nnx.Module):
         q = self.q_proj(norm(context.kept(hidden)))
         return self._queries(q, *map(context.kept, cos_sin)), k, v
 
-    def project_out(
+    @property
+    def _kv_projections(self) -> list[Linear]:
+        return [self.k_proj, self.v_proj]
+
+    def _keys_and_values(
+        self, k: jax.Array, v: jax.Array, cos: jax.Array, sin: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        k, v = _heads(k, self.config.head_dim), _heads(v, self.config.value_head_dim)
+        k = apply_rotary(k if self.k_norm is None else self.k_norm(k), cos, sin)
+        return k, v if self.v_norm is None else self.v_norm(v)
+
+
+class KeysAsValuesAttention(Attention):
+    """One projection for keys and values: they differ in their norms, and keys alone are turned."""
+
+    def __init__(
         self,
-        attended: jax.Array,  # f[num_queries, num_q_heads, head_dim]
-    ) -> jax.Array:  # f[num_queries, hidden]
-        return self.o_proj(attended.reshape(-1, self.config.num_q_heads * self.config.head_dim))
+        config: AttentionConfig,
+        *,
+        q_norm: nnx.Module | None = None,
+        k_norm: nnx.Module | None = None,
+        v_norm: nnx.Module | None = None,
+        dtype: jnp.dtype,
+    ) -> None:
+        super().__init__(config, q_norm=q_norm, k_norm=k_norm, v_norm=v_norm, dtype=dtype)
+        del self.v_proj
 
-    def _queries(self, q: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        q = self._heads(q)
-        return apply_rotary(q if self.q_norm is None else self.q_norm(q), cos, sin)
+    @property
+    def _kv_projections(self) -> list[Linear]:
+        return [self.k_proj]
 
-    def _keys(self, k: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        k = self._heads(k)
-        return apply_rotary(k if self.k_norm is None else self.k_norm(k), cos, sin)
-
-    def _heads(self, x: jax.Array) -> jax.Array:  # f[rows, heads * head_dim] -> f[rows, heads, ..]
-        return x.reshape(x.shape[0], -1, self.config.head_dim)
-
-    def attend(
-        self,
-        q: jax.Array,  # f[num_queries, num_q_heads, head_dim]
-        k: jax.Array,  # f[num_tokens, num_kv_heads, head_dim]
-        v: jax.Array,  # f[num_tokens, num_kv_heads, head_dim]
-        pages: Pages,
-        context: LayerContext,
-    ) -> tuple[jax.Array, Pages]:  # f[num_queries, num_q_heads, head_dim]
-        """The part without weights: writes keys and values into the layer's cache, and attends."""
-        kernels, cache = context.kernels, context.cache(SELF_ATTENTION)
-        chosen = {
-            "kv_dtype": cache.format.kv_dtype(pages),
-            "implementation": kernels.implementation,
-            "target": kernels.target,
-        }
-
-        def of_own_heads(
-            q: jax.Array,
-            k: jax.Array,
-            v: jax.Array,
-            pages: Pages,
-            slots: jax.Array,
-            *sequences: jax.Array,
-        ) -> tuple[jax.Array, Pages]:
-            view = cache.format.view(pages, cache.block_size, num_shards=kernels.num_shards)
-            view = pallas_kernels.kv_scatter(view, k, v, slots, cache.row, **chosen)
-            attended = pallas_kernels.paged_attention(
-                *(q, view, cache.row, *sequences),
-                scale=self.config.scale,
-                sliding_window=self.config.sliding_window,
-                soft_cap=self.config.soft_cap,
-                max_query_len=context.num_queries_per_req,
-                batch_invariant=kernels.batch_invariant,
-                **chosen,
-            )
-            return attended, cache.format.unview(view, pages)
-
-        attended, pages = kernels.by_head(
-            of_own_heads,
-            *(_with_width(x, cache.format.head_dim) for x in (q, k, v)),
-            *(pages, cache.slots, cache.block_tables, cache.seq_lens, context.query_start_loc),
-            in_specs=(*[TOKENS_BY_HEAD] * 3, PAGES_BY_DEVICE, *[WHOLE] * 4),
-            out_specs=(TOKENS_BY_HEAD, PAGES_BY_DEVICE),
-        )
-        return attended[..., : self.config.head_dim], pages
+    def _keys_and_values(
+        self, k: jax.Array, cos: jax.Array, sin: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        return super()._keys_and_values(k, k, cos, sin)
 
 
-def _with_width(
-    heads: jax.Array,  # f[num_tokens, heads, head_dim]
-    head_dim: int,
-) -> jax.Array:  # f[num_tokens, heads, head_dim], of that width
-    """Heads as wide as they are stored; zeros change neither products nor what is read."""
-    return jnp.pad(heads, ((0, 0), (0, 0), (0, head_dim - heads.shape[-1])))
+class SharedKVAttention(AttentionBase):
+    """Attention to the keys and values of an earlier layer (`AttentionConfig.kv_layer_idx`)."""
+
+    def __init__(
+        self, config: AttentionConfig, *, q_norm: nnx.Module | None = None, dtype: jnp.dtype
+    ) -> None:
+        """Makes the layer with weights to be filled in.
+
+        Args:
+            q_norm: Of each query head, before it is turned.
+        """
+        super().__init__(config, q_norm=q_norm, dtype=dtype)
+
+    def __call__(
+        self, hidden: jax.Array, pages: Pages, context: LayerContext, *, norm: Norm
+    ) -> tuple[jax.Array, Pages]:
+        def project(hidden: jax.Array, *cos_sin: jax.Array) -> jax.Array:
+            return self._queries(self.q_proj(norm(hidden)), *cos_sin)
+
+        cos_sin = context.cos_sin[self.config.rotary]
+        q = context.by_token(project, *map(context.kept, (hidden, *cos_sin)))
+        return self.attend(q, None, pages, context)
+
+
+def _linear_in(config: AttentionConfig, width: int, dtype: jnp.dtype) -> Linear:
+    return Linear(
+        config.hidden_size, width, axes=(None, "heads"), use_bias=config.qkv_bias, dtype=dtype
+    )
+
+
+def _products(projections: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
+    return list(map(side_by_side, parts_of_each(projections, [x] * len(projections))))
+
+
+def _heads(x: jax.Array, head_dim: int) -> jax.Array:  # f[rows, heads * head_dim] -> f[rows, ..]
+    return x.reshape(x.shape[0], -1, head_dim)

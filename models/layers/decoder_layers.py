@@ -9,7 +9,7 @@ from flax import nnx
 from models.cache.format import Pages
 from models.carry import Carry
 from models.layer_context import LayerContext
-from models.layers.attention import Attention
+from models.layers.attention import AttentionBase
 from models.layers.mlp import GatedMLP
 
 
@@ -17,7 +17,7 @@ class AttentionMLPLayer(nnx.Module):
     """Attention over the normed residual stream, then what a derived class adds to the stream."""
 
     def __init__(
-        self, *, attention: Attention, mlp: GatedMLP, norm: Callable[[], nnx.Module]
+        self, *, attention: AttentionBase, mlp: GatedMLP, norm: Callable[[], nnx.Module]
     ) -> None:
         """Makes the layer.
 
@@ -46,7 +46,7 @@ class PreNormLayer(AttentionMLPLayer):
     """Attention, then the MLP: each reads the normed residual stream and adds to it."""
 
     def __init__(
-        self, *, attention: Attention, mlp: GatedMLP, norm: Callable[[], nnx.Module]
+        self, *, attention: AttentionBase, mlp: GatedMLP, norm: Callable[[], nnx.Module]
     ) -> None:
         super().__init__(attention=attention, mlp=mlp, norm=norm)
         self.post_attention_layernorm = norm()
@@ -63,7 +63,7 @@ class SandwichNormLayer(AttentionMLPLayer):
     """
 
     def __init__(
-        self, *, attention: Attention, mlp: GatedMLP, norm: Callable[[], nnx.Module]
+        self, *, attention: AttentionBase, mlp: GatedMLP, norm: Callable[[], nnx.Module]
     ) -> None:
         super().__init__(attention=attention, mlp=mlp, norm=norm)
         # Of attention's output here; of the MLP's input in `PreNormLayer`.

@@ -7,7 +7,7 @@ from models.errors import ModelConfigError
 from models.rope_config import RopeConfig
 
 
-def config(rotary_dim: int | None) -> AttentionConfig:
+def config(rotary_dim: int | None = None, **fields: object) -> AttentionConfig:
     return AttentionConfig(
         hidden_size=64,
         num_q_heads=4,
@@ -16,6 +16,7 @@ def config(rotary_dim: int | None) -> AttentionConfig:
         rope=RopeConfig(),
         scale=0.25,
         rotary_dim=rotary_dim,
+        **fields,
     )
 
 
@@ -28,3 +29,13 @@ def test_angles_are_those_of_a_head_of_the_turned_dimensions():
 def test_dimensions_that_are_no_pairs_of_the_head_are_refused(rotary_dim):
     with pytest.raises(ModelConfigError, match=f"turn {rotary_dim} of 16 dimensions"):
         config(rotary_dim)
+
+
+def test_values_are_as_wide_as_keys_unless_their_width_is_said():
+    assert config().value_head_dim == 16
+    assert config(v_head_dim=8).value_head_dim == 8
+
+
+def test_a_window_and_chunks_at_once_are_refused():
+    with pytest.raises(ModelConfigError, match="sliding_window=4 and attention_chunk_size=8"):
+        config(sliding_window=4, chunk_size=8)

@@ -2,9 +2,14 @@
 
 import dataclasses
 
+import pytest
+
+from models.attention_config import AttentionConfig
 from models.cache.attention_format import AttentionFormat
-from models.decoder_spec import CacheRef, DecoderSpec, LayerSpec
+from models.decoder_spec import CacheRef, DecoderSpec, LayerSpec, spec_of_attention
+from models.errors import ModelConfigError
 from models.registry import read_config
+from models.rope_config import RopeConfig
 
 GEMMA2 = {
     "architectures": ["Gemma2ForCausalLM"],
@@ -79,3 +84,74 @@ def test_cache_of_another_layer_is_named_by_its_owner_and_has_no_format_of_its_o
     spec = DecoderSpec(layers=(own, LayerSpec(name="layers.without"), sharing))
     assert spec.own_formats == {"layers.0.self_attn": cache, "layers.0.index": index}
     assert spec.owners == {"layers.1.self_attn": "layers.0.self_attn"}
+
+
+FULL = AttentionConfig(
+    hidden_size=64, num_q_heads=4, num_kv_heads=2, head_dim=24, rope=RopeConfig(), scale=0.25
+)
+SLIDING = dataclasses.replace(FULL, sliding_window=8)
+CHUNKED = dataclasses.replace(FULL, chunk_size=16)
+
+
+def spec(*layers: AttentionConfig, **options: bool) -> DecoderSpec:
+    return spec_of_attention(layers, kv_dtype="float32", **options)
+
+
+def reading(layer: AttentionConfig, layer_idx: int) -> AttentionConfig:
+    return dataclasses.replace(layer, kv_layer_idx=layer_idx)
+
+
+def test_kinds_of_caches_follow_from_what_layers_see():
+    formats = spec(FULL, SLIDING, CHUNKED).own_formats
+    assert formats == {
+        "model.layers.0.self_attn": AttentionFormat(num_kv_heads=2, head_dim=24, dtype="float32"),
+        "model.layers.1.self_attn": AttentionFormat(
+            num_kv_heads=2, head_dim=24, dtype="float32", kind="window", sliding_window=8
+        ),
+        "model.layers.2.self_attn": AttentionFormat(
+            num_kv_heads=2, head_dim=24, dtype="float32", kind="chunk", chunk_size=16
+        ),
+    }
+
+
+def test_all_layers_keep_all_tokens_if_their_caches_are_unified():
+    formats = spec(FULL, SLIDING, CHUNKED, has_unified_kv=True).own_formats
+    assert set(formats.values()) == {
+        AttentionFormat(
+            num_kv_heads=2, head_dim=24, dtype="float32", sliding_window=8, chunk_size=16
+        )
+    }
+
+
+@pytest.mark.parametrize(("v_head_dim", "width"), [(16, 24), (24, 24), (32, 32)])
+def test_the_wider_of_keys_and_values_says_how_wide_both_are_stored(v_head_dim, width):
+    (cache,) = spec(dataclasses.replace(FULL, v_head_dim=v_head_dim)).own_formats.values()
+    assert cache.head_dim == width
+
+
+def test_layers_that_share_have_no_cache_of_their_own():
+    shared = spec(SLIDING, FULL, reading(SLIDING, 0), reading(FULL, 1), reading(FULL, 1))
+    assert list(shared.own_formats) == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    assert shared.owners == {
+        "model.layers.2.self_attn": "model.layers.0.self_attn",
+        "model.layers.3.self_attn": "model.layers.1.self_attn",
+        "model.layers.4.self_attn": "model.layers.1.self_attn",
+    }
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([FULL, reading(FULL, 1)], "layer 1 shares the keys and values of layer 1; wanted an earl"),
+        ([reading(FULL, 1), FULL], "layer 0 shares the keys and values of layer 1; wanted an earl"),
+        ([FULL, reading(FULL, -2)], "layer 1 shares the keys and values of layer -2; wanted an"),
+        (
+            [FULL, reading(FULL, 0), reading(FULL, 1)],
+            "layer 2 shares the keys and values of layer 1; wanted an earlier layer that has its",
+        ),
+        ([FULL, reading(SLIDING, 0)], "layer 1 shares .* of layer 0, which keeps .*kind='full'"),
+    ],
+)
+def test_keys_and_values_that_a_layer_cannot_read_are_refused(layers, message):
+    with pytest.raises(ModelConfigError, match=message):
+        spec(*layers)

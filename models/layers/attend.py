@@ -1,0 +1,78 @@
+"""The part of attention without weights: over keys and values in the pages."""
+
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels
+from models.attention_config import AttentionConfig
+from models.cache.format import Pages
+from models.decoder_spec import SELF_ATTENTION
+from models.kernel_settings import BY_HEAD, PAGES_BY_DEVICE, TOKENS_BY_HEAD, WHOLE
+from models.layer_context import LayerContext
+
+
+def attend(
+    config: AttentionConfig,
+    q: jax.Array,  # f[num_queries, num_q_heads, head_dim]
+    new_kv: tuple[jax.Array, jax.Array] | None,
+    pages: Pages,
+    context: LayerContext,
+    *,
+    sinks: jax.Array | None = None,  # f[num_q_heads]
+) -> tuple[jax.Array, Pages]:  # f[num_queries, num_q_heads, v_head_dim]
+    """Writes the step's keys and values into the layer's cache, and attends to the cache.
+
+    Args:
+        new_kv: f[num_tokens, num_kv_heads, head_dim] and f[num_tokens, num_kv_heads, v_head_dim];
+            None where the cache is another layer's, which has written it.
+        sinks: One more logit per head in the softmax's denominator; None is none.
+    """
+    kernels, cache = context.kernels, context.cache(SELF_ATTENTION)
+    width = cache.format.head_dim
+    chosen = {
+        "kv_dtype": cache.format.kv_dtype(pages),
+        "implementation": kernels.implementation,
+        "target": kernels.target,
+    }
+
+    def of_own_heads(
+        q: jax.Array,
+        new_kv: tuple[jax.Array, jax.Array] | None,
+        sinks: jax.Array | None,
+        pages: Pages,
+        slots: jax.Array,
+        *sequences: jax.Array,
+    ) -> tuple[jax.Array, Pages]:
+        view = cache.format.view(pages, cache.block_size, num_shards=kernels.num_shards)
+        if new_kv is not None:
+            view = pallas_kernels.kv_scatter(view, *new_kv, slots, cache.row, **chosen)
+        attended = pallas_kernels.paged_attention(
+            *(q, view, cache.row, *sequences),
+            scale=config.scale,
+            sliding_window=config.sliding_window,
+            chunk_size=config.chunk_size,
+            soft_cap=config.soft_cap,
+            sinks=sinks,
+            max_query_len=context.num_queries_per_req,
+            batch_invariant=kernels.batch_invariant,
+            **chosen,
+        )
+        return attended, cache.format.unview(view, pages)
+
+    attended, pages = kernels.by_head(
+        *(of_own_heads, _with_width(q, width)),
+        None if new_kv is None else tuple(_with_width(x, width) for x in new_kv),
+        *(sinks, pages, cache.slots),
+        *(cache.block_tables, cache.seq_lens, context.query_start_loc),
+        in_specs=(TOKENS_BY_HEAD, TOKENS_BY_HEAD, BY_HEAD, PAGES_BY_DEVICE, *[WHOLE] * 4),
+        out_specs=(TOKENS_BY_HEAD, PAGES_BY_DEVICE),
+    )
+    return attended[..., : config.value_head_dim], pages
+
+
+def _with_width(
+    heads: jax.Array,  # f[num_tokens, heads, head_dim]
+    width: int,
+) -> jax.Array:  # f[num_tokens, heads, width]
+    """Heads as wide as they are stored; zeros change neither products nor what is read."""
+    return jnp.pad(heads, ((0, 0), (0, 0), (0, width - heads.shape[-1])))
