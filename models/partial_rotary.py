@@ -25,12 +25,19 @@ def read_rotary_factor(hf_config: Mapping[str, object], default: float) -> float
 
 
 def without_rotary_factor(hf_config: Mapping[str, object]) -> dict[str, object]:
-    """The config.json for `parse_rope_config`, which refuses the factor if it is not read."""
+    """The config.json for `parse_rope_config`, which refuses the factor if it is not read.
+
+    For `parse_ropes_by_layer_type` too.
+    """
     return {
-        name: _without_factor(value) if name in _HOLDERS and isinstance(value, Mapping) else value
-        for name, value in _without_factor(hf_config).items()
+        name: _without_factors(value) if name in _HOLDERS else value
+        for name, value in hf_config.items()
+        if name != _FACTOR
     }
 
 
-def _without_factor(fields: Mapping[str, object]) -> dict[str, object]:
-    return {name: value for name, value in fields.items() if name != _FACTOR}
+def _without_factors(fields: object) -> object:
+    """Rope parameters without the factor; those of each layer type too."""
+    if not isinstance(fields, Mapping):
+        return fields
+    return {name: _without_factors(value) for name, value in fields.items() if name != _FACTOR}

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from models.config_fields import read_count, read_flag, read_number, read_optional_number
 from models.errors import ModelConfigError, UnsupportedModelError
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "proportional"]
 
 DEFAULT_ROPE_THETA = 10_000.0
 # Of full-attention layers where sliding ones have an embedding of their own.
@@ -35,6 +35,7 @@ class RopeConfig:
     attention_factor: float | None = None  # yarn: scales cos and sin; None: derived from factor
     mscale: float | None = None  # yarn: with mscale_all_dim, changes the derived attention_factor
     mscale_all_dim: float | None = None  # yarn
+    turned_share: float = 1.0  # proportional: of the head's dimension pairs, in [0, 1]
 
 
 def parse_rope_config(hf_config: Mapping[str, object], max_position_embeddings: int) -> RopeConfig:
@@ -90,14 +91,15 @@ def max_scaled_positions(rope: RopeConfig, max_position_embeddings: int) -> int:
     """Positions that an embedding is made for once it is scaled.
 
     For "yarn" they count from the length before scaling, whether config.json states that one
-    (Qwen2.5: 32,768 and a factor of 4 are 131,072) or the one after it (DeepSeek). For "linear" and
-    "dynamic" they are as many times what config.json states; for "llama3" it is stated already.
+    (Qwen2.5: 32,768 and a factor of 4 are 131,072) or the one after it (DeepSeek). For the
+    other kinds with a factor they are as many times what config.json states; for "llama3" it is
+    stated already.
 
     Source: vllm/config/model.py, `_get_and_verify_max_len`.
     """
     if rope.kind == "yarn":
         scaled = rope.original_max_position_embeddings * rope.factor
-    elif rope.kind in ("linear", "dynamic"):
+    elif rope.kind in ("linear", "dynamic", "proportional"):
         scaled = max_position_embeddings * rope.factor
     else:
         return max_position_embeddings
@@ -118,8 +120,10 @@ def _parse_fields(
             f"config.json: rope type {kind!r} is not supported; supported are "
             f"{', '.join(get_args(RopeKind))}."
         )
-    _refuse_partial_rotation(hf_config, fields)
     theta = read_number(fields, "rope_theta", default_theta)
+    if kind == "proportional":
+        return _parse_proportional(fields, theta)
+    _refuse_partial_rotation(hf_config, fields)
     if kind == "default":
         return RopeConfig(theta=theta)
     if kind == "linear":
@@ -170,6 +174,20 @@ def _parse_yarn(
         attention_factor=read_optional_number(fields, "attention_factor"),
         mscale=read_optional_number(fields, "mscale"),
         mscale_all_dim=read_optional_number(fields, "mscale_all_dim"),
+    )
+
+
+def _parse_proportional(fields: Mapping[str, object], theta: float) -> RopeConfig:
+    share = read_number(fields, "partial_rotary_factor", 1.0)
+    if share > 1:
+        raise ModelConfigError(
+            f"config.json: proportional rope got partial_rotary_factor={share}; wanted at most 1."
+        )
+    return RopeConfig(
+        kind="proportional",
+        theta=theta,
+        factor=read_number(fields, "factor", 1.0),
+        turned_share=share,
     )
 
 

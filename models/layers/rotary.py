@@ -68,6 +68,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:  # f32[h
         inv_freq = _llama3_inv_freq(base_inv_freq, rope)
     elif rope.kind == "yarn":
         inv_freq = _yarn_inv_freq(base_inv_freq, rope, head_dim)
+    elif rope.kind == "proportional":
+        inv_freq = _proportional_inv_freq(base_inv_freq, rope, head_dim)
     else:
         inv_freq = base_inv_freq
     return inv_freq.astype(np.float32)
@@ -116,6 +118,20 @@ def _llama3_inv_freq(
     keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     keep = np.clip(keep, 0.0, 1.0)
     return (1 - keep) * base_inv_freq / rope.factor + keep * base_inv_freq
+
+
+def _proportional_inv_freq(
+    base_inv_freq: np.ndarray,  # f64[head_dim // 2]
+    rope: RopeConfig,
+    head_dim: int,
+) -> np.ndarray:  # f64[head_dim // 2]
+    """Turns the fastest pairs alone, as fast as if all of the head were turned.
+
+    With `AttentionConfig.rotary_dim` instead, pairs and frequencies would be those of a head of
+    `rotary_dim` dimensions.
+    """
+    is_turned = np.arange(head_dim // 2) < int(rope.turned_share * head_dim // 2)
+    return np.where(is_turned, base_inv_freq / rope.factor, 0.0)
 
 
 def _yarn_inv_freq(

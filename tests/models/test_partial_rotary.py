@@ -38,3 +38,11 @@ def test_all_but_the_factor_is_left_for_the_embedding():
     scaled = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, **HALF}, **HALF}
     rope = parse_rope_config(without_rotary_factor(scaled), 1024)
     assert rope == RopeConfig(kind="linear", factor=2.0)
+
+
+def test_the_factors_of_all_layer_types_are_left_out():
+    types = {"full_attention": {"rope_theta": 1e6, **HALF}, "sliding_attention": None}
+    left = without_rotary_factor({"rope_parameters": types})
+    assert left == {
+        "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": None}
+    }

@@ -3,7 +3,12 @@
 import pytest
 
 from models.errors import ModelConfigError, UnsupportedModelError
-from models.rope_config import RopeConfig, parse_rope_config, parse_ropes_by_layer_type
+from models.rope_config import (
+    RopeConfig,
+    max_scaled_positions,
+    parse_rope_config,
+    parse_ropes_by_layer_type,
+)
 
 LLAMA3_FIELDS = {
     "factor": 8.0,
@@ -61,6 +66,15 @@ def test_original_length_is_found_where_transformers_looks():
     assert above.original_max_position_embeddings == 2048
 
 
+def test_proportional_has_a_share_of_the_head_and_may_have_a_factor():
+    fields = {"rope_type": "proportional", "rope_theta": 1e6}
+    assert parse(rope_parameters=fields) == RopeConfig(kind="proportional", theta=1e6)
+    more = fields | {"partial_rotary_factor": 0.25, "factor": 2.0}
+    rope = parse(rope_parameters=more)
+    assert (rope.turned_share, rope.factor) == (0.25, 2.0)
+    assert max_scaled_positions(rope, 4096) == 8192
+
+
 def test_yarn_defaults():
     rope = parse(rope_scaling={"rope_type": "yarn", "original_max_position_embeddings": 512})
     assert rope.factor == 4096 / 512
@@ -72,7 +86,7 @@ def test_unknown_kind_is_refused_and_known_ones_are_named():
     with pytest.raises(UnsupportedModelError) as error:
         parse(rope_scaling={"rope_type": "longrope", "short_factor": [1.0]})
     assert "'longrope'" in str(error.value)
-    assert "default, linear, dynamic, llama3, yarn" in str(error.value)
+    assert "default, linear, dynamic, llama3, yarn, proportional" in str(error.value)
 
 
 def test_rope_per_layer_type_is_refused():
@@ -139,6 +153,10 @@ def test_partial_rotation_is_refused():
         ({"rope_type": "linear"}, "factor is missing"),
         ({"rope_type": "llama3", "factor": 8.0}, "low_freq_factor is missing"),
         ({"rope_type": "llama3"} | LLAMA3_FIELDS | {"low_freq_factor": 4.0}, "low_freq_factor=4.0"),
+        (
+            {"rope_type": "proportional", "partial_rotary_factor": 1.5},
+            "partial_rotary_factor=1.5; wanted at most 1",
+        ),
         ({"rope_type": "yarn", "factor": -1.0}, r"factor is -1\.0"),
         ([1, 2], "wanted an object"),
     ],

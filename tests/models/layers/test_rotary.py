@@ -63,6 +63,14 @@ def test_attention_factor_scales_cos_and_sin():
     assert sin.tolist() == [[0.0] * (HEAD_DIM // 2)]
 
 
+@pytest.mark.parametrize("share", [0.25, 0.3])
+def test_proportional_turns_the_first_pairs_as_if_all_were_turned(share):
+    rope = RopeConfig(kind="proportional", theta=1e4, factor=2.0, turned_share=share)
+    got = inverse_frequencies(rope, 16)
+    # Two of eight pairs; 10,000 to the power of -2/16.
+    np.testing.assert_allclose(got, [1 / 2, 0.316228 / 2, 0, 0, 0, 0, 0, 0], rtol=1e-5)
+
+
 def test_pairs_are_dimension_i_and_i_plus_half():
     # A quarter turn of pair 0 and none of pair 1: (1, 2, 3, 4) -> (-3, 2, 1, 4).
     x = jnp.array([[[1.0, 2.0, 3.0, 4.0]]])
