@@ -78,6 +78,10 @@ class Decoder(nnx.Module):
             rules |= {f"lm_head.{leaf}": rule for leaf, rule in head_rules.items()}
         return rules
 
+    def ignores_weight(self, name: str) -> bool:
+        """Whether a tensor of that name may be in a checkpoint although no parameter needs it."""
+        return False
+
     def __call__(
         self,
         batch: ForwardBatch,

@@ -141,6 +141,7 @@ class _Structure:
         for linear in linears:
             linear.max_looped_tokens = max_looped_tokens
         self.graphdef, state = nnx.split(abstract_model)
+        self.ignores_weight = abstract_model.ignores_weight
         self.shapes: tuple[jax.ShapeDtypeStruct, ...]
         self.names, self.shapes, self.treedef = flatten_state(state)
         rules = abstract_model.weight_rules()
@@ -174,10 +175,13 @@ class _Structure:
 
 
 def _read_params(structure: _Structure, checkpoint: SafetensorsCheckpoint) -> list[jax.Array]:
+    ignored = set(filter(structure.ignores_weight, checkpoint.weights))
+    if structure.config.tie_word_embeddings:
+        ignored.add(HEAD_WEIGHT)
     check_weights(
         checkpoint.weights,
         [source for rule in structure.rules for source in rule.sources],
-        ignored=[HEAD_WEIGHT] if structure.config.tie_word_embeddings else [],
+        ignored=ignored,
         where=str(checkpoint.folder),
     )
     params = []

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from models.decoder import Decoder
 from models.errors import CheckpointError, CheckpointNotFoundError, ModelError, WeightMismatchError
 from models.layers.linear import Linear
 from models.loading.load_model import load_model
@@ -140,6 +141,15 @@ def test_unexpected_weights_are_named(tmp_path):
     folder = write_random_checkpoint(tmp_path)
     rewrite_weights(folder, lambda weights: weights.update(extra=np.zeros(3, np.float32)))
     with pytest.raises(WeightMismatchError, match="1 unexpected: extra"):
+        load_model(folder)
+
+
+def test_a_family_may_ignore_weights(tmp_path, monkeypatch):
+    folder = write_random_checkpoint(tmp_path)
+    extra = {"extra": np.zeros(3, np.float32), "more": np.zeros(3, np.float32)}
+    rewrite_weights(folder, lambda weights: weights.update(extra))
+    monkeypatch.setattr(Decoder, "ignores_weight", lambda self, name: name == "extra")
+    with pytest.raises(WeightMismatchError, match=r"1 unexpected: more\."):
         load_model(folder)
 
 
