@@ -22,10 +22,12 @@ logger = logging.getLogger(__name__)
 # (query tokens, tokens in the cache): decodes, a prompt, a chunk, and a row of nobody.
 REQUESTS = ((1, 1), (1, 150), (40, 40), (0, 0), (70, 200))
 NUM_PADDING_TOKENS = 3
-# Small inputs would not feel a window of 4,096 tokens or a soft cap of 50: larger ones are tried as
-# these, which a kernel that forgets them does not pass.
+# Small inputs would not feel a window or chunks of 4,096 tokens, or a soft cap of 50: larger ones
+# are tried as these, which a kernel that forgets them does not pass.
 MAX_WINDOW = 60
 MAX_SOFT_CAP = 1.0
+# What sinks are drawn around: as heavy as 50 keys.
+MEAN_SINK = 4.0
 # Two roundings of a 16-bit result are apart by less; a wrong mask or a lost tile by far more.
 MAX_RELATIVE_ERROR = 2e-2
 
@@ -79,9 +81,9 @@ def why_kernels_differ(
         What differs; None if nothing does.
     """
     # Rotary embeddings are not the kernels' work: layers that differ in them alone are tried once.
-    kinds = {(_small_kind(layer.attention), _sizes(layer)): layer for layer in layers}
-    for (kind, _), layer in kinds.items():
-        rules = dict(kind)
+    kinds = {(_rules(layer.attention), _shapes(layer)): layer for layer in layers}
+    for (static_rules, _), layer in kinds.items():
+        rules = dict(static_rules)
         inputs = _random_layer(layer, seed=rules["sliding_window"] or 0)
         expected = _run_layer(inputs, rules, {"implementation": "xla", "target": target})
         chosen = {"implementation": implementation, "target": target}
@@ -96,26 +98,35 @@ def why_kernels_differ(
                 return f"{name} was not written where XLA writes it"
         difference = relative_error(got[0], expected[0])
         if not difference <= MAX_RELATIVE_ERROR:  # NaN is not
+            sinks = ", sinks" if layer.attention.has_sinks else ""
             return (
-                f"attention with {rules} differs from XLA's by {difference:.3g} of its norm, "
-                f"more than {MAX_RELATIVE_ERROR}"
+                f"attention with {rules}{sinks} differs from XLA's by {difference:.3g} of its "
+                f"norm, more than {MAX_RELATIVE_ERROR}"
             )
     return None
 
 
-def _small_kind(layer: AttentionConfig) -> tuple[tuple[str, float | None], ...]:
-    """How a layer attends, with a window and a soft cap that small inputs feel."""
-    window, soft_cap = layer.sliding_window, layer.soft_cap
+def _rules(layer: AttentionConfig) -> tuple[tuple[str, float | None], ...]:
+    """Static arguments of `paged_attention`, with limits that small inputs feel."""
     return (
         ("scale", layer.scale),
-        ("sliding_window", None if window is None else min(window, MAX_WINDOW)),
-        ("soft_cap", None if soft_cap is None else min(soft_cap, MAX_SOFT_CAP)),
+        ("sliding_window", _at_most(layer.sliding_window, MAX_WINDOW)),
+        ("chunk_size", _at_most(layer.chunk_size, MAX_WINDOW)),
+        ("soft_cap", _at_most(layer.soft_cap, MAX_SOFT_CAP)),
     )
 
 
-def _sizes(layer: CheckedLayer) -> tuple[int, int, int, int]:
-    cache = layer.format
-    return layer.attention.num_q_heads, cache.num_kv_heads, cache.head_dim, layer.block_size
+def _at_most(limit: float | None, largest: float) -> float | None:
+    return None if limit is None else min(limit, largest)
+
+
+def _shapes(layer: CheckedLayer) -> tuple[int, ...]:
+    """What the shapes of a call's arrays follow from."""
+    attention, cache = layer.attention, layer.format
+    return (
+        *(attention.num_q_heads, attention.has_sinks),
+        *(cache.num_kv_heads, cache.head_dim, layer.block_size),
+    )
 
 
 def relative_error(
@@ -127,7 +138,7 @@ def relative_error(
     return float(np.linalg.norm(got_np - expected_np)) / (norm or 1.0)
 
 
-def _random_layer(layer: CheckedLayer, *, seed: int) -> dict[str, jax.Array]:
+def _random_layer(layer: CheckedLayer, *, seed: int) -> dict[str, jax.Array | None]:
     """A cache of one row full of random numbers, and a ragged batch over it."""
     rng = np.random.default_rng(seed)
     cache, block_size = layer.format, layer.block_size
@@ -149,13 +160,15 @@ def _random_layer(layer: CheckedLayer, *, seed: int) -> dict[str, jax.Array]:
 
     return {
         "kv_cache": normal(*cache_shape),
-        "q": normal(num_tokens, num_q_heads, head_dim),
+        # Scaled products of a spread of 1: with larger ones each token would see a single key.
+        "q": normal(num_tokens, num_q_heads, head_dim) / (layer.attention.scale * head_dim**0.5),
         "k": normal(num_tokens, cache.num_kv_heads, head_dim),
         "v": normal(num_tokens, cache.num_kv_heads, head_dim),
         "positions": jnp.asarray(_positions(num_query, seq_lens, num_tokens)),
         "block_tables": jnp.asarray(tables),
         "seq_lens": jnp.asarray(seq_lens),
         "query_start_loc": jnp.asarray(np.concatenate([[0], np.cumsum(num_query)]), jnp.int32),
+        "sinks": MEAN_SINK + normal(num_q_heads) if layer.attention.has_sinks else None,
     }
 
 
@@ -169,11 +182,11 @@ def _positions(
 
 
 def _run_layer(
-    inputs: dict[str, jax.Array], rules: dict[str, object], chosen: dict[str, object]
+    inputs: dict[str, jax.Array | None], rules: dict[str, object], chosen: dict[str, object]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Attention's output, and the cache after one layer and a block copy, as float32."""
 
-    def layer(inputs: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def layer(inputs: dict[str, jax.Array | None]) -> tuple[jax.Array, jax.Array]:
         kv_cache = inputs["kv_cache"]
         num_rows, num_halves, _, block_size, _ = kv_cache.shape
         num_blocks = num_halves // 2
@@ -188,7 +201,7 @@ def _run_layer(
             *(kv_cache, inputs["k"], inputs["v"], slots, 0), **chosen
         )
         out = pallas_kernels.paged_attention(
-            *(inputs["q"], kv_cache, 0, *sequences), **rules, **chosen
+            *(inputs["q"], kv_cache, 0, *sequences), sinks=inputs["sinks"], **rules, **chosen
         )
         # A chain, to be read before it is written, and padding.
         sources, targets = jnp.array([1, 2, 0]), jnp.array([2, 3, num_blocks])

@@ -43,7 +43,7 @@ def run_layer_once(inputs, rules, chosen):
     if chosen["implementation"] != "xla":
         return _run_layer(inputs, rules, chosen)
     # The inputs are drawn from a seed that depends on the window.
-    key = (*sorted(rules.items()), inputs["q"].shape)
+    key = (*sorted(rules.items()), inputs["q"].shape, inputs["sinks"] is None)
     if key not in _results_of_xla:
         _results_of_xla[key] = _run_layer(inputs, rules, chosen)
     return _results_of_xla[key]
@@ -182,6 +182,33 @@ def test_far_limits_that_a_kernel_gets_wrong_are_noticed(monkeypatch, spoil_rule
     monkeypatch.setattr(pallas_kernels, "paged_attention", spoiled)
     reason = why_kernels_differ(FAR_LIMITS, H200, implementation="reference")
     assert "differs from XLA's" in reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "spoil_rules"),
+    [
+        ({"has_sinks": True}, lambda rules: {"sinks": None}),
+        ({"has_sinks": True}, lambda rules: {"sinks": rules["sinks"][::-1]}),
+        ({"chunk_size": 8192}, lambda rules: {"chunk_size": None}),
+        ({"chunk_size": 8192}, lambda rules: {"chunk_size": rules["chunk_size"] + 1}),
+    ],
+    ids=["no sinks", "sinks of other heads", "no chunks", "chunks one too long"],
+)
+def test_sinks_and_chunks_that_a_kernel_gets_wrong_are_noticed(monkeypatch, fields, spoil_rules):
+    attend = pallas_kernels.paged_attention
+
+    def spoiled(*args, implementation, **rules):
+        has_limit = rules["sinks"] is not None or rules["chunk_size"] is not None
+        changes = spoil_rules(rules) if has_limit and implementation != "xla" else {}
+        return attend(*args, implementation="xla", **(rules | changes))
+
+    # The full layer is last: it must not be tried in place of the other one.
+    layers = checked(dataclasses.replace(FULL, **fields), FULL)
+    assert why_kernels_differ(layers, H200, implementation="reference") is None
+    monkeypatch.setattr(pallas_kernels, "paged_attention", spoiled)
+    reason = why_kernels_differ(layers, H200, implementation="reference")
+    assert "differs from XLA's" in reason
+    assert ("sinks" in reason) == ("has_sinks" in fields)
 
 
 class FakeH200:
