@@ -21,7 +21,9 @@ FAMILIES: dict[str, str] = {
     "Qwen3ForCausalLM": "models.families.qwen3:Qwen3ForCausalLM",
     "Gemma2ForCausalLM": "models.families.gemma2:Gemma2ForCausalLM",
     "Gemma3ForCausalLM": "models.families.gemma3:Gemma3ForCausalLM",
+    "Gemma4ForCausalLM": "models.families.gemma4:Gemma4ForCausalLM",
     "StableLmForCausalLM": "models.families.stablelm:StableLmForCausalLM",
+    "MiMoV2FlashForCausalLM": "models.families.mimo_v2:MiMoV2FlashForCausalLM",
 }
 
 

@@ -52,6 +52,30 @@ class OffsetRMSNorm(nnx.Module):
         return (_normalise(x, self.eps) * scale).astype(x.dtype)
 
 
+class RoundedLastRMSNorm(RMSNorm):
+    """Gemma 4's form: scaled in float32 too, and rounded to x's dtype at the end."""
+
+    def __call__(
+        self,
+        x: jax.Array,  # f[..., num_features]
+    ) -> jax.Array:  # f[..., num_features]
+        scale = self.scale[...].astype(jnp.float32)
+        return (_normalise(x, self.eps) * scale).astype(x.dtype)
+
+
+class UnscaledRMSNorm(nnx.Module):
+    """`x / sqrt(mean(x^2) + eps)`, computed in float32: a norm without parameters."""
+
+    def __init__(self, *, eps: float) -> None:
+        self.eps = eps
+
+    def __call__(
+        self,
+        x: jax.Array,  # f[..., num_features]
+    ) -> jax.Array:  # f[..., num_features]
+        return _normalise(x, self.eps).astype(x.dtype)
+
+
 def _vector_rule(name: str, param: nnx.Param) -> WeightRule:
     weight = Source(name=f"{name}.weight", shape=param.get_value().shape)
     return WeightRule(sources=(weight,), layout="vector", axes=(None,))

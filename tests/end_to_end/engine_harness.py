@@ -150,7 +150,8 @@ def run_engine(
     """
     kv_cache_config = recording.runner.kv_cache_config
     assert settings.num_blocks <= kv_cache_config.num_blocks
-    assert kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size == settings.block_size
+    block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+    assert min(block_sizes) == settings.block_size
     scheduler_class = AsyncScheduler if settings.max_steps_in_flight > 1 else Scheduler
     scheduler = scheduler_class(
         scheduler_config=SchedulerConfig(

@@ -7,6 +7,7 @@ import pytest
 from models.errors import ModelConfigError, UnsupportedModelError
 from models.families.llama import LlamaForCausalLM
 from models.registry import ENTRY_POINT_GROUP, FAMILIES, family_class, read_config
+from models.rope_config import RopeConfig
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -249,6 +250,150 @@ def test_heads_of_stablelm_fill_the_hidden_size():
         read_config(hf_config("StableLmForCausalLM", num_attention_heads=7, num_key_value_heads=7))
 
 
+GEMMA4_ROPES = {
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 5e5,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+}
+
+
+def gemma4_config(**fields: object) -> dict[str, object]:
+    """Of seven layers, all but the sixth and the last sliding."""
+    sizes = {"num_hidden_layers": 7, "vocab_size_per_layer_input": 1000}
+    return hf_config("Gemma4ForCausalLM", **sizes | fields)
+
+
+def test_gemma4_where_fields_are_left_out():
+    config = read_config(gemma4_config(num_key_value_heads=None))
+    layers = config.attention
+    # The last layer is full although its place in the pattern is a sliding one.
+    full = [idx for idx, layer in enumerate(layers) if layer.sliding_window is None]
+    assert full == [5, 6]
+    assert [layer.head_dim for layer in layers] == [256] * 5 + [512] * 2
+    assert {layer.sliding_window for layer in layers} == {512, None}
+    assert {(layer.scale, layer.soft_cap, layer.kv_layer_idx) for layer in layers} == {
+        (1.0, None, None)
+    }
+    assert layers[0].rope == RopeConfig(theta=1e4)
+    assert layers[5].rope == RopeConfig(kind="proportional", theta=1e6, turned_share=0.25)
+    assert (config.per_layer_size, config.has_double_wide_mlp) == (256, False)
+    assert (config.logits_soft_cap, config.tie_word_embeddings) == (None, True)
+
+
+def test_gemma4_in_the_spelling_before_and_after_configs_of_layers():
+    fields = {"head_dim": 16, "attention_k_eq_v": True, "rope_parameters": GEMMA4_ROPES}
+    before = read_config(gemma4_config(**fields, global_head_dim=32, num_global_key_value_heads=2))
+    own = {"head_dim": 32, "num_key_value_heads": 2}
+    after = read_config(gemma4_config(**fields, per_layer_config={"5": own, "6": own}))
+    assert before.attention == after.attention
+    sizes = [(layer.head_dim, layer.num_kv_heads) for layer in after.attention]
+    assert sizes == [(16, 4)] * 5 + [(32, 2)] * 2
+    assert [layer.keys_are_values for layer in after.attention] == [False] * 5 + [True] * 2
+    assert {layer.rope.theta for layer in after.attention} == {2e4, 5e5}
+    # The number of KV heads counts only where keys are values.
+    other = fields | {"attention_k_eq_v": False, "num_global_key_value_heads": 2}
+    assert read_config(gemma4_config(**other)).attention[5].num_kv_heads == 4
+
+
+def test_gemma4_layers_share_with_the_last_one_of_their_type_that_does_not():
+    types = ["sliding_attention", "sliding_attention", "full_attention"] * 3
+    sizes = {"num_hidden_layers": 9, "layer_types": types, "num_kv_shared_layers": 4}
+    config = read_config(gemma4_config(**sizes))
+    # Layers 5 to 8 share.
+    assert [layer.kv_layer_idx for layer in config.attention] == [None] * 5 + [2, 4, 4, 2]
+
+
+@pytest.mark.parametrize("num_shared", [6, 7, 8])
+def test_gemma4_needs_a_layer_of_each_type_to_share_with(num_shared):
+    with pytest.raises(ModelConfigError, match=f"num_kv_shared_layers={num_shared} of 7 leaves no"):
+        read_config(gemma4_config(num_kv_shared_layers=num_shared))
+
+
+def test_masks_of_images_make_no_difference_to_gemma4_and_other_masks_are_refused():
+    masked = gemma4_config(use_bidirectional_attention="vision")
+    assert read_config(masked) == read_config(gemma4_config())
+    with pytest.raises(UnsupportedModelError, match="use_bidirectional_attention is set"):
+        read_config(gemma4_config(use_bidirectional_attention="all"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"vocab_size_per_layer_input": 999}, "vocab_size_per_layer_input=999 is less than"),
+        ({"per_layer_config": [1]}, r"per_layer_config is \[1\]; wanted an object"),
+        ({"per_layer_config": {"5": 7}}, "per_layer_config of layer 5 is 7; wanted an object"),
+        ({"per_layer_config": {"5": {"head_dim": 0}}}, "head_dim is 0; wanted a positive integer"),
+    ],
+)
+def test_malformed_field_of_gemma4_is_named(fields, message):
+    with pytest.raises(ModelConfigError, match=message):
+        read_config(gemma4_config(**fields))
+
+
+def mimo_config(**fields: object) -> dict[str, object]:
+    """Of seven layers, of which the first and the sixth are full."""
+    dense = {"num_hidden_layers": 7, "mlp_layer_types": ["dense"] * 7}
+    return hf_config("MiMoV2FlashForCausalLM", **dense | fields)
+
+
+def test_mimo_where_fields_are_left_out():
+    config = read_config(mimo_config(num_key_value_heads=2))
+    layers = config.attention
+    full = [idx for idx, layer in enumerate(layers) if layer.sliding_window is None]
+    assert full == [0, 5]
+    assert [layer.has_sinks for layer in layers] == [idx not in full for idx in range(7)]
+    assert {(layer.head_dim, layer.v_head_dim) for layer in layers} == {(192, 128)}
+    assert [layers[idx].num_kv_heads for idx in (0, 1)] == [2, 4]
+    # A third of 192 dimensions, rounded down.
+    assert [layers[idx].rotary for idx in (0, 1)] == [
+        (RopeConfig(theta=5e6), 64),
+        (RopeConfig(theta=1e4), 64),
+    ]
+    assert layers[1].sliding_window == 129
+    assert (config.value_scale, config.rms_norm_eps) == (0.707, 1e-5)
+
+
+def test_mimo_as_other_fields_say():
+    ropes = {
+        "full_attention": {"rope_theta": 3e6, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_theta": 2e4, "partial_rotary_factor": 0.25},
+    }
+    config = read_config(
+        mimo_config(
+            head_dim=24,
+            num_key_value_heads=2,
+            sliding_window_size=128,
+            sliding_window=64,
+            attention_value_scale=None,
+            attention_bias=True,
+            rope_parameters=ropes,
+        )
+    )
+    full, sliding = config.attention[:2]
+    assert (full.rotary_dim, sliding.rotary_dim) == (12, 6)
+    assert (full.rope.theta, sliding.rope.theta) == (3e6, 2e4)
+    # The size is without the token itself, and wins.
+    assert sliding.sliding_window == 129
+    assert config.value_scale == 1.0
+    assert (full.qkv_bias, full.out_bias) == (True, False)
+
+
+@pytest.mark.parametrize("types", [None, ["dense"] + ["sparse"] * 6])
+def test_experts_of_mimo_are_refused(types):
+    with pytest.raises(UnsupportedModelError, match="6 of 7 layers have experts"):
+        read_config(mimo_config(mlp_layer_types=types))
+
+
+def test_mimo_turns_a_part_of_each_head_in_the_plain_way_alone():
+    linear = {"rope_type": "linear", "factor": 2.0}
+    ropes = {"full_attention": linear, "sliding_attention": {}}
+    with pytest.raises(UnsupportedModelError, match="rope type 'linear' is not supported for MiMo"):
+        read_config(mimo_config(num_key_value_heads=2, rope_parameters=ropes))
+
+
 def test_positions_reach_as_far_as_the_least_scaled_layer():
     # The published length of Gemma 3 is the one after its global embedding is scaled.
     linear = {"rope_type": "linear", "factor": 8.0}
@@ -304,6 +449,10 @@ def test_unknown_architecture_is_refused_and_known_ones_are_named():
         ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method='awq'"),
+        (
+            {"architectures": ["Gemma4ForCausalLM"], "enable_moe_block": True},
+            "enable_moe_block is set, and Gemma4ForCausalLM",
+        ),
     ],
 )
 def test_what_is_not_built_is_refused(fields, message):

@@ -26,5 +26,20 @@ MORE = {
             "partial_rotary_factor": 0.5,
         },
     ),
+    # Every MLP dense: its experts are not built yet.
+    "mimo-v2-flash-dense": lambda: transformers.MiMoV2FlashConfig(
+        vocab_size=families.VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=24,
+        v_head_dim=16,
+        sliding_window=24,
+        max_position_embeddings=1024,
+        layer_types=["full_attention"] + ["sliding_attention"] * 4 + ["full_attention"],
+        mlp_layer_types=["dense"] * 6,
+    ),
 }
 families.EXTRA.update(MORE)

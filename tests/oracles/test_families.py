@@ -21,9 +21,12 @@ LOADED = [
     "mistral-window",
     "qwen2",
     "gemma2",
+    "gemma4-dense",
+    "gemma4-ple",
     "llama3-rope",
     "stablelm",
     "stablelm-2",
+    "mimo-v2-flash-dense",
 ]
 
 

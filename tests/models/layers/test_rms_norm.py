@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from models.layers.rms_norm import OffsetRMSNorm, RMSNorm
+from models.layers.rms_norm import OffsetRMSNorm, RMSNorm, RoundedLastRMSNorm, UnscaledRMSNorm
 
 
 def test_norm_by_hand():
@@ -42,3 +42,20 @@ def test_bfloat16_offset_is_added_in_float32_and_rounded_once():
     # 3 / sqrt(12.5) * (1 + 1/512) is 217.6 steps of 1/256. With 1 + 1/512 rounded to 1, or with
     # 3 / sqrt(12.5) rounded first, it would be 217.2 or 217.4.
     assert float(out[0, 0]) == 218 / 256
+
+
+def test_bfloat16_scale_is_multiplied_in_float32_and_rounded_once():
+    norm = RoundedLastRMSNorm(2, eps=0.0, dtype=jnp.bfloat16)
+    norm.scale[...] = jnp.full(2, 1 + 1 / 64, jnp.bfloat16)
+    out = norm(jnp.array([[3.0, 4.0]], jnp.bfloat16))
+    # 3 / sqrt(12.5) * (1 + 1/64) is 220.6 steps of 1/256. With 3 / sqrt(12.5) rounded to 217 of
+    # them first, it would be 220.4.
+    assert float(out[0, 0]) == 221 / 256
+
+
+def test_norm_without_parameters():
+    norm = UnscaledRMSNorm(eps=0.0)
+    np.testing.assert_allclose(
+        norm(jnp.array([[3.0, 4.0]])), [[3 / 12.5**0.5, 4 / 12.5**0.5]], rtol=1e-6
+    )
+    assert norm(jnp.ones((1, 2), jnp.bfloat16)).dtype == jnp.bfloat16

@@ -1,0 +1,378 @@
+"""Gemma 4 (text, dense): two head sizes, shared keys and values, and embeddings per layer."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.attention_config import AttentionConfig
+from models.cache.format import Pages
+from models.carry import Carry
+from models.config_fields import read_count, read_flag
+from models.decoder import Decoder
+from models.errors import ModelConfigError, UnsupportedModelError
+from models.families.gemma2 import (
+    GemmaConfig,
+    read_gemma_fields,
+    read_gemma_head_fields,
+    read_soft_caps,
+)
+from models.layer_context import LayerContext
+from models.layer_types import LayerType, read_layer_types, read_sliding_window, with_window
+from models.layers.attention import (
+    Attention,
+    AttentionBase,
+    KeysAsValuesAttention,
+    SharedKVAttention,
+)
+from models.layers.decoder_layers import SandwichNormLayer
+from models.layers.linear import Embedding, Linear
+from models.layers.mlp import GatedMLP, activate
+from models.layers.rms_norm import RoundedLastRMSNorm, UnscaledRMSNorm
+from models.layers.soft_cap import soft_cap_logits
+from models.rope_config import parse_ropes_by_layer_type
+from models.weight_rule import Source, WeightRule
+
+_DEFAULT_ROPES = {
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1_000_000.0,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+# Of a layer that reads another's keys and values; older checkpoints have them all the same.
+_UNUSED_IF_SHARED = ("k_proj", "v_proj", "k_norm", "v_norm")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma4AttentionConfig(AttentionConfig):
+    """Attention of one layer."""
+
+    keys_are_values: bool  # before their norms: one projection makes both
+
+    def __post_init__(self) -> None:
+        AttentionConfig.__post_init__(self)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma4Config(GemmaConfig):
+    """A layer may have an embedding of each token of its own."""
+
+    per_layer_size: int  # width of these embeddings; 0: there are none
+    per_layer_vocab_size: int
+    has_double_wide_mlp: bool  # where keys and values are another layer's
+
+
+class Gemma4ForCausalLM(Decoder):
+    """Source: huggingface.co/docs/transformers/model_doc/gemma4."""
+
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, object]) -> Gemma4Config:
+        _refuse_experts(hf_config)
+        hf_config = _without_vision_masks(hf_config)
+        fields = read_gemma_fields(hf_config)
+        _, logits_soft_cap = read_soft_caps(hf_config, None, None)
+        per_layer_size = read_count(hf_config, "hidden_size_per_layer_input", 256, minimum=0)
+        return Gemma4Config(
+            **fields,
+            attention=_read_attention(hf_config, fields),
+            logits_soft_cap=logits_soft_cap,
+            per_layer_size=per_layer_size,
+            per_layer_vocab_size=_read_per_layer_vocab(hf_config, fields) if per_layer_size else 0,
+            has_double_wide_mlp=read_flag(hf_config, "use_double_wide_mlp"),
+        )
+
+    def __init__(self, config: Gemma4Config, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
+        eps, per_layer_size = config.rms_norm_eps, config.per_layer_size
+        norm = functools.partial(RoundedLastRMSNorm, config.hidden_size, eps=eps, dtype=dtype)
+        make_layer = Gemma4Layer
+        if per_layer_size:
+            make_layer = functools.partial(
+                PerLayerInputLayer, hidden_size=config.hidden_size, per_layer_size=per_layer_size
+            )
+        layers = []
+        for attention in config.attention:
+            is_wide = config.has_double_wide_mlp and attention.kv_layer_idx is not None
+            mlp = GatedMLP(
+                config.hidden_size,
+                config.intermediate_size * (2 if is_wide else 1),
+                activation=config.hidden_act,
+                dtype=dtype,
+            )
+            own_attention = _make_attention(attention, eps=eps, dtype=dtype)
+            layers.append(make_layer(attention=own_attention, mlp=mlp, norm=norm, dtype=dtype))
+        super().__init__(
+            config,
+            layers=layers,
+            norm=norm(),
+            has_head_kernel=has_head_kernel,
+            dtype=dtype,
+            embedding_scale=config.embedding_scale,
+        )
+        if not per_layer_size:
+            return
+        width = config.num_layers * per_layer_size
+        self.embed_tokens_per_layer = Embedding(
+            config.per_layer_vocab_size, width, dtype=dtype, scale=per_layer_size**0.5
+        )
+        self.per_layer_model_projection = Linear(config.hidden_size, width, dtype=dtype)
+        self.per_layer_projection_norm = RoundedLastRMSNorm(per_layer_size, eps=eps, dtype=dtype)
+
+    def ignores_weight(self, name: str) -> bool:
+        return any(
+            name == f"model.layers.{layer_idx}.self_attn.{module}.weight"
+            for layer_idx, layer in enumerate(self.config.attention)
+            if layer.kv_layer_idx is not None
+            for module in _UNUSED_IF_SHARED
+        )
+
+    def embed(self, context: LayerContext) -> Carry:
+        carry = super().embed(context)
+        if not self.config.per_layer_size:
+            return carry
+        inputs = context.by_token(self._per_layer_inputs, context.batch.token_ids, carry.hidden)
+        return PerLayerCarry(hidden=carry.hidden, per_layer_inputs=inputs, layer_idx=jnp.int32(0))
+
+    def _per_layer_inputs(
+        self,
+        token_ids: jax.Array,  # i32[num_tokens]
+        embedded: jax.Array,  # f[num_tokens, hidden]
+    ) -> jax.Array:  # f[num_tokens, num_layers, per_layer_size]
+        shape = (-1, self.config.num_layers, self.config.per_layer_size)
+        projected = _scaled(
+            self.per_layer_model_projection(embedded), self.config.hidden_size**-0.5
+        )
+        projected = self.per_layer_projection_norm(projected.reshape(shape))
+        return _scaled(projected + self.embed_tokens_per_layer(token_ids).reshape(shape), 0.5**0.5)
+
+    def compute_logits(
+        self,
+        hidden: jax.Array,  # f[num_logits, hidden]
+    ) -> jax.Array:  # f32[num_logits, vocab]
+        return soft_cap_logits(super().compute_logits(hidden), self.config.logits_soft_cap)
+
+
+class LayerScalar(nnx.Module):
+    """A factor of a layer's hidden states, which the checkpoint has."""
+
+    def __init__(self, *, dtype: jnp.dtype) -> None:
+        self.scale = nnx.Param(jnp.ones((1,), dtype))
+
+    def weight_rules(self, name: str) -> dict[str, WeightRule]:
+        """See `HasWeights.weight_rules`."""
+        source = Source(name=name, shape=(1,))
+        return {"scale": WeightRule(sources=(source,), layout="vector", axes=(None,))}
+
+    def __call__(
+        self,
+        x: jax.Array,  # f[num_tokens, hidden]
+    ) -> jax.Array:  # f[num_tokens, hidden]
+        return x * self.scale[...]
+
+
+class Gemma4Layer(SandwichNormLayer):
+    """Gemma 2's layer, times a factor."""
+
+    def __init__(
+        self,
+        *,
+        attention: AttentionBase,
+        mlp: GatedMLP,
+        norm: Callable[[], nnx.Module],
+        dtype: jnp.dtype,
+    ) -> None:
+        super().__init__(attention=attention, mlp=mlp, norm=norm)
+        self.layer_scalar = LayerScalar(dtype=dtype)
+
+    def _add_parts(self, hidden: jax.Array, attended: jax.Array) -> jax.Array:
+        return self.layer_scalar(super()._add_parts(hidden, attended))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PerLayerCarry(Carry):
+    """The residual stream, and what each layer adds to it of the tokens' embeddings."""
+
+    per_layer_inputs: jax.Array  # f[num_tokens, num_layers, per_layer_size]
+    layer_idx: jax.Array  # i32[], of the layer that gets the carry
+
+    @property
+    def own_inputs(self) -> jax.Array:  # f[num_tokens, per_layer_size]
+        """Those of the layer that gets the carry, which in a loop is known by its number alone."""
+        return jax.lax.dynamic_index_in_dim(
+            self.per_layer_inputs, self.layer_idx, axis=1, keepdims=False
+        )
+
+    def after(self, hidden: jax.Array) -> "PerLayerCarry":
+        """What the next layer gets."""
+        return dataclasses.replace(self, hidden=hidden, layer_idx=self.layer_idx + 1)
+
+
+class PerLayerInputLayer(SandwichNormLayer):
+    """Gemma 2's layer, a gated input of the layer's own, and a factor."""
+
+    def __init__(
+        self,
+        *,
+        attention: AttentionBase,
+        mlp: GatedMLP,
+        norm: Callable[[], nnx.Module],
+        hidden_size: int,
+        per_layer_size: int,
+        dtype: jnp.dtype,
+    ) -> None:
+        super().__init__(attention=attention, mlp=mlp, norm=norm)
+        self.per_layer_input_gate = Linear(hidden_size, per_layer_size, dtype=dtype)
+        self.per_layer_projection = Linear(per_layer_size, hidden_size, dtype=dtype)
+        self.post_per_layer_input_norm = norm()
+        self.layer_scalar = LayerScalar(dtype=dtype)
+
+    def __call__(
+        self, carry: PerLayerCarry, pages: Pages, context: LayerContext
+    ) -> tuple[PerLayerCarry, Pages]:
+        attended, pages = self.self_attn(carry.hidden, pages, context, norm=self.input_layernorm)
+        hidden, own_inputs = context.kept(carry.hidden), context.kept(carry.own_inputs)
+        return carry.after(context.by_token(self._add_all, hidden, attended, own_inputs)), pages
+
+    def _add_all(
+        self,
+        hidden: jax.Array,  # f[num_queries, hidden]
+        attended: jax.Array,  # f[num_queries, num_q_heads, head_dim]
+        own_inputs: jax.Array,  # f[num_queries, per_layer_size]
+    ) -> jax.Array:  # f[num_queries, hidden]
+        hidden = self._add_parts(hidden, attended)
+        gate = activate(self.per_layer_input_gate(hidden), self.mlp.activation)
+        out = self.per_layer_projection(gate * own_inputs)
+        return self.layer_scalar(hidden + self.post_per_layer_input_norm(out))
+
+
+def _make_attention(
+    attention: Gemma4AttentionConfig, *, eps: float, dtype: jnp.dtype
+) -> AttentionBase:
+    norm = functools.partial(RoundedLastRMSNorm, attention.head_dim, eps=eps, dtype=dtype)
+    if attention.kv_layer_idx is not None:
+        return SharedKVAttention(attention, q_norm=norm(), dtype=dtype)
+    make = KeysAsValuesAttention if attention.keys_are_values else Attention
+    v_norm = UnscaledRMSNorm(eps=eps)
+    return make(attention, q_norm=norm(), k_norm=norm(), v_norm=v_norm, dtype=dtype)
+
+
+def _scaled(x: jax.Array, factor: float) -> jax.Array:
+    """In float32, and rounded once."""
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
+def _read_attention(
+    hf_config: Mapping[str, object], fields: Mapping[str, object]
+) -> tuple[Gemma4AttentionConfig, ...]:
+    """The attention of each layer."""
+    num_layers, max_positions = fields["num_layers"], fields["max_position_embeddings"]
+    ropes = hf_config.get("rope_parameters") or _DEFAULT_ROPES
+    rope, sliding_rope = parse_ropes_by_layer_type(
+        {**hf_config, "rope_parameters": ropes}, max_positions
+    )
+    window = read_sliding_window(hf_config, default=512)
+    layer_types = _read_types(hf_config, num_layers, window)
+    first_shared = _first_shared_layer(hf_config, layer_types)
+    heads = read_gemma_head_fields(hf_config) | {"scale": 1.0}
+    keys_are_values = read_flag(hf_config, "attention_k_eq_v")
+    attention = []
+    for layer_idx, layer_type in enumerate(layer_types):
+        is_full = layer_type == "full_attention"
+        owner = None
+        if layer_idx >= first_shared:
+            owner = first_shared - 1 - layer_types[:first_shared][::-1].index(layer_type)
+        layer = Gemma4AttentionConfig(
+            **heads | _read_own_heads(hf_config, layer_idx, is_full=is_full),
+            rope=rope if is_full else sliding_rope,
+            kv_layer_idx=owner,
+            keys_are_values=is_full and keys_are_values,
+        )
+        attention.append(layer if is_full else with_window(layer, window, max_positions))
+    return tuple(attention)
+
+
+def _read_types(
+    hf_config: Mapping[str, object], num_layers: int, window: int | None
+) -> tuple[LayerType, ...]:
+    """Five sliding layers and a full one; the last is full, whatever is written."""
+    is_sliding = [(layer_idx + 1) % 6 != 0 for layer_idx in range(num_layers)]
+    layer_types = read_layer_types(hf_config, is_sliding, sliding_window=window)
+    return (*layer_types[:-1], "full_attention")
+
+
+def _read_own_heads(
+    hf_config: Mapping[str, object], layer_idx: int, *, is_full: bool
+) -> dict[str, int]:
+    """What a layer has instead of the sizes of all layers.
+
+    transformers 5.24 writes `per_layer_config`, with objects of the layers that differ. Before,
+    `global_head_dim` and `num_global_key_value_heads` are of the full layers, the second one only
+    where keys are values.
+    """
+    by_layer = hf_config.get("per_layer_config")
+    if by_layer is not None:
+        if not isinstance(by_layer, Mapping):
+            raise ModelConfigError(
+                f"config.json: per_layer_config is {by_layer!r}; wanted an object of layers."
+            )
+        written = by_layer.get(str(layer_idx)) or {}
+        if not isinstance(written, Mapping):
+            raise ModelConfigError(
+                f"config.json: per_layer_config of layer {layer_idx} is {written!r}; wanted an "
+                "object."
+            )
+    elif is_full:
+        written = {"head_dim": hf_config.get("global_head_dim", 512)}
+        if read_flag(hf_config, "attention_k_eq_v"):
+            written["num_key_value_heads"] = hf_config.get("num_global_key_value_heads")
+    else:
+        written = {}
+    names = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
+    return {
+        own_name: read_count(written, name)
+        for name, own_name in names.items()
+        if written.get(name) is not None
+    }
+
+
+def _first_shared_layer(hf_config: Mapping[str, object], layer_types: tuple[LayerType, ...]) -> int:
+    """The first layer that reads the keys and values of an earlier one, as all later ones do."""
+    num_shared = read_count(hf_config, "num_kv_shared_layers", 0, minimum=0)
+    first_shared = len(layer_types) - num_shared
+    missing = sorted(set(layer_types[first_shared:]) - set(layer_types[: max(first_shared, 0)]))
+    if missing or first_shared <= 0:
+        raise ModelConfigError(
+            f"config.json: num_kv_shared_layers={num_shared} of {len(layer_types)} leaves no "
+            f"layer to share with ({', '.join(missing)}); wanted one of each layer type before."
+        )
+    return first_shared
+
+
+def _read_per_layer_vocab(hf_config: Mapping[str, object], fields: Mapping[str, object]) -> int:
+    num_tokens = read_count(hf_config, "vocab_size_per_layer_input", 262_144)
+    if num_tokens < fields["vocab_size"]:
+        raise ModelConfigError(
+            f"config.json: vocab_size_per_layer_input={num_tokens} is less than "
+            f"vocab_size={fields['vocab_size']}; wanted an embedding of every token."
+        )
+    return num_tokens
+
+
+def _refuse_experts(hf_config: Mapping[str, object]) -> None:
+    if read_flag(hf_config, "enable_moe_block"):
+        raise UnsupportedModelError(
+            "config.json: enable_moe_block is set, and Gemma4ForCausalLM is supported without "
+            "experts alone. Use a dense Gemma 4."
+        )
+
+
+def _without_vision_masks(hf_config: Mapping[str, object]) -> Mapping[str, object]:
+    """Without the mask that shows the tokens of an image each other: there are no images."""
+    if hf_config.get("use_bidirectional_attention") == "vision":
+        return {**hf_config, "use_bidirectional_attention": None}
+    return hf_config

@@ -1,0 +1,114 @@
+"""Gemma 4: layers that share keys and values, and embeddings per layer, in a loop and in turn."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models import LoadedModel, load_model
+from models.chosen_layer import kind_of
+from models.families.gemma4 import Gemma4ForCausalLM
+from tests.models.steppers import IN_TURN, in_loop
+from tests.oracles.paged_stepper import PagedStepper
+
+TOLERANCE = 1e-5  # of the largest absolute logit
+SLIDING, FULL = "sliding_attention", "full_attention"
+HF_CONFIG = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 8,
+    "num_hidden_layers": 9,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 12,
+    "max_position_embeddings": 64,
+    "layer_types": [SLIDING, SLIDING, FULL] * 3,
+    "hidden_size_per_layer_input": 4,
+    "vocab_size_per_layer_input": 32,
+    "num_kv_shared_layers": 6,
+    "use_double_wide_mlp": True,
+    "initializer_range": 0.3,
+}
+
+
+def make_model(**fields: object) -> Gemma4ForCausalLM:
+    config = Gemma4ForCausalLM.read_config(HF_CONFIG | fields)
+    return nnx.eval_shape(
+        lambda: Gemma4ForCausalLM(config, has_head_kernel=True, dtype=jnp.dtype("float32"))
+    )
+
+
+def random_model(folder, **fields: object) -> LoadedModel:
+    (folder / "config.json").write_text(json.dumps(HF_CONFIG | fields))
+    model = load_model(folder, dtype="float32", load_format="dummy")
+    return dataclasses.replace(model, platform=IN_TURN)
+
+
+@pytest.mark.parametrize("per_layer_size", [0, 4])
+def test_layers_are_of_four_kinds(per_layer_size):
+    model = make_model(hidden_size_per_layer_input=per_layer_size)
+    kinds = [kind_of(layer) for layer in model.layers]
+    # Sliding and full ones with keys and values of their own, and such without.
+    first, shared = kinds[:3], kinds[3:]
+    assert first[0] == first[1] != first[2]
+    assert shared == [shared[0], shared[0], shared[2]] * 2
+    assert len(set(kinds)) == 4
+
+
+@pytest.mark.parametrize("only_last_tokens", [False, True])
+def test_logits_of_layers_in_a_loop_are_those_of_layers_in_turn(tmp_path, only_last_tokens):
+    model = random_model(tmp_path)
+    in_turn, in_a_loop = (
+        PagedStepper(each, only_last_tokens=only_last_tokens) for each in (model, in_loop(model))
+    )
+    rng = np.random.default_rng(0)
+    lens = [{0: 20, 1: 7, 2: 1}, {0: 1, 1: 9, 2: 12}, {0: 3, 1: 1}]
+    for step in lens:
+        chunks = {
+            row: rng.integers(32, size=num_tokens).tolist() for row, num_tokens in step.items()
+        }
+        wanted, got = in_turn.step(chunks), in_a_loop.step(chunks)
+        for row in chunks:
+            assert np.abs(got[row] - wanted[row]).max() <= TOLERANCE * np.abs(wanted[row]).max()
+
+
+def test_layers_have_the_projections_that_they_need():
+    rules = make_model(attention_k_eq_v=True).weight_rules()
+
+    def projections(layer_idx: int) -> list[str]:
+        start = f"layers.{layer_idx}.self_attn."
+        names = (name.removeprefix(start) for name in rules if name.startswith(start))
+        return sorted(name.partition("_")[0] for name in names if name.endswith("_proj.kernel"))
+
+    assert projections(0) == ["k", "o", "q", "v"]
+    # Keys are values in full layers; the last six layers have neither.
+    assert projections(2) == ["k", "o", "q"]
+    assert projections(3) == projections(5) == ["o", "q"]
+
+
+def test_parameters_have_the_names_of_the_hub():
+    rules = make_model().weight_rules()
+    names = {
+        "layers.0.layer_scalar.scale": "model.layers.0.layer_scalar",
+        "layers.0.per_layer_input_gate.kernel": "model.layers.0.per_layer_input_gate.weight",
+        "embed_tokens_per_layer.embedding": "model.embed_tokens_per_layer.weight",
+    }
+    for name, wanted in names.items():
+        (source,) = rules[name].sources
+        assert source.name == wanted
+    assert rules["embed_tokens_per_layer.embedding"].sources[0].shape == (32, 9 * 4)
+
+
+def test_keys_and_values_of_layers_that_share_may_be_in_a_checkpoint():
+    model = make_model()
+    assert model.ignores_weight("model.layers.3.self_attn.k_proj.weight")
+    assert model.ignores_weight("model.layers.8.self_attn.v_norm.weight")
+    assert not model.ignores_weight("model.layers.2.self_attn.k_proj.weight")
+    assert not model.ignores_weight("model.layers.3.self_attn.q_proj.weight")
