@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import flax
 import jax
@@ -60,11 +60,12 @@ def program_identity(
     Args:
         kv_cache: May be abstract.
         feature_variants: Of all step features. The shapes of programs name those that they have;
-            the identity covers the source of all of them.
+            the identity covers the source of all of them, and of the formats in `model.places`.
     """
     num_rows, num_blocks, *page = kv_cache.shape
     jax_settings = jax.config.values  # not all of them are attributes
-    packages = model.packages | _packages_of(feature_variants)
+    formats = {place.format for places in model.places for _, place in places}
+    packages = model.packages | _packages_of([*feature_variants, *formats])
     return {
         "paxkv": f"{paxkv.__version__}, source {source_digest(packages)[:16]}",
         "jax": jax.__version__,
@@ -103,9 +104,9 @@ def identity_differences(compiled: Mapping[str, str], wanted: Mapping[str, str])
     ]
 
 
-def _packages_of(feature_variants: Sequence[StepVariant]) -> set[str]:
-    """Top-level packages that define them."""
-    classes = {base for variant in feature_variants for base in type(variant).__mro__}
+def _packages_of(traced: Iterable[object]) -> set[str]:
+    """Top-level packages that define the classes of these objects."""
+    classes = {base for each in traced for base in type(each).__mro__}
     return {cls.__module__.partition(".")[0] for cls in classes} - sys.stdlib_module_names
 
 

@@ -16,6 +16,7 @@ from paxkv.runner.programs.program_identity import (
     identity_digest,
     program_identity,
 )
+from tests.models.cache.formats_of_tests import SumFormat
 from tests.paxkv.runner.tiny_model import HEAD_DIM, NUM_HEADS, TinyModel
 
 PLACES = "places in the KV cache"
@@ -120,6 +121,12 @@ def test_the_source_of_a_step_feature_from_another_package_counts():
     foreign = make_identity(feature_variants=(ours, ForeignVariant()))
     (difference,) = identity_differences(make_identity(), foreign)
     assert difference.startswith("paxkv: compiled with")
+
+
+def test_the_source_of_a_cache_format_from_another_package_counts():
+    foreign = make_identity(model=moved(TinyModel(), format=SumFormat()))
+    differences = identity_differences(make_identity(), foreign)
+    assert {text.partition(":")[0] for text in differences} == {PLACES, "paxkv"}
 
 
 def test_tokens_that_end_requests_shape_no_program():
