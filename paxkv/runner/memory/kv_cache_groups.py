@@ -112,12 +112,20 @@ def groups_of_spec(spec: DecoderSpec, *, block_size: int, head_dim_step: int = 1
         head_dim_step: `Platform.head_dim_step`.
 
     Raises:
-        ConfigError: As `make_kv_cache_groups`; or no pages of one size hold all caches.
+        ConfigError: As `make_kv_cache_groups`; or no pages of one size hold all caches; or
+            the heads that fill such pages are not a multiple of `head_dim_step` wide.
     """
     own = spec.own_formats
     agreed = agree_on_pages(
         {name: _on_platform(cache, head_dim_step) for name, cache in own.items()}, block_size
     )
+    for name, (cache, _, _) in agreed.items():
+        if _on_platform(cache, head_dim_step) != cache:
+            raise ConfigError(
+                f"cache {name!r} would need heads of {cache.head_dim} numbers to fill the pages of "
+                f"the others; got {own[name].head_dim}, and this platform stores heads in "
+                f"multiples of {head_dim_step}. Use another model."
+            )
     groups = make_kv_cache_groups(
         {
             name: cache_spec(cache, size, page_bytes)

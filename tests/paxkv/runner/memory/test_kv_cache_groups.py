@@ -347,6 +347,13 @@ def test_heads_are_as_wide_as_the_platform_stores_them():
     assert groups.padded_shares == {"a.kv": 0.25}
 
 
+def test_heads_that_would_fill_a_page_at_a_width_the_platform_cannot_store_are_refused():
+    layers = (layer("six", attention(6, 128)), layer("four", attention(4, 128)))
+    assert groups_of(*layers, head_dim_step=64).formats["four.kv"].head_dim == 192
+    with pytest.raises(ConfigError, match=r"'four\.kv' .* heads of 192 .* multiples of 128"):
+        groups_of(*layers, head_dim_step=128)
+
+
 @pytest.mark.parametrize(
     ("formats", "message"),
     [
