@@ -34,7 +34,8 @@ class StepPart:
     Args:
         start: i32[], the part's first token in the step.
         batch: What the model gets of the part.
-        fields: Of the whole step's buffer, by name.
+        fields: Of the whole step's buffer, by name. In `token_ids`, tokens that the step before it
+            drew are filled in.
     """
 
     start: jax.Array

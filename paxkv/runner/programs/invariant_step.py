@@ -12,7 +12,7 @@ from paxkv.runner.features.base import StepPart
 from paxkv.runner.features.traced_features import FeatureValues, TracedFeatures
 from paxkv.runner.programs.bucketing import StepShape
 from paxkv.runner.programs.make_batch import make_decode_batch, tables_of
-from paxkv.runner.programs.step import Params, StepFunction, take_tokens
+from paxkv.runner.programs.step import Params, StepFunction, unpack_fields
 from paxkv.runner.sampling.sampling_columns import join_step_rows
 
 # The cache, logits f32[max_num_seqs, vocab], and what parts of the step change for features.
@@ -40,9 +40,8 @@ def make_invariant_step(model: LoadedModel, shape: StepShape) -> StepFunction:
         kept: FeatureValues = (),
         donated: FeatureValues = (),
     ) -> tuple[Pages, jax.Array, jax.Array, FeatureValues, FeatureValues]:
-        fields = layout.unpack(packed)
+        fields = unpack_fields(layout, packed, prev_tokens)
         features = TracedFeatures(shape, kept)
-        fields["token_ids"] = take_tokens(fields, prev_tokens)
         logits_row = _logits_rows(fields, num_logits=logits.shape[0])
 
         def run_tile(tile_idx: jax.Array, state: _TileState) -> _TileState:

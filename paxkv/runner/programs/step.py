@@ -23,14 +23,20 @@ StepFunction = Callable[
 ]
 
 
-def unpack_batch(
-    fields: dict[str, jax.Array],
+def unpack_fields(
+    layout: PackedLayout,
+    packed: jax.Array,  # i32[num_words]
     prev_tokens: jax.Array,  # i32[max_num_seqs]
-    shape: StepShape,
-) -> ForwardBatch:
-    """The model's input; each token comes from the host or from `prev_tokens`."""
+) -> dict[str, jax.Array]:
+    """The fields of a step's buffer; `token_ids` come from where `token_source` says."""
+    fields = layout.unpack(packed)
+    return fields | {"token_ids": take_tokens(fields, prev_tokens)}
+
+
+def unpack_batch(fields: dict[str, jax.Array], shape: StepShape) -> ForwardBatch:
+    """The model's input, of the fields that `unpack_fields` returned."""
     return make_batch(
-        token_ids=take_tokens(fields, prev_tokens),
+        token_ids=fields["token_ids"],
         positions=fields["positions"],
         query_start_loc=fields["query_start_loc"],
         seq_lens=fields["seq_lens"],
@@ -73,9 +79,9 @@ def make_step(model: LoadedModel, shape: StepShape) -> StepFunction:
         kept: FeatureValues = (),
         donated: FeatureValues = (),
     ) -> tuple[Pages, jax.Array, jax.Array, FeatureValues, FeatureValues]:
-        fields = layout.unpack(packed)
+        fields = unpack_fields(layout, packed, prev_tokens)
         features = TracedFeatures(shape, kept)
-        batch = unpack_batch(fields, prev_tokens, shape)
+        batch = unpack_batch(fields, shape)
         whole = StepPart(start=jnp.int32(0), batch=batch, fields=fields)
         values = features.first_values(donated)
         apply = functools.partial(features.apply, part=whole, values=values)

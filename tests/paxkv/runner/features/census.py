@@ -47,11 +47,13 @@ class CensusVariant(StepVariant):
         return dataclasses.replace(context, batch=batch)
 
     def update(self, values, outputs, part, logits_of):
-        classes = values["class_of"][part.batch.token_ids]
+        # The step's buffer and the part's batch have the same tokens.
+        read = part.read(part.fields["token_ids"])
+        counted = values["class_of"][part.batch.token_ids]
         is_counted = part.read(part.fields["is_counted"])
         return {
-            "classes": part.write(values["classes"], classes),
-            "counts": values["counts"].at[classes].add(is_counted.astype(jnp.float32)),
+            "classes": part.write(values["classes"], values["class_of"][read]),
+            "counts": values["counts"].at[counted].add(is_counted.astype(jnp.float32)),
         }
 
 

@@ -10,7 +10,7 @@ import pytest
 from models import load_model
 from paxkv.runner.batch.packed_layout import PackedLayout
 from paxkv.runner.programs.bucketing import StepShape, TableShape
-from paxkv.runner.programs.step import make_block_copies, make_step, unpack_batch
+from paxkv.runner.programs.step import make_block_copies, make_step, unpack_batch, unpack_fields
 from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.oracles.placed_model import place_model
 from tests.paxkv.runner.tiny_model import HEAD_DIM, NUM_HEADS, TinyModel
@@ -97,5 +97,9 @@ def test_token_source_chooses_between_host_and_device():
     views["token_ids"][:] = np.arange(10, 18)
     views["token_source"][:] = [4, 0, 3, 4, 4, 1, 4, 4]
     prev_tokens = np.array([50, 51, 52, 53], np.int32)
-    batch = jax.jit(lambda p, t: unpack_batch(layout.unpack(p), t, SHAPE))(packed_np, prev_tokens)
+
+    def unpack(packed, prev_tokens):
+        return unpack_batch(unpack_fields(layout, packed, prev_tokens), SHAPE)
+
+    batch = jax.jit(unpack)(packed_np, prev_tokens)
     assert batch.token_ids.tolist() == [10, 50, 53, 13, 14, 51, 16, 17]
