@@ -62,6 +62,11 @@ class AttentionConfig:
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     @property
+    def kv_width(self) -> int:
+        """Width of a key and a value together."""
+        return self.head_dim + self.value_head_dim
+
+    @property
     def rotary(self) -> tuple[RopeConfig, int]:
         """Layers with equal ones turn as many dimensions of each head, by the same angles."""
         return self.rope, self.head_dim if self.rotary_dim is None else self.rotary_dim

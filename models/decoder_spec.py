@@ -44,7 +44,7 @@ class DecoderSpec:
 
     @property
     def own_formats(self) -> dict[str, CacheFormat]:
-        """Full name -> format of every cache that is no other's."""
+        """Full name -> format of every cache that is not shared from another layer."""
         return {
             layer.full_name(name): cache.format
             for layer in self.layers
@@ -54,7 +54,7 @@ class DecoderSpec:
 
     @property
     def owners(self) -> dict[str, str]:
-        """Full name -> that of the cache which is read in its place."""
+        """Full name of every shared cache -> full name of the cache that is read for it."""
         return {
             layer.full_name(name): cache.owner
             for layer in self.layers
@@ -66,11 +66,11 @@ class DecoderSpec:
 def spec_of_attention(
     attention: Sequence[AttentionConfig], *, kv_dtype: str, has_unified_kv: bool = False
 ) -> DecoderSpec:
-    """Of layers that have attention over their own keys and values, or over another layer's.
+    """The spec of layers that each have attention over their own keys and values.
 
     Args:
         kv_dtype: Of keys and values.
-        has_unified_kv: All layers keep all keys and values.
+        has_unified_kv: Whether all layers keep all keys and values, also left of their windows.
 
     Raises:
         ModelConfigError: A layer reads the keys and values of one that is not earlier, has none of
@@ -104,6 +104,7 @@ def format_of_attention(layer: AttentionConfig, *, kv_dtype: str) -> AttentionFo
     return AttentionFormat(
         num_kv_heads=layer.num_kv_heads,
         head_dim=max(layer.head_dim, layer.value_head_dim),
+        content_dim=None if layer.value_head_dim == layer.head_dim else layer.kv_width,
         dtype=kv_dtype,
         kind=kind,
         sliding_window=layer.sliding_window,

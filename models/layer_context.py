@@ -22,11 +22,11 @@ Rows = TypeVar("Rows")
 class CachePlace:
     """Where one cache of a layer has its block tables and its memory.
 
-    In a loop over layers `group_idx` and `row` are i32[], those of the layer that the loop is at.
+    In a loop over layers, `group_idx` and `row` are traced i32[]: those of the current layer.
 
     Args:
-        inputs_idx: Which of `ForwardBatch.groups`.
-        group_idx: In these inputs, in [0, num_groups).
+        inputs_idx: Index into `ForwardBatch.groups`.
+        group_idx: Index of the KV cache group in these inputs, in [0, num_groups).
         row: Of the pages, in [0, num_rows).
     """
 
@@ -68,7 +68,7 @@ class LayerContext:
     drops_rows: bool = False
 
     def at(self, places: LayerPlaces) -> "LayerContext":
-        """Of a layer with its caches there."""
+        """The context of a layer whose caches have these places."""
         return replace(self, places=places)
 
     def cache(self, name: str) -> LayerCache:
@@ -94,7 +94,7 @@ class LayerContext:
         )
 
     def of_last_layer(self) -> "LayerContext":
-        """Of the last layer, which drops the rows that no output needs (`drops_rows`)."""
+        """The context of the last layer, which drops rows that no output needs (`drops_rows`)."""
         return replace(self, drops_rows=self.batch.drops_rows)
 
     def kept(self, x: jax.Array) -> jax.Array:  # f[num_tokens, ...] -> f[num_queries, ...]

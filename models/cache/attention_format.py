@@ -12,7 +12,7 @@ from pallas_kernels.page_views import unview_pages, view_pages
 
 # A key and a value.
 _NUM_PARTS = 2
-# Heads are widened to multiples of so many numbers: 16 bytes in 16 bits, for the GPU's copies.
+# Widened heads are a multiple of 8 numbers wide: in 16 bits 16 bytes, as the GPU's copies need.
 _WIDTH_STEP = 8
 
 
@@ -26,15 +26,18 @@ class AttentionFormat:
     Args:
         num_kv_heads: Of all devices together.
         head_dim: Width of a stored key or value. Layers pad what is narrower, with zeros.
+        content_dim: Width of a key and a value together as the layer makes them; None is twice
+            `head_dim`.
         dtype: Of keys and values. The array that holds them may have another (`stored_dtype`).
-        sliding_window: Positions that a token sees, itself included. With `kind="full"`, those
-            that some layers see, where all layers keep all keys and values.
-        chunk_size: The same, for chunks.
+        sliding_window: Positions that a token sees, itself included. With `kind="full"`, the window
+            of some layers of a model in which every layer keeps all keys and values.
+        chunk_size: Length of chunks; with `kind="full"` as `sliding_window`.
     """
 
     num_kv_heads: int
     head_dim: int
     dtype: str
+    content_dim: int | None = None
     kind: Literal["full", "window", "chunk"] = "full"
     sliding_window: int | None = None
     chunk_size: int | None = None
@@ -43,8 +46,14 @@ class AttentionFormat:
         width = _NUM_PARTS * self.num_kv_heads * self.head_dim
         return width * block_size * jnp.dtype(self.dtype).itemsize // num_shards
 
+    def content_bytes(self, block_size: int) -> int:
+        if self.content_dim is None:
+            return self.page_bytes(block_size)
+        width = self.num_kv_heads * self.content_dim
+        return width * block_size * jnp.dtype(self.dtype).itemsize
+
     def with_page_bytes(self, page_bytes: int, block_size: int) -> "AttentionFormat | None":
-        """With wider heads, if some width makes pages of just that size."""
+        """The format with heads so wide that a page has `page_bytes`; None if no width does it."""
         bytes_per_dim = _NUM_PARTS * self.num_kv_heads * block_size * jnp.dtype(self.dtype).itemsize
         head_dim = page_bytes // bytes_per_dim
         if head_dim < self.head_dim or head_dim * bytes_per_dim != page_bytes:
@@ -54,11 +63,11 @@ class AttentionFormat:
         return replace(self, head_dim=head_dim)
 
     def with_width_step(self, step: int) -> "AttentionFormat":
-        """With heads as wide as the next multiple of `step`."""
+        """The format with heads widened to the next multiple of `step`."""
         return replace(self, head_dim=math.ceil(self.head_dim / step) * step)
 
     def kv_dtype(self, pages: Pages) -> jnp.dtype | None:
-        """What the ops are told of the dtype: None where the pages' own is that of the keys."""
+        """The `kv_dtype` argument of the ops: None if `pages` have the format's own dtype."""
         dtype = jnp.dtype(self.dtype)
         return None if pages.dtype == dtype else dtype
 

@@ -32,5 +32,8 @@ class CacheFormat(Protocol):
     def page_bytes(self, block_size: int, num_shards: int = 1) -> int:
         """Bytes of a page: of a block of `block_size` tokens, on one of `num_shards` devices."""
 
+    def content_bytes(self, block_size: int) -> int:
+        """Bytes of a page on one device that layers fill; the rest is padding."""
+
     def with_page_bytes(self, page_bytes: int, block_size: int) -> Self | None:
-        """The same contents in larger pages on one device; None if it cannot lie in these."""
+        """The same contents in pages of `page_bytes` on one device; None if they cannot hold it."""

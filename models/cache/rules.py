@@ -15,26 +15,26 @@ _NEVER_COMPUTED = 0x7FA5A5A5
 
 
 def after(values: jax.Array, read: jax.Array) -> jax.Array:
-    """`values`, which the compiler cannot know before `read` is there.
+    """Returns `values` unchanged, but dependent on `read`: they cannot be computed before it.
 
     Every write must depend by value on every earlier read of the pages: two parts of one layer, of
     which the first reads and the second writes, have no order otherwise. On JAX 0.10 a barrier
     does not give them one.
 
     Args:
-        read: Computed from what was read of the pages, at least one number.
+        read: At least one number that was computed from what was read of the pages.
     """
     bits = jax.lax.bitcast_convert_type(read.reshape(-1)[0].astype(jnp.float32), jnp.uint32)
     return jnp.where(bits == _NEVER_COMPUTED, jnp.zeros_like(values), values)
 
 
 def two_indices(indices: jax.Array, unused: jax.Array | int) -> jax.Array:
-    """`indices` i32[n], with one more if there is a single one.
+    """Appends `unused` to `indices` i32[n] if n is 1.
 
     On the CPU a gather or scatter with one index becomes a copy of the whole array.
 
     Args:
-        unused: One that reads anything, or that is dropped when written.
+        unused: For a gather any valid index; for a scatter an index that is dropped.
     """
     return indices if indices.shape[0] > 1 else jnp.append(indices, unused)
 
@@ -70,7 +70,7 @@ def as_words(
     values: jax.Array,  # [n, k], of any dtype as wide as the pages' or wider
     pages: Pages,
 ) -> jax.Array:  # [n, num_words], of the pages' dtype
-    """The bits of some values as words of a page. Values are cast so, never the pages."""
+    """The bits of values as words of a page. Values are bitcast, never the pages."""
     return jax.lax.bitcast_convert_type(values, pages.dtype).reshape(values.shape[0], -1)
 
 

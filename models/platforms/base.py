@@ -24,7 +24,7 @@ class Platform:
     name: ClassVar[str] = "other"
     # Token positions in a block, by default.
     block_size: ClassVar[int] = 16
-    # Heads are stored in a multiple of so many numbers.
+    # The width of a stored head is a multiple of this.
     head_dim_step: ClassVar[int] = 1
     # Whether a tied vocabulary head has an array of its own, a transposed copy of the embedding.
     copies_tied_head: ClassVar[bool] = False
@@ -58,7 +58,7 @@ class Platform:
         return kv_dtype
 
     def page_shape(self, num_elements: int) -> tuple[int, ...]:
-        """The trailing axes of the pages, for a page of so many elements of `page_dtype`."""
+        """The trailing axes of the array of pages, for `num_elements` of `page_dtype` per page."""
         return (num_elements,)
 
     def compiler_options(

@@ -1,4 +1,4 @@
-"""What the layers of a model keep in the KV cache."""
+"""What layers keep in the cache, from their attention."""
 
 import dataclasses
 
@@ -10,81 +10,6 @@ from models.decoder_spec import CacheRef, DecoderSpec, LayerSpec, spec_of_attent
 from models.errors import ModelConfigError
 from models.registry import read_config
 from models.rope_config import RopeConfig
-
-GEMMA2 = {
-    "architectures": ["Gemma2ForCausalLM"],
-    "vocab_size": 10,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "sliding_window": 32,
-}
-
-
-def formats_of(config, kv_dtype="float32"):
-    return list(config.spec(kv_dtype).own_formats.values())
-
-
-def test_every_layer_keeps_its_kv_heads():
-    config = read_config(
-        {
-            "architectures": ["Qwen3ForCausalLM"],
-            "vocab_size": 10,
-            "hidden_size": 64,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "max_position_embeddings": 128,
-        }
-    )
-    cache = AttentionFormat(num_kv_heads=2, head_dim=32, dtype="bfloat16")
-    spec = config.spec("bfloat16")
-    assert spec.own_formats == {
-        "model.layers.0.self_attn": cache,
-        "model.layers.1.self_attn": cache,
-    }
-    assert spec.owners == {}
-    assert hash(spec) == hash(config.spec("bfloat16"))
-
-
-def test_layers_of_two_windows_keep_different_tokens():
-    formats = formats_of(read_config(GEMMA2))
-    assert [(cache.kind, cache.sliding_window) for cache in formats] == [
-        ("window", 32),
-        ("full", None),
-        ("window", 32),
-        ("full", None),
-    ]
-
-
-def test_unified_layers_keep_all_tokens_whatever_their_windows():
-    config = dataclasses.replace(read_config(GEMMA2), has_unified_kv=True)
-    formats = formats_of(config)
-    assert {(cache.kind, cache.sliding_window) for cache in formats} == {("full", 32)}
-    assert len(set(formats)) == 1
-    # Attention still looks back over the windows only.
-    assert [layer.sliding_window for layer in config.attention] == [32, None, 32, None]
-
-
-def test_cache_of_another_layer_is_named_by_its_owner_and_has_no_format_of_its_own():
-    cache = AttentionFormat(num_kv_heads=1, head_dim=8, dtype="float32")
-    index = dataclasses.replace(cache, head_dim=16)
-    own = LayerSpec(
-        name="layers.0",
-        caches=(("self_attn", CacheRef(format=cache)), ("index", CacheRef(format=index))),
-    )
-    sharing = LayerSpec(
-        name="layers.1",
-        caches=(("self_attn", CacheRef(format=cache, owner="layers.0.self_attn")),),
-    )
-    spec = DecoderSpec(layers=(own, LayerSpec(name="layers.without"), sharing))
-    assert spec.own_formats == {"layers.0.self_attn": cache, "layers.0.index": index}
-    assert spec.owners == {"layers.1.self_attn": "layers.0.self_attn"}
-
 
 FULL = AttentionConfig(
     hidden_size=64, num_q_heads=4, num_kv_heads=2, head_dim=24, rope=RopeConfig(), scale=0.25
@@ -127,6 +52,7 @@ def test_all_layers_keep_all_tokens_if_their_caches_are_unified():
 def test_the_wider_of_keys_and_values_says_how_wide_both_are_stored(v_head_dim, width):
     (cache,) = spec(dataclasses.replace(FULL, v_head_dim=v_head_dim)).own_formats.values()
     assert cache.head_dim == width
+    assert cache.content_bytes(16) == 2 * (24 + v_head_dim) * 16 * 4
 
 
 def test_layers_that_share_have_no_cache_of_their_own():
@@ -155,3 +81,68 @@ def test_layers_that_share_have_no_cache_of_their_own():
 def test_keys_and_values_that_a_layer_cannot_read_are_refused(layers, message):
     with pytest.raises(ModelConfigError, match=message):
         spec(*layers)
+
+
+GEMMA2 = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "vocab_size": 10,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "sliding_window": 32,
+}
+
+
+def formats_of(config, kv_dtype="float32"):
+    return list(config.spec(kv_dtype).own_formats.values())
+
+
+def test_every_layer_keeps_its_kv_heads():
+    config = read_config(
+        {
+            "architectures": ["Qwen3ForCausalLM"],
+            "vocab_size": 10,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "max_position_embeddings": 128,
+        }
+    )
+    cache = AttentionFormat(num_kv_heads=2, head_dim=32, dtype="bfloat16")
+    decoder = config.spec("bfloat16")
+    assert decoder.own_formats == {
+        "model.layers.0.self_attn": cache,
+        "model.layers.1.self_attn": cache,
+    }
+    assert decoder.owners == {}
+    assert hash(decoder) == hash(config.spec("bfloat16"))
+
+
+def test_unified_layers_keep_all_tokens_whatever_their_windows():
+    config = dataclasses.replace(read_config(GEMMA2), has_unified_kv=True)
+    formats = formats_of(config)
+    assert {(cache.kind, cache.sliding_window) for cache in formats} == {("full", 32)}
+    assert len(set(formats)) == 1
+    # Attention still looks back over the windows only.
+    assert [layer.sliding_window for layer in config.attention] == [32, None, 32, None]
+
+
+def test_cache_of_another_layer_is_named_by_its_owner_and_has_no_format_of_its_own():
+    cache = AttentionFormat(num_kv_heads=1, head_dim=8, dtype="float32")
+    index = dataclasses.replace(cache, head_dim=16)
+    own = LayerSpec(
+        name="layers.0",
+        caches=(("self_attn", CacheRef(format=cache)), ("index", CacheRef(format=index))),
+    )
+    sharing = LayerSpec(
+        name="layers.1",
+        caches=(("self_attn", CacheRef(format=cache, owner="layers.0.self_attn")),),
+    )
+    decoder = DecoderSpec(layers=(own, LayerSpec(name="layers.without"), sharing))
+    assert decoder.own_formats == {"layers.0.self_attn": cache, "layers.0.index": index}
+    assert decoder.owners == {"layers.1.self_attn": "layers.0.self_attn"}

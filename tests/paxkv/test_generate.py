@@ -18,6 +18,7 @@ from paxkv.runner.sampling.sampling_columns import NUM_COLUMNS, encode_sampling_
 from tests.end_to_end.engine_harness import EngineSettings, RecordingRunner, run_engine
 from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.oracles.serving_golden import NUM_NEW_TOKENS, load_serving_golden, write_serving_recipe
+from tests.paxkv.runner.tiny_model import VOCAB, TinyModel
 
 SHAPE = GenerateShape(batch_size=8, max_prompt_len=101, max_new_tokens=NUM_NEW_TOKENS)
 
@@ -52,6 +53,27 @@ def test_greedy_tokens_of_several_groups_are_transformers(recipe, tmp_path) -> N
     params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS)
     tokens = CompiledGenerator(model, SHAPE).generate([g.prompt for g in golden], params)
     assert tokens == [g.new_tokens for g in golden]
+
+
+def test_groups_of_two_block_sizes_have_blocks_of_their_own() -> None:
+    """Layers of one KV head keep twice the tokens in a block; the rows of no two groups meet."""
+    model = TinyModel(windows=(5, None, None), num_kv_heads=(2, 2, 1))
+    shape = GenerateShape(batch_size=2, max_prompt_len=11, max_new_tokens=15, block_size=4)
+    prompts = [[7, 3, 9, 20, 4, 4, 31, 8, 15, 2, 6], [5, 1, 40]]
+    inputs = GenerateInputs(
+        prompt_token_ids=np.array([p + [0] * (11 - len(p)) for p in prompts], np.int32),
+        prompt_lens=np.array([len(p) for p in prompts], np.int32),
+        max_new_tokens=np.full(2, 15, np.int32),
+        stop_token_ids=np.full((2, shape.max_stop_ids), VOCAB, np.int32),
+        sampling_rows=np.zeros((2, NUM_COLUMNS), np.int32),
+    )
+    outputs = jax.jit(make_generate(model, shape))(model.params, inputs)
+    assert {place.inputs_idx for ((_, place),) in model.places} == {0, 1}
+    for tokens, prompt in zip(outputs.token_ids.tolist(), prompts, strict=True):
+        sequence = list(prompt)
+        for _ in range(15):
+            sequence.append(int(model.dense_logits(sequence)[-1].argmax()))
+        assert tokens == sequence[len(prompt) :]
 
 
 # `tests/end_to_end/test_compiled_generator.py` compares draws of the demo model in the normal run.

@@ -182,8 +182,10 @@ class StepFeature(Protocol):
         ...
 
     def plan(self, step: ScheduledRows) -> FeatureStep | None:
-        """What to do in a step. None: nothing, in this step and in bursts that only move it on.
+        """Plans one step; `step` has the state of its requests before it.
 
-        Called for every step that is built anew; `step` holds its requests before the step.
+        Returns:
+            None if the feature does nothing in this step. It is then not asked for bursts that
+            repeat this one at later positions.
         """
         ...

@@ -27,11 +27,11 @@ _MAX_PADDED_RATIO = 1.25
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheGroups:
-    """A KV cache but for the number of its blocks; fields as in `KVCacheConfig`.
+    """The plan of a KV cache, without its number of blocks; fields as in `KVCacheConfig`.
 
     Args:
-        formats: Full name -> format of each cache, in pages that agree; empty where nothing is
-            computed, as where a trace is replayed.
+        formats: Full name -> format of each cache, in pages that agree. Empty if nothing is
+            computed, as in the replay of a trace.
         padded_shares: Full name -> the share of each page that is padding, of caches with any.
     """
 
@@ -99,7 +99,7 @@ class KVCacheGroups:
 
 
 def _inputs_kind(spec: KVCacheSpec) -> Hashable:
-    """Equal for groups whose block tables may lie in one array: what each entry means is alike."""
+    """Equal for groups whose block tables can share an array: block sizes and meaning are equal."""
     own_meaning = type(spec) if isinstance(spec, (MambaSpec, CrossAttentionSpec)) else None
     return spec.block_size, own_meaning
 
@@ -135,7 +135,7 @@ def groups_of_spec(spec: DecoderSpec, *, block_size: int, head_dim_step: int = 1
     )
     padded_shares = {}
     for name, (_, size, page_bytes) in agreed.items():
-        if num_unused := page_bytes - own[name].page_bytes(size):
+        if num_unused := page_bytes - own[name].content_bytes(size):
             padded_shares[name] = num_unused / page_bytes
     return dataclasses.replace(
         groups,

@@ -17,7 +17,7 @@ from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeRows:
-    """What the loop knows of its rows, each a request or empty, and does not change."""
+    """The loop's rows, each a request or empty: what is the same in all steps."""
 
     # Tokens that the row computes, at most one per step; 0 is a row that computes none.
     num_tokens: jax.Array  # i32[num_reqs]

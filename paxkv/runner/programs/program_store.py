@@ -27,7 +27,7 @@ from jax.stages import Compiled
 
 from paxkv.config.engine_config import RunnerConfig
 from paxkv.errors import ConfigError
-from paxkv.runner.programs.bucketing import ProgramShape, RowShape
+from paxkv.runner.programs.bucketing import ProgramShape, RowShape, TableShape
 from paxkv.runner.programs.program_identity import identity_differences, identity_digest
 
 logger = logging.getLogger(__name__)
@@ -356,7 +356,10 @@ def without_jax_cache() -> Iterator[None]:
 
 
 def _described(shape: ProgramShape) -> dict[str, _Described]:
-    values = {field.name: getattr(shape, field.name) for field in dataclasses.fields(shape)}
+    values = _fields_of(shape)
+    for table in values.pop("tables", ()):
+        for name, value in _fields_of(table).items():
+            values[name] = (*values.get(name, ()), value)
     # As JSON gives it back. What is no number is described by its repr, as in the file's name.
     fields = {
         name: [part if isinstance(part, int) else repr(part) for part in value]
@@ -365,6 +368,10 @@ def _described(shape: ProgramShape) -> dict[str, _Described]:
         for name, value in values.items()
     }
     return {"shape": type(shape).__name__, **fields}
+
+
+def _fields_of(shape: ProgramShape | TableShape) -> dict[str, object]:
+    return {field.name: getattr(shape, field.name) for field in dataclasses.fields(shape)}
 
 
 def _shape_differences(

@@ -40,6 +40,9 @@ class SumFormat:
     def page_bytes(self, block_size, num_shards=1):
         return self.width * 4 // num_shards
 
+    def content_bytes(self, block_size):
+        return self.page_bytes(block_size)
+
     def with_page_bytes(self, page_bytes, block_size):
         return self if page_bytes >= self.page_bytes(block_size) else None
 
@@ -66,6 +69,9 @@ class IndexFormat:
 
     def page_bytes(self, block_size, num_shards=1):
         return self.width * block_size * jnp.dtype(self.dtype).itemsize
+
+    def content_bytes(self, block_size):
+        return self.page_bytes(block_size)
 
     def with_page_bytes(self, page_bytes, block_size):
         width = page_bytes // (block_size * jnp.dtype(self.dtype).itemsize)

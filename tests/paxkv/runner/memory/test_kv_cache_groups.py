@@ -347,6 +347,12 @@ def test_heads_are_as_wide_as_the_platform_stores_them():
     assert groups.padded_shares == {"a.kv": 0.25}
 
 
+def test_values_narrower_than_keys_are_padding():
+    # A key of 192 and a value of 128, each stored as 192.
+    cache = dataclasses.replace(attention(4, 192), content_dim=192 + 128)
+    assert groups_of(layer("a", cache)).padded_shares == {"a.kv": pytest.approx(1 / 6)}
+
+
 def test_heads_that_would_fill_a_page_at_a_width_the_platform_cannot_store_are_refused():
     layers = (layer("six", attention(6, 128)), layer("four", attention(4, 128)))
     assert groups_of(*layers, head_dim_step=64).formats["four.kv"].head_dim == 192

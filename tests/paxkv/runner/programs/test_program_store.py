@@ -339,12 +339,13 @@ def test_compiled_programs_of_another_identity_are_refused_by_name(tmp_path, nam
         (
             "tables",
             (dataclasses.replace(TABLE, max_blocks_per_req=3),),
-            r"StepShape's tables: compiled with .*max_blocks_per_req=4.*, now also .*_per_req=3",
+            r"StepShape's max_blocks_per_req: compiled with \[4\], now also \[3\]",
         ),
         (
             "tables",
             (TABLE, dataclasses.replace(TABLE, block_size=16)),
-            r"BurstShape's tables: compiled with .*block_size=8.*, now also .*block_size=16",
+            r"BurstShape's num_groups: compiled with \[1\], now also \[1, 1\]; .*"
+            r"BurstShape's block_size: compiled with \[8\], now also \[8, 16\]",
         ),
         (
             "feature_variants",
