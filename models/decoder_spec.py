@@ -1,4 +1,4 @@
-"""`DecoderSpec`: what a model's layers keep in the KV cache, for whoever plans its memory."""
+"""`DecoderSpec`: the KV caches of a model's layers. The runner plans memory with it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -8,22 +8,22 @@ import jax
 # shape and dtype are the platform's (`Platform.page_shape`, `Platform.page_dtype`).
 Pages = jax.Array
 
-# What decides which blocks a request holds:
-#   full    all of its tokens
-#   window  those that later tokens still see
-#   chunk   those of the last chunk
-#   latent  as full; one vector a token for all heads
-#   index   as full; what an index over the tokens keeps of each
-#   state   one block, whatever the number of tokens
-#   cross   the tokens of its encoder
+# The kind decides for which tokens a request holds blocks:
+#   full    all tokens of the request
+#   window  the tokens in the sliding window of the next token
+#   chunk   the tokens of the current chunk
+#   latent  all tokens; a page stores one vector per token, which all heads share
+#   index   all tokens; a page stores the entries of an index over the tokens
+#   state   a single block, whatever the number of tokens
+#   cross   the tokens of the encoder
 Kind = Literal["full", "window", "chunk", "latent", "index", "state", "cross"]
 
 
 class CacheFormat(Protocol):
     """How one cache of a layer lies in its pages. Frozen and hashable, so static in a program.
 
-    How pages are read and written is the format's own business and that of the layers that use it.
-    A format without ops of its own goes through `models/cache/rules.py`.
+    The format, and the layers that use it, read and write the pages. A format without ops of its
+    own calls the functions in `models/cache/rules.py`.
     """
 
     @property

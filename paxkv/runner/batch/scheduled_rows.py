@@ -1,18 +1,18 @@
-"""`ScheduledRows`: the requests of one step, with what the rows say of them before it."""
+"""`ScheduledRows`: the requests of one step, and the state of their rows before it."""
 
 import numpy as np
 
 
 class ScheduledRows:
-    """The requests of a step, and all tokens that it computes, one request behind the other.
+    """The requests of a step and the tokens that it computes, concatenated in request order.
 
     Args:
         rows_np: i32[num_reqs], rows in the `InputBatch`, in the order of the step.
         num_scheduled_np: i32[num_reqs], tokens that the step computes.
         num_computed_np: i32[num_reqs], tokens that were computed before.
-        num_tokens_np: i32[num_reqs], tokens that the host knows.
-        num_pending_np: i32[num_reqs], tokens behind those that steps in flight draw.
-        token_ids_np: i32[max_num_seqs, max_model_len], those that the host knows, of all rows.
+        num_tokens_np: i32[num_reqs], tokens whose ids the host knows.
+        num_pending_np: i32[num_reqs], further tokens, which steps in flight sample.
+        token_ids_np: i32[max_num_seqs, max_model_len], the token ids that the host knows, by row.
 
     Attributes:
         ends_np: i32[num_reqs], one past the request's last token in the step.

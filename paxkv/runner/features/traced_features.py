@@ -19,7 +19,7 @@ FeatureValues = tuple[Mapping[str, jax.Array], ...]
 def split_arrays(
     variants: Sequence[StepVariant], arrays: Sequence[Mapping[str, Array]]
 ) -> tuple[tuple[dict[str, Array], ...], tuple[dict[str, Array], ...]]:
-    """The arrays that a step only reads, and those that are donated to it.
+    """Splits feature arrays into the arrays that a step only reads and the donated arrays.
 
     Args:
         arrays: For each variant, its feature's arrays by name; may be abstract.
@@ -44,7 +44,7 @@ class TracedFeatures:
         self._kept = kept
 
     def first_values(self, donated: FeatureValues) -> FeatureValues:
-        """What parts of the step change, before the first: donated arrays and results."""
+        """The values before the first part of the step: donated arrays, and results of zeros."""
         return tuple(
             {
                 **arrays,
@@ -57,7 +57,7 @@ class TracedFeatures:
         )
 
     def apply(self, context: LayerContext, part: StepPart, values: FeatureValues) -> LayerContext:
-        """For a part of the step: see `StepVariant.apply`."""
+        """Calls `StepVariant.apply` of every variant for a part of the step."""
         for variant, kept, before in zip(self._variants, self._kept, values, strict=True):
             context = variant.apply(context, part, {**kept, **before})
         return context
@@ -69,7 +69,7 @@ class TracedFeatures:
         part: StepPart,
         logits_of: Callable[[jax.Array], jax.Array],
     ) -> FeatureValues:
-        """After a part of the step: see `StepVariant.update`.
+        """Calls `StepVariant.update` of every variant after a part of the step.
 
         Raises:
             InvariantError: A variant changes what is neither a donated array nor a result of it.

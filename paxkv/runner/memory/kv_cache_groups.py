@@ -151,10 +151,10 @@ def _on_platform(cache: CacheFormat, head_dim_step: int) -> CacheFormat:
 def agree_on_pages(
     formats: Mapping[str, CacheFormat], block_size: int
 ) -> dict[str, tuple[CacheFormat, int, int]]:
-    """The caches in pages of one size: name -> format, block size and bytes of a page.
+    """Gives all caches pages of one size: name -> format, block size and bytes of a page.
 
-    The largest page decides. Caches with smaller ones get larger blocks, by a power of two, and
-    what is left of their pages is padding.
+    The largest page sets the size. A cache with a smaller page gets a block size that is larger by
+    a power of two. If its content still does not fill the page, the rest is padding.
 
     Example: pages of 64 KiB, 16 KiB and 24 KiB at block size 16 -> block sizes 16, 64 and 32; a
     quarter of the last one's pages is padding.

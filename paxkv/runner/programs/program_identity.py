@@ -59,8 +59,8 @@ def program_identity(
 
     Args:
         kv_cache: May be abstract.
-        feature_variants: Of all step features. The shapes of programs name those that they have;
-            the identity covers the source of all of them, and of the formats in `model.places`.
+        feature_variants: Variants of all step features. The identity covers their source code, and
+            that of the formats in `model.places`. A program's shape names the variants it contains.
     """
     num_rows, num_blocks, *page = kv_cache.shape
     jax_settings = jax.config.values  # not all of them are attributes

@@ -14,12 +14,12 @@ from models import (
     DecoderSpec,
     ForwardBatch,
     KernelSettings,
-    LayerContext,
     LayerPlaces,
     Pages,
     RopeConfig,
 )
 from models.decoder_spec import spec_of_attention
+from models.layer_context import make_context
 from models.platforms import default_platform
 from paxkv.runner.memory.kv_cache_groups import groups_of_spec
 
@@ -105,20 +105,8 @@ class TinyModel:
         return (PartitionSpec(),) * len(self.params)
 
     def forward(self, params, pages: Pages, batch: ForwardBatch, change_context=None):
-        num_rows, num_blocks = pages.shape[:2]
-        slots = [
-            pallas_kernels.slot_mapping(
-                jnp.broadcast_to(
-                    batch.positions, (inputs.block_tables.shape[0], *batch.positions.shape)
-                ),
-                inputs.block_tables,
-                batch.query_start_loc,
-                block_size=inputs.block_size,
-                pad_slot=pallas_kernels.pad_slot(num_rows, num_blocks, inputs.block_size),
-            )
-            for inputs in batch.groups
-        ]
-        context = LayerContext(batch=batch, kernels=self.kernels, slots=tuple(slots), cos_sin={})
+        context = make_context(batch, pages, self.kernels, rotaries=())
+        slots = context.slots
         if change_context is not None:
             context = change_context(context)
         hidden = params[0][context.batch.token_ids] + params[1][batch.positions]

@@ -101,7 +101,7 @@ def test_changed_context_is_what_the_model_computes_with(counting):
 
 
 class OverreachingVariant(StepVariant):
-    """Changes what is not its own."""
+    """Updates an array that the variant does not declare."""
 
     def update(self, values, outputs, part, logits_of):
         return {"counts": 1}

@@ -195,8 +195,9 @@ def heads(num_kv_heads, head_dim):
 
 
 def test_report_says_what_of_the_pages_is_padding():
-    # Pages of 4,096 bytes beside one of 3,072 and two of 1,280: blocks of 16, 16 and 32 tokens, of
-    # which a quarter and three eighths lie empty.
+    # The windowless layers fill pages of 4,096 bytes. Cache a has 3,072 bytes per block of 16
+    # tokens, so a quarter of its page is padding. Caches b and c have 1,280 bytes per block of 16,
+    # get blocks of 32, and leave three eighths of their pages empty.
     groups = make_groups([None] * 2, a=heads(2, 24), b=heads(1, 20), c=heads(1, 20))
     assert groups.padded_shares == {"a.kv": 0.25, "b.kv": 0.375, "c.kv": 0.375}
     report = plan(CacheConfig(num_gpu_blocks_override=20), groups=groups).report()
