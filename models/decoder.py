@@ -50,7 +50,7 @@ class Decoder(nnx.Module):
         A family's own `__init__` takes `(config, *, has_head_kernel, dtype)`.
 
         Args:
-            layers: One for each of `config.attention`.
+            layers: `config.num_layers` of them.
             norm: Of the last layer's hidden states.
             has_head_kernel: Whether the vocabulary head has an array of its own. Without tied
                 embeddings it must; with them it may, as a transposed copy.
@@ -103,8 +103,8 @@ class Decoder(nnx.Module):
         if change_context is not None:
             context = change_context(context)
         layers = [
-            PlacedLayer(layer, of_layer)
-            for layer, of_layer in zip(self.layers, places, strict=True)
+            PlacedLayer(layer, layer_idx, of_layer)
+            for layer_idx, (layer, of_layer) in enumerate(zip(self.layers, places, strict=True))
         ]
         carry = self.embed(context)
         taps = []

@@ -15,7 +15,7 @@ from models.layers.rotary import rotary_cos_sin
 from models.rope_config import RopeConfig
 from models.row_widths import Width
 
-Rows = TypeVar("Rows")
+Arrays = TypeVar("Arrays")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +52,23 @@ class LayerCache:
     slots: jax.Array  # i32[num_tokens], where each token is written; padding past the pages' end
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The tokens that the rows of some arrays belong to: by default all tokens of the step."""
+
+    only_last: bool = False  # the last token of each request
+    width: Width | None = None  # the first ones of these
+
+
+# Gives what a `Linear` returns, in place of what it computed. Takes the layer's name
+# (`Linear.name`), its input f[num_rows, in_features], what it computed f[num_rows, out_features],
+# and the context, whose `of_rows` and `layer_idx` tell the tokens of the rows and the layer.
+LinearChange = Callable[[str, jax.Array, jax.Array, "LayerContext"], jax.Array]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerContext:
-    """The step as one layer sees it; all but `places` and `drops_rows` is shared by all layers."""
+    """The step as a layer, or a part of one, sees it."""
 
     batch: ForwardBatch
     kernels: KernelSettings
@@ -66,10 +80,15 @@ class LayerContext:
     # Whether only the last token of each request goes on from here, and attends; the others leave
     # what they write into the cache.
     drops_rows: bool = False
+    # In [0, num_layers), traced in a loop over layers. None: outside of the layers.
+    layer_idx: int | jax.Array | None = None
+    # Of the arrays that the context was given together with.
+    rows: Rows = Rows()
+    change_linear: LinearChange | None = None
 
-    def at(self, places: LayerPlaces) -> "LayerContext":
+    def at(self, layer_idx: int | jax.Array, places: LayerPlaces) -> "LayerContext":
         """The context of a layer whose caches have these places."""
-        return replace(self, places=places)
+        return replace(self, layer_idx=layer_idx, places=places)
 
     def cache(self, name: str) -> LayerCache:
         """The layer's cache of that local name.
@@ -101,25 +120,45 @@ class LayerContext:
         """The rows of the tokens that go on from this layer."""
         return x[self.batch.last_tokens] if self.drops_rows else x
 
-    def by_token(self, function: Callable[..., Rows], *rows: jax.Array) -> Rows:
-        """`function(*rows)`, of work in which each token has its own rows and sees no other's.
+    def of_kept(self) -> "LayerContext":
+        """The context for arrays that `kept` returned."""
+        return replace(self, rows=Rows(only_last=True)) if self.drops_rows else self
 
-        Rows after the step's tokens may be left out of the work: their results are then zero.
+    def of_rows(self, x: jax.Array) -> jax.Array:  # f[num_tokens, ...] -> f[num_rows, ...]
+        """Of an array with a row for each token of the step, those of `rows`."""
+        if self.rows.only_last:
+            x = x[self.batch.last_tokens]
+        return x if self.rows.width is None else self.rows.width.read(x)
+
+    def by_token(self, function: Callable[..., Arrays], *arrays: jax.Array) -> Arrays:
+        """`function(*arrays, context)`, where each token is computed from its own rows alone.
+
+        Rows after the step's tokens may be left out of the work; their results are then zero. The
+        function gets fewer rows then, and the context of these.
 
         Args:
             function: Takes and returns arrays, or tuples of them, with tokens as the first axis.
-            rows: Arrays with one row for each token of the step, or for each row of `kept`.
+            arrays: With one row for each token of `rows`.
         """
-        num_tokens, widths = self.batch.token_ids.shape[0], self.batch.widths
-        if len(widths) < 2 or rows[0].shape[0] != num_tokens:
-            return function(*rows)
-        shapes = jax.eval_shape(function, *rows)
+        if len(self.batch.widths) < 2 or self.rows != Rows():
+            return function(*arrays, self)
+        shapes = jax.eval_shape(lambda *arrays: function(*arrays, self), *arrays)
         room = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
 
-        def run(width: Width, room: Rows) -> Rows:
-            return jax.tree.map(width.write, room, function(*map(width.read, rows)))
+        def run(width: Width, room: Arrays) -> Arrays:
+            own = replace(self, rows=Rows(width=width))
+            return jax.tree.map(width.write, room, function(*map(width.read, arrays), own))
 
         return self.batch.at_width(run, room)
+
+    def changed_linear(
+        self,
+        name: str,
+        x: jax.Array,  # f[num_rows, in_features]
+        y: jax.Array,  # f[num_rows, out_features]
+    ) -> jax.Array:  # f[num_rows, out_features]
+        """What the `Linear` of that name returns, which computed y from x."""
+        return y if self.change_linear is None else self.change_linear(name, x, y, self)
 
     @property
     def num_queries_per_req(self) -> int | None:

@@ -22,10 +22,14 @@ class Layer(Protocol):
 
 
 class PlacedLayer(NamedTuple):
-    """A layer, and where its caches are."""
+    """A layer, its index in the model, and where its caches are."""
 
     layer: Layer
+    layer_idx: int
     places: LayerPlaces
+
+    def run(self, carry: Carry, pages: Pages, context: LayerContext) -> tuple[Carry, Pages]:
+        return self.layer(carry, pages, context.at(self.layer_idx, self.places))
 
 
 class Stretch(NamedTuple):
@@ -44,10 +48,9 @@ def run_in_turn(
     layers: Sequence[PlacedLayer], carry: Carry, pages: Pages, context: LayerContext
 ) -> tuple[Carry, Pages]:
     """The program holds every layer. The last one may go on with fewer tokens."""
-    for layer, places in layers[:-1]:
-        carry, pages = layer(carry, pages, context.at(places))
-    layer, places = layers[-1]
-    return layer(carry, pages, context.of_last_layer().at(places))
+    for placed in layers[:-1]:
+        carry, pages = placed.run(carry, pages, context)
+    return layers[-1].run(carry, pages, context.of_last_layer())
 
 
 def run_in_loop(
@@ -63,14 +66,16 @@ def run_in_loop(
     Layers that are like no other run in turn, and so does the last one if it drops rows.
     """
     num_loopable = len(layers) - context.batch.drops_rows
-    kinds = [(kind_of(layer), _kind_of_places(places)) for layer, places in layers[:num_loopable]]
+    kinds = [
+        (kind_of(placed.layer), _kind_of_places(placed.places)) for placed in layers[:num_loopable]
+    ]
     for stretch in find_stretches(kinds):
         part = layers[stretch.start : stretch.end]
         if stretch.num_periods > 1:
             carry, pages = _run_periods(part, stretch.period, carry, pages, context)
         else:
-            for layer, places in part:
-                carry, pages = layer(carry, pages, context.at(places))
+            for placed in part:
+                carry, pages = placed.run(carry, pages, context)
     if num_loopable == len(layers):
         return carry, pages
     return run_in_turn(layers[-1:], carry, pages, context)
@@ -86,9 +91,10 @@ def _run_periods(
     def run_period(period_idx: jax.Array, state: tuple[Carry, Pages]) -> tuple[Carry, Pages]:
         for start in range(period):
             alike = layers[start::period]
-            layer = choose_layer([layer for layer, _ in alike], period_idx)
-            places = _pick_places([places for _, places in alike], period_idx)
-            state = layer(*state, context.at(places))
+            layer = choose_layer([placed.layer for placed in alike], period_idx)
+            places = _pick_places([placed.places for placed in alike], period_idx)
+            layer_idx = alike[0].layer_idx + period * period_idx
+            state = layer(*state, context.at(layer_idx, places))
         return state
 
     return jax.lax.fori_loop(0, len(layers) // period, run_period, (carry, pages))

@@ -135,17 +135,17 @@ class Gemma4ForCausalLM(Decoder):
         if not self.config.per_layer_size:
             return carry
         inputs = context.by_token(self._per_layer_inputs, context.batch.token_ids, carry.hidden)
-        return PerLayerCarry(hidden=carry.hidden, per_layer_inputs=inputs, layer_idx=jnp.int32(0))
+        return PerLayerCarry(hidden=carry.hidden, per_layer_inputs=inputs)
 
     def _per_layer_inputs(
         self,
         token_ids: jax.Array,  # i32[num_tokens]
         embedded: jax.Array,  # f[num_tokens, hidden]
+        context: LayerContext,
     ) -> jax.Array:  # f[num_tokens, num_layers, per_layer_size]
         shape = (-1, self.config.num_layers, self.config.per_layer_size)
-        projected = _scaled(
-            self.per_layer_model_projection(embedded), self.config.hidden_size**-0.5
-        )
+        projected = self.per_layer_model_projection(embedded, context)
+        projected = _scaled(projected, self.config.hidden_size**-0.5)
         projected = self.per_layer_projection_norm(projected.reshape(shape))
         return _scaled(projected + self.embed_tokens_per_layer(token_ids).reshape(shape), 0.5**0.5)
 
@@ -188,8 +188,10 @@ class Gemma4Layer(SandwichNormLayer):
         super().__init__(attention=attention, mlp=mlp, norm=norm)
         self.layer_scalar = LayerScalar(dtype=dtype)
 
-    def _add_parts(self, hidden: jax.Array, attended: jax.Array) -> jax.Array:
-        return self.layer_scalar(super()._add_parts(hidden, attended))
+    def _add_parts(
+        self, hidden: jax.Array, attended: jax.Array, context: LayerContext
+    ) -> jax.Array:
+        return self.layer_scalar(super()._add_parts(hidden, attended, context))
 
 
 @jax.tree_util.register_dataclass
@@ -198,18 +200,6 @@ class PerLayerCarry(Carry):
     """The residual stream, and what each layer adds to it of the tokens' embeddings."""
 
     per_layer_inputs: jax.Array  # f[num_tokens, num_layers, per_layer_size]
-    layer_idx: jax.Array  # i32[], of the layer that gets the carry
-
-    @property
-    def own_inputs(self) -> jax.Array:  # f[num_tokens, per_layer_size]
-        """Those of the layer that gets the carry, which in a loop is known by its number alone."""
-        return jax.lax.dynamic_index_in_dim(
-            self.per_layer_inputs, self.layer_idx, axis=1, keepdims=False
-        )
-
-    def after(self, hidden: jax.Array) -> "PerLayerCarry":
-        """What the next layer gets."""
-        return dataclasses.replace(self, hidden=hidden, layer_idx=self.layer_idx + 1)
 
 
 class PerLayerInputLayer(SandwichNormLayer):
@@ -235,18 +225,23 @@ class PerLayerInputLayer(SandwichNormLayer):
         self, carry: PerLayerCarry, pages: Pages, context: LayerContext
     ) -> tuple[PerLayerCarry, Pages]:
         attended, pages = self.self_attn(carry.hidden, pages, context, norm=self.input_layernorm)
-        hidden, own_inputs = context.kept(carry.hidden), context.kept(carry.own_inputs)
-        return carry.after(context.by_token(self._add_all, hidden, attended, own_inputs)), pages
+        own_inputs = jax.lax.dynamic_index_in_dim(
+            carry.per_layer_inputs, context.layer_idx, axis=1, keepdims=False
+        )
+        hidden, own_inputs = context.kept(carry.hidden), context.kept(own_inputs)
+        hidden = context.of_kept().by_token(self._add_all, hidden, attended, own_inputs)
+        return dataclasses.replace(carry, hidden=hidden), pages
 
     def _add_all(
         self,
         hidden: jax.Array,  # f[num_queries, hidden]
         attended: jax.Array,  # f[num_queries, num_q_heads, head_dim]
         own_inputs: jax.Array,  # f[num_queries, per_layer_size]
+        context: LayerContext,
     ) -> jax.Array:  # f[num_queries, hidden]
-        hidden = self._add_parts(hidden, attended)
-        gate = activate(self.per_layer_input_gate(hidden), self.mlp.activation)
-        out = self.per_layer_projection(gate * own_inputs)
+        hidden = self._add_parts(hidden, attended, context)
+        gate = activate(self.per_layer_input_gate(hidden, context), self.mlp.activation)
+        out = self.per_layer_projection(gate * own_inputs, context)
         return self.layer_scalar(hidden + self.post_per_layer_input_norm(out))
 
 

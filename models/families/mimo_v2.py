@@ -15,6 +15,7 @@ from models.config_fields import read_count, read_flag, read_number
 from models.decoder import Decoder
 from models.dense_config import DenseConfig, read_dense_fields, read_head_fields
 from models.errors import ModelConfigError, UnsupportedModelError
+from models.layer_context import LayerContext
 from models.layer_types import read_layer_types, with_window
 from models.layers.attention import Attention
 from models.layers.decoder_layers import PreNormLayer
@@ -95,10 +96,11 @@ class MiMoV2Attention(Attention):
             rules["sinks"] = dataclasses.replace(rules["sinks"], sources=(source,))
         return rules
 
-    def _keys_and_values(
-        self, k: jax.Array, v: jax.Array, cos: jax.Array, sin: jax.Array
+    def _project_keys_and_values(
+        self, normed: jax.Array, context: LayerContext
     ) -> tuple[jax.Array, jax.Array]:
-        return super()._keys_and_values(k, v * self.value_scale, cos, sin)
+        k, v = super()._project_keys_and_values(normed, context)
+        return k, v * self.value_scale
 
 
 def _read_attention(

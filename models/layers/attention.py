@@ -1,7 +1,7 @@
 """Self-attention over the paged KV cache. The classes differ in where keys and values come from."""
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from models.attention_config import AttentionConfig
 from models.cache.format import Pages
 from models.layer_context import LayerContext
 from models.layers.attend import attend
-from models.layers.linear import Linear, parts_of_each, side_by_side
+from models.layers.linear import Linear
 from models.layers.rotary import apply_rotary
 from models.weight_rule import Source, WeightRule
 
@@ -58,9 +58,10 @@ class AttentionBase(nnx.Module):
     def project_out(
         self,
         attended: jax.Array,  # f[num_queries, num_q_heads, v_head_dim]
+        context: LayerContext,
     ) -> jax.Array:  # f[num_queries, hidden]
         width = self.config.num_q_heads * self.config.value_head_dim
-        return self.o_proj(attended.reshape(-1, width))
+        return self.o_proj(attended.reshape(-1, width), context)
 
     def attend(
         self,
@@ -73,8 +74,14 @@ class AttentionBase(nnx.Module):
         sinks = None if self.sinks is None else self.sinks[...]
         return attend(self.config, q, new_kv, pages, context, sinks=sinks)
 
-    def _queries(self, q: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        q = _heads(q, self.config.head_dim)
+    def _queries(
+        self,
+        normed: jax.Array,  # f[num_rows, hidden]
+        cos: jax.Array,  # f32[num_rows, rotary_dim // 2]
+        sin: jax.Array,  # f32[num_rows, rotary_dim // 2]
+        context: LayerContext,
+    ) -> jax.Array:  # f[num_rows, num_q_heads, head_dim]
+        q = _heads(self.q_proj(normed, context), self.config.head_dim)
         return apply_rotary(q if self.q_norm is None else self.q_norm(q), cos, sin)
 
 
@@ -120,29 +127,41 @@ class Attention(AttentionBase):
         """
         cos_sin = context.cos_sin[self.config.rotary]
 
-        def project_all(hidden: jax.Array, *cos_sin: jax.Array) -> tuple[jax.Array, ...]:
-            q, *kv = _products([self.q_proj, *self._kv_projections], norm(hidden))
-            return self._queries(q, *cos_sin), *self._keys_and_values(*kv, *cos_sin)
+        def project_all(
+            hidden: jax.Array, cos: jax.Array, sin: jax.Array, context: LayerContext
+        ) -> tuple[jax.Array, ...]:
+            normed = norm(hidden)
+            q = self._queries(normed, cos, sin, context)
+            return q, *self._keys_and_values(normed, cos, sin, context)
 
-        def project_keys(hidden: jax.Array, *cos_sin: jax.Array) -> tuple[jax.Array, ...]:
-            return self._keys_and_values(*_products(self._kv_projections, norm(hidden)), *cos_sin)
+        def project_keys(
+            hidden: jax.Array, cos: jax.Array, sin: jax.Array, context: LayerContext
+        ) -> tuple[jax.Array, jax.Array]:
+            return self._keys_and_values(norm(hidden), cos, sin, context)
 
         if not context.drops_rows:
             return context.by_token(project_all, hidden, *cos_sin)
         k, v = context.by_token(project_keys, hidden, *cos_sin)
-        q = self.q_proj(norm(context.kept(hidden)))
-        return self._queries(q, *map(context.kept, cos_sin)), k, v
-
-    @property
-    def _kv_projections(self) -> list[Linear]:
-        return [self.k_proj, self.v_proj]
+        normed = norm(context.kept(hidden))
+        q = self._queries(normed, *map(context.kept, cos_sin), context.of_kept())
+        return q, k, v
 
     def _keys_and_values(
-        self, k: jax.Array, v: jax.Array, cos: jax.Array, sin: jax.Array
+        self,
+        normed: jax.Array,  # f[num_rows, hidden]
+        cos: jax.Array,
+        sin: jax.Array,
+        context: LayerContext,
     ) -> tuple[jax.Array, jax.Array]:
+        k, v = self._project_keys_and_values(normed, context)
         k, v = _heads(k, self.config.head_dim), _heads(v, self.config.value_head_dim)
         k = apply_rotary(k if self.k_norm is None else self.k_norm(k), cos, sin)
         return k, v if self.v_norm is None else self.v_norm(v)
+
+    def _project_keys_and_values(
+        self, normed: jax.Array, context: LayerContext
+    ) -> tuple[jax.Array, jax.Array]:
+        return self.k_proj(normed, context), self.v_proj(normed, context)
 
 
 class KeysAsValuesAttention(Attention):
@@ -160,14 +179,11 @@ class KeysAsValuesAttention(Attention):
         super().__init__(config, q_norm=q_norm, k_norm=k_norm, v_norm=v_norm, dtype=dtype)
         del self.v_proj
 
-    @property
-    def _kv_projections(self) -> list[Linear]:
-        return [self.k_proj]
-
-    def _keys_and_values(
-        self, k: jax.Array, cos: jax.Array, sin: jax.Array
+    def _project_keys_and_values(
+        self, normed: jax.Array, context: LayerContext
     ) -> tuple[jax.Array, jax.Array]:
-        return super()._keys_and_values(k, k, cos, sin)
+        k = self.k_proj(normed, context)
+        return k, k
 
 
 class SharedKVAttention(AttentionBase):
@@ -186,11 +202,13 @@ class SharedKVAttention(AttentionBase):
     def __call__(
         self, hidden: jax.Array, pages: Pages, context: LayerContext, *, norm: Norm
     ) -> tuple[jax.Array, Pages]:
-        def project(hidden: jax.Array, *cos_sin: jax.Array) -> jax.Array:
-            return self._queries(self.q_proj(norm(hidden)), *cos_sin)
+        def project(
+            hidden: jax.Array, cos: jax.Array, sin: jax.Array, context: LayerContext
+        ) -> jax.Array:
+            return self._queries(norm(hidden), cos, sin, context)
 
         cos_sin = context.cos_sin[self.config.rotary]
-        q = context.by_token(project, *map(context.kept, (hidden, *cos_sin)))
+        q = context.of_kept().by_token(project, *map(context.kept, (hidden, *cos_sin)))
         return self.attend(q, None, pages, context)
 
 
@@ -198,10 +216,6 @@ def _linear_in(config: AttentionConfig, width: int, dtype: jnp.dtype) -> Linear:
     return Linear(
         config.hidden_size, width, axes=(None, "heads"), use_bias=config.qkv_bias, dtype=dtype
     )
-
-
-def _products(projections: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
-    return list(map(side_by_side, parts_of_each(projections, [x] * len(projections))))
 
 
 def _heads(x: jax.Array, head_dim: int) -> jax.Array:  # f[rows, heads * head_dim] -> f[rows, ..]

@@ -1,46 +1,34 @@
-"""The kernel of whichever layer a loop over layers is at."""
+"""The kernel of the layer that a loop over layers has reached."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 
 # f[in_features, out_features], or panels of its columns.
 Kernel = jax.Array | tuple[jax.Array, ...]
-Product = Callable[[jax.Array, Kernel], list[jax.Array]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenKernel:
-    """In a `Linear`, takes the place of a kernel: that of layer `layer_idx` of several."""
+    """Stands for the kernel of a `Linear` in a loop over layers: that of layer `layer_idx`."""
 
     layer_idx: jax.Array  # i32[], in [0, len(kernels))
     kernels: tuple[Kernel, ...]  # of equal shapes and dtypes
 
 
-def multiply_each(
-    products: Sequence[Product],
-    xs: Sequence[jax.Array],
-    kernels: Sequence[Kernel] | Sequence[ChosenKernel],
-) -> list[list[jax.Array]]:
-    """`product(x, kernel)` for each; if the kernels are chosen ones, all of the same layer.
+def with_kernel(
+    multiply: Callable[[jax.Array, Kernel], list[jax.Array]],
+    x: jax.Array,
+    kernel: Kernel | ChosenKernel,
+) -> list[jax.Array]:
+    """`multiply(x, kernel)`.
 
-    The products of a layer are all that is in a branch of the switch between the layers: XLA:CPU
-    multiplies most by calling a library, which is nothing to compile, while what would be fused
-    around them is code of its own for every branch. (So are products of one row, and those in
-    loops, `few_rows.py`.) They are in one branch, where a second core may begin with one while the
-    first is at another. The weights stay where they are.
+    A chosen kernel is never copied: the product is in the branches of a switch between the layers,
+    and nothing else is. For XLA:CPU most products are calls of a library, which take no time to
+    compile; whatever was fused around them would be compiled again for each branch.
     """
-
-    def multiply_by(
-        of_layer: Sequence[Kernel],
-    ) -> Callable[[Sequence[jax.Array]], list[list[jax.Array]]]:
-        return lambda operands: [
-            product(x, kernel)
-            for product, x, kernel in zip(products, operands, of_layer, strict=True)
-        ]
-
-    if not isinstance(kernels[0], ChosenKernel):
-        return multiply_by(kernels)(xs)
-    by_layer = zip(*(chosen.kernels for chosen in kernels), strict=True)
-    return jax.lax.switch(kernels[0].layer_idx, list(map(multiply_by, by_layer)), list(xs))
+    if not isinstance(kernel, ChosenKernel):
+        return multiply(x, kernel)
+    branches = [lambda x, of_layer=of_layer: multiply(x, of_layer) for of_layer in kernel.kernels]
+    return jax.lax.switch(kernel.layer_idx, branches, x)

@@ -30,7 +30,7 @@ class AttentionMLPLayer(nnx.Module):
 
     def __call__(self, carry: Carry, pages: Pages, context: LayerContext) -> tuple[Carry, Pages]:
         attended, pages = self.self_attn(carry.hidden, pages, context, norm=self.input_layernorm)
-        hidden = context.by_token(self._add_parts, context.kept(carry.hidden), attended)
+        hidden = context.of_kept().by_token(self._add_parts, context.kept(carry.hidden), attended)
         return Carry(hidden=hidden), pages
 
     @abc.abstractmethod
@@ -38,6 +38,7 @@ class AttentionMLPLayer(nnx.Module):
         self,
         hidden: jax.Array,  # f[num_queries, hidden]
         attended: jax.Array,  # f[num_queries, num_q_heads, head_dim]
+        context: LayerContext,
     ) -> jax.Array:  # f[num_queries, hidden]
         """Adds attention's output and the MLP's to the residual stream."""
 
@@ -51,9 +52,11 @@ class PreNormLayer(AttentionMLPLayer):
         super().__init__(attention=attention, mlp=mlp, norm=norm)
         self.post_attention_layernorm = norm()
 
-    def _add_parts(self, hidden: jax.Array, attended: jax.Array) -> jax.Array:
-        hidden = hidden + self.self_attn.project_out(attended)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+    def _add_parts(
+        self, hidden: jax.Array, attended: jax.Array, context: LayerContext
+    ) -> jax.Array:
+        hidden = hidden + self.self_attn.project_out(attended, context)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden), context)
 
 
 class SandwichNormLayer(AttentionMLPLayer):
@@ -71,10 +74,12 @@ class SandwichNormLayer(AttentionMLPLayer):
         self.pre_feedforward_layernorm = norm()
         self.post_feedforward_layernorm = norm()
 
-    def _add_parts(self, hidden: jax.Array, attended: jax.Array) -> jax.Array:
-        out = self.self_attn.project_out(attended)
+    def _add_parts(
+        self, hidden: jax.Array, attended: jax.Array, context: LayerContext
+    ) -> jax.Array:
+        out = self.self_attn.project_out(attended, context)
         hidden = hidden + self.post_attention_layernorm(out)
-        out = self.mlp(self.pre_feedforward_layernorm(hidden))
+        out = self.mlp(self.pre_feedforward_layernorm(hidden), context)
         return hidden + self.post_feedforward_layernorm(out)
 
 
@@ -84,6 +89,8 @@ class ParallelLayer(AttentionMLPLayer):
     Source: GPT-J, github.com/kingoflolz/mesh-transformer-jax.
     """
 
-    def _add_parts(self, hidden: jax.Array, attended: jax.Array) -> jax.Array:
-        out = self.self_attn.project_out(attended)
-        return hidden + out + self.mlp(self.input_layernorm(hidden))
+    def _add_parts(
+        self, hidden: jax.Array, attended: jax.Array, context: LayerContext
+    ) -> jax.Array:
+        out = self.self_attn.project_out(attended, context)
+        return hidden + out + self.mlp(self.input_layernorm(hidden), context)

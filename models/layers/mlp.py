@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.dense_config import Activation
-from models.layers.linear import Linear, parts_of_each, side_by_side
+from models.layer_context import LayerContext
+from models.layers.linear import Linear
 
 
 class GatedMLP(nnx.Module):
@@ -33,11 +34,11 @@ class GatedMLP(nnx.Module):
 
     def __call__(
         self,
-        x: jax.Array,  # f[num_tokens, hidden]
-    ) -> jax.Array:  # f[num_tokens, hidden]
-        gates, ups = parts_of_each([self.gate_proj, self.up_proj], [x, x])
-        inner = [activate(gate, self.activation) * up for gate, up in zip(gates, ups, strict=True)]
-        return self.down_proj(side_by_side(inner))
+        x: jax.Array,  # f[num_rows, hidden], of the tokens of `context.of_rows`
+        context: LayerContext,
+    ) -> jax.Array:  # f[num_rows, hidden]
+        gate = activate(self.gate_proj(x, context), self.activation)
+        return self.down_proj(gate * self.up_proj(x, context), context)
 
 
 def activate(x: jax.Array, activation: Activation) -> jax.Array:

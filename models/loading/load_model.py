@@ -12,7 +12,7 @@ from flax import nnx
 
 from models.config import ModelConfig, ModelDtype
 from models.errors import ModelError
-from models.layers.linear import Linear
+from models.layers.linear import Linear, name_linears
 from models.loading.check_weights import check_weights
 from models.loading.column_panels import split_columns
 from models.loading.finite_weights import checked_finite
@@ -27,9 +27,6 @@ from models.weight_rule import WeightRule
 
 LoadDtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
-# Below it the kernels of a model stay in caches, and products in loops take 1 to 1.4 times as long
-# as XLA's own (hidden 128 to 512, 5 to 50 MB; with 75 MB 0.6 to 0.95 times).
-MIN_LOOPED_BYTES = 64 * 2**20
 # Elements of a weight that the host casts and turns itself, in a few milliseconds: a program for it
 # is 0.03 s to compile, for each shape, at every start.
 _MAX_HOST_CAST = 2**20
@@ -44,7 +41,6 @@ def load_model(
     has_unified_kv: bool = False,
     product_dtype: ProductDtype = "auto",
     panel_width: int | None = None,
-    max_looped_tokens: int = 0,
     generation_folder: Path | None = None,
     platform: Platform | None = None,
 ) -> LoadedModel:
@@ -60,9 +56,6 @@ def load_model(
         product_dtype: What the weights of products are rounded to (`with_product_dtype`).
         panel_width: Columns of the panels that kernels lie in (`split_columns`), if not rounded;
             None leaves them whole.
-        max_looped_tokens: Most tokens whose products may be loops (`multiply_few_rows`); for one
-            core of a CPU. Kernels of other dtypes than float32, or of less than
-            `MIN_LOOPED_BYTES` together, have none.
         generation_folder: As in `read_model_config`.
         platform: What its programs will be compiled for; None is JAX's default device.
 
@@ -81,7 +74,6 @@ def load_model(
     make_structure = functools.partial(
         _Structure,
         dtype=platform.weight_dtype(config.dtype) if dtype == "auto" else dtype,
-        max_looped_tokens=max_looped_tokens,
         copies_tied_head=platform.copies_tied_head,
     )
     structure = make_structure(config)
@@ -107,7 +99,6 @@ def load_model(
         params=arrays,
         weight_rules=dict(zip(structure.names, structure.rules, strict=True)),
         platform=platform,
-        max_looped_tokens=structure.max_looped_tokens,
     )
     return with_product_dtype(model, product_dtype)
 
@@ -120,7 +111,6 @@ class _Structure:
         config: ModelConfig,
         *,
         dtype: ModelDtype,
-        max_looped_tokens: int,
         copies_tied_head: bool,
     ) -> None:
         self.config = config
@@ -129,17 +119,12 @@ class _Structure:
         abstract_model = nnx.eval_shape(
             lambda: model_class(config, has_head_kernel=has_head_kernel, dtype=jnp.dtype(dtype))
         )
-        linears_by_path = {
-            ".".join(map(str, path)): module
+        name_linears(abstract_model)
+        linears = {
+            ".".join(map(str, path))
             for path, module in nnx.iter_modules(abstract_model)
             if isinstance(module, Linear)
         }
-        linears = linears_by_path.values()
-        if 4 * sum(linear.kernel.get_value().size for linear in linears) < MIN_LOOPED_BYTES:
-            max_looped_tokens = 0
-        self.max_looped_tokens = max_looped_tokens
-        for linear in linears:
-            linear.max_looped_tokens = max_looped_tokens
         self.graphdef, state = nnx.split(abstract_model)
         self.ignores_weight = abstract_model.ignores_weight
         self.shapes: tuple[jax.ShapeDtypeStruct, ...]
@@ -163,11 +148,11 @@ class _Structure:
                     f"the weight rule of parameter {name!r} has axes {rule.axes}; wanted one for "
                     f"each of {shape.shape}."
                 )
-            if rule.layout == "matrix" and name.removesuffix(".kernel") not in linears_by_path:
+            if rule.layout == "matrix" and name.removesuffix(".kernel") not in linears:
                 raise ModelError(
-                    f"parameter {name!r} has the layout 'matrix', which `Linear` alone multiplies "
-                    "with, as panels too; wanted a `Linear`, or the layout 'table' of an array "
-                    "that stays as it is stored."
+                    f"parameter {name!r} has the layout 'matrix', which only kernels of `Linear` "
+                    "may have, because they may be rounded or lie in panels; wanted a `Linear`, or "
+                    "the layout 'table' of an array that stays as it is stored."
                 )
 
     def rule_of(self, name: str) -> WeightRule:

@@ -57,7 +57,6 @@ class LoadedModel:
     weight_rules: Mapping[str, WeightRule]  # by parameter name, panels and scales left out
     platform: Platform  # that it was loaded for, and its programs are compiled for
     kernels: KernelSettings = KernelSettings()
-    max_looped_tokens: int = 0  # as its `Linear` layers have it
     # Of the caches of each layer; the runner plans the cache and sets them (`with_places`).
     places: tuple[LayerPlaces, ...] = ()
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.errors import ModelError
-from models.layers.linear import Linear, round_to_int8
+from models.layers.linear import Linear
+from models.layers.product import round_to_int8
 from models.loading.loaded_model import LoadedModel, flatten_state
 
 # "auto" is the dtype of the model's other numbers.
@@ -22,7 +23,7 @@ def with_product_dtype(model: LoadedModel, product_dtype: ProductDtype) -> Loade
     else stays in the model's dtype. "int8" has a step for every output of a kernel, and one for
     every token; nothing has to be calibrated.
 
-    Kernels of int8 are stored [out, in] (`models.layers.linear.dot_int32`).
+    Kernels of int8 are stored [out, in] (`models.layers.product.dot_int32`).
 
     Embeddings are not rounded, and neither is a head that reads the embedding.
 

@@ -76,10 +76,6 @@ class Platform:
         """Columns of the panels that float32 matrices are to lie in; None leaves them whole."""
         return None
 
-    def max_looped_tokens(self, *, batch_invariant: bool = False) -> int:
-        """Most tokens whose products of float32 are loops (`multiply_few_rows`); 0 is never."""
-        return 0
-
     def run_layers(
         self,
         layers: Sequence[PlacedLayer],

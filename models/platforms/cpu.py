@@ -106,27 +106,6 @@ class CPU(Platform):
             return 512 if "avx512_fp16" in self.instruction_sets else None
         return 256 if "avx2" in self.instruction_sets else None
 
-    def max_looped_tokens(self, *, batch_invariant: bool = False) -> int:
-        """Most tokens whose products of float32 take less time as loops (`multiply_few_rows`).
-
-        Decode steps, hidden 512, one core with avx512_fp16, JAX 0.10.2: with 8 requests 13.4 ms
-        instead of 22.4, with 16 19.6 instead of 26.8, with 32 31.7 instead of 35.9.
-
-        Without avx512_fp16 programs use registers of 256 bits (above). With AVX-512 (AMD family 25
-        model 17) products then take 0.66 of the time with 8 tokens and 0.83 with 16 (hidden 1,024:
-        0.64 and 0.8), no less with 32, and 16 mixed requests have 1.14 times the tokens a
-        CPU-second. With AVX2 alone, which has half as many registers, nothing was measured.
-
-        A loop is code for every kernel and every number of tokens: the engine takes 37 s of CPU
-        time to start the first time instead of 31, and 2.7 instead of 1.5 where programs are found
-        compiled.
-        """
-        if self.num_threads > 1 or batch_invariant:
-            return 0
-        if "avx512_fp16" in self.instruction_sets:
-            return 32
-        return 16 if "avx512f" in self.instruction_sets else 0
-
     def run_layers(
         self,
         layers: Sequence[PlacedLayer],

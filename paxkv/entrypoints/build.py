@@ -277,7 +277,6 @@ def _load_model(config: EngineConfig, folder: Path) -> LoadedModel:
     # Read by JAX when it first touches a GPU, and the only way to tell it how much memory to take.
     os.environ.setdefault(SHARE_VARIABLE, f"{config.cache.gpu_memory_utilization:g}")
     platform = default_platform()
-    batch_invariant = config.runner.batch_invariant
     return load_model(
         folder,
         dtype=config.model.dtype,
@@ -286,8 +285,7 @@ def _load_model(config: EngineConfig, folder: Path) -> LoadedModel:
         has_unified_kv=config.cache.disable_hybrid_kv_cache_manager,
         product_dtype=config.model.product_dtype,
         generation_folder=generation_config_folder(config.model.generation_config, folder),
-        panel_width=platform.column_panel_width(batch_invariant=batch_invariant),
-        max_looped_tokens=platform.max_looped_tokens(batch_invariant=batch_invariant),
+        panel_width=platform.column_panel_width(batch_invariant=config.runner.batch_invariant),
         platform=platform,
     )
 

@@ -8,8 +8,10 @@ from flax import nnx
 
 from models.chosen_layer import choose_layer
 from models.errors import ModelError
-from models.layers.linear import INT8_MAX, Linear
+from models.layers.linear import Linear
+from models.layers.product import INT8_MAX
 from models.layers.rms_norm import RMSNorm
+from tests.models.plain_context import plain_context
 
 NUM_LAYERS = 3
 
@@ -23,7 +25,8 @@ class TwoLinears(nnx.Module):
         self.second = Linear(6, 4, use_bias=False, dtype=jnp.float32)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.second(self.first(self.norm(x)))
+        context = plain_context(x.shape[0])
+        return self.second(self.first(self.norm(x), context), context)
 
 
 def random_layers() -> list[TwoLinears]:

@@ -1,5 +1,8 @@
-"""A layer finds its own caches in a step, by their names."""
+"""What a layer asks of its context: its caches by name, and rows of the tokens at hand."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -10,6 +13,7 @@ from models import (
     GroupInputs,
     KernelSettings,
     ModelError,
+    Wants,
 )
 from models.layer_context import LayerContext, make_context
 
@@ -44,10 +48,11 @@ def context() -> LayerContext:
 
 def test_a_layer_finds_each_of_its_caches(context):
     layer = context.at(
+        0,
         (
             ("self_attn", CachePlace(format=MAIN, inputs_idx=0, group_idx=1, row=1)),
             ("index", CachePlace(format=INDEX, inputs_idx=1, group_idx=0, row=0)),
-        )
+        ),
     )
     main, index = layer.cache("self_attn"), layer.cache("index")
     assert (main.format, main.row, main.block_size) == (MAIN, 1, 4)
@@ -63,10 +68,47 @@ def test_a_layer_finds_each_of_its_caches(context):
 
 def test_a_cache_that_a_layer_has_not_is_refused_with_those_that_it_has(context):
     place = CachePlace(format=MAIN, inputs_idx=0, group_idx=0, row=0)
-    layer = context.at((("self_attn", place), ("index", place)))
+    layer = context.at(0, (("self_attn", place), ("index", place)))
     message = r"its cache 'state' and has \['self_attn', 'index'\]. .* `DecoderSpec` must list"
     with pytest.raises(ModelError, match=message):
         layer.cache("state")
     # All layers share the step, but no places.
     with pytest.raises(ModelError, match=r"its cache 'self_attn' and has \[\]"):
         context.cache("self_attn")
+
+
+def changed_batch(context: LayerContext, **fields: object) -> LayerContext:
+    return dataclasses.replace(context, batch=dataclasses.replace(context.batch, **fields))
+
+
+def test_of_rows_takes_the_rows_of_the_tokens_at_hand(context):
+    values = jnp.asarray([10, 11, 12, 13, 14])
+    assert context.of_rows(values) is values
+    # The first layers keep all tokens, and the last one goes on with one token of each request.
+    assert context.of_kept() is context
+    last = changed_batch(context, wants=Wants(logits="last")).of_last_layer()
+    assert last.of_rows(values) is values
+    assert last.of_kept().of_rows(values).tolist() == last.kept(values).tolist() == [12, 13]
+
+
+def test_by_token_computes_the_rows_in_use_and_tells_which_they_are(context):
+    values = jnp.asarray([10, 11, 12, 13, 14])
+    others = jnp.asarray([1, 2, 3, 4, 5])
+    widths = []
+
+    def add(own: jax.Array, given: LayerContext) -> jax.Array:
+        widths.append(own.shape[0])
+        # A part of a part has the same rows.
+        return given.by_token(lambda own, given: own + given.of_rows(others), own)
+
+    assert context.by_token(add, values).tolist() == [11, 13, 15, 17, 19]
+    assert widths == [5]
+    # Four of the five tokens are in use, so the fifth is left out.
+    narrow = changed_batch(context, widths=(2, 4, 5), wants=Wants(logits="last"))
+    assert narrow.by_token(add, values).tolist() == [11, 13, 15, 17, 0]
+    assert {2, 4} < set(widths)
+    # Rows that were kept are few: they are computed as they are.
+    kept = narrow.of_last_layer()
+    widths.clear()
+    assert kept.of_kept().by_token(add, kept.kept(values)).tolist() == [15, 17]
+    assert widths == [2]

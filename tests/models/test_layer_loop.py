@@ -246,7 +246,7 @@ class WithBias(nnx.Module):
 
 
 class WithCache(nnx.Module):
-    """A layer whose output says where its cache is; it counts how often it is traced."""
+    """A layer whose output says where it and its cache are; it counts how often it is traced."""
 
     num_traces = 0
 
@@ -257,9 +257,10 @@ class WithCache(nnx.Module):
         WithCache.num_traces += 1
         cache = context.cache(SELF_ATTENTION)
         table_entry = cache.block_tables[0, 0]
-        # Of the row, the block table, the block size and the format.
+        # Of the row, the block table, the block size, the format, and the layer.
         number = cache.row + 10 * table_entry + 100 * cache.block_size
         number = number + 10_000 * cache.format.head_dim + cache.slots[0] + cache.seq_lens[0]
+        number = number + 100_000 * context.layer_idx
         return Carry(hidden=carry.hidden * 2 + self.bias[...] + number), pages
 
 
@@ -324,7 +325,7 @@ def run_both(layers: list[nnx.Module], places: list[LayerPlaces]) -> tuple[jax.A
     )
     slots = tuple(inputs.block_size * inputs.block_tables[:, :, 0] for inputs in groups)
     context = LayerContext(batch=batch, kernels=KernelSettings(), slots=slots, cos_sin={})
-    placed = [PlacedLayer(*pair) for pair in zip(layers, places, strict=True)]
+    placed = list(map(PlacedLayer, layers, range(len(layers)), places))
     carry, pages = Carry(hidden=jnp.ones((2, 4))), jnp.zeros(1)
     return tuple(run(placed, carry, pages, context)[0].hidden for run in (run_in_turn, run_in_loop))
 

@@ -116,7 +116,7 @@ def test_sources_are_combined():
 
 
 def test_matrices_are_those_of_linear_alone(tmp_path, monkeypatch):
-    """A processor may lay a matrix out in panels, which no other layer multiplies with."""
+    """No other layer can multiply with a kernel that was rounded or lies in panels."""
     monkeypatch.setitem(FAMILIES, "LlamaForCausalLM", f"{__name__}:LlamaWithOwnMatrix")
     with pytest.raises(ModelError, match="'own.kernel' has the layout 'matrix'.*wanted a `Linear`"):
         load_model(write_recipe(tmp_path, "llama"), load_format="dummy")

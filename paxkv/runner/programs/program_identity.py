@@ -77,7 +77,6 @@ def program_identity(
         "dtype": model.dtype,
         "weights": _digest([(array.shape, array.dtype.name) for array in params])[:16],
         "weight shardings": _digest([str(spec) for spec in model.param_specs])[:16],
-        "tokens multiplied in loops": f"up to {model.max_looped_tokens}",
         **_kernel_facts(model.kernels),
         "max_num_seqs": str(max_num_seqs),
         "number of KV blocks": str(num_blocks),

@@ -133,7 +133,9 @@ class AttentionLayer(nnx.Module):
 
     def __call__(self, carry, pages, context):
         attended, pages = self.self_attn(carry.hidden, pages, context, norm=lambda x: x)
-        hidden = context.kept(carry.hidden) + self.self_attn.project_out(attended)
+        hidden = context.kept(carry.hidden) + self.self_attn.project_out(
+            attended, context.of_kept()
+        )
         return Carry(hidden=hidden), pages
 
 
@@ -156,7 +158,11 @@ class AttentionAndSumLayer(AttentionLayer):
         of_token = sums[req] + running - before[req]
         last = of_token[jnp.maximum(batch.query_start_loc[1:] - 1, 0)]
         pages = cache.format.write(pages, cache, num_new > 0, last)
-        return Carry(hidden=hidden + self.self_attn.project_out(attended) + DECAY * of_token), pages
+        return Carry(
+            hidden=hidden
+            + self.self_attn.project_out(attended, context.of_kept())
+            + DECAY * of_token
+        ), pages
 
 
 class AttentionAndIndexLayer(AttentionLayer):
@@ -174,7 +180,7 @@ class AttentionAndIndexLayer(AttentionLayer):
         )
         hidden = rules.after(hidden, mean) + jnp.concatenate([mean, mean], axis=1)
         attended, pages = self.self_attn(hidden, pages, context, norm=lambda x: x)
-        return Carry(hidden=hidden + self.self_attn.project_out(attended)), pages
+        return Carry(hidden=hidden + self.self_attn.project_out(attended, context.of_kept())), pages
 
 
 def spec_of(layers, *, kv_dtype: str) -> DecoderSpec:
@@ -236,6 +242,6 @@ class Stack:
         )
         rotaries = {layer.self_attn.config.rotary for layer in self.layers}
         context = make_context(batch, pages, KernelSettings(), rotaries)
-        placed = [PlacedLayer(*pair) for pair in zip(self.layers, self.places, strict=True)]
+        placed = list(map(PlacedLayer, self.layers, range(len(self.layers)), self.places))
         carry, pages = self._run(placed, Carry(hidden=hidden), pages, context)
         return carry.hidden, pages

@@ -1,20 +1,56 @@
 """Matrix products keep float32 sums, and the tied head equals the transposed copy."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from models.layers.linear import Embedding, Linear, dot_float32
-from tests.quick_compile import quick_jit
+from models.layers.linear import Embedding, Linear, name_linears
+from models.layers.product import dot_float32
+from tests.models.plain_context import plain_context
 
 
 def test_linear_is_x_times_kernel_plus_bias():
     linear = Linear(2, 3, use_bias=True, dtype=jnp.float32)
     linear.kernel[...] = jnp.array([[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]])
     linear.bias[...] = jnp.array([100.0, 0.0, 0.0])
-    assert linear(jnp.array([[1.0, 2.0]])).tolist() == [[121.0, 42.0, 63.0]]
+    assert linear(jnp.array([[1.0, 2.0]]), plain_context()).tolist() == [[121.0, 42.0, 63.0]]
+
+
+def test_the_context_may_change_what_a_linear_returns():
+    linear = Linear(2, 3, use_bias=True, dtype=jnp.bfloat16)
+    linear.kernel[...] = jnp.ones((2, 3), jnp.bfloat16)
+    linear.bias[...] = jnp.ones(3, jnp.bfloat16)
+    linear.name = "mlp.up_proj"
+    calls = []
+
+    def change(name, x, y, context):
+        calls.append((name, x.tolist(), y.tolist(), context))
+        return y + 2
+
+    x = jnp.array([[1.0, 2.0]], jnp.bfloat16)
+    context = dataclasses.replace(plain_context(), change_linear=change)
+    assert linear(x, context).tolist() == [[6.0, 6.0, 6.0]]
+    assert calls == [("mlp.up_proj", [[1.0, 2.0]], [[4.0, 4.0, 4.0]], context)]
+
+
+def test_names_are_paths_in_the_layer_and_else_in_the_model():
+    class Block(nnx.Module):
+        def __init__(self) -> None:
+            self.up_proj = Linear(2, 2, dtype=jnp.float32)
+
+    class Model(nnx.Module):
+        def __init__(self) -> None:
+            self.layers = nnx.List([nnx.List([Block(), Block()]), Block()])
+            self.lm_head = Linear(2, 2, dtype=jnp.float32)
+
+    model = Model()
+    name_linears(model)
+    assert [block.up_proj.name for block in model.layers[0]] == ["0.up_proj", "1.up_proj"]
+    assert (model.layers[1].up_proj.name, model.lm_head.name) == ("up_proj", "lm_head")
 
 
 def test_linear_without_bias_has_none():
@@ -25,7 +61,7 @@ def test_bfloat16_products_are_summed_in_float32():
     # In bfloat16, 256 + 1 is 256: a sum in that dtype would never pass 256.
     ones = jnp.ones((1, 4096), jnp.bfloat16)
     assert dot_float32(ones, jnp.ones((4096, 1), jnp.bfloat16)).tolist() == [[4096.0]]
-    out = Linear(4096, 1, use_bias=False, dtype=jnp.bfloat16)(ones)
+    out = Linear(4096, 1, use_bias=False, dtype=jnp.bfloat16)(ones, plain_context())
     assert out.dtype == jnp.bfloat16
 
 
@@ -48,58 +84,6 @@ def test_embedding_scale_is_rounded_to_the_tables_dtype_and_not_in_the_head():
         assert embedding.attend(jnp.ones((1, 1), dtype)).tolist() == [[0.0, 2.0]]
 
 
-def looped_linear(
-    dtype: str = "float32",
-    *,
-    in_features: int = 16,
-    num_panels: int = 1,
-    max_looped_tokens: int = 4,
-) -> Linear:
-    """One with random numbers, which multiplies 2 to 4 tokens in a loop."""
-    rng = np.random.default_rng(0)
-    linear = Linear(in_features, 24, use_bias=True, dtype=jnp.dtype(dtype))
-    kernel = rng.standard_normal((in_features, 24)).astype(jnp.dtype(dtype))
-    panels = tuple(jnp.asarray(panel) for panel in np.split(kernel, num_panels, axis=1))
-    linear.kernel.set_value(panels if num_panels > 1 else panels[0])
-    linear.bias[...] = jnp.asarray(rng.standard_normal(24), dtype)
-    linear.max_looped_tokens = max_looped_tokens
-    return linear
-
-
-def has_loop(linear: Linear, x: jax.Array) -> bool:
-    return any(word in str(jax.make_jaxpr(linear)(x)) for word in ("while[", "scan["))
-
-
-@pytest.mark.parametrize("num_panels", [1, 3])
-@pytest.mark.parametrize(("num_tokens", "wanted"), [(1, False), (2, True), (4, True), (5, False)])
-def test_few_tokens_are_multiplied_in_a_loop_where_that_is_asked_for(
-    num_tokens, wanted, num_panels
-):
-    linear = looped_linear(num_panels=num_panels)
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((num_tokens, 16)), jnp.float32)
-    assert has_loop(linear, x) == wanted
-    plain = looped_linear(num_panels=num_panels, max_looped_tokens=0)
-    assert not has_loop(plain, x)
-    products = (quick_jit(layer.__call__)(x) for layer in (linear, plain))
-    np.testing.assert_allclose(*products, rtol=0, atol=1e-5)
-
-
-def test_what_loops_cannot_multiply_is_left_to_the_compiler():
-    for linear in (looped_linear("bfloat16"), looped_linear(in_features=12)):
-        x = jnp.ones((2, linear.kernel.shape[0]), linear.kernel.dtype)
-        assert not has_loop(linear, x)
-        assert jax.eval_shape(linear, x).shape == (2, 24)
-
-
-def test_rounded_kernels_are_not_looped_over():
-    linear = looped_linear()
-    linear.kernel = nnx.Param(linear.kernel[...].astype(jnp.bfloat16))
-    assert not has_loop(linear, jnp.ones((2, 16)))
-    linear.kernel = nnx.Param(jnp.ones((24, 16), jnp.int8))
-    linear.kernel_scale = nnx.data(nnx.Param(jnp.ones(24)))
-    assert not has_loop(linear, jnp.ones((2, 16)))
-
-
 @pytest.mark.parametrize(("dtype", "shape"), [("bfloat16", (16, 24)), ("int8", (24, 16))])
 @pytest.mark.parametrize(("num_tokens", "num_rows"), [(1, 8), (7, 8), (9, 9)])
 def test_rounded_kernels_are_multiplied_with_at_least_eight_rows(
@@ -110,7 +94,7 @@ def test_rounded_kernels_are_multiplied_with_at_least_eight_rows(
     linear.kernel = nnx.Param(jnp.ones(shape, dtype))
     if dtype == "int8":
         linear.kernel_scale = nnx.data(nnx.Param(jnp.ones(24)))
-    jaxpr = jax.make_jaxpr(linear)(jnp.ones((num_tokens, 16)))
+    jaxpr = jax.make_jaxpr(linear.product)(jnp.ones((num_tokens, 16)))
     (dot,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
     assert dot.outvars[0].aval.shape == (num_rows, 24)
     assert jaxpr.out_avals[0].shape == (num_tokens, 24)

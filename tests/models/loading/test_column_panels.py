@@ -11,12 +11,13 @@ from jax.sharding import PartitionSpec
 
 from models import LoadedModel
 from models.errors import ModelError
-from models.layers.linear import Linear, parts_of_each
+from models.layers.linear import Linear
 from models.loading import column_panels
 from models.loading.column_panels import split_columns
 from models.loading.load_model import load_model
 from models.loading.product_dtype import with_product_dtype
 from models.platforms.huge_pages import HUGE_PAGE_BYTES
+from tests.models.plain_context import plain_context
 from tests.models.steppers import IN_TURN
 from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.oracles.paged_stepper import PagedStepper
@@ -143,11 +144,10 @@ def test_products_are_those_of_the_kernel(num_tokens, use_bias):
     if use_bias:
         linear.bias[...] = random_array(640)
     x = random_array(num_tokens, 48)
-    product, out = linear.product(x), linear(x)
+    context = plain_context(num_tokens)
+    product, out = linear.product(x), linear(x, context)
     linear.kernel.set_value(in_panels(linear.kernel[...]))
-    (parts,) = parts_of_each([linear], [x])
-    assert [part.shape for part in parts] == [(num_tokens, n) for n in (256, 256, 128)]
-    for got, wanted in ((linear.product(x), product), (linear(x), out), (jnp.hstack(parts), out)):
+    for got, wanted in ((linear.product(x), product), (linear(x, context), out)):
         assert (got.shape, got.dtype) == ((num_tokens, 640), jnp.float32)
         np.testing.assert_allclose(got, wanted, rtol=TOLERANCE, atol=TOLERANCE)
 

@@ -2,20 +2,16 @@
 
 import dataclasses
 import json
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from models.decoder import Decoder
 from models.errors import CheckpointError, CheckpointNotFoundError, ModelError, WeightMismatchError
-from models.layers.linear import Linear
 from models.loading.load_model import load_model
-from models.loading.loaded_model import LoadedModel
 from tests.oracles.dense_model import dense_logits
 from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.oracles.paged_stepper import PagedStepper
@@ -210,25 +206,6 @@ def test_folder_without_weights_says_what_is_there(tmp_path):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointNotFoundError, match=r"pytorch_model\.bin"):
         load_model(folder)
-
-
-def test_every_product_of_few_tokens_is_a_loop_where_that_is_asked_for(tmp_path, monkeypatch):
-    folder = write_random_checkpoint(tmp_path, num_layers=1)
-    model = load_model(folder, max_looped_tokens=32)
-    assert (model.max_looped_tokens, looped_tokens(model)) == (0, {0})  # its kernels are small
-    monkeypatch.setattr(sys.modules["models.loading.load_model"], "MIN_LOOPED_BYTES", 1)
-    model = load_model(folder, max_looped_tokens=32)
-    assert (model.max_looped_tokens, looped_tokens(model)) == (32, {32})
-    assert looped_tokens(load_model(folder)) == {0}
-
-
-def looped_tokens(model: LoadedModel) -> set[int]:
-    """Of all products."""
-    state = jax.tree.unflatten(model.params_treedef, model.params)
-    modules = [module for _, module in nnx.iter_modules(nnx.merge(model.graphdef, state))]
-    numbers = [module.max_looped_tokens for module in modules if isinstance(module, Linear)]
-    assert len(numbers) == len([name for name in model.param_names if name.endswith(".kernel")])
-    return set(numbers)
 
 
 @pytest.mark.parametrize("argument", [{"dtype": "int8"}, {"load_format": "gguf"}])

@@ -36,8 +36,6 @@ def test_default_device_may_be_another_than_the_first(monkeypatch):
 def test_accelerators_keep_the_dtypes_of_the_model_and_whole_kernels(platform):
     assert platform.weight_dtype("bfloat16") == "bfloat16"
     assert platform.kv_cache_dtypes("bfloat16") == ("bfloat16",)
-    assert platform.column_panel_width() is None
-    assert platform.max_looped_tokens() == 0
     assert platform.measures_memory and not platform.shares_programs
     for dtype in ("float32", "bfloat16", "float16"):
         assert platform.page_dtype(dtype) == dtype

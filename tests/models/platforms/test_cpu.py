@@ -107,16 +107,6 @@ def test_kernels_stay_whole_where_panels_gain_nothing_or_rows_must_not_depend_on
     assert panel_width(**other) is None
 
 
-def test_products_of_few_tokens_are_loops_on_one_core_with_avx512():
-    """Of more tokens where XLA's own loops use registers of 512 bits."""
-    for num_cores, has, batch_invariant in itertools.product((1, 2), PROCESSORS, (False, True)):
-        platform = CPU(num_threads=num_cores, instruction_sets=frozenset(has))
-        found = platform.max_looped_tokens(batch_invariant=batch_invariant)
-        wanted = {("avx2", "avx512f"): 16, ("avx2", "avx512f", "avx512_fp16"): 32}.get(has, 0)
-        is_measured = num_cores == 1 and not batch_invariant
-        assert found == (wanted if is_measured else 0)
-
-
 def test_where_panels_are_wanted_ynnpack_does_no_products():
     """It is slow with them."""
     processors = list(itertools.product((1, 2), PROCESSORS))

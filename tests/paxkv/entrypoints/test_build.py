@@ -258,11 +258,11 @@ def test_folder_without_programs_is_refused_before_anything_is_loaded(
 @pytest.mark.parametrize(
     ("has", "num_cores", "batch_invariant", "wanted"),
     [
-        (["avx2"], 1, False, (256, 0)),
-        (["avx512f"], 1, False, (None, 16)),
-        (["avx512f", "avx512_fp16"], 1, False, (512, 32)),
-        (["avx512f", "avx512_fp16"], 1, True, (None, 0)),
-        (["avx512f", "avx512_fp16"], 2, False, (None, 0)),
+        (["avx2"], 1, False, 256),
+        (["avx512f"], 1, False, None),
+        (["avx512f", "avx512_fp16"], 1, False, 512),
+        (["avx512f", "avx512_fp16"], 1, True, None),
+        (["avx512f", "avx512_fp16"], 2, False, None),
     ],
 )
 def test_kernels_lie_in_panels_where_one_core_without_batch_invariance_is_quicker_so(
@@ -271,13 +271,12 @@ def test_kernels_lie_in_panels_where_one_core_without_batch_invariance_is_quicke
     has: list[str],
     num_cores: int,
     batch_invariant: bool,
-    wanted: tuple[int | None, int],
+    wanted: int | None,
 ) -> None:
-    """And few tokens are multiplied with them in loops."""
     asked = []
 
     def load_model(folder: Path, **arguments: object) -> None:
-        asked.append((arguments["panel_width"], arguments["max_looped_tokens"]))
+        asked.append(arguments["panel_width"])
         raise ConfigError("no model")
 
     monkeypatch.setattr("paxkv.entrypoints.build.load_model", load_model)

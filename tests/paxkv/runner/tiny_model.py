@@ -63,7 +63,6 @@ class TinyModel:
     Args:
         windows: Sliding window of each layer; layers of different windows are different groups.
         num_kv_heads: Of each layer; None is `NUM_HEADS` in all. Layers of fewer have longer blocks.
-        max_looped_tokens: As of a `LoadedModel`; it multiplies nothing in loops.
     """
 
     def __init__(
@@ -71,14 +70,12 @@ class TinyModel:
         seed: int = 0,
         dtype: str = "float32",
         windows: tuple[int | None, ...] = (None,) * NUM_LAYERS,
-        max_looped_tokens: int = 0,
         num_kv_heads: tuple[int, ...] | None = None,
     ) -> None:
         self.num_kv_heads = num_kv_heads or (NUM_HEADS,) * len(windows)
         self.config = tiny_config(windows, self.num_kv_heads)
         self.dtype = dtype
         self.windows = windows
-        self.max_looped_tokens = max_looped_tokens
         self.kernels = KernelSettings()
         self.packages = frozenset({"models"})
         self.platform = default_platform()

@@ -1,4 +1,4 @@
-"""A second feature takes part in the steps of a real runner, and no other code knows of it."""
+"""Features of tests take part in the steps of a real runner, and no other code knows of them."""
 
 from types import SimpleNamespace
 
@@ -14,13 +14,18 @@ from paxkv.runner.features.base import StepVariant
 from paxkv.runner.features.feature_list import make_features
 from paxkv.runner.features.traced_features import TracedFeatures
 from paxkv.runner.programs import bucketing
+from tests.models.steppers import model_of
+from tests.oracles.paged_stepper import PagedStepper
 from tests.paxkv.runner.driver import RunnerDriver
+from tests.paxkv.runner.features.adapters import Adapters
 from tests.paxkv.runner.features.census import NUM_CLASSES, Census, class_of
 from tests.paxkv.runner.features.test_prompt_logprobs import check, prompt
 from tests.paxkv.runner.shared_runners import MAX_NUM_BATCHED_TOKENS, make_warm_runner
 from tests.paxkv.runner.tiny_model import TinyModel
 
 GREEDY = SamplingParams(temperature=0.0)
+PROMPT = [5, 9, 2, 7, 11, 3, 8, 4, 6]
+ADAPTER_OF = {"base": None, "first": 0, "second": 1}
 SCORED = SamplingParams(temperature=0.0, prompt_logprobs=2)
 
 
@@ -112,3 +117,40 @@ def test_variant_that_changes_more_than_its_own_is_a_bug():
     features = TracedFeatures(shape, kept=({},))
     with pytest.raises(InvariantError, match=r"changes \['counts'\]; it may change .* \[\]"):
         features.update(({},), None, None, None)
+
+
+@pytest.mark.parametrize(
+    "batch_invariant",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["plain", "invariant"],
+)
+def test_requests_of_one_step_have_adapters_of_their_own(
+    folder_of_run, monkeypatch, batch_invariant
+):
+    model = model_of("llama", loops_over_layers=True)
+    adapters = Adapters(model, num_adapters=2)
+    monkeypatch.setattr(
+        model_runner, "make_features", lambda *args: (*make_features(*args), adapters)
+    )
+    folder = folder_of_run / f"adapters_{batch_invariant}"
+    runner = make_warm_runner(folder, model, RunnerConfig(batch_invariant=batch_invariant)).runner
+    driver = RunnerDriver(runner)
+    for req_id, adapter in ADAPTER_OF.items():
+        driver.add(req_id, PROMPT, GREEDY)
+        if adapter is not None:
+            adapters.adapter_of[req_id] = adapter
+    # Prompts in odd chunks beside each other, and steps in which all decode, with padding.
+    driver.step({"first": 4, "base": 5, "second": 2})
+    driver.step({"second": 7, "first": 5})
+    driver.step({"base": 4, "first": 1, "second": 1})
+    for _ in range(8):
+        driver.step(dict.fromkeys(ADAPTER_OF, 1))
+    outputs = {}
+    for req_id, adapter in ADAPTER_OF.items():
+        outputs[req_id] = driver.output_of(req_id)
+        oracle = PagedStepper(model if adapter is None else adapters.merged(adapter))
+        logits = oracle.step({0: [*PROMPT, *outputs[req_id][:-1]]})[0]
+        assert outputs[req_id] == np.argmax(logits[len(PROMPT) - 1 :], axis=-1).tolist()
+    driver.finish_all()
+    assert len(set(map(tuple, outputs.values()))) == 3
+    assert runner.num_compiles_after_ready == 0

@@ -63,7 +63,6 @@ def test_identity_is_the_same_whatever_the_weights_are():
     [
         ({"model": TinyModel(windows=(None, 4))}, {"model's attention", PLACES}),
         ({"model": TinyModel(dtype="bfloat16")}, {"dtype", "weights"}),
-        ({"model": TinyModel(max_looped_tokens=32)}, {"tokens multiplied in loops"}),
         ({"num_blocks": 10}, {"number of KV blocks"}),
         ({"block_size": 16}, {"KV cache"}),
         ({"kv_dtype": "bfloat16"}, {"KV cache"}),
