@@ -27,7 +27,7 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     num_layers: int
-    attention: tuple[AttentionConfig, ...]  # of each layer
+    attention: tuple[AttentionConfig | None, ...]  # of each layer; None: the layer has none
     max_position_embeddings: int
     tie_word_embeddings: bool
     dtype: ModelDtype  # what the checkpoint says of itself, not what it is loaded as
@@ -39,13 +39,19 @@ class ModelConfig:
     has_unified_kv: bool = False
 
     @property
+    def attention_layers(self) -> tuple[AttentionConfig, ...]:
+        """Of the layers that have attention."""
+        return tuple(layer for layer in self.attention if layer is not None)
+
+    @property
     def max_scaled_positions(self) -> int:
         """Most positions that the model can take, once its rotary embedding is scaled.
 
         It goes as far as the least scaled of its layers: Gemma 3 as far as config.json states.
         """
-        ropes = {layer.rope for layer in self.attention}
-        return min(max_scaled_positions(rope, self.max_position_embeddings) for rope in ropes)
+        ropes = {layer.rope for layer in self.attention_layers}
+        limits = [max_scaled_positions(rope, self.max_position_embeddings) for rope in ropes]
+        return min(limits, default=self.max_position_embeddings)
 
     def spec(self, kv_dtype: str) -> DecoderSpec:
         """What the layers keep in the KV cache; a family with other caches overrides it.

@@ -98,7 +98,7 @@ class Decoder(nnx.Module):
             change_context: As of `LoadedModel.forward`.
         """
         batch.wants.check_taps(len(self.layers))
-        rotaries = dict.fromkeys(layer.rotary for layer in self.config.attention)
+        rotaries = dict.fromkeys(layer.rotary for layer in self.config.attention_layers)
         context = make_context(batch, pages, kernels, rotaries)
         if change_context is not None:
             context = change_context(context)

@@ -1,6 +1,6 @@
 """`DecoderSpec`: the KV caches of a model's layers. The runner plans memory with it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from models.attention_config import AttentionConfig
@@ -64,11 +64,12 @@ class DecoderSpec:
 
 
 def spec_of_attention(
-    attention: Sequence[AttentionConfig], *, kv_dtype: str, has_unified_kv: bool = False
+    attention: Sequence[AttentionConfig | None], *, kv_dtype: str, has_unified_kv: bool = False
 ) -> DecoderSpec:
-    """The spec of layers that each have attention over their own keys and values.
+    """The spec of layers that have attention and no other caches.
 
     Args:
+        attention: Of each layer; None: the layer has none.
         kv_dtype: Of keys and values.
         has_unified_kv: Whether all layers keep all keys and values, also left of their windows.
 
@@ -76,22 +77,30 @@ def spec_of_attention(
         ModelConfigError: A layer reads the keys and values of one that is not earlier, has none of
             its own, or has others than the layer needs.
     """
-    some_window = next((layer.sliding_window for layer in attention if layer.sliding_window), None)
-    some_chunk = next((layer.chunk_size for layer in attention if layer.chunk_size), None)
-    formats = [
-        _with_all_tokens(cache, some_window, some_chunk) if has_unified_kv else cache
-        for cache in (format_of_attention(layer, kv_dtype=kv_dtype) for layer in attention)
-    ]
-    names = [f"model.layers.{layer_idx}" for layer_idx in range(len(attention))]
+    formats = {
+        layer_idx: format_of_attention(layer, kv_dtype=kv_dtype)
+        for layer_idx, layer in enumerate(attention)
+        if layer is not None
+    }
+    if has_unified_kv:
+        window = next(filter(None, (cache.sliding_window for cache in formats.values())), None)
+        chunk = next(filter(None, (cache.chunk_size for cache in formats.values())), None)
+        formats = {idx: _with_all_tokens(cache, window, chunk) for idx, cache in formats.items()}
     layers = []
-    for layer_idx, (layer, cache) in enumerate(zip(attention, formats, strict=True)):
-        owner = None
-        if layer.kv_layer_idx is not None:
-            _check_owner(attention, formats, layer_idx)
-            owner = f"{names[layer.kv_layer_idx]}.{SELF_ATTENTION}"
-        ref = CacheRef(format=cache, owner=owner)
-        layers.append(LayerSpec(name=names[layer_idx], caches=((SELF_ATTENTION, ref),)))
+    for layer_idx, layer in enumerate(attention):
+        caches = ()
+        if layer is not None:
+            owner = None
+            if layer.kv_layer_idx is not None:
+                _check_owner(layer.kv_layer_idx, attention, formats, layer_idx)
+                owner = f"{_layer_name(layer.kv_layer_idx)}.{SELF_ATTENTION}"
+            caches = ((SELF_ATTENTION, CacheRef(format=formats[layer_idx], owner=owner)),)
+        layers.append(LayerSpec(name=_layer_name(layer_idx), caches=caches))
     return DecoderSpec(layers=tuple(layers))
+
+
+def _layer_name(layer_idx: int) -> str:
+    return f"model.layers.{layer_idx}"
 
 
 def format_of_attention(layer: AttentionConfig, *, kv_dtype: str) -> AttentionFormat:
@@ -119,11 +128,13 @@ def _with_all_tokens(
 
 
 def _check_owner(
-    attention: Sequence[AttentionConfig], formats: Sequence[AttentionFormat], layer_idx: int
+    owner_idx: int,
+    attention: Sequence[AttentionConfig | None],
+    formats: Mapping[int, AttentionFormat],
+    layer_idx: int,
 ) -> None:
-    owner_idx = attention[layer_idx].kv_layer_idx
-    is_earlier = 0 <= owner_idx < layer_idx
-    if not is_earlier or attention[owner_idx].kv_layer_idx is not None:
+    owner = attention[owner_idx] if 0 <= owner_idx < layer_idx else None
+    if owner is None or owner.kv_layer_idx is not None:
         raise ModelConfigError(
             f"config.json: layer {layer_idx} shares the keys and values of layer {owner_idx}; "
             "wanted an earlier layer that has its own."

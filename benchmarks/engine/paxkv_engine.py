@@ -24,7 +24,6 @@ from paxkv.contracts.wire import EngineTransport
 from paxkv.entrypoints.build import build_engine, build_llm_client
 from paxkv.runner.memory.kv_cache_arrays import kv_cache_dtype
 
-BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2, "float16": 2}
 # A request may hold slots for a burst of tokens not yet made, and for part of a block.
 SPARE_TOKENS_PER_REQUEST = 64
 # For the null block and rounding.
@@ -63,11 +62,10 @@ def kv_cache_bytes(spec: EngineSpec, workload: Workload, settings: Mapping[str, 
     num_tokens = sum(longest) + SPARE_TOKENS_PER_REQUEST * len(longest)
     # paxkv refuses a cache smaller than the longest request that the model allows.
     num_tokens = max(num_tokens, model.max_position_embeddings) + SPARE_TOKENS
-    values_per_token = 2 * sum(layer.num_kv_heads * layer.head_dim for layer in model.attention)
     # The size is ignored on accelerators, which measure their memory.
     wanted = parts["cache"].get("kv_cache_dtype", "auto")
     dtype = kv_cache_dtype(spec.dtype, CPU.of_this_machine(), wanted)
-    return num_tokens * values_per_token * BYTES_PER_VALUE[dtype]
+    return num_tokens * sum(cache.page_bytes(1) for cache in model.spec(dtype).own_formats.values())
 
 
 class PaxkvEngine:

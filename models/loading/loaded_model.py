@@ -89,7 +89,7 @@ class LoadedModel:
         Raises:
             ModelError: Its KV heads cannot be split over the mesh.
         """
-        for num_kv_heads in {layer.num_kv_heads for layer in self.config.attention}:
+        for num_kv_heads in {layer.num_kv_heads for layer in self.config.attention_layers}:
             kernels.check_heads(num_kv_heads)
         return dataclasses.replace(self, kernels=kernels)
 
@@ -99,7 +99,7 @@ class LoadedModel:
         Raises:
             ModelError: There are not as many places as layers.
         """
-        num_layers = len(self.config.attention)
+        num_layers = self.config.num_layers
         if len(places) != num_layers:
             raise ModelError(
                 f"got places in the KV cache for {len(places)} layers; the model has {num_layers}, "

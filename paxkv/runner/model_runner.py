@@ -297,7 +297,7 @@ def _kernel_settings(
         CheckedLayer(attention, place.format, tables[place.inputs_idx].block_size)
         for attention, places in zip(model.config.attention, model.places, strict=True)
         for _, place in places
-        if isinstance(place.format, AttentionFormat)
+        if attention is not None and isinstance(place.format, AttentionFormat)
     ]
     return KernelSettings.for_mesh(
         mesh,

@@ -39,6 +39,19 @@ def test_kinds_of_caches_follow_from_what_layers_see():
     }
 
 
+def test_layers_without_attention_keep_nothing():
+    found = spec(None, SLIDING, None, reading(SLIDING, 1))
+    assert [dict(layer.caches).keys() for layer in found.layers] == [
+        set(),
+        {"self_attn"},
+        set(),
+        {"self_attn"},
+    ]
+    assert found.owners == {"model.layers.3.self_attn": "model.layers.1.self_attn"}
+    with pytest.raises(ModelConfigError, match="layer 1 shares the keys and values of layer 0"):
+        spec(None, reading(FULL, 0))
+
+
 def test_all_layers_keep_all_tokens_if_their_caches_are_unified():
     formats = spec(FULL, SLIDING, CHUNKED, has_unified_kv=True).own_formats
     assert set(formats.values()) == {
