@@ -1,7 +1,7 @@
 """`RopeConfig`: which rotary embedding a model uses, from both generations of config.json."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -35,7 +35,7 @@ class RopeConfig:
     attention_factor: float | None = None  # yarn: scales cos and sin; None: derived from factor
     mscale: float | None = None  # yarn: with mscale_all_dim, changes the derived attention_factor
     mscale_all_dim: float | None = None  # yarn
-    turned_share: float = 1.0  # proportional: of the head's dimension pairs, in [0, 1]
+    turned_share: float = 1.0  # proportional: of the head's dimension pairs, in (0, 1]
 
 
 def parse_rope_config(hf_config: Mapping[str, object], max_position_embeddings: int) -> RopeConfig:
@@ -59,12 +59,18 @@ def parse_rope_config(hf_config: Mapping[str, object], max_position_embeddings: 
 
 
 def parse_ropes_by_layer_type(
-    hf_config: Mapping[str, object], max_position_embeddings: int
+    hf_config: Mapping[str, object],
+    max_position_embeddings: int,
+    *,
+    required_types: Collection[str] = (),
 ) -> tuple[RopeConfig, RopeConfig]:
     """Reads the embeddings of a model's full-attention and sliding layers, as Gemma 3 has them.
 
     transformers 5 writes `rope_parameters` with one object for each layer type. Before,
     `rope_theta` and `rope_scaling` are of the full layers and `rope_local_base_freq` of the others.
+
+    Args:
+        required_types: Layer types whose `rope_theta` must be in `rope_parameters`.
 
     Raises: As `parse_rope_config`.
     """
@@ -75,6 +81,13 @@ def parse_ropes_by_layer_type(
             f"config.json: rope_parameters has {', '.join(flat)} for all layers; wanted one "
             "object for full_attention and one for sliding_attention."
         )
+    for layer_type in sorted(required_types):
+        if _read_object(by_type, layer_type).get("rope_theta") is None:
+            raise ModelConfigError(
+                f"config.json: rope_parameters has no rope_theta for {layer_type}; wanted one for "
+                "each type of the model's layers. Use the config.json that was published with the "
+                "weights."
+            )
     scaling = _read_object(hf_config, "rope_scaling")
     _refuse_nested(scaling)
     full_fields = {**_read_object(by_type, "full_attention"), **scaling}
@@ -122,7 +135,8 @@ def _parse_fields(
         )
     theta = read_number(fields, "rope_theta", default_theta)
     if kind == "proportional":
-        return _parse_proportional(fields, theta)
+        default_share = read_number(hf_config, "partial_rotary_factor", 1.0)
+        return _parse_proportional(fields, theta, default_share)
     _refuse_partial_rotation(hf_config, fields)
     if kind == "default":
         return RopeConfig(theta=theta)
@@ -177,8 +191,10 @@ def _parse_yarn(
     )
 
 
-def _parse_proportional(fields: Mapping[str, object], theta: float) -> RopeConfig:
-    share = read_number(fields, "partial_rotary_factor", 1.0)
+def _parse_proportional(
+    fields: Mapping[str, object], theta: float, default_share: float
+) -> RopeConfig:
+    share = read_number(fields, "partial_rotary_factor", default_share)
     if share > 1:
         raise ModelConfigError(
             f"config.json: proportional rope got partial_rotary_factor={share}; wanted at most 1."

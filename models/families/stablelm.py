@@ -13,7 +13,7 @@ from models.config import ModelConfig, read_model_fields
 from models.config_fields import read_count, read_flag, read_number
 from models.decoder import Decoder
 from models.dense_config import Activation, read_activation, read_head_fields
-from models.errors import ModelConfigError
+from models.errors import ModelConfigError, UnsupportedModelError
 from models.layers.attention import Attention
 from models.layers.decoder_layers import ParallelLayer, PreNormLayer
 from models.layers.layer_norm import HeadLayerNorm, LayerNorm
@@ -86,9 +86,15 @@ def _read_attention(hf_config: Mapping[str, object], max_positions: int) -> Atte
             f"config.json: num_attention_heads={num_heads} heads of {head_dim} dimensions do not "
             f"fill hidden_size={head_fields['hidden_size']}; wanted heads that divide it evenly."
         )
+    rope = parse_rope_config(without_rotary_factor(hf_config), max_positions)
+    if rope.kind == "proportional":
+        raise UnsupportedModelError(
+            "config.json: rope type 'proportional' is not supported for StableLmForCausalLM, which "
+            "rotates the leading dimensions of each head; use another rope type."
+        )
     return AttentionConfig(
         **head_fields,
-        rope=parse_rope_config(without_rotary_factor(hf_config), max_positions),
+        rope=rope,
         rotary_dim=int(head_dim * read_rotary_factor(hf_config, default=0.25)),
         qkv_bias=read_flag(hf_config, "use_qkv_bias"),
     )

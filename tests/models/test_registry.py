@@ -245,6 +245,12 @@ def test_stablelm_as_its_releases_differ():
     assert config.layer_norm_eps == 1e-6
 
 
+def test_stablelm_refuses_proportional_embeddings():
+    rope = {"rope_type": "proportional", "rope_theta": 1e4}
+    with pytest.raises(UnsupportedModelError, match="'proportional' is not supported for StableLm"):
+        read_config(hf_config("StableLmForCausalLM", rope_parameters=rope))
+
+
 def test_heads_of_stablelm_fill_the_hidden_size():
     with pytest.raises(ModelConfigError, match="7 heads of 36 dimensions do not fill"):
         read_config(hf_config("StableLmForCausalLM", num_attention_heads=7, num_key_value_heads=7))

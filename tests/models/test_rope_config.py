@@ -75,6 +75,14 @@ def test_proportional_has_a_share_of_the_head_and_may_have_a_factor():
     assert max_scaled_positions(rope, 4096) == 8192
 
 
+def test_proportional_takes_a_factor_for_all_layers_as_default():
+    fields = {"rope_type": "proportional", "rope_theta": 1e4}
+    rope = parse(rope_parameters=fields, partial_rotary_factor=0.25)
+    assert rope.turned_share == 0.25
+    own = fields | {"partial_rotary_factor": 0.5}
+    assert parse(rope_parameters=own, partial_rotary_factor=0.25).turned_share == 0.5
+
+
 def test_yarn_defaults():
     rope = parse(rope_scaling={"rope_type": "yarn", "original_max_position_embeddings": 512})
     assert rope.factor == 4096 / 512
@@ -140,6 +148,21 @@ def test_one_embedding_for_all_layers_is_refused_where_two_are_wanted():
         parse_ropes_by_layer_type(fields, max_position_embeddings=4096)
 
 
+@pytest.mark.parametrize(
+    "ropes",
+    [
+        {"full_attention": {"rope_theta": 1e6}},
+        {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_type": "default"}},
+        {},
+    ],
+)
+def test_required_layer_types_have_a_base_of_their_own(ropes):
+    fields = {"rope_parameters": ropes}
+    assert parse_ropes_by_layer_type(fields, 4096)[0].theta == 1e6
+    with pytest.raises(ModelConfigError, match="no rope_theta for sliding_attention"):
+        parse_ropes_by_layer_type(fields, 4096, required_types=["sliding_attention"])
+
+
 def test_partial_rotation_is_refused():
     with pytest.raises(UnsupportedModelError, match=r"partial_rotary_factor=0\.5"):
         parse(partial_rotary_factor=0.5)
@@ -156,6 +179,10 @@ def test_partial_rotation_is_refused():
         (
             {"rope_type": "proportional", "partial_rotary_factor": 1.5},
             "partial_rotary_factor=1.5; wanted at most 1",
+        ),
+        (
+            {"rope_type": "proportional", "partial_rotary_factor": 0.0},
+            r"partial_rotary_factor is 0\.0",
         ),
         ({"rope_type": "yarn", "factor": -1.0}, r"factor is -1\.0"),
         ([1, 2], "wanted an object"),
