@@ -26,10 +26,6 @@ from models.rope_config import parse_ropes_by_layer_type
 from models.weight_rule import WeightRule
 
 _DEFAULT_FACTOR = 0.334
-_DEFAULT_ROPES = {
-    "full_attention": {"rope_theta": 5_000_000.0},
-    "sliding_attention": {"rope_theta": 10_000.0},
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +40,9 @@ class MiMoV2FlashForCausalLM(Decoder):
 
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> MiMoV2Config:
-        fields = read_dense_fields({"rms_norm_eps": 1e-5, **hf_config})
-        _refuse_experts(hf_config, fields["num_layers"])
+        # Before the other fields: all releases are quantized, and have experts.
+        _refuse_experts(hf_config, read_count(hf_config, "num_hidden_layers"))
+        fields = read_dense_fields({**hf_config, "rms_norm_eps": _read_eps(hf_config)})
         # Null is no scale; only a field left out is the default.
         value_scale = hf_config.get("attention_value_scale", 0.707)
         return MiMoV2Config(
@@ -108,9 +105,16 @@ def _read_attention(
 ) -> tuple[AttentionConfig, ...]:
     """The attention of each layer. Sliding layers have twice the KV heads, and sinks."""
     num_layers, max_positions = fields["num_layers"], fields["max_position_embeddings"]
-    ropes = hf_config.get("rope_parameters") or _DEFAULT_ROPES
-    hf_config = {**hf_config, "rope_parameters": ropes}
-    rope, sliding_rope = parse_ropes_by_layer_type(without_rotary_factor(hf_config), max_positions)
+    window = _read_window(hf_config)
+    is_sliding = _read_pattern(hf_config, "hybrid_layer_pattern", num_layers) or [
+        layer_idx > 0 and (layer_idx + 1) % 6 != 0 for layer_idx in range(num_layers)
+    ]
+    layer_types = read_layer_types(hf_config, is_sliding, sliding_window=window)
+    ropes = hf_config.get("rope_parameters")
+    hf_config = {**hf_config, "rope_parameters": _hub_ropes(hf_config) if ropes is None else ropes}
+    rope, sliding_rope = parse_ropes_by_layer_type(
+        without_rotary_factor(hf_config), max_positions, required_types=set(layer_types)
+    )
     full = AttentionConfig(
         **read_head_fields(hf_config, default_num_kv_heads=4, default_head_dim=192),
         v_head_dim=read_count(hf_config, "v_head_dim", 128),
@@ -118,17 +122,21 @@ def _read_attention(
         qkv_bias=read_flag(hf_config, "attention_bias"),
     )
     full = _with_rotary_dim(full, hf_config, "full_attention")
+    if full.num_q_heads % (2 * full.num_kv_heads):
+        raise ModelConfigError(
+            f"config.json: num_attention_heads={full.num_q_heads} is not a multiple of "
+            f"{2 * full.num_kv_heads}. Sliding layers have twice as many KV heads as "
+            f"num_key_value_heads={full.num_kv_heads}; wanted a multiple."
+        )
     sliding = dataclasses.replace(
         full, rope=sliding_rope, num_kv_heads=2 * full.num_kv_heads, has_sinks=True
     )
     sliding = _with_rotary_dim(sliding, hf_config, "sliding_attention")
-    window = _read_window(hf_config)
+    _check_hub_fields(hf_config, sliding)
     by_type = {
         "full_attention": full,
         "sliding_attention": with_window(sliding, window, max_positions),
     }
-    is_sliding = [layer_idx > 0 and (layer_idx + 1) % 6 != 0 for layer_idx in range(num_layers)]
-    layer_types = read_layer_types(hf_config, is_sliding, sliding_window=window)
     return tuple(by_type[layer_type] for layer_type in layer_types)
 
 
@@ -145,7 +153,7 @@ def _with_rotary_dim(
             f"config.json: rope type {attention.rope.kind!r} is not supported for "
             f"MiMoV2FlashForCausalLM, which turns a part of each head; wanted 'default'."
         )
-    by_type = {**hf_config, "rope_parameters": hf_config["rope_parameters"][layer_type]}
+    by_type = {**hf_config, "rope_parameters": hf_config["rope_parameters"].get(layer_type)}
     factor = read_rotary_factor(by_type, default=_DEFAULT_FACTOR)
     return dataclasses.replace(attention, rotary_dim=int(attention.head_dim * factor))
 
@@ -154,21 +162,75 @@ def _read_window(hf_config: Mapping[str, object]) -> int:
     """Positions that a token sees. `sliding_window_size` leaves the token itself out."""
     if hf_config.get("sliding_window_size") is not None:
         return read_count(hf_config, "sliding_window_size") + 1
-    return read_count(hf_config, "sliding_window", 129)
+    return read_count({"sliding_window": 129, **hf_config}, "sliding_window")
+
+
+def _read_eps(hf_config: Mapping[str, object]) -> float:
+    eps = hf_config.get("rms_norm_eps", hf_config.get("layernorm_epsilon", 1e-5))
+    return read_number({"rms_norm_eps": eps}, "rms_norm_eps")
+
+
+def _hub_ropes(hf_config: Mapping[str, object]) -> dict[str, dict[str, float]]:
+    """`rope_parameters` of a config.json without it, which may have the names of the hub."""
+    return {
+        "full_attention": {"rope_theta": read_number(hf_config, "rope_theta", 5e6)},
+        "sliding_attention": {"rope_theta": read_number(hf_config, "swa_rope_theta", 1e4)},
+    }
+
+
+def _read_pattern(hf_config: Mapping[str, object], name: str, num_layers: int) -> list[bool] | None:
+    """Reads the hub's list of a 0 or 1 for each layer; None if it is missing or null."""
+    pattern = hf_config.get(name)
+    if pattern is None:
+        return None
+    if (
+        not isinstance(pattern, list)
+        or len(pattern) != num_layers
+        or any(value not in (0, 1) for value in pattern)
+    ):
+        raise ModelConfigError(
+            f"config.json: {name} is {pattern!r}; wanted a list of {num_layers} numbers, 0 or 1, "
+            "one for each layer."
+        )
+    return [value == 1 for value in pattern]
+
+
+def _check_hub_fields(hf_config: Mapping[str, object], sliding: AttentionConfig) -> None:
+    """Raises if a field that only the hub writes contradicts the layers."""
+    used = {
+        "swa_num_attention_heads": sliding.num_q_heads,
+        "swa_num_key_value_heads": sliding.num_kv_heads,
+        "swa_head_dim": sliding.head_dim,
+        "swa_v_head_dim": sliding.value_head_dim,
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+    }
+    for name, value in used.items():
+        if hf_config.get(name) not in (None, value):
+            raise UnsupportedModelError(
+                f"config.json: {name} is {hf_config[name]!r}, which is not supported for "
+                f"MiMoV2FlashForCausalLM with the other fields; wanted {value!r}."
+            )
 
 
 def _refuse_experts(hf_config: Mapping[str, object], num_layers: int) -> None:
-    written = hf_config.get("mlp_layer_types")
-    types = written or ["dense"] + ["sparse"] * (num_layers - 1)
+    types, source = hf_config.get("mlp_layer_types"), "mlp_layer_types says that"
+    if types is None:
+        pattern = _read_pattern(hf_config, "moe_layer_freq", num_layers)
+        source = "moe_layer_freq says that"
+        if pattern is None:
+            pattern = [False] + [True] * (num_layers - 1)
+            source = "without mlp_layer_types, all layers but the first have experts:"
+        types = ["sparse" if has_experts else "dense" for has_experts in pattern]
     if not isinstance(types, list) or len(types) != num_layers:
         raise ModelConfigError(
-            f"config.json: mlp_layer_types is {written!r}; wanted a list of {num_layers} names, "
+            f"config.json: mlp_layer_types is {types!r}; wanted a list of {num_layers} names, "
             "one for each layer."
         )
-    num_experts = sum(name != "dense" for name in types)
+    num_experts = sum(layer_type != "dense" for layer_type in types)
     if num_experts:
         raise UnsupportedModelError(
-            f"config.json: mlp_layer_types says that {num_experts} of {num_layers} layers have "
-            "experts, which are not built for MiMoV2FlashForCausalLM yet; wanted 'dense' for every "
+            f"config.json: {source} {num_experts} of {num_layers} layers have experts, which are "
+            "not built for MiMoV2FlashForCausalLM yet; wanted 'dense' in mlp_layer_types for every "
             "layer."
         )

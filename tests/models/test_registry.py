@@ -387,15 +387,96 @@ def test_mimo_as_other_fields_say():
     assert (full.qkv_bias, full.out_bias) == (True, False)
 
 
-@pytest.mark.parametrize("types", [None, ["dense"] + ["sparse"] * 6])
-def test_experts_of_mimo_are_refused(types):
-    with pytest.raises(UnsupportedModelError, match="6 of 7 layers have experts"):
-        read_config(mimo_config(mlp_layer_types=types))
+# As the hub spells them; the first, third and last layers are full.
+MIMO_HUB = {
+    "num_key_value_heads": 2,
+    "hybrid_layer_pattern": [0, 1, 0, 1, 1, 1, 0],
+    "mlp_layer_types": None,
+    "moe_layer_freq": [0] * 7,
+    "layernorm_epsilon": 1e-4,
+    "rope_theta": 3e6,
+    "swa_rope_theta": 2e4,
+    "swa_num_attention_heads": 8,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 192,
+    "swa_v_head_dim": 128,
+    "add_swa_attention_sink_bias": True,
+    "add_full_attention_sink_bias": False,
+}
+
+
+def test_mimo_in_the_spelling_of_the_hub():
+    config = read_config(mimo_config(**MIMO_HUB))
+    layers = config.attention
+    full = [idx for idx, layer in enumerate(layers) if layer.sliding_window is None]
+    assert full == [0, 2, 6]
+    assert (layers[0].rope.theta, layers[1].rope.theta) == (3e6, 2e4)
+    assert config.rms_norm_eps == 1e-4
+    # The names of transformers win.
+    theirs = {
+        "layer_types": ["full_attention"] * 7,
+        "mlp_layer_types": ["dense"] * 7,
+        "moe_layer_freq": [1] * 7,
+        "rms_norm_eps": 1e-3,
+        "rope_parameters": {"full_attention": {"rope_theta": 4e6}},
+    }
+    config = read_config(mimo_config(**MIMO_HUB | theirs))
+    assert {(layer.sliding_window, layer.rope.theta) for layer in config.attention} == {(None, 4e6)}
+    assert config.rms_norm_eps == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("swa_num_attention_heads", 16),
+        ("swa_num_key_value_heads", 2),
+        ("swa_head_dim", 128),
+        ("swa_v_head_dim", 192),
+        ("add_swa_attention_sink_bias", False),
+        ("add_full_attention_sink_bias", True),
+    ],
+)
+def test_fields_of_the_hub_that_contradict_the_layers_of_mimo_are_refused(name, value):
+    with pytest.raises(UnsupportedModelError, match=f"{name} is {value}"):
+        read_config(mimo_config(**MIMO_HUB | {name: value}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mlp_layer_types": ["dense"] + ["sparse"] * 6}, "mlp_layer_types says that 6 of 7"),
+        ({"moe_layer_freq": [0] * 5 + [1] * 2}, "moe_layer_freq says that 2 of 7"),
+        ({}, "all layers but the first have experts: 6 of 7"),
+    ],
+)
+def test_experts_of_mimo_are_refused_before_its_quantization(fields, message):
+    quantized = {"quantization_config": {"quant_method": "fp8"}, "mlp_layer_types": None}
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_config(mimo_config(**quantized | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sliding_window": None}, "sliding_window is missing"),
+        ({"rms_norm_eps": None}, "rms_norm_eps is missing"),
+        ({"num_key_value_heads": 8}, "not a multiple of 16.*num_key_value_heads=8"),
+        ({"hybrid_layer_pattern": [0, 1]}, r"hybrid_layer_pattern is \[0, 1\]; wanted a list of 7"),
+        ({"hybrid_layer_pattern": [2] * 7}, "hybrid_layer_pattern is .*, 0 or 1"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            "rope_parameters has no rope_theta for sliding_attention",
+        ),
+    ],
+)
+def test_malformed_field_of_mimo_is_named(fields, message):
+    with pytest.raises(ModelConfigError, match=message):
+        read_config(mimo_config(**{"num_key_value_heads": 2} | fields))
 
 
 def test_mimo_turns_a_part_of_each_head_in_the_plain_way_alone():
-    linear = {"rope_type": "linear", "factor": 2.0}
-    ropes = {"full_attention": linear, "sliding_attention": {}}
+    linear = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}
+    ropes = {"full_attention": linear, "sliding_attention": {"rope_theta": 1e4}}
     with pytest.raises(UnsupportedModelError, match="rope type 'linear' is not supported for MiMo"):
         read_config(mimo_config(num_key_value_heads=2, rope_parameters=ropes))
 
