@@ -11,6 +11,7 @@ from models.attention_config import AttentionConfig
 from models.config_fields import read_flag, read_number, read_optional_number
 from models.decoder import Decoder
 from models.dense_config import DenseConfig, read_dense_fields, read_head_fields
+from models.errors import UnsupportedModelError
 from models.layer_types import read_layer_types, read_sliding_window, with_window
 from models.layers.attention import Attention
 from models.layers.decoder_layers import SandwichNormLayer
@@ -96,7 +97,8 @@ class Gemma2ForCausalLM(Decoder):
 def read_gemma_fields(hf_config: Mapping[str, object]) -> dict[str, object]:
     """The fields of `GemmaConfig` that all Gemmas write alike."""
     fields = read_dense_fields(
-        hf_config,
+        # transformers has these defaults; a null stays none.
+        {"bos_token_id": 2, "eos_token_id": 1, **hf_config},
         activation_field="hidden_activation",
         default_activation="gelu_pytorch_tanh",
         default_tie_word_embeddings=True,
@@ -128,3 +130,19 @@ def read_soft_caps(
         for name, default in defaults.items()
     )
     return attention_cap, logits_cap
+
+
+def read_logits_soft_cap(hf_config: Mapping[str, object]) -> float | None:
+    """The soft cap of the vocabulary's logits, for families without one on attention; null is none.
+
+    Raises:
+        UnsupportedModelError: There is a soft cap on attention.
+    """
+    soft_cap, logits_soft_cap = read_soft_caps(hf_config, None, None)
+    if soft_cap is not None:
+        # transformers ignores it, and other engines do not.
+        raise UnsupportedModelError(
+            f"config.json: attn_logit_softcapping={soft_cap:g} is not supported for this "
+            "architecture, which no release sets; wanted null."
+        )
+    return logits_soft_cap

@@ -8,13 +8,12 @@ import jax.numpy as jnp
 
 from models.attention_config import AttentionConfig
 from models.config_fields import read_count
-from models.errors import UnsupportedModelError
 from models.families.gemma2 import (
     Gemma2ForCausalLM,
     GemmaConfig,
     read_gemma_fields,
     read_gemma_head_fields,
-    read_soft_caps,
+    read_logits_soft_cap,
 )
 from models.layer_types import read_layer_types, read_sliding_window, with_window
 from models.layers.attention import Attention
@@ -29,13 +28,7 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
     def read_config(cls, hf_config: Mapping[str, object]) -> GemmaConfig:
         fields = read_gemma_fields(hf_config)
         max_positions, num_layers = fields["max_position_embeddings"], fields["num_layers"]
-        soft_cap, logits_soft_cap = read_soft_caps(hf_config, None, None)
-        if soft_cap is not None:
-            # transformers ignores it, and other engines do not.
-            raise UnsupportedModelError(
-                f"config.json: attn_logit_softcapping={soft_cap:g} is not supported for this "
-                "architecture, which no release sets; wanted null."
-            )
+        logits_soft_cap = read_logits_soft_cap(hf_config)
         rope, sliding_rope = parse_ropes_by_layer_type(hf_config, max_positions)
         full = AttentionConfig(**read_gemma_head_fields(hf_config), rope=rope)
         window = read_sliding_window(hf_config, default=4096)

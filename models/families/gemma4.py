@@ -18,7 +18,7 @@ from models.families.gemma2 import (
     GemmaConfig,
     read_gemma_fields,
     read_gemma_head_fields,
-    read_soft_caps,
+    read_logits_soft_cap,
 )
 from models.layer_context import LayerContext
 from models.layer_types import LayerType, read_layer_types, read_sliding_window, with_window
@@ -46,6 +46,8 @@ _DEFAULT_ROPES = {
 }
 # Of a layer that reads another's keys and values; older checkpoints have them all the same.
 _UNUSED_IF_SHARED = ("k_proj", "v_proj", "k_norm", "v_norm")
+# Fields that `per_layer_config` may set, and their names in `AttentionConfig`.
+_LAYER_FIELDS = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +77,11 @@ class Gemma4ForCausalLM(Decoder):
         _refuse_experts(hf_config)
         hf_config = _without_vision_masks(hf_config)
         fields = read_gemma_fields(hf_config)
-        _, logits_soft_cap = read_soft_caps(hf_config, None, None)
         per_layer_size = read_count(hf_config, "hidden_size_per_layer_input", 256, minimum=0)
         return Gemma4Config(
             **fields,
             attention=_read_attention(hf_config, fields),
-            logits_soft_cap=logits_soft_cap,
+            logits_soft_cap=read_logits_soft_cap(hf_config),
             per_layer_size=per_layer_size,
             per_layer_vocab_size=_read_per_layer_vocab(hf_config, fields) if per_layer_size else 0,
             has_double_wide_mlp=read_flag(hf_config, "use_double_wide_mlp"),
@@ -124,10 +125,11 @@ class Gemma4ForCausalLM(Decoder):
 
     def ignores_weight(self, name: str) -> bool:
         return any(
-            name == f"model.layers.{layer_idx}.self_attn.{module}.weight"
+            name == f"model.layers.{layer_idx}.self_attn.{module}.{parameter}"
             for layer_idx, layer in enumerate(self.config.attention)
             if layer.kv_layer_idx is not None
             for module in _UNUSED_IF_SHARED
+            for parameter in ("weight", "bias")
         )
 
     def embed(self, context: LayerContext) -> Carry:
@@ -266,12 +268,14 @@ def _read_attention(
 ) -> tuple[Gemma4AttentionConfig, ...]:
     """The attention of each layer."""
     num_layers, max_positions = fields["num_layers"], fields["max_position_embeddings"]
-    ropes = hf_config.get("rope_parameters") or _DEFAULT_ROPES
-    rope, sliding_rope = parse_ropes_by_layer_type(
-        {**hf_config, "rope_parameters": ropes}, max_positions
-    )
     window = read_sliding_window(hf_config, default=512)
     layer_types = _read_types(hf_config, num_layers, window)
+    ropes = hf_config.get("rope_parameters")
+    ropes = _DEFAULT_ROPES if ropes is None else ropes
+    rope, sliding_rope = parse_ropes_by_layer_type(
+        {**hf_config, "rope_parameters": ropes}, max_positions, required_types=set(layer_types)
+    )
+    by_layer = _read_layer_overrides(hf_config, num_layers)
     first_shared = _first_shared_layer(hf_config, layer_types)
     heads = read_gemma_head_fields(hf_config) | {"scale": 1.0}
     keys_are_values = read_flag(hf_config, "attention_k_eq_v")
@@ -281,8 +285,9 @@ def _read_attention(
         owner = None
         if layer_idx >= first_shared:
             owner = first_shared - 1 - layer_types[:first_shared][::-1].index(layer_type)
+        own = None if by_layer is None else by_layer.get(str(layer_idx), {})
         layer = Gemma4AttentionConfig(
-            **heads | _read_own_heads(hf_config, layer_idx, is_full=is_full),
+            **heads | _read_own_heads(hf_config, own, is_full=is_full),
             rope=rope if is_full else sliding_rope,
             kv_layer_idx=owner,
             keys_are_values=is_full and keys_are_values,
@@ -300,38 +305,61 @@ def _read_types(
     return (*layer_types[:-1], "full_attention")
 
 
-def _read_own_heads(
-    hf_config: Mapping[str, object], layer_idx: int, *, is_full: bool
-) -> dict[str, int]:
-    """What a layer has instead of the sizes of all layers.
+def _read_layer_overrides(
+    hf_config: Mapping[str, object], num_layers: int
+) -> dict[str, Mapping[str, object]] | None:
+    """The fields that single layers have instead of those of all layers, by the layer's number.
 
-    transformers 5.24 writes `per_layer_config`, with objects of the layers that differ. Before,
-    `global_head_dim` and `num_global_key_value_heads` are of the full layers, the second one only
-    where keys are values.
+    None: config.json was written before transformers 5.24 and has no `per_layer_config`.
     """
     by_layer = hf_config.get("per_layer_config")
-    if by_layer is not None:
-        if not isinstance(by_layer, Mapping):
-            raise ModelConfigError(
-                f"config.json: per_layer_config is {by_layer!r}; wanted an object of layers."
-            )
-        written = by_layer.get(str(layer_idx)) or {}
-        if not isinstance(written, Mapping):
+    if by_layer is None:
+        return None
+    if not isinstance(by_layer, Mapping):
+        raise ModelConfigError(
+            f"config.json: per_layer_config is {by_layer!r}; wanted an object of layers."
+        )
+    unknown = sorted(map(str, by_layer.keys() - {str(idx) for idx in range(num_layers)}))
+    if unknown:
+        raise ModelConfigError(
+            f"config.json: per_layer_config has the layers {', '.join(unknown)}; wanted numbers "
+            f"from 0 to {num_layers - 1}."
+        )
+    for layer_idx, written in by_layer.items():
+        if not isinstance(written, Mapping | None):
             raise ModelConfigError(
                 f"config.json: per_layer_config of layer {layer_idx} is {written!r}; wanted an "
                 "object."
             )
-    elif is_full:
-        written = {"head_dim": hf_config.get("global_head_dim", 512)}
-        if read_flag(hf_config, "attention_k_eq_v"):
-            written["num_key_value_heads"] = hf_config.get("num_global_key_value_heads")
-    else:
-        written = {}
-    names = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
+        other = sorted((written or {}).keys() - _LAYER_FIELDS.keys())
+        if other:
+            raise UnsupportedModelError(
+                f"config.json: per_layer_config of layer {layer_idx} has {', '.join(other)}; "
+                f"supported are {', '.join(_LAYER_FIELDS)}."
+            )
+    return {layer_idx: written or {} for layer_idx, written in by_layer.items()}
+
+
+def _read_own_heads(
+    hf_config: Mapping[str, object], own: Mapping[str, object] | None, *, is_full: bool
+) -> dict[str, int]:
+    """What a layer has instead of the sizes of all layers.
+
+    Args:
+        own: The layer's fields in `per_layer_config`. None: there is no `per_layer_config`. Then
+            `global_head_dim` and `num_global_key_value_heads` are of the full layers, the second
+            one only where keys are values.
+    """
+    names = _LAYER_FIELDS
+    if own is None:
+        names = {"global_head_dim": "head_dim"} if is_full else {}
+        if is_full and read_flag(hf_config, "attention_k_eq_v"):
+            names["num_global_key_value_heads"] = "num_kv_heads"
+        own = {"global_head_dim": 512, **hf_config}
     return {
-        own_name: read_count(written, name)
+        own_name: read_count(own, name)
         for name, own_name in names.items()
-        if written.get(name) is not None
+        if own.get(name) is not None
     }
 
 

@@ -208,6 +208,14 @@ def test_gemma2_caps_and_scale_where_they_are_left_out_and_where_they_are_null()
     assert (config.attention[0].soft_cap, config.logits_soft_cap) == (None, None)
 
 
+@pytest.mark.parametrize("architecture", [f"Gemma{number}ForCausalLM" for number in (2, 3, 4)])
+def test_special_tokens_of_gemma_where_they_are_left_out(architecture):
+    fields = hf_config(architecture, vocab_size_per_layer_input=1000)
+    config = read_config(fields)
+    assert (config.bos_token_id, config.eos_token_ids) == (2, (1,))
+    assert read_config(fields | {"eos_token_id": None}).eos_token_ids == ()
+
+
 def test_other_families_have_no_caps_and_their_own_scale():
     fields = {"attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 64, "head_dim": 16}
     layer = read_config(hf_config(**fields)).attention[0]
@@ -332,11 +340,28 @@ def test_masks_of_images_make_no_difference_to_gemma4_and_other_masks_are_refuse
         ({"per_layer_config": [1]}, r"per_layer_config is \[1\]; wanted an object"),
         ({"per_layer_config": {"5": 7}}, "per_layer_config of layer 5 is 7; wanted an object"),
         ({"per_layer_config": {"5": {"head_dim": 0}}}, "head_dim is 0; wanted a positive integer"),
+        ({"per_layer_config": {"7": {}, "x": {}}}, "layers 7, x; wanted numbers from 0 to 6"),
+        ({"global_head_dim": "16"}, "global_head_dim is '16'"),
+        (
+            {"attention_k_eq_v": True, "num_global_key_value_heads": "2"},
+            "num_global_key_value_heads is '2'",
+        ),
+        ({"rope_parameters": {}}, "rope_parameters has no rope_theta for full_attention"),
+        (
+            {"rope_parameters": {"full_attention": GEMMA4_ROPES["full_attention"]}},
+            "rope_parameters has no rope_theta for sliding_attention",
+        ),
     ],
 )
 def test_malformed_field_of_gemma4_is_named(fields, message):
     with pytest.raises(ModelConfigError, match=message):
         read_config(gemma4_config(**fields))
+
+
+def test_layers_of_gemma4_differ_in_known_fields_alone():
+    own = {"5": {"head_dim": 16, "sliding_window": 4}}
+    with pytest.raises(UnsupportedModelError, match="layer 5 has sliding_window; supported are"):
+        read_config(gemma4_config(per_layer_config=own))
 
 
 def mimo_config(**fields: object) -> dict[str, object]:

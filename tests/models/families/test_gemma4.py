@@ -110,5 +110,6 @@ def test_keys_and_values_of_layers_that_share_may_be_in_a_checkpoint():
     model = make_model()
     assert model.ignores_weight("model.layers.3.self_attn.k_proj.weight")
     assert model.ignores_weight("model.layers.8.self_attn.v_norm.weight")
+    assert model.ignores_weight("model.layers.3.self_attn.k_proj.bias")
     assert not model.ignores_weight("model.layers.2.self_attn.k_proj.weight")
     assert not model.ignores_weight("model.layers.3.self_attn.q_proj.weight")
