@@ -34,7 +34,8 @@ class ModelConfig:
     initializer_range: float
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    # Sliding layers keep all their keys and values, so that all layers share one block table.
+    # Sliding layers keep all their keys and values, as full layers do. Layers whose KV heads have
+    # equal sizes then share one block table.
     # A choice of the engine, not of the checkpoint.
     has_unified_kv: bool = False
 

@@ -142,5 +142,13 @@ def _check_owner(
     if formats[layer_idx] != formats[owner_idx]:
         raise ModelConfigError(
             f"config.json: layer {layer_idx} shares the keys and values of layer {owner_idx}, "
-            f"which keeps {formats[owner_idx]}; wanted {formats[layer_idx]}."
+            f"which has {_described(owner)}; wanted {_described(attention[layer_idx])}."
         )
+
+
+def _described(layer: AttentionConfig) -> str:
+    return (
+        f"{layer.num_kv_heads} KV heads, head_dim={layer.head_dim}, "
+        f"v_head_dim={layer.value_head_dim}, sliding_window={layer.sliding_window} and "
+        f"chunk_size={layer.chunk_size}"
+    )

@@ -34,7 +34,19 @@ def read_config(hf_config: Mapping[str, object]) -> "ModelConfig":
         ModelConfigError: A field is missing, of the wrong type, or contradicts another.
         UnsupportedModelError: The model needs something that is not built.
     """
-    return family_class(_read_architecture(hf_config)).read_config(hf_config)
+    architecture = _read_architecture(hf_config)
+    family = family_class(architecture)
+    # Families of other packages may read `text_config`.
+    if (
+        architecture in FAMILIES
+        and isinstance(hf_config.get("text_config"), Mapping)
+        and hf_config.get("vocab_size") is None
+    ):
+        raise UnsupportedModelError(
+            "config.json: it has a text_config and no vocab_size, so it describes a multimodal "
+            "model, whose text part is not read. Use a text checkpoint of this model."
+        )
+    return family.read_config(hf_config)
 
 
 def family_class(architecture: str) -> "type[Decoder]":
@@ -51,9 +63,12 @@ def family_class(architecture: str) -> "type[Decoder]":
     elif architecture in entry_points:
         entry_point = entry_points[architecture]
     else:
+        hint = ""
+        if architecture.endswith("ForConditionalGeneration"):
+            hint = " Multimodal checkpoints are not read, also not their text part."
         raise UnsupportedModelError(
             f"config.json: architecture {architecture!r} is not supported; supported are "
-            f"{', '.join([*FAMILIES, *entry_points])}."
+            f"{', '.join([*FAMILIES, *entry_points])}.{hint}"
         )
     try:
         return entry_point.load()

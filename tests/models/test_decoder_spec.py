@@ -88,7 +88,7 @@ def test_layers_that_share_have_no_cache_of_their_own():
             [FULL, reading(FULL, 0), reading(FULL, 1)],
             "layer 2 shares the keys and values of layer 1; wanted an earlier layer that has its",
         ),
-        ([FULL, reading(SLIDING, 0)], "layer 1 shares .* of layer 0, which keeps .*kind='full'"),
+        ([FULL, reading(SLIDING, 0)], "layer 1 shares .* of layer 0, which has 2 KV .*=None and"),
     ],
 )
 def test_keys_and_values_that_a_layer_cannot_read_are_refused(layers, message):

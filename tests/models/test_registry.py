@@ -572,9 +572,18 @@ def test_what_is_not_built_is_refused(fields, message):
         read_config(hf_config(**fields))
 
 
-def test_attention_cap_of_gemma3_is_refused():
+@pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "Gemma4ForCausalLM"])
+def test_attention_caps_of_later_gemmas_are_refused(architecture):
+    fields = {"attn_logit_softcapping": 50.0, "vocab_size_per_layer_input": 1000}
     with pytest.raises(UnsupportedModelError, match="attn_logit_softcapping=50"):
-        read_config(hf_config("Gemma3ForCausalLM", attn_logit_softcapping=50.0))
+        read_config(hf_config(architecture, **fields))
+
+
+def test_multimodal_configs_are_refused():
+    with pytest.raises(UnsupportedModelError, match="multimodal model, whose text part is not"):
+        read_config({"architectures": ["Gemma4ForCausalLM"], "text_config": {"vocab_size": 8}})
+    with pytest.raises(UnsupportedModelError, match="are not read, also not their text part"):
+        read_config(hf_config("Gemma4ForConditionalGeneration"))
 
 
 @pytest.mark.parametrize(
