@@ -286,12 +286,21 @@ def _read_attention(
         if layer_idx >= first_shared:
             owner = first_shared - 1 - layer_types[:first_shared][::-1].index(layer_type)
         own = None if by_layer is None else by_layer.get(str(layer_idx), {})
-        layer = Gemma4AttentionConfig(
-            **heads | _read_own_heads(hf_config, own, is_full=is_full),
-            rope=rope if is_full else sliding_rope,
-            kv_layer_idx=owner,
-            keys_are_values=is_full and keys_are_values,
-        )
+        own_heads = _read_own_heads(hf_config, own, is_full=is_full)
+        try:
+            layer = Gemma4AttentionConfig(
+                **heads | own_heads,
+                rope=rope if is_full else sliding_rope,
+                kv_layer_idx=owner,
+                keys_are_values=is_full and keys_are_values,
+            )
+        except ModelConfigError as error:
+            if not own_heads:
+                raise
+            raise ModelConfigError(
+                f"{error} Layer {layer_idx} has sizes of its own: see global_head_dim, "
+                "num_global_key_value_heads and per_layer_config."
+            ) from error
         attention.append(layer if is_full else with_window(layer, window, max_positions))
     return tuple(attention)
 

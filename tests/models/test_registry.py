@@ -346,6 +346,10 @@ def test_masks_of_images_make_no_difference_to_gemma4_and_other_masks_are_refuse
             {"attention_k_eq_v": True, "num_global_key_value_heads": "2"},
             "num_global_key_value_heads is '2'",
         ),
+        (
+            {"attention_k_eq_v": True, "num_global_key_value_heads": 3},
+            "Layer 5 has sizes of its own: .* num_global_key_value_heads",
+        ),
         ({"rope_parameters": {}}, "rope_parameters has no rope_theta for full_attention"),
         (
             {"rope_parameters": {"full_attention": GEMMA4_ROPES["full_attention"]}},
