@@ -112,3 +112,13 @@ def test_by_token_computes_the_rows_in_use_and_tells_which_they_are(context):
     widths.clear()
     assert kept.of_kept().by_token(add, kept.kept(values)).tolist() == [15, 17]
     assert widths == [2]
+
+
+def test_the_last_layer_has_one_query_for_each_request_with_tokens(context):
+    starts = jnp.asarray([0, 3, 4, 4], jnp.int32)  # The third row has no request.
+    context = changed_batch(context, query_start_loc=starts, wants=Wants(logits="last"))
+    assert context.query_start_loc.tolist() == [0, 3, 4, 4]
+    assert context.num_queries_per_req is None
+    last = context.of_last_layer()
+    assert last.query_start_loc.tolist() == [0, 1, 2, 2]
+    assert last.num_queries_per_req == 1

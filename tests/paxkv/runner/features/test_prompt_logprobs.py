@@ -6,6 +6,8 @@ import pytest
 
 from paxkv.config.engine_config import RunnerConfig
 from paxkv.config.sampling_params import SamplingParams
+from paxkv.contracts.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from paxkv.runner.batch.scheduled_rows import ScheduledRows
 from paxkv.runner.features.prompt_logprobs import PromptLogprobs
 from paxkv.runner.sampling.sampled_tokens import RESULT_WIDTH
 from tests.paxkv.runner.driver import RunnerDriver
@@ -88,6 +90,55 @@ def test_prompt_of_one_token_has_none(runner):
     assert driver.step({"a": 1}).prompt_logprobs == {"a": []}
     assert driver.step({"a": 1}).prompt_logprobs == {}
     driver.finish_all()
+
+
+def new_request(prompt_token_ids):
+    """The decision of a step with one new request, "a", that asks for log-probabilities."""
+    new_req = NewRequestData(
+        req_id="a",
+        prompt_token_ids=prompt_token_ids,
+        sampling_params=asks(2),
+        block_ids=([1],),
+        num_computed_tokens=0,
+    )
+    return SchedulerOutput(
+        scheduled_new_reqs=[new_req],
+        scheduled_cached_reqs=CachedRequestData(
+            req_ids=[],
+            resumed_req_ids=frozenset(),
+            new_block_ids=[],
+            num_computed_tokens=[],
+            num_output_tokens=[],
+            all_token_ids={},
+        ),
+        num_scheduled_tokens={"a": 1},
+        total_num_scheduled_tokens=1,
+        preempted_req_ids=frozenset(),
+        finished_req_ids=frozenset(),
+    )
+
+
+def test_only_steps_with_a_token_before_the_last_need_the_variant():
+    """A step with the variant is never a burst, and has the largest number of tokens."""
+    feature = PromptLogprobs(RunnerConfig(), vocab_size=VOCAB)
+    (variant,) = feature.variants()
+    token_ids_np = np.array([[4, 5, 6]], np.int32)
+    feature.before_step(new_request(token_ids_np[0].tolist()))
+
+    def plan(num_computed, num_scheduled):
+        return feature.plan(
+            ScheduledRows(
+                ["a"],
+                rows_np=np.array([0], np.int32),
+                num_scheduled_np=np.array([num_scheduled], np.int32),
+                num_computed_np=np.array([num_computed], np.int32),
+                num_tokens_np=np.array([3], np.int32),
+                num_pending_np=np.array([0], np.int32),
+                token_ids_np=token_ids_np,
+            )
+        )
+
+    assert [plan(*step).variant for step in ((0, 2), (1, 2), (2, 1))] == [variant, variant, None]
 
 
 @on_every_runner
