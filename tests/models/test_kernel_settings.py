@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh
 
 import pallas_kernels
-from models import ModelError
+from models import ModelError, load_model
 from models.kernel_settings import KernelSettings
 from models.weight_rule import MODEL_AXIS
 from tests.oracles.make_checkpoint import write_random_checkpoint
@@ -112,6 +112,12 @@ def test_heads_that_cannot_be_split_evenly_are_refused():
     settings.check_heads(8)
     with pytest.raises(ModelError, match="got 6 heads over 4 devices, wanted a multiple"):
         settings.check_heads(6)
+
+
+def test_a_model_takes_no_settings_that_split_its_heads_unevenly(tmp_path):
+    loaded = load_model(write_random_checkpoint(tmp_path, num_layers=1, num_kv_heads=2))
+    with pytest.raises(ModelError, match="got 2 heads over 4 devices"):
+        loaded.with_kernels(KernelSettings(mesh=FakeMesh()))
 
 
 def test_settings_of_a_mesh_know_their_target_and_are_hashable():
