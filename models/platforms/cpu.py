@@ -24,7 +24,6 @@ from models.platforms.processor import (
 # What YNNPACK does; XLA's default is more than that. Reductions by it compile in less time.
 _YNNPACK_DOES = "xla_cpu_experimental_ynn_fusion_type"
 _NOTHING, _REDUCTIONS = "", "LIBRARY_FUSION_TYPE_REDUCE"
-_VECTOR_BITS = "xla_cpu_prefer_vector_width"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +78,6 @@ class CPU(Platform):
         # XLA's default level is 2. At level 1, programs compile in 0.85 of the time, and
         # steps take 0.96 of it; at level 0, steps take 2.6 times as long (hidden 512, JAX 0.10.2).
         options = {"xla_backend_optimization_level": "1"}
-        # By default, XLA's own loops use half of a register of 512 bits. With all of it, 64
-        # mixed requests, hidden 512, tokens a CPU-second: in float32 as many on one core and 1.02
-        # to 1.08 times as many on two (JAX 0.10.2), on one with products in int8 and keys in
-        # float16 1.04 to 1.06 (0.12.0.1). Processors without avx512_fp16, some of which slow down
-        # for such instructions, were not measured.
-        if "avx512_fp16" in self.instruction_sets and not batch_invariant:
-            options[_VECTOR_BITS] = "512"
         if set(dtypes) == {"float32"} and not batch_invariant:
             options |= _float32_products(self.num_threads, self.instruction_sets)
         return options
@@ -94,11 +86,9 @@ class CPU(Platform):
         """Columns of the panels that float32 kernels are to lie in (`split_columns`).
 
         None leaves kernels whole: where several cores share the columns of each, where YNNPACK
-        multiplies, which is slow with panels, and where they gain nothing. With avx512_fp16, hidden
-        512, 64 mixed requests and one busy core, panels of 512 columns made 1.04 times the tokens a
-        CPU-second and of 256 1.03, before huge pages made more of it; with AVX2 alone 256 were
-        measured. With AVX-512 and without avx512_fp16 (AMD family 25 model 17) panels of 512 made
-        1.01 times as many of 64 requests, as many of 16, and 0.93 times as many of a single one.
+        multiplies, which is slow with panels, and where they gain nothing: with AVX-512 and without
+        avx512_fp16 (AMD family 25 model 17), panels of 512 made 1.01 times as many tokens per
+        CPU-second. `docs/design/cpu.md` has the gain with AVX2.
         """
         if self.num_threads > 1 or batch_invariant:
             return None

@@ -12,7 +12,6 @@ from models.platforms.processor import instruction_sets
 
 YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
 REDUCTIONS = "LIBRARY_FUSION_TYPE_REDUCE"
-VECTOR_BITS = "xla_cpu_prefer_vector_width"
 PROCESSORS = ((), ("avx2",), ("avx2", "avx512f"), ("avx2", "avx512f", "avx512_fp16"))
 
 
@@ -33,15 +32,6 @@ def test_xla_takes_the_options():
 def test_with_avx512_ynnpack_is_left_out_on_one_core_alone():
     assert options(num_cores=1)[YNNPACK] == ""
     assert YNNPACK not in options(num_cores=2)
-
-
-def test_registers_of_512_bits_are_used_whole_where_that_was_measured():
-    newest = ["avx2", "avx512f", "avx512_fp16"]
-    assert (
-        options(has=newest)[VECTOR_BITS] == options(has=newest, num_cores=2)[VECTOR_BITS] == "512"
-    )
-    assert VECTOR_BITS not in options()
-    assert VECTOR_BITS not in options(has=newest, batch_invariant=True)
 
 
 @pytest.mark.parametrize("num_cores", [1, 2])
