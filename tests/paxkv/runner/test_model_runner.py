@@ -279,6 +279,10 @@ def test_padding_is_counted(runner):
     driver.finish_all()
 
 
+def test_a_new_runner_has_padded_no_tokens():
+    assert make_runner(TinyModel()).num_padded_tokens == 0
+
+
 def test_tokens_are_fetched_once(runner):
     driver = RunnerDriver(runner)
     driver.add("a", prompt(0, 1), GREEDY)

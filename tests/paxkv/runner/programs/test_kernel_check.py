@@ -54,6 +54,12 @@ def xla_runs_once(monkeypatch):
     monkeypatch.setattr(kernel_check, "_run_layer", run_layer_once)
 
 
+def test_requests_hold_every_block_of_the_pool_once_and_not_the_null_block():
+    inputs = kernel_check._random_layer(LAYERS[0], seed=0)
+    num_blocks = inputs["kv_cache"].shape[1] // 2
+    assert sorted(inputs["block_tables"].ravel().tolist()) == list(range(1, num_blocks))
+
+
 def test_right_kernels_pass():
     assert why_kernels_differ(LAYERS, H200, implementation="reference") is None
 
