@@ -25,8 +25,8 @@ def complete_part(text: str) -> object:
 def _candidates(text: str) -> tuple[str, str]:
     """The text with ends for all open objects and lists; the same up to its last certain value."""
     open_ends: list[str] = []
-    # Where the certain part ends, and the ends of what is open there.
-    end, ends_there = 0, ""
+    # Where the certain part ends. Nothing opens or closes after it.
+    end = 0
     in_string = is_escaped = False
     for position, letter in enumerate(text):
         if in_string:
@@ -35,11 +35,12 @@ def _candidates(text: str) -> tuple[str, str]:
         elif letter == '"':
             in_string = True
         elif letter == ",":
-            end, ends_there = position, "".join(reversed(open_ends))
+            end = position
         elif letter in "{[}]":
             if letter in _ENDS:
                 open_ends.append(_ENDS[letter])
             elif open_ends:
                 open_ends.pop()
-            end, ends_there = position + 1, "".join(reversed(open_ends))
-    return text + "".join(reversed(open_ends)), text[:end] + ends_there
+            end = position + 1
+    ends = "".join(reversed(open_ends))
+    return text + ends, text[:end] + ends
