@@ -41,7 +41,7 @@ class ModelConfig:
 
     @property
     def attention_layers(self) -> tuple[AttentionConfig, ...]:
-        """Of the layers that have attention."""
+        """The attention configs of the layers that have attention."""
         return tuple(layer for layer in self.attention if layer is not None)
 
     @property

@@ -57,12 +57,14 @@ class Rows:
     """The tokens that the rows of some arrays belong to: by default all tokens of the step."""
 
     only_last: bool = False  # the last token of each request
-    width: Width | None = None  # the first ones of these
+    width: Width | None = None  # only the first `width.size` of them
 
 
 # Gives what a `Linear` returns, in place of what it computed. Takes the layer's name
 # (`Linear.name`), its input f[num_rows, in_features], what it computed f[num_rows, out_features],
-# and the context, whose `of_rows` and `layer_idx` tell the tokens of the rows and the layer.
+# and the context, whose `of_rows` and `layer_idx` identify the tokens of the rows and the layer.
+# It must return the shape and the dtype of what the `Linear` computed. A feature that sets it must
+# call the function of an earlier feature, if there is one.
 LinearChange = Callable[[str, jax.Array, jax.Array, "LayerContext"], jax.Array]
 
 
@@ -82,7 +84,7 @@ class LayerContext:
     drops_rows: bool = False
     # In [0, num_layers), traced in a loop over layers. None: outside of the layers.
     layer_idx: int | jax.Array | None = None
-    # Of the arrays that the context was given together with.
+    # The tokens that the rows of the function's arrays belong to.
     rows: Rows = Rows()
     change_linear: LinearChange | None = None
 
@@ -125,7 +127,7 @@ class LayerContext:
         return replace(self, rows=Rows(only_last=True)) if self.drops_rows else self
 
     def of_rows(self, x: jax.Array) -> jax.Array:  # f[num_tokens, ...] -> f[num_rows, ...]
-        """Of an array with a row for each token of the step, those of `rows`."""
+        """The rows of x, which has one for each token of the step, that belong to `rows`."""
         if self.rows.only_last:
             x = x[self.batch.last_tokens]
         return x if self.rows.width is None else self.rows.width.read(x)
@@ -138,7 +140,8 @@ class LayerContext:
 
         Args:
             function: Takes and returns arrays, or tuples of them, with tokens as the first axis.
-            arrays: With one row for each token of `rows`.
+            arrays: With one row for each token of `rows`. For arrays that `kept` returned, call
+                this method of `of_kept()`.
         """
         if len(self.batch.widths) < 2 or self.rows != Rows():
             return function(*arrays, self)

@@ -65,7 +65,10 @@ def family_class(architecture: str) -> "type[Decoder]":
     else:
         hint = ""
         if architecture.endswith("ForConditionalGeneration"):
-            hint = " Multimodal checkpoints are not read, also not their text part."
+            hint = (
+                " Multimodal and encoder-decoder checkpoints "
+                "are not read, also not their text part."
+            )
         raise UnsupportedModelError(
             f"config.json: architecture {architecture!r} is not supported; supported are "
             f"{', '.join([*FAMILIES, *entry_points])}.{hint}"

@@ -143,6 +143,6 @@ def read_logits_soft_cap(hf_config: Mapping[str, object]) -> float | None:
         # transformers ignores it, and other engines do not.
         raise UnsupportedModelError(
             f"config.json: attn_logit_softcapping={soft_cap:g} is not supported for this "
-            "architecture, which no release sets; wanted null."
+            "architecture; wanted null. No release sets it."
         )
     return logits_soft_cap

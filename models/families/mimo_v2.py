@@ -166,12 +166,14 @@ def _read_window(hf_config: Mapping[str, object]) -> int:
 
 
 def _read_eps(hf_config: Mapping[str, object]) -> float:
-    eps = hf_config.get("rms_norm_eps", hf_config.get("layernorm_epsilon", 1e-5))
-    return read_number({"rms_norm_eps": eps}, "rms_norm_eps")
+    for name in ("rms_norm_eps", "layernorm_epsilon"):
+        if name in hf_config:
+            return read_number(hf_config, name)
+    return 1e-5
 
 
 def _hub_ropes(hf_config: Mapping[str, object]) -> dict[str, dict[str, float]]:
-    """`rope_parameters` of a config.json without it, which may have the names of the hub."""
+    """Builds `rope_parameters` from the hub's `rope_theta` and `swa_rope_theta`."""
     return {
         "full_attention": {"rope_theta": read_number(hf_config, "rope_theta", 5e6)},
         "sliding_attention": {"rope_theta": read_number(hf_config, "swa_rope_theta", 1e4)},

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 
 # f[in_features, out_features], or panels of its columns.
 Kernel = jax.Array | tuple[jax.Array, ...]
@@ -15,6 +16,13 @@ class ChosenKernel:
 
     layer_idx: jax.Array  # i32[], in [0, len(kernels))
     kernels: tuple[Kernel, ...]  # of equal shapes and dtypes
+
+
+def dtype_of(kernel: Kernel | ChosenKernel) -> jnp.dtype:
+    """The dtype of a kernel, which all its panels and all kernels of a loop share."""
+    if isinstance(kernel, ChosenKernel):
+        kernel = kernel.kernels[0]
+    return kernel[0].dtype if isinstance(kernel, tuple) else kernel.dtype
 
 
 def with_kernel(

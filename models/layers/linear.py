@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.layer_context import LayerContext
-from models.layers.chosen_kernel import Kernel, with_kernel
-from models.layers.product import dot_float32, product
+from models.layers.chosen_kernel import Kernel, dtype_of, with_kernel
+from models.layers.product import dot, dot_float32, rounded
 from models.weight_rule import Source, SplitAxis, WeightRule
 
 
@@ -70,14 +70,20 @@ class Linear(nnx.Module):
         x: jax.Array,  # f[num_rows, in_features]
     ) -> jax.Array:  # f32[num_rows, out_features]
         """`x @ kernel` alone."""
-        scale = None if self.kernel_scale is None else self.kernel_scale[...]
+        kernel = self.kernel.get_value()
+        x_rounded, x_scale = rounded(x, dtype_of(kernel))
+        # Outside of the switch, XLA can fuse the joining and the scaling with what follows.
+        sums = jnp.concatenate(with_kernel(_dots, x_rounded, kernel), axis=1)[: x.shape[0]]
+        if x_scale is None:
+            return sums
+        return sums.astype(jnp.float32) * x_scale[:, None] * self.kernel_scale[...]
 
-        def multiply(x: jax.Array, kernel: Kernel) -> list[jax.Array]:
-            panels = kernel if isinstance(kernel, tuple) else (kernel,)
-            return [product(x, panel, scale) for panel in panels]
 
-        # Joined outside of the switch, where XLA can fuse it with what follows.
-        return jnp.concatenate(with_kernel(multiply, x, self.kernel.get_value()), axis=1)
+def _dots(
+    x: jax.Array,  # [num_rows, in_features]
+    kernel: Kernel,
+) -> list[jax.Array]:  # f32 or i32[num_rows, columns of a panel]
+    return [dot(x, panel) for panel in (kernel if isinstance(kernel, tuple) else (kernel,))]
 
 
 def name_linears(model: nnx.Module) -> None:

@@ -5,28 +5,33 @@ import jax.numpy as jnp
 from jax import lax
 
 INT8_MAX = 127
-# XLA:CPU multiplies fewer rows of bfloat16 or int8 than this ten times as slowly as so many.
+# XLA:CPU takes ten times as long to multiply 7 rows of bfloat16 or int8 as to multiply 8.
 MIN_ROUNDED_ROWS = 8
 
 
-def product(
+def rounded(
     x: jax.Array,  # f[num_tokens, in_features]
-    kernel: jax.Array,  # f[in_features, out_features], or i8[out_features, in_features]
-    kernel_scale: jax.Array | None,  # f32[out_features] of a kernel of int8
-) -> jax.Array:  # f32[num_tokens, out_features]
-    """`x @ kernel` with wide sums.
+    dtype: jnp.dtype,
+) -> tuple[jax.Array, jax.Array | None]:  # dtype[num_rows, in_features], f32[num_tokens]
+    """Rounds x to the dtype of a kernel with fewer bits, and adds rows up to `MIN_ROUNDED_ROWS`.
 
-    If the kernel has fewer bits than x, then x is rounded to its dtype: in int8, each token to 255
-    steps of its own largest number.
+    In int8, each token is rounded to 255 steps of its own largest number. The second result holds
+    these steps; it is None for every other dtype.
     """
-    num_tokens = x.shape[0]
-    if kernel.dtype == jnp.int8:
+    if x.dtype == dtype:
+        return x, None
+    if dtype == jnp.int8:
         x_q, x_scale = round_to_int8(x, axis=1)
-        sums = dot_int32(_at_least_min_rows(x_q), kernel)[:num_tokens].astype(jnp.float32)
-        return sums * x_scale[:, None] * kernel_scale
-    if kernel.dtype != x.dtype:
-        x = _at_least_min_rows(x.astype(kernel.dtype))
-    return dot_float32(x, kernel)[:num_tokens]
+        return _at_least_min_rows(x_q), x_scale
+    return _at_least_min_rows(x.astype(dtype)), None
+
+
+def dot(
+    x: jax.Array,  # [num_rows, in_features], of the kernel's dtype
+    kernel: jax.Array,  # f[in_features, out_features], or i8[out_features, in_features]
+) -> jax.Array:  # f32 or i32[num_rows, out_features]
+    """`x @ kernel` with wide sums."""
+    return dot_int32(x, kernel) if kernel.dtype == jnp.int8 else dot_float32(x, kernel)
 
 
 def dot_float32(
@@ -48,10 +53,10 @@ def dot_int32(
 ) -> jax.Array:  # i32[num_tokens, out_features]
     """Multiplies in integers.
 
-    What is summed lies together in both, as instructions for int8 want it. With [in, out] YNNPACK
-    reorders the kernel and sums its columns at each call: products of 512 by 1,536 take 1.2 to
-    1.3 times as long with 8 rows, 1.1 with 64, and about as long with 256 (one core with AVX-512
-    VNNI, JAX 0.12.0.1).
+    Both operands are contiguous along the summed axis, which int8 instructions need. With
+    [in, out] YNNPACK reorders the kernel and sums its columns at each call: products of 512 by
+    1,536 take 1.2 to 1.3 times as long with 8 rows, 1.1 with 64, and about as long with 256 (one
+    core with AVX-512 VNNI, JAX 0.12.0.1).
     """
     return lax.dot_general(
         x,

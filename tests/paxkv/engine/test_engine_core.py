@@ -9,7 +9,7 @@ import pytest
 from paxkv.config.engine_config import CacheConfig
 from paxkv.contracts.engine_output import EngineCoreOutput, StepOutputs, UtilityReply
 from paxkv.contracts.engine_request import AbortRequests, AddRequest, Shutdown, UtilityCall
-from paxkv.contracts.scheduler_output import CachedRequestData, SchedulerOutput
+from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.engine.engine_core import MAX_EMPTY_STEPS, EngineCore, StepInFlight
 from paxkv.errors import InvariantError
 from paxkv.scheduler.scheduler import Scheduler
@@ -18,6 +18,7 @@ from tests.paxkv.engine.fake_engine import (
     make_engine_core,
     make_request,
 )
+from tests.paxkv.no_cached import NO_CACHED
 
 
 def run_until_idle(core: EngineCore) -> list[EngineCoreOutput]:
@@ -263,14 +264,7 @@ def test_shutdown_waits_for_requests_only_when_draining() -> None:
 
 NOTHING = SchedulerOutput(
     scheduled_new_reqs=[],
-    scheduled_cached_reqs=CachedRequestData(
-        req_ids=[],
-        resumed_req_ids=frozenset(),
-        new_block_ids=[],
-        num_computed_tokens=[],
-        num_output_tokens=[],
-        all_token_ids={},
-    ),
+    scheduled_cached_reqs=NO_CACHED,
     num_scheduled_tokens={},
     total_num_scheduled_tokens=0,
     preempted_req_ids=frozenset(),

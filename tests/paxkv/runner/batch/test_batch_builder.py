@@ -15,16 +15,9 @@ from paxkv.runner.features.base import FeatureStep, StepFeature, StepVariant
 from paxkv.runner.features.prompt_logprobs import PromptLogprobsVariant
 from paxkv.runner.programs.bucketing import BurstShape, StepBuckets, TableShape
 from paxkv.runner.sampling.sampling_columns import ROW
+from tests.paxkv.no_cached import NO_CACHED
 
 MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE = 4, 32, 8
-NO_CACHED = CachedRequestData(
-    req_ids=[],
-    resumed_req_ids=frozenset(),
-    new_block_ids=[],
-    num_computed_tokens=[],
-    num_output_tokens=[],
-    all_token_ids={},
-)
 
 
 def table_shape(num_groups=1, block_size=BLOCK_SIZE):

@@ -5,10 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paxkv.contracts.scheduler_output import BlockCopy, CachedRequestData, SchedulerOutput
+from paxkv.contracts.scheduler_output import BlockCopy, SchedulerOutput
 from paxkv.errors import InvariantError
 from paxkv.runner.batch.block_copies import build_block_copies
 from paxkv.runner.programs.bucketing import StepBuckets, TableShape
+from tests.paxkv.no_cached import NO_CACHED
 
 NUM_BLOCKS = 40
 # Shapes of 8 and of 3 x 4 = 12 copies, since all groups count.
@@ -27,14 +28,7 @@ BUCKETS = StepBuckets(
 def output(copies=(), zeroed=()):
     return SchedulerOutput(
         scheduled_new_reqs=[],
-        scheduled_cached_reqs=CachedRequestData(
-            req_ids=[],
-            resumed_req_ids=frozenset(),
-            new_block_ids=[],
-            num_computed_tokens=[],
-            num_output_tokens=[],
-            all_token_ids={},
-        ),
+        scheduled_cached_reqs=NO_CACHED,
         num_scheduled_tokens={},
         total_num_scheduled_tokens=0,
         preempted_req_ids=frozenset(),

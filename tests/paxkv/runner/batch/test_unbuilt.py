@@ -7,13 +7,13 @@ import pytest
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import MultiModalFeature
 from paxkv.contracts.scheduler_output import (
-    CachedRequestData,
     KVConnectorMetadata,
     NewRequestData,
     SchedulerOutput,
 )
 from paxkv.errors import InvariantError
 from paxkv.runner.batch.unbuilt import refuse_unbuilt
+from tests.paxkv.no_cached import NO_CACHED
 
 NEW = NewRequestData(
     req_id="a",
@@ -24,14 +24,7 @@ NEW = NewRequestData(
 )
 PLAIN = SchedulerOutput(
     scheduled_new_reqs=[NEW],
-    scheduled_cached_reqs=CachedRequestData(
-        req_ids=[],
-        resumed_req_ids=frozenset(),
-        new_block_ids=[],
-        num_computed_tokens=[],
-        num_output_tokens=[],
-        all_token_ids={},
-    ),
+    scheduled_cached_reqs=NO_CACHED,
     num_scheduled_tokens={"a": 1},
     total_num_scheduled_tokens=1,
     preempted_req_ids=frozenset(),

@@ -6,10 +6,11 @@ import pytest
 
 from paxkv.config.engine_config import RunnerConfig
 from paxkv.config.sampling_params import SamplingParams
-from paxkv.contracts.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from paxkv.contracts.scheduler_output import NewRequestData, SchedulerOutput
 from paxkv.runner.batch.scheduled_rows import ScheduledRows
 from paxkv.runner.features.prompt_logprobs import PromptLogprobs
 from paxkv.runner.sampling.sampled_tokens import RESULT_WIDTH
+from tests.paxkv.no_cached import NO_CACHED
 from tests.paxkv.runner.driver import RunnerDriver
 from tests.paxkv.runner.shared_runners import MAX_NUM_BATCHED_TOKENS
 from tests.paxkv.runner.tiny_model import VOCAB
@@ -103,14 +104,7 @@ def new_request(prompt_token_ids):
     )
     return SchedulerOutput(
         scheduled_new_reqs=[new_req],
-        scheduled_cached_reqs=CachedRequestData(
-            req_ids=[],
-            resumed_req_ids=frozenset(),
-            new_block_ids=[],
-            num_computed_tokens=[],
-            num_output_tokens=[],
-            all_token_ids={},
-        ),
+        scheduled_cached_reqs=NO_CACHED,
         num_scheduled_tokens={"a": 1},
         total_num_scheduled_tokens=1,
         preempted_req_ids=frozenset(),
