@@ -63,8 +63,7 @@ class Rows:
 # Gives what a `Linear` returns, in place of what it computed. Takes the layer's name
 # (`Linear.name`), its input f[num_rows, in_features], what it computed f[num_rows, out_features],
 # and the context, whose `of_rows` and `layer_idx` identify the tokens of the rows and the layer.
-# It must return the shape and the dtype of what the `Linear` computed. A feature that sets it must
-# call the function of an earlier feature, if there is one.
+# It must return the shape and the dtype of what the `Linear` computed.
 LinearChange = Callable[[str, jax.Array, jax.Array, "LayerContext"], jax.Array]
 
 
@@ -86,7 +85,8 @@ class LayerContext:
     layer_idx: int | jax.Array | None = None
     # The tokens that the rows of the function's arrays belong to.
     rows: Rows = Rows()
-    change_linear: LinearChange | None = None
+    # What features do to the output of a `Linear`, one after the other (`add_linear_change`).
+    linear_changes: tuple[LinearChange, ...] = ()
 
     def at(self, layer_idx: int | jax.Array, places: LayerPlaces) -> "LayerContext":
         """The context of a layer whose caches have these places."""
@@ -118,13 +118,42 @@ class LayerContext:
         """The context of the last layer, which drops rows that no output needs (`drops_rows`)."""
         return replace(self, drops_rows=self.batch.drops_rows)
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the arrays that belong to `rows`."""
+        if self.rows.width is not None:
+            return self.rows.width.size
+        return self.batch.num_reqs if self.rows.only_last else self.batch.token_ids.shape[0]
+
     def kept(self, x: jax.Array) -> jax.Array:  # f[num_tokens, ...] -> f[num_queries, ...]
-        """The rows of the tokens that go on from this layer."""
-        return x[self.batch.last_tokens] if self.drops_rows else x
+        """The rows of the tokens that go on from this layer.
+
+        Raises:
+            ModelError: The last layer, which drops rows, has dropped some already.
+        """
+        if not self.drops_rows:
+            return x
+        self._check_all_rows()
+        return x[self.batch.last_tokens]
 
     def of_kept(self) -> "LayerContext":
-        """The context for arrays that `kept` returned."""
-        return replace(self, rows=Rows(only_last=True)) if self.drops_rows else self
+        """The context for arrays that `kept` returned.
+
+        Raises:
+            ModelError: As `kept`.
+        """
+        if not self.drops_rows:
+            return self
+        self._check_all_rows()
+        return replace(self, rows=Rows(only_last=True))
+
+    def _check_all_rows(self) -> None:
+        if self.rows != Rows():
+            raise ModelError(
+                "the last layer keeps rows of an array that has no row for every token of the "
+                f"step: its context is of {self.num_rows} of {self.batch.token_ids.shape[0]} rows. "
+                "Call `kept` and `of_kept` outside of functions given to `by_token`, and once."
+            )
 
     def of_rows(self, x: jax.Array) -> jax.Array:  # f[num_tokens, ...] -> f[num_rows, ...]
         """The rows of x, which has one for each token of the step, that belong to `rows`."""
@@ -142,7 +171,16 @@ class LayerContext:
             function: Takes and returns arrays, or tuples of them, with tokens as the first axis.
             arrays: With one row for each token of `rows`. For arrays that `kept` returned, call
                 this method of `of_kept()`.
+
+        Raises:
+            ModelError: An array has another number of rows.
         """
+        for array in arrays:
+            if array.shape[0] != self.num_rows:
+                raise ModelError(
+                    f"`by_token` got an array of shape {array.shape}, and its context is of "
+                    f"{self.num_rows} rows. Arrays from `kept` need the context `of_kept()`."
+                )
         if len(self.batch.widths) < 2 or self.rows != Rows():
             return function(*arrays, self)
         shapes = jax.eval_shape(lambda *arrays: function(*arrays, self), *arrays)
@@ -160,8 +198,25 @@ class LayerContext:
         x: jax.Array,  # f[num_rows, in_features]
         y: jax.Array,  # f[num_rows, out_features]
     ) -> jax.Array:  # f[num_rows, out_features]
-        """What the `Linear` of that name returns, which computed y from x."""
-        return y if self.change_linear is None else self.change_linear(name, x, y, self)
+        """What the `Linear` of that name returns, which computed y from x.
+
+        Raises:
+            ModelError: A change returns another shape or dtype.
+        """
+        for change in self.linear_changes:
+            changed = change(name, x, y, self)
+            if (changed.shape, changed.dtype) != (y.shape, y.dtype):
+                raise ModelError(
+                    f"a step feature changed what the Linear {name!r} returns from "
+                    f"{y.dtype}{list(y.shape)} to {changed.dtype}{list(changed.shape)}. "
+                    "A change must keep shape and dtype."
+                )
+            y = changed
+        return y
+
+    def add_linear_change(self, change: LinearChange) -> "LayerContext":
+        """The context where `change` gets what all changes before it returned."""
+        return replace(self, linear_changes=(*self.linear_changes, change))
 
     @property
     def num_queries_per_req(self) -> int | None:

@@ -17,7 +17,7 @@ from pallas_kernels.paged_attention.xla_problem import (
     RunningSoftmax,
     product_f32,
 )
-from pallas_kernels.row_reductions import max_of_rows, sum_of_rows
+from pallas_kernels.row_reductions import sum_of_rows
 
 # Tokens that attend beside each other, and positions of keys that they read at a time. Guesses.
 QUERY_TILE = 32
@@ -138,7 +138,7 @@ def _add_keys(
     v = jnp.where(is_seen[:, None, :, None], v, 0)
     products = product_f32("thgd,thpd->thgp", q, k)
     logits = problem.logits(products, is_seen[:, None, None, :], head_axis=1)
-    largest = jnp.maximum(softmax.largest, max_of_rows(logits))
+    largest = jnp.maximum(softmax.largest, logits.max(axis=-1))
     rescale = jnp.exp(softmax.largest - largest)
     # Where nothing has been seen yet `largest` is no logit, and these would be ones.
     weights = jnp.where(is_seen[:, None, None, :], jnp.exp(logits - largest[..., None]), 0.0)

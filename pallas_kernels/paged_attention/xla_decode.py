@@ -16,7 +16,6 @@ from pallas_kernels.paged_attention.xla_shared_prefix import (
     attend_shared_prefix,
     find_shared_prefix,
 )
-from pallas_kernels.row_reductions import max_of_rows, sum_of_rows
 
 # Numbers of K, and as many of V, that one step of the loop reads: few enough to stay in a core's
 # cache until they are multiplied. AVX-512, 2 MiB of level 2, JAX 0.10.2, float32, block_size 64:
@@ -111,7 +110,7 @@ def _add_blocks(
     # f32[chunk_blocks, num_kv_heads, group_size, block_size]
     logits = problem.logits(jnp.stack(products, axis=2), is_seen[:, None, None, :], head_axis=1)
 
-    largest = softmax.largest.at[written_req].max(max_of_rows(logits), **_DROPPED)
+    largest = softmax.largest.at[written_req].max(logits.max(axis=-1), **_DROPPED)
     rescale = jnp.exp(softmax.largest - largest)
     # A block on the list has a key that is seen, so `largest` is a true logit and masked weights
     # underflow to 0.
@@ -119,7 +118,7 @@ def _add_blocks(
     sums = [product_f32("nhp,nhpd->nhd", problem.as_weights(weights[:, :, g]), v) for g in group]
     return RunningSoftmax(
         largest,
-        (softmax.denominator * rescale).at[written_req].add(sum_of_rows(weights), **_DROPPED),
+        (softmax.denominator * rescale).at[written_req].add(weights.sum(axis=-1), **_DROPPED),
         (softmax.weighted_values * rescale[..., None])
         .at[written_req]
         .add(jnp.stack(sums, axis=2), **_DROPPED),

@@ -11,7 +11,6 @@ from pallas_kernels.paged_attention.xla_problem import (
     rows_at,
     running_totals,
 )
-from pallas_kernels.row_reductions import max_of_rows, sum_of_rows
 
 # Query tokens and keys that one step of the inner loop multiplies. Measured on one busy CPU core,
 # JAX 0.10.2, block_size 64, a whole step (hidden 512, 8 layers) of 16 requests of 32 new tokens
@@ -131,7 +130,7 @@ def add_kv_tile(
     products = product_f32("hqd,hkd->hqk", q, k).reshape(*shape, kv_tile)
     logits = problem.logits(products, is_seen, head_axis=0)
 
-    largest = jnp.maximum(softmax.largest, max_of_rows(logits))
+    largest = jnp.maximum(softmax.largest, logits.max(axis=-1))
     rescale = jnp.exp(softmax.largest - largest)
     # Selected, because a query token may see no key of this tile: then all its logits are alike.
     weights = jnp.where(is_seen, jnp.exp(logits - largest[..., None]), 0)
@@ -139,6 +138,6 @@ def add_kv_tile(
     sums = product_f32("hqk,hkd->hqd", rows, v).reshape(*shape, -1)
     return RunningSoftmax(
         largest,
-        softmax.denominator * rescale + sum_of_rows(weights),
+        softmax.denominator * rescale + weights.sum(axis=-1),
         softmax.weighted_values * rescale[..., None] + sums,
     )

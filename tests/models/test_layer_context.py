@@ -114,6 +114,24 @@ def test_by_token_computes_the_rows_in_use_and_tells_which_they_are(context):
     assert widths == [2]
 
 
+def test_rows_of_another_number_are_refused(context):
+    values = jnp.asarray([10, 11, 12, 13, 14])
+    last = changed_batch(context, widths=(2, 4, 5), wants=Wants(logits="last")).of_last_layer()
+    with pytest.raises(ModelError, match=r"of shape \(2,\), and its context is of 5 rows"):
+        last.by_token(lambda own, given: own, last.kept(values))
+    with pytest.raises(ModelError, match=r"of shape \(5,\), and its context is of 2 rows"):
+        last.of_kept().by_token(lambda own, given: own, values)
+
+
+def test_rows_are_dropped_once_and_of_all_tokens(context):
+    values = jnp.asarray([10, 11, 12, 13, 14])
+    last = changed_batch(context, widths=(2, 4, 5), wants=Wants(logits="last")).of_last_layer()
+    with pytest.raises(ModelError, match=r"context is of 2 of 5 rows.*`by_token`, and once"):
+        last.of_kept().kept(last.kept(values))
+    with pytest.raises(ModelError, match=r"context is of 2 of 5 rows"):
+        last.by_token(lambda own, given: given.of_kept().of_rows(values), values)
+
+
 def test_the_last_layer_has_one_query_for_each_request_with_tokens(context):
     starts = jnp.asarray([0, 3, 4, 4], jnp.int32)  # The third row has no request.
     context = changed_batch(context, query_start_loc=starts, wants=Wants(logits="last"))

@@ -13,7 +13,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.row_reductions import max_of_rows
 from paxkv.config.sampling_params import MAX_LOGPROBS
 from paxkv.runner.sampling.sampled_tokens import (
     RESULT_WIDTH,
@@ -63,13 +62,9 @@ def sample(
 
 
 def argmax_grouped(logits: jax.Array) -> jax.Array:  # f32[num_logits, vocab] -> i32[num_logits]
-    """`jnp.argmax` over the last axis, ties to the lowest index, as a search in two levels.
-
-    64 rows of 16,384 take 0.30 ms where XLA's own maximum of a group takes 1.18, and 0.28 where
-    YNNPACK's takes 0.23 (one core with AVX-512, JAX 0.10.2).
-    """
+    """`jnp.argmax` over the last axis, ties to the lowest index, as a search in two levels."""
     grouped = _grouped(logits, fill=-jnp.inf)
-    group_idx = jnp.argmax(max_of_rows(grouped, num_columns_left=1), axis=-1)
+    group_idx = jnp.argmax(grouped.max(axis=-1), axis=-1)
     inner_idx = jnp.argmax(_take_group(grouped, group_idx), axis=-1)
     return (group_idx * GROUP_SIZE + inner_idx).astype(jnp.int32)
 

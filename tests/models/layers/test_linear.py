@@ -1,13 +1,12 @@
 """Matrix products keep float32 sums, and the tied head equals the transposed copy."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from models import ModelError
 from models.layers.linear import Embedding, Linear, name_linears
 from models.layers.product import dot_float32
 from tests.models.plain_context import plain_context
@@ -32,9 +31,26 @@ def test_the_context_may_change_what_a_linear_returns():
         return y + 2
 
     x = jnp.array([[1.0, 2.0]], jnp.bfloat16)
-    context = dataclasses.replace(plain_context(), change_linear=change)
+    context = plain_context().add_linear_change(change)
     assert linear(x, context).tolist() == [[6.0, 6.0, 6.0]]
     assert calls == [("mlp.up_proj", [[1.0, 2.0]], [[4.0, 4.0, 4.0]], context)]
+    # A second one gets what the first one returned.
+    both = context.add_linear_change(lambda name, x, y, context: 10 * y)
+    assert linear(x, both).tolist() == [[60.0, 60.0, 60.0]]
+
+
+@pytest.mark.parametrize(
+    ("change", "given"),
+    [(lambda y: y[:, :1], r"bfloat16\[1, 1\]"), (lambda y: y * jnp.float32(2), r"float32\[1, 3\]")],
+)
+def test_a_change_of_shape_or_dtype_is_refused(change, given):
+    linear = Linear(2, 3, dtype=jnp.bfloat16)
+    linear.name = "mlp.up_proj"
+    context = plain_context().add_linear_change(lambda name, x, y, context: change(y))
+    with pytest.raises(
+        ModelError, match=rf"'mlp.up_proj' returns from bfloat16\[1, 3\] to {given}"
+    ):
+        linear(jnp.ones((1, 2), jnp.bfloat16), context)
 
 
 def test_names_are_paths_in_the_layer_and_else_in_the_model():

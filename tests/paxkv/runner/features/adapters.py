@@ -50,7 +50,7 @@ class AdaptersVariant(StepVariant):
             own = context.of_rows(ids)
             return y + jnp.einsum("ti,tir,tro->to", x, down[own], up[own])
 
-        return dataclasses.replace(context, change_linear=change)
+        return context.add_linear_change(change)
 
 
 @dataclasses.dataclass(frozen=True)
