@@ -75,8 +75,8 @@ class CPU(Platform):
         XLA's own products sum some rows in another order than others; YNNPACK does not. So
         batch-invariant programs keep it.
         """
-        # XLA's default level is 2. At level 1, programs compile in 0.85 of the time, and
-        # steps take 0.96 of it; at level 0, steps take 2.6 times as long (hidden 512, JAX 0.10.2).
+        # XLA's default level is 2. At level 1, a start takes 0.95 of the CPU time, and steps take
+        # as long; at level 0, steps take 2.6 times as long (hidden 512, JAX 0.10.2).
         options = {"xla_backend_optimization_level": "1"}
         if set(dtypes) == {"float32"} and not batch_invariant:
             options |= _float32_products(self.num_threads, self.instruction_sets)
