@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,10 +20,14 @@ from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.runner.batch.device_step import DeviceStep
 from paxkv.runner.model_runner import ModelRunner
+from paxkv.runner.programs import bucketing
 from paxkv.runner.programs import burst as burst_module
+from paxkv.runner.programs import warmup as warmup_module
+from paxkv.runner.programs.bucketing import SamplerShape
 from paxkv.runner.sampling import sampler_program as sampler_program_module
 from paxkv.runner.sampling.sampled_tokens import RESULT_WIDTH, SampledTokens, pack_result
 from paxkv.runner.sampling.sampler import sample
+from paxkv.runner.sampling.sampler_program import SamplerFunction
 from paxkv.runner.sampling.sampling_columns import SamplingInputs
 from paxkv.scheduler.async_scheduler import AsyncScheduler
 from paxkv.scheduler.scheduler import Scheduler
@@ -72,6 +77,12 @@ class RecordingRunner:
 
     It is shared by runs under different settings, so that each program is compiled once, and so
     that each run starts on a cache full of the previous run's keys and values.
+
+    Args:
+        max_num_batched_tokens: Tokens of the largest step; its runs may not allow more. With 64 or
+            fewer there is one program of steps.
+        has_one_burst_size: A burst of a single request runs the program for `MAX_NUM_SEQS` of them
+            instead of its own.
     """
 
     def __init__(
@@ -82,11 +93,15 @@ class RecordingRunner:
         max_model_len: int = MAX_MODEL_LEN,
         has_unified_kv: bool = False,
         batch_invariant: bool = False,
+        max_num_batched_tokens: int = 2048,
+        has_one_burst_size: bool = False,
     ) -> None:
         self.max_model_len = max_model_len
         model = load_model(checkpoint, dtype="float32", has_unified_kv=has_unified_kv)
         self.vocab_size = model.config.vocab_size
-        with _logits_behind_result(self.vocab_size):
+        with _logits_behind_result(self.vocab_size), pytest.MonkeyPatch.context() as patch:
+            if has_one_burst_size:
+                patch.setattr(bucketing, "decode_buckets", lambda max_num_seqs: (max_num_seqs,))
             self.runner = ModelRunner(
                 model,
                 cache_config=CacheConfig(
@@ -94,7 +109,7 @@ class RecordingRunner:
                 ),
                 scheduler_config=SchedulerConfig(
                     max_num_seqs=MAX_NUM_SEQS,
-                    max_num_batched_tokens=2048,
+                    max_num_batched_tokens=max_num_batched_tokens,
                     max_decode_burst=MAX_DECODE_BURST,
                 ),
                 max_model_len=max_model_len,
@@ -129,7 +144,14 @@ def _logits_behind_result(vocab_size: int) -> Iterator[None]:
             patch.setattr(module, "sample", recording_sample)
             patch.setattr(module, "pack_result", recording_pack)
             patch.setattr(module, "RESULT_WIDTH", RESULT_WIDTH + vocab_size)
+        patch.setattr(warmup_module, "make_sampler", _make_recording_sampler)
         yield
+
+
+@functools.cache
+def _make_recording_sampler(shape: SamplerShape) -> SamplerFunction:
+    """One function per shape, so that JAX traces the samplers of all runners once."""
+    return sampler_program_module.make_sampler(shape)
 
 
 def run_engine(

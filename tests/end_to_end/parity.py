@@ -1,6 +1,7 @@
 """Compares the engine with live transformers under settings that must not change an answer."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from models import LoadedModel, load_model
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.generate import CompiledGenerator
 from paxkv.runner.batch.generate_inputs import GenerateShape
+from paxkv.runner.model_runner import ModelRunner
 from tests.end_to_end.engine_harness import (
     MAX_DECODE_BURST,
     EngineSettings,
@@ -97,13 +99,22 @@ class Compared:
         assert self.num_unsure <= MAX_UNSURE_SHARE * self.num_positions
 
 
-def make_reference(family: str, folder: Path, seed: int) -> Reference:
-    """Saves the family's checkpoint of that seed, and runs transformers on it."""
+def make_reference(family: str, folder: Path, seed: int, *, is_shallow: bool = False) -> Reference:
+    """Saves the family's checkpoint of that seed, and runs transformers on it.
+
+    Args:
+        is_shallow: The checkpoint is that of `more_families.SHALLOW`, if the family is there.
+    """
     import torch
 
-    from tests.oracles import families, more_families  # noqa: F401
+    from tests.oracles import families, more_families
 
-    model, _ = families.make(family, folder, seed)
+    table = families.FAMILIES | families.EXTRA
+    if is_shallow:
+        table |= more_families.SHALLOW
+    model, _ = families.build(family, seed, table)
+    families.sharpen(model, seed)
+    families.finish(model, folder)
     reference = Reference(prompts=families.prompts(seed), token_ids=[], logits=[], relative_error=0)
     errors = []
     for prompt in reference.prompts:
@@ -124,40 +135,67 @@ class ParityEngine:
 
     Args:
         checkpoint: Of any seed.
+        has_every_size: Whether the runners compile the sizes of programs that an engine with the
+            default settings would use. Otherwise there is one program of steps and one of bursts.
+        has_every_kind: Whether there are batch-invariant programs and a `CompiledGenerator`, too.
     """
 
-    def __init__(self, checkpoint: Path) -> None:
-        self._ordinary = RecordingRunner(checkpoint, _BLOCK_SIZE)
-        self._invariant = RecordingRunner(checkpoint, _BLOCK_SIZE, batch_invariant=True)
-        shape = GenerateShape(
-            batch_size=4, max_prompt_len=96, max_new_tokens=NUM_NEW_TOKENS, block_size=_BLOCK_SIZE
-        )
-        self._generator = CompiledGenerator(load_model(checkpoint, dtype="float32"), shape)
+    def __init__(self, checkpoint: Path, *, has_every_size: bool, has_every_kind: bool) -> None:
+        make_runner = functools.partial(RecordingRunner, checkpoint, _BLOCK_SIZE)
+        if not has_every_size:
+            make_runner = functools.partial(
+                make_runner,
+                max_num_batched_tokens=_ROOMY.max_num_batched_tokens,
+                has_one_burst_size=True,
+            )
+        self._ordinary = make_runner()
+        self._invariant = make_runner(batch_invariant=True) if has_every_kind else None
+        self._generator = None
+        if has_every_kind:
+            shape = GenerateShape(
+                batch_size=4,
+                max_prompt_len=96,
+                max_new_tokens=NUM_NEW_TOKENS,
+                block_size=_BLOCK_SIZE,
+            )
+            self._generator = CompiledGenerator(load_model(checkpoint, dtype="float32"), shape)
+
+    @property
+    def _runners(self) -> list[ModelRunner]:
+        return [
+            recording.runner
+            for recording in (self._ordinary, self._invariant)
+            if recording is not None
+        ]
 
     def load(self, checkpoint: Path) -> None:
         """Puts the weights of another checkpoint of the family in."""
         model = load_model(checkpoint, dtype="float32")
-        for recording in (self._ordinary, self._invariant):
-            recording.runner._params = _put_like(model, recording.runner._params)
-        self._generator._model = model
+        for runner in self._runners:
+            runner._params = _put_like(model, runner._params)
+        if self._generator is not None:
+            self._generator._model = model
 
     @property
     def num_programs(self) -> int:
         """Compiled so far, for all settings."""
-        runners = (self._ordinary.runner, self._invariant.runner)
-        num_steps = sum(runner._programs.num_compiles for runner in runners)
-        return num_steps + self._generator._generate._cache_size()
+        num_programs = sum(runner._programs.num_compiles for runner in self._runners)
+        if self._generator is not None:
+            num_programs += self._generator._generate._cache_size()
+        return num_programs
 
     def compare(self, reference: Reference) -> dict[str, Compared]:
-        """A row for each setting."""
+        """A row for each setting that there are programs for."""
         rows = {
             name: self._follow(self._ordinary, reference, settings, is_twice=name in TWICE)
             for name, settings in SETTINGS.items()
         }
         tiny = dataclasses.replace(_ROOMY, num_blocks=self._tiny_pool(reference))
         rows["preempted"] = self._follow(self._ordinary, reference, tiny)
-        rows["batch-invariant"] = self._follow(self._invariant, reference, _ROOMY)
-        rows["CompiledGenerator"] = self._follow_generator(reference)
+        if self._invariant is not None:
+            rows["batch-invariant"] = self._follow(self._invariant, reference, _ROOMY)
+        if self._generator is not None:
+            rows["CompiledGenerator"] = self._follow_generator(reference, self._generator)
         for row in rows.values():
             row.check()
         return rows
@@ -209,7 +247,7 @@ class ParityEngine:
             todo = left
         return row
 
-    def _follow_generator(self, reference: Reference) -> Compared:
+    def _follow_generator(self, reference: Reference, generator: CompiledGenerator) -> Compared:
         row = Compared()
         todo = [(idx, 0) for idx in range(len(reference.prompts))]
         while todo:
@@ -220,7 +258,7 @@ class ParityEngine:
             ]
             left = []
             for (idx, start), token_ids in zip(
-                todo, self._generator.generate(prompts, params), strict=True
+                todo, generator.generate(prompts, params), strict=True
             ):
                 for position, token_id in enumerate(token_ids, start=start):
                     if not row.add_token(reference, idx, position, token_id):

@@ -1,4 +1,13 @@
-"""Every family answers as live transformers does, under every setting of `parity.SETTINGS`."""
+"""Every family answers as live transformers does, under the settings of `parity`.
+
+The normal suite runs each family once, with few layers and few programs: one of steps and one of
+bursts, since compiling takes most of the time. Families of `EVERY_KIND` also run batch-invariant
+programs and `CompiledGenerator`: between them they have sliding windows, sinks, and layers that
+share a cache. `test_chunked_attention.py` does so for chunks.
+
+`pytest -m slow` runs three seeds of every family with all its layers, every size of program, and
+programs of every kind.
+"""
 
 from pathlib import Path
 
@@ -7,34 +16,39 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.end_to_end.parity import TABLE_HEAD, ParityEngine, make_reference, table_line
+from tests.end_to_end.parity import TABLE_HEAD, ParityEngine, Reference, make_reference, table_line
 from tests.oracles.test_families import LOADED
+
+EVERY_KIND = ("gemma4-ple", "mimo-v2-flash-dense")
 
 
 @pytest.mark.parametrize("family", LOADED)
 def test_family_answers_as_transformers_does(family: str, tmp_path: Path) -> None:
-    run_seeds(family, (1,), tmp_path)
+    reference = make_reference(family, tmp_path, 1, is_shallow=True)
+    engine = ParityEngine(tmp_path, has_every_size=False, has_every_kind=family in EVERY_KIND)
+    print(f"\n{TABLE_HEAD}")
+    compare(engine, family, 1, reference)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", LOADED)
 def test_other_weights_answer_so_too_with_the_same_programs(family: str, tmp_path: Path) -> None:
-    run_seeds(family, (1, 2, 3), tmp_path)
-
-
-def run_seeds(family: str, seeds: tuple[int, ...], folder: Path) -> None:
-    """Prints the table; asserts that all but the first seed compile nothing."""
     engine, num_programs = None, None
     print(f"\n{TABLE_HEAD}")
-    for seed in seeds:
-        checkpoint = folder / str(seed)
+    for seed in (1, 2, 3):
+        checkpoint = tmp_path / str(seed)
         reference = make_reference(family, checkpoint, seed)
         if engine is None:
-            engine = ParityEngine(checkpoint)
+            engine = ParityEngine(checkpoint, has_every_size=True, has_every_kind=True)
         else:
             engine.load(checkpoint)
-        for name, row in engine.compare(reference).items():
-            print(table_line(family, seed, name, row, reference))
+        compare(engine, family, seed, reference)
         if num_programs is None:
             num_programs = engine.num_programs
         assert engine.num_programs == num_programs > 0
+
+
+def compare(engine: ParityEngine, family: str, seed: int, reference: Reference) -> None:
+    """Prints the rows of one seed."""
+    for name, row in engine.compare(reference).items():
+        print(table_line(family, seed, name, row, reference))

@@ -1,12 +1,15 @@
 """Configurations beside those of `families.py`, which set options that its ones leave at defaults.
 
-Importing this module adds them to `families.EXTRA`.
+Importing this module adds `MORE` to `families.EXTRA`.
 """
+
+from collections.abc import Callable
 
 import transformers
 
 from tests.oracles import families
 
+_FULL = "full_attention"
 MORE = {
     # Norms of heads, parallel residual, biases, and half of each head turned.
     "stablelm-2": lambda: transformers.StableLmConfig(
@@ -43,3 +46,36 @@ MORE = {
     ),
 }
 families.EXTRA.update(MORE)
+
+
+def _with_fields(family: str, **fields: object) -> Callable[[], transformers.PreTrainedConfig]:
+    def make_config() -> transformers.PreTrainedConfig:
+        name, own = families.spec(family)
+        return getattr(transformers, name)(**own | fields)
+
+    return make_config
+
+
+_SLIDING = "sliding_attention"
+# Families with fewer layers. They keep each kind of layer, so their programs compute the same, and
+# take about half the time to compile.
+SHALLOW = {
+    "gemma2": _with_fields("gemma2", num_hidden_layers=2, layer_types=[_SLIDING, _FULL]),
+    "gemma3": _with_fields("gemma3", num_hidden_layers=3, layer_types=[_SLIDING, _SLIDING, _FULL]),
+    "gemma4-dense": _with_fields(
+        "gemma4-dense", num_hidden_layers=3, layer_types=[_SLIDING, _SLIDING, _FULL]
+    ),
+    # The last two layers read the caches of the second and the third.
+    "gemma4-ple": _with_fields(
+        "gemma4-ple",
+        num_hidden_layers=5,
+        num_kv_shared_layers=2,
+        layer_types=[_SLIDING, _SLIDING, _FULL, _SLIDING, _FULL],
+    ),
+    "mimo-v2-flash-dense": _with_fields(
+        "mimo-v2-flash-dense",
+        num_hidden_layers=3,
+        layer_types=[_SLIDING, _SLIDING, _FULL],
+        mlp_layer_types=["dense"] * 3,
+    ),
+}
