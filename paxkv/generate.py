@@ -206,7 +206,9 @@ class CompiledGenerator:
         self._seed = seed
         self._max_model_len = find_max_model_len(max_model_len, model.config)
         self._tokenizer = tokenizer
-        self._generate = jax.jit(make_generate(model, shape))
+        # As the engine's programs are compiled.
+        options = model.platform.compiler_options({param.dtype.name for param in model.params})
+        self._generate = jax.jit(make_generate(model, shape), compiler_options=options)
 
     def generate(
         self,

@@ -4,7 +4,6 @@ import dataclasses
 import re
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from tests.end_to_end.engine_harness import EngineSettings, RecordingRunner, run
 from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.oracles.serving_golden import NUM_NEW_TOKENS, load_serving_golden, write_serving_recipe
 from tests.paxkv.runner.tiny_model import VOCAB, TinyModel
+from tests.quick_compile import quick_jit
 
 SHAPE = GenerateShape(batch_size=8, max_prompt_len=101, max_new_tokens=NUM_NEW_TOKENS)
 
@@ -67,7 +67,7 @@ def test_groups_of_two_block_sizes_have_blocks_of_their_own() -> None:
         stop_token_ids=np.full((2, shape.max_stop_ids), VOCAB, np.int32),
         sampling_rows=np.zeros((2, NUM_COLUMNS), np.int32),
     )
-    outputs = jax.jit(make_generate(model, shape))(model.params, inputs)
+    outputs = quick_jit(make_generate(model, shape))(model.params, inputs)
     assert {place.inputs_idx for ((_, place),) in model.places} == {0, 1}
     for tokens, prompt in zip(outputs.token_ids.tolist(), prompts, strict=True):
         sequence = list(prompt)
@@ -195,7 +195,7 @@ def test_empty_rows_generate_nothing(checkpoint) -> None:
         stop_token_ids=np.full((2, shape.max_stop_ids), model.config.vocab_size, np.int32),
         sampling_rows=np.zeros((2, NUM_COLUMNS), np.int32),
     )
-    outputs = jax.jit(make_generate(model, shape))(model.params, inputs)
+    outputs = quick_jit(make_generate(model, shape))(model.params, inputs)
     assert outputs.num_tokens.tolist() == [0, 0]
     assert not np.asarray(outputs.token_ids).any()
 
@@ -258,7 +258,7 @@ def packed_inputs(shape: GenerateShape, vocab_size: int, *, max_model_len: int) 
 def test_packed_rows_are_of_the_row_in_their_place(checkpoint) -> None:
     model = load_model(checkpoint, dtype="float32")
     shape = dataclasses.replace(SHAPE, batch_size=3)
-    generate = jax.jit(make_generate(model, shape))
+    generate = quick_jit(make_generate(model, shape))
     most, vocab_size = shape.max_tokens_per_row, model.config.vocab_size
     outputs = generate(model.params, packed_inputs(shape, vocab_size, max_model_len=most))
     assert outputs.token_ids[:, :4].tolist() == [[20] * 4, [30, 30, 0, 0], [0] * 4]

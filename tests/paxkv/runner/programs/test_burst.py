@@ -19,6 +19,7 @@ from paxkv.runner.sampling.sampling_columns import encode_sampling_params
 from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.oracles.placed_model import place_model
 from tests.paxkv.runner.tiny_model import HEAD_DIM, NUM_HEADS, VOCAB, TinyModel
+from tests.quick_compile import quick_jit
 
 MAX_NUM_SEQS, BLOCK_SIZE, NUM_BLOCKS = 4, 8, 9
 PAGE = (2, NUM_HEADS, BLOCK_SIZE, HEAD_DIM)  # keys, then values
@@ -71,7 +72,7 @@ def compiled_burst(max_steps, widths=()):
     """One program of each shape for all `TinyBursts`."""
     # Two rows at a time, so that three take turns.
     shape = dataclasses.replace(SHAPE, max_steps=max_steps, widths=widths, chunk_rows=2)
-    return jax.jit(make_burst(MODEL, shape))
+    return quick_jit(make_burst(MODEL, shape))
 
 
 class TinyBursts:

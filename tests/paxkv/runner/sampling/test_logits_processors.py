@@ -29,13 +29,14 @@ from paxkv.runner.sampling.sampling_columns import (
 )
 from paxkv.scheduler.request import Request
 from tests.paxkv.runner.logits_truth import true_logits
+from tests.quick_compile import quick_jit
 
 # Not multiples of 32, nor of the pieces in which a history is counted.
 VOCAB, MAX_MODEL_LEN, NUM_ROWS = 70, 600, 3
-PROCESS = jax.jit(process_logits)
-WRITE = jax.jit(write_row)
-DECODE = jax.jit(decode_processors)
-NEEDS_PROCESSING = jax.jit(needs_processing)
+PROCESS = quick_jit(process_logits)
+WRITE = quick_jit(write_row)
+DECODE = quick_jit(decode_processors)
+NEEDS_PROCESSING = quick_jit(needs_processing)
 TOKEN = st.integers(0, VOCAB - 1)
 
 

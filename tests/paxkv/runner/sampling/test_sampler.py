@@ -7,10 +7,11 @@ import pytest
 
 from paxkv.runner.sampling.sampler import argmax_grouped, sample
 from paxkv.runner.sampling.sampling_columns import COLUMNS, NUM_COLUMNS, SamplingInputs
+from tests.quick_compile import quick_jit
 
 VOCAB = 300  # three groups, the last one partly filled
 NUM_DRAWS = 8192
-SAMPLE = jax.jit(sample)
+SAMPLE = quick_jit(sample)
 
 
 def make_inputs(
@@ -135,7 +136,7 @@ def test_tied_tokens_are_kept_or_dropped_together():
 def test_greedy_takes_the_lowest_of_tied_indices(vocab):
     rng = np.random.default_rng(vocab)
     logits_np = rng.integers(-3, 3, (64, vocab)).astype(np.float32)  # full of ties
-    np.testing.assert_array_equal(jax.jit(argmax_grouped)(logits_np), logits_np.argmax(axis=1))
+    np.testing.assert_array_equal(quick_jit(argmax_grouped)(logits_np), logits_np.argmax(axis=1))
 
 
 def test_greedy_rows_ignore_seed_and_neighbours():
