@@ -58,7 +58,7 @@ def windows_runner(windows_checkpoint: Path) -> ModelRunner:
 
 @pytest.fixture(scope="session")
 def runners(tmp_path_factory: pytest.TempPathFactory) -> Runners:
-    """Recording runners of golden recipes. The normal suite uses two: llama and gemma3_shallow."""
+    """Recording runners of golden recipes. The normal suite uses that of llama."""
     return make_runners(tmp_path_factory.mktemp("recipes"))
 
 

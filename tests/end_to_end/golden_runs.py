@@ -24,17 +24,20 @@ Runners = Callable[[str, int], RecordingRunner]
 LOGIT_BOUND = 1e-4
 
 
-def make_runners(folder: Path) -> Runners:
+def make_runners(folder: Path, **limits: int) -> Runners:
     """One runner for each recipe and block size, made on first use.
 
     The eight used last are kept: a process may map no more than so many pieces of compiled code
     (vm.max_map_count), and more runners of many layers than that have crashed the compiler.
+
+    Args:
+        limits: Of `RecordingRunner`, so that it compiles fewer programs.
     """
 
     @functools.lru_cache(maxsize=8)
     def runner(recipe: str, block_size: int) -> RecordingRunner:
         checkpoint = write_serving_recipe(folder / f"{recipe}_{block_size}", recipe)
-        return RecordingRunner(checkpoint, block_size)
+        return RecordingRunner(checkpoint, block_size, **limits)
 
     return runner
 

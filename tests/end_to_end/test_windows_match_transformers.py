@@ -7,7 +7,9 @@ from tests.end_to_end.engine_harness import EngineSettings, RecordingRunner, gre
 from tests.end_to_end.golden_runs import (
     GREEDY,
     HeldBlocks,
+    Runners,
     check_against,
+    make_runners,
     run_combination,
 )
 from tests.end_to_end.settings_product import FACTORS, full_product, pairs_of, pairwise_selection
@@ -32,9 +34,18 @@ QUICK_LEVELS = {
 QUICK_SELECTION = pairwise_selection(**QUICK_LEVELS)
 
 
+@pytest.fixture(scope="module")
+def quick_runners(tmp_path_factory: pytest.TempPathFactory) -> Runners:
+    """With one program of steps and one of bursts."""
+    largest = max(QUICK_LEVELS["max_num_batched_tokens"])
+    return make_runners(
+        tmp_path_factory.mktemp("quick"), max_num_batched_tokens=largest, has_one_burst_size=True
+    )
+
+
 @pytest.mark.parametrize("combination", QUICK_SELECTION, ids=str)
-def test_answer_does_not_depend_on_settings(runners, combination: tuple) -> None:
-    result = run_combination(runners, combination)
+def test_answer_does_not_depend_on_settings(quick_runners, combination: tuple) -> None:
+    result = run_combination(quick_runners, combination)
     values = dict(zip(FACTORS, combination, strict=True))
     # In a tiny pool a shared prefix may leave room for all.
     if not (values["has_tiny_pool"] and values["enable_prefix_caching"]):
