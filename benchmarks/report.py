@@ -22,6 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.command_line import BenchmarkError, output_folder, run_benchmark
+from benchmarks.result_rows import REHEARSAL
 from benchmarks.tables import case_fields, markdown_table, number, short_cases
 
 SPEED_METRICS = {
@@ -103,7 +104,7 @@ def read_rows(files: Sequence[Path]) -> list[Row]:
 
 
 def _has_no_figure(fields: dict[str, object]) -> bool:
-    return fields.get("num_repetitions") == 0 or fields.get("rehearsal") is True
+    return fields.get("num_repetitions") == 0 or fields.get(REHEARSAL) is True
 
 
 def _row_of(fields: object) -> Row:

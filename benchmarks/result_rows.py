@@ -14,7 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-RESULTS_FOLDER = Path(__file__).parent / "results"
+RESULTS_FOLDER = (Path(__file__).parent / "results").resolve()
+# The field that marks rows of rehearsals, whose figures mean nothing.
+REHEARSAL = "rehearsal"
 _PACKAGES = ("paxkv", "jax", "numpy")
 # Peers that paxkv is compared with, named only where they are installed.
 _PEER_PACKAGES = ("torch", "transformers")
@@ -96,11 +98,24 @@ def _name_in_cpuinfo(text: str) -> str | None:
 
 
 def append_rows(rows: Sequence[ResultRow], file: Path) -> None:
-    """Appends rows to a file of JSON lines, which is created if missing."""
+    """Appends rows to a file of JSON lines, which is created if missing.
+
+    The rows are one write, so a process that is killed leaves all of them or none.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as out:
-        for row in rows:
-            out.write(json.dumps(row.as_dict()) + "\n")
+        out.write("".join(json.dumps(row.as_dict()) + "\n" for row in rows))
+
+
+def drop_unfinished_line(file: Path) -> None:
+    """Cuts off a last line without an end, which a full disk or a lost machine leaves."""
+    if not file.is_file():
+        return
+    written = file.read_bytes()
+    end = written.rfind(b"\n") + 1
+    if end < len(written):
+        with file.open("r+b") as out:
+            out.truncate(end)
 
 
 @functools.cache

@@ -7,7 +7,8 @@ On a GPU (JAX with CUDA):
 measures the device (a copy, a matrix product), checks every op on random inputs against float64,
 times each body at full size, and prints a table. Units run in worker processes, so a crash or a
 hang of one kernel costs that unit only. Each result is appended to --out at once; the report is
-written next to it with the suffix .md. The run ends within --time-limit, and --resume continues it.
+written next to it with the suffix .md. The run ends within --time-limit, and the same command
+continues it.
 
 On a CPU:
 

@@ -20,6 +20,8 @@ from benchmarks.units.unit import Finding, Measured, Unit
 SAMPLE_S = 0.04
 MAX_CALLS = 200
 NUM_SAMPLES = 20
+# Compilation takes most of it.
+CHECK_TIME_LIMIT_S = 30.0
 BUDGET_S = 1.5
 # Rates of about an H200, used only to guess the time of a call before it is measured.
 GUESSED_BYTES_PER_S, GUESSED_FLOPS_PER_S = 4e12, 6e14
@@ -83,7 +85,14 @@ class MeasuredOp:
     def check_unit(self, case: Any, body: str) -> Unit:
         """Compares one call with its expected result; the body "default" lets the op choose."""
         measure = functools.partial(_measure, self.op, body, self.problem, case, None)
-        return Unit(kind="check", op=self.op, case=case.name, body=body, measure=measure)
+        return Unit(
+            kind="check",
+            op=self.op,
+            case=case.name,
+            body=body,
+            measure=measure,
+            time_limit_s=CHECK_TIME_LIMIT_S,
+        )
 
     def time_unit(self, case: Any, work: Work, body: str) -> Unit:
         """Compares one call with its expected result, then times many calls."""

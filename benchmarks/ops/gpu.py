@@ -1,6 +1,7 @@
 """The GPU half of `python -m benchmarks.ops`: measures the device, checks every op, times it."""
 
 import argparse
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -10,13 +11,19 @@ from jax import lax
 
 from benchmarks.ops.attention_checks import CHECKED, check_problem
 from benchmarks.ops.attention_timings import TIMED, timed_problem, work_of
-from benchmarks.ops.device_calls import MeasuredOp, Work, draw_normal, take_samples
+from benchmarks.ops.device_calls import (
+    GUESSED_BYTES_PER_S,
+    PROGRAM_S,
+    MeasuredOp,
+    Work,
+    draw_normal,
+    take_samples,
+)
 from benchmarks.ops.gpu_report import report
 from benchmarks.ops.other_ops import OTHER_OPS
 from benchmarks.units.run import UnitRun
 from benchmarks.units.unit import Measured, Unit
 
-_BODY_ORDER = ("mosaic_gpu", "default", "xla", "mosaic_gpu_interpret")
 _NUM_MATMULS = 4
 _PAGED_ATTENTION = MeasuredOp(
     op="paged_attention",
@@ -27,23 +34,61 @@ _PAGED_ATTENTION = MeasuredOp(
 )
 
 
+# Of a rehearsal, whose rates mean nothing: two calls per program.
+_REHEARSED_WORK = Work(num_bytes=round(PROGRAM_S * GUESSED_BYTES_PER_S / 2))
+
+
 def all_units(*, is_rehearsal: bool) -> list[Unit]:
-    """Device, then checks, then timings; within each, Mosaic bodies first."""
-    units: list[Unit] = []
+    """In the order of their worth."""
+    return [
+        *machine_units(is_rehearsal=is_rehearsal),
+        *first_checks(is_rehearsal=is_rehearsal),
+        *other_checks(is_rehearsal=is_rehearsal),
+        *timings(is_rehearsal=is_rehearsal),
+        *xla_checks(is_rehearsal=is_rehearsal),
+    ]
+
+
+def first_checks(*, is_rehearsal: bool) -> list[Unit]:
+    """The first case of every op with its Mosaic body, and with the body that the op chooses."""
+    # One case shows that it can choose.
+    bodies = (kernel_body(is_rehearsal=is_rehearsal), "default")
+    ops = _measured_ops(is_rehearsal=is_rehearsal)
+    return [op.check_unit(op.cases[0], body) for body in bodies for op in ops]
+
+
+def other_checks(*, is_rehearsal: bool) -> list[Unit]:
+    """All other cases of the Mosaic bodies."""
+    body = kernel_body(is_rehearsal=is_rehearsal)
+    ops = _measured_ops(is_rehearsal=is_rehearsal)
+    return [op.check_unit(case, body) for op in ops for case in op.cases[1:]]
+
+
+def timings(*, is_rehearsal: bool) -> list[Unit]:
+    ops = _measured_ops(is_rehearsal=is_rehearsal)
+    bodies = (kernel_body(is_rehearsal=is_rehearsal), "xla")
+    return [op.time_unit(*timed, body) for body in bodies for op in ops for timed in op.timed]
+
+
+def xla_checks(*, is_rehearsal: bool) -> list[Unit]:
+    ops = _measured_ops(is_rehearsal=is_rehearsal)
+    return [op.check_unit(case, "xla") for op in ops for case in op.cases]
+
+
+def kernel_body(*, is_rehearsal: bool) -> str:
+    return "mosaic_gpu_interpret" if is_rehearsal else "mosaic_gpu"
+
+
+def _measured_ops(*, is_rehearsal: bool) -> list[MeasuredOp]:
+    """All ops; the first case of each has a dtype that the Mosaic bodies take."""
+    ops = []
     for measured in (_PAGED_ATTENTION, *OTHER_OPS):
-        checked, timed = measured.cases, measured.timed
-        bodies, timed_bodies = ("mosaic_gpu", "xla"), ("mosaic_gpu", "xla")
+        cases = sorted(measured.cases, key=lambda case: getattr(case, "dtype", "") == "float32")
+        ops.append(dataclasses.replace(measured, cases=cases))
         if is_rehearsal:
-            # Rates of a rehearsal mean nothing.
-            checked, timed = checked[:1], [(checked[0], Work(num_bytes=2**20))]
-            bodies, timed_bodies = ("xla", "mosaic_gpu_interpret"), ("xla",)
-        else:
-            # It chooses one of the other bodies: one case shows that it can choose.
-            units.append(measured.check_unit(checked[0], "default"))
-        units += [measured.check_unit(case, body) for body in bodies for case in checked]
-        units += [measured.time_unit(*pair, body) for body in timed_bodies for pair in timed]
-    units.sort(key=lambda unit: (unit.kind != "check", _BODY_ORDER.index(unit.body)))
-    return [*machine_units(is_rehearsal=is_rehearsal), *units]
+            timed = [(cases[0], _REHEARSED_WORK)]
+            ops[-1] = dataclasses.replace(ops[-1], cases=cases[:1], timed=timed, timed_problem=None)
+    return ops
 
 
 def run_gpu(arguments: argparse.Namespace) -> int:
@@ -52,9 +97,14 @@ def run_gpu(arguments: argparse.Namespace) -> int:
         arguments,
         benchmark="benchmarks.ops",
         list_units=all_units,
-        group_key=lambda unit: unit.body.startswith("mosaic"),
+        group_key=process_key,
     )
     return run.run(report)
+
+
+def process_key(unit: Unit) -> object:
+    """Units share a process where it gives the same value: a fault of a kernel ends its process."""
+    return unit.body.startswith("mosaic")
 
 
 def machine_units(*, is_rehearsal: bool) -> list[Unit]:

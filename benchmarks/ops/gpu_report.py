@@ -18,16 +18,19 @@ def report(rows: Sequence[Mapping[str, Any]], results: Sequence[Result], device:
     """Markdown.
 
     Args:
-        rows: Of all units, those of resumed runs included.
+        rows: Of all units, those of earlier runs included.
         results: Of this run.
     """
     ceilings = device_rates(rows)
     rates = [f"- {name.replace('_', ' ')}: {value:,.0f}" for name, value in ceilings.items()]
-    parts = [f"# Ops on {device}", "\n".join(rates or ["The device's rates were not measured."])]
+    parts = [
+        f"# Figures of {device}",
+        "\n".join(rates or ["The device's rates were not measured."]),
+    ]
     parts += ["## Checks", check_table(rows)]
     if problems := problem_lines(results):
         parts += ["## Problems", "\n".join(problems)]
-    parts += ["## Timings", timing_table(rows, ceilings)]
+    parts += ["## Timings of ops", timing_table(rows, ceilings)]
     return "\n\n".join(parts)
 
 
@@ -58,18 +61,18 @@ def check_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def problem_lines(results: Sequence[Result]) -> list[str]:
-    """Units that are wrong, failed or died; absent and skipped units once per reason."""
-    lines, quiet = [], defaultdict(list)
+    """Units that are wrong, failed or died; absent units once per reason."""
+    lines, absent = [], defaultdict(list)
     for result in results:
         if result.wrong:
             text = "; ".join(f"{f.what} {f.error:.2g} (limit {f.limit:.0e})" for f in result.wrong)
             lines.append(f"- WRONG {result.unit.key}: {text}")
         elif result.outcome in ("failed", "died"):
             lines.append(f"- {result.outcome.upper()} {result.unit.key}: {_short(result.reason)}")
-        elif result.outcome in ("absent", "skipped"):
-            quiet[result.outcome, result.unit.body, _short(result.reason)].append(result)
-    for (outcome, body, reason), of_reason in quiet.items():
-        lines.append(f"- {outcome}: {len(of_reason)} units of {body}: {reason}")
+        elif result.outcome == "absent":
+            absent[result.unit.body, _short(result.reason)].append(result)
+    for (body, reason), of_reason in absent.items():
+        lines.append(f"- absent: {len(of_reason)} units of {body}: {reason}")
     return lines
 
 

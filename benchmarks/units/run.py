@@ -1,8 +1,9 @@
-"""Runs a list of units in stages, writes rows as they come, and resumes from written rows."""
+"""Runs a list of units in order, writes rows as they come, and continues from written rows."""
 
 import argparse
 import itertools
 import json
+import os
 import secrets
 import signal
 import tempfile
@@ -17,7 +18,14 @@ from benchmarks.command_line import (
     positive_float,
     seed_number,
 )
-from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, commit_hash
+from benchmarks.result_rows import (
+    REHEARSAL,
+    RESULTS_FOLDER,
+    ResultRow,
+    append_rows,
+    commit_hash,
+    drop_unfinished_line,
+)
 from benchmarks.units.runner import DEVICE_UNIT, ListUnits, UnitRunner
 from benchmarks.units.unit import Result, Unit
 
@@ -25,14 +33,14 @@ from benchmarks.units.unit import Result, Unit
 TIME_LIMIT_S, REPORT_S = 530.0, 8.0
 NO_GPU_EXIT, UNFINISHED_EXIT = 2, 3
 # Most of a check is compilation on the host, so several run at once.
-NUM_CHECKING_AT_ONCE = 6
+MAX_CHECKING_AT_ONCE = 6
 MAX_UNITS_PER_GROUP = 12
-# Loading a model and compiling are silent.
-SILENCE_LIMIT_S = 240.0
-# Units with these outcomes are not run again by --resume.
+# Git ignores it. Rows of rehearsals never lie in RESULTS_FOLDER.
+REHEARSALS_FOLDER = Path("build") / "rehearsals"
+# Units with a row of these outcomes are not run again.
 _FINISHED = ("done", "absent")
 
-# Rows of all units (those of resumed runs included), results of this run, device -> Markdown.
+# Rows of all units (those of earlier runs included), results of this run, device -> Markdown.
 Report = Callable[[Sequence[Mapping[str, Any]], Sequence[Result], str], str]
 
 
@@ -44,15 +52,16 @@ def add_run_arguments(parser: argparse._ActionsContainer) -> None:
     )
     parser.add_argument("--seed", type=seed_number, help="of the inputs; drawn if left out")
     parser.add_argument(
-        "--resume",
+        "--again",
         action="store_true",
-        help="run only units without a row of this commit and device in --out",
+        help="also run units that have a row of this commit and device in --out",
     )
     parser.add_argument("--commit", help="for the rows, where the code is no git checkout")
     parser.add_argument(
         "--rehearse",
         action="store_true",
-        help="run tiny shapes on any device, to test the program; rows are marked",
+        help="run tiny shapes with interpreted kernels on any device, to test the program; rows "
+        f"are marked, and --out is in {REHEARSALS_FOLDER} if left out",
     )
     parser.add_argument("--list", action="store_true", help="print the units and end")
     parser.add_argument(
@@ -81,10 +90,7 @@ class UnitRun:
         self._group_key = group_key
         self._started = time.monotonic()
         self._commit = arguments.commit or commit_hash()
-        default_out = f"{benchmark.rpartition('.')[2]}_gpu.jsonl"
-        # Rehearsed rows must not end among results.
-        folder = Path(tempfile.mkdtemp()) if arguments.rehearse else RESULTS_FOLDER
-        self._out: Path = arguments.out or folder / default_out
+        self._out = _output_file(arguments)
         self._device: Mapping[str, Any] = {}
         self._rows: list[dict[str, Any]] = []
         self._results: list[Result] = []
@@ -93,7 +99,7 @@ class UnitRun:
             for unit in list_units(is_rehearsal=arguments.rehearse)
             if unit.kind == "machine" or arguments.only in unit.key
         ]
-        if all(unit.kind == "machine" for unit in self._units):
+        if not any(arguments.only in unit.key for unit in self._units):
             raise BenchmarkError(f"--only {arguments.only} is in no line of --list.")
         self._logs = Path(tempfile.mkdtemp(prefix="paxkv_units_"))
         self._seed = secrets.randbits(30) if arguments.seed is None else arguments.seed
@@ -102,7 +108,6 @@ class UnitRun:
             list_units=list_units,
             run_seed=self._seed,
             is_rehearsal=arguments.rehearse,
-            silence_limit_s=SILENCE_LIMIT_S,
             on_result=self._take,
         )
 
@@ -113,7 +118,7 @@ class UnitRun:
 
         Returns:
             The exit code: 0 if every unit ran, 1 if something of ours was wrong, failed or died,
-            2 without a GPU, 3 if units are left for --resume.
+            2 without a GPU, 3 if units are left for the next run.
         """
         if self._arguments.list:
             print("\n".join(unit.key for unit in self._units))
@@ -127,48 +132,52 @@ class UnitRun:
                 "jax[cuda13], or pass --rehearse to try the program with tiny shapes."
             )
             return NO_GPU_EXIT
-        finished = self._read_finished() if self._arguments.resume else set()
+        drop_unfinished_line(self._out)
+        finished = set() if self._arguments.again else self._read_finished()
         units = [unit for unit in self._units if unit.key not in finished]
+        if finished:
+            print(f"{len(self._units) - len(units)} units have a row already", flush=True)
         sigterm = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        num_checking = min(MAX_CHECKING_AT_ONCE, num_usable_processors())
         try:
-            for kind in ("machine", "check", "time"):
+            for kind, stage in itertools.groupby(units, key=lambda unit: unit.kind):
                 self._runner.run_groups(
-                    groups_of([unit for unit in units if unit.kind == kind], self._group_key),
+                    groups_of(list(stage), self._group_key),
                     deadline=deadline,
-                    num_at_once=NUM_CHECKING_AT_ONCE if kind == "check" else 1,
+                    num_at_once=num_checking if kind == "check" else 1,
                 )
         except KeyboardInterrupt:
             print("interrupted", flush=True)
         finally:
             signal.signal(signal.SIGTERM, sigterm)
-        return self._finish(report(self._rows, self._results, self._device["device"]), len(units))
+        text = report(self._rows, self._results, self._device["device"])
+        has_run = {result.unit.key for result in self._results}
+        return self._finish(text, [unit for unit in units if unit.key not in has_run])
 
-    def _finish(self, text: str, num_units: int) -> int:
+    def _finish(self, text: str, left: Sequence[Unit]) -> int:
+        if left:
+            text += "\n\n" + left_section(left)
         self._out.with_suffix(".md").write_text(text + "\n")
         print(text, flush=True)
         if any(result.is_our_fault for result in self._results):
             return 1
-        num_run = sum(result.outcome != "skipped" for result in self._results)
-        if num_run < num_units:
-            print("Some units are left; run the command again with --resume.")
-            return UNFINISHED_EXIT
-        return 0
+        return UNFINISHED_EXIT if left else 0
 
     def _read_finished(self) -> set[str]:
         """Keys of units with a row of the same commit, device and kind of run; keeps the rows."""
         lines = self._out.read_text().splitlines() if self._out.is_file() else []
-        # The run that is resumed may have been killed while it wrote its last line.
-        written = [json.loads(line) for line in lines if line.endswith("}")]
+        written = [json.loads(line) for line in lines]
         same = {
-            "benchmark": self._benchmark,
             "commit": self._commit,
             "device": self._device["device"],
+            REHEARSAL: True if self._arguments.rehearse else None,
         }
+        known = {unit.key for unit in self._units}
         found = [
             row
             for row in written
-            if all(row[name] == value for name, value in same.items())
-            and row.get("rehearsal", False) == self._arguments.rehearse
+            if all(row.get(name) == value for name, value in same.items())
+            and row.get("unit") in known
             and row.get("outcome") in _FINISHED
         ]
         self._rows += found
@@ -181,16 +190,56 @@ class UnitRun:
             else:
                 self._device = result.measured.details
             return
+        if result.outcome == "skipped":
+            return
         self._results.append(result)
         details: dict[str, Any] = {"commit": self._commit}
         if self._arguments.rehearse:
-            details["rehearsal"] = True
+            details[REHEARSAL] = True
         rows = unit_rows(result, self._benchmark, self._device["device"], details)
         append_rows(rows, self._out)
         self._rows += [row.as_dict() for row in rows]
         note = "WRONG" if result.wrong else result.outcome
         passed_s = time.monotonic() - self._started
         print(f"{passed_s:6.1f} s  {note:8} {result.unit.key}  {result.took_s:.1f} s", flush=True)
+
+
+def _output_file(arguments: argparse.Namespace) -> Path:
+    """The file of the rows, which both commands for a GPU share if --out is left out.
+
+    Raises:
+        BenchmarkError: Rows of a rehearsal would lie among results, or it cannot run here.
+    """
+    if not arguments.rehearse:
+        return arguments.out or RESULTS_FOLDER / "gpu.jsonl"
+    if num_usable_processors() < 2:
+        raise BenchmarkError(
+            "--rehearse needs 2 processors, because threads of an interpreted kernel wait for each "
+            "other; this process may use 1. Allow it to use more."
+        )
+    out: Path = arguments.out or REHEARSALS_FOLDER / "gpu.jsonl"
+    if out.resolve().is_relative_to(RESULTS_FOLDER):
+        raise BenchmarkError(
+            f"--out {out} is in {RESULTS_FOLDER}, where only measured rows belong. Leave --out out "
+            "or choose another folder for the rows of a rehearsal."
+        )
+    return out
+
+
+def num_usable_processors() -> int:
+    """Processors that this process may use; `taskset` may leave it fewer than there are."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def left_section(units: Sequence[Unit]) -> str:
+    """Markdown: the units that have not run, those of one op and body in one line."""
+    families: dict[str, list[str]] = {}
+    for unit in units:
+        families.setdefault(f"{unit.kind}|{unit.op}|*|{unit.body}", []).append(unit.case)
+    lines = [f"- {name}: {len(cases)} ({'; '.join(cases)})" for name, cases in families.items()]
+    head = f"## Left\n\nThe same command runs these {len(units)} units if they have no row yet."
+    return "\n".join([head, "", *lines])
 
 
 def groups_of(units: Sequence[Unit], key: Callable[[Unit], object]) -> list[list[Unit]]:

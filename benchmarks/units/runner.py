@@ -12,17 +12,22 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 
-from benchmarks.units.unit import Measured, Outcome, Result, Unit
+from benchmarks.units.unit import PEERS, Measured, Outcome, Result, Unit
 
 POLL_S = 0.5
 # Longest start of a process, imports included.
 MAX_START_S = 120.0
+# A group with so many crashes and hangs is given up: each hang takes a unit's whole time limit.
+MAX_DEATHS_PER_GROUP = 3
+# Interpreted kernels on a CPU take longer than compiled ones on a GPU.
+REHEARSAL_LIMIT_FACTOR = 6
 # Messages of `dispatch.run_op` for a body that an op lacks or that cannot take the arguments.
 _ABSENT_SIGNS = ("has no such implementation", "cannot do this call")
 
@@ -52,6 +57,7 @@ def run_units(
     log: Path,
 ) -> None:
     """The work of a group's process: sends each unit's key, then the fields of its `Result`."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     with log.open("w") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
@@ -65,6 +71,12 @@ def run_units(
         events.send(run_unit(known[key], run_seed))
 
 
+def _end_with_parent() -> None:
+    """Ends this process when its parent is gone; a killed parent cannot end it."""
+    connection.wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
+
+
 def run_unit(unit: Unit, run_seed: int) -> dict[str, Any]:
     """Fields of the unit's `Result`; an exception is its result and does not stop other units."""
     started = time.perf_counter()
@@ -73,7 +85,8 @@ def run_unit(unit: Unit, run_seed: int) -> dict[str, Any]:
         fields["measured"] = unit.measure(fields["seed"])
     except Exception as error:
         text = " ".join(str(error).split())
-        is_absent = isinstance(error, ModuleNotFoundError) or any(s in text for s in _ABSENT_SIGNS)
+        lacks_peer = isinstance(error, ModuleNotFoundError) and unit.body in PEERS
+        is_absent = lacks_peer or any(sign in text for sign in _ABSENT_SIGNS)
         fields["outcome"] = "absent" if is_absent else "failed"
         fields["reason"] = f"{type(error).__name__}: {text[-600:]}"
         traceback.print_exception(error)
@@ -86,7 +99,6 @@ class UnitRunner:
     Args:
         folder: Receives what the processes print.
         run_seed: All inputs of the run are drawn from it.
-        silence_limit_s: A process is killed if a unit takes this long.
     """
 
     def __init__(
@@ -96,12 +108,10 @@ class UnitRunner:
         list_units: ListUnits,
         run_seed: int,
         is_rehearsal: bool,
-        silence_limit_s: float,
         on_result: Callable[[Result], None],
     ) -> None:
         self._folder = folder
         self._arguments = (list_units, run_seed, is_rehearsal)
-        self._silence_limit_s = silence_limit_s
         self._on_result = on_result
         self._lock = threading.Lock()
         self._log_numbers = itertools.count(1)
@@ -120,13 +130,17 @@ class UnitRunner:
 
     def _run_group(self, group: Sequence[Unit], deadline: float) -> None:
         remaining = {unit.key: unit for unit in group}
+        num_deaths = 0
         while remaining:
-            if self._is_over(deadline):
-                self._finish_all(remaining, "skipped", "out of time")
+            if self._is_over(deadline) or num_deaths == MAX_DEATHS_PER_GROUP:
+                self._finish_all(
+                    remaining, "skipped", "out of time, or too many units of the group died"
+                )
                 return
             current, reason = self._run_process(remaining, deadline)
             if current is not None and not self._is_over(deadline):
                 # Another process runs the units after this one.
+                num_deaths += 1
                 self._finish_all({current: remaining.pop(current)}, "died", reason)
             elif not self._is_over(deadline):
                 # It ended between units or could not start: the next process would do the same.
@@ -147,40 +161,42 @@ class UnitRunner:
         process.start()
         sender.close()  # so that the end of the process ends the pipe
         current, has_ended = None, False
-        last_sign_s, silence_s = time.monotonic(), 0.0
+        limit_factor = REHEARSAL_LIMIT_FACTOR if is_rehearsal else 1
+        limit_s, last_sign_s = MAX_START_S, time.monotonic()
         with events:
             while remaining and not self._is_over(deadline):
-                if silence_s > (MAX_START_S if current is None else self._silence_limit_s):
-                    break
-                silence_s = time.monotonic() - last_sign_s
                 if not events.poll(POLL_S):
+                    if time.monotonic() - last_sign_s > limit_s:
+                        break
                     continue
                 try:
                     event = events.recv()
                 except EOFError:
                     has_ended = True
                     break
-                last_sign_s, silence_s = time.monotonic(), 0.0
+                last_sign_s = time.monotonic()
                 if isinstance(event, str):
-                    current = event
+                    current, limit_s = event, limit_factor * remaining[event].time_limit_s
                     continue
                 with self._lock:
                     self._on_result(Result(unit=remaining.pop(current), **event))
-                current = None
+                current, limit_s = None, MAX_START_S
+        silence_s = time.monotonic() - last_sign_s
         if not remaining or has_ended:
             process.join(10)
         process.kill()
         process.join()
         lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
         printed = " / ".join(line.strip() for line in lines if line.strip())[-500:]
-        reason = f"silent for {silence_s:.0f} s, exit code {process.exitcode}; {printed}"
+        silence = f"silent for {silence_s:.0f} of {limit_s:.0f} s"
+        reason = f"{silence}, exit code {process.exitcode}; {printed}"
         process.close()
         return current, reason
 
     def _is_over(self, deadline: float) -> bool:
         return self._is_stopped or time.monotonic() > deadline
 
-    def _finish_all(self, remaining: dict[str, Unit], outcome: Outcome, reason: str) -> None:
+    def _finish_all(self, remaining: dict[str, Unit], outcome: Outcome, reason: str = "") -> None:
         with self._lock:
             for unit in remaining.values():
                 self._on_result(Result(unit=unit, outcome=outcome, reason=reason))

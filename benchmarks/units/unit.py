@@ -53,6 +53,7 @@ class Unit:
         op: An op of `pallas_kernels`, or a model.
         body: An implementation of the op, an engine, or a peer.
         measure: Runs the unit, given its seed.
+        time_limit_s: The unit's process is killed if the unit takes longer on a GPU.
     """
 
     kind: Kind
@@ -60,6 +61,7 @@ class Unit:
     case: str
     body: str
     measure: Callable[[int], Measured]
+    time_limit_s: float = 60.0
 
     @property
     def key(self) -> str:

@@ -55,7 +55,7 @@ read_engine_flags = functools.partial(parse_options, make_parser("x", ""))
         (read_engine_flags, "--set block_size=16 --block-size 32"),
         (read_engine_flags, "--block-size 7"),
         (read_engine_flags, "--threads 100000"),
-        (ops.main, "--platform cpu --resume"),
+        (ops.main, "--platform cpu --again"),
         (ops.main, "--platform gpu --quick"),
     ],
 )

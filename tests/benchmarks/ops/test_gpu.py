@@ -60,11 +60,11 @@ def test_op_is_right_and_a_planted_fault_is_found_and_not_timed(op: str, monkeyp
 
 def test_rehearsal_runs_in_processes(tmp_path) -> None:
     out = tmp_path / "rows.jsonl"
-    command = ["--platform", "gpu", "--rehearse", "--only", "kv_scatter|middle_row|xla"]
+    command = ["--platform", "gpu", "--rehearse", "--only", "kv_scatter|bfloat16|xla"]
     assert main([*command, "--out", str(out)]) == 0
     rows = {row["unit"]: row for row in map(json.loads, out.read_text().splitlines())}
-    assert rows["check|kv_scatter|middle_row|xla"]["is_right"] is True
-    timed = rows["time|kv_scatter|middle_row|xla"]
+    assert rows["check|kv_scatter|bfloat16|xla"]["is_right"] is True
+    timed = rows["time|kv_scatter|bfloat16|xla"]
     assert timed["metric"] == "call_ms" and timed["median"] > 0 and timed["num_bytes"] > 0
     assert rows["machine|device|copy|jax"]["median"] > 0
     assert "| kv_scatter |" in out.with_suffix(".md").read_text()

@@ -36,9 +36,10 @@ def test_checks_are_counted_and_problems_named() -> None:
         result("check", "a", "relative_error", 1e-3, error=1e-3),
         result("check", "b", "relative_error", 0.5, error=0.5),
         Result(unit=result("check", "c").unit, outcome="died", reason="illegal address"),
-        Result(unit=result("check", "d").unit, outcome="skipped", reason="out of time"),
+        Result(unit=result("check", "d").unit, outcome="absent", reason="no such body"),
     )
-    assert ["op", "xla", "1 of 4", "1 wrong, 1 died, 1 skipped", "5.0e-01"] in lines
+    assert ["op", "xla", "1 of 4", "1 wrong, 1 died, 1 absent", "5.0e-01"] in lines
     text = "\n".join(" ".join(line) for line in lines)
     assert "WRONG check op b xla: out 0.5 (limit 1e-02)" in text
     assert "DIED" in text and "illegal address" in text
+    assert "absent: 1 units of xla: no such body" in text

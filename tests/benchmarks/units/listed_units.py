@@ -11,8 +11,15 @@ from benchmarks.units.unit import Finding, Measured, Unit
 def all_units(*, is_rehearsal: bool) -> list[Unit]:
     cases = ("first", "kills", "raises", "absent", "wrong", "nan", "kills again", "hangs", "last")
     return [
-        Unit(kind="check", op="op", case=c, body="ours", measure=functools.partial(_measure, c))
-        for c in cases
+        Unit(
+            kind="check",
+            op="op",
+            case=case,
+            body="ours",
+            measure=functools.partial(_measure, case),
+            time_limit_s=5.0,
+        )
+        for case in cases
     ]
 
 

@@ -1,4 +1,4 @@
-"""The models of the comparison on a GPU, the amounts of work, and measurements of any engine."""
+"""The models that are measured on a GPU, the amounts of work, and measurements of any engine."""
 
 import abc
 import dataclasses

@@ -4,28 +4,27 @@ import json
 
 import pytest
 
-from benchmarks.compare_torch import gpu
-from benchmarks.compare_torch.__main__ import main
-from benchmarks.compare_torch.gpu_subject import MODEL_CONFIGS, EngineStep, steady_decode
+from benchmarks.gpu.__main__ import main, report
+from benchmarks.gpu.subject import MODEL_CONFIGS, EngineStep, steady_decode
+from benchmarks.gpu.units import PAXKV, all_units
 from benchmarks.units.run import unit_rows
 from benchmarks.units.runner import run_unit
 from benchmarks.units.unit import Measured, Result
 
-UNITS = [unit for unit in gpu.all_units(is_rehearsal=True) if unit.op == "llama-3.1-8b"]
+UNITS = [unit for unit in all_units(is_rehearsal=True) if unit.op == "llama-3.1-8b"]
 
 
 def test_paxkv_measures_every_case_and_is_compared() -> None:
     """In this process, with invented figures of transformers."""
     theirs = {"outcome": "done", "measured": Measured(figures={"tokens_per_s": [2.0]})}
     results = [
-        Result(unit=unit, **(run_unit(unit, 1) if unit.body == gpu.PAXKV else theirs))
-        for unit in UNITS
+        Result(unit=unit, **(run_unit(unit, 1) if unit.body == PAXKV else theirs)) for unit in UNITS
     ]
     rows = [row.as_dict() for result in results for row in unit_rows(result, "b", "d", {})]
     ours = {row["metric"]: row for row in rows if row["unit"].endswith("|paxkv")}
     assert ours.keys() == {"tokens_per_s", "step_ms", "ttft_ms"}
     assert all(row["median"] > 0 for row in ours.values())
-    lines = [line.split("|")[1:-1] for line in gpu.report(rows, results, "d").splitlines()]
+    lines = [line.split("|")[1:-1] for line in report(rows, results, "d").splitlines()]
     (cells,) = (line[1:] for line in lines if line and "throughput: tokens_per_s" in line[0])
     ours, theirs, ratio = (float(cell.replace(",", "")) for cell in cells)
     assert theirs == 2.0 and ratio == pytest.approx(ours / 2, rel=0.02)
@@ -34,9 +33,10 @@ def test_paxkv_measures_every_case_and_is_compared() -> None:
 @pytest.mark.slow
 def test_rehearsal_measures_every_case_with_both_engines(tmp_path) -> None:
     out = tmp_path / "rows.jsonl"
-    command = ["--platform", "gpu", "--rehearse", "--only", "llama-3.1-8b", "--out", str(out)]
+    command = ["--rehearse", "--only", "llama-3.1-8b", "--out", str(out)]
     assert main(command) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = [row for row in rows if not row["unit"].startswith("machine")]
     assert {row["unit"] for row in rows} == {unit.key for unit in UNITS}
     # A machine without torch measures paxkv alone.
     found = {(row["outcome"], row["rehearsal"]) for row in rows}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.compare_torch import cpu
-from benchmarks.compare_torch.cpu import PEERS, main
+from benchmarks.compare_torch import __main__ as compare
+from benchmarks.compare_torch.__main__ import PEERS, main
 from benchmarks.engine.offline_engine import EngineSpec
 from benchmarks.random_checkpoint import MODEL_SHAPES, write_checkpoint
 from benchmarks.workloads import make_workload
@@ -38,7 +38,7 @@ def test_peers_make_the_tokens_of_each_request_alone(tmp_path: Path) -> None:
 @pytest.fixture
 def command(tmp_path, monkeypatch):
     """Runs the command with fake engines; returns its exit code and its rows."""
-    monkeypatch.setattr(cpu, "EngineProcess", FakeProcess)
+    monkeypatch.setattr(compare, "EngineProcess", FakeProcess)
     out = tmp_path / "rows.jsonl"
 
     def run(*flags: str) -> tuple[int, list[dict]]:

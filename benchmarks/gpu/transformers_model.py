@@ -19,7 +19,7 @@ from transformers import (
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from benchmarks.compare_torch.continuous_batching import run_requests
-from benchmarks.compare_torch.gpu_subject import EngineStep, Subject, write_config
+from benchmarks.gpu.subject import EngineStep, Subject, write_config
 from benchmarks.units.unit import Measured
 from benchmarks.workloads import Workload
 
