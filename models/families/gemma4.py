@@ -285,7 +285,7 @@ def _read_attention(
         owner = None
         if layer_idx >= first_shared:
             owner = first_shared - 1 - layer_types[:first_shared][::-1].index(layer_type)
-        own = None if by_layer is None else by_layer.get(str(layer_idx), {})
+        own = None if by_layer is None else by_layer.get(layer_idx, {})
         own_heads = _read_own_heads(hf_config, own, is_full=is_full)
         try:
             layer = Gemma4AttentionConfig(
@@ -316,8 +316,10 @@ def _read_types(
 
 def _read_layer_overrides(
     hf_config: Mapping[str, object], num_layers: int
-) -> dict[str, Mapping[str, object]] | None:
+) -> dict[int, Mapping[str, object]] | None:
     """The fields that single layers have instead of those of all layers, by the layer's number.
+
+    transformers pads the numbers with zeros to one length: layer 5 of 30 is "05".
 
     None: config.json was written before transformers 5.24 and has no `per_layer_config`.
     """
@@ -328,11 +330,17 @@ def _read_layer_overrides(
         raise ModelConfigError(
             f"config.json: per_layer_config is {by_layer!r}; wanted an object of layers."
         )
-    unknown = sorted(map(str, by_layer.keys() - {str(idx) for idx in range(num_layers)}))
+    numbers = {name: _read_layer_idx(name) for name in by_layer}
+    unknown = sorted(str(name) for name, idx in numbers.items() if idx not in range(num_layers))
     if unknown:
         raise ModelConfigError(
             f"config.json: per_layer_config has the layers {', '.join(unknown)}; wanted numbers "
             f"from 0 to {num_layers - 1}."
+        )
+    if len(set(numbers.values())) < len(numbers):
+        raise ModelConfigError(
+            f"config.json: per_layer_config has the layers {', '.join(map(str, numbers))}; wanted "
+            "every layer at most once."
         )
     for layer_idx, written in by_layer.items():
         if not isinstance(written, Mapping | None):
@@ -346,7 +354,13 @@ def _read_layer_overrides(
                 f"config.json: per_layer_config of layer {layer_idx} has {', '.join(other)}; "
                 f"supported are {', '.join(_LAYER_FIELDS)}."
             )
-    return {layer_idx: written or {} for layer_idx, written in by_layer.items()}
+    return {numbers[name]: written or {} for name, written in by_layer.items()}
+
+
+def _read_layer_idx(name: object) -> int | None:
+    """The number that a name of `per_layer_config` writes; None if it is not one."""
+    text = str(name)
+    return int(text) if text.isascii() and text.isdecimal() else None
 
 
 def _read_own_heads(

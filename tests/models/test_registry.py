@@ -312,6 +312,15 @@ def test_gemma4_in_the_spelling_before_and_after_configs_of_layers():
     assert read_config(gemma4_config(**other)).attention[5].num_kv_heads == 4
 
 
+def test_gemma4_numbers_of_layers_may_begin_with_zeros():
+    """transformers 5.24 writes "05" and "11" for a model of twelve layers."""
+    own = {"head_dim": 32}
+    config = read_config(
+        gemma4_config(num_hidden_layers=12, per_layer_config={"05": own, "11": own})
+    )
+    assert [layer.head_dim for layer in config.attention] == ([256] * 5 + [32]) * 2
+
+
 def test_gemma4_layers_share_with_the_last_one_of_their_type_that_does_not():
     types = ["sliding_attention", "sliding_attention", "full_attention"] * 3
     sizes = {"num_hidden_layers": 9, "layer_types": types, "num_kv_shared_layers": 4}
@@ -341,6 +350,7 @@ def test_masks_of_images_make_no_difference_to_gemma4_and_other_masks_are_refuse
         ({"per_layer_config": {"5": 7}}, "per_layer_config of layer 5 is 7; wanted an object"),
         ({"per_layer_config": {"5": {"head_dim": 0}}}, "head_dim is 0; wanted a positive integer"),
         ({"per_layer_config": {"7": {}, "x": {}}}, "layers 7, x; wanted numbers from 0 to 6"),
+        ({"per_layer_config": {"5": {}, "05": {}}}, "layers 5, 05; wanted every layer at most"),
         ({"global_head_dim": "16"}, "global_head_dim is '16'"),
         (
             {"attention_k_eq_v": True, "num_global_key_value_heads": "2"},
