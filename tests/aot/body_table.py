@@ -1,0 +1,334 @@
+"""Tables of docs/design/kernels.md: which body each op gets in the shapes of every model family.
+
+`python -m tests.aot.body_table` prints them, and `--write` puts them into the page. It needs JAX
+0.11.2, and neither an accelerator nor its compiler: one layer's part of a step is traced for a
+`Target`, and what `dispatch.py` chooses is noted.
+
+The shapes are those of transformers' default config of each family (`published_configs.json`).
+"""
+
+import argparse
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+from models import AttentionConfig, ForwardBatch, GroupInputs, KernelSettings, Platform
+from models.layer_context import LayerPlaces, make_context
+from models.layers.attend import attend
+from models.platforms import GPU, TPU
+from models.registry import read_config
+from pallas_kernels import Target, dispatch
+from paxkv.runner.memory.kv_cache_arrays import empty_kv_cache, kv_cache_dtype
+from paxkv.runner.memory.kv_cache_groups import KVCacheGroups, groups_of_spec
+
+PAGE = Path(__file__).parents[2] / "docs/design/kernels.md"
+START, END = "<!-- Made by `python -m tests.aot.body_table --write`. -->", "<!-- End. -->"
+_CONFIGS = Path(__file__).with_name("published_configs.json")
+
+# The engine's defaults: requests that run at once, tokens of a step that has prompts.
+NUM_REQS, NUM_TOKENS = 64, 512
+# A pool that an H200 and a v6e have room for in every family, and copies of forked requests.
+NUM_BLOCKS, NUM_COPIES = 512, 8
+_OPS = ("slot_mapping", "kv_scatter", "paged_attention", "block_copy")
+_DECODE, _MIXED = "decode", "mixed"
+_BODY_NAMES = {"mosaic_gpu": "Mosaic GPU", "mosaic_tpu": "Mosaic TPU", "xla": "XLA"}
+# Dtypes that no release has, and that one family shows for all.
+_OTHER_DTYPES = ("float16", "float32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedConfig:
+    """A family's config.json with the figures of transformers' default config."""
+
+    name: str  # "Gemma 4"
+    config_class: str  # of transformers: "Gemma4TextConfig"
+    # Fields that differ from the default, because what it says is not loaded or not released.
+    changed: Mapping[str, object]
+    fields: Mapping[str, object]  # of config.json, `changed` among them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A device that programs are compiled for."""
+
+    name: str
+    target: Target
+    platform: Platform
+
+
+DEVICES = (
+    Device(
+        name="H200",
+        target=Target(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0"),
+        platform=GPU(),
+    ),
+    Device(
+        name="TPU v6e",
+        target=Target(platform="tpu", device_kind="TPU v6 lite"),
+        platform=TPU(),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What `dispatch.py` chose for one call of an op."""
+
+    op: str
+    body: str  # "mosaic_gpu", "mosaic_tpu" or "xla"
+    reason: str | None  # why it is XLA
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One kind of attention layer of a model, and its cache on a device."""
+
+    model: str  # "Gemma 4"
+    dtype: str
+    attention: AttentionConfig
+    device: Device
+    groups: KVCacheGroups
+    places: LayerPlaces
+    max_positions: int
+
+    @property
+    def stored_width(self) -> int:
+        return self.places[0][1].format.head_dim
+
+    @property
+    def block_size(self) -> int:
+        return self.groups.tables(self.max_positions)[self.places[0][1].inputs_idx].block_size
+
+    def __str__(self) -> str:
+        window = f" window {self.attention.sliding_window}" if self.attention.sliding_window else ""
+        return f"{self.model} {self.attention.head_dim}{window} {self.dtype} {self.device.name}"
+
+
+def published_configs() -> dict[str, PublishedConfig]:
+    """Architecture -> its published config."""
+    return {
+        architecture: PublishedConfig(**entry)
+        for architecture, entry in json.loads(_CONFIGS.read_text(encoding="utf-8")).items()
+    }
+
+
+def layers_of(published: PublishedConfig, device: Device, dtype: str | None = None) -> list[Layer]:
+    """One layer of each kind that the op calls of a model differ in, in the order of the layers.
+
+    Args:
+        dtype: Of weights, keys and values; None is the config's.
+    """
+    config = read_config(published.fields)
+    config = replace(config, dtype=dtype or config.dtype)
+    spec = config.spec(kv_cache_dtype(config.dtype, device.platform))
+    groups = groups_of_spec(
+        spec,
+        block_size=device.platform.block_size,
+        head_dim_step=device.platform.head_dim_step,
+    )
+    kinds = {}
+    for attention, places in zip(config.attention, groups.places(spec), strict=True):
+        if attention is None or not places:
+            continue
+        layer = Layer(
+            model=published.name,
+            dtype=config.dtype,
+            attention=attention,
+            device=device,
+            groups=groups,
+            places=places,
+            max_positions=config.max_position_embeddings,
+        )
+        kinds.setdefault(_shown_shapes(layer), layer)
+    return list(kinds.values())
+
+
+def layer_program(
+    layer: Layer, step: str
+) -> tuple[Callable[..., tuple[jax.Array, jax.Array]], tuple[object, ...]]:
+    """The ops of one layer in a step as the model calls them, and abstract arguments.
+
+    Args:
+        step: "decode" has one token of each request, "mixed" any mix of prompts and decodes.
+
+    Returns:
+        A function that returns what was attended and the pages, and its arguments; the first one
+        is the pages.
+    """
+    attention, dtype = layer.attention, jnp.dtype(layer.dtype)
+    num_tokens, max_query_len = (NUM_REQS, 1) if step == _DECODE else (NUM_TOKENS, None)
+    kernels = KernelSettings(target=layer.device.target)
+
+    def run(pages, batch, q, new_kv, sinks, copies):
+        pages = kernels.copy_blocks(pages, copies)
+        context = make_context(batch, pages, kernels, ()).at(0, layer.places)
+        return attend(attention, q, new_kv, pages, context, sinks=sinks)
+
+    def integers(*dims: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, jnp.int32)
+
+    def floats(*dims: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype)
+
+    batch = ForwardBatch(
+        token_ids=integers(num_tokens),
+        positions=integers(num_tokens),
+        query_start_loc=integers(NUM_REQS + 1),
+        groups=tuple(
+            GroupInputs(
+                block_tables=integers(table.num_groups, NUM_REQS, table.max_blocks_per_req),
+                seq_lens=integers(NUM_REQS),
+                block_size=table.block_size,
+            )
+            for table in layer.groups.tables(layer.max_positions)
+        ),
+        logits_indices=integers(NUM_REQS),
+        max_query_len=max_query_len,
+    )
+    new_kv = tuple(
+        floats(num_tokens, attention.num_kv_heads, width)
+        for width in (attention.head_dim, attention.value_head_dim)
+    )
+    pages = jax.eval_shape(
+        functools.partial(
+            empty_kv_cache,
+            layer.groups.config(NUM_BLOCKS),
+            layer.device.platform,
+            kv_cache_dtype(layer.dtype, layer.device.platform),
+        )
+    )
+    q = floats(num_tokens, attention.num_q_heads, attention.head_dim)
+    sinks = floats(attention.num_q_heads) if attention.has_sinks else None
+    return run, (pages, batch, q, new_kv, sinks, integers(2, NUM_COPIES))
+
+
+def choices_of(layer: Layer, step: str) -> dict[str, Choice]:
+    """Op -> what is chosen for it in one layer of a step."""
+    function, args = layer_program(layer, step)
+    with _recorded_choices() as choices:
+        jax.eval_shape(function, *args)
+    by_op = {choice.op: choice for choice in choices}
+    if set(by_op) != set(_OPS) or len(set(choices)) != len(_OPS):
+        raise ValueError(f"{layer}: wanted one choice for each of {_OPS}, got {choices}")
+    return by_op
+
+
+@contextlib.contextmanager
+def _recorded_choices() -> Iterator[list[Choice]]:
+    """Lists what is chosen while it is open; what is traced then is plain XLA in every case."""
+    choices = []
+    preferred_body = dispatch.preferred_body
+
+    def record(op_name, bodies, target, *args, **kwargs):
+        body = preferred_body(op_name, bodies, target, *args, **kwargs)
+        reason = None
+        if body == "xla":
+            kernel = bodies.get(f"mosaic_{target.platform}")
+            reason = kernel.misfit(*args, **kwargs) if kernel else "there is no kernel for this op"
+        choices.append(Choice(op=op_name, body=body, reason=reason))
+        return "xla"
+
+    with mock.patch.object(dispatch, "preferred_body", record):
+        yield choices
+
+
+def all_layers(device: Device) -> list[Layer]:
+    """One of every kind of layer of every family, and of the first one in other dtypes."""
+    configs = list(published_configs().values())
+    layers = [layer for published in configs for layer in layers_of(published, device)]
+    for dtype in _OTHER_DTYPES:
+        layers += layers_of(configs[0], device, dtype)
+    return layers
+
+
+def make_tables() -> str:
+    """A table for each device in Markdown, and the reasons that their cells refer to."""
+    reasons: list[str] = []
+    parts = [f"On {device.name}:\n\n{_table_of(device, reasons)}" for device in DEVICES]
+    listed = "\n".join(f"- ({_letter(idx)}) {reason}." for idx, reason in enumerate(reasons))
+    return "\n\n".join([*parts, "Reasons for plain XLA:", listed])
+
+
+def _table_of(device: Device, reasons: list[str]) -> str:
+    """The table of one device; adds to `reasons` those that its cells refer to."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for layer in all_layers(device):
+        decode, mixed = choices_of(layer, _DECODE), choices_of(layer, _MIXED)
+        # They have one column each for both steps.
+        for op in ("slot_mapping", "kv_scatter", "block_copy"):
+            if decode[op] != mixed[op]:
+                raise ValueError(f"{layer}: {op} is {decode[op]} and {mixed[op]}")
+        choices = (
+            *(decode["paged_attention"], mixed["paged_attention"]),
+            *(mixed[op] for op in ("kv_scatter", "slot_mapping", "block_copy")),
+        )
+        cells = tuple(_cell(choice, reasons) for choice in choices)
+        named = names.setdefault((*_shown_shapes(layer), *cells), [])
+        if layer.model not in named:
+            named.append(layer.model)
+    columns = (
+        *("models", "query, KV heads", "K, V width", "window", "dtype"),
+        *("stored width", "block size"),
+        *("attention of decodes", "attention of prompts"),
+        *("`kv_scatter`", "`slot_mapping`", "`block_copy`"),
+    )
+    lines = [columns, ["---"] * len(columns)]
+    lines += [(", ".join(models), *cells) for cells, models in names.items()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _shown_shapes(layer: Layer) -> tuple[str, ...]:
+    attention = layer.attention
+    window = "none" if attention.sliding_window is None else f"{attention.sliding_window:,}"
+    return (
+        f"{attention.num_q_heads}, {attention.num_kv_heads}",
+        f"{attention.head_dim}, {attention.value_head_dim}",
+        *(window, layer.dtype),
+        *(str(layer.stored_width), str(layer.block_size)),
+    )
+
+
+def _cell(choice: Choice, reasons: list[str]) -> str:
+    name = _BODY_NAMES[choice.body]
+    if choice.reason is None:
+        return name
+    if choice.reason not in reasons:
+        reasons.append(choice.reason)
+    return f"{name} ({_letter(reasons.index(choice.reason))})"
+
+
+def _letter(idx: int) -> str:
+    return "abcdefghijklmnopqrstuvwxyz"[idx]
+
+
+def with_tables(page: str) -> str:
+    """The text of the page with the current tables between its two marks.
+
+    Raises:
+        ValueError: It has not both marks.
+    """
+    before, start, rest = page.partition(START)
+    _, end, after = rest.partition(END)
+    if not start or not end:
+        raise ValueError(f"{PAGE} has no place for the tables: wanted the lines {START} and {END}.")
+    return f"{before}{START}\n\n{make_tables()}\n\n{END}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="put the tables into the page")
+    if parser.parse_args().write:
+        PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        print(make_tables())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Published shapes and their bodies: the figures, the documented tables, and what is compiled."""
+
+import jax
+import pytest
+
+from models.registry import FAMILIES, read_config
+from pallas_kernels.dispatch import MIN_JAX_FOR_MOSAIC_GPU
+from tests.aot.body_table import (
+    DEVICES,
+    PAGE,
+    all_layers,
+    choices_of,
+    layer_program,
+    published_configs,
+    with_tables,
+)
+from tests.aot.tpu_topology import describe_tpu, missing_for_tpu
+
+H200, TPU_V6E = DEVICES
+needs_mosaic_gpu = pytest.mark.skipif(
+    jax.__version_info__ < MIN_JAX_FOR_MOSAIC_GPU, reason="the GPU kernels need a newer JAX"
+)
+needs_libtpu = pytest.mark.skipif(missing_for_tpu() is not None, reason=str(missing_for_tpu()))
+
+
+def test_every_family_has_a_published_config():
+    assert list(published_configs()) == list(FAMILIES)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_published_figures_are_the_defaults_of_transformers(architecture):
+    transformers = pytest.importorskip("transformers")
+    published = published_configs()[architecture]
+    defaults = getattr(transformers, published.config_class)().to_dict()
+    wanted = {**defaults, "architectures": [architecture], **published.changed}
+    assert published.changed.items() <= published.fields.items()
+    assert read_config(published.fields) == read_config(wanted)
+
+
+@needs_mosaic_gpu
+def test_the_documented_tables_are_what_dispatch_chooses():
+    page = PAGE.read_text(encoding="utf-8")
+    assert with_tables(page) == page, "run `python -m tests.aot.body_table --write`"
+
+
+def test_a_page_without_a_place_for_the_tables_is_an_error():
+    with pytest.raises(ValueError, match="no place for the tables"):
+        with_tables("# Kernels\n")
+
+
+def released_layers(device):
+    """Without the rows that show other dtypes."""
+    return [layer for layer in all_layers(device) if layer.dtype == "bfloat16"]
+
+
+def chosen_kernels(layer):
+    """Ops of a step with prompts for which the table promises a kernel."""
+    return {op for op, choice in choices_of(layer, "mixed").items() if choice.body != "xla"}
+
+
+@needs_mosaic_gpu
+@pytest.mark.parametrize("layer", released_layers(H200), ids=str)
+def test_gpu_kernels_of_published_shapes_do_not_spill(layer, h200, compile_for_h200):
+    assert h200.target == H200.target
+    # A step with prompts has the kernel for decodes too.
+    function, args = layer_program(layer, "mixed")
+    program = compile_for_h200(function, *args, donate_argnums=0)
+    names = set(program.kernel_names)
+    ops = {"paged_attention" if name.startswith("paged_attention") else name for name in names}
+    assert ops == chosen_kernels(layer)
+    assert [kernel.spill_bytes for kernel in program.ptxas] == [0] * len(program.ptxas)
+    assert program.aliased_bytes >= args[0].size * args[0].dtype.itemsize
+
+
+@needs_libtpu
+@pytest.mark.parametrize("layer", released_layers(TPU_V6E), ids=str)
+def test_tpu_kernels_of_published_shapes_compile(layer):
+    tpu = describe_tpu("v6e:2x2")
+    assert tpu.target == TPU_V6E.target
+    function, args = layer_program(layer, "mixed")
+    args = jax.tree.map(lambda array: tpu.array(array.shape, array.dtype), args)
+    program = tpu.compile(function, *args, donate_argnums=(0,))
+    names = {name.removesuffix("_ragged") for name in program.mosaic_kernels}
+    assert names == chosen_kernels(layer)
+    assert program.memory.alias_size_in_bytes >= args[0].size * args[0].dtype.itemsize
