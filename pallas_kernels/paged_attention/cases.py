@@ -153,7 +153,14 @@ CASES: tuple[PagedAttentionCase, ...] = (
             head_dim=head_dim,
             block_size=block_size,
         )
-        for head_dim, block_size in ((80, 8), (96, 16), (128, 64), (192, 128), (256, 256))
+        for head_dim, block_size in (
+            (80, 8),
+            (96, 16),
+            (128, 64),
+            (192, 128),
+            (256, 256),
+            (512, 16),
+        )
     ),
     PagedAttentionCase(name="mixed_int8", requests=_MIXED, cache_dtype="int8"),
     PagedAttentionCase(

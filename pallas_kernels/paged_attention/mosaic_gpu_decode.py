@@ -26,7 +26,8 @@ from pallas_kernels.paged_attention.tuned_blocks import (
     padded_rows,
 )
 
-MAX_HEAD_DIM = 256
+# Up to the first width wgmma's tiles may be padded; up to the second, tiles without padding fit.
+_MAX_PADDED_HEAD_DIM, MAX_HEAD_DIM = 256, 512
 _DTYPES = ("bfloat16", "float16")
 
 
@@ -38,8 +39,12 @@ def decode_misfit(q: jax.Array, kv_cache: jax.Array) -> str | None:
         return f"wgmma multiplies {' and '.join(_DTYPES)}, q is {q.dtype.name}"
     if kv_cache.dtype != q.dtype:
         return f"the cache's dtype ({kv_cache.dtype.name}) is not q's ({q.dtype.name})"
-    if head_dim % 16 or head_dim > MAX_HEAD_DIM:
-        return f"head_dim {head_dim} is not a multiple of 16 up to {MAX_HEAD_DIM}"
+    step = 16 if head_dim <= _MAX_PADDED_HEAD_DIM else 64
+    if head_dim % step or head_dim > MAX_HEAD_DIM:
+        return (
+            f"head_dim {head_dim} is neither a multiple of 16 up to {_MAX_PADDED_HEAD_DIM} nor one "
+            f"of 64 up to {MAX_HEAD_DIM}"
+        )
     if group_size > (limit := max_group_size(head_dim)):
         return f"{group_size} query heads share a KV head, more than {limit} do not fit registers"
     kv_tile = decode_config(q.dtype, head_dim, group_size).kv_tile

@@ -25,6 +25,10 @@ Keys, not queries, are the 64 rows that wgmma wants: a request has `group_size` 
 (often 4, padded to 8), and 64-row tiles of them would be nearly all padding. So logits take 4
 registers a thread, the output 8, and the work between two tiles stays short.
 
+Each warpgroup walks along rings of tiles, one for K and one for V. Heads wider than 384 have too
+large tiles for two rings of two tiles each; there K and V take turns in one ring of three tiles:
+K 0, V 0, K 1, then V 1 in the place of K 0, and so on.
+
 Reading the cache is what costs. Every byte is read once and used for a handful of multiplications,
 so the kernel only has to keep enough copies in flight and to let no SM idle:
 - In flight. An H200's 4.8 TB/s (data sheet) times 1 microsecond (assumed) is 36 KB an SM. Two CTAs
@@ -92,7 +96,10 @@ class _Gmem(NamedTuple):
 
 
 class _Smem(NamedTuple):
-    """What a CTA has in shared memory: tiles, and the barriers that hand them over."""
+    """What a CTA has in shared memory: tiles, and the barriers that hand them over.
+
+    If K and V share a ring, their entries are the same refs.
+    """
 
     q: object  # f[group_rows, head_dim]
     weights: object  # f[group_rows, kv_tile]
@@ -163,9 +170,9 @@ class DecodeKernel:
         def body(*gmem_refs: object) -> None:
             # Allocated here for both warpgroups at once.
             pl.run_scoped(
-                lambda *smem_refs: self._run(_Gmem(*gmem_refs), _Smem(*smem_refs)),
-                *scratch,
+                lambda **smem_refs: self._run(_Gmem(*gmem_refs), _smem(smem_refs)),
                 collective_axes="role",
+                **scratch,
             )
 
         return plgpu.kernel(
@@ -195,8 +202,8 @@ class DecodeKernel:
             schedule.shares,
         )
 
-    def _scratch(self, dtype: jnp.dtype) -> tuple[object, ...]:
-        """Types of the refs of `_Smem`, in its order."""
+    def _scratch(self, dtype: jnp.dtype) -> dict[str, object]:
+        """Types of the refs of `_Smem`; those of V are left out if K's are V's too."""
         kv_tile, num_stages = self.config.kv_tile, self.config.num_stages
 
         # 128-byte swizzle is 64 numbers wide; head_dim 96 takes 64-byte, 80 takes 32-byte.
@@ -210,13 +217,34 @@ class DecodeKernel:
             return plgpu.Barrier(num_arrivals=kv_tile // box_rows, num_barriers=num_stages)
 
         free = plgpu.Barrier(num_barriers=num_stages)
-        return (
-            tile(self.group_rows, self.head_dim),
-            tile(self.group_rows, kv_tile),
-            tile(num_stages, kv_tile, self.head_dim),
-            tile(num_stages, kv_tile, self.v_width),
-            *(plgpu.Barrier(), landed(self.copy_rows), landed(self.v_copy_rows), free, free),
-        )
+        scratch = {
+            "q": tile(self.group_rows, self.head_dim),
+            "weights": tile(self.group_rows, kv_tile),
+            "k": tile(num_stages, kv_tile, self.head_dim),
+            "q_landed": plgpu.Barrier(),
+            "k_landed": landed(self.copy_rows),
+            "k_free": free,
+        }
+        if not self.config.has_one_ring:
+            scratch |= {
+                "v": tile(num_stages, kv_tile, self.v_width),
+                "v_landed": landed(self.v_copy_rows),
+                "v_free": free,
+            }
+        return scratch
+
+    def _turns(self, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """How many tiles were in a ring before the K tile of a step, and before its V tile."""
+        return (2 * step, 2 * step + 1) if self.config.has_one_ring else (step, step)
+
+    def _stages(self, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Places of the K and V tiles of a step in their rings."""
+        num_stages = jnp.int32(self.config.num_stages)
+        k_turn, v_turn = self._turns(step)
+        if v_turn is k_turn:
+            stage = lax.rem(step, num_stages)
+            return stage, stage
+        return lax.rem(k_turn, num_stages), lax.rem(v_turn, num_stages)
 
     def _run(self, gmem: _Gmem, smem: _Smem) -> None:
         """The whole program of a CTA: each warpgroup takes its role."""
@@ -261,7 +289,6 @@ class DecodeKernel:
             row_start = gmem.row[0] * self.num_blocks
 
             def load_tile(step: jax.Array, _: None) -> None:
-                stage = lax.rem(step, num_stages)
                 tile = segment.start_tile + step - segment.start_step
                 # Block ids are read before waiting, so that their latency is hidden.
                 logical_blocks, first_row = self._blocks_of_tile(tile)
@@ -273,13 +300,19 @@ class DecodeKernel:
                 # Of the flat cache: all heads' keys of a block lie before all heads' values.
                 keys = [(row_start + b) * (2 * self.num_kv_heads) + segment.head for b in blocks]
                 values = [block + self.num_kv_heads for block in keys]
-                for blocks, tiles, box_rows, landed, free in (
-                    (keys, smem.k, self.copy_rows, smem.k_landed, smem.k_free),
-                    (values, smem.v, self.v_copy_rows, smem.v_landed, smem.v_free),
+                for turn, stage, blocks, tiles, box_rows, landed, free in zip(
+                    self._turns(step),
+                    self._stages(step),
+                    (keys, values),
+                    (smem.k, smem.v),
+                    (self.copy_rows, self.v_copy_rows),
+                    (smem.k_landed, smem.v_landed),
+                    (smem.k_free, smem.v_free),
+                    strict=True,
                 ):
 
-                    @pl.when(step >= num_stages)
-                    def _wait_until_free(free: object = free) -> None:
+                    @pl.when(turn >= num_stages)
+                    def _wait_until_free(free: object = free, stage: jax.Array = stage) -> None:
                         plgpu.barrier_wait(free.at[stage])
 
                     for key in range(0, self.config.kv_tile, box_rows):
@@ -295,12 +328,15 @@ class DecodeKernel:
 
         self._for_each_segment(gmem, load_segment)
 
-        def drain(step: jax.Array, _: None) -> None:
-            for free in (smem.k_free, smem.v_free):
-                plgpu.barrier_wait(free.at[lax.rem(step, num_stages)])
+        rings = (smem.k_free,) if self.config.has_one_ring else (smem.k_free, smem.v_free)
+
+        def drain(turn: jax.Array, _: None) -> None:
+            for free in rings:
+                plgpu.barrier_wait(free.at[lax.rem(turn, num_stages)])
 
         # Every arrival is waited for once: the compute warpgroup need not know which is the last.
-        lax.fori_loop(jnp.maximum(num_steps - num_stages, 0), num_steps, drain, None)
+        num_turns, _ = self._turns(num_steps)
+        lax.fori_loop(jnp.maximum(num_turns - num_stages, 0), num_turns, drain, None)
 
     def _blocks_of_tile(self, tile: jax.Array) -> tuple[list[jax.Array], jax.Array | int]:
         """The logical block that each copy of a tile reads, and from which row of it on.
@@ -317,7 +353,6 @@ class DecodeKernel:
 
     def _compute_role(self, gmem: _Gmem, smem: _Smem) -> None:
         """Multiplies the tiles as they land, and stores one partial result a segment."""
-        num_stages = jnp.int32(self.config.num_stages)
         kv_tile, rows = self.config.kv_tile, self.group_rows
 
         def attend_segment(segment: _Segment) -> None:
@@ -331,13 +366,13 @@ class DecodeKernel:
 
             def add_tile(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 out, largest, denominators = state
-                stage = lax.rem(step, num_stages)
+                k_stage, v_stage = self._stages(step)
                 # The tile's seen keys are [start, end); outside of [0, kv_tile) for inner tiles.
                 start, end = seen_start - step * kv_tile, seen_end - step * kv_tile
 
-                plgpu.barrier_wait(smem.k_landed.at[stage])
-                products = self._product(smem.k.at[stage], smem.q.transpose((1, 0)))
-                plgpu.barrier_arrive(smem.k_free.at[stage])
+                plgpu.barrier_wait(smem.k_landed.at[k_stage])
+                products = self._product(smem.k.at[k_stage], smem.q.transpose((1, 0)))
+                plgpu.barrier_arrive(smem.k_free.at[k_stage])
                 logits = self._mask(self._logits(products), start, end)
 
                 new_largest = jnp.maximum(largest, logits.max(axis=0))
@@ -347,8 +382,8 @@ class DecodeKernel:
                 denominators = denominators * _down_columns(rescale, kv_tile) + weights
                 self._store_weights(smem, weights)
 
-                plgpu.barrier_wait(smem.v_landed.at[stage])
-                v_tile = smem.v.at[stage]
+                plgpu.barrier_wait(smem.v_landed.at[v_stage])
+                v_tile = smem.v.at[v_stage]
 
                 @pl.when((end < kv_tile) | (start > 0) if self.has_left_edge else end < kv_tile)
                 def _clear_unseen() -> None:
@@ -357,7 +392,7 @@ class DecodeKernel:
                 # What was stored to shared memory is to be seen by wgmma.
                 plgpu.commit_smem()
                 product = self._product(v_tile.transpose((1, 0)), smem.weights.transpose((1, 0)))
-                plgpu.barrier_arrive(smem.v_free.at[stage])
+                plgpu.barrier_arrive(smem.v_free.at[v_stage])
                 out = out * _down_columns(rescale, self.v_width) + product
                 return out, new_largest, denominators
 
@@ -429,6 +464,12 @@ class DecodeKernel:
             return acc_ref[...]
 
         return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+
+
+def _smem(refs: dict[str, object]) -> _Smem:
+    """The refs by their names; V has K's where it has none of its own."""
+    shared = {f"v{name[1:]}": ref for name, ref in refs.items() if name[:1] == "k"}
+    return _Smem(**{**shared, **refs})
 
 
 def _filled(shape: tuple[int, ...], value: float, layout: object) -> jax.Array:

@@ -17,7 +17,7 @@ from pallas_kernels.paged_attention.ragged_tiles import (
     plan_tiles,
 )
 
-_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+_HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
 _DTYPES = ("bfloat16", "float16")
 
 

@@ -14,6 +14,10 @@ while the other exponentiates:
     compute 1   |     | S 0          | softmax 0 | PV 0, S 1    | softmax 1 | ...
                       ^ turn         ^ turn      ^ turn         ^ turn
 
+Where heads are wider than 256 columns, the output of 64 rows does not fit a warpgroup's registers.
+The tile is then computed by two CTAs, each with half the columns of V and of the output. Both
+compute the same scores from the whole of Q and K.
+
 A tile of K (and so of V) goes around: the memory warpgroup waits for `k_free`, starts the copies,
 which arrive at `k_landed`; both compute warpgroups wait there, multiply, and arrive at `k_free`.
 """
@@ -34,6 +38,7 @@ from pallas_kernels.paged_attention.ragged_tiles import (
     PlanField,
     RaggedConfig,
     SeenKeys,
+    v_part_width,
 )
 
 _MEMORY_WARPGROUP = NUM_COMPUTE_WARPGROUPS
@@ -68,6 +73,15 @@ class RaggedKernel:
         return RowTransfer(config=self.config, head_dim=self.head_dim, dtype=self.dtype)
 
     @property
+    def v_width(self) -> int:
+        """Columns of V that a CTA multiplies; wide heads are computed in parts."""
+        return v_part_width(self.head_dim)
+
+    @property
+    def num_v_parts(self) -> int:
+        return self.head_dim // self.v_width
+
+    @property
     def num_head_groups(self) -> int:
         return self.num_kv_heads * self.group_size // self.config.heads_per_tile
 
@@ -81,7 +95,9 @@ class RaggedKernel:
         *,
         interpret: object,
     ) -> tuple[jax.Array, jax.Array]:
-        """Runs a CTA for each tile and group of heads; heads side by side, to share K and V in L2.
+        """Runs a CTA for each tile, group of heads and part of V's columns.
+
+        Heads are side by side, to share K and V in L2.
 
         CTAs start in the order of the plan, the longest first, and one an SM at a time: which CTA
         runs where is left to the hardware, which balances better than a fixed (persistent) split.
@@ -95,8 +111,8 @@ class RaggedKernel:
                 jax.ShapeDtypeStruct(lse_shape, jnp.float32),
             ),
             scratch_types=self._scratch(),
-            grid=(num_tiles, self.num_head_groups),
-            grid_names=("tile", "head_group"),
+            grid=(num_tiles, self.num_head_groups, self.num_v_parts),
+            grid_names=("tile", "head_group", "v_part"),
             num_threads=NUM_COMPUTE_WARPGROUPS + 1,
             thread_name="warpgroup",
             kernel_name="paged_attention_ragged",
@@ -110,20 +126,17 @@ class RaggedKernel:
 
     def _scratch(self) -> dict[str, object]:
         config, dtype = self.config, jnp.dtype(self.dtype)
-        # wgmma reads operands in groups of 8 rows x `swizzle` bytes: 128 where head_dim is 64, 128,
-        # 192 or 256, 64 for 96, 32 for 80.
-        swizzle = plgpu.find_swizzle(self.head_dim * dtype.itemsize * 8)
-        tiled = (
-            plgpu.TilingTransform((8, swizzle // dtype.itemsize)),
-            plgpu.SwizzleTransform(swizzle),
-        )
-        kv_shape = (config.num_stages, config.kv_tile, self.head_dim)
+        # wgmma reads operands in groups of 8 rows x swizzle: 128 bytes where head_dim is a multiple
+        # of 64, 64 for 96, 32 for 80.
+        tiled = _tiled(plgpu.find_swizzle(self.head_dim * dtype.itemsize * 8), dtype)
+        v_tiled = _tiled(_v_swizzle(config.kv_tile, self.v_width, dtype), dtype)
+        ring = (config.num_stages, config.kv_tile)
         landed = plgpu.Barrier(num_arrivals=self.copies_per_tile, num_barriers=config.num_stages)
         free = plgpu.Barrier(num_arrivals=NUM_COMPUTE_WARPGROUPS, num_barriers=config.num_stages)
         return {
             "q_and_out": self.rows.scratch(tiled, self.is_interpreted),
-            "k_ring": plgpu.SMEM(kv_shape, dtype, transforms=tiled),
-            "v_ring": plgpu.SMEM(kv_shape, dtype, transforms=tiled),
+            "k_ring": plgpu.SMEM((*ring, self.head_dim), dtype, transforms=tiled),
+            "v_ring": plgpu.SMEM((*ring, self.v_width), dtype, transforms=v_tiled),
             "q_landed": plgpu.Barrier(
                 num_arrivals=self.rows.boxes_per_warpgroup, num_barriers=NUM_COMPUTE_WARPGROUPS
             ),
@@ -187,7 +200,7 @@ class RaggedKernel:
         config = self.config
         warpgroup = lax.axis_index("warpgroup")
         q_tile, chunks = (ref.at[warpgroup] for ref in smem["q_and_out"])
-        k_ring, v_ring = smem["k_ring"], smem["v_ring"]  # f[num_stages, kv_tile, head_dim]
+        k_ring, v_ring = smem["k_ring"], smem["v_ring"]  # f[num_stages, kv_tile, ...]
         num_full = plan(PlanField.FULL_END) - plan(PlanField.FULL_START)
         num_steps = plan(PlanField.KV_END) - plan(PlanField.KV_START)
         tokens = config.tokens_per_warpgroup
@@ -290,7 +303,7 @@ class RaggedKernel:
 
         rows, per_row = ROWS_PER_WARPGROUP, plgpu.Layout.WGMMA.reduce(1)
         carry = (
-            filled(0.0, rows, self.head_dim, layout=plgpu.Layout.WGMMA),
+            filled(0.0, rows, self.v_width, layout=plgpu.Layout.WGMMA),
             filled(_NOTHING_SEEN, rows, layout=per_row),
             filled(0.0, rows, layout=per_row),
         )
@@ -350,6 +363,7 @@ class RaggedKernel:
         kv_head = lax.div(first_query_head, jnp.int32(self.group_size))
         first_block = row_ref[0] * self.num_blocks
         keys_per_copy = min(config.kv_tile, self.block_size)
+        first_v_column = 0 if self.num_v_parts == 1 else lax.axis_index("v_part") * self.v_width
 
         def boxes_of(kv_tile_idx):  # noqa: ANN001, ANN202
             """The pieces of the cache that make a K tile, as indices of (block, half, KV head)."""
@@ -364,16 +378,17 @@ class RaggedKernel:
                 boxes.append((first_block + block_id) * (2 * self.num_kv_heads) + kv_head)
             return boxes
 
-        def copy_tile(boxes, kv_tile_idx, tile_ref, barrier):  # noqa: ANN001, ANN202
+        def copy_tile(boxes, columns, kv_tile_idx, tile_ref, barrier):  # noqa: ANN001, ANN202
             # Where a block is longer than a tile: of blocks of 256 and tiles of 128, the second
             # half for odd tiles.
             tile_of_block = lax.rem(
                 kv_tile_idx, jnp.int32(max(1, self.block_size // config.kv_tile))
             )
             for copy, box in enumerate(boxes):
-                source = kv_ref.at[box]
+                first_row = 0
                 if keys_per_copy < self.block_size:
-                    source = source.at[pl.ds(tile_of_block * config.kv_tile, keys_per_copy)]
+                    first_row = tile_of_block * config.kv_tile
+                source = kv_ref.at[box, pl.ds(first_row, keys_per_copy), columns]
                 target = tile_ref.at[pl.ds(copy * keys_per_copy, keys_per_copy)]
                 plgpu.copy_gmem_to_smem(source, target, barrier)
 
@@ -387,7 +402,10 @@ class RaggedKernel:
             def _wait_for_free_k():  # noqa: ANN202
                 plgpu.barrier_wait(smem["k_free"].at[stage])
 
-            copy_tile(boxes, kv_tile_idx, smem["k_ring"].at[stage], smem["k_landed"].at[stage])
+            copy_tile(
+                *(boxes, pl.ds(0, self.head_dim), kv_tile_idx),
+                *(smem["k_ring"].at[stage], smem["k_landed"].at[stage]),
+            )
 
             @pl.when(step >= config.num_stages)
             def _wait_for_free_v():  # noqa: ANN202
@@ -395,7 +413,10 @@ class RaggedKernel:
 
             # All heads' keys of a block lie before all heads' values.
             boxes = [box + self.num_kv_heads for box in boxes]
-            copy_tile(boxes, kv_tile_idx, smem["v_ring"].at[stage], smem["v_landed"].at[stage])
+            copy_tile(
+                *(boxes, pl.ds(first_v_column, self.v_width), kv_tile_idx),
+                *(smem["v_ring"].at[stage], smem["v_landed"].at[stage]),
+            )
 
         # Every phase of a barrier must be seen by who waits there, the last ones too.
         @pl.loop(jnp.maximum(0, num_steps - config.num_stages), num_steps)
@@ -403,6 +424,17 @@ class RaggedKernel:
             stage = lax.rem(step, jnp.int32(config.num_stages))
             plgpu.barrier_wait(smem["k_free"].at[stage])
             plgpu.barrier_wait(smem["v_free"].at[stage])
+
+
+def _tiled(swizzle: int, dtype: jnp.dtype) -> tuple[object, ...]:
+    """The transforms of a tile in shared memory that wgmma reads, with a swizzle of some bytes."""
+    return plgpu.TilingTransform((8, swizzle // dtype.itemsize)), plgpu.SwizzleTransform(swizzle)
+
+
+def _v_swizzle(kv_tile: int, v_width: int, dtype: jnp.dtype) -> int:
+    """Bytes of the swizzle of a V tile: wgmma adds up keys in groups as long as it is wide."""
+    widest = plgpu.find_swizzle(v_width * dtype.itemsize * 8)
+    return min(widest, kv_tile * dtype.itemsize)
 
 
 def _tanh(x: jax.Array) -> jax.Array:  # f32[...], both
@@ -418,16 +450,22 @@ def _tanh(x: jax.Array) -> jax.Array:  # f32[...], both
 def _zero_rows_outside(tile_ref, start, end):  # noqa: ANN001, ANN202
     """Sets the rows of a V tile (f[kv_tile, head_dim], in SMEM) outside [start, end) to zero.
 
-    In pieces of 64 rows by one swizzle width, so that few registers hold one.
+    In pieces of 64 rows by the widest swizzle, so that few registers hold one. A tile of 32 rows is
+    cleared as its transpose, because registers hold 64 rows.
     """
     num_rows, num_columns = tile_ref.shape
     width = plgpu.find_swizzle(num_columns * tile_ref.dtype.itemsize * 8) // tile_ref.dtype.itemsize
-    for first_row in range(0, num_rows, 64):
+    is_turned = num_rows < ROWS_PER_WARPGROUP
+    layout = plgpu.Layout.WGMMA_TRANSPOSED if is_turned else plgpu.Layout.WGMMA
+    piece_rows = min(num_rows, ROWS_PER_WARPGROUP)
+    for first_row in range(0, num_rows, piece_rows):
         for first_column in range(0, num_columns, width):
-            piece_ref = tile_ref.at[pl.ds(first_row, 64), pl.ds(first_column, width)]
+            piece_ref = tile_ref.at[pl.ds(first_row, piece_rows), pl.ds(first_column, width)]
+            if is_turned:
+                piece_ref = piece_ref.transpose((1, 0))
             row = first_row + plgpu.broadcasted_iota(
-                jnp.int32, piece_ref.shape, 0, layout=plgpu.Layout.WGMMA
+                jnp.int32, piece_ref.shape, int(is_turned), layout=layout
             )
-            piece = plgpu.load(piece_ref, layout=plgpu.Layout.WGMMA)
+            piece = plgpu.load(piece_ref, layout=layout)
             piece_ref[...] = jnp.where((row >= start) & (row < end), piece, jnp.zeros_like(piece))
     plgpu.commit_smem()

@@ -21,6 +21,7 @@ from pallas_kernels.paged_attention.ragged_tiles import (
     ROWS_PER_WARPGROUP,
     PlanField,
     RaggedConfig,
+    v_part_width,
 )
 
 # The softmax is computed in powers of two.
@@ -39,6 +40,11 @@ class RowTransfer:
     def num_chunks(self) -> int:
         """Chunks that hold a head; the last may be filled in part."""
         return pl.cdiv(self.head_dim, CHUNK)
+
+    @property
+    def num_out_chunks(self) -> int:
+        """Chunks that hold the columns of the output that a CTA computes."""
+        return pl.cdiv(v_part_width(self.head_dim), CHUNK)
 
     def chunk_columns(self, chunk: int) -> int:
         """Columns of a chunk that are filled."""
@@ -78,6 +84,8 @@ class RowTransfer:
         *,
         first_token,  # noqa: ANN001
         num_tokens,  # noqa: ANN001
+        num_chunks,  # noqa: ANN001
+        first_column=0,  # noqa: ANN001
         first_row=0,  # noqa: ANN001
     ):
         """Calls copy(GMEM, SMEM) for boxes of `num_tokens` tokens, by heads, 64 columns at a time.
@@ -87,8 +95,8 @@ class RowTransfer:
         first_head = lax.axis_index("head_group") * self.config.heads_per_tile
         for head in range(self.config.heads_per_tile):
             rows = pl.ds(head * self.config.tokens_per_warpgroup + first_row, num_tokens)
-            for chunk in range(self.num_chunks):
-                columns = pl.ds(chunk * CHUNK, CHUNK)
+            for chunk in range(num_chunks):
+                columns = pl.ds(first_column + chunk * CHUNK, CHUNK)
                 copy(
                     tokens_ref.at[pl.ds(first_token, num_tokens), first_head + head, columns],
                     chunks.at[chunk, rows],
@@ -100,8 +108,8 @@ class RowTransfer:
         def copy(source, target):  # noqa: ANN001, ANN202
             plgpu.copy_gmem_to_smem(source, target, landed)
 
-        tokens = self.config.tokens_per_warpgroup
-        self._for_each_box(copy, q_ref, chunks, first_token=first_token, num_tokens=tokens)
+        boxes = {"num_tokens": self.config.tokens_per_warpgroup, "num_chunks": self.num_chunks}
+        self._for_each_box(copy, q_ref, chunks, first_token=first_token, **boxes)
         plgpu.barrier_wait(landed)
         # Maybe the same memory in another order: all is read before the first is written.
         values = [
@@ -121,7 +129,7 @@ class RowTransfer:
         out, largest, denominator = carry
         has_seen = denominator > 0.0
         denominator = jnp.where(has_seen, denominator, 1.0)
-        for chunk in range(self.num_chunks):
+        for chunk in range(self.num_out_chunks):
             num_columns = self.chunk_columns(chunk)
             piece = out[:, chunk * CHUNK : chunk * CHUNK + num_columns]
             piece *= lax.broadcast_in_dim(1.0 / denominator, piece.shape, [0])
@@ -136,13 +144,21 @@ class RowTransfer:
         warpgroup = lax.axis_index("warpgroup")
         first_token = plan(PlanField.FIRST_TOKEN) + warpgroup * tokens
         num_left = plan(PlanField.NUM_TOKENS) - warpgroup * tokens
+        # Wide heads are computed in parts, each by a CTA.
+        has_parts = self.num_out_chunks < self.num_chunks
+        part = lax.axis_index("v_part") if has_parts else 0
+        columns = {
+            "num_chunks": self.num_out_chunks,
+            "first_column": part * v_part_width(self.head_dim),
+        }
 
         def copy(target, source):  # noqa: ANN001, ANN202
             plgpu.copy_smem_to_gmem(source, target)
 
         @pl.when(num_left >= tokens)
         def _store_all():  # noqa: ANN202
-            self._for_each_box(copy, out_ref, chunks, first_token=first_token, num_tokens=tokens)
+            boxes = {"first_token": first_token, "num_tokens": tokens}
+            self._for_each_box(copy, out_ref, chunks, **boxes, **columns)
 
         @pl.when((num_left > 0) & (num_left < tokens))
         def _store_one_by_one():  # noqa: ANN202
@@ -150,12 +166,18 @@ class RowTransfer:
             def _store_token(token):  # noqa: ANN001, ANN202
                 # One row of a swizzled chunk is a box too: TMA swizzles by the address.
                 boxes = {"first_token": first_token + token, "num_tokens": 1, "first_row": token}
-                self._for_each_box(copy, out_ref, chunks, **boxes)
+                self._for_each_box(copy, out_ref, chunks, **boxes, **columns)
 
         lse = jnp.where(has_seen, largest / LOG2_E + jnp.log(denominator), -jnp.inf)
-        _store_to_gmem(
-            lse_ref.at[plan(PlanField.TILE_IDX), lax.axis_index("head_group"), warpgroup], lse
-        )
+
+        def _store_lse():  # noqa: ANN202
+            own_lse = lse_ref.at[plan(PlanField.TILE_IDX), lax.axis_index("head_group"), warpgroup]
+            _store_to_gmem(own_lse, lse)
+
+        if has_parts:
+            pl.when(part == 0)(_store_lse)  # which is the same for all
+        else:
+            _store_lse()
         plgpu.wait_smem_to_gmem(0)
 
 

@@ -21,6 +21,8 @@ SMEM_BYTES = 232_448
 _SMEM_RESERVE_BYTES = 2_048
 _MAX_STAGES = 4
 _MAX_Q_BOXES = 8
+# The widest output whose 64 rows a warpgroup holds in registers.
+MAX_V_WIDTH = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +30,7 @@ class RaggedConfig:
     """Sizes of the tiles of the ragged kernel."""
 
     heads_per_tile: int  # query heads of one KV head whose rows share a tile
-    kv_tile: int  # keys that are read and multiplied at a time, a multiple of 64
+    kv_tile: int  # keys that are read and multiplied at a time, 32 or a multiple of 64
     num_stages: int  # K and V tiles in flight, at least 2
 
     def __post_init__(self) -> None:
@@ -38,8 +40,8 @@ class RaggedConfig:
                 f"heads_per_tile is out of range: got {self.heads_per_tile}, wanted 1, 2, 4 or 8: "
                 f"a head's rows are a multiple of 8 that divides {rows}."
             )
-        if self.kv_tile < 64 or self.kv_tile % 64:
-            raise ValueError(f"kv_tile: got {self.kv_tile}, wanted a multiple of 64.")
+        if self.kv_tile != 32 and (self.kv_tile < 64 or self.kv_tile % 64):
+            raise ValueError(f"kv_tile: got {self.kv_tile}, wanted 32 or a multiple of 64.")
         if self.num_stages < 2:
             # The two warpgroups are half a step apart, so with one stage each would wait for the
             # other to free it.
@@ -59,7 +61,17 @@ class RaggedConfig:
         # The tile that wgmma reads and the chunks are one memory only where they are alike.
         q_columns = head_dim if chunk_columns == head_dim else head_dim + chunk_columns
         q_elements = NUM_COMPUTE_WARPGROUPS * ROWS_PER_WARPGROUP * q_columns
-        return (q_elements + 2 * self.num_stages * self.kv_tile * head_dim) * itemsize
+        kv_columns = head_dim + v_part_width(head_dim)
+        return (q_elements + self.num_stages * self.kv_tile * kv_columns) * itemsize
+
+
+def v_part_width(head_dim: int) -> int:
+    """Columns of V, and so of the output, that one CTA computes.
+
+    The output of 64 rows of 512 columns would take 256 registers a thread. So a CTA has half the
+    columns, and the scores are computed twice.
+    """
+    return head_dim if head_dim <= MAX_V_WIDTH else head_dim // 2
 
 
 def default_ragged_config(*, head_dim: int, group_size: int, itemsize: int) -> RaggedConfig:
@@ -70,7 +82,8 @@ def default_ragged_config(*, head_dim: int, group_size: int, itemsize: int) -> R
       ends of requests. But Q comes in boxes of a head and 64 columns, and the compiler keeps their
       addresses for the output, in registers: with more than 8, head_dim 256 spills.
     - kv_tile: 128 keys make long wgmma chains and few barriers; with more than 128 columns a head,
-      64, because scores, weights and output together must fit 232 registers a thread.
+      64, because scores, weights and output together must fit 232 registers a thread; with 512, 32,
+      because two stages of more do not fit shared memory.
     - num_stages: as many as shared memory holds, at most 4.
     """
     boxes_per_head = -(-head_dim // CHUNK)
@@ -79,7 +92,7 @@ def default_ragged_config(*, head_dim: int, group_size: int, itemsize: int) -> R
         for heads in (1, 2, 4, 8)
         if group_size % heads == 0 and heads * boxes_per_head <= _MAX_Q_BOXES
     )
-    kv_tile = 128 if head_dim <= 128 else 64
+    kv_tile = 128 if head_dim <= 128 else 64 if head_dim <= MAX_V_WIDTH else 32
     stages_that_fit = [
         config
         for num_stages in range(2, _MAX_STAGES + 1)

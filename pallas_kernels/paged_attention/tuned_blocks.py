@@ -14,7 +14,7 @@ from pallas_kernels.target import default_target
 # Query heads that may share a KV head, by the width of a V tile. Their logits, weights and outputs
 # stay in registers: larger groups spill. With up to `_GROUP_OF_TWO_CTAS` a thread needs at most 128
 # registers, so that two CTAs fit an SM. Found by compiling for sm_90a with JAX 0.11.2 and 0.12.0.
-_MAX_GROUP_SIZE = {64: 64, 128: 64, 192: 40, 256: 32}
+_MAX_GROUP_SIZE = {64: 64, 128: 64, 192: 40, 256: 32, 320: 24, 384: 16, 448: 16, 512: 16}
 _GROUP_OF_TWO_CTAS = {64: 24, 128: 16, 192: 16, 256: 8}
 # Source: CUDA C++ Programming Guide, compute capability 9.0: shared memory of an SM and of a CTA,
 # of which the system takes 1 KiB a CTA.
@@ -30,10 +30,12 @@ class DecodeConfig:
     """Sizes of the decode kernel."""
 
     kv_tile: int  # keys of a tile, a multiple of 64
-    num_stages: int  # K and V tiles that are loaded ahead
+    num_stages: int  # tiles of a ring: of K and of V, that are loaded ahead
     ctas_per_sm: int  # that the sizes above let an SM hold; what is launched counts on it
     num_sms: int  # of the device
     min_share: int  # tiles that a share of a split has at least
+    # K and V tiles take turns in one ring, which can have an odd number of tiles: for wide heads.
+    has_one_ring: bool = False
 
     @property
     def num_programs(self) -> int:
@@ -47,7 +49,7 @@ class DecodeConfig:
     def smem_bytes(self, itemsize: int, head_dim: int, group_size: int) -> int:
         """Shared memory of a CTA, at most."""
         group_rows = padded_rows(group_size)
-        widths = head_dim + v_tile_width(head_dim)
+        widths = head_dim if self.has_one_ring else head_dim + v_tile_width(head_dim)
         tiles = self.num_stages * self.kv_tile * widths
         queries_and_weights = group_rows * (head_dim + self.kv_tile)
         return (
@@ -110,19 +112,23 @@ def decode_config(
     key_kind = device_kind if (device_kind, head_dim) in _TUNED else "NVIDIA H200"
     tuned = _TUNED.get((key_kind, head_dim))
     has_room_for_two = group_size <= _GROUP_OF_TWO_CTAS.get(v_tile_width(head_dim), 0)
+    stages = range(_MAX_STAGES, 1, -1)
     if tuned is not None and itemsize == 2 and has_room_for_two:
-        candidates = [tuned]
+        candidates = [(*tuned, False)]
     else:
         # Two CTAs an SM if they have two stages each; in any case the most stages that fit.
-        candidates = [(n, 2) for n in range(_MAX_STAGES, 1, -1) if has_room_for_two]
-        candidates += [(n, 1) for n in range(_MAX_STAGES, 0, -1)]
-    for num_stages, ctas_per_sm in candidates:
+        candidates = [(n, 2, False) for n in stages if has_room_for_two]
+        candidates += [(n, 1, False) for n in stages]
+        if v_tile_width(head_dim) == head_dim:
+            candidates += [(n, 1, True) for n in stages]
+    for num_stages, ctas_per_sm, has_one_ring in candidates:
         config = DecodeConfig(
             kv_tile=_KV_TILE,
             num_stages=num_stages,
             ctas_per_sm=ctas_per_sm,
             num_sms=num_sms,
             min_share=_MIN_SHARE,
+            has_one_ring=has_one_ring,
         )
         room = _SMEM_PER_CTA if ctas_per_sm == 1 else _SMEM_PER_SM // 2 - _SMEM_RESERVED
         if config.smem_bytes(itemsize, head_dim, group_size) <= room:

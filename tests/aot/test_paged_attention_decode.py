@@ -74,6 +74,13 @@ def test_two_ctas_share_an_sm_at_head_dim_128(compile_decode, block_size, num_re
         *({"head_dim": 64, "group_size": group_size} for group_size in (24, 64)),
         *({"head_dim": 192, "group_size": group_size} for group_size in (16, 40)),
         {"head_dim": 256, "group_size": 32},
+        # K and V share a ring of tiles.
+        *({"head_dim": head_dim} for head_dim in (320, 384, 448, 512)),
+        {"head_dim": 512, "block_size": 8, "group_size": 16},
+        *(
+            {"head_dim": head_dim, "group_size": group_size}
+            for head_dim, group_size in ((320, 24), (384, 16), (448, 16))
+        ),
     ],
     ids=str,
 )
@@ -86,8 +93,9 @@ def test_other_sizes_are_as_planned(compile_decode, sizes):
     [{"sliding_window": 4096}, {"chunk_size": 8192}, {"sliding_window": 1024, "soft_cap": 50.0}],
     ids=str,
 )
-def test_rules_are_as_planned(compile_decode, rule):
-    assert_as_planned(compile_decode({}, **rule), {})
+@pytest.mark.parametrize("sizes", [{}, {"head_dim": 512, "group_size": 16}], ids=str)
+def test_rules_are_as_planned(compile_decode, rule, sizes):
+    assert_as_planned(compile_decode(sizes, **rule), sizes)
 
 
 @pytest.mark.parametrize("max_len", [512, 131_072])

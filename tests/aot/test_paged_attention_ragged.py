@@ -48,6 +48,9 @@ CALLS = [
     *({"heads": heads} for heads in ((32, 32), (32, 1), (12, 4))),
     {"head_dim": 256, "heads": (16, 8), "sliding_window": 1024, "soft_cap": 50.0},
     {"head_dim": 256, "chunk_size": 8192},
+    *({"head_dim": 512, "block_size": block_size} for block_size in (8, 16, 256)),
+    {"head_dim": 512, "heads": (8, 1), "block_size": 8, "sliding_window": 1024, "soft_cap": 50.0},
+    {"head_dim": 512, "heads": (4, 4), "chunk_size": 8192},
     {"head_dim": 80, "block_size": 8, "sliding_window": 100, "soft_cap": 30.0},
     # The memory warpgroup has the most to hold: 16 block ids, and where each tile begins.
     *({"head_dim": d, "block_size": 8, "sliding_window": 1024} for d in (64, 96, 128, 192)),

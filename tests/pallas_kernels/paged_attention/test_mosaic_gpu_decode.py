@@ -75,6 +75,16 @@ CASES = [
         *("head_dim_256_blocks_of_256", (300, 10), 3),
         **{"is_slow": True, "head_dim": 256, "num_kv_heads": 1, "block_size": 256},
     ),
+    # K and V take turns in one ring of three tiles, and go around it.
+    case_of(
+        *("head_dim_512", (70, 200), 2),
+        **{"is_thorough": True, "head_dim": 512, "num_q_heads": 2, "num_kv_heads": 1},
+    ),
+    case_of(
+        *("head_dim_512_window_blocks_of_256", (300, 10), None),
+        **{"is_slow": True, "head_dim": 512, "num_kv_heads": 1, "block_size": 256},
+        sliding_window=150,
+    ),
     case_of("blocks_of_64_float16", (64, 128, 129), 2, True, block_size=64, dtype="float16"),
 ]
 
@@ -180,9 +190,11 @@ MORE_FITTING = [
     {"head_dim": 96, "block_size": 128, "dtype": "float16"},
     {"head_dim": 112, "max_len": 512},
     {"head_dim": 128, "block_size": 256, "num_q_heads": 64, "num_kv_heads": 1},
+    {"head_dim": 512, "block_size": 8, "num_q_heads": 16, "num_kv_heads": 1},
 ]
 SLOW_FITTING = [
-    *({"head_dim": head_dim} for head_dim in (16, 32, 64, 80, 96, 112, 128, 192, 256)),
+    *({"head_dim": head_dim} for head_dim in (16, 32, 64, 80, 96, 112, 128, 192)),
+    *({"head_dim": head_dim} for head_dim in (256, 320, 384, 448, 512)),
     *({"block_size": block_size} for block_size in (8, 32, 64, 128, 256)),
     *({"num_q_heads": num_q_heads, "num_kv_heads": 1} for num_q_heads in (1, 5, 17, 64)),
     {"dtype": "float16"},
@@ -235,10 +247,12 @@ def test_only_what_is_in_sight_counts_as_long(rule, is_cut, decode):
     "sizes, reason",
     [
         ({"dtype": "float32"}, "wgmma multiplies"),
-        ({"head_dim": 72}, "head_dim 72 is not"),
-        ({"head_dim": 512}, "head_dim 512 is not"),
+        ({"head_dim": 72}, "head_dim 72 is neither"),
+        ({"head_dim": 272}, "head_dim 272 is neither"),
+        ({"head_dim": 576}, "head_dim 576 is neither"),
         ({"num_q_heads": 65, "num_kv_heads": 1}, "65 query heads share"),
         ({"num_q_heads": 64, "num_kv_heads": 1, "head_dim": 256}, "64 query heads share"),
+        ({"num_q_heads": 17, "num_kv_heads": 1, "head_dim": 512}, "17 query heads share"),
         ({"block_size": 48}, "blocks of 48 tokens"),
         ({"block_size": 4}, "blocks of 4 tokens"),
     ],

@@ -85,6 +85,12 @@ DEFAULT_TILE_CASES = [
         **{"num_q_heads": 3, "head_dim": 96, "dtype": "float16", "scale": 0.3},
     ),
     case_of("head_dim_256", ((9, 140),), head_dim=256, num_q_heads=2, block_size=8),
+    # Two parts of V's columns, and tiles of 32 keys, fewer than registers have rows. Both compute
+    # warpgroups have tokens, and the window begins and ends inside tiles.
+    case_of(
+        *("head_dim_512", ((70, 140), (1, 3))),
+        **{"head_dim": 512, "num_q_heads": 1, "sliding_window": 75},
+    ),
 ]
 
 
@@ -145,9 +151,10 @@ MORE_FITTING = [
     {"head_dim": 96, "block_size": 64, "heads": (71, 1)},
     {"head_dim": 192, "heads": (12, 2)},
     *({"head_dim": 256, "block_size": block_size} for block_size in (8, 256)),
+    {"head_dim": 512, "block_size": 8, "heads": (8, 1), "sliding_window": 100, "soft_cap": 30.0},
 ]
 SLOW_FITTING = [
-    *({"head_dim": head_dim} for head_dim in (64, 80, 96, 128, 192, 256)),
+    *({"head_dim": head_dim} for head_dim in (64, 80, 96, 128, 192, 256, 512)),
     *({"block_size": block_size} for block_size in (8, 32, 64, 128, 256)),
     *({"heads": heads} for heads in ((1, 1), (8, 8), (71, 1), (40, 8), (12, 2))),
     {"head_dim": 80, "dtype": "float16", "sliding_window": 100, "soft_cap": 30.0},
@@ -173,6 +180,8 @@ def test_lowers_for_cuda(sizes, mosaic_gpu_ragged, lower_for_cuda):
         ({"dtype": "float32"}, "wgmma multiplies"),
         ({"cache_dtype": "int8"}, "the cache's dtype"),
         ({"head_dim": 112}, "head_dim 112"),
+        ({"head_dim": 320}, "head_dim 320"),
+        ({"head_dim": 512, "block_size": 48}, "blocks of 48 tokens do not fill tiles of 32"),
         ({"block_size": 48}, "blocks of 48"),
         ({"block_size": 4}, "blocks of 4"),
         ({"scale": 0.0}, "a scale of 0.0"),

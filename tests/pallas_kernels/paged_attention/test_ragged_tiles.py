@@ -187,7 +187,7 @@ def test_there_are_no_more_tiles_than_a_batch_can_need(num_tokens, num_reqs, ski
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4, 5, 7, 8, 12, 16, 71])
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256, 512])
 def test_default_config_fits_shared_memory_and_the_group(head_dim, group_size):
     config = default_ragged_config(head_dim=head_dim, group_size=group_size, itemsize=2)
     assert group_size % config.heads_per_tile == 0
@@ -205,7 +205,14 @@ def test_default_config_of_a_llama():
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"heads_per_tile": 3}, {"heads_per_tile": 16}, {"kv_tile": 96}, {"num_stages": 1}]
+    "sizes",
+    [
+        {"heads_per_tile": 3},
+        {"heads_per_tile": 16},
+        {"kv_tile": 96},
+        {"kv_tile": 16},
+        {"num_stages": 1},
+    ],
 )
 def test_a_config_that_the_kernel_cannot_use_raises(sizes):
     with pytest.raises(ValueError, match="got"):
