@@ -3,6 +3,10 @@
 The rule, for `implementation=None`: the Mosaic body of the target's platform, if the op has one,
 the target is a chip it is written for, JAX is new enough, and the body says nothing against the
 arguments; otherwise plain XLA, with the reason logged once.
+
+A program calls a Mosaic body as a function (`_outlined`). All layers whose calls have the same
+shapes and static arguments share this function, so JAX lowers its kernels once per program and
+Mosaic compiles them once.
 """
 
 import functools
@@ -90,6 +94,9 @@ def run_op(
     Args:
         implementation: A body's name; `None` means the fastest one for `target`.
         target: What the program is compiled for; `None` means JAX's default device.
+        *args: Arrays, and integers that may differ between layers, such as the row of the cache:
+            a Mosaic body gets them all as operands.
+        **kwargs: Arrays, and hashable values that a Mosaic body is compiled for.
 
     Raises:
         ValueError: The op has no body of this name, or the named body cannot do this call.
@@ -113,7 +120,21 @@ def run_op(
             f"{op_name}: the body {name!r} cannot do this call: {reason}. "
             "Leave implementation at None to have one chosen that can."
         )
-    return body.load()(*args, **kwargs)
+    if body.is_interpreted:
+        return body.load()(*args, **kwargs)
+    static = tuple(name for name, x in kwargs.items() if not isinstance(x, jax.Array | np.ndarray))
+    return _outlined(body, static)(*args, **kwargs)
+
+
+@functools.cache
+def _outlined(body: LateBody, static: tuple[str, ...]) -> Callable[..., Any]:
+    """The body as a jitted function, compiled for the values of its arguments named in `static`.
+
+    JAX keeps its traces, and a program that calls one several times holds it once. Without this,
+    each layer's kernels are lowered again. JAX 0.11.2 then also compiles them again, because it
+    writes a running number into every kernel that it lowers.
+    """
+    return jax.jit(body.load(), static_argnames=static)
 
 
 def preferred_body(

@@ -1,10 +1,13 @@
 """Tests of `dispatch.py`, with bodies that only say their names."""
 
+import functools
+import itertools
 import logging
 import sys
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -32,26 +35,47 @@ def new_jax(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", MIN_JAX_FOR_MOSAIC_GPU)
 
 
-@pytest.fixture
-def bodies(monkeypatch):
-    """The bodies of an op `fake`: each returns its name and its arguments; -1 is a misfit."""
+_package_number = itertools.count()
 
-    def misfit(x, **options):
-        return "x is negative" if x < 0 else None
+
+@pytest.fixture
+def calls():
+    """What the bodies of `fake` were called with: (name, x, interpret, other arguments)."""
+    return []
+
+
+@pytest.fixture
+def bodies(monkeypatch, calls):
+    """The bodies of an op `fake`: each notes its call and returns x + 1 + row; -1 is a misfit.
+
+    Those of Mosaic note calls when they are traced.
+    """
+    # A new one for each test: what was traced for another test is kept.
+    package = f"fake_{next(_package_number)}"
+
+    def misfit(x, row=0, **options):
+        return "x is negative" if isinstance(x, int) and x < 0 else None
 
     for platform in ("gpu", "tpu"):
-        module = types.ModuleType(f"fake.mosaic_{platform}")
+        module = types.ModuleType(f"{package}.mosaic_{platform}")
         module.misfit = misfit
 
-        def body(x, *, interpret=False, platform=platform, **options):
-            return f"mosaic_{platform}", x, interpret, options
+        def body(x, row=0, *, interpret=False, platform=platform, **options):
+            calls.append((f"mosaic_{platform}", x, interpret, options))
+            return x + 1 + row
 
-        setattr(module, f"fake_mosaic_{platform}", body)
+        body.__name__ = f"fake_mosaic_{platform}"  # programs call it by this name
+        setattr(module, body.__name__, body)
         monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def plain(name, x, **options):
+        calls.append((name, x, False, options))
+        return x + 1
+
     return {
-        "reference": lambda x, **options: ("reference", x, options),
-        "xla": lambda x, **options: ("xla", x, options),
-        **mosaic_bodies("fake", "fake", "gpu", "tpu"),
+        "reference": functools.partial(plain, "reference"),
+        "xla": functools.partial(plain, "xla"),
+        **mosaic_bodies(package, "fake", "gpu", "tpu"),
     }
 
 
@@ -79,26 +103,65 @@ def test_every_implementation_has_one_name():
     ],
     ids=lambda value: getattr(value, "device_kind", value),
 )
-def test_none_means_the_body_written_for_the_chip(bodies, new_jax, target, wanted):
+def test_none_means_the_body_written_for_the_chip(bodies, calls, new_jax, target, wanted):
     assert preferred_body("fake", bodies, target, 1) == wanted
-    assert run_op("fake", bodies, None, target, 1, scale=2)[0] == wanted
+    assert run_op("fake", bodies, None, target, 1, scale=2) == 2
+    assert [name for name, *_ in calls] == [wanted]
 
 
-def test_arguments_and_options_reach_the_body(bodies, new_jax):
-    assert run_op("fake", bodies, "xla", CPU, 7, scale=2) == ("xla", 7, {"scale": 2})
-    got = run_op("fake", bodies, None, HOPPER, 7, scale=2)
-    assert got == ("mosaic_gpu", 7, False, {"scale": 2})
+def test_arguments_and_options_reach_the_body(bodies, calls, new_jax):
+    assert run_op("fake", bodies, "xla", CPU, 7, scale=2) == 8
+    assert run_op("fake", bodies, None, HOPPER, 7, scale=2) == 8
+    assert calls[0] == ("xla", 7, False, {"scale": 2})
+    name, _, is_interpreted, options = calls[1]
+    assert (name, is_interpreted, options) == ("mosaic_gpu", False, {"scale": 2})
 
 
-def test_bodies_get_the_arrays_of_numpy_as_those_of_jax(bodies):
-    _, got, _ = run_op("fake", bodies, "xla", CPU, np.arange(3, dtype=np.int32))
+def layers_of(bodies, sinks, windows):
+    """A function that calls a Mosaic body once per layer, each with its own row."""
+
+    def run(x):
+        for row, (sink, window) in enumerate(zip(sinks, windows, strict=True)):
+            x = run_op("fake", bodies, "mosaic_gpu", CPU, x, row, sinks=sink, window=window)
+        return x
+
+    return run
+
+
+def test_layers_that_are_alike_share_one_function_of_the_program(bodies, calls, new_jax):
+    sinks = [jnp.full((2,), layer, jnp.float32) for layer in range(4)]
+    run = jax.jit(layers_of(bodies, sinks, windows=[None] * 4))
+    text = run.lower(jnp.int32(0)).as_text()
+    assert text.count("call @fake_mosaic_gpu") == 4
+    assert text.count("func.func private @fake_mosaic_gpu") == 1
+    # Arrays are operands, also those given by name; what a kernel is compiled for is not.
+    ((name, _, _, options),) = calls
+    assert name == "mosaic_gpu"
+    assert isinstance(options["sinks"], jax.core.Tracer) and options["window"] is None
+    # So is the row, or the layers would all have that of the first.
+    assert run(0) == 4 + (0 + 1 + 2 + 3)
+
+
+def test_layers_with_other_static_arguments_have_a_function_of_their_own(bodies, calls, new_jax):
+    run = jax.jit(layers_of(bodies, sinks=[None] * 4, windows=[8, None, 8, None]))
+    text = run.lower(jnp.int32(0)).as_text()
+    assert text.count("call @fake_mosaic_gpu") == 4
+    assert text.count("func.func private @fake_mosaic_gpu") == 2
+    assert [options["window"] for *_, options in calls] == [8, None]
+    assert run(0) == 4 + (0 + 1 + 2 + 3)
+
+
+def test_bodies_get_the_arrays_of_numpy_as_those_of_jax(bodies, calls):
+    run_op("fake", bodies, "xla", CPU, np.arange(3, dtype=np.int32))
+    ((_, got, *_),) = calls
     assert isinstance(got, jax.Array)
     np.testing.assert_array_equal(got, [0, 1, 2])
 
 
-def test_without_a_target_the_default_device_counts(bodies):
+def test_without_a_target_the_default_device_counts(bodies, calls):
+    run_op("fake", bodies, None, None, 1)
     # The tests run on the CPU.
-    assert run_op("fake", bodies, None, None, 1)[0] == "xla"
+    assert [name for name, *_ in calls] == ["xla"]
 
 
 def test_old_jax_runs_xla_on_a_gpu_and_mosaic_on_a_tpu(bodies, monkeypatch):
@@ -195,15 +258,16 @@ def test_a_named_gpu_body_refuses_old_jax_before_it_is_imported(monkeypatch):
             run_op("fake", bodies, name, CPU, 1)
 
 
-def test_a_named_body_runs_whatever_the_target_is(bodies, new_jax):
+def test_a_named_body_runs_whatever_the_target_is(bodies, calls, new_jax):
     # To be compiled ahead of time, or lowered for another platform.
-    assert run_op("fake", bodies, "mosaic_gpu", CPU, 1)[0] == "mosaic_gpu"
+    run_op("fake", bodies, "mosaic_gpu", CPU, 1)
+    assert [name for name, *_ in calls] == ["mosaic_gpu"]
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_the_interpreted_body_is_called_with_interpret(bodies, new_jax, platform):
-    got = run_op("fake", bodies, f"mosaic_{platform}_interpret", CPU, 1, scale=2)
-    assert got == (f"mosaic_{platform}", 1, True, {"scale": 2})
+def test_the_interpreted_body_is_called_with_interpret(bodies, calls, new_jax, platform):
+    run_op("fake", bodies, f"mosaic_{platform}_interpret", CPU, 1, scale=2)
+    assert calls == [(f"mosaic_{platform}", 1, True, {"scale": 2})]
 
 
 def test_mosaic_bodies_are_named_by_convention():
