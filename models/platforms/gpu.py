@@ -21,11 +21,14 @@ class GPU(Platform):
     def compiler_options(
         self, dtypes: Collection[str], *, batch_invariant: bool = False
     ) -> dict[str, str]:
-        # What XLA puts into CUDA graphs by itself, and loops: so that the host launches a burst
-        # once, and does not wait for the loop's condition.
         return {
+            # What XLA puts into CUDA graphs by itself, and loops: so that the host launches a burst
+            # once, and does not wait for the loop's condition.
             "xla_gpu_enable_command_buffer": "CONDITIONAL,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
-            "DYNAMIC_SLICE_FUSION,FUSION,WHILE"
+            "DYNAMIC_SLICE_FUSION,FUSION,WHILE",
+            # By default XLA makes one product of several with the same left operand, and copies
+            # their weights (q, k and v; gate and up) into one array in every step.
+            "xla_gpu_dot_merger_threshold_mb": "0",
         }
 
     def total_memory_bytes(self, limit_bytes: int) -> int:
