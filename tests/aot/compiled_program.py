@@ -59,6 +59,8 @@ class CompiledProgram:
     memory: Any  # `jax.stages.Compiled.memory_analysis()`
     thunks: list[Thunk]  # what is launched, and inside what
     kernels: dict[str, KernelResources]  # by their hashes
+    num_lowered_kernels: int  # that JAX lowered, whether alike or not
+    cpu_s: float  # CPU time to trace, lower and compile it, of all threads and child processes
 
     @functools.cached_property
     def instructions(self) -> list[Instruction]:
@@ -75,6 +77,11 @@ class CompiledProgram:
     def kernel_names(self) -> list[str]:
         """The Mosaic kernels called, by their `kernel_name=`, in the order of `mosaic_calls`."""
         return [call.kernel for call in self.mosaic_calls]
+
+    @property
+    def num_kernels(self) -> int:
+        """How many different Mosaic kernels it holds: each is compiled once."""
+        return len({call.kernel_hash for call in self.mosaic_calls})
 
     @property
     def ptxas(self) -> list[KernelResources]:
@@ -103,6 +110,19 @@ class CompiledProgram:
             f"{instruction.computation}: {instruction.line[:200]}"
             for instruction in self._launched
             if self._fresh_bytes(instruction) >= min_bytes
+        ]
+
+    @property
+    def num_branches(self) -> list[int]:
+        """Of each conditional, how many branches it has."""
+        return [len(i.called) for i in self.instructions if i.opcode == "conditional"]
+
+    def concatenations(self, min_bytes: int) -> list[str]:
+        """Every instruction that joins arrays to one of at least `min_bytes`, alone or fused."""
+        return [
+            f"{instruction.computation}: {instruction.line[:200]}"
+            for instruction in self.instructions
+            if instruction.opcode == "concatenate" and max(instruction.array_bytes) >= min_bytes
         ]
 
     @functools.cached_property

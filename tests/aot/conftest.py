@@ -32,7 +32,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -51,6 +51,21 @@ from tests.aot.thunk_sequence import read_thunks
 
 _TARGET_CONFIG = Path(__file__).parent / "h200_target_config.textproto"
 _PLUGIN = "jax_plugins.xla_cuda13"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints the compile times that tests recorded as the property `compile_time`."""
+    times = [
+        text
+        for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
+        if report.when == "call"
+        for name, text in report.user_properties
+        if name == "compile_time"
+    ]
+    if times:
+        terminalreporter.section("compile times for an H200")
+        for text in times:
+            terminalreporter.line(text)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +140,7 @@ def compile_for_h200(h200: DescribedGpus, _toolchain: "_Toolchain"):
             out_shardings=out_shardings,
         )
         return _toolchain.compile(
-            jitted.lower(*jax.tree.map(described, args)), compiler_options or {}
+            lambda: jitted.lower(*jax.tree.map(described, args)), compiler_options or {}
         )
 
     return run
@@ -140,9 +155,13 @@ class _Toolchain:
         self._mosaic_folder = mosaic_folder
         self._kernels: dict[str, KernelResources] = {}
 
-    def compile(self, lowered: jax.stages.Lowered, options: dict[str, object]) -> CompiledProgram:
+    def compile(
+        self, lower: Callable[[], jax.stages.Lowered], options: dict[str, object]
+    ) -> CompiledProgram:
         self._clear_mosaic_folder()  # of a program that could not be compiled
         with tempfile.TemporaryDirectory() as xla_folder:
+            start_s = _cpu_s()
+            lowered = lower()
             compiled = lowered.compile(
                 compiler_options={
                     "xla_gpu_cuda_data_dir": str(self._cuda_root),
@@ -150,11 +169,14 @@ class _Toolchain:
                     **options,
                 }
             )
+            cpu_s = _cpu_s() - start_s
             program = CompiledProgram(
                 text=compiled.as_text(),
                 memory=compiled.memory_analysis(),
                 thunks=read_thunks(Path(xla_folder)),
                 kernels=self._kernels,
+                num_lowered_kernels=lowered.as_text().count("custom_call @mosaic_gpu"),
+                cpu_s=cpu_s,
             )
         self._read_new_kernels(program)
         return program
@@ -182,6 +204,12 @@ class _Toolchain:
     def _clear_mosaic_folder(self) -> None:
         for file in self._mosaic_folder.iterdir():
             file.unlink()
+
+
+def _cpu_s() -> float:
+    """CPU seconds of this process and of the children that it waited for, such as ptxas."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 @pytest.fixture(scope="session")

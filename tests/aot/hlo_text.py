@@ -62,7 +62,9 @@ def _instruction(found: re.Match[str], computation: str, line: str) -> Instructi
     arguments = rest[: _closing(rest)]
     # Attributes hold whole kernels; what runs what is said before them.
     attributes = rest[len(arguments) :].split("backend_config=")[0].split("metadata=")[0]
-    called = re.findall(r"(?:calls|body|condition|to_apply)=%?([\w.\-]+)", attributes)
+    called = re.findall(
+        r"(?:calls|body|condition|to_apply|(?:true|false)_computation)=%?([\w.\-]+)", attributes
+    )
     for group in re.findall(r"(?:branch_computations|called_computations)={([^}]*)}", attributes):
         called += re.findall(r"%?([\w.\-]+)", group)
     return Instruction(

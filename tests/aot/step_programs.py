@@ -72,6 +72,12 @@ class StepProgram:
         return _bytes_on_one_device(self.cache)
 
     @property
+    def weight_bytes(self) -> int:
+        """The smallest matrix of weights, on one device."""
+        params = self.args[0]
+        return min(_bytes_on_one_device(param) for param in params if param.ndim > 1)
+
+    @property
     def row_bytes(self) -> int:
         """The keys of a row on one device: the smallest part of the cache that a bug would copy."""
         return self.cache_bytes // self.cache.shape[0] // 2
@@ -81,25 +87,37 @@ def _bytes_on_one_device(array: jax.ShapeDtypeStruct) -> int:
     return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
-def build_model(folder: Path, name: str) -> LoadedModel:
+def build_model(folder: Path, name: str, *, num_layers: int = NUM_LAYERS) -> LoadedModel:
     """One of `MODELS`, in bfloat16, as it would be loaded for a GPU."""
-    checkpoint = write_random_checkpoint(folder / name, **MODELS[name])
+    checkpoint = write_random_checkpoint(
+        folder / f"{name}_{num_layers}", **{**MODELS[name], "num_layers": num_layers}
+    )
     return load_model(checkpoint, dtype="bfloat16", platform=GPU())
 
 
-def mixed_step(model: LoadedModel, mesh: Mesh, *, num_tokens: int) -> StepProgram:
+def mixed_step(
+    model: LoadedModel, mesh: Mesh, *, num_tokens: int, num_blocks: int = NUM_BLOCKS
+) -> StepProgram:
     """The step that the runner compiles for a bucket: any mix of prompts, chunks and decodes."""
     shape = StepShape(num_tokens=num_tokens, num_reqs=NUM_REQS, num_logits=NUM_REQS, tables=())
-    return _step_program(model, mesh, shape)
+    return _step_program(model, mesh, shape, num_blocks)
 
 
-def burst(model: LoadedModel, mesh: Mesh, *, max_steps: int = MAX_BURST_STEPS) -> StepProgram:
+def burst(
+    model: LoadedModel,
+    mesh: Mesh,
+    *,
+    max_steps: int = MAX_BURST_STEPS,
+    num_blocks: int = NUM_BLOCKS,
+) -> StepProgram:
     """The burst that the runner compiles for a bucket; with one step there is no loop in it."""
     shape = BurstShape(max_steps=max_steps, num_reqs=NUM_REQS, tables=())
-    return _step_program(model, mesh, shape)
+    return _step_program(model, mesh, shape, num_blocks)
 
 
-def _step_program(model: LoadedModel, mesh: Mesh, shape: StepShape | BurstShape) -> StepProgram:
+def _step_program(
+    model: LoadedModel, mesh: Mesh, shape: StepShape | BurstShape, num_blocks: int
+) -> StepProgram:
     """Of a shape whose block tables are still to be filled in."""
     kv_dtype = kv_cache_dtype(model.dtype, model.platform)
     spec = model.config.spec(kv_dtype)
@@ -111,7 +129,7 @@ def _step_program(model: LoadedModel, mesh: Mesh, shape: StepShape | BurstShape)
         jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=NamedSharding(mesh, spec))
         for param, spec in zip(model.params, model.param_specs, strict=True)
     )
-    cache = abstract_kv_cache(groups.config(NUM_BLOCKS), mesh, model.platform, kv_dtype)
+    cache = abstract_kv_cache(groups.config(num_blocks), mesh, model.platform, kv_dtype)
     whole = NamedSharding(mesh, PartitionSpec())
     packed, prev_tokens = (
         jax.ShapeDtypeStruct((length,), jnp.int32, sharding=whole)

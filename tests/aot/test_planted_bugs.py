@@ -10,7 +10,9 @@ from jax.sharding import PartitionSpec
 import pallas_kernels
 from models import KernelSettings
 from models.kernel_settings import TOKENS_BY_HEAD, WHOLE
+from models.platforms import GPU
 from models.weight_rule import MODEL_AXIS
+from pallas_kernels.dispatch import mosaic_bodies
 
 CACHE_BY_HEAD = PartitionSpec(None, None, MODEL_AXIS)
 CACHE_DIMS = (2, 2 * 4096, 8, 16, 128)
@@ -156,6 +158,49 @@ def test_a_loop_that_the_host_drives_is_seen(compile_for_h200):
     assert driven_by(compiler_options=SMALLEST_GRAPH).loops_in_command_buffer == []
     with_loops = {**SMALLEST_GRAPH, "xla_gpu_enable_command_buffer": "FUSION,WHILE"}
     assert len(driven_by(compiler_options=with_loops).loops_in_command_buffer) == 1
+
+
+def test_a_kernel_that_is_lowered_for_each_call_is_seen(h200, compile_for_h200, scatter_args):
+    def in_two_rows(scatter):
+        def run(kv_cache, k, v, slots):
+            for row in range(2):
+                kv_cache = scatter(kv_cache, k, v, slots, row)
+            return kv_cache
+
+        return compile_for_h200(run, *scatter_args, donate_argnums=0)
+
+    outlined = in_two_rows(functools.partial(pallas_kernels.kv_scatter, target=h200.target))
+    assert outlined.kernel_names == ["kv_scatter"] * 2
+    assert outlined.num_lowered_kernels == outlined.num_kernels == 1
+    bodies = mosaic_bodies("pallas_kernels.kv_scatter", "kv_scatter", "gpu")
+    inline = in_two_rows(bodies["mosaic_gpu"].load())
+    assert inline.kernel_names == ["kv_scatter"] * 2
+    assert inline.num_lowered_kernels == 2
+
+
+def test_weights_that_are_concatenated_are_seen(h200, compile_for_h200):
+    def run(x, a, b):
+        return x @ a, x @ b
+
+    x = h200.array((NUM_TOKENS, 256), jnp.bfloat16)
+    a = h200.array((256, 512), jnp.bfloat16)
+    weight_bytes = 256 * 512 * 2
+    options = GPU().compiler_options(["bfloat16"])
+    apart = compile_for_h200(run, x, a, a, compiler_options=options)
+    assert apart.concatenations(min_bytes=2 * weight_bytes) == []
+    del options["xla_gpu_dot_merger_threshold_mb"]
+    together = compile_for_h200(run, x, a, a, compiler_options=options)
+    assert together.concatenations(min_bytes=2 * weight_bytes)
+
+
+def test_conditionals_are_counted_with_their_branches(compile_for_h200):
+    def run(idx, x):
+        branches = [lambda x, factor=factor: jnp.sin(x * factor) for factor in range(3)]
+        x = jax.lax.switch(idx, branches, x)
+        return jax.lax.cond(x[0] > 0, jnp.sort, lambda x: jnp.sort(-x), x)
+
+    program = compile_for_h200(run, jnp.int32(0), jnp.zeros(1024))
+    assert sorted(program.num_branches) == [2, 3]
 
 
 @pytest.mark.parametrize(("values_per_thread", "is_too_much"), [(32, False), (512, True)])

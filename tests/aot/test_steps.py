@@ -97,6 +97,14 @@ def test_two_ctas_of_decode_attention_fit_a_multiprocessor(compiled, step):
     assert {kernel.ctas_per_sm for kernel in decode} == {2}
 
 
+@each([*DECODES, *BURSTS])
+def test_no_weights_are_concatenated(compiled, step):
+    """XLA would do it in each step, to make one product of several."""
+    program, result = compiled(step)
+    # What it would make is at least two matrices; the arrays of 64 tokens are smaller than that.
+    assert result.concatenations(min_bytes=2 * program.weight_bytes) == []
+
+
 @each(ALL)
 def test_every_kernel_runs_inside_a_command_buffer(compiled, step):
     result = compiled(step)[1]
