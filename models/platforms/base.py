@@ -11,6 +11,12 @@ from models.carry import Carry
 from models.config import ModelDtype
 from models.layer_context import LayerContext
 from models.layer_loop import PlacedLayer, run_in_turn
+from models.platforms.host_memory import available_memory_bytes
+from models.platforms.processor import num_cores
+
+# Programs are lowered one after the other, which takes a quarter of their time: of more threads,
+# most would wait for it.
+_MAX_COMPILE_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,9 @@ class Platform:
     samples_in_chunks: ClassVar[bool] = False
     # Whether the KV cache takes the memory that the device reports as free.
     measures_memory: ClassVar[bool] = True
+    # Host memory that compiling one program may take: several times what was measured
+    # (`docs/design/runner-and-programs.md`).
+    compile_bytes: ClassVar[int] = 2**30
 
     def weight_dtype(self, own: ModelDtype) -> ModelDtype:
         """The default dtype of loaded weights.
@@ -71,6 +80,11 @@ class Platform:
             batch_invariant: A row's products must not depend on its place among the others.
         """
         return {}
+
+    def num_compile_threads(self) -> int:
+        """Programs that are compiled at a time: one per core, if the host's memory allows it."""
+        num_fitting = available_memory_bytes() // self.compile_bytes
+        return max(1, min(num_cores(), num_fitting, _MAX_COMPILE_THREADS))
 
     def column_panel_width(self, *, batch_invariant: bool = False) -> int | None:
         """Columns of the panels that float32 matrices are to lie in; None leaves them whole."""

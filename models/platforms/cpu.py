@@ -46,6 +46,8 @@ class CPU(Platform):
     shares_programs: ClassVar[bool] = True
     samples_in_chunks: ClassVar[bool] = True
     measures_memory: ClassVar[bool] = False
+    # Twice what the largest step of 28 layers took.
+    compile_bytes: ClassVar[int] = 2**29
 
     @classmethod
     def of_this_machine(cls) -> "CPU":

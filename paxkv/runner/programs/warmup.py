@@ -14,7 +14,6 @@ from jax.stages import Compiled, Lowered
 from tqdm import tqdm
 
 from models import LoadedModel, Pages
-from models.platforms.processor import num_cores
 from paxkv.runner.batch.packed_layout import PackedLayout
 from paxkv.runner.features.base import StepVariant
 from paxkv.runner.features.traced_features import split_arrays
@@ -41,9 +40,6 @@ from paxkv.runner.sampling.sampler_program import make_sampler
 from paxkv.runner.sampling.sampling_columns import STEP_ROW_WIDTH
 
 logger = logging.getLogger(__name__)
-
-# What XLA does after lowering runs beside other compilations, and beside the next lowering.
-_MAX_COMPILE_THREADS = 8
 
 
 class StepPrograms:
@@ -94,21 +90,12 @@ class StepPrograms:
         """
         shapes = self.buckets.largest
         folder = self._open_store(shapes, kv_cache)
-        found = [self._find(shape, kv_cache, folder).memory_analysis() for shape in shapes]
+        programs = self._load_or_compile(shapes, kv_cache, folder, show_progress=False)
+        found = [program.memory_analysis() for program in programs.values()]
         # What is written over a donated array takes no more.
         return max(
             m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes for m in found
         )
-
-    def _find(self, shape: ProgramShape, kv_cache: Pages, folder: ProgramFolder | None) -> Compiled:
-        if folder is None:
-            return self.compile(shape, kv_cache)
-        program = folder.load(shape)
-        if program is None:
-            with without_jax_cache():
-                program = self.compile(shape, kv_cache)
-            folder.save(shape, program)
-        return program
 
     def _lower(self, shape: ProgramShape, kv_cache: Pages) -> Lowered:
         if isinstance(shape, CopyShape):
@@ -157,23 +144,16 @@ class StepPrograms:
         start = time.monotonic()
         shapes = [shape for shape in self.buckets.largest_first if shape not in self._programs]
         folder = self._open_store(shapes, kv_cache)
-        num_workers = min(num_cores(), _MAX_COMPILE_THREADS)
-        with concurrent.futures.ThreadPoolExecutor(num_workers) as threads:
-            try:
-                if folder is not None:
-                    self._load_all(shapes, folder, threads)
-                missing = [shape for shape in shapes if shape not in self._programs]
-                self._compile_all(missing, kv_cache, folder, threads, show_progress=show_progress)
-            except BaseException:
-                # Whoever interrupts a start, or fills the disk, does not wait for the other
-                # programs: those that have not begun are left out.
-                threads.shutdown(wait=False, cancel_futures=True)
-                raise
+        num_compiled_before = self.num_compiles
+        self._programs |= self._load_or_compile(
+            shapes, kv_cache, folder, show_progress=show_progress
+        )
         self._is_ready = True
         where = "" if folder is None else f" from {folder.path}"
+        num_compiled = self.num_compiles - num_compiled_before
         logger.info(
             "programs: %d loaded%s, %d compiled, in %.1f s",
-            *(len(shapes) - len(missing), where, len(missing), time.monotonic() - start),
+            *(len(shapes) - num_compiled, where, num_compiled, time.monotonic() - start),
         )
         return len(self._programs)
 
@@ -191,16 +171,41 @@ class StepPrograms:
         )
         return self._store.open(identity, shapes, list(self._mesh.devices.flat))
 
+    def _load_or_compile(
+        self,
+        shapes: Sequence[ProgramShape],
+        kv_cache: Pages,
+        folder: ProgramFolder | None,
+        *,
+        show_progress: bool,
+    ) -> dict[ProgramShape, Compiled]:
+        """The programs of these shapes; several are loaded, or compiled, at a time."""
+        num_threads = self._model.platform.num_compile_threads()
+        with concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
+            try:
+                programs = {} if folder is None else self._load_all(shapes, folder, threads)
+                missing = [shape for shape in shapes if shape not in programs]
+                programs |= self._compile_all(
+                    missing, kv_cache, folder, threads, show_progress=show_progress
+                )
+            except BaseException:
+                # Whoever interrupts a start, or fills the disk, does not wait for the other
+                # programs: those that have not begun are left out.
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
+        return programs
+
     def _load_all(
         self,
         shapes: Sequence[ProgramShape],
         folder: ProgramFolder,
         threads: concurrent.futures.Executor,
-    ) -> None:
-        for shape, program in zip(shapes, threads.map(folder.load, shapes), strict=True):
-            if program is not None:
-                self._programs[shape] = program
-                self.num_loaded += 1
+    ) -> dict[ProgramShape, Compiled]:
+        """The programs that the folder has."""
+        found = zip(shapes, threads.map(folder.load, shapes), strict=True)
+        programs = {shape: program for shape, program in found if program is not None}
+        self.num_loaded += len(programs)
+        return programs
 
     def _compile_all(
         self,
@@ -210,13 +215,14 @@ class StepPrograms:
         threads: concurrent.futures.Executor,
         *,
         show_progress: bool,
-    ) -> None:
+    ) -> dict[ProgramShape, Compiled]:
         def finish(shape: ProgramShape, lowered: Lowered) -> Compiled:
             program = self._finish(shape, lowered)
             if folder is not None:
                 folder.save(shape, program)
             return program
 
+        programs: dict[ProgramShape, Compiled] = {}
         progress = tqdm(
             total=len(shapes),
             desc="compiling programs",
@@ -232,8 +238,9 @@ class StepPrograms:
                 for shape in shapes
             }
             for done in concurrent.futures.as_completed(compiling):
-                self._programs[compiling[done]] = done.result()
+                programs[compiling[done]] = done.result()
                 progress.update()
+        return programs
 
     def get(self, shape: ProgramShape, kv_cache: Pages) -> Compiled:
         """The program of `shape`; compiles it if the warm-up was left out or missed it."""

@@ -5,7 +5,7 @@ import types
 import jax
 import pytest
 
-from models.platforms import CPU, GPU, TPU, default_platform, platform_of
+from models.platforms import CPU, GPU, TPU, base, default_platform, platform_of
 from models.platforms.base import Platform
 
 
@@ -50,3 +50,22 @@ def test_pages_are_rows_of_numbers(platform):
 def test_pages_of_a_tpu_are_lines_of_128_numbers_that_heads_fill():
     assert TPU().page_shape(4096) == (32, 128)
     assert TPU().head_dim_step == 128
+
+
+@pytest.mark.parametrize(
+    ("cores", "available_gib", "on_gpu", "on_cpu"),
+    [
+        (2, 64, 2, 2),
+        (6, 64, 6, 6),
+        (6, 3.5, 3, 6),
+        (6, 0.1, 1, 1),
+        (192, 64, 8, 8),
+    ],
+)
+def test_programs_compile_on_all_cores_if_the_memory_allows_it(
+    monkeypatch, cores, available_gib, on_gpu, on_cpu
+):
+    monkeypatch.setattr(base, "num_cores", lambda: cores)
+    monkeypatch.setattr(base, "available_memory_bytes", lambda: int(available_gib * 2**30))
+    assert GPU().num_compile_threads() == on_gpu
+    assert CPU(num_threads=1, instruction_sets=frozenset()).num_compile_threads() == on_cpu

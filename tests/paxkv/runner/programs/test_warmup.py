@@ -13,7 +13,6 @@ from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCa
 from paxkv.errors import ConfigError
 from paxkv.runner.features.prompt_logprobs import PromptLogprobsVariant
 from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache, device_mesh
-from paxkv.runner.programs import warmup
 from paxkv.runner.programs.bucketing import (
     CopyShape,
     RowShape,
@@ -116,8 +115,41 @@ def test_program_is_compiled_without_a_warm_up_and_then_kept(mesh, kv_cache):
     assert (programs.num_compiles, programs.num_compiles_after_ready) == (1, 0)
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_as_many_programs_compile_at_a_time_as_the_platform_says(
+    mesh, kv_cache, monkeypatch, num_threads
+):
+    monkeypatch.setattr(Platform, "num_compile_threads", lambda platform: num_threads)
+    buckets, programs = make_programs(mesh)
+    memory = SimpleNamespace(temp_size_in_bytes=3, output_size_in_bytes=2, alias_size_in_bytes=1)
+    compiled = SimpleNamespace(memory_analysis=lambda: memory)
+    num_now, most = 0, 0
+    changed = threading.Condition()
+
+    def finish(shape, lowered):
+        """Waits for so many to run; one more would have time to begin."""
+        nonlocal num_now, most
+        with changed:
+            num_now += 1
+            most = max(most, num_now)
+            changed.notify_all()
+            changed.wait_for(lambda: most >= num_threads, timeout=60)
+        time.sleep(0.02)
+        with changed:
+            num_now -= 1
+        return compiled
+
+    monkeypatch.setattr(programs, "_lower", lambda shape, kv_cache: None)
+    monkeypatch.setattr(programs, "_finish", finish)
+    assert programs.measure_temp_bytes(kv_cache) == 3 + 2 - 1
+    assert most == num_threads
+    most = 0
+    assert programs.warm_up(kv_cache, show_progress=False) == len(buckets.largest_first)
+    assert most == num_threads
+
+
 def test_start_that_fails_begins_no_other_program(mesh, kv_cache, monkeypatch):
-    monkeypatch.setattr(warmup, "num_cores", lambda: 1)
+    monkeypatch.setattr(Platform, "num_compile_threads", lambda platform: 1)
     buckets, programs = make_programs(mesh, max_num_batched_tokens=64)
     shapes = buckets.largest_first
     is_all_lowered, begun = threading.Event(), []
