@@ -1,4 +1,4 @@
-"""Operations on a paged KV cache: where a token goes, writing it there, attending, copying blocks.
+"""Operations on a paged KV cache, and products with a matrix for each group of rows.
 
 The names below are the ops themselves, so a file of an op is reached with `from`:
 `from pallas_kernels.paged_attention.cases import CASES`.
@@ -9,6 +9,12 @@ from pallas_kernels.block_gather.api import block_gather
 from pallas_kernels.block_scatter.api import block_scatter
 from pallas_kernels.cache_layout import pad_slot
 from pallas_kernels.dispatch import IMPLEMENTATIONS, Implementation
+from pallas_kernels.grouped_matmul.api import grouped_matmul
+from pallas_kernels.grouped_matmul.group_tiles import (
+    GroupTiles,
+    choose_tile_rows,
+    make_group_tiles,
+)
 from pallas_kernels.kv_scatter.api import kv_scatter
 from pallas_kernels.merge_attention_states.api import merge_attention_states
 from pallas_kernels.mla_decode.api import mla_decode
@@ -18,13 +24,17 @@ from pallas_kernels.target import Target, default_target, target_of
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "GroupTiles",
     "Implementation",
     "Target",
     "block_copy",
     "block_gather",
     "block_scatter",
+    "choose_tile_rows",
     "default_target",
+    "grouped_matmul",
     "kv_scatter",
+    "make_group_tiles",
     "merge_attention_states",
     "mla_decode",
     "pad_slot",

@@ -1,0 +1,1 @@
+"""The op `grouped_matmul`: rows in tiles, each times the matrix of its group."""
