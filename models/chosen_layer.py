@@ -9,7 +9,6 @@ from flax import nnx
 
 from models.errors import ModelError
 from models.layers.chosen_kernel import ChosenKernel
-from models.layers.linear import Linear
 
 Layer = TypeVar("Layer", bound=nnx.Module)
 Path = tuple[str | int, ...]
@@ -34,8 +33,8 @@ def choose_layer(
     """A layer that computes with the parameters of `layers[layer_idx]`.
 
     What is not a parameter is that of the first, so the layers must be of one kind (`kind_of`).
-    Kernels of `Linear` become a `ChosenKernel`. All other parameters, which are vectors, come out
-    of one switch, which copies them.
+    Parameters that their module lists in `chosen_in_place` become a `ChosenKernel`. All other
+    parameters, which are vectors, come out of one switch, which copies them.
 
     Raises:
         ModelError: The layers do not have the same parameters, or some that would be copied are
@@ -53,7 +52,8 @@ def choose_layer(
     if names := [".".join(map(str, path)) for path in _copied_matrices(layers[0])]:
         raise ModelError(
             f"parameters {', '.join(names)} would be copied in every turn of a loop over layers; "
-            "wanted vectors, and kernels of `Linear`. Run these layers in turn."
+            "wanted vectors, and kernels that their module lists in `chosen_in_place`. Run these "
+            "layers in turn."
         )
     kernels = set(_kernel_paths(layers[0]))
     small = [path for path in states[0] if path not in kernels]
@@ -68,12 +68,13 @@ def choose_layer(
 
 def _kernel_paths(layer: nnx.Module) -> Iterator[Path]:
     for path, module in nnx.iter_modules(layer):
-        if isinstance(module, Linear):
-            yield (*path, "kernel")
+        for leaf in getattr(module, "chosen_in_place", ()):
+            if getattr(module, leaf) is not None:
+                yield (*path, leaf)
 
 
 def _copied_matrices(layer: nnx.Module) -> Iterator[Path]:
-    """Parameters that are neither vectors nor kernels of `Linear`."""
+    """Parameters that are neither vectors nor chosen in place."""
     kernels = set(_kernel_paths(layer))
     for path, param in nnx.to_flat_state(nnx.state(layer)):
         if path not in kernels and jnp.ndim(param.get_value()) > 1:

@@ -1,11 +1,12 @@
-"""`KernelSettings`: how a model calls the ops on the KV cache, on one device or over a mesh."""
+"""`KernelSettings`: how a model calls ops, on one device or over a mesh."""
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 import pallas_kernels
@@ -72,14 +73,14 @@ class KernelSettings:
                 f"{self.num_shards} devices, wanted a multiple. Use fewer devices."
             )
 
-    def by_head(
+    def by_device(
         self,
         function: Callable[..., Result],
         *args: jax.Array | tuple[jax.Array, ...] | None,
         in_specs: tuple[PartitionSpec, ...],
         out_specs: PartitionSpec | tuple[PartitionSpec, ...],
     ) -> Result:
-        """Runs `function(*args)` on each device with its own heads, without communication.
+        """Runs `function(*args)` on each device with its own heads or features.
 
         Arrays of one argument are split alike.
 
@@ -111,10 +112,51 @@ class KernelSettings:
             implementation=self.implementation,
             target=self.target,
         )
-        return self.by_head(
+        return self.by_device(
             *(find_slots, positions, block_tables, query_start_loc),
             in_specs=(WHOLE, WHOLE, WHOLE),
             out_specs=WHOLE,
+        )
+
+    def tile_rows(self, num_rows: int, num_groups: int) -> int:
+        """Rows of a tile for `grouped_matmul`; all devices have the same tiles."""
+        target = self.target or pallas_kernels.default_target()
+        return pallas_kernels.choose_tile_rows(num_rows, num_groups, target)
+
+    def grouped_matmul(
+        self,
+        x: jax.Array,  # f[num_tiles * tile_rows, in_features]
+        weights: jax.Array,  # f or u16[num_groups, in_features, out_features]
+        tiles: pallas_kernels.GroupTiles,
+        *,
+        split: Literal["in", "out"],
+    ) -> jax.Array:  # f[num_tiles * tile_rows, out_features]
+        """As `pallas_kernels.grouped_matmul`; weights of uint16 are the bits of x's dtype.
+
+        Args:
+            split: Which features of the matrices are split over the devices. With "out", those of
+                the result are, too; with "in", those of x, and the devices' results are added.
+        """
+
+        def multiply(x: jax.Array, weights: jax.Array, *tiles: jax.Array) -> jax.Array:
+            y = pallas_kernels.grouped_matmul(
+                *(x, weights, *tiles),
+                weights_dtype=x.dtype if weights.dtype == jnp.uint16 else None,
+                implementation=self.implementation,
+                target=self.target,
+            )
+            is_part = split == "in" and self.num_shards > 1
+            return jax.lax.psum(y, MODEL_AXIS) if is_part else y
+
+        columns, rows = PartitionSpec(None, MODEL_AXIS), PartitionSpec(None, MODEL_AXIS, None)
+        if split == "out":
+            x_spec, weights_spec, y_spec = WHOLE, PartitionSpec(None, None, MODEL_AXIS), columns
+        else:
+            x_spec, weights_spec, y_spec = columns, rows, WHOLE
+        return self.by_device(
+            *(multiply, x, weights, tiles.groups, tiles.sizes),
+            in_specs=(x_spec, weights_spec, WHOLE, WHOLE),
+            out_specs=y_spec,
         )
 
     def copy_blocks(
@@ -133,7 +175,7 @@ class KernelSettings:
                 *(pages, *block_copies), implementation=self.implementation, target=self.target
             )
 
-        return self.by_head(
+        return self.by_device(
             *(copy, pages, block_copies),
             in_specs=(PAGES_BY_DEVICE, WHOLE),
             out_specs=PAGES_BY_DEVICE,

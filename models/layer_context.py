@@ -125,6 +125,11 @@ class LayerContext:
             return self.rows.width.size
         return self.batch.num_reqs if self.rows.only_last else self.batch.token_ids.shape[0]
 
+    def is_used(self) -> jax.Array:  # bool[num_rows]
+        """Which rows of `rows` belong to a token; the others are padding."""
+        starts = self.query_start_loc if self.rows.only_last else self.batch.query_start_loc
+        return jnp.arange(self.num_rows, dtype=jnp.int32) < starts[-1]
+
     def kept(self, x: jax.Array) -> jax.Array:  # f[num_tokens, ...] -> f[num_queries, ...]
         """The rows of the tokens that go on from this layer.
 

@@ -19,6 +19,7 @@ FAMILIES: dict[str, str] = {
     "MistralForCausalLM": "models.families.mistral:MistralForCausalLM",
     "Qwen2ForCausalLM": "models.families.qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "models.families.qwen3:Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": "models.families.qwen3_moe:Qwen3MoeForCausalLM",
     "Gemma2ForCausalLM": "models.families.gemma2:Gemma2ForCausalLM",
     "Gemma3ForCausalLM": "models.families.gemma3:Gemma3ForCausalLM",
     "Gemma4ForCausalLM": "models.families.gemma4:Gemma4ForCausalLM",

@@ -15,12 +15,15 @@ from models.errors import ModelError
 # The mesh axis of tensor parallelism; the KV cache splits its heads over the same one.
 MODEL_AXIS = "model"
 
-# What may be split: attention's heads, the width inside an MLP, the vocabulary.
-SplitAxis = Literal["heads", "inner", "vocab"]
+# What may be split: attention's heads, the width inside an MLP, the vocabulary. `MODEL_AXIS` splits
+# no experts: every device has a part of each.
+SplitAxis = Literal["heads", "inner", "vocab", "experts"]
 # - matrix: a kernel [in, out] of a `Linear`; a checkpoint stores it as [out, in]
+# - experts: kernels [num_experts, in, out] of an `ExpertLinear`, for a checkpoint's
+#   [num_experts, out, in]
 # - table: rows that are looked up, as stored
 # - vector: a number for each feature, as stored
-Layout = Literal["matrix", "table", "vector"]
+Layout = Literal["matrix", "experts", "table", "vector"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +52,7 @@ class WeightRule:
     combine: Callable[[Sequence[np.ndarray]], np.ndarray] | None = None
 
     def __post_init__(self) -> None:
-        num_axes = {"matrix": 2, "table": 2, "vector": 1}[self.layout]
+        num_axes = {"matrix": 2, "experts": 3, "table": 2, "vector": 1}[self.layout]
         if len(self.axes) != num_axes:
             raise ModelError(
                 f"a {self.layout} has {num_axes} axes; a weight rule got {self.axes} for "
@@ -125,6 +128,5 @@ def param_spec(name: str, param: jax.Array, rules: Mapping[str, WeightRule]) -> 
         axes = axes[1:]
     elif rules[rule_name].layout == "matrix" and param.dtype == jnp.int8:
         axes = axes[::-1]
-    if not any(axes):
-        return PartitionSpec()
-    return PartitionSpec(*(axis and MODEL_AXIS for axis in axes))
+    split = [MODEL_AXIS if axis not in (None, "experts") else None for axis in axes]
+    return PartitionSpec(*split) if any(split) else PartitionSpec()

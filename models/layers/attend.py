@@ -59,7 +59,7 @@ def attend(
         )
         return attended, cache.format.unview(view, pages)
 
-    attended, pages = kernels.by_head(
+    attended, pages = kernels.by_device(
         *(of_own_heads, _with_width(q, width)),
         None if new_kv is None else tuple(_with_width(x, width) for x in new_kv),
         *(sinks, pages, cache.slots),

@@ -10,14 +10,14 @@ from models.cache.format import Pages
 from models.carry import Carry
 from models.layer_context import LayerContext
 from models.layers.attention import AttentionBase
-from models.layers.mlp import GatedMLP
+from models.layers.mlp import MLP
 
 
 class AttentionMLPLayer(nnx.Module):
     """Attention over the normed residual stream, then what a derived class adds to the stream."""
 
     def __init__(
-        self, *, attention: AttentionBase, mlp: GatedMLP, norm: Callable[[], nnx.Module]
+        self, *, attention: AttentionBase, mlp: MLP, norm: Callable[[], nnx.Module]
     ) -> None:
         """Makes the layer.
 
@@ -47,7 +47,7 @@ class PreNormLayer(AttentionMLPLayer):
     """Attention, then the MLP: each reads the normed residual stream and adds to it."""
 
     def __init__(
-        self, *, attention: AttentionBase, mlp: GatedMLP, norm: Callable[[], nnx.Module]
+        self, *, attention: AttentionBase, mlp: MLP, norm: Callable[[], nnx.Module]
     ) -> None:
         super().__init__(attention=attention, mlp=mlp, norm=norm)
         self.post_attention_layernorm = norm()
@@ -66,7 +66,7 @@ class SandwichNormLayer(AttentionMLPLayer):
     """
 
     def __init__(
-        self, *, attention: AttentionBase, mlp: GatedMLP, norm: Callable[[], nnx.Module]
+        self, *, attention: AttentionBase, mlp: MLP, norm: Callable[[], nnx.Module]
     ) -> None:
         super().__init__(attention=attention, mlp=mlp, norm=norm)
         # Of attention's output here; of the MLP's input in `PreNormLayer`.

@@ -1,5 +1,7 @@
 """The `Linear` and `Embedding` layers."""
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -22,6 +24,8 @@ class Linear(nnx.Module):
         name: The path of the layer within its decoder layer, such as "self_attn.q_proj", or within
             the model. The loader sets it (`name_linears`).
     """
+
+    chosen_in_place: ClassVar[tuple[str, ...]] = ("kernel",)
 
     def __init__(
         self,

@@ -1,6 +1,7 @@
 """The gated MLP: SwiGLU in the Llama family, GeGLU in Gemma."""
 
 import functools
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,17 @@ from flax import nnx
 from models.dense_config import Activation
 from models.layer_context import LayerContext
 from models.layers.linear import Linear
+
+
+class MLP(Protocol):
+    """What a layer has after attention, or beside it."""
+
+    def __call__(
+        self,
+        x: jax.Array,  # f[num_rows, hidden], of the tokens of `context.of_rows`
+        context: LayerContext,
+    ) -> jax.Array:  # f[num_rows, hidden]
+        ...
 
 
 class GatedMLP(nnx.Module):

@@ -86,6 +86,9 @@ def load_model(
         params = _random_params(structure, seed)
     else:
         params = _read_params(structure, checkpoint)
+    for param_idx, rule in enumerate(structure.rules):
+        if rule.layout == "experts":
+            params[param_idx] = _as_stored(params[param_idx], platform)
     if panel_width is not None and product_dtype == "auto":
         layouts = [rule.layout for rule in structure.rules]
         split_columns(params, layouts, width=panel_width)
@@ -173,7 +176,8 @@ def _read_params(structure: _Structure, checkpoint: SafetensorsCheckpoint) -> li
     # One parameter at a time, so that the host never holds a second copy of the model.
     for name, rule, wanted in zip(structure.names, structure.rules, structure.shapes, strict=True):
         weight_np = rule.combined([_read(checkpoint, source.name) for source in rule.sources])
-        param = _to_param(weight_np, wanted.dtype, is_transposed=rule.layout == "matrix")
+        is_transposed = rule.layout in ("matrix", "experts")
+        param = _to_param(weight_np, wanted.dtype, is_transposed=is_transposed)
         if param.shape != wanted.shape:
             raise ModelError(
                 f"the weight rule of parameter {name!r} made an array of shape {param.shape}; "
@@ -191,8 +195,10 @@ def _to_param(weight_np: np.ndarray, dtype: jnp.dtype, *, is_transposed: bool) -
     if weight_np.dtype == np.float64:  # no float64 on the device
         weight_np = weight_np.astype(np.float32)
     if weight_np.size <= _MAX_HOST_CAST:
+        if is_transposed:
+            weight_np = weight_np.swapaxes(-1, -2)
         with np.errstate(over="ignore"):  # what float16 cannot hold is infinite, as on the device
-            weight_np = (weight_np.T if is_transposed else weight_np).astype(dtype, order="C")
+            weight_np = weight_np.astype(dtype, order="C")
         return jax.device_put(weight_np, may_alias=False)
     return _cast_and_transpose(jax.device_put(weight_np), dtype, is_transposed)
 
@@ -202,7 +208,12 @@ def _cast_and_transpose(weight: jax.Array, dtype: jnp.dtype, is_transposed: bool
     weight = weight.astype(dtype)
     # The copy is forced: a program that changes nothing may return its argument, which on a CPU
     # can be the reader's own memory.
-    return weight.T if is_transposed else jnp.copy(weight)
+    return weight.swapaxes(-1, -2) if is_transposed else jnp.copy(weight)
+
+
+def _as_stored(experts: jax.Array, platform: Platform) -> jax.Array:
+    dtype = jnp.dtype(platform.expert_dtype(experts.dtype.name))
+    return experts if dtype == experts.dtype else jax.lax.bitcast_convert_type(experts, dtype)
 
 
 def _random_params(structure: _Structure, seed: int) -> list[jax.Array]:

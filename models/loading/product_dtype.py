@@ -10,6 +10,7 @@ from flax import nnx
 from models.errors import ModelError
 from models.layers.linear import Linear
 from models.layers.product import round_to_int8
+from models.layers.routing import Router
 from models.loading.loaded_model import LoadedModel, flatten_state
 
 # "auto" is the dtype of the model's other numbers.
@@ -25,7 +26,8 @@ def with_product_dtype(model: LoadedModel, product_dtype: ProductDtype) -> Loade
 
     Kernels of int8 are stored [out, in] (`models.layers.product.dot_int32`).
 
-    Embeddings are not rounded, and neither is a head that reads the embedding.
+    Embeddings are not rounded, nor is a head that reads the embedding, nor are experts and their
+    router.
 
     Raises:
         ModelError: Kernels lie in panels: only whole columns are rounded.
@@ -34,7 +36,7 @@ def with_product_dtype(model: LoadedModel, product_dtype: ProductDtype) -> Loade
         return model
     decoder = nnx.merge(model.graphdef, jax.tree.unflatten(model.params_treedef, model.params))
     for _, module in nnx.iter_modules(decoder):
-        if isinstance(module, Linear):
+        if isinstance(module, Linear) and not isinstance(module, Router):
             _round_linear(module, product_dtype)
     graphdef, state = nnx.split(decoder)
     names, params, treedef = flatten_state(state)

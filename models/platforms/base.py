@@ -66,6 +66,10 @@ class Platform:
         """The dtype of the array that keeps keys and values of `kv_dtype`."""
         return kv_dtype
 
+    def expert_dtype(self, dtype: str) -> str:
+        """The dtype of the array that keeps the kernels of experts, whose dtype is `dtype`."""
+        return dtype
+
     def page_shape(self, num_elements: int) -> tuple[int, ...]:
         """The trailing axes of the array of pages, for `num_elements` of `page_dtype` per page."""
         return (num_elements,)

@@ -69,6 +69,10 @@ class CPU(Platform):
         """
         return "uint16" if kv_dtype in ("float16", "bfloat16") else kv_dtype
 
+    def expert_dtype(self, dtype: str) -> str:
+        """Integers in place of 16-bit floats: XLA here converts all experts to use one of them."""
+        return self.page_dtype(dtype)
+
     def compiler_options(
         self, dtypes: Collection[str], *, batch_invariant: bool = False
     ) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """`KernelSettings` splits heads over a mesh without changing any result or moving the cache."""
 
+import json
 import os
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from models.weight_rule import MODEL_AXIS
 from tests.oracles.placed_model import place_model
 
 block_size = 8
-loaded = place_model(load_model(sys.argv[1]), block_size=block_size).model
+loaded = place_model(load_model(sys.argv[1], load_format=sys.argv[2]), block_size=block_size).model
 config = loaded.config
 mesh = Mesh(np.array(jax.devices()), (MODEL_AXIS,))
 num_blocks = 300
@@ -80,20 +81,55 @@ for one, many in zip(alone[1:], split[1:]):
 largest = max(
     (np.prod([int(n) for n in dims.split(",")]) for dims in re.findall(
         r"= f32\\[([0-9,]+)\\]\\S* (?:all-gather|all-to-all)", split[0].as_text())), default=0)
-assert largest < cache_np.size / 8, f"gathers {largest} numbers, the cache has {cache_np.size}"
+smallest_array = min([cache_np.size / 8, *(
+    param.size / 4 for param in params if param.ndim == 3
+)])
+assert largest < smallest_array, f"gathers {largest} numbers, an array has {smallest_array}"
+assert (alone[1].argmax(-1) == split[1].argmax(-1)).all()
+for param in params:
+    if param.ndim == 3:  # experts
+        (shape,) = {shard.data.shape for shard in param.addressable_shards}
+        assert 4 * np.prod(shape) == param.size and shape[0] == param.shape[0]
 print("same")
 """
+MOE_CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+    # So that logits are as large as a trained model's, and differences show.
+    "initializer_range": 0.2,
+}
 
 
 def test_four_devices_give_the_answer_of_one_and_gather_no_cache(tmp_path):
-    folder = write_random_checkpoint(tmp_path, num_layers=2, num_kv_heads=4)
+    assert_four_devices_answer_as_one(
+        write_random_checkpoint(tmp_path, num_layers=2, num_kv_heads=4), "auto"
+    )
+
+
+def test_four_devices_share_the_experts_and_gather_none(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MOE_CONFIG))
+    assert_four_devices_answer_as_one(tmp_path, "dummy")
+
+
+def assert_four_devices_answer_as_one(folder, load_format):
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4",
     }
     result = subprocess.run(
-        [sys.executable, "-c", COMPARE, str(folder)],
+        [sys.executable, "-c", COMPARE, str(folder), load_format],
         env=environment,
         capture_output=True,
         text=True,

@@ -19,6 +19,7 @@ LOADED = [
     "qwen3",
     "gemma3",
     "mistral-window",
+    "qwen3-moe",
     "qwen2",
     "gemma2",
     "gemma4-dense",

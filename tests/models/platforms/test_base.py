@@ -38,7 +38,7 @@ def test_accelerators_keep_the_dtypes_of_the_model_and_whole_kernels(platform):
     assert platform.kv_cache_dtypes("bfloat16") == ("bfloat16",)
     assert platform.measures_memory and not platform.shares_programs
     for dtype in ("float32", "bfloat16", "float16"):
-        assert platform.page_dtype(dtype) == dtype
+        assert platform.page_dtype(dtype) == platform.expert_dtype(dtype) == dtype
 
 
 @pytest.mark.parametrize("platform", [Platform(), GPU(), CPU.of_this_machine()])

@@ -1,0 +1,99 @@
+"""Qwen3 with experts: Qwen3's attention, and a mixture of experts in most layers."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from models.attention_config import AttentionConfig
+from models.config_fields import read_flag
+from models.decoder import Decoder
+from models.dense_config import read_dense_fields, read_head_fields
+from models.layer_types import read_sliding_window, with_window
+from models.layers.attention import Attention
+from models.layers.decoder_layers import PreNormLayer
+from models.layers.experts import Experts
+from models.layers.mlp import GatedMLP
+from models.layers.rms_norm import RMSNorm
+from models.layers.routing import Router, SoftmaxTopK
+from models.layers.sparse_mlp import SparseMLP
+from models.moe_config import MoEConfig, read_expert_fields, read_sparse_steps
+from models.rope_config import parse_rope_config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3MoeConfig(MoEConfig):
+    """Says whether the weights of the chosen experts are scaled to a sum of 1."""
+
+    normalizes_weights: bool
+
+
+class Qwen3MoeForCausalLM(Decoder):
+    """Llama's layers with normed queries and keys, and experts where the config wants them."""
+
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, object]) -> Qwen3MoeConfig:
+        fields = read_dense_fields(hf_config)
+        has_bias = read_flag(hf_config, "attention_bias")
+        attention = AttentionConfig(
+            **read_head_fields(hf_config, default_num_kv_heads=4),
+            rope=parse_rope_config(hf_config, fields["max_position_embeddings"]),
+            qkv_bias=has_bias,
+            out_bias=has_bias,
+        )
+        if read_flag(hf_config, "use_sliding_window"):
+            window = read_sliding_window(hf_config, default=4096)
+            attention = with_window(attention, window, fields["max_position_embeddings"])
+        return Qwen3MoeConfig(
+            **fields,
+            **read_expert_fields(
+                hf_config, default_num_experts=128, default_top_k=8, default_size=768
+            ),
+            attention=(attention,) * fields["num_layers"],
+            has_experts=read_sparse_steps(hf_config, fields["num_layers"]),
+            normalizes_weights=read_flag(hf_config, "norm_topk_prob"),
+        )
+
+    def __init__(self, config: Qwen3MoeConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
+        norm = functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype)
+        layers = [
+            PreNormLayer(
+                attention=Attention(
+                    attention,
+                    q_norm=norm(attention.head_dim),
+                    k_norm=norm(attention.head_dim),
+                    dtype=dtype,
+                ),
+                mlp=_make_experts(config, dtype) if has_experts else _make_mlp(config, dtype),
+                norm=functools.partial(norm, config.hidden_size),
+            )
+            for attention, has_experts in zip(config.attention, config.has_experts, strict=True)
+        ]
+        super().__init__(
+            config,
+            layers=layers,
+            norm=norm(config.hidden_size),
+            has_head_kernel=has_head_kernel,
+            dtype=dtype,
+        )
+
+
+def _make_mlp(config: Qwen3MoeConfig, dtype: jnp.dtype) -> GatedMLP:
+    return GatedMLP(
+        config.hidden_size, config.intermediate_size, activation=config.hidden_act, dtype=dtype
+    )
+
+
+def _make_experts(config: Qwen3MoeConfig, dtype: jnp.dtype) -> SparseMLP:
+    return SparseMLP(
+        gate=Router(config.hidden_size, config.num_experts, dtype=dtype),
+        choose=SoftmaxTopK(top_k=config.num_experts_per_tok, normalizes=config.normalizes_weights),
+        experts=Experts(
+            config.num_experts,
+            config.hidden_size,
+            config.moe_intermediate_size,
+            activation=config.hidden_act,
+            dtype=dtype,
+        ),
+    )

@@ -1,0 +1,182 @@
+"""Mixtures of experts: MLPs of which each token goes through a few."""
+
+import dataclasses
+import functools
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models.dense_config import Activation
+from models.layer_context import LayerContext
+from models.layers.chosen_kernel import Kernel, with_kernel
+from models.layers.mlp import activate
+from models.layers.routing import Routing
+from models.weight_rule import Source, WeightRule
+from pallas_kernels import GroupTiles, make_group_tiles
+
+
+class ExpertLinear(nnx.Module):
+    """A `Linear` for each expert: `x @ kernel[expert] + bias[expert]`, rows in tiles by expert.
+
+    Features cannot change what it returns.
+    """
+
+    chosen_in_place: ClassVar[tuple[str, ...]] = ("kernel", "bias")
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        split: Literal["in", "out"],
+        use_bias: bool = False,
+        dtype: jnp.dtype,
+    ) -> None:
+        """Makes the layer with weights to be filled in.
+
+        Args:
+            split: Which features a mesh splits.
+        """
+        self.split = split
+        self.kernel = nnx.Param(jnp.zeros((num_experts, in_features, out_features), dtype))
+        self.bias = nnx.Param(jnp.zeros((num_experts, out_features), dtype)) if use_bias else None
+
+    def weight_rules(self, name: str) -> dict[str, WeightRule]:
+        """See `HasWeights.weight_rules`. A checkpoint has a weight for each expert.
+
+        Experts with biases have them in forms of their own, so a family gives these rules.
+        """
+        num_experts, in_features, out_features = self.kernel.get_value().shape
+        owner, _, local = name.rpartition(".")
+        sources = tuple(
+            Source(name=f"{owner}.{expert}.{local}.weight", shape=(out_features, in_features))
+            for expert in range(num_experts)
+        )
+        inner = ("inner", None) if self.split == "in" else (None, "inner")
+        kernel = WeightRule(
+            sources=sources, layout="experts", axes=("experts", *inner), combine=np.stack
+        )
+        return {"kernel": kernel}
+
+    def __call__(
+        self,
+        x: jax.Array,  # f[num_tiles * tile_rows, in_features]
+        tiles: GroupTiles,
+        context: LayerContext,
+    ) -> jax.Array:  # f[num_tiles * tile_rows, out_features]
+        def multiply(x: jax.Array, kernel: Kernel) -> list[jax.Array]:
+            return [context.kernels.grouped_matmul(x, kernel, tiles, split=self.split)]
+
+        (y,) = with_kernel(multiply, x, self.kernel.get_value())
+        if self.bias is None:
+            return y
+        (bias,) = with_kernel(
+            lambda groups, bias: [bias.at[groups].get(mode="clip")],
+            tiles.groups,
+            self.bias.get_value(),
+        )
+        return y + jnp.repeat(bias, x.shape[0] // tiles.groups.shape[0], axis=0)
+
+
+class Experts(nnx.Module):
+    """Gated MLPs, of which each row goes through those that its `Routing` names.
+
+    No row is dropped, however many choose one expert, and padding goes through none.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: Activation,
+        use_bias: bool = False,
+        dtype: jnp.dtype,
+    ) -> None:
+        linear = functools.partial(ExpertLinear, num_experts, use_bias=use_bias, dtype=dtype)
+        self.gate_proj = linear(hidden_size, intermediate_size, split="out")
+        self.up_proj = linear(hidden_size, intermediate_size, split="out")
+        self.down_proj = linear(intermediate_size, hidden_size, split="in")
+        self.num_experts = num_experts
+        self.activation = activation
+
+    def __call__(
+        self,
+        x: jax.Array,  # f[num_rows, hidden], of the tokens of `context.of_rows`
+        routing: Routing,
+        context: LayerContext,
+    ) -> jax.Array:  # f[num_rows, hidden]
+        num_rows, top_k = routing.expert_ids.shape
+        # One row for each choice; `num_experts` is the expert of padding.
+        choices = jnp.where(context.is_used()[:, None], routing.expert_ids, self.num_experts)
+        tiles = make_group_tiles(
+            choices.reshape(-1),
+            num_groups=self.num_experts,
+            tile_rows=context.kernels.tile_rows(num_rows * top_k, self.num_experts),
+        )
+        chosen = x[tiles.rows // top_k]
+        gate = self.gate_proj(chosen, tiles, context)
+        up = self.up_proj(chosen, tiles, context)
+        down = self.down_proj(self.join(gate, up), tiles, context)
+        # Added one choice after the other: the order is the same in every batch.
+        places = tiles.places.reshape(num_rows, top_k)
+        total = jnp.zeros(x.shape, jnp.float32)
+        for choice in range(top_k):
+            own = down.at[places[:, choice]].get(mode="fill", fill_value=0)
+            total += own.astype(jnp.float32) * routing.weights[:, choice, None]
+        return total.astype(x.dtype)
+
+    def join(self, gate: jax.Array, up: jax.Array) -> jax.Array:  # f[places, intermediate]
+        """What goes into `down_proj`."""
+        return activate(gate, self.activation) * up
+
+
+def packed_gate_up_rules(
+    rules: dict[str, WeightRule],
+    *,
+    is_interleaved: bool = False,
+    is_turned: bool = False,
+) -> dict[str, WeightRule]:
+    """The rules of experts whose checkpoint has one tensor for each projection of all experts.
+
+    Gate and up are one tensor there, `experts.gate_up_proj`.
+
+    Args:
+        rules: Of all parameters of a model.
+        is_interleaved: Gate and up take turns in the tensor; else gate comes first.
+        is_turned: The checkpoint has [num_experts, in, out] instead of [num_experts, out, in].
+    """
+    return {
+        name: _packed_rule(rule, is_interleaved, is_turned) if rule.layout == "experts" else rule
+        for name, rule in rules.items()
+    }
+
+
+def _packed_rule(rule: WeightRule, is_interleaved: bool, is_turned: bool) -> WeightRule:
+    # "model.layers.0.mlp.experts.0.gate_proj.weight"
+    owner, _, local = rule.sources[0].name.removesuffix(".weight").rpartition(".")
+    owner = owner.removesuffix(".0")
+    out_features, in_features = rule.sources[0].shape
+    is_down = local == "down_proj"
+    shape = (len(rule.sources), out_features if is_down else 2 * out_features, in_features)
+    packed = local if is_down else "gate_up_proj"
+    source = Source(
+        name=f"{owner}.{packed}", shape=(shape[0], shape[2], shape[1]) if is_turned else shape
+    )
+
+    def combine(weights_np: list[np.ndarray]) -> np.ndarray:
+        (weight_np,) = weights_np
+        weight_np = weight_np.swapaxes(-1, -2) if is_turned else weight_np
+        if is_down:
+            return weight_np
+        start = int(local == "up_proj")
+        if is_interleaved:
+            return weight_np[:, start::2]
+        return weight_np[:, start * out_features :][:, :out_features]
+
+    return dataclasses.replace(rule, sources=(source,), combine=combine)

@@ -1,0 +1,93 @@
+"""Which experts a token goes to, and how much each counts: the ways in which families choose."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from models.layers.linear import Linear
+
+
+class Routing(NamedTuple):
+    """The experts of each row, each once."""
+
+    expert_ids: jax.Array  # i32[num_rows, top_k], in [0, num_experts)
+    weights: jax.Array  # f32[num_rows, top_k], the factor of each expert's output
+
+
+class Router(Linear):
+    """A score for each expert. It is never rounded: a small error would choose other experts."""
+
+    def scores(
+        self,
+        x: jax.Array,  # f[num_rows, hidden]
+    ) -> jax.Array:  # f32[num_rows, num_experts]
+        y = self.product(x)
+        return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoftmaxTopK:
+    """The `top_k` most likely experts, by softmax over all of them.
+
+    Args:
+        normalizes: Whether the weights are scaled to a sum of 1. They are then the softmax over
+            the chosen experts alone.
+    """
+
+    top_k: int
+    normalizes: bool
+
+    def __call__(
+        self,
+        scores: jax.Array,  # f32[num_rows, num_experts]
+    ) -> Routing:
+        weights, expert_ids = lax.top_k(jax.nn.softmax(scores, axis=-1), self.top_k)
+        if self.normalizes:
+            weights = weights / weights.sum(axis=-1, keepdims=True)
+        return Routing(expert_ids, weights)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SigmoidTopK:
+    """The `top_k` experts with the largest sigmoid plus a bias, which the weights leave out.
+
+    Experts are chosen from `num_kept_groups` of `num_groups` groups of equal size: those whose two
+    best experts have the largest sum.
+
+    Args:
+        normalizes: Whether the weights are scaled to a sum of 1.
+        factor: Of the weights, after that.
+
+    Source: DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
+    """
+
+    top_k: int
+    normalizes: bool = True
+    factor: float = 1.0
+    num_groups: int = 1
+    num_kept_groups: int = 1
+
+    def __call__(
+        self,
+        scores: jax.Array,  # f32[num_rows, num_experts]
+        bias: jax.Array,  # f32[num_experts]
+    ) -> Routing:
+        likely = jax.nn.sigmoid(scores)
+        ranked = likely + bias
+        if self.num_kept_groups < self.num_groups:
+            ranked = self._in_kept_groups(ranked)
+        _, expert_ids = lax.top_k(ranked, self.top_k)
+        weights = jnp.take_along_axis(likely, expert_ids, axis=-1)
+        if self.normalizes:
+            weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+        return Routing(expert_ids, weights * self.factor)
+
+    def _in_kept_groups(self, ranked: jax.Array) -> jax.Array:  # f32[num_rows, num_experts]
+        grouped = ranked.reshape(ranked.shape[0], self.num_groups, -1)
+        best_two, _ = lax.top_k(grouped, 2)
+        _, kept = lax.top_k(best_two.sum(axis=-1), self.num_kept_groups)
+        is_kept = (kept[:, :, None] == jnp.arange(self.num_groups)).any(axis=1)
+        return jnp.where(is_kept[:, :, None], grouped, -jnp.inf).reshape(ranked.shape)

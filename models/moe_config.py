@@ -1,0 +1,66 @@
+"""`MoEConfig`: experts in some layers; and how its parts are read."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from models.config_fields import read_count
+from models.dense_config import DenseConfig
+from models.errors import ModelConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig(DenseConfig):
+    """A decoder some of whose layers have experts in place of the MLP."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int  # inside one expert
+    has_experts: tuple[bool, ...]  # of each layer
+
+
+def read_expert_fields(
+    hf_config: Mapping[str, object],
+    *,
+    num_experts_fields: Sequence[str] = ("num_experts", "num_local_experts"),
+    default_num_experts: int,
+    default_top_k: int,
+    size_field: str = "moe_intermediate_size",
+    default_size: int,
+) -> dict[str, int]:
+    """The fields of `MoEConfig` that `DenseConfig` does not have, except `has_experts`.
+
+    Defaults are those of Hugging Face's configuration class.
+
+    Args:
+        num_experts_fields: Names of the number of experts, the hub's and that of transformers 5.
+
+    Raises:
+        ModelConfigError: A field is of the wrong type, or a token goes to more experts than exist.
+    """
+    given = [name for name in num_experts_fields if hf_config.get(name) is not None]
+    name = given[0] if given else num_experts_fields[0]
+    num_experts = read_count(hf_config, name, default_num_experts)
+    top_k = read_count(hf_config, "num_experts_per_tok", default_top_k)
+    if top_k > num_experts:
+        raise ModelConfigError(
+            f"config.json: num_experts_per_tok is {top_k}, and {name} is {num_experts}; wanted no "
+            "more experts for each token than there are."
+        )
+    return {
+        "num_experts": num_experts,
+        "num_experts_per_tok": top_k,
+        "moe_intermediate_size": read_count(hf_config, size_field, default_size),
+    }
+
+
+def read_sparse_steps(hf_config: Mapping[str, object], num_layers: int) -> tuple[bool, ...]:
+    """Which layers have experts: every `decoder_sparse_step`-th but those of `mlp_only_layers`."""
+    step = read_count(hf_config, "decoder_sparse_step", 1)
+    dense = hf_config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(layer_idx) is not int for layer_idx in dense):
+        raise ModelConfigError(
+            f"config.json: mlp_only_layers is {dense!r}; wanted a list of layer numbers."
+        )
+    return tuple(
+        layer_idx not in dense and (layer_idx + 1) % step == 0 for layer_idx in range(num_layers)
+    )
