@@ -12,7 +12,7 @@ from models.rope_config import RopeConfig, max_scaled_positions
 LayerType = Literal["full_attention", "sliding_attention"]
 
 
-def read_sliding_window(hf_config: Mapping[str, object], default: int) -> int | None:
+def read_sliding_window(hf_config: Mapping[str, object], default: int | None) -> int | None:
     """The window as written. Null is no window; only a field left out is the default."""
     if hf_config.get("sliding_window", default) is None:
         return None

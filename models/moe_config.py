@@ -25,7 +25,7 @@ def read_expert_fields(
     default_num_experts: int,
     default_top_k: int,
     size_field: str = "moe_intermediate_size",
-    default_size: int,
+    default_size: int | None = None,
 ) -> dict[str, int]:
     """The fields of `MoEConfig` that `DenseConfig` does not have, except `has_experts`.
 
@@ -33,6 +33,7 @@ def read_expert_fields(
 
     Args:
         num_experts_fields: Names of the number of experts, the hub's and that of transformers 5.
+        default_size: Without one, a config.json without `size_field` is an error.
 
     Raises:
         ModelConfigError: A field is of the wrong type, or a token goes to more experts than exist.

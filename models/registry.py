@@ -17,6 +17,7 @@ ENTRY_POINT_GROUP = "paxkv.models"
 FAMILIES: dict[str, str] = {
     "LlamaForCausalLM": "models.families.llama:LlamaForCausalLM",
     "MistralForCausalLM": "models.families.mistral:MistralForCausalLM",
+    "MixtralForCausalLM": "models.families.mixtral:MixtralForCausalLM",
     "Qwen2ForCausalLM": "models.families.qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "models.families.qwen3:Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "models.families.qwen3_moe:Qwen3MoeForCausalLM",

@@ -1,7 +1,7 @@
 """`WeightRule`: how a parameter comes out of a checkpoint, and how it is split over devices."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import jax
@@ -98,6 +98,19 @@ def rules_of_layers(model: nnx.Module, *, prefix: str) -> dict[str, WeightRule]:
         f"{name}.{leaf}": rule
         for name, layer in _named_layers(model)
         for leaf, rule in layer.weight_rules(f"{prefix}{name}").items()
+    }
+
+
+def with_renamed_sources(
+    rules: Mapping[str, WeightRule], rename: Callable[[str], str]
+) -> dict[str, WeightRule]:
+    """The same rules, with `rename` applied to the name of every tensor of the checkpoint."""
+    return {
+        name: replace(
+            rule,
+            sources=tuple(replace(source, name=rename(source.name)) for source in rule.sources),
+        )
+        for name, rule in rules.items()
     }
 
 

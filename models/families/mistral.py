@@ -16,19 +16,31 @@ class MistralForCausalLM(LlamaForCausalLM):
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> LlamaConfig:
         fields = read_dense_fields(hf_config)
-        num_layers, max_positions = fields["num_layers"], fields["max_position_embeddings"]
-        window = read_sliding_window(hf_config, default=4096)
-        by_rule = [window is not None] * num_layers
-        _check_types(hf_config, by_rule, window)
         attention = AttentionConfig(
             **read_head_fields(hf_config, default_num_kv_heads=8),
-            rope=parse_rope_config(hf_config, max_positions),
+            rope=parse_rope_config(hf_config, fields["max_position_embeddings"]),
         )
-        return LlamaConfig(
-            **fields,
-            attention=(with_window(attention, window, max_positions),) * num_layers,
-            mlp_bias=False,
-        )
+        layers = equally_windowed_layers(hf_config, attention, fields, default_window=4096)
+        return LlamaConfig(**fields, attention=layers, mlp_bias=False)
+
+
+def equally_windowed_layers(
+    hf_config: Mapping[str, object],
+    attention: AttentionConfig,
+    fields: Mapping[str, object],
+    *,
+    default_window: int | None,
+) -> tuple[AttentionConfig, ...]:
+    """The attention of each layer: with `sliding_window`, if config.json has one.
+
+    Args:
+        fields: Of `read_dense_fields`.
+        default_window: The window if config.json leaves the field out; None is no window.
+    """
+    num_layers = fields["num_layers"]
+    window = read_sliding_window(hf_config, default_window)
+    _check_types(hf_config, [window is not None] * num_layers, window)
+    return (with_window(attention, window, fields["max_position_embeddings"]),) * num_layers
 
 
 def _check_types(hf_config: Mapping[str, object], by_rule: list[bool], window: int | None) -> None:

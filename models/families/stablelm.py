@@ -1,6 +1,5 @@
 """StableLM 3B and StableLM 2: layer norms, and heads that are turned in part."""
 
-import dataclasses
 import functools
 import re
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from models.layers.layer_norm import HeadLayerNorm, LayerNorm
 from models.layers.mlp import GatedMLP
 from models.partial_rotary import read_rotary_factor, without_rotary_factor
 from models.rope_config import parse_rope_config
-from models.weight_rule import WeightRule
+from models.weight_rule import WeightRule, with_renamed_sources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +74,7 @@ class StableLmForCausalLM(Decoder):
 
     def weight_rules(self) -> dict[str, WeightRule]:
         """Checkpoints call the norms of heads q_layernorm and k_layernorm."""
-        return {name: _as_stored(rule) for name, rule in super().weight_rules().items()}
+        return with_renamed_sources(super().weight_rules(), _stored_name)
 
 
 def _read_attention(hf_config: Mapping[str, object], max_positions: int) -> AttentionConfig:
@@ -116,12 +115,5 @@ def _make_attention(
     )
 
 
-def _as_stored(rule: WeightRule) -> WeightRule:
-    sources = tuple(
-        dataclasses.replace(
-            source,
-            name=re.sub(r"\.self_attn\.([qk])_norm\.", r".self_attn.\1_layernorm.", source.name),
-        )
-        for source in rule.sources
-    )
-    return dataclasses.replace(rule, sources=sources)
+def _stored_name(name: str) -> str:
+    return re.sub(r"\.self_attn\.([qk])_norm\.", r".self_attn.\1_layernorm.", name)

@@ -1,6 +1,7 @@
 """What stands in place of an MLP: a router, its experts, and what some families add to them."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 
 import jax
 from flax import nnx
@@ -8,6 +9,10 @@ from flax import nnx
 from models.layer_context import LayerContext
 from models.layers.experts import Experts
 from models.layers.routing import Router, Routing
+from models.weight_rule import WeightRule, with_renamed_sources
+
+# Mixtral's names of the projections of an expert.
+_MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 class SparseMLP(nnx.Module):
@@ -35,3 +40,18 @@ class SparseMLP(nnx.Module):
         context: LayerContext,
     ) -> jax.Array:  # f[num_rows, hidden]
         return self.experts(x, self.choose(self.gate.scores(x)), context)
+
+
+def block_sparse_moe_rules(rules: Mapping[str, WeightRule]) -> dict[str, WeightRule]:
+    """The rules of a model whose checkpoints have Mixtral's names for every `SparseMLP`.
+
+    "model.layers.0.mlp.experts.3.up_proj.weight" is "...0.block_sparse_moe.experts.3.w3.weight".
+    """
+
+    def rename(name: str) -> str:
+        name = re.sub(
+            r"(\.mlp\.experts\.\d+\.)(\w+)", lambda found: found[1] + _MIXTRAL_NAMES[found[2]], name
+        )
+        return name.replace(".mlp.", ".block_sparse_moe.")
+
+    return with_renamed_sources(rules, rename)

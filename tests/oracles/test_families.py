@@ -20,6 +20,7 @@ LOADED = [
     "gemma3",
     "mistral-window",
     "qwen3-moe",
+    "mixtral",
     "qwen2",
     "gemma2",
     "gemma4-dense",

@@ -1,0 +1,82 @@
+"""Mixtral 8x7B and 8x22B: Mistral's attention, and a mixture of experts in every layer."""
+
+import functools
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+
+from models.attention_config import AttentionConfig
+from models.decoder import Decoder
+from models.dense_config import read_dense_fields, read_head_fields
+from models.families.mistral import equally_windowed_layers
+from models.layers.attention import Attention
+from models.layers.decoder_layers import PreNormLayer
+from models.layers.experts import Experts
+from models.layers.rms_norm import RMSNorm
+from models.layers.routing import Router, SoftmaxTopK
+from models.layers.sparse_mlp import SparseMLP, block_sparse_moe_rules
+from models.moe_config import MoEConfig, read_expert_fields
+from models.rope_config import parse_rope_config
+from models.weight_rule import WeightRule
+
+# Of fields that a config.json leaves out; a null stays none.
+_DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "bos_token_id": 1, "eos_token_id": 2}
+
+
+class MixtralForCausalLM(Decoder):
+    """Llama's layers, with experts in place of the MLP.
+
+    Source: arXiv:2401.04088.
+    """
+
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, object]) -> MoEConfig:
+        hf_config = {**_DEFAULTS, **hf_config}
+        fields = read_dense_fields(hf_config)
+        attention = AttentionConfig(
+            **read_head_fields(hf_config, default_num_kv_heads=8),
+            rope=parse_rope_config(hf_config, fields["max_position_embeddings"]),
+        )
+        experts = read_expert_fields(
+            hf_config,
+            default_num_experts=8,
+            default_top_k=2,
+            size_field="intermediate_size",
+        )
+        return MoEConfig(
+            **fields,
+            **experts,
+            attention=equally_windowed_layers(hf_config, attention, fields, default_window=None),
+            has_experts=(True,) * fields["num_layers"],
+        )
+
+    def __init__(self, config: MoEConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
+        norm = functools.partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        layers = [
+            PreNormLayer(
+                attention=Attention(attention, dtype=dtype),
+                mlp=_make_experts(config, dtype),
+                norm=norm,
+            )
+            for attention in config.attention
+        ]
+        super().__init__(
+            config, layers=layers, norm=norm(), has_head_kernel=has_head_kernel, dtype=dtype
+        )
+
+    def weight_rules(self) -> dict[str, WeightRule]:
+        return block_sparse_moe_rules(super().weight_rules())
+
+
+def _make_experts(config: MoEConfig, dtype: jnp.dtype) -> SparseMLP:
+    return SparseMLP(
+        gate=Router(config.hidden_size, config.num_experts, dtype=dtype),
+        choose=SoftmaxTopK(top_k=config.num_experts_per_tok, normalizes=True),
+        experts=Experts(
+            config.num_experts,
+            config.hidden_size,
+            config.moe_intermediate_size,
+            activation=config.hidden_act,
+            dtype=dtype,
+        ),
+    )

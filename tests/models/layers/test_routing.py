@@ -1,0 +1,88 @@
+"""Routers choose the experts that a few lines of NumPy choose, and weigh them alike."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.layers.routing import Router, SigmoidTopK, SoftmaxTopK
+
+
+def random_scores(num_rows: int, num_experts: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=(num_rows, num_experts)).astype(np.float32)
+
+
+def of_largest(values_np: np.ndarray, count: int) -> np.ndarray:
+    """The places of the largest numbers of each row, the largest first."""
+    return np.argsort(-values_np, axis=-1)[:, :count]
+
+
+def check(routing, expert_ids_np, weights_np):
+    np.testing.assert_array_equal(routing.expert_ids, expert_ids_np)
+    np.testing.assert_allclose(routing.weights, weights_np, rtol=1e-5)
+
+
+def test_softmax_by_hand():
+    # Likelihoods 1/8, 1/2, 1/8 and 1/4.
+    scores = jnp.log(jnp.array([[1.0, 4.0, 1.0, 2.0]]))
+    check(SoftmaxTopK(top_k=2, normalizes=False)(scores), [[1, 3]], [[1 / 2, 1 / 4]])
+    check(SoftmaxTopK(top_k=2, normalizes=True)(scores), [[1, 3]], [[2 / 3, 1 / 3]])
+
+
+@pytest.mark.parametrize("normalizes", [False, True])
+def test_softmax_of_many_rows(normalizes):
+    scores_np = random_scores(20, 8)
+    likely_np = np.exp(scores_np) / np.exp(scores_np).sum(axis=-1, keepdims=True)
+    ids_np = of_largest(scores_np, 3)
+    weights_np = np.take_along_axis(likely_np, ids_np, axis=-1)
+    if normalizes:
+        weights_np = weights_np / weights_np.sum(axis=-1, keepdims=True)
+    check(SoftmaxTopK(top_k=3, normalizes=normalizes)(scores_np), ids_np, weights_np)
+
+
+def test_the_bias_of_a_sigmoid_changes_the_choice_and_not_the_weights():
+    scores = jnp.array([[0.0, 2.0, 1.0]])
+    choose = SigmoidTopK(top_k=1, normalizes=False)
+    check(choose(scores, jnp.zeros(3)), [[1]], [[1 / (1 + np.exp(-2))]])
+    # 0.5 + 0.4 is more than 0.88 and 0.73.
+    check(choose(scores, jnp.array([0.4, 0.0, 0.0])), [[0]], [[0.5]])
+
+
+@pytest.mark.parametrize("normalizes", [False, True])
+@pytest.mark.parametrize(("num_groups", "num_kept_groups"), [(1, 1), (4, 2), (4, 4)])
+def test_sigmoids_of_many_rows(normalizes, num_groups, num_kept_groups):
+    scores_np = random_scores(20, 16)
+    bias_np = np.random.default_rng(1).normal(size=16).astype(np.float32) / 4
+    likely_np = 1 / (1 + np.exp(-scores_np))
+    ranked_np = (likely_np + bias_np).reshape(20, num_groups, -1)
+    of_groups_np = np.sort(ranked_np, axis=-1)[:, :, -2:].sum(axis=-1)
+    is_kept_np = np.zeros((20, num_groups), bool)
+    np.put_along_axis(is_kept_np, of_largest(of_groups_np, num_kept_groups), True, axis=-1)
+    ranked_np = np.where(is_kept_np[:, :, None], ranked_np, -np.inf).reshape(20, 16)
+    ids_np = of_largest(ranked_np, 3)
+    weights_np = np.take_along_axis(likely_np, ids_np, axis=-1)
+    if normalizes:
+        weights_np = weights_np / weights_np.sum(axis=-1, keepdims=True)
+    choose = SigmoidTopK(
+        top_k=3,
+        normalizes=normalizes,
+        factor=2.5,
+        num_groups=num_groups,
+        num_kept_groups=num_kept_groups,
+    )
+    check(choose(scores_np, jnp.asarray(bias_np)), ids_np, 2.5 * weights_np)
+
+
+def test_a_group_is_as_good_as_its_two_best_experts():
+    # The best expert is in the second group; the sum of two is larger in the first.
+    scores = jnp.array([[1.0, 1.0, 2.0, -9.0]])
+    choose = SigmoidTopK(top_k=1, num_groups=2, num_kept_groups=1)
+    assert choose(scores, jnp.zeros(4)).expert_ids.tolist() == [[0]]
+
+
+def test_scores_of_a_router_are_not_rounded():
+    router = Router(2, 2, dtype=jnp.bfloat16)
+    # 1 + 1/512 has more bits than bfloat16.
+    router.kernel[...] = jnp.array([[1.0, 0.0], [1 / 512, 1.0]], jnp.bfloat16)
+    scores = router.scores(jnp.ones((1, 2), jnp.bfloat16))
+    assert scores.dtype == jnp.float32
+    assert scores.tolist() == [[1 + 1 / 512, 1.0]]
