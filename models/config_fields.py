@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from models.errors import ModelConfigError
+from models.errors import ModelConfigError, UnsupportedModelError
 
 
 def read_count(
@@ -55,6 +55,23 @@ def read_token_ids(fields: Mapping[str, object], name: str) -> tuple[int, ...]:
     if any(isinstance(token_id, bool) or not isinstance(token_id, int) for token_id in token_ids):
         raise _bad_field(name, value, "a token id or a list of token ids")
     return tuple(token_ids)
+
+
+def refuse_other_values(fields: Mapping[str, object], supported: Mapping[str, object]) -> None:
+    """Checks fields for which a family computes one value only.
+
+    Args:
+        supported: The value of each field. A missing or null field has it.
+
+    Raises:
+        UnsupportedModelError: A field has another value.
+    """
+    for name, value in supported.items():
+        if fields.get(name) not in (None, value):
+            raise UnsupportedModelError(
+                f"config.json: {name}={fields[name]!r} is not supported for this architecture; "
+                f"supported is {'to leave it out' if value is None else repr(value)}."
+            )
 
 
 def _bad_field(name: str, got: object, wanted: str) -> ModelConfigError:

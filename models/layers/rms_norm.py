@@ -1,5 +1,7 @@
 """Root-mean-square normalisation over the last axis, in the two forms that checkpoints have."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -61,6 +63,23 @@ class RoundedLastRMSNorm(RMSNorm):
     ) -> jax.Array:  # f[..., num_features]
         scale = self.scale[...].astype(jnp.float32)
         return (_normalise(x, self.eps) * scale).astype(x.dtype)
+
+
+class JoinedHeadsRMSNorm(RMSNorm):
+    """`RMSNorm` of all heads of a token together, as if they were one vector (OLMoE, MiniMax-M2).
+
+    There is a scale for each feature of each head.
+    """
+
+    def weight_rules(self, name: str) -> dict[str, WeightRule]:
+        """See `HasWeights.weight_rules`."""
+        return {"scale": dataclasses.replace(_vector_rule(name, self.scale), axes=("heads",))}
+
+    def __call__(
+        self,
+        x: jax.Array,  # f[num_tokens, num_heads, head_dim]
+    ) -> jax.Array:  # f[num_tokens, num_heads, head_dim]
+        return super().__call__(x.reshape(x.shape[0], -1)).reshape(x.shape)
 
 
 class UnscaledRMSNorm(nnx.Module):

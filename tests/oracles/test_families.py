@@ -26,6 +26,7 @@ LOADED = [
     "gemma4-dense",
     "gemma4-ple",
     "llama3-rope",
+    "olmoe",
     "stablelm",
     "stablelm-2",
     "mimo-v2-flash-dense",

@@ -3,7 +3,13 @@
 import jax.numpy as jnp
 import numpy as np
 
-from models.layers.rms_norm import OffsetRMSNorm, RMSNorm, RoundedLastRMSNorm, UnscaledRMSNorm
+from models.layers.rms_norm import (
+    JoinedHeadsRMSNorm,
+    OffsetRMSNorm,
+    RMSNorm,
+    RoundedLastRMSNorm,
+    UnscaledRMSNorm,
+)
 
 
 def test_norm_by_hand():
@@ -59,3 +65,12 @@ def test_norm_without_parameters():
         norm(jnp.array([[3.0, 4.0]])), [[3 / 12.5**0.5, 4 / 12.5**0.5]], rtol=1e-6
     )
     assert norm(jnp.ones((1, 2), jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def test_heads_are_normed_together():
+    norm = JoinedHeadsRMSNorm(4, eps=0.0, dtype=jnp.float32)
+    norm.scale[...] = jnp.array([1.0, 10.0, 1.0, 2.0])
+    # Root mean square of (1, 7, 1, 7) is 5.
+    x = jnp.array([[[1.0, 7.0], [1.0, 7.0]]])
+    np.testing.assert_allclose(norm(x), [[[0.2, 14.0], [0.2, 2.8]]], rtol=1e-6)
+    assert norm.weight_rules("q_norm")["scale"].axes == ("heads",)

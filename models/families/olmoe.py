@@ -1,0 +1,103 @@
+"""OLMoE: attention that norms all heads together, and a mixture of experts in every layer."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from models.attention_config import AttentionConfig
+from models.config_fields import read_flag, refuse_other_values
+from models.decoder import Decoder
+from models.dense_config import read_dense_fields, read_head_fields
+from models.layers.attention import Attention
+from models.layers.decoder_layers import PreNormLayer
+from models.layers.experts import Experts
+from models.layers.rms_norm import JoinedHeadsRMSNorm, RMSNorm
+from models.layers.routing import Router, SoftmaxTopK
+from models.layers.sparse_mlp import SparseMLP
+from models.moe_config import MoEConfig, read_expert_fields
+from models.rope_config import parse_rope_config
+
+# Of fields that a config.json leaves out; a null stays none.
+_DEFAULTS = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
+# Bounds of queries, keys and values, and a window that only some of transformers' kernels apply.
+_SUPPORTED = {"clip_qkv": None, "sliding_window": None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OlmoeConfig(MoEConfig):
+    """Says whether the weights of the chosen experts are scaled to a sum of 1."""
+
+    normalizes_weights: bool
+
+
+class OlmoeForCausalLM(Decoder):
+    """Llama's layers with normed queries and keys, and experts in place of the MLP.
+
+    Source: arXiv:2409.02060.
+    """
+
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, object]) -> OlmoeConfig:
+        hf_config = {**_DEFAULTS, **hf_config}
+        fields = read_dense_fields(hf_config)
+        refuse_other_values(hf_config, _SUPPORTED)
+        has_bias = read_flag(hf_config, "attention_bias")
+        attention = AttentionConfig(
+            **read_head_fields(hf_config),
+            rope=parse_rope_config(hf_config, fields["max_position_embeddings"]),
+            qkv_bias=has_bias,
+            out_bias=has_bias,
+        )
+        experts = read_expert_fields(
+            hf_config,
+            default_num_experts=64,
+            default_top_k=8,
+            size_field="intermediate_size",
+        )
+        return OlmoeConfig(
+            **fields,
+            **experts,
+            attention=(attention,) * fields["num_layers"],
+            has_experts=(True,) * fields["num_layers"],
+            normalizes_weights=read_flag(hf_config, "norm_topk_prob"),
+        )
+
+    def __init__(self, config: OlmoeConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
+        norm = functools.partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        layers = [
+            PreNormLayer(
+                attention=_make_attention(attention, config, dtype),
+                mlp=_make_experts(config, dtype),
+                norm=norm,
+            )
+            for attention in config.attention
+        ]
+        super().__init__(
+            config, layers=layers, norm=norm(), has_head_kernel=has_head_kernel, dtype=dtype
+        )
+
+
+def _make_attention(attention: AttentionConfig, config: OlmoeConfig, dtype: jnp.dtype) -> Attention:
+    norm = functools.partial(JoinedHeadsRMSNorm, eps=config.rms_norm_eps, dtype=dtype)
+    return Attention(
+        attention,
+        q_norm=norm(attention.num_q_heads * attention.head_dim),
+        k_norm=norm(attention.num_kv_heads * attention.head_dim),
+        dtype=dtype,
+    )
+
+
+def _make_experts(config: OlmoeConfig, dtype: jnp.dtype) -> SparseMLP:
+    return SparseMLP(
+        gate=Router(config.hidden_size, config.num_experts, dtype=dtype),
+        choose=SoftmaxTopK(top_k=config.num_experts_per_tok, normalizes=config.normalizes_weights),
+        experts=Experts(
+            config.num_experts,
+            config.hidden_size,
+            config.moe_intermediate_size,
+            activation=config.hidden_act,
+            dtype=dtype,
+        ),
+    )
