@@ -19,6 +19,7 @@ FAMILIES: dict[str, str] = {
     "MistralForCausalLM": "models.families.mistral:MistralForCausalLM",
     "MixtralForCausalLM": "models.families.mixtral:MixtralForCausalLM",
     "Qwen2ForCausalLM": "models.families.qwen2:Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM": "models.families.qwen2_moe:Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM": "models.families.qwen3:Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "models.families.qwen3_moe:Qwen3MoeForCausalLM",
     "OlmoeForCausalLM": "models.families.olmoe:OlmoeForCausalLM",

@@ -8,6 +8,8 @@ from flax import nnx
 
 from models.layer_context import LayerContext
 from models.layers.experts import Experts
+from models.layers.linear import Linear
+from models.layers.mlp import GatedMLP
 from models.layers.routing import Router, Routing
 from models.weight_rule import WeightRule, with_renamed_sources
 
@@ -40,6 +42,40 @@ class SparseMLP(nnx.Module):
         context: LayerContext,
     ) -> jax.Array:  # f[num_rows, hidden]
         return self.experts(x, self.choose(self.gate.scores(x)), context)
+
+
+class GatedSharedExpertMLP(SparseMLP):
+    """Each row goes through one further expert, `sigmoid(shared_expert_gate(x))` times.
+
+    Source: Qwen2-MoE.
+    """
+
+    def __init__(
+        self,
+        *,
+        gate: Router,
+        choose: Callable[[jax.Array], Routing],
+        experts: Experts,
+        shared_expert: GatedMLP,
+        shared_expert_gate: Linear,
+    ) -> None:
+        """Makes the block.
+
+        Args:
+            choose: As of `SparseMLP`.
+            shared_expert_gate: From the hidden size to one number.
+        """
+        super().__init__(gate=gate, choose=choose, experts=experts)
+        self.shared_expert = shared_expert
+        self.shared_expert_gate = shared_expert_gate
+
+    def __call__(
+        self,
+        x: jax.Array,  # f[num_rows, hidden], of the tokens of `context.of_rows`
+        context: LayerContext,
+    ) -> jax.Array:  # f[num_rows, hidden]
+        share = jax.nn.sigmoid(self.shared_expert_gate(x, context))
+        return super().__call__(x, context) + share * self.shared_expert(x, context)
 
 
 def block_sparse_moe_rules(rules: Mapping[str, WeightRule]) -> dict[str, WeightRule]:

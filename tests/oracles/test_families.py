@@ -26,6 +26,7 @@ LOADED = [
     "gemma4-dense",
     "gemma4-ple",
     "llama3-rope",
+    "qwen2-moe",
     "olmoe",
     "stablelm",
     "stablelm-2",

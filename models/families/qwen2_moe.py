@@ -1,0 +1,125 @@
+"""Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2's attention, and experts beside one that all rows share."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from models.attention_config import AttentionConfig
+from models.config_fields import read_count, read_flag
+from models.decoder import Decoder
+from models.dense_config import read_dense_fields, read_head_fields
+from models.layer_types import read_layer_types, read_sliding_window, with_window
+from models.layers.attention import Attention
+from models.layers.decoder_layers import PreNormLayer
+from models.layers.experts import Experts
+from models.layers.linear import Linear
+from models.layers.mlp import GatedMLP
+from models.layers.rms_norm import RMSNorm
+from models.layers.routing import Router, SoftmaxTopK
+from models.layers.sparse_mlp import GatedSharedExpertMLP
+from models.moe_config import MoEConfig, read_expert_fields, read_sparse_steps
+from models.rope_config import parse_rope_config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen2MoeConfig(MoEConfig):
+    """Says how large the shared expert is.
+
+    Args:
+        normalizes_weights: Whether the weights of the chosen experts are scaled to a sum of 1.
+    """
+
+    shared_expert_intermediate_size: int
+    normalizes_weights: bool
+
+
+class Qwen2MoeForCausalLM(Decoder):
+    """Llama's layers, with experts where the config wants them.
+
+    Source: arXiv:2407.10671.
+    """
+
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, object]) -> Qwen2MoeConfig:
+        fields = read_dense_fields(hf_config)
+        attention = AttentionConfig(
+            **read_head_fields(hf_config, default_num_kv_heads=16),
+            rope=parse_rope_config(hf_config, fields["max_position_embeddings"]),
+            qkv_bias=read_flag(hf_config, "qkv_bias", True),
+        )
+        experts = read_expert_fields(
+            hf_config, default_num_experts=60, default_top_k=4, default_size=1408
+        )
+        return Qwen2MoeConfig(
+            **fields,
+            **experts,
+            attention=_windowed_layers(hf_config, attention, fields),
+            has_experts=read_sparse_steps(hf_config, fields["num_layers"]),
+            shared_expert_intermediate_size=read_count(
+                hf_config, "shared_expert_intermediate_size", 5632
+            ),
+            normalizes_weights=read_flag(hf_config, "norm_topk_prob"),
+        )
+
+    def __init__(self, config: Qwen2MoeConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
+        norm = functools.partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        layers = [
+            PreNormLayer(
+                attention=Attention(attention, dtype=dtype),
+                mlp=(
+                    _make_experts(config, dtype)
+                    if has_experts
+                    else _make_mlp(config, config.intermediate_size, dtype)
+                ),
+                norm=norm,
+            )
+            for attention, has_experts in zip(config.attention, config.has_experts, strict=True)
+        ]
+        super().__init__(
+            config, layers=layers, norm=norm(), has_head_kernel=has_head_kernel, dtype=dtype
+        )
+
+
+def _windowed_layers(
+    hf_config: Mapping[str, object], attention: AttentionConfig, fields: Mapping[str, object]
+) -> tuple[AttentionConfig, ...]:
+    """The attention of each layer: every second of the first `max_window_layers` has the window."""
+    num_layers = fields["num_layers"]
+    window, num_windowed = None, 0
+    if read_flag(hf_config, "use_sliding_window"):
+        window = read_sliding_window(hf_config, default=4096)
+        num_windowed = read_count(hf_config, "max_window_layers", 28, minimum=0)
+    is_sliding = [
+        window is not None and layer_idx % 2 == 0 and layer_idx < num_windowed
+        for layer_idx in range(num_layers)
+    ]
+    layer_types = read_layer_types(hf_config, is_sliding, sliding_window=window)
+    by_type = {
+        "full_attention": attention,
+        "sliding_attention": with_window(attention, window, fields["max_position_embeddings"]),
+    }
+    return tuple(by_type[layer_type] for layer_type in layer_types)
+
+
+def _make_mlp(config: Qwen2MoeConfig, intermediate_size: int, dtype: jnp.dtype) -> GatedMLP:
+    return GatedMLP(
+        config.hidden_size, intermediate_size, activation=config.hidden_act, dtype=dtype
+    )
+
+
+def _make_experts(config: Qwen2MoeConfig, dtype: jnp.dtype) -> GatedSharedExpertMLP:
+    return GatedSharedExpertMLP(
+        gate=Router(config.hidden_size, config.num_experts, dtype=dtype),
+        choose=SoftmaxTopK(top_k=config.num_experts_per_tok, normalizes=config.normalizes_weights),
+        experts=Experts(
+            config.num_experts,
+            config.hidden_size,
+            config.moe_intermediate_size,
+            activation=config.hidden_act,
+            dtype=dtype,
+        ),
+        shared_expert=_make_mlp(config, config.shared_expert_intermediate_size, dtype),
+        shared_expert_gate=Linear(config.hidden_size, 1, dtype=dtype),
+    )
