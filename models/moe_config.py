@@ -65,3 +65,41 @@ def read_sparse_steps(hf_config: Mapping[str, object], num_layers: int) -> tuple
     return tuple(
         layer_idx not in dense and (layer_idx + 1) % step == 0 for layer_idx in range(num_layers)
     )
+
+
+def read_leading_dense(
+    hf_config: Mapping[str, object], num_layers: int, *, default: int
+) -> tuple[bool, ...]:
+    """Which layers have experts: all after the first `first_k_dense_replace`."""
+    num_dense = read_count(hf_config, "first_k_dense_replace", default, minimum=0)
+    return tuple(layer_idx >= num_dense for layer_idx in range(num_layers))
+
+
+def read_group_fields(
+    hf_config: Mapping[str, object],
+    *,
+    num_experts: int,
+    top_k: int,
+    default_num_groups: int,
+    default_num_kept: int,
+) -> dict[str, int]:
+    """The groups of `SigmoidTopK`: `n_group` of them, of which `topk_group` are kept.
+
+    Raises:
+        ModelConfigError: Groups are not of equal size, of one expert, or keep too few experts.
+    """
+    num_groups = read_count(hf_config, "n_group", default_num_groups)
+    num_kept = read_count(hf_config, "topk_group", default_num_kept)
+    group_size = num_experts // num_groups
+    if (
+        num_experts % num_groups
+        or num_kept > num_groups
+        or num_kept * group_size < top_k
+        or group_size < 2
+    ):
+        raise ModelConfigError(
+            f"config.json: n_group={num_groups} and topk_group={num_kept} do not fit {num_experts} "
+            f"experts, of which {top_k} are chosen; wanted groups of equal size, with two experts "
+            "or more, and no fewer experts in the kept groups than are chosen."
+        )
+    return {"num_groups": num_groups, "num_kept_groups": num_kept}

@@ -3,9 +3,29 @@
 from collections.abc import Mapping
 
 from models.config_fields import read_number
+from models.errors import UnsupportedModelError
+from models.rope_config import RopeConfig, parse_rope_config
 
 _FACTOR = "partial_rotary_factor"
 _HOLDERS = ("rope_scaling", "rope_parameters")
+
+
+def parse_partial_rope(
+    hf_config: Mapping[str, object], max_position_embeddings: int, *, default_factor: float
+) -> tuple[RopeConfig, float]:
+    """Reads one embedding for all layers, and which share of each head it turns.
+
+    Raises: As `parse_rope_config`, and `UnsupportedModelError` for the kind "proportional", which
+        has another meaning of the share.
+    """
+    rope = parse_rope_config(without_rotary_factor(hf_config), max_position_embeddings)
+    if rope.kind == "proportional":
+        raise UnsupportedModelError(
+            "config.json: rope type 'proportional' is not supported for "
+            f"{hf_config['architectures'][0]}, which rotates the leading dimensions of each head; "
+            "use another rope type."
+        )
+    return rope, read_rotary_factor(hf_config, default_factor)
 
 
 def read_rotary_factor(hf_config: Mapping[str, object], default: float) -> float:

@@ -23,6 +23,7 @@ FAMILIES: dict[str, str] = {
     "Qwen3ForCausalLM": "models.families.qwen3:Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "models.families.qwen3_moe:Qwen3MoeForCausalLM",
     "OlmoeForCausalLM": "models.families.olmoe:OlmoeForCausalLM",
+    "Glm4MoeForCausalLM": "models.families.glm4_moe:Glm4MoeForCausalLM",
     "Gemma2ForCausalLM": "models.families.gemma2:Gemma2ForCausalLM",
     "Gemma3ForCausalLM": "models.families.gemma3:Gemma3ForCausalLM",
     "Gemma4ForCausalLM": "models.families.gemma4:Gemma4ForCausalLM",

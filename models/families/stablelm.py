@@ -12,13 +12,12 @@ from models.config import ModelConfig, read_model_fields
 from models.config_fields import read_count, read_flag, read_number
 from models.decoder import Decoder
 from models.dense_config import Activation, read_activation, read_head_fields
-from models.errors import ModelConfigError, UnsupportedModelError
+from models.errors import ModelConfigError
 from models.layers.attention import Attention
 from models.layers.decoder_layers import ParallelLayer, PreNormLayer
 from models.layers.layer_norm import HeadLayerNorm, LayerNorm
 from models.layers.mlp import GatedMLP
-from models.partial_rotary import read_rotary_factor, without_rotary_factor
-from models.rope_config import parse_rope_config
+from models.partial_rotary import parse_partial_rope
 from models.weight_rule import WeightRule, with_renamed_sources
 
 
@@ -85,16 +84,11 @@ def _read_attention(hf_config: Mapping[str, object], max_positions: int) -> Atte
             f"config.json: num_attention_heads={num_heads} heads of {head_dim} dimensions do not "
             f"fill hidden_size={head_fields['hidden_size']}; wanted heads that divide it evenly."
         )
-    rope = parse_rope_config(without_rotary_factor(hf_config), max_positions)
-    if rope.kind == "proportional":
-        raise UnsupportedModelError(
-            "config.json: rope type 'proportional' is not supported for StableLmForCausalLM, which "
-            "rotates the leading dimensions of each head; use another rope type."
-        )
+    rope, factor = parse_partial_rope(hf_config, max_positions, default_factor=0.25)
     return AttentionConfig(
         **head_fields,
         rope=rope,
-        rotary_dim=int(head_dim * read_rotary_factor(hf_config, default=0.25)),
+        rotary_dim=int(head_dim * factor),
         qkv_bias=read_flag(hf_config, "use_qkv_bias"),
     )
 

@@ -1,13 +1,16 @@
 """Which experts a token goes to, and how much each counts: the ways in which families choose."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 
 from models.layers.linear import Linear
+from models.weight_rule import Source, WeightRule
 
 
 class Routing(NamedTuple):
@@ -26,6 +29,41 @@ class Router(Linear):
     ) -> jax.Array:  # f32[num_rows, num_experts]
         y = self.product(x)
         return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
+
+    def route(
+        self,
+        x: jax.Array,  # f[num_rows, hidden]
+        choose: Callable[..., Routing],
+    ) -> Routing:
+        """What `choose` makes of the scores."""
+        return choose(self.scores(x))
+
+
+class CorrectedRouter(Router):
+    """A router with a term for each expert, which changes the choice and not the weights.
+
+    Source: DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
+    """
+
+    def __init__(self, hidden_size: int, num_experts: int, *, dtype: jnp.dtype) -> None:
+        super().__init__(hidden_size, num_experts, dtype=dtype)
+        # Training changes it in steps of 0.001: in bfloat16 most of them would be lost.
+        self.correction_bias = nnx.Param(jnp.zeros((num_experts,), jnp.float32))
+
+    def weight_rules(self, name: str) -> dict[str, WeightRule]:
+        """See `HasWeights.weight_rules`."""
+        shape = self.correction_bias.get_value().shape
+        source = Source(name=f"{name}.e_score_correction_bias", shape=shape)
+        rule = WeightRule(sources=(source,), layout="vector", axes=(None,))
+        return super().weight_rules(name) | {"correction_bias": rule}
+
+    def route(
+        self,
+        x: jax.Array,  # f[num_rows, hidden]
+        choose: Callable[..., Routing],
+    ) -> Routing:
+        """What `choose` makes of the scores and the correction, such as `SigmoidTopK`."""
+        return choose(self.scores(x), self.correction_bias[...])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,13 +24,14 @@ class SparseMLP(nnx.Module):
         self,
         *,
         gate: Router,
-        choose: Callable[[jax.Array], Routing],
+        choose: Callable[..., Routing],
         experts: Experts,
     ) -> None:
         """Makes the block.
 
         Args:
-            choose: Frozen and hashable, so that layers that choose alike are of one kind.
+            choose: As of `gate.route`. Frozen and hashable, so that layers that choose alike are
+                of one kind.
         """
         self.gate = gate
         self.choose = choose
@@ -41,7 +42,33 @@ class SparseMLP(nnx.Module):
         x: jax.Array,  # f[num_rows, hidden], of the tokens of `context.of_rows`
         context: LayerContext,
     ) -> jax.Array:  # f[num_rows, hidden]
-        return self.experts(x, self.choose(self.gate.scores(x)), context)
+        return self.experts(x, self.gate.route(x, self.choose), context)
+
+
+class SharedExpertsMLP(SparseMLP):
+    """Each row goes through further experts, which are one MLP together.
+
+    Source: DeepSeekMoE, arXiv:2401.06066.
+    """
+
+    def __init__(
+        self,
+        *,
+        gate: Router,
+        choose: Callable[..., Routing],
+        experts: Experts,
+        shared_experts: GatedMLP,
+    ) -> None:
+        """Makes the block; all but `shared_experts` is as of `SparseMLP`."""
+        super().__init__(gate=gate, choose=choose, experts=experts)
+        self.shared_experts = shared_experts
+
+    def __call__(
+        self,
+        x: jax.Array,  # f[num_rows, hidden], of the tokens of `context.of_rows`
+        context: LayerContext,
+    ) -> jax.Array:  # f[num_rows, hidden]
+        return super().__call__(x, context) + self.shared_experts(x, context)
 
 
 class GatedSharedExpertMLP(SparseMLP):
@@ -54,7 +81,7 @@ class GatedSharedExpertMLP(SparseMLP):
         self,
         *,
         gate: Router,
-        choose: Callable[[jax.Array], Routing],
+        choose: Callable[..., Routing],
         experts: Experts,
         shared_expert: GatedMLP,
         shared_expert_gate: Linear,

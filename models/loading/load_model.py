@@ -224,7 +224,7 @@ def _random_params(structure: _Structure, seed: int) -> list[jax.Array]:
         match name.rpartition(".")[2]:
             case "scale":
                 param = jnp.ones(wanted.shape, wanted.dtype)
-            case "bias" | "offset":
+            case "bias" | "correction_bias" | "offset":
                 param = jnp.zeros(wanted.shape, wanted.dtype)
             case _:
                 std = structure.config.initializer_range

@@ -3,7 +3,12 @@
 import pytest
 
 from models.errors import ModelConfigError
-from models.moe_config import read_expert_fields, read_sparse_steps
+from models.moe_config import (
+    read_expert_fields,
+    read_group_fields,
+    read_leading_dense,
+    read_sparse_steps,
+)
 
 
 def read(hf_config: dict[str, object], **more: object) -> dict[str, int]:
@@ -67,3 +72,33 @@ def test_layers_with_experts(hf_config, wanted):
 def test_dense_layers_are_numbers():
     with pytest.raises(ModelConfigError, match="mlp_only_layers is"):
         read_sparse_steps({"mlp_only_layers": ["0"]}, 4)
+
+
+@pytest.mark.parametrize(
+    ("num_dense", "wanted"), [(None, [False, True, True]), (0, [True] * 3), (5, [False] * 3)]
+)
+def test_first_layers_are_dense(num_dense, wanted):
+    hf_config = {"first_k_dense_replace": num_dense}
+    assert read_leading_dense(hf_config, 3, default=1) == tuple(wanted)
+
+
+def read_groups(num_experts: int, top_k: int, **hf_config: int) -> dict[str, int]:
+    return read_group_fields(
+        hf_config, num_experts=num_experts, top_k=top_k, default_num_groups=1, default_num_kept=1
+    )
+
+
+def test_groups_of_experts():
+    assert read_groups(8, 2) == {"num_groups": 1, "num_kept_groups": 1}
+    # As many experts in the kept groups as are chosen, and two in each group.
+    assert read_groups(8, 4, n_group=4, topk_group=2) == {"num_groups": 4, "num_kept_groups": 2}
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "num_groups", "num_kept"),
+    [(8, 1, 3, 1), (8, 1, 2, 3), (8, 5, 4, 2), (8, 1, 8, 1)],
+)
+def test_groups_that_do_not_fit_are_named(num_experts, top_k, num_groups, num_kept):
+    message = f"n_group={num_groups} and topk_group={num_kept} do not fit {num_experts} experts"
+    with pytest.raises(ModelConfigError, match=message):
+        read_groups(num_experts, top_k, n_group=num_groups, topk_group=num_kept)

@@ -27,6 +27,7 @@ LOADED = [
     "gemma4-ple",
     "llama3-rope",
     "qwen2-moe",
+    "glm4-moe",
     "olmoe",
     "stablelm",
     "stablelm-2",

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.layers.routing import Router, SigmoidTopK, SoftmaxTopK
+from models.layers.routing import CorrectedRouter, Router, SigmoidTopK, SoftmaxTopK
 
 
 def random_scores(num_rows: int, num_experts: int) -> np.ndarray:
@@ -86,3 +86,11 @@ def test_scores_of_a_router_are_not_rounded():
     scores = router.scores(jnp.ones((1, 2), jnp.bfloat16))
     assert scores.dtype == jnp.float32
     assert scores.tolist() == [[1 + 1 / 512, 1.0]]
+
+
+def test_the_correction_of_a_router_keeps_float32_in_a_bfloat16_model():
+    router = CorrectedRouter(2, 2, dtype=jnp.bfloat16)
+    # In bfloat16 both would be 8, and the first expert would be chosen.
+    router.correction_bias[...] = jnp.array([8.0, 8.001])
+    choose = SigmoidTopK(top_k=1, normalizes=False, factor=2.0)
+    check(router.route(jnp.ones((1, 2), jnp.bfloat16), choose), [[1]], [[1.0]])
