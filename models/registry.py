@@ -24,6 +24,7 @@ FAMILIES: dict[str, str] = {
     "Qwen3MoeForCausalLM": "models.families.qwen3_moe:Qwen3MoeForCausalLM",
     "OlmoeForCausalLM": "models.families.olmoe:OlmoeForCausalLM",
     "Glm4MoeForCausalLM": "models.families.glm4_moe:Glm4MoeForCausalLM",
+    "MiniMaxM2ForCausalLM": "models.families.minimax_m2:MiniMaxM2ForCausalLM",
     "Gemma2ForCausalLM": "models.families.gemma2:Gemma2ForCausalLM",
     "Gemma3ForCausalLM": "models.families.gemma3:Gemma3ForCausalLM",
     "Gemma4ForCausalLM": "models.families.gemma4:Gemma4ForCausalLM",

@@ -28,6 +28,7 @@ LOADED = [
     "llama3-rope",
     "qwen2-moe",
     "glm4-moe",
+    "minimax-m2",
     "olmoe",
     "stablelm",
     "stablelm-2",

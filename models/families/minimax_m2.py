@@ -1,0 +1,118 @@
+"""MiniMax-M2: norms of all heads together, heads turned in part, and experts in every layer."""
+
+import functools
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+
+from models.attention_config import AttentionConfig
+from models.config_fields import read_count, refuse_other_values
+from models.decoder import Decoder
+from models.dense_config import read_dense_fields, read_head_fields
+from models.layers.attention import Attention
+from models.layers.decoder_layers import PreNormLayer
+from models.layers.experts import Experts
+from models.layers.rms_norm import JoinedHeadsRMSNorm, RMSNorm
+from models.layers.routing import CorrectedRouter, SigmoidTopK
+from models.layers.sparse_mlp import SparseMLP, block_sparse_moe_rules
+from models.moe_config import MoEConfig, read_expert_fields
+from models.partial_rotary import parse_partial_rope
+from models.weight_rule import WeightRule, with_renamed_sources
+
+# Of fields that a config.json leaves out; a null stays none.
+_DEFAULTS = {"rope_theta": 5e6, "bos_token_id": 200034, "eos_token_id": 200020}
+# Fields that only the hub writes. transformers computes the same whatever they say.
+_SUPPORTED = {
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+    "shared_intermediate_size": 0,
+    "layernorm_full_attention_beta": 1.0,
+    "layernorm_mlp_beta": 1.0,
+    "sliding_window": None,
+}
+
+
+class MiniMaxM2ForCausalLM(Decoder):
+    """Llama's layers with normed queries and keys, and experts in place of the MLP.
+
+    Source: huggingface.co/MiniMaxAI/MiniMax-M2.
+    """
+
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, object]) -> MoEConfig:
+        hf_config = {**_DEFAULTS, **hf_config}
+        fields = read_dense_fields(hf_config)
+        # 1 is full attention; 0 would be the linear attention of MiniMax-Text-01.
+        attention_types = {"attn_type_list": [1] * fields["num_layers"]}
+        refuse_other_values(hf_config, _SUPPORTED | attention_types)
+        experts = read_expert_fields(
+            hf_config,
+            default_num_experts=256,
+            default_top_k=8,
+            size_field="intermediate_size",
+        )
+        attention = _read_attention(hf_config, fields["max_position_embeddings"])
+        return MoEConfig(
+            **fields,
+            **experts,
+            attention=(attention,) * fields["num_layers"],
+            has_experts=(True,) * fields["num_layers"],
+        )
+
+    def __init__(self, config: MoEConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
+        norm = functools.partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        layers = [
+            PreNormLayer(
+                attention=_make_attention(attention, config, dtype),
+                mlp=_make_experts(config, dtype),
+                norm=norm,
+            )
+            for attention in config.attention
+        ]
+        super().__init__(
+            config, layers=layers, norm=norm(), has_head_kernel=has_head_kernel, dtype=dtype
+        )
+
+    def weight_rules(self) -> dict[str, WeightRule]:
+        """Checkpoints have Mixtral's names, and the correction beside the router."""
+
+        def rename(name: str) -> str:
+            return name.replace(".gate.e_score_correction_bias", ".e_score_correction_bias")
+
+        return with_renamed_sources(block_sparse_moe_rules(super().weight_rules()), rename)
+
+
+def _read_attention(hf_config: Mapping[str, object], max_positions: int) -> AttentionConfig:
+    head_fields = read_head_fields(hf_config, default_num_kv_heads=8, default_head_dim=128)
+    head_dim = head_fields["head_dim"]
+    # The hub has the number of turned dimensions, transformers 5 their share.
+    share = read_count(hf_config, "rotary_dim", head_dim) / head_dim
+    rope, factor = parse_partial_rope(hf_config, max_positions, default_factor=share)
+    return AttentionConfig(**head_fields, rope=rope, rotary_dim=int(head_dim * factor))
+
+
+def _make_attention(attention: AttentionConfig, config: MoEConfig, dtype: jnp.dtype) -> Attention:
+    norm = functools.partial(JoinedHeadsRMSNorm, eps=config.rms_norm_eps, dtype=dtype)
+    return Attention(
+        attention,
+        q_norm=norm(attention.num_q_heads * attention.head_dim),
+        k_norm=norm(attention.num_kv_heads * attention.head_dim),
+        dtype=dtype,
+    )
+
+
+def _make_experts(config: MoEConfig, dtype: jnp.dtype) -> SparseMLP:
+    return SparseMLP(
+        # In float32 whatever the other weights are: a small error would choose other experts.
+        gate=CorrectedRouter(config.hidden_size, config.num_experts, dtype=jnp.dtype("float32")),
+        choose=SigmoidTopK(top_k=config.num_experts_per_tok),
+        experts=Experts(
+            config.num_experts,
+            config.hidden_size,
+            config.moe_intermediate_size,
+            activation=config.hidden_act,
+            dtype=dtype,
+        ),
+    )
