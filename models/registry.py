@@ -30,6 +30,8 @@ FAMILIES: dict[str, str] = {
     "Gemma4ForCausalLM": "models.families.gemma4:Gemma4ForCausalLM",
     "StableLmForCausalLM": "models.families.stablelm:StableLmForCausalLM",
     "MiMoV2FlashForCausalLM": "models.families.mimo_v2:MiMoV2FlashForCausalLM",
+    "GptOssForCausalLM": "models.families.gpt_oss:GptOssForCausalLM",
+    "Llama4ForCausalLM": "models.families.llama4:Llama4ForCausalLM",
 }
 
 

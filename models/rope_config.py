@@ -158,10 +158,10 @@ def _parse_fields(
 
 def _parse_llama3(fields: Mapping[str, object], theta: float, original_length: int) -> RopeConfig:
     low, high = read_number(fields, "low_freq_factor"), read_number(fields, "high_freq_factor")
-    if low >= high:
+    if low > high:
         raise ModelConfigError(
             f"config.json: llama3 rope got low_freq_factor={low} and high_freq_factor={high}; "
-            "wanted the low one below the high one."
+            "wanted the low one below the high one, or both equal."
         )
     return RopeConfig(
         kind="llama3",

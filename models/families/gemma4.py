@@ -1,4 +1,4 @@
-"""Gemma 4 (text, dense): two head sizes, shared keys and values, and embeddings per layer."""
+"""Gemma 4 (text): two head sizes, shared keys and values, embeddings per layer, and experts."""
 
 import dataclasses
 import functools
@@ -29,9 +29,11 @@ from models.layers.attention import (
     SharedKVAttention,
 )
 from models.layers.decoder_layers import SandwichNormLayer
+from models.layers.experts import Experts, packed_gate_up_rules
 from models.layers.linear import Embedding, Linear
 from models.layers.mlp import GatedMLP, activate
 from models.layers.rms_norm import RoundedLastRMSNorm, UnscaledRMSNorm
+from models.layers.routing import Router, Routing, SoftmaxTopK
 from models.layers.soft_cap import soft_cap_logits
 from models.rope_config import parse_ropes_by_layer_type
 from models.weight_rule import Source, WeightRule
@@ -61,12 +63,22 @@ class Gemma4AttentionConfig(AttentionConfig):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma4ExpertsConfig:
+    """The experts of one layer."""
+
+    num_experts: int
+    top_k: int  # experts of each token
+    intermediate_size: int  # inside one expert
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma4Config(GemmaConfig):
-    """A layer may have an embedding of each token of its own."""
+    """A layer may have an embedding of each token of its own, or experts beside the MLP."""
 
     per_layer_size: int  # width of these embeddings; 0: there are none
     per_layer_vocab_size: int
     has_double_wide_mlp: bool  # where keys and values are another layer's
+    experts: Gemma4ExpertsConfig | None  # of every layer
 
 
 class Gemma4ForCausalLM(Decoder):
@@ -74,7 +86,6 @@ class Gemma4ForCausalLM(Decoder):
 
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> Gemma4Config:
-        _refuse_experts(hf_config)
         hf_config = _without_vision_masks(hf_config)
         fields = read_gemma_fields(hf_config)
         per_layer_size = read_count(hf_config, "hidden_size_per_layer_input", 256, minimum=0)
@@ -85,6 +96,7 @@ class Gemma4ForCausalLM(Decoder):
             per_layer_size=per_layer_size,
             per_layer_vocab_size=_read_per_layer_vocab(hf_config, fields) if per_layer_size else 0,
             has_double_wide_mlp=read_flag(hf_config, "use_double_wide_mlp"),
+            experts=_read_experts(hf_config, per_layer_size),
         )
 
     def __init__(self, config: Gemma4Config, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
@@ -95,6 +107,8 @@ class Gemma4ForCausalLM(Decoder):
             make_layer = functools.partial(
                 PerLayerInputLayer, hidden_size=config.hidden_size, per_layer_size=per_layer_size
             )
+        elif config.experts is not None:
+            make_layer = functools.partial(Gemma4ExpertsLayer, config=config)
         layers = []
         for attention in config.attention:
             is_wide = config.has_double_wide_mlp and attention.kv_layer_idx is not None
@@ -122,6 +136,10 @@ class Gemma4ForCausalLM(Decoder):
         )
         self.per_layer_model_projection = Linear(config.hidden_size, width, dtype=dtype)
         self.per_layer_projection_norm = RoundedLastRMSNorm(per_layer_size, eps=eps, dtype=dtype)
+
+    def weight_rules(self) -> dict[str, WeightRule]:
+        """The experts of a layer are packed in two tensors."""
+        return packed_gate_up_rules(super().weight_rules())
 
     def ignores_weight(self, name: str) -> bool:
         return any(
@@ -158,21 +176,21 @@ class Gemma4ForCausalLM(Decoder):
         return soft_cap_logits(super().compute_logits(hidden), self.config.logits_soft_cap)
 
 
-class LayerScalar(nnx.Module):
-    """A factor of a layer's hidden states, which the checkpoint has."""
+class Factors(nnx.Module):
+    """Factors of features, which the checkpoint has."""
 
-    def __init__(self, *, dtype: jnp.dtype) -> None:
-        self.scale = nnx.Param(jnp.ones((1,), dtype))
+    def __init__(self, num_features: int, *, dtype: jnp.dtype) -> None:
+        self.scale = nnx.Param(jnp.ones((num_features,), dtype))
 
     def weight_rules(self, name: str) -> dict[str, WeightRule]:
         """See `HasWeights.weight_rules`."""
-        source = Source(name=name, shape=(1,))
+        source = Source(name=name, shape=self.scale.get_value().shape)
         return {"scale": WeightRule(sources=(source,), layout="vector", axes=(None,))}
 
     def __call__(
         self,
-        x: jax.Array,  # f[num_tokens, hidden]
-    ) -> jax.Array:  # f[num_tokens, hidden]
+        x: jax.Array,  # f[num_tokens, num_features or any if there is one factor]
+    ) -> jax.Array:  # f[num_tokens, ...]
         return x * self.scale[...]
 
 
@@ -188,12 +206,70 @@ class Gemma4Layer(SandwichNormLayer):
         dtype: jnp.dtype,
     ) -> None:
         super().__init__(attention=attention, mlp=mlp, norm=norm)
-        self.layer_scalar = LayerScalar(dtype=dtype)
+        self.layer_scalar = Factors(1, dtype=dtype)
 
     def _add_parts(
         self, hidden: jax.Array, attended: jax.Array, context: LayerContext
     ) -> jax.Array:
         return self.layer_scalar(super()._add_parts(hidden, attended, context))
+
+
+class Gemma4Router(nnx.Module):
+    """Chooses experts by normed rows whose features and experts have factors."""
+
+    def __init__(self, config: Gemma4Config, *, dtype: jnp.dtype) -> None:
+        self.norm = UnscaledRMSNorm(eps=config.rms_norm_eps)
+        self.scale = Factors(config.hidden_size, dtype=dtype)
+        self.proj = Router(config.hidden_size, config.experts.num_experts, dtype=dtype)
+        self.per_expert_scale = Factors(config.experts.num_experts, dtype=dtype)
+        self.choose = SoftmaxTopK(top_k=config.experts.top_k, normalizes=True)
+
+    def __call__(
+        self,
+        x: jax.Array,  # f[num_rows, hidden]
+    ) -> Routing:
+        x = _scaled(self.scale(self.norm(x)), x.shape[-1] ** -0.5)
+        expert_ids, weights = self.choose(self.proj.scores(x))
+        own_scale = self.per_expert_scale.scale[...].astype(jnp.float32)
+        return Routing(expert_ids, weights * own_scale[expert_ids])
+
+
+class Gemma4ExpertsLayer(Gemma4Layer):
+    """Gemma 2's layer with experts beside the MLP, each with norms of its own, times a factor."""
+
+    def __init__(
+        self,
+        *,
+        attention: AttentionBase,
+        mlp: GatedMLP,
+        norm: Callable[[], nnx.Module],
+        config: Gemma4Config,
+        dtype: jnp.dtype,
+    ) -> None:
+        super().__init__(attention=attention, mlp=mlp, norm=norm, dtype=dtype)
+        self.router = Gemma4Router(config, dtype=dtype)
+        self.experts = Experts(
+            config.experts.num_experts,
+            config.hidden_size,
+            config.experts.intermediate_size,
+            activation=config.hidden_act,
+            dtype=dtype,
+        )
+        # The MLP's output has the first, the experts' input and output the second ones.
+        self.post_feedforward_layernorm_1 = norm()
+        self.pre_feedforward_layernorm_2 = norm()
+        self.post_feedforward_layernorm_2 = norm()
+
+    def _add_parts(
+        self, hidden: jax.Array, attended: jax.Array, context: LayerContext
+    ) -> jax.Array:
+        out = self.self_attn.project_out(attended, context)
+        hidden = hidden + self.post_attention_layernorm(out)
+        dense = self.mlp(self.pre_feedforward_layernorm(hidden), context)
+        routing = self.router(hidden)
+        sparse = self.experts(self.pre_feedforward_layernorm_2(hidden), routing, context)
+        out = self.post_feedforward_layernorm_1(dense) + self.post_feedforward_layernorm_2(sparse)
+        return self.layer_scalar(hidden + self.post_feedforward_layernorm(out))
 
 
 @jax.tree_util.register_dataclass
@@ -221,7 +297,7 @@ class PerLayerInputLayer(SandwichNormLayer):
         self.per_layer_input_gate = Linear(hidden_size, per_layer_size, dtype=dtype)
         self.per_layer_projection = Linear(per_layer_size, hidden_size, dtype=dtype)
         self.post_per_layer_input_norm = norm()
-        self.layer_scalar = LayerScalar(dtype=dtype)
+        self.layer_scalar = Factors(1, dtype=dtype)
 
     def __call__(
         self, carry: PerLayerCarry, pages: Pages, context: LayerContext
@@ -409,12 +485,35 @@ def _read_per_layer_vocab(hf_config: Mapping[str, object], fields: Mapping[str, 
     return num_tokens
 
 
-def _refuse_experts(hf_config: Mapping[str, object]) -> None:
-    if read_flag(hf_config, "enable_moe_block"):
+def _read_experts(
+    hf_config: Mapping[str, object], per_layer_size: int
+) -> Gemma4ExpertsConfig | None:
+    """The experts of each layer; None without `enable_moe_block`.
+
+    Raises:
+        UnsupportedModelError: Layers have embeddings of their own too.
+        ModelConfigError: A field is missing, or a token goes to more experts than exist.
+    """
+    if not read_flag(hf_config, "enable_moe_block"):
+        return None
+    if per_layer_size:
         raise UnsupportedModelError(
-            "config.json: enable_moe_block is set, and Gemma4ForCausalLM is supported without "
-            "experts alone. Use a dense Gemma 4."
+            "config.json: enable_moe_block is set, and hidden_size_per_layer_input is "
+            f"{per_layer_size}; Gemma4ForCausalLM is supported with experts or with embeddings per "
+            "layer, not with both. Wanted 0."
         )
+    num_experts = read_count(hf_config, "num_experts")
+    top_k = read_count(hf_config, "top_k_experts")
+    if top_k > num_experts:
+        raise ModelConfigError(
+            f"config.json: top_k_experts is {top_k}, and num_experts is {num_experts}; wanted no "
+            "more experts for each token than there are."
+        )
+    return Gemma4ExpertsConfig(
+        num_experts=num_experts,
+        top_k=top_k,
+        intermediate_size=read_count(hf_config, "moe_intermediate_size"),
+    )
 
 
 def _without_vision_masks(hf_config: Mapping[str, object]) -> Mapping[str, object]:

@@ -1,7 +1,4 @@
-"""MiMo-V2-Flash: narrow values, and sinks and more KV heads in its sliding layers.
-
-Its expert layers are not built, so a checkpoint loads if all of its MLPs are dense.
-"""
+"""MiMo-V2-Flash: experts, narrow values, and sinks and more KV heads in its sliding layers."""
 
 import dataclasses
 import functools
@@ -11,28 +8,35 @@ import jax
 import jax.numpy as jnp
 
 from models.attention_config import AttentionConfig
-from models.config_fields import read_count, read_flag, read_number
+from models.config_fields import read_count, read_flag, read_number, refuse_other_values
 from models.decoder import Decoder
-from models.dense_config import DenseConfig, read_dense_fields, read_head_fields
+from models.dense_config import read_dense_fields, read_head_fields
 from models.errors import ModelConfigError, UnsupportedModelError
 from models.layer_context import LayerContext
 from models.layer_types import read_layer_types, with_window
 from models.layers.attention import Attention
 from models.layers.decoder_layers import PreNormLayer
+from models.layers.experts import Experts
 from models.layers.mlp import GatedMLP
 from models.layers.rms_norm import RMSNorm
+from models.layers.routing import CorrectedRouter, SigmoidTopK
+from models.layers.sparse_mlp import SparseMLP
+from models.moe_config import MoEConfig, read_expert_fields, read_group_fields
 from models.partial_rotary import read_rotary_factor, without_rotary_factor
 from models.rope_config import parse_ropes_by_layer_type
 from models.weight_rule import WeightRule
 
 _DEFAULT_FACTOR = 0.334
+# Fields that only the hub writes.
+_ROUTING_OF_HUB = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_shared_experts": 0}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MiMoV2Config(DenseConfig):
+class MiMoV2Config(MoEConfig):
     """Values are multiplied by a constant."""
 
     value_scale: float
+    routing: SigmoidTopK
 
 
 class MiMoV2FlashForCausalLM(Decoder):
@@ -40,14 +44,22 @@ class MiMoV2FlashForCausalLM(Decoder):
 
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> MiMoV2Config:
-        # Before the other fields: all releases are quantized, and have experts.
-        _refuse_experts(hf_config, read_count(hf_config, "num_hidden_layers"))
         fields = read_dense_fields({**hf_config, "rms_norm_eps": _read_eps(hf_config)})
+        expert_fields = read_expert_fields(
+            hf_config,
+            num_experts_fields=("n_routed_experts", "num_local_experts"),
+            default_num_experts=256,
+            default_top_k=8,
+            default_size=2048,
+        )
         # Null is no scale; only a field left out is the default.
         value_scale = hf_config.get("attention_value_scale", 0.707)
         return MiMoV2Config(
             **fields,
+            **expert_fields,
             attention=_read_attention(hf_config, fields),
+            has_experts=_read_has_experts(hf_config, fields["num_layers"]),
+            routing=_read_routing(hf_config, expert_fields),
             value_scale=read_number(
                 {"attention_value_scale": value_scale}, "attention_value_scale", 1.0
             ),
@@ -58,15 +70,10 @@ class MiMoV2FlashForCausalLM(Decoder):
         layers = [
             PreNormLayer(
                 attention=MiMoV2Attention(attention, value_scale=config.value_scale, dtype=dtype),
-                mlp=GatedMLP(
-                    config.hidden_size,
-                    config.intermediate_size,
-                    activation=config.hidden_act,
-                    dtype=dtype,
-                ),
+                mlp=_make_experts(config, dtype) if has_experts else _make_mlp(config, dtype),
                 norm=norm,
             )
-            for attention in config.attention
+            for attention, has_experts in zip(config.attention, config.has_experts, strict=True)
         ]
         super().__init__(
             config, layers=layers, norm=norm(), has_head_kernel=has_head_kernel, dtype=dtype
@@ -98,6 +105,27 @@ class MiMoV2Attention(Attention):
     ) -> tuple[jax.Array, jax.Array]:
         k, v = super()._project_keys_and_values(normed, context)
         return k, v * self.value_scale
+
+
+def _make_mlp(config: MiMoV2Config, dtype: jnp.dtype) -> GatedMLP:
+    return GatedMLP(
+        config.hidden_size, config.intermediate_size, activation=config.hidden_act, dtype=dtype
+    )
+
+
+def _make_experts(config: MiMoV2Config, dtype: jnp.dtype) -> SparseMLP:
+    return SparseMLP(
+        # In float32 whatever the other weights are, as in transformers.
+        gate=CorrectedRouter(config.hidden_size, config.num_experts, dtype=jnp.dtype("float32")),
+        choose=config.routing,
+        experts=Experts(
+            config.num_experts,
+            config.hidden_size,
+            config.moe_intermediate_size,
+            activation=config.hidden_act,
+            dtype=dtype,
+        ),
+    )
 
 
 def _read_attention(
@@ -215,24 +243,42 @@ def _check_hub_fields(hf_config: Mapping[str, object], sliding: AttentionConfig)
             )
 
 
-def _refuse_experts(hf_config: Mapping[str, object], num_layers: int) -> None:
-    types, source = hf_config.get("mlp_layer_types"), "mlp_layer_types says that"
+def _read_has_experts(hf_config: Mapping[str, object], num_layers: int) -> tuple[bool, ...]:
+    """Which layers have experts: by default all but the first."""
+    types = hf_config.get("mlp_layer_types")
     if types is None:
         pattern = _read_pattern(hf_config, "moe_layer_freq", num_layers)
-        source = "moe_layer_freq says that"
-        if pattern is None:
-            pattern = [False] + [True] * (num_layers - 1)
-            source = "without mlp_layer_types, all layers but the first have experts:"
-        types = ["sparse" if has_experts else "dense" for has_experts in pattern]
-    if not isinstance(types, list) or len(types) != num_layers:
+        return tuple(
+            [layer_idx > 0 for layer_idx in range(num_layers)] if pattern is None else pattern
+        )
+    if (
+        not isinstance(types, list)
+        or len(types) != num_layers
+        or any(layer_type not in ("dense", "sparse") for layer_type in types)
+    ):
         raise ModelConfigError(
             f"config.json: mlp_layer_types is {types!r}; wanted a list of {num_layers} names, "
-            "one for each layer."
+            "'dense' or 'sparse', one for each layer."
         )
-    num_experts = sum(layer_type != "dense" for layer_type in types)
-    if num_experts:
-        raise UnsupportedModelError(
-            f"config.json: {source} {num_experts} of {num_layers} layers have experts, which are "
-            "not built for MiMoV2FlashForCausalLM yet; wanted 'dense' in mlp_layer_types for every "
-            "layer."
-        )
+    return tuple(layer_type == "sparse" for layer_type in types)
+
+
+def _read_routing(hf_config: Mapping[str, object], expert_fields: Mapping[str, int]) -> SigmoidTopK:
+    """How experts are chosen.
+
+    Raises: As `refuse_other_values` and `read_group_fields`.
+    """
+    refuse_other_values(hf_config, _ROUTING_OF_HUB)
+    top_k = expert_fields["num_experts_per_tok"]
+    return SigmoidTopK(
+        top_k=top_k,
+        normalizes=read_flag(hf_config, "norm_topk_prob", True),
+        factor=read_number(hf_config, "routed_scaling_factor", 1.0),
+        **read_group_fields(
+            hf_config,
+            num_experts=expert_fields["num_experts"],
+            top_k=top_k,
+            default_num_groups=1,
+            default_num_kept=1,
+        ),
+    )

@@ -114,9 +114,9 @@ def _llama3_inv_freq(
     """Slows wavelengths beyond the original length, keeps short ones, and blends those between."""
     turns = rope.original_max_position_embeddings * base_inv_freq / (2 * math.pi)
     # Share of the unscaled frequency: 0 at low_freq_factor turns or fewer, 1 at high_freq_factor
-    # or more.
-    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    keep = np.clip(keep, 0.0, 1.0)
+    # or more. Where both are equal, as in Llama 4 Scout, there is nothing between them to blend.
+    span = max(rope.high_freq_factor - rope.low_freq_factor, 1e-9)
+    keep = np.clip((turns - rope.low_freq_factor) / span, 0.0, 1.0)
     return (1 - keep) * base_inv_freq / rope.factor + keep * base_inv_freq
 
 

@@ -115,7 +115,9 @@ def make_reference(family: str, folder: Path, seed: int, *, is_shallow: bool = F
     model, _ = families.build(family, seed, table)
     families.sharpen(model, seed)
     families.finish(model, folder)
-    reference = Reference(prompts=families.prompts(seed), token_ids=[], logits=[], relative_error=0)
+    lengths = more_families.PROMPT_LENS.get(family)
+    prompts = families.prompts(seed) if lengths is None else families.prompts(seed, lengths=lengths)
+    reference = Reference(prompts=prompts, token_ids=[], logits=[], relative_error=0)
     errors = []
     for prompt in reference.prompts:
         token_ids, _, scores = families.greedy(model, prompt, NUM_NEW_TOKENS)

@@ -1,6 +1,6 @@
 """Chunked attention in some layers answers as transformers does with masks of chunks.
 
-No family that loads has such layers yet: this one is a Llama with other masks.
+This is a Llama with other masks: chunks are all that it has of Llama 4.
 """
 
 import dataclasses

@@ -34,7 +34,9 @@ PARSERS = {
     "chat": chat.make_parser,
 }
 # Programs with flags of their own; benchmarks' are listed by their --help.
-OTHER_PROGRAM = re.compile(r"^(?:python -m (?:benchmarks|models|pytest|tests)|pytest|pip|curl|openssl)\b")
+OTHER_PROGRAM = re.compile(
+    r"^(?:python -m (?:benchmarks|models|pytest|tests)|pytest|pip|curl|openssl)\b"
+)
 COMMAND = re.compile(
     r"\b(?:paxkv |python -m paxkv\.)(serve|compile|replay|generate|run-batch|chat)\b"
 )

@@ -483,20 +483,6 @@ def test_fields_of_the_hub_that_contradict_the_layers_of_mimo_are_refused(name, 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"mlp_layer_types": ["dense"] + ["sparse"] * 6}, "mlp_layer_types says that 6 of 7"),
-        ({"moe_layer_freq": [0] * 5 + [1] * 2}, "moe_layer_freq says that 2 of 7"),
-        ({}, "all layers but the first have experts: 6 of 7"),
-    ],
-)
-def test_experts_of_mimo_are_refused_before_its_quantization(fields, message):
-    quantized = {"quantization_config": {"quant_method": "fp8"}, "mlp_layer_types": None}
-    with pytest.raises(UnsupportedModelError, match=message):
-        read_config(mimo_config(**quantized | fields))
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
         ({"sliding_window": None}, "sliding_window is missing"),
         ({"rms_norm_eps": None}, "rms_norm_eps is missing"),
         ({"num_key_value_heads": 8}, "not a multiple of 16.*num_key_value_heads=8"),
@@ -577,7 +563,7 @@ def test_unknown_architecture_is_refused_and_known_ones_are_named():
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method='awq'"),
         (
             {"architectures": ["Gemma4ForCausalLM"], "enable_moe_block": True},
-            "enable_moe_block is set, and Gemma4ForCausalLM",
+            "enable_moe_block is set, and hidden_size_per_layer_input is 256; Gemma4ForCausalLM",
         ),
     ],
 )

@@ -175,7 +175,7 @@ def test_partial_rotation_is_refused():
     [
         ({"rope_type": "linear"}, "factor is missing"),
         ({"rope_type": "llama3", "factor": 8.0}, "low_freq_factor is missing"),
-        ({"rope_type": "llama3"} | LLAMA3_FIELDS | {"low_freq_factor": 4.0}, "low_freq_factor=4.0"),
+        ({"rope_type": "llama3"} | LLAMA3_FIELDS | {"low_freq_factor": 4.5}, "low_freq_factor=4.5"),
         (
             {"rope_type": "proportional", "partial_rotary_factor": 1.5},
             "partial_rotary_factor=1.5; wanted at most 1",

@@ -29,7 +29,7 @@ MORE = {
             "partial_rotary_factor": 0.5,
         },
     ),
-    # Every MLP dense: its experts are not built yet.
+    # Every MLP dense.
     "mimo-v2-flash-dense": lambda: transformers.MiMoV2FlashConfig(
         vocab_size=families.VOCAB,
         hidden_size=64,
@@ -46,6 +46,9 @@ MORE = {
     ),
 }
 families.EXTRA.update(MORE)
+
+# Lengths of the prompts of families whose layers keep few tokens: shorter ones fill no small pool.
+PROMPT_LENS = {"llama4": (45, 61, 80, 90)}
 
 
 def _with_fields(family: str, **fields: object) -> Callable[[], transformers.PreTrainedConfig]:
@@ -71,6 +74,16 @@ SHALLOW = {
         num_hidden_layers=5,
         num_kv_shared_layers=2,
         layer_types=[_SLIDING, _SLIDING, _FULL, _SLIDING, _FULL],
+    ),
+    "gpt-oss": _with_fields("gpt-oss", num_hidden_layers=2, layer_types=[_SLIDING, _FULL]),
+    # Layers with chunks, with experts, and with experts and no positions.
+    "llama4": _with_fields(
+        "llama4", num_hidden_layers=3, no_rope_layers=[1, 1, 0], moe_layers=[1, 2]
+    ),
+    "gemma4-moe": _with_fields("gemma4-moe", num_hidden_layers=2, layer_types=[_SLIDING, _FULL]),
+    # The first layer has no experts.
+    "mimo-v2-flash": _with_fields(
+        "mimo-v2-flash", num_hidden_layers=3, layer_types=[_FULL, _SLIDING, _FULL]
     ),
     "mimo-v2-flash-dense": _with_fields(
         "mimo-v2-flash-dense",

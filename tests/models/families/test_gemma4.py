@@ -1,4 +1,4 @@
-"""Gemma 4: layers that share keys and values, and embeddings per layer, in a loop and in turn."""
+"""Gemma 4: shared keys and values, and embeddings per layer, in a loop and in turn; experts."""
 
 import dataclasses
 import json
@@ -10,7 +10,12 @@ from flax import nnx
 
 from models import LoadedModel, load_model
 from models.chosen_layer import kind_of
-from models.families.gemma4 import Gemma4ForCausalLM
+from models.errors import ModelConfigError, UnsupportedModelError
+from models.families.gemma4 import (
+    Gemma4ExpertsConfig,
+    Gemma4ForCausalLM,
+    Gemma4Router,
+)
 from tests.models.steppers import IN_TURN, in_loop
 from tests.oracles.paged_stepper import PagedStepper
 
@@ -113,3 +118,77 @@ def test_keys_and_values_of_layers_that_share_may_be_in_a_checkpoint():
     assert model.ignores_weight("model.layers.3.self_attn.k_proj.bias")
     assert not model.ignores_weight("model.layers.2.self_attn.k_proj.weight")
     assert not model.ignores_weight("model.layers.3.self_attn.q_proj.weight")
+
+
+WITH_EXPERTS = {
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 6,
+}
+
+
+def test_experts_are_read_where_they_are_enabled():
+    config = Gemma4ForCausalLM.read_config(HF_CONFIG | WITH_EXPERTS)
+    assert config.experts == Gemma4ExpertsConfig(num_experts=4, top_k=2, intermediate_size=6)
+    disabled = HF_CONFIG | WITH_EXPERTS | {"enable_moe_block": None}
+    assert Gemma4ForCausalLM.read_config(disabled).experts is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"num_experts": None}, ModelConfigError, "num_experts is missing"),
+        ({"top_k_experts": None}, ModelConfigError, "top_k_experts is missing"),
+        ({"moe_intermediate_size": None}, ModelConfigError, "moe_intermediate_size is missing"),
+        ({"top_k_experts": 5}, ModelConfigError, "top_k_experts is 5, and num_experts is 4"),
+        (
+            {"hidden_size_per_layer_input": 4},
+            UnsupportedModelError,
+            "hidden_size_per_layer_input is 4",
+        ),
+    ],
+)
+def test_experts_that_cannot_be_read_are_named(fields, error, message):
+    with pytest.raises(error, match=message):
+        Gemma4ForCausalLM.read_config(HF_CONFIG | WITH_EXPERTS | fields)
+
+
+def test_experts_and_their_router_have_the_names_of_the_checkpoint():
+    model = make_model(**WITH_EXPERTS)
+    rules = model.weight_rules()
+    names = {
+        "router.proj.kernel": ("router.proj.weight", (4, 16)),
+        "router.scale.scale": ("router.scale", (16,)),
+        "router.per_expert_scale.scale": ("router.per_expert_scale", (4,)),
+        "experts.gate_proj.kernel": ("experts.gate_up_proj", (4, 12, 16)),
+        "experts.down_proj.kernel": ("experts.down_proj", (4, 16, 6)),
+        "post_feedforward_layernorm_2.scale": ("post_feedforward_layernorm_2.weight", (16,)),
+    }
+    for name, (of_checkpoint, shape) in names.items():
+        (source,) = rules[f"layers.1.{name}"].sources
+        assert (source.name, source.shape) == (f"model.layers.1.{of_checkpoint}", shape)
+    kinds = [kind_of(layer) for layer in model.layers]
+    assert len(set(kinds)) == 4
+
+
+def test_router_scales_features_before_the_choice_and_experts_after_it():
+    config = Gemma4ForCausalLM.read_config(HF_CONFIG | WITH_EXPERTS)
+    router = Gemma4Router(config, dtype=jnp.dtype("float32"))
+    rng = np.random.default_rng(0)
+    x_np = rng.standard_normal((5, 16))
+    kernel_np = rng.standard_normal((16, 4))
+    feature_scale_np, expert_scale_np = rng.uniform(0.5, 2, 16), rng.uniform(0.5, 2, 4)
+    router.proj.kernel.set_value(jnp.asarray(kernel_np, jnp.float32))
+    router.scale.scale.set_value(jnp.asarray(feature_scale_np, jnp.float32))
+    router.per_expert_scale.scale.set_value(jnp.asarray(expert_scale_np, jnp.float32))
+
+    normed_np = x_np / np.sqrt((x_np**2).mean(axis=1, keepdims=True) + config.rms_norm_eps)
+    scores_np = (normed_np * feature_scale_np / np.sqrt(16)) @ kernel_np
+    expected_ids = np.argsort(-scores_np, axis=1)[:, :2]
+    chosen_np = np.exp(np.take_along_axis(scores_np, expected_ids, axis=1))
+    expected = chosen_np / chosen_np.sum(axis=1, keepdims=True) * expert_scale_np[expected_ids]
+    expert_ids, weights = router(jnp.asarray(x_np, jnp.float32))
+    np.testing.assert_array_equal(expert_ids, expected_ids)
+    np.testing.assert_allclose(weights, expected, rtol=1e-5)

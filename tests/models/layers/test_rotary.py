@@ -63,6 +63,20 @@ def test_attention_factor_scales_cos_and_sin():
     assert sin.tolist() == [[0.0] * (HEAD_DIM // 2)]
 
 
+def test_llama3_with_equal_factors_blends_nothing():
+    rope = RopeConfig(
+        kind="llama3",
+        theta=1e4,
+        factor=16.0,
+        original_max_position_embeddings=8192,
+        low_freq_factor=1.0,
+        high_freq_factor=1.0,
+    )
+    # Only the last pair turns less than once over the original length: 0.41 times.
+    expected = [1, 0.316228, 0.1, 0.0316228, 0.01, 0.00316228, 0.001, 0.000316228 / 16]
+    np.testing.assert_allclose(inverse_frequencies(rope, 16), expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("share", [0.25, 0.3])
 def test_proportional_turns_the_first_pairs_as_if_all_were_turned(share):
     rope = RopeConfig(kind="proportional", theta=1e4, factor=2.0, turned_share=share)
