@@ -1,5 +1,7 @@
 """Writes random Qwen3 checkpoints in Hugging Face layout, from NumPy and a seed alone.
 
+A checkpoint is dense, or has experts.
+
 Weights are normal with a width that keeps the variance of a product equal to that of its input.
 Logits then spread by about 1, the best two differ by about 0.2, and the next token depends on all
 preceding tokens. Engines that agree to float32 rounding therefore choose the same tokens, except in
@@ -27,7 +29,13 @@ NUMPY_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A Qwen3 with a tied vocabulary head."""
+    """A Qwen3 with a tied vocabulary head.
+
+    Args:
+        intermediate_size: Inside an MLP, or inside one expert.
+        num_experts: In every layer; 0 is a dense model.
+        num_experts_per_tok: Experts that a token goes to.
+    """
 
     hidden_size: int
     num_layers: int
@@ -36,6 +44,8 @@ class ModelShape:
     head_dim: int
     intermediate_size: int
     vocab_size: int
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
 
 
 MODEL_SHAPES = {
@@ -56,6 +66,18 @@ MODEL_SHAPES = {
         head_dim=64,
         intermediate_size=1536,
         vocab_size=16_384,
+    ),
+    # As many weights meet a token as in "small".
+    "small-moe": ModelShape(
+        hidden_size=512,
+        num_layers=8,
+        num_q_heads=8,
+        num_kv_heads=4,
+        head_dim=64,
+        intermediate_size=384,
+        vocab_size=16_384,
+        num_experts=16,
+        num_experts_per_tok=4,
     ),
     "mid": ModelShape(
         hidden_size=1024,
@@ -98,6 +120,15 @@ def write_checkpoint(
         "hidden_act": "silu",
         "torch_dtype": dtype,
     }
+    if shape.num_experts:
+        config |= {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": shape.num_experts,
+            "num_experts_per_tok": shape.num_experts_per_tok,
+            "moe_intermediate_size": shape.intermediate_size,
+            "norm_topk_prob": True,
+        }
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     # The numbers of RandomState never change; those of default_rng may change with NumPy.
     rng = np.random.RandomState(seed)
@@ -111,7 +142,7 @@ def write_checkpoint(
 
 def _weight_shapes(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every weight, in a fixed order; matrices are [out, in]."""
-    hidden, inner = shape.hidden_size, shape.intermediate_size
+    hidden = shape.hidden_size
     q_width, kv_width = shape.num_q_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     yield "model.embed_tokens.weight", (shape.vocab_size, hidden)
     for layer_idx in range(shape.num_layers):
@@ -124,12 +155,22 @@ def _weight_shapes(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
             ("self_attn.k_norm", (shape.head_dim,)),
             ("self_attn.o_proj", (hidden, q_width)),
             ("post_attention_layernorm", (hidden,)),
-            ("mlp.gate_proj", (inner, hidden)),
-            ("mlp.up_proj", (inner, hidden)),
-            ("mlp.down_proj", (hidden, inner)),
+            *_mlp_weight_shapes(shape),
         ):
             yield f"model.layers.{layer_idx}.{name}.weight", weight_shape
     yield "model.norm.weight", (hidden,)
+
+
+def _mlp_weight_shapes(shape: ModelShape) -> Iterator[tuple[str, tuple[int, int]]]:
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    owners = ["mlp"]
+    if shape.num_experts:
+        yield "mlp.gate", (shape.num_experts, hidden)
+        owners = [f"mlp.experts.{expert}" for expert in range(shape.num_experts)]
+    for owner in owners:
+        yield f"{owner}.gate_proj", (inner, hidden)
+        yield f"{owner}.up_proj", (inner, hidden)
+        yield f"{owner}.down_proj", (hidden, inner)
 
 
 def _draw(rng: np.random.RandomState, name: str, shape: tuple[int, ...]) -> np.ndarray:
