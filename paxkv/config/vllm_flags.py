@@ -115,7 +115,9 @@ _NO_REMOTE_CODE = "code from a checkpoint is never run"
 _CHECKPOINT = "paxkv follows the checkpoint and has no flag to override it"
 _HUGGING_FACE = "paxkv reads only checkpoints in the format of Hugging Face"
 _NO_MULTIMODAL = "only text models are supported"
-_NO_EXPERTS = "mixture-of-experts models are not supported"
+_NO_EXPERT_PARALLELISM = (
+    "all experts of a model run on the engine's one device; expert parallelism is not supported"
+)
 _NO_MAMBA = "no supported model has Mamba layers"
 _NO_LORA = "LoRA adapters are not supported"
 _NO_QUANTISATION = "quantised weights are not supported"
@@ -182,7 +184,7 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
     *_ignored(_COMPILED, "--jit-monitor-mode"),
     *_ignored_switches(_COMPILED, "--jit-monitor-verbose"),
     *_ignored(_KERNELS, "--attention-config, -ac --kernel-config", {}),
-    *_ignored(_KERNELS, "--attention-backend", "auto"),
+    *_ignored(_KERNELS, "--attention-backend --moe-backend", "auto"),
     *_ignored(_KERNELS, "--linear-backend --gdn-prefill-backend"),
     *_ignored(_KERNELS, "--kda-decode-backend --kda-prefill-backend"),
     *_ignored(_KERNELS, "--sparse-indexer-topk-backend --monokernel"),
@@ -191,13 +193,15 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
     *_refused("attention computes in the precision of --dtype", "--override-attention-dtype"),
     *_refused_switches("all layers compute all tokens of a prompt", "--kv-sharing-fast-prefill"),
     *_refused_switches("tokens are sampled in 32 bits", "--use-fp64-gumbel"),
+    # Experts.
+    *_ignored_switches(_NO_EXPERT_PARALLELISM, "--enable-expert-parallel, -ep --enable-eplb"),
+    *_ignored_switches(_NO_EXPERT_PARALLELISM, "--enable-ep-weight-filter"),
+    *_ignored(_NO_EXPERT_PARALLELISM, "--eplb-config", {}),
+    *_ignored(_NO_EXPERT_PARALLELISM, "--expert-placement-strategy", "linear"),
+    *_refused_switches(
+        "answers do not name the experts of their tokens", "--enable-return-routed-experts"
+    ),
     # Models that are not supported.
-    *_ignored_switches(_NO_EXPERTS, "--enable-expert-parallel, -ep --enable-eplb"),
-    *_ignored_switches(_NO_EXPERTS, "--enable-ep-weight-filter"),
-    *_ignored(_NO_EXPERTS, "--eplb-config", {}),
-    *_ignored(_NO_EXPERTS, "--expert-placement-strategy", "linear"),
-    *_ignored(_NO_EXPERTS, "--moe-backend", "auto"),
-    *_refused_switches(_NO_EXPERTS, "--enable-return-routed-experts"),
     *_ignored(_NO_MAMBA, "--mamba-block-size --mamba-cache-mode --mamba-backend"),
     *_ignored(_NO_MAMBA, "--mamba-cache-dtype --mamba-ssm-cache-dtype", "auto"),
     *_ignored(_NO_MAMBA, "--mamba-cache-philox-rounds --mamba-ssu-algorithm"),

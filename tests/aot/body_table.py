@@ -1,8 +1,8 @@
 """Tables of docs/design/kernels.md: which body each op gets in the shapes of every model family.
 
 `python -m tests.aot.body_table` prints them, and `--write` puts them into the page. It needs JAX
-0.11.2, and neither an accelerator nor its compiler: one layer's part of a step is traced for a
-`Target`, and what `dispatch.py` chooses is noted.
+0.11.2, and neither an accelerator nor its compiler: the attention or the experts of one layer are
+traced for a `Target`, and what `dispatch.py` chooses is noted.
 
 The shapes are those of transformers' default config of each family (`published_configs.json`).
 """
@@ -11,7 +11,7 @@ import argparse
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
@@ -20,8 +20,12 @@ import jax
 import jax.numpy as jnp
 
 from models import AttentionConfig, ForwardBatch, GroupInputs, KernelSettings, Platform
-from models.layer_context import LayerPlaces, make_context
+from models.families.gemma4 import Gemma4Config
+from models.layer_context import LayerContext, LayerPlaces, make_context
 from models.layers.attend import attend
+from models.layers.experts import Experts
+from models.layers.routing import Routing
+from models.moe_config import MoEConfig
 from models.platforms import GPU, TPU
 from models.registry import read_config
 from pallas_kernels import Target, dispatch
@@ -107,8 +111,31 @@ class Layer:
         return self.groups.tables(self.max_positions)[self.places[0][1].inputs_idx].block_size
 
     def __str__(self) -> str:
-        window = f" window {self.attention.sliding_window}" if self.attention.sliding_window else ""
-        return f"{self.model} {self.attention.head_dim}{window} {self.dtype} {self.device.name}"
+        attention = self.attention
+        window = f" window {attention.sliding_window}" if attention.sliding_window else ""
+        chunks = f" chunks of {attention.chunk_size}" if attention.chunk_size else ""
+        return f"{self.model} {attention.head_dim}{window}{chunks} {self.dtype} {self.device.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertShapes:
+    """The experts of one layer of a model."""
+
+    model: str
+    dtype: str
+    num_experts: int
+    top_k: int  # experts of each token
+    hidden_size: int
+    inner_size: int  # of one expert
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertChoices:
+    """How the experts of one layer are multiplied in a step."""
+
+    tile_rows: int
+    up: Choice  # from the hidden size to the inner size, of gate and up alike
+    down: Choice  # back
 
 
 def published_configs() -> dict[str, PublishedConfig]:
@@ -163,7 +190,7 @@ def layer_program(
         is the pages.
     """
     attention, dtype = layer.attention, jnp.dtype(layer.dtype)
-    num_tokens, max_query_len = (NUM_REQS, 1) if step == _DECODE else (NUM_TOKENS, None)
+    num_tokens = _num_tokens(step)
     kernels = KernelSettings(target=layer.device.target)
 
     def run(pages, batch, q, new_kv, sinks, copies):
@@ -171,26 +198,16 @@ def layer_program(
         context = make_context(batch, pages, kernels, ()).at(0, layer.places)
         return attend(attention, q, new_kv, pages, context, sinks=sinks)
 
-    def integers(*dims: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, jnp.int32)
-
     def floats(*dims: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, dtype)
 
-    batch = ForwardBatch(
-        token_ids=integers(num_tokens),
-        positions=integers(num_tokens),
-        query_start_loc=integers(NUM_REQS + 1),
-        groups=tuple(
-            GroupInputs(
-                block_tables=integers(table.num_groups, NUM_REQS, table.max_blocks_per_req),
-                seq_lens=integers(NUM_REQS),
-                block_size=table.block_size,
-            )
-            for table in layer.groups.tables(layer.max_positions)
-        ),
-        logits_indices=integers(NUM_REQS),
-        max_query_len=max_query_len,
+    groups = tuple(
+        GroupInputs(
+            block_tables=_integers(table.num_groups, NUM_REQS, table.max_blocks_per_req),
+            seq_lens=_integers(NUM_REQS),
+            block_size=table.block_size,
+        )
+        for table in layer.groups.tables(layer.max_positions)
     )
     new_kv = tuple(
         floats(num_tokens, attention.num_kv_heads, width)
@@ -206,7 +223,29 @@ def layer_program(
     )
     q = floats(num_tokens, attention.num_q_heads, attention.head_dim)
     sinks = floats(attention.num_q_heads) if attention.has_sinks else None
-    return run, (pages, batch, q, new_kv, sinks, integers(2, NUM_COPIES))
+    batch = _batch_of(step, groups)
+    return run, (pages, batch, q, new_kv, sinks, _integers(2, NUM_COPIES))
+
+
+def _batch_of(step: str, groups: tuple[GroupInputs, ...]) -> ForwardBatch:
+    """An abstract batch of a step."""
+    num_tokens = _num_tokens(step)
+    return ForwardBatch(
+        token_ids=_integers(num_tokens),
+        positions=_integers(num_tokens),
+        query_start_loc=_integers(NUM_REQS + 1),
+        groups=groups,
+        logits_indices=_integers(NUM_REQS),
+        max_query_len=1 if step == _DECODE else None,
+    )
+
+
+def _num_tokens(step: str) -> int:
+    return NUM_REQS if step == _DECODE else NUM_TOKENS
+
+
+def _integers(*dims: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, jnp.int32)
 
 
 def choices_of(layer: Layer, step: str) -> dict[str, Choice]:
@@ -218,6 +257,58 @@ def choices_of(layer: Layer, step: str) -> dict[str, Choice]:
     if set(by_op) != set(_OPS) or len(set(choices)) != len(_OPS):
         raise ValueError(f"{layer}: wanted one choice for each of {_OPS}, got {choices}")
     return by_op
+
+
+def experts_of(published: PublishedConfig) -> ExpertShapes | None:
+    """The experts of a model; None if it has none."""
+    config = read_config(published.fields)
+    if isinstance(config, MoEConfig):
+        num_experts, top_k = config.num_experts, config.num_experts_per_tok
+        inner_size = config.moe_intermediate_size
+    elif isinstance(config, Gemma4Config) and config.experts is not None:
+        num_experts, top_k = config.experts.num_experts, config.experts.top_k
+        inner_size = config.experts.intermediate_size
+    else:
+        return None
+    return ExpertShapes(
+        model=published.name,
+        dtype=config.dtype,
+        num_experts=num_experts,
+        top_k=top_k,
+        hidden_size=config.hidden_size,
+        inner_size=inner_size,
+    )
+
+
+def expert_choices_of(shapes: ExpertShapes, device: Device, step: str) -> ExpertChoices:
+    """What is chosen for the products of one layer's experts in a step."""
+    num_tokens, dtype = _num_tokens(step), jnp.dtype(shapes.dtype)
+    kernels = KernelSettings(target=device.target)
+
+    def run(x: jax.Array, routing: Routing, batch: ForwardBatch) -> jax.Array:
+        experts = Experts(
+            shapes.num_experts,
+            *(shapes.hidden_size, shapes.inner_size),
+            activation="silu",
+            dtype=dtype,
+        )
+        context = LayerContext(batch=batch, kernels=kernels, slots=(), cos_sin={})
+        return experts(x, routing, context)
+
+    routing = Routing(
+        expert_ids=_integers(num_tokens, shapes.top_k),
+        weights=jax.ShapeDtypeStruct((num_tokens, shapes.top_k), jnp.float32),
+    )
+    x = jax.ShapeDtypeStruct((num_tokens, shapes.hidden_size), dtype)
+    with _recorded_choices() as choices:
+        jax.eval_shape(run, x, routing, _batch_of(step, ()))
+    if [choice.op for choice in choices] != ["grouped_matmul"] * 3 or choices[0] != choices[1]:
+        raise ValueError(f"{shapes}: wanted the same for gate and up, and one for down: {choices}")
+    return ExpertChoices(
+        tile_rows=kernels.tile_rows(num_tokens * shapes.top_k, shapes.num_experts),
+        up=choices[1],
+        down=choices[2],
+    )
 
 
 @contextlib.contextmanager
@@ -249,9 +340,10 @@ def all_layers(device: Device) -> list[Layer]:
 
 
 def make_tables() -> str:
-    """A table for each device in Markdown, and the reasons that their cells refer to."""
+    """The tables in Markdown, and the reasons that their cells refer to."""
     reasons: list[str] = []
     parts = [f"On {device.name}:\n\n{_table_of(device, reasons)}" for device in DEVICES]
+    parts.append(f"Products of experts:\n\n{_experts_table(reasons)}")
     listed = "\n".join(f"- ({_letter(idx)}) {reason}." for idx, reason in enumerate(reasons))
     return "\n\n".join([*parts, "Reasons for plain XLA:", listed])
 
@@ -279,14 +371,48 @@ def _table_of(device: Device, reasons: list[str]) -> str:
         *("attention of decodes", "attention of prompts"),
         *("`kv_scatter`", "`slot_mapping`", "`block_copy`"),
     )
-    lines = [columns, ["---"] * len(columns)]
-    lines += [(", ".join(models), *cells) for cells, models in names.items()]
+    return _markdown(columns, [(", ".join(models), *cells) for cells, models in names.items()])
+
+
+def _experts_table(reasons: list[str]) -> str:
+    """The table of all models with experts; adds to `reasons` those that its cells refer to."""
+    rows = []
+    for shapes in filter(None, map(experts_of, published_configs().values())):
+        choices = [
+            expert_choices_of(shapes, device, step)
+            for device in DEVICES
+            for step in (_DECODE, _MIXED)
+        ]
+        rows.append(
+            (
+                shapes.model,
+                f"{shapes.num_experts}, {shapes.top_k}",
+                f"{shapes.hidden_size:,}; {shapes.inner_size:,}",
+                *(_experts_cell(choice, reasons) for choice in choices),
+            )
+        )
+    steps = [f"{step} on {device.name}" for device in DEVICES for step in ("decodes", "prompts")]
+    return _markdown(("model", "experts, top k", "hidden size; inner size", *steps), rows)
+
+
+def _experts_cell(choices: ExpertChoices, reasons: list[str]) -> str:
+    up, down = _cell(choices.up, reasons), _cell(choices.down, reasons)
+    bodies = up if up == down else f"to inner {up}, to hidden {down}"
+    return f"{choices.tile_rows} rows: {bodies}"
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _shown_shapes(layer: Layer) -> tuple[str, ...]:
     attention = layer.attention
-    window = "none" if attention.sliding_window is None else f"{attention.sliding_window:,}"
+    window = "none"
+    if attention.sliding_window is not None:
+        window = f"{attention.sliding_window:,}"
+    elif attention.chunk_size is not None:
+        window = f"chunks of {attention.chunk_size:,}"
     return (
         f"{attention.num_q_heads}, {attention.num_kv_heads}",
         f"{attention.head_dim}, {attention.value_head_dim}",

@@ -29,7 +29,7 @@ REASONS: Mapping[str, str] = {
     "return_token_offsets": (
         "character offsets are in answers of the render routes, which this server does not have"
     ),
-    "routed_experts_prompt_start": "mixture-of-experts models are not supported",
+    "routed_experts_prompt_start": "answers do not name the experts of their tokens",
     "watermarking": "answers are not watermarked",
     **dict.fromkeys(
         ("mm_processor_kwargs", "media_io_kwargs", "return_mm_kwargs"), "models take only text"
