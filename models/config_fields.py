@@ -57,6 +57,22 @@ def read_token_ids(fields: Mapping[str, object], name: str) -> tuple[int, ...]:
     return tuple(token_ids)
 
 
+def with_defaults(
+    fields: Mapping[str, object], defaults: Mapping[str, object]
+) -> dict[str, object]:
+    """The fields, with a family's defaults for missing and null ones. A null token id stays none.
+
+    Without this, a null number would be the default of the function that reads it, which may be
+    that of other families.
+    """
+    given = {
+        name: value
+        for name, value in fields.items()
+        if value is not None or name not in defaults or name.endswith("_token_id")
+    }
+    return {**defaults, **given}
+
+
 def refuse_other_values(fields: Mapping[str, object], supported: Mapping[str, object]) -> None:
     """Checks fields for which a family computes one value only.
 

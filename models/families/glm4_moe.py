@@ -7,7 +7,13 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from models.attention_config import AttentionConfig
-from models.config_fields import read_count, read_flag, read_number, refuse_other_values
+from models.config_fields import (
+    read_count,
+    read_flag,
+    read_number,
+    refuse_other_values,
+    with_defaults,
+)
 from models.decoder import Decoder
 from models.dense_config import read_dense_fields, read_head_fields
 from models.layers.attention import Attention
@@ -44,7 +50,7 @@ class Glm4MoeForCausalLM(Decoder):
 
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> Glm4MoeConfig:
-        hf_config = {**_DEFAULTS, **hf_config}
+        hf_config = with_defaults(hf_config, _DEFAULTS)
         fields = read_dense_fields(hf_config)
         refuse_other_values(hf_config, _SUPPORTED)
         experts = read_expert_fields(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 
 from models.attention_config import AttentionConfig
-from models.config_fields import read_count, refuse_other_values
+from models.config_fields import read_count, refuse_other_values, with_defaults
 from models.decoder import Decoder
 from models.dense_config import read_dense_fields, read_head_fields
 from models.layers.attention import Attention
@@ -19,7 +19,7 @@ from models.moe_config import MoEConfig, read_expert_fields
 from models.partial_rotary import parse_partial_rope
 from models.weight_rule import WeightRule, with_renamed_sources
 
-# Of fields that a config.json leaves out; a null stays none.
+# Of fields that a config.json leaves out.
 _DEFAULTS = {"rope_theta": 5e6, "bos_token_id": 200034, "eos_token_id": 200020}
 # Fields that only the hub writes. transformers computes the same whatever they say.
 _SUPPORTED = {
@@ -42,7 +42,7 @@ class MiniMaxM2ForCausalLM(Decoder):
 
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> MoEConfig:
-        hf_config = {**_DEFAULTS, **hf_config}
+        hf_config = with_defaults(hf_config, _DEFAULTS)
         fields = read_dense_fields(hf_config)
         # 1 is full attention; 0 would be the linear attention of MiniMax-Text-01.
         attention_types = {"attn_type_list": [1] * fields["num_layers"]}

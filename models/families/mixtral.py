@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 
 from models.attention_config import AttentionConfig
+from models.config_fields import with_defaults
 from models.decoder import Decoder
 from models.dense_config import read_dense_fields, read_head_fields
 from models.families.mistral import equally_windowed_layers
@@ -19,7 +20,7 @@ from models.moe_config import MoEConfig, read_expert_fields
 from models.rope_config import parse_rope_config
 from models.weight_rule import WeightRule
 
-# Of fields that a config.json leaves out; a null stays none.
+# Of fields that a config.json leaves out.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -31,7 +32,7 @@ class MixtralForCausalLM(Decoder):
 
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> MoEConfig:
-        hf_config = {**_DEFAULTS, **hf_config}
+        hf_config = with_defaults(hf_config, _DEFAULTS)
         fields = read_dense_fields(hf_config)
         attention = AttentionConfig(
             **read_head_fields(hf_config, default_num_kv_heads=8),

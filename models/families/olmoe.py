@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from models.attention_config import AttentionConfig
-from models.config_fields import read_flag, refuse_other_values
+from models.config_fields import read_flag, refuse_other_values, with_defaults
 from models.decoder import Decoder
 from models.dense_config import read_dense_fields, read_head_fields
 from models.layers.attention import Attention
@@ -19,7 +19,7 @@ from models.layers.sparse_mlp import SparseMLP
 from models.moe_config import MoEConfig, read_expert_fields
 from models.rope_config import parse_rope_config
 
-# Of fields that a config.json leaves out; a null stays none.
+# Of fields that a config.json leaves out.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
 # Bounds of queries, keys and values, and a window that only some of transformers' kernels apply.
 _SUPPORTED = {"clip_qkv": None, "sliding_window": None}
@@ -40,7 +40,7 @@ class OlmoeForCausalLM(Decoder):
 
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> OlmoeConfig:
-        hf_config = {**_DEFAULTS, **hf_config}
+        hf_config = with_defaults(hf_config, _DEFAULTS)
         fields = read_dense_fields(hf_config)
         refuse_other_values(hf_config, _SUPPORTED)
         has_bias = read_flag(hf_config, "attention_bias")
