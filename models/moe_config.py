@@ -55,7 +55,7 @@ def read_expert_fields(
 
 
 def read_sparse_steps(hf_config: Mapping[str, object], num_layers: int) -> tuple[bool, ...]:
-    """Which layers have experts: every `decoder_sparse_step`-th but those of `mlp_only_layers`."""
+    """Which layers have experts: every `decoder_sparse_step`-th that `mlp_only_layers` leaves."""
     step = read_count(hf_config, "decoder_sparse_step", 1)
     dense = hf_config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(type(layer_idx) is not int for layer_idx in dense):

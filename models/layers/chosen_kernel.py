@@ -12,7 +12,7 @@ Kernel = jax.Array | tuple[jax.Array, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenKernel:
-    """Stands for the kernel of a `Linear` in a loop over layers: that of layer `layer_idx`."""
+    """Stands for a kernel, or another large parameter, in a loop: that of layer `layer_idx`."""
 
     layer_idx: jax.Array  # i32[], in [0, len(kernels))
     kernels: tuple[Kernel, ...]  # of equal shapes and dtypes

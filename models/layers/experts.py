@@ -21,7 +21,7 @@ from pallas_kernels import GroupTiles, make_group_tiles
 class ExpertLinear(nnx.Module):
     """A `Linear` for each expert: `x @ kernel[expert] + bias[expert]`, rows in tiles by expert.
 
-    Features cannot change what it returns.
+    Features cannot change its output (`add_linear_change`).
     """
 
     chosen_in_place: ClassVar[tuple[str, ...]] = ("kernel", "bias")
@@ -85,7 +85,7 @@ class ExpertLinear(nnx.Module):
 class Experts(nnx.Module):
     """Gated MLPs, of which each row goes through those that its `Routing` names.
 
-    No row is dropped, however many choose one expert, and padding goes through none.
+    No row is dropped, even if all choose one expert. Padding rows go through no expert.
     """
 
     def __init__(

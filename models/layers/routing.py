@@ -21,7 +21,10 @@ class Routing(NamedTuple):
 
 
 class Router(Linear):
-    """A score for each expert. It is never rounded: a small error would choose other experts."""
+    """A score for each expert.
+
+    Its kernel and scores are never rounded: a small error would choose other experts.
+    """
 
     def scores(
         self,
@@ -90,14 +93,14 @@ class SoftmaxTopK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SigmoidTopK:
-    """The `top_k` experts with the largest sigmoid plus a bias, which the weights leave out.
+    """The `top_k` experts with the largest sigmoid plus a bias; the weights are the sigmoids alone.
 
     Experts are chosen from `num_kept_groups` of `num_groups` groups of equal size: those whose two
     best experts have the largest sum.
 
     Args:
         normalizes: Whether the weights are scaled to a sum of 1.
-        factor: Of the weights, after that.
+        factor: Multiplies the weights, after that.
 
     Source: DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
     """

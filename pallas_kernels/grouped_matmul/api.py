@@ -47,8 +47,8 @@ def grouped_matmul(
         weights: Of x's dtype; or uint16, the bits of `weights_dtype`. XLA:CPU converts all groups
             of bfloat16 weights at every call, but not those of uint16.
         tile_groups: The group of each tile; `num_groups` for tiles without rows, which come last.
-        tile_sizes: The rows of each tile, which stand at its first places. A body may leave out
-            the places behind them.
+        tile_sizes: The rows of each tile, which stand at its first places. A body may skip
+            the places after them.
         weights_dtype: The 16-bit float that weights of uint16 are; else None.
         implementation: `None` picks the fastest body on `target`.
         target: What the program is compiled for; `None` is JAX's default device.

@@ -77,11 +77,11 @@ def make_group_tiles(
 def choose_tile_rows(num_rows: int, num_groups: int, target: Target) -> int:
     """Rows of a tile, from the rows that a group gets on average.
 
-    On a CPU, a few rows are of different groups more often than not, since the experts of a token
-    are; otherwise small tiles are the body's business. Measured with 8 to 128 groups of 512 x
-    1,024, JAX 0.10.2, one core with AVX2. The limits for other devices are guesses: a tile of few
-    rows leaves most of a GPU's product empty, and is slower only where that product, not memory,
-    is the limit.
+    On a CPU, a few rows mostly belong to different groups, as the experts of one token do, so
+    each gets its own tile. For more rows, the body itself saves work in tiles of few rows.
+    Measured with 8 to 128 groups of 512 x 1,024, JAX 0.10.2, one core with AVX2. The limits for
+    other devices are guesses: a tile of few rows leaves most of a GPU's product empty, and is
+    slower only where that product, not memory, is the limit.
     """
     if target.platform in _ALONE_UP_TO and num_rows <= _ALONE_UP_TO[target.platform]:
         return 1
