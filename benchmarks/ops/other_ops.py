@@ -1,6 +1,6 @@
 """Checks and timings of the other ops on a GPU, over the cases of `pallas_kernels`.
 
-Every result is checked before it is timed: attention and merged states against float64 in NumPy,
+Every result is checked before it is timed: what is computed against float64 in NumPy,
 ops that only move data against their reference body.
 """
 
@@ -25,6 +25,7 @@ from benchmarks.ops.float64 import SeenRule, attend_requests, merge
 from benchmarks.units.unit import Finding
 from pallas_kernels.block_copy import cases as block_copy_cases
 from pallas_kernels.block_gather import cases as block_gather_cases
+from pallas_kernels.grouped_matmul import cases as grouped_matmul_cases
 from pallas_kernels.kv_scatter import cases as kv_scatter_cases
 from pallas_kernels.merge_attention_states import cases as merge_cases
 from pallas_kernels.mla_decode import cases as mla_cases
@@ -157,6 +158,31 @@ def _merge(case: merge_cases.MergeAttentionStatesCase, seed: int) -> Problem:
     return Problem(arrays=drawn.arrays, verify=verify)
 
 
+def _grouped_matmul(case: grouped_matmul_cases.GroupedMatmulCase, seed: int) -> Problem:
+    drawn = grouped_matmul_cases.build_inputs(case, seed)
+    group_ids_np, places_np = np.asarray(drawn.group_ids), np.asarray(drawn.tiles.places)
+    weights = drawn.weights
+    if drawn.weights_dtype is not None:
+        weights = jax.lax.bitcast_convert_type(weights, drawn.weights_dtype)
+
+    def verify(out: jax.Array) -> list[Finding]:
+        rows_np, wanted, places = np.asarray(drawn.rows), [], []
+        for group_idx, weight in enumerate(weights):
+            own = np.flatnonzero(group_ids_np == group_idx)
+            if own.size:
+                wanted.append(rows_np[own].astype(np.float64) @ np.asarray(weight, np.float64))
+                places.append(places_np[own])
+        got_np = np.asarray(out)[np.concatenate(places)]
+        return close_findings("out", got_np, np.concatenate(wanted), ERROR_LIMITS[case.dtype])
+
+    return Problem(
+        arrays=drawn.arrays,
+        rules=drawn.options,
+        verify=verify,
+        is_exact=case.dtype == "float32",
+    )
+
+
 _HEADS = {"num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
 _BLOCKS = {
     **{"num_rows": 8, "num_blocks": 512},
@@ -200,6 +226,23 @@ def _large_mla(num_q_heads: int, block_size: int) -> tuple[mla_cases.MLADecodeCa
     )
 
 
+def _large_experts(
+    num_rows: int, tile_rows: int
+) -> tuple[grouped_matmul_cases.GroupedMatmulCase, Work]:
+    """The same number of rows for each of 128 experts of Qwen3-30B-A3B."""
+    case = grouped_matmul_cases.GroupedMatmulCase(
+        name=f"{num_rows:,} rows of 128 groups",
+        group_sizes=(num_rows // 128,) * 128,
+        tile_rows=tile_rows,
+        in_features=2048,
+        out_features=768,
+        dtype="bfloat16",
+    )
+    # Every matrix once; rows in and out.
+    num_numbers = 128 * 2048 * 768 + num_rows * (2048 + 768)
+    return case, Work(num_bytes=2 * num_numbers, num_flops=2 * num_rows * 2048 * 768)
+
+
 _HALF_BLOCKS = _with_half_precision(block_gather_cases.CASES)
 # Op -> how it is measured, the cases that are checked, and those that are timed with their work.
 _OPS: dict[str, tuple[Callable[..., Problem], Sequence[Any], Sequence[tuple[Any, Work]]]] = {
@@ -225,6 +268,13 @@ _OPS: dict[str, tuple[Callable[..., Problem], Sequence[Any], Sequence[tuple[Any,
         _slot_mapping,
         slot_mapping_cases.CASES,
         [(_SLOTS, Work(num_bytes=4 * (2 * 8192 + 32 * 512 + 33)))],
+    ),
+    "grouped_matmul": (
+        _grouped_matmul,
+        _with_half_precision(
+            [case for case in grouped_matmul_cases.CASES if any(case.group_sizes)]
+        ),
+        [_large_experts(512, 8), _large_experts(4096, 64)],
     ),
     # Two states in and one out: outputs in bfloat16, log-sum-exps in float32.
     "merge_attention_states": (

@@ -186,5 +186,7 @@ def test_whoever_waits_is_told_of_a_death_and_can_go_on() -> None:
         assert client.call("reset_prefix_cache", False) == "true"
         client.close()
         client.close()
-        for _ in range(2):
-            assert isinstance(transport.receive(), EngineDead)
+        # The surviving engine's last messages may come first.
+        while not isinstance(transport.receive(), EngineDead):
+            pass
+        assert isinstance(transport.receive(), EngineDead)
