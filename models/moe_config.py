@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from models.config_fields import read_count
+from models.config_fields import read_count, read_flag, read_number
 from models.dense_config import DenseConfig
 from models.errors import ModelConfigError
+from models.layers.routing import SigmoidTopK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,32 @@ def read_leading_dense(
     """Which layers have experts: all after the first `first_k_dense_replace`."""
     num_dense = read_count(hf_config, "first_k_dense_replace", default, minimum=0)
     return tuple(layer_idx >= num_dense for layer_idx in range(num_layers))
+
+
+def read_corrected_choice(
+    hf_config: Mapping[str, object], expert_fields: Mapping[str, int]
+) -> SigmoidTopK:
+    """How experts are chosen by scores with a correction.
+
+    Args:
+        expert_fields: Of `read_expert_fields`.
+
+    Raises:
+        ModelConfigError: A field is of the wrong type, or as `read_group_fields`.
+    """
+    top_k = expert_fields["num_experts_per_tok"]
+    return SigmoidTopK(
+        top_k=top_k,
+        normalizes=read_flag(hf_config, "norm_topk_prob", True),
+        factor=read_number(hf_config, "routed_scaling_factor", 1.0),
+        **read_group_fields(
+            hf_config,
+            num_experts=expert_fields["num_experts"],
+            top_k=top_k,
+            default_num_groups=1,
+            default_num_kept=1,
+        ),
+    )
 
 
 def read_group_fields(

@@ -18,8 +18,8 @@ runs these units, in the order of their worth:
 Units run in worker processes, so a crash or a hang costs one unit, and each has a time limit. Each
 result is appended to --out at once; the report is written next to it with the suffix .md. The run
 ends within --time-limit and lists the units that are left. The same command with the same --out
-then runs those, and repeats those that failed. `python -m benchmarks.ops --platform gpu` runs the
-units of the kernels alone, with the same rows.
+runs the units that are left and the units that failed. `python -m benchmarks.ops --platform gpu`
+runs the units of the kernels alone, with the same rows.
 """
 
 import argparse

@@ -24,7 +24,8 @@ from benchmarks.units.unit import PEERS, Measured, Outcome, Result, Unit
 POLL_S = 0.5
 # Longest start of a process, imports included.
 MAX_START_S = 120.0
-# A group with so many crashes and hangs is given up: each hang takes a unit's whole time limit.
+# After this many crashes and hangs of a group, its other units are left: each hang takes a unit's
+# whole time limit.
 MAX_DEATHS_PER_GROUP = 3
 # Interpreted kernels on a CPU take longer than compiled ones on a GPU.
 REHEARSAL_LIMIT_FACTOR = 6

@@ -73,7 +73,7 @@ class Gemma4ExpertsConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma4Config(GemmaConfig):
-    """A layer may have an embedding of each token of its own, or experts beside the MLP."""
+    """Layers may have their own token embeddings, or experts beside the MLP."""
 
     per_layer_size: int  # width of these embeddings; 0: there are none
     per_layer_vocab_size: int
@@ -235,7 +235,7 @@ class Gemma4Router(nnx.Module):
 
 
 class Gemma4ExpertsLayer(Gemma4Layer):
-    """Gemma 2's layer with experts beside the MLP, each with norms of its own, times a factor."""
+    """Gemma 2's layer, times a factor. It has experts beside the MLP; both have their own norms."""
 
     def __init__(
         self,

@@ -10,7 +10,6 @@ from models.attention_config import AttentionConfig
 from models.config_fields import (
     read_count,
     read_flag,
-    read_number,
     refuse_other_values,
     with_defaults,
 )
@@ -18,12 +17,17 @@ from models.decoder import Decoder
 from models.dense_config import read_dense_fields, read_head_fields
 from models.layers.attention import Attention
 from models.layers.decoder_layers import PreNormLayer
-from models.layers.experts import Experts
+from models.layers.experts import make_experts
 from models.layers.mlp import GatedMLP
 from models.layers.rms_norm import RMSNorm
 from models.layers.routing import CorrectedRouter, SigmoidTopK
 from models.layers.sparse_mlp import SharedExpertsMLP
-from models.moe_config import MoEConfig, read_expert_fields, read_group_fields, read_leading_dense
+from models.moe_config import (
+    MoEConfig,
+    read_corrected_choice,
+    read_expert_fields,
+    read_leading_dense,
+)
 from models.mtp_layers import is_of_mtp_layer, read_num_mtp_layers
 from models.partial_rotary import parse_partial_rope
 
@@ -68,7 +72,7 @@ class Glm4MoeForCausalLM(Decoder):
             attention=(attention,) * fields["num_layers"],
             has_experts=read_leading_dense(hf_config, fields["num_layers"], default=1),
             has_head_norms=read_flag(hf_config, "use_qk_norm"),
-            choose=_read_choice(hf_config, experts),
+            choose=read_corrected_choice(hf_config, experts),
             shared_intermediate_size=num_shared * experts["moe_intermediate_size"],
             num_mtp_layers=read_num_mtp_layers(hf_config, default=1),
         )
@@ -79,7 +83,7 @@ class Glm4MoeForCausalLM(Decoder):
             PreNormLayer(
                 attention=_make_attention(attention, config, dtype),
                 mlp=(
-                    _make_experts(config, dtype)
+                    _make_sparse_mlp(config, dtype)
                     if has_experts
                     else _make_mlp(config, config.intermediate_size, dtype)
                 ),
@@ -108,22 +112,6 @@ def _read_attention(hf_config: Mapping[str, object], max_positions: int) -> Atte
     )
 
 
-def _read_choice(hf_config: Mapping[str, object], experts: Mapping[str, int]) -> SigmoidTopK:
-    top_k = experts["num_experts_per_tok"]
-    return SigmoidTopK(
-        top_k=top_k,
-        normalizes=read_flag(hf_config, "norm_topk_prob", True),
-        factor=read_number(hf_config, "routed_scaling_factor", 1.0),
-        **read_group_fields(
-            hf_config,
-            num_experts=experts["num_experts"],
-            top_k=top_k,
-            default_num_groups=1,
-            default_num_kept=1,
-        ),
-    )
-
-
 def _make_attention(
     attention: AttentionConfig, config: Glm4MoeConfig, dtype: jnp.dtype
 ) -> Attention:
@@ -139,17 +127,10 @@ def _make_mlp(config: Glm4MoeConfig, intermediate_size: int, dtype: jnp.dtype) -
     )
 
 
-def _make_experts(config: Glm4MoeConfig, dtype: jnp.dtype) -> SharedExpertsMLP:
+def _make_sparse_mlp(config: Glm4MoeConfig, dtype: jnp.dtype) -> SharedExpertsMLP:
     return SharedExpertsMLP(
-        # In float32 whatever the other weights are, as in transformers.
-        gate=CorrectedRouter(config.hidden_size, config.num_experts, dtype=jnp.dtype("float32")),
+        gate=CorrectedRouter(config.hidden_size, config.num_experts),
         choose=config.choose,
-        experts=Experts(
-            config.num_experts,
-            config.hidden_size,
-            config.moe_intermediate_size,
-            activation=config.hidden_act,
-            dtype=dtype,
-        ),
+        experts=make_experts(config, dtype=dtype),
         shared_experts=_make_mlp(config, config.shared_intermediate_size, dtype),
     )

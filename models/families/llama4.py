@@ -17,7 +17,7 @@ from models.errors import ModelConfigError, UnsupportedModelError
 from models.layer_context import LayerContext
 from models.layers.attention import Attention
 from models.layers.decoder_layers import PreNormLayer
-from models.layers.experts import Experts, packed_gate_up_rules
+from models.layers.experts import make_experts, packed_gate_up_rules
 from models.layers.mlp import GatedMLP
 from models.layers.rms_norm import RMSNorm, UnscaledRMSNorm
 from models.layers.routing import Router, Routing
@@ -146,13 +146,7 @@ class Llama4MoE(nnx.Module):
 
     def __init__(self, config: MoEConfig, *, dtype: jnp.dtype) -> None:
         self.router = Router(config.hidden_size, config.num_experts, dtype=dtype)
-        self.experts = Experts(
-            config.num_experts,
-            config.hidden_size,
-            config.moe_intermediate_size,
-            activation=config.hidden_act,
-            dtype=dtype,
-        )
+        self.experts = make_experts(config, dtype=dtype)
         self.shared_expert = _make_mlp(config, config.moe_intermediate_size, dtype)
 
     def __call__(

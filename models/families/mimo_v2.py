@@ -16,12 +16,12 @@ from models.layer_context import LayerContext
 from models.layer_types import read_layer_types, with_window
 from models.layers.attention import Attention
 from models.layers.decoder_layers import PreNormLayer
-from models.layers.experts import Experts
+from models.layers.experts import make_experts
 from models.layers.mlp import GatedMLP
 from models.layers.rms_norm import RMSNorm
 from models.layers.routing import CorrectedRouter, SigmoidTopK
 from models.layers.sparse_mlp import SparseMLP
-from models.moe_config import MoEConfig, read_expert_fields, read_group_fields
+from models.moe_config import MoEConfig, read_corrected_choice, read_expert_fields
 from models.partial_rotary import read_rotary_factor, without_rotary_factor
 from models.rope_config import parse_ropes_by_layer_type
 from models.weight_rule import WeightRule
@@ -52,6 +52,7 @@ class MiMoV2FlashForCausalLM(Decoder):
             default_top_k=8,
             default_size=2048,
         )
+        refuse_other_values(hf_config, _ROUTING_OF_HUB)
         # Null is no scale; only a field left out is the default.
         value_scale = hf_config.get("attention_value_scale", 0.707)
         return MiMoV2Config(
@@ -59,7 +60,7 @@ class MiMoV2FlashForCausalLM(Decoder):
             **expert_fields,
             attention=_read_attention(hf_config, fields),
             has_experts=_read_has_experts(hf_config, fields["num_layers"]),
-            routing=_read_routing(hf_config, expert_fields),
+            routing=read_corrected_choice(hf_config, expert_fields),
             value_scale=read_number(
                 {"attention_value_scale": value_scale}, "attention_value_scale", 1.0
             ),
@@ -70,7 +71,7 @@ class MiMoV2FlashForCausalLM(Decoder):
         layers = [
             PreNormLayer(
                 attention=MiMoV2Attention(attention, value_scale=config.value_scale, dtype=dtype),
-                mlp=_make_experts(config, dtype) if has_experts else _make_mlp(config, dtype),
+                mlp=_make_sparse_mlp(config, dtype) if has_experts else _make_mlp(config, dtype),
                 norm=norm,
             )
             for attention, has_experts in zip(config.attention, config.has_experts, strict=True)
@@ -113,18 +114,11 @@ def _make_mlp(config: MiMoV2Config, dtype: jnp.dtype) -> GatedMLP:
     )
 
 
-def _make_experts(config: MiMoV2Config, dtype: jnp.dtype) -> SparseMLP:
+def _make_sparse_mlp(config: MiMoV2Config, dtype: jnp.dtype) -> SparseMLP:
     return SparseMLP(
-        # In float32 whatever the other weights are, as in transformers.
-        gate=CorrectedRouter(config.hidden_size, config.num_experts, dtype=jnp.dtype("float32")),
+        gate=CorrectedRouter(config.hidden_size, config.num_experts),
         choose=config.routing,
-        experts=Experts(
-            config.num_experts,
-            config.hidden_size,
-            config.moe_intermediate_size,
-            activation=config.hidden_act,
-            dtype=dtype,
-        ),
+        experts=make_experts(config, dtype=dtype),
     )
 
 
@@ -261,24 +255,3 @@ def _read_has_experts(hf_config: Mapping[str, object], num_layers: int) -> tuple
             "'dense' or 'sparse', one for each layer."
         )
     return tuple(layer_type == "sparse" for layer_type in types)
-
-
-def _read_routing(hf_config: Mapping[str, object], expert_fields: Mapping[str, int]) -> SigmoidTopK:
-    """How experts are chosen.
-
-    Raises: As `refuse_other_values` and `read_group_fields`.
-    """
-    refuse_other_values(hf_config, _ROUTING_OF_HUB)
-    top_k = expert_fields["num_experts_per_tok"]
-    return SigmoidTopK(
-        top_k=top_k,
-        normalizes=read_flag(hf_config, "norm_topk_prob", True),
-        factor=read_number(hf_config, "routed_scaling_factor", 1.0),
-        **read_group_fields(
-            hf_config,
-            num_experts=expert_fields["num_experts"],
-            top_k=top_k,
-            default_num_groups=1,
-            default_num_kept=1,
-        ),
-    )

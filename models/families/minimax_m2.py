@@ -11,7 +11,7 @@ from models.decoder import Decoder
 from models.dense_config import read_dense_fields, read_head_fields
 from models.layers.attention import Attention
 from models.layers.decoder_layers import PreNormLayer
-from models.layers.experts import Experts
+from models.layers.experts import make_experts
 from models.layers.rms_norm import JoinedHeadsRMSNorm, RMSNorm
 from models.layers.routing import CorrectedRouter, SigmoidTopK
 from models.layers.sparse_mlp import SparseMLP, block_sparse_moe_rules
@@ -66,7 +66,7 @@ class MiniMaxM2ForCausalLM(Decoder):
         layers = [
             PreNormLayer(
                 attention=_make_attention(attention, config, dtype),
-                mlp=_make_experts(config, dtype),
+                mlp=_make_sparse_mlp(config, dtype),
                 norm=norm,
             )
             for attention in config.attention
@@ -76,7 +76,7 @@ class MiniMaxM2ForCausalLM(Decoder):
         )
 
     def weight_rules(self) -> dict[str, WeightRule]:
-        """Checkpoints have Mixtral's names, and the correction beside the router."""
+        """The rules with Mixtral's names; the block has the correction, not the router."""
 
         def rename(name: str) -> str:
             return name.replace(".gate.e_score_correction_bias", ".e_score_correction_bias")
@@ -103,16 +103,9 @@ def _make_attention(attention: AttentionConfig, config: MoEConfig, dtype: jnp.dt
     )
 
 
-def _make_experts(config: MoEConfig, dtype: jnp.dtype) -> SparseMLP:
+def _make_sparse_mlp(config: MoEConfig, dtype: jnp.dtype) -> SparseMLP:
     return SparseMLP(
-        # In float32 whatever the other weights are: a small error would choose other experts.
-        gate=CorrectedRouter(config.hidden_size, config.num_experts, dtype=jnp.dtype("float32")),
+        gate=CorrectedRouter(config.hidden_size, config.num_experts),
         choose=SigmoidTopK(top_k=config.num_experts_per_tok),
-        experts=Experts(
-            config.num_experts,
-            config.hidden_size,
-            config.moe_intermediate_size,
-            activation=config.hidden_act,
-            dtype=dtype,
-        ),
+        experts=make_experts(config, dtype=dtype),
     )

@@ -12,7 +12,7 @@ from models.dense_config import read_dense_fields, read_head_fields
 from models.families.mistral import equally_windowed_layers
 from models.layers.attention import Attention
 from models.layers.decoder_layers import PreNormLayer
-from models.layers.experts import Experts
+from models.layers.experts import make_experts
 from models.layers.rms_norm import RMSNorm
 from models.layers.routing import Router, SoftmaxTopK
 from models.layers.sparse_mlp import SparseMLP, block_sparse_moe_rules
@@ -56,7 +56,7 @@ class MixtralForCausalLM(Decoder):
         layers = [
             PreNormLayer(
                 attention=Attention(attention, dtype=dtype),
-                mlp=_make_experts(config, dtype),
+                mlp=_make_sparse_mlp(config, dtype),
                 norm=norm,
             )
             for attention in config.attention
@@ -69,15 +69,9 @@ class MixtralForCausalLM(Decoder):
         return block_sparse_moe_rules(super().weight_rules())
 
 
-def _make_experts(config: MoEConfig, dtype: jnp.dtype) -> SparseMLP:
+def _make_sparse_mlp(config: MoEConfig, dtype: jnp.dtype) -> SparseMLP:
     return SparseMLP(
         gate=Router(config.hidden_size, config.num_experts, dtype=dtype),
         choose=SoftmaxTopK(top_k=config.num_experts_per_tok, normalizes=True),
-        experts=Experts(
-            config.num_experts,
-            config.hidden_size,
-            config.moe_intermediate_size,
-            activation=config.hidden_act,
-            dtype=dtype,
-        ),
+        experts=make_experts(config, dtype=dtype),
     )

@@ -12,7 +12,7 @@ from models.decoder import Decoder
 from models.dense_config import read_dense_fields, read_head_fields
 from models.layers.attention import Attention
 from models.layers.decoder_layers import PreNormLayer
-from models.layers.experts import Experts
+from models.layers.experts import make_experts
 from models.layers.rms_norm import JoinedHeadsRMSNorm, RMSNorm
 from models.layers.routing import Router, SoftmaxTopK
 from models.layers.sparse_mlp import SparseMLP
@@ -69,7 +69,7 @@ class OlmoeForCausalLM(Decoder):
         layers = [
             PreNormLayer(
                 attention=_make_attention(attention, config, dtype),
-                mlp=_make_experts(config, dtype),
+                mlp=_make_sparse_mlp(config, dtype),
                 norm=norm,
             )
             for attention in config.attention
@@ -89,15 +89,9 @@ def _make_attention(attention: AttentionConfig, config: OlmoeConfig, dtype: jnp.
     )
 
 
-def _make_experts(config: OlmoeConfig, dtype: jnp.dtype) -> SparseMLP:
+def _make_sparse_mlp(config: OlmoeConfig, dtype: jnp.dtype) -> SparseMLP:
     return SparseMLP(
         gate=Router(config.hidden_size, config.num_experts, dtype=dtype),
         choose=SoftmaxTopK(top_k=config.num_experts_per_tok, normalizes=config.normalizes_weights),
-        experts=Experts(
-            config.num_experts,
-            config.hidden_size,
-            config.moe_intermediate_size,
-            activation=config.hidden_act,
-            dtype=dtype,
-        ),
+        experts=make_experts(config, dtype=dtype),
     )

@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2's attention, and experts beside one that all rows share."""
+"""Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2's attention, experts, and one shared expert."""
 
 import functools
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from models.dense_config import read_dense_fields, read_head_fields
 from models.layer_types import read_layer_types, read_sliding_window, with_window
 from models.layers.attention import Attention
 from models.layers.decoder_layers import PreNormLayer
-from models.layers.experts import Experts
+from models.layers.experts import make_experts
 from models.layers.linear import Linear
 from models.layers.mlp import GatedMLP
 from models.layers.rms_norm import RMSNorm
@@ -69,7 +69,7 @@ class Qwen2MoeForCausalLM(Decoder):
             PreNormLayer(
                 attention=Attention(attention, dtype=dtype),
                 mlp=(
-                    _make_experts(config, dtype)
+                    _make_sparse_mlp(config, dtype)
                     if has_experts
                     else _make_mlp(config, config.intermediate_size, dtype)
                 ),
@@ -109,17 +109,11 @@ def _make_mlp(config: Qwen2MoeConfig, intermediate_size: int, dtype: jnp.dtype) 
     )
 
 
-def _make_experts(config: Qwen2MoeConfig, dtype: jnp.dtype) -> GatedSharedExpertMLP:
+def _make_sparse_mlp(config: Qwen2MoeConfig, dtype: jnp.dtype) -> GatedSharedExpertMLP:
     return GatedSharedExpertMLP(
         gate=Router(config.hidden_size, config.num_experts, dtype=dtype),
         choose=SoftmaxTopK(top_k=config.num_experts_per_tok, normalizes=config.normalizes_weights),
-        experts=Experts(
-            config.num_experts,
-            config.hidden_size,
-            config.moe_intermediate_size,
-            activation=config.hidden_act,
-            dtype=dtype,
-        ),
+        experts=make_experts(config, dtype=dtype),
         shared_expert=_make_mlp(config, config.shared_expert_intermediate_size, dtype),
         shared_expert_gate=Linear(config.hidden_size, 1, dtype=dtype),
     )

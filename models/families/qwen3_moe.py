@@ -13,7 +13,7 @@ from models.dense_config import read_dense_fields, read_head_fields
 from models.layer_types import read_sliding_window, with_window
 from models.layers.attention import Attention
 from models.layers.decoder_layers import PreNormLayer
-from models.layers.experts import Experts
+from models.layers.experts import make_experts
 from models.layers.mlp import GatedMLP
 from models.layers.rms_norm import RMSNorm
 from models.layers.routing import Router, SoftmaxTopK
@@ -65,7 +65,7 @@ class Qwen3MoeForCausalLM(Decoder):
                     k_norm=norm(attention.head_dim),
                     dtype=dtype,
                 ),
-                mlp=_make_experts(config, dtype) if has_experts else _make_mlp(config, dtype),
+                mlp=_make_sparse_mlp(config, dtype) if has_experts else _make_mlp(config, dtype),
                 norm=functools.partial(norm, config.hidden_size),
             )
             for attention, has_experts in zip(config.attention, config.has_experts, strict=True)
@@ -85,15 +85,9 @@ def _make_mlp(config: Qwen3MoeConfig, dtype: jnp.dtype) -> GatedMLP:
     )
 
 
-def _make_experts(config: Qwen3MoeConfig, dtype: jnp.dtype) -> SparseMLP:
+def _make_sparse_mlp(config: Qwen3MoeConfig, dtype: jnp.dtype) -> SparseMLP:
     return SparseMLP(
         gate=Router(config.hidden_size, config.num_experts, dtype=dtype),
         choose=SoftmaxTopK(top_k=config.num_experts_per_tok, normalizes=config.normalizes_weights),
-        experts=Experts(
-            config.num_experts,
-            config.hidden_size,
-            config.moe_intermediate_size,
-            activation=config.hidden_act,
-            dtype=dtype,
-        ),
+        experts=make_experts(config, dtype=dtype),
     )

@@ -14,6 +14,7 @@ from models.layer_context import LayerContext
 from models.layers.chosen_kernel import Kernel, with_kernel
 from models.layers.mlp import activate
 from models.layers.routing import Routing
+from models.moe_config import MoEConfig
 from models.weight_rule import Source, WeightRule
 from pallas_kernels import GroupTiles, make_group_tiles
 
@@ -83,7 +84,7 @@ class ExpertLinear(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """Gated MLPs, of which each row goes through those that its `Routing` names.
+    """Gated MLPs. Each row goes through the MLPs that its `Routing` lists.
 
     No row is dropped, even if all choose one expert. Padding rows go through no expert.
     """
@@ -134,6 +135,17 @@ class Experts(nnx.Module):
     def join(self, gate: jax.Array, up: jax.Array) -> jax.Array:  # f[places, intermediate]
         """What goes into `down_proj`."""
         return activate(gate, self.activation) * up
+
+
+def make_experts(config: MoEConfig, *, dtype: jnp.dtype) -> Experts:
+    """The experts of a layer, without biases, in the sizes of the config."""
+    return Experts(
+        config.num_experts,
+        config.hidden_size,
+        config.moe_intermediate_size,
+        activation=config.hidden_act,
+        dtype=dtype,
+    )
 
 
 def packed_gate_up_rules(

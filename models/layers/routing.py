@@ -45,11 +45,13 @@ class Router(Linear):
 class CorrectedRouter(Router):
     """A router with a term for each expert, which changes the choice and not the weights.
 
+    It is float32 whatever the other weights are, as in transformers.
+
     Source: DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
     """
 
-    def __init__(self, hidden_size: int, num_experts: int, *, dtype: jnp.dtype) -> None:
-        super().__init__(hidden_size, num_experts, dtype=dtype)
+    def __init__(self, hidden_size: int, num_experts: int) -> None:
+        super().__init__(hidden_size, num_experts, dtype=jnp.dtype("float32"))
         # Training changes it in steps of 0.001: in bfloat16 most of them would be lost.
         self.correction_bias = nnx.Param(jnp.zeros((num_experts,), jnp.float32))
 

