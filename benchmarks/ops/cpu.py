@@ -1,4 +1,4 @@
-"""The CPU half of `python -m benchmarks.ops`: XLA's attention and scatter on one core.
+"""The CPU half of `python -m benchmarks.ops`: XLA's attention, experts and scatter on one core.
 
 Every body is checked against float64 before it is timed. Then our attention, torch's attention on
 contiguous keys and values (if torch is installed) and a sequential read of the same number of bytes
@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from benchmarks.ops import cpu_experts
 from benchmarks.ops.cpu_attention import (
     MAX_RELATIVE_ERROR,
     CpuBatch,
@@ -50,6 +51,8 @@ class CpuSizes:
     bytes_in_turn: int
     read_buffer_bytes: int
     scatter_bytes: tuple[int, ...]
+    experts: cpu_experts.ExpertSizes
+    num_experts: tuple[int, ...]
 
 
 FULL = CpuSizes(
@@ -58,6 +61,8 @@ FULL = CpuSizes(
     bytes_in_turn=256 << 20,
     read_buffer_bytes=512 << 20,
     scatter_bytes=(102 << 20, 410 << 20, 1 << 30, 4 << 30),
+    experts=cpu_experts.FULL,
+    num_experts=(8, 128),
 )
 QUICK = CpuSizes(
     num_samples=5,
@@ -65,6 +70,8 @@ QUICK = CpuSizes(
     bytes_in_turn=96 << 20,
     read_buffer_bytes=256 << 20,
     scatter_bytes=(102 << 20, 1 << 30),
+    experts=cpu_experts.FULL,
+    num_experts=(8, 128),
 )
 
 
@@ -90,6 +97,7 @@ def run_sizes(sizes: CpuSizes, all_batches: tuple[CpuBatch, ...], out: Path | No
     reads = SequentialReads(sizes.read_buffer_bytes)
     for batch in all_batches:
         rows += _measure_batch(batch, sizes, reads, failures)
+    rows += _measure_experts(sizes, failures)
     rows += _measure_scatter(sizes, failures)
     for failure in failures:
         print(f"WRONG: {failure}")
@@ -142,6 +150,27 @@ def _checked_sdpa(data: PagedData, num_rows: int, failures: list[str]) -> Call:
     return call
 
 
+def _measure_experts(sizes: CpuSizes, failures: list[str]) -> list[ResultRow]:
+    calls: dict[str, Call] = {}
+    products = cpu_experts.build_products(sizes.experts, sizes.num_experts)
+    for product in products:
+        name = (
+            f"experts: {sizes.experts.num_rows} rows hit {sizes.experts.num_hit} of "
+            f"{product.num_experts}, {sizes.experts.in_features} to {sizes.experts.out_features}"
+        )
+        call = cpu_experts.expert_call(product)
+        error = cpu_experts.relative_error(product, call(0))
+        if error > cpu_experts.MAX_RELATIVE_ERROR:
+            failures.append(f"{name}: relative error {error:.1e}")
+        else:
+            calls[name] = call
+    if not calls:
+        return []
+    # One product is short: its samples are many, each of a few calls.
+    seconds = sample_in_turn(calls, num_data_sets=4, num_samples=4 * sizes.num_samples)
+    return _compare(seconds, "experts", unit="ms", per_s=1e3, metric="times_fewest_experts")
+
+
 def _measure_scatter(sizes: CpuSizes, failures: list[str]) -> list[ResultRow]:
     calls: dict[str, Call] = {}
     for num_bytes in sizes.scatter_bytes:
@@ -160,15 +189,23 @@ def _measure_scatter(sizes: CpuSizes, failures: list[str]) -> list[ResultRow]:
     if not calls:
         return []
     seconds = sample_in_turn(calls, num_data_sets=NUM_ROWS, num_samples=4 * sizes.num_samples)
-    smallest = next(iter(seconds.values()))
+    return _compare(seconds, "scatter", unit="us", per_s=1e6, metric="times_smallest_cache")
+
+
+def _compare(
+    seconds: dict[str, list[float]], what: str, *, unit: str, per_s: float, metric: str
+) -> list[ResultRow]:
+    """Prints samples and their ratios to those of the first call; `metric` names the ratios."""
+    first = next(iter(seconds.values()))
     rows = []
-    print(f"{'scatter':<78} {'us':>7} {'/ smallest':>10}")
+    print(f"{what:<78} {unit:>7} {'/ first':>10}")
     for name, taken in seconds.items():
-        over_smallest = ratios(taken, smallest)
-        us = [1e6 * s for s in taken]
-        print(f"{name:<78} {statistics.median(us):>7.1f} {statistics.median(over_smallest):>10.2f}")
-        rows.append(_row(name, "us", us))
-        rows.append(_row(name, "times_smallest_cache", over_smallest))
+        over_first = ratios(taken, first)
+        times = [per_s * s for s in taken]
+        median = statistics.median(times)
+        print(f"{name:<78} {median:>7.2f} {statistics.median(over_first):>10.2f}")
+        rows.append(_row(name, unit, times))
+        rows.append(_row(name, metric, over_first))
     return rows
 
 
