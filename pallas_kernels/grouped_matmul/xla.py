@@ -1,5 +1,6 @@
 """XLA body of `grouped_matmul`: a loop over the tiles that have rows."""
 
+import functools
 import math
 
 import jax
@@ -14,6 +15,8 @@ _UNROLLED = 8
 _FEW_ROWS = 2
 
 
+# Traced once for all layers and programs that call it with the same shapes.
+@functools.partial(jax.jit, static_argnames="weights_dtype")
 def grouped_matmul_xla(
     x: jax.Array,  # f[num_tiles * tile_rows, in_features]
     weights: jax.Array,  # f or u16[num_groups, in_features, out_features]
