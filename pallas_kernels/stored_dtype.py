@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.argument_checks import is_wide_float
-from pallas_kernels.quantised_cache import LARGEST_STORED, is_quantised, quantise
+from pallas_kernels.quantized_cache import LARGEST_STORED, is_quantized, quantize
 
 BITS_DTYPE = jnp.dtype(jnp.uint16)
 KV_DTYPES = ("float16", "bfloat16")  # the floats that a cache of uint16 may hold
@@ -35,7 +35,7 @@ def check_kv_dtype(op_name: str, cache_dtype: jnp.dtype, kv_dtype: jnp.dtype | N
             f"{op_name}: kv_dtype belongs to a kv_cache of uint16: got {jnp.dtype(kv_dtype).name} "
             f"with a cache of {cache_dtype}. Leave it at None."
         )
-    elif not (is_quantised(cache_dtype) or is_wide_float(cache_dtype)):
+    elif not (is_quantized(cache_dtype) or is_wide_float(cache_dtype)):
         raise ValueError(
             f"{op_name}: kv_cache has the wrong dtype: got {cache_dtype}, wanted a float of 16 "
             f"bits or more, one of {sorted(LARGEST_STORED)}, or uint16 with kv_dtype."
@@ -50,10 +50,10 @@ def as_stored(
 ) -> jax.Array:  # cache_dtype[num_tokens, num_kv_heads, head_dim]
     """Converts new values to the numbers, or the bits, that the cache holds for them."""
     if kv_dtype is None:
-        return quantise(x, scale, cache_dtype)
-    return lax.bitcast_convert_type(quantise(x, scale, kv_dtype), cache_dtype)
+        return quantize(x, scale, cache_dtype)
+    return lax.bitcast_convert_type(quantize(x, scale, kv_dtype), cache_dtype)
 
 
 def as_values(stored: jax.Array, kv_dtype: jnp.dtype | None) -> jax.Array:
-    """Undoes the bitcast of `as_stored`; quantised numbers stay as they are."""
+    """Undoes the bitcast of `as_stored`; quantized numbers stay as they are."""
     return stored if kv_dtype is None else lax.bitcast_convert_type(stored, kv_dtype)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import pytest
 
-# Tests compile hundreds of small programs; optimising them takes longer than running them.
+# Tests compile hundreds of small programs; optimizing them takes longer than running them.
 QUICK_COMPILE: dict[str, Any] = {"xla_backend_optimization_level": 0}
 # JAX 0.10 is the last that can do without the emitters, which take much of the time to compile.
 if jax.__version_info__ < (0, 11):

@@ -29,10 +29,10 @@ from pallas_kernels.grouped_matmul import cases as grouped_matmul_cases
 from pallas_kernels.kv_scatter import cases as kv_scatter_cases
 from pallas_kernels.merge_attention_states import cases as merge_cases
 from pallas_kernels.mla_decode import cases as mla_cases
-from pallas_kernels.quantised_cache import LARGEST_STORED
+from pallas_kernels.quantized_cache import LARGEST_STORED
 from pallas_kernels.slot_mapping import cases as slot_mapping_cases
 
-# A quantised number may be rounded the other way where x / scale lies close to the middle.
+# A quantized number may be rounded the other way where x / scale lies close to the middle.
 _QUANTISED_LIMIT = 1e-2
 
 

@@ -1,4 +1,4 @@
-"""Layer normalisation: over the hidden size, and over each head with a scale of its own."""
+"""Layer normalization: over the hidden size, and over each head with a scale of its own."""
 
 import jax
 import jax.numpy as jnp
@@ -39,11 +39,11 @@ class LayerNorm(nnx.Module):
         x: jax.Array,  # f[..., num_features]
     ) -> jax.Array:  # f[..., num_features]
         scale, bias = (param[...].astype(jnp.float32) for param in (self.scale, self.bias))
-        return (_normalise(x, self.eps) * scale + bias).astype(x.dtype)
+        return (_normalize(x, self.eps) * scale + bias).astype(x.dtype)
 
 
 class HeadLayerNorm(nnx.Module):
-    """Layer normalisation of each head, with one scale per head and no bias.
+    """Layer normalization of each head, with one scale per head and no bias.
 
     A checkpoint stores one tensor per head, "norms.0.weight" and so on. The scales of all heads are
     one vector here, because a loop over layers copies vectors only.
@@ -69,10 +69,10 @@ class HeadLayerNorm(nnx.Module):
         x: jax.Array,  # f[num_tokens, num_heads, head_dim]
     ) -> jax.Array:  # f[num_tokens, num_heads, head_dim]
         scale = self.scale[...].astype(jnp.float32).reshape(-1, self.head_dim)
-        return (_normalise(x, self.eps) * scale).astype(x.dtype)
+        return (_normalize(x, self.eps) * scale).astype(x.dtype)
 
 
-def _normalise(x: jax.Array, eps: float) -> jax.Array:  # f32[..., num_features]
+def _normalize(x: jax.Array, eps: float) -> jax.Array:  # f32[..., num_features]
     x_f32 = x.astype(jnp.float32)
     centred = x_f32 - _mean(x_f32)
     return centred * jax.lax.rsqrt(_mean(centred * centred) + eps)

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation over the last axis, in the two forms that checkpoints have."""
+"""Root-mean-square normalization over the last axis, in the two forms that checkpoints have."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from pallas_kernels.row_reductions import platform_sum_of_rows
 class RMSNorm(nnx.Module):
     """`x / sqrt(mean(x^2) + eps) * scale`, computed in float32.
 
-    The normalised value is rounded to x's dtype before it is scaled, as Hugging Face does: in
+    The normalized value is rounded to x's dtype before it is scaled, as Hugging Face does: in
     bfloat16 the order is visible.
 
     Source: arXiv:1910.07467.
@@ -31,7 +31,7 @@ class RMSNorm(nnx.Module):
         self,
         x: jax.Array,  # f[..., num_features]
     ) -> jax.Array:  # f[..., num_features]
-        return self.scale[...] * _normalise(x, self.eps).astype(x.dtype)
+        return self.scale[...] * _normalize(x, self.eps).astype(x.dtype)
 
 
 class OffsetRMSNorm(nnx.Module):
@@ -51,7 +51,7 @@ class OffsetRMSNorm(nnx.Module):
     ) -> jax.Array:  # f[..., num_features]
         # In bfloat16, 1 + 0.003 would be 1: the sum is float32 too.
         scale = 1.0 + self.offset[...].astype(jnp.float32)
-        return (_normalise(x, self.eps) * scale).astype(x.dtype)
+        return (_normalize(x, self.eps) * scale).astype(x.dtype)
 
 
 class RoundedLastRMSNorm(RMSNorm):
@@ -62,7 +62,7 @@ class RoundedLastRMSNorm(RMSNorm):
         x: jax.Array,  # f[..., num_features]
     ) -> jax.Array:  # f[..., num_features]
         scale = self.scale[...].astype(jnp.float32)
-        return (_normalise(x, self.eps) * scale).astype(x.dtype)
+        return (_normalize(x, self.eps) * scale).astype(x.dtype)
 
 
 class JoinedHeadsRMSNorm(RMSNorm):
@@ -92,7 +92,7 @@ class UnscaledRMSNorm(nnx.Module):
         self,
         x: jax.Array,  # f[..., num_features]
     ) -> jax.Array:  # f[..., num_features]
-        return _normalise(x, self.eps).astype(x.dtype)
+        return _normalize(x, self.eps).astype(x.dtype)
 
 
 def _vector_rule(name: str, param: nnx.Param) -> WeightRule:
@@ -100,7 +100,7 @@ def _vector_rule(name: str, param: nnx.Param) -> WeightRule:
     return WeightRule(sources=(weight,), layout="vector", axes=(None,))
 
 
-def _normalise(x: jax.Array, eps: float) -> jax.Array:  # f32[..., num_features]
+def _normalize(x: jax.Array, eps: float) -> jax.Array:  # f32[..., num_features]
     x_f32 = x.astype(jnp.float32)
     sum_of_squares = platform_sum_of_rows(x_f32 * x_f32)
     return x_f32 * jax.lax.rsqrt(sum_of_squares[..., None] / x.shape[-1] + eps)

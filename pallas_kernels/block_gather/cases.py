@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.quantised_cache import LARGEST_STORED
+from pallas_kernels.quantized_cache import LARGEST_STORED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

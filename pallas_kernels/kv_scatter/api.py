@@ -8,7 +8,7 @@ from pallas_kernels.cache_layout import check_kv_cache, check_row
 from pallas_kernels.dispatch import Body, mosaic_bodies, run_op
 from pallas_kernels.kv_scatter.reference import kv_scatter_reference
 from pallas_kernels.kv_scatter.xla import kv_scatter_xla
-from pallas_kernels.quantised_cache import check_scales
+from pallas_kernels.quantized_cache import check_scales
 from pallas_kernels.stored_dtype import as_stored, check_kv_dtype
 from pallas_kernels.target import Target
 
@@ -36,8 +36,8 @@ def kv_scatter(
     """Writes each token's key and value into its slot of one cache row.
 
     The keys of block b are at index 2 * b of the cache's second axis, its values at 2 * b + 1
-    (`cache_layout.py`). `k` and `v` are cast to the cache's dtype, or quantised where that is int8
-    or float8_e4m3fn; numbers too large for either become the largest (`quantised_cache.py`). In
+    (`cache_layout.py`). `k` and `v` are cast to the cache's dtype, or quantized where that is int8
+    or float8_e4m3fn; numbers too large for either become the largest (`quantized_cache.py`). In
     place when the caller donates the cache and rebinds it, with two things to know:
 
     - `k` or `v` must depend by value on the last read of the cache, as a layer's do on the layer
@@ -54,8 +54,8 @@ def kv_scatter(
         slots: Slot inside one row, in `[0, num_blocks * block_size)`, no two alike; or any value
             from `pad_slot(num_rows, num_blocks, block_size)` on, which is not written.
         row: Which row of the cache (the layer's index in its group), in `[0, num_rows)`.
-        k_scale: What one step of a quantised key is worth, per KV head, above 0; `None` where the
-            cache is not quantised. `v_scale` likewise for values.
+        k_scale: What one step of a quantized key is worth, per KV head, above 0; `None` where the
+            cache is not quantized. `v_scale` likewise for values.
         kv_dtype: float16 or bfloat16, which float the bits of a uint16 cache are; `None` for a
             cache of any other dtype. The bodies in plain XLA and the reference take it.
         implementation: `None` picks the fastest body on `target`.

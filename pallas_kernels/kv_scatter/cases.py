@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cache_layout import pad_slot
-from pallas_kernels.quantised_cache import LARGEST_STORED
+from pallas_kernels.quantized_cache import LARGEST_STORED
 from pallas_kernels.stored_dtype import as_stored
 
 
@@ -25,7 +25,7 @@ class KVScatterCase:
     block_size: int = 16
     head_dim: int = 32
     has_v: bool = True  # False: one vector per token, as for latents of MLA
-    dtype: str = "float32"  # of the cache; the new tokens are float32 where it is quantised
+    dtype: str = "float32"  # of the cache; the new tokens are float32 where it is quantized
     is_uint16: bool = False  # the cache is uint16, the bits of `dtype`
 
 

@@ -132,7 +132,7 @@ def _kernel_body(*operands: jax.Ref, num_columns: int, batch_size: int) -> None:
 def _read_part(
     refs: Refs, slot: jax.Array, heads: pl.Slice, columns: pl.Slice
 ) -> tuple[jax.Array, jax.Array]:  # f32[64] to base 2, f32[64, num_columns]
-    # In JAX 0.11 no read from GMEM is an optimised one.
+    # In JAX 0.11 no read from GMEM is an optimized one.
     lse = plgpu.load(refs.partial_lse.at[slot, heads], layout=_COLUMN, optimized=False)
     values = plgpu.load(
         refs.partial_out.at[slot, heads, columns], layout=plgpu.Layout.WGMMA, optimized=False

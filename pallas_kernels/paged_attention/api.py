@@ -15,7 +15,7 @@ from pallas_kernels.dispatch import Body, mosaic_bodies, run_op
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 from pallas_kernels.paged_attention.xla_batch_invariant import paged_attention_batch_invariant
-from pallas_kernels.quantised_cache import check_scales
+from pallas_kernels.quantized_cache import check_scales
 from pallas_kernels.stored_dtype import check_kv_dtype
 from pallas_kernels.target import Target
 
@@ -80,8 +80,8 @@ def paged_attention(
             is no chunks. At most one of the two.
         soft_cap: `logits = soft_cap * tanh(logits / soft_cap)`, after the scale, before the mask.
         sinks: One more logit a head in the softmax's denominator, with no value.
-        k_scale: What one step of a quantised key is worth, per KV head, as `kv_scatter` wrote it;
-            `None` where the cache is not quantised. `v_scale` likewise for values.
+        k_scale: What one step of a quantized key is worth, per KV head, as `kv_scatter` wrote it;
+            `None` where the cache is not quantized. `v_scale` likewise for values.
         kv_dtype: float16 or bfloat16, which float the bits of a uint16 cache are; `None` for a
             cache of any other dtype. The bodies in plain XLA and the reference take it.
         max_query_len: A promise that no request has more query tokens, so that a body may leave out

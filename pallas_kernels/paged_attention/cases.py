@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.quantised_cache import LARGEST_STORED
+from pallas_kernels.quantized_cache import LARGEST_STORED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class PagedAttentionInputs:
     sinks: jax.Array | None  # f32[num_q_heads]
     k_scale: jax.Array | None  # f32[num_kv_heads]
     v_scale: jax.Array | None  # f32[num_kv_heads]
-    # What is stored of each request, quantisation undone.
+    # What is stored of each request, quantization undone.
     keys_np: tuple[np.ndarray, ...]  # f32[seq_len, num_kv_heads, head_dim]
     values_np: tuple[np.ndarray, ...]  # f32[seq_len, num_kv_heads, head_dim]
 
@@ -334,7 +334,7 @@ def _first_seen(case: PagedAttentionCase, num_query: int, seq_len: int) -> int:
 
 
 def _draw_scales(rng: np.random.Generator, case: PagedAttentionCase) -> np.ndarray | None:
-    """A scale a KV head that lets numbers up to 4 fill the dtype; None if it is not quantised."""
+    """A scale a KV head that lets numbers up to 4 fill the dtype; None if it is not quantized."""
     largest = LARGEST_STORED.get(case.cache_dtype or case.dtype)
     if largest is None:
         return None

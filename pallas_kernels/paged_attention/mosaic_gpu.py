@@ -65,7 +65,7 @@ def paged_attention_mosaic_gpu(
     interpret: object = False,
 ) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, head_dim], f32[num_tokens, ...]
     """See `api.paged_attention`; `interpret` is False, True or `plgpu.InterpretGPUParams`."""
-    del k_scale, v_scale, kv_dtype  # `misfit` turns quantised caches and those of uint16 away
+    del k_scale, v_scale, kv_dtype  # `misfit` turns quantized caches and those of uint16 away
     num_tokens = q.shape[0]
     num_reqs = block_tables.shape[0]
     row = jnp.asarray(row, jnp.int32)

@@ -79,7 +79,7 @@ def paged_attention_reference(
 
 
 def _read_sequences(
-    pages: jax.Array,  # f[num_blocks, num_kv_heads, block_size, head_dim] or quantised
+    pages: jax.Array,  # f[num_blocks, num_kv_heads, block_size, head_dim] or quantized
     scale: jax.Array | None,  # f32[num_kv_heads]
     block_tables: jax.Array,  # i32[num_reqs, max_blocks_per_req]
     group_size: int,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.quantised_cache import is_quantised
+from pallas_kernels.quantized_cache import is_quantized
 from pallas_kernels.stored_dtype import as_values
 
 # Masked logits and empty running maxima: below every logit, and finite, because -inf minus -inf is
@@ -92,7 +92,7 @@ class AttentionProblem:
         readable_ids = jnp.where(is_real, block_ids, 0)
         stored = (rows_at(self.kv_cache, self.row, 2 * readable_ids + part) for part in (0, 1))
         blocks = (as_values(x, self.kv_dtype) for x in stored)
-        k, v = (x.astype(self.q.dtype) if is_quantised(x.dtype) else x for x in blocks)
+        k, v = (x.astype(self.q.dtype) if is_quantized(x.dtype) else x for x in blocks)
         return k, v
 
     def as_weights(self, weights: jax.Array) -> jax.Array:
@@ -100,7 +100,7 @@ class AttentionProblem:
 
         So a 16-bit model multiplies 16 bits, and float32 queries lose none to a narrower cache.
         """
-        if is_quantised(self.kv_cache.dtype):
+        if is_quantized(self.kv_cache.dtype):
             return weights.astype(self.q.dtype)
         return weights.astype(jnp.promote_types(self.q.dtype, self.kv_dtype or self.kv_cache.dtype))
 

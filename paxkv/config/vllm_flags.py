@@ -120,7 +120,7 @@ _NO_EXPERT_PARALLELISM = (
 )
 _NO_MAMBA = "no supported model has Mamba layers"
 _NO_LORA = "LoRA adapters are not supported"
-_NO_QUANTISATION = "quantised weights are not supported"
+_NO_QUANTISATION = "quantized weights are not supported"
 _NO_SPECULATION = "speculative decoding is not supported"
 _NO_TRANSFER = "KV cache transfer is not supported"
 _NO_OFFLOADING = "KV cache offloading is not supported"
@@ -250,7 +250,7 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
         "--safetensors-prefetch-block-size --safetensors-prefetch-num-threads",
     ),
     *_refused("weights do not change while the engine runs", "--weight-transfer-config", {}),
-    # Quantisation, adapters, speculation.
+    # Quantization, adapters, speculation.
     *_refused(_NO_QUANTISATION, "--quantization, -q"),
     *_refused(_NO_QUANTISATION, "--quantization-config", {}),
     *_ignored_switches(_NO_QUANTISATION, "--allow-deprecated-quantization"),

@@ -135,7 +135,7 @@ def _quoted(attribute: str, line: str) -> str:
 
 
 def _kernel_name(escaped_module: str) -> str:
-    """The kernel's name among a serialised module's strings, each of which ends with a zero byte.
+    """The kernel's name among a serialized module's strings, each of which ends with a zero byte.
 
     Example: the kernel "decode" names the module "decode" and its function "decode_mosaic_gpu".
     """

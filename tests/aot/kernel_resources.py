@@ -28,7 +28,7 @@ class KernelResources:
     barriers: int  # named barriers ("bar.sync"); mbarriers live in shared memory
     num_threads: int  # of a CTA
     shared_bytes: int  # of a CTA: what the launch asks for, and what ptxas adds
-    # What ptxas remarks beyond the usual: a serialised wgmma, an ignored setmaxnreg.
+    # What ptxas remarks beyond the usual: a serialized wgmma, an ignored setmaxnreg.
     remarks: tuple[str, ...]
 
     @property

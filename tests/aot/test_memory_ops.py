@@ -24,14 +24,14 @@ class Op:
     def __init__(self, gpus, name, dtype="bfloat16", *, head_dim=128, num_kv_heads=8, num_parts=2):
         self.name = name
         self._target = gpus.target
-        self._is_quantised = dtype in ("int8", "float8_e4m3fn")
+        self._is_quantized = dtype in ("int8", "float8_e4m3fn")
         ids = gpus.array((NUM_IDS,), jnp.int32)
         if name == "kv_scatter":
             cache_dims = (num_parts * NUM_BLOCKS, num_kv_heads, BLOCK_SIZE, head_dim)
             new = gpus.array((NUM_TOKENS, num_kv_heads, head_dim), jnp.bfloat16)
             slots, row = gpus.array((NUM_TOKENS,), jnp.int32), gpus.array((), jnp.int32)
             self.rest = [new, new if num_parts == 2 else None, slots, row]
-            if self._is_quantised:
+            if self._is_quantized:
                 self.rest += [gpus.array((num_kv_heads,), jnp.float32)] * 2
         else:
             num_words = num_parts * num_kv_heads * BLOCK_SIZE * head_dim
@@ -49,7 +49,7 @@ class Op:
     def __call__(self, cache, *rest, implementation=None):
         options = {"implementation": implementation, "target": self._target}
         if self.name == "kv_scatter":
-            *rest, k_scale, v_scale = rest if self._is_quantised else (*rest, None, None)
+            *rest, k_scale, v_scale = rest if self._is_quantized else (*rest, None, None)
             options |= {"k_scale": k_scale, "v_scale": v_scale}
         ops = {"kv_scatter": kv_scatter, "block_copy": block_copy, "block_scatter": block_scatter}
         return ops[self.name](cache, *rest, **options)

@@ -66,7 +66,7 @@ def test_no_spills_and_the_registers_and_memory_that_were_planned(compile_ragged
     program, cache_bytes = compile_ragged(**call)
     assert program.kernel_names == ["paged_attention_ragged"]
     [kernel] = program.ptxas
-    # A remark would be a serialised wgmma, or registers that could not be handed over.
+    # A remark would be a serialized wgmma, or registers that could not be handed over.
     assert (kernel.spill_bytes, kernel.stack_bytes, kernel.remarks) == (0, 0, ())
     # The launch's count, for all three warpgroups; `set_max_registers` then moves them.
     assert kernel.num_threads == 384

@@ -165,5 +165,5 @@ def test_fields_of_sampling_params_have_the_verdict_of_the_code() -> None:
 
 def test_page_answers_the_first_questions_near_its_top() -> None:
     answers = TEXT.partition("## Change a command line")[0]
-    for word in ("0.16", "LoRA", "Tensor", "Images", "quantisation", "Speculative"):
+    for word in ("0.16", "LoRA", "Tensor", "Images", "quantization", "Speculative"):
         assert word in answers

@@ -1,6 +1,6 @@
 """The places of a source file that can be mutated, their names, and the mutated source.
 
-A site is named by the qualified function, the kind, the normalised line, the mutated line, and the
+A site is named by the qualified function, the kind, the normalized line, the mutated line, and the
 occurrence of that pair within the function. The name says nothing about the file or the line
 number, so it is still found after the function has moved.
 """
@@ -130,7 +130,7 @@ def find_sites(source: str, only: Container[str] | None = None) -> list[Site]:
         for node in nodes:
             for statement in _own_statements(node.body):
                 for kind, replaced, mutated, replacement in _mutations(statement, node):
-                    line = _normalised(statement)
+                    line = _normalized(statement)
                     name = SiteName(
                         function=function,
                         kind=kind,
@@ -195,7 +195,7 @@ def _header_lines(statement: ast.stmt) -> range:
     return range(header[0].lineno, header[-1].end_lineno + 1)
 
 
-def _normalised(statement: ast.stmt) -> str:
+def _normalized(statement: ast.stmt) -> str:
     """The statement, or the header of a compound one, as `ast.unparse` writes it on one line."""
     if not hasattr(statement, "body"):
         return " ".join(ast.unparse(statement).split())
@@ -226,7 +226,7 @@ def _mutations(statement: ast.stmt, function: ast.AST) -> Iterator[tuple[str, as
         for node in _expressions(part):
             for change in _changes(node):
                 old = change.exchange(change.value)
-                mutated, text = _normalised(statement), ast.unparse(change.rewritten)
+                mutated, text = _normalized(statement), ast.unparse(change.rewritten)
                 change.exchange(old)
                 is_statement = isinstance(change.rewritten, ast.stmt)
                 yield change.kind, change.replaced, mutated, text if is_statement else f"({text})"

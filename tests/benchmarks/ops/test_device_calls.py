@@ -1,4 +1,4 @@
-"""The time of one call is right, and repeated calls are not optimised away."""
+"""The time of one call is right, and repeated calls are not optimized away."""
 
 from types import SimpleNamespace
 

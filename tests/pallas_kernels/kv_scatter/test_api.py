@@ -109,7 +109,7 @@ def test_a_page_is_the_keys_of_a_block_and_then_its_values(implementation):
     np.testing.assert_array_equal(np.asarray(kv_cache).reshape(pages.shape), pages)
 
 
-def quantise_in_numpy(x, scale, dtype):
+def quantize_in_numpy(x, scale, dtype):
     scaled = np.asarray(x) / np.asarray(scale)[:, None]
     if dtype == np.int8:
         return np.clip(np.rint(scaled), -127, 127).astype(np.int8)
@@ -121,7 +121,7 @@ QUANTISED = [case for case in CASES if case.dtype in ("int8", "float8_e4m3fn")]
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 @pytest.mark.parametrize("case", QUANTISED, ids=lambda case: case.name)
-def test_a_quantised_cache_holds_what_numpy_computes(case, implementation):
+def test_a_quantized_cache_holds_what_numpy_computes(case, implementation):
     inputs = build_inputs(case)
     block_size, num_slots = case.block_size, case.num_blocks * case.block_size
     call = lambda arrays, scales: kv_scatter(  # noqa: E731
@@ -132,7 +132,7 @@ def test_a_quantised_cache_holds_what_numpy_computes(case, implementation):
     expected = np.asarray(inputs.kv_cache).copy()
     num_clipped = 0
     for part, (new, scale) in enumerate(news):
-        stored = quantise_in_numpy(new, scale, expected.dtype)
+        stored = quantize_in_numpy(new, scale, expected.dtype)
         for token, slot in zip(stored, np.asarray(inputs.slots), strict=True):
             if slot < num_slots:
                 block, offset = divmod(slot, block_size)
@@ -171,7 +171,7 @@ def test_a_kv_dtype_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="kv_scatter: kv_dtype belongs to a kv_cache of uint16"):
         shape_of_result({}, kv_dtype=jnp.float16)
     scales = {"k_scale": ((2,), jnp.float32), "v_scale": ((2,), jnp.float32)}
-    with pytest.raises(ValueError, match="k_scale belongs to a quantised cache: got one with a"):
+    with pytest.raises(ValueError, match="k_scale belongs to a quantized cache: got one with a"):
         shape_of_result(uint16 | scales, kv_dtype=jnp.float16)
 
 
@@ -180,7 +180,7 @@ def test_a_kv_dtype_that_does_not_fit_is_refused():
     [
         (jnp.int8, {}, r"a cache of int8 needs k_scale: got None, wanted f32\[2\]"),
         (jnp.float8_e4m3fn, {"k_scale": (2,)}, "a cache of float8_e4m3fn needs v_scale"),
-        (jnp.float32, {"k_scale": (2,)}, "k_scale belongs to a quantised cache"),
+        (jnp.float32, {"k_scale": (2,)}, "k_scale belongs to a quantized cache"),
         (jnp.int8, {"k_scale": (2,), "v_scale": (3,)}, r"v_scale .* got \[3\], wanted \[2\]"),
         (jnp.int32, {}, "kv_cache has the wrong dtype: got int32"),
     ],

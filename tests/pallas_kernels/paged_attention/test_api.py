@@ -45,7 +45,7 @@ def test_every_implementation_gives_the_same_shapes(implementation):
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
-def test_a_quantised_cache_gives_the_dtype_of_q(dtype):
+def test_a_quantized_cache_gives_the_dtype_of_q(dtype):
     changes = {"kv_cache": ((2, 10, 2, 16, 32), dtype)}
     scales = {"k_scale": np.ones(2, np.float32), "v_scale": np.ones(2, np.float32)}
     assert shape_of_result(changes, **scales).dtype == jnp.float32
@@ -103,7 +103,7 @@ def test_arrays_that_do_not_fit_are_refused(changes, message):
         ({"scale": float("nan")}, "scale must be a finite number: got nan"),
         ({"sliding_window": 2**31}, "sliding_window is too large: got 2147483648"),
         ({"chunk_size": 4.0}, "chunk_size must be an integer: got 4.0"),
-        ({"k_scale": np.ones(2, np.float32)}, "k_scale belongs to a quantised cache"),
+        ({"k_scale": np.ones(2, np.float32)}, "k_scale belongs to a quantized cache"),
         ({"sinks": np.zeros(3, np.float32)}, r"sinks .* got \[3\], wanted \[4\]"),
         ({"sinks": np.zeros(4, np.int32)}, "sinks has the wrong dtype: got int32"),
         ({"implementation": "triton"}, "got 'triton', wanted None or one of .*'xla'"),
@@ -140,7 +140,7 @@ def test_a_kv_dtype_that_does_not_fit_is_refused():
         ),
     ],
 )
-def test_scales_of_a_quantised_cache_that_do_not_fit_are_refused(scales, message):
+def test_scales_of_a_quantized_cache_that_do_not_fit_are_refused(scales, message):
     with pytest.raises(ValueError, match=message):
         shape_of_result({"kv_cache": ((2, 10, 2, 16, 32), jnp.int8)}, **scales)
 

@@ -67,7 +67,7 @@ def test_ignored_arguments_make_one_warning_with_their_reasons():
     ("argument", "value", "reason"),
     [
         ("tensor_parallel_size", 2, "one device.* Pass 1, or leave it out"),
-        ("quantization", "fp8", "quantised weights"),
+        ("quantization", "fp8", "quantized weights"),
         ("reasoning_parser", "qwen3", "with its thoughts. Pass '', or leave it out"),
         ("enable_lora", True, "LoRA.* Pass False"),
         ("speculative_config", {"model": "m"}, "speculative"),
