@@ -14,6 +14,7 @@ from pallas_kernels.grouped_matmul.group_tiles import (
     GroupTiles,
     choose_tile_rows,
     make_group_tiles,
+    tile_row_choices,
 )
 from pallas_kernels.kv_scatter.api import kv_scatter
 from pallas_kernels.merge_attention_states.api import merge_attention_states
@@ -41,4 +42,5 @@ __all__ = [
     "paged_attention",
     "slot_mapping",
     "target_of",
+    "tile_row_choices",
 ]

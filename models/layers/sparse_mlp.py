@@ -46,7 +46,7 @@ class SparseMLP(nnx.Module):
 
 
 class SharedExpertsMLP(SparseMLP):
-    """Each row goes through further experts, which are one MLP together.
+    """Each row also goes through shared experts, which are stored as one MLP.
 
     Source: DeepSeekMoE, arXiv:2401.06066.
     """
@@ -72,7 +72,7 @@ class SharedExpertsMLP(SparseMLP):
 
 
 class GatedSharedExpertMLP(SparseMLP):
-    """Each row goes through one further expert, `sigmoid(shared_expert_gate(x))` times.
+    """Each row also goes through one shared expert, scaled by `sigmoid(shared_expert_gate(x))`.
 
     Source: Qwen2-MoE.
     """

@@ -88,3 +88,10 @@ def choose_tile_rows(num_rows: int, num_groups: int, target: Target) -> int:
     limits = _LIMITS_OF_PLATFORM.get(target.platform, _LIMITS)
     per_group = num_rows / num_groups
     return next(tile_rows for tile_rows, limit in limits if per_group < limit)
+
+
+def tile_row_choices(target: Target) -> tuple[int, ...]:
+    """Every value that `choose_tile_rows` returns for the target, rising."""
+    alone = (1,) if target.platform in _ALONE_UP_TO else ()
+    limits = _LIMITS_OF_PLATFORM.get(target.platform, _LIMITS)
+    return (*alone, *(tile_rows for tile_rows, _ in limits))

@@ -45,6 +45,7 @@ from paxkv.runner.programs.bucketing import (
     StepBuckets,
     TableShape,
 )
+from paxkv.runner.programs.expert_check import products_of
 from paxkv.runner.programs.kernel_check import CheckedLayer, choose_implementation
 from paxkv.runner.programs.program_store import ProgramStore
 from paxkv.runner.programs.warmup import StepPrograms
@@ -301,6 +302,8 @@ def _kernel_settings(
     ]
     return KernelSettings.for_mesh(
         mesh,
-        implementation=choose_implementation(kernels, layers, mesh.devices.flat[0]),
+        implementation=choose_implementation(
+            kernels, layers, products_of(model), mesh.devices.flat[0]
+        ),
         batch_invariant=config.batch_invariant,
     )

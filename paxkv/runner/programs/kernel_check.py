@@ -7,7 +7,7 @@ shapes, and falls back to plain XLA with an error in the log if the answer is no
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ import numpy as np
 import pallas_kernels
 from models import AttentionConfig, AttentionFormat
 from pallas_kernels.dispatch import target_misfit
+from paxkv.runner.programs.expert_check import CheckedProduct, multiply_and_compare
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +43,17 @@ class CheckedLayer:
 
 
 def choose_implementation(
-    kernels: str, layers: Sequence[CheckedLayer], device: jax.Device
+    kernels: str,
+    layers: Sequence[CheckedLayer],
+    products: Iterable[CheckedProduct],
+    device: jax.Device,
 ) -> str | None:
     """The `implementation` that the model passes to every op.
 
     Args:
         kernels: `RunnerConfig.kernels`.
         layers: Of the model; those without keys and values left out.
+        products: Of its layers with experts.
 
     Returns:
         "xla", or None where each op may choose for itself.
@@ -58,7 +63,7 @@ def choose_implementation(
         return "xla"
     if target_misfit(target) is not None:
         return None  # dispatch takes XLA by itself and says why
-    reason = why_kernels_differ(layers, target)
+    reason = why_kernels_differ(layers, target) or why_products_differ(products, target)
     if reason is None:
         return None
     logger.error(
@@ -103,6 +108,34 @@ def why_kernels_differ(
                 f"attention with {rules}{sinks} differs from XLA's by {difference:.3g} of its "
                 f"norm, more than {MAX_RELATIVE_ERROR}"
             )
+    return None
+
+
+def why_products_differ(
+    products: Iterable[CheckedProduct],
+    target: pallas_kernels.Target,
+    *,
+    implementation: str | None = None,
+) -> str | None:
+    """Runs products of experts with `implementation` and with XLA.
+
+    Returns:
+        What differs; None if nothing does.
+    """
+    try:
+        for what, got_np, expected_np in multiply_and_compare(
+            products, target, implementation=implementation
+        ):
+            difference = relative_error(got_np, expected_np)
+            if not difference <= MAX_RELATIVE_ERROR:  # NaN is not
+                return (
+                    f"the product of {what} differs from XLA's by {difference:.3g} of its norm, "
+                    f"more than {MAX_RELATIVE_ERROR}"
+                )
+    # As in `why_kernels_differ`: plain XLA can still serve.
+    except Exception as error:
+        logger.exception("a kernel failed")
+        return f"running the product of experts raised {type(error).__name__}"
     return None
 
 

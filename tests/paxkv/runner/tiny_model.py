@@ -85,6 +85,8 @@ class TinyModel:
         shapes = [(VOCAB, HIDDEN), (MAX_POSITIONS, HIDDEN), (HIDDEN, VOCAB)]
         # Q, K and V; of the heads of K and V, a layer takes the first.
         shapes += [(3, HIDDEN, NUM_HEADS * HEAD_DIM)] * len(windows)
+        self.param_names = tuple(str(idx) for idx in range(len(shapes)))
+        self.weight_rules = {}
         self.params = tuple(
             jax.device_put(rng.normal(size=s).astype(np.float32)).astype(dtype) for s in shapes
         )

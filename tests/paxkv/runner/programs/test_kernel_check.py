@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import types
 
 import jax
 import numpy as np
@@ -9,12 +10,15 @@ import pytest
 
 import pallas_kernels
 from models import AttentionConfig, AttentionFormat, RopeConfig
-from paxkv.runner.programs import kernel_check
+from models.weight_rule import Source, WeightRule
+from paxkv.runner.programs import expert_check, kernel_check
+from paxkv.runner.programs.expert_check import CheckedProduct, products_of
 from paxkv.runner.programs.kernel_check import (
     CheckedLayer,
     choose_implementation,
     relative_error,
     why_kernels_differ,
+    why_products_differ,
 )
 
 FORMAT = AttentionFormat(num_kv_heads=2, head_dim=16, dtype="float32")
@@ -24,6 +28,9 @@ H200 = pallas_kernels.Target(platform="gpu", device_kind="NVIDIA H200", compute_
 FULL = AttentionConfig(
     hidden_size=64, num_q_heads=4, num_kv_heads=2, head_dim=16, rope=RopeConfig(), scale=0.25
 )
+
+
+PRODUCTS = (CheckedProduct(16, 24, "float32"),)
 
 
 def checked(*layers, cache=FORMAT, block_size=16):
@@ -217,6 +224,84 @@ def test_sinks_and_chunks_that_a_kernel_gets_wrong_are_noticed(monkeypatch, fiel
     assert ("sinks" in reason) == ("has_sinks" in fields)
 
 
+def spoil_products(monkeypatch, spoil):
+    """Makes the products of experts of every body but XLA's wrong."""
+    multiply = pallas_kernels.grouped_matmul
+
+    def spoiled(*args, implementation, target):
+        y = multiply(*args, implementation="xla")
+        return y if implementation == "xla" else spoil(y)
+
+    monkeypatch.setattr(pallas_kernels, "grouped_matmul", spoiled)
+
+
+def test_right_products_of_experts_pass():
+    assert why_products_differ(PRODUCTS, H200, implementation="reference") is None
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda y: y * 1.05,
+        lambda y: y.at[0].set(0),  # the first row of an expert
+        lambda y: y.at[:, -1].set(np.nan),
+    ],
+    ids=["scaled", "lost row", "nan"],
+)
+def test_wrong_products_of_experts_are_noticed(monkeypatch, spoil):
+    spoil_products(monkeypatch, spoil)
+    reason = why_products_differ(PRODUCTS, H200, implementation="reference")
+    assert "experts of 16 x 24, tiles of 8 differs from XLA's by" in reason
+
+
+def test_products_of_experts_are_tried_in_tiles_of_every_size(monkeypatch):
+    sizes = []
+    multiply = expert_check._multiply
+
+    def watched(inputs, tile_rows, implementation, target):
+        sizes.append(tile_rows)
+        return multiply(inputs, tile_rows, implementation, target)
+
+    monkeypatch.setattr(expert_check, "_multiply", watched)
+    assert why_products_differ(PRODUCTS, H200, implementation="reference") is None
+    numbers = ((rows, groups) for rows in range(1, 4096, 7) for groups in (1, 8, 128))
+    chosen = {pallas_kernels.choose_tile_rows(*number, H200) for number in numbers}
+    assert set(sizes) == chosen
+
+
+def test_a_product_of_experts_that_cannot_run_is_a_reason(monkeypatch, caplog):
+    def fail(y):
+        raise RuntimeError("CUDA says no")
+
+    spoil_products(monkeypatch, fail)
+    with caplog.at_level(logging.ERROR):
+        reason = why_products_differ(PRODUCTS, H200, implementation="reference")
+    assert reason == "running the product of experts raised RuntimeError"
+    assert "CUDA says no" in caplog.text
+
+
+def test_the_stacks_of_a_model_are_its_products():
+    def rule(layout, *axes):
+        return WeightRule(sources=(Source(name="w", shape=()),), layout=layout, axes=axes)
+
+    model = types.SimpleNamespace(
+        param_names=("a.kernel", "b.kernel", "b.kernel.0", "c.kernel", "d.kernel"),
+        params=(
+            *(np.zeros((4, 16, 24), np.float32), np.zeros((16, 24), np.float32)),
+            *(np.zeros((16, 8), np.float32), np.zeros((4, 24, 16), np.float32)),
+            np.zeros((8, 16, 24), np.float32),
+        ),
+        weight_rules={
+            **dict.fromkeys(("a.kernel", "c.kernel", "d.kernel"), rule("experts", *3 * (None,))),
+            "b.kernel": rule("matrix", None, None),
+        },
+    )
+    assert products_of(model) == {
+        CheckedProduct(16, 24, "float32"),
+        CheckedProduct(24, 16, "float32"),
+    }
+
+
 class FakeH200:
     platform, device_kind, compute_capability = "gpu", "NVIDIA H200", "9.0"
 
@@ -226,11 +311,20 @@ def test_kernels_that_differ_are_not_used_and_the_log_says_so(monkeypatch, caplo
     reasons = iter(["they rot", None])
     monkeypatch.setattr(kernel_check, "why_kernels_differ", lambda *args: next(reasons))
     with caplog.at_level(logging.ERROR):
-        assert choose_implementation("auto", LAYERS, FakeH200()) == "xla"
+        assert choose_implementation("auto", LAYERS, (), FakeH200()) == "xla"
         assert "NVIDIA H200" in caplog.text and "they rot" in caplog.text
         caplog.clear()
-        assert choose_implementation("auto", LAYERS, FakeH200()) is None
+        assert choose_implementation("auto", LAYERS, (), FakeH200()) is None
     assert not caplog.text
+
+
+def test_wrong_experts_alone_are_enough_to_use_xla(monkeypatch, caplog):
+    monkeypatch.setattr(kernel_check, "target_misfit", lambda target: None)
+    monkeypatch.setattr(kernel_check, "why_kernels_differ", lambda *args: None)
+    spoil_products(monkeypatch, lambda y: y * 1.05)
+    with caplog.at_level(logging.ERROR):
+        assert choose_implementation("auto", LAYERS, PRODUCTS, FakeH200()) == "xla"
+    assert "experts of 16 x 24, tiles of 8" in caplog.text
 
 
 def test_kernels_that_cannot_run_are_not_used(monkeypatch, caplog):
@@ -250,8 +344,8 @@ def test_kernels_that_cannot_run_are_not_used(monkeypatch, caplog):
 
 def test_cpu_leaves_the_choice_to_dispatch_and_xla_is_taken_at_its_word():
     device = jax.devices("cpu")[0]
-    assert choose_implementation("auto", LAYERS, device) is None
-    assert choose_implementation("xla", LAYERS, device) == "xla"
+    assert choose_implementation("auto", LAYERS, PRODUCTS, device) is None
+    assert choose_implementation("xla", LAYERS, PRODUCTS, device) == "xla"
 
 
 def test_relative_error_is_of_norms():
