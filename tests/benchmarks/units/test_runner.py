@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.units import runner
 from benchmarks.units.runner import DEVICE_UNIT, UnitRunner
 from benchmarks.units.unit import Finding, Result
 from tests.benchmarks.units.listed_units import all_units
@@ -14,7 +15,7 @@ from tests.benchmarks.units.listed_units import all_units
 def run(folder: Path, *cases: str, seconds: float = 600.0, list_units=all_units):
     """Runs the cases of listed_units.py, or the device's unit "name", as one group."""
     results: list[Result] = []
-    runner = UnitRunner(
+    unit_runner = UnitRunner(
         folder=folder,
         list_units=list_units,
         run_seed=1,
@@ -22,7 +23,7 @@ def run(folder: Path, *cases: str, seconds: float = 600.0, list_units=all_units)
         on_result=results.append,
     )
     units = {unit.case: unit for unit in (DEVICE_UNIT, *all_units(is_rehearsal=False))}
-    runner.run_groups([[units[case] for case in cases]], deadline=time.monotonic() + seconds)
+    unit_runner.run_groups([[units[case] for case in cases]], deadline=time.monotonic() + seconds)
     assert len(results) == len(cases)
     return {result.unit.case: result for result in results}
 
@@ -52,8 +53,15 @@ def test_process_that_cannot_start_is_reported_once(tmp_path) -> None:
     assert {result.outcome for result in results.values()} == {"died"}
     assert "no list of units" in results["last"].reason
     assert len(list(tmp_path.glob("*.log"))) == 1
-    # A group without time does not start, and one in which units keep dying is given up.
+    # A group without time does not start.
     assert run(tmp_path, "first", seconds=-1)["first"].outcome == "skipped"
+
+
+def test_group_whose_units_keep_dying_is_given_up(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(runner, "MAX_DEATHS_PER_GROUP", 2)
+    results = run(tmp_path, "kills", "first", "kills again", "last")
+    assert [result.outcome for result in results.values()] == ["died", "done", "died", "skipped"]
+    assert "too many units of the group died" in results["last"].reason
 
 
 @pytest.mark.parametrize("error", [math.nan, math.inf, 1e-2, 0.5])
