@@ -74,6 +74,20 @@ CASES: tuple[GroupedMatmulCase, ...] = (
         dtype="bfloat16",
     ),
     GroupedMatmulCase(
+        name="bfloat16_columns_of_64",
+        group_sizes=(3, 0, 9),
+        tile_rows=8,
+        out_features=192,
+        dtype="bfloat16",
+    ),
+    GroupedMatmulCase(
+        name="bfloat16_tiles_and_columns_of_64",
+        group_sizes=(65, 3),
+        tile_rows=64,
+        out_features=64,
+        dtype="bfloat16",
+    ),
+    GroupedMatmulCase(
         name="bfloat16_as_bits",
         group_sizes=(5, 4),
         tile_rows=8,

@@ -1,4 +1,4 @@
-"""Mosaic GPU body of `grouped_matmul` on Hopper: a CTA for each tile of rows and 128 columns.
+"""Mosaic GPU body of `grouped_matmul` on Hopper: a CTA for each tile of rows and piece of columns.
 
 One warpgroup copies pieces of x and of the tile's matrix to shared memory, `_NUM_STAGES` pieces
 ahead; the other multiplies them. wgmma multiplies 64 rows at a time: tiles of fewer rows are its
@@ -17,7 +17,9 @@ from jax import lax
 from pallas_kernels.cache_layout import INT32_MAX
 from pallas_kernels.tma_boxes import MAX_GRID_YZ
 
-_COLUMNS = 128  # of the result, for one CTA
+# Columns of the result for one CTA: the most that divide the matrix. With more of them, the same
+# rows of x are copied less often.
+_COLUMNS = (128, 64)
 _FEATURES = 64  # that are summed in one turn: 128 bytes, a row of the swizzle
 _NUM_STAGES = 4
 _TILE_ROWS = (8, 16, 32, 64, 128)
@@ -32,8 +34,8 @@ class _Refs(NamedTuple):
     tile_groups: jax.Ref  # i32[num_tiles]
     out: jax.Ref  # f[num_tiles * tile_rows, out_features]
     x_stages: jax.Ref  # f[_NUM_STAGES, tile_rows, _FEATURES]
-    weights_stages: jax.Ref  # f[_NUM_STAGES, _FEATURES, _COLUMNS]
-    staged: jax.Ref  # f[tile_rows, _COLUMNS]
+    weights_stages: jax.Ref  # f[_NUM_STAGES, _FEATURES, num_columns]
+    staged: jax.Ref  # f[tile_rows, num_columns]
     landed: jax.Ref  # a barrier for each stage: both pieces have arrived
     free: jax.Ref  # a barrier for each stage: both pieces have been multiplied
 
@@ -53,10 +55,10 @@ def misfit(
         return f"it multiplies 16-bit floats, not {x.dtype} with {weights.dtype}"
     if tile_rows not in _TILE_ROWS:
         return f"a tile has {tile_rows} rows, not one of {_TILE_ROWS}"
-    if in_features % _FEATURES or out_features % _COLUMNS:
+    if in_features % _FEATURES or out_features % min(_COLUMNS):
         return (
             f"a matrix of {in_features} x {out_features} has no whole pieces of "
-            f"{_FEATURES} x {_COLUMNS}"
+            f"{_FEATURES} x {min(_COLUMNS)}"
         )
     if tile_groups.shape[0] > MAX_GRID_YZ or max(x.size, x.shape[0] * out_features) > INT32_MAX:
         return f"its indices are int32 and its grid has at most {MAX_GRID_YZ} tiles"
@@ -76,6 +78,7 @@ def grouped_matmul_mosaic_gpu(
     (num_tiles,) = tile_groups.shape
     tile_rows = x.shape[0] // num_tiles
     num_groups, in_features, out_features = weights.shape
+    num_columns = next(columns for columns in _COLUMNS if out_features % columns == 0)
     swizzled = (plgpu.TilingTransform((8, _FEATURES)), plgpu.SwizzleTransform(128))
     multiply = plgpu.kernel(
         functools.partial(
@@ -87,13 +90,13 @@ def grouped_matmul_mosaic_gpu(
         out_type=jax.ShapeDtypeStruct((x.shape[0], out_features), x.dtype),
         scratch_types=[
             plgpu.SMEM((_NUM_STAGES, tile_rows, _FEATURES), x.dtype, transforms=swizzled),
-            plgpu.SMEM((_NUM_STAGES, _FEATURES, _COLUMNS), x.dtype, transforms=swizzled),
-            plgpu.SMEM((tile_rows, _COLUMNS), x.dtype, transforms=swizzled),
+            plgpu.SMEM((_NUM_STAGES, _FEATURES, num_columns), x.dtype, transforms=swizzled),
+            plgpu.SMEM((tile_rows, num_columns), x.dtype, transforms=swizzled),
             plgpu.Barrier(num_arrivals=2, num_barriers=_NUM_STAGES),
             plgpu.Barrier(num_arrivals=1, num_barriers=_NUM_STAGES),
         ],
         # The last axis runs fastest: the CTAs of one matrix's columns are at work together.
-        grid=(num_tiles, out_features // _COLUMNS),
+        grid=(num_tiles, out_features // num_columns),
         grid_names=("tile", "column"),
         num_threads=2,
         thread_name="role",
@@ -110,7 +113,8 @@ def _kernel_body(*refs: jax.Ref, num_groups: int, tile_rows: int, num_turns: int
     role = lax.axis_index("role")
     group = refs.tile_groups[tile]
     rows = pl.ds(tile * tile_rows, tile_rows)
-    columns = pl.ds(column * _COLUMNS, _COLUMNS)
+    num_columns = refs.staged.shape[1]
+    columns = pl.ds(column * num_columns, num_columns)
 
     @pl.when((group < num_groups) & (role == _COPY))
     def _() -> None:
@@ -142,8 +146,8 @@ def _kernel_body(*refs: jax.Ref, num_groups: int, tile_rows: int, num_turns: int
 
 
 def _multiply(refs: _Refs, *, num_turns: int) -> jax.Array:
-    """The tile's product, f32[tile_rows, _COLUMNS]; turned if the tile has less than 64 rows."""
-    tile_rows = refs.staged.shape[0]
+    """The tile's product, f32[tile_rows, num_columns]; turned if the tile has less than 64 rows."""
+    tile_rows, num_columns = refs.staged.shape
     is_turned = tile_rows < 64
 
     def run(total: jax.Ref) -> jax.Array:
@@ -165,5 +169,5 @@ def _multiply(refs: _Refs, *, num_turns: int) -> jax.Array:
 
         return total[...]
 
-    shape = (_COLUMNS, tile_rows) if is_turned else (tile_rows, _COLUMNS)
+    shape = (num_columns, tile_rows) if is_turned else (tile_rows, num_columns)
     return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
