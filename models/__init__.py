@@ -16,16 +16,19 @@ from models.errors import (
 from models.forward_batch import ForwardBatch, GroupInputs
 from models.kernel_settings import KernelSettings
 from models.layer_context import CachePlace, LayerContext, LayerPlaces
+from models.layers.experts import EXPERT_TOKENS
 from models.loading.load_model import load_model
 from models.loading.loaded_model import LoadedModel
 from models.loading.source import read_model_config, resolve_model_folder
 from models.platforms import Platform, platform_of
 from models.registry import read_config
+from models.report import Report
 from models.rope_config import RopeConfig
 from models.row_widths import Width, run_at_width
 from models.wants import Outputs, Wants
 
 __all__ = [
+    "EXPERT_TOKENS",
     "AttentionConfig",
     "AttentionFormat",
     "CacheFormat",
@@ -47,6 +50,7 @@ __all__ = [
     "Outputs",
     "Pages",
     "Platform",
+    "Report",
     "RopeConfig",
     "UnsupportedModelError",
     "Wants",

@@ -1,6 +1,7 @@
 """`Decoder`: what all families have around their layers."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from models.layer_context import ContextChange, LayerContext, LayerPlaces, make_
 from models.layer_loop import Layer, PlacedLayer
 from models.layers.linear import Embedding, Linear
 from models.platforms import Platform
+from models.report import first_reports
 from models.wants import Outputs
 from models.weight_rule import WeightRule, rules_of_layers
 
@@ -102,6 +104,7 @@ class Decoder(nnx.Module):
         context = make_context(batch, pages, kernels, rotaries)
         if change_context is not None:
             context = change_context(context)
+        context = context.with_reported(first_reports(batch.wants.reports, len(self.layers)))
         layers = [
             PlacedLayer(layer, layer_idx, of_layer)
             for layer_idx, (layer, of_layer) in enumerate(zip(self.layers, places, strict=True))
@@ -115,7 +118,8 @@ class Decoder(nnx.Module):
             start = tap + 1
         if start < len(layers):
             carry, pages = platform.run_layers(layers[start:], carry, pages, context)
-        return batch.choose_outputs(self.finish(carry), tuple(taps)), pages
+        outputs = batch.choose_outputs(self.finish(carry), tuple(taps))
+        return replace(outputs, reports=context.reported), pages
 
     def embed(self, context: LayerContext) -> Carry:
         """What the first layer gets."""

@@ -1,7 +1,7 @@
 """`LayerContext`: what a layer may ask of the step that it is part of."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import jax
@@ -87,6 +87,9 @@ class LayerContext:
     rows: Rows = Rows()
     # What features do to the output of a `Linear`, one after the other (`add_linear_change`).
     linear_changes: tuple[LinearChange, ...] = ()
+    # What layers have reported so far (`report`), by name: i32[num_layers, *dims]. All contexts of
+    # one trace share this dict. It is empty if the step asks for no reports.
+    reported: dict[str, jax.Array] = field(default_factory=dict)
 
     def at(self, layer_idx: int | jax.Array, places: LayerPlaces) -> "LayerContext":
         """The context of a layer whose caches have these places."""
@@ -170,7 +173,7 @@ class LayerContext:
         """`function(*arrays, context)`, where each token is computed from its own rows alone.
 
         Rows after the step's tokens may be left out of the work; their results are then zero. The
-        function gets fewer rows then, and the context of these.
+        function gets fewer rows then, and the context of these. What it reports counts.
 
         Args:
             function: Takes and returns arrays, or tuples of them, with tokens as the first axis.
@@ -188,14 +191,21 @@ class LayerContext:
                 )
         if len(self.batch.widths) < 2 or self.rows != Rows():
             return function(*arrays, self)
-        shapes = jax.eval_shape(lambda *arrays: function(*arrays, self), *arrays)
+        silent = self.with_reported({})
+        shapes = jax.eval_shape(lambda *arrays: function(*arrays, silent), *arrays)
         room = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
 
-        def run(width: Width, room: Arrays) -> Arrays:
-            own = replace(self, rows=Rows(width=width))
-            return jax.tree.map(width.write, room, function(*map(width.read, arrays), own))
+        def run(
+            width: Width, state: tuple[Arrays, dict[str, jax.Array]]
+        ) -> tuple[Arrays, dict[str, jax.Array]]:
+            room, reported = state
+            own = replace(self.with_reported(reported), rows=Rows(width=width))
+            room = jax.tree.map(width.write, room, function(*map(width.read, arrays), own))
+            return room, own.reported
 
-        return self.batch.at_width(run, room)
+        room, reported = self.batch.at_width(run, (room, dict(self.reported)))
+        self.reported.update(reported)
+        return room
 
     def changed_linear(
         self,
@@ -222,6 +232,39 @@ class LayerContext:
     def add_linear_change(self, change: LinearChange) -> "LayerContext":
         """The context where `change` gets what all changes before it returned."""
         return replace(self, linear_changes=(*self.linear_changes, change))
+
+    def report(self, name: str, count: Callable[[], jax.Array]) -> None:
+        """Adds numbers to what the layer has reported under that name, if the step asks for them.
+
+        Args:
+            count: Returns i32[dims of the `Report`]. It is not called if nothing asks, so that the
+                program stays as it is.
+
+        Raises:
+            ModelError: The numbers are of another shape or dtype.
+        """
+        if name not in self.reported:
+            return
+        total, numbers = self.reported[name], count()
+        if (numbers.shape, numbers.dtype) != (total.shape[1:], total.dtype):
+            raise ModelError(
+                f"a layer reports {numbers.dtype}{list(numbers.shape)} as {name!r}; the step asks "
+                f"for {total.dtype}{list(total.shape[1:])}. The `Report` must have the dimensions "
+                "of what the layer counts."
+            )
+        # Not `total.at[...].add`, which would be a scatter.
+        own = jax.lax.dynamic_index_in_dim(total, self.layer_idx, keepdims=False)
+        self.reported[name] = jax.lax.dynamic_update_index_in_dim(
+            total, own + numbers, self.layer_idx, axis=0
+        )
+
+    def with_reported(self, reported: Mapping[str, jax.Array]) -> "LayerContext":
+        """The context of an inner trace, such as the body of a loop, with a dict of its own.
+
+        The body must take `reported` from outside as a value and return the dict's values at its
+        end. The caller then updates the dict of the outer context with them.
+        """
+        return replace(self, reported=dict(reported))
 
     @property
     def num_queries_per_req(self) -> int | None:

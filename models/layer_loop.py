@@ -32,6 +32,10 @@ class PlacedLayer(NamedTuple):
         return self.layer(carry, pages, context.at(self.layer_idx, self.places))
 
 
+# What goes from layer to layer, the cache, and what the layers have reported.
+_LoopState = tuple[Carry, Pages, dict[str, jax.Array]]
+
+
 class Stretch(NamedTuple):
     """Layers `start` to `start + period * num_periods`; those a period apart are of one kind."""
 
@@ -88,16 +92,22 @@ def _run_periods(
     pages: Pages,
     context: LayerContext,
 ) -> tuple[Carry, Pages]:
-    def run_period(period_idx: jax.Array, state: tuple[Carry, Pages]) -> tuple[Carry, Pages]:
+    def run_period(period_idx: jax.Array, state: _LoopState) -> _LoopState:
+        *state, reported = state
+        own = context.with_reported(reported)
         for start in range(period):
             alike = layers[start::period]
             layer = choose_layer([placed.layer for placed in alike], period_idx)
             places = _pick_places([placed.places for placed in alike], period_idx)
             layer_idx = alike[0].layer_idx + period * period_idx
-            state = layer(*state, context.at(layer_idx, places))
-        return state
+            state = layer(*state, own.at(layer_idx, places))
+        return *state, own.reported
 
-    return jax.lax.fori_loop(0, len(layers) // period, run_period, (carry, pages))
+    carry, pages, reported = jax.lax.fori_loop(
+        0, len(layers) // period, run_period, (carry, pages, dict(context.reported))
+    )
+    context.reported.update(reported)
+    return carry, pages
 
 
 def find_stretches(kinds: Sequence[Hashable]) -> list[Stretch]:

@@ -1,16 +1,18 @@
 """What the caller of a model wants back from a step, and the answer: `Wants` and `Outputs`."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 import jax
 
 from models.errors import ModelError
+from models.report import Report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wants:
-    """Which hidden states a step is to return. Static, so each choice is a program of its own.
+    """What a step is to return. Static, so each choice is a program of its own.
 
     Args:
         logits: For which tokens the caller computes logits: for none, for the last token of each
@@ -18,11 +20,13 @@ class Wants:
         hidden: Tokens whose hidden states after the last norm are returned.
         taps: Layers, rising from 0, whose own hidden states of all tokens are wanted: what a
             drafter reads.
+        reports: Numbers of the layers; no two of the same name.
     """
 
     logits: Literal["none", "last", "indices"] = "indices"
     hidden: Literal["none", "last", "all"] = "none"
     taps: tuple[int, ...] = ()
+    reports: tuple[Report, ...] = ()
 
     @property
     def last_tokens_alone(self) -> bool:
@@ -50,3 +54,5 @@ class Outputs:
     for_logits: jax.Array | None  # f[num_logits, hidden], what `compute_logits` takes
     hidden: jax.Array | None  # f[num_reqs, hidden] or f[num_tokens, hidden]
     taps: tuple[jax.Array, ...]  # f[num_tokens, hidden] for each
+    # By name of the `Report`: i32[num_layers, *dims], zeros for layers that reported nothing.
+    reports: Mapping[str, jax.Array] = field(default_factory=dict)

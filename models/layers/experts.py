@@ -18,6 +18,10 @@ from models.moe_config import MoEConfig
 from models.weight_rule import Source, WeightRule
 from pallas_kernels import GroupTiles, make_group_tiles
 
+# `LayerContext.report` of the rows that go through each expert of a layer, i32[num_experts]. A row
+# with several choices counts once for each.
+EXPERT_TOKENS = "expert_tokens"
+
 
 class ExpertLinear(nnx.Module):
     """A `Linear` for each expert: `x @ kernel[expert] + bias[expert]`, rows in tiles by expert.
@@ -115,6 +119,7 @@ class Experts(nnx.Module):
         num_rows, top_k = routing.expert_ids.shape
         # One row for each choice; `num_experts` is the expert of padding.
         choices = jnp.where(context.is_used()[:, None], routing.expert_ids, self.num_experts)
+        context.report(EXPERT_TOKENS, functools.partial(self._count_choices, choices))
         tiles = make_group_tiles(
             choices.reshape(-1),
             num_groups=self.num_experts,
@@ -131,6 +136,14 @@ class Experts(nnx.Module):
             own = down.at[places[:, choice]].get(mode="fill", fill_value=0)
             total += own.astype(jnp.float32) * routing.weights[:, choice, None]
         return total.astype(x.dtype)
+
+    def _count_choices(
+        self,
+        choices: jax.Array,  # i32[num_rows, top_k], in [0, num_experts]
+    ) -> jax.Array:  # i32[num_experts]
+        # Not a scatter, which computes one row after the other on a CPU.
+        experts = jnp.arange(self.num_experts, dtype=jnp.int32)
+        return (choices.reshape(-1, 1) == experts).sum(axis=0, dtype=jnp.int32)
 
     def join(self, gate: jax.Array, up: jax.Array) -> jax.Array:  # f[places, intermediate]
         """What goes into `down_proj`."""

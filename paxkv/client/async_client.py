@@ -36,7 +36,7 @@ from paxkv.contracts.observation import BlockDetails, PrefixCacheMiss
 from paxkv.contracts.request_output import RequestOutput, TokenTotals
 from paxkv.contracts.wire import LoopTransport
 from paxkv.errors import EngineDeadError, InvalidRequestError, PaxkvError, SlowReaderError
-from paxkv.fleet.stats_sum import stop_running
+from paxkv.fleet.stats_sum import keep_expert_tokens, stop_running
 from paxkv.text.chat_template import ChatTemplate
 from paxkv.text.tokenizer import Tokenizer
 
@@ -434,7 +434,7 @@ class AsyncEngineClient:
             # On its way from an engine that was given up, whose requests have ended.
             return
         if isinstance(message, StepOutputs):
-            self._latest_stats = message.stats
+            self._latest_stats = keep_expert_tokens(message.stats, self._latest_stats)
             processed = self._output_processor.process(message)
             self._abort_in_engine(processed.request_ids_to_abort)
             self._deliver(processed.request_outputs)

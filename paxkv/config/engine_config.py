@@ -22,6 +22,8 @@ KVEventsWireFormat = Literal["vllm-0.16", "vllm-0.32"]
 KVBlockHashType = Literal["int", "bytes"]
 Kernels = Literal["auto", "xla"]
 MAX_DECODE_BURST = 64
+# Counts of a window are 32-bit integers on the device: room for 596,000 tokens per second.
+MAX_EXPERT_LOAD_WINDOW_S = 3600
 # A `max_model_len` that the KV cache has room for, whatever the model's own limit is.
 FIT_MEMORY = -1
 ChatTemplateContentFormat = Literal["auto", "string", "openai"]
@@ -393,6 +395,11 @@ class RunnerConfig:
         "step then computes log-probabilities, which takes longer",
         False,
     )
+    expert_load_window: float | None = setting(
+        "count how many tokens go to each expert, for models with experts: every so many seconds "
+        "the counts go to the log and to paxkv:expert_tokens_total; not counted if left out",
+        None,
+    )
     enable_compilation_cache: bool = setting(
         "keep compiled programs in a folder, so that the next start with the same model, settings, "
         "device and versions loads them instead of compiling",
@@ -416,6 +423,14 @@ class RunnerConfig:
         true_or_false("batch_invariant", self.batch_invariant)
         if self.max_logprobs != -1 or isinstance(self.max_logprobs, bool):
             at_least("max_logprobs", self.max_logprobs, 0)
+        window_s = self.expert_load_window
+        if window_s is not None and not (
+            is_number(window_s) and 0 < window_s <= MAX_EXPERT_LOAD_WINDOW_S
+        ):
+            raise ConfigError(
+                "expert_load_window must be a number of seconds above 0 and at most "
+                f"{MAX_EXPERT_LOAD_WINDOW_S}, got {window_s!r}. Leave it out to count nothing."
+            )
         true_or_false("enable_compilation_cache", self.enable_compilation_cache)
         if self.compilation_cache_dir is not None and not self.enable_compilation_cache:
             raise ConfigError(

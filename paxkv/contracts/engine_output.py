@@ -89,6 +89,9 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
             of one that had died, while this one's start time stayed as it was.
         step_token_counts: Steps in each bucket alone of `STEP_TOKEN_BUCKETS`, and of more tokens;
             a burst counts as its steps.
+        expert_tokens: Layer -> how many tokens went to each of its experts, with
+            `expert_load_window`. A step's message only has it if it has changed; {} says that it is
+            as before, or that nothing is counted. Of several engines, only `engines` have it.
         engine_start_time: Seconds since the epoch. Another one is another engine, whose counters
             began at 0 again.
         engines: Where several engines count as one: what each of them says, in their order. Its
@@ -119,6 +122,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_replaced_engines: int = 0
     kv_block_residency: BlockResidency = BlockResidency()
     step_token_counts: tuple[int, ...] = (0,) * (len(STEP_TOKEN_BUCKETS) + 1)
+    expert_tokens: dict[int, tuple[int, ...]] = {}
     engine_start_time: float = 0.0
     engines: tuple["SchedulerStats", ...] = ()
 

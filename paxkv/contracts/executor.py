@@ -1,6 +1,7 @@
 """Protocols between the engine core and the executor that computes its steps."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -77,6 +78,14 @@ class Executor(Protocol):
     @property
     def num_compiles_after_ready(self) -> int:
         """Programs compiled after the warm-up said that all were ready; 0 is the promise."""
+        ...
+
+    def feature_stats(self, *, only_new: bool) -> Mapping[str, object]:
+        """Fields of `SchedulerStats` that features of steps know; does not wait for the device.
+
+        Args:
+            only_new: Leave out what has not changed since the last call with `only_new`.
+        """
         ...
 
     def start_profile(self, folder: str) -> bool:

@@ -233,7 +233,7 @@ class EngineCore:
             self._num_steps % _STEPS_PER_SLOT_COUNT == 0
             or not self._scheduler.has_unfinished_requests()
         )
-        stats = self.make_stats(count_slots=count_slots)
+        stats = self.make_stats(count_slots=count_slots, only_new=True)
         if self._inspection.is_active:
             took_s = time.perf_counter() - start_s
             self._inspection.on_step(
@@ -315,11 +315,12 @@ class EngineCore:
             for request_id in request_ids:
                 self._grammars.remove(request_id)
 
-    def make_stats(self, *, count_slots: bool = True) -> SchedulerStats:
+    def make_stats(self, *, count_slots: bool = True, only_new: bool = False) -> SchedulerStats:
         """A snapshot of both halves.
 
         Args:
             count_slots: Count used KV slots anew; else they are those of the last count.
+            only_new: As of `Executor.feature_stats`.
         """
         return msgspec.structs.replace(
             self._scheduler.make_stats(count_slots=count_slots),
@@ -329,6 +330,7 @@ class EngineCore:
             num_compiles_after_ready=self._executor.num_compiles_after_ready,
             step_token_counts=tuple(self._step_token_counts),
             engine_start_time=self._start_time,
+            **self._executor.feature_stats(only_new=only_new),
         )
 
     def close(self) -> None:

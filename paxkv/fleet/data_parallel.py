@@ -28,7 +28,7 @@ from paxkv.contracts.engine_start import EngineReady
 from paxkv.contracts.wire import LoopTransport
 from paxkv.errors import EngineDeadError, InvariantError
 from paxkv.fleet.replica_prefixes import ReplicaPrefixes, prompt_chain
-from paxkv.fleet.stats_sum import add_counters, sum_stats
+from paxkv.fleet.stats_sum import add_counters, keep_expert_tokens, sum_stats
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,8 @@ class _Replica:
     """One engine, as far as its messages tell.
 
     Args:
-        stats: With `counted_before`.
+        stats: `own_stats` with `counted_before`.
+        own_stats: What its engine last said of itself.
         counted_before: What engines had counted in whose place it is, and how many they were.
         ended: Its last words, while none has taken its place.
         prefixes: Of the prompts that it was sent.
@@ -60,6 +61,7 @@ class _Replica:
     transport: LoopTransport
     stats: SchedulerStats
     prefixes: ReplicaPrefixes
+    own_stats: SchedulerStats = SchedulerStats()
     counted_before: SchedulerStats = SchedulerStats()
     ended: EngineDead | None = None
     is_mute: bool = False
@@ -68,7 +70,8 @@ class _Replica:
 
     def note_stats(self, stats: SchedulerStats) -> None:
         """Remembers what its engine said of itself."""
-        self.stats = add_counters(stats, self.counted_before)
+        self.own_stats = keep_expert_tokens(stats, self.own_stats)
+        self.stats = add_counters(self.own_stats, self.counted_before)
 
     def note_end(self) -> None:
         """Nothing runs here; what was counted stays."""
@@ -119,7 +122,12 @@ class DataParallelTransport:
         have_prefix_caches: bool = True,
     ) -> None:
         self._replicas = [
-            _Replica(transport, ready.stats, ReplicaPrefixes(ready.model_info.max_fitting_tokens))
+            _Replica(
+                transport,
+                ready.stats,
+                ReplicaPrefixes(ready.model_info.max_fitting_tokens),
+                own_stats=ready.stats,
+            )
             for transport, ready in replicas
         ]
         self._have_prefix_caches = have_prefix_caches

@@ -8,7 +8,8 @@ import msgspec
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.observation import BlockResidency, ResidencyHistogram
 
-# Numbers that only grow; `kv_block_residency` and `step_token_counts` are counters too.
+# Numbers that only grow; `kv_block_residency`, `step_token_counts` and `expert_tokens` are counters
+# too.
 COUNTERS = (
     "num_preemptions",
     "prefix_cache_queries",
@@ -53,13 +54,29 @@ def add_counters(stats: SchedulerStats, more: SchedulerStats) -> SchedulerStats:
         **counters,
         kv_block_residency=residency,
         step_token_counts=_add_counts(stats.step_token_counts, more.step_token_counts),
+        expert_tokens=_add_layers(stats.expert_tokens, more.expert_tokens),
     )
 
 
+def keep_expert_tokens(stats: SchedulerStats, before: SchedulerStats) -> SchedulerStats:
+    """`stats`, with the expert tokens of `before` if it leaves them out.
+
+    Args:
+        before: What was last known of the engine, or of another engine, from which nothing is kept.
+    """
+    is_same_engine = stats.engine_start_time == before.engine_start_time
+    if stats.expert_tokens or not before.expert_tokens or not is_same_engine:
+        return stats
+    return msgspec.structs.replace(stats, expert_tokens=before.expert_tokens)
+
+
 def sum_stats(all_stats: Sequence[SchedulerStats]) -> SchedulerStats:
-    """Those of several engines as of one: it began when the last of them did."""
-    total = all_stats[0]
-    for stats in all_stats[1:]:
+    """Those of several engines as of one: it began when the last of them did.
+
+    Expert tokens are left out, because thousands of numbers would be added at every step.
+    """
+    total, *others = (msgspec.structs.replace(stats, expert_tokens={}) for stats in all_stats)
+    for stats in others:
         total = add_counters(total, stats)
     num_blocks = sum(stats.num_blocks for stats in all_stats)
     num_used = sum(stats.kv_cache_usage * stats.num_blocks for stats in all_stats)
@@ -91,3 +108,12 @@ def _add_histograms(a: ResidencyHistogram, b: ResidencyHistogram) -> ResidencyHi
 
 def _add_counts(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+def _add_layers(
+    a: dict[int, tuple[int, ...]], b: dict[int, tuple[int, ...]]
+) -> dict[int, tuple[int, ...]]:
+    """Sums of each layer; {} is zeros."""
+    if not (a and b):
+        return a or b
+    return {layer_idx: _add_counts(counts, b[layer_idx]) for layer_idx, counts in a.items()}

@@ -21,8 +21,9 @@ from paxkv.runner.batch.built_step import BuiltStep
 from paxkv.runner.batch.device_step import DeviceStep, FinishedStep
 from paxkv.runner.batch.input_batch import InputBatch
 from paxkv.runner.batch.unbuilt import refuse_unbuilt
+from paxkv.runner.features.base import StepFeature
 from paxkv.runner.features.feature_list import make_features
-from paxkv.runner.features.traced_features import split_arrays
+from paxkv.runner.features.traced_features import FeatureValues, split_arrays
 from paxkv.runner.memory.kv_cache_arrays import (
     abstract_kv_cache,
     allocate_kv_cache,
@@ -170,6 +171,13 @@ class ModelRunner:
     def num_corrupted_requests(self) -> int:
         return 0 if self._logits_check is None else self._logits_check.num_corrupted_requests
 
+    def feature_stats(self, *, only_new: bool) -> dict[str, object]:
+        """See `Executor.feature_stats`."""
+        found: dict[str, object] = {}
+        for feature in self._features:
+            found |= feature.stats(only_new=only_new)
+        return found
+
     @property
     def num_compiles_after_ready(self) -> int:
         return self._programs.num_compiles_after_ready
@@ -226,20 +234,21 @@ class ModelRunner:
         shape = built.shape
         program = self._programs.get(shape, self._kv_cache)
         arguments = (self._params, self._kv_cache, built.packed_np, self._prev_tokens)
+        features = [self._feature_of[variant] for variant in shape.features]
+        arrays = split_arrays(shape.features, [feature.arrays for feature in features])
         # The one array of the host's among them, allowed by name: a program takes it along for
         # 10 microseconds, beside a device that computes on the same caches for some 20, where
         # `device_put` takes 200.
         with jax.transfer_guard_host_to_device("allow"):
             if isinstance(shape, BurstShape):
-                self._kv_cache, step.result, self._prev_tokens = program(*arguments)
+                outputs = program(*arguments, *arrays)
+                self._kv_cache, step.result, self._prev_tokens, donated = outputs
+                _update_arrays(features, donated)
                 return
-            features = [self._feature_of[variant] for variant in shape.features]
-            arrays = split_arrays(shape.features, [feature.arrays for feature in features])
             outputs = program(*arguments, self._sampler.logits, *arrays)
         self._kv_cache, self._sampler.logits, sampling, results, donated = outputs
         step.feature_results = dict(zip(shape.features, results, strict=True))
-        for feature, written in zip(features, donated, strict=True):
-            feature.arrays.update(written)
+        _update_arrays(features, donated)
 
         def draw(mask_np: np.ndarray | None) -> jax.Array:
             self._waiting_step = None
@@ -280,6 +289,12 @@ class ModelRunner:
         of_features = (feature.arrays.values() for feature in self._features)
         held = (*self._params, *self._sampler.arrays, *itertools.chain(*of_features))
         return measure_device_memory(device, self._platform, held, activation_bytes)
+
+
+def _update_arrays(features: Sequence[StepFeature], donated: FeatureValues) -> None:
+    """The features have what a step wrote over the arrays that were donated to it."""
+    for feature, written in zip(features, donated, strict=True):
+        feature.arrays.update(written)
 
 
 def _put_params(model: LoadedModel, mesh: Mesh) -> tuple[jax.Array, ...]:

@@ -90,6 +90,9 @@ class ObservedRunner:
         self.num_block_copies = 0
         self.num_computed_tokens = 0
 
+    def feature_stats(self, *, only_new: bool) -> dict[str, object]:
+        return self._runner.feature_stats(only_new=only_new)
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> StepHandle:
         self.most_held_blocks = max(self.most_held_blocks, num_held_blocks(self._scheduler))
         self.num_block_copies += len(scheduler_output.block_copies)

@@ -1,6 +1,8 @@
 """Drives a `LoadedModel` by hand, without scheduler or runner: chunks of tokens in, logits out."""
 
+import dataclasses
 import math
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ NUM_TOKENS = 48  # of every step, so that one compiled program serves prompts, c
 NUM_REQS = 4  # one row more than the tests use: it stays empty
 MAX_MODEL_LEN = 48
 BLOCK_SIZE = 8
+LOGITS_ALONE = Wants()
 
 
 class PagedStepper:
@@ -30,6 +33,10 @@ class PagedStepper:
         only_last_tokens: The logits of each chunk's last token are computed, and no others.
         widths: Numbers of tokens that a step may compute, the last `NUM_TOKENS`.
         cache_dtype: Of keys and values; None is that of the model.
+        wants: What the model returns in addition to logits.
+
+    Attributes:
+        reports: Of the last step, as in `Outputs.reports`.
     """
 
     def __init__(
@@ -39,11 +46,13 @@ class PagedStepper:
         only_last_tokens: bool = False,
         widths: tuple[int, ...] = (),
         cache_dtype: str | None = None,
+        wants: Wants = LOGITS_ALONE,
     ) -> None:
         self._placed = placed = place_model(loaded, block_size=BLOCK_SIZE, dtype=cache_dtype)
         self._loaded = placed.model
         self._table_shapes = placed.tables(MAX_MODEL_LEN)
         self._only_last_tokens = only_last_tokens
+        self._wants = dataclasses.replace(wants, logits="last" if only_last_tokens else "indices")
         self._widths = widths
         self.params = loaded.params
         # Of each group; without a window it is full attention.
@@ -105,10 +114,11 @@ class PagedStepper:
                 if self._only_last_tokens
                 else np.arange(NUM_TOKENS, dtype=np.int32)
             ),
-            wants=Wants(logits="last" if self._only_last_tokens else "indices"),
+            wants=self._wants,
             widths=self._widths,
         )
-        logits, self._pages = self._step(self.params, self._pages, jax.device_put(batch))
+        logits, self._pages, reports = self._step(self.params, self._pages, jax.device_put(batch))
+        self.reports = jax.device_get(reports)
         logits_np = np.asarray(logits)
         if self._only_last_tokens:
             return {row: logits_np[row : row + 1] for row in sorted(chunks)}
@@ -127,7 +137,7 @@ class PagedStepper:
 
     def _forward_and_logits(
         self, params: tuple[jax.Array, ...], pages: Pages, batch: ForwardBatch
-    ) -> tuple[jax.Array, Pages]:
+    ) -> tuple[jax.Array, Pages, Mapping[str, jax.Array]]:
         self.num_traces += 1
         outputs, pages = self._loaded.forward(params, pages, batch)
-        return self._loaded.compute_logits(params, outputs.for_logits), pages
+        return self._loaded.compute_logits(params, outputs.for_logits), pages, outputs.reports

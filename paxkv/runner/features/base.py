@@ -10,11 +10,13 @@ To add a feature, write these classes in a file of this folder, as in `prompt_lo
 the feature to the list in `feature_list.py`. No other file of the runner names a feature: the
 packed buffer takes its fields, and buckets, warm-up and stored programs take its variants.
 
-A step with a variant is never a burst.
+A step with a variant is never a burst, unless the variant is in every program
+(`StepVariant.is_in_every_program`). Such a variant counts what the device computes, as in
+`expert_load.py`: it needs nothing from the host per step, and leaves nothing for it.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import jax
@@ -29,13 +31,15 @@ from paxkv.runner.memory.zeros import put_zeros
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepPart:
-    """Tokens of a step that the model computes at once: all, or a tile of a batch-invariant step.
+    """Tokens that the model computes at once.
+
+    They are those of a whole step, of a tile of a batch-invariant step, or of one step of a burst.
 
     Args:
         start: i32[], the part's first token in the step.
         batch: What the model gets of the part.
         fields: Of the whole step's buffer, by name. In `token_ids`, tokens that the step before it
-            drew are filled in.
+            drew are filled in. A burst has none for features.
     """
 
     start: jax.Array
@@ -78,6 +82,15 @@ class StepVariant(Protocol):
         """Whether each bucket of tokens has a program with it; otherwise the largest step has."""
         return False
 
+    @property
+    def is_in_every_program(self) -> bool:
+        """Whether all steps and bursts have it, so that it adds no program.
+
+        It must be the only variant of its feature, and have no fields and no results. The feature
+        need not plan steps with it.
+        """
+        return False
+
     def fields(self, *, num_tokens: int, num_reqs: int) -> Mapping[str, tuple[int, ...]]:
         """Names and dimensions of its fields in a step's buffer; no other field has these names."""
         return {}
@@ -113,7 +126,7 @@ class StepVariant(Protocol):
         part: StepPart,
         logits_of: Callable[[jax.Array], jax.Array],
     ) -> Mapping[str, jax.Array]:
-        """New values of results and donated arrays, after a part of the step; called under `jit`.
+        """New values of results and donated arrays, after a part of a step; called under `jit`.
 
         Values that it leaves out stay as they are.
 
@@ -123,6 +136,13 @@ class StepVariant(Protocol):
             logits_of: Computes f32[num_tokens, vocab] of f[num_tokens, hidden] from `outputs`.
         """
         return {}
+
+
+def add_wants(wants: Wants, variants: Iterable[StepVariant]) -> Wants:
+    """`wants`, and what all variants need of the model."""
+    for variant in variants:
+        wants = variant.wants(wants)
+    return wants
 
 
 class FeatureStep(Protocol):
@@ -185,7 +205,17 @@ class StepFeature(Protocol):
         """Plans one step; `step` has the state of its requests before it.
 
         Returns:
-            None if the feature does nothing in this step. It is then not asked for bursts that
-            repeat this one at later positions.
+            None if the feature does nothing in this step, except what a variant in every program
+            does. It is then not asked for bursts that repeat this one at later positions.
         """
         ...
+
+    def stats(self, *, only_new: bool) -> Mapping[str, object]:
+        """Fields of `SchedulerStats` that the feature knows; none by default.
+
+        Must not wait for the device, because it is called after each step.
+
+        Args:
+            only_new: Leave out what has not changed since the last call with `only_new`.
+        """
+        return {}

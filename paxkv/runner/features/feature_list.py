@@ -3,9 +3,17 @@
 from models import LoadedModel
 from paxkv.config.engine_config import RunnerConfig
 from paxkv.runner.features.base import StepFeature
+from paxkv.runner.features.expert_load import ExpertLoad
 from paxkv.runner.features.prompt_logprobs import PromptLogprobs
 
 
 def make_features(config: RunnerConfig, model: LoadedModel) -> tuple[StepFeature, ...]:
-    """The features of an engine, in the order in which they are called."""
-    return (PromptLogprobs(config, vocab_size=model.config.vocab_size),)
+    """The features of an engine, in the order in which they are called.
+
+    Raises:
+        ConfigError: A setting asks for a feature that does not fit the model.
+    """
+    features: list[StepFeature] = [PromptLogprobs(config, vocab_size=model.config.vocab_size)]
+    if config.expert_load_window is not None:
+        features.append(ExpertLoad(model, config.expert_load_window))
+    return tuple(features)

@@ -1,15 +1,15 @@
 """`TracedFeatures`: the features of a step, inside its program."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from models import LayerContext, Outputs
+from models import ForwardBatch, LayerContext, Outputs
 from paxkv.errors import InvariantError
-from paxkv.runner.features.base import StepPart, StepVariant
-from paxkv.runner.programs.bucketing import StepShape
+from paxkv.runner.features.base import StepPart, StepVariant, add_wants
 
 Array = TypeVar("Array", jax.Array, jax.ShapeDtypeStruct)
 # For each of `StepShape.features`, arrays by name.
@@ -35,13 +35,24 @@ class TracedFeatures:
     """Calls every variant of a shape, in order.
 
     Args:
-        kept: Arrays that the step only reads.
+        kept: Arrays that the step only reads, for each variant.
     """
 
-    def __init__(self, shape: StepShape, kept: FeatureValues) -> None:
-        self._variants = shape.features
-        self._dims = {"num_tokens": shape.num_tokens, "num_reqs": shape.num_reqs}
+    def __init__(
+        self,
+        variants: Sequence[StepVariant],
+        kept: FeatureValues,
+        *,
+        num_tokens: int,
+        num_reqs: int,
+    ) -> None:
+        self._variants = tuple(variants)
+        self._dims = {"num_tokens": num_tokens, "num_reqs": num_reqs}
         self._kept = kept
+
+    def add_wants(self, batch: ForwardBatch) -> ForwardBatch:
+        """`batch`, which also wants what the variants need."""
+        return dataclasses.replace(batch, wants=add_wants(batch.wants, self._variants))
 
     def first_values(self, donated: FeatureValues) -> FeatureValues:
         """The values before the first part of the step: donated arrays, and results of zeros."""
@@ -90,6 +101,9 @@ class TracedFeatures:
         results = [variant.results(**self._dims) for variant in self._variants]
         donated = [_names(variant, is_donated=True) for variant in self._variants]
         return _choose(values, results), _choose(values, donated)
+
+
+NO_FEATURES = TracedFeatures((), (), num_tokens=0, num_reqs=0)
 
 
 def _names(variant: StepVariant, *, is_donated: bool) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from models import Wants
 from paxkv.errors import InvariantError
-from paxkv.runner.features.base import StepVariant
+from paxkv.runner.features.base import StepVariant, add_wants
 
 # Rows of a large vocabulary are long, and most steps with a prompt draw for few of their rows. With
 # bursts of 64 rows that all sample, hidden 512 and vocabulary 16,384: 306 tokens per CPU-second
@@ -48,15 +48,8 @@ class StepShape:
     def wants(self) -> Wants:
         """What the step needs of the model."""
         # With as many rows either way, the last layer may as well be like the others.
-        return self.add_wants(
-            Wants(logits="last" if self.num_logits < self.num_tokens else "indices")
-        )
-
-    def add_wants(self, wants: Wants) -> Wants:
-        """`wants`, and what the features need."""
-        for variant in self.features:
-            wants = variant.wants(wants)
-        return wants
+        wants = Wants(logits="last" if self.num_logits < self.num_tokens else "indices")
+        return add_wants(wants, self.features)
 
     def num_computed(self, num_tokens: int) -> int:
         """Tokens that a step of `num_tokens` computes, padding included."""
@@ -73,6 +66,7 @@ class BurstShape:
         widths: Numbers of requests that it computes, the least that holds those it has; rising,
             and the last is `num_reqs`. Empty is that one alone.
         chunk_rows: Rows that it draws at a time, where it has several widths.
+        features: What it computes besides: the variants in every program.
     """
 
     max_steps: int
@@ -80,6 +74,7 @@ class BurstShape:
     tables: tuple[TableShape, ...]
     widths: tuple[int, ...] = ()
     chunk_rows: int = SAMPLED_CHUNK_ROWS
+    features: tuple[StepVariant, ...] = ()
 
     def num_computed(self, num_reqs: int) -> int:
         """Requests that a step of `num_reqs` computes, padding included."""
@@ -218,6 +213,10 @@ class StepBuckets:
         shares_programs: Neighbouring buckets of bursts are one program, which chooses among them,
             and so are those of steps.
         feature_variants: For each step feature, its variants.
+
+    Raises:
+        InvariantError: A variant in every program has fields or results, or is not the only one of
+            its feature.
     """
 
     def __init__(
@@ -241,6 +240,7 @@ class StepBuckets:
         else:
             token_widths = ((-(-max_num_batched_tokens // tile_tokens) * tile_tokens,),)
         self._num_tokens = tuple(widths[-1] for widths in token_widths)
+        everywhere = _find_everywhere(feature_variants)
         self.step_shapes = tuple(
             StepShape(
                 num_tokens=widths[-1],
@@ -248,14 +248,19 @@ class StepBuckets:
                 num_logits=min(widths[-1], max_num_seqs),
                 tables=tables,
                 tile_tokens=tile_tokens,
+                features=everywhere,
                 widths=widths if len(widths) > 1 else (),
             )
             for widths in token_widths
         )
         self.feature_variants = tuple(itertools.chain.from_iterable(feature_variants))
+        # By those of the variants that are not in every program.
         self._feature_shapes = {
-            features: _with_features(self.step_shapes, features)
+            tuple(variant for variant in features if variant not in everywhere): _with_features(
+                self.step_shapes, features
+            )
             for features in _combinations(feature_variants)
+            if features != everywhere
         }
         req_widths = () if batch_invariant else divide(decode_buckets(max_num_seqs))
         self._num_reqs = tuple(widths[-1] for widths in req_widths)
@@ -265,6 +270,7 @@ class StepBuckets:
                 num_reqs=widths[-1],
                 tables=tables,
                 widths=widths if len(widths) > 1 else (),
+                features=everywhere,
             )
             for widths in req_widths
         )
@@ -319,6 +325,9 @@ class StepBuckets:
     def shape_for(self, num_tokens: int, features: tuple[StepVariant, ...] = ()) -> StepShape:
         """The smallest step with these features that holds `num_tokens`.
 
+        Args:
+            features: Without the variants in every program, which it also has.
+
         Raises:
             InvariantError: The scheduler went over its budget, or scheduled nothing.
         """
@@ -345,18 +354,47 @@ def _combinations(
 ) -> list[tuple[StepVariant, ...]]:
     """What may meet in a step: at most one variant of each feature, and at least one; most first.
 
-    Example: (a, b), (c) -> ac, a, bc, b, c.
+    Example: (a, b), (c) -> ac, a, bc, b, c; or ac, bc, c if c is in every program.
     """
-    choices = itertools.product(*((*variants, None) for variants in feature_variants))
+    choices = itertools.product(
+        *(
+            variants if _find_everywhere([variants]) else (*variants, None)
+            for variants in feature_variants
+        )
+    )
     found = [tuple(variant for variant in choice if variant is not None) for choice in choices]
     return [features for features in found if features]
+
+
+def _find_everywhere(feature_variants: Sequence[Sequence[StepVariant]]) -> tuple[StepVariant, ...]:
+    """The variants in every program, in the order of the features.
+
+    Raises:
+        InvariantError: As `StepBuckets`.
+    """
+    found = []
+    for variants in feature_variants:
+        for variant in variants:
+            if not variant.is_in_every_program:
+                continue
+            fields = variant.fields(num_tokens=1, num_reqs=1)
+            results = variant.results(num_tokens=1, num_reqs=1)
+            if fields or results or len(variants) > 1:
+                raise InvariantError(
+                    f"{variant} is in every program, but has the fields {sorted(fields)}, the "
+                    f"results {sorted(results)} and {len(variants) - 1} other variants of its "
+                    "feature. Bursts have neither fields nor results for features, and every "
+                    "step has the same variant: keep numbers in a donated array."
+                )
+            found.append(variant)
+    return tuple(found)
 
 
 def _with_features(
     step_shapes: tuple[StepShape, ...], features: tuple[StepVariant, ...]
 ) -> tuple[StepShape, ...]:
     """Steps with these features, smallest first; the largest alone where one of them is rare."""
-    if not all(variant.has_every_bucket for variant in features):
+    if not all(variant.has_every_bucket or variant.is_in_every_program for variant in features):
         step_shapes = step_shapes[-1:]
     return tuple(dataclasses.replace(shape, features=features) for shape in step_shapes)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from models import ForwardBatch, LoadedModel, Pages, Width
 from paxkv.runner.batch.packed_layout import PackedLayout
+from paxkv.runner.features.traced_features import FeatureValues, TracedFeatures
 from paxkv.runner.programs.bucketing import BurstShape
 from paxkv.runner.programs.decode_loop import (
     DecodeRows,
@@ -21,8 +22,12 @@ from paxkv.runner.sampling.sampled_tokens import RESULT_WIDTH, pack_result
 from paxkv.runner.sampling.sampler import argmax_grouped, sample
 from paxkv.runner.sampling.sampling_columns import SamplingInputs
 
-# (params, kv_cache, packed, prev_tokens) -> (kv_cache, result, next_tokens)
-BurstFunction = Callable[[Params, Pages, jax.Array, jax.Array], tuple[Pages, jax.Array, jax.Array]]
+# (params, kv_cache, packed, prev_tokens, kept, donated) ->
+# (kv_cache, result, next_tokens, donated)
+BurstFunction = Callable[
+    [Params, Pages, jax.Array, jax.Array, FeatureValues, FeatureValues],
+    tuple[Pages, jax.Array, jax.Array, FeatureValues],
+]
 
 
 def make_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
@@ -31,7 +36,8 @@ def make_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
     It takes up to `num_steps` steps. A row takes part in the first `num_tokens` of them, and in
     none after it has drawn a token that ends its request; the burst ends when no row is left.
     Its result i32[max_steps, num_reqs, RESULT_WIDTH] has `NO_TOKEN` where a row drew nothing.
-    `next_tokens` i32[max_num_seqs] are the last tokens drawn.
+    `next_tokens` i32[max_num_seqs] are the last tokens drawn. Last come the donated arrays of the
+    shape's features.
     """
     layout = PackedLayout(shape)
 
@@ -40,8 +46,12 @@ def make_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
         kv_cache: Pages,
         packed: jax.Array,  # i32[num_words]
         prev_tokens: jax.Array,  # i32[max_num_seqs]
-    ) -> tuple[Pages, jax.Array, jax.Array]:
+        kept: FeatureValues = (),
+        donated: FeatureValues = (),
+    ) -> tuple[Pages, jax.Array, jax.Array, FeatureValues]:
         fields = layout.unpack(packed)
+        num_reqs = shape.num_reqs
+        features = TracedFeatures(shape.features, kept, num_tokens=num_reqs, num_reqs=num_reqs)
         has_request = fields["num_tokens"] > 0
         rows = DecodeRows(
             num_tokens=fields["num_tokens"],
@@ -53,7 +63,7 @@ def make_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
             widths=shape.widths,
         )
         # Room for the logits of a step, where the burst has several widths.
-        room = jnp.zeros((shape.num_reqs, model.config.vocab_size), jnp.float32)
+        room = jnp.zeros((num_reqs, model.config.vocab_size), jnp.float32)
         state = first_decode_state(
             token_ids=take_tokens(fields, prev_tokens),
             positions=fields["positions"],
@@ -62,12 +72,16 @@ def make_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
             drawing=room if shape.widths else None,
             max_steps=shape.max_steps,
             result_width=RESULT_WIDTH,
+            feature_values=features.first_values(donated),
         )
         draw = functools.partial(_draw, model, shape, fields["sampling_rows"])
         num_steps = fields["num_steps"][0]
-        state = run_decode_loop(model, params, rows, state, draw, num_steps=num_steps)
-        num_unused = prev_tokens.shape[0] - shape.num_reqs
-        return state.pages, state.results, jnp.pad(state.drawn_ids, (0, num_unused))
+        state = run_decode_loop(
+            model, params, rows, state, draw, num_steps=num_steps, features=features
+        )
+        next_tokens = jnp.pad(state.drawn_ids, (0, prev_tokens.shape[0] - num_reqs))
+        _, donated = features.split(state.feature_values)
+        return state.pages, state.results, next_tokens, donated
 
     return burst
 

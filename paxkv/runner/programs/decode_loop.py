@@ -1,6 +1,7 @@
 """The loop of decode steps on the device, which bursts and `CompiledGenerator` share."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from models import ForwardBatch, LoadedModel, Pages
+from paxkv.runner.features.base import StepPart
+from paxkv.runner.features.traced_features import NO_FEATURES, FeatureValues, TracedFeatures
 from paxkv.runner.programs.bucketing import TableShape
 from paxkv.runner.programs.make_batch import make_decode_batch
 from paxkv.runner.programs.step import Params
@@ -49,6 +52,7 @@ class DecodeState:
     drawing: Any  # what `DrawFunction` keeps from step to step, a pytree
     # `NO_TOKEN` where a row drew nothing; else what `DrawFunction` returned.
     results: jax.Array  # i32[max_steps, num_reqs, result_width]
+    feature_values: FeatureValues = ()  # of `TracedFeatures`, from step to step
 
 
 # (params, batch, hidden, state) -> (result i32[num_reqs, result_width], drawing): draws a token for
@@ -68,6 +72,7 @@ def first_decode_state(
     drawing: Any,
     max_steps: int,
     result_width: int,
+    feature_values: FeatureValues = (),
 ) -> DecodeState:
     """The state before the first step; arguments as the fields of `DecodeState`."""
     return DecodeState(
@@ -79,6 +84,7 @@ def first_decode_state(
         pages=pages,
         drawing=drawing,
         results=jnp.full((max_steps, token_ids.shape[0], result_width), NO_TOKEN, jnp.int32),
+        feature_values=feature_values,
     )
 
 
@@ -90,6 +96,7 @@ def run_decode_loop(
     draw: DrawFunction,
     *,
     num_steps: jax.Array | int,  # i32[], at most max_steps
+    features: TracedFeatures = NO_FEATURES,
 ) -> DecodeState:
     """Takes up to `num_steps` steps, until no row is alive."""
 
@@ -97,7 +104,7 @@ def run_decode_loop(
         return (state.step_idx < num_steps) & jnp.any(state.is_alive)
 
     def run_step(state: DecodeState) -> DecodeState:
-        return _run_step(model, params, rows, state, draw)
+        return _run_step(model, params, rows, state, draw, features)
 
     if state.results.shape[0] == 1:
         return run_step(state)
@@ -110,6 +117,7 @@ def _run_step(
     rows: DecodeRows,
     state: DecodeState,
     draw: DrawFunction,
+    features: TracedFeatures,
 ) -> DecodeState:
     batch = make_decode_batch(
         token_ids=state.token_ids,
@@ -119,7 +127,12 @@ def _run_step(
         table_shapes=rows.table_shapes,
         widths=rows.widths,
     )
-    outputs, pages = model.forward(params, state.pages, batch)
+    batch = features.add_wants(batch)
+    part = StepPart(start=jnp.int32(0), batch=batch, fields={})
+    apply = functools.partial(features.apply, part=part, values=state.feature_values)
+    outputs, pages = model.forward(params, state.pages, batch, apply)
+    logits_of = functools.partial(model.compute_logits, params)
+    feature_values = features.update(state.feature_values, outputs, part, logits_of)
     result, drawing = draw(params, batch, outputs.for_logits, state)
     drawn_ids = jnp.where(state.is_alive, result[:, 0], state.drawn_ids)
     drawn_position = state.positions + 1
@@ -136,4 +149,5 @@ def _run_step(
         pages=pages,
         drawing=drawing,
         results=jax.lax.dynamic_update_index_in_dim(state.results, drawn, state.step_idx, 0),
+        feature_values=feature_values,
     )

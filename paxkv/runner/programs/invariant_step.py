@@ -1,6 +1,5 @@
 """The compiled step whose numbers do not depend on the batch, for `--batch-invariant`."""
 
-import dataclasses
 import functools
 
 import jax
@@ -41,14 +40,15 @@ def make_invariant_step(model: LoadedModel, shape: StepShape) -> StepFunction:
         donated: FeatureValues = (),
     ) -> tuple[Pages, jax.Array, jax.Array, FeatureValues, FeatureValues]:
         fields = unpack_fields(layout, packed, prev_tokens)
-        features = TracedFeatures(shape, kept)
+        features = TracedFeatures(
+            shape.features, kept, num_tokens=shape.num_tokens, num_reqs=shape.num_reqs
+        )
         logits_row = _logits_rows(fields, num_logits=logits.shape[0])
 
         def run_tile(tile_idx: jax.Array, state: _TileState) -> _TileState:
             kv_cache, logits, values = state
             start = tile_idx * tile_tokens
-            batch = _batch_of_tile(fields, start, shape)
-            batch = dataclasses.replace(batch, wants=shape.add_wants(batch.wants))
+            batch = features.add_wants(_batch_of_tile(fields, start, shape))
             part = StepPart(start=start, batch=batch, fields=fields)
             apply = functools.partial(features.apply, part=part, values=values)
             outputs, kv_cache = model.forward(params, kv_cache, batch, apply)

@@ -80,7 +80,9 @@ def make_step(model: LoadedModel, shape: StepShape) -> StepFunction:
         donated: FeatureValues = (),
     ) -> tuple[Pages, jax.Array, jax.Array, FeatureValues, FeatureValues]:
         fields = unpack_fields(layout, packed, prev_tokens)
-        features = TracedFeatures(shape, kept)
+        features = TracedFeatures(
+            shape.features, kept, num_tokens=shape.num_tokens, num_reqs=shape.num_reqs
+        )
         batch = unpack_batch(fields, shape)
         whole = StepPart(start=jnp.int32(0), batch=batch, fields=fields)
         values = features.first_values(donated)

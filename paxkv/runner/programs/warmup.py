@@ -106,16 +106,15 @@ class StepPrograms:
             return self._lower_sampling(shape)
         packed = self._abstract_int32(PackedLayout(shape).num_words)
         prev_tokens = self._abstract_int32(self._max_num_seqs)
+        arguments = (self._params, kv_cache, packed, prev_tokens)
+        arrays = [self._abstract_arrays(variant) for variant in shape.features]
+        kept, donated = split_arrays(shape.features, arrays)
         if isinstance(shape, BurstShape):
-            burst = jax.jit(make_burst(self._model, shape), donate_argnums=1)
-            return burst.lower(self._params, kv_cache, packed, prev_tokens)
+            burst = jax.jit(make_burst(self._model, shape), donate_argnums=(1, 5))
+            return burst.lower(*arguments, kept, donated)
         make = make_step if shape.tile_tokens is None else make_invariant_step
         step = jax.jit(make(self._model, shape), donate_argnums=(1, 4, 6))
-        arrays = [self._abstract_arrays(variant) for variant in shape.features]
-        return step.lower(
-            *(self._params, kv_cache, packed, prev_tokens, self._abstract_logits()),
-            *split_arrays(shape.features, arrays),
-        )
+        return step.lower(*arguments, self._abstract_logits(), kept, donated)
 
     def _lower_sampling(self, shape: SamplerShape | RowShape) -> Lowered:
         vocab_size = self._model.config.vocab_size

@@ -135,6 +135,8 @@ class EngineCollector(Collector):
             num_restarts = self._totals.num_restarts + stats.num_replaced_engines
             restarts.add_metric(labels, num_restarts)
         yield restarts
+        if any(stats.expert_tokens for _, stats in engines):
+            yield _make_expert_counter(engines)
         for name, field, help_text in _GAUGES:
             gauge = GaugeMetricFamily(name, help_text, labels=LABELS)
             for labels, stats in engines:
@@ -159,6 +161,19 @@ class EngineCollector(Collector):
                 RESIDENCY_BUCKETS_S,
                 [(labels, counts.bucket_counts, counts.sum_s) for labels, counts in histograms],
             )
+
+
+def _make_expert_counter(engines: Iterable[tuple[Labels, SchedulerStats]]) -> CounterMetricFamily:
+    counter = CounterMetricFamily(
+        "paxkv:expert_tokens",
+        "tokens that went to an expert of a layer",
+        labels=(*LABELS, "layer", "expert"),
+    )
+    for labels, stats in engines:
+        for layer_idx, counts in stats.expert_tokens.items():
+            for expert_id, count in enumerate(counts):
+                counter.add_metric((*labels, str(layer_idx), str(expert_id)), count)
+    return counter
 
 
 def label_engines(model_name: str, engines: Sequence[_T]) -> list[tuple[Labels, _T]]:

@@ -45,6 +45,7 @@ def _with_counters(stats: SchedulerStats, latest: SchedulerStats) -> SchedulerSt
         **dict.fromkeys(COUNTERS, 0),
         kv_block_residency=BlockResidency(),
         step_token_counts=SchedulerStats().step_token_counts,
+        expert_tokens={},
         engines=tuple(map(_with_counters, stats.engines, latest.engines)),
     )
     return add_counters(gauges, latest)

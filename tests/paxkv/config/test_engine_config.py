@@ -124,3 +124,9 @@ def test_kv_events_need_prefix_caching() -> None:
 def test_the_sampled_share_of_blocks_is_a_share(share: object) -> None:
     with pytest.raises(ConfigError, match="kv_cache_metrics_sample"):
         CacheConfig(kv_cache_metrics_sample=share)
+
+
+@pytest.mark.parametrize("window_s", [0, -1.0, 3601, "some", True, float("nan")])
+def test_window_of_expert_load_is_a_positive_number_of_seconds(window_s: object) -> None:
+    with pytest.raises(ConfigError, match="expert_load_window must be a number of seconds"):
+        RunnerConfig(expert_load_window=window_s)

@@ -62,6 +62,7 @@ class FakeExecutor:
         self.kv_cache_config = kv_cache_config
         self.rows: dict[str, EngineRequest] = {}
         self.num_steps = 0
+        self.stats_of_features: dict[str, object] = {}
         self.num_decode_steps: list[int] = []
         self.num_in_flight = self.most_in_flight = 0
         self.profile_folder: str | None = None
@@ -70,6 +71,9 @@ class FakeExecutor:
         self._device_is_free_at_s = 0.0
         self._fails_at_step = fails_at_step
         self._hangs_at_step = hangs_at_step
+
+    def feature_stats(self, *, only_new: bool) -> dict[str, object]:
+        return {} if only_new else self.stats_of_features
 
     def start_profile(self, folder: str) -> bool:
         was_idle = self.profile_folder is None

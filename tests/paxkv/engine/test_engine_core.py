@@ -4,10 +4,16 @@ import dataclasses
 import json
 import random
 
+import msgspec
 import pytest
 
 from paxkv.config.engine_config import CacheConfig
-from paxkv.contracts.engine_output import EngineCoreOutput, StepOutputs, UtilityReply
+from paxkv.contracts.engine_output import (
+    EngineCoreOutput,
+    SchedulerStats,
+    StepOutputs,
+    UtilityReply,
+)
 from paxkv.contracts.engine_request import AbortRequests, AddRequest, Shutdown, UtilityCall
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.engine.engine_core import MAX_EMPTY_STEPS, EngineCore, StepInFlight
@@ -223,6 +229,16 @@ def test_utility_calls_are_answered_by_id() -> None:
     stats = json.loads(core.handle(UtilityCall(call_id=6, method="get_stats")).result_json)
     assert (stats["num_running_reqs"], stats["num_padded_tokens"]) == (1, 7)
     assert stats["num_corrupted_reqs"] == 3
+
+
+def test_steps_carry_only_new_statistics_of_features_and_answers_carry_all() -> None:
+    core = make_engine_core()
+    core._executor.stats_of_features = {"expert_tokens": {2: (5, 0)}}
+    core.handle(AddRequest(request=make_request("a", [5] * 20)))
+    assert core.step().stats.expert_tokens == {}
+    reply = core.handle(UtilityCall(call_id=6, method="get_stats"))
+    stats = msgspec.json.decode(reply.result_json, type=SchedulerStats)
+    assert stats.expert_tokens == {2: (5, 0)}
 
 
 def test_unknown_utility_is_an_error_reply() -> None:

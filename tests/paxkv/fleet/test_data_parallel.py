@@ -495,3 +495,23 @@ def test_close_on_the_loops_own_thread_does_not_wait_for_itself() -> None:
     assert not transport._thread.is_alive()
     # All end their steps at the same time.
     assert [engine.sent for engine in replicas.engines] == [[Shutdown(), "closed"]] * 2
+
+
+def test_expert_tokens_of_each_replica_go_on_after_a_restart() -> None:
+    replicas = Replicas(2)
+
+    def step(idx: int, start_time: float, **fields: object) -> list[dict[int, tuple[int, ...]]]:
+        stats = SchedulerStats(engine_start_time=start_time, **fields)
+        replicas.engines[idx].say(
+            StepOutputs(outputs=[], stats=stats, timestamp=0.0, monotonic_s=0.0)
+        )
+        return [engine.expert_tokens for engine in replicas.heard[-1].stats.engines]
+
+    assert step(0, 1.0, expert_tokens={3: (5, 0)}) == [{3: (5, 0)}, {}]
+    # Steps that leave them out do not reset them.
+    assert step(0, 1.0) == step(1, 1.0) == [{3: (5, 0)}, {}]
+    replicas.die(0)
+    replicas.restart(0, 9.0)
+    assert step(0, 9.0) == [{3: (5, 0)}, {}]
+    assert step(0, 9.0, expert_tokens={3: (1, 2)}) == [{3: (6, 2)}, {}]
+    assert step(0, 9.0) == [{3: (6, 2)}, {}]

@@ -5,11 +5,19 @@ import pytest
 
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.observation import BlockResidency, ResidencyHistogram
-from paxkv.fleet.stats_sum import COUNTERS, GAUGES, add_counters, stop_running, sum_stats
+from paxkv.fleet.stats_sum import (
+    COUNTERS,
+    GAUGES,
+    add_counters,
+    keep_expert_tokens,
+    stop_running,
+    sum_stats,
+)
 
 OTHERS = {
     "kv_block_residency",
     "step_token_counts",
+    "expert_tokens",
     "kv_cache_usage",
     "engine_start_time",
     "engines",
@@ -57,3 +65,23 @@ def test_where_all_have_ended_none_of_them_runs_anything() -> None:
     for one in (ended, *ended.engines):
         assert (one.num_running_reqs, one.num_waiting_reqs, one.num_compiling_reqs) == (0, 0, 0)
         assert (one.kv_cache_usage, one.num_steps, one.num_blocks) == (0.0, 5, 7)
+
+
+def test_expert_tokens_are_kept_until_the_same_engine_tells_new_ones() -> None:
+    before = SchedulerStats(engine_start_time=1.0, expert_tokens={3: (5, 0)})
+    step = SchedulerStats(engine_start_time=1.0, num_steps=8)
+    kept = keep_expert_tokens(step, before)
+    assert (kept.expert_tokens, kept.num_steps) == ({3: (5, 0)}, 8)
+    newer = msgspec.structs.replace(step, expert_tokens={3: (6, 1)})
+    assert keep_expert_tokens(newer, before) is newer
+    other = SchedulerStats(engine_start_time=2.0)
+    assert keep_expert_tokens(other, before) is other
+
+
+def test_expert_tokens_of_an_engine_and_its_successor_are_added() -> None:
+    before = SchedulerStats(expert_tokens={1: (5, 0), 3: (2, 3)})
+    now = SchedulerStats(expert_tokens={1: (1, 1), 3: (0, 7)})
+    assert add_counters(now, before).expert_tokens == {1: (6, 1), 3: (2, 10)}
+    for nothing in (add_counters(SchedulerStats(), before), add_counters(before, SchedulerStats())):
+        assert nothing.expert_tokens == before.expert_tokens
+    assert sum_stats([now, before]).expert_tokens == {}

@@ -113,8 +113,7 @@ class OverreachingVariant(StepVariant):
 
 
 def test_variant_that_changes_more_than_its_own_is_a_bug():
-    shape = SimpleNamespace(features=(OverreachingVariant(),), num_tokens=1, num_reqs=1)
-    features = TracedFeatures(shape, kept=({},))
+    features = TracedFeatures((OverreachingVariant(),), kept=({},), num_tokens=1, num_reqs=1)
     with pytest.raises(InvariantError, match=r"changes \['counts'\]; it may change .* \[\]"):
         features.update(({},), None, None, None)
 

@@ -213,3 +213,36 @@ def test_every_group_has_the_block_size_of_its_table():
         TableShape(num_groups=1, max_blocks_per_req=2, block_size=32),
     )
     assert make_buckets(tables=tables).block_sizes == (8, 8, 8, 32)
+
+
+@dataclasses.dataclass(frozen=True)
+class EverywhereVariant(StepVariant):
+    field_names: tuple[str, ...] = ()
+
+    @property
+    def is_in_every_program(self):
+        return True
+
+    def fields(self, *, num_tokens, num_reqs):
+        return dict.fromkeys(self.field_names, (num_tokens,))
+
+
+def test_variant_in_every_program_adds_none():
+    everywhere, rare = EverywhereVariant(), PromptLogprobsVariant(num_logits=0)
+    plain = make_buckets(feature_variants=[[rare]])
+    buckets = make_buckets(feature_variants=[[everywhere], [rare]])
+    assert len(buckets.largest_first) == len(plain.largest_first)
+    assert all(shape.features == (everywhere,) for shape in buckets.step_shapes)
+    assert all(shape.features == (everywhere,) for shape in buckets.burst_shapes)
+    assert buckets.shape_for(3, (rare,)).features == (everywhere, rare)
+    assert buckets.shape_for(3, (rare,)).num_tokens == plain.shape_for(3, (rare,)).num_tokens
+    assert buckets.shape_for(3).num_tokens == plain.shape_for(3).num_tokens
+
+
+@pytest.mark.parametrize(
+    "variants",
+    [[EverywhereVariant(("ids",))], [EverywhereVariant(), PromptLogprobsVariant(num_logits=0)]],
+)
+def test_variant_in_every_program_has_no_fields_and_no_siblings(variants):
+    with pytest.raises(InvariantError, match="is in every program, but has"):
+        make_buckets(feature_variants=[variants])

@@ -108,7 +108,7 @@ class TinyBursts:
         views["first_end"][:] = first_end
         for row, params in enumerate(self.params):
             views["sampling_rows"][row] = encode_sampling_params(params, seed=row, vocab_size=VOCAB)
-        self.kv_cache, result, last = compiled_burst(max_steps, self.widths)(
+        self.kv_cache, result, last, _ = compiled_burst(max_steps, self.widths)(
             MODEL.params, self.kv_cache, packed_np, np.zeros(MAX_NUM_SEQS, np.int32)
         )
         self.pages_np = np.asarray(self.kv_cache).reshape(2, NUM_BLOCKS, *PAGE)

@@ -145,3 +145,20 @@ def test_each_of_several_engines_has_its_own_number():
     assert all(
         {sample.labels["engine"] for sample in family.samples} == {"0", "1"} for family in families
     )
+
+
+def test_experts_have_series_once_they_are_counted():
+    def scrape_experts(*engines):
+        registry, collector = CollectorRegistry(), EngineCollector("m")
+        registry.register(collector)
+        collector.update(msgspec.structs.replace(sum_stats(engines), engines=engines))
+        lines = generate_latest(registry).decode().splitlines()
+        return [line for line in lines if line.startswith("paxkv:expert_tokens")]
+
+    counting = SchedulerStats(expert_tokens={0: (7, 0), 3: (2, 5)})
+    labels = 'expert="{}",layer="{}",model_name="m"'
+    assert scrape_experts(SchedulerStats(), counting) == [
+        f'paxkv:expert_tokens_total{{engine="1",{labels.format(expert, layer)}}} {count}.0'
+        for layer, expert, count in ((0, 0, 7), (0, 1, 0), (3, 0, 2), (3, 1, 5))
+    ]
+    assert scrape_experts(SchedulerStats(), SchedulerStats()) == []

@@ -18,6 +18,7 @@ def _stats(start_time, count):
         kv_block_residency=BlockResidency(lifetime=lifetime),
         step_token_counts=(count, *SchedulerStats().step_token_counts[1:]),
         num_waiting_reqs=count,
+        expert_tokens={2: (count, 0)},
         **dict.fromkeys(COUNTERS, count),
     )
 
@@ -34,6 +35,7 @@ def test_every_count_is_the_sum_over_the_engines(engines):
             expected = ended + count
             assert {getattr(seen, name) for name in COUNTERS} == {expected}
             assert seen.step_token_counts[0] == expected
+            assert seen.expert_tokens == {2: (expected, 0)}
             lifetime = seen.kv_block_residency.lifetime
             assert (lifetime.bucket_counts[0], lifetime.sum_s) == (expected, expected)
             assert seen.num_waiting_reqs == count

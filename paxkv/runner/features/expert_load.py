@@ -1,0 +1,174 @@
+"""The load of experts, as a step feature: how many tokens go to each expert of each layer."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from models import EXPERT_TOKENS, LoadedModel, Outputs, Report, Wants
+from paxkv.contracts.scheduler_output import SchedulerOutput
+from paxkv.errors import ConfigError
+from paxkv.runner.batch.scheduled_rows import ScheduledRows
+from paxkv.runner.features.base import DeviceArray, FeatureStep, StepFeature, StepPart, StepVariant
+from paxkv.runner.memory.zeros import put_zeros
+
+logger = logging.getLogger(__name__)
+
+_COUNTS = "expert_counts"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLoadVariant(StepVariant):
+    """Adds the choices of all tokens to an array that stays on the device."""
+
+    num_layers: int
+    num_experts: int
+
+    @property
+    def is_in_every_program(self) -> bool:
+        return True
+
+    def arrays(self) -> Mapping[str, DeviceArray]:
+        dims = (self.num_layers, self.num_experts)
+        return {_COUNTS: DeviceArray(dims=dims, dtype="int32", is_donated=True)}
+
+    def wants(self, wants: Wants) -> Wants:
+        report = Report(name=EXPERT_TOKENS, dims=(self.num_experts,))
+        return dataclasses.replace(wants, reports=(*wants.reports, report))
+
+    def update(
+        self,
+        values: Mapping[str, jax.Array],
+        outputs: Outputs,
+        part: StepPart,
+        logits_of: Callable[[jax.Array], jax.Array],
+    ) -> Mapping[str, jax.Array]:
+        return {_COUNTS: values[_COUNTS] + outputs.reports[EXPERT_TOKENS]}
+
+
+class ExpertLoad(StepFeature):
+    """Reads the counts of the device once per window, and logs a line about each window.
+
+    A window begins with a step and ends `window_s` later, at the next step or the next call of
+    `stats`. Then steps get a fresh array, and the old one is read as soon as the device has
+    finished it. So steps never wait, and an idle engine shows its last steps once `stats` is called
+    after the window.
+
+    Args:
+        clock: Returns seconds; it never goes back.
+    """
+
+    def __init__(
+        self, model: LoadedModel, window_s: float, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Finds the experts of the model.
+
+        Raises:
+            ConfigError: The model has no experts.
+        """
+        num_experts = _experts_of_layers(model)
+        if not num_experts:
+            raise ConfigError(
+                f"expert_load_window is {window_s:g}, but no layer of the model has experts. Leave "
+                "--expert-load-window out for this model."
+            )
+        self._variant = ExpertLoadVariant(
+            num_layers=model.config.num_layers, num_experts=max(num_experts.values())
+        )
+        self._num_experts = num_experts
+        self._window_s = window_s
+        self._clock = clock
+        self._sharding: Sharding | None = None
+        self._began_s: float | None = None  # None: no step has run in this window
+        self._ended: jax.Array | None = None  # the array of a window that was not read yet
+        self._ended_took_s = 0.0
+        self._totals_np = np.zeros((self._variant.num_layers, self._variant.num_experts), np.int64)
+        self._is_new = False
+
+    def allocate(self, sharding: Sharding) -> None:
+        super().allocate(sharding)
+        self._sharding = sharding
+
+    def variants(self) -> tuple[StepVariant, ...]:
+        return (self._variant,)
+
+    def before_step(self, scheduler_output: SchedulerOutput) -> None:
+        self._end_window()
+        if self._began_s is None and scheduler_output.num_scheduled_tokens:
+            self._began_s = self._clock()
+
+    def plan(self, step: ScheduledRows) -> FeatureStep | None:
+        """None: the variant is in every program, and needs nothing from the host."""
+        return None
+
+    def stats(self, *, only_new: bool) -> Mapping[str, object]:
+        """The field `SchedulerStats.expert_tokens`."""
+        self._end_window()
+        if only_new and not self._is_new:
+            return {}
+        if only_new:
+            self._is_new = False
+        expert_tokens = {
+            layer_idx: tuple(self._totals_np[layer_idx, :num_experts].tolist())
+            for layer_idx, num_experts in self._num_experts.items()
+        }
+        return {"expert_tokens": expert_tokens}
+
+    def _end_window(self) -> None:
+        """Reads the window that has ended, and ends the current one if its time is over."""
+        self._read_ended()
+        if self._ended is not None or self._began_s is None:
+            return
+        took_s = self._clock() - self._began_s
+        if took_s >= self._window_s:
+            self._ended, self._ended_took_s = self.arrays[_COUNTS], took_s
+            self._began_s = None
+            # Compiles nothing, unlike `jnp.zeros`.
+            self.arrays[_COUNTS] = put_zeros(self._ended.shape, self._ended.dtype, self._sharding)
+            self._read_ended()
+
+    def _read_ended(self) -> None:
+        if self._ended is None or not self._ended.is_ready():
+            return
+        with jax.transfer_guard_device_to_host("allow"):
+            counts_np = np.asarray(self._ended)
+        self._ended = None
+        self._totals_np += counts_np
+        self._is_new = True
+        layers_np = [counts_np[layer_idx, :n] for layer_idx, n in self._num_experts.items()]
+        logger.info("expert load in %.1f s: %s", self._ended_took_s, describe_load(layers_np))
+
+
+def describe_load(
+    layers_np: Sequence[np.ndarray],  # i[num_experts] of each layer with experts
+) -> str:
+    """What was counted in a window, as text of the log.
+
+    The imbalance of a layer is the load of its busiest expert, divided by the mean of all its
+    experts: 1 is perfectly even. Layers that computed nothing have none.
+    """
+    num_choices = sum(int(counts_np.sum()) for counts_np in layers_np)
+    if not num_choices:
+        return "0 choices"
+    imbalance_np = np.array([c_np.max() / c_np.mean() for c_np in layers_np if c_np.any()])
+    num_idle = sum(int((counts_np == 0).sum()) for counts_np in layers_np)
+    return (
+        f"{num_choices} choices, imbalance {np.median(imbalance_np):.2f} in the median layer and "
+        f"{imbalance_np.max():.2f} in the most uneven one, "
+        f"{num_idle} of {sum(map(len, layers_np))} experts idle"
+    )
+
+
+def _experts_of_layers(model: LoadedModel) -> dict[int, int]:
+    """The number of experts of each layer that has some, by layer."""
+    # "layers.3.mlp.experts.up_proj.kernel" [num_experts, in, out]
+    shapes = dict(zip(model.param_names, (param.shape for param in model.params), strict=True))
+    return {
+        int(name.split(".")[1]): shapes[name][0]
+        for name, rule in model.weight_rules.items()
+        if rule.layout == "experts"
+    }
