@@ -9,7 +9,7 @@ from pallas_kernels.block_gather.api import block_gather
 from pallas_kernels.block_scatter.api import block_scatter
 from pallas_kernels.cache_layout import pad_slot
 from pallas_kernels.dispatch import IMPLEMENTATIONS, Implementation
-from pallas_kernels.grouped_matmul.api import grouped_matmul
+from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_matmul_body
 from pallas_kernels.grouped_matmul.group_tiles import (
     GroupTiles,
     choose_tile_rows,
@@ -40,6 +40,7 @@ __all__ = [
     "mla_decode",
     "pad_slot",
     "paged_attention",
+    "grouped_matmul_body",
     "slot_mapping",
     "target_of",
     "tile_row_choices",

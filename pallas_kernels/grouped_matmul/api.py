@@ -10,7 +10,7 @@ from pallas_kernels.argument_checks import (
     require_not_empty,
     require_shape,
 )
-from pallas_kernels.dispatch import Body, mosaic_bodies, run_op
+from pallas_kernels.dispatch import Body, mosaic_bodies, preferred_body, run_op
 from pallas_kernels.grouped_matmul.reference import grouped_matmul_reference
 from pallas_kernels.grouped_matmul.xla import grouped_matmul_xla
 from pallas_kernels.stored_dtype import BITS_DTYPE, KV_DTYPES
@@ -80,6 +80,19 @@ def grouped_matmul(
         *(_OP, _BODIES, implementation, target, x, weights, tile_groups, tile_sizes),
         weights_dtype=None if weights_dtype is None else jnp.dtype(weights_dtype),
     )
+
+
+def grouped_matmul_body(
+    x: jax.Array,
+    weights: jax.Array,
+    tile_groups: jax.Array,
+    tile_sizes: jax.Array,
+    *,
+    target: Target,
+) -> str:
+    """The body that `grouped_matmul` picks on `target`; arrays may be abstract."""
+    arrays = (x, weights, tile_groups, tile_sizes)
+    return preferred_body(_OP, _BODIES, target, *arrays, weights_dtype=None)
 
 
 def _check_weights_dtype(

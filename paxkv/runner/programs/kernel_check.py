@@ -20,8 +20,9 @@ from paxkv.runner.programs.expert_check import CheckedProduct, multiply_and_comp
 
 logger = logging.getLogger(__name__)
 
-# (query tokens, tokens in the cache): decodes, a prompt, a chunk, and a row of nobody.
-REQUESTS = ((1, 1), (1, 150), (40, 40), (0, 0), (70, 200))
+# (query tokens, tokens in the cache): two decodes, a prompt, an empty row, and a chunk. With
+# sequences of more than 512 tokens, the GPU's kernel for decodes splits its work.
+REQUESTS = ((1, 1), (1, 700), (40, 40), (0, 0), (70, 600))
 NUM_PADDING_TOKENS = 3
 # Small inputs would not feel a window or chunks of 4,096 tokens, or a soft cap of 50: larger ones
 # are tried as these, which a kernel that forgets them does not pass.
@@ -67,7 +68,8 @@ def choose_implementation(
     if reason is None:
         return None
     logger.error(
-        "the kernels for %s are not used, plain XLA is: %s. Please report this.",
+        "the kernels for %s are not used, plain XLA is: %s. Please report this, with the model, "
+        "the versions of jax and of the driver, and this line.",
         target.device_kind,
         reason,
     )

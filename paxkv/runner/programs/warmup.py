@@ -180,7 +180,9 @@ class StepPrograms:
     ) -> dict[ProgramShape, Compiled]:
         """The programs of these shapes; several are loaded, or compiled, at a time."""
         num_threads = self._model.platform.num_compile_threads()
-        with concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
+        # Left after the threads have ended, also if one of them failed.
+        jax_cache = contextlib.nullcontext() if folder is None else without_jax_cache()
+        with jax_cache, concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
             try:
                 programs = {} if folder is None else self._load_all(shapes, folder, threads)
                 missing = [shape for shape in shapes if shape not in programs]
@@ -188,8 +190,7 @@ class StepPrograms:
                     missing, kv_cache, folder, threads, show_progress=show_progress
                 )
             except BaseException:
-                # Whoever interrupts a start, or fills the disk, does not wait for the other
-                # programs: those that have not begun are left out.
+                # After an interrupt or an error, programs that have not begun are left out.
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise
         return programs
@@ -229,16 +230,19 @@ class StepPrograms:
             file=sys.stderr,
             disable=not show_progress or not shapes,
         )
-        with progress, contextlib.nullcontext() if folder is None else without_jax_cache():
+        with progress:
             # Lowered one after the other: Mosaic numbers kernels in the order in which a process
             # lowers them (JAX 0.11), so that another order would be another program to a cache.
-            compiling = {
-                threads.submit(finish, shape, self._lower(shape, kv_cache)): shape
-                for shape in shapes
-            }
+            compiling: dict[concurrent.futures.Future[Compiled], ProgramShape] = {}
+            for shape in shapes:
+                lowered = self._lower(shape, kv_cache)
+                for done in [future for future in compiling if future.done()]:
+                    done.result()  # an error ends the start now, not after the last lowering
+                future = threads.submit(finish, shape, lowered)
+                future.add_done_callback(lambda _: progress.update())
+                compiling[future] = shape
             for done in concurrent.futures.as_completed(compiling):
                 programs[compiling[done]] = done.result()
-                progress.update()
         return programs
 
     def get(self, shape: ProgramShape, kv_cache: Pages) -> Compiled:
