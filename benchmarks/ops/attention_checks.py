@@ -23,12 +23,18 @@ _PREFILL = ((300, 300), (37, 700), (64, 64), (5, 1029), (0, 0), (129, 129))
 _MIXED = ((1, 700), (200, 456), (1, 1), (0, 0), (1, 1500), (130, 130), (3, 3), (1, 65))
 _LLAMA = {"num_q_heads": 32, "num_kv_heads": 8}
 _LONG = {"num_q_heads": 4, "num_kv_heads": 1, "num_rows": 1, "row": 0}
-# (head_dim, block_size, num_q_heads, num_kv_heads)
+# (head_dim, block_size, num_q_heads, num_kv_heads); with `_DECODED_HEAD_DIMS`, every head size that
+# the Mosaic GPU kernels take in 16 bits.
 _SHAPES = (
     *((128, block_size, 8, 2) for block_size in (8, 16, 32, 64, 128, 256)),
     *((64, 16, 8, 8), (64, 64, 16, 1), (80, 8, 4, 4), (96, 16, 6, 2)),
     *((192, 32, 8, 2), (256, 16, 8, 4), (256, 64, 4, 1)),
+    # A block of 16 is a quarter of a tile; 16 query heads per KV head are the most at this width.
+    *((512, 16, 8, 4), (512, 64, 16, 1)),
 )
+# Head sizes of the decode kernel alone.
+_DECODED_HEAD_DIMS = (16, 32, 48, 112, 144, 160, 176, 208, 224, 240, 320, 384, 448)
+_DECODED_SHAPES = tuple((head_dim, 16, 8, 2) for head_dim in _DECODED_HEAD_DIMS)
 _FEATURES: dict[str, dict[str, Any]] = {
     "32/8 heads": _LLAMA,
     "window 100": {"sliding_window": 100},
@@ -54,12 +60,16 @@ def _case(name: str, requests: tuple[tuple[int, int], ...], **sizes: Any) -> Pag
     return PagedAttentionCase(name=name, requests=requests, **(defaults | sizes))
 
 
-def _feature_cases(kind: str, requests: tuple[tuple[int, int], ...]) -> list[PagedAttentionCase]:
+def _feature_cases(
+    kind: str,
+    requests: tuple[tuple[int, int], ...],
+    shapes: tuple[tuple[int, int, int, int], ...],
+) -> list[PagedAttentionCase]:
     names = ("head_dim", "block_size", "num_q_heads", "num_kv_heads")
-    shapes = [dict(zip(names, shape, strict=True)) for shape in _SHAPES]
+    sizes = [dict(zip(names, shape, strict=True)) for shape in shapes]
     return [
-        *(_case(f"{kind} d{s['head_dim']} block {s['block_size']}", requests, **s) for s in shapes),
-        *(_case(f"{kind} {name}", requests, **sizes) for name, sizes in _FEATURES.items()),
+        *(_case(f"{kind} d{s['head_dim']} block {s['block_size']}", requests, **s) for s in sizes),
+        *(_case(f"{kind} {name}", requests, **feature) for name, feature in _FEATURES.items()),
     ]
 
 
@@ -80,8 +90,8 @@ _FLOAT32 = tuple(case for case in CASES if case.dtype == "float32")
 CHECKED = (
     # The first case is small: rehearsals run it.
     _case("small", ((1, 40), (20, 70)), head_dim=64, sliding_window=30),
-    *_feature_cases("decode", _DECODE),
-    *_feature_cases("mixed", _MIXED),
+    *_feature_cases("decode", _DECODE, _SHAPES + _DECODED_SHAPES),
+    *_feature_cases("mixed", _MIXED, _SHAPES),
     *_BATCHES,
     _case("decode float16", _DECODE, dtype="float16"),
     _case("mixed float16", _MIXED, dtype="float16"),
