@@ -1,8 +1,8 @@
 """Tables of docs/design/kernels.md: which body each op gets in the shapes of every model family.
 
 `python -m tests.aot.body_table` prints them, and `--write` puts them into the page. It needs JAX
-0.11.2, and neither an accelerator nor its compiler: the attention or the experts of one layer are
-traced for a `Target`, and what `dispatch.py` chooses is noted.
+0.11.2 or newer, and neither an accelerator nor its compiler: the attention or the experts of one
+layer are traced for a `Target`, and what `dispatch.py` chooses is noted.
 
 The shapes are those of transformers' default config of each family (`published_configs.json`).
 """
@@ -450,7 +450,14 @@ def with_tables(page: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="put the tables into the page")
-    if parser.parse_args().write:
+    arguments = parser.parse_args()
+    if jax.__version_info__ < dispatch.MIN_JAX_FOR_MOSAIC_GPU:
+        wanted = ".".join(map(str, dispatch.MIN_JAX_FOR_MOSAIC_GPU))
+        parser.error(
+            f"this is JAX {jax.__version__}; the GPU kernels need JAX {wanted} or newer. Install "
+            "it, with Python 3.12 or newer, and run the command again."
+        )
+    if arguments.write:
         PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     else:
         print(make_tables())

@@ -11,6 +11,7 @@ from tests.aot.body_table import (
     all_layers,
     choices_of,
     layer_program,
+    main,
     published_configs,
     with_tables,
 )
@@ -41,6 +42,14 @@ def test_published_figures_are_the_defaults_of_transformers(architecture):
 def test_the_documented_tables_are_what_dispatch_chooses():
     page = PAGE.read_text(encoding="utf-8")
     assert with_tables(page) == page, "run `python -m tests.aot.body_table --write`"
+
+
+def test_the_command_says_which_jax_it_needs(monkeypatch, capsys):
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    monkeypatch.setattr("sys.argv", ["body_table"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "need JAX 0.11.2 or newer. Install it, with" in capsys.readouterr().err
 
 
 def test_a_page_without_a_place_for_the_tables_is_an_error():
