@@ -60,7 +60,7 @@ class ResultRow:
             **figures,
             "num_repetitions": len(self.values),
             "device": self.device,
-            "versions": _versions(),
+            "versions": package_versions(),
             "commit": commit_hash(),
             "command": f"python -m {self.benchmark} {' '.join(sys.argv[1:])}".strip(),
             **self.details,
@@ -119,7 +119,8 @@ def drop_unfinished_line(file: Path) -> None:
 
 
 @functools.cache
-def _versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
+    """Package -> version, of Python and of all that figures depend on."""
     versions = {"python": platform.python_version()}
     for package in (*_PACKAGES, *_PEER_PACKAGES):
         try:

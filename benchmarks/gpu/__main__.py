@@ -16,9 +16,9 @@ runs these units, in the order of their worth:
     XLA             the XLA body of every op against float64
 
 Units run in worker processes, so a crash or a hang costs one unit, and each has a time limit. Each
-result is appended to --out at once; the report is written next to it with the suffix .md. The run
-ends within --time-limit and lists the units that are left. The same command with the same --out
-runs the units that are left and the units that failed. `python -m benchmarks.ops --platform gpu`
+result is appended to --out at once; the report is written next to it, as gpu.gpu.md next to
+gpu.jsonl. The run ends within --time-limit and lists the units that are left. The same command with
+the same --out runs the units that have no result yet. `python -m benchmarks.ops --platform gpu`
 runs the units of the kernels alone, with the same rows.
 """
 
@@ -32,7 +32,6 @@ from benchmarks.gpu.units import PAXKV, TRANSFORMERS, all_units, process_key
 from benchmarks.ops import gpu_report
 from benchmarks.tables import markdown_table
 from benchmarks.units.run import UnitRun, add_run_arguments
-from benchmarks.units.unit import Result
 
 BENCHMARK = "benchmarks.gpu"
 
@@ -51,9 +50,9 @@ def main(argv: list[str] | None = None) -> int:
     return run.run(report)
 
 
-def report(rows: Sequence[Mapping[str, Any]], results: Sequence[Result], device: str) -> str:
+def report(rows: Sequence[Mapping[str, Any]], device: str) -> str:
     """Markdown: that of the ops, then a table per model."""
-    return "\n\n".join([gpu_report.report(rows, results, device), *model_sections(rows)])
+    return "\n\n".join([gpu_report.report(rows, device), *model_sections(rows)])
 
 
 def model_sections(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -7,8 +7,8 @@ On a GPU (JAX with CUDA):
 measures the device (a copy, a matrix product), checks every op on random inputs against float64,
 times each body at full size, and prints a table. Units run in worker processes, so a crash or a
 hang of one kernel costs that unit only. Each result is appended to --out at once; the report is
-written next to it with the suffix .md. The run ends within --time-limit, and the same command
-continues it.
+written next to it, as gpu.ops.md next to gpu.jsonl. The run ends within --time-limit, and the same
+command continues it.
 
 On a CPU:
 
@@ -44,7 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     shared = ("platform", "quick", "out")
     for name, value in vars(arguments).items():
         if name not in shared and value != parser.get_default(name):
-            parser.error(f"--{name.replace('_', '-')} is a flag of --platform gpu")
+            flag = f"--{name.replace('_', '-')}"
+            parser.error(f"{flag} is no flag of --platform cpu; leave it out or use --platform gpu")
     return run_cpu(quick=arguments.quick, out=arguments.out)
 
 

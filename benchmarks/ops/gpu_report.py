@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.tables import markdown_table
-from benchmarks.units.unit import Result
 
 # Reading is somewhat faster than copying, nothing is much faster: more means that less was done
 # than was counted. Small inputs may come from a cache.
@@ -14,12 +13,12 @@ MIN_BYTES_OF_MEMORY = 2**28
 _MAX_REASON_CHARS = 260
 
 
-def report(rows: Sequence[Mapping[str, Any]], results: Sequence[Result], device: str) -> str:
+def report(rows: Sequence[Mapping[str, Any]], device: str) -> str:
     """Markdown.
 
     Args:
         rows: Of all units, those of earlier runs included.
-        results: Of this run.
+        device: For the title.
     """
     ceilings = device_rates(rows)
     rates = [f"- {name.replace('_', ' ')}: {value:,.0f}" for name, value in ceilings.items()]
@@ -28,7 +27,7 @@ def report(rows: Sequence[Mapping[str, Any]], results: Sequence[Result], device:
         "\n".join(rates or ["The device's rates were not measured."]),
     ]
     parts += ["## Checks", check_table(rows)]
-    if problems := problem_lines(results):
+    if problems := problem_lines(rows):
         parts += ["## Problems", "\n".join(problems)]
     parts += ["## Timings of ops", timing_table(rows, ceilings)]
     return "\n\n".join(parts)
@@ -60,17 +59,16 @@ def check_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return markdown_table(["op", "body", "right", "others", "worst error"], lines)
 
 
-def problem_lines(results: Sequence[Result]) -> list[str]:
+def problem_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Units that are wrong, failed or died; absent units once per reason."""
     lines, absent = [], defaultdict(list)
-    for result in results:
-        if result.wrong:
-            text = "; ".join(f"{f.what} {f.error:.2g} (limit {f.limit:.0e})" for f in result.wrong)
-            lines.append(f"- WRONG {result.unit.key}: {text}")
-        elif result.outcome in ("failed", "died"):
-            lines.append(f"- {result.outcome.upper()} {result.unit.key}: {_short(result.reason)}")
-        elif result.outcome == "absent":
-            absent[result.unit.body, _short(result.reason)].append(result)
+    for unit, row in {row["unit"]: row for row in rows}.items():
+        if row.get("is_right") is False:
+            lines.append(f"- WRONG {unit}: {'; '.join(row['wrong'])}")
+        elif row["outcome"] in ("failed", "died"):
+            lines.append(f"- {row['outcome'].upper()} {unit}: {_short(row['reason'])}")
+        elif row["outcome"] == "absent":
+            absent[unit.rpartition("|")[2], _short(row["reason"])].append(unit)
     for (body, reason), of_reason in absent.items():
         lines.append(f"- absent: {len(of_reason)} units of {body}: {reason}")
     return lines

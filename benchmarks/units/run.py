@@ -1,6 +1,7 @@
 """Runs a list of units in order, writes rows as they come, and continues from written rows."""
 
 import argparse
+import collections
 import itertools
 import json
 import os
@@ -25,9 +26,10 @@ from benchmarks.result_rows import (
     append_rows,
     commit_hash,
     drop_unfinished_line,
+    package_versions,
 )
 from benchmarks.units.runner import DEVICE_UNIT, ListUnits, UnitRunner
-from benchmarks.units.unit import Result, Unit
+from benchmarks.units.unit import PEERS, Result, Unit
 
 # Of a whole run; the last seconds are kept for ending processes and writing the report.
 TIME_LIMIT_S, REPORT_S = 530.0, 8.0
@@ -35,38 +37,51 @@ NO_GPU_EXIT, UNFINISHED_EXIT = 2, 3
 # Most of a check is compilation on the host, so several run at once.
 MAX_CHECKING_AT_ONCE = 6
 MAX_UNITS_PER_GROUP = 12
-# Git ignores it. Rows of rehearsals never lie in RESULTS_FOLDER.
-REHEARSALS_FOLDER = Path("build") / "rehearsals"
-# Units with a row of these outcomes are not run again.
-_FINISHED = ("done", "absent")
+_CHECKOUT = RESULTS_FOLDER.parents[1]
+# Git ignores it. Nowhere else in the checkout are rows of rehearsals.
+REHEARSALS_FOLDER = _CHECKOUT / "build" / "rehearsals"
 
-# Rows of all units (those of earlier runs included), results of this run, device -> Markdown.
-Report = Callable[[Sequence[Mapping[str, Any]], Sequence[Result], str], str]
+# Rows of all units (those of earlier runs included), title of the device -> Markdown.
+Report = Callable[[Sequence[Mapping[str, Any]], str], str]
 
 
 def add_run_arguments(parser: argparse._ActionsContainer) -> None:
     """Adds the flags of every run of units."""
     parser.add_argument("--out", type=output_file, help="file of JSON lines to append rows to")
     parser.add_argument(
-        "--time-limit", type=positive_float, default=TIME_LIMIT_S, metavar="S", help="in seconds"
+        "--time-limit",
+        type=_time_limit_s,
+        default=TIME_LIMIT_S,
+        metavar="S",
+        help=f"in seconds, more than {REPORT_S:g}",
     )
     parser.add_argument("--seed", type=seed_number, help="of the inputs; drawn if left out")
     parser.add_argument(
         "--again",
         action="store_true",
-        help="also run units that have a row of this commit and device in --out",
+        help="also run units with a result of this commit, JAX and device in --out",
     )
-    parser.add_argument("--commit", help="for the rows, where the code is no git checkout")
+    parser.add_argument("--commit", help="names the code in the rows, if git cannot")
     parser.add_argument(
         "--rehearse",
         action="store_true",
         help="run tiny shapes with interpreted kernels on any device, to test the program; rows "
-        f"are marked, and --out is in {REHEARSALS_FOLDER} if left out",
+        f"are marked, and --out is in {REHEARSALS_FOLDER.relative_to(_CHECKOUT)} if left out",
     )
     parser.add_argument("--list", action="store_true", help="print the units and end")
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="only units with this text in a line of --list"
     )
+
+
+def _time_limit_s(text: str) -> float:
+    """A type for `add_argument`: seconds that leave some for units."""
+    value = positive_float(text)
+    if value <= REPORT_S:
+        raise argparse.ArgumentTypeError(
+            f"must be more than {REPORT_S:g} seconds, which the report takes, got {text}"
+        )
+    return value
 
 
 class UnitRun:
@@ -90,10 +105,16 @@ class UnitRun:
         self._group_key = group_key
         self._started = time.monotonic()
         self._commit = arguments.commit or commit_hash()
+        # Code that no commit names may differ from one run to the next.
+        self._is_code_known = bool(arguments.commit) or not self._commit.endswith(("unknown", "+"))
         self._out = _output_file(arguments)
+        self._report_file = self._out.with_name(
+            f"{self._out.stem}.{benchmark.rpartition('.')[2]}.md"
+        )
         self._device: Mapping[str, Any] = {}
-        self._rows: list[dict[str, Any]] = []
-        self._results: list[Result] = []
+        self._device_reason = ""  # why there is none
+        self._rows: list[Mapping[str, Any]] = []
+        self._ended_keys: set[str] = set()
         self._units = [
             unit
             for unit in list_units(is_rehearsal=arguments.rehearse)
@@ -118,31 +139,50 @@ class UnitRun:
 
         Returns:
             The exit code: 0 if every unit ran, 1 if something of ours was wrong, failed or died,
-            2 without a GPU, 3 if units are left for the next run.
+            in this run or in the last run of a unit that counts, 2 without a GPU, 3 if units are
+            left for the next run.
+
+        Raises:
+            BenchmarkError: JAX's device is not known.
         """
         if self._arguments.list:
             print("\n".join(unit.key for unit in self._units))
             return 0
         print(f"seed {self._seed}, rows to {self._out}, logs in {self._logs}", flush=True)
+        if not self._is_code_known:
+            print(f"This run cannot be continued: {self._unknown_code()}", flush=True)
         deadline = self._started + self._arguments.time_limit - REPORT_S
         self._runner.run_groups([[DEVICE_UNIT]], deadline=deadline)
-        if self._device.get("platform") != "gpu" and not self._arguments.rehearse:
+        if not self._device:
+            raise BenchmarkError(
+                f"JAX's device is not known: {self._device_reason}. Read the log in {self._logs}, "
+                "or allow more time with --time-limit."
+            )
+        if self._device["platform"] != "gpu" and not self._arguments.rehearse:
             print(
-                f"no GPU: JAX has the platform {self._device.get('platform')!r}. Install "
+                f"no GPU: JAX has the platform {self._device['platform']!r}. Install "
                 "jax[cuda13], or pass --rehearse to try the program with tiny shapes."
             )
             return NO_GPU_EXIT
         drop_unfinished_line(self._out)
-        finished = set() if self._arguments.again else self._read_finished()
-        units = [unit for unit in self._units if unit.key not in finished]
-        if finished:
+        self._rows += self._read_rows()
+        is_again = self._arguments.again
+        done = {row["unit"] for row in last_rows(self._rows) if row["outcome"] == "done"}
+        units = [unit for unit in self._units if is_again or unit.key not in done]
+        if len(units) < len(self._units):
             print(f"{len(self._units) - len(units)} units have a row already", flush=True)
+        num_deaths = collections.Counter(
+            row["unit"] for row in self._rows if row["outcome"] == "died"
+        )
         sigterm = signal.signal(signal.SIGTERM, signal.default_int_handler)
         num_checking = min(MAX_CHECKING_AT_ONCE, num_usable_processors())
         try:
-            for kind, stage in itertools.groupby(units, key=lambda unit: unit.kind):
+            for kind, of_stage in itertools.groupby(units, key=lambda unit: unit.kind):
+                # The first deaths end a group. If the same units died first in every run, the units
+                # after them would never run.
+                stage = sorted(of_stage, key=lambda unit: num_deaths[unit.key])
                 self._runner.run_groups(
-                    groups_of(list(stage), self._group_key),
+                    groups_of(stage, self._group_key),
                     deadline=deadline,
                     num_at_once=num_checking if kind == "check" else 1,
                 )
@@ -150,49 +190,55 @@ class UnitRun:
             print("interrupted", flush=True)
         finally:
             signal.signal(signal.SIGTERM, sigterm)
-        text = report(self._rows, self._results, self._device["device"])
-        has_run = {result.unit.key for result in self._results}
-        return self._finish(text, [unit for unit in units if unit.key not in has_run])
+        title = self._device["device"] + (" (rehearsal)" if self._arguments.rehearse else "")
+        rows = last_rows(self._rows)
+        left = [unit for unit in units if unit.key not in self._ended_keys]
+        return self._finish(report(rows, title), rows, left)
 
-    def _finish(self, text: str, left: Sequence[Unit]) -> int:
+    def _finish(self, text: str, rows: Sequence[Mapping[str, Any]], left: Sequence[Unit]) -> int:
         if left:
-            text += "\n\n" + left_section(left)
-        self._out.with_suffix(".md").write_text(text + "\n")
+            note = "" if self._is_code_known else f" It starts anew: {self._unknown_code()}"
+            text += "\n\n" + left_section(left, note)
+        self._report_file.write_text(text + "\n")
         print(text, flush=True)
-        if any(result.is_our_fault for result in self._results):
+        if any(is_our_fault(row) for row in rows):
             return 1
         return UNFINISHED_EXIT if left else 0
 
-    def _read_finished(self) -> set[str]:
-        """Keys of units with a row of the same commit, device and kind of run; keeps the rows."""
-        lines = self._out.read_text().splitlines() if self._out.is_file() else []
-        written = [json.loads(line) for line in lines]
+    def _unknown_code(self) -> str:
+        return (
+            f"no commit names the code ({self._commit!r}), so its rows do not count for a "
+            "later run. Commit the changes, or pass --commit ID."
+        )
+
+    def _read_rows(self) -> list[Mapping[str, Any]]:
+        """Earlier rows of these units, with the same commit, JAX, device and kind of run."""
+        if not self._is_code_known or not self._out.is_file():
+            return []
         same = {
             "commit": self._commit,
             "device": self._device["device"],
             REHEARSAL: True if self._arguments.rehearse else None,
         }
-        known = {unit.key for unit in self._units}
-        found = [
+        known, jax_version = {unit.key for unit in self._units}, package_versions()["jax"]
+        return [
             row
-            for row in written
+            for row in map(json.loads, self._out.read_text().splitlines())
             if all(row.get(name) == value for name, value in same.items())
+            and row["versions"]["jax"] == jax_version
             and row.get("unit") in known
-            and row.get("outcome") in _FINISHED
         ]
-        self._rows += found
-        return {row["unit"] for row in found}
 
     def _take(self, result: Result) -> None:
         if result.unit.key == DEVICE_UNIT.key:
             if result.measured is None:
-                print(f"no device: {result.reason}", flush=True)
+                self._device_reason = result.reason
             else:
                 self._device = result.measured.details
             return
         if result.outcome == "skipped":
             return
-        self._results.append(result)
+        self._ended_keys.add(result.unit.key)
         details: dict[str, Any] = {"commit": self._commit}
         if self._arguments.rehearse:
             details[REHEARSAL] = True
@@ -208,20 +254,27 @@ def _output_file(arguments: argparse.Namespace) -> Path:
     """The file of the rows, which both commands for a GPU share if --out is left out.
 
     Raises:
-        BenchmarkError: Rows of a rehearsal would lie among results, or it cannot run here.
+        BenchmarkError: The file is no place for rows, or a rehearsal cannot run here.
     """
+    folder = REHEARSALS_FOLDER if arguments.rehearse else RESULTS_FOLDER
+    out: Path = arguments.out or folder / "gpu.jsonl"
+    if out.suffix == ".md":
+        raise BenchmarkError(
+            f"--out {out} ends in .md, as reports do, but it is a file of JSON lines. Choose "
+            f"another name, such as {out.with_suffix('.jsonl')}."
+        )
     if not arguments.rehearse:
-        return arguments.out or RESULTS_FOLDER / "gpu.jsonl"
+        return out
     if num_usable_processors() < 2:
         raise BenchmarkError(
             "--rehearse needs 2 processors, because threads of an interpreted kernel wait for each "
             "other; this process may use 1. Allow it to use more."
         )
-    out: Path = arguments.out or REHEARSALS_FOLDER / "gpu.jsonl"
-    if out.resolve().is_relative_to(RESULTS_FOLDER):
+    place = out.resolve()
+    if place.is_relative_to(_CHECKOUT) and not place.is_relative_to(REHEARSALS_FOLDER):
         raise BenchmarkError(
-            f"--out {out} is in {RESULTS_FOLDER}, where only measured rows belong. Leave --out out "
-            "or choose another folder for the rows of a rehearsal."
+            f"--out {out} is in the checkout, where rows of a rehearsal belong only in "
+            f"{REHEARSALS_FOLDER}. Leave --out out, or choose a file there or outside the checkout."
         )
     return out
 
@@ -232,13 +285,30 @@ def num_usable_processors() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def left_section(units: Sequence[Unit]) -> str:
+def last_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows of each unit's last run: one per metric, or one with the metric "none"."""
+    of_units: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        of_unit = of_units.setdefault(row["unit"], {})
+        if row["metric"] in of_unit or "none" in (row["metric"], *of_unit):
+            of_unit.clear()
+        of_unit[row["metric"]] = row
+    return [row for of_unit in of_units.values() for row in of_unit.values()]
+
+
+def is_our_fault(row: Mapping[str, Any]) -> bool:
+    """Whether paxkv's code was wrong, failed or died, judged by a row of a unit."""
+    is_bad = row["outcome"] in ("failed", "died") or row.get("is_right") is False
+    return is_bad and row["unit"].rpartition("|")[2] not in PEERS
+
+
+def left_section(units: Sequence[Unit], note: str) -> str:
     """Markdown: the units that have not run, those of one op and body in one line."""
     families: dict[str, list[str]] = {}
     for unit in units:
         families.setdefault(f"{unit.kind}|{unit.op}|*|{unit.body}", []).append(unit.case)
     lines = [f"- {name}: {len(cases)} ({'; '.join(cases)})" for name, cases in families.items()]
-    head = f"## Left\n\nThe same command runs these {len(units)} units if they have no row yet."
+    head = f"## Left\n\nThe same command runs these {len(units)} units.{note}"
     return "\n".join([head, "", *lines])
 
 
@@ -258,7 +328,7 @@ def unit_rows(
     if measured is None:
         details["reason"] = result.reason
     else:
-        wrong = [f"{finding.what} {finding.error:.1e}" for finding in result.wrong]
+        wrong = [f"{f.what} {f.error:.2g} (limit {f.limit:.0e})" for f in result.wrong]
         details |= {"is_right": not wrong, "wrong": wrong, **measured.details}
     return [
         ResultRow(

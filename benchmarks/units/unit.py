@@ -67,10 +67,6 @@ class Unit:
     def key(self) -> str:
         return f"{self.kind}|{self.op}|{self.case}|{self.body}"
 
-    @property
-    def is_ours(self) -> bool:
-        return self.body not in PEERS
-
     def seed(self, run_seed: int) -> int:
         """Differs between units; equal again for an equal `run_seed`."""
         return (run_seed + zlib.crc32(self.key.encode())) % 2**31
@@ -97,7 +93,3 @@ class Result:
         """Findings of a computed result that differs from its expected value."""
         findings = self.measured.findings if self.measured else ()
         return [finding for finding in findings if not finding.is_right]
-
-    @property
-    def is_our_fault(self) -> bool:
-        return self.unit.is_ours and (self.outcome in ("failed", "died") or bool(self.wrong))

@@ -65,6 +65,12 @@ def test_flags_that_cannot_work_are_refused(read, flags: str, capsys) -> None:
     assert "error: " in capsys.readouterr().err
 
 
+def test_flag_of_the_other_platform_is_refused_with_what_to_do(capsys) -> None:
+    with pytest.raises(SystemExit):
+        ops.main(["--platform", "cpu", "--time-limit", "99"])
+    assert "--time-limit is no flag of --platform cpu; leave it out or" in capsys.readouterr().err
+
+
 def test_workload_has_no_more_requests_than_it_has() -> None:
     with pytest.raises(BenchmarkError, match="at most 64, the requests of mixed; got 65"):
         chosen_workload(read_engine_flags(["--num-requests", "65"]))

@@ -24,7 +24,7 @@ def test_paxkv_measures_every_case_and_is_compared() -> None:
     ours = {row["metric"]: row for row in rows if row["unit"].endswith("|paxkv")}
     assert ours.keys() == {"tokens_per_s", "step_ms", "ttft_ms"}
     assert all(row["median"] > 0 for row in ours.values())
-    lines = [line.split("|")[1:-1] for line in report(rows, results, "d").splitlines()]
+    lines = [line.split("|")[1:-1] for line in report(rows, "d").splitlines()]
     (cells,) = (line[1:] for line in lines if line and "throughput: tokens_per_s" in line[0])
     ours, theirs, ratio = (float(cell.replace(",", "")) for cell in cells)
     assert theirs == 2.0 and ratio == pytest.approx(ours / 2, rel=0.02)

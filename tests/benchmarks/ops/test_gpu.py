@@ -68,4 +68,5 @@ def test_rehearsal_runs_in_processes(tmp_path) -> None:
     timed = rows["time|kv_scatter|bfloat16|xla"]
     assert timed["metric"] == "call_ms" and timed["median"] > 0 and timed["num_bytes"] > 0
     assert rows["machine|device|copy|jax"]["median"] > 0
-    assert "| kv_scatter |" in out.with_suffix(".md").read_text()
+    text = (tmp_path / "rows.ops.md").read_text()
+    assert text.splitlines()[0].endswith(" (rehearsal)") and "| kv_scatter |" in text

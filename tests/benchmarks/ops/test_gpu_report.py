@@ -14,7 +14,7 @@ def result(kind: str, case: str, metric="none", *values, error=0.0, **details) -
 
 def lines_of(*results: Result) -> list[list[str]]:
     rows = [row.as_dict() for of_unit in results for row in unit_rows(of_unit, "b", "d", {})]
-    text = report(rows, results, "H200")
+    text = report(rows, "H200")
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
 
 
@@ -37,9 +37,12 @@ def test_checks_are_counted_and_problems_named() -> None:
         result("check", "b", "relative_error", 0.5, error=0.5),
         Result(unit=result("check", "c").unit, outcome="died", reason="illegal address"),
         Result(unit=result("check", "d").unit, outcome="absent", reason="no such body"),
+        # It has no time.
+        result("time", "e", error=0.25),
     )
     assert ["op", "xla", "1 of 4", "1 wrong, 1 died, 1 absent", "5.0e-01"] in lines
     text = "\n".join(" ".join(line) for line in lines)
     assert "WRONG check op b xla: out 0.5 (limit 1e-02)" in text
+    assert "WRONG time op e xla: out 0.25 (limit 1e-02)" in text
     assert "DIED" in text and "illegal address" in text
     assert "absent: 1 units of xla: no such body" in text

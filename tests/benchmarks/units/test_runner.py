@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.units import runner
+from benchmarks.units.run import is_our_fault, unit_rows
 from benchmarks.units.runner import DEVICE_UNIT, UnitRunner
 from benchmarks.units.unit import Finding, Result
 from tests.benchmarks.units.listed_units import all_units
@@ -40,7 +41,8 @@ def test_crash_and_hang_cost_their_own_unit(tmp_path) -> None:
     # Inputs differ between units and are equal for an equal seed of the run.
     drawn = {results[case].measured.details["drawn"] for case in ("first", "nan")}
     assert drawn == {results["first"].unit.seed(1), results["nan"].unit.seed(1)} and len(drawn) == 2
-    faults = {case for case, result in results.items() if result.is_our_fault}
+    rows = {case: unit_rows(results[case], "b", "d", {})[0].as_dict() for case in cases}
+    faults = {case for case, row in rows.items() if is_our_fault(row)}
     assert faults == {"kills", "raises", "hangs", "nan"}
 
 

@@ -46,7 +46,7 @@ def main() -> int:
     run = UnitRun(
         arguments, benchmark="benchmarks.x", list_units=all_units, group_key=lambda unit: 0
     )
-    return run.run(lambda rows, results, device: f"{len(rows)} rows")
+    return run.run(lambda rows, device: f"{len(rows)} rows")
 
 
 if __name__ == "__main__":
