@@ -1,4 +1,4 @@
-"""One layer that stands for several of the same structure: a loop chooses which."""
+"""One layer that stands for several layers of the same structure, with a traced layer number."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from typing import TypeVar
@@ -15,9 +15,9 @@ Path = tuple[str | int, ...]
 
 
 def kind_of(layer: nnx.Module) -> Hashable:
-    """Equal for layers that differ in the numbers of their parameters alone.
+    """A value that is equal for two layers if only the values of their parameters differ.
 
-    A layer that `choose_layer` would copy large parameters of is of a kind of its own.
+    If `choose_layer` would copy large parameters of the layer, the value equals no other one.
     """
     if any(True for _ in _copied_matrices(layer)):
         return object()
@@ -30,15 +30,15 @@ def choose_layer(
     layers: Sequence[Layer],
     layer_idx: jax.Array,  # i32[], in [0, len(layers))
 ) -> Layer:
-    """A layer that computes with the parameters of `layers[layer_idx]`.
+    """Returns a layer that computes with the parameters of `layers[layer_idx]`.
 
-    What is not a parameter is that of the first, so the layers must be of one kind (`kind_of`).
-    Parameters that their module lists in `chosen_in_place` become a `ChosenKernel`. All other
-    parameters, which are vectors, come out of one switch, which copies them.
+    Attributes that are not parameters come from `layers[0]`, so the layers must be of one kind
+    (`kind_of`). Parameters that their module lists in `chosen_in_place` become a `ChosenKernel`.
+    The other parameters are vectors. One switch selects them, and copies them.
 
     Raises:
-        ModelError: The layers do not have the same parameters, or some that would be copied are
-            larger than vectors.
+        ModelError: The layers do not have the same parameters, or a parameter that would be copied
+            is larger than a vector.
     """
     if len(layers) == 1:
         return layers[0]

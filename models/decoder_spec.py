@@ -8,17 +8,17 @@ from models.cache.attention_format import AttentionFormat
 from models.cache.format import CacheFormat
 from models.errors import ModelConfigError
 
-# The name of a layer's cache of keys and values, where it has one: that of the attention's weights.
+# The name of a layer's cache of keys and values. The attention's weights have the same name.
 SELF_ATTENTION = "self_attn"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheRef:
-    """A cache of a layer: its own, or that of an earlier layer.
+    """A cache that a layer uses: its own, or the cache of an earlier layer.
 
     Args:
-        owner: Full name of the cache that the layer reads instead of having one:
-            "model.layers.3.self_attn". The layer writes nothing to it.
+        owner: Full name of the earlier layer's cache, such as "model.layers.3.self_attn". The layer
+            reads this cache and writes nothing to it. None: the layer has a cache of its own.
     """
 
     format: CacheFormat
@@ -54,7 +54,7 @@ class DecoderSpec:
 
     @property
     def owners(self) -> dict[str, str]:
-        """Full name of every shared cache -> full name of the cache that is read for it."""
+        """Full name of every shared cache -> full name of the earlier layer's cache to read."""
         return {
             layer.full_name(name): cache.owner
             for layer in self.layers
@@ -69,13 +69,14 @@ def spec_of_attention(
     """The spec of layers that have attention and no other caches.
 
     Args:
-        attention: Of each layer; None: the layer has none.
-        kv_dtype: Of keys and values.
-        has_unified_kv: Whether all layers keep all keys and values, also left of their windows.
+        attention: The attention of each layer. None: the layer has no attention.
+        kv_dtype: The dtype of keys and values.
+        has_unified_kv: Whether all layers keep all keys and values, also those that have left the
+            window or chunk.
 
     Raises:
-        ModelConfigError: A layer reads the keys and values of one that is not earlier, has none of
-            its own, or has others than the layer needs.
+        ModelConfigError: A layer reads the keys and values of another layer which is not earlier,
+            has no keys and values of its own, or stores them in another format.
     """
     formats = {
         layer_idx: format_of_attention(layer, kv_dtype=kv_dtype)
@@ -104,7 +105,7 @@ def _layer_name(layer_idx: int) -> str:
 
 
 def format_of_attention(layer: AttentionConfig, *, kv_dtype: str) -> AttentionFormat:
-    """How the keys and values of a layer lie in pages; the narrower ones of the two are padded."""
+    """The format of a layer's keys and values; the narrower of the two are padded."""
     kind = "full"
     if layer.sliding_window is not None:
         kind = "window"

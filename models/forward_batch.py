@@ -1,16 +1,16 @@
-"""What one model step consumes: `ForwardBatch`, and the list of dimension names.
+"""`ForwardBatch`, the input of one step of the model, and the list of dimension names.
 
-Dimension names, used in every `dtype[dims]` comment of the code; use these and invent no second
-name:
+Every `dtype[dims]` comment of the code uses these names of dimensions, and no second name for them:
 
     num_tokens          tokens of this step, padding included
     num_reqs            request rows of this step, empty rows included
-    num_groups          KV cache groups: caches of one kind that share block tables
+    num_groups          KV cache groups; the layers of a group share block tables
     max_blocks_per_req  columns of a block table
     num_logits          tokens whose logits are wanted
     num_queries         tokens that attend: all, or in the last layer the last of each request
     num_layers          decoder layers of the model
-    num_rows            caches of the largest group; cache j of every group has row j of the pages
+    num_rows            rows of the pages: the caches of the largest group (cache j of every group
+                        has row j); elsewhere, the rows of an array, such as one per token
     num_blocks          blocks in the pool, the null block (0) included
     block_size          token positions in a block of one group
     num_q_heads         query heads
@@ -36,7 +36,7 @@ from models.wants import Outputs, Wants
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class GroupInputs:
-    """What a step has for the KV cache groups whose block tables are alike in shape and meaning."""
+    """The inputs of KV cache groups whose block tables have the same shape and meaning."""
 
     # Physical block of each logical block, in [0, num_blocks); 0 where the request has none.
     block_tables: jax.Array  # i32[num_groups, num_reqs, max_blocks_per_req]
@@ -50,9 +50,10 @@ class GroupInputs:
 class ForwardBatch:
     """The tokens of one step; row r owns tokens `query_start_loc[r]:query_start_loc[r + 1]`.
 
-    Padding: tokens at or past `query_start_loc[-1]` belong to nobody and have id 0 and position 0;
-    they are written to no block. A row without a request has no tokens, and `seq_lens` 0. Unused
-    entries of `logits_indices` are 0, so their logits are computed and ignored.
+    Padding: tokens at or past `query_start_loc[-1]` belong to no request. They have id 0 and
+    position 0, and are written to no block. A row without a request has no tokens, and its entry in
+    `seq_lens` is 0. Unused entries of `logits_indices` are 0, so their logits are computed and
+    ignored.
 
     Worked example, num_tokens 8, num_reqs 3, a prompt of 4, a decode at position 9, an empty row:
         token_ids       [5, 6, 7, 8, 3, 0, 0, 0]
@@ -67,29 +68,29 @@ class ForwardBatch:
     query_start_loc: jax.Array  # i32[num_reqs + 1], not decreasing, first entry 0
     groups: tuple[GroupInputs, ...]
     logits_indices: jax.Array  # i32[num_logits], tokens whose logits are wanted
-    # Static: no request has more query tokens than this; None promises nothing. With 1, attention
-    # compiles no part for prompts.
+    # Static: an upper bound of the query tokens of one request. None: there is no bound. With 1,
+    # attention compiles no code for prompts.
     max_query_len: int | None = field(default=None, metadata={"static": True})
     # Static. With `logits="last"`, `logits_indices` are the last tokens of the requests, in order.
-    # Unless `wants` is `logits="indices"` without `hidden="last"`, requests without tokens come
+    # With `logits="last"` or "none", or with `hidden="last"`, requests without tokens must come
     # after all others: the last layer and the head find a request's row by its number.
     wants: Wants = field(default=Wants(), metadata={"static": True})
-    # Static: numbers of leading tokens, rising, the last num_tokens. Work with weights is done for
-    # the least that holds all real tokens; what it leaves for the others is anything finite. Empty
-    # is num_tokens alone.
+    # Static: numbers of leading tokens, rising; the last one is num_tokens. Products with weights
+    # are computed for the smallest number that holds all real tokens. Rows after it may hold
+    # anything finite. Empty means num_tokens only.
     widths: tuple[int, ...] = field(default=(), metadata={"static": True})
 
     @property
     def drops_rows(self) -> bool:
-        """Whether the last layer goes on with fewer tokens than it gets: one for each request.
+        """Whether the last layer returns only the last token of each request.
 
-        Where no request has more than one, these are all.
+        False if no request has more than one token: the last tokens are then all tokens.
         """
         return self.wants.last_tokens_alone and self.max_query_len != 1
 
     @property
     def last_tokens(self) -> jax.Array:  # i32[num_reqs]
-        """The last token of each request; any token where a request has none."""
+        """The index of each request's last token; any index for a request without tokens."""
         if self.wants.logits == "last":
             return self.logits_indices
         return jnp.maximum(self.query_start_loc[1:] - 1, 0)
@@ -99,7 +100,7 @@ class ForwardBatch:
         hidden: jax.Array,  # f[num_tokens, hidden], or f[num_reqs, hidden] where `drops_rows`
         taps: tuple[jax.Array, ...] = (),
     ) -> Outputs:
-        """What is wanted of the hidden states after the last norm."""
+        """Picks the rows that `wants` asks for out of the hidden states after the last norm."""
         wants = self.wants
         rows = {"none": None, "all": hidden}
         if "last" in (wants.logits, wants.hidden):
@@ -123,6 +124,10 @@ class ForwardBatch:
         *,
         is_wanted: jax.Array | None = None,  # bool[]
     ) -> Carry:
-        """`body(width, carry)` with one of `widths`; `carry` where it is not wanted."""
+        """Returns `body(width, carry)` with the smallest of `widths` that holds all real tokens.
+
+        Args:
+            is_wanted: If false, the result is `carry`, unchanged. None means true.
+        """
         widths = self.widths or (self.token_ids.shape[0],)
         return run_at_width(widths, self.query_start_loc[-1], body, carry, is_wanted=is_wanted)

@@ -1,4 +1,4 @@
-"""`LayerContext`: what a layer may ask of the step that it is part of."""
+"""`LayerContext`: everything that a layer knows about the step."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,14 +20,14 @@ Arrays = TypeVar("Arrays")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachePlace:
-    """Where one cache of a layer has its block tables and its memory.
+    """Where the block tables and the pages of one cache of a layer are.
 
-    In a loop over layers, `group_idx` and `row` are traced i32[]: those of the current layer.
+    In a loop over layers, `group_idx` and `row` are traced i32[] for the current layer.
 
     Args:
         inputs_idx: Index into `ForwardBatch.groups`.
         group_idx: Index of the KV cache group in these inputs, in [0, num_groups).
-        row: Of the pages, in [0, num_rows).
+        row: Row of the pages, in [0, num_rows).
     """
 
     format: CacheFormat
@@ -54,16 +54,16 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The tokens that the rows of some arrays belong to: by default all tokens of the step."""
+    """Says to which tokens the rows of an array belong: by default to all tokens of the step."""
 
-    only_last: bool = False  # the last token of each request
-    width: Width | None = None  # only the first `width.size` of them
+    only_last: bool = False  # one row for each request, for its last token
+    width: Width | None = None  # only the first `width.size` of these rows
 
 
-# Gives what a `Linear` returns, in place of what it computed. Takes the layer's name
-# (`Linear.name`), its input f[num_rows, in_features], what it computed f[num_rows, out_features],
-# and the context, whose `of_rows` and `layer_idx` identify the tokens of the rows and the layer.
-# It must return the shape and the dtype of what the `Linear` computed.
+# A function that changes the output of a `Linear`. It takes the layer's name (`Linear.name`), the
+# input f[num_rows, in_features], the output f[num_rows, out_features], and the context, whose
+# `of_rows` and `layer_idx` identify the tokens of the rows and the layer. It returns the new
+# output, which must have the shape and dtype of the old one.
 LinearChange = Callable[[str, jax.Array, jax.Array, "LayerContext"], jax.Array]
 
 
@@ -78,28 +78,29 @@ class LayerContext:
     # For each `AttentionConfig.rotary`: cosine and sine, f32[num_tokens, rotary_dim // 2].
     cos_sin: Mapping[tuple[RopeConfig, int], tuple[jax.Array, jax.Array]]
     places: LayerPlaces = ()
-    # Whether only the last token of each request goes on from here, and attends; the others leave
-    # what they write into the cache.
+    # Whether only the last token of each request attends and goes on from this layer. The layer
+    # still writes the keys and values of all tokens.
     drops_rows: bool = False
     # In [0, num_layers), traced in a loop over layers. None: outside of the layers.
     layer_idx: int | jax.Array | None = None
-    # The tokens that the rows of the function's arrays belong to.
+    # The tokens that the rows of the arrays at hand belong to.
     rows: Rows = Rows()
-    # What features do to the output of a `Linear`, one after the other (`add_linear_change`).
+    # The functions by which features change the output of every `Linear`, in order
+    # (`add_linear_change`).
     linear_changes: tuple[LinearChange, ...] = ()
-    # What layers have reported so far (`report`), by name: i32[num_layers, *dims]. All contexts of
-    # one trace share this dict. It is empty if the step asks for no reports.
+    # The numbers that layers have reported so far (`report`), by name: i32[num_layers, *dims]. All
+    # contexts of one trace share this dict. It is empty if the step asks for no reports.
     reported: dict[str, jax.Array] = field(default_factory=dict)
 
     def at(self, layer_idx: int | jax.Array, places: LayerPlaces) -> "LayerContext":
-        """The context of a layer whose caches have these places."""
+        """The context of layer `layer_idx`, whose caches have these places."""
         return replace(self, layer_idx=layer_idx, places=places)
 
     def cache(self, name: str) -> LayerCache:
         """The layer's cache of that local name.
 
         Raises:
-            ModelError: It has none.
+            ModelError: The layer has no cache of this name.
         """
         for other, place in self.places:
             if other == name:
@@ -123,21 +124,22 @@ class LayerContext:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the arrays that belong to `rows`."""
+        """How many rows the arrays of this context have."""
         if self.rows.width is not None:
             return self.rows.width.size
         return self.batch.num_reqs if self.rows.only_last else self.batch.token_ids.shape[0]
 
     def is_used(self) -> jax.Array:  # bool[num_rows]
-        """Which rows of `rows` belong to a token; the others are padding."""
+        """For each row of the arrays of this context, whether it has a token or is padding."""
         starts = self.query_start_loc if self.rows.only_last else self.batch.query_start_loc
         return jnp.arange(self.num_rows, dtype=jnp.int32) < starts[-1]
 
     def kept(self, x: jax.Array) -> jax.Array:  # f[num_tokens, ...] -> f[num_queries, ...]
-        """The rows of the tokens that go on from this layer.
+        """The rows of the tokens that go on from this layer: all rows, except in the last layer.
 
         Raises:
-            ModelError: The last layer, which drops rows, has dropped some already.
+            ModelError: The rows of this context are not those of all tokens, for example because
+                the last layer has dropped rows already.
         """
         if not self.drops_rows:
             return x
@@ -164,21 +166,23 @@ class LayerContext:
             )
 
     def of_rows(self, x: jax.Array) -> jax.Array:  # f[num_tokens, ...] -> f[num_rows, ...]
-        """The rows of x, which has one for each token of the step, that belong to `rows`."""
+        """The rows of this context (`rows`), taken out of x, which has a row for every token."""
         if self.rows.only_last:
             x = x[self.batch.last_tokens]
         return x if self.rows.width is None else self.rows.width.read(x)
 
     def by_token(self, function: Callable[..., Arrays], *arrays: jax.Array) -> Arrays:
-        """`function(*arrays, context)`, where each token is computed from its own rows alone.
+        """Returns `function(*arrays, context)`, possibly computed without the padding rows.
 
-        Rows after the step's tokens may be left out of the work; their results are then zero. The
-        function gets fewer rows then, and the context of these. What it reports counts.
+        The function must compute each token from its own rows alone. It may be called with fewer
+        rows than the arrays have, and with a context for these rows. Padding rows that were left
+        out are zero in the result. Reports of the function are added to those of this context.
 
         Args:
-            function: Takes and returns arrays, or tuples of them, with tokens as the first axis.
-            arrays: With one row for each token of `rows`. For arrays that `kept` returned, call
-                this method of `of_kept()`.
+            function: Takes arrays, and returns an array or a tuple of arrays. The first axis of all
+                of them is the tokens.
+            arrays: With one row for each row of this context. For arrays that `kept` returned, call
+                `of_kept().by_token`.
 
         Raises:
             ModelError: An array has another number of rows.
@@ -213,7 +217,7 @@ class LayerContext:
         x: jax.Array,  # f[num_rows, in_features]
         y: jax.Array,  # f[num_rows, out_features]
     ) -> jax.Array:  # f[num_rows, out_features]
-        """What the `Linear` of that name returns, which computed y from x.
+        """Applies all changes of features to the output y of the `Linear` of that name.
 
         Raises:
             ModelError: A change returns another shape or dtype.
@@ -230,18 +234,18 @@ class LayerContext:
         return y
 
     def add_linear_change(self, change: LinearChange) -> "LayerContext":
-        """The context where `change` gets what all changes before it returned."""
+        """The context with one more change, which gets the output of all earlier changes."""
         return replace(self, linear_changes=(*self.linear_changes, change))
 
     def report(self, name: str, count: Callable[[], jax.Array]) -> None:
-        """Adds numbers to what the layer has reported under that name, if the step asks for them.
+        """Adds numbers to the layer's report of that name, if the step asks for this report.
 
         Args:
-            count: Returns i32[dims of the `Report`]. It is not called if nothing asks, so that the
-                program stays as it is.
+            count: Returns the numbers, i32[dims of the `Report`]. If the step does not ask for the
+                report, it is not called, and adds nothing to the program.
 
         Raises:
-            ModelError: The numbers are of another shape or dtype.
+            ModelError: The numbers have another shape or dtype than the report.
         """
         if name not in self.reported:
             return
@@ -252,28 +256,29 @@ class LayerContext:
                 f"for {total.dtype}{list(total.shape[1:])}. The `Report` must have the dimensions "
                 "of what the layer counts."
             )
-        # Not `total.at[...].add`, which would be a scatter.
+        # `total.at[...].add` would be a scatter.
         own = jax.lax.dynamic_index_in_dim(total, self.layer_idx, keepdims=False)
         self.reported[name] = jax.lax.dynamic_update_index_in_dim(
             total, own + numbers, self.layer_idx, axis=0
         )
 
     def with_reported(self, reported: Mapping[str, jax.Array]) -> "LayerContext":
-        """The context of an inner trace, such as the body of a loop, with a dict of its own.
+        """The context for an inner trace, such as the body of a loop, with its own dict of reports.
 
-        The body must take `reported` from outside as a value and return the dict's values at its
-        end. The caller then updates the dict of the outer context with them.
+        The loop must carry the values of `reported`. Its body makes this context from them, and
+        returns the values that its dict has at the end. The caller of the loop then updates the
+        dict of the outer context.
         """
         return replace(self, reported=dict(reported))
 
     @property
     def num_queries_per_req(self) -> int | None:
-        """No request has more tokens that attend; None promises nothing."""
+        """An upper bound of the tokens of one request that attend. None: there is no bound."""
         return 1 if self.drops_rows else self.batch.max_query_len
 
     @property
     def query_start_loc(self) -> jax.Array:  # i32[num_reqs + 1]
-        """`ForwardBatch.query_start_loc` of the tokens that attend."""
+        """`ForwardBatch.query_start_loc`, counted over the tokens that attend."""
         starts = self.batch.query_start_loc
         if not self.drops_rows:
             return starts
@@ -290,10 +295,10 @@ def make_context(
     kernels: KernelSettings,
     rotaries: Iterable[tuple[RopeConfig, int]],
 ) -> LayerContext:
-    """What all layers of a model share in a step.
+    """Makes the context that all layers of a model share in a step, with slots, cosines and sines.
 
     Args:
-        rotaries: `AttentionConfig.rotary` of all layers, each once.
+        rotaries: The different values of `AttentionConfig.rotary` in the model.
     """
     num_rows, num_blocks = pages.shape[:2]
     slots = tuple(

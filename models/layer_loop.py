@@ -1,4 +1,4 @@
-"""Runs decoder layers one after the other: each in the program, or those of a kind in a loop."""
+"""Runs decoder layers: either a program contains each of them, or equal layers run in a loop."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
@@ -32,12 +32,15 @@ class PlacedLayer(NamedTuple):
         return self.layer(carry, pages, context.at(self.layer_idx, self.places))
 
 
-# What goes from layer to layer, the cache, and what the layers have reported.
+# The carry, the cache, and the numbers that layers have reported (`LayerContext.reported`).
 _LoopState = tuple[Carry, Pages, dict[str, jax.Array]]
 
 
 class Stretch(NamedTuple):
-    """Layers `start` to `start + period * num_periods`; those a period apart are of one kind."""
+    """The layers from `start` to before `end`, which repeat a period of kinds.
+
+    Layers that are `period` apart are of one kind (`kind_of`).
+    """
 
     start: int
     period: int
@@ -51,7 +54,10 @@ class Stretch(NamedTuple):
 def run_in_turn(
     layers: Sequence[PlacedLayer], carry: Carry, pages: Pages, context: LayerContext
 ) -> tuple[Carry, Pages]:
-    """The program holds every layer. The last one may go on with fewer tokens."""
+    """Runs layers one after the other, so the program contains every layer.
+
+    The last layer may return fewer tokens.
+    """
     for placed in layers[:-1]:
         carry, pages = placed.run(carry, pages, context)
     return layers[-1].run(carry, pages, context.of_last_layer())
@@ -60,14 +66,15 @@ def run_in_turn(
 def run_in_loop(
     layers: Sequence[PlacedLayer], carry: Carry, pages: Pages, context: LayerContext
 ) -> tuple[Carry, Pages]:
-    """The same, with loops over layers of one kind, or over periods of several kinds.
+    """Runs layers in loops over layers of one kind, or over periods of several kinds.
 
-    The program holds each layer of a period once; of the products with layers' own weights it holds
-    one for every layer, as the branches of a switch. So it hardly grows with the number of layers.
-    The weights stay where they are: a scan over stacked ones would copy each layer's out of the
-    stack. The cache is in no branch, because what a switch takes and returns may be copied.
+    The program contains each layer of a period once. Only the products with a layer's own weights
+    exist once per layer, as branches of a switch. The program therefore hardly grows with the
+    number of layers. The weights stay in place. A scan over stacked weights would copy each layer's
+    weights out of the stack. The cache never goes through a switch, because XLA may copy the
+    arguments and results of a switch.
 
-    Layers that are like no other run in turn, and so does the last one if it drops rows.
+    Layers that no loop covers run one after the other, and so does the last layer if it drops rows.
     """
     num_loopable = len(layers) - context.batch.drops_rows
     kinds = [
@@ -111,11 +118,11 @@ def _run_periods(
 
 
 def find_stretches(kinds: Sequence[Hashable]) -> list[Stretch]:
-    """Cuts layers into stretches that repeat a period, and single layers between these.
+    """Cuts layers into stretches that repeat a period, and single layers between them.
 
-    Each stretch is the one that saves most layers of the program from where it starts.
+    At each start, the stretch is chosen that saves the program the most layers.
 
-    Example: A B B B C B C -> A alone, three times B, C B and C again alone.
+    Example: the kinds A B B B C B C -> A | B B B | C | B | C. One stretch has three periods of B.
     """
     stretches = []
     start = 0
@@ -138,12 +145,12 @@ def _count_periods(kinds: Sequence[Hashable], period: int) -> int:
 
 
 def _kind_of_places(places: LayerPlaces) -> Hashable:
-    """What the program of a layer depends on: all but which group and which row."""
+    """The parts of a layer's places that its program depends on: all except the group and row."""
     return tuple((name, place.format, place.inputs_idx) for name, place in places)
 
 
 def _pick_places(of_layers: Sequence[LayerPlaces], idx: jax.Array) -> LayerPlaces:
-    """Those of layer `idx`, for layers whose places are of one kind."""
+    """The places of layer `idx`, for layers whose places are of one kind."""
     picked = []
     for same_cache in zip(*of_layers, strict=True):
         name, first = same_cache[0]
@@ -154,5 +161,5 @@ def _pick_places(of_layers: Sequence[LayerPlaces], idx: jax.Array) -> LayerPlace
 
 
 def _pick(numbers: list[int], idx: jax.Array) -> int | jax.Array:
-    """`numbers[idx]`, known to the compiler where all are the same."""
+    """`numbers[idx]`; a Python integer if all numbers are equal, so that the compiler knows it."""
     return numbers[0] if len(set(numbers)) == 1 else jnp.array(numbers, jnp.int32)[idx]

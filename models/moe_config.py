@@ -1,4 +1,4 @@
-"""`MoEConfig`: experts in some layers; and how its parts are read."""
+"""`MoEConfig`, the config of models with experts, and functions that read its fields."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from models.layers.routing import SigmoidTopK
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig(DenseConfig):
-    """A decoder some of whose layers have experts in place of the MLP."""
+    """The config of a decoder in which some layers have experts in place of the MLP."""
 
     num_experts: int
     num_experts_per_tok: int
-    moe_intermediate_size: int  # inside one expert
+    moe_intermediate_size: int  # inner width of one expert
     has_experts: tuple[bool, ...]  # of each layer
 
 
@@ -28,13 +28,15 @@ def read_expert_fields(
     size_field: str = "moe_intermediate_size",
     default_size: int | None = None,
 ) -> dict[str, int]:
-    """The fields of `MoEConfig` that `DenseConfig` does not have, except `has_experts`.
+    """Reads the fields of `MoEConfig` that `DenseConfig` does not have, except `has_experts`.
 
-    Defaults are those of Hugging Face's configuration class.
+    The caller passes the defaults of Hugging Face's configuration class.
 
     Args:
-        num_experts_fields: Names of the number of experts, the hub's and that of transformers 5.
-        default_size: Without one, a config.json without `size_field` is an error.
+        num_experts_fields: Names that config.json may have for the number of experts: checkpoints
+            on the hub and transformers 5 differ.
+        size_field: Name of the inner width of one expert.
+        default_size: None: a config.json without `size_field` is an error.
 
     Raises:
         ModelConfigError: A field is of the wrong type, or a token goes to more experts than exist.
@@ -56,7 +58,10 @@ def read_expert_fields(
 
 
 def read_sparse_steps(hf_config: Mapping[str, object], num_layers: int) -> tuple[bool, ...]:
-    """Which layers have experts: every `decoder_sparse_step`-th that `mlp_only_layers` leaves."""
+    """For each layer, whether it has experts.
+
+    Every `decoder_sparse_step`-th layer has experts, except the layers in `mlp_only_layers`.
+    """
     step = read_count(hf_config, "decoder_sparse_step", 1)
     dense = hf_config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(type(layer_idx) is not int for layer_idx in dense):
@@ -71,7 +76,7 @@ def read_sparse_steps(hf_config: Mapping[str, object], num_layers: int) -> tuple
 def read_leading_dense(
     hf_config: Mapping[str, object], num_layers: int, *, default: int
 ) -> tuple[bool, ...]:
-    """Which layers have experts: all after the first `first_k_dense_replace`."""
+    """For each layer, whether it has experts: all after the first `first_k_dense_replace` do."""
     num_dense = read_count(hf_config, "first_k_dense_replace", default, minimum=0)
     return tuple(layer_idx >= num_dense for layer_idx in range(num_layers))
 
@@ -79,13 +84,13 @@ def read_leading_dense(
 def read_corrected_choice(
     hf_config: Mapping[str, object], expert_fields: Mapping[str, int]
 ) -> SigmoidTopK:
-    """How experts are chosen by scores with a correction.
+    """Reads how a model with a `CorrectedRouter` chooses experts.
 
     Args:
-        expert_fields: Of `read_expert_fields`.
+        expert_fields: The result of `read_expert_fields`.
 
     Raises:
-        ModelConfigError: A field is of the wrong type, or as `read_group_fields`.
+        ModelConfigError: A field is of the wrong type, or `read_group_fields` raises it.
     """
     top_k = expert_fields["num_experts_per_tok"]
     return SigmoidTopK(
@@ -110,10 +115,11 @@ def read_group_fields(
     default_num_groups: int,
     default_num_kept: int,
 ) -> dict[str, int]:
-    """The groups of `SigmoidTopK`: `n_group` of them, of which `topk_group` are kept.
+    """Reads the groups of `SigmoidTopK`: there are `n_group`, of which `topk_group` are kept.
 
     Raises:
-        ModelConfigError: Groups are not of equal size, of one expert, or keep too few experts.
+        ModelConfigError: The groups are of different sizes, a group has one expert only, or the
+            kept groups have fewer experts than a token goes to.
     """
     num_groups = read_count(hf_config, "n_group", default_num_groups)
     num_kept = read_count(hf_config, "topk_group", default_num_kept)

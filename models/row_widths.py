@@ -1,4 +1,4 @@
-"""Token-by-token work on as many leading rows as a step has, in one of a few static widths."""
+"""Runs work on the leading rows of a step that hold tokens, in one of a few static widths."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,23 +12,27 @@ Carry = TypeVar("Carry")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Width:
-    """One number of leading rows, and the turn of the loop around the work on them, if any."""
+    """A static number of leading rows, and the loop index of the loop around the work on them.
+
+    Args:
+        turn: None: there is no loop around the work.
+    """
 
     size: int
     turn: jax.Array | None = None  # i32[], 0
 
     def read(self, rows: jax.Array) -> jax.Array:
-        """The first `size` of the rows.
+        """The first `size` rows.
 
-        Work on what does not change in the loop would be done before it, and so for every width:
-        the compiler must not see that rows are the same in every turn.
+        XLA moves work out of a loop if its inputs do not change in the loop. It would then do the
+        work of every width. The barrier hides from XLA that the rows are the same in every turn.
         """
         if self.turn is not None:
             rows, _ = jax.lax.optimization_barrier((rows, self.turn))
         return rows[: self.size]
 
     def write(self, rows: jax.Array, leading: jax.Array) -> jax.Array:
-        """`rows` with the first ones replaced by all of `leading`."""
+        """`rows`, with its first rows replaced by `leading`."""
         if leading.shape == rows.shape:
             return leading
         return jax.lax.dynamic_update_slice_in_dim(rows, leading, 0, axis=0)
@@ -42,14 +46,15 @@ def run_at_width(
     *,
     is_wanted: jax.Array | None = None,  # bool[]
 ) -> Carry:
-    """`body(width, carry)` with the least of the rising `widths` that holds `num_used`.
+    """Returns `body(width, carry)` with the smallest of `widths` that is at least `num_used`.
 
-    So one program serves several numbers of rows without computing the largest every time, and
-    what does not depend on their number is compiled once. Loops of one turn or none take the place
-    of a switch, whose arguments and results would be copied: a loop's carry stays where it is.
+    One program then serves several numbers of rows without always computing the largest, and code
+    that does not depend on this number is compiled once. Each width is a loop of one turn or none.
+    A switch would copy its arguments and results, but a loop's carry stays in place.
 
-    Where the work is not wanted, `carry` comes back as it is; None is always. `num_used` is never
-    more than the last width.
+    Args:
+        widths: Rising; the last one is at least `num_used`.
+        is_wanted: If false, the result is `carry`, unchanged. None means true.
     """
     if len(widths) == 1 and is_wanted is None:
         return body(Width(widths[0]), carry)

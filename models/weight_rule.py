@@ -1,4 +1,4 @@
-"""`WeightRule`: how a parameter comes out of a checkpoint, and how it is split over devices."""
+"""`WeightRule`: how the loader makes a parameter, and how a mesh splits it over devices."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,14 +15,15 @@ from models.errors import ModelError
 # The mesh axis of tensor parallelism; the KV cache splits its heads over the same one.
 MODEL_AXIS = "model"
 
-# What may be split: attention's heads, the width inside an MLP, the vocabulary. `MODEL_AXIS` splits
-# no experts: every device has a part of each.
+# Names of axes: attention's heads, the inner width of an MLP, the vocabulary, and experts. A mesh
+# splits the first three over `MODEL_AXIS`. It does not split experts: every device has a part of
+# each expert.
 SplitAxis = Literal["heads", "inner", "vocab", "experts"]
-# - matrix: a kernel [in, out] of a `Linear`; a checkpoint stores it as [out, in]
-# - experts: kernels [num_experts, in, out] of an `ExpertLinear`, for a checkpoint's
-#   [num_experts, out, in]
-# - table: rows that are looked up, as stored
-# - vector: a number for each feature, as stored
+# - matrix: the kernel [in, out] of a `Linear`; a checkpoint stores it as [out, in]
+# - experts: the kernels [num_experts, in, out] of an `ExpertLinear`; `combine` makes
+#   [num_experts, out, in] from a checkpoint
+# - table: an array of rows that are looked up; stored as in the checkpoint
+# - vector: one axis; stored as in the checkpoint
 Layout = Literal["matrix", "experts", "table", "vector"]
 
 
@@ -36,14 +37,15 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightRule:
-    """One parameter.
+    """How one parameter is made and split.
 
     Args:
-        sources: What it is made of. Several parameters may have parts of one source.
-        layout: Tricks of a processor look at it: they must know what the axes mean.
-        axes: The name of each of the parameter's axes that a mesh splits, None of the others.
-        combine: Makes one array, as a checkpoint would store the parameter, of the sources' arrays.
-            None takes the only source as it is.
+        sources: The tensors that the parameter is made of. Several parameters may have parts of one
+            source.
+        layout: The meaning of the parameter's axes. It decides how the loader may store them.
+        axes: For each axis of the parameter, its name if it has one, or None.
+        combine: Makes the parameter from the arrays of the sources, in the form in which a
+            checkpoint would store it. None: the only source has this form.
     """
 
     sources: tuple[Source, ...]
@@ -77,10 +79,10 @@ class HasWeights(Protocol):
     """A layer class with parameters of its own."""
 
     def weight_rules(self, name: str) -> dict[str, WeightRule]:
-        """Rules of its own parameters by their attribute's name.
+        """The rules of the layer's own parameters, by the name of their attribute.
 
         Args:
-            name: Of the layer in the checkpoint, as "model.norm".
+            name: The layer's name in the checkpoint, such as "model.norm".
         """
         ...
 
@@ -89,10 +91,10 @@ def rules_of_layers(model: nnx.Module, *, prefix: str) -> dict[str, WeightRule]:
     """The rules of all layers inside a model whose attributes are named as in the checkpoint.
 
     Args:
-        prefix: Of names in the checkpoint, as "model.".
+        prefix: The start of all names in the checkpoint, such as "model.".
 
     Returns:
-        Parameter name, as "layers.0.mlp.up_proj.kernel", to its rule.
+        Name of each parameter, such as "layers.0.mlp.up_proj.kernel" -> its rule.
     """
     return {
         f"{name}.{leaf}": rule
@@ -123,9 +125,9 @@ def _named_layers(model: nnx.Module) -> Iterator[tuple[str, HasWeights]]:
 def param_spec(name: str, param: jax.Array, rules: Mapping[str, WeightRule]) -> PartitionSpec:
     """How a parameter is split over a mesh with the axis `MODEL_AXIS`.
 
-    A panel of a kernel, "....kernel.0", is whole on every device: panels are for one core, and
-    their columns need not divide as the kernel's do. A kernel of int8 is turned
-    (`models/loading/product_dtype.py`), and has a scale for each of its outputs.
+    A panel of a kernel, such as "layers.0.mlp.up_proj.kernel.0", is whole on every device. Panels
+    are used on one core only, and their columns may not divide by the number of devices. An int8
+    kernel is transposed (`models/loading/product_dtype.py`), and has a scale for each output.
 
     Raises:
         ModelError: No rule covers the parameter.

@@ -1,8 +1,14 @@
-"""Which body runs an op: the names of the implementations, and the rule that picks one.
+"""Chooses the body of an op: the names of the implementations, and the rule that picks one.
 
-The rule, for `implementation=None`: the Mosaic body of the target's platform, if the op has one,
-the target is a chip it is written for, JAX is new enough, and the body says nothing against the
-arguments; otherwise plain XLA, with the reason logged once.
+A body is one implementation of an op. With `implementation=None`, the Mosaic body of the target's
+platform runs if all of this is true:
+
+- the op has such a body,
+- the body is written for the target's chip,
+- JAX is new enough,
+- the body's `misfit` returns None for the arguments.
+
+Otherwise the op runs as plain XLA, and the reason is logged once.
 
 A program calls a Mosaic body as a function (`_outlined`). All layers whose calls have the same
 shapes and static arguments share this function, so JAX lowers its kernels once per program and
@@ -35,8 +41,8 @@ IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 # Before 0.11.2 `plgpu.kernel` cannot take a Ref under jit, and interpret mode is not public.
 MIN_JAX_FOR_MOSAIC_GPU = (0, 11, 2)
 _MOSAIC_OF_PLATFORM = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
-# v5e and v6e, under both names that JAX knows them by: their memories are what the TPU bodies plan
-# with. A v4 has 16 MiB of VMEM, an eighth, and the compiler refuses large tiles there.
+# v5e and v6e, each under both of JAX's names. The TPU bodies choose their tiles for the memory of
+# these chips. A v4 has 16 MiB of VMEM, an eighth of theirs, and the compiler refuses large tiles.
 _TPU_KINDS = ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
 
 _logger = logging.getLogger(__name__)
@@ -44,9 +50,9 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LateBody:
-    """A body whose module is imported when it is first looked at: Mosaic takes 0.3 s to import.
+    """A body whose module is imported on first use, because Mosaic takes 0.3 s to import.
 
-    Beside the body its module has `misfit`, a function of the same arguments: why the body cannot
+    The module also has a function `misfit` with the same arguments. It returns why the body cannot
     take them, or None. It looks at shapes, dtypes and static arguments only.
     """
 
@@ -66,9 +72,10 @@ Body = Callable[..., Any] | LateBody
 
 
 def mosaic_bodies(package: str, function: str, *platforms: str) -> dict[str, LateBody]:
-    """The entries of an op's Mosaic bodies: `<package>.mosaic_gpu.<function>_mosaic_gpu`, ...
+    """Name -> Mosaic body of an op, for its table of bodies.
 
-    Each comes twice, compiled and interpreted (for tests, without the device).
+    Each platform has two entries: the compiled body, and an interpreted one for tests without the
+    device. The body for GPUs is `<package>.mosaic_gpu.<function>_mosaic_gpu`.
     """
     return {
         f"mosaic_{platform}{suffix}": LateBody(
@@ -94,14 +101,14 @@ def run_op(
     Args:
         implementation: A body's name; `None` means the fastest one for `target`.
         target: What the program is compiled for; `None` means JAX's default device.
-        *args: Arrays, and integers that may differ between layers, such as the row of the cache:
-            a Mosaic body gets them all as operands.
-        **kwargs: Arrays, and hashable values that a Mosaic body is compiled for.
+        *args: Arrays, and integers that may differ between layers, such as the row of the cache. A
+            Mosaic body gets all of them as operands.
+        **kwargs: Arrays, and hashable values. A Mosaic body is compiled for each hashable value.
 
     Raises:
         ValueError: The op has no body of this name, or the named body cannot do this call.
     """
-    # NumPy's arrays have not all the methods that bodies use.
+    # NumPy's arrays lack some methods that bodies use.
     args = tuple(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in args)
     name = implementation
     if name is None:
@@ -128,11 +135,11 @@ def run_op(
 
 @functools.cache
 def _outlined(body: LateBody, static: tuple[str, ...]) -> Callable[..., Any]:
-    """The body as a jitted function, compiled for the values of its arguments named in `static`.
+    """The body as a jitted function whose static arguments are those named in `static`.
 
-    JAX keeps its traces, and a program that calls one several times holds it once. Without this,
-    each layer's kernels are lowered again. JAX 0.11.2 then also compiles them again, because it
-    writes a running number into every kernel that it lowers.
+    JAX caches the traces of this function, and a program that calls one trace several times
+    contains it once. Without the function, JAX lowers the kernels of each layer again. JAX 0.11.2
+    then also compiles them again, because it writes a running number into every lowered kernel.
     """
     return jax.jit(body.load(), static_argnames=static)
 
@@ -144,7 +151,7 @@ def preferred_body(
     *args: object,
     **kwargs: object,
 ) -> str:
-    """The name of the fastest body for a call on a target; says once why it is not Mosaic."""
+    """The name of the fastest body for a call on a target; logs once why it is not Mosaic."""
     name = _MOSAIC_OF_PLATFORM.get(target.platform)
     if name not in bodies:
         return "xla"
@@ -156,9 +163,9 @@ def preferred_body(
 
 
 def target_misfit(target: Target) -> str | None:
-    """Why no Mosaic body can run on this target with this JAX; None if nothing speaks against it.
+    """Why no Mosaic body can run on this target with this JAX; None if Mosaic bodies can run.
 
-    Raises nothing: a platform without Mosaic has a reason like any other.
+    A platform without Mosaic bodies also gets a reason, and raises no error.
     """
     name = _MOSAIC_OF_PLATFORM.get(target.platform)
     if name is None:

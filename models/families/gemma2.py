@@ -23,7 +23,11 @@ from models.rope_config import parse_rope_config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmaConfig(DenseConfig):
-    """Token embeddings are scaled on their way in, not in the head."""
+    """The config of Gemma models.
+
+    `embedding_scale` multiplies token embeddings before the first layer. A tied head uses them
+    without the scale.
+    """
 
     embedding_scale: float
     logits_soft_cap: float | None
@@ -95,9 +99,9 @@ class Gemma2ForCausalLM(Decoder):
 
 
 def read_gemma_fields(hf_config: Mapping[str, object]) -> dict[str, object]:
-    """The fields of `GemmaConfig` that all Gemmas write alike."""
+    """Reads the fields of `GemmaConfig` that have the same names and defaults in all Gemmas."""
     fields = read_dense_fields(
-        # transformers has these defaults; a null stays none.
+        # transformers has these defaults. A field that is null stays None.
         {"bos_token_id": 2, "eos_token_id": 1, **hf_config},
         activation_field="hidden_activation",
         default_activation="gelu_pytorch_tanh",
@@ -107,7 +111,10 @@ def read_gemma_fields(hf_config: Mapping[str, object]) -> dict[str, object]:
 
 
 def read_gemma_head_fields(hf_config: Mapping[str, object]) -> dict[str, object]:
-    """Those of `AttentionConfig`: `query_pre_attn_scalar` takes the head size's place in it."""
+    """Reads the fields of `AttentionConfig` that all Gemmas share.
+
+    The scale is computed from `query_pre_attn_scalar` in place of the head size.
+    """
     has_bias = read_flag(hf_config, "attention_bias")
     return {
         **read_head_fields(hf_config, default_num_kv_heads=4, default_head_dim=256),
@@ -120,7 +127,7 @@ def read_gemma_head_fields(hf_config: Mapping[str, object]) -> dict[str, object]
 def read_soft_caps(
     hf_config: Mapping[str, object], default_attention: float | None, default_logits: float | None
 ) -> tuple[float | None, float | None]:
-    """The soft caps of attention and of the vocabulary's logits; null is none."""
+    """Reads the soft caps of attention scores and of logits; a null in config.json is no cap."""
     defaults = {
         "attn_logit_softcapping": default_attention,
         "final_logit_softcapping": default_logits,
@@ -133,14 +140,17 @@ def read_soft_caps(
 
 
 def read_logits_soft_cap(hf_config: Mapping[str, object]) -> float | None:
-    """The soft cap of the vocabulary's logits, for families without one on attention; null is none.
+    """Reads the soft cap of logits, for families without a soft cap of attention scores.
+
+    Returns:
+        None if config.json has none.
 
     Raises:
-        UnsupportedModelError: There is a soft cap on attention.
+        UnsupportedModelError: config.json has a soft cap of attention scores.
     """
     soft_cap, logits_soft_cap = read_soft_caps(hf_config, None, None)
     if soft_cap is not None:
-        # transformers ignores it, and other engines do not.
+        # transformers ignores this field, and other engines do not.
         raise UnsupportedModelError(
             f"config.json: attn_logit_softcapping={soft_cap:g} is not supported for this "
             "architecture; wanted null. No release sets it."

@@ -46,7 +46,8 @@ _DEFAULT_ROPES = {
     },
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
 }
-# Of a layer that reads another's keys and values; older checkpoints have them all the same.
+# Modules that a layer does not need if it reads the keys and values of another layer. Older
+# checkpoints contain them nevertheless.
 _UNUSED_IF_SHARED = ("k_proj", "v_proj", "k_norm", "v_norm")
 # Fields that `per_layer_config` may set, and their names in `AttentionConfig`.
 _LAYER_FIELDS = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
@@ -54,9 +55,9 @@ _LAYER_FIELDS = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma4AttentionConfig(AttentionConfig):
-    """Attention of one layer."""
+    """The attention of one layer."""
 
-    keys_are_values: bool  # before their norms: one projection makes both
+    keys_are_values: bool  # one projection makes keys and values, which differ in their norms
 
     def __post_init__(self) -> None:
         AttentionConfig.__post_init__(self)
@@ -68,16 +69,16 @@ class Gemma4ExpertsConfig:
 
     num_experts: int
     top_k: int  # experts of each token
-    intermediate_size: int  # inside one expert
+    intermediate_size: int  # inner width of one expert
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma4Config(GemmaConfig):
-    """Layers may have their own token embeddings, or experts beside the MLP."""
+    """The config of Gemma 4. Layers may have their own token embeddings, or experts and an MLP."""
 
-    per_layer_size: int  # width of these embeddings; 0: there are none
+    per_layer_size: int  # width of the token embeddings of one layer; 0: there are none
     per_layer_vocab_size: int
-    has_double_wide_mlp: bool  # where keys and values are another layer's
+    has_double_wide_mlp: bool  # in layers that read the keys and values of another layer
     experts: Gemma4ExpertsConfig | None  # of every layer
 
 
@@ -138,7 +139,7 @@ class Gemma4ForCausalLM(Decoder):
         self.per_layer_projection_norm = RoundedLastRMSNorm(per_layer_size, eps=eps, dtype=dtype)
 
     def weight_rules(self) -> dict[str, WeightRule]:
-        """The experts of a layer are packed in two tensors."""
+        """See `Decoder.weight_rules`. Checkpoints pack the experts of a layer into two tensors."""
         return packed_gate_up_rules(super().weight_rules())
 
     def ignores_weight(self, name: str) -> bool:
@@ -177,7 +178,7 @@ class Gemma4ForCausalLM(Decoder):
 
 
 class Factors(nnx.Module):
-    """Factors of features, which the checkpoint has."""
+    """Multiplies each feature by a factor that is a parameter."""
 
     def __init__(self, num_features: int, *, dtype: jnp.dtype) -> None:
         self.scale = nnx.Param(jnp.ones((num_features,), dtype))
@@ -189,13 +190,13 @@ class Factors(nnx.Module):
 
     def __call__(
         self,
-        x: jax.Array,  # f[num_tokens, num_features or any if there is one factor]
+        x: jax.Array,  # f[num_tokens, num_features]; any number of features for a single factor
     ) -> jax.Array:  # f[num_tokens, ...]
         return x * self.scale[...]
 
 
 class Gemma4Layer(SandwichNormLayer):
-    """Gemma 2's layer, times a factor."""
+    """Gemma 2's layer, whose output is multiplied by a factor."""
 
     def __init__(
         self,
@@ -215,7 +216,11 @@ class Gemma4Layer(SandwichNormLayer):
 
 
 class Gemma4Router(nnx.Module):
-    """Chooses experts by normed rows whose features and experts have factors."""
+    """Chooses experts from scores of the normed rows.
+
+    A factor for each feature multiplies the normed rows. A factor for each expert multiplies the
+    weight of the expert's output.
+    """
 
     def __init__(self, config: Gemma4Config, *, dtype: jnp.dtype) -> None:
         self.norm = UnscaledRMSNorm(eps=config.rms_norm_eps)
@@ -235,7 +240,7 @@ class Gemma4Router(nnx.Module):
 
 
 class Gemma4ExpertsLayer(Gemma4Layer):
-    """Gemma 2's layer, times a factor. It has experts beside the MLP; both have their own norms."""
+    """Gemma 4's layer, with experts in addition to the MLP. Both have their own norms."""
 
     def __init__(
         self,
@@ -255,7 +260,7 @@ class Gemma4ExpertsLayer(Gemma4Layer):
             activation=config.hidden_act,
             dtype=dtype,
         )
-        # The MLP's output has the first, the experts' input and output the second ones.
+        # Norm 1 is for the MLP's output. Norms 2 are for the experts' input and output.
         self.post_feedforward_layernorm_1 = norm()
         self.pre_feedforward_layernorm_2 = norm()
         self.post_feedforward_layernorm_2 = norm()
@@ -275,13 +280,13 @@ class Gemma4ExpertsLayer(Gemma4Layer):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PerLayerCarry(Carry):
-    """The residual stream, and what each layer adds to it of the tokens' embeddings."""
+    """The residual stream, and the tokens' embeddings for each layer."""
 
     per_layer_inputs: jax.Array  # f[num_tokens, num_layers, per_layer_size]
 
 
 class PerLayerInputLayer(SandwichNormLayer):
-    """Gemma 2's layer, a gated input of the layer's own, and a factor."""
+    """Gemma 4's layer, which also adds the tokens' embeddings for this layer, with a gate."""
 
     def __init__(
         self,
@@ -335,14 +340,14 @@ def _make_attention(
 
 
 def _scaled(x: jax.Array, factor: float) -> jax.Array:
-    """In float32, and rounded once."""
+    """`x * factor`, computed in float32 and rounded once."""
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 def _read_attention(
     hf_config: Mapping[str, object], fields: Mapping[str, object]
 ) -> tuple[Gemma4AttentionConfig, ...]:
-    """The attention of each layer."""
+    """Reads the attention of each layer."""
     num_layers, max_positions = fields["num_layers"], fields["max_position_embeddings"]
     window = read_sliding_window(hf_config, default=512)
     layer_types = _read_types(hf_config, num_layers, window)
@@ -384,7 +389,10 @@ def _read_attention(
 def _read_types(
     hf_config: Mapping[str, object], num_layers: int, window: int | None
 ) -> tuple[LayerType, ...]:
-    """Five sliding layers and a full one; the last is full, whatever is written."""
+    """Reads the type of each layer: by default, every sixth is full and the others slide.
+
+    The last layer is always full, even if config.json says otherwise.
+    """
     is_sliding = [(layer_idx + 1) % 6 != 0 for layer_idx in range(num_layers)]
     layer_types = read_layer_types(hf_config, is_sliding, sliding_window=window)
     return (*layer_types[:-1], "full_attention")
@@ -393,11 +401,13 @@ def _read_types(
 def _read_layer_overrides(
     hf_config: Mapping[str, object], num_layers: int
 ) -> dict[int, Mapping[str, object]] | None:
-    """The fields that single layers have instead of those of all layers, by the layer's number.
+    """Reads `per_layer_config`: for single layers, the fields that replace the common ones.
 
-    transformers pads the numbers with zeros to one length: layer 5 of 30 is "05".
+    transformers pads the layers' numbers with zeros to one length: layer 5 of 30 is "05".
 
-    None: config.json was written before transformers 5.24 and has no `per_layer_config`.
+    Returns:
+        Layer number -> the layer's fields. None if there is no `per_layer_config`, which
+        transformers writes since version 5.24.
     """
     by_layer = hf_config.get("per_layer_config")
     if by_layer is None:
@@ -434,7 +444,7 @@ def _read_layer_overrides(
 
 
 def _read_layer_idx(name: object) -> int | None:
-    """The number that a name of `per_layer_config` writes; None if it is not one."""
+    """The layer's number in a name of `per_layer_config`; None if the name is not a number."""
     text = str(name)
     return int(text) if text.isascii() and text.isdecimal() else None
 
@@ -442,12 +452,15 @@ def _read_layer_idx(name: object) -> int | None:
 def _read_own_heads(
     hf_config: Mapping[str, object], own: Mapping[str, object] | None, *, is_full: bool
 ) -> dict[str, int]:
-    """What a layer has instead of the sizes of all layers.
+    """Reads the sizes of heads in which a layer differs from the sizes common to all layers.
 
     Args:
-        own: The layer's fields in `per_layer_config`. None: there is no `per_layer_config`. Then
-            `global_head_dim` and `num_global_key_value_heads` are of the full layers, the second
-            one only where keys are values.
+        own: The layer's fields in `per_layer_config`. None: there is no `per_layer_config`. In this
+            case `global_head_dim` applies to full layers. `num_global_key_value_heads` applies to
+            them too, but only if one projection makes keys and values.
+
+    Returns:
+        Fields of `AttentionConfig`.
     """
     names = _LAYER_FIELDS
     if own is None:
@@ -463,7 +476,10 @@ def _read_own_heads(
 
 
 def _first_shared_layer(hf_config: Mapping[str, object], layer_types: tuple[LayerType, ...]) -> int:
-    """The first layer that reads the keys and values of an earlier one, as all later ones do."""
+    """The first layer that reads the keys and values of an earlier one; all later layers do so too.
+
+    If no layer does, this is the number of layers.
+    """
     num_shared = read_count(hf_config, "num_kv_shared_layers", 0, minimum=0)
     first_shared = len(layer_types) - num_shared
     missing = sorted(set(layer_types[first_shared:]) - set(layer_types[: max(first_shared, 0)]))
@@ -488,10 +504,10 @@ def _read_per_layer_vocab(hf_config: Mapping[str, object], fields: Mapping[str, 
 def _read_experts(
     hf_config: Mapping[str, object], per_layer_size: int
 ) -> Gemma4ExpertsConfig | None:
-    """The experts of each layer; None without `enable_moe_block`.
+    """Reads the experts of each layer; None if `enable_moe_block` is not set.
 
     Raises:
-        UnsupportedModelError: Layers have embeddings of their own too.
+        UnsupportedModelError: The layers also have embeddings of their own.
         ModelConfigError: A field is missing, or a token goes to more experts than exist.
     """
     if not read_flag(hf_config, "enable_moe_block"):
@@ -517,7 +533,7 @@ def _read_experts(
 
 
 def _without_vision_masks(hf_config: Mapping[str, object]) -> Mapping[str, object]:
-    """Without the mask that shows the tokens of an image each other: there are no images."""
+    """Drops the mask by which all tokens of an image see each other: paxkv takes no images."""
     if hf_config.get("use_bidirectional_attention") == "vision":
         return {**hf_config, "use_bidirectional_attention": None}
     return hf_config

@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.6 and 4.7: heads that are turned in part, and experts as DeepSeek-V3 has them."""
+"""GLM-4.5, 4.6 and 4.7: partial rotary embeddings, and experts as in DeepSeek-V3."""
 
 import functools
 from collections.abc import Mapping
@@ -31,16 +31,16 @@ from models.moe_config import (
 from models.mtp_layers import is_of_mtp_layer, read_num_mtp_layers
 from models.partial_rotary import parse_partial_rope
 
-# Of fields that a config.json leaves out.
+# Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"rms_norm_eps": 1e-5}
 _SUPPORTED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glm4MoeConfig(MoEConfig):
-    """Some releases norm each head."""
+    """The config of GLM-4.5 and its successors."""
 
-    has_head_norms: bool
+    has_head_norms: bool  # whether each head of queries and keys is normed
     choose: SigmoidTopK
     shared_intermediate_size: int  # of all shared experts together
     num_mtp_layers: int

@@ -35,7 +35,7 @@ _DEFAULT_ROPE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GptOssConfig(MoEConfig):
-    """Every layer has experts, with the activation of `ClampedExperts`."""
+    """The config of gpt-oss. Every layer has experts, with the activation of `ClampedExperts`."""
 
     swiglu_alpha: float
     swiglu_limit: float
@@ -81,7 +81,10 @@ class GptOssForCausalLM(Decoder):
         )
 
     def weight_rules(self) -> dict[str, WeightRule]:
-        """The router has another name there; experts are packed, with biases."""
+        """See `Decoder.weight_rules`. Checkpoints pack the experts of a layer, and their biases.
+
+        Checkpoints also have another name for the router.
+        """
         rules = packed_gate_up_rules(super().weight_rules(), is_interleaved=True, is_turned=True)
         rules = with_renamed_sources(rules, lambda name: name.replace(".mlp.gate.", ".mlp.router."))
         for layer_idx in range(self.config.num_layers):
@@ -141,7 +144,7 @@ class ClampedExperts(Experts):
         self.limit = limit
 
     def join(self, gate: jax.Array, up: jax.Array) -> jax.Array:  # f[places, intermediate]
-        """What goes into `down_proj`. Computed in float32 and rounded once."""
+        """See `Experts.join`. Computed in float32 and rounded once."""
         gate_f32 = jnp.minimum(gate.astype(jnp.float32), self.limit)
         up_f32 = jnp.clip(up.astype(jnp.float32), -self.limit, self.limit)
         joined = (up_f32 + 1) * gate_f32 * jax.nn.sigmoid(self.alpha * gate_f32)
@@ -167,14 +170,14 @@ def _make_experts(config: GptOssConfig, dtype: jnp.dtype) -> SparseMLP:
 def _read_attention(
     hf_config: Mapping[str, object], fields: Mapping[str, object]
 ) -> tuple[AttentionConfig, ...]:
-    """The attention of each layer: the first, third and so on have a window."""
+    """Reads the attention of each layer: by default, the first, third and so on have a window."""
     num_layers, max_positions = fields["num_layers"], fields["max_position_embeddings"]
     has_bias = read_flag(hf_config, "attention_bias", True)
     full = AttentionConfig(
         **read_head_fields(
             hf_config,
             default_num_kv_heads=8,
-            # Null is the hidden size over the heads; only a field left out is the default.
+            # A null means the hidden size divided by the number of heads. A missing field means 64.
             default_head_dim=None if "head_dim" in hf_config else 64,
         ),
         rope=_read_rope(hf_config, max_positions),

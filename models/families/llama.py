@@ -1,4 +1,4 @@
-"""Llama, 1 to 3.2 (text), and other models with its architecture."""
+"""Llama 1 to 3.2 (text), and other models with the same architecture."""
 
 import functools
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from models.rope_config import parse_rope_config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig(DenseConfig):
-    """Biases are where config.json asks for them."""
+    """The config of Llama models. `AttentionConfig` has the biases of attention."""
 
     mlp_bias: bool
 

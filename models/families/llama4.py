@@ -1,4 +1,4 @@
-"""Llama 4 (text): attention in chunks or without positions, and one expert beside a shared one."""
+"""Llama 4 (text): attention in chunks or without positions, one expert and one shared expert."""
 
 import dataclasses
 import functools
@@ -28,11 +28,11 @@ from models.weight_rule import WeightRule, with_renamed_sources
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Llama4AttentionConfig(AttentionConfig):
-    """Attention of one layer."""
+    """The attention of one layer."""
 
-    has_positions: bool  # whether queries and keys are turned
-    has_qk_norm: bool  # of turned queries and keys
-    # Queries that are not turned are scaled by `query_factors`; None: they are not.
+    has_positions: bool  # whether queries and keys are rotated
+    has_qk_norm: bool  # whether queries and keys are normed after the rotation
+    # Layers without positions multiply their queries by `query_factors`. None: this layer does not.
     floor_scale: int | None
     attn_scale: float
 
@@ -45,7 +45,7 @@ class Llama4ForCausalLM(Decoder):
 
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> MoEConfig:
-        # transformers has these defaults; a null token id stays none.
+        # transformers has these defaults. A token id that is null stays None.
         eps = read_number(hf_config, "rms_norm_eps", 1e-5)
         hf_config = {"bos_token_id": 1, "eos_token_id": 2, **hf_config, "rms_norm_eps": eps}
         fields = read_dense_fields(hf_config)
@@ -89,13 +89,13 @@ class Llama4ForCausalLM(Decoder):
         )
 
     def weight_rules(self) -> dict[str, WeightRule]:
-        """The MLP has another name there, and experts are packed."""
+        """See `Decoder.weight_rules`. Checkpoints rename the MLP and pack a layer's experts."""
         rules = packed_gate_up_rules(super().weight_rules(), is_turned=True)
         return with_renamed_sources(rules, lambda name: name.replace(".mlp.", ".feed_forward."))
 
 
 class TurnedAttention(Attention):
-    """Attention that turns dimensions 2 * i and 2 * i + 1 as a pair, and norms what it turned."""
+    """Attention that rotates dimensions 2 * i and 2 * i + 1 as a pair, and norms after that."""
 
     def __init__(self, config: Llama4AttentionConfig, *, eps: float, dtype: jnp.dtype) -> None:
         norm = UnscaledRMSNorm(eps=eps) if config.has_qk_norm else None
@@ -116,7 +116,7 @@ class TurnedAttention(Attention):
 
 
 class UnturnedAttention(Attention):
-    """Attention without positions (NoPE), with larger queries where more tokens are before them."""
+    """Attention without positions (NoPE). The factor of a query grows with its position."""
 
     def __init__(self, config: Llama4AttentionConfig, *, dtype: jnp.dtype) -> None:
         super().__init__(config, dtype=dtype)
@@ -142,7 +142,10 @@ class UnturnedAttention(Attention):
 
 
 class Llama4MoE(nnx.Module):
-    """The expert with the largest score, whose input the score scales, beside a shared expert."""
+    """Each row goes through one expert and a shared expert.
+
+    The sigmoid of the expert's score multiplies the input of the expert, not its output.
+    """
 
     def __init__(self, config: MoEConfig, *, dtype: jnp.dtype) -> None:
         self.router = Router(config.hidden_size, config.num_experts, dtype=dtype)
@@ -165,7 +168,7 @@ def turn_pairs(
     cos: jax.Array,  # f32[num_rows, head_dim // 2]
     sin: jax.Array,  # f32[num_rows, head_dim // 2]
 ) -> jax.Array:  # f[num_rows, num_heads, head_dim]
-    """As `apply_rotary`, for checkpoints whose pairs are dimensions 2 * i and 2 * i + 1."""
+    """Like `apply_rotary`, for checkpoints whose pairs are dimensions 2 * i and 2 * i + 1."""
     pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 2)
     first, second = pairs[..., 0], pairs[..., 1]
     cos, sin = cos[:, None, :], sin[:, None, :]
@@ -179,7 +182,9 @@ def query_factors(
     floor_scale: int,
     attn_scale: float,
 ) -> jax.Array:  # f32[num_rows]
-    """Factors of 1 up to position `floor_scale - 2`, and a bit more every `floor_scale` positions.
+    """Factors of queries: 1 up to position `floor_scale - 2`, then rising.
+
+    The factor rises by a smaller step after each further `floor_scale` positions.
 
     Source: arXiv:2501.19399, section 3.
     """
@@ -206,7 +211,7 @@ def _make_mlp(config: MoEConfig, intermediate_size: int, dtype: jnp.dtype) -> Ga
 def _read_attention(
     hf_config: Mapping[str, object], fields: Mapping[str, object]
 ) -> tuple[Llama4AttentionConfig, ...]:
-    """The attention of each layer."""
+    """Reads the attention of each layer."""
     num_layers, max_positions = fields["num_layers"], fields["max_position_embeddings"]
     has_bias = read_flag(hf_config, "attention_bias")
     theta = read_number(hf_config, "rope_theta", 500_000.0)
@@ -215,7 +220,8 @@ def _read_attention(
         **read_head_fields(
             hf_config,
             default_num_kv_heads=8,
-            # Null is the hidden size over the heads; only a field left out is the default.
+            # A null means the hidden size divided by the number of heads. A missing field means
+            # 128.
             default_head_dim=None if "head_dim" in hf_config else 128,
         ),
         rope=rope,
@@ -247,14 +253,14 @@ def _read_attention(
 
 
 def _has_temperature(hf_config: Mapping[str, object]) -> bool:
-    # The first releases wrote a number, of which only its truth was used.
+    # The first releases have a number here: 0 means false, and any other number true.
     name = "attn_temperature_tuning"
     value = hf_config.get(name)
     return bool(value) if type(value) is int else read_flag(hf_config, name, True)
 
 
 def _read_has_positions(hf_config: Mapping[str, object], num_layers: int) -> list[bool]:
-    """Which layers turn queries and keys: by default all but every fourth."""
+    """For each layer, whether it rotates queries and keys: by default all but every fourth."""
     written = hf_config.get("no_rope_layers")
     if not written:
         interval = read_count(hf_config, "no_rope_layer_interval", 4)
@@ -272,7 +278,7 @@ def _read_has_positions(hf_config: Mapping[str, object], num_layers: int) -> lis
 
 
 def _read_chunk_size(hf_config: Mapping[str, object]) -> int | None:
-    """Null is no chunks; only a field left out is the default."""
+    """Reads the size of chunks. A null means no chunks; a missing field means the default."""
     if hf_config.get("attention_chunk_size", 8192) is None:
         return None
     return read_count(hf_config, "attention_chunk_size", 8192)
@@ -281,7 +287,7 @@ def _read_chunk_size(hf_config: Mapping[str, object]) -> int | None:
 def _read_is_chunked(
     hf_config: Mapping[str, object], has_positions: list[bool], chunk_size: int | None
 ) -> list[bool]:
-    """Which layers attend in chunks: by default those with positions."""
+    """For each layer, whether it attends in chunks: by default the layers with positions do."""
     written = hf_config.get("layer_types")
     if written is None:
         return [chunk_size is not None and is_turned for is_turned in has_positions]
@@ -305,7 +311,10 @@ def _read_is_chunked(
 
 
 def _read_has_experts(hf_config: Mapping[str, object], num_layers: int) -> tuple[bool, ...]:
-    """Which layers have experts: those of `moe_layers`, or every `interleave_moe_layer_step`-th."""
+    """For each layer, whether it has experts.
+
+    `moe_layers` lists these layers. Without it, they are every `interleave_moe_layer_step`-th.
+    """
     written = hf_config.get("moe_layers")
     if written is None:
         step = read_count(hf_config, "interleave_moe_layer_step", 1)

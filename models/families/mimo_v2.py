@@ -1,4 +1,4 @@
-"""MiMo-V2-Flash: experts, narrow values, and sinks and more KV heads in its sliding layers."""
+"""MiMo-V2-Flash: experts, narrow values, and sliding layers with sinks and more KV heads."""
 
 import dataclasses
 import functools
@@ -27,15 +27,15 @@ from models.rope_config import parse_ropes_by_layer_type
 from models.weight_rule import WeightRule
 
 _DEFAULT_FACTOR = 0.334
-# Fields that only the hub writes.
+# Fields that only the config.json on the hub has.
 _ROUTING_OF_HUB = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_shared_experts": 0}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MiMoV2Config(MoEConfig):
-    """Values are multiplied by a constant."""
+    """The config of MiMo-V2-Flash."""
 
-    value_scale: float
+    value_scale: float  # a factor of all values
     routing: SigmoidTopK
 
 
@@ -53,7 +53,7 @@ class MiMoV2FlashForCausalLM(Decoder):
             default_size=2048,
         )
         refuse_other_values(hf_config, _ROUTING_OF_HUB)
-        # Null is no scale; only a field left out is the default.
+        # A null means no scale. A missing field means the default.
         value_scale = hf_config.get("attention_value_scale", 0.707)
         return MiMoV2Config(
             **fields,
@@ -81,12 +81,12 @@ class MiMoV2FlashForCausalLM(Decoder):
         )
 
     def ignores_weight(self, name: str) -> bool:
-        # Layers that predict further tokens.
+        # Layers for multi-token prediction.
         return name.startswith("model.mtp.")
 
 
 class MiMoV2Attention(Attention):
-    """Attention with values times a constant, and the hub's name for sinks."""
+    """Attention whose values are multiplied by a constant, with other names for sinks."""
 
     def __init__(self, config: AttentionConfig, *, value_scale: float, dtype: jnp.dtype) -> None:
         super().__init__(config, dtype=dtype)
@@ -125,7 +125,7 @@ def _make_sparse_mlp(config: MiMoV2Config, dtype: jnp.dtype) -> SparseMLP:
 def _read_attention(
     hf_config: Mapping[str, object], fields: Mapping[str, object]
 ) -> tuple[AttentionConfig, ...]:
-    """The attention of each layer. Sliding layers have twice the KV heads, and sinks."""
+    """Reads the attention of each layer. Sliding layers have sinks and twice as many KV heads."""
     num_layers, max_positions = fields["num_layers"], fields["max_position_embeddings"]
     window = _read_window(hf_config)
     is_sliding = _read_pattern(hf_config, "hybrid_layer_pattern", num_layers) or [
@@ -165,10 +165,10 @@ def _read_attention(
 def _with_rotary_dim(
     attention: AttentionConfig, hf_config: Mapping[str, object], layer_type: str
 ) -> AttentionConfig:
-    """With the share of each head turned that the layer type's rope parameters say.
+    """The attention with the `rotary_dim` that the rope parameters of the layer type give.
 
     Raises:
-        UnsupportedModelError: They say another kind of rotary embedding than the default one.
+        UnsupportedModelError: The parameters name another kind of rotary embedding than "default".
     """
     if attention.rope.kind != "default":
         raise UnsupportedModelError(
@@ -181,7 +181,10 @@ def _with_rotary_dim(
 
 
 def _read_window(hf_config: Mapping[str, object]) -> int:
-    """Positions that a token sees. `sliding_window_size` leaves the token itself out."""
+    """Reads how many positions a token sees, itself included.
+
+    `sliding_window_size` does not count the token itself, and `sliding_window` does.
+    """
     if hf_config.get("sliding_window_size") is not None:
         return read_count(hf_config, "sliding_window_size") + 1
     return read_count({"sliding_window": 129, **hf_config}, "sliding_window")
@@ -195,7 +198,7 @@ def _read_eps(hf_config: Mapping[str, object]) -> float:
 
 
 def _hub_ropes(hf_config: Mapping[str, object]) -> dict[str, dict[str, float]]:
-    """Builds `rope_parameters` from the hub's `rope_theta` and `swa_rope_theta`."""
+    """Makes `rope_parameters` from `rope_theta` and `swa_rope_theta`, the names on the hub."""
     return {
         "full_attention": {"rope_theta": read_number(hf_config, "rope_theta", 5e6)},
         "sliding_attention": {"rope_theta": read_number(hf_config, "swa_rope_theta", 1e4)},
@@ -203,7 +206,7 @@ def _hub_ropes(hf_config: Mapping[str, object]) -> dict[str, dict[str, float]]:
 
 
 def _read_pattern(hf_config: Mapping[str, object], name: str, num_layers: int) -> list[bool] | None:
-    """Reads the hub's list of a 0 or 1 for each layer; None if it is missing or null."""
+    """Reads a list with a 0 or 1 for each layer; None if it is missing or null."""
     pattern = hf_config.get(name)
     if pattern is None:
         return None
@@ -238,7 +241,7 @@ def _check_hub_fields(hf_config: Mapping[str, object], sliding: AttentionConfig)
 
 
 def _read_has_experts(hf_config: Mapping[str, object], num_layers: int) -> tuple[bool, ...]:
-    """Which layers have experts: by default all but the first."""
+    """For each layer, whether it has experts: by default all but the first do."""
     types = hf_config.get("mlp_layer_types")
     if types is None:
         pattern = _read_pattern(hf_config, "moe_layer_freq", num_layers)

@@ -1,4 +1,4 @@
-"""MiniMax-M2: norms of all heads together, heads turned in part, and experts in every layer."""
+"""MiniMax-M2: norms of all heads together, partial rotary embeddings, experts in every layer."""
 
 import functools
 from collections.abc import Mapping
@@ -19,9 +19,10 @@ from models.moe_config import MoEConfig, read_expert_fields
 from models.partial_rotary import parse_partial_rope
 from models.weight_rule import WeightRule, with_renamed_sources
 
-# Of fields that a config.json leaves out.
+# Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"rope_theta": 5e6, "bos_token_id": 200034, "eos_token_id": 200020}
-# Fields that only the hub writes. transformers computes the same whatever they say.
+# Fields that only the config.json on the hub has, with the values that this code supports.
+# transformers computes the same for all values.
 _SUPPORTED = {
     "use_qk_norm": True,
     "qk_norm_type": "per_layer",
@@ -76,7 +77,10 @@ class MiniMaxM2ForCausalLM(Decoder):
         )
 
     def weight_rules(self) -> dict[str, WeightRule]:
-        """The rules with Mixtral's names; the block has the correction, not the router."""
+        """See `Decoder.weight_rules`. Checkpoints have Mixtral's names.
+
+        They store the router's correction under the name of the whole block.
+        """
 
         def rename(name: str) -> str:
             return name.replace(".gate.e_score_correction_bias", ".e_score_correction_bias")
@@ -87,7 +91,8 @@ class MiniMaxM2ForCausalLM(Decoder):
 def _read_attention(hf_config: Mapping[str, object], max_positions: int) -> AttentionConfig:
     head_fields = read_head_fields(hf_config, default_num_kv_heads=8, default_head_dim=128)
     head_dim = head_fields["head_dim"]
-    # The hub has the number of turned dimensions, transformers 5 their share.
+    # The config.json on the hub has the number of rotated dimensions, and transformers 5 their
+    # share.
     share = read_count(hf_config, "rotary_dim", head_dim) / head_dim
     rope, factor = parse_partial_rope(hf_config, max_positions, default_factor=share)
     return AttentionConfig(**head_fields, rope=rope, rotary_dim=int(head_dim * factor))

@@ -1,4 +1,4 @@
-"""Mistral 7B and Nemo: Llama's layers without biases, and a window that all of them share."""
+"""Mistral 7B and Nemo: Llama's layers without biases, and one window for all layers."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ from models.rope_config import parse_rope_config
 
 
 class MistralForCausalLM(LlamaForCausalLM):
-    """With or without a sliding window."""
+    """Llama's layers, with or without a sliding window."""
 
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> LlamaConfig:
@@ -34,8 +34,8 @@ def equally_windowed_layers(
     """The attention of each layer: with `sliding_window`, if config.json has one.
 
     Args:
-        fields: Of `read_dense_fields`.
-        default_window: The window if config.json leaves the field out; None is no window.
+        fields: The result of `read_dense_fields`.
+        default_window: The window if config.json leaves the field out. None: there is no window.
     """
     num_layers = fields["num_layers"]
     window = read_sliding_window(hf_config, default_window)
@@ -46,7 +46,7 @@ def equally_windowed_layers(
 def _check_types(hf_config: Mapping[str, object], by_rule: list[bool], window: int | None) -> None:
     layer_types = read_layer_types(hf_config, by_rule, sliding_window=window)
     if [name == "sliding_attention" for name in layer_types] != by_rule:
-        # transformers gives every layer the window all the same.
+        # transformers ignores `layer_types` here and gives every layer the window.
         wanted = "sliding_attention" if window else "full_attention"
         raise UnsupportedModelError(
             f"config.json: layer_types={list(layer_types)} differs from {wanted!r} for every "

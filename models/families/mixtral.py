@@ -20,7 +20,7 @@ from models.moe_config import MoEConfig, read_expert_fields
 from models.rope_config import parse_rope_config
 from models.weight_rule import WeightRule
 
-# Of fields that a config.json leaves out.
+# Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "bos_token_id": 1, "eos_token_id": 2}
 
 

@@ -19,7 +19,7 @@ from models.layers.sparse_mlp import SparseMLP
 from models.moe_config import MoEConfig, read_expert_fields
 from models.rope_config import parse_rope_config
 
-# Of fields that a config.json leaves out.
+# Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
 # Bounds of queries, keys and values, and a window that only some of transformers' kernels apply.
 _SUPPORTED = {"clip_qkv": None, "sliding_window": None}
@@ -27,9 +27,9 @@ _SUPPORTED = {"clip_qkv": None, "sliding_window": None}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OlmoeConfig(MoEConfig):
-    """Says whether the weights of the chosen experts are scaled to a sum of 1."""
+    """The config of OLMoE."""
 
-    normalizes_weights: bool
+    normalizes_weights: bool  # whether the weights of the chosen experts are scaled to a sum of 1
 
 
 class OlmoeForCausalLM(Decoder):

@@ -11,7 +11,7 @@ from models.rope_config import parse_rope_config
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
-    """Later layers may have a sliding window."""
+    """Llama's layers with biases on q, k and v. Later layers may have a sliding window."""
 
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> LlamaConfig:
@@ -29,10 +29,12 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
 def windowed_layers(
     hf_config: Mapping[str, object], attention: AttentionConfig, fields: Mapping[str, object]
 ) -> tuple[AttentionConfig, ...]:
-    """The attention of each layer: with the window from layer `max_window_layers` on, if it is on.
+    """The attention of each layer.
+
+    With `use_sliding_window`, by default the layers from `max_window_layers` on have the window.
 
     Args:
-        fields: Of `read_dense_fields`.
+        fields: The result of `read_dense_fields`.
     """
     num_layers = fields["num_layers"]
     is_on = read_flag(hf_config, "use_sliding_window")

@@ -25,9 +25,10 @@ from models.rope_config import parse_rope_config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen2MoeConfig(MoEConfig):
-    """Says how large the shared expert is.
+    """The config of Qwen2-MoE.
 
     Args:
+        shared_expert_intermediate_size: Inner width of the shared expert.
         normalizes_weights: Whether the weights of the chosen experts are scaled to a sum of 1.
     """
 
@@ -36,7 +37,7 @@ class Qwen2MoeConfig(MoEConfig):
 
 
 class Qwen2MoeForCausalLM(Decoder):
-    """Llama's layers, with experts where the config wants them.
+    """Llama's layers, with experts in the layers that `has_experts` names.
 
     Source: arXiv:2407.10671.
     """
@@ -85,7 +86,10 @@ class Qwen2MoeForCausalLM(Decoder):
 def _windowed_layers(
     hf_config: Mapping[str, object], attention: AttentionConfig, fields: Mapping[str, object]
 ) -> tuple[AttentionConfig, ...]:
-    """The attention of each layer: every second of the first `max_window_layers` has the window."""
+    """The attention of each layer.
+
+    By default, every second of the first `max_window_layers` layers has a window.
+    """
     num_layers = fields["num_layers"]
     window, num_windowed = None, 0
     if read_flag(hf_config, "use_sliding_window"):

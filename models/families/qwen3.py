@@ -18,7 +18,7 @@ from models.rope_config import parse_rope_config
 
 
 class Qwen3ForCausalLM(Decoder):
-    """Llama's layers; queries and keys are RMS-normed before they are turned."""
+    """Llama's layers. Queries and keys are RMS-normed before they are rotated."""
 
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> DenseConfig:

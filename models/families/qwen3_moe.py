@@ -24,13 +24,13 @@ from models.rope_config import parse_rope_config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3MoeConfig(MoEConfig):
-    """Says whether the weights of the chosen experts are scaled to a sum of 1."""
+    """The config of Qwen3 with experts."""
 
-    normalizes_weights: bool
+    normalizes_weights: bool  # whether the weights of the chosen experts are scaled to a sum of 1
 
 
 class Qwen3MoeForCausalLM(Decoder):
-    """Llama's layers with normed queries and keys, and experts where the config wants them."""
+    """Llama's layers with normed queries and keys, and experts in the layers of `has_experts`."""
 
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> Qwen3MoeConfig:

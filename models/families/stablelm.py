@@ -1,4 +1,4 @@
-"""StableLM 3B and StableLM 2: layer norms, and heads that are turned in part."""
+"""StableLM 3B and StableLM 2: layer norms, and partial rotary embeddings."""
 
 import functools
 import re
@@ -23,7 +23,11 @@ from models.weight_rule import WeightRule, with_renamed_sources
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StableLmConfig(ModelConfig):
-    """Some releases norm each head, or run attention and the MLP in parallel."""
+    """The config of StableLM.
+
+    Some releases norm each head of queries and keys (`has_head_norms`). Some run attention and the
+    MLP in parallel (`has_parallel_residual`).
+    """
 
     intermediate_size: int
     hidden_act: Activation
@@ -33,11 +37,11 @@ class StableLmConfig(ModelConfig):
 
 
 class StableLmForCausalLM(Decoder):
-    """Llama's layers with layer norms; a quarter of each head is turned by default."""
+    """Llama's layers with layer norms. By default, a quarter of each head is rotated."""
 
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> StableLmConfig:
-        # transformers has these defaults; a null stays none.
+        # transformers has these defaults. A field that is null stays None.
         fields = read_model_fields({"bos_token_id": 0, "eos_token_id": 0, **hf_config})
         attention = _read_attention(hf_config, fields["max_position_embeddings"])
         return StableLmConfig(

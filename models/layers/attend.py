@@ -1,4 +1,4 @@
-"""The part of attention without weights: over keys and values in the pages."""
+"""The part of attention that has no weights: it writes and reads the pages of the KV cache."""
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,13 @@ def attend(
     """Writes the step's keys and values into the layer's cache, and attends to the cache.
 
     Args:
-        new_kv: f[num_tokens, num_kv_heads, head_dim] and f[num_tokens, num_kv_heads, v_head_dim];
-            None where the cache is another layer's, which has written it.
-        sinks: One more logit per head in the softmax's denominator; None is none.
+        new_kv: Keys f[num_tokens, num_kv_heads, head_dim] and values
+            f[num_tokens, num_kv_heads, v_head_dim]. None if the cache belongs to an earlier layer,
+            which has written them already.
+        sinks: One more logit per head in the softmax's denominator. None: there are no sinks.
+
+    Returns:
+        Attention's output for each query head, and the pages with the new keys and values.
     """
     kernels, cache = context.kernels, context.cache(SELF_ATTENTION)
     width = cache.format.head_dim
@@ -74,5 +78,8 @@ def _with_width(
     heads: jax.Array,  # f[num_tokens, heads, head_dim]
     width: int,
 ) -> jax.Array:  # f[num_tokens, heads, width]
-    """Heads as wide as they are stored; zeros change neither products nor what is read."""
+    """Pads heads with zeros to the width in which they are stored.
+
+    The zeros do not change the scores. The caller cuts them off the output.
+    """
     return jnp.pad(heads, ((0, 0), (0, 0), (0, width - heads.shape[-1])))

@@ -19,7 +19,7 @@ Norm = Callable[[jax.Array], jax.Array]
 
 
 class AttentionBase(nnx.Module):
-    """Queries with rotary positions, sinks if the config has them, and the output."""
+    """The parts that all classes share: queries with rotary positions, sinks, output projection."""
 
     def __init__(
         self, config: AttentionConfig, *, q_norm: nnx.Module | None, dtype: jnp.dtype
@@ -53,7 +53,11 @@ class AttentionBase(nnx.Module):
         *,
         norm: Norm,
     ) -> tuple[jax.Array, Pages]:  # f[num_queries, num_q_heads, v_head_dim]
-        """Attends to `norm(hidden)`; what it returns, `project_out` takes."""
+        """Computes attention of `norm(hidden)`, without the output projection (`project_out`).
+
+        Returns:
+            The heads' outputs, and the pages with the step's keys and values.
+        """
 
     def project_out(
         self,
@@ -70,7 +74,7 @@ class AttentionBase(nnx.Module):
         pages: Pages,
         context: LayerContext,
     ) -> tuple[jax.Array, Pages]:  # f[num_queries, num_q_heads, v_head_dim]
-        """`models.layers.attend.attend` with the layer's config and sinks."""
+        """Calls `models.layers.attend.attend` with the layer's config and sinks."""
         sinks = None if self.sinks is None else self.sinks[...]
         return attend(self.config, q, new_kv, pages, context, sinks=sinks)
 
@@ -100,8 +104,9 @@ class Attention(AttentionBase):
         """Makes the layer with weights to be filled in.
 
         Args:
-            q_norm: Of each query head, before it is turned; `k_norm` likewise.
-            v_norm: Of each value head.
+            q_norm: Norm of each query head, before it is rotated. None: queries are not normed.
+            k_norm: The same for each key head.
+            v_norm: Norm of each value head. None: values are not normed.
         """
         super().__init__(config, q_norm=q_norm, dtype=dtype)
         self.k_proj = _linear_in(config, config.num_kv_heads * config.head_dim, dtype)
@@ -122,8 +127,12 @@ class Attention(AttentionBase):
         *,
         norm: Norm,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries f[num_queries, num_q_heads, head_dim], keys f[num_tokens, num_kv_heads, head_dim]
-        and values f[num_tokens, num_kv_heads, v_head_dim], normed, and all but values turned.
+        """Projects, norms and rotates queries and keys; projects and norms values.
+
+        Returns:
+            Queries f[num_queries, num_q_heads, head_dim],
+            keys f[num_tokens, num_kv_heads, head_dim],
+            and values f[num_tokens, num_kv_heads, v_head_dim].
         """
         cos_sin = context.cos_sin[self.config.rotary]
 
@@ -165,7 +174,7 @@ class Attention(AttentionBase):
 
 
 class KeysAsValuesAttention(Attention):
-    """One projection for keys and values: they differ in their norms, and keys alone are turned."""
+    """One projection for keys and values. They differ in their norms, and only keys are rotated."""
 
     def __init__(
         self,
@@ -195,7 +204,7 @@ class SharedKVAttention(AttentionBase):
         """Makes the layer with weights to be filled in.
 
         Args:
-            q_norm: Of each query head, before it is turned.
+            q_norm: Norm of each query head, before it is rotated. None: queries are not normed.
         """
         super().__init__(config, q_norm=q_norm, dtype=dtype)
 

@@ -1,4 +1,4 @@
-"""The kernel of the layer that a loop over layers has reached."""
+"""`ChosenKernel`: in a loop over layers, the kernel of the layer that the loop has reached."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ Kernel = jax.Array | tuple[jax.Array, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenKernel:
-    """Stands for a kernel, or another large parameter, in a loop: that of layer `layer_idx`."""
+    """Stands for the kernel, or another large parameter, of layer `layer_idx` in a loop."""
 
     layer_idx: jax.Array  # i32[], in [0, len(kernels))
     kernels: tuple[Kernel, ...]  # of equal shapes and dtypes
 
 
 def dtype_of(kernel: Kernel | ChosenKernel) -> jnp.dtype:
-    """The dtype of a kernel, which all its panels and all kernels of a loop share."""
+    """The dtype of a kernel: that of each of its panels, or of each kernel of a `ChosenKernel`."""
     if isinstance(kernel, ChosenKernel):
         kernel = kernel.kernels[0]
     return kernel[0].dtype if isinstance(kernel, tuple) else kernel.dtype
@@ -30,11 +30,11 @@ def with_kernel(
     x: jax.Array,
     kernel: Kernel | ChosenKernel,
 ) -> list[jax.Array]:
-    """`multiply(x, kernel)`.
+    """Returns `multiply(x, kernel)`, and copies no kernel.
 
-    A chosen kernel is never copied: the product is in the branches of a switch between the layers,
-    and nothing else is. For XLA:CPU most products are calls of a library, which take no time to
-    compile; whatever was fused around them would be compiled again for each branch.
+    For a `ChosenKernel`, a switch has one branch per layer, and each branch contains only the
+    product with the kernel of its layer. XLA:CPU compiles most products to library calls, which
+    takes almost no time. It would compile anything fused with a product again for every branch.
     """
     if not isinstance(kernel, ChosenKernel):
         return multiply(x, kernel)

@@ -14,7 +14,7 @@ from models.layers.mlp import MLP
 
 
 class AttentionMLPLayer(nnx.Module):
-    """Attention over the normed residual stream, then what a derived class adds to the stream."""
+    """Attention over the normed residual stream. Derived classes add the outputs to the stream."""
 
     def __init__(
         self, *, attention: AttentionBase, mlp: MLP, norm: Callable[[], nnx.Module]
@@ -40,7 +40,7 @@ class AttentionMLPLayer(nnx.Module):
         attended: jax.Array,  # f[num_queries, num_q_heads, head_dim]
         context: LayerContext,
     ) -> jax.Array:  # f[num_queries, hidden]
-        """Adds attention's output and the MLP's to the residual stream."""
+        """Returns the residual stream with the outputs of attention and of the MLP added."""
 
 
 class PreNormLayer(AttentionMLPLayer):
@@ -69,7 +69,7 @@ class SandwichNormLayer(AttentionMLPLayer):
         self, *, attention: AttentionBase, mlp: MLP, norm: Callable[[], nnx.Module]
     ) -> None:
         super().__init__(attention=attention, mlp=mlp, norm=norm)
-        # Of attention's output here; of the MLP's input in `PreNormLayer`.
+        # Norms attention's output. In `PreNormLayer`, the norm of this name is for the MLP's input.
         self.post_attention_layernorm = norm()
         self.pre_feedforward_layernorm = norm()
         self.post_feedforward_layernorm = norm()

@@ -1,4 +1,4 @@
-"""Mixtures of experts: MLPs of which each token goes through a few."""
+"""Mixtures of experts: many MLPs per layer, and each token goes through a few of them."""
 
 import dataclasses
 import functools
@@ -18,15 +18,16 @@ from models.moe_config import MoEConfig
 from models.weight_rule import Source, WeightRule
 from pallas_kernels import GroupTiles, make_group_tiles
 
-# `LayerContext.report` of the rows that go through each expert of a layer, i32[num_experts]. A row
-# with several choices counts once for each.
+# The name of a `LayerContext.report`: the number of rows that go through each expert of a layer,
+# i32[num_experts]. A row that goes through several experts counts once for each of them.
 EXPERT_TOKENS = "expert_tokens"
 
 
 class ExpertLinear(nnx.Module):
-    """A `Linear` for each expert: `x @ kernel[expert] + bias[expert]`, rows in tiles by expert.
+    """A `Linear` for each expert: `x @ kernel[expert] + bias[expert]`.
 
-    Features cannot change its output (`add_linear_change`).
+    The rows of x are in tiles, and each tile has rows of one expert (`make_group_tiles`). Step
+    features cannot change the output (`LayerContext.add_linear_change`).
     """
 
     chosen_in_place: ClassVar[tuple[str, ...]] = ("kernel", "bias")
@@ -44,16 +45,16 @@ class ExpertLinear(nnx.Module):
         """Makes the layer with weights to be filled in.
 
         Args:
-            split: Which features a mesh splits.
+            split: Whether a mesh splits the input features or the output features.
         """
         self.split = split
         self.kernel = nnx.Param(jnp.zeros((num_experts, in_features, out_features), dtype))
         self.bias = nnx.Param(jnp.zeros((num_experts, out_features), dtype)) if use_bias else None
 
     def weight_rules(self, name: str) -> dict[str, WeightRule]:
-        """See `HasWeights.weight_rules`. A checkpoint has a weight for each expert.
+        """See `HasWeights.weight_rules`. A checkpoint has one weight tensor for each expert.
 
-        Experts with biases have them in forms of their own, so a family gives these rules.
+        Checkpoints store biases of experts in different ways, so a family makes their rules.
         """
         num_experts, in_features, out_features = self.kernel.get_value().shape
         owner, _, local = name.rpartition(".")
@@ -88,9 +89,9 @@ class ExpertLinear(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """Gated MLPs. Each row goes through the MLPs that its `Routing` lists.
+    """Gated MLPs, one per expert. Each row goes through the experts that its `Routing` lists.
 
-    No row is dropped, even if all choose one expert. Padding rows go through no expert.
+    No row is dropped, even if all rows choose the same expert. Padding rows go through no expert.
     """
 
     def __init__(
@@ -117,7 +118,8 @@ class Experts(nnx.Module):
         context: LayerContext,
     ) -> jax.Array:  # f[num_rows, hidden]
         num_rows, top_k = routing.expert_ids.shape
-        # One row for each choice; `num_experts` is the expert of padding.
+        # A choice is one row going through one expert. Padding rows choose expert `num_experts`,
+        # which does not exist.
         choices = jnp.where(context.is_used()[:, None], routing.expert_ids, self.num_experts)
         context.report(EXPERT_TOKENS, functools.partial(self._count_choices, choices))
         tiles = make_group_tiles(
@@ -129,7 +131,7 @@ class Experts(nnx.Module):
         gate = self.gate_proj(chosen, tiles, context)
         up = self.up_proj(chosen, tiles, context)
         down = self.down_proj(self.join(gate, up), tiles, context)
-        # Added one choice after the other: the order is the same in every batch.
+        # Adds one choice after the other, so that the order is the same in every batch.
         places = tiles.places.reshape(num_rows, top_k)
         total = jnp.zeros(x.shape, jnp.float32)
         for choice in range(top_k):
@@ -141,17 +143,17 @@ class Experts(nnx.Module):
         self,
         choices: jax.Array,  # i32[num_rows, top_k], in [0, num_experts]
     ) -> jax.Array:  # i32[num_experts]
-        # Not a scatter, which computes one row after the other on a CPU.
+        # A scatter would compute one row after the other on a CPU.
         experts = jnp.arange(self.num_experts, dtype=jnp.int32)
         return (choices.reshape(-1, 1) == experts).sum(axis=0, dtype=jnp.int32)
 
     def join(self, gate: jax.Array, up: jax.Array) -> jax.Array:  # f[places, intermediate]
-        """What goes into `down_proj`."""
+        """The input of `down_proj`, from the outputs of `gate_proj` and `up_proj`."""
         return activate(gate, self.activation) * up
 
 
 def make_experts(config: MoEConfig, *, dtype: jnp.dtype) -> Experts:
-    """The experts of a layer, without biases, in the sizes of the config."""
+    """The experts of one layer, without biases, with the sizes in the config."""
     return Experts(
         config.num_experts,
         config.hidden_size,
@@ -167,13 +169,14 @@ def packed_gate_up_rules(
     is_interleaved: bool = False,
     is_turned: bool = False,
 ) -> dict[str, WeightRule]:
-    """The rules of experts whose checkpoint has one tensor for each projection of all experts.
+    """The rules for checkpoints that pack all experts of a layer into two tensors.
 
-    Gate and up are one tensor there, `experts.gate_up_proj`.
+    `experts.gate_up_proj` holds gate and up, and `experts.down_proj` holds down.
 
     Args:
-        rules: Of all parameters of a model.
-        is_interleaved: Gate and up take turns in the tensor; else gate comes first.
+        rules: The rules of all parameters of a model. The result replaces those of experts.
+        is_interleaved: Rows of gate and up alternate in the tensor. Otherwise all rows of gate come
+            first.
         is_turned: The checkpoint has [num_experts, in, out] instead of [num_experts, out, in].
     """
     return {

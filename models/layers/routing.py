@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and how much each counts: the ways in which families choose."""
+"""Routers, and the rules by which families choose the experts of a token and their weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from models.weight_rule import Source, WeightRule
 
 
 class Routing(NamedTuple):
-    """The experts of each row, each once."""
+    """The experts that each row goes through. A row lists an expert at most once."""
 
     expert_ids: jax.Array  # i32[num_rows, top_k], in [0, num_experts)
     weights: jax.Array  # f32[num_rows, top_k], the factor of each expert's output
 
 
 class Router(Linear):
-    """A score for each expert.
+    """Computes a score for each expert.
 
-    Its kernel and scores are never rounded: a small error would choose other experts.
+    Its kernel and scores are never rounded, because a small error would choose other experts.
     """
 
     def scores(
@@ -38,21 +38,23 @@ class Router(Linear):
         x: jax.Array,  # f[num_rows, hidden]
         choose: Callable[..., Routing],
     ) -> Routing:
-        """What `choose` makes of the scores."""
+        """Chooses the experts of each row: returns `choose(scores)`."""
         return choose(self.scores(x))
 
 
 class CorrectedRouter(Router):
-    """A router with a term for each expert, which changes the choice and not the weights.
+    """A router with a correction term for each expert.
 
-    It is float32 whatever the other weights are, as in transformers.
+    The correction changes which experts are chosen. It does not change the weights of their
+    outputs. The router's parameters are float32, whatever dtype the other parameters have, as in
+    transformers.
 
     Source: DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
     """
 
     def __init__(self, hidden_size: int, num_experts: int) -> None:
         super().__init__(hidden_size, num_experts, dtype=jnp.dtype("float32"))
-        # Training changes it in steps of 0.001: in bfloat16 most of them would be lost.
+        # Training changes the correction in steps of 0.001, and bfloat16 would lose most of them.
         self.correction_bias = nnx.Param(jnp.zeros((num_experts,), jnp.float32))
 
     def weight_rules(self, name: str) -> dict[str, WeightRule]:
@@ -67,16 +69,20 @@ class CorrectedRouter(Router):
         x: jax.Array,  # f[num_rows, hidden]
         choose: Callable[..., Routing],
     ) -> Routing:
-        """What `choose` makes of the scores and the correction, such as `SigmoidTopK`."""
+        """Chooses the experts of each row: returns `choose(scores, correction)`.
+
+        Args:
+            choose: Such as `SigmoidTopK`.
+        """
         return choose(self.scores(x), self.correction_bias[...])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftmaxTopK:
-    """The `top_k` most likely experts, by softmax over all of them.
+    """Chooses the `top_k` experts with the largest softmax over all experts.
 
     Args:
-        normalizes: Whether the weights are scaled to a sum of 1. They are then the softmax over
+        normalizes: Whether the weights are scaled to a sum of 1. They then equal the softmax over
             the chosen experts alone.
     """
 
@@ -95,14 +101,15 @@ class SoftmaxTopK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SigmoidTopK:
-    """The `top_k` experts with the largest sigmoid plus a bias; the weights are the sigmoids alone.
+    """Chooses the `top_k` experts with the largest sigmoid plus bias.
 
-    Experts are chosen from `num_kept_groups` of `num_groups` groups of equal size: those whose two
-    best experts have the largest sum.
+    The weights are the sigmoids without the bias. The experts form `num_groups` groups of equal
+    size. Only experts of `num_kept_groups` groups can be chosen: the groups whose two best experts
+    have the largest sum.
 
     Args:
         normalizes: Whether the weights are scaled to a sum of 1.
-        factor: Multiplies the weights, after that.
+        factor: The weights are multiplied by it, after they have been normalized.
 
     Source: DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
     """

@@ -1,4 +1,4 @@
-"""What stands in place of an MLP: a router, its experts, and what some families add to them."""
+"""Experts in place of the MLP: a router, its experts, and in some families shared experts."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -13,12 +13,12 @@ from models.layers.mlp import GatedMLP
 from models.layers.routing import Router, Routing
 from models.weight_rule import WeightRule, with_renamed_sources
 
-# Mixtral's names of the projections of an expert.
+# Mixtral's names for the projections of an expert.
 _MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 class SparseMLP(nnx.Module):
-    """Each row goes through the experts that its scores choose."""
+    """A router scores the experts for each row, and the row goes through the chosen experts."""
 
     def __init__(
         self,
@@ -30,8 +30,8 @@ class SparseMLP(nnx.Module):
         """Makes the block.
 
         Args:
-            choose: As of `gate.route`. Frozen and hashable, so that layers that choose alike are
-                of one kind.
+            choose: The argument of `gate.route`. It must be frozen and hashable, so that `kind_of`
+                gives equal values for layers that choose in the same way.
         """
         self.gate = gate
         self.choose = choose
@@ -59,7 +59,7 @@ class SharedExpertsMLP(SparseMLP):
         experts: Experts,
         shared_experts: GatedMLP,
     ) -> None:
-        """Makes the block; all but `shared_experts` is as of `SparseMLP`."""
+        """Makes the block; the other arguments are those of `SparseMLP`."""
         super().__init__(gate=gate, choose=choose, experts=experts)
         self.shared_experts = shared_experts
 
@@ -89,8 +89,8 @@ class GatedSharedExpertMLP(SparseMLP):
         """Makes the block.
 
         Args:
-            choose: As of `SparseMLP`.
-            shared_expert_gate: From the hidden size to one number.
+            choose: See `SparseMLP`.
+            shared_expert_gate: Maps the hidden size to one number.
         """
         super().__init__(gate=gate, choose=choose, experts=experts)
         self.shared_expert = shared_expert
@@ -106,9 +106,10 @@ class GatedSharedExpertMLP(SparseMLP):
 
 
 def block_sparse_moe_rules(rules: Mapping[str, WeightRule]) -> dict[str, WeightRule]:
-    """The rules of a model whose checkpoints have Mixtral's names for every `SparseMLP`.
+    """The same rules, with Mixtral's names for the tensors of every `SparseMLP`.
 
-    "model.layers.0.mlp.experts.3.up_proj.weight" is "...0.block_sparse_moe.experts.3.w3.weight".
+    Example: "model.layers.0.mlp.experts.3.up_proj.weight" becomes
+        "model.layers.0.block_sparse_moe.experts.3.w3.weight".
     """
 
     def rename(name: str) -> str:

@@ -1,1 +1,1 @@
-"""The op `grouped_matmul`: rows in tiles, each times the matrix of its group."""
+"""The op `grouped_matmul`: multiplies each tile of rows with the matrix of its group."""

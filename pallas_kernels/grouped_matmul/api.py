@@ -37,24 +37,25 @@ def grouped_matmul(
     """Multiplies each tile of rows with the matrix of its group.
 
     Example: tiles of 2 rows, `tile_groups` [3, 3, 5], 5 groups -> rows 0 to 3 are multiplied with
-    `weights[3]`, and rows 4 and 5 of the result hold anything.
+    `weights[3]`. Group 5 does not exist, so rows 4 and 5 of the result hold anything.
 
-    A row's result depends on the row, the matrix and the shapes alone. Matrices of groups without
-    tiles are not read, except by "reference".
+    A row's result depends on the row, the matrix and the shapes alone. Only the "reference" body
+    reads the matrices of groups without tiles.
 
     Args:
-        x: `make_group_tiles` says which row goes where. Places without a row may hold anything.
-        weights: Of x's dtype; or uint16, the bits of `weights_dtype`. XLA:CPU converts all groups
-            of bfloat16 weights at every call, but not those of uint16.
+        x: Rows at the places that `make_group_tiles` gives them. Places without a row may hold
+            anything.
+        weights: In x's dtype, or uint16 with the bits of `weights_dtype`. XLA:CPU converts bfloat16
+            weights of all groups at every call. It does not convert uint16.
         tile_groups: The group of each tile; `num_groups` for tiles without rows, which come last.
-        tile_sizes: The rows of each tile, which stand at its first places. A body may skip
-            the places after them.
-        weights_dtype: The 16-bit float that weights of uint16 are; else None.
+        tile_sizes: The number of rows in each tile. They stand at the tile's first places, and a
+            body may skip the places after them.
+        weights_dtype: The 16-bit float whose bits uint16 weights hold. None for other weights.
         implementation: `None` picks the fastest body on `target`.
         target: What the program is compiled for; `None` is JAX's default device.
 
     Returns:
-        In x's dtype, summed in float32.
+        The products in x's dtype, summed in float32.
 
     Raises:
         ValueError: A shape, a dtype or the implementation's name does not fit.

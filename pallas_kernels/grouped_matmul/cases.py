@@ -15,9 +15,9 @@ class GroupedMatmulCase:
     """Sizes of one example.
 
     Args:
-        group_sizes: Rows of each group; rows are in random order.
-        num_unrouted: Rows of no group.
-        is_stored_as_bits: 16-bit weights are uint16.
+        group_sizes: The number of rows of each group; the rows are in random order.
+        num_unrouted: The number of rows that belong to no group.
+        is_stored_as_bits: Whether 16-bit weights are stored as uint16.
     """
 
     name: str
@@ -32,7 +32,7 @@ class GroupedMatmulCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedMatmulInputs:
-    """Arguments of `grouped_matmul`, and what they were made of."""
+    """Arguments of `grouped_matmul`, and the rows and groups that they were made from."""
 
     x: jax.Array  # f[num_tiles * tile_rows, in_features]
     weights: jax.Array  # f or u16[num_groups, in_features, out_features]
@@ -105,7 +105,7 @@ CASES: tuple[GroupedMatmulCase, ...] = (
 
 
 def build_inputs(case: GroupedMatmulCase, seed: int = 0) -> GroupedMatmulInputs:
-    """Draws rows and matrices; those of groups without rows, and unrouted rows, are NaN."""
+    """Draws rows and matrices. Unrouted rows, and matrices of groups without rows, are NaN."""
     rng = np.random.default_rng(seed)
     num_groups = len(case.group_sizes)
     sizes = (*case.group_sizes, case.num_unrouted)

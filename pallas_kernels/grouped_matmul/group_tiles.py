@@ -1,4 +1,4 @@
-"""Puts rows of the same group side by side, in tiles that hold rows of one group alone."""
+"""Sorts rows into tiles so that each tile has rows of one group only."""
 
 import math
 from typing import NamedTuple
@@ -8,31 +8,36 @@ import jax.numpy as jnp
 
 from pallas_kernels.target import Target
 
-# Rows of a tile, and the rows of a group below which it is taken.
+# (rows of a tile, limit): tiles of this size are used if a group has fewer rows than the limit on
+# average, and is not below an earlier limit.
 _LIMITS = ((8, 8), (16, 24), (64, 128), (128, math.inf))
 _LIMITS_OF_PLATFORM = {"cpu": ((8, 32), (16, math.inf))}
-# Up to how many rows each has a tile of its own.
+# With at most so many rows in total, each row gets a tile of its own, by platform.
 _ALONE_UP_TO = {"cpu": 16}
 
 
 class GroupTiles(NamedTuple):
-    """Where each row is, once rows are in tiles by group.
+    """The place of each row in tiles by group.
 
-    Tiles with rows come first, in the order of their groups. The last tile of a group may have
-    empty places.
+    Place p is row `p % tile_rows` of tile `p // tile_rows`. Tiles with rows come first, in the
+    order of their groups. The last tile of a group may have empty places.
 
-    Example: `group_ids` [2, 0, 2, 2, 1] in 2 groups and tiles of 2 rows, where 2 is no group
-        -> places [6, 0, 6, 6, 2], groups [0, 1, 2], sizes [1, 1, 0]; rows 1 and 4 at places 0 and 2
+    Example: `group_ids` [2, 0, 2, 2, 1], 2 groups, tiles of 2 rows. Group id 2 means no group.
+        -> places [6, 0, 6, 6, 2], groups [0, 1, 2], sizes [1, 1, 0]. Row 1 is at place 0 and row 4
+        at place 2; place 6 does not exist.
     """
 
     rows: jax.Array  # i32[num_tiles * tile_rows], the row at each place; any row where it is empty
     places: jax.Array  # i32[num_rows], the place of each row; num_tiles * tile_rows if it has none
     groups: jax.Array  # i32[num_tiles], the group of each tile; num_groups if it has no rows
-    sizes: jax.Array  # i32[num_tiles], the rows of each tile, which stand at its first places
+    sizes: jax.Array  # i32[num_tiles], how many rows each tile has, at its first places
 
 
 def num_tiles_of(num_rows: int, num_groups: int, tile_rows: int) -> int:
-    """Most tiles that `num_rows` rows can fill: each group may have one that is not full."""
+    """The largest number of tiles that `num_rows` rows can need.
+
+    Each group may have one tile that is not full.
+    """
     num_partly_full = min(num_rows, num_groups)
     return num_partly_full + (num_rows - num_partly_full) // tile_rows
 
@@ -43,9 +48,10 @@ def make_group_tiles(
     num_groups: int,
     tile_rows: int,
 ) -> GroupTiles:
-    """Sorts rows by group; a row of group `num_groups` gets no place.
+    """Sorts rows by group, and gives each row a place in a tile of its group.
 
-    No row is dropped, whatever the groups: there are as many tiles as the worst case needs.
+    Rows with the group id `num_groups` belong to no group and get no place. No other row is
+    dropped: there are as many tiles as the worst case needs.
     """
     (num_rows,) = group_ids.shape
     groups = jnp.arange(num_groups + 1, dtype=jnp.int32)
@@ -75,13 +81,14 @@ def make_group_tiles(
 
 
 def choose_tile_rows(num_rows: int, num_groups: int, target: Target) -> int:
-    """Rows of a tile, from the rows that a group gets on average.
+    """Chooses the rows of a tile from the number of rows that a group gets on average.
 
-    On a CPU, a few rows mostly belong to different groups, as the experts of one token do, so
-    each gets its own tile. For more rows, the body itself saves work in tiles of few rows.
-    Measured with 8 to 128 groups of 512 x 1,024, JAX 0.10.2, one core with AVX2. The limits for
-    other devices are guesses: a tile of few rows leaves most of a GPU's product empty, and is
-    slower only where that product, not memory, is the limit.
+    On a CPU, a few rows mostly belong to different groups, as the experts of one token do. Each row
+    then gets its own tile. With more rows, the body itself saves work in tiles of few rows. The
+    CPU's limits were measured with 8 to 128 groups of 512 x 1,024, JAX 0.10.2, one core with AVX2.
+
+    The limits for other devices are guesses. A tile of few rows leaves most of a GPU's product
+    empty. This costs time only where products, and not memory, are the limit.
     """
     if target.platform in _ALONE_UP_TO and num_rows <= _ALONE_UP_TO[target.platform]:
         return 1
@@ -91,7 +98,7 @@ def choose_tile_rows(num_rows: int, num_groups: int, target: Target) -> int:
 
 
 def tile_row_choices(target: Target) -> tuple[int, ...]:
-    """Every value that `choose_tile_rows` returns for the target, rising."""
+    """All values that `choose_tile_rows` can return for the target, in rising order."""
     alone = (1,) if target.platform in _ALONE_UP_TO else ()
     limits = _LIMITS_OF_PLATFORM.get(target.platform, _LIMITS)
     return (*alone, *(tile_rows for tile_rows, _ in limits))

@@ -1,8 +1,9 @@
-"""Mosaic GPU body of `grouped_matmul` on Hopper: a CTA for each tile of rows and piece of columns.
+"""Mosaic GPU body of `grouped_matmul` on Hopper: one CTA per tile of rows and piece of columns.
 
-One warpgroup copies pieces of x and of the tile's matrix to shared memory, `_NUM_STAGES` pieces
-ahead; the other multiplies them. wgmma multiplies 64 rows at a time: tiles of fewer rows are its
-columns, and the matrix, turned, is its rows. CTAs of tiles without rows end at once.
+One warpgroup copies pieces of x and of the tile's matrix to shared memory, up to `_NUM_STAGES`
+pieces ahead. The other warpgroup multiplies them. wgmma multiplies 64 rows at a time. If a tile has
+fewer than 64 rows, the kernel computes the transposed product: the columns of the matrix are
+wgmma's rows, and the rows of the tile are its columns. CTAs of tiles without rows end at once.
 """
 
 import functools
@@ -17,17 +18,17 @@ from jax import lax
 from pallas_kernels.cache_layout import INT32_MAX
 from pallas_kernels.tma_boxes import MAX_GRID_YZ
 
-# Columns of the result for one CTA: the most that divide the matrix. With more of them, the same
-# rows of x are copied less often.
+# Columns of the result that one CTA computes: the first number that divides the matrix's columns.
+# With more columns per CTA, the same rows of x are copied less often.
 _COLUMNS = (128, 64)
-_FEATURES = 64  # that are summed in one turn: 128 bytes, a row of the swizzle
+_FEATURES = 64  # input features summed in one turn of the loop: 128 bytes, a row of the swizzle
 _NUM_STAGES = 4
 _TILE_ROWS = (8, 16, 32, 64, 128)
 _COMPUTE, _COPY = 0, 1  # the warpgroups
 
 
 class _Refs(NamedTuple):
-    """What the kernel works on; the first four are in GMEM, the others in SMEM."""
+    """The kernel's arrays and barriers. The first four are in GMEM, the others in SMEM."""
 
     x: jax.Ref  # f[num_tiles * tile_rows, in_features]
     weights: jax.Ref  # f[num_groups, in_features, out_features]
@@ -48,7 +49,7 @@ def misfit(
     *,
     weights_dtype: jnp.dtype | None,
 ) -> str | None:
-    """Why the kernel cannot multiply these; None if it can."""
+    """Why the kernel cannot multiply these arrays; None if it can."""
     tile_rows = x.shape[0] // tile_groups.shape[0]
     _, in_features, out_features = weights.shape
     if x.dtype not in (jnp.bfloat16, jnp.float16) or weights.dtype != x.dtype:
@@ -95,7 +96,7 @@ def grouped_matmul_mosaic_gpu(
             plgpu.Barrier(num_arrivals=2, num_barriers=_NUM_STAGES),
             plgpu.Barrier(num_arrivals=1, num_barriers=_NUM_STAGES),
         ],
-        # The last axis runs fastest: the CTAs of one matrix's columns are at work together.
+        # The last axis runs fastest, so the CTAs of one tile, with all its columns, run together.
         grid=(num_tiles, out_features // num_columns),
         grid_names=("tile", "column"),
         num_threads=2,
@@ -146,7 +147,7 @@ def _kernel_body(*refs: jax.Ref, num_groups: int, tile_rows: int, num_turns: int
 
 
 def _multiply(refs: _Refs, *, num_turns: int) -> jax.Array:
-    """The tile's product, f32[tile_rows, num_columns]; turned if the tile has less than 64 rows."""
+    """The tile's product f32[tile_rows, num_columns]; transposed if a tile has under 64 rows."""
     tile_rows, num_columns = refs.staged.shape
     is_turned = tile_rows < 64
 

@@ -9,13 +9,13 @@ from jax import lax
 
 from pallas_kernels.stored_dtype import as_values
 
-# Rows of a matrix that a turn of the CPU's loop adds up.
+# On a CPU, one turn of the loop adds up this many rows of a matrix.
 _UNROLLED = 8
-# Tiles with so few rows do not compute their empty places.
+# In tiles with at most this many rows, the empty places after them are not computed on a CPU.
 _FEW_ROWS = 2
 
 
-# Traced once for all layers and programs that call it with the same shapes.
+# The jit makes JAX trace it once for all layers and programs that call it with the same shapes.
 @functools.partial(jax.jit, static_argnames="weights_dtype")
 def grouped_matmul_xla(
     x: jax.Array,  # f[num_tiles * tile_rows, in_features]
@@ -25,11 +25,11 @@ def grouped_matmul_xla(
     *,
     weights_dtype: jnp.dtype | None,
 ) -> jax.Array:  # f[num_tiles * tile_rows, out_features]
-    """See `api.grouped_matmul`. Reads the matrices of the groups that have rows, and no other.
+    """See `api.grouped_matmul`. Reads only the matrices of groups that have rows.
 
-    A product with a slice of the weights copies the slice on a CPU, and converts all weights first
-    if they are bfloat16. There the product is written as a sum of outer products, whose loop reads
-    the rows of a matrix where they are.
+    On a CPU, XLA copies the slice for a product with a slice of the weights. If the weights are
+    bfloat16, it converts all of them first. The CPU's code is therefore a sum of outer products, in
+    a loop that reads the rows of a matrix in place.
     """
     num_groups, _, out_features = weights.shape
     tile_rows = x.shape[0] // tile_groups.shape[0]
@@ -54,7 +54,7 @@ def _multiply(
     tile: jax.Array,  # f[tile_rows, in_features]
     weights: jax.Array,
     group: jax.Array,  # i32[]
-    size: jax.Array,  # i32[], not needed
+    size: jax.Array,  # i32[], ignored: empty places are computed too
     weights_dtype: jnp.dtype | None,
 ) -> jax.Array:  # f32[tile_rows, out_features]
     own = lax.dynamic_index_in_dim(weights, group, keepdims=False, allow_negative_indices=False)
@@ -71,7 +71,7 @@ def _multiply_on_cpu(
     tile: jax.Array,  # f[tile_rows, in_features]
     weights: jax.Array,
     group: jax.Array,  # i32[]
-    size: jax.Array,  # i32[], rows of the tile that are wanted
+    size: jax.Array,  # i32[], how many rows the tile has
     weights_dtype: jnp.dtype | None,
 ) -> jax.Array:  # f32[tile_rows, out_features]
     if tile.shape[0] <= _FEW_ROWS:
@@ -94,7 +94,7 @@ def _sum_outer_products(
     group: jax.Array,  # i32[]
     weights_dtype: jnp.dtype | None,
 ) -> jax.Array:  # f32[tile_rows, out_features]
-    """The product as sums over `in_features`, in an order that the shapes alone decide."""
+    """The product as a sum of outer products, in an order that depends only on the shapes."""
     tile_rows, in_features = tile.shape
     out_features = weights.shape[2]
     num_unrolled = math.gcd(_UNROLLED, in_features)
@@ -112,7 +112,7 @@ def _sum_outer_products(
             column = lax.dynamic_index_in_dim(
                 columns[part], turn, keepdims=False, allow_negative_indices=False
             )
-            # One row of x alone needs no second axis, whose loop would have one turn.
+            # A single row of x needs no second axis. XLA would make a loop of one turn for it.
             product = row * column[0] if tile_rows == 1 else row[:, None] * column
             total = total + product
         return total

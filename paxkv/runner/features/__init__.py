@@ -1,1 +1,1 @@
-"""Step features: what a step computes besides the next tokens."""
+"""Step features: computations of a step besides that of the next tokens."""

@@ -1,4 +1,4 @@
-"""The load of experts, as a step feature: how many tokens go to each expert of each layer."""
+"""A step feature that counts the load of experts: how many tokens go to each expert of a layer."""
 
 import dataclasses
 import logging
@@ -23,7 +23,10 @@ _COUNTS = "expert_counts"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLoadVariant(StepVariant):
-    """Adds the choices of all tokens to an array that stays on the device."""
+    """Counts the choices of all tokens in an array that stays on the device.
+
+    A choice is one token going to one expert.
+    """
 
     num_layers: int
     num_experts: int
@@ -51,12 +54,12 @@ class ExpertLoadVariant(StepVariant):
 
 
 class ExpertLoad(StepFeature):
-    """Reads the counts of the device once per window, and logs a line about each window.
+    """Reads the counts from the device once per window, and logs a line about each window.
 
-    A window begins with a step and ends `window_s` later, at the next step or the next call of
-    `stats`. Then steps get a fresh array, and the old one is read as soon as the device has
-    finished it. So steps never wait, and an idle engine shows its last steps once `stats` is called
-    after the window.
+    A window begins with a step. It ends at the first step, or the first call of `stats`, that is at
+    least `window_s` later. Steps then get a fresh array. The feature reads the old array as soon as
+    the device has finished it, so steps never wait. When an engine is idle, `stats` shows its last
+    steps once the window is over.
 
     Args:
         clock: Returns seconds; it never goes back.
@@ -102,11 +105,11 @@ class ExpertLoad(StepFeature):
             self._began_s = self._clock()
 
     def plan(self, step: ScheduledRows) -> FeatureStep | None:
-        """None: the variant is in every program, and needs nothing from the host."""
+        """Returns None, because the variant is in every program and needs nothing from the host."""
         return None
 
     def stats(self, *, only_new: bool) -> Mapping[str, object]:
-        """The field `SchedulerStats.expert_tokens`."""
+        """Returns the field `SchedulerStats.expert_tokens`."""
         self._end_window()
         if only_new and not self._is_new:
             return {}
@@ -119,7 +122,7 @@ class ExpertLoad(StepFeature):
         return {"expert_tokens": expert_tokens}
 
     def _end_window(self) -> None:
-        """Reads the window that has ended, and ends the current one if its time is over."""
+        """Reads the counts of an ended window, and ends the current window if its time is over."""
         self._read_ended()
         if self._ended is not None or self._began_s is None:
             return
@@ -146,10 +149,10 @@ class ExpertLoad(StepFeature):
 def describe_load(
     layers_np: Sequence[np.ndarray],  # i[num_experts] of each layer with experts
 ) -> str:
-    """What was counted in a window, as text of the log.
+    """Describes the counts of a window in words, for the log.
 
-    The imbalance of a layer is the load of its busiest expert, divided by the mean of all its
-    experts: 1 is perfectly even. Layers that computed nothing have none.
+    The imbalance of a layer is the load of its busiest expert, divided by the mean load of all its
+    experts: 1 is perfectly even. Layers without choices are left out of it.
     """
     num_choices = sum(int(counts_np.sum()) for counts_np in layers_np)
     if not num_choices:
@@ -164,7 +167,7 @@ def describe_load(
 
 
 def _experts_of_layers(model: LoadedModel) -> dict[int, int]:
-    """The number of experts of each layer that has some, by layer."""
+    """Layer number -> number of experts, for the layers that have experts."""
     # "layers.3.mlp.experts.up_proj.kernel" [num_experts, in, out]
     shapes = dict(zip(model.param_names, (param.shape for param in model.params), strict=True))
     return {

@@ -16,28 +16,28 @@ from paxkv.runner.sampling.sampled_tokens import RESULT_WIDTH, pack_result, read
 from paxkv.runner.sampling.sampler import with_logprobs
 from paxkv.runner.sampling.wide_logprobs import num_told_logits, result_width
 
-# Tokens whose logits exist at the same time: those of all tokens would be the largest array of the
-# engine.
+# Tokens whose logits are computed at the same time. The logits of all tokens of a step would be the
+# largest array of the engine.
 _CHUNK_TOKENS = 32
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLogprobsVariant(StepVariant):
-    """Steps that compute the log-probabilities of the next token, for each token of a prompt.
+    """Computes, for each token of a prompt, the log-probabilities of the next token.
 
     Args:
-        num_logits: Logits that the result has for each token: the whole vocabulary, or 0.
+        num_logits: How many logits the result has for each token: the size of the vocabulary, or 0.
     """
 
     num_logits: int
 
     @property
     def row_width(self) -> int:
-        """Words of a row of the result: `pack_result`, then the logits' bits."""
+        """Words in a row of the result: the words of `pack_result`, then the logits' bits."""
         return RESULT_WIDTH + self.num_logits
 
     def fields(self, *, num_tokens: int, num_reqs: int) -> Mapping[str, tuple[int, ...]]:
-        # The token that follows each one, where that is one of the prompt.
+        # For each token, the one that follows it in the prompt; 0 if none does.
         return {"next_ids": (num_tokens,)}
 
     def results(self, *, num_tokens: int, num_reqs: int) -> Mapping[str, tuple[int, ...]]:
@@ -59,7 +59,7 @@ class PromptLogprobsVariant(StepVariant):
             return {"rows": part.write(values["rows"], self._rows(logits_of(hidden), next_ids))}
 
         def find_chunk(chunk_idx: jax.Array, rows: jax.Array) -> jax.Array:
-            # The last chunk may begin earlier than it would, and find some rows again.
+            # The last chunk begins early enough to be full, and computes some rows again.
             start = jnp.minimum(chunk_idx * _CHUNK_TOKENS, num_tokens - _CHUNK_TOKENS)
 
             def of_chunk(array: jax.Array) -> jax.Array:
@@ -79,7 +79,7 @@ class PromptLogprobsVariant(StepVariant):
         logits: jax.Array,  # f32[num_tokens, vocab]
         next_ids: jax.Array,  # i32[num_tokens]
     ) -> jax.Array:  # i32[num_tokens, row_width]
-        """Log-probabilities of tokens that were not drawn, but follow in the prompt."""
+        """Packs the log-probabilities of the tokens that follow in the prompt."""
         rows = pack_result(with_logprobs(logits, next_ids))
         if not self.num_logits:
             return rows
@@ -91,8 +91,8 @@ class _AskedPrompt:
     """A request that asked for log-probabilities of its prompt.
 
     Args:
-        rows_np: i32[num_prompt_tokens - 1, result_width], of the tokens but the first; filled by
-            the steps that compute the prompt.
+        rows_np: i32[num_prompt_tokens - 1, result_width], a row for each token of the prompt except
+            the first. The steps that compute the prompt fill it.
     """
 
     req_id: str
@@ -112,8 +112,8 @@ class _PromptSpan:
     """Consecutive tokens of one prompt in a step.
 
     Args:
-        start: Place of the first token in the step.
-        next_ids_np: i32[num_tokens], for each token the next one of the prompt.
+        start: Index of the first token in the step.
+        next_ids_np: i32[num_tokens], for each token the next token of the prompt.
         rows_np: i32[num_tokens, result_width], the part of `_AskedPrompt.rows_np` to be written.
     """
 
@@ -123,13 +123,17 @@ class _PromptSpan:
 
     @property
     def places(self) -> slice:
-        """Places of the tokens in the step."""
+        """Indices of the tokens in the step."""
         return slice(self.start, self.start + len(self.next_ids_np))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _PromptStep(FeatureStep):
-    """Args: complete: Prompts whose request draws its first token in this step."""
+    """The prompts of one step.
+
+    Args:
+        complete: Prompts whose request samples its first token in this step.
+    """
 
     variant: PromptLogprobsVariant | None
     spans: Sequence[_PromptSpan]
@@ -150,16 +154,17 @@ class _PromptStep(FeatureStep):
 
 
 class PromptLogprobs(StepFeature):
-    """Computes what `SamplingParams.prompt_logprobs` asks for, while the prompt is computed.
+    """Computes the log-probabilities that `SamplingParams.prompt_logprobs` asks for.
 
-    The output that has the request's first token has its log-probabilities. If the request is
-    preempted before, its prompt is computed again, and with it the log-probabilities.
+    The steps that compute the prompt compute them. The output with the request's first token
+    returns them. If the request is preempted before that, the prompt and its log-probabilities are
+    computed again.
     """
 
     def __init__(self, config: RunnerConfig, *, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._variant = PromptLogprobsVariant(num_logits=num_told_logits(config, vocab_size))
-        self._asked: dict[str, _AskedPrompt] = {}  # unfinished requests alone
+        self._asked: dict[str, _AskedPrompt] = {}  # by request id; unfinished requests only
 
     def variants(self) -> tuple[StepVariant, ...]:
         return (self._variant,)
@@ -185,7 +190,7 @@ class PromptLogprobs(StepFeature):
         for req_idx, req_id in enumerate(step.req_ids):
             prompt = self._asked.get(req_id)
             num_known = step.num_tokens_np[req_idx] + step.num_pending_np[req_idx]
-            # The step that draws the first token has finished the log-probabilities.
+            # After the step that samples the first token, the log-probabilities are complete.
             if prompt is None or num_known != prompt.num_prompt_tokens:
                 continue
             num_scheduled = int(step.num_scheduled_np[req_idx])

@@ -1,4 +1,4 @@
-"""`TracedFeatures`: the features of a step, inside its program."""
+"""`TracedFeatures`: runs the variants of all features inside the program of a step."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +23,9 @@ def split_arrays(
 
     Args:
         arrays: For each variant, its feature's arrays by name; may be abstract.
+
+    Returns:
+        The arrays that are only read, and the donated arrays, each by variant and name.
     """
     kept, donated = (
         _choose(arrays, [_names(variant, is_donated=is_donated) for variant in variants])
@@ -51,11 +54,11 @@ class TracedFeatures:
         self._kept = kept
 
     def add_wants(self, batch: ForwardBatch) -> ForwardBatch:
-        """`batch`, which also wants what the variants need."""
+        """Returns `batch` with the outputs added to its `wants` that the variants need."""
         return dataclasses.replace(batch, wants=add_wants(batch.wants, self._variants))
 
     def first_values(self, donated: FeatureValues) -> FeatureValues:
-        """The values before the first part of the step: donated arrays, and results of zeros."""
+        """The values before the first part of the step: donated arrays, and zeros as results."""
         return tuple(
             {
                 **arrays,
@@ -83,7 +86,8 @@ class TracedFeatures:
         """Calls `StepVariant.update` of every variant after a part of the step.
 
         Raises:
-            InvariantError: A variant changes what is neither a donated array nor a result of it.
+            InvariantError: A variant returns a value that is neither its donated array nor its
+                result.
         """
         updated = []
         for variant, kept, before in zip(self._variants, self._kept, values, strict=True):
@@ -97,7 +101,7 @@ class TracedFeatures:
         return tuple(updated)
 
     def split(self, values: FeatureValues) -> tuple[FeatureValues, FeatureValues]:
-        """After the last part: the results, and the donated arrays."""
+        """Splits the values after the last part into results and donated arrays."""
         results = [variant.results(**self._dims) for variant in self._variants]
         donated = [_names(variant, is_donated=True) for variant in self._variants]
         return _choose(values, results), _choose(values, donated)
