@@ -2,16 +2,17 @@
 
     python -m benchmarks.gpu
 
-runs these units, in the order of their worth:
+runs these units, the most important first:
 
     device          memory bandwidth and a matrix product
-    kernels         every Mosaic kernel against float64, on random inputs
+    first checks    one case of each op against float64, with the Mosaic kernel and by default
     demo model      the engine must give the right answers with the Mosaic kernels and without
-    paxkv           Llama-3.1-8B and Qwen3-0.6B in bfloat16 with random weights in their published
-                    shapes: 256 requests of 32 to 512 tokens that want 16 to 256 more, all at once;
-                    decode steps of 64, 256 and 1 requests after 512 tokens; time to the first token
-                    of one prompt of 512 and of 2,048 tokens
+    other checks    all other cases of the Mosaic kernels against float64
     timings         every op at full size, Mosaic and XLA
+    paxkv           Llama-3.1-8B and Qwen3-0.6B in bfloat16 with random weights in their published
+                    shapes: 256 requests at once, with prompts of 32 to 512 tokens and outputs of 16
+                    to 256; decode steps of 64, 256 and 1 requests after 512 tokens; time to the
+                    first token of one prompt of 512 and of 2,048 tokens
     transformers    the same models, with transformers' continuous batching for the throughput
     XLA             the XLA body of every op against float64
 

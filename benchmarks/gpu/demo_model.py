@@ -1,7 +1,7 @@
 """Checks the demo model end to end: the engine must answer on the GPU as it does on the CPU.
 
-On the CPU, the model answers every question below exactly. The wanted tokens are therefore those of
-the right answers, and no second engine has to run.
+On the CPU, the model gives the right answer to every question below. The check therefore compares
+the GPU's tokens with those of the right answers, and needs no engine on the CPU.
 """
 
 import dataclasses
@@ -28,7 +28,8 @@ SYSTEM_PROMPT = (
     "You are a careful assistant. You answer questions about arithmetic and about paxkv. "
     "Keep every answer short and exact, and do not add anything that was not asked for."
 )
-# More questions than run at once; chunks of prompts beside decodes; bursts.
+# Sizes that cover the cases of the scheduler: more questions than run at once, chunks of prompts in
+# the same step as decodes, and bursts.
 SIZES = Sizes(
     max_num_seqs=8,
     max_num_batched_tokens=64,
@@ -37,7 +38,7 @@ SIZES = Sizes(
     block_size=16,
     num_cache_tokens=2048,
 )
-# One sum, in two programs.
+# One sum, which needs two programs.
 REHEARSED_SIZES = Sizes(
     max_num_seqs=1,
     max_num_batched_tokens=32,
@@ -52,15 +53,15 @@ NUM_QUESTIONS = 24
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PaddedHeads(GPU):
-    """Pads the model's heads of 32 numbers, because the Mosaic kernel for prompts takes 64."""
+    """Pads the model's heads from 32 to 64 numbers, the least that the kernel for prompts takes."""
 
     head_dim_step: ClassVar[int] = 64
 
 
 def conversations() -> list[Conversation]:
-    """Sums of numbers that training never saw, and every fourth question about paxkv.
+    """Returns questions: sums that training never saw, and every fourth question about paxkv.
 
-    Three of four share a system prompt, and so blocks of the cache.
+    Three of four have the same system prompt, so they share blocks of the cache.
     """
     pairs = [(a, b) for a, b in held_out_pairs() if a >= 10 and b >= 10]
     sums = [addition_turn(*pair) for pair in pairs[:: len(pairs) // NUM_QUESTIONS]]
@@ -72,7 +73,7 @@ def conversations() -> list[Conversation]:
 
 
 def check_answers(body: str, dtype: str, has_padded_heads: bool, is_rehearsal: bool) -> Measured:
-    """Counts the answers that differ; a rehearsal makes the first tokens of one answer."""
+    """Counts the answers with wrong tokens. A rehearsal generates the start of one answer only."""
     platform = PaddedHeads() if has_padded_heads else default_platform()
     model = load_model(str(CHECKPOINT), dtype=dtype, platform=platform)
     sizes = REHEARSED_SIZES if is_rehearsal else SIZES
@@ -98,7 +99,10 @@ def check_answers(body: str, dtype: str, has_padded_heads: bool, is_rehearsal: b
 
 
 def requests_of(conversations: Sequence[Conversation]) -> tuple[Workload, list[list[int]]]:
-    """Greedy requests as long as the right answers, and the tokens of these answers."""
+    """Returns greedy requests for the questions, and the tokens of the right answers.
+
+    Each request generates as many tokens as its right answer has.
+    """
     tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
     requests, answers = [], []
     for encoded in encode_conversations(tokenizer, conversations):

@@ -1,7 +1,7 @@
-"""paxkv's engine on the default device, in this process, without the warm-up of a server.
+"""paxkv's engine on the default device, in this process, without a server's warm-up.
 
-Programs are compiled when they are first needed, because warming up all programs of a large model
-would take longer than the measurements.
+A program is compiled when it is first needed. A warm-up of all programs of a large model would take
+longer than the measurements.
 """
 
 import dataclasses
@@ -39,10 +39,10 @@ class DeviceEngine:
     """A loaded model with memory for its cache.
 
     Args:
-        implementation: The body of every op. "default" lets the engine choose as a server does.
+        implementation: The body of every op. With "default", the engine chooses as in a server.
 
     Attributes:
-        chosen: What the engine chose: None where each op chooses for itself.
+        chosen: The engine's choice of a body for all ops. None: each op chooses for itself.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class DeviceEngine:
         choose = model_runner.choose_implementation
 
         def choose_body(*arguments: object) -> str | None:
-            # A named body raises an error where the engine would fall back to XLA.
+            # A named body raises an error when the engine would otherwise fall back to XLA.
             self.chosen = choose(*arguments) if implementation == "default" else implementation
             return self.chosen
 
@@ -93,7 +93,7 @@ class DeviceEngine:
             max_steps_in_flight=2,
             max_decode_burst=self._scheduler_config.max_decode_burst,
         )
-        # No two runs share an id, because all use one runner.
+        # Ids differ between runs, because all runs use one runner.
         req_ids = [str(next(self._request_numbers)) for _ in workload.requests]
         start_s = time.perf_counter()
         for req_id, request in zip(req_ids, workload.requests, strict=True):

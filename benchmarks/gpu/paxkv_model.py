@@ -1,4 +1,4 @@
-"""paxkv's engine with a model of random weights, which are drawn on the device."""
+"""paxkv's engine with a model whose weights are random and drawn on the device."""
 
 import tempfile
 from pathlib import Path
@@ -23,9 +23,9 @@ class PaxkvModel(Subject):
         self._engine = DeviceEngine(loaded, self.sizes)
 
     def throughput(self, seed: int) -> Measured:
-        """The workload of all lengths; all requests arrive at once."""
+        """Measures tokens per second with requests of many lengths, which all arrive at once."""
         workload = self.throughput_workload(seed)
-        # The first run compiles.
+        # The first of the three runs compiles, and is not counted.
         seconds = [self.run(workload)[-1].end_s for _ in range(3)][1:]
         return Measured(figures={"tokens_per_s": [workload.num_output_tokens / s for s in seconds]})
 

@@ -1,4 +1,4 @@
-"""The models that are measured on a GPU, the amounts of work, and measurements of any engine."""
+"""The models and workloads for measurements on a GPU, and the measurements of any engine."""
 
 import abc
 import dataclasses
@@ -69,13 +69,13 @@ MODEL_CONFIGS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Amounts of work.
+    """Sizes of the engine and of the workloads.
 
     Args:
-        block_size: Of the KV cache; None is the device's default.
-        decode_batches: Requests that decode together.
-        decode_prompt, num_decode_tokens: Tokens of each of them.
-        throughput_prompts, throughput_outputs: Least and most tokens, uniform between.
+        block_size: The KV cache's block size. None: the device's default.
+        decode_batches: Numbers of requests that decode together, one measurement each.
+        decode_prompt, num_decode_tokens: Prompt and output tokens of each of these requests.
+        throughput_prompts, throughput_outputs: Least and most tokens; lengths are uniform between.
     """
 
     max_num_seqs: int = 256
@@ -133,7 +133,7 @@ class EngineStep:
 
 
 def steady_decode(steps: list[EngineStep], num_reqs: int) -> dict[str, list[float]]:
-    """Figures of the steps in which all requests decode.
+    """Computes the figures of the steps in which all requests decode.
 
     Raises:
         ValueError: There are fewer than 3 such steps.
@@ -141,7 +141,7 @@ def steady_decode(steps: list[EngineStep], num_reqs: int) -> dict[str, list[floa
     steady = [step for step in steps if step.num_started == num_reqs and not step.num_finished]
     if len(steady) < 3:
         raise ValueError(f"got {len(steady)} steps of steady decode, wanted at least 3.")
-    # The first quarter is left out: bursts reach their length there.
+    # Leaves out the first quarter, in which bursts are still shorter.
     first, last = steady[len(steady) // 4], steady[-1]
     num_steps = (last.num_tokens - first.num_tokens) / num_reqs
     wall_s = last.end_s - first.end_s
@@ -152,12 +152,12 @@ def steady_decode(steps: list[EngineStep], num_reqs: int) -> dict[str, list[floa
 
 
 class Subject(abc.ABC):
-    """An engine with one model on the device; the units of a process share it.
+    """An engine with one model on the device. The units of a process share it.
 
-    Each engine has a `throughput(seed)` of its own.
+    Derived classes also have a method `throughput(seed)`.
 
     Args:
-        is_rehearsal: The model and the work are tiny.
+        is_rehearsal: Whether the model and the workloads are tiny.
     """
 
     def __init__(self, *, is_rehearsal: bool) -> None:
@@ -166,10 +166,10 @@ class Subject(abc.ABC):
 
     @abc.abstractmethod
     def run(self, workload: Workload) -> list[EngineStep]:
-        """Runs requests that arrive at once."""
+        """Runs requests that all arrive at once, and returns the totals after each step."""
 
     def decode(self, num_reqs: int, seed: int) -> Measured:
-        """Requests that decode together."""
+        """Measures steps in which `num_reqs` requests decode together."""
         sizes = self.sizes
         workload = self._workload(
             seed, num_reqs, (sizes.decode_prompt,) * 2, (sizes.num_decode_tokens,) * 2
@@ -178,7 +178,10 @@ class Subject(abc.ABC):
         return Measured(figures=steady_decode(self.run(workload), num_reqs))
 
     def first_token(self, prompt_len: int, seed: int) -> Measured:
-        """One prompt on an idle device; the first of the repetitions compiles."""
+        """Measures the time to the first token of one prompt on an idle device.
+
+        The first repetition compiles, and is not counted.
+        """
         seconds = []
         for repetition in range(self.sizes.num_repetitions + 1):
             prompt = self._workload(seed + repetition, 1, (prompt_len,) * 2, (1, 1))
@@ -186,7 +189,7 @@ class Subject(abc.ABC):
         return Measured(figures={"ttft_ms": [1e3 * s for s in seconds[1:]]})
 
     def throughput_workload(self, seed: int) -> Workload:
-        """Requests of all lengths, the same for every engine."""
+        """Requests of many lengths, the same for every engine."""
         sizes = self.sizes
         return self._workload(
             seed, sizes.num_requests, sizes.throughput_prompts, sizes.throughput_outputs

@@ -1,7 +1,8 @@
 """transformers with one model on the device.
 
-Set up as transformers does by itself: SDPA attention, or flash attention where it finds that for
-continuous batching, and no compiled forward pass. Requests of one shape go to `generate`.
+The model is set up by transformers' defaults: attention is SDPA, or flash attention if transformers
+finds it for continuous batching, and the forward pass is not compiled. Requests of one shape go to
+`generate`.
 """
 
 import tempfile
@@ -43,11 +44,11 @@ class TransformersModel(Subject):
         self.vocab_size = config.vocab_size
 
     def throughput(self, seed: int) -> Measured:
-        """The workload of all lengths through continuous batching."""
+        """Measures tokens per second of continuous batching with requests of many lengths."""
         workload = self.throughput_workload(seed)
         is_cuda = self._device.type == "cuda"
         settings = ContinuousBatchingConfig(
-            # By itself it would take most of a CPU's memory.
+            # By default, continuous batching takes most of a CPU's memory.
             num_blocks=None if is_cuda else 64,
             max_requests_per_batch=len(workload.requests),
         )
@@ -62,7 +63,8 @@ class TransformersModel(Subject):
             warmup=is_cuda,
             workload_hints=hints,
         ) as manager:
-            # The first run captures the graphs that the warm-up did not.
+            # The first run captures the graphs that the warm-up has not captured. The second one
+            # is measured.
             for name in ("first", "second"):
                 start_s = time.perf_counter()
                 num_tokens = sum(map(len, run_requests(manager, workload, name)))
@@ -78,7 +80,7 @@ class TransformersModel(Subject):
 
     @torch.inference_mode()
     def run(self, workload: Workload) -> list[EngineStep]:
-        """Runs requests of one shape as one batch."""
+        """Runs requests with prompts of one length and outputs of one length as one batch."""
         prompts = [request.prompt_token_ids for request in workload.requests]
         token_ids = torch.tensor(prompts, device=self._device)  # i64[num_reqs, prompt_len]
         num_reqs, prompt_len = token_ids.shape

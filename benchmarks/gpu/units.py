@@ -13,14 +13,14 @@ SUBJECTS = {
     TRANSFORMERS: ("benchmarks.gpu.transformers_model", "TransformersModel"),
 }
 DEMO_MODEL = "demo model"
-# It compiles a few small programs.
+# A unit of the demo model compiles a few small programs.
 DEMO_TIME_LIMIT_S = 180.0
 # The first unit of a process draws the weights and compiles.
 MODEL_TIME_LIMIT_S = 240.0
 
 
 def all_units(*, is_rehearsal: bool) -> list[Unit]:
-    """In the order of their worth."""
+    """All units, the most important first."""
     return [
         *ops.machine_units(is_rehearsal=is_rehearsal),
         *ops.first_checks(is_rehearsal=is_rehearsal),
@@ -34,15 +34,15 @@ def all_units(*, is_rehearsal: bool) -> list[Unit]:
 
 
 def process_key(unit: Unit) -> object:
-    """Units share a process where it gives the same value: models are loaded once."""
+    """Units with the same value share a process, so that each model is loaded once."""
     if unit.op == DEMO_MODEL:
         return unit.key
     return (unit.op, unit.body) if unit.op in MODEL_CONFIGS else ops.process_key(unit)
 
 
 def demo_units(*, is_rehearsal: bool) -> list[Unit]:
-    """The engine with the Mosaic bodies, with its own choice, with XLA, and in the CPU's dtype."""
-    # An engine with interpreted kernels hangs: a step and its callbacks wait for the same threads.
+    """Units that run the demo model: with Mosaic bodies, the engine's choice, XLA, and float32."""
+    # With interpreted kernels, an engine hangs: a step and its callbacks wait for the same threads.
     kernel_body = "xla" if is_rehearsal else ops.kernel_body(is_rehearsal=False)
     # (case, body, dtype, whether heads are padded for the Mosaic bodies)
     engines = (
@@ -65,7 +65,7 @@ def demo_units(*, is_rehearsal: bool) -> list[Unit]:
 
 
 def model_units(engine: str, *, is_rehearsal: bool) -> list[Unit]:
-    """The cases of both models with one engine."""
+    """All measurements of both models with one engine."""
     sizes = REHEARSAL if is_rehearsal else FULL
     # Case -> method of `Subject` and its arguments.
     cases: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -90,7 +90,7 @@ def model_units(engine: str, *, is_rehearsal: bool) -> list[Unit]:
 def _check_demo(
     body: str, dtype: str, has_padded_heads: bool, is_rehearsal: bool, _: int
 ) -> Measured:
-    # Imported by the unit's process: without the engine's packages, kernels are still checked.
+    # Imported here, so that the units of the ops also run without the engine's packages.
     module = importlib.import_module("benchmarks.gpu.demo_model")
     return module.check_answers(body, dtype, has_padded_heads, is_rehearsal)
 
@@ -108,7 +108,7 @@ def _measure(
 
 @functools.cache
 def _load_subject(model: str, engine: str, is_rehearsal: bool) -> Subject:
-    """One per process; its units share its programs."""
-    # As above: a machine without torch or transformers measures paxkv alone.
+    """Loads the engine and its model once per process, so that all its units share programs."""
+    # Imported here, so that a machine without torch or transformers can measure paxkv.
     module, name = SUBJECTS[engine]
     return getattr(importlib.import_module(module), name)(model, is_rehearsal)

@@ -1,1 +1,1 @@
-"""Runs GPU measurements as small units, each group of units in a process that may die."""
+"""Runs GPU measurements as small units, in groups. Each group has a process, which may crash."""

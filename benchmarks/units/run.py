@@ -1,4 +1,4 @@
-"""Runs a list of units in order, writes rows as they come, and continues from written rows."""
+"""Runs a list of units in order, and writes each result at once. Skips units with a written row."""
 
 import argparse
 import collections
@@ -31,7 +31,7 @@ from benchmarks.result_rows import (
 from benchmarks.units.runner import DEVICE_UNIT, ListUnits, UnitRunner
 from benchmarks.units.unit import PEERS, Result, Unit
 
-# Of a whole run; the last seconds are kept for ending processes and writing the report.
+# The limit of a whole run. Its last `REPORT_S` seconds are for ending processes and the report.
 TIME_LIMIT_S, REPORT_S = 530.0, 8.0
 NO_GPU_EXIT, UNFINISHED_EXIT = 2, 3
 # Most of a check is compilation on the host, so several run at once.
@@ -89,7 +89,7 @@ class UnitRun:
 
     Args:
         benchmark: Module name, for the rows.
-        group_key: Units share a process only where it gives the same value.
+        group_key: Units share a process only if this function returns the same value for them.
     """
 
     def __init__(
@@ -133,9 +133,9 @@ class UnitRun:
         )
 
     def run(self, report: Report) -> int:
-        """Runs what there is time for, then writes and prints the report.
+        """Runs units until the time limit, then writes and prints the report.
 
-        Ctrl-C and SIGTERM end the run early; the report of the finished units is still written.
+        Ctrl-C and SIGTERM end the run early. The report of the finished units is still written.
 
         Returns:
             The exit code: 0 if every unit ran, 1 if something of ours was wrong, failed or died,
@@ -251,7 +251,7 @@ class UnitRun:
 
 
 def _output_file(arguments: argparse.Namespace) -> Path:
-    """The file of the rows, which both commands for a GPU share if --out is left out.
+    """The file of the rows. Without --out, it is the same for both commands for a GPU.
 
     Raises:
         BenchmarkError: The file is no place for rows, or a rehearsal cannot run here.
@@ -280,7 +280,7 @@ def _output_file(arguments: argparse.Namespace) -> Path:
 
 
 def num_usable_processors() -> int:
-    """Processors that this process may use; `taskset` may leave it fewer than there are."""
+    """Processors that this process may use. `taskset` can limit them."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
@@ -313,7 +313,11 @@ def left_section(units: Sequence[Unit], note: str) -> str:
 
 
 def groups_of(units: Sequence[Unit], key: Callable[[Unit], object]) -> list[list[Unit]]:
-    """Units in order, `MAX_UNITS_PER_GROUP` or fewer per process, because a start takes time."""
+    """Groups units in order, for one process per group.
+
+    A group has several units, because the start of a process takes time. It has at most
+    `MAX_UNITS_PER_GROUP`, and all of them have the same `key`.
+    """
     runs = (list(run) for _, run in itertools.groupby(units, key=key))
     size = MAX_UNITS_PER_GROUP
     return [run[start : start + size] for run in runs for start in range(0, len(run), size)]
@@ -322,7 +326,7 @@ def groups_of(units: Sequence[Unit], key: Callable[[Unit], object]) -> list[list
 def unit_rows(
     result: Result, benchmark: str, device: str, details: Mapping[str, Any]
 ) -> list[ResultRow]:
-    """A row per figure, or one row without values if there is none."""
+    """Returns a row for each figure, or one row without values if there is no figure."""
     unit, measured = result.unit, result.measured
     details = {**details, "unit": unit.key, "outcome": result.outcome, "seed": result.seed}
     if measured is None:

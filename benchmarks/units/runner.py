@@ -1,7 +1,7 @@
-"""Runs groups of units, each group in a process of its own, and continues after one dies.
+"""Runs groups of units, each group in its own process, and continues if a process dies.
 
-A kernel that faults takes its CUDA context with it, and one that hangs cannot be stopped from
-inside its process. The process that prints the report therefore runs no unit itself.
+A kernel that faults makes its process's CUDA context unusable, and a kernel that hangs cannot be
+stopped from inside its process. The process that prints the report therefore runs no unit itself.
 """
 
 import itertools
@@ -22,25 +22,25 @@ import jax
 from benchmarks.units.unit import PEERS, Measured, Outcome, Result, Unit
 
 POLL_S = 0.5
-# Longest start of a process, imports included.
+# The time limit for the start of a process, imports included.
 MAX_START_S = 120.0
-# After this many crashes and hangs of a group, its other units are left: each hang takes a unit's
-# whole time limit.
+# After this many crashes and hangs in a group, its other units are left for the next run: each hang
+# takes a unit's whole time limit.
 MAX_DEATHS_PER_GROUP = 3
 # Interpreted kernels on a CPU take longer than compiled ones on a GPU.
 REHEARSAL_LIMIT_FACTOR = 6
-# Messages of `dispatch.run_op` for a body that an op lacks or that cannot take the arguments.
+# Parts of messages of `dispatch.run_op`: the op lacks the body, or it cannot take the arguments.
 _ABSENT_SIGNS = ("has no such implementation", "cannot do this call")
 
 
 class ListUnits(Protocol):
-    """A function at the top of a module, because each process calls it again."""
+    """Returns all units in order. Must be at the top of a module: each process calls it again."""
 
     def __call__(self, *, is_rehearsal: bool) -> list[Unit]: ...
 
 
 def measure_device(_: int) -> Measured:
-    """The `measure` of every run's first unit: the device that JAX uses."""
+    """The `measure` of the first unit of every run: reads the name of the device that JAX uses."""
     device = jax.devices()[0]
     details = {"device": device.device_kind, "platform": device.platform}
     return Measured(figures={}, details=details)
@@ -57,7 +57,10 @@ def run_units(
     events: Connection,
     log: Path,
 ) -> None:
-    """The work of a group's process: sends each unit's key, then the fields of its `Result`."""
+    """The main function of a group's process.
+
+    For each unit, it sends the key before the unit runs, and then the fields of its `Result`.
+    """
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with log.open("w") as out:
         os.dup2(out.fileno(), 1)
@@ -73,13 +76,16 @@ def run_units(
 
 
 def _end_with_parent() -> None:
-    """Ends this process when its parent is gone; a killed parent cannot end it."""
+    """Ends this process when its parent is gone. A killed parent cannot end its children."""
     connection.wait([multiprocessing.parent_process().sentinel])
     os._exit(1)
 
 
 def run_unit(unit: Unit, run_seed: int) -> dict[str, Any]:
-    """Fields of the unit's `Result`; an exception is its result and does not stop other units."""
+    """Runs a unit and returns the fields of its `Result`.
+
+    An exception becomes the outcome of the unit, and does not stop other units.
+    """
     started = time.perf_counter()
     fields: dict[str, Any] = {"seed": unit.seed(run_seed), "outcome": "done"}
     try:
@@ -98,8 +104,8 @@ class UnitRunner:
     """Runs groups of units and passes every result to `on_result`, one at a time.
 
     Args:
-        folder: Receives what the processes print.
-        run_seed: All inputs of the run are drawn from it.
+        folder: Where the output of each process is written.
+        run_seed: The seed from which all inputs of the run are drawn.
     """
 
     def __init__(
@@ -121,7 +127,12 @@ class UnitRunner:
     def run_groups(
         self, groups: Sequence[Sequence[Unit]], *, deadline: float, num_at_once: int = 1
     ) -> None:
-        """Runs groups in order, `num_at_once` in parallel, until `deadline` (monotonic)."""
+        """Runs groups in order, `num_at_once` of them in parallel.
+
+        Args:
+            deadline: Time of `time.monotonic` after which no unit starts and running ones are
+                killed.
+        """
         with ThreadPoolExecutor(num_at_once) as pool:
             try:
                 list(pool.map(self._run_group, groups, itertools.repeat(deadline)))
@@ -140,11 +151,11 @@ class UnitRunner:
                 return
             current, reason = self._run_process(remaining, deadline)
             if current is not None and not self._is_over(deadline):
-                # Another process runs the units after this one.
+                # The next turn starts a process for the remaining units.
                 num_deaths += 1
                 self._finish_all({current: remaining.pop(current)}, "died", reason)
             elif not self._is_over(deadline):
-                # It ended between units or could not start: the next process would do the same.
+                # The process ended between units or could not start, and so would the next one.
                 self._finish_all(remaining, "died", reason)
 
     def _run_process(self, remaining: dict[str, Unit], deadline: float) -> tuple[str | None, str]:

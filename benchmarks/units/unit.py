@@ -17,7 +17,7 @@ class Finding:
     """The distance between one result and its expected value.
 
     Args:
-        error: Relative error in the norm; the number of wrong entries where `limit` is 0.
+        error: Relative error in the norm; if `limit` is 0, the number of wrong entries.
     """
 
     what: str
@@ -26,7 +26,7 @@ class Finding:
 
     @property
     def is_right(self) -> bool:
-        """False for NaN, which compares with nothing."""
+        """Whether the error is small enough. False for NaN, for which every comparison is false."""
         return self.error < self.limit or self.error == 0
 
 
@@ -35,7 +35,7 @@ class Measured:
     """What a unit measured.
 
     Args:
-        figures: Metric with its unit, such as `call_ms` -> one value per repetition.
+        figures: Name of the metric with its unit, such as `call_ms` -> one value per repetition.
         findings: Comparisons with expected values, if the unit computes something checkable.
         details: Further fields of the unit's rows.
     """
@@ -68,7 +68,7 @@ class Unit:
         return f"{self.kind}|{self.op}|{self.case}|{self.body}"
 
     def seed(self, run_seed: int) -> int:
-        """Differs between units; equal again for an equal `run_seed`."""
+        """The unit's own seed. It differs between units, and depends only on `run_seed` and key."""
         return (run_seed + zlib.crc32(self.key.encode())) % 2**31
 
 
@@ -78,7 +78,7 @@ class Result:
 
     Args:
         measured: None unless the outcome is "done".
-        reason: Why there is no figure.
+        reason: Why there is no figure; empty if the outcome is "done".
     """
 
     unit: Unit

@@ -1,4 +1,4 @@
-"""Tables of docs/design/kernels.md: which body each op gets in the shapes of every model family.
+"""Makes the tables of docs/design/kernels.md: the body of each op in the shapes of every family.
 
 `python -m tests.aot.body_table` prints them, and `--write` puts them into the page. It needs JAX
 0.11.2 or newer, and neither an accelerator nor its compiler: the attention or the experts of one
@@ -36,26 +36,27 @@ PAGE = Path(__file__).parents[2] / "docs/design/kernels.md"
 START, END = "<!-- Made by `python -m tests.aot.body_table --write`. -->", "<!-- End. -->"
 _CONFIGS = Path(__file__).with_name("published_configs.json")
 
-# The engine's defaults: requests that run at once, tokens of a step that has prompts.
+# The engine's defaults: requests that run at once, and tokens of a step with prompts.
 NUM_REQS, NUM_TOKENS = 64, 512
-# A pool that an H200 and a v6e have room for in every family, and copies of forked requests.
+# A number of blocks that fits an H200 and a v6e in every family, and a number of block copies.
 NUM_BLOCKS, NUM_COPIES = 512, 8
 _OPS = ("slot_mapping", "kv_scatter", "paged_attention", "block_copy")
 _DECODE, _MIXED = "decode", "mixed"
 _BODY_NAMES = {"mosaic_gpu": "Mosaic GPU", "mosaic_tpu": "Mosaic TPU", "xla": "XLA"}
-# Dtypes that no release has, and that one family shows for all.
+# Dtypes that no release has. The tables show them for one family only.
 _OTHER_DTYPES = ("float16", "float32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedConfig:
-    """A family's config.json with the figures of transformers' default config."""
+    """A family's config.json with the values of transformers' default config."""
 
     name: str  # "Gemma 4"
     config_class: str  # of transformers: "Gemma4TextConfig"
-    # Fields that differ from the default, because what it says is not loaded or not released.
+    # Fields that differ from the default, because paxkv does not load the default value, or because
+    # no release has it.
     changed: Mapping[str, object]
-    fields: Mapping[str, object]  # of config.json, `changed` among them
+    fields: Mapping[str, object]  # all fields of config.json, `changed` included
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +84,11 @@ DEVICES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What `dispatch.py` chose for one call of an op."""
+    """The body that `dispatch.py` chose for one call of an op."""
 
     op: str
     body: str  # "mosaic_gpu", "mosaic_tpu" or "xla"
-    reason: str | None  # why it is XLA
+    reason: str | None  # why the body is XLA; None for a kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,11 +132,11 @@ class ExpertShapes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertChoices:
-    """How the experts of one layer are multiplied in a step."""
+    """The bodies for the products of one layer's experts in a step."""
 
     tile_rows: int
-    up: Choice  # from the hidden size to the inner size, of gate and up alike
-    down: Choice  # back
+    up: Choice  # from the hidden size to the inner size: the choice for gate and up
+    down: Choice  # from the inner size to the hidden size
 
 
 def published_configs() -> dict[str, PublishedConfig]:
@@ -147,10 +148,10 @@ def published_configs() -> dict[str, PublishedConfig]:
 
 
 def layers_of(published: PublishedConfig, device: Device, dtype: str | None = None) -> list[Layer]:
-    """One layer of each kind that the op calls of a model differ in, in the order of the layers.
+    """The first layer of each kind, where layers of one kind have equal shapes in op calls.
 
     Args:
-        dtype: Of weights, keys and values; None is the config's.
+        dtype: The dtype of weights, keys and values. None: the dtype in the config.
     """
     config = read_config(published.fields)
     config = replace(config, dtype=dtype or config.dtype)
@@ -180,14 +181,14 @@ def layers_of(published: PublishedConfig, device: Device, dtype: str | None = No
 def layer_program(
     layer: Layer, step: str
 ) -> tuple[Callable[..., tuple[jax.Array, jax.Array]], tuple[object, ...]]:
-    """The ops of one layer in a step as the model calls them, and abstract arguments.
+    """Makes a function with the ops of one layer in a step, and abstract arguments for it.
 
     Args:
-        step: "decode" has one token of each request, "mixed" any mix of prompts and decodes.
+        step: "decode" has one token of each request. "mixed" has any mix of prompts and decodes.
 
     Returns:
-        A function that returns what was attended and the pages, and its arguments; the first one
-        is the pages.
+        A function that returns attention's output and the pages, and its arguments. The pages are
+        the first argument.
     """
     attention, dtype = layer.attention, jnp.dtype(layer.dtype)
     num_tokens = _num_tokens(step)
@@ -249,7 +250,7 @@ def _integers(*dims: int) -> jax.ShapeDtypeStruct:
 
 
 def choices_of(layer: Layer, step: str) -> dict[str, Choice]:
-    """Op -> what is chosen for it in one layer of a step."""
+    """Op -> the choice for it in one layer of a step."""
     function, args = layer_program(layer, step)
     with _recorded_choices() as choices:
         jax.eval_shape(function, *args)
@@ -281,7 +282,7 @@ def experts_of(published: PublishedConfig) -> ExpertShapes | None:
 
 
 def expert_choices_of(shapes: ExpertShapes, device: Device, step: str) -> ExpertChoices:
-    """What is chosen for the products of one layer's experts in a step."""
+    """The choices for the products of one layer's experts in a step."""
     num_tokens, dtype = _num_tokens(step), jnp.dtype(shapes.dtype)
     kernels = KernelSettings(target=device.target)
 
@@ -313,7 +314,7 @@ def expert_choices_of(shapes: ExpertShapes, device: Device, step: str) -> Expert
 
 @contextlib.contextmanager
 def _recorded_choices() -> Iterator[list[Choice]]:
-    """Lists what is chosen while it is open; what is traced then is plain XLA in every case."""
+    """Collects the choices of `dispatch.py` while it is open. Meanwhile, ops are traced as XLA."""
     choices = []
     preferred_body = dispatch.preferred_body
 
@@ -331,7 +332,7 @@ def _recorded_choices() -> Iterator[list[Choice]]:
 
 
 def all_layers(device: Device) -> list[Layer]:
-    """One of every kind of layer of every family, and of the first one in other dtypes."""
+    """A layer of every kind of every family, and the first family's layers in other dtypes."""
     configs = list(published_configs().values())
     layers = [layer for published in configs for layer in layers_of(published, device)]
     for dtype in _OTHER_DTYPES:
@@ -340,7 +341,7 @@ def all_layers(device: Device) -> list[Layer]:
 
 
 def make_tables() -> str:
-    """The tables in Markdown, and the reasons that their cells refer to."""
+    """Markdown: all tables, and a list of the reasons that their cells refer to."""
     reasons: list[str] = []
     parts = [f"On {device.name}:\n\n{_table_of(device, reasons)}" for device in DEVICES]
     parts.append(f"Products of experts:\n\n{_experts_table(reasons)}")
@@ -349,11 +350,11 @@ def make_tables() -> str:
 
 
 def _table_of(device: Device, reasons: list[str]) -> str:
-    """The table of one device; adds to `reasons` those that its cells refer to."""
+    """The table of one device. Adds the reasons in its cells to `reasons`."""
     names: dict[tuple[str, ...], list[str]] = {}
     for layer in all_layers(device):
         decode, mixed = choices_of(layer, _DECODE), choices_of(layer, _MIXED)
-        # They have one column each for both steps.
+        # These ops have one column for both kinds of step.
         for op in ("slot_mapping", "kv_scatter", "block_copy"):
             if decode[op] != mixed[op]:
                 raise ValueError(f"{layer}: {op} is {decode[op]} and {mixed[op]}")
@@ -375,7 +376,7 @@ def _table_of(device: Device, reasons: list[str]) -> str:
 
 
 def _experts_table(reasons: list[str]) -> str:
-    """The table of all models with experts; adds to `reasons` those that its cells refer to."""
+    """The table of all models with experts. Adds the reasons in its cells to `reasons`."""
     rows = []
     for shapes in filter(None, map(experts_of, published_configs().values())):
         choices = [
@@ -438,7 +439,7 @@ def with_tables(page: str) -> str:
     """The text of the page with the current tables between its two marks.
 
     Raises:
-        ValueError: It has not both marks.
+        ValueError: The page lacks one of the marks.
     """
     before, start, rest = page.partition(START)
     _, end, after = rest.partition(END)

@@ -1,4 +1,4 @@
-"""`CompiledProgram`: what tests ask of a program that was compiled for H200s."""
+"""`CompiledProgram`: the properties that tests check of a program compiled for H200s."""
 
 import dataclasses
 import functools
@@ -17,7 +17,8 @@ _COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
-# Their results lie where an operand lies, or are counted inside the computations that they run.
+# Instructions without a buffer of their own. Their result is in an operand's buffer, or is counted
+# inside the computation that they run.
 _WITHOUT_BUFFER = {
     "parameter",
     "constant",
@@ -47,19 +48,19 @@ class Collective:
 
     kind: str  # "all-reduce", "all-gather", ...
     num_bytes: int  # of the largest array that it takes or makes, on one device
-    op_name: str  # where in the traced function it comes from
+    op_name: str  # its place in the traced function
     computation: str  # of the compiled text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledProgram:
-    """A program compiled for one or more H200s; sizes are those on one device."""
+    """A program compiled for one or more H200s. All sizes are for one device."""
 
     text: str  # the compiled, scheduled HLO
     memory: Any  # `jax.stages.Compiled.memory_analysis()`
-    thunks: list[Thunk]  # what is launched, and inside what
+    thunks: list[Thunk]  # everything that the program launches, and the containers around it
     kernels: dict[str, KernelResources]  # by their hashes
-    num_lowered_kernels: int  # that JAX lowered, whether alike or not
+    num_lowered_kernels: int  # how many kernels JAX lowered; equal kernels count separately
     cpu_s: float  # CPU time to trace, lower and compile it, of all threads and child processes
 
     @functools.cached_property
@@ -68,7 +69,7 @@ class CompiledProgram:
 
     @functools.cached_property
     def mosaic_calls(self) -> list[MosaicCall]:
-        """The calls of Mosaic kernels, in the order of launching; those of a loop come once."""
+        """The calls of Mosaic kernels, in the order of launching. A call in a loop counts once."""
         launched = [thunk.instruction for thunk in self.thunks]
         calls = mosaic_calls(self.instructions)
         return sorted(calls, key=lambda call: launched.index(self._launcher_of[call.instruction]))
@@ -80,17 +81,17 @@ class CompiledProgram:
 
     @property
     def num_kernels(self) -> int:
-        """How many different Mosaic kernels it holds: each is compiled once."""
+        """How many different Mosaic kernels the program contains. Each is compiled once."""
         return len({call.kernel_hash for call in self.mosaic_calls})
 
     @property
     def ptxas(self) -> list[KernelResources]:
-        """Registers, spills, shared memory of each Mosaic call, in the order of `kernel_names`."""
+        """The resources of the kernel of each Mosaic call, in the order of `kernel_names`."""
         return [self.kernels[call.kernel_hash] for call in self.mosaic_calls]
 
     @property
     def aliased_bytes(self) -> int:
-        """Bytes of the outputs that lie where donated inputs lay."""
+        """Bytes of outputs that are in the buffers of donated inputs."""
         return self.memory.alias_size_in_bytes
 
     @property
@@ -99,12 +100,12 @@ class CompiledProgram:
         return self.memory.temp_size_in_bytes
 
     def cache_copies(self, min_bytes: int) -> list[str]:
-        """Every instruction that fills a fresh buffer of at least `min_bytes`.
+        """Lists every instruction that fills a fresh buffer of at least `min_bytes`.
 
-        That is a copy, a transpose, a select between an old and a new cache, a gathered cache, and
-        a fusion that does such a thing; not a write in place: a scatter or dynamic update slice,
-        alone or as a fusion's root, or a kernel whose result lies on its operand. Choose a cache
-        larger than the program's other arrays.
+        Examples are a copy, a transpose, a select between an old and a new cache, a gather of the
+        cache, and a fusion of such instructions. Writes in place are not listed: a scatter or a
+        dynamic update slice, alone or as the root of a fusion, and a kernel whose result is in its
+        operand's buffer. Choose a cache larger than the program's other arrays.
         """
         return [
             f"{instruction.computation}: {instruction.line[:200]}"
@@ -114,11 +115,11 @@ class CompiledProgram:
 
     @property
     def num_branches(self) -> list[int]:
-        """Of each conditional, how many branches it has."""
+        """The number of branches of each conditional."""
         return [len(i.called) for i in self.instructions if i.opcode == "conditional"]
 
     def concatenations(self, min_bytes: int) -> list[str]:
-        """Every instruction that joins arrays to one of at least `min_bytes`, alone or fused."""
+        """Lists every concatenation with a result of at least `min_bytes`, also inside fusions."""
         return [
             f"{instruction.computation}: {instruction.line[:200]}"
             for instruction in self.instructions
@@ -147,7 +148,7 @@ class CompiledProgram:
 
     @property
     def loops_in_command_buffer(self) -> list[str]:
-        """The while loops that are in a command buffer as a whole, by instruction."""
+        """The instructions of the while loops that are, as a whole, in a command buffer."""
         return [t.instruction for t in self.thunks if t.is_loop_in_command_buffer]
 
     @functools.cached_property
@@ -159,7 +160,7 @@ class CompiledProgram:
 
     @functools.cached_property
     def _callers(self) -> dict[str, Instruction]:
-        """Computation -> the fusion or reduction that it belongs to; others are not in it."""
+        """Computation -> the fusion or reduction that contains it. Others are not in the dict."""
         return {
             called: instruction
             for instruction in self.instructions
@@ -169,12 +170,12 @@ class CompiledProgram:
 
     @functools.cached_property
     def _launched(self) -> list[Instruction]:
-        """The instructions that run on their own."""
+        """The instructions that run on their own: those outside of fusions and reductions."""
         return [i for i in self.instructions if i.computation not in self._callers]
 
     @functools.cached_property
     def _launcher_of(self) -> dict[str, str]:
-        """Instruction -> the one that runs on its own, itself or the fusion around it.
+        """Instruction -> the instruction that is launched for it: itself, or the fusion around it.
 
         XLA puts a kernel whose operand is a slice into one fusion with the slice.
         """
@@ -187,7 +188,7 @@ class CompiledProgram:
         return launchers
 
     def _fresh_bytes(self, instruction: Instruction) -> int:
-        """Size of the largest array that an instruction makes beside its operands."""
+        """Bytes of the largest array that an instruction makes in a buffer of its own."""
         if instruction.opcode in _WITHOUT_BUFFER | _UPDATES_IN_PLACE:
             return 0
         if "output_to_operand_aliasing" in instruction.line:
@@ -198,7 +199,7 @@ class CompiledProgram:
         return max((self._fresh_bytes(result) for result in self._results_of(called)), default=0)
 
     def _results_of(self, computation: str) -> list[Instruction]:
-        """What a fusion returns, seen through tuples and bitcasts."""
+        """The instructions that make the results of a fusion; skips tuples and bitcasts."""
         instructions = self._by_computation[computation]
         by_name = {i.name: i for i in instructions}
         pending = [i for i in instructions if i.is_root]

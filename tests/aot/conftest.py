@@ -1,6 +1,6 @@
 """Compiles programs for H200s on a machine without one, through JAX's topology API.
 
-For a test: take the fixtures `h200` (or `four_h200s`) and `compile_for_h200`:
+A test takes the fixtures `h200` (or `four_h200s`) and `compile_for_h200`:
 
     def test_scatter_writes_in_place(h200, compile_for_h200):
         kv_cache = h200.array((1, 2 * 4096, 8, 16, 128), jnp.bfloat16)
@@ -13,15 +13,16 @@ For a test: take the fixtures `h200` (or `four_h200s`) and `compile_for_h200`:
         assert program.aliased_bytes >= kv_cache.size * 2
         assert [kernel.spill_bytes for kernel in program.ptxas] == [0]
 
-Whether a kernel can be in a CUDA graph is seen in `program.in_command_buffer`; XLA leaves fewer
-than five launches alone, so for a small program also pass
+`program.in_command_buffer` lists the kernels that are launched from a CUDA graph. XLA makes no
+graph of fewer than five launches. For a small program, pass
 `compiler_options={"xla_gpu_graph_min_graph_size": 1}`.
 
-Keyword arguments that `compile_for_h200` does not know are static arguments of the function. See
-`CompiledProgram` for everything that can be asked, `KernelResources` for what `.ptxas` holds.
+Keyword arguments that `compile_for_h200` does not know are static arguments of the function.
+`CompiledProgram` describes everything that a test can check, and `KernelResources` the entries of
+`program.ptxas`.
 
 These tests need JAX 0.11.2 or newer, its wheels jax-cuda13-plugin and jax-cuda13-pjrt, and ptxas of
-a CUDA 13 toolkit; `.ci/aot` makes such environments. Without them they skip.
+a CUDA 13 toolkit. `.ci/aot` makes such environments. Elsewhere the tests are skipped.
 """
 
 import dataclasses
@@ -70,29 +71,29 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class DescribedGpus:
-    """H200s that are described, not attached: programs can be compiled for them."""
+    """Descriptions of H200s, for which programs can be compiled without a device."""
 
-    mesh: Mesh  # one axis, MODEL_AXIS, over all of them
+    mesh: Mesh  # all devices on one axis, MODEL_AXIS
 
     @property
     def target(self) -> Target:
         return target_of(self.mesh.devices.flat[0])
 
     def array(self, dims: tuple[int, ...], dtype: object, *spec: str | None) -> object:
-        """An array as an argument to compile with, split by `spec`; without one it is whole."""
+        """An abstract array to compile with, split by `spec`; whole on every device without it."""
         sharding = NamedSharding(self.mesh, PartitionSpec(*spec))
         return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
 
 
 @pytest.fixture(scope="session")
 def h200(_toolchain: "_Toolchain") -> DescribedGpus:
-    """One H200. Skips the test where it cannot be compiled for."""
+    """One H200. Skips the test if this machine cannot compile for it."""
     return _described_gpus("1x1x1")
 
 
 @pytest.fixture(scope="session")
 def four_h200s(_toolchain: "_Toolchain") -> DescribedGpus:
-    """Four H200s of one machine. Skips the test where they cannot be compiled for."""
+    """Four H200s of one machine. Skips the test if this machine cannot compile for them."""
     return _described_gpus("1x1x4")
 
 
@@ -106,14 +107,14 @@ def _described_gpus(topology: str) -> DescribedGpus:
 
 @pytest.fixture(scope="session")
 def compile_for_h200(h200: DescribedGpus, _toolchain: "_Toolchain"):
-    """Compiles a function as one program: returns what tests ask of it, a `CompiledProgram`.
+    """Returns a function that compiles `function(*args)` as one program (`CompiledProgram`).
 
     Args (of the returned function):
-        function, *args: The call; only shape, dtype and sharding of arrays in `args` count, in any
-            pytree. An array without a sharding is whole on every device.
-        mesh: Of the devices to compile for; `None` is one H200's.
-        donate_argnums, out_shardings: As of `jax.jit`.
-        compiler_options: More of XLA's options, as of `jax.jit`.
+        function, *args: The call to compile. `args` are pytrees of arrays, of which only the shape,
+            dtype and sharding matter. An array without a sharding is whole on every device.
+        mesh: The devices to compile for. None: one H200.
+        donate_argnums, out_shardings: See `jax.jit`.
+        compiler_options: Further options of XLA, see `jax.jit`.
         **static_kwargs: Bound to the function before it is traced.
     """
 
@@ -147,18 +148,18 @@ def compile_for_h200(h200: DescribedGpus, _toolchain: "_Toolchain"):
 
 
 class _Toolchain:
-    """XLA's and Mosaic's compiler for NVIDIA GPUs, told to write down what it does."""
+    """XLA's and Mosaic's compilers for NVIDIA GPUs, with dumps of their work switched on."""
 
     def __init__(self, cuda_root: Path, mosaic_folder: Path) -> None:
         self._cuda_root = cuda_root
-        # One for all programs: Mosaic compiles a kernel once a process, whoever calls it.
+        # One folder for all programs, because Mosaic compiles a kernel only once per process.
         self._mosaic_folder = mosaic_folder
         self._kernels: dict[str, KernelResources] = {}
 
     def compile(
         self, lower: Callable[[], jax.stages.Lowered], options: dict[str, object]
     ) -> CompiledProgram:
-        self._clear_mosaic_folder()  # of a program that could not be compiled
+        self._clear_mosaic_folder()  # an earlier program may have failed and left files
         with tempfile.TemporaryDirectory() as xla_folder:
             start_s = _cpu_s()
             lowered = lower()
@@ -182,10 +183,10 @@ class _Toolchain:
         return program
 
     def _read_new_kernels(self, program: CompiledProgram) -> None:
-        """Matches the kernels that were compiled for a program to what Mosaic wrote of them.
+        """Matches the kernels that were compiled for a program with Mosaic's files about them.
 
-        Its files are named by the kernel and a counter, which no call shows; but XLA compiles a
-        program's kernels one by one, in the order in which it will launch them.
+        The files are named by the kernel and a counter, which no call shows. However, XLA compiles
+        a program's kernels one by one, in the order in which the program launches them.
         """
         calls = program.mosaic_calls
         new = {c.kernel_hash: c.kernel for c in calls if c.kernel_hash not in self._kernels}
@@ -199,7 +200,7 @@ class _Toolchain:
                 f"reports on {[kernel.name for kernel in resources]}"
             )
         self._kernels.update(zip(new, resources, strict=True))
-        self._clear_mosaic_folder()  # tens of megabytes a kernel
+        self._clear_mosaic_folder()  # the files take tens of megabytes per kernel
 
     def _clear_mosaic_folder(self) -> None:
         for file in self._mosaic_folder.iterdir():
@@ -217,11 +218,12 @@ def _toolchain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Toolchain]
     cuda_root = _find_cuda_root()
     if reason := _missing(cuda_root):
         pytest.skip(f"nothing can be compiled for an H200 here: {reason}")
-    # A program from the cache on disk would come without its dumps.
+    # XLA writes no dumps for a program from the cache on disk.
     was_enabled = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
-    # Importing Mosaic points MOSAIC_GPU_CUDA_ROOT at a toolkit that it finds itself.
+    # On import, Mosaic sets MOSAIC_GPU_CUDA_ROOT to a toolkit that it finds itself. So the import
+    # must come before the patch.
     importlib.import_module("jax.experimental.mosaic.gpu")
     mosaic_folder = tmp_path_factory.mktemp("mosaic")
     with pytest.MonkeyPatch.context() as patch:
@@ -233,7 +235,7 @@ def _toolchain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Toolchain]
 
 
 def _find_cuda_root() -> Path | None:
-    """The CUDA 13 toolkit: of the environment, on PATH, in a wheel, or where usual."""
+    """Finds a CUDA 13 toolkit: from CUDA_HOME or CUDA_ROOT, PATH, a wheel, or /usr/local/cuda."""
     roots = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_ROOT") if name in os.environ]
     if on_path := shutil.which("ptxas"):
         roots.append(Path(on_path).resolve().parents[1])
@@ -244,7 +246,7 @@ def _find_cuda_root() -> Path | None:
 
 
 def _cuda_release(ptxas: Path) -> int:
-    """The toolkit's major version, 0 where there is none."""
+    """The toolkit's major version; 0 if there is no toolkit."""
     if not ptxas.is_file():
         return 0
     said = subprocess.run([ptxas, "--version"], capture_output=True, text=True, check=True).stdout
@@ -266,5 +268,5 @@ def _missing(cuda_root: Path | None) -> str | None:
 def _find_spec(module: str) -> importlib.machinery.ModuleSpec | None:
     try:
         return importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # the package around it is not there
+    except ModuleNotFoundError:  # its parent package is not installed
         return None

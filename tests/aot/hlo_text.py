@@ -28,7 +28,7 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """Where in the traced function it comes from: "jit(step)/layer/dot_general"."""
+        """The instruction's place in the traced function, such as "jit(step)/layer/dot_general"."""
         found = re.search(r'op_name="([^"]*)"', self.line)
         return found[1] if found else ""
 
@@ -60,7 +60,7 @@ def _instruction(found: re.Match[str], computation: str, line: str) -> Instructi
     shape, rest = _split_shape(found["rest"])
     opcode, _, rest = rest.partition("(")
     arguments = rest[: _closing(rest)]
-    # Attributes hold whole kernels; what runs what is said before them.
+    # Attributes contain whole kernels. The names of called computations come before those.
     attributes = rest[len(arguments) :].split("backend_config=")[0].split("metadata=")[0]
     called = re.findall(
         r"(?:calls|body|condition|to_apply|(?:true|false)_computation)=%?([\w.\-]+)", attributes
@@ -89,7 +89,7 @@ def _split_shape(rest: str) -> tuple[str, str]:
 
 
 def _closing(text: str) -> int:
-    """Where the parenthesis that was opened just before `text` is closed."""
+    """The index in `text` of the parenthesis that closes the one just before `text`."""
     depth = 1
     for idx, character in enumerate(text):
         depth += (character == "(") - (character == ")")
@@ -150,7 +150,7 @@ _ESCAPE = re.compile(r"\\([0-9A-Fa-f]{2}|.)", re.DOTALL)
 
 
 def _unescape(text: str) -> str:
-    r"""Undoes LLVM's escapes, a character a byte: "a\00\\" is three."""
+    r"""Undoes LLVM's escapes, with one character per byte: "a\00\\" becomes three characters."""
 
     def character(found: re.Match[str]) -> str:
         code = found[1]

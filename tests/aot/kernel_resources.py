@@ -1,4 +1,4 @@
-"""What ptxas and Mosaic say of one compiled GPU kernel: registers, spills, shared memory, CTAs."""
+"""Reads the resources of a compiled GPU kernel: registers, spills, shared memory, CTAs per SM."""
 
 import dataclasses
 import math
@@ -11,8 +11,8 @@ _REGISTERS_PER_SM = 65_536
 _SHARED_BYTES_PER_SM = 233_472
 _THREADS_PER_SM = 2_048
 _THREADS_PER_WARP = 32
-_REGISTERS_PER_WARP_STEP = 256  # a warp's registers are handed out in steps of so many
-_RESERVED_SHARED_BYTES = 1_024  # of every CTA, for the system
+_REGISTERS_PER_WARP_STEP = 256  # a warp gets its registers in multiples of this number
+_RESERVED_SHARED_BYTES = 1_024  # in every CTA, for the system
 _SHARED_BYTES_STEP = 128
 
 
@@ -21,14 +21,14 @@ class KernelResources:
     """One Mosaic GPU kernel, as it would be launched."""
 
     name: str  # the `kernel_name=` of `plgpu.kernel`
-    registers: int  # of a thread; with `set_max_registers` the launch's count
+    registers: int  # per thread; with `set_max_registers`, the number at launch
     stack_bytes: int
     spill_store_bytes: int
     spill_load_bytes: int
     barriers: int  # named barriers ("bar.sync"); mbarriers live in shared memory
-    num_threads: int  # of a CTA
-    shared_bytes: int  # of a CTA: what the launch asks for, and what ptxas adds
-    # What ptxas remarks beyond the usual: a serialized wgmma, an ignored setmaxnreg.
+    num_threads: int  # per CTA
+    shared_bytes: int  # per CTA: the launch's dynamic memory, and the static memory of ptxas
+    # Unusual remarks of ptxas, such as a serialized wgmma or an ignored setmaxnreg.
     remarks: tuple[str, ...]
 
     @property
@@ -49,15 +49,15 @@ class KernelResources:
 
 
 def read_kernel_resources(ptxas_file: Path) -> KernelResources:
-    """Reads what Mosaic wrote for one kernel into the folder of MOSAIC_GPU_DUMP_TO.
+    """Reads the files that Mosaic wrote for one kernel into the folder of MOSAIC_GPU_DUMP_TO.
 
     Raises:
-        ValueError: A file does not look as expected: JAX or ptxas changed their words.
+        ValueError: A file does not look as expected: JAX or ptxas changed their output.
     """
     ptxas = ptxas_file.read_text()
     ptx = ptxas_file.with_suffix(".ptx").read_text()
-    # The module before and after each pass, as text; the launch's constants have names like
-    # "%c2056_i32" once they have been folded.
+    # The text of the module before and after each pass. After folding, the launch's constants have
+    # names like "%c2056_i32".
     module = ptxas_file.with_suffix(".mlir-passes.log").read_text()
     static_shared = re.search(r"(\d+) bytes smem", ptxas)
     named_barriers = re.search(r"used (\d+) barriers", ptxas)
@@ -82,7 +82,7 @@ def _first(pattern: str, text: str) -> str:
     return found[1]
 
 
-# C7519: products of a loop add to the same registers, so ptxas puts one fence in front of the loop.
+# C7519: the products in a loop add to the same registers, so ptxas puts one fence before the loop.
 _USUAL = re.compile(
     r"bytes gmem|Compiling entry function|Function properties|bytes stack frame|Used \d+ registers"
     r"|Compile time|C7519"

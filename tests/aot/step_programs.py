@@ -21,7 +21,7 @@ from tests.oracles.make_checkpoint import write_random_checkpoint
 
 NUM_LAYERS = 2
 BLOCK_SIZE = 16
-# One row of the cache is larger than every other array, so that no copy of it can hide.
+# So many that a row of the cache is larger than every other array: a copy of a row cannot hide.
 NUM_BLOCKS = 16_384
 NUM_REQS = 64
 MAX_MODEL_LEN = 8_192
@@ -57,7 +57,7 @@ MODELS: dict[str, dict[str, object]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepProgram:
-    """A function to compile and what to call it with; argument 1 is the cache."""
+    """A function to compile and its arguments. Argument 1 is the cache."""
 
     function: Callable[..., object]
     args: tuple[object, ...]
@@ -68,18 +68,18 @@ class StepProgram:
 
     @property
     def cache_bytes(self) -> int:
-        """On one device."""
+        """Bytes of the cache on one device."""
         return _bytes_on_one_device(self.cache)
 
     @property
     def weight_bytes(self) -> int:
-        """The smallest matrix of weights, on one device."""
+        """Bytes of the smallest matrix of weights, on one device."""
         params = self.args[0]
         return min(_bytes_on_one_device(param) for param in params if param.ndim > 1)
 
     @property
     def row_bytes(self) -> int:
-        """The keys of a row on one device: the smallest part of the cache that a bug would copy."""
+        """Bytes of a row's keys on one device: the smallest part of the cache that a bug copies."""
         return self.cache_bytes // self.cache.shape[0] // 2
 
 
@@ -110,7 +110,7 @@ def burst(
     max_steps: int = MAX_BURST_STEPS,
     num_blocks: int = NUM_BLOCKS,
 ) -> StepProgram:
-    """The burst that the runner compiles for a bucket; with one step there is no loop in it."""
+    """The burst that the runner compiles for a bucket. With one step, it contains no loop."""
     shape = BurstShape(max_steps=max_steps, num_reqs=NUM_REQS, tables=())
     return _step_program(model, mesh, shape, num_blocks)
 
@@ -118,7 +118,7 @@ def burst(
 def _step_program(
     model: LoadedModel, mesh: Mesh, shape: StepShape | BurstShape, num_blocks: int
 ) -> StepProgram:
-    """Of a shape whose block tables are still to be filled in."""
+    """Makes the program of a shape. The caller leaves `tables` of the shape empty."""
     kv_dtype = kv_cache_dtype(model.dtype, model.platform)
     spec = model.config.spec(kv_dtype)
     groups = groups_of_spec(spec, block_size=BLOCK_SIZE, head_dim_step=model.platform.head_dim_step)

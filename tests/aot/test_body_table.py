@@ -1,4 +1,4 @@
-"""Published shapes and their bodies: the figures, the documented tables, and what is compiled."""
+"""Checks the shapes of published models, the documented tables of bodies, and their kernels."""
 
 import jax
 import pytest
@@ -58,7 +58,7 @@ def test_a_page_without_a_place_for_the_tables_is_an_error():
 
 
 def released_layers(device):
-    """Without the rows that show other dtypes."""
+    """All layers except those that show other dtypes."""
     return [layer for layer in all_layers(device) if layer.dtype == "bfloat16"]
 
 
@@ -71,7 +71,7 @@ def chosen_kernels(layer):
 @pytest.mark.parametrize("layer", released_layers(H200), ids=str)
 def test_gpu_kernels_of_published_shapes_do_not_spill(layer, h200, compile_for_h200):
     assert h200.target == H200.target
-    # A step with prompts has the kernel for decodes too.
+    # A step with prompts also contains the kernel for decodes.
     function, args = layer_program(layer, "mixed")
     program = compile_for_h200(function, *args, donate_argnums=0)
     names = set(program.kernel_names)

@@ -1,4 +1,4 @@
-"""Steps of deep models, compiled for an H200: more layers add calls of kernels, not kernels."""
+"""Steps of deep models, compiled for an H200: more layers add calls of kernels, but no kernels."""
 
 import functools
 import itertools
@@ -15,11 +15,11 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 @pytest.fixture(scope="module")
 def compiled(h200, compile_for_h200, tmp_path_factory):
-    """Compiles a kind of step with so many layers, once for all tests."""
+    """Returns a function of a kind of step and a number of layers. Compiles each once."""
     folder = tmp_path_factory.mktemp("models")
     model = functools.cache(lambda num_layers: build_model(folder, "llama", num_layers=num_layers))
-    # The size of the cache is compiled into kernels. No other program has these sizes, so none of
-    # its kernels was compiled in this process before, which would take its time out of the sum.
+    # The size of the cache is compiled into kernels. Each program gets a size that no other program
+    # of this process has. So it compiles all its kernels itself, and their time is measured.
     sizes = itertools.count(1_001)
 
     @functools.cache
@@ -40,7 +40,7 @@ def test_a_kernel_is_lowered_and_compiled_once_for_all_layers(compiled, kind):
     shallow, deep = compiled(kind, SHALLOW), compiled(kind, DEEP)
     assert deep.num_lowered_kernels == shallow.num_lowered_kernels
     assert deep.num_kernels == shallow.num_kernels
-    # Each layer still calls them.
+    # Each further layer still calls at least two kernels.
     more_layers = DEEP - SHALLOW
     assert len(deep.kernel_names) - len(shallow.kernel_names) >= 2 * more_layers
 
@@ -55,7 +55,7 @@ def test_28_layers_take_at_most_twice_the_compile_time_of_2(compiled, kind, reco
 
 @each_kind
 def test_no_layer_is_chosen_by_a_conditional(compiled, kind):
-    """On a GPU the host would wait for the index, or each branch be a node of the graph."""
+    """On a GPU the host would wait for the index, or each branch would be a node of the graph."""
     shallow, deep = compiled(kind, SHALLOW), compiled(kind, DEEP)
-    # The sampler has some of two branches: whether any request is to be drawn at random.
+    # The sampler has conditionals with two branches: does any request sample at random?
     assert deep.num_branches == shallow.num_branches == [2] * len(deep.num_branches)

@@ -1,4 +1,4 @@
-"""`grouped_matmul` compiled for an H200: what its kernel takes of an SM, and no copy of weights."""
+"""`grouped_matmul` compiled for an H200: its kernel's resources, and no copies of weights."""
 
 import functools
 

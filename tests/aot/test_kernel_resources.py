@@ -19,8 +19,8 @@ def resources(*, registers, num_threads, shared_bytes):
     )
 
 
-# Worked out by hand from 65,536 registers and 233,472 bytes of shared memory, of which every CTA
-# takes 1,024 beside its own, and from 2,048 threads.
+# Worked out by hand. An SM has 65,536 registers, 2,048 threads and 233,472 bytes of shared memory.
+# Every CTA takes 1,024 bytes of shared memory in addition to its own.
 @pytest.mark.parametrize(
     ("registers", "num_threads", "shared_bytes", "wanted"),
     [

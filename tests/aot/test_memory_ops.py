@@ -19,7 +19,7 @@ SMALLEST_GRAPH = {"xla_gpu_graph_min_graph_size": 1}
 
 
 class Op:
-    """An op that changes the cache, with arguments for it: `cache`, then `rest`."""
+    """An op that changes the cache. Its arguments are `cache` and the arrays in `rest`."""
 
     def __init__(self, gpus, name, dtype="bfloat16", *, head_dim=128, num_kv_heads=8, num_parts=2):
         self.name = name
@@ -55,11 +55,11 @@ class Op:
         return ops[self.name](cache, *rest, **options)
 
     def in_loop(self, cache, num_steps, *rest, implementation=None):
-        """The op once a step, until a number of steps that is known at run time."""
+        """Calls the op once per step of a loop. The number of steps is known only at run time."""
 
         def step(carry):
             step_idx, cache = carry
-            # Ids and rows depend on the step: nothing can be moved out of the loop.
+            # Ids and rows depend on the step, so XLA can move nothing out of the loop.
             moved = jax.tree.map(lambda x: x + step_idx if x.dtype == jnp.int32 else x, rest)
             return step_idx + 1, self(cache, *moved, implementation=implementation)
 
@@ -116,7 +116,7 @@ def test_other_heads_are_written_in_place(h200, compile_for_h200, name, sizes):
 @pytest.mark.parametrize("is_in_loop", [False, True])
 @pytest.mark.parametrize(("name", "dtype"), CALLS)
 def test_plain_xla_writes_in_place(h200, compile_for_h200, name, dtype, is_in_loop):
-    """The body of all other GPUs."""
+    """XLA is the body on all other GPUs."""
     op = Op(h200, name, dtype)
     run, args = op, (op.cache, *op.rest)
     if is_in_loop:
@@ -158,7 +158,7 @@ def test_slot_mapping_is_one_kernel(h200, compile_for_h200, num_groups):
 
 
 def test_as_many_ctas_share_an_sm_as_planned(h200, compile_for_h200):
-    """`tma_boxes.CTA_TILE_BYTES` is chosen so that six fit."""
+    """`tma_boxes.CTA_TILE_BYTES` is chosen so that six CTAs fit."""
     op = Op(h200, "kv_scatter")
     op.rest = [h200.array((8192, *x.shape[1:]), x.dtype) for x in op.rest[:3]] + op.rest[3:]
     scatter = compile_for_h200(op, op.cache, *op.rest, donate_argnums=0)
@@ -169,7 +169,7 @@ def test_as_many_ctas_share_an_sm_as_planned(h200, compile_for_h200):
 
 @pytest.mark.parametrize("name", WRITING_OPS)
 def test_a_cache_that_is_not_donated_is_copied(h200, compile_for_h200, name):
-    """What the tests above rule out can be seen by them."""
+    """Shows that the tests above can detect a copy."""
     op = Op(h200, name)
     program = compile_for_h200(op, op.cache, *op.rest)
     assert len(program.cache_copies(min_bytes=op.part_bytes)) == 1

@@ -1,4 +1,4 @@
-"""`mla_decode` compiled for H200s: what its kernels take of an SM, and what programs do with it."""
+"""`mla_decode` compiled for H200s: resources of its kernels, and programs that call it."""
 
 import functools
 
@@ -19,7 +19,7 @@ RULES = {"latent_dim": LATENT_DIM, "scale": 192**-0.5}
 
 
 def args_of(gpus, *, block_size=64, num_q_heads=64, dtype=jnp.bfloat16, heads_axis=None):
-    """Arguments of `mla_decode` for 64 requests of up to 8,192 tokens, the cache second."""
+    """Arguments of `mla_decode` for 64 requests of up to 8,192 tokens. The cache is the second."""
     blocks_per_req = SEQ_LEN // block_size
     cache_dims = (NUM_ROWS, NUM_REQS * blocks_per_req, 1, block_size, CACHE_DIM)
     return (
@@ -60,9 +60,10 @@ def test_kernels_fit_an_sm_without_spills(h200, compile_for_h200, sizes):
     attend, merge = program.ptxas
     assert (attend.spill_bytes, attend.remarks) == (0, ())
     assert (merge.spill_bytes, merge.remarks) == (0, ())
-    # Four warpgroups start at 128 registers a thread, all of an SM, and then share them anew.
+    # Four warpgroups start with 128 registers per thread, which are all registers of an SM. They
+    # then redistribute the registers.
     assert (attend.num_threads, attend.registers, attend.ctas_per_sm) == (512, 128, 1)
-    # Q and two tiles of 64 x 576 numbers, statistics, barriers; a CTA may have 232,448 bytes.
+    # Q, two tiles of 64 x 576 numbers, statistics and barriers. A CTA may have 232,448 bytes.
     assert 3 * 64 * CACHE_DIM * 2 + 1024 <= attend.shared_bytes <= 224_000
     assert merge.ctas_per_sm >= 2
 
@@ -71,7 +72,7 @@ def test_nothing_as_large_as_the_cache_is_made(h200, compile_for_h200):
     args = args_of(h200)
     program = compile_for_h200(attend_on(h200), *args)
     assert program.cache_copies(min_bytes=row_bytes(args[1])) == []
-    # Two partial results a share, of 64 x 512 float32, and little else.
+    # Two partial results per share, of 64 x 512 float32 each, and little else.
     assert program.temp_bytes < 2 * 132 * 64 * LATENT_DIM * 4 * 1.1
 
 
@@ -104,7 +105,7 @@ def test_query_heads_split_over_devices_exchange_nothing(four_h200s, compile_for
     gpus = four_h200s
     q, *others = args_of(gpus, num_q_heads=128, heads_axis=MODEL_AXIS)
     by_head, whole = PartitionSpec(None, MODEL_AXIS), PartitionSpec()
-    # A device has its own query heads, and all of the cache: there is one KV head.
+    # Each device has its own query heads and the whole cache, because there is only one KV head.
     split = jax.shard_map(
         attend_on(gpus),
         mesh=gpus.mesh,

@@ -1,4 +1,4 @@
-"""The decode kernel compiled for an H200: registers, shared memory, what it copies and launches."""
+"""The decode kernel compiled for an H200: registers, shared memory, copies and launches."""
 
 import functools
 
@@ -20,7 +20,7 @@ def decode_arguments(
     max_len=8192,
     dtype=jnp.bfloat16,
 ):
-    """Arguments of the op for one query token a request; the cache is far larger than the rest."""
+    """Arguments of the op for one query token per request. The cache is by far the largest."""
     kv_cache = h200.array((NUM_ROWS, 2 * NUM_BLOCKS, NUM_KV_HEADS, block_size, head_dim), dtype)
     integers = [
         h200.array(dims, jnp.int32)
@@ -42,7 +42,7 @@ def compile_decode(h200, compile_for_h200):
 
 
 def assert_as_planned(program, sizes):
-    """No spills, no remarks of ptxas, and as many CTAs an SM as the sizes were chosen for."""
+    """Checks that nothing spills, ptxas has no remarks, and as many CTAs fit an SM as planned."""
     config = decode_config(
         sizes.get("dtype", jnp.bfloat16), sizes.get("head_dim", 128), sizes.get("group_size", 4)
     )
@@ -69,7 +69,7 @@ def test_two_ctas_share_an_sm_at_head_dim_128(compile_decode, block_size, num_re
         *({"head_dim": head_dim} for head_dim in (32, 64, 80, 96, 192, 256)),
         *({"block_size": block_size} for block_size in (8, 32, 128, 256)),
         {"dtype": jnp.float16},
-        # The largest groups with two CTAs an SM, and the largest that do not spill.
+        # The largest groups with two CTAs per SM, and the largest groups that do not spill.
         *({"group_size": group_size} for group_size in (1, 16, 64)),
         *({"head_dim": 64, "group_size": group_size} for group_size in (24, 64)),
         *({"head_dim": 192, "group_size": group_size} for group_size in (16, 40)),
@@ -102,7 +102,7 @@ def test_rules_are_as_planned(compile_decode, rule, sizes):
 def test_nothing_of_the_cache_is_copied_and_memory_does_not_follow_the_table(
     compile_decode, max_len
 ):
-    """The longest table's program needs no more memory than partial results of its shares."""
+    """Even with the longest table, a program needs memory only for the shares' partial results."""
     program = compile_decode({"max_len": max_len})
     assert program.cache_copies(min_bytes=NUM_BLOCKS * 16 * 128 * 2) == []
     assert program.temp_bytes < 16 << 20

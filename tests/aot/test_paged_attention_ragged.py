@@ -1,4 +1,4 @@
-"""The ragged kernel compiled for an H200: registers, shared memory, what it copies and launches."""
+"""The ragged kernel compiled for an H200: registers, shared memory, copies and launches."""
 
 import jax.numpy as jnp
 import pytest
@@ -52,7 +52,7 @@ CALLS = [
     {"head_dim": 512, "heads": (8, 1), "block_size": 8, "sliding_window": 1024, "soft_cap": 50.0},
     {"head_dim": 512, "heads": (4, 4), "chunk_size": 8192},
     {"head_dim": 80, "block_size": 8, "sliding_window": 100, "soft_cap": 30.0},
-    # The memory warpgroup has the most to hold: 16 block ids, and where each tile begins.
+    # Here the memory warpgroup needs the most registers: for 16 block ids, and each tile's start.
     *({"head_dim": d, "block_size": 8, "sliding_window": 1024} for d in (64, 96, 128, 192)),
     {"head_dim": 128, "block_size": 8, "sliding_window": 1024, "soft_cap": 50.0},
     {"head_dim": 128, "block_size": 8, "chunk_size": 8192},
@@ -66,9 +66,10 @@ def test_no_spills_and_the_registers_and_memory_that_were_planned(compile_ragged
     program, cache_bytes = compile_ragged(**call)
     assert program.kernel_names == ["paged_attention_ragged"]
     [kernel] = program.ptxas
-    # A remark would be a serialized wgmma, or registers that could not be handed over.
+    # A remark would report a serialized wgmma, or that warpgroups could not exchange registers.
     assert (kernel.spill_bytes, kernel.stack_bytes, kernel.remarks) == (0, 0, ())
-    # The launch's count, for all three warpgroups; `set_max_registers` then moves them.
+    # All three warpgroups are launched with equally many registers. `set_max_registers` then
+    # redistributes them.
     assert kernel.num_threads == 384
     assert kernel.registers == 168
     num_q_heads, num_kv_heads = call.get("heads", (32, 8))
@@ -78,7 +79,7 @@ def test_no_spills_and_the_registers_and_memory_that_were_planned(compile_ragged
     )
     tiles_bytes = config.smem_bytes(head_dim, 2)
     assert tiles_bytes < kernel.shared_bytes <= min(tiles_bytes + 4096, SMEM_BYTES)
-    # Nothing as large as one part of one row of the cache is made.
+    # No array is as large as the keys of one row of the cache.
     assert program.cache_copies(min_bytes=cache_bytes // NUM_ROWS // 2) == []
 
 
@@ -86,5 +87,5 @@ def test_a_call_is_launched_from_a_graph_and_copies_no_q(compile_ragged):
     program, _ = compile_ragged(compiler_options={"xla_gpu_graph_min_graph_size": 1})
     assert program.in_command_buffer == ["paged_attention_ragged"]
     assert " while(" not in program.text
-    # The plan, and lse by tiles and by tokens: no second Q (16 MiB) and no second output.
+    # Room for the plan, and for lse by tiles and by tokens. A second Q would take 16 MiB.
     assert program.temp_bytes < 2**20

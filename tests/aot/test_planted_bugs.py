@@ -1,4 +1,4 @@
-"""The checks of this folder can fail: each finds the bug that is planted for it."""
+"""Shows that the checks of this folder can fail: each detects a planted bug."""
 
 import functools
 
@@ -76,7 +76,7 @@ def test_a_read_of_the_old_cache_after_the_write_is_seen(
 
 
 def test_a_cache_updated_by_a_select_is_seen(compile_for_h200, scatter_args):
-    """A fusion that makes a new cache of the old one, though the output is aliased."""
+    """A fusion computes a new cache from the old one, although the output is aliased."""
 
     def run(kv_cache, k, v, slots):
         is_written = jax.lax.broadcasted_iota(jnp.int32, kv_cache.shape, 1) == slots[0]
@@ -96,7 +96,7 @@ def test_a_row_that_is_sliced_out_of_the_cache_is_seen(compile_for_h200, scatter
 
 
 def test_a_kernel_that_was_not_chosen_is_seen(h200, compile_for_h200, scatter_args):
-    """As where dispatch does not know what it compiles for, and takes the body of the CPU."""
+    """As if dispatch did not know the target device, and chose the body of the CPU."""
     chosen = compile_for_h200(scatter(h200.target), *scatter_args, donate_argnums=0)
     assert chosen.kernel_names == ["kv_scatter"]
     not_chosen = compile_for_h200(scatter(None), *scatter_args, donate_argnums=0)
@@ -141,7 +141,7 @@ def test_a_kernel_outside_a_command_buffer_is_seen(h200, compile_for_h200, scatt
     run = functools.partial(compile_for_h200, scatter(h200.target), *scatter_args)
     inside = run(donate_argnums=0, compiler_options=SMALLEST_GRAPH)
     assert inside.in_command_buffer == ["kv_scatter"]
-    # No kind of launch may be part of one: as if it needed something that graphs cannot hold.
+    # With this option, command buffers may contain fusions only, so the kernel stays outside.
     outside = run(
         donate_argnums=0,
         compiler_options={**SMALLEST_GRAPH, "xla_gpu_enable_command_buffer": "FUSION"},
@@ -205,7 +205,7 @@ def test_conditionals_are_counted_with_their_branches(compile_for_h200):
 
 @pytest.mark.parametrize(("values_per_thread", "is_too_much"), [(32, False), (512, True)])
 def test_spills_are_seen(h200, compile_for_h200, values_per_thread, is_too_much):
-    """A thread has 255 registers for what it must hold at once: here, all values over a barrier."""
+    """A thread has 255 registers. The planted kernel keeps all its values across a barrier."""
     plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
 
     def copy_at_once(x_ref, out_ref):

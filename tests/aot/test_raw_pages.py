@@ -1,4 +1,4 @@
-"""Pages of raw words compiled for H200s: seeing them as a cache of keys and values is no copy."""
+"""Programs on pages of raw words, compiled for H200s: viewing them as a cache copies nothing."""
 
 import functools
 import math
@@ -21,13 +21,13 @@ MLA = ["kv_scatter", "mla_decode", "mla_decode_merge"]
 
 
 def view_of(pages, num_parts, num_kv_heads, head_dim):
-    """`[num_rows, num_blocks, words]` as the ops take it, the halves of a page after each other."""
+    """Views pages `[num_rows, num_blocks, words]` in the shape that the ops take."""
     num_rows, num_blocks, _ = pages.shape
     return pages.reshape(num_rows, num_parts * num_blocks, num_kv_heads, BLOCK_SIZE, head_dim)
 
 
 def attend_layers(x, pages, slots, *batch, num_kv_heads, max_query_len, target):
-    """Writes and attends in each row, as a model's layers do. `x` stands for all activations."""
+    """Writes to each row and attends, as a model's layers do. `x` stands for all activations."""
     for row in range(NUM_ROWS):
         kv_cache = view_of(pages, 2, num_kv_heads, x.shape[-1])
         new = x[:, :num_kv_heads]
@@ -51,7 +51,7 @@ def attend_latent_layers(x, pages, slots, *batch, target):
 
 
 def burst(layers):
-    """A number of steps in one program; each reads what those before it wrote."""
+    """Several steps in one program. Each step reads the tokens that earlier steps wrote."""
 
     def run(x, pages, slots, *batch):
         def step(step_idx, carry):
@@ -63,7 +63,7 @@ def burst(layers):
 
 
 def arguments(gpus, *, num_q_heads=32, words, head_dim=128):
-    """Of the functions above; the pages are far larger than everything else together."""
+    """Arguments of the functions above. The pages are far larger than all other arrays together."""
     pages_spec = (None, None, MODEL_AXIS) if gpus.mesh.size > 1 else ()
     integers = ((NUM_REQS, MAX_LEN // BLOCK_SIZE), (NUM_REQS,), (NUM_REQS + 1,))
     return (
@@ -122,7 +122,7 @@ def test_blocks_are_copied_before_the_layers(h200, compile_for_h200):
 
 
 def test_words_split_over_devices(four_h200s, compile_for_h200):
-    """Each device has its own KV heads: inside `shard_map`, its words are a page of them."""
+    """Each device has its own KV heads. Inside `shard_map`, its words are a page of these heads."""
     gpus = four_h200s
     layers = functools.partial(
         attend_layers, num_kv_heads=8 // 4, max_query_len=1, target=gpus.target

@@ -1,4 +1,4 @@
-"""Whole steps compiled for H200s: the cache stays in place, and our kernels run, in CUDA graphs."""
+"""Whole steps compiled for H200s: the cache stays in place, and kernels run in CUDA graphs."""
 
 import collections
 import functools
@@ -16,14 +16,14 @@ from tests.aot.step_programs import (
 )
 
 NUM_MIXED_TOKENS = 256
-# Attention's kernels by the kind of step. A mixed step may hold rows of either kind.
+# The kernels of attention in each kind of step. A mixed step may have decodes and prompts.
 ATTENTION_KERNELS = {
     "decode": ("paged_attention_decode",),
     "burst": ("paged_attention_decode",),
     "mixed": ("paged_attention_decode", "paged_attention_ragged"),
 }
 
-# (model, kind of step, number of devices). Each takes seconds to compile, so not all combinations.
+# (model, kind of step, number of devices). Each takes seconds to compile, so some are left out.
 DECODES = [(name, "decode", 1) for name in MODELS]
 MIXED = [(name, "mixed", 1) for name in ("llama", "gemma3_256")]
 BURSTS = [(name, "burst", 1) for name in ("llama", "gemma3_128")]
@@ -75,7 +75,7 @@ def test_the_whole_cache_is_written_in_place(compiled, step):
 def test_every_layer_writes_and_attends_by_our_kernels(compiled, step):
     wanted = dict.fromkeys(("kv_scatter", *ATTENTION_KERNELS[step[1]]), NUM_LAYERS)
     if step[1] == "mixed":
-        # In the last layer only the last token of each request attends.
+        # In the last layer, only the last token of each request attends.
         wanted["paged_attention_ragged"] = NUM_LAYERS - 1
     calls = collections.Counter(compiled(step)[1].kernel_names)
     assert calls == {"slot_mapping": 1, **wanted}
@@ -92,16 +92,16 @@ def test_no_kernel_spills(compiled, step):
 
 @each([step for step in ALL if MODELS[step[0]]["head_dim"] == 128])
 def test_two_ctas_of_decode_attention_fit_a_multiprocessor(compiled, step):
-    """While one waits for memory, the other computes."""
+    """While one CTA waits for memory, the other computes."""
     decode = [k for k in compiled(step)[1].ptxas if k.name == "paged_attention_decode"]
     assert {kernel.ctas_per_sm for kernel in decode} == {2}
 
 
 @each([*DECODES, *BURSTS])
 def test_no_weights_are_concatenated(compiled, step):
-    """XLA would do it in each step, to make one product of several."""
+    """XLA would otherwise concatenate weights in every step, to compute several products as one."""
     program, result = compiled(step)
-    # What it would make is at least two matrices; the arrays of 64 tokens are smaller than that.
+    # The result would be as large as two matrices or more. Arrays of 64 tokens are smaller.
     assert result.concatenations(min_bytes=2 * program.weight_bytes) == []
 
 
@@ -113,7 +113,7 @@ def test_every_kernel_runs_inside_a_command_buffer(compiled, step):
 
 @each(BURSTS)
 def test_a_burst_is_one_command_buffer(compiled, step):
-    """The loop over steps too, so that the host launches once a burst."""
+    """The command buffer contains the loop over steps, so the host launches once per burst."""
     launched = [thunk for thunk in compiled(step)[1].thunks if not thunk.inside]
     assert [thunk.kind for thunk in launched] == ["kCommandBuffer"]
     assert compiled(step)[1].loops_in_command_buffer
@@ -121,9 +121,9 @@ def test_a_burst_is_one_command_buffer(compiled, step):
 
 @each(SHARDED)
 def test_a_layer_over_four_devices_has_two_all_reduces(compiled, step):
-    """The sum of attention's output projection and that of the MLP's, each over all tokens."""
+    """One sums attention's output projection, and one the MLP's, each for all tokens."""
     program, result = compiled(step)
-    # In the last layer only the last token of each request goes on.
+    # In the last layer, only the last token of each request goes on.
     num_tokens = [NUM_MIXED_TOKENS if step[1] == "mixed" else NUM_REQS] * (NUM_LAYERS - 1)
     num_tokens.append(NUM_REQS)
     hidden_bytes = program.model.config.hidden_size * 4  # summed in float32
@@ -135,18 +135,18 @@ def test_a_layer_over_four_devices_has_two_all_reduces(compiled, step):
 
 @each(SHARDED_DECODES)
 def test_a_decode_over_four_devices_also_sums_embeddings_and_little_else(compiled, step):
-    """Each device has some rows of the embedding, and draws from the logits of its own."""
+    """Each device has some rows of the embedding, and samples from the logits of these rows."""
     program, result = compiled(step)
     embedded_bytes = NUM_REQS * program.model.config.hidden_size * 2
     others = [c for c in result.collectives if not c.op_name.endswith("/dot_general")]
     assert ("all-reduce", embedded_bytes) in [(c.kind, c.num_bytes) for c in others]
-    # The sampler's: a few numbers a row, most in branches that a greedy batch does not take.
+    # The sampler's collectives: a few numbers per row, most in branches for random sampling.
     assert max(c.num_bytes for c in others) <= embedded_bytes
 
 
 @each(SHARDED)
 def test_nothing_as_large_as_the_logits_is_gathered(compiled, step):
-    """Neither the cache nor K, V or the logits go to other devices."""
+    """Devices do not exchange the cache, K, V or the logits."""
     program, result = compiled(step)
     logits_bytes = NUM_REQS * program.model.config.vocab_size * 4
     assert [

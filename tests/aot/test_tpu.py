@@ -1,4 +1,4 @@
-"""Compiles the Mosaic TPU bodies for v5e and v6e: what they accept, and that no cache is copied."""
+"""Compiles the Mosaic TPU bodies for v5e and v6e: the calls they accept, and no copied cache."""
 
 import functools
 
@@ -24,7 +24,7 @@ def tpu(request):
 
 
 NUM_ROWS = 2
-# One row of a cache: more than any other array, so that no copy of one can hide.
+# Bytes of one row of a cache. No other array is as large, so a copy of a row cannot hide.
 ROW_BYTES = 2**28
 
 
@@ -184,7 +184,7 @@ NUM_LAYERS = 2
 
 
 def step(pages, q, slots, block_tables, seq_lens, query_start_loc, *, sizes, target):
-    """Layers that write to their row of the raw pages and then read it, as a model does."""
+    """Layers that write to their row of the raw pages and then read the row, as a model does."""
     num_kv_heads = sizes["num_kv_heads"]
     for layer_idx in range(NUM_LAYERS):
         k, v = jnp.sin(q[:, :num_kv_heads]), jnp.cos(q[:, -num_kv_heads:])
@@ -200,7 +200,7 @@ def step(pages, q, slots, block_tables, seq_lens, query_start_loc, *, sizes, tar
 
 
 def burst(pages, q, slots, block_tables, seq_lens, query_start_loc, **options):
-    """Several steps in one loop, as many as the first sequence is long."""
+    """Several steps in one loop. Their number is the length of the first sequence."""
 
     def body(state):
         step_idx, *state = state
@@ -244,7 +244,7 @@ def test_step_on_raw_pages_picks_the_kernels_and_copies_no_cache(function, name,
 
 
 def latent_step(pages, latents, q, slots, block_tables, seq_lens, query_start_loc, *, target):
-    """Layers of latent attention, whose heads share one vector per token."""
+    """Layers with latent attention: all heads share one vector per token."""
     sizes = {"num_kv_heads": 1, "block_size": 64, "head_dim": 640}
     for layer_idx in range(NUM_LAYERS):
         cache = view_pages(pages, num_parts=1, **sizes)
@@ -278,7 +278,7 @@ def test_step_on_raw_pages_of_latents_copies_no_cache(tpu):
 
 
 def test_a_plain_reshape_of_raw_pages_would_copy_the_cache(tpu):
-    """Why `view_pages` keeps the order of the tiles."""
+    """This is why `view_pages` keeps the order of the tiles."""
     sizes = {"num_kv_heads": 4, "block_size": 16, "head_dim": 256}
     q, cache, _, *tables = attention_arrays(tpu, num_q_heads=16, **sizes)
 
@@ -292,7 +292,7 @@ def test_a_plain_reshape_of_raw_pages_would_copy_the_cache(tpu):
 
 
 def test_a_narrow_head_would_copy_the_cache(tpu):
-    """Why `misfit` refuses it: XLA lays such a cache out with its blocks innermost."""
+    """This is why `misfit` refuses it: XLA makes the blocks of such a cache the innermost axis."""
     arrays = attention_arrays(tpu, head_dim=64)
     rules = {**PLAIN_RULES, "sinks": None, "k_scale": None, "v_scale": None}
     assert "head_dim 64" in attention_body.misfit(*arrays, **rules)
@@ -307,5 +307,6 @@ def test_block_copy_needs_no_kernel_to_stay_in_place(tpu):
     program = tpu.compile(function, pages, ids, ids, donate_argnums=(0,))
     assert program.mosaic_kernels == []
     assert program.memory.alias_size_in_bytes == array_bytes(pages)
-    # XLA's scatter updates its operand, so the text shows no more than the sum of temporaries.
+    # XLA's scatter updates its operand in place, which the program's text does not show. The sum of
+    # temporary memory does.
     assert program.memory.temp_size_in_bytes < ROW_BYTES // 100

@@ -1,4 +1,4 @@
-"""Reads XLA's list of thunks: what a compiled GPU program launches, and inside what."""
+"""Reads XLA's list of thunks: everything that a compiled GPU program launches."""
 
 import dataclasses
 import re
@@ -10,10 +10,10 @@ _THUNK = re.compile(r"^(?P<indent> *)(?P<id>\d+): (?P<kind>k\w+)")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Thunk:
-    """One thing that the program launches, or a container of such."""
+    """Something that the program launches, or a container of thunks."""
 
     kind: str  # "kCustomCall", "kCommandBuffer", "kWhile", ...
-    instruction: str  # of the compiled text, without its "%"; "" where there is none
+    instruction: str  # in the compiled text, without its "%"; "" if there is none
     inside: tuple[str, ...]  # kinds of the containers around it, outermost first
 
     @property
@@ -22,18 +22,18 @@ class Thunk:
 
     @property
     def is_loop_in_command_buffer(self) -> bool:
-        """Whether this is a while loop that is part of a command buffer as a whole."""
+        """Whether this is a while loop that is, as a whole, in a command buffer."""
         return self.kind == "kWhile" and self.is_in_command_buffer
 
 
 def read_thunks(dump_folder: Path) -> list[Thunk]:
-    """The thunks of the one program that was dumped into a folder, in the order of launching.
+    """The thunks of the only program that was dumped into a folder, in the order of launching.
 
     Raises:
-        FileNotFoundError: No such dump lies there.
+        FileNotFoundError: The folder has no such dump.
     """
-    # The second file is written only where XLA's last passes changed something, and making command
-    # buffers is one of them: without it there are none.
+    # XLA writes the first of these files only if its last passes changed something. One of these
+    # passes makes command buffers, so without this file there are none.
     for suffix in ("thunk_sequence_after_thunk_passes.txt", "thunk_sequence.txt"):
         found = sorted(dump_folder.glob(f"*{suffix}"))
         if found:
@@ -51,7 +51,7 @@ def parse_instructions(metadata: str) -> dict[int, str]:
 
 
 def parse_thunks(sequence: str, instructions: dict[int, str]) -> list[Thunk]:
-    """Reads the nesting off the indentation."""
+    """Parses XLA's text. The indentation of a thunk shows the containers around it."""
     thunks: list[Thunk] = []
     around: list[tuple[int, str]] = []  # indentation and kind of the thunks that may be containers
     for line in sequence.splitlines():

@@ -1,7 +1,8 @@
 """Compiles programs for TPU chips on a machine without one, with libtpu and JAX's topology API.
 
-It needs the libtpu that this JAX is made for, or a newer one (`pip install "jax[tpu]"` installs
-it): an older one cannot read what Mosaic writes ("unknown attribute code").
+The installed libtpu must be the one that this JAX is made for, or a newer one.
+`pip install "jax[tpu]"` installs it. An older libtpu cannot read Mosaic's output ("unknown
+attribute code").
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from jax.experimental import topologies
 from pallas_kernels.target import Target, target_of
 from tests.aot.hlo_text import Instruction, parse_instructions
 
-# What has no buffer of its own: it names, or runs, what others hold.
+# Instructions without a buffer of their own: they refer to, or run, other instructions.
 _WITHOUT_BUFFER = {
     "parameter",
     "tuple",
@@ -38,19 +39,19 @@ class TpuProgram:
 
     @property
     def mosaic_kernels(self) -> list[str]:
-        """The `name=` of each Mosaic call, in the order of the text; in a loop it comes once."""
+        """The `name=` of each Mosaic call, in the order of the text. One in a loop counts once."""
         calls = [i for i in parse_instructions(self.text) if _is_mosaic(i)]
         return [call.name.split(".")[0] for call in calls]
 
     @property
     def num_sorts(self) -> int:
-        """Sorts in the program; one in a loop counts once."""
+        """The number of sorts in the program. A sort in a loop counts once."""
         return sum(i.opcode == "sort" for i in parse_instructions(self.text))
 
     def buffers_of(self, num_bytes: int) -> list[str]:
-        """Instructions that make an array of this size or larger; none may copy a cache.
+        """Lists instructions that make an array of this size or larger, such as copies of a cache.
 
-        A Mosaic call that writes in place has its operand's buffer and does not count.
+        A Mosaic call that writes in place uses its operand's buffer and is not listed.
         """
         instructions = parse_instructions(self.text)
         inside_fusions = {name for i in instructions if i.opcode == "fusion" for name in i.called}
@@ -70,7 +71,7 @@ def _is_mosaic(instruction: Instruction) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class DescribedTpu:
-    """One TPU chip that is described, not attached."""
+    """A description of a TPU chip, for which programs can be compiled without the chip."""
 
     device: jax.Device
 
@@ -79,7 +80,7 @@ class DescribedTpu:
         return target_of(self.device)
 
     def array(self, dims: tuple[int, ...], dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
-        """An array on the chip, as an argument to compile with."""
+        """An abstract array on the chip, to compile with."""
         sharding = jax.sharding.SingleDeviceSharding(self.device)
         return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
 
@@ -90,7 +91,8 @@ class DescribedTpu:
             num_cores=self.device.num_cores,
             platform=self.device.platform,
         )
-        # Lowering a Mosaic kernel asks which chip it is for, and would find the CPU.
+        # To lower a Mosaic kernel, JAX asks which chip it is for. Without the mesh, it would find
+        # the CPU.
         mesh = jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=chip)
         with jax.sharding.use_abstract_mesh(mesh):
             lowered = jax.jit(function, donate_argnums=donate_argnums).lower(*args)
@@ -99,7 +101,10 @@ class DescribedTpu:
 
 
 def missing_for_tpu() -> str | None:
-    """Why programs cannot be compiled for a TPU here, or None; `.ci/aot` fails where it says so."""
+    """Why programs cannot be compiled for a TPU here; None if they can.
+
+    `.ci/aot` fails if this returns a reason.
+    """
     try:
         installed = importlib.metadata.version("libtpu")
     except importlib.metadata.PackageNotFoundError:
@@ -123,9 +128,9 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def describe_tpu(topology: str) -> DescribedTpu:
     """The first chip of a topology such as "v5e:2x2"."""
-    # libtpu would ask the cloud's metadata server what it runs on, and wait for the answer.
+    # By default, libtpu asks the cloud's metadata server for the machine's type, and waits.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    # It would let one process a machine use a TPU; here there is none to quarrel about.
+    # By default, libtpu lets only one process of a machine use the TPU. Here there is no TPU.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
     return DescribedTpu(described.devices[0])
