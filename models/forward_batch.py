@@ -17,7 +17,7 @@ Every `dtype[dims]` comment of the code uses these names of dimensions, and no s
     num_kv_heads        key and value heads
     head_dim            width of a head
     latent_dim          width of the latent that MLA caches in place of keys and values
-    rope_dim            width of the rotary part beside it
+    rope_dim            width of the rotary part, which MLA caches together with the latent
     hidden              width of the residual stream
     intermediate        inner width of the MLP
     vocab               vocabulary entries

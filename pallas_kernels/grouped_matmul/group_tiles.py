@@ -12,7 +12,7 @@ from pallas_kernels.target import Target
 # average, and is not below an earlier limit.
 _LIMITS = ((8, 8), (16, 24), (64, 128), (128, math.inf))
 _LIMITS_OF_PLATFORM = {"cpu": ((8, 32), (16, math.inf))}
-# With at most so many rows in total, each row gets a tile of its own, by platform.
+# Platform -> the largest total number of rows for which each row gets a tile of its own.
 _ALONE_UP_TO = {"cpu": 16}
 
 

@@ -5,7 +5,7 @@ import math
 import re
 from pathlib import Path
 
-# Of one streaming multiprocessor of compute capability 9.0.
+# Limits of one streaming multiprocessor of compute capability 9.0.
 # Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 _REGISTERS_PER_SM = 65_536
 _SHARED_BYTES_PER_SM = 233_472
