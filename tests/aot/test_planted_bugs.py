@@ -112,13 +112,13 @@ def test_a_sharded_cache_that_is_gathered_is_seen(four_h200s, compile_for_h200):
     assert sizes.count(CACHE_BYTES) == 1
     assert gathered.aliased_bytes == 0
 
-    by_head = functools.partial(
-        KernelSettings.for_mesh(mesh).by_head,
+    by_device = functools.partial(
+        KernelSettings.for_mesh(mesh).by_device,
         run,
         in_specs=(CACHE_BY_HEAD, TOKENS_BY_HEAD, TOKENS_BY_HEAD, WHOLE),
         out_specs=CACHE_BY_HEAD,
     )
-    sharded = compile_for_h200(by_head, *args, mesh=mesh, donate_argnums=0)
+    sharded = compile_for_h200(by_device, *args, mesh=mesh, donate_argnums=0)
     assert sharded.collectives == []
     assert sharded.aliased_bytes == CACHE_BYTES // 4
 
