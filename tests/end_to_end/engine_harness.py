@@ -81,8 +81,8 @@ class RecordingRunner:
     Args:
         max_num_batched_tokens: Tokens of the largest step; its runs may not allow more. With 64 or
             fewer there is one program of steps.
-        has_one_burst_size: A burst of a single request runs the program for `MAX_NUM_SEQS` of them
-            instead of its own.
+        has_few_sizes: That program has two widths, 16 tokens and all. A burst of a single request
+            runs the program for `MAX_NUM_SEQS` of them instead of its own.
     """
 
     def __init__(
@@ -94,13 +94,14 @@ class RecordingRunner:
         has_unified_kv: bool = False,
         batch_invariant: bool = False,
         max_num_batched_tokens: int = 2048,
-        has_one_burst_size: bool = False,
+        has_few_sizes: bool = False,
     ) -> None:
         self.max_model_len = max_model_len
         model = load_model(checkpoint, dtype="float32", has_unified_kv=has_unified_kv)
         self.vocab_size = model.config.vocab_size
         with _logits_behind_result(self.vocab_size), pytest.MonkeyPatch.context() as patch:
-            if has_one_burst_size:
+            if has_few_sizes:
+                patch.setattr(bucketing, "token_buckets", lambda most: tuple(sorted({16, most})))
                 patch.setattr(bucketing, "decode_buckets", lambda max_num_seqs: (max_num_seqs,))
             self.runner = ModelRunner(
                 model,

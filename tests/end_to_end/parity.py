@@ -148,7 +148,7 @@ class ParityEngine:
             make_runner = functools.partial(
                 make_runner,
                 max_num_batched_tokens=_ROOMY.max_num_batched_tokens,
-                has_one_burst_size=True,
+                has_few_sizes=True,
             )
         self._ordinary = make_runner()
         self._invariant = make_runner(batch_invariant=True) if has_every_kind else None

@@ -27,6 +27,7 @@ def folder(tmp_path_factory):
     return write_config(tmp_path_factory.mktemp("moe"))
 
 
+@pytest.mark.slow
 def test_engine_counts_all_tokens_and_draws_the_right_ones(folder, caplog):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(1, VOCAB, n).tolist() for n in (30, 5, 9)]

@@ -2,8 +2,8 @@
 
 The normal suite runs each family once, with few layers and few programs: one of steps and one of
 bursts, since compiling takes most of the time. Families of `EVERY_KIND` also run batch-invariant
-programs and `CompiledGenerator`: between them they have sliding windows, sinks, and layers that
-share a cache. `test_chunked_attention.py` does so for chunks.
+programs and `CompiledGenerator`. Together these families have sliding windows, chunks, sinks,
+experts, and layers that share a cache.
 
 `pytest -m slow` runs three seeds of every family with all its layers, every size of program, and
 programs of every kind.
@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 from tests.end_to_end.parity import TABLE_HEAD, ParityEngine, Reference, make_reference, table_line
 from tests.oracles.test_families import LOADED
 
-EVERY_KIND = ("gemma4-ple", "mimo-v2-flash-dense")
+EVERY_KIND = ("gemma4-ple", "llama4", "mimo-v2-flash-dense")
 
 
 @pytest.mark.parametrize("family", LOADED)

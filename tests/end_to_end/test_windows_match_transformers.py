@@ -39,7 +39,7 @@ def quick_runners(tmp_path_factory: pytest.TempPathFactory) -> Runners:
     """With one program of steps and one of bursts."""
     largest = max(QUICK_LEVELS["max_num_batched_tokens"])
     return make_runners(
-        tmp_path_factory.mktemp("quick"), max_num_batched_tokens=largest, has_one_burst_size=True
+        tmp_path_factory.mktemp("quick"), max_num_batched_tokens=largest, has_few_sizes=True
     )
 
 

@@ -233,10 +233,7 @@ def spoil_products(monkeypatch, spoil):
         return y if implementation == "xla" else spoil(y)
 
     monkeypatch.setattr(pallas_kernels, "grouped_matmul", spoiled)
-
-
-def test_right_products_of_experts_pass():
-    assert why_products_differ(PRODUCTS, H200, implementation="reference") is None
+    monkeypatch.setattr(pallas_kernels, "tile_row_choices", lambda target: (8,))
 
 
 @pytest.mark.parametrize(
@@ -254,7 +251,7 @@ def test_wrong_products_of_experts_are_noticed(monkeypatch, spoil):
     assert "experts of 16 x 24, tiles of 8 differs from XLA's by" in reason
 
 
-def test_products_of_experts_are_tried_in_tiles_of_every_size(monkeypatch):
+def test_right_products_of_experts_pass_in_tiles_of_every_size(monkeypatch):
     sizes = []
     multiply = expert_check._multiply
 
