@@ -22,7 +22,7 @@ class PaxkvError(Exception):
 
 
 class InvalidRequestError(PaxkvError, ValueError):
-    """A request that cannot be honoured as it was sent.
+    """A request that cannot be honored as it was sent.
 
     Args:
         message: What is wrong, what came, what is allowed, what to do.

@@ -33,7 +33,7 @@ from pallas_kernels.quantized_cache import LARGEST_STORED
 from pallas_kernels.slot_mapping import cases as slot_mapping_cases
 
 # A quantized number may be rounded the other way where x / scale lies close to the middle.
-_QUANTISED_LIMIT = 1e-2
+_QUANTIZED_LIMIT = 1e-2
 
 
 def _with_half_precision(cases: Sequence[Any]) -> list[Any]:
@@ -74,7 +74,7 @@ def _kv_scatter(case: kv_scatter_cases.KVScatterCase, _: int) -> Problem:
         *(*arrays, jnp.asarray(row, jnp.int32)),
         options=drawn.scales,
         updates_first=True,
-        limit=_QUANTISED_LIMIT if case.dtype in LARGEST_STORED else 0.0,
+        limit=_QUANTIZED_LIMIT if case.dtype in LARGEST_STORED else 0.0,
     )
 
 

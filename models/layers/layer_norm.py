@@ -74,8 +74,8 @@ class HeadLayerNorm(nnx.Module):
 
 def _normalize(x: jax.Array, eps: float) -> jax.Array:  # f32[..., num_features]
     x_f32 = x.astype(jnp.float32)
-    centred = x_f32 - _mean(x_f32)
-    return centred * jax.lax.rsqrt(_mean(centred * centred) + eps)
+    centered = x_f32 - _mean(x_f32)
+    return centered * jax.lax.rsqrt(_mean(centered * centered) + eps)
 
 
 def _mean(x: jax.Array) -> jax.Array:  # f32[..., num_features] -> f32[..., 1]

@@ -1,4 +1,4 @@
-"""`Platform`: what depends on the processor, in the form that is right on every one."""
+"""`Platform`: all choices that depend on the processor, here with values for any processor."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from models.layer_loop import PlacedLayer, run_in_turn
 from models.platforms.host_memory import available_memory_bytes
 from models.platforms.processor import num_cores
 
-# Programs are lowered one after the other, which takes a quarter of their time: of more threads,
-# most would wait for it.
+# Lowering takes about a quarter of a program's time, and programs are lowered one after the other.
+# More threads would mostly wait for the next lowered program.
 _MAX_COMPILE_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """Frozen and hashable. Each kind of processor overrides what is different on it.
+    """Frozen and hashable. A class for each kind of processor overrides the choices that differ.
 
-    Nothing else asks what it runs on, but for `pallas_kernels/target.py` and `dispatch.py`, which
-    choose the bodies of ops.
+    No other code asks which processor it runs on, except `pallas_kernels/target.py` and
+    `dispatch.py`, which choose the bodies of ops.
     """
 
     name: ClassVar[str] = "other"

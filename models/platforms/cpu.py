@@ -39,9 +39,9 @@ class CPU(Platform):
     instruction_sets: frozenset[str]
 
     name: ClassVar[str] = "cpu"
-    # Reading blocks of 64 in random order is 1.5 times as fast as blocks of 16.
+    # Reading blocks of 64 in random order is faster than reading blocks of 16.
     block_size: ClassVar[int] = 64
-    # A product with the transposed embedding costs ten times the copy's.
+    # XLA:CPU multiplies with a transposed embedding much more slowly than with a copy.
     copies_tied_head: ClassVar[bool] = True
     shares_programs: ClassVar[bool] = True
     samples_in_chunks: ClassVar[bool] = True
@@ -91,10 +91,9 @@ class CPU(Platform):
     def column_panel_width(self, *, batch_invariant: bool = False) -> int | None:
         """Columns of the panels that float32 kernels are to lie in (`split_columns`).
 
-        None leaves kernels whole: where several cores share the columns of each, where YNNPACK
-        multiplies, which is slow with panels, and where they gain nothing: with AVX-512 and without
-        avx512_fp16 (AMD family 25 model 17), panels of 512 made 1.01 times as many tokens per
-        CPU-second. `docs/design/cpu.md` has the gain with AVX2.
+        None leaves kernels whole, in three cases: several cores share the columns of each kernel;
+        YNNPACK multiplies, which is slow with panels; or panels gain nothing, as with AVX-512 and
+        without avx512_fp16. `docs/design/cpu.md` has the gain with AVX2.
         """
         if self.num_threads > 1 or batch_invariant:
             return None

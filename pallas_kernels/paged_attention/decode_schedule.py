@@ -1,4 +1,4 @@
-"""Who computes what in the decode kernel: the work as a line, cut into shares; and the merge.
+"""How the decode kernel's work is divided: a line of units is cut into shares; and the merge.
 
 The line. A unit is one KV tile of one KV head of one request. Units lie request after request, head
 after head, tile after tile; requests with nothing to do have none. Three requests of 2, 0 and 3

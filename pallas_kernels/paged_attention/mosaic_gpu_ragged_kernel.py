@@ -337,9 +337,9 @@ class RaggedKernel:
         return jnp.where(is_seen, logits, -jnp.inf)
 
     def _clean_values(self, plan, v_tile, v_clean, step):  # noqa: ANN001, ANN202
-        """Sets the rows of V that nobody sees to zero, if a tile has such; says whether it has.
+        """Sets the rows of V that no query sees to zero; returns whether the tile has such rows.
 
-        Keys that nobody sees may be NaN, and are masked in the scores. Values cannot be masked
+        Keys that no query sees may be NaN, and are masked in the scores. Values cannot be masked
         by a weight of 0, as 0 * NaN is NaN. The first warpgroup, which is half a step ahead of
         the other, does it for both.
         """
@@ -418,7 +418,7 @@ class RaggedKernel:
                 *(smem["v_ring"].at[stage], smem["v_landed"].at[stage]),
             )
 
-        # Every phase of a barrier must be seen by who waits there, the last ones too.
+        # A warpgroup must wait for every phase of a barrier, the last ones included.
         @pl.loop(jnp.maximum(0, num_steps - config.num_stages), num_steps)
         def _wait_for_the_last(step):  # noqa: ANN001, ANN202
             stage = lax.rem(step, jnp.int32(config.num_stages))

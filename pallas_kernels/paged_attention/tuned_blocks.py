@@ -1,8 +1,8 @@
 """Sizes of the Mosaic GPU decode kernel: a table of chosen ones, and a rule for everything else.
 
 Nothing here was measured: every number is a guess from what fits (registers, shared memory) and
-from the reckoning in `mosaic_gpu_decode_kernel.py`. Whoever measures one writes the device, the JAX
-version and the command beside it.
+from the reckoning in `mosaic_gpu_decode_kernel.py`. Once a number is measured, the device, the JAX
+version and the command belong beside it.
 """
 
 from dataclasses import dataclass

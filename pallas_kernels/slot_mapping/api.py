@@ -52,7 +52,7 @@ def slot_mapping(
         pad_slot: The slot of padding tokens, from `pallas_kernels.pad_slot`.
         cp_world_size: Ranks that a request's tokens are dealt out to; 1 is no context parallelism.
         cp_rank: Whose slots to find, in `[0, cp_world_size)`.
-        cp_interleave: Neighbouring positions that a rank holds; it divides `block_size`.
+        cp_interleave: Neighboring positions that a rank holds; it divides `block_size`.
         implementation: `None` picks the fastest body on `target`.
         target: What the program is compiled for; `None` is JAX's default device.
 

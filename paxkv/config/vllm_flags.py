@@ -120,7 +120,7 @@ _NO_EXPERT_PARALLELISM = (
 )
 _NO_MAMBA = "no supported model has Mamba layers"
 _NO_LORA = "LoRA adapters are not supported"
-_NO_QUANTISATION = "quantized weights are not supported"
+_NO_QUANTIZATION = "quantized weights are not supported"
 _NO_SPECULATION = "speculative decoding is not supported"
 _NO_TRANSFER = "KV cache transfer is not supported"
 _NO_OFFLOADING = "KV cache offloading is not supported"
@@ -251,9 +251,9 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
     ),
     *_refused("weights do not change while the engine runs", "--weight-transfer-config", {}),
     # Quantization, adapters, speculation.
-    *_refused(_NO_QUANTISATION, "--quantization, -q"),
-    *_refused(_NO_QUANTISATION, "--quantization-config", {}),
-    *_ignored_switches(_NO_QUANTISATION, "--allow-deprecated-quantization"),
+    *_refused(_NO_QUANTIZATION, "--quantization, -q"),
+    *_refused(_NO_QUANTIZATION, "--quantization-config", {}),
+    *_ignored_switches(_NO_QUANTIZATION, "--allow-deprecated-quantization"),
     *_ignored_switches("the KV cache is never stored in 8 bits", "--calculate-kv-scales"),
     *_ignored(
         "the KV cache is never stored in 8 bits", "--kv-cache-dtype-skip-layers", num_values="+"

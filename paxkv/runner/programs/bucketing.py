@@ -157,7 +157,7 @@ _WIDEST_RATIO = 4
 
 
 def share_programs(buckets: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Groups of neighbouring buckets, rising, each for one program that has them as widths.
+    """Groups of neighboring buckets, rising, each for one program that has them as widths.
 
     A single row has a program of its own: nobody waits for it to be padded.
 
@@ -210,7 +210,7 @@ class StepBuckets:
         batch_invariant: All steps have one shape, and go through their tokens in tiles: there is
             one program, so that every token is computed by the same instructions.
         sampled_chunk_rows: Rows that the sampler of steps draws at a time; None is all at once.
-        shares_programs: Neighbouring buckets of bursts are one program, which chooses among them,
+        shares_programs: Neighboring buckets of bursts are one program, which chooses among them,
             and so are those of steps.
         feature_variants: For each step feature, its variants.
 

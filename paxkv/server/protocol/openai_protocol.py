@@ -146,7 +146,7 @@ def parse_completion(fields: Mapping[str, object]) -> CompletionRequest:
     """The request that a JSON object describes.
 
     Raises:
-        InvalidRequestError: A field is missing, has the wrong type, or cannot be honoured.
+        InvalidRequestError: A field is missing, has the wrong type, or cannot be honored.
     """
     refuse_unsupported(fields, COMPLETION_FIELDS)
     _check_stream_options(fields)

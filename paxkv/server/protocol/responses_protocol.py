@@ -93,7 +93,7 @@ def parse_responses(fields: Mapping[str, object]) -> ResponsesRequest:
     """The request that a JSON object describes.
 
     Raises:
-        InvalidRequestError: A field is missing, has the wrong type, or cannot be honoured.
+        InvalidRequestError: A field is missing, has the wrong type, or cannot be honored.
     """
     refuse_unsupported(fields, RESPONSES_FIELDS)
     request = convert_fields(fields, ResponsesRequest)
@@ -155,7 +155,7 @@ def chat_of_responses(
         earlier_items: What went before.
 
     Raises:
-        InvalidRequestError: An item or a field cannot be honoured.
+        InvalidRequestError: An item or a field cannot be honored.
     """
     chat: dict[str, object] = {name: fields[name] for name in _SAME_NAMES if name in fields}
     # A conversation that goes on has the instructions of its latest request alone.

@@ -179,7 +179,7 @@ async def start_chat(
     """Checks a chat and hands it to the engine.
 
     Raises:
-        InvalidRequestError: The request cannot be honoured.
+        InvalidRequestError: The request cannot be honored.
     """
     check_may_bring_template(body.chat_template, config)
     info = engine.model_info

@@ -53,7 +53,7 @@ _DELETES: dict[str, type[msgspec.Struct]] = {
     "/v1/responses/{response_id}": DeletedResponseBody,
 }
 _ERRORS = {
-    "400": "a field cannot be honoured",
+    "400": "a field cannot be honored",
     "404": "there is no such model, or no such response",
     "413": "the body is too long",
     "415": "the body is not JSON",

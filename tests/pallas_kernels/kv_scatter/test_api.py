@@ -116,11 +116,11 @@ def quantize_in_numpy(x, scale, dtype):
     return np.clip(scaled, -448, 448).astype(ml_dtypes.float8_e4m3fn)
 
 
-QUANTISED = [case for case in CASES if case.dtype in ("int8", "float8_e4m3fn")]
+QUANTIZED = [case for case in CASES if case.dtype in ("int8", "float8_e4m3fn")]
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-@pytest.mark.parametrize("case", QUANTISED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", QUANTIZED, ids=lambda case: case.name)
 def test_a_quantized_cache_holds_what_numpy_computes(case, implementation):
     inputs = build_inputs(case)
     block_size, num_slots = case.block_size, case.num_blocks * case.block_size

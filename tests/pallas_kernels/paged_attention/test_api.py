@@ -168,7 +168,7 @@ def test_signature_names_no_backend():
 )
 def test_a_page_is_the_keys_of_a_block_and_then_its_values(options, num_query):
     # Blocks of 8 tokens, one KV head of width 1. Keys 1 and values 5 in block 1 of row 1; what
-    # neighbouring pages hold is NaN, and swapped halves would give 1.
+    # neighboring pages hold is NaN, and swapped halves would give 1.
     pages = np.full((2, 4, 2 * 8), np.nan, np.float32)
     pages[1, 1, :8], pages[1, 1, 8:] = 1, 5
     q = np.full((num_query, 1, 1), 2, np.float32)

@@ -13,7 +13,7 @@ from paxkv.server.protocol.openai_protocol import ChatCompletionRequest, parse_c
 from paxkv.server.protocol.sampling_fields import MAX_MAX_TOKENS, check_range
 from paxkv.server.protocol.unsupported_fields import NeutralValues, refuse_unsupported
 
-# Fields of Anthropic's API and of vLLM's that cannot be honoured here.
+# Fields of Anthropic's API and of vLLM's that cannot be honored here.
 MESSAGES_FIELDS: NeutralValues = {
     "container": (),
     "context_management": (
@@ -86,7 +86,7 @@ def parse_messages(
     """The request that a JSON object describes, and the chat that answers it.
 
     Raises:
-        InvalidRequestError: A field is missing, has the wrong type, or cannot be honoured.
+        InvalidRequestError: A field is missing, has the wrong type, or cannot be honored.
     """
     refuse_unsupported(fields, MESSAGES_FIELDS)
     request = convert_fields(fields, MessagesRequest)
@@ -106,7 +106,7 @@ def parse_count_tokens(fields: Mapping[str, object]) -> ChatCompletionRequest:
     """The chat whose prompt is counted.
 
     Raises:
-        InvalidRequestError: A field is missing, has the wrong type, or cannot be honoured.
+        InvalidRequestError: A field is missing, has the wrong type, or cannot be honored.
     """
     refuse_unsupported(fields, MESSAGES_FIELDS)
     request = convert_fields(fields, CountTokensRequest)

@@ -100,7 +100,7 @@ def test_tokens_cannot_pose_as_keys(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_equal_keys_of_neighbouring_blocks_count_in_both(algorithm):
+def test_equal_keys_of_neighboring_blocks_count_in_both(algorithm):
     """Encoding the keys once for a run of blocks must not carry them into the next run."""
     chain = get_hash_algorithm(algorithm).hash_chain
     lora, plain = (("lora", "l"),), ()

@@ -1,4 +1,4 @@
-"""Fields that cannot be honoured are refused by name and with the reason."""
+"""Fields that cannot be honored are refused by name and with the reason."""
 
 import pytest
 
