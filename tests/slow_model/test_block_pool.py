@@ -199,7 +199,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 class TestBlockPool(PoolMachine.TestCase):
-    settings = quick(60)
+    settings = quick(40)
 
 
 @pytest.mark.slow

@@ -48,27 +48,27 @@ class CrossAndSinkMachine(ManagerMachine):
 
 
 class TestFull(FullMachine.TestCase):
-    settings = quick(80)
+    settings = quick(40)
 
 
 class TestWindow(WindowMachine.TestCase):
-    settings = quick(80)
+    settings = quick(40)
 
 
 class TestChunk(ChunkMachine.TestCase):
-    settings = quick(60)
+    settings = quick(40)
 
 
 class TestMamba(MambaMachine.TestCase):
-    settings = quick(60)
+    settings = quick(40)
 
 
 class TestCrossAndSink(CrossAndSinkMachine.TestCase):
-    settings = quick(80)
+    settings = quick(40)
 
 
 class TestHybrid(HybridMachine.TestCase):
-    settings = quick(100)
+    settings = quick(40)
 
 
 @pytest.mark.slow

@@ -48,23 +48,23 @@ class QuietAsyncMachine(AsyncMachine):
 
 
 class TestFCFS(SchedulerMachine.TestCase):
-    settings = quick(60)
+    settings = quick(40)
 
 
 class TestPriority(PriorityMachine.TestCase):
-    settings = quick(60)
+    settings = quick(40)
 
 
 class TestHybrid(HybridMachine.TestCase):
-    settings = quick(45)
+    settings = quick(40)
 
 
 class TestHybridPriority(HybridPriorityMachine.TestCase):
-    settings = quick(45)
+    settings = quick(40)
 
 
 class TestAsync(AsyncMachine.TestCase):
-    settings = quick(80)
+    settings = quick(40)
 
 
 class TestAsyncPriority(AsyncPriorityMachine.TestCase):
@@ -76,7 +76,7 @@ class TestQuiet(QuietMachine.TestCase):
 
 
 class TestQuietAsync(QuietAsyncMachine.TestCase):
-    settings = quick(60)
+    settings = quick(40)
 
 
 @pytest.mark.slow
