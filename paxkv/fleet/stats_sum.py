@@ -1,7 +1,7 @@
 """Statistics of several engines, or of one after another, as those of one."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -59,15 +59,27 @@ def add_counters(stats: SchedulerStats, more: SchedulerStats) -> SchedulerStats:
 
 
 def keep_expert_tokens(stats: SchedulerStats, before: SchedulerStats) -> SchedulerStats:
-    """`stats`, with the expert tokens of `before` if it leaves them out.
+    """`stats`, with the expert tokens of `before` if it leaves them out or has older ones.
+
+    An idle engine counts a window when it is asked, so a statistic of its last step may be noted
+    after a newer one. The engines of `stats.engines` are treated alike.
 
     Args:
         before: What was last known of the engine, or of another engine, from which nothing is kept.
     """
-    is_same_engine = stats.engine_start_time == before.engine_start_time
-    if stats.expert_tokens or not before.expert_tokens or not is_same_engine:
+    if len(stats.engines) == len(before.engines) > 0:
+        engines = tuple(map(keep_expert_tokens, stats.engines, before.engines))
+        stats = msgspec.structs.replace(stats, engines=engines)
+    own, known = stats.expert_tokens, before.expert_tokens
+    if own is known or not known or stats.engine_start_time != before.engine_start_time:
         return stats
-    return msgspec.structs.replace(stats, expert_tokens=before.expert_tokens)
+    if own and _num_choices(own) >= _num_choices(known):
+        return stats
+    return msgspec.structs.replace(stats, expert_tokens=known)
+
+
+def _num_choices(expert_tokens: Mapping[int, Sequence[int]]) -> int:
+    return sum(map(sum, expert_tokens.values()))
 
 
 def sum_stats(all_stats: Sequence[SchedulerStats]) -> SchedulerStats:

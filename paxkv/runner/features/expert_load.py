@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
@@ -142,27 +142,35 @@ class ExpertLoad(StepFeature):
         self._ended = None
         self._totals_np += counts_np
         self._is_new = True
-        layers_np = [counts_np[layer_idx, :n] for layer_idx, n in self._num_experts.items()]
-        logger.info("expert load in %.1f s: %s", self._ended_took_s, describe_load(layers_np))
+        of_layers = {
+            layer_idx: counts_np[layer_idx, :n] for layer_idx, n in self._num_experts.items()
+        }
+        logger.info("expert load in %.1f s: %s", self._ended_took_s, describe_load(of_layers))
 
 
 def describe_load(
-    layers_np: Sequence[np.ndarray],  # i[num_experts] of each layer with experts
+    of_layers: Mapping[int, np.ndarray],  # i[num_experts] by the number of the layer
 ) -> str:
     """Describes the counts of a window in words, for the log.
 
     The imbalance of a layer is the load of its busiest expert, divided by the mean load of all its
-    experts: 1 is perfectly even. Layers without choices are left out of it.
+    experts: 1 is perfectly even. A layer with less than half of the choices of another layer counts
+    neither for imbalances nor for idle experts. This is the last layer if most tokens are of
+    prompts: it computes few of them, and few choices are uneven by chance.
     """
-    num_choices = sum(int(counts_np.sum()) for counts_np in layers_np)
-    if not num_choices:
+    num_choices = {layer_idx: int(counts_np.sum()) for layer_idx, counts_np in of_layers.items()}
+    most = max(num_choices.values())
+    if not most:
         return "0 choices"
-    imbalance_np = np.array([c_np.max() / c_np.mean() for c_np in layers_np if c_np.any()])
-    num_idle = sum(int((counts_np == 0).sum()) for counts_np in layers_np)
+    full = {idx: counts_np for idx, counts_np in of_layers.items() if 2 * num_choices[idx] >= most}
+    imbalances = {idx: counts_np.max() / counts_np.mean() for idx, counts_np in full.items()}
+    worst = max(imbalances, key=imbalances.__getitem__)
+    num_idle = sum(int((counts_np == 0).sum()) for counts_np in full.values())
     return (
-        f"{num_choices} choices, imbalance {np.median(imbalance_np):.2f} in the median layer and "
-        f"{imbalance_np.max():.2f} in the most uneven one, "
-        f"{num_idle} of {sum(map(len, layers_np))} experts idle"
+        f"{sum(num_choices.values())} choices, imbalance "
+        f"{np.median(list(imbalances.values())):.2f} in the median layer and "
+        f"{imbalances[worst]:.2f} in layer {worst}, "
+        f"{num_idle} of {sum(map(len, full.values()))} experts idle"
     )
 
 

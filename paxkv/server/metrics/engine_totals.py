@@ -4,7 +4,7 @@ import msgspec
 
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.observation import BlockResidency
-from paxkv.fleet.stats_sum import COUNTERS, add_counters
+from paxkv.fleet.stats_sum import COUNTERS, add_counters, keep_expert_tokens
 
 
 class EngineTotals:
@@ -30,7 +30,7 @@ class EngineTotals:
         elif any(getattr(stats, name) < getattr(self._latest, name) for name in COUNTERS):
             # Of a step that ended before the engine was asked.
             return
-        self._latest = stats
+        self._latest = keep_expert_tokens(stats, self._latest)
 
     def update(self, stats: SchedulerStats) -> SchedulerStats:
         """`stats` with counters as of the latest that was noted, and of the engines before it."""

@@ -171,9 +171,9 @@ def test_window_is_read_once_the_device_is_done(model, caplog):
 
 
 def test_log_tells_how_uneven_layers_are():
-    layers_np = [np.array(counts) for counts in ([4, 0, 2, 2], [5, 5, 5, 5], [0] * 4, [0, 0, 9, 3])]
-    assert describe_load(layers_np) == (
-        "40 choices, imbalance 2.00 in the median layer and 3.00 in the most uneven one, "
-        "7 of 16 experts idle"
+    # Layers 1 and 4 have less than half of the choices of layer 2.
+    counts = {1: [4, 0, 2, 2], 2: [5, 5, 5, 5], 3: [0, 0, 9, 3], 4: [0] * 4}
+    assert describe_load({idx: np.array(own) for idx, own in counts.items()}) == (
+        "40 choices, imbalance 2.00 in the median layer and 3.00 in layer 3, 2 of 8 experts idle"
     )
-    assert describe_load([np.zeros(4, int)]) == "0 choices"
+    assert describe_load({0: np.zeros(4, int)}) == "0 choices"

@@ -51,6 +51,22 @@ def test_between_two_engines_there_is_nothing_and_nothing_is_lost():
     assert totals.num_restarts == 1
 
 
+def test_experts_of_a_step_from_before_an_idle_answer_take_nothing_back():
+    # An idle engine counts a window when it is asked: no other counter tells which is newer.
+    totals = EngineTotals()
+    step, answer = (
+        msgspec.structs.replace(
+            _stats(1.0, 5), expert_tokens={2: (count, 0)}, engines=(_stats(1.0, count),)
+        )
+        for count in (0, 7)
+    )
+    totals.note(step)
+    assert totals.update(answer).expert_tokens == {2: (7, 0)}
+    seen = totals.update(step)
+    assert seen.expert_tokens == {2: (7, 0)}
+    assert seen.engines[0].expert_tokens == {2: (7, 0)}
+
+
 def test_a_step_from_before_the_last_answer_takes_nothing_back():
     totals = EngineTotals()
     totals.update(_stats(1.0, 5))
