@@ -67,6 +67,10 @@ def run_units(
         os.dup2(out.fileno(), 2)
     # Several processes share the device: memory is allocated when needed.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    if is_rehearsal:
+        # Threads of XLA's CPU client. An interpreted kernel blocks up to four of them at barriers,
+        # and stands still if none is left to release them.
+        os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
     # The machine may have no network; the Hub's client would wait for it.
     os.environ["HF_HUB_OFFLINE"] = "1"
     known = {unit.key: unit for unit in (DEVICE_UNIT, *list_units(is_rehearsal=is_rehearsal))}
