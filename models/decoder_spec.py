@@ -71,8 +71,8 @@ def spec_of_attention(
     Args:
         attention: The attention of each layer. None: the layer has no attention.
         kv_dtype: The dtype of keys and values.
-        has_unified_kv: Whether all layers keep all keys and values, also those that have left the
-            window or chunk.
+        has_unified_kv: Whether every layer keeps the keys and values of all tokens, even of tokens
+            outside of its window or chunk.
 
     Raises:
         ModelConfigError: A layer reads the keys and values of another layer which is not earlier,

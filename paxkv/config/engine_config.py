@@ -396,8 +396,9 @@ class RunnerConfig:
         False,
     )
     expert_load_window: float | None = setting(
-        "count how many tokens go to each expert, for models with experts: every so many seconds "
-        "the counts go to the log and to paxkv:expert_tokens_total; not counted if left out",
+        "for models with experts: count how many tokens go to each expert, in windows of this many "
+        "seconds. Each window is logged and added to paxkv:expert_tokens_total. If left out, "
+        "nothing is counted",
         None,
     )
     enable_compilation_cache: bool = setting(

@@ -58,7 +58,7 @@ def test_a_page_without_a_place_for_the_tables_is_an_error():
 
 
 def released_layers(device):
-    """All layers except those that show other dtypes."""
+    """The layers in bfloat16. The table also has layers in float32 and float16."""
     return [layer for layer in all_layers(device) if layer.dtype == "bfloat16"]
 
 

@@ -12,6 +12,7 @@ from tests.oracles.paged_stepper import PagedStepper
 from tests.oracles.token_experts import DENSE_LAYERS, NUM_LAYERS, TOP_K, VOCAB, write_config
 
 WINDOW_S = 0.001
+NUM_SPARSE = NUM_LAYERS - len(DENSE_LAYERS)
 SETTINGS = {
     "load_format": "dummy",
     "max_model_len": 48,
@@ -27,6 +28,16 @@ def folder(tmp_path_factory):
     return write_config(tmp_path_factory.mktemp("moe"))
 
 
+def wait_for_choices(llm, num_choices):
+    """The statistics once all windows of the steps before are over and read."""
+    deadline = time.monotonic() + 60
+    while True:
+        stats = llm.get_stats()
+        if sum(map(sum, stats.expert_tokens.values())) >= num_choices:
+            return stats
+        assert time.monotonic() < deadline, stats.expert_tokens
+
+
 @pytest.mark.slow
 def test_engine_counts_all_tokens_and_draws_the_right_ones(folder, caplog):
     rng = np.random.default_rng(0)
@@ -40,8 +51,7 @@ def test_engine_counts_all_tokens_and_draws_the_right_ones(folder, caplog):
         LLM(str(folder), expert_load_window=WINDOW_S, **SETTINGS) as llm,
     ):
         (alone,) = llm.generate(prompts[:1], params[:1], use_tqdm=False)
-        time.sleep(2 * WINDOW_S)
-        stats = llm.get_stats()
+        stats = wait_for_choices(llm, TOP_K * (2 + 8 + (NUM_SPARSE - 1) * (30 + 8)))
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert llm.get_stats().num_compiles_after_ready == 0
     # A prompt in two steps, then bursts of 8 tokens in all: the last one is never computed.
