@@ -31,7 +31,7 @@ def check(model, prompt_ids, found, num_logprobs):
     true_np = shifted_np - np.log(np.exp(shifted_np).sum(axis=1, keepdims=True))
     assert len(found) == len(prompt_ids) - 1
     for row_np, token_id, logprobs in zip(true_np, prompt_ids[1:], found, strict=True):
-        np.testing.assert_allclose(logprobs.token_logprob, row_np[token_id], atol=1e-3)
+        np.testing.assert_allclose(logprobs.token_logprob, row_np[token_id], rtol=1e-4, atol=1e-3)
         assert logprobs.token_rank == (row_np > row_np[token_id]).sum() + 1
         assert logprobs.top_token_ids == np.argsort(-row_np)[:num_logprobs].tolist()
         np.testing.assert_allclose(
