@@ -1,11 +1,14 @@
-"""Runs decoder layers: either a program contains each of them, or equal layers run in a loop."""
+"""Runs decoder layers in turn, or in loops so that a program contains each kind of layer once."""
 
-from collections.abc import Hashable, Sequence
+import collections
+import itertools
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from models.cache.format import Pages
 from models.carry import Carry
@@ -37,18 +40,30 @@ _LoopState = tuple[Carry, Pages, dict[str, jax.Array]]
 
 
 class Stretch(NamedTuple):
-    """The layers from `start` to before `end`, which repeat a period of kinds.
+    """The layers from `start` to before `end`, as rounds over the kinds that occur among them.
 
-    Layers that are `period` apart are of one kind (`kind_of`).
+    A round runs some consecutive layers of the first kind, then some of the second, and so on.
+    `counts[round_idx][kind_idx]` is the number of these layers; it may be 0.
+
+    Example: the kinds A A B A A B A are the rounds ((2, 1), (2, 1), (1, 0)).
     """
 
     start: int
-    period: int
-    num_periods: int
+    counts: tuple[tuple[int, ...], ...]
 
     @property
     def end(self) -> int:
-        return self.start + self.period * self.num_periods
+        return self.start + sum(map(sum, self.counts))
+
+    def layers_of(self, kind_idx: int) -> list[int]:
+        """Indices of the layers of one kind, in order."""
+        found = []
+        layer_idx = self.start
+        for counts in self.counts:
+            first = layer_idx + sum(counts[:kind_idx])
+            found += range(first, first + counts[kind_idx])
+            layer_idx += sum(counts)
+        return found
 
 
 def run_in_turn(
@@ -66,82 +81,122 @@ def run_in_turn(
 def run_in_loop(
     layers: Sequence[PlacedLayer], carry: Carry, pages: Pages, context: LayerContext
 ) -> tuple[Carry, Pages]:
-    """Runs layers in loops over layers of one kind, or over periods of several kinds.
+    """Runs layers in loops, so that the program contains each kind of layer once.
 
-    The program contains each layer of a period once. Only the products with a layer's own weights
-    exist once per layer, as branches of a switch. The program therefore hardly grows with the
-    number of layers. The weights stay in place. A scan over stacked weights would copy each layer's
-    weights out of the stack. The cache never goes through a switch, because XLA may copy the
-    arguments and results of a switch.
+    Only the products with a layer's own weights exist once per layer, as branches of a switch. The
+    program therefore grows with the number of kinds, and hardly with the number of layers. The
+    weights stay in place. A scan over stacked weights would copy each layer's weights out of the
+    stack. The cache never goes through a switch, because XLA may copy the arguments and results of
+    a switch.
 
-    Layers that no loop covers run one after the other, and so does the last layer if it drops rows.
+    The last layer runs alone if it drops rows.
     """
     num_loopable = len(layers) - context.batch.drops_rows
     kinds = [
         (kind_of(placed.layer), _kind_of_places(placed.places)) for placed in layers[:num_loopable]
     ]
     for stretch in find_stretches(kinds):
-        part = layers[stretch.start : stretch.end]
-        if stretch.num_periods > 1:
-            carry, pages = _run_periods(part, stretch.period, carry, pages, context)
-        else:
-            for placed in part:
-                carry, pages = placed.run(carry, pages, context)
+        carry, pages = _run_stretch(layers, stretch, carry, pages, context)
     if num_loopable == len(layers):
         return carry, pages
     return run_in_turn(layers[-1:], carry, pages, context)
 
 
-def _run_periods(
+def _run_stretch(
     layers: Sequence[PlacedLayer],
-    period: int,
+    stretch: Stretch,
     carry: Carry,
     pages: Pages,
     context: LayerContext,
 ) -> tuple[Carry, Pages]:
-    def run_period(period_idx: jax.Array, state: _LoopState) -> _LoopState:
-        *state, reported = state
-        own = context.with_reported(reported)
-        for start in range(period):
-            alike = layers[start::period]
-            layer = choose_layer([placed.layer for placed in alike], period_idx)
-            places = _pick_places([placed.places for placed in alike], period_idx)
-            layer_idx = alike[0].layer_idx + period * period_idx
-            state = layer(*state, own.at(layer_idx, places))
-        return *state, own.reported
+    counts_np = np.array(stretch.counts, np.int32)  # [num_rounds, num_kinds]
+    firsts_np = counts_np.cumsum(axis=0) - counts_np
+    num_rounds, num_kinds = counts_np.shape
+    of_kinds = [
+        [layers[layer_idx] for layer_idx in stretch.layers_of(kind_idx)]
+        for kind_idx in range(num_kinds)
+    ]
 
-    carry, pages, reported = jax.lax.fori_loop(
-        0, len(layers) // period, run_period, (carry, pages, dict(context.reported))
-    )
+    def run_round(round_idx: jax.Array | int, state: _LoopState) -> _LoopState:
+        for kind_idx, alike in enumerate(of_kinds):
+            first = _pick(firsts_np[:, kind_idx].tolist(), round_idx)
+            count = _pick(counts_np[:, kind_idx].tolist(), round_idx)
+            state = _run_alike(alike, first, count, state, context)
+        return state
+
+    state = (carry, pages, dict(context.reported))
+    state = run_round(0, state) if num_rounds == 1 else _repeat(0, num_rounds, run_round, state)
+    carry, pages, reported = state
     context.reported.update(reported)
     return carry, pages
 
 
+def _run_alike(
+    alike: Sequence[PlacedLayer],
+    first: int | jax.Array,
+    count: int | jax.Array,
+    state: _LoopState,
+    context: LayerContext,
+) -> _LoopState:
+    """Runs `count` of the layers of one kind, from `alike[first]` on."""
+
+    def run_one(idx: int | jax.Array, state: _LoopState) -> _LoopState:
+        carry, pages, reported = state
+        own = context.with_reported(reported)
+        layer = choose_layer([placed.layer for placed in alike], idx)
+        places = _pick_places([placed.places for placed in alike], idx)
+        layer_idx = _pick([placed.layer_idx for placed in alike], idx)
+        carry, pages = layer(carry, pages, own.at(layer_idx, places))
+        return carry, pages, own.reported
+
+    if isinstance(count, int) and count == 1:
+        return run_one(first, state)
+    return _repeat(first, first + count, run_one, state)
+
+
+def _repeat(
+    start: int | jax.Array,
+    end: int | jax.Array,
+    body: Callable[[jax.Array, _LoopState], _LoopState],
+    state: _LoopState,
+) -> _LoopState:
+    return jax.lax.fori_loop(jnp.int32(start), jnp.int32(end), body, state)
+
+
 def find_stretches(kinds: Sequence[Hashable]) -> list[Stretch]:
-    """Cuts layers into stretches that repeat a period, and single layers between them.
+    """Cuts layers into stretches such that layers of one kind are in the same stretch.
 
-    At each start, the stretch is chosen that saves the program the most layers.
+    Layers of a kind that only occurs in one run, before or after all kinds that return, are a
+    stretch of their own. All other layers form one stretch.
 
-    Example: the kinds A B B B C B C -> A | B B B | C | B | C. One stretch has three periods of B.
+    Example: the kinds D A B A B C -> D | A B A B | C.
     """
+    runs = [(kind, len(list(alike))) for kind, alike in itertools.groupby(kinds)]
+    num_runs = collections.Counter(kind for kind, _ in runs)
+    returning = [run_idx for run_idx, (kind, _) in enumerate(runs) if num_runs[kind] > 1]
+    begin, end = (returning[0], returning[-1] + 1) if returning else (len(runs), len(runs))
+    alone = [[run] for run in runs[:begin]], [[run] for run in runs[end:]]
+    parts = [*alone[0], *([runs[begin:end]] if returning else []), *alone[1]]
     stretches = []
     start = 0
-    while start < len(kinds):
-        best = Stretch(start, 1, 1)
-        for period in range(1, (len(kinds) - start) // 2 + 1):
-            found = Stretch(start, period, _count_periods(kinds[start:], period))
-            if found.period * (found.num_periods - 1) > best.period * (best.num_periods - 1):
-                best = found
-        stretches.append(best)
-        start = best.end
+    for part in parts:
+        stretches.append(Stretch(start, _rounds(part)))
+        start = stretches[-1].end
     return stretches
 
 
-def _count_periods(kinds: Sequence[Hashable], period: int) -> int:
-    num_periods = 1
-    while kinds[period * num_periods :][:period] == kinds[:period]:
-        num_periods += 1
-    return num_periods
+def _rounds(runs: Sequence[tuple[Hashable, int]]) -> tuple[tuple[int, ...], ...]:
+    """Puts runs into rounds, the kinds in the order in which they first occur."""
+    kind_idxs = {kind: idx for idx, kind in enumerate(dict.fromkeys(kind for kind, _ in runs))}
+    rounds: list[list[int]] = []
+    last_idx = len(kind_idxs)
+    for kind, count in runs:
+        kind_idx = kind_idxs[kind]
+        if kind_idx <= last_idx:
+            rounds.append([0] * len(kind_idxs))
+        rounds[-1][kind_idx] = count
+        last_idx = kind_idx
+    return tuple(map(tuple, rounds))
 
 
 def _kind_of_places(places: LayerPlaces) -> Hashable:
@@ -149,7 +204,7 @@ def _kind_of_places(places: LayerPlaces) -> Hashable:
     return tuple((name, place.format, place.inputs_idx) for name, place in places)
 
 
-def _pick_places(of_layers: Sequence[LayerPlaces], idx: jax.Array) -> LayerPlaces:
+def _pick_places(of_layers: Sequence[LayerPlaces], idx: int | jax.Array) -> LayerPlaces:
     """The places of layer `idx`, for layers whose places are of one kind."""
     picked = []
     for same_cache in zip(*of_layers, strict=True):
@@ -160,6 +215,6 @@ def _pick_places(of_layers: Sequence[LayerPlaces], idx: jax.Array) -> LayerPlace
     return tuple(picked)
 
 
-def _pick(numbers: list[int], idx: jax.Array) -> int | jax.Array:
+def _pick(numbers: list[int], idx: int | jax.Array) -> int | jax.Array:
     """`numbers[idx]`; a Python integer if all numbers are equal, so that the compiler knows it."""
     return numbers[0] if len(set(numbers)) == 1 else jnp.array(numbers, jnp.int32)[idx]

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
 
 from models import (
     AttentionFormat,
@@ -131,14 +133,14 @@ def test_program_copies_neither_cache_nor_weights(recipe, only_last_tokens):
 @pytest.mark.parametrize(
     ("recipe", "only_last_tokens", "num_attentions"),
     [
-        # Sliding, full, sliding, full, sliding: two periods of two, and the last one in turn.
-        ("qwen3_layer_types", False, [5, 3]),
+        # Sliding, full, sliding, full, sliding.
+        ("qwen3_layer_types", False, [5, 2]),
         ("llama", False, [3, 1]),
         # The last layer goes on with fewer tokens, and so is a program of its own.
         ("llama", True, [3, 2]),
     ],
 )
-def test_attention_is_traced_once_for_each_place_in_the_period(
+def test_attention_is_traced_once_for_each_kind_of_layer(
     recipe, only_last_tokens, num_attentions, monkeypatch
 ):
     counts = []
@@ -177,19 +179,41 @@ def test_program_grows_with_layers_by_their_products_alone(tmp_path, only_last_t
 @pytest.mark.parametrize(
     ("kinds", "stretches"),
     [
-        ("AAAA", [(0, 1, 4)]),
-        ("ABABAB", [(0, 2, 3)]),
-        ("ABABA", [(0, 2, 2), (4, 1, 1)]),
-        # A dense layer before others, and one behind.
-        ("ABBBBC", [(0, 1, 1), (1, 1, 4), (5, 1, 1)]),
-        ("SSSSSFSSSSSFSS", [(0, 6, 2), (12, 1, 2)]),
-        ("ABBBCBC", [(0, 1, 1), (1, 1, 3), (4, 1, 1), (5, 1, 1), (6, 1, 1)]),
-        ("ABC", [(0, 1, 1), (1, 1, 1), (2, 1, 1)]),
+        ("AAAA", [(0, ((4,),))]),
+        ("ABABAB", [(0, ((1, 1), (1, 1), (1, 1)))]),
+        ("ABABA", [(0, ((1, 1), (1, 1), (1, 0)))]),
+        # A dense layer before others, and one after them.
+        ("ABBBBC", [(0, ((1,),)), (1, ((4,),)), (5, ((1,),))]),
+        ("SSSSSFSSSSSFSS", [(0, ((5, 1), (5, 1), (2, 0)))]),
+        ("ABBBCBC", [(0, ((1,),)), (1, ((3, 1), (1, 1)))]),
+        # Without a period, and with a kind between the others that occurs once.
+        ("ABBACAAB", [(0, ((1, 2, 0), (1, 0, 1), (2, 1, 0)))]),
+        ("ABC", [(0, ((1,),)), (1, ((1,),)), (2, ((1,),))]),
         ("", []),
     ],
 )
 def test_stretches_are_the_layers_in_order(kinds, stretches):
     assert find_stretches(kinds) == stretches
+
+
+@given(st.text("ABCD", max_size=20))
+def test_stretches_have_every_layer_once_and_every_kind_in_one_of_them(kinds):
+    stretches = find_stretches(kinds)
+    order, kinds_of_stretches = [], []
+    for stretch in stretches:
+        assert stretch.start == len(order)
+        num_kinds = len(stretch.counts[0])
+        of_kinds = [stretch.layers_of(kind_idx) for kind_idx in range(num_kinds)]
+        for idxs in of_kinds:
+            assert idxs
+            assert len({kinds[idx] for idx in idxs}) == 1
+        kinds_of_stretches += [kinds[idxs[0]] for idxs in of_kinds]
+        for counts in stretch.counts:
+            for idxs, count in zip(of_kinds, counts, strict=True):
+                order += idxs[:count]
+                del idxs[:count]
+    assert order == list(range(len(kinds)))
+    assert sorted(kinds_of_stretches) == sorted(set(kinds))
 
 
 def set_attention(layer: nnx.Module, **fields: object) -> None:
@@ -294,6 +318,8 @@ def place_at(row: int, *, cache=NARROW, inputs_idx=0, group_idx=0) -> LayerPlace
         # By turns of two formats, or of two block sizes: one loop with both in its body.
         ([place_at(row, cache=(NARROW, WIDE)[row % 2]) for row in range(4)], 2),
         ([place_at(row, inputs_idx=row % 2, group_idx=0) for row in range(4)], 2),
+        # Of two formats without a period: both in a loop of their own, within a loop.
+        ([place_at(row, cache=(NARROW, WIDE)[int(i)]) for row, i in enumerate("0110001")], 2),
         # No two next to each other alike in format and block size.
         ([place_at(0), place_at(0, cache=WIDE), place_at(0, inputs_idx=1)], 3),
     ],
