@@ -103,6 +103,9 @@ class Embedding(nnx.Module):
 
     The scale is rounded to the table's dtype first, as Hugging Face does: 55.43 is 55.5 in
     bfloat16.
+
+    Attributes:
+        is_turned: The table is stored as its transpose, f[hidden, vocab] (`turn`).
     """
 
     def __init__(
@@ -110,18 +113,33 @@ class Embedding(nnx.Module):
     ) -> None:
         self.embedding = nnx.Param(jnp.zeros((vocab_size, hidden_size), dtype))
         self.scale = scale
+        self.is_turned = False
+
+    def turn(self) -> None:
+        """Makes an embedding without weights one whose table is stored as its transpose."""
+        table = self.embedding.get_value()
+        self.embedding.set_value(jax.ShapeDtypeStruct(table.shape[::-1], table.dtype))
+        self.is_turned = True
 
     def weight_rules(self, name: str) -> dict[str, WeightRule]:
         """See `HasWeights.weight_rules`."""
-        weight = Source(name=f"{name}.weight", shape=self.embedding.get_value().shape)
-        return {"embedding": WeightRule(sources=(weight,), layout="table", axes=("vocab", None))}
+        shape = self.embedding.get_value().shape
+        if not self.is_turned:
+            weight = Source(name=f"{name}.weight", shape=shape)
+            rule = WeightRule(sources=(weight,), layout="table", axes=("vocab", None))
+        else:
+            weight = Source(name=f"{name}.weight", shape=shape[::-1])
+            rule = WeightRule(sources=(weight,), layout="turned_table", axes=(None, "vocab"))
+        return {"embedding": rule}
 
     def __call__(
         self,
         token_ids: jax.Array,  # i32[num_tokens], in [0, vocab)
     ) -> jax.Array:  # f[num_tokens, hidden]
-        rows = self.embedding[...].at[token_ids]
-        rows = rows.get(mode="promise_in_bounds", wrap_negative_indices=False)
+        table = self.embedding[...]
+        places = table.at[:, token_ids] if self.is_turned else table.at[token_ids]
+        rows = places.get(mode="promise_in_bounds", wrap_negative_indices=False)
+        rows = rows.T if self.is_turned else rows
         return rows if self.scale == 1.0 else rows * jnp.asarray(self.scale, rows.dtype)
 
     def attend(
@@ -129,4 +147,5 @@ class Embedding(nnx.Module):
         hidden: jax.Array,  # f[num_logits, hidden]
     ) -> jax.Array:  # f32[num_logits, vocab]
         """Scores every token with its own embedding, not scaled: the head where it is tied."""
-        return dot_float32(hidden, self.embedding[...].T)
+        table = self.embedding[...]
+        return dot_float32(hidden, table if self.is_turned else table.T)

@@ -74,7 +74,8 @@ def load_model(
     make_structure = functools.partial(
         _Structure,
         dtype=platform.weight_dtype(config.dtype) if dtype == "auto" else dtype,
-        copies_tied_head=platform.copies_tied_head,
+        platform=platform,
+        changes_kernels=panel_width is not None or product_dtype != "auto",
     )
     structure = make_structure(config)
     if checkpoint is not None and config.tie_word_embeddings:
@@ -114,14 +115,20 @@ class _Structure:
         config: ModelConfig,
         *,
         dtype: ModelDtype,
-        copies_tied_head: bool,
+        platform: Platform,
+        changes_kernels: bool,
     ) -> None:
         self.config = config
-        has_head_kernel = copies_tied_head or not config.tie_word_embeddings
+        tied_head = None
+        if config.tie_word_embeddings:
+            tied_head = platform.tied_head(dtype, changes_kernels=changes_kernels)
+        has_head_kernel = tied_head in (None, "copy")
         model_class = family_class(config.architecture)
         abstract_model = nnx.eval_shape(
             lambda: model_class(config, has_head_kernel=has_head_kernel, dtype=jnp.dtype(dtype))
         )
+        if tied_head == "columns":
+            abstract_model.embed_tokens.turn()
         name_linears(abstract_model)
         linears = {
             ".".join(map(str, path))
@@ -176,7 +183,7 @@ def _read_params(structure: _Structure, checkpoint: SafetensorsCheckpoint) -> li
     # One parameter at a time, so that the host never holds a second copy of the model.
     for name, rule, wanted in zip(structure.names, structure.rules, structure.shapes, strict=True):
         weight_np = rule.combined([_read(checkpoint, source.name) for source in rule.sources])
-        is_transposed = rule.layout in ("matrix", "experts")
+        is_transposed = rule.layout in ("matrix", "experts", "turned_table")
         param = _to_param(weight_np, wanted.dtype, is_transposed=is_transposed)
         if param.shape != wanted.shape:
             raise ModelError(

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax
 
@@ -19,6 +19,13 @@ from models.platforms.processor import num_cores
 _MAX_COMPILE_THREADS = 8
 
 
+# How a model stores an embedding that is also its vocabulary head:
+# - rows: one array [vocab, hidden], as in the checkpoint
+# - columns: one array [hidden, vocab], whose columns the embedding reads
+# - copy: both arrays; the second one is the kernel of a `Linear`
+TiedHead = Literal["rows", "columns", "copy"]
+
+
 @dataclass(frozen=True, slots=True)
 class Platform:
     """Frozen and hashable. A class for each kind of processor overrides the choices that differ.
@@ -32,8 +39,6 @@ class Platform:
     block_size: ClassVar[int] = 16
     # The width of a stored head is a multiple of this.
     head_dim_step: ClassVar[int] = 1
-    # Whether a tied vocabulary head has an array of its own, a transposed copy of the embedding.
-    copies_tied_head: ClassVar[bool] = False
     # Whether one program serves several numbers of tokens (`ForwardBatch.widths`), so that fewer
     # programs are compiled.
     shares_programs: ClassVar[bool] = False
@@ -73,6 +78,16 @@ class Platform:
     def page_shape(self, num_elements: int) -> tuple[int, ...]:
         """The trailing axes of the array of pages, for `num_elements` of `page_dtype` per page."""
         return (num_elements,)
+
+    def tied_head(self, dtype: str, *, changes_kernels: bool) -> TiedHead:
+        """How an embedding that is also the vocabulary head is stored.
+
+        Args:
+            dtype: Of the embedding.
+            changes_kernels: Kernels of `Linear` have fewer bits than the embedding, or lie in
+                panels.
+        """
+        return "rows"
 
     def compiler_options(
         self, dtypes: Collection[str], *, batch_invariant: bool = False

@@ -12,7 +12,7 @@ from models.carry import Carry
 from models.config import ModelDtype
 from models.layer_context import LayerContext
 from models.layer_loop import PlacedLayer, run_in_loop
-from models.platforms.base import Platform
+from models.platforms.base import Platform, TiedHead
 from models.platforms.huge_pages import use_huge_pages
 from models.platforms.processor import (
     instruction_sets,
@@ -41,8 +41,6 @@ class CPU(Platform):
     name: ClassVar[str] = "cpu"
     # Reading blocks of 64 in random order is faster than reading blocks of 16.
     block_size: ClassVar[int] = 64
-    # XLA:CPU multiplies with a transposed embedding much more slowly than with a copy.
-    copies_tied_head: ClassVar[bool] = True
     shares_programs: ClassVar[bool] = True
     samples_in_chunks: ClassVar[bool] = True
     measures_memory: ClassVar[bool] = False
@@ -87,6 +85,17 @@ class CPU(Platform):
         if set(dtypes) == {"float32"} and not batch_invariant:
             options |= _float32_products(self.num_threads, self.instruction_sets)
         return options
+
+    def tied_head(self, dtype: str, *, changes_kernels: bool) -> TiedHead:
+        """As `Platform.tied_head`.
+
+        YNNPACK multiplies with rows faster than with columns. XLA's own products take many times
+        as long with rows. `docs/design/cpu.md` has the figures.
+        """
+        if changes_kernels:
+            return "copy"
+        uses_ynnpack = _YNNPACK_DOES not in self.compiler_options({dtype})
+        return "rows" if uses_ynnpack and "avx512f" in self.instruction_sets else "columns"
 
     def column_panel_width(self, *, batch_invariant: bool = False) -> int | None:
         """Columns of the panels that float32 kernels are to lie in (`split_columns`).

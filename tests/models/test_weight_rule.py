@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from models import load_model
 from models.errors import ModelError
 from models.families.llama import LlamaForCausalLM
+from models.platforms import CPU
 from models.registry import FAMILIES
 from models.weight_rule import Source, WeightRule, param_spec
 from tests.models.steppers import model_of
@@ -102,9 +103,18 @@ def test_a_parameter_in_a_list_is_split_as_its_rule_says():
     )
 
 
-def test_a_tied_head_is_the_embedding():
-    (source,) = model_of("llama_tied").weight_rules["lm_head.kernel"].sources
-    assert source.name == "model.embed_tokens.weight"
+@pytest.mark.parametrize("panel_width", [None, 64])
+def test_a_tied_head_is_the_embedding(tmp_path, panel_width):
+    platform = CPU(num_threads=2, instruction_sets=frozenset({"avx2"}))
+    folder = write_recipe(tmp_path, "llama_tied")
+    rules = load_model(folder, platform=platform, panel_width=panel_width).weight_rules
+    assert ("lm_head.kernel" in rules) == (panel_width is not None)
+    if panel_width is None:
+        rule = rules["embed_tokens.embedding"]
+        assert (rule.layout, rule.axes) == ("turned_table", (None, "vocab"))
+    else:
+        (source,) = rules["lm_head.kernel"].sources
+        assert source.name == "model.embed_tokens.weight"
 
 
 def test_sources_are_combined():

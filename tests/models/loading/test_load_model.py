@@ -111,8 +111,8 @@ def test_dummy_norms_of_gemma_scale_by_one(tmp_path):
     params = dict(zip(loaded.param_names, loaded.params, strict=True))
     assert not np.any(params["norm.offset"])
     assert not np.any(params["layers.0.self_attn.q_norm.offset"])
-    # Embedding, head, seven products and seven norms; the CPU keeps a head of its own.
-    assert len(params) == 15 + (jax.default_backend() == "cpu")
+    # An embedding that is the head too, seven products and seven norms.
+    assert len(params) == 15
 
 
 def test_missing_weights_are_named(tmp_path):

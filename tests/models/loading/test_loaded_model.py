@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from models import AttentionFormat, CachePlace, ModelError
 from models.decoder_spec import SELF_ATTENTION
@@ -14,7 +15,7 @@ from models.forward_batch import ForwardBatch, GroupInputs
 from models.layers.linear import Linear
 from models.loading.load_model import load_model
 from models.loading.loaded_model import LoadedModel
-from models.platforms import CPU, GPU
+from models.platforms import CPU
 from models.registry import FAMILIES
 from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.oracles.placed_model import place_model
@@ -38,16 +39,31 @@ def test_functions_use_the_params_they_are_given(tmp_path):
     np.testing.assert_allclose(doubled, 2 * logits, rtol=1e-6)
 
 
-def test_tied_head_without_a_copy_gives_the_same_logits(tmp_path):
-    folder = write_random_checkpoint(tmp_path, num_layers=1, tie=True)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_tied_head_is_stored_once_in_rows_or_columns_or_copied(tmp_path, family):
+    folder = write_random_checkpoint(tmp_path, family, num_layers=1, tie=True)
     hidden = jnp.asarray(np.random.RandomState(0).standard_normal((3, 64)), jnp.float32)
-    logits = {}
-    platforms = {"cpu": CPU.of_this_machine(), "gpu": GPU()}
-    for name, platform in platforms.items():  # only a CPU keeps the transposed copy
-        loaded = load_model(folder, dtype="float32", platform=platform)
-        assert ("lm_head.kernel" in loaded.param_names) == (name == "cpu")
-        logits[name] = loaded.compute_logits(loaded.params, hidden)
-    np.testing.assert_allclose(logits["cpu"], logits["gpu"], rtol=1e-5, atol=1e-5)
+    token_ids = jnp.asarray([0, 159, 7, 7])
+    found = {}
+    for has, num_threads in ((("avx2",), 2), (("avx2", "avx512f"), 2), ((), 1)):
+        platform = CPU(num_threads=num_threads, instruction_sets=frozenset(has))
+        panel_width = None if has else 64
+        loaded = load_model(folder, dtype="float32", platform=platform, panel_width=panel_width)
+        params = dict(zip(loaded.param_names, loaded.params, strict=True))
+        model = nnx.merge(loaded.graphdef, jax.tree.unflatten(loaded.params_treedef, loaded.params))
+        tables = tuple(
+            array.shape for name, array in params.items() if name.startswith(("embed", "lm_head"))
+        )
+        found[tables] = (
+            loaded.compute_logits(loaded.params, hidden),
+            model.embed_tokens(token_ids),
+        )
+    panels = ((64, 64), (64, 64), (64, 32))
+    assert found.keys() == {((64, 160),), ((160, 64),), ((160, 64), *panels)}
+    first, *others = found.values()
+    for logits, rows in others:
+        np.testing.assert_allclose(logits, first[0], rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(rows, first[1])
 
 
 def test_cache_keeps_its_shape_and_dtype(tmp_path):

@@ -39,6 +39,25 @@ def test_with_avx2_alone_ynnpack_does_reductions_and_no_products(num_cores):
     assert options(num_cores=num_cores, has=["avx2"])[YNNPACK] == REDUCTIONS
 
 
+@pytest.mark.parametrize(
+    ("dtype", "num_cores", "has", "wanted"),
+    [
+        ("float32", 2, ("avx2", "avx512f"), "rows"),
+        ("bfloat16", 1, ("avx2", "avx512f"), "rows"),
+        # XLA's own products.
+        ("float32", 1, ("avx2", "avx512f"), "columns"),
+        ("float32", 2, ("avx2",), "columns"),
+        # Not measured.
+        ("bfloat16", 2, ("avx2",), "columns"),
+        ("float32", 2, (), "columns"),
+    ],
+)
+def test_tied_head_lies_as_the_library_that_multiplies_reads_it_best(dtype, num_cores, has, wanted):
+    platform = CPU(num_threads=num_cores, instruction_sets=frozenset(has))
+    assert platform.tied_head(dtype, changes_kernels=False) == wanted
+    assert platform.tied_head(dtype, changes_kernels=True) == "copy"
+
+
 def test_left_out_products_are_xlas_own_and_reductions_may_stay():
     def product_and_reduction(x, w):
         return x @ w, jnp.max(x, axis=1)
