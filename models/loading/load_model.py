@@ -27,9 +27,6 @@ from models.weight_rule import WeightRule
 
 LoadDtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
-# Elements of a weight that the host casts and turns itself, in a few milliseconds: a program for it
-# is 0.03 s to compile, for each shape, at every start.
-_MAX_HOST_CAST = 2**20
 
 
 def load_model(
@@ -86,7 +83,7 @@ def load_model(
     if checkpoint is None:
         params = _random_params(structure, seed)
     else:
-        params = _read_params(structure, checkpoint)
+        params = _read_params(structure, checkpoint, platform)
     for param_idx, rule in enumerate(structure.rules):
         if rule.layout == "experts":
             params[param_idx] = _as_stored(params[param_idx], platform)
@@ -169,7 +166,9 @@ class _Structure:
         return self.rules[self.names.index(name)]
 
 
-def _read_params(structure: _Structure, checkpoint: SafetensorsCheckpoint) -> list[jax.Array]:
+def _read_params(
+    structure: _Structure, checkpoint: SafetensorsCheckpoint, platform: Platform
+) -> list[jax.Array]:
     ignored = set(filter(structure.ignores_weight, checkpoint.weights))
     if structure.config.tie_word_embeddings:
         ignored.add(HEAD_WEIGHT)
@@ -184,7 +183,9 @@ def _read_params(structure: _Structure, checkpoint: SafetensorsCheckpoint) -> li
     for name, rule, wanted in zip(structure.names, structure.rules, structure.shapes, strict=True):
         weight_np = rule.combined([_read(checkpoint, source.name) for source in rule.sources])
         is_transposed = rule.layout in ("matrix", "experts", "turned_table")
-        param = _to_param(weight_np, wanted.dtype, is_transposed=is_transposed)
+        if weight_np.dtype == np.float64:  # no float64 on the device
+            weight_np = weight_np.astype(np.float32)
+        param = platform.put_weight(weight_np, wanted.dtype, is_transposed=is_transposed)
         if param.shape != wanted.shape:
             raise ModelError(
                 f"the weight rule of parameter {name!r} made an array of shape {param.shape}; "
@@ -196,26 +197,6 @@ def _read_params(structure: _Structure, checkpoint: SafetensorsCheckpoint) -> li
 
 def _read(checkpoint: SafetensorsCheckpoint, name: str) -> np.ndarray:
     return checked_finite(checkpoint.read(name), name=name, where=str(checkpoint.folder))
-
-
-def _to_param(weight_np: np.ndarray, dtype: jnp.dtype, *, is_transposed: bool) -> jax.Array:
-    if weight_np.dtype == np.float64:  # no float64 on the device
-        weight_np = weight_np.astype(np.float32)
-    if weight_np.size <= _MAX_HOST_CAST:
-        if is_transposed:
-            weight_np = weight_np.swapaxes(-1, -2)
-        with np.errstate(over="ignore"):  # what float16 cannot hold is infinite, as on the device
-            weight_np = weight_np.astype(dtype, order="C")
-        return jax.device_put(weight_np, may_alias=False)
-    return _cast_and_transpose(jax.device_put(weight_np), dtype, is_transposed)
-
-
-@functools.partial(jax.jit, static_argnames=("dtype", "is_transposed"))
-def _cast_and_transpose(weight: jax.Array, dtype: jnp.dtype, is_transposed: bool) -> jax.Array:
-    weight = weight.astype(dtype)
-    # The copy is forced: a program that changes nothing may return its argument, which on a CPU
-    # can be the reader's own memory.
-    return weight.swapaxes(-1, -2) if is_transposed else jnp.copy(weight)
 
 
 def _as_stored(experts: jax.Array, platform: Platform) -> jax.Array:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from models.cache.format import Pages
 from models.carry import Carry
@@ -13,10 +15,13 @@ from models.layer_context import LayerContext
 from models.layer_loop import PlacedLayer, run_in_turn
 from models.platforms.host_memory import available_memory_bytes
 from models.platforms.processor import num_cores
+from models.platforms.put_weight import cast_on_device, cast_on_host
 
 # Lowering takes about a quarter of a program's time, and programs are lowered one after the other.
 # More threads would mostly wait for the next lowered program.
 _MAX_COMPILE_THREADS = 8
+# Numbers of a weight that the host casts and transposes itself.
+_MAX_HOST_CAST = 2**20
 
 
 # How a model stores an embedding that is also its vocabulary head:
@@ -118,6 +123,20 @@ class Platform:
     ) -> tuple[Carry, Pages]:
         """Runs layers one after the other; the last one may go on with fewer tokens."""
         return run_in_turn(layers, carry, pages, context)
+
+    def put_weight(
+        self, weight_np: np.ndarray, dtype: jnp.dtype, *, is_transposed: bool
+    ) -> jax.Array:
+        """Brings an array of a checkpoint to the device.
+
+        Args:
+            is_transposed: Whether the last two axes are swapped.
+        """
+        # The host casts a small array in a few milliseconds. A program for it takes 0.03 s to
+        # compile, for each shape, at every start.
+        on_host = weight_np.size <= _MAX_HOST_CAST
+        cast = cast_on_host if on_host else cast_on_device
+        return cast(weight_np, dtype, is_transposed=is_transposed)
 
     def prepare_arrays(self, arrays: Iterable[jax.Array]) -> None:
         """Makes the memory of long-lived arrays faster to read; their values do not change."""

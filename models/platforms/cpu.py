@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from models.cache.format import Pages
 from models.carry import Carry
@@ -20,6 +22,7 @@ from models.platforms.processor import (
     num_threads,
     processor_identity,
 )
+from models.platforms.put_weight import cast_on_host
 
 # What YNNPACK does; XLA's default is more than that. Reductions by it compile in less time.
 _YNNPACK_DOES = "xla_cpu_experimental_ynn_fusion_type"
@@ -118,6 +121,12 @@ class CPU(Platform):
         context: LayerContext,
     ) -> tuple[Carry, Pages]:
         return run_in_loop(layers, carry, pages, context)
+
+    def put_weight(
+        self, weight_np: np.ndarray, dtype: jnp.dtype, *, is_transposed: bool
+    ) -> jax.Array:
+        """As `Platform.put_weight`, into huge pages, without programs."""
+        return cast_on_host(weight_np, dtype, is_transposed=is_transposed)
 
     def prepare_arrays(self, arrays: Iterable[jax.Array]) -> None:
         use_huge_pages(arrays)

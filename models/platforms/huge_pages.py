@@ -6,15 +6,38 @@ distributions), nobody asks for JAX's arrays.
 """
 
 import ctypes
+import math
 import sys
 from collections.abc import Iterable
 
 import jax
+import numpy as np
+from numpy.typing import DTypeLike
 
 HUGE_PAGE_BYTES = 2 * 2**20
 # <linux/mman.h>. The first lets pages be huge, the second makes those huge that are there already.
 _MADV_HUGEPAGE = 14
 _MADV_COLLAPSE = 25
+
+
+def empty_in_huge_pages(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+    """An array without values, which the system puts into huge pages as it is written.
+
+    This costs less than `use_huge_pages`, for which the system copies an array. The array begins at
+    a huge page. A device that may share it (`jax.device_put` on a CPU) copies nothing. Arrays
+    smaller than a huge page are ordinary ones.
+    """
+    dtype = np.dtype(dtype)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes < HUGE_PAGE_BYTES:
+        return np.empty(shape, dtype)
+    memory_np = np.empty(num_bytes + HUGE_PAGE_BYTES, np.uint8)
+    start = -memory_np.ctypes.data % HUGE_PAGE_BYTES
+    array_np = memory_np[start : start + num_bytes].view(dtype).reshape(shape)
+    if sys.platform.startswith("linux"):
+        size = num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        _libc().madvise(array_np.ctypes.data, size, _MADV_HUGEPAGE)
+    return array_np
 
 
 def use_huge_pages(arrays: Iterable[jax.Array]) -> int:
@@ -29,13 +52,18 @@ def use_huge_pages(arrays: Iterable[jax.Array]) -> int:
     """
     if not sys.platform.startswith("linux"):
         return 0
-    libc = ctypes.CDLL(None)
-    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    libc = _libc()
     return sum(
         _collapse(libc, start, end - start)
         for start, end in _stretches(arrays)
         if end - start > HUGE_PAGE_BYTES
     )
+
+
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return libc
 
 
 def _stretches(arrays: Iterable[jax.Array]) -> list[tuple[int, int]]:
