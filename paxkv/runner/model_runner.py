@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import itertools
+import logging
 from collections.abc import Sequence
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models import AttentionFormat, KernelSettings, LoadedModel
+from models.platforms.resident_memory import resident_bytes, return_freed_memory
 from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfig
 from paxkv.contracts.executor import StepHandle
 from paxkv.contracts.kv_cache_spec import KVCacheConfig
@@ -36,6 +38,7 @@ from paxkv.runner.memory.memory_plan import (
     MemoryPlan,
     measure_device_memory,
     plan_memory,
+    report_memory,
 )
 from paxkv.runner.memory.zeros import put_zeros
 from paxkv.runner.profiler import Profiler
@@ -55,6 +58,8 @@ from paxkv.runner.sampling.step_sampler import StepSampler
 from paxkv.runner.sampling.wide_logprobs import num_told_logits
 
 DEFAULT_RUNNER_CONFIG = RunnerConfig()
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -190,6 +195,10 @@ class ModelRunner:
             prepared = thread.submit(self._platform.prepare_arrays, arrays)
             num_programs = self._programs.warm_up(self._kv_cache, show_progress=self._show_progress)
             prepared.result()
+        return_freed_memory()
+        if not self._platform.measures_memory and (resident := resident_bytes()) is not None:
+            weights = sum(param.nbytes for param in self._params)
+            logger.info("%s", report_memory(resident, weights, self.memory_plan.pool_bytes))
         return num_programs
 
     def start_profile(self, folder: str) -> bool:

@@ -298,3 +298,18 @@ def _dtype_of(spec: KVCacheSpec) -> str:
 
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
+
+
+def report_memory(resident_bytes: int, weight_bytes: int, pool_bytes: int) -> str:
+    """The memory of a CPU's process in one line, for the log.
+
+    Args:
+        resident_bytes: What the process occupies after the start. The KV cache occupies nothing
+            until requests fill it.
+    """
+    other_bytes = max(0, resident_bytes - weight_bytes)
+    return (
+        f"memory: {_mib(resident_bytes)} in use after the start, {_mib(weight_bytes)} of it "
+        f"weights and {_mib(other_bytes)} programs, libraries and buffers; the KV cache takes up "
+        f"to {_mib(pool_bytes)} more as requests fill it"
+    )

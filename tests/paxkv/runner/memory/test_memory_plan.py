@@ -15,6 +15,7 @@ from paxkv.runner.memory.memory_plan import (
     DeviceMemory,
     measure_device_memory,
     plan_memory,
+    report_memory,
 )
 
 
@@ -239,3 +240,10 @@ def test_device_memory_counts_whatever_is_in_use(monkeypatch):
     assert measure({"bytes_limit": 10**6}, GPU()).used_bytes == 4000
     with pytest.raises(ConfigError, match="num_gpu_blocks_override"):
         measure(None, GPU())
+
+
+def test_memory_of_the_process_is_told_by_parts():
+    mib = 2**20
+    line = report_memory(3000 * mib, 2400 * mib, 1024 * mib)
+    for part in ("3000.0 MiB in use", "2400.0 MiB of it weights", "600.0 MiB programs", "1024.0"):
+        assert part in line
