@@ -2,11 +2,14 @@
 
     python -m benchmarks.startup
     python -m benchmarks.startup --num-repetitions 5 -- --model FOLDER --max-num-seqs 16
+    python -m benchmarks.startup --shape qwen3-0.6b --num-repetitions 1
 
 Each repetition starts `python -m paxkv.serve` twice on a free port: first with an empty folder of
 compiled programs (cold), then with the programs that the first start left there (warm). It asks for
 one token when the server is ready, then stops it. Flags after `--` go to the server; with
-`--compiled-dir FOLDER`, both starts load what `python -m paxkv.compile` wrote.
+`--compiled-dir FOLDER`, both starts load what `python -m paxkv.compile` wrote. With --shape, the
+model is a random checkpoint in the shape of a published one. It is written before the first start
+and deleted after the last.
 
 Milestones, in seconds since the start of the process:
 
@@ -15,12 +18,20 @@ Milestones, in seconds since the start of the process:
     ready        the port is open
     first token  the first piece of an answer has arrived over HTTP
 
+After the first token, on Linux, the costs of the server and its engine processes are read:
+
+    CPU s          user and system time
+    peak RSS       each process's own peak of resident memory, summed
+    RSS            resident memory now; weights that were read from a mapped file may count too
+    anonymous      the part of it that is no file
+
 A process imports everything before the first measurement, so that the files are in memory in every
 measured start. The cache folder is a fresh XDG_CACHE_HOME, and JAX_COMPILATION_CACHE_DIR is removed
 from the server's environment. `python -m benchmarks.report` draws the rows.
 """
 
 import argparse
+import contextlib
 import os
 import re
 import statistics
@@ -37,11 +48,20 @@ import httpx
 
 from benchmarks.command_line import output_file, positive_float, positive_int, run_benchmark
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
+from benchmarks.startup.process_cost import process_cost
+from benchmarks.startup.shapes import SHAPES, write_shape
 from benchmarks.tables import markdown_table, spread
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MILESTONES = ("model", "programs", "ready", "first token")
 STARTS = ("cold", "warm")
+# Figure -> its name in the table.
+COSTS = {
+    "cpu_s": "CPU s",
+    "peak_rss_mib": "peak RSS, MiB",
+    "rss_mib": "RSS, MiB",
+    "anonymous_mib": "anonymous, MiB",
+}
 SERVE_COMMAND = (sys.executable, "-m", "paxkv.serve")
 _IMPORT = "import paxkv.serve, paxkv.entrypoints.engine_process"
 # What the server prints at each milestone; the first two groups of "programs" are counts.
@@ -61,7 +81,7 @@ class StartError(Exception):
 def measure_start(
     serve_arguments: Sequence[str], cache_home: Path, timeout_s: float
 ) -> dict[str, float]:
-    """Seconds to each of `MILESTONES`, and "num_loaded" and "num_compiled" programs.
+    """Seconds to each of `MILESTONES`, "num_loaded" and "num_compiled" programs, and `COSTS`.
 
     Raises:
         StartError: The server ended early, took too long, or gave no token.
@@ -82,7 +102,7 @@ def measure_start(
     try:
         figures, url = _read_milestones(process, start)
         figures["first token"] = _first_token_time(url, timeout_s) - start
-        return figures
+        return figures | process_cost(process.pid)
     finally:
         watchdog.cancel()
         _stop(process)
@@ -201,12 +221,19 @@ def result_rows(
     figures: Mapping[str, Mapping[str, Sequence[float]]],
     serve_arguments: Sequence[str],
     device: str,
+    shape: str | None = None,
 ) -> list[ResultRow]:
+    """One row per start and figure.
+
+    Args:
+        serve_arguments: Flags without the folder of `shape`.
+    """
+    of_shape = "" if shape is None else f" shape={shape}"
     flags = " ".join(serve_arguments) or "none"
     return [
         ResultRow(
             benchmark="benchmarks.startup",
-            case=f"start={start} flags={flags}",
+            case=f"start={start}{of_shape} flags={flags}",
             metric=f"{name.replace(' ', '_')}_s" if name in MILESTONES else name,
             values=values,
             device=device,
@@ -224,6 +251,9 @@ def table(figures: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
     for name in ("num_compiled", "num_loaded"):
         cells = [f"{statistics.median(by_name[name]):g}" for by_name in figures.values()]
         lines.append([f"programs {name.removeprefix('num_')}", *cells])
+    for name, label in COSTS.items():
+        if all(name in by_name for by_name in figures.values()):
+            lines.append([label, *(spread(by_name[name]) for by_name in figures.values())])
     made = markdown_table(["s since process start", *figures], lines)
     if max(figures["warm"]["num_compiled"]) > 0:
         made += (
@@ -235,17 +265,30 @@ def table(figures: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
+    flags = arguments.serve_arguments
     try:
         _import_everything()
-        figures = measure_starts(
-            arguments.serve_arguments, arguments.num_repetitions, arguments.timeout_s
-        )
+        with _model_arguments(arguments.shape) as model:
+            figures = measure_starts(
+                [*model, *flags], arguments.num_repetitions, arguments.timeout_s
+            )
     except StartError as error:
         print(f"benchmarks.startup: error: {error}", file=sys.stderr)
         return 1
-    append_rows(result_rows(figures, arguments.serve_arguments, arguments.device), arguments.out)
+    rows = result_rows(figures, flags, arguments.device, arguments.shape)
+    append_rows(rows, arguments.out)
     print(table(figures))
     return 0
+
+
+@contextlib.contextmanager
+def _model_arguments(shape: str | None) -> Iterator[list[str]]:
+    """Flags that name a random model of that shape, which exists until the context ends."""
+    if shape is None:
+        yield []
+        return
+    with tempfile.TemporaryDirectory(prefix=f"paxkv-{shape}-") as folder:
+        yield ["--model", str(write_shape(Path(folder), shape))]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -254,6 +297,9 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), help="serve a random model in this shape"
     )
     parser.add_argument("--num-repetitions", type=positive_int, default=3, metavar="N")
     parser.add_argument(

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from benchmarks import startup
+from benchmarks.startup import __main__ as startup
 
 # Prints as the server does, in the same order, and answers one request over HTTP.
 FAKE_SERVER = """
