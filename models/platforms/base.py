@@ -7,6 +7,8 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
 
 from models.cache.format import Pages
 from models.carry import Carry
@@ -140,6 +142,12 @@ class Platform:
 
     def prepare_arrays(self, arrays: Iterable[jax.Array]) -> None:
         """Makes the memory of long-lived arrays faster to read; their values do not change."""
+
+    def allocate_zeros(
+        self, shape: tuple[int, ...], dtype: DTypeLike, sharding: Sharding
+    ) -> jax.Array:
+        """A long-lived array of zeros."""
+        return jnp.zeros(shape, dtype, device=sharding)
 
     def total_memory_bytes(self, limit_bytes: int) -> int:
         """Memory of the device, where JAX may take `limit_bytes` of it."""

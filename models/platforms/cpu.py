@@ -8,6 +8,8 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
 
 from models.cache.format import Pages
 from models.carry import Carry
@@ -16,6 +18,7 @@ from models.layer_context import LayerContext
 from models.layer_loop import PlacedLayer, run_in_loop
 from models.platforms.base import Platform, TiedHead
 from models.platforms.huge_pages import use_huge_pages
+from models.platforms.lazy_zeros import lazy_zeros
 from models.platforms.processor import (
     instruction_sets,
     num_cores,
@@ -130,6 +133,12 @@ class CPU(Platform):
 
     def prepare_arrays(self, arrays: Iterable[jax.Array]) -> None:
         use_huge_pages(arrays)
+
+    def allocate_zeros(
+        self, shape: tuple[int, ...], dtype: DTypeLike, sharding: Sharding
+    ) -> jax.Array:
+        """Memory that no step has written to takes none of the machine's."""
+        return lazy_zeros(shape, dtype, sharding)
 
     def identity(self) -> dict[str, str]:
         return {

@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike
 
 HUGE_PAGE_BYTES = 2 * 2**20
 # <linux/mman.h>. The first lets pages be huge, the second makes those huge that are there already.
-_MADV_HUGEPAGE = 14
+MADV_HUGEPAGE = 14
 _MADV_COLLAPSE = 25
 
 
@@ -36,7 +36,7 @@ def empty_in_huge_pages(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
     array_np = memory_np[start : start + num_bytes].view(dtype).reshape(shape)
     if sys.platform.startswith("linux"):
         size = num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-        _libc().madvise(array_np.ctypes.data, size, _MADV_HUGEPAGE)
+        load_libc().madvise(array_np.ctypes.data, size, MADV_HUGEPAGE)
     return array_np
 
 
@@ -52,7 +52,7 @@ def use_huge_pages(arrays: Iterable[jax.Array]) -> int:
     """
     if not sys.platform.startswith("linux"):
         return 0
-    libc = _libc()
+    libc = load_libc()
     return sum(
         _collapse(libc, start, end - start)
         for start, end in _stretches(arrays)
@@ -60,7 +60,8 @@ def use_huge_pages(arrays: Iterable[jax.Array]) -> int:
     )
 
 
-def _libc() -> ctypes.CDLL:
+def load_libc() -> ctypes.CDLL:
+    """The C library, with the types of `madvise`."""
     libc = ctypes.CDLL(None)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return libc
@@ -86,6 +87,6 @@ def _stretches(arrays: Iterable[jax.Array]) -> list[tuple[int, int]]:
 def _collapse(libc: ctypes.CDLL, address: int, num_bytes: int) -> int:
     start = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     size = (address + num_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES - start
-    if size <= 0 or libc.madvise(start, size, _MADV_HUGEPAGE) != 0:
+    if size <= 0 or libc.madvise(start, size, MADV_HUGEPAGE) != 0:
         return 0
     return size if libc.madvise(start, size, _MADV_COLLAPSE) == 0 else 0

@@ -189,10 +189,9 @@ class ModelRunner:
 
     def warm_up(self) -> int:
         """Loads or compiles every program that traffic can ask for; returns their number."""
-        arrays = (*self._params, self._kv_cache)
-        # Beside the programs: on a CPU the system copies what is to lie in huge pages.
+        # While programs are compiled: on a CPU the system copies weights into huge pages.
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            prepared = thread.submit(self._platform.prepare_arrays, arrays)
+            prepared = thread.submit(self._platform.prepare_arrays, self._params)
             num_programs = self._programs.warm_up(self._kv_cache, show_progress=self._show_progress)
             prepared.result()
         return_freed_memory()

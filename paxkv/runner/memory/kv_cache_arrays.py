@@ -88,7 +88,7 @@ def allocate_kv_cache(
     """
     pages = abstract_kv_cache(config, mesh, platform, kv_dtype)
     try:
-        return jnp.zeros(pages.shape, pages.dtype, device=pages.sharding)
+        return platform.allocate_zeros(pages.shape, pages.dtype, pages.sharding)
     except jax.errors.JaxRuntimeError as error:
         if not str(error).startswith("RESOURCE_EXHAUSTED"):
             raise
