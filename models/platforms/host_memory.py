@@ -5,21 +5,33 @@ from pathlib import Path
 from typing import NamedTuple
 
 _MEMINFO = Path("/proc/meminfo")
+_OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 class _ControlGroup(NamedTuple):
-    """Files of the group that this process is in, as a container sees them."""
+    """Where a version of Linux' control groups has its files.
+
+    Args:
+        controllers: As lines of /proc/self/cgroup name them; the path of the process follows.
+        limits: Files that each may hold a limit.
+        stat_prefix: Of the lines of memory.stat that count the groups below it too.
+    """
 
     folder: Path
-    limit: str
+    controllers: str
+    limits: tuple[str, ...]
     usage: str
-    stat_prefix: str  # of the lines of memory.stat that count the groups below it too
+    stat_prefix: str
 
 
 _CONTROL_GROUPS = (
-    _ControlGroup(Path("/sys/fs/cgroup"), "memory.max", "memory.current", ""),
+    _ControlGroup(Path("/sys/fs/cgroup"), "", ("memory.max", "memory.high"), "memory.current", ""),
     _ControlGroup(
-        Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+        Path("/sys/fs/cgroup/memory"),
+        "memory",
+        ("memory.limit_in_bytes",),
+        "memory.usage_in_bytes",
+        "total_",
     ),
 )
 
@@ -29,28 +41,51 @@ def available_memory_bytes() -> int:
 
     Half of the machine's memory where Linux does not say what is free.
     """
-    if not _MEMINFO.is_file():
+    meminfo = _numbers(_MEMINFO)
+    if "MemAvailable:" not in meminfo:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    of_machine = _numbers(_MEMINFO)["MemAvailable:"] * 1024
-    return min(of_machine, *(_available_in(group, of_machine) for group in _CONTROL_GROUPS))
+    of_machine = meminfo["MemAvailable:"] * 1024
+    folders = ((group, folder) for group in _CONTROL_GROUPS for folder in _folders(group))
+    return min(of_machine, *(_available_in(group, folder, of_machine) for group, folder in folders))
 
 
-def _available_in(group: _ControlGroup, of_machine: int) -> int:
+def _folders(group: _ControlGroup) -> list[Path]:
+    """The group of this process and all groups around it: each may have a limit.
+
+    A container often sees its own group as the root, whatever /proc/self/cgroup says.
+    """
+    own = "/"
+    if _OWN_GROUPS.is_file():
+        # As in 4:memory:/user.slice/a.service, and in 0::/user.slice/a.service for version 2.
+        lines = (line.split(":", 2) for line in _OWN_GROUPS.read_text().splitlines())
+        paths = (line[2] for line in lines if group.controllers in line[1].split(","))
+        own = next(paths, own)
+    path = group.folder / own.lstrip("/")
+    return [path, *path.parents[: len(path.relative_to(group.folder).parts)]]
+
+
+def _available_in(group: _ControlGroup, folder: Path, of_machine: int) -> int:
     """What a control group may still take; all if it is not there, or has no limit."""
-    try:
-        limit = (group.folder / group.limit).read_text().strip()
-        used = int((group.folder / group.usage).read_text())
-    except OSError:
-        return of_machine
-    if limit == "max":
+    usage = _word(folder / group.usage)
+    limits = [_word(folder / name) for name in group.limits]
+    found = [int(limit) for limit in limits if limit.isdecimal()]
+    if not found or not usage.isdecimal():
         return of_machine
     # Cached files, such as weights just read, count as used but give way.
-    stat = _numbers(group.folder / "memory.stat")
-    cached = sum(stat[f"{group.stat_prefix}{kind}_file"] for kind in ("inactive", "active"))
-    return max(0, int(limit) - used + cached)
+    stat = _numbers(folder / "memory.stat")
+    cached = sum(stat.get(f"{group.stat_prefix}{kind}_file", 0) for kind in ("inactive", "active"))
+    return max(0, min(found) - int(usage) + cached)
+
+
+def _word(file: Path) -> str:
+    """The content of a small file; empty if it cannot be read."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
 
 
 def _numbers(file: Path) -> dict[str, int]:
     """The number of each line "name number ...", by its name."""
-    lines = (line.split() for line in file.read_text().splitlines())
-    return {line[0]: int(line[1]) for line in lines}
+    lines = (line.split() for line in _word(file).splitlines())
+    return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdecimal()}

@@ -25,11 +25,12 @@ def machine(tmp_path, monkeypatch):
         group._replace(folder=tmp_path / group.folder.name) for group in host_memory._CONTROL_GROUPS
     ]
     monkeypatch.setattr(host_memory, "_CONTROL_GROUPS", groups)
+    monkeypatch.setattr(host_memory, "_OWN_GROUPS", tmp_path / "own_groups")
     return tmp_path
 
 
 def write_group(folder, limit_file, limit, usage_file, used_bytes, stat):
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / limit_file).write_text(f"{limit}\n")
     (folder / usage_file).write_text(f"{used_bytes}\n")
     (folder / "memory.stat").write_text(stat)
@@ -57,6 +58,32 @@ def test_control_groups_of_version_1_are_read_too(machine, limit, wanted_gib):
         STAT.format(prefix="total_"),
     )
     assert available_memory_bytes() == wanted_gib * GIB
+
+
+@pytest.mark.parametrize("folder", ["user.slice/a.service", "user.slice", "."])
+@pytest.mark.parametrize(
+    ("own_groups", "group", "limit_file", "usage_file", "prefix"),
+    [
+        ("0::/user.slice/a.service\n", "cgroup", "memory.max", "memory.current", ""),
+        ("0::/user.slice/a.service\n", "cgroup", "memory.high", "memory.current", ""),
+        (
+            "5:cpu,cpuacct:/\n4:memory:/user.slice/a.service\n0::/\n",
+            *("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+        ),
+    ],
+)
+def test_limits_of_the_own_group_and_of_all_around_it_count(
+    machine, folder, own_groups, group, limit_file, usage_file, prefix
+):
+    (machine / "own_groups").write_text(own_groups)
+    where = machine / group / folder
+    write_group(where, limit_file, 8 * GIB, usage_file, 6 * GIB, STAT.format(prefix=prefix))
+    assert available_memory_bytes() == 5 * GIB
+
+
+def test_group_without_statistics_counts_all_that_is_used(machine):
+    write_group(machine / "cgroup", "memory.max", 8 * GIB, "memory.current", 6 * GIB, "")
+    assert available_memory_bytes() == 2 * GIB
 
 
 def test_other_systems_have_half_of_their_memory(machine, monkeypatch):
