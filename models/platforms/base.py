@@ -52,8 +52,6 @@ class Platform:
     # Whether tokens of a few rows are drawn at a time. An accelerator takes all rows at once
     # faster: its host would wait for a loop's condition.
     samples_in_chunks: ClassVar[bool] = False
-    # Whether the KV cache takes the memory that the device reports as free.
-    measures_memory: ClassVar[bool] = True
     # Host memory that compiling one program may take: several times what was measured
     # (`docs/design/runner-and-programs.md`).
     compile_bytes: ClassVar[int] = 2**30
@@ -148,6 +146,13 @@ class Platform:
     ) -> jax.Array:
         """A long-lived array of zeros."""
         return jnp.zeros(shape, dtype, device=sharding)
+
+    def free_host_bytes(self) -> int | None:
+        """Memory of the host that the KV cache shares with everything else there.
+
+        None if the KV cache lies in memory of a device.
+        """
+        return None
 
     def total_memory_bytes(self, limit_bytes: int) -> int:
         """Memory of the device, where JAX may take `limit_bytes` of it."""

@@ -17,6 +17,7 @@ from models.config import ModelDtype
 from models.layer_context import LayerContext
 from models.layer_loop import PlacedLayer, run_in_loop
 from models.platforms.base import Platform, TiedHead
+from models.platforms.host_memory import available_memory_bytes
 from models.platforms.huge_pages import use_huge_pages
 from models.platforms.lazy_zeros import lazy_zeros
 from models.platforms.processor import (
@@ -49,7 +50,6 @@ class CPU(Platform):
     block_size: ClassVar[int] = 64
     shares_programs: ClassVar[bool] = True
     samples_in_chunks: ClassVar[bool] = True
-    measures_memory: ClassVar[bool] = False
     # Twice what the largest step of 28 layers took.
     compile_bytes: ClassVar[int] = 2**29
 
@@ -139,6 +139,9 @@ class CPU(Platform):
     ) -> jax.Array:
         """Memory that no step has written to takes none of the machine's."""
         return lazy_zeros(shape, dtype, sharding)
+
+    def free_host_bytes(self) -> int | None:
+        return available_memory_bytes()
 
     def identity(self) -> dict[str, str]:
         return {

@@ -69,8 +69,9 @@ class ModelConfig:
     seed: int = setting("seed of random weights and of requests that bring none", 0)
     max_model_len: int | None = setting(
         "most tokens of prompt and output together; if left out the model's own limit, with its "
-        "rotary embedding's scaling where the KV cache has room for one request of that. auto, or "
-        "-1, is at most that limit, and as much of it as the KV cache has room for",
+        "rotary embedding's scaling. If the KV cache has no room for one request of that length, "
+        "it is the longest length that fits, with a warning. auto, or -1, is the same without the "
+        "warning",
         None,
         spellings={"auto": FIT_MEMORY},
     )
@@ -229,9 +230,10 @@ class CacheConfig:
     gpu_memory_utilization: float = setting(
         "share of the device's memory for weights, activations and KV cache", 0.9
     )
-    cpu_kv_cache_bytes: int = setting(
-        "KV cache size in bytes on the CPU, where total memory is not the engine's to take",
-        256 * 2**20,
+    cpu_kv_cache_bytes: int | None = setting(
+        "KV cache size in bytes on the CPU; if left out as much as is useful, up to half of the "
+        "memory that is free after the weights are loaded: docs/guide/tuning.md has the rule",
+        None,
     )
     prefix_caching_seed: str | None = setting(
         "fixed seed of block hashes; random for each engine if left out", None, is_secret=True

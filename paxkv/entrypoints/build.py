@@ -15,7 +15,13 @@ from pathlib import Path
 from paxkv.client.inproc_client import InprocClient
 from paxkv.client.input_processor import InputProcessor
 from paxkv.client.output_processor import OutputProcessor
-from paxkv.config.engine_config import FIT_MEMORY, CacheConfig, EngineConfig, ModelConfig
+from paxkv.config.engine_config import (
+    FIT_MEMORY,
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+)
 from paxkv.config.generation_config import find_sampling_defaults, generation_config_folder
 from paxkv.config.sampling_defaults import SamplingDefaults
 from paxkv.contracts.engine_start import EngineReady, ModelInfo
@@ -56,6 +62,7 @@ from models.loading.source import resolve_model_folder  # noqa: E402
 from models.platforms import default_platform  # noqa: E402
 from models.platforms.gpu import SHARE_VARIABLE  # noqa: E402
 from paxkv.runner.memory.max_model_len import find_max_model_len  # noqa: E402
+from paxkv.runner.memory.memory_plan import HostMemory, MemoryPlan  # noqa: E402
 from paxkv.runner.model_runner import ModelRunner  # noqa: E402
 from paxkv.runner.programs.program_store import (  # noqa: E402
     CompiledPrograms,
@@ -293,56 +300,67 @@ def _load_model(config: EngineConfig, folder: Path) -> LoadedModel:
 def _make_runner(
     config: EngineConfig, model: LoadedModel, store: ProgramStore | None, *, show_progress: bool
 ) -> ModelRunner:
-    """The runner, with room for one request of its `max_model_len` unless that was asked for."""
+    """The runner. If `max_model_len` is not given, it is the longest that fits the KV cache.
+
+    Raises:
+        KVCacheTooSmallError: The KV cache has no room for one request of the given `max_model_len`,
+            or of two tokens.
+    """
+    host_memory = _host_memory(config.parallel, model)
+    on_host = host_memory is not None
+    cache_config = _cache_config(config.cache, store, on_host=on_host)
 
     def make(max_model_len: int) -> ModelRunner:
         return ModelRunner(
             model,
-            cache_config=_cache_config(config.cache, store),
+            cache_config=cache_config,
             scheduler_config=config.scheduler,
             max_model_len=max_model_len,
             seed=config.model.seed,
             runner_config=config.runner,
+            host_memory=host_memory,
             program_store=store,
             show_progress=show_progress,
         )
 
-    asked, unscaled_length = config.model.max_model_len, model.config.max_position_embeddings
-    if asked == FIT_MEMORY and isinstance(store, CompiledPrograms):
-        asked = store.max_model_len
-    length = find_max_model_len(asked, model.config)
-    if asked == FIT_MEMORY:
-        return _make_fitting_runner(make, length)
-    may_be_shorter = asked is None and unscaled_length < length
-    if may_be_shorter and isinstance(store, CompiledPrograms):
-        # Memory is not measured again, and might be enough now.
-        may_be_shorter = store.max_model_len != unscaled_length
-        if not may_be_shorter:
-            logger.warning(
-                "max_model_len is %d, which the compiled programs are for; the model's own limit "
-                "is %d. Set max_model_len to the first, or compile programs for the second.",
-                *(unscaled_length, length),
-            )
-            length = unscaled_length
-    runner = None
-    try:
-        runner = make(length)
-        has_room = runner.memory_plan.num_longest_reqs > 0
-    except KVCacheTooSmallError:
-        if not may_be_shorter:
-            raise
-        has_room = False
-    if may_be_shorter and not has_room:
-        runner = None  # whose memory is the next one's
-        runner = make(unscaled_length)
-        logger.warning(
-            "the KV cache has no room for one request of the model's %d positions: max_model_len "
-            "is %d, those without its rotary embedding's scaling. Give the KV cache more memory, "
-            "or set max_model_len.",
-            *(length, unscaled_length),
+    asked, limit = config.model.max_model_len, find_max_model_len(None, model.config)
+    is_given = asked not in (None, FIT_MEMORY)
+    if is_given:
+        runner = make(find_max_model_len(asked, model.config))
+    else:
+        compiled = store.max_model_len if isinstance(store, CompiledPrograms) else None
+        runner = _make_fitting_runner(make, min(compiled or limit, limit))
+    plan = runner.memory_plan
+    if not is_given:
+        _log_shorter_length(
+            plan,
+            store,
+            limit=limit,
+            memory_flag=_memory_flag(cache_config, on_host=on_host),
+            level=logging.WARNING if asked is None else logging.INFO,
         )
-    logger.info("%s", runner.memory_plan.report())
+    if on_host and plan.pool_bytes > host_memory.free_bytes:
+        logger.warning(
+            "the KV cache may grow to %d MiB, and %d MiB are free: the system may end this process "
+            "when they are used. Set a smaller --cpu-kv-cache-bytes or --num-gpu-blocks-override.",
+            *(plan.pool_bytes >> 20, host_memory.free_bytes >> 20),
+        )
+    logger.info("%s", plan.report())
     return runner
+
+
+def _host_memory(config: ParallelConfig, model: LoadedModel) -> HostMemory | None:
+    """Memory for the KV cache of one engine on a CPU; None on other devices.
+
+    It is measured once per start, because it changes while an engine is made.
+    """
+    free_bytes = default_platform().free_host_bytes()
+    if free_bytes is None:
+        return None
+    num_engines = config.data_parallel_size
+    # Engines after the first load their weights later, and take its number of blocks.
+    weight_bytes = sum(param.nbytes for param in model.params) if num_engines > 1 else 0
+    return HostMemory.of_engines(free_bytes, num_engines=num_engines, weight_bytes=weight_bytes)
 
 
 def _make_fitting_runner(make: Callable[[int], ModelRunner], length: int) -> ModelRunner:
@@ -361,21 +379,61 @@ def _make_fitting_runner(make: Callable[[int], ModelRunner], length: int) -> Mod
             if fitting < _MIN_MODEL_LEN:
                 raise
         if fitting >= length:
-            logger.info("%s", runner.memory_plan.report())
             return runner
-        logger.info(
-            "max_model_len is %d, which the KV cache has room for, not %d.", fitting, length
-        )
+        if fitting < _MIN_MODEL_LEN:
+            # A given number of blocks is no error of the plan, whatever fits.
+            raise KVCacheTooSmallError(
+                "the KV cache is too small for any request: got "
+                f"{runner.kv_cache_config.num_blocks} blocks, which hold {fitting} tokens of one "
+                f"request; wanted room for {_MIN_MODEL_LEN}. Set a larger num_gpu_blocks_override."
+            )
         length = fitting
 
 
-def _cache_config(config: CacheConfig, store: ProgramStore | None) -> CacheConfig:
+def _log_shorter_length(
+    plan: MemoryPlan, store: ProgramStore | None, *, limit: int, memory_flag: str, level: int
+) -> None:
+    """Logs why `max_model_len` is below the model's limit, if it is, and how to change that.
+
+    Args:
+        memory_flag: The flag that sets the size of the KV cache.
+    """
+    length = plan.max_model_len
+    if length >= limit:
+        return
+    if isinstance(store, CompiledPrograms):
+        logger.log(
+            level,
+            "max_model_len is %d, which the compiled programs are for; the model's own limit "
+            "is %d. Set --max-model-len to the first, or compile programs for the second.",
+            *(length, limit),
+        )
+        return
+    logger.log(
+        level,
+        "max_model_len is %d: the KV cache of %d MiB has no room for one request of the model's %d "
+        "positions. For longer requests set a larger %s. To confirm this length, set "
+        "--max-model-len %d.",
+        *(length, plan.pool_bytes >> 20, limit, memory_flag, length),
+    )
+
+
+def _memory_flag(config: CacheConfig, *, on_host: bool) -> str:
+    if config.num_gpu_blocks_override is not None:
+        return "--num-gpu-blocks-override"
+    return "--cpu-kv-cache-bytes" if on_host else "--gpu-memory-utilization"
+
+
+def _cache_config(config: CacheConfig, store: ProgramStore | None, *, on_host: bool) -> CacheConfig:
     """With as many blocks as the compiled programs have, where memory would be measured instead.
 
-    Measuring compiles the largest programs, and may give another number at every start.
+    Measuring may give another number at every start, and compiles the largest programs of an
+    accelerator.
     """
-    is_measured = config.num_gpu_blocks_override is None and default_platform().measures_memory
-    if is_measured and isinstance(store, CompiledPrograms):
+    is_given = config.num_gpu_blocks_override is not None or (
+        on_host and config.cpu_kv_cache_bytes is not None
+    )
+    if not is_given and isinstance(store, CompiledPrograms):
         return dataclasses.replace(config, num_gpu_blocks_override=store.num_blocks)
     return config
 

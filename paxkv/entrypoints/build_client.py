@@ -13,7 +13,12 @@ from paxkv.contracts.engine_start import EngineReady, ModelInfo
 from paxkv.contracts.wire import LoopTransport
 from paxkv.fleet.data_parallel import DataParallelTransport
 from paxkv.fleet.engine_supervisor import EngineSupervisor, RestartPolicy
-from paxkv.fleet.replica_places import replica_config, replica_environments
+from paxkv.fleet.replica_places import (
+    replica_config,
+    replica_environments,
+    replicas_share_memory,
+    same_sized_config,
+)
 from paxkv.structured_output.checker_process import CheckerProcess
 from paxkv.text.chat_template import ChatTemplate
 from paxkv.text.reasoning_parser import thought_token_ids
@@ -155,6 +160,9 @@ def start_engines(
         first_ready = start(0).wait_until_ready(
             lambda folder: found.append(load_text_parts(config.model, folder))
         )
+        if replicas_share_memory(environments):
+            # The first took its part of the free memory. Another one would measure what is left.
+            configs = [same_sized_config(each, first_ready) for each in configs]
         # Not before: they find the programs that the first has compiled.
         for idx in range(1, len(environments)):
             start(idx)

@@ -16,6 +16,7 @@ from paxkv.contracts.engine_request import EngineInput, Shutdown
 from paxkv.contracts.engine_start import EngineReady, EngineStartOutput
 from paxkv.errors import ConfigError, EngineDeadError, InvariantError
 from paxkv.fleet.engine_process import ENGINE_COMMAND, EngineProcess, describe_end
+from paxkv.fleet.replica_places import same_sized_config
 from paxkv.fleet.step_watch import StepWatch
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,8 @@ class EngineSupervisor:
         """Waits for the first engine. Raises as `EngineProcess.wait_until_ready` does."""
         ready = self._process.wait_until_ready(on_model_found)
         self._note_ready()
-        self._config = _restart_config(self._config, ready)
+        # Its clients have been told of the sizes.
+        self._config = same_sized_config(self._config, ready)
         return ready
 
     def send(self, message: EngineInput) -> None:
@@ -320,13 +322,6 @@ class EngineSupervisor:
         self._start_error = ""
         self._ready_s = time.monotonic()
         self._start_took_s = self._ready_s - self._start_s
-
-
-def _restart_config(config: EngineConfig, ready: EngineReady) -> EngineConfig:
-    """With a KV cache and requests as large as the first's, which its clients have been told of."""
-    cache = dataclasses.replace(config.cache, num_gpu_blocks_override=ready.stats.num_blocks)
-    model = dataclasses.replace(config.model, max_model_len=ready.model_info.max_model_len)
-    return dataclasses.replace(config, cache=cache, model=model)
 
 
 def _traced_elsewhere(config: EngineConfig, num_restarts: int) -> EngineConfig:

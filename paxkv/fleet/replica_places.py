@@ -5,9 +5,11 @@ import itertools
 import json
 import os
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paxkv.config.engine_config import EngineConfig
+from paxkv.contracts.engine_start import EngineReady
 from paxkv.errors import ConfigError
 
 _VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
@@ -87,6 +89,18 @@ def replica_config(config: EngineConfig, replica: int) -> EngineConfig:
         )
         cache = dataclasses.replace(cache, kv_events_config=json.dumps(dataclasses.asdict(events)))
     return dataclasses.replace(config, scheduler=scheduler, cache=cache)
+
+
+def replicas_share_memory(environments: Sequence[Mapping[str, str]]) -> bool:
+    """Whether the replicas with these variables have their KV caches in the memory of one host."""
+    return len(environments) > 1 and _NUM_THREADS in environments[0]
+
+
+def same_sized_config(config: EngineConfig, ready: EngineReady) -> EngineConfig:
+    """The settings of an engine with a KV cache and requests as large as those of another one."""
+    cache = dataclasses.replace(config.cache, num_gpu_blocks_override=ready.stats.num_blocks)
+    model = dataclasses.replace(config.model, max_model_len=ready.model_info.max_model_len)
+    return dataclasses.replace(config, cache=cache, model=model)
 
 
 def _port(endpoint: str | None) -> int | None:

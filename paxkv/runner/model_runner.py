@@ -35,6 +35,7 @@ from paxkv.runner.memory.kv_cache_arrays import (
 from paxkv.runner.memory.kv_cache_groups import KVCacheGroups, groups_of_spec
 from paxkv.runner.memory.memory_plan import (
     DeviceMemory,
+    HostMemory,
     MemoryPlan,
     measure_device_memory,
     plan_memory,
@@ -67,6 +68,7 @@ class ModelRunner:
 
     Args:
         max_model_len: Most tokens of a request, prompt and output together.
+        host_memory: On a CPU, memory that the KV cache may share; what is free now if left out.
         seed: Of the draws of requests that bring no seed of their own.
         program_store: Where compiled programs are found and kept; None compiles all of them.
         show_progress: Draws a bar on stderr while the warm-up compiles.
@@ -85,6 +87,7 @@ class ModelRunner:
         max_model_len: int,
         seed: int,
         runner_config: RunnerConfig = DEFAULT_RUNNER_CONFIG,
+        host_memory: HostMemory | None = None,
         program_store: ProgramStore | None = None,
         show_progress: bool = False,
     ) -> None:
@@ -140,7 +143,8 @@ class ModelRunner:
             cache_config,
             max_model_len=max_model_len,
             max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
-            device_memory=self._measure_memory(cache_config, groups),
+            max_num_seqs=max_num_seqs,
+            memory=self._measure_memory(cache_config, groups, host_memory),
         )
         self._kv_cache = allocate_kv_cache(
             self.kv_cache_config, mesh, self._platform, self._kv_dtype
@@ -195,7 +199,8 @@ class ModelRunner:
             num_programs = self._programs.warm_up(self._kv_cache, show_progress=self._show_progress)
             prepared.result()
         return_freed_memory()
-        if not self._platform.measures_memory and (resident := resident_bytes()) is not None:
+        on_host = self._platform.free_host_bytes() is not None
+        if on_host and (resident := resident_bytes()) is not None:
             weights = sum(param.nbytes for param in self._params)
             logger.info("%s", report_memory(resident, weights, self.memory_plan.pool_bytes))
         return num_programs
@@ -282,13 +287,21 @@ class ModelRunner:
         self,
         cache_config: CacheConfig,
         groups: KVCacheGroups,
-    ) -> DeviceMemory | None:
-        """Memory of the device and of the largest programs; None where it decides nothing."""
+        host_memory: HostMemory | None,
+    ) -> DeviceMemory | HostMemory | None:
+        """Memory of the host; or of the device and its largest programs.
+
+        None if the number of blocks is given.
+        """
         mesh = self._sharding.mesh
         device = mesh.devices.item()
-        has_given_size = cache_config.num_gpu_blocks_override is not None
-        if has_given_size or not self._platform.measures_memory:
+        if cache_config.num_gpu_blocks_override is not None:
             return None
+        if host_memory is not None:
+            return host_memory
+        free_host_bytes = self._platform.free_host_bytes()
+        if free_host_bytes is not None:
+            return HostMemory(free_bytes=free_host_bytes)
         # Temporary memory does not depend on the cache's size, so a tiny one will do.
         tiny_cache = abstract_kv_cache(
             groups.config(num_blocks=2), mesh, self._platform, self._kv_dtype

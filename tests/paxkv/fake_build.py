@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from paxkv.config.sampling_defaults import GenerationConfig, SamplingDefaults
@@ -24,8 +25,11 @@ class FakeRunner(FakeExecutor):
 
     instances: list["FakeRunner"] = []
     fails_at_step: int | None = None
+    model: SimpleNamespace
     # Longest request that the memory it measures has room for.
     max_fitting_len = 10**9
+    # Groups of layers; each takes blocks of its own for a request.
+    num_groups = 1
 
     def __init__(self, model: object, **arguments: object) -> None:
         max_model_len = arguments["max_model_len"]
@@ -47,11 +51,13 @@ class FakeRunner(FakeExecutor):
             num_blocks=cache_config.num_gpu_blocks_override or 65, kv_cache_groups=(group,)
         )
         super().__init__(kv_cache_config, fails_at_step=self.fails_at_step)
+        num_fitting_blocks = (kv_cache_config.num_blocks - 1) // self.num_groups
         self.memory_plan = SimpleNamespace(
             report=lambda: "KV cache: fake",
+            pool_bytes=kv_cache_config.num_blocks * spec.page_size_bytes,
             max_model_len=max_model_len,
             num_longest_reqs=(kv_cache_config.num_blocks - 1) * spec.block_size // max_model_len,
-            max_fitting_len=min(max_model_len, (kv_cache_config.num_blocks - 1) * spec.block_size),
+            max_fitting_len=min(max_model_len, num_fitting_blocks * spec.block_size),
         )
         self.instances.append(self)
 
@@ -62,19 +68,19 @@ class FakeRunner(FakeExecutor):
 def fake_model_parts(monkeypatch: pytest.MonkeyPatch) -> type[FakeRunner]:
     """Replaces the model and the runner that `build.py` makes; returns the runner's class."""
 
-    class Runner(FakeRunner):
-        instances = []
-
     config = SimpleNamespace(
         vocab_size=VOCAB_SIZE,
         max_position_embeddings=MAX_POSITIONS,
         max_scaled_positions=MAX_SCALED_POSITIONS,
         eos_token_ids=(257,),
     )
-    monkeypatch.setattr(
-        "paxkv.entrypoints.build.load_model",
-        lambda folder, **arguments: SimpleNamespace(config=config),
-    )
+    loaded = SimpleNamespace(config=config, params=(np.zeros(500, np.float32),))
+
+    class Runner(FakeRunner):
+        instances = []
+        model = loaded
+
+    monkeypatch.setattr("paxkv.entrypoints.build.load_model", lambda folder, **arguments: loaded)
     monkeypatch.setattr("paxkv.entrypoints.build.ModelRunner", Runner)
     return Runner
 

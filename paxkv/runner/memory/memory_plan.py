@@ -1,9 +1,10 @@
-"""How many KV blocks fit: from a setting, from the device's memory, or from the CPU's default."""
+"""How many KV blocks fit: from a setting, from the device's memory, or from the host's."""
 
 import collections
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 
@@ -15,13 +16,20 @@ from paxkv.contracts.kv_cache_spec import (
     KVCacheGroupSpec,
     KVCacheSpec,
 )
-from paxkv.errors import ConfigError, KVCacheTooSmallError
+from paxkv.errors import ConfigError, InvariantError, KVCacheTooSmallError
 from paxkv.runner.memory.kv_cache_groups import KVCacheGroups
 
 _NULL_BLOCK = 1
 # Of what JAX may take, left for fragmentation and for what compiling tries out. A guess: it was
 # never measured on an accelerator.
 _SLACK_SHARE = 0.02
+# Of the host's free memory, which other programs need too. Compiling takes up to 0.5 GiB per core.
+_HOST_SHARE = 0.5
+# A pool that is large enough on a host, if it holds one request of `max_model_len`: a CPU computes
+# so slowly that more memory would seldom be used.
+_ENOUGH_HOST_BYTES = 4 * 2**30
+# And what small models get for their prefix cache.
+_LEAST_HOST_BYTES = 2**28
 # Slots are counted in int32, in the whole cache and once more by the largest row offset.
 _MAX_SLOTS = (2**31 - 1) // 2
 # Tokens: longer than any window together with a step.
@@ -36,6 +44,28 @@ class DeviceMemory:
     limit_bytes: int  # what JAX may take of it
     used_bytes: int  # weights, and whatever else is there
     activation_bytes: int  # temporary memory of the largest step
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory:
+    """Memory of a CPU's host.
+
+    Args:
+        free_bytes: For this engine, after its weights are loaded.
+    """
+
+    free_bytes: int
+
+    @staticmethod
+    def of_engines(free_bytes: int, *, num_engines: int, weight_bytes: int) -> "HostMemory":
+        """The part of one of several engines, of which this one is the first with its weights.
+
+        Args:
+            free_bytes: Of the host, or of the container.
+            weight_bytes: Of one engine.
+        """
+        free_bytes -= weight_bytes * (num_engines - 1)
+        return HostMemory(free_bytes=max(0, free_bytes // num_engines))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,12 +176,13 @@ def plan_memory(
     *,
     max_model_len: int,
     max_num_batched_tokens: int,
-    device_memory: DeviceMemory | None,
+    max_num_seqs: int,
+    memory: DeviceMemory | HostMemory | None,
 ) -> MemoryPlan:
     """Decides the number of blocks.
 
     Args:
-        device_memory: None on the CPU, where `cpu_kv_cache_bytes` decides.
+        memory: May be None if a setting has the number of blocks.
 
     Raises:
         KVCacheTooSmallError: Not even one request of `max_model_len` tokens fits what was measured.
@@ -165,34 +196,29 @@ def plan_memory(
             kv_cache_config=groups.config(cache_config.num_gpu_blocks_override),
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
-            reason="num_gpu_blocks_override",
+            reason="the number of blocks is given",
             padded_shares=groups.padded_shares,
         )
-    if device_memory is None:
-        num_blocks = cache_config.cpu_kv_cache_bytes // block_bytes
-        reason = f"cpu_kv_cache_bytes={cache_config.cpu_kv_cache_bytes}"
-        remedy = "a larger cpu_kv_cache_bytes"
+    num_longest = _num_blocks_of_longest_req(group_specs, max_model_len, max_num_batched_tokens)
+    num_wanted = _NULL_BLOCK + num_longest
+    if isinstance(memory, DeviceMemory):
+        size = _size_on_device(memory, cache_config.gpu_memory_utilization, block_bytes)
     else:
-        num_blocks = _rounded_down(
-            _free_bytes(device_memory, cache_config.gpu_memory_utilization) // block_bytes
+        size = _size_on_host(
+            memory,
+            cache_config.cpu_kv_cache_bytes,
+            block_bytes,
+            num_longest=num_longest,
+            max_num_seqs=max_num_seqs,
         )
-        reason = (
-            f"{cache_config.gpu_memory_utilization:g} of {_mib(device_memory.total_bytes)}, "
-            f"of which JAX may take {_mib(device_memory.limit_bytes)}, less "
-            f"{_mib(device_memory.used_bytes)} in use and "
-            f"{_mib(device_memory.activation_bytes)} for a step"
-        )
-        remedy = "a larger gpu_memory_utilization, or a device with more memory"
+    reason = size.reason
     largest_block_size = max(group.kv_cache_spec.block_size for group in group_specs)
-    num_blocks = min(num_blocks, _MAX_SLOTS // (_num_rows(group_specs) * largest_block_size))
-    num_wanted = _NULL_BLOCK + _num_blocks_of_longest_req(
-        group_specs, max_model_len, max_num_batched_tokens
-    )
+    num_blocks = min(size.num_blocks, _MAX_SLOTS // (_num_rows(group_specs) * largest_block_size))
     if num_blocks < num_wanted:
         raise KVCacheTooSmallError(
             f"the KV cache is too small for one request of max_model_len={max_model_len}: got "
             f"{max(num_blocks, 0)} blocks ({reason}), wanted at least {num_wanted} blocks, or "
-            f"{_mib(num_wanted * block_bytes)}. Set a smaller max_model_len, or {remedy}.",
+            f"{_mib(num_wanted * block_bytes)}. Set a smaller max_model_len, or {size.remedy}.",
             max_fitting_len=_max_fitting_len(
                 group_specs, num_blocks - _NULL_BLOCK, max_model_len, max_num_batched_tokens
             ),
@@ -235,6 +261,78 @@ def measure_device_memory(
 def _free_bytes(memory: DeviceMemory, utilization: float) -> int:
     usable_bytes = min(memory.total_bytes * utilization, memory.limit_bytes * (1 - _SLACK_SHARE))
     return int(usable_bytes) - memory.used_bytes - memory.activation_bytes
+
+
+class _Size(NamedTuple):
+    """A number of blocks; why there are not more; and how there can be more."""
+
+    num_blocks: int
+    reason: str
+    remedy: str
+
+
+def _size_on_device(memory: DeviceMemory, utilization: float, block_bytes: int) -> _Size:
+    return _Size(
+        num_blocks=_rounded_down(_free_bytes(memory, utilization) // block_bytes),
+        reason=(
+            f"{utilization:g} of {_mib(memory.total_bytes)}, of which JAX may take "
+            f"{_mib(memory.limit_bytes)}, less {_mib(memory.used_bytes)} in use and "
+            f"{_mib(memory.activation_bytes)} for a step"
+        ),
+        remedy="a larger gpu_memory_utilization, or use a device with more memory",
+    )
+
+
+def _size_on_host(
+    memory: HostMemory | None,
+    pool_bytes: int | None,
+    block_bytes: int,
+    *,
+    num_longest: int,
+    max_num_seqs: int,
+) -> _Size:
+    """The size on a CPU.
+
+    Args:
+        pool_bytes: `CacheConfig.cpu_kv_cache_bytes`.
+        num_longest: Blocks of one request of `max_model_len` tokens.
+    """
+    if pool_bytes is not None:
+        reason = f"cpu_kv_cache_bytes={pool_bytes}"
+        return _Size(pool_bytes // block_bytes, reason, "a larger cpu_kv_cache_bytes")
+    if memory is None:
+        raise InvariantError("neither a setting nor memory decides the size of the KV cache.")
+    pool_bytes = _host_pool_bytes(
+        memory.free_bytes,
+        longest_bytes=(_NULL_BLOCK + num_longest) * block_bytes,
+        most_bytes=(_NULL_BLOCK + max_num_seqs * num_longest) * block_bytes,
+    )
+    return _Size(
+        num_blocks=pool_bytes // block_bytes,
+        reason=(
+            f"cpu_kv_cache_bytes is not set: at most {_HOST_SHARE:g} of the "
+            f"{_mib(memory.free_bytes)} that are free after the weights"
+        ),
+        remedy="a larger cpu_kv_cache_bytes, or free memory by ending other programs",
+    )
+
+
+def _host_pool_bytes(free_bytes: int, *, longest_bytes: int, most_bytes: int) -> int:
+    """The default size on a host.
+
+    Programs are compiled for a number of blocks, so the size may not follow every change of the
+    free memory: only a share that is too small counts, rounded down to a power of two.
+
+    Args:
+        longest_bytes: For one request of `max_model_len` tokens.
+        most_bytes: For as many of those as run at once.
+    """
+    useful_bytes = max(longest_bytes, _LEAST_HOST_BYTES, min(_ENOUGH_HOST_BYTES, most_bytes))
+    share_bytes = int(free_bytes * _HOST_SHARE)
+    if useful_bytes <= share_bytes:
+        return useful_bytes
+    rounded_bytes = 1 << (share_bytes.bit_length() - 1) if share_bytes else 0
+    return max(rounded_bytes, longest_bytes) if longest_bytes <= share_bytes else rounded_bytes
 
 
 def _num_rows(groups: tuple[KVCacheGroupSpec, ...]) -> int:

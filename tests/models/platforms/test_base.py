@@ -36,7 +36,7 @@ def test_default_device_may_be_another_than_the_first(monkeypatch):
 def test_accelerators_keep_the_dtypes_of_the_model_and_whole_kernels(platform):
     assert platform.weight_dtype("bfloat16") == "bfloat16"
     assert platform.kv_cache_dtypes("bfloat16") == ("bfloat16",)
-    assert platform.measures_memory and not platform.shares_programs
+    assert platform.free_host_bytes() is None and not platform.shares_programs
     for dtype in ("float32", "bfloat16", "float16"):
         assert platform.page_dtype(dtype) == platform.expert_dtype(dtype) == dtype
 

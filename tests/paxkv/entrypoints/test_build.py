@@ -1,5 +1,6 @@
 """What is built fits the settings; settings that do not fit the model are refused."""
 
+import dataclasses
 import socket
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from paxkv.entrypoints.build import (
 )
 from paxkv.entrypoints.build_scheduler import make_scheduler
 from paxkv.errors import ConfigError, InvalidRequestError, KVCacheTooSmallError
+from paxkv.runner.memory.memory_plan import HostMemory
 from paxkv.runner.programs.bucketing import RowShape
 from paxkv.runner.programs.program_store import CompiledPrograms, NewCompiledPrograms
 from paxkv.trace.replayer import replay
@@ -103,29 +105,86 @@ def test_max_model_len_is_the_models_unless_a_smaller_one_is_asked(
         build_engine(config_for(tmp_path, max_model_len=MAX_SCALED_POSITIONS + 1))
 
 
-def test_positions_without_scaling_are_enough_where_the_cache_has_no_room_for_more(
+def test_length_that_is_not_given_falls_to_what_the_cache_has_room_for(
     tmp_path: Path, runner_class: type[FakeRunner], caplog: pytest.LogCaptureFixture
 ) -> None:
     def max_model_len(num_blocks: int | None = None) -> int:
+        caplog.clear()
         cache = CacheConfig(num_gpu_blocks_override=num_blocks)
         config = EngineConfig(model=ModelConfig(model=str(tmp_path)), cache=cache)
         return build_core(config).ready.model_info.max_model_len
 
+    def warnings() -> list[str]:
+        return [r.getMessage() for r in caplog.records if r.name == "paxkv.entrypoints.build"]
+
     # Of 16 tokens each; one more is the null block.
     assert max_model_len(num_blocks=1 + 8) == MAX_SCALED_POSITIONS
-    assert "no room" not in caplog.text
-    assert max_model_len(num_blocks=1 + 7) == MAX_POSITIONS
-    assert f"no room for one request of the model's {MAX_SCALED_POSITIONS}" in caplog.text
-    runner_class.max_fitting_len = MAX_SCALED_POSITIONS - 1
-    assert max_model_len() == MAX_POSITIONS
-    # As before: neither what was asked for nor what every request may need is made shorter.
+    assert not [text for text in warnings() if "max_model_len" in text]
+    assert max_model_len(num_blocks=1 + 7) == 7 * 16
+    (warning,) = [text for text in warnings() if "max_model_len" in text]
+    for part in (f"{MAX_SCALED_POSITIONS} positions", "--max-model-len 112", "--num-gpu-blocks"):
+        assert part in warning
+    runner_class.max_fitting_len = 99
+    assert max_model_len() == 99
+    (warning,) = [text for text in warnings() if "max_model_len" in text]
+    assert "is 99:" in warning and "--cpu-kv-cache-bytes" in warning
+    # A length that was given is never made shorter.
     with pytest.raises(KVCacheTooSmallError, match=f"{MAX_SCALED_POSITIONS}"):
         build_core(config_for(tmp_path, max_model_len=MAX_SCALED_POSITIONS))
-    runner_class.max_fitting_len = MAX_POSITIONS - 1
-    caplog.clear()
-    with pytest.raises(KVCacheTooSmallError, match=f"{MAX_POSITIONS}"):
+    # Below a prompt and an answer of one token each, nothing can be served.
+    runner_class.num_groups = 2
+    with pytest.raises(KVCacheTooSmallError, match="got 2 blocks, which hold 0 tokens"):
+        max_model_len(num_blocks=2)
+    runner_class.max_fitting_len = 1
+    with pytest.raises(KVCacheTooSmallError):
         max_model_len()
-    assert "no room" not in caplog.text
+
+
+def test_memory_flag_in_the_warning_is_that_of_the_device(
+    tmp_path: Path,
+    runner_class: type[FakeRunner],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("paxkv.entrypoints.build.default_platform", GPU)
+    runner_class.max_fitting_len = 99
+    assert build_core(config_for(tmp_path)).ready.model_info.max_model_len == 99
+    assert "set a larger --gpu-memory-utilization" in caplog.text
+    assert runner_class.instances[-1].arguments["host_memory"] is None
+
+
+def test_free_memory_is_measured_once_and_shared_by_all_engines(
+    tmp_path: Path, runner_class: type[FakeRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured again for a shorter length, it could be a different amount."""
+    free_bytes = iter([9_000, 7_000, 5_000])
+    monkeypatch.setattr("models.platforms.cpu.available_memory_bytes", lambda: next(free_bytes))
+    runner_class.max_fitting_len = 99
+    config = dataclasses.replace(
+        config_for(tmp_path), parallel=ParallelConfig(data_parallel_size=2)
+    )
+    build_core(config)
+    # The second engine's weights will take as much as the first one's.
+    weight_bytes = sum(param.nbytes for param in runner_class.model.params)
+    assert weight_bytes > 0
+    assert {runner.arguments["host_memory"] for runner in runner_class.instances} == {
+        HostMemory(free_bytes=(9_000 - weight_bytes) // 2)
+    }
+
+
+@pytest.mark.parametrize(("free_bytes", "warns"), [(65 * 1024, False), (65 * 1024 - 1, True)])
+def test_cache_larger_than_the_free_memory_gives_a_warning(
+    tmp_path: Path,
+    runner_class: type[FakeRunner],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    free_bytes: int,
+    warns: bool,
+) -> None:
+    monkeypatch.setattr("models.platforms.cpu.available_memory_bytes", lambda: free_bytes)
+    build_core(config_for(tmp_path))
+    # 65 blocks, of K and V for 16 tokens with 8 numbers of 4 bytes.
+    assert ("the system may end this process" in caplog.text) == warns
 
 
 def test_auto_length_is_what_the_cache_has_room_for(
@@ -243,7 +302,9 @@ def test_store_of_programs_reaches_the_runner(
 
     assert cache_config(GPU()).num_gpu_blocks_override == 77
     assert cache_config(GPU(), num_gpu_blocks_override=5).num_gpu_blocks_override == 5
-    assert cache_config(CPU.of_this_machine()).num_gpu_blocks_override is None
+    assert cache_config(CPU.of_this_machine()).num_gpu_blocks_override == 77
+    given = cache_config(CPU.of_this_machine(), cpu_kv_cache_bytes=2**20)
+    assert (given.num_gpu_blocks_override, given.cpu_kv_cache_bytes) == (None, 2**20)
 
 
 def test_folder_without_programs_is_refused_before_anything_is_loaded(

@@ -1,6 +1,7 @@
 """A server of two processes: every way in which one of them can end, seen from outside."""
 
 import contextlib
+import dataclasses
 import os
 import signal
 import time
@@ -8,13 +9,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
-from paxkv.config.engine_config import EngineConfig, ModelConfig, ServerConfig
+from paxkv.config.engine_config import (
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    ServerConfig,
+)
 from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.entrypoints import build_client
-from paxkv.entrypoints.build_client import load_text_parts
+from paxkv.entrypoints.build_client import load_text_parts, start_engines
 from paxkv.errors import ChatTemplateError
+from paxkv.fleet.engine_supervisor import RestartPolicy
 from tests.paxkv.client.test_async_client import collect, in_loop
 from tests.paxkv.fake_build import save_tokenizer, started_fake
 from tests.paxkv.fake_server import (
@@ -289,3 +297,33 @@ def test_sigterm_ends_the_engine_of_a_start_before_the_server() -> None:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(engine_pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("environment", "wanted"), [({"NPROC": "1"}, (65, 256)), ({"CUDA_VISIBLE_DEVICES": "0"}, None)]
+)
+def test_engines_of_one_host_have_the_size_of_the_first(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], wanted: tuple[int, int] | None
+) -> None:
+    """The first one took its part of the free memory; each GPU has memory of its own."""
+    started = []
+    fake = started_fake()
+    stats = msgspec.structs.replace(fake.ready.stats, num_blocks=65)
+    ready = dataclasses.replace(fake.ready, stats=stats)
+
+    class Supervisor:
+        def __init__(self, config: EngineConfig, policy: RestartPolicy, **_: object) -> None:
+            started.append((config.cache.num_gpu_blocks_override, config.model.max_model_len))
+
+        def wait_until_ready(self, on_model_found: object) -> object:
+            if len(started) == 1:
+                on_model_found(Path("nowhere"))
+            return ready
+
+    monkeypatch.setattr(build_client, "EngineSupervisor", Supervisor)
+    monkeypatch.setattr(build_client, "load_text_parts", lambda *_: fake.text)
+    monkeypatch.setattr(build_client, "replica_environments", lambda num: [environment] * num)
+    config = EngineConfig(parallel=ParallelConfig(data_parallel_size=3))
+    start_engines(config, RestartPolicy(max_restarts=0, window_s=1.0))
+    later = wanted or (None, None)
+    assert started == [(None, None), later, later]

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfig
+from paxkv.runner.memory.memory_plan import HostMemory
 from paxkv.runner.model_runner import ModelRunner
 from paxkv.runner.programs.program_store import ProgramCache, ProgramStore
 from tests.paxkv.runner.tiny_model import TinyModel
@@ -37,6 +38,7 @@ def make_runner(
     *,
     runner_config: RunnerConfig | None = None,
     store: ProgramStore | None = None,
+    host_memory: HostMemory | None = None,
 ) -> ModelRunner:
     """A runner with the limits above, before its warm-up."""
     return ModelRunner(
@@ -49,6 +51,7 @@ def make_runner(
         seed=0,
         runner_config=runner_config or RunnerConfig(),
         program_store=store,
+        host_memory=host_memory,
     )
 
 

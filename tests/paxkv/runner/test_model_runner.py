@@ -13,6 +13,7 @@ from paxkv.config.engine_config import CacheConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.scheduler_output import BlockCopy
 from paxkv.errors import ConfigError, InvariantError
+from paxkv.runner.memory.memory_plan import HostMemory
 from paxkv.runner.model_runner import ModelRunner
 from paxkv.runner.sampling.logits_check import LogitsCheck
 from tests.paxkv.runner.driver import RunnerDriver
@@ -392,6 +393,16 @@ def test_what_is_not_built_is_refused_before_anything_changes(runner):
 def test_pool_too_small_is_a_config_error():
     with pytest.raises(ConfigError, match="too small for one request"):
         make_runner(TinyModel(), CacheConfig(block_size=8, cpu_kv_cache_bytes=100))
+
+
+def test_cache_without_a_given_size_shares_the_memory_that_is_free():
+    config = CacheConfig(block_size=8)
+    pool_bytes = 2**20
+    runner = make_runner(TinyModel(), config, host_memory=HostMemory(free_bytes=2 * pool_bytes + 1))
+    assert runner.memory_plan.pool_bytes == pool_bytes
+    assert runner._kv_cache.nbytes == pool_bytes
+    with pytest.raises(ConfigError, match="are free after the weights"):
+        make_runner(TinyModel(), config, host_memory=HostMemory(free_bytes=0))
 
 
 def test_half_precision_model_keeps_its_cache_in_float32_on_the_cpu():

@@ -13,6 +13,7 @@ from paxkv.errors import ConfigError, KVCacheTooSmallError
 from paxkv.runner.memory.kv_cache_groups import groups_of_spec
 from paxkv.runner.memory.memory_plan import (
     DeviceMemory,
+    HostMemory,
     measure_device_memory,
     plan_memory,
     report_memory,
@@ -39,17 +40,19 @@ def make_groups(windows, **wider):
     return groups_of_spec(DecoderSpec(layers=layers), block_size=16)
 
 
+MIB = 2**20
 GROUPS = make_groups([None] * 4)
 BLOCK_BYTES = 16_384
 
 
-def plan(cache_config, memory=None, max_model_len=100, groups=GROUPS):
+def plan(cache_config, memory=None, max_model_len=100, groups=GROUPS, max_num_seqs=64):
     return plan_memory(
         groups,
         cache_config,
         max_model_len=max_model_len,
         max_num_batched_tokens=32,
-        device_memory=memory,
+        max_num_seqs=max_num_seqs,
+        memory=memory,
     )
 
 
@@ -73,6 +76,76 @@ def test_cpu_takes_the_configured_bytes():
     result = plan(CacheConfig(cpu_kv_cache_bytes=BLOCK_BYTES * 30 + 5))
     assert result.kv_cache_config.num_blocks == 30
     assert result.pool_bytes == 30 * BLOCK_BYTES
+
+
+# 100 tokens take 7 blocks; the null block comes on top.
+LONGEST_BYTES = 8 * BLOCK_BYTES
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "max_model_len", "max_num_seqs", "wanted_bytes"),
+    [
+        # What small models get: more than their 64 longest requests.
+        (10_000, 100, 64, 256 * MIB),
+        # All that can run at once: 3 requests of 1 GiB each.
+        (100_000, 2**20, 3, 3 * 2**30 + BLOCK_BYTES),
+        # Enough for any.
+        (100_000, 2**20, 64, 4 * 2**30),
+        # More only if one request is longer than that.
+        (100_000, 2**23, 64, 8 * 2**30 + BLOCK_BYTES),
+        # Half of the free memory is not enough for what is useful: a power of two.
+        (8_191, 2**20, 64, 2 * 2**30),
+        (16_383, 2**23, 64, 4 * 2**30),
+        (300, 100, 64, 128 * MIB),
+        # The longest request alone fits, and the power of two below would not hold it.
+        (7_000, 3 * 2**20, 64, 3 * 2**30 + BLOCK_BYTES),
+    ],
+)
+def test_host_gives_what_is_useful_up_to_half_of_its_free_memory(
+    free_mib, max_model_len, max_num_seqs, wanted_bytes
+):
+    def pool_bytes(max_model_len):
+        memory = HostMemory(free_bytes=free_mib * MIB)
+        return plan(
+            CacheConfig(), memory, max_model_len=max_model_len, max_num_seqs=max_num_seqs
+        ).pool_bytes
+
+    try:
+        assert pool_bytes(max_model_len) == wanted_bytes
+    except KVCacheTooSmallError as error:
+        # The pool stays the same when `max_model_len` falls to the length that fits.
+        assert pool_bytes(error.max_fitting_len) == wanted_bytes
+
+
+def test_free_memory_of_a_host_may_change_by_a_quarter_without_other_programs():
+    def num_blocks(free_mib):
+        memory = HostMemory(free_bytes=free_mib * MIB)
+        return plan(CacheConfig(), memory, max_model_len=2**16).kv_cache_config.num_blocks
+
+    assert {num_blocks(free_mib) for free_mib in range(4_096, 8_192, 97)} == {2**31 // BLOCK_BYTES}
+    assert {num_blocks(free_mib) for free_mib in range(8_192, 99_999, 997)} == {
+        2**32 // BLOCK_BYTES
+    }
+
+
+@pytest.mark.parametrize("free_bytes", [0, 1, 2 * LONGEST_BYTES - 2])
+def test_host_without_room_for_a_request_says_how_to_get_some(free_bytes):
+    with pytest.raises(KVCacheTooSmallError, match="cpu_kv_cache_bytes is not set: at most 0.5"):
+        plan(CacheConfig(), HostMemory(free_bytes=free_bytes))
+    fits = plan(CacheConfig(), HostMemory(free_bytes=2 * LONGEST_BYTES))
+    assert fits.num_longest_reqs == 1
+
+
+def test_given_bytes_are_taken_whatever_is_free():
+    result = plan(CacheConfig(cpu_kv_cache_bytes=BLOCK_BYTES * 30), HostMemory(free_bytes=0))
+    assert result.pool_bytes == 30 * BLOCK_BYTES
+
+
+def test_engines_of_one_host_share_what_all_their_weights_leave():
+    memory = HostMemory.of_engines(1000, num_engines=3, weight_bytes=200)
+    assert memory.free_bytes == 200
+    assert HostMemory.of_engines(1000, num_engines=1, weight_bytes=200).free_bytes == 1000
+    assert HostMemory.of_engines(100, num_engines=3, weight_bytes=200).free_bytes == 0
 
 
 def test_accelerator_gets_what_weights_and_activations_leave():
