@@ -106,13 +106,14 @@ class BlockResidency:
 # hit                  everything was found that can be: the last token is always computed
 # disabled             caching is off, or the request asked not to read the cache
 # too_short            the prompt has no full block before its last token
-# evicted              the block was cached, and was forgotten to make room
+# evicted              the block was cached, and was evicted to make room
 # salt                 the first block is cached under another salt, or without one
-# lora                 the first block is cached, but as another adapter, or none, computed it
-# first_block_differs  nothing cached lately begins like this
-# block_differs        what is cached ends, or goes on with other content, at `block_idx`
-# shortened            the next block is cached, but a hit cannot end there: not at a boundary of
-#                      all KV cache groups, or a sliding window lacks a block of its run
+# lora                 the first block is cached for another adapter, or for none
+# first_block_differs  no KV cache group has a prompt cached that begins like this one
+# block_differs        what all groups have cached ends, or continues differently, at `block_idx`
+# shortened            more tokens are cached than were found. With `block_idx`: one group lacks
+#                      this block, which a longer hit needs. Without: no group lacks a block, but a
+#                      hit cannot end there
 MissReason = Literal[
     "hit",
     "disabled",
@@ -132,10 +133,10 @@ class PrefixCacheMiss:
 
     Args:
         num_tokens: Tokens that were looked up.
-        num_hit_tokens: Those found, in [0, num_tokens - 1].
-        block_idx: First block that was not found, counted in blocks of `block_size`; None where
-            the reason is not of a block.
-        block_size: Tokens in it, which is its KV cache group's block size; None without one.
+        num_hit_tokens: Tokens that were found, in [0, num_tokens - 1].
+        block_idx: The missing block that kept the hit from being longer, counted in blocks of
+            `block_size`; None if no block was missing.
+        block_size: Tokens of that block, which is the block size of its KV cache group.
     """
 
     request_id: str

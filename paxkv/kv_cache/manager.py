@@ -12,7 +12,7 @@ from paxkv.errors import InvariantError
 from paxkv.kv_cache.coordinators.coordinator import GroupBlocks
 from paxkv.kv_cache.coordinators.coordinator_choice import get_kv_cache_coordinator
 from paxkv.kv_cache.observers.block_pool_observer import BlockPoolObserver
-from paxkv.kv_cache.observers.prefix_cache_miss import PrefixCacheMissExplainer
+from paxkv.kv_cache.observers.prefix_cache_miss import PrefixCacheMissExplainer, PrefixGroup
 from paxkv.kv_cache.stats import PrefixCacheStats
 
 
@@ -73,10 +73,12 @@ class KVCacheManager:
         self.prefix_cache_stats = PrefixCacheStats()
         self._miss_explainer = PrefixCacheMissExplainer(
             block_pool=self.block_pool,
-            group_block_sizes={
-                manager.kv_cache_group_id: manager.block_size
+            groups=[
+                PrefixGroup(
+                    manager.kv_cache_group_id, manager.block_size, manager.get_num_skipped_tokens
+                )
                 for manager in self.coordinator.single_type_managers
-            },
+            ],
             hash_block_size=self.hash_block_size,
         )
         # Most steps of most requests need no new block: one object serves them all.

@@ -1,8 +1,8 @@
-"""PrefixCacheMissExplainer: answers why a request did not find more in the prefix cache."""
+"""`PrefixCacheMissExplainer`: explains why a request did not find more in the prefix cache."""
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from paxkv.contracts.observation import MissReason, PrefixCacheMiss
@@ -17,16 +17,32 @@ from paxkv.kv_cache.pool.block_pool import BlockPool
 
 MAX_ANSWERS = 1024
 MAX_FIRST_BLOCKS = 4096
-# Of one content, under so many salts and adapters.
+# Salts and adapters that are remembered for the same tokens.
 _MAX_NAMES_PER_FIRST_BLOCK = 8
+# Tokens: longer than any window.
+_FAR = 2**40
+
+
+class PrefixGroup(NamedTuple):
+    """One KV cache group, as far as prefix hits depend on it.
+
+    Args:
+        block_size: Tokens of a block.
+        get_num_skipped_tokens: Leading tokens that the layers of the group no longer read after
+            this many computed tokens. A hit needs no blocks of skipped tokens.
+    """
+
+    group_id: int
+    block_size: int
+    get_num_skipped_tokens: Callable[[int], int]
 
 
 class _Lookup(NamedTuple):
-    """What was found, at the moment of looking: enough to answer from later.
+    """The result of one look-up. An answer is made from it later, when somebody asks.
 
     Args:
-        missing_key: Hash of the first block that was not found; None where there is none.
-        num_evicted: The pool's clock of evictions at that moment.
+        missing_key: Hash of the block that the hit lacked; None if no block was missing.
+        num_evicted: `EvictedHashes.num_evicted` at the time of the look-up.
     """
 
     num_tokens: int
@@ -38,8 +54,25 @@ class _Lookup(NamedTuple):
     num_evicted: int = 0
 
 
+class _Missing(NamedTuple):
+    """A block of a prompt that a group has not cached."""
+
+    group: PrefixGroup
+    block_idx: int
+
+    @property
+    def start(self) -> int:
+        """Position of its first token."""
+        return self.block_idx * self.group.block_size
+
+    @property
+    def end(self) -> int:
+        """Position after its last token."""
+        return self.start + self.group.block_size
+
+
 class _FirstBlock(NamedTuple):
-    """A first block that some request cached, and what else than its tokens it is named by."""
+    """A first block that some request cached, with the names that its hash contains."""
 
     block_hash: BlockHash
     cache_salt: str | None
@@ -47,17 +80,17 @@ class _FirstBlock(NamedTuple):
 
 
 class PrefixCacheMissExplainer:
-    """Remembers each admission's look-up, and says on demand what it means.
+    """Remembers the look-up of each admission, and explains it on request.
 
-    It speaks of other requests' prompts, from which salts are to keep tenants apart: its answers
-    are for the operator.
+    The answers reveal prompts of other requests, which salts keep apart. So they are for operators
+    only.
 
-    Cost: an admission takes a few microseconds here, whatever the prompt's length; a question
-    searches the pool's memory of evicted hashes, some hundred microseconds. Memory is bounded.
+    Cost: recording a complete hit takes a few microseconds. Recording a miss looks up at most the
+    blocks that the admission looked up. An answer searches the pool's memory of evicted hashes,
+    which takes some hundred microseconds. Memory is bounded.
 
     Args:
-        group_block_sizes: Block size of each KV cache group that takes part in prefix hits, by
-            group id.
+        groups: The KV cache groups that take part in prefix hits.
         hash_block_size: Tokens that one of a request's `block_hashes` covers.
     """
 
@@ -65,14 +98,19 @@ class PrefixCacheMissExplainer:
         self,
         *,
         block_pool: BlockPool,
-        group_block_sizes: Mapping[int, int],
+        groups: Sequence[PrefixGroup],
         hash_block_size: int,
     ) -> None:
         self._block_pool = block_pool
-        self._group_block_sizes = dict(group_block_sizes)
+        self._groups = tuple(groups)
         self._hash_block_size = hash_block_size
-        # A hit is whole blocks of every group.
-        self._alignment = math.lcm(*group_block_sizes.values())
+        # A hit consists of whole blocks in every group.
+        self._alignment = math.lcm(*(group.block_size for group in groups))
+        # First blocks are compared in the group that keeps them longest: full attention, if the
+        # model has such layers.
+        self._first_block_group = min(
+            self._groups, key=lambda group: group.get_num_skipped_tokens(_FAR)
+        )
         self._lookups: OrderedDict[str, _Lookup] = OrderedDict()
         self._first_blocks: OrderedDict[tuple[int, ...], deque[_FirstBlock]] = OrderedDict()
 
@@ -124,50 +162,117 @@ class PrefixCacheMissExplainer:
             return _Lookup(num_tokens, num_hit_tokens, "too_short")
         if num_hit_tokens + self._alignment > num_tokens - 1:
             return _Lookup(num_tokens, num_hit_tokens, "hit")
-        for group_id, block_size in self._group_block_sizes.items():
-            block_idx = num_hit_tokens // block_size
-            block_hash = self._block_hash(request, block_size, block_idx)
-            if self._block_pool.get_cached_block(block_hash, (group_id,)) is None:
-                return _Lookup(
-                    num_tokens,
-                    num_hit_tokens,
-                    "block_differs" if block_idx > 0 else self._first_block_reason(request),
-                    block_idx,
-                    block_size,
-                    make_block_hash_with_group_id(block_hash, group_id),
-                    self._block_pool.evicted_hashes.num_evicted,
-                )
-        return _Lookup(num_tokens, num_hit_tokens, "shortened")
+        missing, is_known = self._find_missing(request, num_hit_tokens)
+        if missing is None:
+            return _Lookup(num_tokens, num_hit_tokens, "shortened")
+        reason: MissReason = "shortened"
+        if not is_known:
+            is_first = missing.block_idx == 0
+            reason = self._first_block_reason(request) if is_first else "block_differs"
+        block_hash = self._block_hash(request, missing.group, missing.block_idx)
+        return _Lookup(
+            num_tokens,
+            num_hit_tokens,
+            reason,
+            missing.block_idx,
+            missing.group.block_size,
+            make_block_hash_with_group_id(block_hash, missing.group.group_id),
+            self._block_pool.evicted_hashes.num_evicted,
+        )
 
-    def _block_hash(self, request: CacheRequest, block_size: int, block_idx: int) -> BlockHash:
-        return with_block_size(request.block_hashes, self._hash_block_size, block_size)[block_idx]
+    def _find_missing(
+        self, request: CacheRequest, num_hit_tokens: int
+    ) -> tuple[_Missing | None, bool]:
+        """The block without which the hit is no longer; None if every group has its blocks.
+
+        Returns:
+            The block, and whether another block proves that its tokens were cached.
+        """
+        limit = (request.num_tokens - 1) // self._alignment * self._alignment
+        gaps = [self._first_gap(request, group, num_hit_tokens) for group in self._groups]
+        known = max(gaps, key=lambda gap: gap.start)
+        # A group that skips no token needs every block, so its gap bounds every hit.
+        bounds = [gap for gap in gaps if gap.group.get_num_skipped_tokens(limit) == 0]
+        if bounds:
+            first = min(bounds, key=lambda gap: gap.start)
+            limit = min(limit, first.start // self._alignment * self._alignment)
+            if limit <= num_hit_tokens:
+                lacking = first if first.end <= known.start else known
+                return lacking, self._is_known(request, lacking.end)
+        for end in range(limit, num_hit_tokens, -self._alignment):
+            # Without full attention, only a cached last block shows that this prefix is known.
+            if bounds or any(
+                self._is_cached(request, g, end // g.block_size - 1) for g in self._groups
+            ):
+                return self._gap_of_run(request, end), True
+        return known, self._is_known(request, known.end)
+
+    def _is_known(self, request: CacheRequest, num_tokens: int) -> bool:
+        """Whether a group has cached the block that holds the last of these tokens."""
+        return any(
+            self._is_cached(request, group, (num_tokens - 1) // group.block_size)
+            for group in self._groups
+            if -(-num_tokens // group.block_size) * group.block_size <= request.num_tokens
+        )
+
+    def _first_gap(self, request: CacheRequest, group: PrefixGroup, num_tokens: int) -> _Missing:
+        """The first block after `num_tokens` tokens that the group has not cached.
+
+        It may be the block after the last full one.
+        """
+        block_idx = num_tokens // group.block_size
+        num_full_blocks = request.num_tokens // group.block_size
+        while block_idx < num_full_blocks and self._is_cached(request, group, block_idx):
+            block_idx += 1
+        return _Missing(group, block_idx)
+
+    def _gap_of_run(self, request: CacheRequest, num_tokens: int) -> _Missing | None:
+        """The last missing block of those that a hit of `num_tokens` tokens needs."""
+        for group in self._groups:
+            first = group.get_num_skipped_tokens(num_tokens) // group.block_size
+            for block_idx in range(num_tokens // group.block_size - 1, first - 1, -1):
+                if not self._is_cached(request, group, block_idx):
+                    return _Missing(group, block_idx)
+        return None
+
+    def _is_cached(self, request: CacheRequest, group: PrefixGroup, block_idx: int) -> bool:
+        block_hash = self._block_hash(request, group, block_idx)
+        return self._block_pool.get_cached_block(block_hash, (group.group_id,)) is not None
+
+    def _block_hash(self, request: CacheRequest, group: PrefixGroup, block_idx: int) -> BlockHash:
+        hashes = with_block_size(request.block_hashes, self._hash_block_size, group.block_size)
+        return hashes[block_idx]
 
     def _first_block_reason(self, request: CacheRequest) -> MissReason:
-        """Why the first block was not found, by who cached the same tokens.
+        """Why the first block was not found: compares the requests that cached its tokens.
 
-        Salt and adapter enter the first block, so a difference in them always shows there.
+        Salt and adapter enter the hash of the first block, so a difference always shows there.
         """
-        group_id, block_size = next(iter(self._group_block_sizes.items()))
+        group = self._first_block_group
         others = [
             other
-            for other in self._first_blocks.get(tuple(request.all_token_ids[:block_size]), ())
-            if self._block_pool.get_cached_block(other.block_hash, (group_id,)) is not None
+            for other in self._first_blocks.get(self._first_tokens(request), ())
+            if self._block_pool.get_cached_block(other.block_hash, (group.group_id,)) is not None
         ]
         has_own_salt = [other for other in others if other.cache_salt == request.cache_salt]
         if any(other.lora_name != request.lora_name for other in has_own_salt):
             return "lora"
         if len(others) > len(has_own_salt):
             return "salt"
-        # None, or the same tokens with other images.
+        # No request cached these tokens, or one did with other images.
         return "first_block_differs"
 
+    def _first_tokens(self, request: CacheRequest) -> tuple[int, ...]:
+        return tuple(request.all_token_ids[: self._first_block_group.block_size])
+
     def _remember_first_block(self, request: CacheRequest) -> None:
-        block_size = next(iter(self._group_block_sizes.values()))
-        if request.num_tokens < block_size:
+        if request.num_tokens < self._first_block_group.block_size:
             return
-        tokens = tuple(request.all_token_ids[:block_size])
+        tokens = self._first_tokens(request)
         first_block = _FirstBlock(
-            self._block_hash(request, block_size, 0), request.cache_salt, request.lora_name
+            self._block_hash(request, self._first_block_group, 0),
+            request.cache_salt,
+            request.lora_name,
         )
         names = self._first_blocks.get(tokens)
         if names is None:

@@ -1,14 +1,26 @@
-"""Why a request missed: each reason, by a pool in which it is so."""
+"""Reasons of prefix cache misses: each in a pool where it applies."""
 
 import types
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from paxkv.kv_cache.hashing.block_hash import BlockHasher
+from paxkv.kv_cache.hashing.block_hash import BlockHasher, with_block_size
 from paxkv.kv_cache.hashing.extra_keys import ExtraKeySources
 from paxkv.kv_cache.observers import prefix_cache_miss
-from paxkv.kv_cache.observers.prefix_cache_miss import PrefixCacheMissExplainer
+from paxkv.kv_cache.observers.prefix_cache_miss import PrefixCacheMissExplainer, PrefixGroup
 from paxkv.kv_cache.pool.block_pool import BlockPool
+from tests.paxkv.kv_cache.cache_fakes import (
+    FakeRequest,
+    chunked,
+    full,
+    make_manager,
+    mamba,
+    run_alone,
+    window,
+)
+from tests.slow_model.state_machine_settings import quick
 
 BLOCK_SIZE = 2
 
@@ -23,7 +35,10 @@ class Cache:
         )
         self.explainer = PrefixCacheMissExplainer(
             block_pool=self.pool,
-            group_block_sizes=group_block_sizes or {0: BLOCK_SIZE},
+            groups=[
+                PrefixGroup(group_id, block_size, lambda num_computed_tokens: 0)
+                for group_id, block_size in (group_block_sizes or {0: BLOCK_SIZE}).items()
+            ],
             hash_block_size=BLOCK_SIZE,
         )
 
@@ -152,12 +167,12 @@ def test_short_prompts_and_those_that_read_nothing():
     assert cache.why("off") == ("disabled", 0, None)
 
 
-def test_a_hit_of_several_groups_names_the_group_that_missed():
+def test_a_block_that_one_group_lacks_is_no_difference_of_prompts():
     cache = Cache(group_block_sizes={0: 2, 1: 4})
     request = cache.request("a", [1, 2, 3, 4, 5, 6, 7, 8, 9])
     cache.admit(request)  # into group 0 alone
     answer = cache.explainer.explain(request, 0)
-    assert (answer.reason, answer.block_idx, answer.block_size) == ("first_block_differs", 0, 4)
+    assert (answer.reason, answer.block_idx, answer.block_size) == ("shortened", 0, 4)
     cache.pool.cache_full_blocks(
         request=request,
         blocks=cache.pool.get_new_blocks(2),
@@ -219,3 +234,88 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch):
     for number in range(20):
         cache.admit(cache.request(f"s{number}", [7, 7, 7], salt=str(number)))
     assert cache.why("s19")[0] == "salt"
+
+
+def explain(manager, request):
+    answer = manager.explain_miss(request)
+    return answer.reason, answer.num_hit_tokens, answer.block_idx
+
+
+def evict(manager, request, group_id, block_idxs):
+    blocks = manager.coordinator.get_blocks(request.request_id)[group_id]
+    manager.evict_blocks([blocks[block_idx].block_id for block_idx in block_idxs])
+
+
+@pytest.mark.parametrize("specs", [(window(8), full()), (full(), window(8))])
+def test_a_window_that_lost_its_blocks_is_named_at_the_end_of_the_known_prefix(specs):
+    manager = make_manager(*specs, num_blocks=40)
+    window_id = specs.index(window(8))
+    first = run_alone(manager, "first", range(33))
+    # The same first 28 tokens; a hit of 28 needs blocks 5 and 6 of the window.
+    request = FakeRequest("second", [*range(28), 99, 98, 97, 96, 95])
+    assert explain(manager, request) == ("block_differs", 28, 7)
+    evict(manager, first, window_id, [6])
+    assert explain(manager, request) == ("evicted", 24, 6)
+    evict(manager, first, window_id, [0, 1, 2, 3, 4, 5])
+    assert explain(manager, request) == ("evicted", 0, 6)
+    manager.block_pool.evicted_hashes.clear()
+    assert explain(manager, request) == ("shortened", 0, 6)
+
+
+def test_windows_alone_name_what_differs_where_no_later_block_is_cached():
+    manager = make_manager(window(8), window(12), num_blocks=40)
+    first = run_alone(manager, "first", range(33))
+    request = FakeRequest("second", [*range(16), *range(50, 67)])
+    assert explain(manager, request) == ("block_differs", 16, 4)
+    other = FakeRequest("other", range(50, 83))
+    assert explain(manager, other) == ("first_block_differs", 0, 0)
+    # Block 3 of the second window is left, so that the first 16 tokens are known.
+    evict(manager, first, 0, [0, 1, 2, 3])
+    assert explain(manager, request) == ("evicted", 0, 3)
+    # No group knows any of the tokens now.
+    evict(manager, first, 1, [0, 1, 2, 3])
+    manager.block_pool.evicted_hashes.clear()
+    assert explain(manager, request) == ("first_block_differs", 0, 0)
+
+
+def test_salts_are_compared_although_a_window_lost_the_first_block():
+    manager = make_manager(window(8), full(), num_blocks=40)
+    first = run_alone(manager, "first", range(33), salt="a")
+    evict(manager, first, 0, [0])
+    assert explain(manager, FakeRequest("second", range(33), salt="b")) == ("salt", 0, 0)
+
+
+GROUPS = [
+    (full(), full(8)),
+    (window(8), full()),
+    (mamba(8), full()),
+    (chunked(8), window(6), full(8)),
+    (window(8), window(5)),
+]
+
+
+@quick(200)
+@given(st.sampled_from(GROUPS), st.integers(0, 33), st.data())
+def test_the_named_block_is_missing_and_a_difference_is_one_for_every_group(specs, shared, data):
+    manager = make_manager(*specs, num_blocks=80, hash_block_size=4)
+    first = run_alone(manager, "first", range(33))
+    for group_id, blocks in enumerate(manager.coordinator.get_blocks("first")):
+        gone = data.draw(st.sets(st.integers(0, len(blocks) - 1)))
+        evict(manager, first, group_id, gone)
+    manager.block_pool.evicted_hashes.clear()
+    request = FakeRequest("second", [*range(shared), *range(50, 83 - shared)])
+    answer = manager.explain_miss(request)
+    if answer.block_idx is None:
+        assert answer.reason in ("hit", "shortened", "too_short")
+        return
+    end = (answer.block_idx + 1) * answer.block_size
+    assert answer.num_hit_tokens < end <= request.num_tokens
+    cached = [
+        manager.block_pool.get_cached_block(hashes[end // size - 1], (group_id,)) is not None
+        for group_id, size in enumerate(spec.block_size for spec in specs)
+        if end % size == 0
+        for hashes in [with_block_size(request.block_hashes, 4, size)]
+    ]
+    assert not all(cached)
+    if answer.reason in ("block_differs", "first_block_differs"):
+        assert not any(cached)
