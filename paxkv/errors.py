@@ -11,6 +11,7 @@ PaxkvError
 │   └── KVCacheTooSmallError        the KV cache holds no request of max_model_len
 ├── TraceFileError                  a file that is no trace of this version; `paxkv.replay` exits 2
 ├── EngineDeadError            503  the engine stopped; requests end with this
+├── EngineStalledError         503  requests wait, and the engine completes no step
 └── InvariantError             500  our own mistake; a bug
 """
 
@@ -90,6 +91,12 @@ class EngineDeadError(PaxkvError, RuntimeError):
     def __init__(self, message: str, *, retry_after_s: int | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class EngineStalledError(PaxkvError):
+    """Requests wait, and the engine has completed no step for too long."""
+
+    http_status = 503
 
 
 class InvariantError(PaxkvError, RuntimeError):

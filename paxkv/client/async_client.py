@@ -35,7 +35,13 @@ from paxkv.contracts.engine_start import EngineReady, ModelInfo
 from paxkv.contracts.observation import BlockDetails, PrefixCacheMiss
 from paxkv.contracts.request_output import RequestOutput, TokenTotals
 from paxkv.contracts.wire import LoopTransport
-from paxkv.errors import EngineDeadError, InvalidRequestError, PaxkvError, SlowReaderError
+from paxkv.errors import (
+    EngineDeadError,
+    EngineStalledError,
+    InvalidRequestError,
+    PaxkvError,
+    SlowReaderError,
+)
 from paxkv.fleet.stats_sum import keep_expert_tokens, stop_running
 from paxkv.text.chat_template import ChatTemplate
 from paxkv.text.tokenizer import Tokenizer
@@ -115,6 +121,22 @@ class AsyncEngineClient:
     def is_alive(self) -> bool:
         """Whether new requests can be served."""
         return self._loop is not None and self._dead is None and not self._is_closing
+
+    @property
+    def problem(self) -> PaxkvError | None:
+        """Why requests cannot be answered now; None if they can.
+
+        EngineDeadError: no engine runs. EngineStalledError: the engine makes no progress.
+        """
+        try:
+            self._check_alive()
+        except EngineDeadError as error:
+            return error
+        stall = self._transport.stall
+        if stall is None:
+            return None
+        num_requests = len(self._streams)
+        return EngineStalledError(f"{num_requests} unfinished requests, and {stall}")
 
     @property
     def num_unfinished_requests(self) -> int:

@@ -90,6 +90,12 @@ class ServerConfig:
         "it is killed. However long it computes does not matter. At least 30; 0 is no limit",
         600.0,
     )
+    max_step_seconds: float = setting(
+        "seconds without a completed step, while requests wait, after which GET /health answers "
+        "503 with the reason. A step computes at most --max-num-batched-tokens tokens, so a long "
+        "prompt takes many steps. 0 is no limit",
+        120.0,
+    )
     execute_model_timeout_s: float = setting(
         "seconds that a step of the model may take; then the engine process is killed and started "
         "again, as if it had died. 0 is no limit",
@@ -228,7 +234,7 @@ class ServerConfig:
             value = getattr(self, name)
             if not (is_number(value) and 0 < value < math.inf):
                 raise ConfigError(f"{name} must be a positive number of seconds, got {value!r}.")
-        for name in ("engine_ready_timeout_s", "execute_model_timeout_s"):
+        for name in ("engine_ready_timeout_s", "execute_model_timeout_s", "max_step_seconds"):
             value = getattr(self, name)
             if not (is_number(value) and 0 <= value < math.inf):
                 raise ConfigError(

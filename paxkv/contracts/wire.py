@@ -54,6 +54,14 @@ class LoopTransport(Protocol):
         """Calls `on_message` on the loop with every message from now on."""
         ...
 
+    @property
+    def stall(self) -> str | None:
+        """Why the engine makes no progress although it has work; None if it does, or has ended.
+
+        Read on the loop.
+        """
+        ...
+
     def give_up(self, reason: str) -> None:
         """Takes the engine for dead, because its messages cannot be used. Called on the loop.
 

@@ -125,12 +125,14 @@ def start_engines(
     *,
     max_step_s: float = 0.0,
     max_idle_start_s: float = 0.0,
+    stall_s: float = 0.0,
     show_progress: bool = False,
 ) -> StartedEngines:
     """Starts `ParallelConfig.data_parallel_size` engine processes and waits until all are ready.
 
     Args:
-        max_step_s: As `EngineSupervisor` has it; `max_idle_start_s` and `show_progress` likewise.
+        max_step_s: As `EngineSupervisor` has it; so are `max_idle_start_s`, `stall_s` and
+            `show_progress`.
 
     Raises:
         ConfigError: The settings do not fit the model or the machine, or the model cannot be
@@ -148,6 +150,7 @@ def start_engines(
             policy,
             max_step_s=max_step_s,
             max_idle_start_s=max_idle_start_s,
+            stall_s=stall_s,
             show_progress=show_progress and idx == 0,
             environment=environments[idx],
         )
@@ -201,6 +204,7 @@ def build_async_client(
         policy,
         max_step_s=server_config.execute_model_timeout_s,
         max_idle_start_s=server_config.engine_ready_timeout_s,
+        stall_s=server_config.max_step_seconds,
         show_progress=show_progress,
     )
     ready, text = engines.ready, engines.text

@@ -181,6 +181,14 @@ class DataParallelTransport:
         for idx, replica in enumerate(self._replicas):
             replica.transport.deliver_on(loop, functools.partial(self._take, idx))
 
+    @property
+    def stall(self) -> str | None:
+        """See `LoopTransport.stall`: only if every replica that lives makes no progress."""
+        stalls = [(idx, self._replicas[idx].transport.stall) for idx in self._alive()]
+        if not stalls or any(stall is None for _, stall in stalls):
+            return None
+        return " ".join(f"replica {idx}: {stall}" for idx, stall in stalls)
+
     def give_up(self, reason: str) -> None:
         """See `LoopTransport.give_up`: of the replica whose message it was, if that is known."""
         speaker = self._speaker
@@ -233,9 +241,12 @@ class DataParallelTransport:
         Args:
             chain: As of `prompt_chain`.
         """
-        num_requests = {idx: len(self._replicas[idx].requests) for idx in self._hearing()}
-        if not num_requests:
+        hearing = self._hearing()
+        if not hearing:
             raise EngineDeadError("all engines have ended.")
+        # A replica that makes no progress gets a request only if all others make none either.
+        moving = [idx for idx in hearing if self._replicas[idx].transport.stall is None]
+        num_requests = {idx: len(self._replicas[idx].requests) for idx in moving or hearing}
         fewest = min(num_requests.values())
         # None more where one has nothing to do: what all prompts begin with would keep few callers
         # at one replica, and the others would never learn it.

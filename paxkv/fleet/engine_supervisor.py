@@ -51,7 +51,9 @@ class EngineSupervisor:
     One that hangs is killed, and has died then.
 
     Args:
-        max_step_s: Seconds that a step may take, or the engine to wake; 0 is no limit.
+        max_step_s: Seconds that a step may take, or the engine to wake, before it is killed; 0 is
+            no limit.
+        stall_s: Seconds of the same after which `stall` has a reason; 0 is no limit.
         max_idle_start_s: As `EngineProcess` has it.
         show_progress: The first engine draws a bar on stderr while steps compile.
         command: As `EngineProcess` has it; `environment` likewise.
@@ -64,12 +66,15 @@ class EngineSupervisor:
         *,
         max_step_s: float,
         max_idle_start_s: float,
+        stall_s: float = 0.0,
         show_progress: bool = False,
         command: Sequence[str] = ENGINE_COMMAND,
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._config = config
         self._step_watch = StepWatch(max_step_s)
+        self._stall_watch = StepWatch(stall_s)
+        self._is_stalled = False
         self._policy = policy
         self._command = command
         self._environment = environment
@@ -134,10 +139,20 @@ class EngineSupervisor:
         """Calls `on_message` on the loop with every message from now on. Called on the loop."""
         self._loop, self._on_message = loop, on_message
         self._process.deliver_on(loop, self._take)
-        if self._step_watch.limit_s > 0:
+        if self._step_watch.limit_s > 0 or self._stall_watch.limit_s > 0:
             self._watch_steps()
         self._thread = threading.Thread(target=self._supervise, name=SUPERVISOR_THREAD, daemon=True)
         self._thread.start()
+
+    @property
+    def stall(self) -> str | None:
+        """See `LoopTransport.stall`."""
+        if not self._is_stalled or self._is_dead.is_set():
+            return None
+        return (
+            f"no step has completed for {self._stall_watch.limit_s:g} seconds, the limit that "
+            "--max-step-seconds sets. The device may hang, or its steps are slow."
+        )
 
     def give_up(self, reason: str) -> None:
         """See `LoopTransport.give_up`: the engine is killed, and replaced as one that died."""
@@ -272,18 +287,27 @@ class EngineSupervisor:
         self._tell_dead(reason)
 
     def _watch_steps(self) -> None:
-        """Looks at the count of steps, again and again, on the loop."""
+        """Looks at the count of steps periodically, on the loop."""
         if self._is_end_told:
             return
-        watch = self._step_watch
-        self._loop.call_later(watch.period_s, self._watch_steps)
-        # The one that is being started has no step, however long it takes.
-        if not self._is_dead.is_set() and watch.is_too_long(
-            self._process.step_count, self._process.num_sent, time.monotonic()
-        ):
+        watches = (self._step_watch, self._stall_watch)
+        period_s = min(watch.period_s for watch in watches if watch.limit_s > 0)
+        self._loop.call_later(period_s, self._watch_steps)
+        # An engine that is being started computes no step, however long the start takes.
+        if self._is_dead.is_set():
+            return
+        look = (self._process.step_count, self._process.num_sent, time.monotonic())
+        is_hanging, is_stalled = [watch.is_too_long(*look) for watch in watches]
+        if is_stalled != self._is_stalled:
+            self._is_stalled = is_stalled
+            if is_stalled:
+                logger.warning("the engine has work, but %s", self.stall)
+            else:
+                logger.warning("the engine completes steps again")
+        if is_hanging:
             self.give_up(
-                f"it hangs: no step has ended for {watch.limit_s:g} seconds, the limit that "
-                "--execute-model-timeout-s sets."
+                f"it hangs: no step has ended for {self._step_watch.limit_s:g} seconds, the limit "
+                "that --execute-model-timeout-s sets."
             )
 
     def _on_failed_start(self) -> bool:
@@ -297,6 +321,8 @@ class EngineSupervisor:
     def _on_ready(self, process: EngineProcess, ready: EngineReady) -> bool:
         self._is_dead.clear()
         self._step_watch.start_over()
+        self._stall_watch.start_over()
+        self._is_stalled = False
         process.deliver_on(self._loop, self._take)
         self._on_message(ready)
         return True

@@ -1,17 +1,17 @@
-"""`StepWatch`: notices an engine that does not get on, from what it counts."""
+"""`StepWatch`: notices an engine that makes no progress, by the steps that it counts."""
 
 
 class StepWatch:
-    """Adds up for how long an engine with something to do has stood at one and the same count.
+    """Measures for how long the step counter of an engine with work has not changed.
 
-    It has something to do where its count is odd, or where a message was sent to it since it
-    counted: one that was asleep when the machine stopped it would never wake.
+    An engine has work if its count is odd, or if a message was sent to it since the count last
+    changed. The second case covers an engine that does not wake up.
 
-    Only the time between its own looks counts, and of each no more than `MAX_BETWEEN_LOOKS`
-    periods: a machine that slept, or a container that was frozen, has had no time for its step.
+    The watch adds up the time between looks, at most `MAX_BETWEEN_LOOKS` periods for each. So the
+    time in which the machine or the container was suspended hardly counts.
 
     Args:
-        limit_s: For a step, or for waking up; 0 is none.
+        limit_s: Seconds for a step, or for waking up; 0 is no limit.
     """
 
     # The loop that looks may be late.

@@ -8,6 +8,7 @@ from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.engine_start import ModelInfo
 from paxkv.contracts.observation import BlockDetails, PrefixCacheMiss
 from paxkv.contracts.request_output import RequestOutput, TokenTotals
+from paxkv.errors import PaxkvError
 
 # "text", [1, 2, 3], or {"prompt": "text", "add_special_tokens": False, "cache_salt": "tenant"}
 Prompt = str | list[int] | Mapping[str, object]
@@ -79,7 +80,14 @@ class EngineClient(Protocol):
         ...
 
     @property
-    def is_alive(self) -> bool: ...
+    def is_alive(self) -> bool:
+        """Whether new requests are accepted."""
+        ...
+
+    @property
+    def problem(self) -> PaxkvError | None:
+        """Why requests cannot be answered now; None if they can."""
+        ...
 
     def generate(
         self,

@@ -90,14 +90,22 @@ class World:
         self.heard: list[object] = []
         self._supervisors: list[EngineSupervisor] = []
 
-    def begin(self, *, config: EngineConfig | None = None, **policy: float) -> EngineSupervisor:
+    def begin(
+        self,
+        *,
+        config: EngineConfig | None = None,
+        max_step_s: float = 0.0,
+        stall_s: float = 0.0,
+        **policy: float,
+    ) -> EngineSupervisor:
         """A supervisor whose first engine is ready. Called on the loop."""
         policy = {"max_restarts": 1, "window_s": 60.0} | policy
         supervisor = EngineSupervisor(
             config or EngineConfig(),
             RestartPolicy(**policy),
-            max_step_s=0.0,
+            max_step_s=max_step_s,
             max_idle_start_s=90.0,
+            stall_s=stall_s,
             show_progress=True,
             environment={"REPLICA": "1"},
         )
@@ -141,6 +149,62 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
         engine_supervisor, "EngineProcess", lambda *a, **more: FakeProcess(world, *a, **more)
     )
     return world
+
+
+@pytest.mark.parametrize("max_step_s", [0.0, 0.3])
+def test_a_step_that_hangs_is_a_stall_until_it_completes(
+    world: World, caplog: pytest.LogCaptureFixture, max_step_s: float
+) -> None:
+    async def passes(seconds: float) -> None:
+        end_s = world.clock.now_s + seconds
+        while world.clock.now_s < end_s:
+            world.clock.now_s += 0.005
+            await asyncio.sleep(0.006)
+
+    async def test() -> None:
+        supervisor = world.begin(stall_s=0.1, max_step_s=max_step_s)
+        engine = world.processes[0]
+        assert supervisor.stall is None
+        # It has nothing to do, and then completes steps, the last of which takes long.
+        await passes(0.2)
+        for count in (1, 3, 5, 7):
+            engine.step_count = count
+            await passes(0.05)
+            assert supervisor.stall is None
+        await passes(0.15)
+        assert "no step has completed for 0.1 seconds" in supervisor.stall
+        assert "--max-step-seconds" in supervisor.stall
+        engine.step_count = 9
+        await passes(0.05)
+        assert supervisor.stall is None
+        engine.step_count = 10
+        await passes(0.2)
+        assert supervisor.stall is None
+        # It does not wake up for a message.
+        engine.num_sent = 1
+        await passes(0.2)
+        assert supervisor.stall is not None
+        said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert [text.split(",")[0] for text in said] == [
+            "the engine has work",
+            "the engine completes steps again",
+            "the engine has work",
+        ]
+        if max_step_s > 0:
+            await passes(0.3)
+            assert engine.calls == ["kill"]
+        else:
+            engine.exit(-9)
+        await world.hears(EngineDead)
+        # The client reports the death; a start is no stall, however long it takes.
+        assert supervisor.stall is None
+        if max_step_s > 0:
+            engine.exit(-9)
+        await world.hears(EngineReady)
+        await passes(0.2)
+        assert supervisor.stall is None
+
+    world.run(test)
 
 
 @pytest.mark.parametrize(

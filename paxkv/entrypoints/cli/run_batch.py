@@ -49,7 +49,7 @@ _OF_A_SERVER = (
     *("response_store_bytes", "enable_admin", "profile_dir", "enable_inspector"),
     *("inspector_show_text", "inspector_max_trace_bytes", "max_num_queued_reqs"),
     *("disable_fastapi_docs", "enable_tokenizer_info_endpoint", "h11_max_header_count"),
-    "max_unread_bytes",
+    *("max_unread_bytes", "max_step_seconds"),
 )
 _URL_BEGINNINGS = ("http://", "https://")
 

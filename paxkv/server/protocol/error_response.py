@@ -10,6 +10,7 @@ from starlette.responses import Response
 from paxkv.errors import (
     ChatTemplateError,
     EngineDeadError,
+    EngineStalledError,
     InvalidRequestError,
     NeverFitsError,
     PaxkvError,
@@ -83,12 +84,16 @@ _CODES: dict[type[PaxkvError], str] = {
     NeverFitsError: "context_length_exceeded",
     UnsupportedFeatureError: "unsupported_parameter",
     EngineDeadError: "engine_dead",
+    EngineStalledError: "engine_stalled",
     OverloadedError: "overloaded",
     ChatTemplateError: "chat_template_error",
     SlowReaderError: "slow_reader",
 }
 # Their messages are for callers, though the request is not at fault.
-_TOLD_ERRORS = (ChatTemplateError, EngineDeadError, OverloadedError, SlowReaderError)
+_TOLD_ERRORS = (
+    *(ChatTemplateError, EngineDeadError, EngineStalledError),
+    *(OverloadedError, SlowReaderError),
+)
 # Statuses that come with a header.
 _HEADERS: dict[type[Exception], dict[str, str]] = {
     UnauthorizedError: {"WWW-Authenticate": "Bearer"},

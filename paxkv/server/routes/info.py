@@ -69,9 +69,10 @@ class InfoRoutes:
         return _json(self._model_card(name))
 
     async def health(self, _request: Request) -> Response:
-        """200 while the engine lives."""
-        if not self._engine.is_alive:
-            raise EngineDeadError("the engine has ended, or another is not ready yet.")
+        """200 while requests can be answered, otherwise 503 with the reason."""
+        problem = self._engine.problem
+        if problem is not None:
+            raise problem
         return Response()
 
     async def load(self, _request: Request) -> Response:

@@ -46,6 +46,8 @@ def request(request_id: str, **settings: object) -> EngineRequest:
 class FakeReplica:
     """A `LoopTransport` that keeps what it is sent; its engine says what a test has it say."""
 
+    stall: str | None = None
+
     def __init__(self) -> None:
         self.sent: list[object] = []
         self.is_dead = False

@@ -50,6 +50,7 @@ def test_keys_are_shown_in_no_repr_and_no_error():
         # Every start would be taken for one that hangs.
         ({"engine_ready_timeout_s": 1}, "at least 30 seconds, or 0 for none, got 1"),
         ({"execute_model_timeout_s": -1}, "0 for none, got -1"),
+        ({"max_step_seconds": True}, "max_step_seconds must be a number of seconds, or 0"),
         ({"execute_model_timeout_s": float("nan")}, "0 for none, got nan"),
     ],
 )

@@ -170,6 +170,47 @@ def test_engine_that_hangs_is_503_and_another_serves() -> None:
         assert server.wait()[0] == 0
 
 
+def test_health_fails_while_a_step_hangs_and_holds_during_a_long_prompt() -> None:
+    flags = ("--max-step-seconds", "2", "--execute-model-timeout-s", "0")
+    # Six steps of 0.6 s: four for a prompt of 240 tokens, and two more tokens.
+    with (
+        running_fake_server(*flags, step_s=0.6, hangs_at_step=8) as server,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        began_s = time.monotonic()
+        answer = pool.submit(server.complete, [97] * 240, 3)
+        while not answer.done():
+            assert server.health() == 200
+            time.sleep(0.1)
+        assert answer.result().status_code == 200
+        assert time.monotonic() - began_s > 3.0
+        pool.submit(server.complete, [97], 9)
+        wait_for_health(server, 503)
+        error = httpx.get(f"{server.url}/health", timeout=TIMEOUT_S).json()["error"]
+        assert error["code"] == "engine_stalled"
+        assert error["message"].startswith(
+            "1 unfinished requests, and no step has completed for 2 seconds"
+        )
+        # The page of metrics and the list of models do not wait for the engine.
+        assert httpx.get(f"{server.url}/metrics", timeout=TIMEOUT_S).status_code == 200
+        assert httpx.get(f"{server.url}/v1/models", timeout=TIMEOUT_S).status_code == 200
+        os.killpg(server.process.pid, signal.SIGKILL)
+
+
+def test_several_engines_are_healthy_until_all_hang() -> None:
+    flags = ("--max-step-seconds", "1", "--data-parallel-size", "2")
+    with running_fake_server(*flags, hangs_at_step=1) as server, ThreadPoolExecutor(2) as pool:
+        pool.submit(server.complete, [97], 9)
+        time.sleep(2.5)
+        assert server.health() == 200
+        pool.submit(server.complete, [97], 9)
+        wait_for_health(server, 503)
+        message = httpx.get(f"{server.url}/health", timeout=TIMEOUT_S).json()["error"]["message"]
+        assert message.startswith("2 unfinished requests, and replica 0: no step has completed")
+        assert "replica 1: no step has completed" in message
+        os.killpg(server.process.pid, signal.SIGKILL)
+
+
 def test_engine_that_dies_ends_the_server_where_it_was_asked_to() -> None:
     with running_fake_server("--max-engine-restarts", "0", fails_at_step=2) as server:
         assert server.complete([97], 9).status_code == 503

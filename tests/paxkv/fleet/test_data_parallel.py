@@ -33,6 +33,29 @@ from paxkv.server.metrics.engine_totals import EngineTotals
 from tests.paxkv.client.fake_replicas import FakeReplica, Replicas, ready_engine, request
 
 
+def test_a_replica_without_progress_gets_no_requests_while_another_makes_progress() -> None:
+    replicas = Replicas(3)
+    first, second, third = replicas.engines
+    assert replicas.add("a") == 0
+    first.stall = "no step"
+    # The first has one request; the others get more than that.
+    assert [replicas.add(name) for name in "bcdef"] == [1, 2, 1, 2, 1]
+    assert replicas.transport.stall is None
+    replicas.die(1)
+    assert replicas.transport.stall is None
+    third.stall = "no step either"
+    assert replicas.transport.stall == "replica 0: no step replica 2: no step either"
+    # All wait: the requests are spread as ever.
+    assert replicas.add("g") == 0
+    replicas.restart(1, 5.0)
+    assert replicas.transport.stall is None
+    assert replicas.add("h") == 1
+    second.stall = third.stall = first.stall = None
+    replicas.die(0), replicas.die(1), replicas.die(2)
+    # The client reports the end of the engines instead.
+    assert replicas.transport.stall is None
+
+
 class RoutingMachine(RuleBasedStateMachine):
     """Against a model that knows where everybody is."""
 

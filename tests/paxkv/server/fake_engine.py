@@ -13,7 +13,13 @@ from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.engine_start import ModelInfo
 from paxkv.contracts.observation import BlockDetails, PrefixCacheMiss
 from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput, TokenTotals
-from paxkv.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
+from paxkv.errors import (
+    EngineDeadError,
+    EngineStalledError,
+    InvalidRequestError,
+    PaxkvError,
+    PromptTooLongError,
+)
 from paxkv.inspector.recorder import InspectionRecorder
 from tests.paxkv.scheduler.stepping import make_scheduler
 
@@ -111,6 +117,7 @@ class FakeEngine:
         self.tokenizer = FakeTokenizer()
         self.chat_template = FakeChatTemplate()
         self.is_alive = True
+        self.stall: EngineStalledError | None = None
         self.seconds_per_token = seconds_per_token
         # Of an engine whose blocks nobody uses.
         self.recorder = InspectionRecorder(make_scheduler(num_blocks=16))
@@ -184,6 +191,14 @@ class FakeEngine:
     ) -> BlockDetails:
         self._check_alive()
         return self.recorder.inspect_block(block_id, holder_key, with_tokens)
+
+    @property
+    def problem(self) -> PaxkvError | None:
+        try:
+            self._check_alive()
+        except EngineDeadError as error:
+            return error
+        return self.stall
 
     async def close(self, *, drain_timeout_s: float) -> None:
         self.is_alive = False

@@ -6,6 +6,7 @@ import re
 import pytest
 
 import paxkv
+from paxkv.errors import EngineStalledError
 from paxkv.server.routes.info import InfoRoutes
 from tests.paxkv.server.fake_engine import MODEL_NAME
 
@@ -65,6 +66,20 @@ def test_version_and_health(shared_server):
     assert shared_server.client.get("/version").json() == {"version": paxkv.__version__}
     response = shared_server.client.get("/health")
     assert (response.status_code, response.content) == (200, b"")
+
+
+def test_health_says_why_the_engine_makes_no_progress(start_server):
+    server = start_server()
+    server.engine.stall = EngineStalledError("3 unfinished requests, and no step has completed")
+    for path in ("/health", "/ping"):
+        response = server.client.get(path)
+        assert response.status_code == 503
+        error = response.json()["error"]
+        assert (error["code"], error["type"]) == ("engine_stalled", "server_error")
+        assert error["message"] == "3 unfinished requests, and no step has completed"
+    # The requests go on as soon as a step completes.
+    server.engine.stall = None
+    assert server.client.get("/health").status_code == 200
 
 
 def test_metrics_count_what_was_served(start_server):
