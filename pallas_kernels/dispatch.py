@@ -15,10 +15,12 @@ shapes and static arguments share this function, so JAX lowers its kernels once 
 Mosaic compiles them once.
 """
 
+import contextlib
+import contextvars
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -46,6 +48,7 @@ _MOSAIC_OF_PLATFORM = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
 _TPU_KINDS = ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
 
 _logger = logging.getLogger(__name__)
+_misfits: contextvars.ContextVar[dict[str, None]] = contextvars.ContextVar("misfits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +161,25 @@ def preferred_body(
     reason = target_misfit(target) or bodies[name].misfit(*args, **kwargs)
     if reason is None:
         return name
-    _say_once(f"{op_name} runs as plain XLA, not as {name}: {reason}.")
+    message = f"{op_name} runs as plain XLA, not as {name}: {reason}."
+    _say_once(message)
+    _misfits.get({}).setdefault(message)
     return "xla"
+
+
+@contextlib.contextmanager
+def collect_misfits() -> Iterator[dict[str, None]]:
+    """Collects why ops that this thread traces in the block run as plain XLA.
+
+    Yields:
+        Sentences in the order of their first occurrence, as the keys of a dictionary.
+    """
+    found: dict[str, None] = {}
+    token = _misfits.set(found)
+    try:
+        yield found
+    finally:
+        _misfits.reset(token)
 
 
 def target_misfit(target: Target) -> str | None:

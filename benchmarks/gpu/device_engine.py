@@ -4,6 +4,7 @@ A program is compiled when it is first needed. A warm-up of all programs of a la
 longer than the measurements.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import time
@@ -18,6 +19,7 @@ from paxkv.contracts.engine_request import AddRequest, EngineRequest
 from paxkv.engine.engine_core import EngineCore
 from paxkv.runner import model_runner
 from paxkv.runner.model_runner import ModelRunner
+from paxkv.runner.programs.kernel_check import KernelChoice
 from paxkv.scheduler.async_scheduler import AsyncScheduler
 
 _SEED = 0
@@ -55,15 +57,14 @@ class DeviceEngine:
             max_num_batched_tokens=sizes.max_num_batched_tokens,
             max_decode_burst=sizes.max_decode_burst,
         )
-        self.chosen: str | None = None
-        choose = model_runner.choose_implementation
-
-        def choose_body(*arguments: object) -> str | None:
-            # A named body raises an error when the engine would otherwise fall back to XLA.
-            self.chosen = choose(*arguments) if implementation == "default" else implementation
-            return self.chosen
-
-        with mock.patch.object(model_runner, "choose_implementation", choose_body):
+        with contextlib.ExitStack() as stack:
+            if implementation != "default":
+                # A named body raises an error when the engine would otherwise fall back to XLA.
+                choice = KernelChoice(implementation)
+                choose = mock.Mock(return_value=choice)
+                stack.enter_context(
+                    mock.patch.object(model_runner, "choose_implementation", choose)
+                )
             self._runner = ModelRunner(
                 model,
                 cache_config=CacheConfig(
@@ -74,6 +75,7 @@ class DeviceEngine:
                 max_model_len=sizes.max_model_len,
                 seed=_SEED,
             )
+        self.chosen = self._runner.kernel_choice.implementation
         self._request_numbers = itertools.count()
 
     def run(self, workload: Workload) -> DeviceRun:

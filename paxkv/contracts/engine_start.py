@@ -9,6 +9,20 @@ from paxkv.contracts.engine_output import SchedulerStats
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureUse:
+    """Whether an engine uses a feature.
+
+    Args:
+        name: As `/v1/models` has it.
+        detail: How the engine uses it, or why it does not: a sentence.
+    """
+
+    name: str
+    is_used: bool
+    detail: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """One served model.
 
@@ -24,6 +38,7 @@ class ModelInfo:
         max_logprobs: Most log-probabilities of a position; -1 is the whole vocabulary.
         sampling_defaults: Of requests that say nothing.
         other_model_names: Its other names in the API, for requests.
+        feature_uses: Features that some models, devices or settings leave without effect.
     """
 
     served_model_name: str
@@ -37,6 +52,7 @@ class ModelInfo:
     max_logprobs: int = MAX_LOGPROBS
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     other_model_names: tuple[str, ...] = ()
+    feature_uses: tuple[FeatureUse, ...] = ()
 
     @property
     def model_names(self) -> tuple[str, ...]:

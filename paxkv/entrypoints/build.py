@@ -30,12 +30,14 @@ from paxkv.contracts.protocols import GrammarGate
 from paxkv.contracts.wire import EngineTransport
 from paxkv.engine.core_thread import CoreThread
 from paxkv.engine.engine_core import EngineCore
+from paxkv.engine.feature_use import find_feature_uses
 from paxkv.engine.kv_event_publisher import KVEventPublisher, make_kv_event_publisher
 from paxkv.entrypoints.build_client import (
     TextParts,
     find_grammar_setup,
     load_text_parts,
     load_tokenizer,
+    log_feature_uses,
     log_sampling_defaults,
     make_input_processor,
     start_engines,
@@ -122,6 +124,7 @@ def build_engine(config: EngineConfig, *, show_progress: bool = False) -> BuiltE
     )
     (text,) = found
     log_sampling_defaults(built.ready.model_info)
+    log_feature_uses(built.ready.model_info)
     return BuiltEngine(
         transport=CoreThread(built.core),
         input_processor=make_input_processor(built.ready, text.tokenizer),
@@ -142,6 +145,7 @@ def _build_engines(config: EngineConfig, *, show_progress: bool) -> BuiltEngine:
         transport.close()
         raise
     log_sampling_defaults(engines.ready.model_info)
+    log_feature_uses(engines.ready.model_info)
     return BuiltEngine(
         transport=transport,
         input_processor=input_processor,
@@ -237,6 +241,14 @@ def _build_core(
         cache_settings=_cache_settings(config.cache, runner.kv_cache_config),
         max_logprobs=config.runner.max_logprobs,
         sampling_defaults=sampling_defaults,
+        feature_uses=find_feature_uses(
+            config,
+            runner.kv_cache_config,
+            max_model_len=max_model_len,
+            num_positions=model.config.max_scaled_positions,
+            why_no_kernels=runner.kernel_choice.why_no_kernels,
+            ops_without_kernels=runner.kernel_choice.ops_without_kernels,
+        ),
     )
     ready = EngineReady(
         model_info=model_info,

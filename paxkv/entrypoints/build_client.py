@@ -88,6 +88,13 @@ def log_sampling_defaults(model_info: ModelInfo) -> None:
         )
 
 
+def log_feature_uses(model_info: ModelInfo) -> None:
+    """Logs the features that are not used with this model, with the reasons."""
+    for feature in model_info.feature_uses:
+        if not feature.is_used:
+            logger.info("feature %s is not used: %s", feature.name, feature.detail)
+
+
 def make_input_processor(
     ready: EngineReady, tokenizer: Tokenizer | None, *, default_max_tokens: int | None = None
 ) -> InputProcessor:
@@ -209,6 +216,7 @@ def build_async_client(
     )
     ready, text = engines.ready, engines.text
     log_sampling_defaults(ready.model_info)
+    log_feature_uses(ready.model_info)
     generation_config = ready.model_info.sampling_defaults.generation_config
     try:
         return AsyncEngineClient(

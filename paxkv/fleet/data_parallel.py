@@ -145,10 +145,12 @@ class DataParallelTransport:
     def ready(self) -> EngineReady:
         """What clients are to know of all of them together."""
         infos = [ready.model_info for ready in self._readies]
+        shortest = min(infos, key=lambda info: info.max_model_len)
         model_info = dataclasses.replace(
             infos[0],
             max_num_seqs=sum(info.max_num_seqs for info in infos),
-            max_model_len=min(info.max_model_len for info in infos),
+            max_model_len=shortest.max_model_len,
+            feature_uses=shortest.feature_uses,
             max_fitting_tokens=min(info.max_fitting_tokens for info in infos),
         )
         return dataclasses.replace(

@@ -51,7 +51,7 @@ from paxkv.runner.programs.bucketing import (
     TableShape,
 )
 from paxkv.runner.programs.expert_check import products_of
-from paxkv.runner.programs.kernel_check import CheckedLayer, choose_implementation
+from paxkv.runner.programs.kernel_check import CheckedLayer, KernelChoice, choose_implementation
 from paxkv.runner.programs.program_store import ProgramStore
 from paxkv.runner.programs.warmup import StepPrograms
 from paxkv.runner.sampling.logits_check import LogitsCheck
@@ -72,6 +72,9 @@ class ModelRunner:
         seed: Of the draws of requests that bring no seed of their own.
         program_store: Where compiled programs are found and kept; None compiles all of them.
         show_progress: Draws a bar on stderr while the warm-up compiles.
+
+    Attributes:
+        kernel_choice: Whether kernels for this device run, and why they do not.
 
     Raises:
         KVCacheTooSmallError: It has no room for one request of `max_model_len` tokens.
@@ -103,7 +106,14 @@ class ModelRunner:
         )
         model = model.with_places(groups.places(spec))
         tables = groups.tables(max_model_len)
-        model = model.with_kernels(_kernel_settings(runner_config, model, tables, mesh))
+        self.kernel_choice = _choose_kernels(runner_config, model, tables, mesh)
+        model = model.with_kernels(
+            KernelSettings.for_mesh(
+                mesh,
+                implementation=self.kernel_choice.implementation,
+                batch_invariant=runner_config.batch_invariant,
+            )
+        )
         features = make_features(runner_config, model)
         self._buckets = buckets = StepBuckets(
             max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
@@ -325,21 +335,15 @@ def _put_params(model: LoadedModel, mesh: Mesh) -> tuple[jax.Array, ...]:
     )
 
 
-def _kernel_settings(
+def _choose_kernels(
     config: RunnerConfig, model: LoadedModel, tables: Sequence[TableShape], mesh: Mesh
-) -> KernelSettings:
-    # Batch-invariant sums are plain XLA on every device.
-    kernels = "xla" if config.batch_invariant else config.kernels
+) -> KernelChoice:
+    if config.batch_invariant:
+        return KernelChoice("xla", "--batch-invariant has sums in plain XLA on every device.")
     layers = [
         CheckedLayer(attention, place.format, tables[place.inputs_idx].block_size)
         for attention, places in zip(model.config.attention, model.places, strict=True)
         for _, place in places
         if attention is not None and isinstance(place.format, AttentionFormat)
     ]
-    return KernelSettings.for_mesh(
-        mesh,
-        implementation=choose_implementation(
-            kernels, layers, products_of(model), mesh.devices.flat[0]
-        ),
-        batch_invariant=config.batch_invariant,
-    )
+    return choose_implementation(config.kernels, layers, products_of(model), mesh.devices.flat[0])

@@ -59,6 +59,9 @@ class FakeRunner(FakeExecutor):
             num_longest_reqs=(kv_cache_config.num_blocks - 1) * spec.block_size // max_model_len,
             max_fitting_len=min(max_model_len, num_fitting_blocks * spec.block_size),
         )
+        self.kernel_choice = SimpleNamespace(
+            why_no_kernels="the runner is a fake.", ops_without_kernels=()
+        )
         self.instances.append(self)
 
     def warm_up(self) -> None:

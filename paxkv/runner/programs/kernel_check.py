@@ -8,6 +8,7 @@ shapes, and falls back to plain XLA with an error in the log if the answer is no
 import dataclasses
 import logging
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import numpy as np
 
 import pallas_kernels
 from models import AttentionConfig, AttentionFormat
-from pallas_kernels.dispatch import target_misfit
+from pallas_kernels.dispatch import collect_misfits, target_misfit
 from paxkv.runner.programs.expert_check import CheckedProduct, multiply_and_compare
 
 logger = logging.getLogger(__name__)
@@ -43,37 +44,51 @@ class CheckedLayer:
     block_size: int
 
 
+class KernelChoice(NamedTuple):
+    """What computes the operations on the KV cache.
+
+    Args:
+        implementation: The `implementation` that the model passes to every op: "xla", or None if
+            each op chooses for itself.
+        why_no_kernels: Why all ops run as plain XLA, a sentence; None if they do not.
+        ops_without_kernels: Why some ops run as plain XLA nevertheless, a sentence each.
+    """
+
+    implementation: str | None
+    why_no_kernels: str | None = None
+    ops_without_kernels: tuple[str, ...] = ()
+
+
 def choose_implementation(
     kernels: str,
     layers: Sequence[CheckedLayer],
     products: Iterable[CheckedProduct],
     device: jax.Device,
-) -> str | None:
-    """The `implementation` that the model passes to every op.
+) -> KernelChoice:
+    """Chooses between plain XLA and the kernels for a device.
 
     Args:
         kernels: `RunnerConfig.kernels`.
         layers: Of the model; those without keys and values left out.
         products: Of its layers with experts.
-
-    Returns:
-        "xla", or None where each op may choose for itself.
     """
     target = pallas_kernels.target_of(device)
     if kernels == "xla":
-        return "xla"
-    if target_misfit(target) is not None:
-        return None  # dispatch takes XLA by itself and says why
-    reason = why_kernels_differ(layers, target) or why_products_differ(products, target)
+        return KernelChoice("xla", "--kernels xla is set.")
+    misfit = target_misfit(target)
+    if misfit is not None:
+        return KernelChoice(None, f"{misfit}.")  # dispatch chooses XLA by itself
+    with collect_misfits() as misfits:
+        reason = why_kernels_differ(layers, target) or why_products_differ(products, target)
     if reason is None:
-        return None
+        return KernelChoice(None, None, tuple(misfits))
     logger.error(
         "the kernels for %s are not used, plain XLA is: %s. Please report this, with the model, "
         "the versions of jax and of the driver, and this line.",
         target.device_kind,
         reason,
     )
-    return "xla"
+    return KernelChoice("xla", f"the kernels failed the check at the start: {reason}.")
 
 
 def why_kernels_differ(

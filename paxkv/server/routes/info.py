@@ -20,6 +20,11 @@ from paxkv.server.protocol.openai_protocol import check_model
 _STATS_TIMEOUT_S = 1.0
 
 
+class FeatureState(msgspec.Struct, frozen=True, kw_only=True):
+    active: bool
+    detail: str
+
+
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     object: str = "model"
@@ -28,6 +33,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     root: str
     parent: None = None
     max_model_len: int
+    features: dict[str, FeatureState]
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +110,10 @@ class InfoRoutes:
             created=info.created,
             root=info.model,
             max_model_len=info.max_model_len,
+            features={
+                use.name: FeatureState(active=use.is_used, detail=use.detail)
+                for use in info.feature_uses
+            },
         )
 
 

@@ -23,7 +23,7 @@ from paxkv.contracts.engine_output import (
     UtilityReply,
 )
 from paxkv.contracts.engine_request import AbortRequests, AddRequest, Shutdown, UtilityCall
-from paxkv.contracts.engine_start import EngineReady
+from paxkv.contracts.engine_start import EngineReady, FeatureUse
 from paxkv.errors import EngineDeadError
 from paxkv.fleet.data_parallel import DataParallelTransport
 from paxkv.fleet.loop_thread import LoopThread
@@ -31,6 +31,17 @@ from paxkv.fleet.replica_prefixes import prompt_chain
 from paxkv.fleet.stats_sum import COUNTERS
 from paxkv.server.metrics.engine_totals import EngineTotals
 from tests.paxkv.client.fake_replicas import FakeReplica, Replicas, ready_engine, request
+
+
+def test_the_length_and_its_reason_are_those_of_the_shortest_replica() -> None:
+    use = FeatureUse(name="full_context", is_used=True, detail="all of it")
+    short = FeatureUse(name="full_context", is_used=False, detail="no room")
+    readies = [
+        ready_engine(max_model_len=64, feature_uses=(use,)),
+        ready_engine(max_model_len=48, feature_uses=(short,)),
+    ]
+    info = DataParallelTransport([(FakeReplica(), ready) for ready in readies]).ready.model_info
+    assert (info.max_model_len, info.feature_uses) == (48, (short,))
 
 
 def test_a_replica_without_progress_gets_no_requests_while_another_makes_progress() -> None:

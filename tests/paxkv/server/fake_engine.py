@@ -10,7 +10,7 @@ from paxkv.client.token_counter import TokenCounter
 from paxkv.config.sampling_defaults import GenerationConfig, SamplingDefaults
 from paxkv.config.sampling_params import BeamSearchParams, SamplingParams, check_num_logprobs
 from paxkv.contracts.engine_output import SchedulerStats
-from paxkv.contracts.engine_start import ModelInfo
+from paxkv.contracts.engine_start import FeatureUse, ModelInfo
 from paxkv.contracts.observation import BlockDetails, PrefixCacheMiss
 from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput, TokenTotals
 from paxkv.errors import (
@@ -113,6 +113,7 @@ class FakeEngine:
             created=1_700_000_000,
             max_num_seqs=8,
             cache_settings={"block_size": "16"},
+            feature_uses=(FeatureUse(name="bursts", is_used=False, detail="it has none."),),
         )
         self.tokenizer = FakeTokenizer()
         self.chat_template = FakeChatTemplate()

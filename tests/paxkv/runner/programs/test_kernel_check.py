@@ -11,6 +11,7 @@ import pytest
 import pallas_kernels
 from models import AttentionConfig, AttentionFormat, RopeConfig
 from models.weight_rule import Source, WeightRule
+from pallas_kernels import dispatch
 from paxkv.runner.programs import expert_check, kernel_check
 from paxkv.runner.programs.expert_check import CheckedProduct, products_of
 from paxkv.runner.programs.kernel_check import (
@@ -314,10 +315,12 @@ def test_kernels_that_differ_are_not_used_and_the_log_says_so(monkeypatch, caplo
     reasons = iter(["they rot", None])
     monkeypatch.setattr(kernel_check, "why_kernels_differ", lambda *args: next(reasons))
     with caplog.at_level(logging.ERROR):
-        assert choose_implementation("auto", LAYERS, (), FakeH200()) == "xla"
+        choice = choose_implementation("auto", LAYERS, (), FakeH200())
+        assert choice.implementation == "xla"
+        assert choice.why_no_kernels == "the kernels failed the check at the start: they rot."
         assert "NVIDIA H200" in caplog.text and "they rot" in caplog.text
         caplog.clear()
-        assert choose_implementation("auto", LAYERS, (), FakeH200()) is None
+        assert choose_implementation("auto", LAYERS, (), FakeH200()).implementation is None
     assert not caplog.text
 
 
@@ -327,7 +330,7 @@ def test_wrong_experts_alone_are_enough_to_use_xla(monkeypatch, caplog):
     spoil_products(monkeypatch, lambda y: y * 1.05)
     monkeypatch.setattr(expert_check, "_preferred_body", lambda *args: "reference")
     with caplog.at_level(logging.ERROR):
-        assert choose_implementation("auto", LAYERS, PRODUCTS, FakeH200()) == "xla"
+        assert choose_implementation("auto", LAYERS, PRODUCTS, FakeH200()).implementation == "xla"
     assert "experts of 16 x 24, tiles of 8" in caplog.text
 
 
@@ -348,8 +351,32 @@ def test_kernels_that_cannot_run_are_not_used(monkeypatch, caplog):
 
 def test_cpu_leaves_the_choice_to_dispatch_and_xla_is_taken_at_its_word():
     device = jax.devices("cpu")[0]
-    assert choose_implementation("auto", LAYERS, PRODUCTS, device) is None
-    assert choose_implementation("xla", LAYERS, PRODUCTS, device) == "xla"
+    choice = choose_implementation("auto", LAYERS, PRODUCTS, device)
+    assert choice.implementation is None
+    assert choice.why_no_kernels == "no Mosaic body is written for the platform 'cpu'."
+    choice = choose_implementation("xla", LAYERS, PRODUCTS, device)
+    assert choice == ("xla", "--kernels xla is set.", ())
+
+
+def test_operations_without_a_kernel_are_named_in_the_choice(monkeypatch):
+    """A model's shapes may fit the kernels of some operations only."""
+
+    def check(layers, target):
+        late = dispatch.LateBody(module="late", function="f")
+        return dispatch.preferred_body("paged_attention", {"mosaic_gpu": late}, target) and None
+
+    monkeypatch.setattr(kernel_check, "target_misfit", lambda target: None)
+    monkeypatch.setattr(dispatch, "target_misfit", lambda target: None)
+    monkeypatch.setattr(dispatch.LateBody, "misfit", lambda self: "heads of 80")
+    monkeypatch.setattr(kernel_check, "why_kernels_differ", check)
+    # Also where an earlier engine of this process has logged it.
+    for _ in range(2):
+        choice = choose_implementation("auto", LAYERS, (), FakeH200())
+        assert choice == (
+            None,
+            None,
+            ("paged_attention runs as plain XLA, not as mosaic_gpu: heads of 80.",),
+        )
 
 
 def test_relative_error_is_of_norms():

@@ -32,6 +32,7 @@ def test_models_lists_the_one_model(shared_server):
         "root": "/models/fake",
         "parent": None,
         "max_model_len": 512,
+        "features": {"bursts": {"active": False, "detail": "it has none."}},
     }
     assert body == {"object": "list", "data": [card]}
     assert shared_server.client.get(f"/v1/models/{MODEL_NAME}").json() == card
