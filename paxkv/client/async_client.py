@@ -251,6 +251,7 @@ class AsyncEngineClient:
                 outputs=search.completions(self.tokenizer, is_aborted=stream.is_aborted),
                 finished=True,
                 num_cached_tokens=search.num_cached_tokens,
+                num_truncated_tokens=request.num_truncated_tokens,
             )
         finally:
             self._forget(stream)

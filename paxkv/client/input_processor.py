@@ -112,6 +112,7 @@ class InputProcessor:
         _check_is_unicode("request_id", request_id)
         self._check_sampling_params(sampling_params, checks_grammar=checks_grammar)
         token_ids, cache_salt = self._tokenize(prompt)
+        num_prompt_tokens = len(token_ids)
         num_kept = _checked_truncation(prompt)
         max_tokens, is_default = sampling_params.max_tokens, cuts_max_tokens or num_kept == "auto"
         if max_tokens is None:
@@ -145,6 +146,7 @@ class InputProcessor:
             bad_words_token_ids=bad_words,
             # A grammar knows better what is left, and whether it is complete without.
             scarce_token_ids=scarce_token_ids if form is None else (),
+            num_truncated_tokens=num_prompt_tokens - len(token_ids),
             needs_grammar=form is not None,
             has_heavy_grammar=form is not None and self._grammar_checker.is_heavy(form),
         )

@@ -32,6 +32,7 @@ class ParentRequest:
         self.children = make_children(request)
         self._prompt = prompt
         self._prompt_token_ids = request.prompt_token_ids
+        self._num_truncated_tokens = request.num_truncated_tokens
         self._is_final_only = output_kind == "final_only"
         self._is_delta = output_kind == "delta"
         self._unfinished = set(range(len(self.children)))
@@ -81,6 +82,7 @@ class ParentRequest:
             finished=self.is_finished,
             num_cached_tokens=self._num_cached_tokens,
             prompt_logprobs=prompt_logprobs,
+            num_truncated_tokens=self._num_truncated_tokens,
         )
 
     def take_released_ids(self) -> list[str]:

@@ -45,6 +45,7 @@ class EngineRequest:
         fork_from: Request whose blocks this one shares, as far as the tokens of the two are equal
             and up to the last token of this one's prompt, which is always computed. It waits
             until they are computed; where that cannot be any more, it is computed from its tokens.
+        num_truncated_tokens: Prompt tokens that `truncate_prompt_tokens` removed, for the answer.
         is_streamed: Somebody reads its tokens as they come; bursts are shorter then.
         keep_blocks: Its blocks stay after its end, for requests that fork from it, until it is
             aborted or their memory is needed.
@@ -66,6 +67,7 @@ class EngineRequest:
     fork_from: str | None = None
     keep_blocks: bool = False
     is_streamed: bool = False
+    num_truncated_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,6 +72,7 @@ class RequestOutput:
         outputs: By index. A stream has only those that have something new.
         finished: Whether all its completions have ended.
         num_cached_tokens: Prompt tokens that came from the prefix cache.
+        num_truncated_tokens: Prompt tokens that `truncate_prompt_tokens` removed.
         prompt_logprobs: Per token of the prompt, `token id -> Logprob` of that token and of the
             most likely ones; None for the first, which follows nothing. None unless asked for; a
             stream of deltas has them once, with the first tokens.
@@ -84,6 +85,7 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_truncated_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

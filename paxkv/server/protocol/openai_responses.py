@@ -13,7 +13,15 @@ MIN_LOGPROB = -9999.0
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """Token counts of the prompts.
+
+    Args:
+        truncated_tokens: Tokens that `truncate_prompt_tokens` removed, which are not among the
+            tokens of the prompts. Left out if no prompt was cut.
+    """
+
     cached_tokens: int
+    truncated_tokens: int | UnsetType = UNSET
 
 
 class ReasoningTokens(msgspec.Struct, frozen=True):
@@ -99,20 +107,31 @@ class UsageCounter:
 
     num_thought_tokens: Callable[[], int] | None = None
     completion_tokens: int = 0
-    # Per prompt, its tokens and those of them that were cached.
-    _prompts: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    # Per prompt: its tokens, those of them that were cached, and those that were removed before.
+    _prompts: dict[int, tuple[int, int, int]] = dataclasses.field(default_factory=dict)
 
     def note_prompt(self, prompt_idx: int, output: RequestOutput) -> None:
         """Takes the counts of a prompt; the last output of it is right where they differ."""
-        self._prompts[prompt_idx] = len(output.prompt_token_ids), output.num_cached_tokens
+        self._prompts[prompt_idx] = (
+            len(output.prompt_token_ids),
+            output.num_cached_tokens,
+            output.num_truncated_tokens,
+        )
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(num_tokens for num_tokens, _ in self._prompts.values())
+        return sum(num_tokens for num_tokens, _, _ in self._prompts.values())
 
     @property
     def cached_tokens(self) -> int:
-        return sum(num_cached for _, num_cached in self._prompts.values())
+        return sum(num_cached for _, num_cached, _ in self._prompts.values())
+
+    @property
+    def prompt_details(self) -> PromptTokensDetails:
+        num_truncated = sum(num_truncated for _, _, num_truncated in self._prompts.values())
+        return PromptTokensDetails(
+            cached_tokens=self.cached_tokens, truncated_tokens=num_truncated or UNSET
+        )
 
     def add_tokens(self, output: RequestOutput) -> None:
         self.completion_tokens += sum(len(c.token_ids) for c in output.outputs)
@@ -123,7 +142,7 @@ class UsageCounter:
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.completion_tokens,
             total_tokens=self.prompt_tokens + self.completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=self.cached_tokens),
+            prompt_tokens_details=self.prompt_details,
             completion_tokens_details=UNSET if thoughts is None else ReasoningTokens(thoughts()),
         )
 

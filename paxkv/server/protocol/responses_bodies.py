@@ -3,7 +3,7 @@
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from paxkv.server.protocol.openai_responses import ReasoningTokens
+from paxkv.server.protocol.openai_responses import PromptTokensDetails, ReasoningTokens
 
 # By this name inside structs too that have a field called `object`.
 _JsonObject = dict[str, object]
@@ -47,13 +47,9 @@ class FunctionCallItem(OutputItem, frozen=True, kw_only=True, tag="function_call
     arguments: str
 
 
-class CachedTokens(msgspec.Struct, frozen=True):
-    cached_tokens: int
-
-
 class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int
-    input_tokens_details: CachedTokens
+    input_tokens_details: PromptTokensDetails
     output_tokens: int
     output_tokens_details: ReasoningTokens
     total_tokens: int

@@ -26,7 +26,6 @@ from paxkv.server.protocol.openai_responses import ReasoningTokens, UsageCounter
 from paxkv.server.protocol.response_store import ResponseStore
 from paxkv.server.protocol.response_writer import ResponseWriter
 from paxkv.server.protocol.responses_bodies import (
-    CachedTokens,
     DeletedResponseBody,
     IncompleteDetails,
     ResponseBody,
@@ -266,7 +265,7 @@ class _Answer:
             output=self.writer.items,
             usage=ResponseUsage(
                 input_tokens=usage.prompt_tokens,
-                input_tokens_details=CachedTokens(self._usage.cached_tokens),
+                input_tokens_details=usage.prompt_tokens_details,
                 output_tokens=usage.completion_tokens,
                 output_tokens_details=ReasoningTokens(self._reader.num_thought_tokens),
                 total_tokens=usage.total_tokens,

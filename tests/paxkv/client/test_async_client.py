@@ -412,6 +412,24 @@ async def test_reset_may_preempt_what_runs() -> None:
 
 
 @in_loop
+async def test_every_kind_of_answer_counts_the_tokens_that_were_cut() -> None:
+    prompt = {"prompt_token_ids": [97, 98, 99], "truncate_prompt_tokens": 1}
+    async with running() as client:
+        for stream in (True, False):
+            params = SamplingParams(max_tokens=2, n=2)
+            outputs = await collect(client, prompt, params, "r", stream=stream)
+            assert {output.num_truncated_tokens for output in outputs} == {2}
+            assert outputs[0].prompt_token_ids == [99]
+        (found,) = [
+            output
+            async for output in client.beam_search(
+                prompt, BeamSearchParams(beam_width=1, max_tokens=1), request_id="s"
+            )
+        ]
+        assert (found.prompt_token_ids, found.num_truncated_tokens) == ([99], 2)
+
+
+@in_loop
 async def test_miss_is_explained_under_the_callers_id() -> None:
     async with running(step_s=0.05) as client:
         for params in (LONG, SamplingParams(max_tokens=250, n=2)):

@@ -447,6 +447,14 @@ def test_a_prompt_may_be_cut_to_its_last_tokens() -> None:
         assert raised.value.param == "truncate_prompt_tokens"
 
 
+def test_a_request_counts_the_tokens_that_were_cut() -> None:
+    for how, num_cut in ((None, 0), (3, 87), (200, 0), ("auto", 0), (-1, 30)):
+        prompt = {"prompt_token_ids": list(range(90)), "truncate_prompt_tokens": how}
+        assert process(make(), prompt, max_tokens=40 if how == -1 else 1).num_truncated_tokens == (
+            num_cut
+        )
+
+
 def test_the_end_of_a_prompt_may_be_cut_instead_of_its_beginning() -> None:
     def cut(side: object, num_tokens: object = 3) -> list[int]:
         prompt = {"prompt_token_ids": list(range(150)), "truncate_prompt_tokens": num_tokens}

@@ -119,6 +119,8 @@ class FakeEngine:
         self.chat_template = FakeChatTemplate()
         self.is_alive = True
         self.stall: EngineStalledError | None = None
+        # As if so many tokens of each prompt had been cut.
+        self.num_truncated_tokens = 0
         self.seconds_per_token = seconds_per_token
         # Of an engine whose blocks nobody uses.
         self.recorder = InspectionRecorder(make_scheduler(num_blocks=16))
@@ -248,7 +250,7 @@ class FakeEngine:
                 finish_reason="error",
                 stop_reason="the grammar cannot go on: it is too large",
             )
-            yield _output(request_id, prompt_token_ids, [failed], is_done=True)
+            yield self._output(request_id, prompt_token_ids, [failed], is_done=True)
             self.running.discard(request_id)
             return
         reason = "stop" if said and max_tokens == len(said) else "length"
@@ -266,7 +268,7 @@ class FakeEngine:
                         for index, answer in enumerate(answers)
                         if len(answer) > num_sent
                     ]
-                    yield _output(request_id, prompt_token_ids, completions, is_done=is_done)
+                    yield self._output(request_id, prompt_token_ids, completions, is_done=is_done)
                     num_sent = i + 1
         finally:
             self.running.discard(request_id)
@@ -289,7 +291,7 @@ class FakeEngine:
             _completion(index, answer, 0, len(answer), 2 * params.beam_width)
             for index, answer in enumerate(answers)
         ]
-        yield _output(request_id, prompt_token_ids, completions, is_done=True)
+        yield self._output(request_id, prompt_token_ids, completions, is_done=True)
 
     def _count_tokens(
         self, prompt_token_ids: list[int], answers: list[list[int]], idx: int
@@ -314,6 +316,24 @@ class FakeEngine:
     def _check_alive(self) -> None:
         if not self.is_alive:
             raise EngineDeadError("the engine has ended: pulled the plug")
+
+    def _output(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        completions: list[CompletionOutput],
+        *,
+        is_done: bool,
+    ) -> RequestOutput:
+        return RequestOutput(
+            request_id=request_id,
+            prompt=None,
+            prompt_token_ids=prompt_token_ids,
+            outputs=completions,
+            finished=is_done,
+            num_cached_tokens=NUM_CACHED_TOKENS,
+            num_truncated_tokens=self.num_truncated_tokens,
+        )
 
     def _token_ids(self, prompt: object) -> list[int]:
         assert isinstance(prompt, Mapping)
@@ -348,23 +368,6 @@ def _completion(
         cumulative_logprob=None if num_logprobs is None else likelihood * end,
         logprobs=None if num_logprobs is None else [_logprobs(i, num_logprobs) for i in token_ids],
         finish_reason=finish_reason if end >= len(answer) else None,
-    )
-
-
-def _output(
-    request_id: str,
-    prompt_token_ids: list[int],
-    completions: list[CompletionOutput],
-    *,
-    is_done: bool,
-) -> RequestOutput:
-    return RequestOutput(
-        request_id=request_id,
-        prompt=None,
-        prompt_token_ids=prompt_token_ids,
-        outputs=completions,
-        finished=is_done,
-        num_cached_tokens=NUM_CACHED_TOKENS,
     )
 
 

@@ -41,6 +41,7 @@ FULL_REQUEST = EngineRequest(
     fork_from="other",
     keep_blocks=True,
     is_streamed=True,
+    num_truncated_tokens=4,
 )
 
 

@@ -130,6 +130,28 @@ def test_usage_of_a_chunk_counts_what_came_up_to_it(shared_server):
     assert num_told == 2 * (5 + 4)
 
 
+def test_usage_counts_tokens_that_were_cut_from_prompts(start_server):
+    server = start_server()
+    body = {"prompt": [[1], [2, 3]], "max_tokens": 2}
+
+    def details():
+        whole = server.client.post("/v1/completions", json=body).json()["usage"]
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        with server.client.stream("POST", "/v1/completions", json=body | options) as response:
+            assert _events(response)[-1]["usage"] == whole
+        assert whole["prompt_tokens"] == 3
+        return whole["prompt_tokens_details"]
+
+    assert "truncated_tokens" not in details()
+    server.engine.num_truncated_tokens = 5
+    assert details()["truncated_tokens"] == 10
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    usage = server.client.post("/v1/chat/completions", json=chat).json()["usage"]
+    assert usage["prompt_tokens_details"]["truncated_tokens"] == 5
+    usage = server.client.post("/v1/responses", json={"input": "a"}).json()["usage"]
+    assert usage["input_tokens_details"]["truncated_tokens"] == 5
+
+
 def test_the_n_best_of_best_of_are_returned_and_all_are_counted(shared_server):
     body = {"prompt": ["a", "b"], "max_tokens": 8, "n": 2, "best_of": 5}
     answer = shared_server.client.post("/v1/completions", json=body).json()
