@@ -8,7 +8,7 @@ import functools
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 import jinja2
@@ -19,6 +19,8 @@ import jinja2.runtime
 import jinja2.sandbox
 import jinja2.utils
 import jinja2.visitor
+
+from paxkv.text.call_arguments import dump_json
 
 _ItemT = TypeVar("_ItemT")
 # A conversation that fills a body of the default limit renders in well under a second.
@@ -90,8 +92,12 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             for many, count in ((left, right), (right, left)):
                 if isinstance(many, (str, list, tuple)) and isinstance(count, int):
                     _check_size(len(many) * count)
-        elif operator == "+" and all(isinstance(v, (str, list, tuple)) for v in (left, right)):
-            _check_size(len(left) + len(right))
+        elif operator == "+":
+            # Templates such as DeepSeek's add the arguments of a call to a text.
+            if isinstance(left, str) and isinstance(right, Mapping):
+                right = dump_json(right)
+            if all(isinstance(v, (str, list, tuple)) for v in (left, right)):
+                _check_size(len(left) + len(right))
         elif operator == "**":
             check_numbers((left, right), most=64)
         elif operator == "%" and isinstance(left, str):

@@ -1,7 +1,6 @@
 """`ChatTemplate`: renders a conversation into a prompt, as the checkpoint's jinja template says."""
 
 import datetime
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -17,6 +16,8 @@ from paxkv.errors import (
     UnsupportedFeatureError,
 )
 from paxkv.text.bounded_template import BoundedEnvironment, check_numbers
+from paxkv.text.call_arguments import dump_json, template_arguments
+from paxkv.text.short_call_ids import needs_short_ids, with_short_ids
 from paxkv.text.tokenizer import read_json_object
 
 Message = Mapping[str, object]
@@ -147,7 +148,8 @@ class ChatTemplate:
             messages: `{"role": ..., "content": ...}`; content is text, or a list of text parts
                 `{"type": "text", "text": ...}`, which are joined by line breaks. An assistant
                 may have said nothing (None), which the template sees as an empty text, or as no
-                parts.
+                parts. Arguments of tool calls may be JSON text; the template sees an object, or a
+                `CallText`.
             add_generation_prompt: Ends with the opening of the assistant's turn.
             tools: Functions that the model may call, as JSON objects in OpenAI's form.
             documents: What the answer is to be found in, for templates that write them.
@@ -168,6 +170,8 @@ class ChatTemplate:
         name = "tool_use" if tools and "tool_use" in self._sources else "default"
         template = self._compile(name)
         checked = check_messages(messages)
+        if needs_short_ids(self._sources[name]):
+            checked = [with_short_ids(message) for message in checked]
         if self._takes_parts[name]:
             checked = [_with_parts(*both) for both in zip(checked, messages, strict=True)]
         variables = {
@@ -258,7 +262,7 @@ def _as_sources(path: Path, value: object) -> dict[str, str]:
 
 
 def check_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
-    """The messages with text as content.
+    """The messages with text as content, and with objects as arguments of tool calls.
 
     Raises:
         InvalidRequestError: There are none, or one has no role or no usable content.
@@ -278,8 +282,23 @@ def check_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
         content = message.get("content")
         if content is None and message["role"] == "assistant":
             content = ""
-        checked.append({**message, "content": _content_text(where, content)})
+        text = {"content": _content_text(where, content)}
+        checked.append({**message, **text, **_with_arguments(message.get("tool_calls"))})
     return checked
+
+
+def _with_arguments(tool_calls: object) -> dict[str, object]:
+    """The field `tool_calls` of a message, if it has calls; other forms are the template's."""
+    if not isinstance(tool_calls, list):
+        return {}
+    calls = []
+    for call in tool_calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping):
+            arguments = template_arguments(function.get("arguments"))
+            call = {**call, "function": {**function, "arguments": arguments}}
+        calls.append(call)
+    return {"tool_calls": calls}
 
 
 def _content_text(where: str, content: object) -> str:
@@ -371,7 +390,7 @@ def _to_json(
 ) -> str:
     """jinja's own filter would escape HTML characters."""
     check_numbers((indent,))
-    return json.dumps(
+    return dump_json(
         value,
         ensure_ascii=ensure_ascii,
         indent=indent,

@@ -1,41 +1,63 @@
 """The messages of a chat, checked, as a chat template takes them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from paxkv.errors import InvalidRequestError
 from paxkv.server.protocol.json_body import decode_json
 from paxkv.server.protocol.openai_protocol import shorten
+from paxkv.server.protocol.thought_parts import THOUGHT_TYPES, thought_text
 from paxkv.server.protocol.unsupported_fields import MESSAGE_FIELDS, refuse_unsupported
+from paxkv.text.call_arguments import check_depth, dump_json, template_arguments
 
 MAX_CONTENT_PARTS = 10_000
+# OpenAI's name of the role "tool" before there were tools.
+_OLD_TOOL_ROLE = "function"
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 # Type of a part -> the field with its text. Besides "text", what OpenAI's other endpoints call the
 # same, and an assistant's refusal, which clients send back as they got it.
 _TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+# Types of parts that are no text. As the result of a tool, objects of any other type are data.
+_MEDIA_TYPES = frozenset(
+    ("audio", "document", "file", "image", "input_audio", "input_file", "input_image", "video")
+    + ("audio_url", "file_url", "image_url", "video_url")
+)
 # What an assistant thought in an earlier turn; templates know it by either name.
 _REASONING_FIELDS = ("reasoning", "reasoning_content")
 
 
-def chat_messages(messages: list[dict[str, object]]) -> list[dict[str, object]]:
+def chat_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
     """Messages as a chat template takes them.
 
-    Contents are strings, or lists of text parts; arguments of tool calls are objects.
+    Contents are strings, or lists of text parts; arguments of tool calls are objects, or the
+    `CallText` of what is no object. OpenAI's old forms, the role "function" and the field
+    `function_call`, become tool calls and messages of the role "tool".
 
     Raises:
         InvalidRequestError: There is no message, or one has a role or content that cannot be used.
     """
     if not messages:
         raise InvalidRequestError("messages must not be empty.", param="messages")
-    return [chat_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+    checked = []
+    # The id of the last call in the old form, which has none.
+    call_id: str | None = None
+    for i, message in enumerate(messages):
+        if isinstance(message.get("function_call"), Mapping):
+            # Mistral's templates refuse ids that have not nine characters.
+            call_id = f"call{i:05d}"
+            message = _with_tool_call(f"messages[{i}]", message, call_id)
+        elif message.get("role") == _OLD_TOOL_ROLE:
+            message = {**message, "role": "tool", "tool_call_id": call_id}
+        checked.append(chat_message(f"messages[{i}]", message))
+    return checked
 
 
 def content_text(content: object) -> str:
-    """The text of a message's content, its parts on lines of their own.
+    """The text of an assistant's content, its parts on lines of their own, without thoughts.
 
     Raises:
         InvalidRequestError: It is neither a string nor a list of text parts.
     """
-    parts = _content("content", content)
+    parts, _ = _content_and_thought("content", content, role="assistant")
     return parts if isinstance(parts, str) else "\n".join(part["text"] for part in parts)
 
 
@@ -52,26 +74,25 @@ def chat_message(path: str, message: Mapping[str, object]) -> dict[str, object]:
     role = message.get("role")
     if role not in _ROLES:
         raise InvalidRequestError(
-            f"{path}.role must be one of {', '.join(_ROLES)}, got {shorten(role)}.",
+            f"{path}.role must be one of {', '.join((*_ROLES, _OLD_TOOL_ROLE))}, got "
+            f"{shorten(role)}.",
             param=f"{path}.role",
         )
     checked: dict[str, object] = {"role": role}
     tool_calls = message.get("tool_calls")
     if tool_calls and role != "assistant":
-        raise InvalidRequestError(
-            f"{path}.tool_calls stands in a message of role {role}; only the assistant calls "
-            "tools.",
-            param=f"{path}.tool_calls",
-        )
+        raise _no_calls_error(path, "tool_calls", role)
     content = message.get("content")
-    # An assistant need not have said anything: templates get an empty text, as vLLM's do.
+    # What an assistant refused to do, as OpenAI's answers have it.
     if content is None and role == "assistant":
-        content = ""
-    checked["content"] = _content(f"{path}.content", content)
+        content = message.get("refusal")
+    # Null is an empty text, as in vLLM. Without the field, a user's message is a mistake.
+    if content is None and "content" not in message and role not in ("assistant", "tool"):
+        raise _content_error(f"{path}.content", content)
+    checked["content"], thought = _content_and_thought(f"{path}.content", content, role=role)
     if tool_calls:
         checked["tool_calls"] = _tool_calls(f"{path}.tool_calls", tool_calls)
-    names = ("name", "tool_call_id") if role == "tool" else ("name",)
-    for name in (*names, *(_REASONING_FIELDS if role == "assistant" else ())):
+    for name in ("name", "tool_call_id") if role == "tool" else ("name",):
         value = message.get(name)
         if value is not None and not isinstance(value, str):
             raise InvalidRequestError(
@@ -79,40 +100,118 @@ def chat_message(path: str, message: Mapping[str, object]) -> dict[str, object]:
             )
         if value is not None:
             checked[name] = value
-    thought = checked.get("reasoning") or checked.get("reasoning_content")
-    return checked | (dict.fromkeys(_REASONING_FIELDS, thought) if thought else {})
+    if role == "assistant":
+        fields = [thought_text(f"{path}.{name}", message.get(name)) for name in _REASONING_FIELDS]
+        # Some clients send thoughts in both places.
+        thought = next(filter(None, fields), thought)
+        checked |= dict.fromkeys(_REASONING_FIELDS, thought) if thought else {}
+    return checked
 
 
-def _content(path: str, content: object) -> str | list[dict[str, str]]:
-    """A string as it is; parts of text as {"type": "text", "text": "..."}."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
+def tool_content(path: str, content: object) -> str | list[dict[str, str]]:
+    """The result of a tool as the content of a message: text, or the JSON of another value.
+
+    Raises:
+        InvalidRequestError: It has parts that are no text.
+    """
+    return _content_and_thought(path, content, role="tool")[0]
+
+
+def _content_and_thought(
+    path: str, content: object, *, role: str
+) -> tuple[str | list[dict[str, str]], str]:
+    """A string as it is, parts of text as {"type": "text", "text": "..."}; and an assistant's
+    thoughts, which are parts of another type.
+    """
+    if content is None or isinstance(content, str):
+        return content or "", ""
+    if _is_data(content, role=role):
+        check_depth(path, content)
+        return dump_json(content), ""
+    # As for some clients, a part by itself is a list of one.
+    parts = [content] if isinstance(content, Mapping) else content
+    if not isinstance(parts, list):
+        raise _content_error(path, content)
+    if len(parts) > MAX_CONTENT_PARTS:
         raise InvalidRequestError(
-            f"{path} must be a string or a list of text parts, got {shorten(content)}.",
+            f"{path} has {len(parts)} parts; at most {MAX_CONTENT_PARTS} fit in one message.",
             param=path,
         )
-    if len(content) > MAX_CONTENT_PARTS:
+    texts, thoughts = [], []
+    for k, part in enumerate(parts):
+        if role == "assistant" and isinstance(part, Mapping) and part.get("type") in THOUGHT_TYPES:
+            thoughts.append(thought_text(f"{path}[{k}]", part))
+        else:
+            texts.append({"type": "text", "text": _part_text(f"{path}[{k}]", part)})
+    return texts, "".join(thoughts)
+
+
+def _is_data(content: object, *, role: str) -> bool:
+    """Whether a content is a JSON value that is shown as such, not text parts.
+
+    {"id": 5} in every role; as the result of a tool also 5, [{"id": 5}] and {"type": "dir"}.
+    """
+    if role != "tool":
+        return isinstance(content, Mapping) and "type" not in content
+    if isinstance(content, list):
+        return not all(map(_is_part, content))
+    return not _is_part(content)
+
+
+def _is_part(value: object) -> bool:
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    return isinstance(value, str) or (
+        isinstance(kind, str) and (kind in _TEXT_FIELDS or kind in _MEDIA_TYPES)
+    )
+
+
+def _part_text(path: str, part: object) -> str:
+    # As in vLLM, a bare string counts as a part.
+    text = part
+    if isinstance(part, Mapping):
+        kind = part.get("type")
+        field = _TEXT_FIELDS.get(kind) if isinstance(kind, str) else None
+        text = None if field is None else part.get(field)
+    if not isinstance(text, str):
         raise InvalidRequestError(
-            f"{path} has {len(content)} parts; at most {MAX_CONTENT_PARTS} fit in one message.",
+            f'{path} must be {{"type": "text", "text": "..."}}, got {shorten(part)}; '
+            "this server reads text only.",
             param=path,
         )
-    texts = []
-    for k, part in enumerate(content):
-        # As in vLLM, a bare string counts as a part.
-        text = part
-        if isinstance(part, Mapping):
-            kind = part.get("type")
-            field = _TEXT_FIELDS.get(kind) if isinstance(kind, str) else None
-            text = None if field is None else part.get(field)
-        if not isinstance(text, str):
-            raise InvalidRequestError(
-                f'{path}[{k}] must be {{"type": "text", "text": "..."}}, got {shorten(part)}; '
-                "this server reads text only.",
-                param=f"{path}[{k}]",
-            )
-        texts.append({"type": "text", "text": text})
-    return texts
+    return text
+
+
+def _content_error(path: str, content: object) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{path} must be a string or a list of text parts, got {shorten(content)}.", param=path
+    )
+
+
+def _no_calls_error(path: str, name: str, role: object) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{path}.{name} is in a message of role {shorten(role)}; only messages of role "
+        "'assistant' have calls.",
+        param=f"{path}.{name}",
+    )
+
+
+def _with_tool_call(path: str, message: Mapping[str, object], call_id: str) -> dict[str, object]:
+    """A message with its `function_call` as its only tool call."""
+    function, role = message["function_call"], message.get("role")
+    if role != "assistant":
+        raise _no_calls_error(path, "function_call", role)
+    if message.get("tool_calls"):
+        raise InvalidRequestError(
+            f"{path} has function_call and tool_calls; send tool_calls alone.",
+            param=f"{path}.function_call",
+        )
+    if not isinstance(function.get("name"), str):
+        raise InvalidRequestError(
+            f'{path}.function_call must be {{"name": "...", "arguments": "..."}}, got '
+            f"{shorten(function)}.",
+            param=f"{path}.function_call",
+        )
+    return {**message, "tool_calls": [{"id": call_id, "function": function}]}
 
 
 def _tool_calls(path: str, tool_calls: object) -> list[dict[str, object]]:
@@ -130,25 +229,11 @@ def _tool_call(path: str, call: object) -> dict[str, object]:
             f'"arguments": "..."}}}}, got {shorten(call)}.',
             param=path,
         )
-    arguments = function.get("arguments")
-    # Templates write the object; clients send its JSON, or nothing for no arguments.
-    if isinstance(arguments, str) and arguments:
-        try:
-            arguments = decode_json(arguments.encode())
-        except (InvalidRequestError, UnicodeEncodeError) as error:
-            raise InvalidRequestError(
-                f"{path}.function.arguments cannot be read: {error}",
-                param=f"{path}.function.arguments",
-            ) from None
-    arguments = arguments or {}
-    if not isinstance(arguments, dict):
-        raise InvalidRequestError(
-            f"{path}.function.arguments must be a JSON object, got {shorten(arguments)}.",
-            param=f"{path}.function.arguments",
-        )
     call_id = call.get("id")
     if call_id is not None and not isinstance(call_id, str):
         raise InvalidRequestError(f"{path}.id must be a string.", param=f"{path}.id")
+    # Whatever an earlier answer had: a call that cannot be read must not end the conversation.
+    arguments = template_arguments(function.get("arguments"), decode=decode_json)
     return {
         "type": "function",
         "function": {"name": name, "arguments": arguments},

@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
-from paxkv.server.protocol.chat_messages import chat_message
+from paxkv.server.protocol.chat_messages import chat_message, tool_content
 from paxkv.server.protocol.json_body import convert_fields
 from paxkv.server.protocol.openai_protocol import (
     ChatCompletionRequest,
@@ -194,8 +194,8 @@ def _messages(items: Iterable[tuple[int, dict[str, object]]]) -> list[dict[str, 
             _add_thought(messages, thought, is_before_output=kind == "function_call_output")
             thought = None
         if kind == "message":
-            message = {"role": item.get("role"), "content": item.get("content")}
-            messages.append(chat_message(f"input[{k}]", message) | _thought(thought))
+            message = {name: item[name] for name in ("role", "content") if name in item}
+            _add_message(messages, chat_message(f"input[{k}]", message) | _thought(thought))
         elif kind == "function_call":
             _add_call(f"input[{k}]", messages, item, thought)
         elif kind == "function_call_output":
@@ -229,6 +229,24 @@ def _add_thought(
     messages.append({"role": "assistant", "content": "", "reasoning": thought})
 
 
+def _add_message(messages: list[dict[str, object]], message: dict[str, object]) -> None:
+    """Adds a message. The assistant's text after its call belongs to the message with the call, as
+    nothing may come between that message and the output of the call.
+    """
+    last = messages[-1] if messages else {}
+    is_text_after_call = message["role"] == "assistant" and last.get("tool_calls")
+    if not is_text_after_call or "reasoning" in message:
+        messages.append(message)
+        return
+    last["content"] = [*_parts(last["content"]), *_parts(message["content"])]
+
+
+def _parts(content: object) -> list[object]:
+    if isinstance(content, list):
+        return content
+    return [{"type": "text", "text": content}] if content else []
+
+
 def _add_call(
     path: str, messages: list[dict[str, object]], item: Mapping[str, object], thought: str | None
 ) -> None:
@@ -251,14 +269,8 @@ def _add_call(
 
 def _tool_message(path: str, item: Mapping[str, object]) -> dict[str, object]:
     _check_call_id(path, item)
-    # A chat calls it content; what is wrong inside of it is told where it stands.
-    if not isinstance(item.get("output"), (str, list)):
-        raise InvalidRequestError(
-            f"{path}.output must be a string or a list of text parts, got "
-            f"{shorten(item.get('output'))}.",
-            param="input",
-        )
-    return {"role": "tool", "tool_call_id": item.get("call_id"), "content": item["output"]}
+    content = tool_content(f"{path}.output", item.get("output"))
+    return {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
 
 
 def _check_call_id(path: str, item: Mapping[str, object]) -> None:

@@ -121,7 +121,7 @@ BEAM_SEARCH_FIELDS: NeutralValues = {
     "tool_choice": ("none", "auto"),
 }
 NO_BEAM_SEARCH_FIELDS: NeutralValues = {"length_penalty": (1,)}
-MESSAGE_FIELDS: NeutralValues = {"function_call": (), "audio": ()}
+MESSAGE_FIELDS: NeutralValues = {"audio": ()}
 
 
 def refuse_unsupported(

@@ -19,6 +19,7 @@ from paxkv.server.protocol.anthropic.bodies import (
     ToolUseBlock,
 )
 from paxkv.server.protocol.anthropic.partial_json import complete_part
+from paxkv.text.call_arguments import is_deep
 
 
 class MessageWriter:
@@ -98,7 +99,9 @@ class MessageWriter:
 def _input(arguments: str) -> object:
     """The input of a call; of one that was cut off inside its JSON, the members that are whole."""
     try:
-        return msgspec.json.decode(arguments)
+        found = msgspec.json.decode(arguments)
     except (msgspec.MsgspecError, RecursionError):
         found = complete_part(arguments)
-        return found if isinstance(found, dict) else {}
+        found = found if isinstance(found, dict) else {}
+    # The body of the next request could not bring it back.
+    return {} if is_deep(found) else found

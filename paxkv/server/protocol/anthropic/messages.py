@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 from paxkv.server.protocol.chat_messages import MAX_CONTENT_PARTS
 from paxkv.server.protocol.openai_protocol import shorten
@@ -72,11 +74,17 @@ def _calls_and_thoughts(blocks: list[tuple[str, Mapping[str, object]]]) -> dict[
 
 
 def _tool_call(path: str, block: Mapping[str, object]) -> dict[str, object]:
-    arguments = block.get("input")
-    if not isinstance(arguments, Mapping):
-        raise InvalidRequestError(f"{path}.input must be an object, got {shorten(arguments)}.")
-    function = {"name": _string(path, block, "name"), "arguments": arguments}
+    function = {"name": _string(path, block, "name"), "arguments": _arguments(block.get("input"))}
     return {"id": _string(path, block, "id"), "type": "function", "function": function}
+
+
+def _arguments(value: object) -> object:
+    """The input of a call: an object, unless the model wrote another value. A string is the JSON
+    text, which some clients keep of a stream.
+    """
+    if value is None or isinstance(value, (str, Mapping)):
+        return value
+    return msgspec.json.encode(value).decode()
 
 
 def _tool_message(path: str, block: Mapping[str, object]) -> dict[str, object]:

@@ -275,7 +275,11 @@ def test_bad_field_is_400_and_named(server, fields, param):
         ({"tools": [TOOL], "tool_choice": {"type": "file_search"}}, '"name": "..."}, got'),
         ({"instructions": "b", "input": [{"role": "bot", "content": ""}]}, "input[0].role must"),
         ({"input": [CALL | {"call_id": 5}]}, "input[0].call_id must be"),
-        ({"input": [CALL, {"type": "function_call_output"}]}, "input[1].output must be"),
+        (
+            {"input": [CALL, {"type": "function_call_output", "output": [{"type": "image"}]}]},
+            "input[1].output[0] must be",
+        ),
+        ({"input": [{"role": "user"}]}, "input[0].content must be a string"),
         ({"input": [CALL, THOUGHT | {"content": "hm"}]}, "input[1].content is 'hm'"),
         ({"input": [THOUGHT | {"content": [{"text": "a"}, "hm"]}]}, "input[0].content[1] is 'hm'"),
         ({"input": [THOUGHT | {"content": [{"text": 5}]}]}, "input[0].content[0] is {"),

@@ -1,0 +1,40 @@
+"""Ids of tool calls for templates such as Mistral's, which accept only ids of nine letters."""
+
+import re
+from collections.abc import Mapping
+
+NUM_CHARS = 9
+# As in {% if tool_call.id | length != 9 %}.
+_CHECK = re.compile(rf"(?<![a-zA-Z])id[\"'\])]*\s*\|\s*length\s*!=\s*{NUM_CHARS}\b")
+
+
+def needs_short_ids(source: str) -> bool:
+    """Whether a template refuses ids that do not have nine characters."""
+    return _CHECK.search(source) is not None
+
+
+def with_short_ids(message: Mapping[str, object]) -> dict[str, object]:
+    """A message with short ids of its calls, or of the call that it is the result of.
+
+    A call and its result keep the same id.
+    """
+    shortened = dict(message)
+    if isinstance(message.get("tool_call_id"), str):
+        shortened["tool_call_id"] = short_id(message["tool_call_id"])
+    if isinstance(message.get("tool_calls"), list):
+        shortened["tool_calls"] = [_with_short_id(call) for call in message["tool_calls"]]
+    return shortened
+
+
+def _with_short_id(call: object) -> object:
+    if not isinstance(call, Mapping) or not isinstance(call.get("id"), str):
+        return call
+    return {**call, "id": short_id(call["id"])}
+
+
+def short_id(call_id: str) -> str:
+    """The last letters and digits of an id, which are random ones: "call_a1B2c3D4e5" ->
+    "1B2c3D4e5". An id with fewer begins with zeros.
+    """
+    letters = "".join(char for char in call_id if char.isascii() and char.isalnum())
+    return letters[-NUM_CHARS:].rjust(NUM_CHARS, "0")
