@@ -2,8 +2,8 @@
 
 PaxkvError
 ├── InvalidRequestError        400  the caller's mistake; `param` names the field
-│   ├── PromptTooLongError     400  prompt over max_model_len
-│   ├── NeverFitsError         400  could not fit the KV pool even alone
+│   ├── PromptTooLongError     400  the prompt alone is too long
+│   ├── NeverFitsError         400  prompt and max_tokens could not fit the KV pool even alone
 │   └── UnsupportedFeatureError 400 a known field that this version cannot honour
 ├── ChatTemplateError          500  the model's chat template cannot be compiled
 ├── SlowReaderError            408  too much of an answer waits for its client to read
@@ -38,11 +38,15 @@ class InvalidRequestError(PaxkvError, ValueError):
 
 
 class PromptTooLongError(InvalidRequestError):
-    """The prompt leaves no room for even one new token within max_model_len."""
+    """The prompt alone is longer than max_model_len, the KV cache or a step has room for.
+
+    Clients search the message for the words of Anthropic's and OpenAI's errors, and shorten their
+    conversation then. `prompt_too_long` makes such messages.
+    """
 
 
 class NeverFitsError(InvalidRequestError):
-    """The request needs more KV blocks than the whole pool has."""
+    """The prompt and its max_tokens need more KV blocks than the whole pool has."""
 
 
 class UnsupportedFeatureError(InvalidRequestError):
@@ -101,3 +105,21 @@ class EngineStalledError(PaxkvError):
 
 class InvariantError(PaxkvError, RuntimeError):
     """A rule of our own was broken: a bug in paxkv, never the caller's fault."""
+
+
+def prompt_too_long(num_tokens: str, most: int, context_length: str, remedy: str) -> str:
+    """The message of a prompt that is too long, in words that clients search for.
+
+    "prompt is too long: 100 tokens > 99 maximum. This model's maximum context length is 100 tokens.
+    ...": the first sentence is Anthropic's, the second one OpenAI's.
+
+    Args:
+        num_tokens: The prompt's number of tokens, such as "100" or "at least 100".
+        most: Number of tokens that it may have.
+        context_length: Number of tokens of prompt and answer together, and what limits it.
+        remedy: What to do; a sentence.
+    """
+    return (
+        f"prompt is too long: {num_tokens} tokens > {most} maximum. This model's maximum context "
+        f"length is {context_length}. {remedy}"
+    )

@@ -20,6 +20,7 @@ from paxkv.errors import (
     NeverFitsError,
     PromptTooLongError,
     UnsupportedFeatureError,
+    prompt_too_long,
 )
 from paxkv.text.tokenizer import Tokenizer
 
@@ -263,13 +264,17 @@ class InputProcessor:
             return
         least = -(-len(text) // max_chars_per_token)
         if least > self._max_model_len - 1:
-            raise self._too_long(f"{len(text)} characters, which are at least {least}")
+            prompt = f"the prompt of {len(text)} characters"
+            raise self._too_long(f"at least {least}", prompt=prompt)
 
-    def _too_long(self, length: str) -> PromptTooLongError:
+    def _too_long(self, num_tokens: str, *, prompt: str = "the prompt") -> PromptTooLongError:
         return PromptTooLongError(
-            f"the prompt has {length} tokens; with max_model_len={self._max_model_len} it may have "
-            f"at most {self._max_model_len - 1}, so that one new token fits. Shorten the prompt or "
-            "start the engine with a larger max_model_len.",
+            prompt_too_long(
+                num_tokens,
+                self._max_model_len - 1,
+                f"{self._max_model_len} tokens, of which at least one is for the answer",
+                f"Shorten {prompt}, or start the engine with a larger max_model_len.",
+            ),
             param="prompt",
         )
 
@@ -277,19 +282,34 @@ class InputProcessor:
         if num_prompt_tokens > self._max_model_len - 1:
             raise self._too_long(str(num_prompt_tokens))
         if self._max_prompt_tokens is not None and num_prompt_tokens > self._max_prompt_tokens:
-            raise InvalidRequestError(
-                f"the prompt has {num_prompt_tokens} tokens; without chunked prefill it may have "
-                f"at most {self._max_prompt_tokens}, those of one step. Shorten the prompt, or "
-                "start the engine with chunked prefill or a larger max_num_batched_tokens.",
+            raise PromptTooLongError(
+                prompt_too_long(
+                    str(num_prompt_tokens),
+                    self._max_prompt_tokens,
+                    f"{self._max_model_len} tokens, but without chunked prefill a prompt must fit "
+                    "in one step",
+                    "Shorten the prompt, or start the engine with chunked prefill or a larger "
+                    "max_num_batched_tokens.",
+                ),
                 param="prompt",
             )
         if num_prompt_tokens > self._max_fitting_tokens:
-            raise NeverFitsError(
-                f"the prompt has {num_prompt_tokens} tokens; the whole KV cache has room for "
-                f"{self._max_fitting_tokens}. Shorten the prompt, or start the engine with more "
-                "KV blocks.",
+            raise PromptTooLongError(
+                prompt_too_long(
+                    str(num_prompt_tokens),
+                    self._max_fitting_tokens,
+                    self._fitting_context,
+                    "Shorten the prompt, or start the engine with more KV blocks.",
+                ),
                 param="prompt",
             )
+
+    @property
+    def _fitting_context(self) -> str:
+        # The last token is never fed back.
+        return (
+            f"{self._max_fitting_tokens + 1} tokens here, because the KV cache has no room for more"
+        )
 
     def _cut_max_tokens(
         self, num_prompt_tokens: int, max_tokens: int | None, *, is_default: bool
@@ -305,11 +325,12 @@ class InputProcessor:
         if is_default:
             return min(max_tokens, most_fitting)
         if max_tokens > most_fitting:
+            # Anthropic's words, after which clients lower max_tokens, and then OpenAI's.
             raise NeverFitsError(
-                f"a prompt of {num_prompt_tokens} tokens with max_tokens={max_tokens} needs "
-                f"{num_prompt_tokens + max_tokens - 1} token positions; the whole KV cache has "
-                f"{self._max_fitting_tokens}. Ask for at most {most_fitting} tokens, or start the "
-                "engine with more KV blocks.",
+                f"input length and `max_tokens` exceed context limit: {num_prompt_tokens} + "
+                f"{max_tokens} > {self._max_fitting_tokens + 1}. This model's maximum context "
+                f"length is {self._fitting_context}. Ask for at most {most_fitting} tokens, "
+                "shorten the prompt, or start the engine with more KV blocks.",
                 param="max_tokens",
             )
         return max_tokens

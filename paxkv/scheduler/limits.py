@@ -6,7 +6,12 @@ import dataclasses
 from paxkv.config.engine_config import SchedulerConfig
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.kv_cache_spec import CrossAttentionSpec, KVCacheConfig, KVCacheSpec
-from paxkv.errors import InvalidRequestError, NeverFitsError, PromptTooLongError
+from paxkv.errors import (
+    InvalidRequestError,
+    NeverFitsError,
+    PromptTooLongError,
+    prompt_too_long,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +74,9 @@ class RequestLimits:
         """Refuses a request that could never run to its end.
 
         Raises:
-            InvalidRequestError: The prompt is empty, or too long for one step where it must not
-                be split.
-            PromptTooLongError: The prompt leaves no room for a token within max_model_len.
+            InvalidRequestError: The prompt is empty.
+            PromptTooLongError: The prompt leaves no room for a token within max_model_len, or is
+                too long for one step where it must not be split.
             NeverFitsError: Even alone it would run out of KV blocks, and preempt itself forever;
                 or what must be encoded in one step is more than can be.
         """
@@ -93,7 +98,8 @@ class RequestLimits:
         num_blocks = self.required_blocks(num_cache_tokens)
         if num_blocks > self.num_usable_blocks:
             raise NeverFitsError(
-                f"prompt of {len(request.prompt_token_ids)} tokens with max_tokens="
+                "the maximum context length that the KV cache has room for is exceeded: a prompt "
+                f"of {len(request.prompt_token_ids)} tokens with max_tokens="
                 f"{request.sampling_params.max_tokens} may need {num_blocks} KV cache blocks; "
                 f"there are {self.num_usable_blocks}, for {self.max_tokens_that_fit} tokens. "
                 "Lower max_tokens, shorten the prompt or give the KV cache more memory.",
@@ -106,19 +112,27 @@ class RequestLimits:
             raise InvalidRequestError("the prompt has no tokens; send at least 1.", param="prompt")
         if num_prompt_tokens >= self.max_model_len:
             raise PromptTooLongError(
-                f"prompt has {num_prompt_tokens} tokens; with max_model_len="
-                f"{self.max_model_len} it may have {self.max_model_len - 1}. "
-                "Shorten the prompt or start the server with a larger --max-model-len.",
+                prompt_too_long(
+                    str(num_prompt_tokens),
+                    self.max_model_len - 1,
+                    f"{self.max_model_len} tokens, of which at least one is for the answer",
+                    "Shorten the prompt, or start the server with a larger --max-model-len.",
+                ),
                 param="prompt",
             )
         # A fork goes on where another request ended. Where its blocks are gone it is computed
         # again, and split, like a request that resumes with its output.
         may_split = self.max_prompt_tokens is None or request.fork_from is not None
         if not may_split and num_prompt_tokens > self.max_prompt_tokens:
-            raise InvalidRequestError(
-                f"prompt has {num_prompt_tokens} tokens; without chunked prefill a prompt must "
-                f"fit in one step of {self.max_prompt_tokens} tokens. Shorten the prompt, or "
-                "start the server with chunked prefill or a larger --max-num-batched-tokens.",
+            raise PromptTooLongError(
+                prompt_too_long(
+                    str(num_prompt_tokens),
+                    self.max_prompt_tokens,
+                    f"{self.max_model_len} tokens, but without chunked prefill a prompt must fit "
+                    "in one step",
+                    "Shorten the prompt, or start the server with chunked prefill or a larger "
+                    "--max-num-batched-tokens.",
+                ),
                 param="prompt",
             )
 

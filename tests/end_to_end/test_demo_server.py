@@ -226,6 +226,37 @@ def test_bad_input_is_refused_and_the_server_goes_on(server, content, status, wo
     assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("completions", {"prompt": "ab " * 10_000}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "ab " * 10_000}]}),
+        ("responses", {"input": "ab " * 10_000}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_is_too_long_is_told_in_openais_words(server, path, fields, stream) -> None:
+    body = fields | {"stream": stream}
+    response = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert re.search(r"maximum context length is \d+ tokens", error["message"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_is_too_long_is_told_in_anthropics_words(server, stream) -> None:
+    body = {"max_tokens": 5, "messages": [{"role": "user", "content": "ab " * 10_000}]}
+    url = f"{server.url}/v1/messages"
+    response = httpx.post(url, json=body | {"stream": stream}, timeout=60)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"]) == (400, "invalid_request_error")
+    # Clients read both numbers.
+    found = re.match(r"prompt is too long[^0-9]*(\d+) tokens > (\d+) maximum", error["message"])
+    assert found is not None and int(found[1]) > int(found[2])
+    counted = httpx.post(f"{url}/count_tokens", json=body, timeout=60).raise_for_status()
+    assert counted.json()["input_tokens"] >= int(found[1])
+
+
 def test_half_a_request_then_silence_is_ended(server) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=60) as connection:

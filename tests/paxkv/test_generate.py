@@ -126,7 +126,7 @@ def test_rows_end_where_the_models_positions_do(tmp_path) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         tokens = generator.generate([[3] * 6, [4] * 7], params)
         assert [len(row) for row in tokens] == [2, 1]
-    with pytest.raises(PromptTooLongError, match="max_model_len=8"):
+    with pytest.raises(PromptTooLongError, match="context length is 8 tokens"):
         generator.generate([[3] * 8], SamplingParams(max_tokens=1))
 
 
@@ -169,7 +169,7 @@ def test_rows_go_as_far_as_positions_are_scaled(scaled_folder, scaled_tokens) ->
     shape = GenerateShape(batch_size=2, max_prompt_len=60, max_new_tokens=12)
     model, prompts = load_model(scaled_folder, dtype="float32"), scaled_prompts()
     params = SamplingParams(temperature=0.0, max_tokens=12)
-    with pytest.raises(PromptTooLongError, match="max_model_len=16"):
+    with pytest.raises(PromptTooLongError, match="context length is 16 tokens"):
         CompiledGenerator(model, shape, max_model_len=16).generate(prompts, params)
 
 

@@ -76,7 +76,9 @@ def test_text_that_never_fits_is_refused_before_it_is_tokenized(monkeypatch) -> 
     # A token has up to 8 characters, so that 9 tokens, the most that fit, have up to 72.
     assert len(process(processor, "x" * 72).prompt_token_ids) == 9
     for prompt in ("x" * 73, {"prompt": "x" * 73}):
-        with pytest.raises(PromptTooLongError, match="at least 10 tokens; .* at most 9") as caught:
+        with pytest.raises(
+            PromptTooLongError, match="at least 10 tokens > 9 max.* 73 char"
+        ) as caught:
             process(processor, prompt)
         assert caught.value.param == "prompt" and num_encoded == 1
     # What is cut off need not fit; what came as ids is not text.
@@ -188,8 +190,13 @@ def test_without_tokenizer_only_token_ids_are_taken() -> None:
 
 def test_prompt_must_leave_room_for_one_token() -> None:
     assert process(make(), [97] * 99).sampling_params.max_tokens == 1
-    with pytest.raises(PromptTooLongError, match="100 tokens"):
+    with pytest.raises(PromptTooLongError) as raised:
         process(make(), [97] * 100)
+    # Clients of Anthropic's and of OpenAI's API search for these words.
+    words = (
+        "prompt is too long: 100 tokens > 99 maximum. This model's maximum context length is 100 "
+    )
+    assert str(raised.value).startswith(words)
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(5, 5), (50, 10), (None, 10)])
@@ -201,9 +208,13 @@ def test_request_larger_than_the_pool_is_refused() -> None:
     # 32 positions: a prompt of 20 and 13 tokens, the last of which is never stored.
     processor = make(max_fitting_tokens=32)
     assert process(processor, [97] * 20, max_tokens=13).sampling_params.max_tokens == 13
-    with pytest.raises(NeverFitsError, match="at most 13 tokens"):
+    words = (
+        r"exceed context limit: 20 \+ 14 > 33\. .*maximum context length is 33 .*at most 13 tokens"
+    )
+    with pytest.raises(NeverFitsError, match=words):
         process(processor, [97] * 20, max_tokens=14)
-    with pytest.raises(NeverFitsError, match="33 tokens"):
+    words = "prompt is too long: 33 tokens > 32 maximum.*maximum context length is 33 tokens here"
+    with pytest.raises(PromptTooLongError, match=words):
         process(processor, [97] * 33, max_tokens=1)
 
 
