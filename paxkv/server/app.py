@@ -18,6 +18,7 @@ from paxkv.server.middleware.admission import Admission
 from paxkv.server.middleware.anthropic_middleware import AnthropicMiddleware
 from paxkv.server.middleware.api_keys import ApiKeyMiddleware
 from paxkv.server.middleware.disputed_length import DisputedLengthMiddleware
+from paxkv.server.middleware.plain_path import PlainPathMiddleware
 from paxkv.server.middleware.request_middleware import (
     DisconnectMiddleware,
     HeaderLimitMiddleware,
@@ -33,6 +34,7 @@ from paxkv.server.protocol.error_response import (
 from paxkv.server.routes.admin import ADMIN_PATHS, AdminRoutes
 from paxkv.server.routes.chat import ChatRoutes
 from paxkv.server.routes.completions import CompletionRoutes
+from paxkv.server.routes.front_page import FrontPageRoutes
 from paxkv.server.routes.info import InfoRoutes
 from paxkv.server.routes.messages import MESSAGES_PATH, MessagesRoutes
 from paxkv.server.routes.openapi import OpenApiRoutes
@@ -81,6 +83,7 @@ def create_app(
                 if config.enable_tokenizer_info_endpoint
                 else []
             ),
+            *FrontPageRoutes(config).routes(),
             *InfoRoutes(engine, metrics, admission).routes(),
             *admin_routes,
             *inspector.routes(),
@@ -93,7 +96,7 @@ def create_app(
             Exception: handle_bug,
         },
     )
-    # A path with a slash too many is an unknown path, not a redirect that loses the body.
+    # `PlainPathMiddleware` serves a path with a slash too many. A redirect would lose the body.
     app.router.redirect_slashes = False
     # A server that drains ends first what nobody waits for, or what would never end.
     app.state.on_drain = (inspector.close, responses.close)
@@ -105,6 +108,7 @@ def _middleware(config: ServerConfig, metrics: ServerMetrics) -> list[Middleware
     layers = [
         Middleware(DisputedLengthMiddleware),
         Middleware(RootPathMiddleware, root_path=config.root_path or ""),
+        Middleware(PlainPathMiddleware),
         Middleware(RequestIdMiddleware),
         Middleware(HttpMetricsMiddleware, metrics=metrics.http),
     ]

@@ -42,7 +42,7 @@ COMMAND = re.compile(
 )
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 METRIC = re.compile(r"\b(?:vllm|paxkv):[a-z0-9_]+|\bpaxkv_[a-z_]+_total\b")
-ROUTE = re.compile(r"(?:(GET|POST|DELETE) )?(/(?:[a-z_0-9.{}:-]+/?)+)(?:\?.*)?$")
+ROUTE = re.compile(r"(?:(GET|POST|DELETE) )?(/(?:[a-z_0-9.{}:-]+/?)*)(?:\?.*)?$")
 # Not ours: where a proxy puts the server.
 OTHER_PATHS = {"/api"}
 

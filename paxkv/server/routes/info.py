@@ -68,9 +68,9 @@ class InfoRoutes:
 
     async def get_model(self, request: Request) -> Response:
         name = request.path_params["model"]
-        if not name:
-            # "/v1/models/" is what some clients make of the other route.
-            return await self.list_models(request)
+        if name not in self._engine.model_info.model_names:
+            # A slash too many. Names of models may end with one.
+            name = name.rstrip("/")
         check_model(name, self._engine.model_info)
         return _json(self._model_card(name))
 

@@ -319,7 +319,7 @@ def test_body_over_the_limit_is_413(shared_server, size, is_chunked):
     assert "100000 bytes" in _error(response)["message"]
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/completions/", "/nothing", "/v1/chat"])
+@pytest.mark.parametrize("path", ["/v1", "/v1/completions/x", "/nothing", "/v1/chat"])
 def test_unknown_path_is_404(shared_server, path):
     response = shared_server.client.post(path, json={})
     assert response.status_code == 404
@@ -483,9 +483,23 @@ def test_a_proxy_may_take_the_root_path_off_or_leave_it(start_server, front):
     assert error["message"] == f"there is nothing at {front}/nothing."
 
 
+@pytest.mark.parametrize("front", ["", "/api", "//api/"])
+def test_a_slash_too_many_opens_no_other_door(start_server, front):
+    server = start_server(root_path="/api", api_key=("key",), enable_admin=True)
+    body, headers = {"prompt": "a"}, {"Authorization": "Bearer key"}
+    for path in ("/v1/completions/", "//v1/completions", "/v1//completions//"):
+        response = server.client.post(f"{server.url}{front}{path}", json=body)
+        assert response.status_code == 401
+        response = server.client.post(f"{server.url}{front}{path}", json=body, headers=headers)
+        assert response.status_code == 200, response.text
+    path = f"{server.url}{front}//reset_prefix_cache/"
+    assert server.client.post(path).status_code == 401
+    assert server.client.post(path, headers=headers).status_code == 200
+
+
 def test_no_path_of_the_server_may_be_the_root_path():
     app = create_app(FakeEngine(), ServerConfig(enable_admin=True))
-    first_words = {route.path.split("/")[1] for route in app.routes}
+    first_words = {route.path.split("/")[1] for route in app.routes} - {""}
     assert len(first_words) > 10
     for word in first_words:
         with pytest.raises(ConfigError, match=f"a path of our own, got '/{word}'"):

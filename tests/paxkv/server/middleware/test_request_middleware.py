@@ -161,7 +161,8 @@ def test_a_whole_url_in_place_of_a_path_is_understood(start_server):
     server = start_server(api_key=("key",))
     assert _status_of(server, "http://anywhere:80/version?a=b") == 200
     assert _status_of(server, "HTTPS://anywhere/v1/models") == 401
-    assert _status_of(server, "http://anywhere") == 404
+    assert _status_of(server, "http://anywhere") == 200
+    assert _status_of(server, "http://anywhere/nothing") == 404
 
 
 @pytest.mark.parametrize(

@@ -122,3 +122,14 @@ def test_metrics_names_are_well_formed(shared_server):
             r"(vllm:|paxkv:)[a-z0-9_]+\{|(paxkv_compiles_after_ready_total|padding_waste_ratio)\{"
         )
         assert re.match(rf"{ours}|(process|python|http)_[a-z_]+", name)
+
+
+def test_a_slash_after_the_name_of_a_model_is_ignored(start_server):
+    server = start_server()
+    assert server.client.get(f"/v1/models/{MODEL_NAME}/").json()["id"] == MODEL_NAME
+    # Some models are named after their folder.
+    name = "/of/models//a/"
+    info = dataclasses.replace(server.engine.model_info, served_model_name=name)
+    server.engine.model_info = info
+    assert server.client.get(f"/v1/models/{name}").json()["id"] == name
+    assert server.client.get("/v1/models/a/").status_code == 404
