@@ -27,14 +27,20 @@ from paxkv.entrypoints.llm_arguments import llm_flag
 from paxkv.llm import LLM
 from paxkv.server.app import create_app
 from paxkv.server.protocol import responses_protocol
-from paxkv.server.protocol.anthropic.request import MESSAGES_FIELDS, MessagesRequest
+from paxkv.server.protocol.anthropic.request import (
+    MESSAGES_FIELDS,
+    MESSAGES_IGNORED,
+    MessagesRequest,
+)
 from paxkv.server.protocol.openai_protocol import ChatCompletionRequest, CompletionRequest
 from paxkv.server.protocol.responses_protocol import ResponsesRequest
 from paxkv.server.protocol.unsupported_fields import (
     CHAT_FIELDS,
+    CHAT_IGNORED,
     COMPLETION_FIELDS,
     REASONS,
     RESPONSES_FIELDS,
+    RESPONSES_IGNORED,
     NeutralValues,
 )
 from tests.paxkv.server.fake_engine import FakeEngine
@@ -55,6 +61,7 @@ class Endpoint:
     vllm_class: str
     read: frozenset[str]
     refused: NeutralValues
+    ignored: NeutralValues
 
 
 ENDPOINTS = (
@@ -63,24 +70,28 @@ ENDPOINTS = (
         vllm_class="CompletionRequest",
         read=frozenset(CompletionRequest.__struct_fields__),
         refused=COMPLETION_FIELDS,
+        ignored={},
     ),
     Endpoint(
         path="/v1/chat/completions",
         vllm_class="ChatCompletionRequest",
         read=frozenset(ChatCompletionRequest.__struct_fields__),
         refused=CHAT_FIELDS,
+        ignored=CHAT_IGNORED,
     ),
     Endpoint(
         path="/v1/responses",
         vllm_class="ResponsesRequest",
         read=frozenset({*ResponsesRequest.__struct_fields__, *responses_protocol._SAME_NAMES}),
         refused=RESPONSES_FIELDS,
+        ignored=RESPONSES_IGNORED,
     ),
     Endpoint(
         path="/v1/messages",
         vllm_class="AnthropicMessagesRequest",
         read=frozenset(MessagesRequest.__struct_fields__),
         refused=MESSAGES_FIELDS,
+        ignored=MESSAGES_IGNORED,
     ),
 )
 
@@ -146,7 +157,7 @@ def field_table() -> str:
     names = {
         name
         for e in ENDPOINTS
-        for name in (*e.read, *e.refused, *old[e.vllm_class], *new[e.vllm_class])
+        for name in (*e.read, *e.refused, *e.ignored, *old[e.vllm_class], *new[e.vllm_class])
     }
     head = " | ".join(["field", *(f"`{e.path}`" for e in ENDPOINTS), "note"])
     return _table(
@@ -162,6 +173,8 @@ def field_verdict(name: str, endpoint: Endpoint) -> str:
     is_vllms = any(name in vllm_fields(version)[endpoint.vllm_class] for version in VERSIONS)
     if name in endpoint.refused:
         return "refused"
+    if name in endpoint.ignored:
+        return "warning"
     if name in endpoint.read:
         return "same" if is_vllms else "paxkv only"
     return "ignored" if is_vllms else "–"
@@ -280,7 +293,7 @@ def _field_note(name: str) -> str:
     refused = [endpoint for endpoint in ENDPOINTS if name in endpoint.refused]
     if refused and name in REASONS:
         parts.append(_CODE_WORD.sub(r"`\g<0>`", REASONS[name]))
-    neutral = [value for endpoint in refused for value in endpoint.refused[name]]
+    neutral = [v for e in ENDPOINTS for v in (e.refused | e.ignored).get(name, ())]
     shown = dict.fromkeys(json.dumps(value) for value in neutral)
     if shown:
         parts.append(f"accepted: {_codes(shown)}")

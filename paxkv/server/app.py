@@ -18,6 +18,10 @@ from paxkv.server.middleware.admission import Admission
 from paxkv.server.middleware.anthropic_middleware import AnthropicMiddleware
 from paxkv.server.middleware.api_keys import ApiKeyMiddleware
 from paxkv.server.middleware.disputed_length import DisputedLengthMiddleware
+from paxkv.server.middleware.ignored_parts_middleware import (
+    IGNORED_HEADER,
+    IgnoredPartsMiddleware,
+)
 from paxkv.server.middleware.plain_path import PlainPathMiddleware
 from paxkv.server.middleware.request_middleware import (
     DisconnectMiddleware,
@@ -110,6 +114,7 @@ def _middleware(config: ServerConfig, metrics: ServerMetrics) -> list[Middleware
         Middleware(RootPathMiddleware, root_path=config.root_path or ""),
         Middleware(PlainPathMiddleware),
         Middleware(RequestIdMiddleware),
+        Middleware(IgnoredPartsMiddleware),
         Middleware(HttpMetricsMiddleware, metrics=metrics.http),
     ]
     if not config.disable_uvicorn_access_log:
@@ -133,7 +138,7 @@ def _middleware(config: ServerConfig, metrics: ServerMetrics) -> list[Middleware
                 allow_methods=config.allowed_methods,
                 allow_headers=config.allowed_headers,
                 allow_credentials=config.allow_credentials,
-                expose_headers=("X-Request-Id", "Retry-After"),
+                expose_headers=("X-Request-Id", "Retry-After", IGNORED_HEADER),
             )
         )
     if config.api_key:

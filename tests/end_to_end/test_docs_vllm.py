@@ -130,7 +130,7 @@ def test_no_field_of_vllm_is_ignored(endpoint: generator.Endpoint) -> None:
     for version in generator.VERSIONS:
         fields = generator.vllm_fields(version)[endpoint.vllm_class]
         verdicts = {name: generator.field_verdict(name, endpoint) for name in fields}
-        assert set(verdicts.values()) <= {"same", "refused"}, verdicts
+        assert set(verdicts.values()) <= {"same", "refused", "warning"}, verdicts
 
 
 def test_every_missing_route_has_a_reason() -> None:

@@ -11,11 +11,13 @@ from paxkv.contracts.engine_start import ModelInfo
 from paxkv.errors import InvalidRequestError
 from paxkv.server.engine_protocol import Prompt
 from paxkv.server.protocol.error_response import UnknownModelError
+from paxkv.server.protocol.ignored_parts import note_ignored_fields
 from paxkv.server.protocol.json_body import convert_fields
 from paxkv.server.protocol.request_names import MAX_REQUEST_ID_CHARS
 from paxkv.server.protocol.unsupported_fields import (
     BEAM_SEARCH_FIELDS,
     CHAT_FIELDS,
+    CHAT_IGNORED,
     COMPLETION_FIELDS,
     NO_BEAM_SEARCH_FIELDS,
     refuse_unsupported,
@@ -159,6 +161,7 @@ def parse_completion(fields: Mapping[str, object]) -> CompletionRequest:
 def parse_chat(fields: Mapping[str, object]) -> ChatCompletionRequest:
     """Same as `parse_completion`, for a chat."""
     refuse_unsupported(fields, CHAT_FIELDS)
+    note_ignored_fields(fields, CHAT_IGNORED)
     _check_stream_options(fields)
     _check_beam_search(fields)
     request = convert_fields(fields, ChatCompletionRequest)

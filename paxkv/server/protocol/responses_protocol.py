@@ -1,5 +1,6 @@
 """The body of POST /v1/responses, and the chat that it asks for."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -7,6 +8,7 @@ import msgspec
 
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 from paxkv.server.protocol.chat_messages import chat_message, tool_content
+from paxkv.server.protocol.ignored_parts import is_ignored_tool, note_ignored, note_ignored_fields
 from paxkv.server.protocol.json_body import convert_fields
 from paxkv.server.protocol.openai_protocol import (
     ChatCompletionRequest,
@@ -15,7 +17,11 @@ from paxkv.server.protocol.openai_protocol import (
     shorten,
 )
 from paxkv.server.protocol.sampling_fields import MAX_MAX_TOKENS, check_range
-from paxkv.server.protocol.unsupported_fields import RESPONSES_FIELDS, refuse_unsupported
+from paxkv.server.protocol.unsupported_fields import (
+    RESPONSES_FIELDS,
+    RESPONSES_IGNORED,
+    refuse_unsupported,
+)
 
 # Fields that a chat has under the same name, with the same meaning.
 _SAME_NAMES = (
@@ -53,6 +59,8 @@ _INCLUDABLE = (
     "web_search_call.action.sources",
     "web_search_call.results",
 )
+# Types of items such as web_search_call, custom_tool_call_output and mcp_list_tools.
+_OTHER_TOOL = re.compile(r"^mcp_|_call$|_call_output$")
 _EFFORTS = ReasoningEffort.__args__
 _FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
@@ -96,6 +104,7 @@ def parse_responses(fields: Mapping[str, object]) -> ResponsesRequest:
         InvalidRequestError: A field is missing, has the wrong type, or cannot be honored.
     """
     refuse_unsupported(fields, RESPONSES_FIELDS)
+    note_ignored_fields(fields, RESPONSES_IGNORED)
     request = convert_fields(fields, ResponsesRequest)
     _check_values(request)
     if request.background and request.stream:
@@ -166,12 +175,18 @@ def chat_of_responses(
     messages = _messages(items)
     if not messages:
         raise InvalidRequestError(
-            "input has only reasoning without a text; send a message too.", param="input"
+            "input has no message, only parts that are left out, such as reasoning without a text; "
+            "send a message too.",
+            param="input",
         )
     chat["messages"] += messages
     chat["max_completion_tokens"] = request.max_output_tokens
     if request.tools is not None:
-        chat["tools"] = [_chat_tool(k, tool) for k, tool in enumerate(request.tools)]
+        chat["tools"] = [
+            _chat_tool(k, tool)
+            for k, tool in enumerate(request.tools)
+            if not is_ignored_tool(tool, own_types=("function",), form="parameters")
+        ]
     chat["tool_choice"] = _chat_tool_choice(request.tool_choice)
     chat["response_format"] = _response_format(request.text)
     chat["reasoning_effort"] = request.effort
@@ -187,6 +202,9 @@ def _messages(items: Iterable[tuple[int, dict[str, object]]]) -> list[dict[str, 
         kind = item.get("type", "message")
         if kind == "reasoning":
             thoughts += _reasoning_texts(f"input[{k}]", item)
+            continue
+        if _is_ignored(kind):
+            note_ignored(f"items of type {kind}")
             continue
         thought, thoughts = "\n".join(thoughts) or None, []
         is_assistants = kind == "message" and item.get("role") == "assistant"
@@ -209,6 +227,12 @@ def _messages(items: Iterable[tuple[int, dict[str, object]]]) -> list[dict[str, 
     if thoughts:
         _add_thought(messages, "\n".join(thoughts), is_before_output=False)
     return messages
+
+
+def _is_ignored(kind: object) -> bool:
+    """Whether an item is about a tool that OpenAI's server runs, or that it defines."""
+    is_own = kind in ("function_call", "function_call_output")
+    return isinstance(kind, str) and not is_own and _OTHER_TOOL.search(kind) is not None
 
 
 def _add_thought(

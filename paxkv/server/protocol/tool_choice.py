@@ -2,18 +2,18 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from paxkv.config.engine_config import ServerConfig
 from paxkv.errors import InvalidRequestError
+from paxkv.server.protocol.ignored_parts import is_ignored_tool
 from paxkv.server.protocol.openai_protocol import ChatCompletionRequest, shorten
 from paxkv.text.tool_parsers.forced_call import CallListParser, NamedCallParser
 from paxkv.text.tool_parsers.registry import TOOL_PARSERS
 from paxkv.text.tool_parsers.tool_parser import ToolParser
 
-MAX_TOOLS = 128
 # OpenAI's rule for the names of functions; dots are common all the same.
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 
@@ -45,17 +45,19 @@ def tool_use(request: ChatCompletionRequest, config: ServerConfig) -> ToolUse:
             was not started to find calls.
     """
     choice = request.tool_choice
-    if not request.tools:
+    shown = known_tools(request.tools or ())
+    if not shown:
         if choice in (None, "none", "auto"):
             return ToolUse()
         raise InvalidRequestError(
-            "tool_choice needs tools; send some, or leave it out.", param="tool_choice"
+            "tool_choice needs tools of type function; send some, or leave it out.",
+            param="tool_choice",
         )
     tools = checked_tools(request.tools)
     max_calls = 1 if request.parallel_tool_calls is False else None
     if choice == "none":
         hides = config.exclude_tools_when_tool_choice_none
-        return ToolUse(tools=None if hides else request.tools)
+        return ToolUse(tools=None if hides else shown)
     if choice in (None, "auto"):
         if not config.enable_auto_tool_choice:
             raise InvalidRequestError(
@@ -65,38 +67,41 @@ def tool_use(request: ChatCompletionRequest, config: ServerConfig) -> ToolUse:
                 param="tool_choice",
             )
         return ToolUse(
-            tools=request.tools,
+            tools=shown,
             make_parser=TOOL_PARSERS[config.tool_call_parser],
             max_calls=max_calls,
         )
     if choice == "required":
         schema = _call_list_schema(tools, max_calls)
-        return ToolUse(tools=request.tools, make_parser=CallListParser, schema=schema)
+        return ToolUse(tools=shown, make_parser=CallListParser, schema=schema)
     name = _chosen_name(choice)
     if name not in tools:
         raise InvalidRequestError(
             f"tool_choice names {name!r}; tools has {', '.join(tools)}.", param="tool_choice"
         )
     return ToolUse(
-        tools=request.tools,
+        tools=shown,
         make_parser=lambda: NamedCallParser(name),
         schema=_encode(tools[name]),
         is_named=True,
     )
 
 
+def known_tools(tools: Sequence[dict[str, object]]) -> list[dict[str, object]]:
+    """The tools without those that are ignored, which the model does not see either."""
+    return [tool for tool in tools if not _is_ignored(tool)]
+
+
 def checked_tools(tools: list[dict[str, object]]) -> dict[str, Mapping[str, object]]:
-    """The functions' names, each with the JSON schema of its arguments.
+    """The functions' names, each with the JSON schema of its arguments, without ignored tools.
 
     Raises:
-        InvalidRequestError: There are too many, or one is malformed.
+        InvalidRequestError: One is malformed.
     """
-    if len(tools) > MAX_TOOLS:
-        raise InvalidRequestError(
-            f"tools has {len(tools)} tools; at most {MAX_TOOLS} fit in one request.", param="tools"
-        )
     schemas: dict[str, Mapping[str, object]] = {}
     for k, tool in enumerate(tools):
+        if _is_ignored(tool):
+            continue
         function = tool.get("function") if tool.get("type") == "function" else None
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
@@ -116,6 +121,10 @@ def checked_tools(tools: list[dict[str, object]]) -> dict[str, Mapping[str, obje
             raise InvalidRequestError(f"tools has {name!r} twice.", param="tools")
         schemas[name] = parameters or {"type": "object", "properties": {}}
     return schemas
+
+
+def _is_ignored(tool: Mapping[str, object]) -> bool:
+    return is_ignored_tool(tool, own_types=("function",), form="function")
 
 
 def _chosen_name(choice: object) -> str:

@@ -1,6 +1,9 @@
-"""Fields of OpenAI's and vLLM's API that this version cannot honour: refused, never ignored."""
+"""Fields of OpenAI's and vLLM's API that this version cannot honor: refused, or ignored.
 
-from collections.abc import Mapping
+A field is ignored where the answer without it is still of use; `ignored_parts.py` tells of it.
+"""
+
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -70,15 +73,16 @@ CHAT_FIELDS: NeutralValues = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
-    "verbosity": ("medium",),
-    "web_search_options": (),
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
 }
+CHAT_IGNORED: NeutralValues = {
+    "prediction": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
 RESPONSES_FIELDS: NeutralValues = {
     "conversation": (),
-    "max_tool_calls": (),
     "prompt": (),
     "top_logprobs": (0,),
     "n": (1,),
@@ -95,6 +99,8 @@ RESPONSES_FIELDS: NeutralValues = {
     "kv_transfer_params": ({},),
     "ec_transfer_params": ({},),
 }
+# A limit of the calls of tools that the server runs, which are none.
+RESPONSES_IGNORED: NeutralValues = {"max_tool_calls": ()}
 TOKENIZE_FIELDS: NeutralValues = {"mm_processor_kwargs": ({},), "media_io_kwargs": ({},)}
 # A beam search ranks tokens by the model's own probabilities and ends at EOS or max_tokens alone.
 BEAM_SEARCH_FIELDS: NeutralValues = {
@@ -141,8 +147,7 @@ def refuse_unsupported(
         UnsupportedFeatureError: One does; `param` names it.
     """
     for name, neutral in neutral_values.items():
-        value = fields.get(name)
-        if value is None or any(_is_same(value, v) for v in neutral):
+        if asks_for_nothing(fields.get(name), neutral):
             continue
         remedy = f" or send {msgspec.json.encode(neutral[0]).decode()}" if neutral else ""
         reason = f": {REASONS[name]}" if name in REASONS else ""
@@ -150,6 +155,11 @@ def refuse_unsupported(
             f"{path}{name} is not supported {when}{reason}; leave it out{remedy}.",
             param=f"{path}{name}",
         )
+
+
+def asks_for_nothing(value: object, neutral: Sequence[object]) -> bool:
+    """Whether a field's value is null or one of its neutral values."""
+    return value is None or any(_is_same(value, v) for v in neutral)
 
 
 def _is_same(value: object, neutral: object) -> bool:

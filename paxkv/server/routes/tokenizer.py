@@ -13,7 +13,7 @@ from paxkv.server.engine_protocol import EngineClient, Tokenizer
 from paxkv.server.protocol.chat_prompt import check_may_bring_template, render_chat
 from paxkv.server.protocol.json_body import convert_fields, read_body
 from paxkv.server.protocol.openai_protocol import check_generation_prompt, check_model
-from paxkv.server.protocol.tool_choice import checked_tools
+from paxkv.server.protocol.tool_choice import checked_tools, known_tools
 from paxkv.server.protocol.unsupported_fields import TOKENIZE_FIELDS, refuse_unsupported
 
 
@@ -136,7 +136,7 @@ class TokenizerRoutes:
                 template_kwargs=self._config.default_chat_template_kwargs.with_request(
                     body.chat_template_kwargs
                 ),
-                tools=body.tools or None,
+                tools=known_tools(body.tools or ()) or None,
                 continue_final_message=bool(body.continue_final_message),
                 chat_template=body.chat_template,
             )

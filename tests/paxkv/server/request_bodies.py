@@ -3,13 +3,19 @@
 import msgspec
 from hypothesis import strategies as st
 
-from paxkv.server.protocol.anthropic.request import MESSAGES_FIELDS, MessagesRequest
+from paxkv.server.protocol.anthropic.request import (
+    MESSAGES_FIELDS,
+    MESSAGES_IGNORED,
+    MessagesRequest,
+)
 from paxkv.server.protocol.openai_protocol import ChatCompletionRequest, CompletionRequest
 from paxkv.server.protocol.responses_protocol import ResponsesRequest
 from paxkv.server.protocol.unsupported_fields import (
     CHAT_FIELDS,
+    CHAT_IGNORED,
     COMPLETION_FIELDS,
     RESPONSES_FIELDS,
+    RESPONSES_IGNORED,
 )
 
 _TEXTS = st.one_of(
@@ -63,9 +69,13 @@ _LIKELY = {
 }
 _STRUCTS = {
     "/v1/completions": (CompletionRequest, COMPLETION_FIELDS, ["prompt"]),
-    "/v1/chat/completions": (ChatCompletionRequest, CHAT_FIELDS, ["messages"]),
-    "/v1/responses": (ResponsesRequest, RESPONSES_FIELDS, ["input"]),
-    "/v1/messages": (MessagesRequest, MESSAGES_FIELDS, ["messages", "max_tokens"]),
+    "/v1/chat/completions": (ChatCompletionRequest, {**CHAT_FIELDS, **CHAT_IGNORED}, ["messages"]),
+    "/v1/responses": (ResponsesRequest, {**RESPONSES_FIELDS, **RESPONSES_IGNORED}, ["input"]),
+    "/v1/messages": (
+        MessagesRequest,
+        {**MESSAGES_FIELDS, **MESSAGES_IGNORED},
+        ["messages", "max_tokens"],
+    ),
 }
 
 

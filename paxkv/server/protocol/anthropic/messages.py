@@ -6,6 +6,7 @@ import msgspec
 
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 from paxkv.server.protocol.chat_messages import MAX_CONTENT_PARTS
+from paxkv.server.protocol.ignored_parts import note_ignored
 from paxkv.server.protocol.openai_protocol import shorten
 
 # Types of blocks by the role whose messages may contain them.
@@ -14,6 +15,12 @@ _BLOCK_TYPES = {
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
     "system": ("text",),
 }
+# Blocks of tools that Anthropic's server runs, and references to tools that it looks up. Their
+# results, such as web_search_tool_result, end with the word; much of them is encrypted.
+_IGNORED_TYPES = frozenset(
+    ("server_tool_use", "mcp_tool_use", "container_upload", "tool_reference")
+)
+_SERVER_RESULT = "_tool_result"
 # Claude Code begins its system prompt with a block that differs in every request, so that no
 # prefix would be found in the cache. It is not meant for the model.
 _BILLING_HEADER = "x-anthropic-billing-header"
@@ -108,7 +115,7 @@ def _system_texts(path: str, content: object) -> list[str]:
 def _checked_blocks(
     path: str, content: object, types: Sequence[str]
 ) -> list[tuple[str, Mapping[str, object]]]:
-    """The blocks of a content, each after the name that errors call it."""
+    """The blocks of a content that are not ignored, each after the name that errors call it."""
     if not isinstance(content, list):
         raise InvalidRequestError(
             f"{path} must be a string or a list of content blocks, got {shorten(content)}."
@@ -117,7 +124,7 @@ def _checked_blocks(
         raise InvalidRequestError(
             f"{path} has {len(content)} blocks; at most {MAX_CONTENT_PARTS} fit in one message."
         )
-    blocks = [(f"{path}[{k}]", block) for k, block in enumerate(content)]
+    blocks = [(f"{path}[{k}]", block) for k, block in enumerate(content) if not _is_ignored(block)]
     for where, block in blocks:
         if not isinstance(block, Mapping):
             raise InvalidRequestError(f"{where} must be a content block, got {shorten(block)}.")
@@ -127,6 +134,16 @@ def _checked_blocks(
                 f"{shorten(block.get('type'))}; this server reads text only."
             )
     return blocks
+
+
+def _is_ignored(block: object) -> bool:
+    kind = block.get("type") if isinstance(block, Mapping) else None
+    if not isinstance(kind, str):
+        return False
+    is_ignored = kind in _IGNORED_TYPES or kind.endswith(_SERVER_RESULT)
+    if is_ignored:
+        note_ignored(f"blocks of type {kind}")
+    return is_ignored
 
 
 def _string(path: str, block: Mapping[str, object], name: str) -> str:

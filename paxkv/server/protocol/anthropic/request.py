@@ -7,7 +7,8 @@ import msgspec
 from paxkv.config.sampling_params import check_stop_sizes
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 from paxkv.server.protocol.anthropic.messages import chat_messages_of
-from paxkv.server.protocol.anthropic.tools import chat_tool, chat_tool_choice
+from paxkv.server.protocol.anthropic.tools import chat_tool_choice, chat_tools
+from paxkv.server.protocol.ignored_parts import note_ignored_fields
 from paxkv.server.protocol.json_body import convert_fields
 from paxkv.server.protocol.openai_protocol import ChatCompletionRequest, parse_chat, shorten
 from paxkv.server.protocol.sampling_fields import MAX_MAX_TOKENS, check_range
@@ -15,6 +16,17 @@ from paxkv.server.protocol.unsupported_fields import NeutralValues, refuse_unsup
 
 # Fields of Anthropic's API and of vLLM's that cannot be honored here.
 MESSAGES_FIELDS: NeutralValues = {
+    "inference_geo": ("global",),
+    # Of vLLM.
+    "ec_transfer_params": ({},),
+    "kv_transfer_params": ({},),
+    "return_mm_kwargs": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+}
+# Fields that agents send with every request. An answer without them is still of use.
+MESSAGES_IGNORED: NeutralValues = {
+    "betas": ([],),
     "container": (),
     "context_management": (
         {},
@@ -23,17 +35,8 @@ MESSAGES_FIELDS: NeutralValues = {
         {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     ),
     "diagnostics": ({},),
-    "inference_geo": (),
     "mcp_servers": ([],),
-    # The earlier name of `output_config.format`.
-    "output_format": (),
     "speed": ("standard",),
-    # Of vLLM.
-    "ec_transfer_params": ({},),
-    "kv_transfer_params": ({},),
-    "return_mm_kwargs": (False,),
-    "vllm_xargs": ({},),
-    "watermarking": (False,),
 }
 # Fields that a chat has under the same name, with the same meaning.
 _SAME_NAMES = (
@@ -60,6 +63,8 @@ class CountTokensRequest(msgspec.Struct, frozen=True, kw_only=True):
     tool_choice: dict[str, object] | None = None
     thinking: dict[str, object] | None = None
     output_config: dict[str, object] | None = None
+    # The earlier name of `output_config.format`.
+    output_format: dict[str, object] | None = None
     chat_template_kwargs: dict[str, object] | None = None
     # No effect: the server finds cached prefixes without marks.
     cache_control: dict[str, object] | None = None
@@ -89,6 +94,7 @@ def parse_messages(
         InvalidRequestError: A field is missing, has the wrong type, or cannot be honored.
     """
     refuse_unsupported(fields, MESSAGES_FIELDS)
+    note_ignored_fields(fields, MESSAGES_IGNORED)
     request = convert_fields(fields, MessagesRequest)
     check_range("max_tokens", request.max_tokens, low=1, high=MAX_MAX_TOKENS)
     chat = _prompt_fields(request)
@@ -98,7 +104,7 @@ def parse_messages(
         raise InvalidRequestError("stop_sequences must not contain an empty string.")
     check_stop_sizes("stop_sequences", stops)
     chat["stop"] = stops
-    chat["response_format"] = _response_format(request.output_config)
+    chat["response_format"] = _response_format(request)
     return request, parse_chat(chat)
 
 
@@ -109,6 +115,7 @@ def parse_count_tokens(fields: Mapping[str, object]) -> ChatCompletionRequest:
         InvalidRequestError: A field is missing, has the wrong type, or cannot be honored.
     """
     refuse_unsupported(fields, MESSAGES_FIELDS)
+    note_ignored_fields(fields, MESSAGES_IGNORED)
     request = convert_fields(fields, CountTokensRequest)
     return parse_chat(_prompt_fields(request) | {"model": request.model})
 
@@ -126,7 +133,7 @@ def _prompt_fields(request: CountTokensRequest) -> dict[str, object]:
             )
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     if request.tools is not None:
-        chat["tools"] = [chat_tool(k, tool) for k, tool in enumerate(request.tools)]
+        chat["tools"] = chat_tools(request.tools)
     if request.tool_choice is not None:
         chat |= chat_tool_choice(request.tool_choice)
     chat["reasoning_effort"] = _effort(request.output_config)
@@ -168,15 +175,16 @@ def _effort(output_config: Mapping[str, object] | None) -> object:
     return effort
 
 
-def _response_format(output_config: Mapping[str, object] | None) -> dict[str, object] | None:
-    """{"format": {"type": "json_schema", "schema": {}}} -> a chat's `response_format`."""
-    form = (output_config or {}).get("format")
+def _response_format(request: CountTokensRequest) -> dict[str, object] | None:
+    """{"type": "json_schema", "schema": {}} -> a chat's `response_format`."""
+    name, form = "output_config.format", (request.output_config or {}).get("format")
+    if form is None:
+        name, form = "output_format", request.output_format
     if form is None:
         return None
     schema = form.get("schema") if isinstance(form, Mapping) else None
     if not isinstance(schema, Mapping) or form.get("type") != "json_schema":
         raise InvalidRequestError(
-            'output_config.format must be {"type": "json_schema", "schema": {...}}, got '
-            f"{shorten(form)}."
+            f'{name} must be {{"type": "json_schema", "schema": {{...}}}}, got {shorten(form)}.'
         )
     return {"type": "json_schema", "json_schema": {"schema": schema}}

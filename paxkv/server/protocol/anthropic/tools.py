@@ -1,13 +1,15 @@
 """`tools` and `tool_choice` of Anthropic's API as a chat's."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.errors import InvalidRequestError
+from paxkv.server.protocol.ignored_parts import is_ignored_tool, note_ignored
 from paxkv.server.protocol.openai_protocol import shorten
 from paxkv.server.protocol.tool_choice import TOOL_NAME
-from paxkv.server.protocol.unsupported_fields import NeutralValues, refuse_unsupported
+from paxkv.server.protocol.unsupported_fields import NeutralValues, asks_for_nothing
 
-TOOL_FIELDS: NeutralValues = {
+# Who calls a tool, when the model learns of it, and examples: the model may call it anyway.
+TOOL_IGNORED: NeutralValues = {
     "allowed_callers": (["direct"],),
     "defer_loading": (False,),
     "input_examples": ([],),
@@ -15,22 +17,24 @@ TOOL_FIELDS: NeutralValues = {
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def chat_tool(k: int, tool: Mapping[str, object]) -> dict[str, object]:
-    """{"name": "f", "input_schema": {...}} -> {"type": "function", "function": {...}}
-
-    Args:
-        k: Index of the tool in `tools`.
+def chat_tools(tools: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+    """The tools as a chat's, without those that Anthropic's server or its clients know by type.
 
     Raises:
-        InvalidRequestError: The tool is malformed, or is one that Anthropic's servers run.
+        InvalidRequestError: A tool is malformed.
     """
-    kind = tool.get("type")
-    if kind not in (None, "custom"):
-        raise UnsupportedFeatureError(
-            f"tools[{k}].type is {shorten(kind)}; this server knows custom tools only. Leave type "
-            "out and send name, description and input_schema."
-        )
-    refuse_unsupported(tool, TOOL_FIELDS, path=f"tools[{k}].")
+    return [
+        _chat_tool(k, tool)
+        for k, tool in enumerate(tools)
+        if not is_ignored_tool(tool, own_types=("custom",), form="input_schema")
+    ]
+
+
+def _chat_tool(k: int, tool: Mapping[str, object]) -> dict[str, object]:
+    """{"name": "f", "input_schema": {...}} -> {"type": "function", "function": {...}}"""
+    for name, neutral in TOOL_IGNORED.items():
+        if not asks_for_nothing(tool.get(name), neutral):
+            note_ignored(f"{name} of tools")
     name, schema = tool.get("name"), tool.get("input_schema")
     description = tool.get("description")
     if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):

@@ -81,7 +81,7 @@ def test_internal_fields_of_a_request_cannot_be_sent(name):
     ("asking", "remedy"),
     [
         ({"functions": [{}]}, "or send []."),
-        ({"verbosity": "high"}, 'or send "medium".'),
+        ({"modalities": ["text", "audio"]}, 'or send ["text"].'),
         ({"guided_json": {}}, "leave it out."),
     ],
 )

@@ -1,16 +1,23 @@
-"""Fields that cannot be honored are refused by name and with the reason."""
+"""Fields that cannot be honored are refused by name and with the reason, or ignored and noted."""
 
 import pytest
 
 from paxkv.errors import UnsupportedFeatureError
-from paxkv.server.protocol.anthropic.request import MESSAGES_FIELDS, parse_messages
+from paxkv.server.protocol.anthropic.request import (
+    MESSAGES_FIELDS,
+    MESSAGES_IGNORED,
+    parse_messages,
+)
+from paxkv.server.protocol.ignored_parts import ignored_parts
 from paxkv.server.protocol.openai_protocol import parse_chat, parse_completion
 from paxkv.server.protocol.responses_protocol import parse_responses
 from paxkv.server.protocol.unsupported_fields import (
     CHAT_FIELDS,
+    CHAT_IGNORED,
     COMPLETION_FIELDS,
     REASONS,
     RESPONSES_FIELDS,
+    RESPONSES_IGNORED,
 )
 
 MESSAGES = [{"role": "user", "content": "a"}]
@@ -34,6 +41,28 @@ def test_field_is_refused_by_name_except_values_that_ask_for_nothing(parse, body
     assert error.value.param == name
     assert f"{name} is not supported by this version of paxkv" in str(error.value)
     assert REASONS.get(name, "") in str(error.value)
+
+
+IGNORED = [
+    (parse_chat, {"messages": MESSAGES}, CHAT_IGNORED),
+    (parse_responses, {"input": "a"}, RESPONSES_IGNORED),
+    (parse_messages, {"messages": MESSAGES, "max_tokens": 1}, MESSAGES_IGNORED),
+]
+
+
+@pytest.mark.parametrize(
+    ("parse", "body", "name", "neutral"),
+    [(p, body, n, neutral) for p, body, fields in IGNORED for n, neutral in fields.items()],
+)
+def test_field_is_ignored_and_noted_except_values_that_ask_for_nothing(parse, body, name, neutral):
+    noted = []
+    token = ignored_parts.set(noted)
+    for value in (None, *neutral):
+        assert parse(body | {name: value}) == parse(body)
+    assert noted == []
+    assert parse(body | {name: "something"}) == parse(body)
+    assert noted == [name]
+    ignored_parts.reset(token)
 
 
 @pytest.mark.parametrize(("parse", "body"), [route[:2] for route in ROUTES[:3]])

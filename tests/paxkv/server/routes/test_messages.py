@@ -303,8 +303,8 @@ def test_a_path_below_that_is_none_is_not_found(server):
 
 
 def test_a_refused_field_is_named(server):
-    kind, message = _error(_post(server, _body("hi", mcp_servers=[{"url": "u"}])))
-    assert kind == "invalid_request_error" and message.startswith("mcp_servers is not supported")
+    kind, message = _error(_post(server, _body("hi", inference_geo="us")))
+    assert kind == "invalid_request_error" and message.startswith("inference_geo is not supported")
     kind, message = _error(_post(server, _body("hi", stop_sequences=["a"] * 100)))
     assert kind == "invalid_request_error" and message.startswith("stop_sequences may hold at most")
     kind, message = _error(_post(server, _body("hi", max_tokens=0)))

@@ -216,6 +216,15 @@ def test_thoughts_between_a_call_and_its_output_are_the_calls(role):
     assert _chat(items) == [("assistant", None, "a"), ("assistant", "x", []), tools[0]]
 
 
+def test_items_of_other_tools_are_left_out():
+    search = {"type": "web_search_call", "id": "ws_1", "status": "completed"}
+    patch = {"type": "custom_tool_call", "call_id": "p", "name": "patch", "input": "x"}
+    patched = {"type": "custom_tool_call_output", "call_id": "p", "output": "done"}
+    listed = {"type": "mcp_list_tools", "tools": []}
+    said = {"role": "assistant", "content": "a"}
+    assert _chat([listed, search, patch, patched, said]) == [("assistant", None, "a")]
+
+
 def test_thoughts_without_text_are_their_summary():
     summary = [{"type": "summary_text", "text": text} for text in ("s", "", "t")]
     thought = {"type": "reasoning", "content": None, "summary": summary}
@@ -249,7 +258,7 @@ def test_the_form_of_a_text_is_a_grammar(server, client):
         ({"input": "a", "previous_response_id": 1}, "previous_response_id"),
         ({"input": "a", "background": True, "stream": True}, "background"),
         ({"input": "a", "background": True, "store": False}, "background"),
-        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools"),
+        ({"input": "a", "tools": [{"type": "web_search", "parameters": {}}]}, "tools"),
         ({"input": "a", "include": ["message.output_text.logprobs"]}, "include"),
         ({"input": "a", "truncation": "middle"}, "truncation"),
         ({"input": "a", "previous_input_messages": [{}]}, "previous_input_messages"),

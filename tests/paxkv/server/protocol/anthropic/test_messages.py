@@ -4,6 +4,7 @@ import pytest
 
 from paxkv.errors import InvalidRequestError
 from paxkv.server.protocol.anthropic.messages import chat_messages_of
+from paxkv.server.protocol.ignored_parts import ignored_parts
 
 CALL = {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}}
 CHAT_CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
@@ -63,6 +64,23 @@ def test_thoughts_and_calls_are_parts_of_the_assistants_message():
         "tool_calls": [CHAT_CALL],
     }
     assert chat_messages_of([_assistant(CALL)], None)[0]["content"] == ""
+
+
+def test_blocks_of_the_servers_tools_are_left_out_and_noted():
+    names = []
+    token = ignored_parts.set(names)
+    search = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}
+    found = {"type": "web_search_tool_result", "tool_use_id": "s", "content": []}
+    reference = {"type": "tool_reference", "tool_name": "f"}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": [reference, _text("2")]}
+    messages = [_assistant(search, found, _text("so"), CALL), _user(result)]
+    assert chat_messages_of(messages, None) == [
+        {"role": "assistant", "content": "so", "tool_calls": [CHAT_CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+    ]
+    types = ("server_tool_use", "web_search_tool_result", "tool_reference")
+    assert names == [f"blocks of type {kind}" for kind in types]
+    ignored_parts.reset(token)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 from paxkv.server.protocol.anthropic.request import parse_count_tokens, parse_messages
+from paxkv.server.protocol.ignored_parts import ignored_parts
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"name": "f", "description": "does it", "input_schema": {"properties": {"a": {}}}}
@@ -77,6 +78,8 @@ def test_the_form_of_the_output_and_the_effort():
     chat = _chat(output_config={"format": form, "effort": "high"})
     assert chat.response_format == {"type": "json_schema", "json_schema": {"schema": schema}}
     assert chat.reasoning_effort == "high"
+    # Its earlier name.
+    assert _chat(output_format=form).response_format == chat.response_format
 
 
 def test_the_answer_goes_on_with_the_assistants_last_message():
@@ -99,8 +102,8 @@ def test_a_count_reads_what_changes_the_prompt():
     counted, asked = parse_count_tokens(fields), _chat(**fields)
     for name in ("model", "messages", "tools", "tool_choice", "chat_template_kwargs"):
         assert getattr(counted, name) == getattr(asked, name)
-    with pytest.raises(UnsupportedFeatureError, match="mcp_servers"):
-        parse_count_tokens(fields | {"mcp_servers": [{}]})
+    with pytest.raises(UnsupportedFeatureError, match="inference_geo"):
+        parse_count_tokens(fields | {"inference_geo": "us"})
 
 
 @pytest.mark.parametrize(
@@ -113,13 +116,10 @@ def test_a_count_reads_what_changes_the_prompt():
         ({"system": [{"type": "image"}]}, "system[0].type must be one of text here"),
         ({"stop_sequences": "x"}, "stop_sequences: expected array"),
         ({"stop_sequences": [""]}, "stop_sequences must not contain an empty string"),
-        ({"tools": [{"type": "web_search_20250305"}]}, "tools[0].type is 'web_search_20250305'"),
+        ({"tools": [{"type": "x"}, {"name": "f"}]}, "tools[1].input_schema must be"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema must be a JSON schema, got None"),
         ({"tools": [TOOL | {"name": "f g"}]}, "tools[0].name must have 1 to 128 letters"),
         ({"tools": [TOOL | {"description": 1}]}, "tools[0].description must be a string"),
-        ({"tools": [TOOL | {"defer_loading": True}]}, "tools[0].defer_loading is not supported"),
-        ({"tools": [TOOL | {"allowed_callers": ["x"]}]}, "tools[0].allowed_callers is not"),
-        ({"tools": [TOOL | {"input_examples": [{}]}]}, "tools[0].input_examples is not"),
         ({"tool_choice": {"type": "tool"}}, 'tool_choice must be {"type": "auto"}, '),
         ({"tool_choice": {"type": "required"}}, "tool_choice must be"),
         ({"tool_choice": {"type": []}}, "tool_choice must be"),
@@ -137,16 +137,8 @@ def test_a_count_reads_what_changes_the_prompt():
         ({"thinking": {"type": "adaptive", "display": "x"}}, "thinking.display must be one of"),
         ({"output_config": {"effort": "vast"}}, "output_config.effort must be one of low, "),
         ({"output_config": {"format": {"type": "yaml"}}}, "output_config.format must be"),
-        ({"container": "c"}, "container is not supported"),
-        ({"context_management": {"edits": [{"type": "x"}]}}, "context_management is not"),
-        ({"diagnostics": {"previous_message_id": "m"}}, "diagnostics is not supported"),
         ({"inference_geo": "eu"}, "inference_geo is not supported"),
-        ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
-        ({"output_format": {}}, "output_format is not supported"),
-        (
-            {"speed": "fast"},
-            "speed is not supported by this version of paxkv; leave it out or send",
-        ),
+        ({"output_format": {"type": "yaml"}}, "output_format must be"),
         ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params is not supported"),
         ({"vllm_xargs": {"a": 1}}, "vllm_xargs is not supported"),
     ],
@@ -166,3 +158,57 @@ def test_values_that_ask_for_nothing_are_accepted():
         {"tools": None, "tool_choice": None, "system": None, "thinking": None},
     ):
         assert _chat(**fields) == _chat()
+
+
+@pytest.fixture
+def noted():
+    """What the request that is being read has noted."""
+    names = []
+    token = ignored_parts.set(names)
+    yield names
+    ignored_parts.reset(token)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}),
+        ("betas", ["interleaved-thinking-2025-05-14", "made-up-2030-01-01"]),
+        ("container", {"skills": []}),
+        ("mcp_servers", [{"type": "url", "url": "https://a.org", "name": "a"}]),
+        ("diagnostics", {"previous_message_id": "m"}),
+        ("speed", "fast"),
+    ],
+)
+def test_what_agents_send_with_every_request_is_ignored_and_noted(noted, name, value):
+    assert _chat(**{name: value}) == _chat()
+    assert noted == [name]
+    assert parse_count_tokens({"messages": HI, name: value}).messages == HI
+
+
+def test_tools_of_anthropics_server_are_ignored_and_noted(noted):
+    server_tools = [
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "mcp_toolset", "mcp_server_name": "a"},
+    ]
+    chat = _chat(tools=[*server_tools, TOOL], tool_choice={"type": "auto"})
+    assert [tool["function"]["name"] for tool in chat.tools] == ["f"]
+    types = ("web_search_20250305", "bash_20250124", "mcp_toolset")
+    assert noted == [f"tools of type {kind}" for kind in types]
+    # Any type will do if the tool says what its input is.
+    assert _chat(tools=[TOOL | {"type": "tool_of_2030"}]).tools == _chat(tools=[TOOL]).tools
+
+
+def test_when_and_by_whom_a_tool_is_called_is_ignored_and_noted(noted):
+    fields = {"defer_loading": True, "allowed_callers": ["code"], "input_examples": [{"a": 1}]}
+    assert _chat(tools=[TOOL | fields] * 2).tools == _chat(tools=[TOOL] * 2).tools
+    assert sorted(noted) == sorted(f"{name} of tools" for name in fields)
+    noted.clear()
+    _chat(tools=[TOOL | {"defer_loading": False, "allowed_callers": ["direct"]}])
+    assert noted == []
+
+
+def test_agents_may_bring_hundreds_of_tools():
+    tools = [TOOL | {"name": f"mcp__{k}"} for k in range(259)]
+    assert len(_chat(tools=tools).tools) == 259

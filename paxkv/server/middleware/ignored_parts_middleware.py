@@ -1,0 +1,48 @@
+"""Tells of parts of a request that were ignored: in a header of the answer, and once in the log."""
+
+import logging
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from paxkv.server.protocol.ignored_parts import ignored_parts
+
+IGNORED_HEADER = "X-Paxkv-Ignored"
+# Clients choose some of the names.
+MAX_LOGGED_NAMES = 256
+_logger = logging.getLogger(__name__)
+
+
+class IgnoredPartsMiddleware:
+    """Adds the header to answers of requests whose parts were ignored."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._logged: set[str] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        names: list[str] = []
+        ignored_parts.set(names)
+
+        async def send_with_names(message: Message) -> None:
+            if message["type"] == "http.response.start" and names:
+                MutableHeaders(scope=message)[IGNORED_HEADER] = ", ".join(names)
+                self._log(names)
+            await send(message)
+
+        await self._app(scope, receive, send_with_names)
+
+    def _log(self, names: list[str]) -> None:
+        news = [name for name in names if name not in self._logged]
+        if not news or len(self._logged) >= MAX_LOGGED_NAMES:
+            return
+        self._logged.update(news)
+        _logger.warning(
+            "requests have parts that this server ignores: %s. They are logged once; every answer "
+            "names them in the header %s.",
+            ", ".join(news),
+            IGNORED_HEADER,
+        )

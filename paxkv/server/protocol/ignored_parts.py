@@ -1,0 +1,57 @@
+"""Parts of requests that the server ignores, as an answer without them is still of use.
+
+Clients cannot always change what they send: agents add fields and tools of their vendor's server to
+every request. `IgnoredPartsMiddleware` logs such parts and names them in a header of the answer.
+"""
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+
+from paxkv.server.protocol.unsupported_fields import NeutralValues, asks_for_nothing
+
+MAX_NAMES = 16
+MAX_NAME_CHARS = 80
+
+# Set by the middleware for the task that serves a request, and inherited by its threads. The
+# alternative is one more result of every function that reads a part of a body.
+ignored_parts: ContextVar[list[str] | None] = ContextVar("ignored_parts", default=None)
+
+
+def note_ignored(name: str) -> None:
+    """Notes that a part of the request that is being served is ignored.
+
+    Args:
+        name: Such as "context_management", or "tools of type web_search_20250305".
+    """
+    names = ignored_parts.get()
+    # For a header; the client may have chosen any letters.
+    name = "".join(c if c.isascii() and c.isprintable() else "?" for c in name[:MAX_NAME_CHARS])
+    if names is not None and name not in names and len(names) < MAX_NAMES:
+        names.append(name)
+
+
+def note_ignored_fields(fields: Mapping[str, object], ignored: NeutralValues) -> None:
+    """Notes each field that asks for something.
+
+    Args:
+        ignored: The fields that are ignored, with the values that ask for nothing.
+    """
+    for name, neutral in ignored.items():
+        if not asks_for_nothing(fields.get(name), neutral):
+            note_ignored(name)
+
+
+def is_ignored_tool(tool: Mapping[str, object], *, own_types: tuple[str, ...], form: str) -> bool:
+    """Whether a tool is ignored, because another server would run it, or clients of another API.
+
+    {"type": "web_search"} is; {"type": "functoin", "parameters": {}} is a mistake.
+
+    Args:
+        own_types: Types of tools that the route knows.
+        form: The field that these have.
+    """
+    kind = tool.get("type")
+    if not isinstance(kind, str) or kind in own_types or form in tool:
+        return False
+    note_ignored(f"tools of type {kind}")
+    return True

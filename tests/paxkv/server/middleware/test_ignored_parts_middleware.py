@@ -1,0 +1,54 @@
+"""An answer names what was ignored of its request, and the log says so once."""
+
+import logging
+
+from paxkv.server.middleware.ignored_parts_middleware import IGNORED_HEADER, MAX_LOGGED_NAMES
+
+BODY = {"max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
+
+
+def _warnings(caplog):
+    return [r.getMessage() for r in caplog.records if "ignores" in r.getMessage()]
+
+
+def test_ignored_parts_are_named_in_a_header_and_logged_once(start_server, caplog):
+    caplog.set_level(logging.WARNING)
+    server = start_server()
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    body = BODY | {"betas": ["new-2030-01-01"], "tools": [search]}
+    for stream in (False, True):
+        response = server.client.post("/v1/messages/?beta=true", json=body | {"stream": stream})
+        assert response.status_code == 200
+        assert response.headers[IGNORED_HEADER] == "betas, tools of type web_search_20250305"
+    (warning,) = _warnings(caplog)
+    assert "betas, tools of type web_search_20250305" in warning
+    # Nothing is left for the next request.
+    assert IGNORED_HEADER not in server.client.post("/v1/messages", json=BODY).headers
+
+
+def test_every_route_with_tools_tells(start_server):
+    server = start_server()
+    tools = [{"type": "web_search"}]
+    for path, fields in (
+        ("/v1/chat/completions", {"messages": BODY["messages"], "verbosity": "low"}),
+        ("/v1/responses", {"input": "hi", "max_tool_calls": 3}),
+        ("/tokenize", {"messages": BODY["messages"]}),
+    ):
+        response = server.client.post(path, json=fields | {"tools": tools})
+        assert response.status_code == 200, response.text
+        assert "tools of type web_search" in response.headers[IGNORED_HEADER]
+
+
+def test_a_long_body_is_read_in_a_thread_and_tells_too(start_server):
+    server = start_server()
+    body = BODY | {"betas": ["x" * 50_000]}
+    assert server.client.post("/v1/messages", json=body).headers[IGNORED_HEADER] == "betas"
+
+
+def test_clients_cannot_fill_the_log(start_server, caplog):
+    caplog.set_level(logging.WARNING)
+    server = start_server()
+    for k in range(MAX_LOGGED_NAMES // 16 + 5):
+        tools = [{"type": f"t{k}_{i}"} for i in range(16)]
+        assert server.client.post("/v1/messages", json=BODY | {"tools": tools}).status_code == 200
+    assert len(_warnings(caplog)) == MAX_LOGGED_NAMES // 16
