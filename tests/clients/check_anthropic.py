@@ -175,12 +175,12 @@ def check_errors(client: anthropic.Anthropic) -> str:
     bad = (anthropic.BadRequestError, "invalid_request_error")
     with raises(*bad, "max_tokens must be in"):
         create(**ask(max_tokens=0))
-    with raises(*bad, "mcp_servers is not supported"):
-        create(**ask(extra_body={"mcp_servers": [{"type": "url"}]}))
+    with raises(*bad, "inference_geo is not supported"):
+        create(**ask(extra_body={"inference_geo": "us"}))
     with raises(*bad, "messages[0].content[0].type"):
         image = {"type": "image", "source": {"type": "url", "url": "https://example.org"}}
         create(**ask(messages=[{"role": "user", "content": [image]}]))
-    with raises(*bad, "tokens"):
+    with raises(*bad, "prompt is too long: "):
         create(**ask(messages=[{"role": "user", "content": "1 + " * 2000}]))
     with raises(*bad, "messages must not be empty"):
         create(stream=True, **ask(messages=[]))
