@@ -1,10 +1,19 @@
-"""The tokenizer as llguidance needs it: the bytes of each token, and how a text is spelled."""
+"""The tokenizer as llguidance needs it: the bytes of each token, and how a text is spelled.
+
+A tokenizer may have more tokens than its model (Gemma 3 1B has one more, for images), and a model
+may have more rows than its tokenizer has tokens. Tokens past the model's vocabulary are removed:
+the model can never generate them. Rows without a token have no bytes, so no grammar allows them.
+"""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import llguidance
 import tokenizers
+
+from paxkv.structured_output.token_texts import text_of_token
+
+_TEXT_STEPS = ("normalizer", "pre_tokenizer")
 
 
 def make_grammar_tokenizer(
@@ -12,8 +21,12 @@ def make_grammar_tokenizer(
 ) -> llguidance.LLTokenizer:
     """Takes a second or two with a large vocabulary.
 
+    Args:
+        vocab_size: Tokens of the model. The tokenizer may have fewer or more.
+        eos_token_ids: In `[0, vocab_size)`.
+
     Raises:
-        ValueError: Its tokens have no bytes, or there are more of them than `vocab_size`.
+        ValueError: The tokens have no bytes.
     """
     spelling = _Spelling(tokenizer_json, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
     eos_token = list(eos_token_ids)
@@ -36,7 +49,8 @@ class _Spelling:
     def __init__(
         self, tokenizer_json: str, *, vocab_size: int, eos_token_ids: Sequence[int]
     ) -> None:
-        tokenizer_json = _without_prefix(tokenizer_json)
+        content = _without_prefix(json.loads(tokenizer_json))
+        tokenizer_json = json.dumps(_without_tokens_from(vocab_size, content))
         self._plain = llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, slices=[])
         self._backend = tokenizers.Tokenizer.from_str(tokenizer_json)
         # Their names in a text are text.
@@ -46,7 +60,7 @@ class _Spelling:
         special_ids = {token_id for token_id, token in added.items() if token.special}
         self._special_ids = special_ids.union(eos_token_ids)
         self.special_token_ids = list(self._special_ids)
-        self.tokens = [self._token_bytes(token_id) for token_id in range(vocab_size)]
+        self.tokens = [text_of_token(self._plain, token_id) for token_id in range(vocab_size)]
         for token_id in added.keys() - self._special_ids:
             self.tokens[token_id] = self._added_bytes(added[token_id].content)
 
@@ -57,22 +71,36 @@ class _Spelling:
             return token_ids
         return self._plain.greedy_tokenize(text)
 
-    def _token_bytes(self, token_id: int) -> bytes:
-        text = self._plain.decode_bytes([token_id])
-        # So it writes those that have none.
-        return b"" if text == f"<[{token_id}]>".encode() else text
-
     def _added_bytes(self, content: str) -> bytes:
         # Behind another one, as some decoders drop the space that a text begins with.
         return self._backend.decoder.decode(["x", content])[1:].encode()
 
 
-def _without_prefix(tokenizer_json: str) -> str:
+def _without_prefix(content: dict[str, object]) -> dict[str, object]:
     """The same tokenizer, which puts no space in front: what it spells goes on after other text."""
-    content = json.loads(tokenizer_json)
-    for part in ("normalizer", "pre_tokenizer"):
-        content[part] = _step_without_prefix(content.get(part))
-    return json.dumps(content)
+    steps = {name: _step_without_prefix(content.get(name)) for name in _TEXT_STEPS}
+    return content | steps
+
+
+def _without_tokens_from(num_tokens: int, content: dict[str, object]) -> dict[str, object]:
+    """The same tokenizer without the tokens whose ids are `num_tokens` or more."""
+    added = [token for token in content.get("added_tokens") or () if token["id"] < num_tokens]
+    model = content["model"]
+    vocab = model.get("vocab")
+    if isinstance(vocab, list):  # Unigram: a token's id is its place
+        model = model | {"vocab": vocab[:num_tokens]}
+    elif isinstance(vocab, dict) and any(token_id >= num_tokens for token_id in vocab.values()):
+        kept = {name: token_id for name, token_id in vocab.items() if token_id < num_tokens}
+        model = model | {"vocab": kept}
+        if "merges" in model:
+            model["merges"] = [merge for merge in model["merges"] if _is_known(merge, kept)]
+    return content | {"added_tokens": added, "model": model}
+
+
+def _is_known(merge: str | list[str], vocab: Mapping[str, int]) -> bool:
+    """Whether both parts of a merge and its result are tokens: "a b" or ["a", "b"] -> "ab"."""
+    first, second = merge.split(" ") if isinstance(merge, str) else merge
+    return first in vocab and second in vocab and first + second in vocab
 
 
 def _step_without_prefix(step: dict[str, object] | None) -> dict[str, object] | None:

@@ -17,10 +17,11 @@ class ThoughtTokens:
     Args:
         open_id: The token `<think>`.
         close_id: The token `</think>`, after which the form begins.
-        kept_np: i32[8, num_words]. Of row 0 a token may follow any thought: all but
-            those that end the answer, or have the tag in them, but for `close_id`. Of row k it may
-            follow one that ends in the first k characters of the tag: all but those that begin
-            with the rest of it. So nobody who reads text finds another end than the engine.
+        kept_np: i32[8, num_words], masks of allowed tokens. Row 0 holds in any thought: it leaves
+            out tokens that end the answer, tokens without a text, and tokens with the tag in them
+            other than `close_id`. Row k holds after a thought that ends in the first k characters
+            of the tag: it leaves out tokens that begin with the rest of the tag. So the engine and
+            the readers of the text find the same end.
         token_bytes: Of each token.
     """
 
@@ -40,7 +41,8 @@ def find_thought_tokens(
 ) -> ThoughtTokens:
     """Looks through the whole vocabulary."""
     spelled = [i for i, text in enumerate(token_bytes) if _CLOSE_BYTES in text and i != close_id]
-    lost = [[*spelled, *eos_token_ids]]
+    without_text = [i for i, text in enumerate(token_bytes) if not text]
+    lost = [[*spelled, *eos_token_ids, *without_text]]
     for num_chars in range(1, len(_CLOSE_BYTES)):
         rest = _CLOSE_BYTES[num_chars:]
         lost.append([i for i, text in enumerate(token_bytes) if text.startswith(rest)])

@@ -3,14 +3,23 @@
 import llguidance
 
 
+def text_of_token(tokenizer: llguidance.LLTokenizer, token_id: int) -> bytes:
+    """A token's bytes, which are empty if the tokenizer has no such token."""
+    text = tokenizer.decode_bytes([token_id])
+    # llguidance writes a token without bytes in this way.
+    return b"" if text == f"<[{token_id}]>".encode() else text
+
+
 class TokenTexts:
     """Made from a whole vocabulary, which takes a tenth of a second if it is large."""
 
     def __init__(self, tokenizer: llguidance.LLTokenizer) -> None:
-        self.by_id = [tokenizer.decode_bytes([i]) for i in range(tokenizer.vocab_size)]
+        # Empty for ids that the tokenizer does not have: no text, thought or form has them.
+        self.by_id = [text_of_token(tokenizer, i) for i in range(tokenizer.vocab_size)]
         self._ids: dict[bytes, list[int]] = {}
         for token_id, text in enumerate(self.by_id):
-            self._ids.setdefault(text, []).append(token_id)
+            if text:
+                self._ids.setdefault(text, []).append(token_id)
         self._max_bytes = max(map(len, self.by_id))
 
     def beginnings(self, text: bytes) -> list[int]:

@@ -1,16 +1,18 @@
 """A settled text is spelled by the model's own tokens, and in every tokenizer it can be drawn."""
 
+import json
+
 import llguidance
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import AddedToken, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.structured_output.grammar_compiler import GrammarCompiler
 from paxkv.structured_output.grammar_tokenizer import make_grammar_tokenizer
 from tests.paxkv.structured_output.demo_grammars import EOS, TOKENIZER
-from tests.paxkv.text.small_tokenizers import sentencepiece_tokenizer
+from tests.paxkv.text.small_tokenizers import byte_level_backend, sentencepiece_tokenizer
 
 
 def _demo_backend(*, normalizer=None, pre_tokenizer=None):
@@ -124,3 +126,39 @@ def test_every_end_of_an_answer_is_allowed_behind_a_whole_text():
     assert matcher.consume_tokens(TOKENIZER.encode("a"))
     bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
     assert np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist() == [0, EOS]
+
+
+def _bpe_backend():
+    """Bytes, then "ab" and "abc", made by merges; the last id is an added token."""
+    backend = byte_level_backend([b"ab", b"abc"])
+    content = json.loads(backend.to_str())
+    content["model"]["merges"] = [["a", "b"], ["ab", "c"]]
+    return tokenizers.Tokenizer.from_str(json.dumps(content))
+
+
+def _unigram_backend():
+    pieces = ["<unk>", "</s>", *"abc", "▁", "ab", "abc"]
+    backend = tokenizers.Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], 0))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    backend.add_special_tokens(["</s>", "<image>"])
+    return backend
+
+
+@pytest.mark.parametrize("num_missing", [1, 2, 3])
+@pytest.mark.parametrize("make_backend", [_demo_backend, _bpe_backend, _unigram_backend])
+def test_tokens_past_the_models_vocabulary_are_left_out(make_backend, num_missing):
+    backend = make_backend()
+    vocab_size = backend.get_vocab_size() - num_missing
+    eos_id = 1 if make_backend is _unigram_backend else EOS
+    compiler = GrammarCompiler(backend.to_str(), vocab_size=vocab_size, eos_token_ids=[eos_id])
+    matcher = compiler.compile(StructuredOutputsParams(regex="[abc]{3}"))
+    token_ids = []
+    while eos_id not in token_ids:
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+        assert allowed.size and allowed.max() < vocab_size
+        token_ids.append(int(allowed[-1]))  # the longest text, in these vocabularies
+        assert matcher.consume_token(token_ids[-1])
+    assert len(compiler.token_texts().by_id) == vocab_size
