@@ -375,7 +375,15 @@ class LLM:
             # Also KeyboardInterrupt: what is queued must not run on without a caller.
             self._give_up([request.request_id for request in requests])
             raise
-        return [finished[request.request_id] for request in requests]
+        return [
+            dataclasses.replace(
+                finished[request.request_id],
+                ignored_schema_keywords=self._engine.input_processor.ignored_keywords(
+                    request.sampling_params
+                ),
+            )
+            for request in requests
+        ]
 
     def _search(self, searches: list[BeamSearch], concurrency_limit: int, progress: tqdm) -> None:
         """Takes every search to its end; of those that run, none waits for another's steps."""

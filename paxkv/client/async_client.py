@@ -202,6 +202,7 @@ class AsyncEngineClient:
                 prompt, sampling_params, request_id=outputs.engine_request_id, priority=priority
             )
             request = dataclasses.replace(request, is_streamed=stream)
+            ignored_keywords = self._input_processor.ignored_keywords(sampling_params)
             output_kind = "delta" if stream else "final_only"
             first_id = self._send_request(outputs, request, text_of_prompt(prompt), output_kind)
             self._remember(request_id, first_id)
@@ -210,7 +211,9 @@ class AsyncEngineClient:
             while True:
                 # A loop with more to send than it can must send fewer pieces, not fall behind.
                 output = await outputs.take()
-                yield dataclasses.replace(output, request_id=request_id)
+                yield dataclasses.replace(
+                    output, request_id=request_id, ignored_schema_keywords=ignored_keywords
+                )
                 if output.finished:
                     return
         finally:

@@ -86,6 +86,11 @@ class InputProcessor:
         is_unchecked = form is not None and checker is not None and not checker.is_remembered(form)
         return form if is_unchecked else None
 
+    def ignored_keywords(self, sampling_params: SamplingParams) -> tuple[str, ...]:
+        """The places of schema keywords that the grammar of a processed request leaves out."""
+        form, checker = sampling_params.structured_outputs, self._grammar_checker
+        return () if form is None or checker is None else checker.ignored_keywords(form)
+
     def process(
         self,
         prompt: Prompt,

@@ -10,6 +10,12 @@ MAX_CHOICES = 10_000
 # A grammar of this length takes milliseconds to read; what it may grow to is limited elsewhere.
 MAX_GRAMMAR_CHARS = 256 * 1024
 MAX_WHITESPACE_CHARS = 256
+# A JSON schema with this keyword set to true is refused if the grammar cannot enforce a keyword of
+# it; otherwise the keyword is ignored. It also holds for the schemas within the schema.
+STRICT_KEYWORD = "x-paxkv-strict"
+# In the schema of a list of calls, the `$id` of the arguments of a tool begins with this. Keywords
+# that are reported are named after it.
+TOOL_ID_PREFIX = "tool:"
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _THOUGHTS = ("none", "maybe", "begun")
 

@@ -90,6 +90,10 @@ class GrammarChecker(Protocol):
         """
         ...
 
+    def ignored_keywords(self, params: StructuredOutputsParams) -> tuple[str, ...]:
+        """The places of schema keywords that a grammar does not enforce, once it was checked."""
+        ...
+
     def close(self) -> None:
         """Checks nothing more; who waits for a check gets EngineDeadError."""
         ...

@@ -76,6 +76,8 @@ class RequestOutput:
         prompt_logprobs: Per token of the prompt, `token id -> Logprob` of that token and of the
             most likely ones; None for the first, which follows nothing. None unless asked for; a
             stream of deltas has them once, with the first tokens.
+        ignored_schema_keywords: Places of keywords that no grammar can enforce, in the JSON schemas
+            of its structured output: "#/properties/a/uniqueItems".
     """
 
     request_id: str
@@ -86,6 +88,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_truncated_tokens: int = 0
+    ignored_schema_keywords: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import gc
 import hashlib
+import logging
 import os
 import signal
 import socket
@@ -33,6 +34,8 @@ from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.errors import EngineDeadError, InvalidRequestError, PaxkvError
 from paxkv.structured_output.grammar_compiler import GrammarCompiler
 
+logger = logging.getLogger(__name__)
+
 # Seconds of a processor. An ordinary schema takes milliseconds.
 QUICK_COMPILE_S = 0.05
 MAX_COMPILE_S = 2.0
@@ -44,6 +47,7 @@ LONG_TRIAL_NICENESS = 5
 # Of a process's address space, the interpreter and the tokenizer included.
 MAX_BYTES = 4 * 2**30
 MAX_REMEMBERED = 1024
+MAX_LOGGED_KEYWORDS = 20
 
 
 class _Setup(msgspec.Struct, frozen=True):
@@ -64,10 +68,14 @@ class _Trial(msgspec.Struct, frozen=True):
 
 
 class _Verdict(msgspec.Struct, frozen=True):
-    """The answer to either; `error` is None where all is well. Took `compile_s` of a processor."""
+    """The answer to either; `error` is None where all is well. Took `compile_s` of a processor.
+
+    The grammar does not enforce the keywords of JSON schemas at `ignored_keywords`.
+    """
 
     error: str | None
     compile_s: float = 0.0
+    ignored_keywords: tuple[str, ...] = ()
 
 
 class CheckerProcess:
@@ -112,6 +120,12 @@ class CheckerProcess:
             verdict = self._verdicts.get(_digest(params))
         return verdict is not None and verdict.compile_s > self._quick_compile_s
 
+    def ignored_keywords(self, params: StructuredOutputsParams) -> tuple[str, ...]:
+        """See `GrammarChecker`."""
+        with self._lock:
+            verdict = self._verdicts.get(_digest(params))
+        return () if verdict is None else verdict.ignored_keywords
+
     def check_quickly(self, params: StructuredOutputsParams) -> bool:
         """See `GrammarChecker`."""
         return self._check(params, self._quick_compile_s, is_long=False)
@@ -141,6 +155,12 @@ class CheckerProcess:
             if verdict is None:
                 return False
             self._remember(params, verdict)
+            if verdict.ignored_keywords:
+                logger.warning(
+                    "no grammar can enforce these keywords of a JSON schema, so they are ignored: "
+                    "%s",
+                    ", ".join(verdict.ignored_keywords[:MAX_LOGGED_KEYWORDS]),
+                )
         if verdict.error is not None:
             raise _refusal(verdict.error)
         return True
@@ -304,13 +324,13 @@ def answer_trial(connection: BinaryIO, compiler: GrammarCompiler) -> None:
 def _answer(
     connection: BinaryIO, compiler: GrammarCompiler, params: StructuredOutputsParams
 ) -> None:
-    error = None
+    error, ignored_keywords = None, ()
     start_s = time.process_time()
     try:
-        compiler.check(params)
+        ignored_keywords = compiler.check(params)
     except InvalidRequestError as raised:
         error = str(raised)
-    verdict = _Verdict(error, time.process_time() - start_s)
+    verdict = _Verdict(error, time.process_time() - start_s, ignored_keywords)
     # Whoever asked may have given up.
     with contextlib.suppress(BrokenPipeError):
         connection.write(msgspec.json.encode(verdict) + b"\n")

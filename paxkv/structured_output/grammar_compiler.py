@@ -1,5 +1,6 @@
 """`GrammarCompiler`: a form that was asked for becomes a matcher of llguidance, within limits."""
 
+import dataclasses
 import json
 import threading
 from collections import OrderedDict
@@ -12,25 +13,36 @@ from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 from paxkv.structured_output.grammar_syntax import NO_FORCING, to_lark
 from paxkv.structured_output.grammar_tokenizer import make_grammar_tokenizer
+from paxkv.structured_output.grammar_walk import find_dead_end
+from paxkv.structured_output.json_schema.schema_cleaner import SchemaCleaner
+from paxkv.structured_output.json_schema.schema_probe import LlguidanceProbe
 from paxkv.structured_output.structural_format import StructuralFormat
 from paxkv.structured_output.thoughts import ThoughtTokens, find_thought_tokens
 from paxkv.structured_output.token_texts import TokenTexts
 
 # Some applications send the same few schemas with every request.
 MAX_CACHED_GRAMMARS = 64
-_NUM_TRIED_TOKENS = 4
 # A reason is shown to whoever sent the grammar, and may quote it.
 MAX_REASON_CHARS = 400
-# Between the parts of JSON. Without an end small models never come out of it.
-_WHITESPACE = r"[ \t\r\n]{1,32}"
+# Between the parts of JSON: a space, or the beginning of a line and its indentation. A small model
+# may never stop writing white space if it may write more.
+_WHITESPACE = r"[ \t]|[ \t]?\r?\n[ \t]{0,32}"
 # Of a schema: what holds others under names that are the client's, and what holds answers.
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _VALUES = ("const", "enum")
+# llguidance's words, and what they mean to somebody who does not know it.
+_PLAIN_WORDS = {
+    "<non-verbose/>": "",
+    "Unsatisfiable schema": "no value fits the schema",
+    "is not present in a registry and retrieving it failed: Default retriever does not fetch "
+    "resources": "is another document, which paxkv does not fetch; put its schema into $defs",
+    "NoExtensionBias": "nothing can follow the text so far: no value fits at this place",
+}
 # What a matcher is made from: kind, source and options.
 _Key = tuple[str, str, bool, str | None, bool]
 # What one grammar may take, at most: about 0.1 s and 50 MB to build, and 0.05 s a step. Ordinary
 # schemas stay far below.
-_LIMITS = llguidance.LLParserLimits(
+LIMITS = llguidance.LLParserLimits(
     max_items_in_row=1000,
     initial_lexer_fuel=500_000,
     step_lexer_fuel=200_000,
@@ -39,6 +51,14 @@ _LIMITS = llguidance.LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,
 )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A matcher in front of its first token, and the keywords of schemas that it leaves out."""
+
+    matcher: llguidance.LLMatcher
+    ignored_keywords: tuple[str, ...]
 
 
 class GrammarCompiler:
@@ -71,16 +91,20 @@ class GrammarCompiler:
         self._thought_tokens: ThoughtTokens | None = None
         self._lock = threading.Lock()
         # The most recently used one last. A copy of it starts anew.
-        self._matchers: OrderedDict[_Key, llguidance.LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[_Key, _Compiled] = OrderedDict()
 
     @property
     def num_mask_words(self) -> int:
         """Of 32 bits, in the mask of one request."""
         return (self.vocab_size + 31) // 32
 
-    def check(self, params: StructuredOutputsParams) -> None:
-        """Raises what `compile` raises."""
-        self.compile(params)
+    def check(self, params: StructuredOutputsParams) -> tuple[str, ...]:
+        """The places of keywords in JSON schemas that the grammar does not enforce.
+
+        Raises:
+            InvalidRequestError: As `compile`.
+        """
+        return self._compile(params).ignored_keywords
 
     def compile(self, params: StructuredOutputsParams) -> llguidance.LLMatcher:
         """A matcher in front of its first token.
@@ -88,25 +112,28 @@ class GrammarCompiler:
         Raises:
             InvalidRequestError: It cannot be compiled within the limits.
         """
+        return self._compile(params).matcher.deep_copy()
+
+    def _compile(self, params: StructuredOutputsParams) -> _Compiled:
         if params.thoughts != "none":
             self.thought_tokens()
         key = _key(params)
         with self._lock:
-            matcher = self._matchers.get(key)
-            if matcher is not None:
-                self._matchers.move_to_end(key)
-        if matcher is None:
-            matcher = self._compile_new(params)
+            compiled = self._compiled.get(key)
+            if compiled is not None:
+                self._compiled.move_to_end(key)
+        if compiled is None:
+            compiled = self._compile_new(params)
             with self._lock:
-                self._matchers[key] = matcher
-                if len(self._matchers) > MAX_CACHED_GRAMMARS:
-                    self._matchers.popitem(last=False)
-        return matcher.deep_copy()
+                self._compiled[key] = compiled
+                if len(self._compiled) > MAX_CACHED_GRAMMARS:
+                    self._compiled.popitem(last=False)
+        return compiled
 
     def is_cached(self, params: StructuredOutputsParams) -> bool:
         """Whether `compile` takes no time."""
         with self._lock:
-            return _key(params) in self._matchers
+            return _key(params) in self._compiled
 
     def token_texts(self) -> TokenTexts:
         """The model's tokens as bytes; the first call takes a while."""
@@ -157,12 +184,33 @@ class GrammarCompiler:
                     ) from error
             return self._tokenizer
 
-    def _compile_new(self, params: StructuredOutputsParams) -> llguidance.LLMatcher:
+    def _compile_new(self, params: StructuredOutputsParams) -> _Compiled:
+        """Compiles the schemas as they are, but for what no grammar can enforce; if they are
+        refused, it looks for the keywords that are to blame and leaves them out.
+        """
+        probe = LlguidanceProbe(self._get_tokenizer(), LIMITS)
+        first_refusal: InvalidRequestError | None = None
+        for probes_values in (False, True):
+            cleaner = SchemaCleaner(probe, probes_values=probes_values)
+            try:
+                return _Compiled(self._make_matcher(params, cleaner), cleaner.ignored)
+            except InvalidRequestError as refusal:
+                first_refusal = first_refusal or refusal
+                if cleaner.num_schemas == 0 or cleaner.is_strict_refusal:
+                    raise
+        # Nothing that could be left out was to blame.
+        raise first_refusal
+
+    def _make_matcher(
+        self, params: StructuredOutputsParams, cleaner: SchemaCleaner
+    ) -> llguidance.LLMatcher:
         try:
-            grammar = _grammar(params)
-        except (ValueError, RecursionError) as error:
+            grammar = _grammar(params, cleaner)
+        except RecursionError:
+            raise _cannot_compile(params, "it is nested too deeply") from None
+        except ValueError as error:
             raise _cannot_compile(params, str(error)) from None
-        matcher = llguidance.LLMatcher(self._get_tokenizer(), grammar, log_level=0, limits=_LIMITS)
+        matcher = llguidance.LLMatcher(self._get_tokenizer(), grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise _cannot_compile(params, matcher.get_error())
         # What a grammar costs shows at the first masks; a limit that the first one reaches is
@@ -174,25 +222,15 @@ class GrammarCompiler:
                 raise _cannot_compile(params, first.get_error())
         if not mask_np.any():
             raise _cannot_compile(params, "no text fits it")
-        self._try_first_tokens(params, first, mask_np)
+        dead_end = find_dead_end(
+            matcher,
+            self._get_tokenizer(),
+            eos_token_ids=self.eos_token_ids,
+            is_json=cleaner.num_schemas > 0,
+        )
+        if dead_end is not None:
+            raise _cannot_compile(params, dead_end)
         return matcher
-
-    def _try_first_tokens(
-        self,
-        params: StructuredOutputsParams,
-        matcher: llguidance.LLMatcher,
-        mask_np: np.ndarray,  # u8[num_mask_words * 4], of its first token
-    ) -> None:
-        """Some limits are reached behind the first tokens: an object may have many properties."""
-        for _ in range(_NUM_TRIED_TOKENS):
-            allowed = np.flatnonzero(np.unpackbits(mask_np, bitorder="little"))
-            token_id = next((int(i) for i in allowed if int(i) not in self.eos_token_ids), None)
-            if token_id is None:
-                return
-            matcher.consume_token(token_id)
-            mask_np = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-            if matcher.is_error():
-                raise _cannot_compile(params, matcher.get_error())
 
 
 def _key(params: StructuredOutputsParams) -> _Key:
@@ -202,8 +240,11 @@ def _key(params: StructuredOutputsParams) -> _Key:
     )
 
 
-def _grammar(params: StructuredOutputsParams) -> str:
+def _grammar(params: StructuredOutputsParams, cleaner: SchemaCleaner) -> str:
     """The grammar in llguidance's own form.
+
+    Args:
+        cleaner: Of the schemas in it.
 
     Raises:
         ValueError: It is malformed. (What llguidance itself finds wrong, the matcher tells.)
@@ -214,17 +255,12 @@ def _grammar(params: StructuredOutputsParams) -> str:
         options = {"whitespace_flexible": False}
     match params.kind:
         case "json":
-            # JSON Schema's other words for any value and for none; llguidance takes objects.
-            if source.strip() == "true":
-                source = "{}"
-            elif source.strip() == "false":
-                raise ValueError("no value fits the schema false")
+            schema = json.loads(source)
             if params.disable_additional_properties:
-                source = json.dumps(_without_more_properties(json.loads(source)))
-            return llguidance.LLMatcher.grammar_from_json_schema(source, overrides=options)
+                schema = _without_more_properties(schema)
+            return _json_grammar(cleaner.clean(schema), options)
         case "json_object":
-            schema = '{"type": "object"}'
-            return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)
+            return _json_grammar(cleaner.clean({"type": "object"}), options)
         case "regex":
             return llguidance.LLMatcher.grammar_from_regex(source)
         case "choice":
@@ -235,8 +271,12 @@ def _grammar(params: StructuredOutputsParams) -> str:
     if params.disable_additional_properties:
         tag = _without_more_properties(tag)
     if isinstance(tag, Mapping) and "format" in tag:
-        return StructuralFormat(options).grammar(tag["format"])
-    return _structural_tag_grammar(tag, options)
+        return StructuralFormat(options, cleaner).grammar(tag["format"])
+    return _structural_tag_grammar(tag, options, cleaner)
+
+
+def _json_grammar(schema: object, options: Mapping[str, object]) -> str:
+    return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
 
 
 def _without_more_properties(schema: object) -> object:
@@ -262,7 +302,9 @@ def _choice_grammar(source: str) -> str:
     return f"start: CHOICE\nCHOICE: {choices}"
 
 
-def _structural_tag_grammar(tag: object, schema_options: Mapping[str, object]) -> str:
+def _structural_tag_grammar(
+    tag: object, schema_options: Mapping[str, object], cleaner: SchemaCleaner
+) -> str:
     """{"triggers": ["<f"], "structures": [{"begin": "<f=a>", "schema": {}, "end": "</f>"}]}"""
     structures = tag.get("structures") if isinstance(tag, Mapping) else None
     triggers = tag.get("triggers") if isinstance(tag, Mapping) else None
@@ -281,14 +323,16 @@ def _structural_tag_grammar(tag: object, schema_options: Mapping[str, object]) -
         trigger = next(found, None)
         if trigger is None:
             raise ValueError(f"no trigger begins {begin[:80]!r}")
-        bound = {**schema, "x-guidance": schema_options}
+        bound = {**cleaner.clean(schema), "x-guidance": schema_options}
         tags.append(llguidance.StructTag(trigger=trigger, begin=begin, grammar=bound, end=end))
     return llguidance.StructTag.to_grammar(tags, assume_special=False)
 
 
 def one_line(reason: str) -> str:
     """A reason of llguidance's, as it is shown."""
-    return " ".join(reason.replace("<non-verbose/>", "").split())[:MAX_REASON_CHARS].rstrip(".")
+    for words, plain_words in _PLAIN_WORDS.items():
+        reason = reason.replace(words, plain_words)
+    return " ".join(reason.split())[:MAX_REASON_CHARS].rstrip(".")
 
 
 def _cannot_compile(params: StructuredOutputsParams, reason: str) -> InvalidRequestError:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import llguidance
 
 from paxkv.structured_output.grammar_syntax import NO_FORCING, to_lark
+from paxkv.structured_output.json_schema.schema_cleaner import SchemaCleaner
 
 _ANY_TEXT = "/(?s:.*)/"
 # So deep that nobody writes it by hand, and no deeper than a recursion may go.
@@ -22,10 +23,12 @@ class StructuralFormat:
 
     Args:
         schema_options: As llguidance has them beside a JSON schema.
+        cleaner: Of the schemas in it.
     """
 
-    def __init__(self, schema_options: Mapping[str, object]) -> None:
+    def __init__(self, schema_options: Mapping[str, object], cleaner: SchemaCleaner) -> None:
         self._schema_options = schema_options
+        self._cleaner = cleaner
         self._rules: list[str] = []
         self._readers: dict[str, Callable[[_Format, Sequence[str], int], str]] = {
             "const_string": self._const_string,
@@ -68,8 +71,7 @@ class StructuralFormat:
         schema = form.get("json_schema")
         if not isinstance(schema, Mapping | bool):
             raise ValueError('a format "json_schema" must have "json_schema", an object')
-        if isinstance(schema, Mapping):
-            schema = {**schema, "x-guidance": self._schema_options}
+        schema = {**self._cleaner.clean(schema), "x-guidance": self._schema_options}
         return _joined(f"%json {json.dumps(schema)}", _alternatives(ends))
 
     def _regex(self, form: _Format, ends: Sequence[str], depth: int) -> str:

@@ -24,6 +24,7 @@ from paxkv.contracts.request_output import (
     RequestOutput,
     TokenTotals,
 )
+from paxkv.contracts.schema_keywords import IGNORABLE_KEYWORDS, keyword_at
 from paxkv.errors import InvalidRequestError
 from paxkv.server.metrics.engine_metrics import FIRST_ENGINE, LABELS, EngineCollector
 from paxkv.server.metrics.http_metrics import HttpMetrics
@@ -146,6 +147,11 @@ class ServerMetrics:
         if num_tokens > 1:
             self._time_per_token.observe(times.decode_s / (num_tokens - 1))
 
+    def observe_ignored_keywords(self, places: Sequence[str]) -> None:
+        """Counts the keywords of a finished request's schemas that its grammar left out."""
+        for place in places:
+            self._ignored_keywords[keyword_at(place)].inc()
+
     def observe_longest(self, num_tokens: int) -> None:
         """Counts the longest completion of a finished request."""
         self._longest_generation.observe(num_tokens)
@@ -153,6 +159,12 @@ class ServerMetrics:
     def _make_counters(self) -> None:
         self._request_success = self._counters(
             "vllm:request_success", "completions that ended", "finished_reason", _FINISH_REASONS
+        )
+        self._ignored_keywords = self._counters(
+            "paxkv:ignored_schema_keywords",
+            "keywords in JSON schemas of finished requests that no grammar enforces",
+            "keyword",
+            IGNORABLE_KEYWORDS,
         )
 
     def _make_time_histograms(self) -> None:
@@ -271,6 +283,7 @@ class RequestTimer:
         if output.finished:
             self._is_finished = True
             self._metrics.observe_prompt(output)
+            self._metrics.observe_ignored_keywords(output.ignored_schema_keywords)
             self._metrics.observe_longest(max(self._num_tokens.values(), default=0))
             if self._params is not None:
                 self._metrics.observe_params(self._params)

@@ -3,6 +3,7 @@
 import asyncio
 import codecs
 import re
+import sys
 import typing
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -63,6 +64,14 @@ async def read_body(
     return await asyncio.to_thread(lambda: read(decode_object(body)))
 
 
+def _nearest_float(text: str) -> float:
+    """1.8e308 -> 1.7976931348623157e308"""
+    return max(min(float(text), sys.float_info.max), -sys.float_info.max)
+
+
+_DECODER_OF_LARGE_NUMBERS = msgspec.json.Decoder(float_hook=_nearest_float)
+
+
 def decode_object(body: bytes) -> dict[str, object]:
     """The JSON object in `body`.
 
@@ -87,7 +96,11 @@ def decode_json(text: bytes, *, name: str = "it") -> object:
     """
     _check_num_parts(text, name)
     try:
-        return msgspec.json.decode(text)
+        try:
+            return msgspec.json.decode(text)
+        except msgspec.ValidationError:
+            # JSON has numbers that no float64 is as large as: schemas have 1.8e308 as a maximum.
+            return _DECODER_OF_LARGE_NUMBERS.decode(text)
     except RecursionError:
         raise InvalidRequestError(f"{name} is nested too deeply.") from None
     except UnicodeDecodeError as error:

@@ -362,7 +362,8 @@ def _chat_tool(k: int, tool: Mapping[str, object]) -> dict[str, object]:
             param="tools",
         )
     function = {key: value for key, value in tool.items() if key not in ("type", "strict")}
-    return {"type": "function", "function": function}
+    strict = {} if tool.get("strict") is None else {"strict": tool["strict"]}
+    return {"type": "function", "function": function, **strict}
 
 
 def _chat_tool_choice(choice: str | Mapping[str, object] | None) -> object:
@@ -396,4 +397,5 @@ def _response_format(text: Mapping[str, object] | None) -> object:
             f"{shorten(form)}.",
             param="text",
         )
-    return {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
+    named = {"schema": form["schema"], "strict": form.get("strict")}
+    return {"type": "json_schema", "json_schema": named}

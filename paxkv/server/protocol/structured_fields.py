@@ -8,7 +8,7 @@ import msgspec
 
 from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.config.structured_outputs_config import StructuredOutputsConfig
-from paxkv.config.structured_outputs_params import StructuredOutputsParams
+from paxkv.config.structured_outputs_params import STRICT_KEYWORD, StructuredOutputsParams
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 
 _ParamsT = TypeVar("_ParamsT", bound=SamplingParams | BeamSearchParams)
@@ -95,4 +95,25 @@ def _from_response_format(response_format: object) -> StructuredOutputsParams | 
             'response_format.json_schema must be {"name": "...", "schema": {...}}.',
             param="response_format",
         )
+    schema = with_strictness("response_format.json_schema.strict", schema, named.get("strict"))
     return StructuredOutputsParams(json=msgspec.json.encode(schema).decode())
+
+
+def with_strictness(
+    path: str, schema: Mapping[str, object] | bool, strict: object
+) -> Mapping[str, object] | bool:
+    """A schema with what a client says of it: strict ones are refused if a keyword is ignored.
+
+    Args:
+        path: Of the field `strict`, for the error.
+
+    Raises:
+        InvalidRequestError: `strict` is no boolean.
+    """
+    if not isinstance(strict, bool) and strict is not None:
+        raise InvalidRequestError(
+            f"{path} must be true, false or null, got {strict!r:.80}.", param=path.split(".")[0]
+        )
+    if not strict or isinstance(schema, bool):
+        return schema
+    return {**schema, STRICT_KEYWORD: True}

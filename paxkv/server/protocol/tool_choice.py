@@ -7,13 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from paxkv.config.engine_config import ServerConfig
+from paxkv.config.structured_outputs_params import TOOL_ID_PREFIX
 from paxkv.errors import InvalidRequestError
 from paxkv.server.protocol.ignored_parts import is_ignored_tool
 from paxkv.server.protocol.openai_protocol import ChatCompletionRequest, shorten
+from paxkv.server.protocol.structured_fields import with_strictness
 from paxkv.text.tool_parsers.forced_call import CallListParser, NamedCallParser
 from paxkv.text.tool_parsers.registry import TOOL_PARSERS
 from paxkv.text.tool_parsers.tool_parser import ToolParser
 
+# Of the schema of a tool's parameters: the keywords that say which ones there may be.
+_PARAMETER_KEYWORDS = (
+    *("properties", "patternProperties", "propertyNames", "required", "minProperties"),
+    *("$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "if", "not", "enum"),
+    *("const", "dependentRequired", "dependentSchemas", "dependencies"),
+)
 # OpenAI's rule for the names of functions; dots are common all the same.
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 
@@ -54,6 +62,8 @@ def tool_use(request: ChatCompletionRequest, config: ServerConfig) -> ToolUse:
             param="tool_choice",
         )
     tools = checked_tools(request.tools)
+    # The other APIs have it there; it is for the server, not for the model.
+    shown = [{key: tool[key] for key in tool if key != "strict"} for tool in shown]
     max_calls = 1 if request.parallel_tool_calls is False else None
     if choice == "none":
         hides = config.exclude_tools_when_tool_choice_none
@@ -119,12 +129,36 @@ def checked_tools(tools: list[dict[str, object]]) -> dict[str, Mapping[str, obje
             )
         if name in schemas:
             raise InvalidRequestError(f"tools has {name!r} twice.", param="tools")
-        schemas[name] = parameters or {"type": "object", "properties": {}}
+        schema = _arguments_schema(f"tools[{k}].function.parameters", parameters or {})
+        strict = tool.get("strict", function.get("strict"))
+        schemas[name] = with_strictness(f"tools[{k}].function.strict", schema, strict)
     return schemas
 
 
 def _is_ignored(tool: Mapping[str, object]) -> bool:
     return is_ignored_tool(tool, own_types=("function",), form="function")
+
+
+def _arguments_schema(path: str, parameters: Mapping[str, object]) -> dict[str, object]:
+    """The schema of a call's arguments, which are always an object.
+
+    A tool that says nothing of its parameters has none: its arguments are `{}`.
+
+    Raises:
+        InvalidRequestError: The parameters cannot be an object.
+    """
+    kind = parameters.get("type")
+    if kind not in (None, "object") and not (isinstance(kind, list) and "object" in kind):
+        raise InvalidRequestError(
+            f'{path} must be the schema of an object, got "type": {shorten(kind)}; send "type": '
+            '"object", with the parameters in "properties".',
+            param="tools",
+        )
+    schema = {**parameters, "type": "object"}
+    has_parameters = any(schema.get(keyword) for keyword in _PARAMETER_KEYWORDS)
+    if not has_parameters and schema.get("additionalProperties") is None:
+        schema |= {"properties": {}, "additionalProperties": False}
+    return schema
 
 
 def _chosen_name(choice: object) -> str:
@@ -147,7 +181,7 @@ def _call_list_schema(tools: Mapping[str, Mapping[str, object]], max_calls: int 
             "properties": {
                 "name": {"const": name},
                 # References begin at the root, which is another one here: "$id" makes it theirs.
-                "parameters": {**parameters, "$id": f"tool:{name}"},
+                "parameters": {**parameters, "$id": f"{TOOL_ID_PREFIX}{name}"},
             },
             "required": ["name", "parameters"],
             "additionalProperties": False,

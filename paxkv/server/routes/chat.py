@@ -22,6 +22,7 @@ from paxkv.server.protocol.chat_choices import ChatChoices
 from paxkv.server.protocol.chat_messages import content_text
 from paxkv.server.protocol.chat_prompt import check_may_bring_template, render_chat
 from paxkv.server.protocol.chat_responses import ChatBody, ChatChoice
+from paxkv.server.protocol.ignored_keywords import IgnoredKeywords
 from paxkv.server.protocol.json_body import read_body
 from paxkv.server.protocol.openai_protocol import (
     ChatCompletionRequest,
@@ -68,9 +69,15 @@ class ChatRoutes:
         )
         chat_id = f"chatcmpl-{body.request_id or request.state.request_id}"
         if body.stream:
-            return await EventStreamResponse.start(self._chunks(chat, choices, body, chat_id))
+            return await EventStreamResponse.start(
+                self._chunks(chat, choices, body, chat_id), chat.ignored_keywords.headers
+            )
         whole = await self._whole(chat, choices, body, chat_id)
-        return Response(msgspec.json.encode(whole), media_type="application/json")
+        return Response(
+            msgspec.json.encode(whole),
+            headers=chat.ignored_keywords.headers(),
+            media_type="application/json",
+        )
 
     def _usage_counter(self, made: ChatChoices) -> UsageCounter:
         # Of a server that tells no thoughts apart, nobody learns that there were none.
@@ -163,6 +170,7 @@ class StartedChat:
         starts_thinking: Whether its answers begin with thoughts; None where nobody tells them
             apart.
         make_thought_counter: For each of its answers; None with them.
+        ignored_keywords: Of the schema of its structured output.
     """
 
     outputs: IndexedOutputs
@@ -171,6 +179,7 @@ class StartedChat:
     tool_use: ToolUse
     starts_thinking: bool | None
     make_thought_counter: Callable[[], ThoughtCounter] | None
+    ignored_keywords: IgnoredKeywords
 
 
 async def start_chat(
@@ -225,6 +234,9 @@ async def start_chat(
     )
     if body.stream:
         outputs = in_intervals(outputs, body.stream_interval or config.stream_interval)
+    ignored_keywords = IgnoredKeywords()
+    if is_bound:
+        outputs = ignored_keywords.watch(outputs)
     return StartedChat(
         outputs=outputs,
         prompt_text=text,
@@ -232,6 +244,7 @@ async def start_chat(
         tool_use=tools,
         starts_thinking=starts_thinking,
         make_thought_counter=_thought_counters(engine, sampling_params, starts_thinking),
+        ignored_keywords=ignored_keywords,
     )
 
 

@@ -1,7 +1,7 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's API, answered by a chat."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -71,8 +71,11 @@ class MessagesRoutes:
             include_reasoning=chat_body.include_reasoning is not False,
         )
         if body.stream:
-            return await EventStreamResponse.start(_events(answer, request_id))
-        return _json(await answer.whole())
+            return await EventStreamResponse.start(
+                _events(answer, request_id), chat.ignored_keywords.headers
+            )
+        whole = await answer.whole()
+        return _json(whole, chat.ignored_keywords.headers())
 
     async def count_tokens(self, request: Request) -> Response:
         """How many tokens the prompt of the body has."""
@@ -215,5 +218,6 @@ def _error_event(error: Exception, request_id: str) -> MessageEvent:
     return MessageEvent(type="error", error=body.error, request_id=body.request_id)
 
 
-def _json(body: MessageBody | TokenCountBody) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")
+def _json(body: MessageBody | TokenCountBody, headers: Mapping[str, str] | None = None) -> Response:
+    content = msgspec.json.encode(body)
+    return Response(content, headers=headers, media_type="application/json")

@@ -4,7 +4,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 
 import msgspec
@@ -106,8 +106,11 @@ class ResponsesRoutes:
             self._start_in_background(answer)
             return _json(begun)
         if body.stream:
-            return await EventStreamResponse.start(self._events(answer))
-        return _json(self._stored(await answer.whole(), answer))
+            return await EventStreamResponse.start(
+                self._events(answer), chat.ignored_keywords.headers
+            )
+        whole = await answer.whole()
+        return _json(self._stored(whole, answer), chat.ignored_keywords.headers())
 
     async def retrieve_or_delete(self, request: Request) -> Response:
         """As the method says."""
@@ -294,5 +297,8 @@ def _failed(begun: ResponseBody, error_json: bytes) -> ResponseBody:
     return msgspec.structs.replace(begun, status="failed", error=error)
 
 
-def _json(response: ResponseBody | DeletedResponseBody) -> Response:
-    return Response(msgspec.json.encode(response), media_type="application/json")
+def _json(
+    response: ResponseBody | DeletedResponseBody, headers: Mapping[str, str] | None = None
+) -> Response:
+    body = msgspec.json.encode(response)
+    return Response(body, headers=headers, media_type="application/json")

@@ -254,6 +254,9 @@ class FakeEngine:
             self.running.discard(request_id)
             return
         reason = "stop" if said and max_tokens == len(said) else "length"
+        form = sampling_params.structured_outputs
+        has_ignored = form is not None and "uniqueItems" in form.source_text
+        ignored = ("#/properties/a/uniqueItems",) if has_ignored else ()
         num_sent = 0
         num_logprobs = sampling_params.logprobs
         num_logprobs = self.tops_of_all if num_logprobs == -1 else num_logprobs
@@ -268,7 +271,10 @@ class FakeEngine:
                         for index, answer in enumerate(answers)
                         if len(answer) > num_sent
                     ]
-                    yield self._output(request_id, prompt_token_ids, completions, is_done=is_done)
+                    output = self._output(
+                        request_id, prompt_token_ids, completions, is_done=is_done
+                    )
+                    yield dataclasses.replace(output, ignored_schema_keywords=ignored)
                     num_sent = i + 1
         finally:
             self.running.discard(request_id)

@@ -23,6 +23,8 @@ def _with_thoughts() -> Tokenizer:
 
 # The same, with two tokens more, as a model that thinks has them.
 THINKER = _with_thoughts()
+# The model has more rows than the tokenizer has tokens. No text has the byte 0xFF.
+WITH_TEXT = {i for i in range(THINKER.vocab_size) if THINKER.token_bytes(i) != b"\xff"}
 OPEN, CLOSE = thought_token_ids(THINKER, VOCAB_SIZE)
 
 

@@ -151,3 +151,12 @@ def test_who_has_given_up_waiting_is_no_error():
             signal.setitimer(timer, 0)
         with pytest.raises(BrokenPipeError):  # nobody was there indeed
             answered.close()
+
+
+def test_ignored_keywords_are_remembered_and_logged_once(checker, caplog):
+    params = StructuredOutputsParams(json={"items": {"uniqueItems": True}})
+    assert checker.ignored_keywords(params) == ()
+    for _ in range(2):
+        checker.check(params)
+    assert checker.ignored_keywords(params) == ("#/items/uniqueItems",)
+    assert [r.args for r in caplog.records] == [("#/items/uniqueItems",)]

@@ -176,7 +176,19 @@ MALFORMED = {
     "schema of nothing": ({"json": "false"}, "no value fits"),
     "schema type": ({"json": {"type": "colour"}}, "type"),
     "schema text": ({"json": '{"type": '}, "."),
-    "schema keyword": ({"json": {"not": {"type": "string"}}}, "Unimplemented"),
+    "unknown type": (
+        {"json": {"items": {"type": "any"}}},
+        '"type" at #/items is "any"',
+    ),
+    "reference to nothing": (
+        {"json": {"items": {"$ref": "#/$defs/a"}}},
+        '"\\$ref" at #/items is "#/\\$defs/a"',
+    ),
+    "reference to itself": ({"json": {"$ref": "#"}}, '"\\$ref" at # leads back to itself'),
+    "strict schema": (
+        {"json": {"x-paxkv-strict": True, "items": {"not": {"const": 1}}}},
+        'enforce "not" at #/items/not',
+    ),
     "remote schema": ({"json": {"$ref": "http://127.0.0.1:1/a"}}, "not fetch"),
     "file schema": ({"json": {"$ref": "file:///etc/passwd"}}, "not fetch"),
     "white space": ({"json": "{}", "whitespace_pattern": "("}, "."),

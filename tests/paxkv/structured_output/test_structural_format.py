@@ -6,6 +6,8 @@ import pytest
 
 from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.errors import InvalidRequestError
+from paxkv.structured_output.json_schema.schema_cleaner import SchemaCleaner
+from paxkv.structured_output.json_schema.schema_probe import LlguidanceProbe
 from paxkv.structured_output.structural_format import StructuralFormat
 from tests.paxkv.structured_output.demo_grammars import TOKENIZER, make_compiler
 
@@ -173,6 +175,7 @@ def test_formats_lie_within_each_other_so_deep_and_no_deeper():
     form = const("a")
     for _ in range(32):
         form = sequence(form)
-    assert StructuralFormat({}).grammar(form)
+    cleaner = SchemaCleaner(LlguidanceProbe(None, None), probes_values=False)
+    assert StructuralFormat({}, cleaner).grammar(form)
     with pytest.raises(ValueError, match="at most 32 deep"):
-        StructuralFormat({}).grammar(sequence(form))
+        StructuralFormat({}, cleaner).grammar(sequence(form))

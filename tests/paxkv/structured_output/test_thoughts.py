@@ -11,12 +11,11 @@ from tests.paxkv.structured_output.demo_grammars import (
     OPEN,
     THINKER,
     VOCAB_SIZE,
+    WITH_TEXT,
     make_compiler,
 )
 
 NUM_WORDS = VOCAB_SIZE // 32
-# The model has more rows than the tokenizer has tokens. No text has the byte 0xFF.
-WITH_TEXT = {i for i in range(THINKER.vocab_size) if THINKER.token_bytes(i) != b"\xff"}
 
 
 @pytest.fixture(scope="module")

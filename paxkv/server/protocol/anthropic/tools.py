@@ -59,7 +59,8 @@ def _chat_tool(k: int, tool: Mapping[str, object]) -> dict[str, object]:
         function["description"] = description
     # An input is an object even if the schema does not say so.
     function["parameters"] = {"type": "object", **schema}
-    return {"type": "function", "function": function}
+    strict = {} if tool.get("strict") is None else {"strict": tool["strict"]}
+    return {"type": "function", "function": function, **strict}
 
 
 def chat_tool_choice(choice: Mapping[str, object]) -> dict[str, object]:

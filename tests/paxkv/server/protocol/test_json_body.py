@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import threading
 from typing import Literal
 
@@ -125,3 +126,13 @@ def test_a_long_body_is_read_beside_the_loop(num_ids):
         return saw_the_loop
 
     assert asyncio.run(run()) == [num_ids > 2] * 2
+
+
+def test_a_number_beyond_all_floats_is_the_nearest_one():
+    text = b'{"maximum": 1.8e308, "minimum": -1e999, "other": [0.5, 99999999999999999999]}'
+    most = sys.float_info.max
+    assert decode_json(text) == {
+        "maximum": most,
+        "minimum": -most,
+        "other": [0.5, 99999999999999999999],
+    }

@@ -104,3 +104,99 @@ def test_tools_that_another_server_runs_are_ignored():
 def test_a_malformed_tool_is_refused_by_its_place(tool):
     with pytest.raises(InvalidRequestError, match=r"^tools\[1\] must be"):
         checked_tools([{"type": "web_search"}, tool])
+
+
+def _schema_of(parameters, *, strict=None):
+    function = {"name": "f", "strict": strict}
+    if parameters != "none":
+        function["parameters"] = parameters
+    return checked_tools([{"type": "function", "function": function}])["f"]
+
+
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "schema"),
+    [
+        ("none", NOTHING),
+        (None, NOTHING),
+        ({}, NOTHING),
+        ({"type": "object"}, NOTHING),
+        ({"type": "object", "properties": {}, "required": []}, NOTHING | {"required": []}),
+        ({"type": "object", "title": "T"}, NOTHING | {"title": "T"}),
+        ({"additionalProperties": {}}, {"type": "object", "additionalProperties": {}}),
+        (
+            {"type": "object", "additionalProperties": True},
+            {"type": "object", "additionalProperties": True},
+        ),
+        ({"properties": {"a": {}}}, {"type": "object", "properties": {"a": {}}}),
+        ({"type": ["null", "object"], "required": ["a"]}, {"type": "object", "required": ["a"]}),
+        ({"type": None, "$ref": "#/$defs/A"}, {"type": "object", "$ref": "#/$defs/A"}),
+        ({"anyOf": [{"required": ["a"]}]}, {"type": "object", "anyOf": [{"required": ["a"]}]}),
+    ],
+    ids=str,
+)
+def test_arguments_are_an_object_and_none_are_invented(parameters, schema):
+    assert _schema_of(parameters) == schema
+
+
+@pytest.mark.parametrize("kind", ["string", "None", ["array"], 5])
+def test_parameters_that_are_no_object_are_refused(kind):
+    with pytest.raises(
+        InvalidRequestError, match=r"tools\[0\].function.parameters must be .* object"
+    ):
+        _schema_of({"type": kind})
+
+
+def _fits_one(parameters, choice, text):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    body = {"messages": MESSAGES, "tools": tools, "tool_choice": choice}
+    schema = tool_use(parse_chat(body), ServerConfig()).schema
+    matcher = make_compiler().compile(
+        StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+    )
+    return matcher.consume_tokens(TOKENIZER.encode(text)) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "good", "bad"),
+    [
+        ({"properties": {"a": {"type": "integer"}}}, '{"a":1}', "-4"),
+        ({"anyOf": [{"required": ["a"]}, {"type": "integer"}]}, '{"a":1}', "-4"),
+        ({"$ref": "#/$defs/A", "$defs": {"A": {"minProperties": 1}}}, '{"a":1}', "{}"),
+        (None, "{}", '{"a":1}'),
+    ],
+    ids=str,
+)
+def test_a_forced_call_has_an_object_as_its_arguments(parameters, good, bad):
+    named = {"type": "function", "function": {"name": "f"}}
+    assert _fits_one(parameters, named, good)
+    assert not _fits_one(parameters, named, bad)
+    call = '[{"name":"f","parameters":%s}]'
+    assert _fits_one(parameters, "required", call % good)
+    assert not _fits_one(parameters, "required", call % bad)
+
+
+def test_one_tool_with_an_unenforceable_keyword_leaves_the_others_as_they_are():
+    tools = [_tool("f", properties={"a": {"not": {"const": 1}}}), OLD]
+    body = {"messages": MESSAGES, "tools": tools, "tool_choice": "required"}
+    schema = tool_use(parse_chat(body), ServerConfig()).schema
+    assert make_compiler().check(StructuredOutputsParams(json=schema)) == (
+        "tool:f#/properties/a/not",
+    )
+    tools[0]["function"]["strict"] = True
+    schema = tool_use(parse_chat(body), ServerConfig()).schema
+    with pytest.raises(InvalidRequestError, match="tool:f#/properties/a/not"):
+        make_compiler().check(StructuredOutputsParams(json=schema))
+
+
+def test_strictness_beside_the_function_is_not_shown_to_the_model():
+    body = {"messages": MESSAGES, "tools": [TREE | {"strict": True}], "tool_choice": "required"}
+    use = tool_use(parse_chat(body), ServerConfig())
+    assert use.tools == [TREE] and '"x-paxkv-strict":true' in use.schema
+
+
+def test_strictness_is_a_boolean():
+    with pytest.raises(InvalidRequestError, match=r"tools\[0\].function.strict must be"):
+        _schema_of({}, strict="yes")

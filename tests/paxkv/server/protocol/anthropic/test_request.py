@@ -53,6 +53,7 @@ def test_tools_and_their_choice(choice, expected, is_parallel):
                 "description": "does it",
                 "parameters": {"type": "object", "properties": {"a": {}}},
             },
+            "strict": True,
         }
     ]
     assert (chat.tool_choice, chat.parallel_tool_calls) == (expected, is_parallel)

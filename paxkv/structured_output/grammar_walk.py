@@ -1,0 +1,73 @@
+"""`find_dead_end`: generates the beginnings of some answers, to find out where a grammar fails."""
+
+from collections.abc import Collection
+
+import llguidance
+import numpy as np
+
+# Some limits are reached behind the first tokens: an object may have many properties.
+_NUM_TRIED_TOKENS = 4
+_NUM_JSON_TOKENS = 48
+# Which texts an answer goes on with, the most wanted first: the first answer ends everything as
+# soon as it may, the second one adds members as long as it may.
+_JSON_WISHES = (('"', "}", "]", ","), ('"', ",", "}", "]"))
+_MAX_SHOWN_CHARS = 80
+
+
+def find_dead_end(
+    matcher: llguidance.LLMatcher,
+    tokenizer: llguidance.LLTokenizer,
+    *,
+    eos_token_ids: Collection[int],
+    is_json: bool,
+) -> str | None:
+    """Why an answer cannot go on somewhere, in llguidance's words and ours; None if all can.
+
+    Args:
+        matcher: In front of its first token; it is copied.
+        eos_token_ids: What may be drawn where an answer is complete.
+        is_json: Whether the answers are JSON, whose schemas may have dead ends farther behind.
+    """
+    if not is_json:
+        return _walk(matcher.deep_copy(), tokenizer, eos_token_ids, (), _NUM_TRIED_TOKENS)
+    for texts in _JSON_WISHES:
+        wishes = [token_ids[0] for token_ids in map(tokenizer.greedy_tokenize, texts)]
+        dead_end = _walk(matcher.deep_copy(), tokenizer, eos_token_ids, wishes, _NUM_JSON_TOKENS)
+        if dead_end is not None:
+            return dead_end
+    return None
+
+
+def _walk(
+    matcher: llguidance.LLMatcher,
+    tokenizer: llguidance.LLTokenizer,
+    eos_token_ids: Collection[int],
+    wishes: Collection[int],
+    num_tokens: int,
+) -> str | None:
+    token_ids: list[int] = []
+    for _ in range(num_tokens):
+        mask_np = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(mask_np, bitorder="little"))
+        if matcher.is_error() or not allowed.size:
+            text = tokenizer.decode_str(token_ids)[-_MAX_SHOWN_CHARS:]
+            return f"{matcher.get_error() or 'NoExtensionBias'} (after {text!r})"
+        token_id = _choose(mask_np, allowed, wishes, eos_token_ids)
+        if token_id is None:
+            return None
+        matcher.consume_token(token_id)
+        token_ids.append(token_id)
+    return None
+
+
+def _choose(
+    mask_np: np.ndarray,  # u8[num_mask_words * 4]
+    allowed: np.ndarray,  # i64[n]
+    wishes: Collection[int],
+    eos_token_ids: Collection[int],
+) -> int | None:
+    """A token to go on with; None if the answer can only end."""
+    wanted = next((i for i in wishes if mask_np[i // 8] >> (i % 8) & 1), None)
+    if wanted is not None:
+        return wanted
+    return next((int(i) for i in allowed if int(i) not in eos_token_ids), None)

@@ -1,0 +1,1 @@
+"""JSON schemas are made ready for llguidance: what it cannot enforce is left out and reported."""

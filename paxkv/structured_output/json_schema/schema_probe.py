@@ -1,0 +1,61 @@
+"""`LlguidanceProbe`: tries small schemas with llguidance, to find out what it can compile."""
+
+import json
+from collections.abc import Mapping, Sequence
+
+import llguidance
+import numpy as np
+
+_TIGHT = {"whitespace_flexible": False}
+# The beginning of what llguidance says of a schema that it understands, and that no value fits.
+_NO_VALUE = "Unsatisfiable schema"
+
+
+class LlguidanceProbe:
+    """A `SchemaProbe`.
+
+    Args:
+        tokenizer: Of the model.
+        limits: What one grammar may take.
+    """
+
+    def __init__(
+        self, tokenizer: llguidance.LLTokenizer, limits: llguidance.LLParserLimits
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+
+    def compiles(self, schema: Mapping[str, object]) -> bool:
+        """Whether llguidance can compile a schema, even if no value fits it."""
+        error = _error_of(schema)
+        return not error or _NO_VALUE in error
+
+    def matches(self, pattern: str, text: str) -> bool:
+        """Whether a pattern of JSON Schema is found in a text."""
+        return not _error_of({"type": "string", "pattern": pattern, "enum": [text]})
+
+    def has_more_names(self, pattern: str, names: Sequence[str]) -> bool:
+        """Whether a pattern matches names that are not in `names`."""
+        schema = {
+            "type": "object",
+            "properties": dict.fromkeys(names, False),
+            "patternProperties": {pattern: True},
+            "additionalProperties": False,
+            "minProperties": 1,
+        }
+        grammar = _grammar_of(schema)
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            # Another error than that no name is left shows when the whole schema is compiled.
+            return _NO_VALUE not in matcher.get_error()
+        matcher.consume_tokens(self._tokenizer.greedy_tokenize("{"))
+        mask_np = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        return bool(mask_np.any()) and not matcher.is_error()
+
+
+def _error_of(schema: Mapping[str, object]) -> str:
+    return llguidance.LLMatcher.validate_grammar(_grammar_of(schema))
+
+
+def _grammar_of(schema: Mapping[str, object]) -> str:
+    return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_TIGHT)
