@@ -34,7 +34,8 @@ class StructuredOutputsParams:
             of the tag that it begins.
         disable_any_whitespace: JSON without white space between its parts.
         whitespace_pattern: A regular expression for the white space that may stand between the
-            parts of JSON; up to 32 characters of it if left out.
+            parts of JSON. If left out, it is one space, or a new line with at most 20 characters of
+            indentation.
         disable_additional_properties: Objects of a JSON schema that names properties have no
             others, unless the schema says something of them.
         thoughts: What comes before the form: nothing; perhaps thoughts between `<think>` and

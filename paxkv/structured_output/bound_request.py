@@ -7,6 +7,7 @@ import llguidance
 import numpy as np
 
 from paxkv.contracts.engine_output import NO_TOKEN_LEFT
+from paxkv.structured_output.digit_limit import DigitLimit
 from paxkv.structured_output.thoughts import Thoughts
 from paxkv.structured_output.token_limits import TokenLimits, token_bits
 from paxkv.structured_output.token_texts import TokenTexts
@@ -29,6 +30,7 @@ class BoundRequest:
         matcher: Its own, in front of its first token.
         token_texts: None where `limits` has none.
         thoughts: What may come before the form; None is nothing.
+        digit_limit: Of a form that is JSON.
         eos_token_ids: What may be drawn where a form is complete.
     """
 
@@ -39,12 +41,14 @@ class BoundRequest:
         *,
         token_texts: TokenTexts | None,
         thoughts: Thoughts | None,
+        digit_limit: DigitLimit | None = None,
         eos_token_ids: frozenset[int],
     ) -> None:
         self._matcher = matcher
         self._limits = limits
         self._token_texts = token_texts
         self._thoughts = thoughts
+        self._digit_limit = digit_limit
         self._eos_token_ids = eos_token_ids
 
     @property
@@ -66,6 +70,8 @@ class BoundRequest:
         if self._token_texts is not None and self._thoughts is None and not mask_np.any():
             mask_np |= self._other_spellings(self._token_texts, len(mask_np))
             self._limits.narrow(mask_np)
+        if self._digit_limit is not None and self._thoughts is None:
+            self._digit_limit.narrow(mask_np)
         if mask_np.any():
             return None
         is_complete = self._thoughts is None and self._matcher.is_accepting()
@@ -98,6 +104,8 @@ class BoundRequest:
                     continue
             if token_id in self._eos_token_ids and self._matcher.is_accepting():
                 return GrammarEnd()
+            if self._digit_limit is not None:
+                self._digit_limit.advance(token_id)
             if not self._matcher.consume_token(token_id):
                 return GrammarEnd(error=self._matcher.get_error() or "a token has no place in it")
         return None

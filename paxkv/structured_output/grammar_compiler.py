@@ -26,7 +26,7 @@ MAX_CACHED_GRAMMARS = 64
 MAX_REASON_CHARS = 400
 # Between the parts of JSON: a space, or the beginning of a line and its indentation. A small model
 # may never stop writing white space if it may write more.
-_WHITESPACE = r"[ \t]|[ \t]?\r?\n[ \t]{0,32}"
+_WHITESPACE = r"[ \t]|[ \t]?\r?\n[ \t]{0,20}"
 # Of a schema: what holds others under names that are the client's, and what holds answers.
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _VALUES = ("const", "enum")

@@ -13,6 +13,7 @@ from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.executor import GrammarBitmask
 from paxkv.errors import InvalidRequestError, InvariantError
 from paxkv.structured_output.bound_request import BoundRequest, GrammarEnd
+from paxkv.structured_output.digit_limit import DigitLimit
 from paxkv.structured_output.grammar_compiler import GrammarCompiler, one_line
 from paxkv.structured_output.thoughts import Thoughts
 from paxkv.structured_output.token_limits import TokenLimits
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 # Compiling takes no interpreter, but a processor that steps need too.
 _MAX_COMPILING = max(1, min(4, (os.cpu_count() or 2) // 2))
 _ANY_TOKEN = -1
+# Of `StructuredOutputsParams`: the whole form is JSON.
+_JSON_KINDS = ("json", "json_object")
 
 
 class GrammarManager:
@@ -70,11 +73,15 @@ class GrammarManager:
         if params.thoughts != "none":
             thoughts = Thoughts(compiler.thought_tokens(), is_begun=params.thoughts == "begun")
         limits = TokenLimits(request, compiler.num_mask_words)
+        digit_limit = None
+        if params.kind in _JSON_KINDS:
+            digit_limit = DigitLimit(compiler.token_texts(), compiler.num_mask_words)
         return BoundRequest(
             matcher,
             limits,
             token_texts=compiler.token_texts() if limits.has_any else None,
             thoughts=thoughts,
+            digit_limit=digit_limit,
             eos_token_ids=compiler.eos_token_ids,
         )
 

@@ -21,6 +21,7 @@ class TokenTexts:
             if text:
                 self._ids.setdefault(text, []).append(token_id)
         self._max_bytes = max(map(len, self.by_id))
+        self.beginning_with_digit = [i for i, text in enumerate(self.by_id) if text[:1].isdigit()]
 
     def beginnings(self, text: bytes) -> list[int]:
         """Tokens with which a text may begin, and which go no further: "ab" -> "a" and "ab"."""

@@ -49,7 +49,7 @@ def _request(request_id, *, bad_words=(), sampling=None, is_heavy=False, **field
     )
 
 
-def _add(manager, request_id, **fields):
+def add_request(manager, request_id, **fields):
     manager.add(_request(request_id, **fields))
     deadline_s = time.monotonic() + 60
     while not manager.is_ready(request_id) and not manager.take_ended():
@@ -67,8 +67,8 @@ def _allowed_text(manager, request_id):
 
 
 def test_masks_follow_the_tokens_of_each_request(manager):
-    _add(manager, "a", choice=["no", "yes"])
-    _add(manager, "b", regex="[0-9]+")
+    add_request(manager, "a", choice=["no", "yes"])
+    add_request(manager, "b", regex="[0-9]+")
     bitmask = manager.make_bitmask(["b", "a"])
     assert bitmask.req_ids == ["b", "a"]
     assert bitmask.bitmask_np.dtype == np.int32
@@ -85,14 +85,14 @@ def test_masks_follow_the_tokens_of_each_request(manager):
 
 def test_one_mask_is_that_of_several_together(manager):
     for request_id in "ab":
-        _add(manager, request_id, regex="[a-c]{3}")
+        add_request(manager, request_id, regex="[a-c]{3}")
     alone = manager.make_bitmask(["a"]).bitmask_np
     together = manager.make_bitmask(["a", "b"]).bitmask_np
     assert (together == alone).all()
 
 
 def test_a_token_without_a_place_ends_the_request_with_the_reason(manager):
-    _add(manager, "a", choice=["no", "yes"])
+    add_request(manager, "a", choice=["no", "yes"])
     manager.advance("a", TOKENIZER.encode("8"))
     ended = manager.take_ended()
     assert list(ended) == ["a"] and ended["a"].error.startswith("the grammar cannot go on")
@@ -100,7 +100,7 @@ def test_a_token_without_a_place_ends_the_request_with_the_reason(manager):
 
 
 def test_a_complete_form_is_an_end_also_where_eos_is_none(manager):
-    _add(manager, "a", regex="[0-9]+", sampling={"ignore_eos": True})
+    add_request(manager, "a", regex="[0-9]+", sampling={"ignore_eos": True})
     manager.advance("a", _ids("7"))
     assert manager.take_ended() == {}
     manager.advance("a", [EOS])
@@ -109,13 +109,13 @@ def test_a_complete_form_is_an_end_also_where_eos_is_none(manager):
 
 def test_settings_of_the_request_narrow_what_its_grammar_allows(manager):
     allowed = [*_ids("7"), *_ids("8"), *_ids("x"), EOS]
-    _add(manager, "a", regex="[0-9]+", sampling={"allowed_token_ids": allowed})
+    add_request(manager, "a", regex="[0-9]+", sampling={"allowed_token_ids": allowed})
     assert _allowed_text(manager, "a") == {"7", "8"}
     manager.advance("a", _ids("7"))
     assert _allowed_text(manager, "a") == {"7", "8", "<|im_end|>"}
     # No 7 at all, and no 5 behind 6.
     words = (tuple(_ids("7")), (*_ids("6"), *_ids("5")))
-    _add(manager, "b", regex="[5-7]*", bad_words=words, sampling={"min_tokens": 2})
+    add_request(manager, "b", regex="[5-7]*", bad_words=words, sampling={"min_tokens": 2})
     assert _allowed_text(manager, "b") == {"5", "6"}
     manager.advance("b", _ids("6"))
     assert _allowed_text(manager, "b") == {"6"}
@@ -138,7 +138,7 @@ def test_where_nothing_is_left_a_complete_form_ends_and_another_fails(
     manager, fields, written, is_complete
 ):
     assert [_ids("7"), _ids("8")] == [[25], [26]]
-    _add(manager, "a", **fields)
+    add_request(manager, "a", **fields)
     for token_id in _ids(written):
         assert token_id in allowed_ids(manager.make_bitmask(["a"]))
         manager.advance("a", [token_id])
@@ -165,7 +165,7 @@ def test_a_grammar_that_cannot_be_compiled_after_all_is_told_of(manager):
 
 
 def test_requests_that_go_are_forgotten_wherever_they_stand(manager):
-    _add(manager, "a", regex="a")
+    add_request(manager, "a", regex="a")
     manager.add(_request("b", regex="b"))
     for request_id in "abc":
         manager.remove(request_id)
@@ -181,10 +181,10 @@ def test_a_form_is_spelled_with_the_tokens_that_are_left(manager, seed):
     characters = [i for i in range(VOCAB_SIZE) if len(TOKENIZER.token_text(i)) == 1]
     allowed = [*(i for i in characters if TOKENIZER.token_text(i) != "\ufffd"), EOS]
     schema = {"enum": [{"a": True}, {"b": "false and so"}, [None, "the cat"]]}
-    _add(manager, "a", json=schema, sampling={"allowed_token_ids": allowed})
+    add_request(manager, "a", json=schema, sampling={"allowed_token_ids": allowed})
     # Another way to forbid a usual token.
     (true,) = _ids(" cat")[:1]
-    _add(manager, "b", choice=["the cat"], bad_words=((true,),))
+    add_request(manager, "b", choice=["the cat"], bad_words=((true,),))
     draws = random.Random(seed)
     for request_id in "ab":
         text = []
@@ -203,8 +203,8 @@ def test_a_form_is_spelled_with_the_tokens_that_are_left(manager, seed):
 def test_a_form_begins_behind_the_thoughts():
     manager = GrammarManager(make_compiler(thinks=True))
     for request_id, thoughts in (("a", "begun"), ("b", "maybe"), ("c", "maybe")):
-        _add(manager, request_id, choice=["no", "yes"], thoughts=thoughts)
-    _add(manager, "d", choice=["no", "yes"])
+        add_request(manager, request_id, choice=["no", "yes"], thoughts=thoughts)
+    add_request(manager, "d", choice=["no", "yes"])
     form = set(allowed_ids(manager.make_bitmask(["d"])))
     assert set(allowed_ids(manager.make_bitmask(["b"]))) == form | {OPEN}
     assert set(allowed_ids(manager.make_bitmask(["a"]))) == WITH_TEXT - {EOS}
@@ -247,9 +247,9 @@ def test_a_small_grammar_waits_for_no_heavy_one():
     manager = GrammarManager(Compiler(**SETUP))
     for i in range(9):
         manager.add(_request(f"heavy{i}", regex=f"heavy{i}", is_heavy=True))
-    _add(manager, "small", regex="small")
+    add_request(manager, "small", regex="small")
     assert manager.num_compiling == 9
     may_go_on.set()
     # Where it is compiled already it is not heavy any more.
-    _add(manager, "again", regex="small", is_heavy=True)
+    add_request(manager, "again", regex="small", is_heavy=True)
     manager.close()

@@ -1,0 +1,54 @@
+"""`DigitLimit`: bounds the digits of a number in JSON, which a schema without bounds leaves open.
+
+A small model at temperature 0 may write digits until `max_tokens`. llguidance has no setting for
+the length of a number, so the mask of the next token leaves out tokens that begin with a digit.
+"""
+
+import numpy as np
+
+from paxkv.structured_output.token_limits import token_bits
+from paxkv.structured_output.token_texts import TokenTexts
+
+# In a row: of the integer, of the fraction and of the exponent. An integer of 128 bits has 39.
+MAX_DIGITS = 40
+_DIGITS = b"0123456789"
+_QUOTE, _BACKSLASH = b'"\\'
+
+
+class DigitLimit:
+    """Reads the JSON of one answer, token by token.
+
+    Args:
+        num_words: Of a mask.
+    """
+
+    def __init__(self, token_texts: TokenTexts, num_words: int) -> None:
+        self._token_texts = token_texts
+        self._num_words = num_words
+        self._is_in_string = False
+        self._is_escaped = False
+        self._num_digits = 0
+
+    def narrow(
+        self,
+        mask_np: np.ndarray,  # i32[num_words]
+    ) -> None:
+        """Takes further digits from a mask, in place, if something else may follow."""
+        if self._num_digits < MAX_DIGITS:
+            return
+        others_np = mask_np & ~token_bits(self._token_texts.beginning_with_digit, self._num_words)
+        # The number may have to be longer: at least 10**50, for example.
+        if others_np.any():
+            mask_np[:] = others_np
+
+    def advance(self, token_id: int) -> None:
+        """Takes a new token of the answer."""
+        for byte in self._token_texts.by_id[token_id]:
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._is_in_string:
+                self._is_in_string = byte != _QUOTE
+                self._is_escaped = byte == _BACKSLASH
+            else:
+                self._is_in_string = byte == _QUOTE
+                self._num_digits = self._num_digits + 1 if byte in _DIGITS else 0
