@@ -201,6 +201,8 @@ class CompiledGenerator:
         tokenizer: Tokenizer | None = None,
     ) -> None:
         at_least("max_model_len", max_model_len, 2)
+        if tokenizer is not None:
+            model = model.without_tokens(tokenizer.ids_without_token(model.config.vocab_size))
         self._model = model
         self._shape = shape
         self._seed = seed

@@ -2,10 +2,12 @@
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
@@ -59,6 +61,8 @@ class LoadedModel:
     kernels: KernelSettings = KernelSettings()
     # Of the caches of each layer; the runner plans the cache and sets them (`with_places`).
     places: tuple[LayerPlaces, ...] = ()
+    # Rows of the vocabulary without a token, in ascending order (`without_tokens`).
+    unused_token_ids: tuple[int, ...] = ()
 
     @property
     def param_specs(self) -> tuple[PartitionSpec, ...]:
@@ -92,6 +96,16 @@ class LoadedModel:
         for num_kv_heads in {layer.num_kv_heads for layer in self.config.attention_layers}:
             kernels.check_heads(num_kv_heads)
         return dataclasses.replace(self, kernels=kernels)
+
+    def without_tokens(self, token_ids: Iterable[int]) -> "LoadedModel":
+        """The same model that never generates these tokens: their logits are -inf.
+
+        A vocabulary is often padded to a round size. The padding has weights, so its rows would be
+        sampled now and then. Tokens that end an answer are kept.
+        """
+        unused = {i for i in token_ids if 0 <= i < self.config.vocab_size}
+        unused.difference_update(self.config.eos_token_ids)
+        return dataclasses.replace(self, unused_token_ids=tuple(sorted(unused)))
 
     def with_places(self, places: Sequence[LayerPlaces]) -> "LoadedModel":
         """The same model over a KV cache in which each layer's memory is there.
@@ -143,7 +157,12 @@ class LoadedModel:
         hidden: jax.Array,  # f[num_logits, hidden]
     ) -> jax.Array:  # f32[num_logits, vocab]
         """Projects hidden states, `Outputs.for_logits`, onto the vocabulary."""
-        return self._merge(params).compute_logits(hidden)
+        logits = self._merge(params).compute_logits(hidden)
+        if not self.unused_token_ids:
+            return logits
+        is_used_np = np.ones(logits.shape[-1], bool)
+        is_used_np[list(self.unused_token_ids)] = False
+        return jnp.where(is_used_np, logits, -jnp.inf)
 
     def _check_places(self, batch: ForwardBatch, *, num_rows: int) -> None:
         """JAX would take the last group or row in place of one that is not there."""

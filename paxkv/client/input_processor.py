@@ -427,6 +427,12 @@ class InputProcessor:
                 param="bad_words",
             )
 
+    def _is_token(self, token_id: int) -> bool:
+        """Whether the model may generate a token; its vocabulary may have ids that no token has."""
+        if self._tokenizer is None or token_id in self._eos_token_ids:
+            return True
+        return self._tokenizer.has_text(token_id, skip_special_tokens=False)
+
     def _scarce_token_ids(
         self, sampling_params: SamplingParams, bad_words: Sequence[tuple[int, ...]]
     ) -> tuple[int, ...]:
@@ -437,7 +443,17 @@ class InputProcessor:
         if sampling_params.min_tokens > 0:
             early.update(self._eos_token_ids, sampling_params.stop_token_ids or ())
         sometimes = early.union(word[-1] for word in bad_words if len(word) > 1)
-        candidates = range(self._vocab_size) if allowed is None else dict.fromkeys(allowed)
+        candidates = range(self._vocab_size)
+        if allowed is not None:
+            # Other ids are never generated.
+            candidates = [i for i in dict.fromkeys(allowed) if self._is_token(i)]
+            if not candidates:
+                raise InvalidRequestError(
+                    f"allowed_token_ids={allowed[:10]} has no token: the tokenizer has "
+                    f"{self._tokenizer.vocab_size} tokens, and the rest of the model's "
+                    f"{self._vocab_size} ids are never generated. Send ids of tokens.",
+                    param="allowed_token_ids",
+                )
         # Nearly always the first one is free.
         if any(i not in never and i not in sometimes for i in candidates):
             return ()

@@ -200,7 +200,8 @@ def compile_programs(config: EngineConfig, path: Path, *, show_progress: bool = 
     folder = _model_folder(config)
     # They shape no program, but the engine that is to start with these flags needs them.
     _find_sampling_defaults(config, folder)
-    model = _load_model(config, folder)
+    tokenizer = load_tokenizer(_text_folder(config.model, folder))
+    model = _load_model(config, folder, tokenizer)
     runner = _make_runner(config, model, store, show_progress=show_progress)
     return runner.warm_up()
 
@@ -218,12 +219,13 @@ def _build_core(
     on_model_found(text_folder)
     # Before the weights: a mistake in a small file is not to be told after minutes of loading.
     sampling_defaults = _find_sampling_defaults(config, folder)
-    model = _load_model(config, folder)
+    tokenizer = load_tokenizer(text_folder)
+    model = _load_model(config, folder, tokenizer)
     runner = _make_runner(config, model, store, show_progress=show_progress)
     max_model_len = runner.memory_plan.max_model_len
     runner.warm_up()
     grammar_setup = find_grammar_setup(
-        load_tokenizer(text_folder), model.config.eos_token_ids, model.config.vocab_size
+        tokenizer, model.config.eos_token_ids, model.config.vocab_size
     )
     grammars = GrammarManager(GrammarCompiler(**grammar_setup)) if grammar_setup else None
     scheduler = _make_scheduler(config, runner.kv_cache_config, max_model_len, grammars)
@@ -292,11 +294,12 @@ def _find_sampling_defaults(config: EngineConfig, folder: Path) -> SamplingDefau
     )
 
 
-def _load_model(config: EngineConfig, folder: Path) -> LoadedModel:
+def _load_model(config: EngineConfig, folder: Path, tokenizer: Tokenizer | None) -> LoadedModel:
+    """The model, which generates only tokens that its tokenizer has."""
     # Read by JAX when it first touches a GPU, and the only way to tell it how much memory to take.
     os.environ.setdefault(SHARE_VARIABLE, f"{config.cache.gpu_memory_utilization:g}")
     platform = default_platform()
-    return load_model(
+    model = load_model(
         folder,
         dtype=config.model.dtype,
         load_format=config.model.load_format,
@@ -307,6 +310,9 @@ def _load_model(config: EngineConfig, folder: Path) -> LoadedModel:
         panel_width=platform.column_panel_width(batch_invariant=config.runner.batch_invariant),
         platform=platform,
     )
+    if tokenizer is None:
+        return model
+    return model.without_tokens(tokenizer.ids_without_token(model.config.vocab_size))
 
 
 def _make_runner(

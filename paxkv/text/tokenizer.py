@@ -142,6 +142,11 @@ class Tokenizer:
             return False
         return self._backend.id_to_token(token_id) is not None
 
+    def ids_without_token(self, vocab_size: int) -> list[int]:
+        """Ids below `vocab_size` that no token has; a model's vocabulary may be padded."""
+        known = set(self._backend.get_vocab(with_added_tokens=True).values())
+        return [token_id for token_id in range(vocab_size) if token_id not in known]
+
     def token_to_id(self, token: str) -> int | None:
         """Id of a token by its name in the vocabulary, or None when there is none."""
         return self._backend.token_to_id(token)

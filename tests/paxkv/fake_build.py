@@ -78,6 +78,7 @@ def fake_model_parts(monkeypatch: pytest.MonkeyPatch) -> type[FakeRunner]:
         eos_token_ids=(257,),
     )
     loaded = SimpleNamespace(config=config, params=(np.zeros(500, np.float32),))
+    loaded.without_tokens = lambda token_ids: loaded
 
     class Runner(FakeRunner):
         instances = []

@@ -81,6 +81,7 @@ def program_identity(
         "max_num_seqs": str(max_num_seqs),
         "number of KV blocks": str(num_blocks),
         "KV cache": f"{kv_cache.dtype.name}, {num_rows} rows, pages of {page}",
+        "unused token ids": _digest(model.unused_token_ids)[:16],
         "places in the KV cache": _digest(model.places)[:16],
         "compiler options": json.dumps(dict(compiler_options), sort_keys=True),
         **{name: str(jax_settings.get(name, "not known")) for name in _JAX_SETTINGS},

@@ -185,3 +185,16 @@ def _abstract_batch(num_tokens, num_reqs):
         ),
         logits_indices=i32(num_reqs),
     )
+
+
+def test_tokens_that_are_left_out_have_no_probability(tmp_path):
+    loaded = load_model(write_random_checkpoint(tmp_path, num_layers=1))
+    (eos_id, *_) = loaded.config.eos_token_ids
+    hidden = jnp.asarray(np.random.RandomState(0).standard_normal((2, 64)), jnp.float32)
+    whole = np.asarray(loaded.compute_logits(loaded.params, hidden))
+    padded = loaded.without_tokens([159, 7, eos_id, 500])
+    logits = np.array(padded.compute_logits(loaded.params, hidden))
+    assert (logits[:, [7, 159]] == -np.inf).all()
+    logits[:, [7, 159]] = whole[:, [7, 159]]
+    np.testing.assert_array_equal(logits, whole)
+    assert padded.unused_token_ids == (7, 159)

@@ -309,6 +309,7 @@ class WordTokenizer:
     """Knows these texts only."""
 
     eos_token_id = EOS_ID
+    vocab_size = 290  # fewer than the model's
     token_ids = {
         # As one token inside a text, and another at its start.
         "no": [5],
@@ -330,6 +331,10 @@ class WordTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         assert not add_special_tokens
         return self.token_ids[text]
+
+    def has_text(self, token_id: int, *, skip_special_tokens: bool) -> bool:
+        assert not skip_special_tokens
+        return token_id < self.vocab_size
 
 
 def process_words(*words: str, **params: object) -> tuple[tuple[int, ...], ...]:
@@ -401,6 +406,17 @@ def test_tokens_are_told_that_may_all_be_ruled_out_on_the_way(
     processor = make(tokenizer=WordTokenizer())
     found = process(processor, [97], bad_words=words, **params).scarce_token_ids
     assert found == (tuple(range(300)) if wanted == "all" else wanted)
+
+
+def test_allowed_ids_that_no_token_has_are_never_generated() -> None:
+    processor = make(tokenizer=WordTokenizer())
+    with pytest.raises(InvalidRequestError, match="tokenizer has 290 tokens") as raised:
+        process(processor, [97], allowed_token_ids=[290, 299])
+    assert raised.value.param == "allowed_token_ids"
+    assert process(processor, [97], allowed_token_ids=[5, 290]).scarce_token_ids == ()
+    # All that are left are bad words.
+    with pytest.raises(InvalidRequestError, match="leaves no token"):
+        process(processor, [97], allowed_token_ids=[5, 6, 290], bad_words=["no"])
 
 
 class FakeChecker:

@@ -3,6 +3,7 @@
 import dataclasses
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -490,6 +491,26 @@ def test_another_folder_has_the_turn_ending_tokens_too(
     for source in ("auto", "vllm", str(other)):
         build_core(config_for(model, generation_config=source))
     assert seen == [model, model, other]
+
+
+def test_rows_of_the_vocabulary_that_no_token_has_are_never_generated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tokenizer(tmp_path)
+    left_out = []
+
+    def without_tokens(token_ids: list[int]) -> None:
+        left_out.append(token_ids)
+        raise ConfigError("seen")
+
+    def load_padded(folder: Path, **arguments: object) -> SimpleNamespace:
+        config = SimpleNamespace(vocab_size=VOCAB_SIZE + 2)
+        return SimpleNamespace(config=config, without_tokens=without_tokens)
+
+    monkeypatch.setattr("paxkv.entrypoints.build.load_model", load_padded)
+    with pytest.raises(ConfigError, match="seen"):
+        build_core(config_for(tmp_path))
+    assert left_out == [[VOCAB_SIZE, VOCAB_SIZE + 1]]
 
 
 def test_core_says_what_its_clients_need_to_know(

@@ -78,6 +78,7 @@ class TinyModel:
         self.windows = windows
         self.kernels = KernelSettings()
         self.packages = frozenset({"models"})
+        self.unused_token_ids = ()
         self.platform = default_platform()
         spec = self.config.spec("float32")
         self.places = groups_of_spec(spec, block_size=8).places(spec)

@@ -227,3 +227,10 @@ def test_eos_token_without_an_id_is_a_config_error() -> None:
 def test_lone_surrogate_is_the_callers_mistake() -> None:
     with pytest.raises(InvalidRequestError, match="character 1"):
         byte_level_tokenizer().encode("a\ud800")
+
+
+def test_ids_of_a_padded_vocabulary_that_no_token_has_are_found():
+    tokenizer = byte_level_tokenizer([b"ab"])
+    assert tokenizer.vocab_size == 259
+    assert tokenizer.ids_without_token(261) == [259, 260]
+    assert tokenizer.ids_without_token(256) == []
