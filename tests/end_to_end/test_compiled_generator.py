@@ -11,6 +11,7 @@ from jax import monitoring
 import models.demo
 from models import load_model
 from paxkv import LLM, CompiledGenerator, SamplingParams, StructuredOutputsParams
+from paxkv.config.sampling_params import NO_SEED
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 from paxkv.generate import GenerateShape
 
@@ -129,7 +130,8 @@ def params_of_one() -> st.SearchStrategy[SamplingParams]:
     }
     return st.builds(
         lambda seed, max_tokens, fields: SamplingParams(seed=seed, max_tokens=max_tokens, **fields),
-        st.integers(-(2**63), 2**63 - 1),
+        # -1 is no seed: the engine then draws by the number of the request.
+        st.integers(-(2**63), 2**63 - 1).filter(lambda seed: seed != NO_SEED),
         st.integers(8, 12),
         st.lists(st.sampled_from(sorted(values)), max_size=5, unique=True).flatmap(
             lambda names: st.fixed_dictionaries({name: values[name] for name in names})
