@@ -1,5 +1,6 @@
 """The messages of a chat, checked, as a chat template takes them."""
 
+import functools
 from collections.abc import Mapping, Sequence
 
 from paxkv.errors import InvalidRequestError
@@ -233,7 +234,8 @@ def _tool_call(path: str, call: object) -> dict[str, object]:
     if call_id is not None and not isinstance(call_id, str):
         raise InvalidRequestError(f"{path}.id must be a string.", param=f"{path}.id")
     # Whatever an earlier answer had: a call that cannot be read must not end the conversation.
-    arguments = template_arguments(function.get("arguments"), decode=decode_json)
+    decode = functools.partial(decode_json, clips_numbers=False)
+    arguments = template_arguments(function.get("arguments"), decode=decode)
     return {
         "type": "function",
         "function": {"name": name, "arguments": arguments},

@@ -85,11 +85,13 @@ def decode_object(body: bytes) -> dict[str, object]:
     return value
 
 
-def decode_json(text: bytes, *, name: str = "it") -> object:
+def decode_json(text: bytes, *, name: str = "it", clips_numbers: bool = True) -> object:
     """The value that a client's JSON describes.
 
     Args:
         name: What errors call it.
+        clips_numbers: A number that is too large for float64 becomes the largest one. Otherwise it
+            is an error.
 
     Raises:
         InvalidRequestError: It is not JSON, or has too many parts.
@@ -99,6 +101,8 @@ def decode_json(text: bytes, *, name: str = "it") -> object:
         try:
             return msgspec.json.decode(text)
         except msgspec.ValidationError:
+            if not clips_numbers:
+                raise
             # JSON has numbers that no float64 is as large as: schemas have 1.8e308 as a maximum.
             return _DECODER_OF_LARGE_NUMBERS.decode(text)
     except RecursionError:
