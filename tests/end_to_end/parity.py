@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -21,6 +22,9 @@ from tests.end_to_end.engine_harness import (
     greedy,
     run_engine,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 NUM_NEW_TOKENS = 12
 # Of transformers' own cached and uncached runs; a larger one would hide our errors.
@@ -43,6 +47,16 @@ SETTINGS: dict[str, EngineSettings] = {
 TWICE = ("prefix cache",)
 
 
+def largest_difference(largest_logit: float, relative_error: float) -> float:
+    """Largest difference of a logit that is not an error of ours.
+
+    Args:
+        relative_error: Of transformers, between its cached and its uncached run.
+    """
+    assert relative_error <= MAX_REFERENCE_ERROR
+    return max(MIN_BOUND, 3 * relative_error) * largest_logit
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reference:
     """What transformers makes of some prompts."""
@@ -56,7 +70,7 @@ class Reference:
     def bound(self) -> float:
         """Largest difference of a logit that is not an error of ours."""
         largest = max(float(np.abs(logits).max()) for logits in self.logits)
-        return max(MIN_BOUND, 3 * self.relative_error) * largest
+        return largest_difference(largest, self.relative_error)
 
     def gap(self, req_idx: int, position: int) -> float:
         """How far the best token is before the next one."""
@@ -99,22 +113,38 @@ class Compared:
         assert self.num_unsure <= MAX_UNSURE_SHARE * self.num_positions
 
 
+def make_checkpoint(
+    family: str, folder: Path, seed: int, *, is_shallow: bool, is_sharp: bool
+) -> "torch.nn.Module":
+    """Saves the family's checkpoint of that seed, and returns the model of transformers.
+
+    Args:
+        is_shallow: The checkpoint is that of `more_families.SHALLOW`, if the family is there.
+        is_sharp: Whether the best token of most positions leads clearly.
+    """
+    from tests.oracles import families, more_families
+
+    table = families.FAMILIES | families.EXTRA | families.NEWEST
+    if is_shallow:
+        table |= more_families.SHALLOW
+    model, _ = families.build(family, seed, table)
+    if is_sharp:
+        families.sharpen(model, seed)
+    families.finish(model, folder)
+    return model
+
+
 def make_reference(family: str, folder: Path, seed: int, *, is_shallow: bool = False) -> Reference:
     """Saves the family's checkpoint of that seed, and runs transformers on it.
 
     Args:
-        is_shallow: The checkpoint is that of `more_families.SHALLOW`, if the family is there.
+        is_shallow: As in `make_checkpoint`.
     """
     import torch
 
     from tests.oracles import families, more_families
 
-    table = families.FAMILIES | families.EXTRA
-    if is_shallow:
-        table |= more_families.SHALLOW
-    model, _ = families.build(family, seed, table)
-    families.sharpen(model, seed)
-    families.finish(model, folder)
+    model = make_checkpoint(family, folder, seed, is_shallow=is_shallow, is_sharp=True)
     lengths = more_families.PROMPT_LENS.get(family)
     prompts = families.prompts(seed) if lengths is None else families.prompts(seed, lengths=lengths)
     reference = Reference(prompts=prompts, token_ids=[], logits=[], relative_error=0)
@@ -127,9 +157,7 @@ def make_reference(family: str, folder: Path, seed: int, *, is_shallow: bool = F
         errors.append(float((uncached - scores).abs().max() / scores.abs().max()))
         reference.token_ids.append(token_ids)
         reference.logits.append(scores.numpy())
-    reference = dataclasses.replace(reference, relative_error=max(errors))
-    assert reference.relative_error <= MAX_REFERENCE_ERROR
-    return reference
+    return dataclasses.replace(reference, relative_error=max(errors))
 
 
 class ParityEngine:

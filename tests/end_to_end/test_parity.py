@@ -1,14 +1,15 @@
-"""Every family answers as live transformers does, under the settings of `parity`.
+"""Every family answers as live transformers does.
 
-The normal suite runs each family once, with few layers and few programs: one of steps and one of
-bursts, since compiling takes most of the time. Families of `EVERY_KIND` also run batch-invariant
-programs and `CompiledGenerator`. Together these families have sliding windows, chunks, sinks,
-experts, and layers that share a cache.
+The normal suite compares the families of `EVERY_SETTING` under all settings of `parity`, with few
+layers and few programs: one of steps and one of bursts, since compiling takes most of the time.
+Together these families have every kind of layer. Those of `EVERY_KIND` also run batch-invariant
+programs and `CompiledGenerator`. Every other family has the cheap check of `forward_check`.
 
 `pytest -m slow` runs three seeds of every family with all its layers, every size of program, and
 programs of every kind.
 """
 
+import time
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,35 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from tests.end_to_end.forward_check import forward_share_of_bound
 from tests.end_to_end.parity import TABLE_HEAD, ParityEngine, Reference, make_reference, table_line
 from tests.oracles.test_families import LOADED
 
+EVERY_SETTING = (
+    "llama",  # full attention and a gated MLP
+    "mistral-window",  # a window in every layer
+    "gemma2",  # windows and full attention, soft caps
+    "gemma4-ple",  # layers that share keys and values
+    "llama4",  # chunks, layers without positions, a shared expert
+    "gpt-oss",  # sinks and experts
+    "mimo-v2-flash-dense",  # sinks, values narrower than keys
+    "qwen3-moe",  # experts, and a layer without them
+    "glm4-moe",  # experts chosen by sigmoids
+    "stablelm-2",  # layer norms, attention and the MLP in parallel
+)
 EVERY_KIND = ("gemma4-ple", "llama4", "mimo-v2-flash-dense")
+OTHERS = [family for family in LOADED if family not in EVERY_SETTING]
 
 
-@pytest.mark.parametrize("family", LOADED)
+@pytest.mark.parametrize("family", OTHERS)
+def test_forward_pass_has_the_logits_of_transformers(family: str, tmp_path: Path) -> None:
+    start = time.process_time()
+    share = forward_share_of_bound(family, tmp_path, 1)
+    seconds = time.process_time() - start
+    print(f"\n{family:20} {share:8.3f} of bound, {seconds:4.1f} s of CPU time")
+
+
+@pytest.mark.parametrize("family", EVERY_SETTING)
 def test_family_answers_as_transformers_does(family: str, tmp_path: Path) -> None:
     reference = make_reference(family, tmp_path, 1, is_shallow=True)
     engine = ParityEngine(tmp_path, has_every_size=False, has_every_kind=family in EVERY_KIND)

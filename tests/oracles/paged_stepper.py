@@ -16,7 +16,7 @@ from paxkv.runner.programs.make_batch import make_batch
 from tests.oracles.placed_model import place_model
 from tests.quick_compile import QUICK_COMPILE
 
-NUM_TOKENS = 48  # of every step, so that one compiled program serves prompts, chunks and decodes
+NUM_TOKENS = 48  # of a step, so that one compiled program serves prompts, chunks and decodes
 NUM_REQS = 4  # one row more than the tests use: it stays empty
 MAX_MODEL_LEN = 48
 BLOCK_SIZE = 8
@@ -30,8 +30,9 @@ class PagedStepper:
     later token sees are replaced by the null block.
 
     Args:
+        num_tokens: Tokens of every step, with padding.
         only_last_tokens: The logits of each chunk's last token are computed, and no others.
-        widths: Numbers of tokens that a step may compute, the last `NUM_TOKENS`.
+        widths: Numbers of tokens that a step may compute, the last `num_tokens`.
         cache_dtype: Of keys and values; None is that of the model.
         wants: What the model returns in addition to logits.
 
@@ -43,6 +44,7 @@ class PagedStepper:
         self,
         loaded: LoadedModel,
         *,
+        num_tokens: int = NUM_TOKENS,
         only_last_tokens: bool = False,
         widths: tuple[int, ...] = (),
         cache_dtype: str | None = None,
@@ -51,6 +53,7 @@ class PagedStepper:
         self._placed = placed = place_model(loaded, block_size=BLOCK_SIZE, dtype=cache_dtype)
         self._loaded = placed.model
         self._table_shapes = placed.tables(MAX_MODEL_LEN)
+        self._num_tokens = num_tokens
         self._only_last_tokens = only_last_tokens
         self._wants = dataclasses.replace(wants, logits="last" if only_last_tokens else "indices")
         self._widths = widths
@@ -92,8 +95,8 @@ class PagedStepper:
         """
         counts = np.array([len(chunks.get(row, ())) for row in range(NUM_REQS)])
         query_start_loc = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        token_ids = np.zeros(NUM_TOKENS, np.int32)
-        positions = np.zeros(NUM_TOKENS, np.int32)
+        token_ids = np.zeros(self._num_tokens, np.int32)
+        positions = np.zeros(self._num_tokens, np.int32)
         for row, chunk in chunks.items():
             own = slice(query_start_loc[row], query_start_loc[row + 1])
             token_ids[own] = chunk
@@ -112,7 +115,7 @@ class PagedStepper:
             logits_indices=(
                 np.maximum(query_start_loc[1:] - 1, 0)
                 if self._only_last_tokens
-                else np.arange(NUM_TOKENS, dtype=np.int32)
+                else np.arange(self._num_tokens, dtype=np.int32)
             ),
             wants=self._wants,
             widths=self._widths,

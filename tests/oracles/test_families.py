@@ -12,7 +12,7 @@ from models.errors import UnsupportedModelError
 from tests.oracles import families
 from tests.oracles.more_families import MORE
 
-DECODERS = families.FAMILIES | families.EXTRA
+DECODERS = families.FAMILIES | families.EXTRA | families.NEWEST
 # README.md's table of models names the same.
 LOADED = [
     "llama",
@@ -37,11 +37,16 @@ LOADED = [
     "stablelm",
     "stablelm-2",
     "mimo-v2-flash-dense",
+    "iquestcoder",
+    "internlm3",
 ]
+# transformers saves these with the architecture of another family in config.json, and with other
+# names of tensors. The loader refuses the tensors.
+UNDER_ANOTHER_NAME = ("exaone3", "sarvam-moe")
 
 
 def test_decoder_configurations_load_or_are_refused_with_the_architecture_named():
-    assert len(DECODERS) == 125 + len(MORE)
+    assert len(DECODERS) == 136 + len(MORE)
     loaded = []
     for name, make_config in DECODERS.items():
         config = make_config()
@@ -53,4 +58,4 @@ def test_decoder_configurations_load_or_are_refused_with_the_architecture_named(
             assert config.architectures[0] in str(error), name
         else:
             loaded.append(name)
-    assert loaded == LOADED
+    assert [name for name in loaded if name not in UNDER_ANOTHER_NAME] == LOADED

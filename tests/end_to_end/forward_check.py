@@ -1,0 +1,51 @@
+"""Compares one program of a family with live transformers: two prompts in one step, and a decode.
+
+The check costs a tenth of `parity`. It covers the weights and the arithmetic of every layer. The
+settings of the engine are left to `parity`.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from models import load_model
+from tests.end_to_end.parity import largest_difference, make_checkpoint
+from tests.oracles.paged_stepper import PagedStepper
+
+# Longer than the windows and chunks of the checkpoints.
+PROMPT_LENS = (39, 42)
+_NUM_TOKENS = 88  # of a step; the sum of the prompts with some padding
+
+
+def forward_share_of_bound(family: str, folder: Path, seed: int) -> float:
+    """The largest difference of a logit, as a share of the largest one that is allowed.
+
+    All tokens of both prompts and one more token of each are compared.
+    """
+    import torch
+
+    from tests.oracles import families
+
+    model = make_checkpoint(family, folder, seed, is_shallow=True, is_sharp=False)
+    vocab = getattr(model.config, "output_vocab_size", families.VOCAB)
+    texts = families.prompts(seed, vocab, [length + 1 for length in PROMPT_LENS])
+    wanted, errors = [], []
+    with torch.no_grad():
+        for text in texts:
+            uncached = model(input_ids=torch.tensor([text]), use_cache=False).logits[0]
+            cache = model(input_ids=torch.tensor([text[:-1]]), use_cache=True).cache
+            decoded = model(input_ids=torch.tensor([text[-1:]]), cache=cache).logits[0]
+            errors.append(float((decoded[0] - uncached[-1]).abs().max() / uncached.abs().max()))
+            wanted.append(uncached.float().numpy())
+    bound = largest_difference(max(float(np.abs(logits).max()) for logits in wanted), max(errors))
+
+    stepper = PagedStepper(load_model(folder, dtype="float32"), num_tokens=_NUM_TOKENS)
+    prompts = stepper.step({row: text[:-1] for row, text in enumerate(texts)})
+    decodes = stepper.step({row: text[-1:] for row, text in enumerate(texts)})
+    assert stepper.num_traces == 1
+    got = [np.concatenate([prompts[row], decodes[row]]) for row in range(len(texts))]
+    differences = [np.abs(ours - theirs).max() for ours, theirs in zip(got, wanted, strict=True)]
+    assert max(differences) <= bound, (
+        f"{family}: a logit differs by {max(differences):.3g}, the bound is {bound:.3g}"
+    )
+    return float(max(differences) / bound)
