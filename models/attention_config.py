@@ -19,6 +19,8 @@ class AttentionConfig:
     v_head_dim: int | None = None  # width of a value; None is `head_dim`
     # Leading dimensions of each head that are turned; None is all of them.
     rotary_dim: int | None = None
+    # Whether queries and keys are turned. Otherwise the layer does not see positions.
+    has_positions: bool = True
     # A token sees itself and the `sliding_window - 1` tokens before it; None is all of them.
     sliding_window: int | None = None
     # A token at position p sees itself and what is before it in its chunk, from
@@ -43,7 +45,7 @@ class AttentionConfig:
                 f"config.json: head_dim={self.head_dim} is odd; rotary embeddings turn pairs of "
                 "dimensions and want an even one."
             )
-        num_turned = self.rotary[1]
+        num_turned = self.head_dim if self.rotary_dim is None else self.rotary_dim
         if num_turned % 2 or not 0 < num_turned <= self.head_dim:
             raise ModelConfigError(
                 f"config.json: partial_rotary_factor makes rotary embeddings turn {num_turned} of "
@@ -68,5 +70,10 @@ class AttentionConfig:
 
     @property
     def rotary(self) -> tuple[RopeConfig, int]:
-        """Layers with equal ones turn as many dimensions of each head, by the same angles."""
+        """The embedding, and how many dimensions of each head it turns: 0 without positions.
+
+        Layers with equal values turn by the same angles.
+        """
+        if not self.has_positions:
+            return self.rope, 0
         return self.rope, self.head_dim if self.rotary_dim is None else self.rotary_dim

@@ -1,4 +1,4 @@
-"""`DenseConfig`: attention and a gated MLP in every layer; and how its parts are read."""
+"""`DenseConfig` and `LayerNormConfig`: attention and an MLP in every layer; how they are read."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,22 +8,34 @@ from models.config import ModelConfig, read_model_fields
 from models.config_fields import read_count, read_number
 from models.errors import UnsupportedModelError
 
-Activation = Literal["silu", "gelu_pytorch_tanh"]
+Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu2"]
 
-# As config.json names them; "swish" is silu under its older name.
+# As config.json names them. "swish" and "gelu_new" are older names.
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
+    "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_pytorch_tanh",
+    "gelu_new": "gelu_pytorch_tanh",
+    "relu2": "relu2",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseConfig(ModelConfig):
-    """A decoder whose layers have attention and a gated MLP."""
+    """A decoder whose layers have attention, an MLP and RMS norms."""
 
     intermediate_size: int
     rms_norm_eps: float
+    hidden_act: Activation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerNormConfig(ModelConfig):
+    """A decoder whose layers have attention, an MLP and layer norms."""
+
+    intermediate_size: int
+    layer_norm_eps: float
     hidden_act: Activation
 
 
@@ -44,6 +56,25 @@ def read_dense_fields(
         "intermediate_size": read_count(hf_config, "intermediate_size"),
         "rms_norm_eps": read_number(hf_config, "rms_norm_eps", 1e-6),
         "hidden_act": read_activation(hf_config, activation_field, default_activation),
+    }
+
+
+def read_layer_norm_fields(
+    hf_config: Mapping[str, object],
+    *,
+    eps_field: str = "layer_norm_eps",
+    default_activation: Activation = "silu",
+    default_tie_word_embeddings: bool = False,
+) -> dict[str, object]:
+    """The fields of `LayerNormConfig` except `attention`. Defaults are as in `read_dense_fields`.
+
+    Raises: As `read_model_fields`.
+    """
+    fields = read_model_fields(hf_config, default_tie_word_embeddings=default_tie_word_embeddings)
+    return fields | {
+        "intermediate_size": read_count(hf_config, "intermediate_size"),
+        "layer_norm_eps": read_number(hf_config, eps_field, 1e-5),
+        "hidden_act": read_activation(hf_config, "hidden_act", default_activation),
     }
 
 

@@ -1,4 +1,4 @@
-"""Which layers of a model attend to a sliding window, and how long it is, from its config.json."""
+"""Which layers of a model have a sliding window or no positions, from its config.json."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -64,3 +64,52 @@ def with_window(
     if window is None or window >= max_scaled_positions(rope, max_position_embeddings):
         return attention
     return replace(attention, sliding_window=window)
+
+
+def attention_by_type(
+    hf_config: Mapping[str, object],
+    is_sliding: Iterable[bool],
+    *,
+    full: AttentionConfig,
+    sliding: AttentionConfig,
+    window: int | None,
+    max_position_embeddings: int,
+) -> tuple[AttentionConfig, ...]:
+    """The attention of each layer, by its type (`read_layer_types`).
+
+    Args:
+        is_sliding: For each layer, by the family's own rule.
+        full: Of full layers.
+        sliding: Of sliding layers, without the window.
+        window: None where the model has none, or has it switched off.
+
+    Raises: As `read_layer_types`.
+    """
+    by_type = {
+        "full_attention": full,
+        "sliding_attention": with_window(sliding, window, max_position_embeddings),
+    }
+    layer_types = read_layer_types(hf_config, is_sliding, sliding_window=window)
+    return tuple(by_type[layer_type] for layer_type in layer_types)
+
+
+def read_has_positions(hf_config: Mapping[str, object], num_layers: int) -> list[bool]:
+    """For each layer, whether it rotates queries and keys: by default all but every fourth.
+
+    Raises:
+        ModelConfigError: `no_rope_layers` is no list of zeros and ones, or is too short.
+    """
+    written = hf_config.get("no_rope_layers")
+    if not written:
+        interval = read_count(hf_config, "no_rope_layer_interval", 4)
+        return [(layer_idx + 1) % interval != 0 for layer_idx in range(num_layers)]
+    if (
+        not isinstance(written, list)
+        or len(written) < num_layers
+        or any(value not in (0, 1) for value in written)
+    ):
+        raise ModelConfigError(
+            f"config.json: no_rope_layers is {written!r}; wanted a list of {num_layers} numbers, "
+            "0 for each layer without positions and 1 for each other layer."
+        )
+    return [value == 1 for value in written[:num_layers]]

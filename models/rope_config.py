@@ -100,6 +100,15 @@ def parse_ropes_by_layer_type(
     )
 
 
+def with_default_rope(
+    hf_config: Mapping[str, object], rope_parameters: Mapping[str, object]
+) -> dict[str, object]:
+    """The config.json with these rope parameters, if it has none under either name."""
+    if hf_config.get("rope_scaling") or hf_config.get("rope_parameters") is not None:
+        return dict(hf_config)
+    return {**hf_config, "rope_parameters": rope_parameters}
+
+
 def max_scaled_positions(rope: RopeConfig, max_position_embeddings: int) -> int:
     """Positions that an embedding is made for once it is scaled.
 

@@ -12,7 +12,7 @@ from models.config_fields import read_flag, read_number, read_optional_number
 from models.decoder import Decoder
 from models.dense_config import DenseConfig, read_dense_fields, read_head_fields
 from models.errors import UnsupportedModelError
-from models.layer_types import read_layer_types, read_sliding_window, with_window
+from models.layer_types import attention_by_type, read_sliding_window
 from models.layers.attention import Attention
 from models.layers.decoder_layers import SandwichNormLayer
 from models.layers.mlp import GatedMLP
@@ -38,26 +38,7 @@ class Gemma2ForCausalLM(Decoder):
 
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> GemmaConfig:
-        fields = read_gemma_fields(hf_config)
-        max_positions = fields["max_position_embeddings"]
-        soft_cap, logits_soft_cap = read_soft_caps(hf_config, 50.0, 30.0)
-        full = AttentionConfig(
-            **read_gemma_head_fields(hf_config),
-            rope=parse_rope_config(hf_config, max_positions),
-            soft_cap=soft_cap,
-        )
-        window = read_sliding_window(hf_config, default=4096)
-        by_type = {
-            "full_attention": full,
-            "sliding_attention": with_window(full, window, max_positions),
-        }
-        is_sliding = [layer_idx % 2 == 0 for layer_idx in range(fields["num_layers"])]
-        layer_types = read_layer_types(hf_config, is_sliding, sliding_window=window)
-        return GemmaConfig(
-            **fields,
-            attention=tuple(by_type[layer_type] for layer_type in layer_types),
-            logits_soft_cap=logits_soft_cap,
-        )
+        return read_gemma2_config(hf_config)
 
     def __init__(self, config: GemmaConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
         norm = functools.partial(OffsetRMSNorm, eps=config.rms_norm_eps, dtype=dtype)
@@ -96,6 +77,28 @@ class Gemma2ForCausalLM(Decoder):
         hidden: jax.Array,  # f[num_logits, hidden]
     ) -> jax.Array:  # f32[num_logits, vocab]
         return soft_cap_logits(super().compute_logits(hidden), self.config.logits_soft_cap)
+
+
+def read_gemma2_config(hf_config: Mapping[str, object]) -> GemmaConfig:
+    """Reads the config.json of Gemma 2, and of models with the same fields."""
+    fields = read_gemma_fields(hf_config)
+    max_positions = fields["max_position_embeddings"]
+    soft_cap, logits_soft_cap = read_soft_caps(hf_config, 50.0, 30.0)
+    full = AttentionConfig(
+        **read_gemma_head_fields(hf_config),
+        rope=parse_rope_config(hf_config, max_positions),
+        soft_cap=soft_cap,
+    )
+    window = read_sliding_window(hf_config, default=4096)
+    attention = attention_by_type(
+        hf_config,
+        [layer_idx % 2 == 0 for layer_idx in range(fields["num_layers"])],
+        full=full,
+        sliding=full,
+        window=window,
+        max_position_embeddings=max_positions,
+    )
+    return GemmaConfig(**fields, attention=attention, logits_soft_cap=logits_soft_cap)
 
 
 def read_gemma_fields(hf_config: Mapping[str, object]) -> dict[str, object]:

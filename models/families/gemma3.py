@@ -15,7 +15,7 @@ from models.families.gemma2 import (
     read_gemma_head_fields,
     read_logits_soft_cap,
 )
-from models.layer_types import read_layer_types, read_sliding_window, with_window
+from models.layer_types import attention_by_type, read_sliding_window
 from models.layers.attention import Attention
 from models.layers.rms_norm import OffsetRMSNorm
 from models.rope_config import parse_ropes_by_layer_type
@@ -32,20 +32,17 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
         rope, sliding_rope = parse_ropes_by_layer_type(hf_config, max_positions)
         full = AttentionConfig(**read_gemma_head_fields(hf_config), rope=rope)
         window = read_sliding_window(hf_config, default=4096)
-        sliding = dataclasses.replace(full, rope=sliding_rope)
-        by_type = {
-            "full_attention": full,
-            "sliding_attention": with_window(sliding, window, max_positions),
-        }
         # Pattern 3 -> sliding, sliding, full, sliding, sliding, full, ...
         pattern = read_count(hf_config, "sliding_window_pattern", 6)
-        is_sliding = [(layer_idx + 1) % pattern != 0 for layer_idx in range(num_layers)]
-        layer_types = read_layer_types(hf_config, is_sliding, sliding_window=window)
-        return GemmaConfig(
-            **fields,
-            attention=tuple(by_type[layer_type] for layer_type in layer_types),
-            logits_soft_cap=logits_soft_cap,
+        attention = attention_by_type(
+            hf_config,
+            [(layer_idx + 1) % pattern != 0 for layer_idx in range(num_layers)],
+            full=full,
+            sliding=dataclasses.replace(full, rope=sliding_rope),
+            window=window,
+            max_position_embeddings=max_positions,
         )
+        return GemmaConfig(**fields, attention=attention, logits_soft_cap=logits_soft_cap)
 
     def make_attention(
         self,

@@ -15,11 +15,18 @@ from models.decoder import Decoder
 from models.dense_config import read_dense_fields, read_head_fields
 from models.errors import ModelConfigError, UnsupportedModelError
 from models.layer_context import LayerContext
+from models.layer_types import read_has_positions
 from models.layers.attention import Attention
+from models.layers.attention_variants import (
+    NormedLastAttention,
+    QueryScale,
+    ScaledQueriesAttention,
+)
 from models.layers.decoder_layers import PreNormLayer
 from models.layers.experts import make_experts, packed_gate_up_rules
 from models.layers.mlp import GatedMLP
 from models.layers.rms_norm import RMSNorm, UnscaledRMSNorm
+from models.layers.rotary import apply_rotary_to_neighbors
 from models.layers.routing import Router, Routing
 from models.moe_config import MoEConfig, read_expert_fields
 from models.rope_config import max_scaled_positions, parse_rope_config
@@ -30,11 +37,9 @@ from models.weight_rule import WeightRule, with_renamed_sources
 class Llama4AttentionConfig(AttentionConfig):
     """The attention of one layer."""
 
-    has_positions: bool  # whether queries and keys are rotated
     has_qk_norm: bool  # whether queries and keys are normed after the rotation
-    # Layers without positions multiply their queries by `query_factors`. None: this layer does not.
-    floor_scale: int | None
-    attn_scale: float
+    # Of layers without positions, unless config.json switches it off.
+    query_scale: QueryScale | None
 
     def __post_init__(self) -> None:
         AttentionConfig.__post_init__(self)
@@ -94,53 +99,6 @@ class Llama4ForCausalLM(Decoder):
         return with_renamed_sources(rules, lambda name: name.replace(".mlp.", ".feed_forward."))
 
 
-class TurnedAttention(Attention):
-    """Attention that rotates dimensions 2 * i and 2 * i + 1 as a pair, and norms after that."""
-
-    def __init__(self, config: Llama4AttentionConfig, *, eps: float, dtype: jnp.dtype) -> None:
-        norm = UnscaledRMSNorm(eps=eps) if config.has_qk_norm else None
-        super().__init__(config, q_norm=norm, k_norm=norm, dtype=dtype)
-
-    def _queries(
-        self, normed: jax.Array, cos: jax.Array, sin: jax.Array, context: LayerContext
-    ) -> jax.Array:
-        q = turn_pairs(_heads(self.q_proj(normed, context), self.config.head_dim), cos, sin)
-        return q if self.q_norm is None else self.q_norm(q)
-
-    def _keys_and_values(
-        self, normed: jax.Array, cos: jax.Array, sin: jax.Array, context: LayerContext
-    ) -> tuple[jax.Array, jax.Array]:
-        k, v = self._project_keys_and_values(normed, context)
-        k = turn_pairs(_heads(k, self.config.head_dim), cos, sin)
-        return k if self.k_norm is None else self.k_norm(k), _heads(v, self.config.value_head_dim)
-
-
-class UnturnedAttention(Attention):
-    """Attention without positions (NoPE). The factor of a query grows with its position."""
-
-    def __init__(self, config: Llama4AttentionConfig, *, dtype: jnp.dtype) -> None:
-        super().__init__(config, dtype=dtype)
-
-    def _queries(
-        self, normed: jax.Array, cos: jax.Array, sin: jax.Array, context: LayerContext
-    ) -> jax.Array:
-        q = _heads(self.q_proj(normed, context), self.config.head_dim)
-        if self.config.floor_scale is None:
-            return q
-        factors = query_factors(
-            context.of_rows(context.batch.positions),
-            floor_scale=self.config.floor_scale,
-            attn_scale=self.config.attn_scale,
-        )
-        return (q.astype(jnp.float32) * factors[:, None, None]).astype(q.dtype)
-
-    def _keys_and_values(
-        self, normed: jax.Array, cos: jax.Array, sin: jax.Array, context: LayerContext
-    ) -> tuple[jax.Array, jax.Array]:
-        k, v = self._project_keys_and_values(normed, context)
-        return _heads(k, self.config.head_dim), _heads(v, self.config.value_head_dim)
-
-
 class Llama4MoE(nnx.Module):
     """Each row goes through one expert and a shared expert.
 
@@ -163,43 +121,15 @@ class Llama4MoE(nnx.Module):
         return self.shared_expert(x, context) + self.experts(scaled, routing, context)
 
 
-def turn_pairs(
-    x: jax.Array,  # f[num_rows, num_heads, head_dim]
-    cos: jax.Array,  # f32[num_rows, head_dim // 2]
-    sin: jax.Array,  # f32[num_rows, head_dim // 2]
-) -> jax.Array:  # f[num_rows, num_heads, head_dim]
-    """Like `apply_rotary`, for checkpoints whose pairs are dimensions 2 * i and 2 * i + 1."""
-    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 2)
-    first, second = pairs[..., 0], pairs[..., 1]
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.reshape(x.shape).astype(x.dtype)
-
-
-def query_factors(
-    positions: jax.Array,  # i32[num_rows]
-    *,
-    floor_scale: int,
-    attn_scale: float,
-) -> jax.Array:  # f32[num_rows]
-    """Factors of queries: 1 up to position `floor_scale - 2`, then rising.
-
-    The factor rises by a smaller step after each further `floor_scale` positions.
-
-    Source: arXiv:2501.19399, section 3.
-    """
-    floors = (positions + 1) // floor_scale
-    return jnp.log1p(floors.astype(jnp.float32)) * attn_scale + 1.0
-
-
-def _heads(x: jax.Array, head_dim: int) -> jax.Array:  # f[rows, heads * head_dim] -> f[rows, ..]
-    return x.reshape(x.shape[0], -1, head_dim)
-
-
 def _make_attention(attention: Llama4AttentionConfig, *, eps: float, dtype: jnp.dtype) -> Attention:
-    if attention.has_positions:
-        return TurnedAttention(attention, eps=eps, dtype=dtype)
-    return UnturnedAttention(attention, dtype=dtype)
+    rotate = apply_rotary_to_neighbors
+    if attention.query_scale is not None:
+        query_scale = attention.query_scale
+        return ScaledQueriesAttention(
+            attention, query_scale=query_scale, rotate=rotate, dtype=dtype
+        )
+    norm = UnscaledRMSNorm(eps=eps) if attention.has_qk_norm else None
+    return NormedLastAttention(attention, q_norm=norm, k_norm=norm, rotate=rotate, dtype=dtype)
 
 
 def _make_mlp(config: MoEConfig, intermediate_size: int, dtype: jnp.dtype) -> GatedMLP:
@@ -227,19 +157,21 @@ def _read_attention(
         rope=rope,
         qkv_bias=has_bias,
         out_bias=has_bias,
-        has_positions=True,
         has_qk_norm=read_flag(hf_config, "use_qk_norm", True),
-        floor_scale=None,
-        attn_scale=read_number(hf_config, "attn_scale", 0.1),
+        query_scale=None,
     )
-    floor_scale = read_count(hf_config, "floor_scale", 8192)
+    query_scale = QueryScale(
+        weight=read_number(hf_config, "attn_scale", 0.1),
+        period=read_count(hf_config, "floor_scale", 8192),
+        offset=1,
+    )
     unturned = dataclasses.replace(
         turned,
         has_positions=False,
         has_qk_norm=False,
-        floor_scale=floor_scale if _has_temperature(hf_config) else None,
+        query_scale=query_scale if _has_temperature(hf_config) else None,
     )
-    has_positions = _read_has_positions(hf_config, num_layers)
+    has_positions = read_has_positions(hf_config, num_layers)
     chunk_size = _read_chunk_size(hf_config)
     is_chunked = _read_is_chunked(hf_config, has_positions, chunk_size)
     if chunk_size is not None and chunk_size >= max_scaled_positions(rope, max_positions):
@@ -257,24 +189,6 @@ def _has_temperature(hf_config: Mapping[str, object]) -> bool:
     name = "attn_temperature_tuning"
     value = hf_config.get(name)
     return bool(value) if type(value) is int else read_flag(hf_config, name, True)
-
-
-def _read_has_positions(hf_config: Mapping[str, object], num_layers: int) -> list[bool]:
-    """For each layer, whether it rotates queries and keys: by default all but every fourth."""
-    written = hf_config.get("no_rope_layers")
-    if not written:
-        interval = read_count(hf_config, "no_rope_layer_interval", 4)
-        return [(layer_idx + 1) % interval != 0 for layer_idx in range(num_layers)]
-    if (
-        not isinstance(written, list)
-        or len(written) < num_layers
-        or any(value not in (0, 1) for value in written)
-    ):
-        raise ModelConfigError(
-            f"config.json: no_rope_layers is {written!r}; wanted a list of {num_layers} numbers, "
-            "0 for each layer without positions and 1 for each other layer."
-        )
-    return [value == 1 for value in written[:num_layers]]
 
 
 def _read_chunk_size(hf_config: Mapping[str, object]) -> int | None:

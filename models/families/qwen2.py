@@ -6,7 +6,7 @@ from models.attention_config import AttentionConfig
 from models.config_fields import read_count, read_flag
 from models.dense_config import read_dense_fields, read_head_fields
 from models.families.llama import LlamaConfig, LlamaForCausalLM
-from models.layer_types import read_layer_types, read_sliding_window, with_window
+from models.layer_types import attention_by_type, read_sliding_window
 from models.rope_config import parse_rope_config
 
 
@@ -42,11 +42,11 @@ def windowed_layers(
     first = num_layers
     if window is not None:
         first = read_count(hf_config, "max_window_layers", 28, minimum=0)
-    layer_types = read_layer_types(
-        hf_config, [layer_idx >= first for layer_idx in range(num_layers)], sliding_window=window
+    return attention_by_type(
+        hf_config,
+        [layer_idx >= first for layer_idx in range(num_layers)],
+        full=attention,
+        sliding=attention,
+        window=window,
+        max_position_embeddings=fields["max_position_embeddings"],
     )
-    by_type = {
-        "full_attention": attention,
-        "sliding_attention": with_window(attention, window, fields["max_position_embeddings"]),
-    }
-    return tuple(by_type[layer_type] for layer_type in layer_types)

@@ -12,7 +12,7 @@ from models.cache.format import Pages
 from models.layer_context import LayerContext
 from models.layers.attend import attend
 from models.layers.linear import Linear
-from models.layers.rotary import apply_rotary
+from models.layers.rotary import Rotate, apply_rotary
 from models.weight_rule import Source, WeightRule
 
 Norm = Callable[[jax.Array], jax.Array]
@@ -22,7 +22,12 @@ class AttentionBase(nnx.Module):
     """The parts that all classes share: queries with rotary positions, sinks, output projection."""
 
     def __init__(
-        self, config: AttentionConfig, *, q_norm: nnx.Module | None, dtype: jnp.dtype
+        self,
+        config: AttentionConfig,
+        *,
+        q_norm: nnx.Module | None,
+        rotate: Rotate,
+        dtype: jnp.dtype,
     ) -> None:
         self.q_proj = _linear_in(config, config.num_q_heads * config.head_dim, dtype)
         self.o_proj = Linear(
@@ -33,6 +38,7 @@ class AttentionBase(nnx.Module):
             dtype=dtype,
         )
         self.q_norm = q_norm
+        self.rotate = rotate
         sinks = nnx.Param(jnp.zeros((config.num_q_heads,), dtype)) if config.has_sinks else None
         self.sinks = sinks
         self.config = config
@@ -85,8 +91,21 @@ class AttentionBase(nnx.Module):
         sin: jax.Array,  # f32[num_rows, rotary_dim // 2]
         context: LayerContext,
     ) -> jax.Array:  # f[num_rows, num_q_heads, head_dim]
-        q = _heads(self.q_proj(normed, context), self.config.head_dim)
-        return apply_rotary(q if self.q_norm is None else self.q_norm(q), cos, sin)
+        q = split_heads(self._project_queries(normed, context), self.config.head_dim)
+        return self._placed(q, self.q_norm, cos, sin)
+
+    def _project_queries(self, normed: jax.Array, context: LayerContext) -> jax.Array:
+        return self.q_proj(normed, context)
+
+    def _placed(
+        self,
+        heads: jax.Array,  # f[num_rows, num_heads, head_dim]
+        norm: nnx.Module | None,
+        cos: jax.Array,  # f32[num_rows, rotary_dim // 2]
+        sin: jax.Array,  # f32[num_rows, rotary_dim // 2]
+    ) -> jax.Array:  # f[num_rows, num_heads, head_dim]
+        """Norms the heads of queries or keys, then rotates them to their positions."""
+        return self.rotate(heads if norm is None else norm(heads), cos, sin)
 
 
 class Attention(AttentionBase):
@@ -99,6 +118,7 @@ class Attention(AttentionBase):
         q_norm: nnx.Module | None = None,
         k_norm: nnx.Module | None = None,
         v_norm: nnx.Module | None = None,
+        rotate: Rotate = apply_rotary,
         dtype: jnp.dtype,
     ) -> None:
         """Makes the layer with weights to be filled in.
@@ -107,8 +127,9 @@ class Attention(AttentionBase):
             q_norm: Norm of each query head, before it is rotated. None: queries are not normed.
             k_norm: The same for each key head.
             v_norm: Norm of each value head. None: values are not normed.
+            rotate: Turns queries and keys.
         """
-        super().__init__(config, q_norm=q_norm, dtype=dtype)
+        super().__init__(config, q_norm=q_norm, rotate=rotate, dtype=dtype)
         self.k_proj = _linear_in(config, config.num_kv_heads * config.head_dim, dtype)
         self.v_proj = _linear_in(config, config.num_kv_heads * config.value_head_dim, dtype)
         self.k_norm = k_norm
@@ -163,8 +184,8 @@ class Attention(AttentionBase):
         context: LayerContext,
     ) -> tuple[jax.Array, jax.Array]:
         k, v = self._project_keys_and_values(normed, context)
-        k, v = _heads(k, self.config.head_dim), _heads(v, self.config.value_head_dim)
-        k = apply_rotary(k if self.k_norm is None else self.k_norm(k), cos, sin)
+        k, v = split_heads(k, self.config.head_dim), split_heads(v, self.config.value_head_dim)
+        k = self._placed(k, self.k_norm, cos, sin)
         return k, v if self.v_norm is None else self.v_norm(v)
 
     def _project_keys_and_values(
@@ -183,9 +204,11 @@ class KeysAsValuesAttention(Attention):
         q_norm: nnx.Module | None = None,
         k_norm: nnx.Module | None = None,
         v_norm: nnx.Module | None = None,
+        rotate: Rotate = apply_rotary,
         dtype: jnp.dtype,
     ) -> None:
-        super().__init__(config, q_norm=q_norm, k_norm=k_norm, v_norm=v_norm, dtype=dtype)
+        norms = {"q_norm": q_norm, "k_norm": k_norm, "v_norm": v_norm}
+        super().__init__(config, **norms, rotate=rotate, dtype=dtype)
         del self.v_proj
 
     def _project_keys_and_values(
@@ -199,14 +222,20 @@ class SharedKVAttention(AttentionBase):
     """Attention to the keys and values of an earlier layer (`AttentionConfig.kv_layer_idx`)."""
 
     def __init__(
-        self, config: AttentionConfig, *, q_norm: nnx.Module | None = None, dtype: jnp.dtype
+        self,
+        config: AttentionConfig,
+        *,
+        q_norm: nnx.Module | None = None,
+        rotate: Rotate = apply_rotary,
+        dtype: jnp.dtype,
     ) -> None:
         """Makes the layer with weights to be filled in.
 
         Args:
             q_norm: Norm of each query head, before it is rotated. None: queries are not normed.
+            rotate: Turns queries, as the earlier layer turns its keys.
         """
-        super().__init__(config, q_norm=q_norm, dtype=dtype)
+        super().__init__(config, q_norm=q_norm, rotate=rotate, dtype=dtype)
 
     def __call__(
         self, hidden: jax.Array, pages: Pages, context: LayerContext, *, norm: Norm
@@ -227,5 +256,8 @@ def _linear_in(config: AttentionConfig, width: int, dtype: jnp.dtype) -> Linear:
     )
 
 
-def _heads(x: jax.Array, head_dim: int) -> jax.Array:  # f[rows, heads * head_dim] -> f[rows, ..]
+def split_heads(
+    x: jax.Array,  # f[num_rows, num_heads * head_dim]
+    head_dim: int,
+) -> jax.Array:  # f[num_rows, num_heads, head_dim]
     return x.reshape(x.shape[0], -1, head_dim)

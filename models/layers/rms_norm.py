@@ -1,4 +1,4 @@
-"""Root-mean-square normalization over the last axis, in the two forms that checkpoints have."""
+"""Root-mean-square normalization over the last axis, in the forms that checkpoints have."""
 
 import dataclasses
 
@@ -80,6 +80,10 @@ class JoinedHeadsRMSNorm(RMSNorm):
         x: jax.Array,  # f[num_tokens, num_heads, head_dim]
     ) -> jax.Array:  # f[num_tokens, num_heads, head_dim]
         return super().__call__(x.reshape(x.shape[0], -1)).reshape(x.shape)
+
+
+class RoundedLastJoinedHeadsRMSNorm(JoinedHeadsRMSNorm, RoundedLastRMSNorm):
+    """`RoundedLastRMSNorm` of all heads of a token together (OLMo 2)."""
 
 
 class UnscaledRMSNorm(nnx.Module):

@@ -1,6 +1,7 @@
 """Rotary position embeddings, of the kinds that Hugging Face configs name."""
 
 import math
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,9 @@ def rotary_cos_sin(
     - Different from Hugging Face: a prompt longer than the original length. Processed there in one
       go, all its tokens are turned with the base of the whole prompt's length.
     """
+    if head_dim == 0:  # of layers without positions
+        no_angles = jnp.zeros((positions.shape[0], 0), jnp.float32)
+        return no_angles, no_angles
     if rope.kind == "dynamic":
         angles = positions[:, None].astype(jnp.float32) * _dynamic_inv_freq(
             positions, rope, head_dim
@@ -37,23 +41,57 @@ def rotary_cos_sin(
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
 
-def apply_rotary(
-    x: jax.Array,  # f[num_tokens, num_heads, head_dim]
-    cos: jax.Array,  # f32[num_tokens, rotary_dim // 2]
-    sin: jax.Array,  # f32[num_tokens, rotary_dim // 2]
-) -> jax.Array:  # f[num_tokens, num_heads, head_dim]
-    """Turns dimension pairs (i, i + rotary_dim // 2), the layout of Hugging Face checkpoints.
+class Rotate(Protocol):
+    """Turns the first dimensions of each head; the other dimensions stay as they are."""
 
-    The dimensions of a head after the first `rotary_dim` stay as they are.
+    def __call__(
+        self,
+        x: jax.Array,  # f[num_tokens, num_heads, head_dim]
+        cos: jax.Array,  # f32[num_tokens, rotary_dim // 2]
+        sin: jax.Array,  # f32[num_tokens, rotary_dim // 2]
+    ) -> jax.Array:  # f[num_tokens, num_heads, head_dim]
+        ...
+
+
+def apply_rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Turns dimensions i and i + rotary_dim // 2 as a pair, the layout of most checkpoints.
+
+    See `Rotate` for the shapes.
     """
+    return _turn_first(x, cos, sin, _turn_halves)
+
+
+def apply_rotary_to_neighbors(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Turns dimensions 2 * i and 2 * i + 1 as a pair. See `Rotate` for the shapes."""
+    return _turn_first(x, cos, sin, _turn_neighbors)
+
+
+def apply_rotary_backwards(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Turns the pairs of `apply_rotary` in the other direction. See `Rotate` for the shapes."""
+    return apply_rotary(x, cos, -sin)
+
+
+def _turn_first(x: jax.Array, cos: jax.Array, sin: jax.Array, turn: Rotate) -> jax.Array:
     rotary_dim = 2 * cos.shape[-1]
-    if rotary_dim < x.shape[-1]:
-        turned = apply_rotary(x[..., :rotary_dim], cos, sin)
-        return jnp.concatenate([turned, x[..., rotary_dim:]], axis=-1)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    if rotary_dim == 0:
+        return x
+    turned = turn(x[..., :rotary_dim].astype(jnp.float32), cos[:, None, :], sin[:, None, :])
+    turned = turned.astype(x.dtype)
+    if rotary_dim == x.shape[-1]:
+        return turned
+    return jnp.concatenate([turned, x[..., rotary_dim:]], axis=-1)
+
+
+def _turn_halves(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def _turn_neighbors(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    first, second = pairs[..., 0], pairs[..., 1]
+    turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.reshape(x.shape)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:  # f32[head_dim // 2]

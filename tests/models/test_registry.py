@@ -557,7 +557,7 @@ def test_unknown_architecture_is_refused_and_known_ones_are_named():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"hidden_act": "relu6"}, "hidden_act='relu6'"),
         ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method='awq'"),

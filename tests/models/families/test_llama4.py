@@ -10,10 +10,11 @@ from models.errors import ModelConfigError, UnsupportedModelError
 from models.families.llama4 import (
     Llama4ForCausalLM,
     Llama4MoE,
-    TurnedAttention,
-    UnturnedAttention,
-    query_factors,
-    turn_pairs,
+)
+from models.layers.attention_variants import (
+    NormedLastAttention,
+    QueryScale,
+    ScaledQueriesAttention,
 )
 from models.rope_config import RopeConfig
 from tests.models.plain_context import plain_context
@@ -55,8 +56,8 @@ def test_fields_left_out_are_those_of_transformers():
     for layer in config.attention:
         assert layer.has_qk_norm == (theirs.use_qk_norm and layer.has_positions)
         is_tuned = theirs.attn_temperature_tuning and not layer.has_positions
-        assert layer.floor_scale == (theirs.floor_scale if is_tuned else None)
-        assert layer.attn_scale == theirs.attn_scale
+        scale = QueryScale(weight=theirs.attn_scale, period=theirs.floor_scale, offset=1)
+        assert layer.query_scale == (scale if is_tuned else None)
 
 
 def test_layers_are_as_the_fields_say():
@@ -73,7 +74,7 @@ def test_layers_are_as_the_fields_say():
     assert [idx for idx, has_experts in enumerate(config.has_experts) if has_experts] == [1, 5]
     assert [layer.has_positions for layer in config.attention] == [False, True] * 4
     assert [layer.chunk_size for layer in config.attention] == [None] * 2 + [32] * 6
-    assert {(layer.has_qk_norm, layer.floor_scale) for layer in config.attention} == {(False, None)}
+    assert {(layer.has_qk_norm, layer.query_scale) for layer in config.attention} == {(False, None)}
     assert config.attention[0].rope.theta == 1e4
 
 
@@ -118,8 +119,8 @@ def test_layers_and_weights_have_the_kinds_and_names_of_the_checkpoint():
     )
     kinds = [kind_of(layer) for layer in model.layers]
     assert kinds[0] == kinds[2] == kinds[4] != kinds[1] == kinds[5] != kinds[3] == kinds[7]
-    assert isinstance(model.layers[1].self_attn, TurnedAttention)
-    assert isinstance(model.layers[3].self_attn, UnturnedAttention)
+    assert isinstance(model.layers[1].self_attn, NormedLastAttention)
+    assert isinstance(model.layers[3].self_attn, ScaledQueriesAttention)
     rules = model.weight_rules()
     names = {
         "0.mlp.up_proj.kernel": ("0.feed_forward.up_proj.weight", (16_384, 16)),
@@ -134,23 +135,6 @@ def test_layers_and_weights_have_the_kinds_and_names_of_the_checkpoint():
     for name, (of_checkpoint, shape) in names.items():
         (source,) = rules[f"layers.{name}"].sources
         assert (source.name, source.shape) == (f"model.layers.{of_checkpoint}", shape)
-
-
-def test_pairs_turn_as_complex_numbers_do():
-    rng = np.random.default_rng(0)
-    x_np = rng.standard_normal((3, 2, 8)).astype(np.float32)
-    angles_np = rng.uniform(-3, 3, (3, 4)).astype(np.float32)
-    complex_np = (x_np[..., ::2] + 1j * x_np[..., 1::2]) * np.exp(1j * angles_np)[:, None]
-    got = turn_pairs(jnp.asarray(x_np), jnp.cos(angles_np), jnp.sin(angles_np))
-    np.testing.assert_allclose(got[..., ::2], complex_np.real, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(got[..., 1::2], complex_np.imag, rtol=1e-5, atol=1e-6)
-
-
-def test_queries_grow_after_every_stretch_of_positions():
-    positions = jnp.asarray([0, 6, 7, 14, 15, 23], jnp.int32)
-    got = query_factors(positions, floor_scale=8, attn_scale=0.5)
-    expected = 1 + 0.5 * np.log([1, 1, 2, 2, 3, 4])
-    np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
 def test_the_score_scales_the_input_of_the_expert_and_not_its_output():

@@ -4,7 +4,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.layers.layer_norm import HeadLayerNorm, LayerNorm
+from models.layers.layer_norm import (
+    HeadLayerNorm,
+    LayerNorm,
+    OffsetLayerNorm,
+    StackedHeadLayerNorm,
+    UnbiasedLayerNorm,
+    UnscaledLayerNorm,
+)
 
 
 def test_norm_by_hand():
@@ -69,3 +76,29 @@ def test_norm_equals_live_torch(num_features):
         eps=1e-5,
     )
     np.testing.assert_allclose(norm(x), wanted.numpy(), atol=2e-6)
+
+
+def test_offset_is_added_to_one():
+    norm = OffsetLayerNorm(2, eps=0.0, dtype=jnp.float32)
+    norm.offset[...] = jnp.array([0.0, 9.0])
+    norm.bias[...] = jnp.array([0.5, 2.0])
+    np.testing.assert_allclose(norm(jnp.array([[3.0, 7.0]])), [[-0.5, 12.0]], rtol=1e-6)
+    names = {leaf: rule.sources[0].name for leaf, rule in norm.weight_rules("norm").items()}
+    assert names == {"offset": "norm.weight", "bias": "norm.bias"}
+
+
+def test_norms_without_a_bias_or_any_parameter():
+    norm = UnbiasedLayerNorm(2, eps=0.0, dtype=jnp.float32)
+    norm.scale[...] = jnp.array([1.0, 10.0])
+    np.testing.assert_allclose(norm(jnp.array([[3.0, 7.0]])), [[-1.0, 10.0]], rtol=1e-6)
+    plain = UnscaledLayerNorm(eps=0.0)
+    np.testing.assert_allclose(plain(jnp.array([[3.0, 7.0]])), [[-1.0, 1.0]], rtol=1e-6)
+    assert plain(jnp.ones((1, 2), jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def test_scales_of_heads_may_be_stored_in_one_tensor():
+    rule = StackedHeadLayerNorm(3, 2, eps=0.0, dtype=jnp.float32).weight_rules("q_norm")["scale"]
+    (source,) = rule.sources
+    assert (source.name, source.shape) == ("q_norm.weight", (3, 2))
+    assert rule.combined([np.arange(6).reshape(3, 2)]).tolist() == [0, 1, 2, 3, 4, 5]
+    assert rule.axes == ("heads",)

@@ -1,4 +1,4 @@
-"""The gated MLP and its activations."""
+"""The MLPs and their activations."""
 
 import math
 
@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.layers.mlp import activate
+from models.layers.mlp import PlainMLP, activate
+from tests.models.plain_context import plain_context
 
 
 @pytest.mark.parametrize(
@@ -14,6 +15,8 @@ from models.layers.mlp import activate
     [
         ("silu", 2 / (1 + math.exp(-2))),
         # The tanh form; the exact gelu of 2 is 1.95450.
+        ("gelu", 1 + math.erf(math.sqrt(2))),
+        ("relu2", 4.0),
         ("gelu_pytorch_tanh", 1 + math.tanh(math.sqrt(2 / math.pi) * (2 + 0.044715 * 8))),
     ],
 )
@@ -22,5 +25,19 @@ def test_activation_by_hand(activation, expected):
 
 
 def test_activation_keeps_its_dtype():
-    for activation in ("silu", "gelu_pytorch_tanh"):
+    for activation in ("silu", "gelu", "gelu_pytorch_tanh", "relu2"):
         assert activate(jnp.ones(1, jnp.bfloat16), activation).dtype == jnp.bfloat16
+
+
+def test_squared_relu_of_a_negative_number_is_zero():
+    assert activate(jnp.array([-3.0]), "relu2").tolist() == [0.0]
+
+
+def test_plain_mlp_by_hand():
+    mlp = PlainMLP(1, 2, activation="relu2", use_bias=True, dtype=jnp.float32)
+    mlp.up_proj.kernel[...] = jnp.array([[1.0, -1.0]])
+    mlp.up_proj.bias[...] = jnp.array([1.0, 5.0])
+    mlp.down_proj.kernel[...] = jnp.array([[10.0], [1.0]])
+    mlp.down_proj.bias[...] = jnp.array([0.5])
+    # 3 -> (4, 2) -> (16, 4) -> 164.5
+    np.testing.assert_allclose(mlp(jnp.array([[3.0]]), plain_context()), [[164.5]])

@@ -7,6 +7,7 @@ from models.layers.rms_norm import (
     JoinedHeadsRMSNorm,
     OffsetRMSNorm,
     RMSNorm,
+    RoundedLastJoinedHeadsRMSNorm,
     RoundedLastRMSNorm,
     UnscaledRMSNorm,
 )
@@ -73,4 +74,13 @@ def test_heads_are_normed_together():
     # Root mean square of (1, 7, 1, 7) is 5.
     x = jnp.array([[[1.0, 7.0], [1.0, 7.0]]])
     np.testing.assert_allclose(norm(x), [[[0.2, 14.0], [0.2, 2.8]]], rtol=1e-6)
+    assert norm.weight_rules("q_norm")["scale"].axes == ("heads",)
+
+
+def test_heads_that_are_normed_together_may_be_scaled_before_they_are_rounded():
+    norm = RoundedLastJoinedHeadsRMSNorm(2, eps=0.0, dtype=jnp.bfloat16)
+    norm.scale[...] = jnp.full(2, 1 + 1 / 64, jnp.bfloat16)
+    out = norm(jnp.array([[[3.0], [4.0]]], jnp.bfloat16))
+    # As in `test_bfloat16_scale_is_multiplied_in_float32_and_rounded_once`.
+    assert float(out[0, 0, 0]) == 221 / 256
     assert norm.weight_rules("q_norm")["scale"].axes == ("heads",)

@@ -4,7 +4,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.layers.rotary import apply_rotary, cos_sin_scale, inverse_frequencies, rotary_cos_sin
+from models.layers.rotary import (
+    apply_rotary,
+    apply_rotary_backwards,
+    apply_rotary_to_neighbors,
+    cos_sin_scale,
+    inverse_frequencies,
+    rotary_cos_sin,
+)
 from models.rope_config import RopeConfig, parse_rope_config
 from tests.oracles.golden import load_golden_rope
 from tests.quick_compile import quick_jit
@@ -121,3 +128,30 @@ def test_cos_and_sin_equal_live_transformers(name):
         np.testing.assert_allclose(
             got_part, wanted_part[0, :, : HEAD_DIM // 2].numpy(), atol=1e-3, rtol=0
         )
+
+
+def test_neighbors_turn_as_complex_numbers_do():
+    rng = np.random.default_rng(0)
+    x_np = rng.standard_normal((3, 2, 10)).astype(np.float32)
+    angles_np = rng.uniform(-3, 3, (3, 4)).astype(np.float32)
+    complex_np = (x_np[..., :8:2] + 1j * x_np[..., 1:8:2]) * np.exp(1j * angles_np)[:, None]
+    got = apply_rotary_to_neighbors(x_np, jnp.cos(angles_np), jnp.sin(angles_np))
+    np.testing.assert_allclose(got[..., :8:2], complex_np.real, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got[..., 1:8:2], complex_np.imag, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(got[..., 8:], x_np[..., 8:])
+
+
+def test_rotation_backwards_undoes_the_rotation():
+    x_np = np.random.default_rng(1).standard_normal((2, 1, 6)).astype(np.float32)
+    cos, sin = rotary_cos_sin(jnp.array([3, 70]), RopeConfig(), 4)
+    there = apply_rotary(x_np, cos, sin)
+    assert not np.allclose(there, x_np, atol=1e-3)
+    np.testing.assert_allclose(apply_rotary_backwards(there, cos, sin), x_np, atol=1e-5)
+
+
+def test_heads_without_positions_stay_as_they_are():
+    x_np = np.ones((2, 1, 4), np.float32)
+    cos, sin = rotary_cos_sin(jnp.array([3, 70]), RopeConfig(kind="linear", factor=2.0), 0)
+    assert cos.shape == sin.shape == (2, 0)
+    for rotate in (apply_rotary, apply_rotary_to_neighbors, apply_rotary_backwards):
+        np.testing.assert_array_equal(rotate(x_np, cos, sin), x_np)

@@ -1,0 +1,77 @@
+"""Weight rules for checkpoints that join the weights of several projections into one tensor."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from models.attention_config import AttentionConfig
+from models.weight_rule import Source, WeightRule
+
+
+def with_packed_qkv(
+    rules: Mapping[str, WeightRule],
+    attention: Sequence[AttentionConfig],
+    *,
+    packed: str = "self_attn.qkv_proj",
+) -> dict[str, WeightRule]:
+    """The rules for checkpoints whose tensors hold the rows of q, then of k, then of v.
+
+    Args:
+        attention: Of each layer.
+        packed: The module of the checkpoint that holds the rows.
+    """
+    changed = dict(rules)
+    for layer_idx, layer in enumerate(attention):
+        widths = {
+            "self_attn.q_proj": layer.num_q_heads * layer.head_dim,
+            "self_attn.k_proj": layer.num_kv_heads * layer.head_dim,
+            "self_attn.v_proj": layer.num_kv_heads * layer.value_head_dim,
+        }
+        changed |= _rules_of_rows(rules, f"layers.{layer_idx}", widths, packed)
+    return changed
+
+
+def with_packed_gate_up(
+    rules: Mapping[str, WeightRule],
+    *,
+    num_layers: int,
+    intermediate_size: int,
+    packed: str = "mlp.gate_up_proj",
+) -> dict[str, WeightRule]:
+    """The rules for checkpoints whose tensors hold the rows of the gate, then those of up.
+
+    Args:
+        packed: The module of the checkpoint that holds the rows.
+    """
+    changed = dict(rules)
+    widths = {"mlp.gate_proj": intermediate_size, "mlp.up_proj": intermediate_size}
+    for layer_idx in range(num_layers):
+        changed |= _rules_of_rows(rules, f"layers.{layer_idx}", widths, packed)
+    return changed
+
+
+def _rules_of_rows(
+    rules: Mapping[str, WeightRule], layer: str, widths: Mapping[str, int], packed: str
+) -> dict[str, WeightRule]:
+    """The rules of projections that have consecutive rows of one tensor.
+
+    Args:
+        widths: Projection -> its number of rows, in the order of the tensor.
+    """
+    changed = {}
+    start = 0
+    for projection, width in widths.items():
+        for leaf in ("kernel", "bias"):
+            name = f"{layer}.{projection}.{leaf}"
+            if name not in rules:
+                continue
+            (own,) = rules[name].sources
+            source = Source(
+                name=own.name.replace(projection, packed),
+                shape=(sum(widths.values()), *own.shape[1:]),
+            )
+            rows = slice(start, start + width)
+            changed[name] = dataclasses.replace(
+                rules[name], sources=(source,), combine=lambda arrays, rows=rows: arrays[0][rows]
+            )
+        start += width
+    return changed
