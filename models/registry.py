@@ -32,6 +32,8 @@ FAMILIES: dict[str, str] = {
     "Glm4ForCausalLM": "models.families.glm4:Glm4ForCausalLM",
     "Glm4MoeForCausalLM": "models.families.glm4_moe:Glm4MoeForCausalLM",
     "MiniMaxM2ForCausalLM": "models.families.minimax_m2:MiniMaxM2ForCausalLM",
+    "CohereForCausalLM": "models.families.cohere:CohereForCausalLM",
+    "Cohere2ForCausalLM": "models.families.cohere2:Cohere2ForCausalLM",
     "SeedOssForCausalLM": "models.families.seed_oss:SeedOssForCausalLM",
     "Ernie4_5ForCausalLM": "models.families.ernie4_5:Ernie4_5ForCausalLM",
     "OlmoForCausalLM": "models.families.olmo:OlmoForCausalLM",

@@ -31,6 +31,8 @@ LOADED = [
     "gemma4-ple",
     "gemma4-moe",
     "llama3-rope",
+    "cohere",
+    "cohere2",
     "granite",
     "granite-swa",
     "olmo3",

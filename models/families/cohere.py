@@ -1,0 +1,92 @@
+"""Command R and Aya: attention and the MLP in parallel, layer norms, and a factor of logits."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from models.attention_config import AttentionConfig
+from models.config_fields import read_flag, read_number, with_defaults
+from models.decoder import Decoder
+from models.dense_config import LayerNormConfig, read_head_fields, read_layer_norm_fields
+from models.layers.attention import Attention
+from models.layers.decoder_layers import ParallelLayer
+from models.layers.dense_layers import make_dense_layers
+from models.layers.layer_norm import StackedHeadLayerNorm, UnbiasedLayerNorm
+from models.layers.rotary import apply_rotary_to_neighbors
+from models.rope_config import parse_rope_config
+
+# Defaults of fields that a config.json may leave out.
+_DEFAULTS = {"bos_token_id": 5, "eos_token_id": 255_001, "rope_theta": 5e5}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CohereConfig(LayerNormConfig):
+    """The config of Command R."""
+
+    logits_scale: float  # factor of logits
+    has_head_norms: bool  # whether each head of queries and keys is normed
+
+
+class CohereForCausalLM(Decoder):
+    """Source: huggingface.co/docs/transformers/model_doc/cohere."""
+
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, object]) -> CohereConfig:
+        hf_config = with_defaults(hf_config, _DEFAULTS)
+        fields = read_cohere_fields(hf_config)
+        has_bias = read_flag(hf_config, "attention_bias")
+        attention = AttentionConfig(
+            **read_head_fields(hf_config),
+            rope=parse_rope_config(hf_config, fields["max_position_embeddings"]),
+            qkv_bias=has_bias,
+            out_bias=has_bias,
+        )
+        return CohereConfig(
+            **fields,
+            attention=(attention,) * fields["num_layers"],
+            has_head_norms=read_flag(hf_config, "use_qk_norm"),
+        )
+
+    def __init__(self, config: CohereConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
+        norm = functools.partial(UnbiasedLayerNorm, eps=config.layer_norm_eps, dtype=dtype)
+        layers = make_dense_layers(
+            config,
+            layer=ParallelLayer,
+            attention=functools.partial(_make_attention, config=config, dtype=dtype),
+            norm=norm,
+            dtype=dtype,
+        )
+        super().__init__(
+            config,
+            layers=layers,
+            norm=norm(config.hidden_size),
+            has_head_kernel=has_head_kernel,
+            dtype=dtype,
+        )
+
+    def compute_logits(
+        self,
+        hidden: jax.Array,  # f[num_logits, hidden]
+    ) -> jax.Array:  # f32[num_logits, vocab]
+        return super().compute_logits(hidden) * self.config.logits_scale
+
+
+def read_cohere_fields(hf_config: Mapping[str, object]) -> dict[str, object]:
+    """Reads the fields of `CohereConfig` except `attention` and `has_head_norms`."""
+    fields = read_layer_norm_fields(hf_config, default_tie_word_embeddings=True)
+    return fields | {"logits_scale": read_number(hf_config, "logit_scale", 0.0625)}
+
+
+def _make_attention(
+    attention: AttentionConfig, *, config: CohereConfig, dtype: jnp.dtype
+) -> Attention:
+    make = functools.partial(Attention, attention, rotate=apply_rotary_to_neighbors, dtype=dtype)
+    if not config.has_head_norms:
+        return make()
+    norm = functools.partial(
+        StackedHeadLayerNorm, head_dim=attention.head_dim, eps=config.layer_norm_eps, dtype=dtype
+    )
+    return make(q_norm=norm(attention.num_q_heads), k_norm=norm(attention.num_kv_heads))
