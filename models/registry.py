@@ -40,6 +40,8 @@ FAMILIES: dict[str, str] = {
     "CwmForCausalLM": "models.families.cwm:CwmForCausalLM",
     "HeliumForCausalLM": "models.families.helium:HeliumForCausalLM",
     "HyperCLOVAXForCausalLM": "models.families.hyperclovax:HyperCLOVAXForCausalLM",
+    "GemmaForCausalLM": "models.families.gemma:GemmaForCausalLM",
+    "VaultGemmaForCausalLM": "models.families.vaultgemma:VaultGemmaForCausalLM",
     "Gemma2ForCausalLM": "models.families.gemma2:Gemma2ForCausalLM",
     "Gemma3ForCausalLM": "models.families.gemma3:Gemma3ForCausalLM",
     "Gemma4ForCausalLM": "models.families.gemma4:Gemma4ForCausalLM",

@@ -50,6 +50,8 @@ LOADED = [
     "stablelm",
     "olmo",
     "helium",
+    "vaultgemma",
+    "gemma",
     "stablelm-2",
     "mimo-v2-flash-dense",
     "iquestcoder",

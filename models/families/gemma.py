@@ -1,0 +1,48 @@
+"""Gemma 1: Llama's layers with Gemma's norms, and scaled embeddings."""
+
+import functools
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+
+from models.attention_config import AttentionConfig
+from models.config_fields import read_flag
+from models.decoder import Decoder
+from models.dense_config import read_head_fields
+from models.families.gemma2 import GemmaConfig, read_gemma_fields
+from models.layers.dense_layers import make_dense_layers
+from models.layers.rms_norm import OffsetRMSNorm
+from models.rope_config import parse_rope_config
+
+
+class GemmaForCausalLM(Decoder):
+    """Source: arXiv:2403.08295."""
+
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, object]) -> GemmaConfig:
+        activation = hf_config.get("hidden_act")
+        # The first releases say "gelu", and mean the tanh form.
+        if activation == "gelu":
+            activation = None
+        fields = read_gemma_fields({**hf_config, "hidden_activation": activation})
+        has_bias = read_flag(hf_config, "attention_bias")
+        attention = AttentionConfig(
+            **read_head_fields(hf_config, default_num_kv_heads=16, default_head_dim=256),
+            rope=parse_rope_config(hf_config, fields["max_position_embeddings"]),
+            qkv_bias=has_bias,
+            out_bias=has_bias,
+        )
+        return GemmaConfig(
+            **fields, attention=(attention,) * fields["num_layers"], logits_soft_cap=None
+        )
+
+    def __init__(self, config: GemmaConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
+        norm = functools.partial(OffsetRMSNorm, eps=config.rms_norm_eps, dtype=dtype)
+        super().__init__(
+            config,
+            layers=make_dense_layers(config, norm=norm, dtype=dtype),
+            norm=norm(config.hidden_size),
+            has_head_kernel=has_head_kernel,
+            dtype=dtype,
+            embedding_scale=config.embedding_scale,
+        )
