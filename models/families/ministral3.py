@@ -1,0 +1,86 @@
+"""Ministral 3: Llama's layers, with a factor of queries that grows with their position."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from models.attention_config import AttentionConfig
+from models.config_fields import read_optional_number, with_defaults
+from models.decoder import Decoder
+from models.dense_config import DenseConfig, read_dense_fields, read_head_fields
+from models.families.mistral import equally_windowed_layers
+from models.layers.attention import Attention
+from models.layers.attention_variants import QueryScale, ScaledQueriesAttention
+from models.layers.dense_layers import make_dense_layers
+from models.layers.rms_norm import RMSNorm
+from models.rope_config import parse_rope_config, with_default_rope
+
+# Defaults of fields that a config.json may leave out.
+_DEFAULTS = {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2}
+_DEFAULT_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ministral3Config(DenseConfig):
+    """The config of Ministral 3."""
+
+    query_scale: QueryScale | None
+
+
+class Ministral3ForCausalLM(Decoder):
+    """Source: huggingface.co/docs/transformers/model_doc/ministral3."""
+
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, object]) -> Ministral3Config:
+        hf_config = with_default_rope(with_defaults(hf_config, _DEFAULTS), _DEFAULT_ROPE)
+        fields = read_dense_fields(hf_config)
+        rope = parse_rope_config(hf_config, fields["max_position_embeddings"])
+        attention = AttentionConfig(
+            **read_head_fields(
+                hf_config,
+                default_num_kv_heads=8,
+                # A null means the hidden size divided by the number of heads.
+                default_head_dim=None if "head_dim" in hf_config else 128,
+            ),
+            rope=rope,
+        )
+        rope_fields = hf_config.get("rope_scaling") or hf_config["rope_parameters"]
+        weight = read_optional_number(rope_fields, "llama_4_scaling_beta")
+        query_scale = None
+        if weight is not None:
+            period = rope.original_max_position_embeddings or fields["max_position_embeddings"]
+            query_scale = QueryScale(weight=weight, period=period, offset=0)
+        return Ministral3Config(
+            **fields,
+            attention=equally_windowed_layers(hf_config, attention, fields, default_window=None),
+            query_scale=query_scale,
+        )
+
+    def __init__(
+        self, config: Ministral3Config, *, has_head_kernel: bool, dtype: jnp.dtype
+    ) -> None:
+        norm = functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype)
+        attention = functools.partial(Attention, dtype=dtype)
+        if config.query_scale is not None:
+            attention = functools.partial(
+                ScaledQueriesAttention, query_scale=config.query_scale, dtype=dtype
+            )
+        super().__init__(
+            config,
+            layers=make_dense_layers(config, attention=attention, norm=norm, dtype=dtype),
+            norm=norm(config.hidden_size),
+            has_head_kernel=has_head_kernel,
+            dtype=dtype,
+        )
