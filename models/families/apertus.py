@@ -1,0 +1,83 @@
+"""Apertus: normed queries and keys, and an MLP with the trained activation xIELU."""
+
+import functools
+import re
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+
+from models.attention_config import AttentionConfig
+from models.config_fields import read_flag, refuse_other_values, with_defaults
+from models.decoder import Decoder
+from models.dense_config import DenseConfig, read_dense_fields, read_head_fields
+from models.layers.dense_layers import make_dense_layers, make_head_normed_attention
+from models.layers.rms_norm import RMSNorm
+from models.layers.xielu import XieluMLP
+from models.rope_config import parse_rope_config, with_default_rope
+from models.weight_rule import WeightRule, with_renamed_sources
+
+# Defaults of fields that a config.json may leave out.
+_DEFAULTS = {
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "rope_theta": 12_000_000.0,
+}
+_DEFAULT_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 12_000_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# The norms' names in `PreNormLayer`, and in checkpoints.
+_STORED_NORMS = {
+    "input_layernorm": "attention_layernorm",
+    "post_attention_layernorm": "feedforward_layernorm",
+}
+
+
+class ApertusForCausalLM(Decoder):
+    """Source: arXiv:2509.14233."""
+
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, object]) -> DenseConfig:
+        hf_config = with_default_rope(with_defaults(hf_config, _DEFAULTS), _DEFAULT_ROPE)
+        refuse_other_values(hf_config, {"hidden_act": "xielu"})
+        # `XieluMLP` has its own activation, so the one of the config is not used.
+        fields = read_dense_fields(hf_config | {"hidden_act": None})
+        has_bias = read_flag(hf_config, "attention_bias")
+        attention = AttentionConfig(
+            **read_head_fields(hf_config),
+            rope=parse_rope_config(hf_config, fields["max_position_embeddings"]),
+            qkv_bias=has_bias,
+            out_bias=has_bias,
+        )
+        return DenseConfig(**fields, attention=(attention,) * fields["num_layers"])
+
+    def __init__(self, config: DenseConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
+        norm = functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype)
+        layers = make_dense_layers(
+            config,
+            attention=functools.partial(make_head_normed_attention, norm=norm, dtype=dtype),
+            mlp=XieluMLP,
+            norm=norm,
+            dtype=dtype,
+        )
+        super().__init__(
+            config,
+            layers=layers,
+            norm=norm(config.hidden_size),
+            has_head_kernel=has_head_kernel,
+            dtype=dtype,
+        )
+
+    def weight_rules(self) -> dict[str, WeightRule]:
+        """See `Decoder.weight_rules`. Checkpoints rename the norms of each layer."""
+        return with_renamed_sources(super().weight_rules(), _stored_name)
+
+
+def _stored_name(name: str) -> str:
+    norms = "|".join(_STORED_NORMS)
+    return re.sub(rf"\b({norms})\b", lambda found: _STORED_NORMS[found[1]], name)

@@ -1,0 +1,53 @@
+"""AFM of Arcee: Llama's attention, and an MLP with squared ReLU and without a gate."""
+
+import functools
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+
+from models.attention_config import AttentionConfig
+from models.config_fields import read_flag, with_defaults
+from models.decoder import Decoder
+from models.dense_config import read_dense_fields, read_head_fields
+from models.families.llama import LlamaConfig
+from models.layers.dense_layers import make_dense_layers
+from models.layers.mlp import PlainMLP
+from models.layers.rms_norm import RMSNorm
+from models.rope_config import parse_rope_config
+
+# Defaults of fields that a config.json may leave out.
+_DEFAULTS = {"rms_norm_eps": 1e-5, "bos_token_id": 128_000, "eos_token_id": 128_001}
+
+
+class ArceeForCausalLM(Decoder):
+    """Source: huggingface.co/docs/transformers/model_doc/arcee."""
+
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, object]) -> LlamaConfig:
+        hf_config = with_defaults(hf_config, _DEFAULTS)
+        fields = read_dense_fields(hf_config, default_activation="relu2")
+        has_bias = read_flag(hf_config, "attention_bias")
+        attention = AttentionConfig(
+            **read_head_fields(hf_config),
+            rope=parse_rope_config(hf_config, fields["max_position_embeddings"]),
+            qkv_bias=has_bias,
+            out_bias=has_bias,
+        )
+        return LlamaConfig(
+            **fields,
+            attention=(attention,) * fields["num_layers"],
+            mlp_bias=read_flag(hf_config, "mlp_bias"),
+        )
+
+    def __init__(self, config: LlamaConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
+        norm = functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype)
+        layers = make_dense_layers(
+            config, mlp=PlainMLP, mlp_bias=config.mlp_bias, norm=norm, dtype=dtype
+        )
+        super().__init__(
+            config,
+            layers=layers,
+            norm=norm(config.hidden_size),
+            has_head_kernel=has_head_kernel,
+            dtype=dtype,
+        )

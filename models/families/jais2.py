@@ -1,0 +1,60 @@
+"""Jais 2: layer norms, an MLP with squared ReLU and without a gate, and biases."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from models.attention_config import AttentionConfig
+from models.config_fields import read_flag, with_defaults
+from models.decoder import Decoder
+from models.dense_config import LayerNormConfig, read_head_fields, read_layer_norm_fields
+from models.layers.dense_layers import make_dense_layers
+from models.layers.layer_norm import LayerNorm
+from models.layers.mlp import PlainMLP
+from models.rope_config import parse_rope_config
+
+# Defaults of fields that a config.json may leave out.
+_DEFAULTS = {"bos_token_id": 0, "eos_token_id": 150_024}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Jais2Config(LayerNormConfig):
+    """The config of Jais 2."""
+
+    mlp_bias: bool
+
+
+class Jais2ForCausalLM(Decoder):
+    """Source: huggingface.co/docs/transformers/model_doc/jais2."""
+
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, object]) -> Jais2Config:
+        hf_config = with_defaults(hf_config, _DEFAULTS)
+        fields = read_layer_norm_fields(hf_config, default_activation="relu2")
+        has_bias = read_flag(hf_config, "attention_bias", True)
+        attention = AttentionConfig(
+            **read_head_fields(hf_config),
+            rope=parse_rope_config(hf_config, fields["max_position_embeddings"]),
+            qkv_bias=has_bias,
+            out_bias=has_bias,
+        )
+        return Jais2Config(
+            **fields,
+            attention=(attention,) * fields["num_layers"],
+            mlp_bias=read_flag(hf_config, "mlp_bias", True),
+        )
+
+    def __init__(self, config: Jais2Config, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
+        norm = functools.partial(LayerNorm, eps=config.layer_norm_eps, dtype=dtype)
+        layers = make_dense_layers(
+            config, mlp=PlainMLP, mlp_bias=config.mlp_bias, norm=norm, dtype=dtype
+        )
+        super().__init__(
+            config,
+            layers=layers,
+            norm=norm(config.hidden_size),
+            has_head_kernel=has_head_kernel,
+            dtype=dtype,
+        )

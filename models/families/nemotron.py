@@ -1,0 +1,67 @@
+"""Nemotron-3, Nemotron-4 and Minitron: layer norms around 1, and an MLP with squared ReLU."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from models.attention_config import AttentionConfig
+from models.config_fields import read_flag, with_defaults
+from models.decoder import Decoder
+from models.dense_config import LayerNormConfig, read_head_fields, read_layer_norm_fields
+from models.layers.dense_layers import make_dense_layers
+from models.layers.layer_norm import OffsetLayerNorm
+from models.layers.mlp import PlainMLP
+from models.partial_rotary import parse_partial_rope
+
+# Defaults of fields that a config.json may leave out.
+_DEFAULTS = {"bos_token_id": 2, "eos_token_id": 3, "initializer_range": 0.0134}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NemotronConfig(LayerNormConfig):
+    """The config of Nemotron."""
+
+    mlp_bias: bool
+
+
+class NemotronForCausalLM(Decoder):
+    """By default, half of each head is rotated.
+
+    Source: arXiv:2402.16819.
+    """
+
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, object]) -> NemotronConfig:
+        hf_config = with_defaults(hf_config, _DEFAULTS)
+        fields = read_layer_norm_fields(hf_config, eps_field="norm_eps", default_activation="relu2")
+        head_fields = read_head_fields(hf_config)
+        max_positions = fields["max_position_embeddings"]
+        rope, factor = parse_partial_rope(hf_config, max_positions, default_factor=0.5)
+        has_bias = read_flag(hf_config, "attention_bias")
+        attention = AttentionConfig(
+            **head_fields,
+            rope=rope,
+            rotary_dim=int(head_fields["head_dim"] * factor),
+            qkv_bias=has_bias,
+            out_bias=has_bias,
+        )
+        return NemotronConfig(
+            **fields,
+            attention=(attention,) * fields["num_layers"],
+            mlp_bias=read_flag(hf_config, "mlp_bias"),
+        )
+
+    def __init__(self, config: NemotronConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
+        norm = functools.partial(OffsetLayerNorm, eps=config.layer_norm_eps, dtype=dtype)
+        layers = make_dense_layers(
+            config, mlp=PlainMLP, mlp_bias=config.mlp_bias, norm=norm, dtype=dtype
+        )
+        super().__init__(
+            config,
+            layers=layers,
+            norm=norm(config.hidden_size),
+            has_head_kernel=has_head_kernel,
+            dtype=dtype,
+        )

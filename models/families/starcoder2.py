@@ -1,0 +1,77 @@
+"""StarCoder2: layer norms, an MLP without a gate, biases, and one window for all layers."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from models.attention_config import AttentionConfig
+from models.config_fields import read_flag, with_defaults
+from models.decoder import Decoder
+from models.dense_config import LayerNormConfig, read_head_fields, read_layer_norm_fields
+from models.families.mistral import equally_windowed_layers
+from models.layers.dense_layers import make_dense_layers
+from models.layers.layer_norm import LayerNorm
+from models.layers.mlp import PlainMLP
+from models.rope_config import parse_rope_config
+from models.weight_rule import WeightRule, with_renamed_sources
+
+# Defaults of fields that a config.json may leave out.
+_DEFAULTS = {"bos_token_id": 50256, "eos_token_id": 50256, "initializer_range": 0.018042}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Starcoder2Config(LayerNormConfig):
+    """The config of StarCoder2."""
+
+    mlp_bias: bool
+
+
+class Starcoder2ForCausalLM(Decoder):
+    """Source: arXiv:2402.19173."""
+
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, object]) -> Starcoder2Config:
+        hf_config = with_defaults(hf_config, _DEFAULTS)
+        fields = read_layer_norm_fields(
+            hf_config,
+            eps_field="norm_epsilon",
+            default_activation="gelu_pytorch_tanh",
+            default_tie_word_embeddings=True,
+        )
+        has_bias = read_flag(hf_config, "use_bias", True)
+        attention = AttentionConfig(
+            **read_head_fields(hf_config, default_num_kv_heads=2),
+            rope=parse_rope_config(hf_config, fields["max_position_embeddings"]),
+            qkv_bias=has_bias,
+            out_bias=has_bias,
+        )
+        return Starcoder2Config(
+            **fields,
+            attention=equally_windowed_layers(hf_config, attention, fields, default_window=None),
+            mlp_bias=has_bias,
+        )
+
+    def __init__(
+        self, config: Starcoder2Config, *, has_head_kernel: bool, dtype: jnp.dtype
+    ) -> None:
+        norm = functools.partial(LayerNorm, eps=config.layer_norm_eps, dtype=dtype)
+        layers = make_dense_layers(
+            config, mlp=PlainMLP, mlp_bias=config.mlp_bias, norm=norm, dtype=dtype
+        )
+        super().__init__(
+            config,
+            layers=layers,
+            norm=norm(config.hidden_size),
+            has_head_kernel=has_head_kernel,
+            dtype=dtype,
+        )
+
+    def weight_rules(self) -> dict[str, WeightRule]:
+        """Checkpoints call the projections of the MLP c_fc and c_proj."""
+        return with_renamed_sources(super().weight_rules(), _stored_name)
+
+
+def _stored_name(name: str) -> str:
+    return name.replace(".mlp.up_proj.", ".mlp.c_fc.").replace(".mlp.down_proj.", ".mlp.c_proj.")
