@@ -52,6 +52,13 @@ class AttentionConfig:
                 f"{self.head_dim} dimensions of a head; wanted an even number from 2 to "
                 f"{self.head_dim}."
             )
+        if self.rope.kind == "longrope":
+            numbers = len(self.rope.short_factors), len(self.rope.long_factors)
+            if numbers != (num_turned // 2, num_turned // 2):
+                raise ModelConfigError(
+                    f"config.json: longrope has {numbers[0]} short and {numbers[1]} long factors; "
+                    f"wanted {num_turned // 2} of each, one for each pair of rotated dimensions."
+                )
         if self.sliding_window is not None and self.chunk_size is not None:
             raise ModelConfigError(
                 f"config.json: a layer has sliding_window={self.sliding_window} and "

@@ -1,14 +1,14 @@
 """`ModelConfig`: what the engine needs to know of a model, read from its config.json."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from models.attention_config import AttentionConfig
 from models.config_fields import read_count, read_flag, read_number, read_token_ids
 from models.decoder_spec import DecoderSpec, spec_of_attention
 from models.errors import UnsupportedModelError
-from models.rope_config import max_scaled_positions
+from models.rope_config import max_scaled_positions, rope_for_length
 
 ModelDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -53,6 +53,19 @@ class ModelConfig:
         ropes = {layer.rope for layer in self.attention_layers}
         limits = [max_scaled_positions(rope, self.max_position_embeddings) for rope in ropes]
         return min(limits, default=self.max_position_embeddings)
+
+    def for_length(self, max_model_len: int | None) -> "ModelConfig":
+        """The config of an engine whose requests have at most so many tokens.
+
+        Args:
+            max_model_len: None is `max_scaled_positions`.
+        """
+        length = self.max_scaled_positions if max_model_len is None else max_model_len
+        attention = [
+            layer and replace(layer, rope=rope_for_length(layer.rope, length))
+            for layer in self.attention
+        ]
+        return replace(self, attention=tuple(attention))
 
     def spec(self, kv_dtype: str) -> DecoderSpec:
         """What the layers keep in the KV cache; a family with other caches overrides it.

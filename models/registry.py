@@ -41,6 +41,7 @@ FAMILIES: dict[str, str] = {
     "HunYuanDenseV1ForCausalLM": "models.families.hunyuan_v1_dense:HunYuanDenseV1ForCausalLM",
     "OlmoForCausalLM": "models.families.olmo:OlmoForCausalLM",
     "Starcoder2ForCausalLM": "models.families.starcoder2:Starcoder2ForCausalLM",
+    "Phi3ForCausalLM": "models.families.phi3:Phi3ForCausalLM",
     "PhiForCausalLM": "models.families.phi:PhiForCausalLM",
     "NemotronForCausalLM": "models.families.nemotron:NemotronForCausalLM",
     "ArceeForCausalLM": "models.families.arcee:ArceeForCausalLM",

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from models.config_fields import read_count, read_flag, read_number, read_optional_number
 from models.errors import ModelConfigError, UnsupportedModelError
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "proportional"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 
 DEFAULT_ROPE_THETA = 10_000.0
 # Of full-attention layers where sliding ones have an embedding of their own.
@@ -24,17 +24,23 @@ class RopeConfig:
 
     kind: RopeKind = "default"
     theta: float = DEFAULT_ROPE_THETA
-    factor: float = 1.0  # all kinds but default
-    # Length the model was trained at before scaling: dynamic, llama3, yarn.
+    factor: float = 1.0  # all kinds but default and longrope
+    # Length the model was trained at before scaling: dynamic, llama3, yarn, longrope.
     original_max_position_embeddings: int = 0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the range of blended dimensions outwards
-    attention_factor: float | None = None  # yarn: scales cos and sin; None: derived from factor
+    # yarn and longrope: scales cos and sin. None, for yarn: derived from factor.
+    attention_factor: float | None = None
     mscale: float | None = None  # yarn: with mscale_all_dim, changes the derived attention_factor
     mscale_all_dim: float | None = None  # yarn
+    # longrope: divisors of the frequencies of all dimension pairs, for short and long requests
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    # longrope: whether `long_factors` apply, to all requests alike (`rope_for_length`).
+    is_long: bool = True
     turned_share: float = 1.0  # proportional: of the head's dimension pairs, in (0, 1]
 
 
@@ -42,7 +48,7 @@ def parse_rope_config(hf_config: Mapping[str, object], max_position_embeddings: 
     """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
 
     The length before scaling is found as transformers does: for "dynamic" it is always
-    `max_position_embeddings`; for "llama3" and "yarn" a top-level
+    `max_position_embeddings`; for "llama3", "yarn" and "longrope" a top-level
     `original_max_position_embeddings` wins, then the one beside the factor, then
     `max_position_embeddings`.
 
@@ -109,6 +115,19 @@ def with_default_rope(
     return {**hf_config, "rope_parameters": rope_parameters}
 
 
+def rope_for_length(rope: RopeConfig, max_model_len: int) -> RopeConfig:
+    """The embedding of an engine whose requests have at most so many tokens.
+
+    For "longrope", the long factors apply if requests may be longer than the original length. They
+    then apply to short requests too, since requests share cached keys.
+
+    Source: vllm/model_executor/layers/rotary_embedding/phi3_long_rope_scaled_rope.py.
+    """
+    if rope.kind != "longrope":
+        return rope
+    return replace(rope, is_long=max_model_len > rope.original_max_position_embeddings)
+
+
 def max_scaled_positions(rope: RopeConfig, max_position_embeddings: int) -> int:
     """Positions that an embedding is made for once it is scaled.
 
@@ -162,6 +181,8 @@ def _parse_fields(
     original_length = read_count(hf_config, "original_max_position_embeddings", own_length)
     if kind == "llama3":
         return _parse_llama3(fields, theta, original_length)
+    if kind == "longrope":
+        return _parse_longrope(fields, theta, original_length, max_position_embeddings)
     return _parse_yarn(fields, theta, original_length, max_position_embeddings)
 
 
@@ -198,6 +219,37 @@ def _parse_yarn(
         mscale=read_optional_number(fields, "mscale"),
         mscale_all_dim=read_optional_number(fields, "mscale_all_dim"),
     )
+
+
+def _parse_longrope(
+    fields: Mapping[str, object], theta: float, original_length: int, max_length: int
+) -> RopeConfig:
+    """Source: arXiv:2402.13753."""
+    factor = read_number(fields, "factor", max_length / original_length)
+    derived = 1.0
+    if factor > 1:
+        derived = math.sqrt(1 + math.log(factor) / math.log(original_length))
+    return RopeConfig(
+        kind="longrope",
+        theta=theta,
+        original_max_position_embeddings=original_length,
+        attention_factor=read_number(fields, "attention_factor", derived),
+        short_factors=_read_factors(fields, "short_factor"),
+        long_factors=_read_factors(fields, "long_factor"),
+    )
+
+
+def _read_factors(fields: Mapping[str, object], name: str) -> tuple[float, ...]:
+    written = fields.get(name)
+    if not isinstance(written, list) or any(
+        isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0
+        for factor in written
+    ):
+        raise ModelConfigError(
+            f"config.json: longrope got {name}={written!r}; wanted a list of positive numbers, one "
+            "for each pair of rotated dimensions."
+        )
+    return tuple(map(float, written))
 
 
 def _parse_proportional(

@@ -106,6 +106,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:  # f32[h
         inv_freq = _llama3_inv_freq(base_inv_freq, rope)
     elif rope.kind == "yarn":
         inv_freq = _yarn_inv_freq(base_inv_freq, rope, head_dim)
+    elif rope.kind == "longrope":
+        inv_freq = base_inv_freq / (rope.long_factors if rope.is_long else rope.short_factors)
     elif rope.kind == "proportional":
         inv_freq = _proportional_inv_freq(base_inv_freq, rope, head_dim)
     else:
@@ -114,8 +116,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:  # f32[h
 
 
 def cos_sin_scale(rope: RopeConfig) -> float:
-    """Returns yarn's attention factor, a factor of cos and sin; 1 for every other kind."""
-    if rope.kind != "yarn":
+    """Returns the factor of cos and sin: 1 for all kinds except yarn and longrope."""
+    if rope.kind not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor

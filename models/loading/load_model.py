@@ -36,6 +36,7 @@ def load_model(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     has_unified_kv: bool = False,
+    max_model_len: int | None = None,
     product_dtype: ProductDtype = "auto",
     panel_width: int | None = None,
     generation_folder: Path | None = None,
@@ -50,6 +51,7 @@ def load_model(
             config.json and draws random weights.
         seed: Of the random weights.
         has_unified_kv: Layers with a sliding window keep all keys and values, as the others do.
+        max_model_len: Most tokens of a request, for `ModelConfig.for_length`.
         product_dtype: What the weights of products are rounded to (`with_product_dtype`).
         panel_width: Columns of the panels that kernels lie in (`split_columns`), if not rounded;
             None leaves them whole.
@@ -65,7 +67,7 @@ def load_model(
     _check_choice("product_dtype", product_dtype, get_args(ProductDtype))
     folder = resolve_model_folder(model, with_weights=load_format != "dummy")
     config = read_model_config(folder, generation_folder=generation_folder)
-    config = dataclasses.replace(config, has_unified_kv=has_unified_kv)
+    config = dataclasses.replace(config, has_unified_kv=has_unified_kv).for_length(max_model_len)
     checkpoint = None if load_format == "dummy" else SafetensorsCheckpoint(folder)
     platform = platform or default_platform()
     make_structure = functools.partial(

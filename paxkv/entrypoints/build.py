@@ -299,12 +299,14 @@ def _load_model(config: EngineConfig, folder: Path, tokenizer: Tokenizer | None)
     # Read by JAX when it first touches a GPU, and the only way to tell it how much memory to take.
     os.environ.setdefault(SHARE_VARIABLE, f"{config.cache.gpu_memory_utilization:g}")
     platform = default_platform()
+    max_model_len = config.model.max_model_len
     model = load_model(
         folder,
         dtype=config.model.dtype,
         load_format=config.model.load_format,
         seed=config.model.seed,
         has_unified_kv=config.cache.disable_hybrid_kv_cache_manager,
+        max_model_len=None if max_model_len == FIT_MEMORY else max_model_len,
         product_dtype=config.model.product_dtype,
         generation_folder=generation_config_folder(config.model.generation_config, folder),
         panel_width=platform.column_panel_width(batch_invariant=config.runner.batch_invariant),

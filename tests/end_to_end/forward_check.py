@@ -10,7 +10,7 @@ import numpy as np
 
 from models import load_model
 from tests.end_to_end.parity import largest_difference, make_checkpoint
-from tests.oracles.paged_stepper import PagedStepper
+from tests.oracles.paged_stepper import MAX_MODEL_LEN, PagedStepper
 
 # Longer than the windows and chunks of the checkpoints.
 PROMPT_LENS = (39, 42)
@@ -39,7 +39,8 @@ def forward_share_of_bound(family: str, folder: Path, seed: int) -> float:
             wanted.append(uncached.float().numpy())
     bound = largest_difference(max(float(np.abs(logits).max()) for logits in wanted), max(errors))
 
-    stepper = PagedStepper(load_model(folder, dtype="float32"), num_tokens=_NUM_TOKENS)
+    loaded = load_model(folder, dtype="float32", max_model_len=MAX_MODEL_LEN)
+    stepper = PagedStepper(loaded, num_tokens=_NUM_TOKENS)
     prompts = stepper.step({row: text[:-1] for row, text in enumerate(texts)})
     decodes = stepper.step({row: text[-1:] for row, text in enumerate(texts)})
     assert stepper.num_traces == 1

@@ -13,10 +13,9 @@ def config(rotary_dim: int | None = None, **fields: object) -> AttentionConfig:
         num_q_heads=4,
         num_kv_heads=2,
         head_dim=16,
-        rope=RopeConfig(),
         scale=0.25,
         rotary_dim=rotary_dim,
-        **fields,
+        **{"rope": RopeConfig()} | fields,
     )
 
 
@@ -30,6 +29,13 @@ def test_angles_are_those_of_a_head_of_the_turned_dimensions():
 def test_dimensions_that_are_no_pairs_of_the_head_are_refused(rotary_dim):
     with pytest.raises(ModelConfigError, match=f"turn {rotary_dim} of 16 dimensions"):
         config(rotary_dim)
+
+
+@pytest.mark.parametrize(("short", "long"), [(1, 2), (2, 1), (4, 4)])
+def test_longrope_needs_a_factor_for_each_pair(short, long):
+    factors = {"short_factors": (1.0,) * short, "long_factors": (2.0,) * long}
+    with pytest.raises(ModelConfigError, match=f"{short} short and {long} long factors; wanted 2"):
+        config(4, rope=RopeConfig(kind="longrope", attention_factor=1.0, **factors))
 
 
 def test_values_are_as_wide_as_keys_unless_their_width_is_said():

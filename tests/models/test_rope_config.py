@@ -1,5 +1,7 @@
 """Rotary parameters are read from both generations of config.json."""
 
+import math
+
 import pytest
 
 from models.errors import ModelConfigError, UnsupportedModelError
@@ -8,6 +10,7 @@ from models.rope_config import (
     max_scaled_positions,
     parse_rope_config,
     parse_ropes_by_layer_type,
+    rope_for_length,
 )
 
 LLAMA3_FIELDS = {
@@ -92,9 +95,37 @@ def test_yarn_defaults():
 
 def test_unknown_kind_is_refused_and_known_ones_are_named():
     with pytest.raises(UnsupportedModelError) as error:
-        parse(rope_scaling={"rope_type": "longrope", "short_factor": [1.0]})
-    assert "'longrope'" in str(error.value)
-    assert "default, linear, dynamic, llama3, yarn, proportional" in str(error.value)
+        parse(rope_scaling={"rope_type": "mrope", "mrope_section": [1, 1, 2]})
+    assert "'mrope'" in str(error.value)
+    assert "default, linear, dynamic, llama3, yarn, longrope, proportional" in str(error.value)
+
+
+def longrope(**fields: object) -> dict[str, object]:
+    return {"rope_type": "longrope", "short_factor": [1.0, 2], "long_factor": [3.0, 4], **fields}
+
+
+def test_longrope_scales_attention_by_the_ratio_of_the_lengths():
+    rope = parse(rope_scaling=longrope(original_max_position_embeddings=512))
+    assert rope.attention_factor == pytest.approx(math.sqrt(1 + math.log(8) / math.log(512)))
+    assert (rope.short_factors, rope.long_factors) == ((1.0, 2.0), (3.0, 4.0))
+    assert parse(rope_scaling=longrope(attention_factor=1.25)).attention_factor == 1.25
+    assert parse(rope_scaling=longrope()).attention_factor == 1.0
+    # The length in config.json is the one after scaling.
+    assert max_scaled_positions(rope, 4096) == 4096
+
+
+def test_longrope_has_long_factors_if_requests_may_pass_the_original_length():
+    rope = parse(rope_scaling=longrope(original_max_position_embeddings=512))
+    assert rope.is_long
+    assert rope_for_length(rope, 513).is_long
+    assert not rope_for_length(rope, 512).is_long
+    assert rope_for_length(RopeConfig(), 512) == RopeConfig()
+
+
+@pytest.mark.parametrize("factors", [None, 2.0, [1.0, 0.0], [True]])
+def test_malformed_factors_of_longrope_are_named(factors):
+    with pytest.raises(ModelConfigError, match="wanted a list of positive numbers"):
+        parse(rope_scaling=longrope(long_factor=factors))
 
 
 def test_rope_per_layer_type_is_refused():

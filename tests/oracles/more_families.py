@@ -9,6 +9,15 @@ import transformers
 
 from tests.oracles import families
 
+
+def _with_fields(family: str, **fields: object) -> Callable[[], transformers.PreTrainedConfig]:
+    def make_config() -> transformers.PreTrainedConfig:
+        name, own = families.spec(family)
+        return getattr(transformers, name)(**own | fields)
+
+    return make_config
+
+
 _FULL = "full_attention"
 MORE = {
     # Norms of heads, parallel residual, biases, and half of each head turned.
@@ -29,6 +38,32 @@ MORE = {
             "partial_rotary_factor": 0.5,
         },
     ),
+    # Queries grow after every 16 positions, so short prompts have them too.
+    "ministral3-far": _with_fields(
+        "ministral3",
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1_000_000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    ),
+    "olmo-clipped": _with_fields("olmo", clip_qkv=1.0),
+    "phi-normed": _with_fields("phi", qk_layernorm=True),
+    # No norms after attention and after the MLP, and all factors.
+    "hyperclovax-prenorm": _with_fields(
+        "hyperclovax",
+        use_post_norm=False,
+        embedding_multiplier=12.0,
+        logits_scaling=0.5,
+        residual_multiplier=0.22,
+        attention_multiplier=0.125,
+    ),
     # Every MLP dense.
     "mimo-v2-flash-dense": lambda: transformers.MiMoV2FlashConfig(
         vocab_size=families.VOCAB,
@@ -48,15 +83,12 @@ MORE = {
 families.EXTRA.update(MORE)
 
 # Lengths of the prompts of families whose layers keep few tokens: shorter ones fill no small pool.
-PROMPT_LENS = {"llama4": (45, 61, 80, 90)}
-
-
-def _with_fields(family: str, **fields: object) -> Callable[[], transformers.PreTrainedConfig]:
-    def make_config() -> transformers.PreTrainedConfig:
-        name, own = families.spec(family)
-        return getattr(transformers, name)(**own | fields)
-
-    return make_config
+# Those of phi3-longrope are longer than its original length, as engines have long factors then.
+PROMPT_LENS = {
+    "llama4": (45, 61, 80, 90),
+    "starcoder2": (45, 61, 80, 90),
+    "phi3-longrope": (65, 71, 80, 90),
+}
 
 
 _SLIDING = "sliding_attention"

@@ -356,6 +356,26 @@ def test_kernels_lie_in_panels_where_one_core_without_batch_invariance_is_quicke
     assert asked == [wanted, wanted]
 
 
+@pytest.mark.parametrize(("asked", "wanted"), [(None, None), (64, 64), (FIT_MEMORY, None)])
+def test_model_is_loaded_for_the_length_that_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: int | str | None, wanted: int | None
+) -> None:
+    lengths = []
+
+    def load_model(folder: Path, **arguments: object) -> None:
+        lengths.append(arguments["max_model_len"])
+        raise ConfigError("no model")
+
+    monkeypatch.setattr("paxkv.entrypoints.build.load_model", load_model)
+    config = EngineConfig(
+        model=ModelConfig(model=str(tmp_path), max_model_len=asked),
+        runner=RunnerConfig(enable_compilation_cache=False),
+    )
+    with pytest.raises(ConfigError, match="no model"):
+        build_core(config)
+    assert lengths == [wanted]
+
+
 def test_trace_file_records_an_engine_so_that_it_replays(
     tmp_path: Path, runner_class: type[FakeRunner]
 ) -> None:
