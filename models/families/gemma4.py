@@ -20,6 +20,7 @@ from models.families.gemma2 import (
     read_gemma_head_fields,
     read_logits_soft_cap,
 )
+from models.kv_sharing import is_of_shared_kv, read_kv_owners
 from models.layer_context import LayerContext
 from models.layer_types import LayerType, read_layer_types, read_sliding_window, with_window
 from models.layers.attention import (
@@ -30,13 +31,15 @@ from models.layers.attention import (
 )
 from models.layers.decoder_layers import SandwichNormLayer
 from models.layers.experts import Experts, packed_gate_up_rules
+from models.layers.factors import Factors
 from models.layers.linear import Embedding, Linear
 from models.layers.mlp import GatedMLP, activate
+from models.layers.per_layer_inputs import PerLayerCarry, mix_per_layer_inputs, scaled
 from models.layers.rms_norm import RoundedLastRMSNorm, UnscaledRMSNorm
 from models.layers.routing import Router, Routing, SoftmaxTopK
 from models.layers.soft_cap import soft_cap_logits
 from models.rope_config import parse_ropes_by_layer_type
-from models.weight_rule import Source, WeightRule
+from models.weight_rule import WeightRule
 
 _DEFAULT_ROPES = {
     "full_attention": {
@@ -46,9 +49,6 @@ _DEFAULT_ROPES = {
     },
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
 }
-# Modules that a layer does not need if it reads the keys and values of another layer. Older
-# checkpoints contain them nevertheless.
-_UNUSED_IF_SHARED = ("k_proj", "v_proj", "k_norm", "v_norm")
 # Fields that `per_layer_config` may set, and their names in `AttentionConfig`.
 _LAYER_FIELDS = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
 
@@ -143,13 +143,7 @@ class Gemma4ForCausalLM(Decoder):
         return packed_gate_up_rules(super().weight_rules())
 
     def ignores_weight(self, name: str) -> bool:
-        return any(
-            name == f"model.layers.{layer_idx}.self_attn.{module}.{parameter}"
-            for layer_idx, layer in enumerate(self.config.attention)
-            if layer.kv_layer_idx is not None
-            for module in _UNUSED_IF_SHARED
-            for parameter in ("weight", "bias")
-        )
+        return is_of_shared_kv(name, self.config.attention)
 
     def embed(self, context: LayerContext) -> Carry:
         carry = super().embed(context)
@@ -164,35 +158,19 @@ class Gemma4ForCausalLM(Decoder):
         embedded: jax.Array,  # f[num_tokens, hidden]
         context: LayerContext,
     ) -> jax.Array:  # f[num_tokens, num_layers, per_layer_size]
-        shape = (-1, self.config.num_layers, self.config.per_layer_size)
-        projected = self.per_layer_model_projection(embedded, context)
-        projected = _scaled(projected, self.config.hidden_size**-0.5)
-        projected = self.per_layer_projection_norm(projected.reshape(shape))
-        return _scaled(projected + self.embed_tokens_per_layer(token_ids).reshape(shape), 0.5**0.5)
+        return mix_per_layer_inputs(
+            self.embed_tokens_per_layer(token_ids),
+            self.per_layer_model_projection(embedded, context),
+            num_layers=self.config.num_layers,
+            hidden_size=self.config.hidden_size,
+            norm=self.per_layer_projection_norm,
+        )
 
     def compute_logits(
         self,
         hidden: jax.Array,  # f[num_logits, hidden]
     ) -> jax.Array:  # f32[num_logits, vocab]
         return soft_cap_logits(super().compute_logits(hidden), self.config.logits_soft_cap)
-
-
-class Factors(nnx.Module):
-    """Multiplies each feature by a factor that is a parameter."""
-
-    def __init__(self, num_features: int, *, dtype: jnp.dtype) -> None:
-        self.scale = nnx.Param(jnp.ones((num_features,), dtype))
-
-    def weight_rules(self, name: str) -> dict[str, WeightRule]:
-        """See `HasWeights.weight_rules`."""
-        source = Source(name=name, shape=self.scale.get_value().shape)
-        return {"scale": WeightRule(sources=(source,), layout="vector", axes=(None,))}
-
-    def __call__(
-        self,
-        x: jax.Array,  # f[num_tokens, num_features]; any number of features for a single factor
-    ) -> jax.Array:  # f[num_tokens, ...]
-        return x * self.scale[...]
 
 
 class Gemma4Layer(SandwichNormLayer):
@@ -233,7 +211,7 @@ class Gemma4Router(nnx.Module):
         self,
         x: jax.Array,  # f[num_rows, hidden]
     ) -> Routing:
-        x = _scaled(self.scale(self.norm(x)), x.shape[-1] ** -0.5)
+        x = scaled(self.scale(self.norm(x)), x.shape[-1] ** -0.5)
         expert_ids, weights = self.choose(self.proj.scores(x))
         own_scale = self.per_expert_scale.scale[...].astype(jnp.float32)
         return Routing(expert_ids, weights * own_scale[expert_ids])
@@ -277,14 +255,6 @@ class Gemma4ExpertsLayer(Gemma4Layer):
         return self.layer_scalar(hidden + self.post_feedforward_layernorm(out))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PerLayerCarry(Carry):
-    """The residual stream, and the tokens' embeddings for each layer."""
-
-    per_layer_inputs: jax.Array  # f[num_tokens, num_layers, per_layer_size]
-
-
 class PerLayerInputLayer(SandwichNormLayer):
     """Gemma 4's layer, which also adds the tokens' embeddings for this layer, with a gate."""
 
@@ -308,10 +278,8 @@ class PerLayerInputLayer(SandwichNormLayer):
         self, carry: PerLayerCarry, pages: Pages, context: LayerContext
     ) -> tuple[PerLayerCarry, Pages]:
         attended, pages = self.self_attn(carry.hidden, pages, context, norm=self.input_layernorm)
-        own_inputs = jax.lax.dynamic_index_in_dim(
-            carry.per_layer_inputs, context.layer_idx, axis=1, keepdims=False
-        )
-        hidden, own_inputs = context.kept(carry.hidden), context.kept(own_inputs)
+        hidden = context.kept(carry.hidden)
+        own_inputs = context.kept(carry.own_inputs(context))
         hidden = context.of_kept().by_token(self._add_all, hidden, attended, own_inputs)
         return dataclasses.replace(carry, hidden=hidden), pages
 
@@ -339,11 +307,6 @@ def _make_attention(
     return make(attention, q_norm=norm(), k_norm=norm(), v_norm=v_norm, dtype=dtype)
 
 
-def _scaled(x: jax.Array, factor: float) -> jax.Array:
-    """`x * factor`, computed in float32 and rounded once."""
-    return (x.astype(jnp.float32) * factor).astype(x.dtype)
-
-
 def _read_attention(
     hf_config: Mapping[str, object], fields: Mapping[str, object]
 ) -> tuple[Gemma4AttentionConfig, ...]:
@@ -357,22 +320,19 @@ def _read_attention(
         {**hf_config, "rope_parameters": ropes}, max_positions, required_types=set(layer_types)
     )
     by_layer = _read_layer_overrides(hf_config, num_layers)
-    first_shared = _first_shared_layer(hf_config, layer_types)
+    owners = read_kv_owners(hf_config, layer_types, default_num_shared=0)
     heads = read_gemma_head_fields(hf_config) | {"scale": 1.0}
     keys_are_values = read_flag(hf_config, "attention_k_eq_v")
     attention = []
     for layer_idx, layer_type in enumerate(layer_types):
         is_full = layer_type == "full_attention"
-        owner = None
-        if layer_idx >= first_shared:
-            owner = first_shared - 1 - layer_types[:first_shared][::-1].index(layer_type)
         own = None if by_layer is None else by_layer.get(layer_idx, {})
         own_heads = _read_own_heads(hf_config, own, is_full=is_full)
         try:
             layer = Gemma4AttentionConfig(
                 **heads | own_heads,
                 rope=rope if is_full else sliding_rope,
-                kv_layer_idx=owner,
+                kv_layer_idx=owners[layer_idx],
                 keys_are_values=is_full and keys_are_values,
             )
         except ModelConfigError as error:
@@ -473,22 +433,6 @@ def _read_own_heads(
         for name, own_name in names.items()
         if own.get(name) is not None
     }
-
-
-def _first_shared_layer(hf_config: Mapping[str, object], layer_types: tuple[LayerType, ...]) -> int:
-    """The first layer that reads the keys and values of an earlier one; all later layers do so too.
-
-    If no layer does, this is the number of layers.
-    """
-    num_shared = read_count(hf_config, "num_kv_shared_layers", 0, minimum=0)
-    first_shared = len(layer_types) - num_shared
-    missing = sorted(set(layer_types[first_shared:]) - set(layer_types[: max(first_shared, 0)]))
-    if missing or first_shared <= 0:
-        raise ModelConfigError(
-            f"config.json: num_kv_shared_layers={num_shared} of {len(layer_types)} leaves no "
-            f"layer to share with ({', '.join(missing)}); wanted one of each layer type before."
-        )
-    return first_shared
 
 
 def _read_per_layer_vocab(hf_config: Mapping[str, object], fields: Mapping[str, object]) -> int:
