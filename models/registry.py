@@ -55,6 +55,7 @@ FAMILIES: dict[str, str] = {
     "VaultGemmaForCausalLM": "models.families.vaultgemma:VaultGemmaForCausalLM",
     "Gemma2ForCausalLM": "models.families.gemma2:Gemma2ForCausalLM",
     "Gemma3ForCausalLM": "models.families.gemma3:Gemma3ForCausalLM",
+    "Gemma3nForCausalLM": "models.families.gemma3n:Gemma3nForCausalLM",
     "Gemma4ForCausalLM": "models.families.gemma4:Gemma4ForCausalLM",
     "StableLmForCausalLM": "models.families.stablelm:StableLmForCausalLM",
     "MiMoV2FlashForCausalLM": "models.families.mimo_v2:MiMoV2FlashForCausalLM",

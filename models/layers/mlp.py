@@ -49,8 +49,11 @@ class GatedMLP(nnx.Module):
         x: jax.Array,  # f[num_rows, hidden], of the tokens of `context.of_rows`
         context: LayerContext,
     ) -> jax.Array:  # f[num_rows, hidden]
-        gate = activate(self.gate_proj(x, context), self.activation)
+        gate = self._activated(self.gate_proj(x, context))
         return self.down_proj(gate * self.up_proj(x, context), context)
+
+    def _activated(self, gate: jax.Array) -> jax.Array:
+        return activate(gate, self.activation)
 
 
 class PlainMLP(nnx.Module):

@@ -107,6 +107,15 @@ SHALLOW = {
         num_kv_shared_layers=2,
         layer_types=[_SLIDING, _SLIDING, _FULL, _SLIDING, _FULL],
     ),
+    # A sparse layer and two that are not. The last two layers read the caches of others.
+    "gemma3n": _with_fields(
+        "gemma3n",
+        num_hidden_layers=4,
+        num_kv_shared_layers=2,
+        layer_types=[_SLIDING, _FULL, _SLIDING, _FULL],
+        activation_sparsity_pattern=[0.95, 0.0, 0.0, 0.0],
+        intermediate_size=[96, 80, 96, 96],
+    ),
     "gpt-oss": _with_fields("gpt-oss", num_hidden_layers=2, layer_types=[_SLIDING, _FULL]),
     # Layers with chunks, with experts, and with experts and no positions.
     "llama4": _with_fields(

@@ -31,6 +31,7 @@ LOADED = [
     "gemma4-dense",
     "gemma4-ple",
     "gemma4-moe",
+    "gemma3n",
     "ministral3",
     "phi3-longrope",
     "llama3-rope",

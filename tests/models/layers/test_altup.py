@@ -1,0 +1,41 @@
+"""AltUp equals that of transformers, and streams are scaled to the magnitude of the first."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.layers.altup import AltUp, with_magnitude_of
+from tests.models.plain_context import plain_context
+
+
+def test_prediction_and_correction_equal_those_of_transformers():
+    torch = pytest.importorskip("torch")
+    modeling = pytest.importorskip("transformers.models.gemma3n.modeling_gemma3n")
+    configuration = pytest.importorskip("transformers.models.gemma3n.configuration_gemma3n")
+    config = configuration.Gemma3nTextConfig(
+        hidden_size=8, altup_num_inputs=3, altup_active_idx=1, num_attention_heads=2
+    )
+    theirs = modeling.Gemma3nTextAltUp(config).eval()
+    ours = AltUp(8, 3, active_idx=1, eps=config.rms_norm_eps, dtype=jnp.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name in ("modality_router", "prediction_coefs", "correction_coefs"):
+            weight = getattr(theirs, name).weight
+            weight.copy_(torch.randn(weight.shape, generator=generator))
+            getattr(ours, name).kernel[...] = jnp.asarray(weight.numpy().T)
+        theirs.router_norm.weight.copy_(torch.rand(8, generator=generator) + 0.5)
+        ours.router_norm.scale[...] = jnp.asarray(theirs.router_norm.weight.numpy())
+        streams = torch.randn(3, 1, 5, 8, generator=generator)
+        computed = torch.randn(1, 5, 8, generator=generator)
+        predictions = theirs.predict(streams)
+        corrected = theirs.correct(predictions, computed)
+    context = plain_context(5)
+    got = ours.predict(jnp.asarray(streams[:, 0].numpy().swapaxes(0, 1)), context)
+    np.testing.assert_allclose(got, predictions[:, 0].numpy().swapaxes(0, 1), atol=1e-5)
+    got = ours.correct(got, jnp.asarray(computed[0].numpy()), context)
+    np.testing.assert_allclose(got, corrected[:, 0].numpy().swapaxes(0, 1), atol=1e-5)
+
+
+def test_magnitude_by_hand():
+    x, target = jnp.array([[3.0, 4.0], [0.0, 0.0]]), jnp.array([[6.0, 8.0], [1.0, 1.0]])
+    np.testing.assert_allclose(with_magnitude_of(x, target), [[6.0, 8.0], [0.0, 0.0]], rtol=1e-6)
