@@ -31,6 +31,8 @@ _DEFAULT_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+# The hub's config.json has the last three; transformers computes these values, whatever they say.
+_SUPPORTED = {"hidden_act": "xielu", "qk_norm": True, "post_norm": False, "mlp_bias": False}
 # The norms' names in `PreNormLayer`, and in checkpoints.
 _STORED_NORMS = {
     "input_layernorm": "attention_layernorm",
@@ -44,7 +46,7 @@ class ApertusForCausalLM(Decoder):
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> DenseConfig:
         hf_config = with_default_rope(with_defaults(hf_config, _DEFAULTS), _DEFAULT_ROPE)
-        refuse_other_values(hf_config, {"hidden_act": "xielu"})
+        refuse_other_values(hf_config, _SUPPORTED)
         # `XieluMLP` has its own activation, so the one of the config is not used.
         fields = read_dense_fields(hf_config | {"hidden_act": None})
         has_bias = read_flag(hf_config, "attention_bias")

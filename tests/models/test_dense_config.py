@@ -246,6 +246,7 @@ def test_olmo_clips_if_config_json_has_a_bound():
     ("architecture", "fields", "error", "message"),
     [
         ("ApertusForCausalLM", {"hidden_act": "silu"}, UnsupportedModelError, "hidden_act='silu'"),
+        ("ApertusForCausalLM", {"qk_norm": False}, UnsupportedModelError, "qk_norm=False"),
         (
             "GraniteSWAForCausalLM",
             {"layer_rope_theta": [1e4]},

@@ -1,4 +1,4 @@
-"""Which of the reference families' configurations load, and that the others are refused by name."""
+"""Which reference configurations load, that others are refused, and that no field is ignored."""
 
 import json
 
@@ -8,7 +8,9 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from models import read_config
-from models.errors import UnsupportedModelError
+from models.config import ModelConfig
+from models.errors import ModelError, UnsupportedModelError
+from models.registry import family_class
 from tests.oracles import families
 from tests.oracles.more_families import MORE
 
@@ -93,3 +95,70 @@ def test_decoder_configurations_load_or_are_refused_with_the_architecture_named(
         else:
             loaded.append(name)
     assert [name for name in loaded if name not in UNDER_ANOTHER_NAME] == LOADED
+
+
+# Fields that change no answer: for training, for other outputs, or for the tokenizer's use.
+_WITHOUT_EFFECT = {
+    *("_name_or_path", "chunk_size_feed_forward", "id2label", "label2id", "is_encoder_decoder"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "problem_type"),
+    *("return_dict", "transformers_version", "use_cache", "pretraining_tp"),
+    *("pad_token_id", "eod_token_id"),
+    *("attention_dropout", "embd_pdrop", "embedding_dropout", "hidden_dropout", "resid_pdrop"),
+    *("residual_dropout", "router_aux_loss_coef", "router_jitter_noise", "altup_coef_clip"),
+}
+# Fields that another field of the same configuration overrides or switches off.
+_OVERRIDDEN = {
+    # Any change of the parameters of the rotary embedding is read; none at all are the default's.
+    "rope_parameters": set(LOADED),
+    "sliding_window": {"qwen3", "qwen3-moe", "qwen2", "smollm3", "qwen2-moe"},
+    "use_sliding_window": {"qwen3", "qwen3-moe", "qwen2", "smollm3"},
+    "max_window_layers": {"qwen3", "qwen2", "qwen2-moe"},
+    "sliding_window_pattern": {"exaone4"},
+    "_sliding_window_pattern": {"gemma3"},
+    "no_rope_layer_interval": {"llama4", "smollm3"},
+    # An empty list means the default.
+    "no_rope_layers": {"llama4", "smollm3"},
+    "eos_token_id": {"glm4", "glm"},
+    "interleave_moe_layer_step": {"llama4"},
+    "moe_intermediate_size": {"gemma4-dense", "gemma4-ple"},
+    "num_experts": {"gemma4-dense", "gemma4-ple"},
+    "top_k_experts": {"gemma4-dense", "gemma4-ple"},
+    "vocab_size_per_layer_input": {"gemma4-dense", "gemma4-moe"},
+    "original_max_position_embeddings": {"phi3"},
+    # The one in `rope_parameters` wins.
+    "partial_rotary_factor": {"phi3-longrope"},
+    # transformers computes it from the hidden size.
+    "head_dim": {"cohere2"},
+}
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_every_field_that_may_change_an_answer_is_read(name):
+    config = DECODERS[name]()
+    config.architectures = [families.model_class(config).__name__]
+    hf_config = json.loads(config.to_json_string(use_diff=False))
+    architecture = hf_config.pop("architectures")
+    family = family_class(*architecture)
+
+    def read(**fields: object) -> ModelConfig | None:
+        try:
+            return family.read_config(hf_config | fields | {"architectures": architecture})
+        except ModelError:
+            return None
+
+    ours = read()
+    ignored = {
+        field
+        for field, value in hf_config.items()
+        if all(read(**{field: other}) == ours for other in _other_values(value))
+    }
+    overridden = {field for field, names in _OVERRIDDEN.items() if name in names}
+    assert ignored - _WITHOUT_EFFECT <= overridden
+
+
+def _other_values(value: object) -> list[object]:
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int | float):
+        return [value * 2 + 2, value + 2]
+    return [6, True, "other", 0.5, [], {}]
