@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from models.attention_config import AttentionConfig
 from models.config import ModelConfig, read_model_fields
 from models.config_fields import read_count, read_number
 from models.errors import UnsupportedModelError
+from models.rope_config import parse_rope_config
 
 Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu2"]
 
@@ -103,6 +105,29 @@ def read_head_fields(
         "head_dim": head_dim,
         "scale": head_dim**-0.5,
     }
+
+
+def read_attention(
+    hf_config: Mapping[str, object],
+    fields: Mapping[str, object],
+    *,
+    has_bias: bool = False,
+    default_num_kv_heads: int | None = None,
+    default_head_dim: int | None = None,
+) -> AttentionConfig:
+    """Reads the attention of families whose layers have one rotary embedding for whole heads.
+
+    Args:
+        fields: The result of `read_dense_fields` or `read_layer_norm_fields`.
+        has_bias: Whether queries, keys, values and the output have biases.
+        default_num_kv_heads: As in `read_head_fields`.
+        default_head_dim: As in `read_head_fields`.
+    """
+    heads = read_head_fields(
+        hf_config, default_num_kv_heads=default_num_kv_heads, default_head_dim=default_head_dim
+    )
+    rope = parse_rope_config(hf_config, fields["max_position_embeddings"])
+    return AttentionConfig(**heads, rope=rope, qkv_bias=has_bias, out_bias=has_bias)
 
 
 def read_activation(hf_config: Mapping[str, object], field: str, default: Activation) -> Activation:

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
 from models.config_fields import read_flag, refuse_other_values, with_defaults
 from models.decoder import Decoder
-from models.dense_config import DenseConfig, read_dense_fields, read_head_fields
+from models.dense_config import DenseConfig, read_attention, read_dense_fields
 from models.layers.dense_layers import make_dense_layers, make_head_normed_attention
 from models.layers.rms_norm import RMSNorm
 from models.layers.xielu import XieluMLP
-from models.rope_config import parse_rope_config, with_default_rope
+from models.rope_config import with_default_rope
 from models.weight_rule import WeightRule, with_renamed_sources
 
 # Defaults of fields that a config.json may leave out.
@@ -49,12 +48,8 @@ class ApertusForCausalLM(Decoder):
         refuse_other_values(hf_config, _SUPPORTED)
         # `XieluMLP` has its own activation, so the one of the config is not used.
         fields = read_dense_fields(hf_config | {"hidden_act": None})
-        has_bias = read_flag(hf_config, "attention_bias")
-        attention = AttentionConfig(
-            **read_head_fields(hf_config),
-            rope=parse_rope_config(hf_config, fields["max_position_embeddings"]),
-            qkv_bias=has_bias,
-            out_bias=has_bias,
+        attention = read_attention(
+            hf_config, fields, has_bias=read_flag(hf_config, "attention_bias")
         )
         return DenseConfig(**fields, attention=(attention,) * fields["num_layers"])
 

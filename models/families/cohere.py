@@ -10,13 +10,12 @@ import jax.numpy as jnp
 from models.attention_config import AttentionConfig
 from models.config_fields import read_flag, read_number, with_defaults
 from models.decoder import Decoder
-from models.dense_config import LayerNormConfig, read_head_fields, read_layer_norm_fields
+from models.dense_config import LayerNormConfig, read_attention, read_layer_norm_fields
 from models.layers.attention import Attention
 from models.layers.decoder_layers import ParallelLayer
 from models.layers.dense_layers import make_dense_layers
 from models.layers.layer_norm import StackedHeadLayerNorm, UnbiasedLayerNorm
 from models.layers.rotary import apply_rotary_to_neighbors
-from models.rope_config import parse_rope_config
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"bos_token_id": 5, "eos_token_id": 255_001, "rope_theta": 5e5}
@@ -37,12 +36,8 @@ class CohereForCausalLM(Decoder):
     def read_config(cls, hf_config: Mapping[str, object]) -> CohereConfig:
         hf_config = with_defaults(hf_config, _DEFAULTS)
         fields = read_cohere_fields(hf_config)
-        has_bias = read_flag(hf_config, "attention_bias")
-        attention = AttentionConfig(
-            **read_head_fields(hf_config),
-            rope=parse_rope_config(hf_config, fields["max_position_embeddings"]),
-            qkv_bias=has_bias,
-            out_bias=has_bias,
+        attention = read_attention(
+            hf_config, fields, has_bias=read_flag(hf_config, "attention_bias")
         )
         return CohereConfig(
             **fields,

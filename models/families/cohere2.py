@@ -3,12 +3,10 @@
 import dataclasses
 from collections.abc import Mapping
 
-from models.attention_config import AttentionConfig
 from models.config_fields import read_count, read_flag, with_defaults
-from models.dense_config import read_head_fields
+from models.dense_config import read_attention
 from models.families.cohere import CohereConfig, CohereForCausalLM, read_cohere_fields
 from models.layer_types import attention_by_type, read_sliding_window
-from models.rope_config import parse_rope_config
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"bos_token_id": 5, "eos_token_id": 255_001}
@@ -26,13 +24,7 @@ class Cohere2ForCausalLM(CohereForCausalLM):
         hf_config = with_defaults(hf_config, _DEFAULTS) | {"head_dim": None}
         fields = read_cohere_fields(hf_config)
         max_positions = fields["max_position_embeddings"]
-        has_bias = read_flag(hf_config, "attention_bias")
-        sliding = AttentionConfig(
-            **read_head_fields(hf_config),
-            rope=parse_rope_config(hf_config, max_positions),
-            qkv_bias=has_bias,
-            out_bias=has_bias,
-        )
+        sliding = read_attention(hf_config, fields, has_bias=read_flag(hf_config, "attention_bias"))
         window = read_sliding_window(hf_config, default=4096)
         pattern = read_count(hf_config, "sliding_window_pattern", 4)
         attention = attention_by_type(

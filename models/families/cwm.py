@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping
 
-from models.attention_config import AttentionConfig
 from models.config_fields import read_flag, with_defaults
-from models.dense_config import read_dense_fields, read_head_fields
+from models.dense_config import read_attention, read_dense_fields
 from models.families.llama import LlamaConfig, LlamaForCausalLM
 from models.layer_types import attention_by_type, read_sliding_window
-from models.rope_config import parse_rope_config, with_default_rope
+from models.rope_config import with_default_rope
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "bos_token_id": 128_000, "rope_theta": 1e6}
@@ -35,10 +34,7 @@ class CwmForCausalLM(LlamaForCausalLM):
             hf_config["eos_token_id"] = _END_TOKENS
         fields = read_dense_fields(hf_config)
         max_positions = fields["max_position_embeddings"]
-        full = AttentionConfig(
-            **read_head_fields(hf_config, default_num_kv_heads=8, default_head_dim=128),
-            rope=parse_rope_config(hf_config, max_positions),
-        )
+        full = read_attention(hf_config, fields, default_num_kv_heads=8, default_head_dim=128)
         attention = attention_by_type(
             hf_config,
             [layer_idx % 4 != 0 for layer_idx in range(fields["num_layers"])],

@@ -5,16 +5,14 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
 from models.config_fields import read_flag, with_defaults
 from models.decoder import Decoder
-from models.dense_config import read_dense_fields, read_head_fields
+from models.dense_config import read_attention, read_dense_fields
 from models.families.llama import LlamaConfig
 from models.layers.attention import Attention
 from models.layers.dense_layers import make_dense_layers
 from models.layers.rms_norm import RMSNorm
 from models.layers.rotary import apply_rotary_to_neighbors
-from models.rope_config import parse_rope_config
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2, "rope_theta": 5e5}
@@ -28,16 +26,13 @@ class Ernie4_5ForCausalLM(Decoder):
         hf_config = with_defaults(hf_config, _DEFAULTS)
         fields = read_dense_fields(hf_config, default_tie_word_embeddings=True)
         has_bias = read_flag(hf_config, "use_bias")
-        attention = AttentionConfig(
-            **read_head_fields(
-                hf_config,
-                default_num_kv_heads=2,
-                # A null means the hidden size divided by the number of heads.
-                default_head_dim=None if "head_dim" in hf_config else 128,
-            ),
-            rope=parse_rope_config(hf_config, fields["max_position_embeddings"]),
-            qkv_bias=has_bias,
-            out_bias=has_bias,
+        attention = read_attention(
+            hf_config,
+            fields,
+            has_bias=has_bias,
+            default_num_kv_heads=2,
+            # A null means the hidden size divided by the number of heads.
+            default_head_dim=None if "head_dim" in hf_config else 128,
         )
         return LlamaConfig(
             **fields, attention=(attention,) * fields["num_layers"], mlp_bias=has_bias

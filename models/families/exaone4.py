@@ -6,15 +6,13 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
 from models.config_fields import read_count, with_defaults
 from models.decoder import Decoder
-from models.dense_config import DenseConfig, read_dense_fields, read_head_fields
+from models.dense_config import DenseConfig, read_attention, read_dense_fields
 from models.layer_types import attention_by_type, read_sliding_window
 from models.layers.dense_layers import make_dense_layers, make_head_normed_attention
 from models.layers.residual_layers import PostNormLayer
 from models.layers.rms_norm import RMSNorm
-from models.rope_config import parse_rope_config
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "bos_token_id": 0, "eos_token_id": 2}
@@ -33,10 +31,7 @@ class Exaone4ForCausalLM(Decoder):
         hf_config = with_defaults(hf_config, _DEFAULTS)
         fields = read_dense_fields(hf_config)
         max_positions = fields["max_position_embeddings"]
-        sliding = AttentionConfig(
-            **read_head_fields(hf_config, default_num_kv_heads=32),
-            rope=parse_rope_config(hf_config, max_positions),
-        )
+        sliding = read_attention(hf_config, fields, default_num_kv_heads=32)
         window = read_sliding_window(hf_config, default=4096)
         is_sliding = [False] * fields["num_layers"]
         if window is not None:

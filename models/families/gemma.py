@@ -5,14 +5,12 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
 from models.config_fields import read_flag
 from models.decoder import Decoder
-from models.dense_config import read_head_fields
+from models.dense_config import read_attention
 from models.families.gemma2 import GemmaConfig, read_gemma_fields
 from models.layers.dense_layers import make_dense_layers
 from models.layers.rms_norm import OffsetRMSNorm
-from models.rope_config import parse_rope_config
 
 
 class GemmaForCausalLM(Decoder):
@@ -25,12 +23,12 @@ class GemmaForCausalLM(Decoder):
         if activation == "gelu":
             activation = None
         fields = read_gemma_fields({**hf_config, "hidden_activation": activation})
-        has_bias = read_flag(hf_config, "attention_bias")
-        attention = AttentionConfig(
-            **read_head_fields(hf_config, default_num_kv_heads=16, default_head_dim=256),
-            rope=parse_rope_config(hf_config, fields["max_position_embeddings"]),
-            qkv_bias=has_bias,
-            out_bias=has_bias,
+        attention = read_attention(
+            hf_config,
+            fields,
+            has_bias=read_flag(hf_config, "attention_bias"),
+            default_num_kv_heads=16,
+            default_head_dim=256,
         )
         return GemmaConfig(
             **fields, attention=(attention,) * fields["num_layers"], logits_soft_cap=None

@@ -6,14 +6,12 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
 from models.config_fields import read_flag, with_defaults
 from models.decoder import Decoder
-from models.dense_config import LayerNormConfig, read_head_fields, read_layer_norm_fields
+from models.dense_config import LayerNormConfig, read_attention, read_layer_norm_fields
 from models.layers.dense_layers import make_dense_layers
 from models.layers.layer_norm import LayerNorm
 from models.layers.mlp import PlainMLP
-from models.rope_config import parse_rope_config
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"bos_token_id": 0, "eos_token_id": 150_024}
@@ -33,12 +31,8 @@ class Jais2ForCausalLM(Decoder):
     def read_config(cls, hf_config: Mapping[str, object]) -> Jais2Config:
         hf_config = with_defaults(hf_config, _DEFAULTS)
         fields = read_layer_norm_fields(hf_config, default_activation="relu2")
-        has_bias = read_flag(hf_config, "attention_bias", True)
-        attention = AttentionConfig(
-            **read_head_fields(hf_config),
-            rope=parse_rope_config(hf_config, fields["max_position_embeddings"]),
-            qkv_bias=has_bias,
-            out_bias=has_bias,
+        attention = read_attention(
+            hf_config, fields, has_bias=read_flag(hf_config, "attention_bias", True)
         )
         return Jais2Config(
             **fields,

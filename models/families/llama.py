@@ -6,15 +6,13 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
 from models.config_fields import read_flag
 from models.decoder import Decoder
-from models.dense_config import DenseConfig, read_dense_fields, read_head_fields
+from models.dense_config import DenseConfig, read_attention, read_dense_fields
 from models.layers.attention import Attention
 from models.layers.decoder_layers import PreNormLayer
 from models.layers.mlp import GatedMLP
 from models.layers.rms_norm import RMSNorm
-from models.rope_config import parse_rope_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +28,8 @@ class LlamaForCausalLM(Decoder):
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> LlamaConfig:
         fields = read_dense_fields(hf_config)
-        has_bias = read_flag(hf_config, "attention_bias")
-        attention = AttentionConfig(
-            **read_head_fields(hf_config),
-            rope=parse_rope_config(hf_config, fields["max_position_embeddings"]),
-            qkv_bias=has_bias,
-            out_bias=has_bias,
+        attention = read_attention(
+            hf_config, fields, has_bias=read_flag(hf_config, "attention_bias")
         )
         return LlamaConfig(
             **fields,

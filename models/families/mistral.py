@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 
 from models.attention_config import AttentionConfig
-from models.dense_config import read_dense_fields, read_head_fields
+from models.dense_config import read_attention, read_dense_fields
 from models.errors import UnsupportedModelError
 from models.families.llama import LlamaConfig, LlamaForCausalLM
 from models.layer_types import read_layer_types, read_sliding_window, with_window
-from models.rope_config import parse_rope_config
 
 
 class MistralForCausalLM(LlamaForCausalLM):
@@ -16,10 +15,7 @@ class MistralForCausalLM(LlamaForCausalLM):
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> LlamaConfig:
         fields = read_dense_fields(hf_config)
-        attention = AttentionConfig(
-            **read_head_fields(hf_config, default_num_kv_heads=8),
-            rope=parse_rope_config(hf_config, fields["max_position_embeddings"]),
-        )
+        attention = read_attention(hf_config, fields, default_num_kv_heads=8)
         layers = equally_windowed_layers(hf_config, attention, fields, default_window=4096)
         return LlamaConfig(**fields, attention=layers, mlp_bias=False)
 

@@ -5,10 +5,9 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
 from models.config_fields import with_defaults
 from models.decoder import Decoder
-from models.dense_config import read_dense_fields, read_head_fields
+from models.dense_config import read_attention, read_dense_fields
 from models.families.mistral import equally_windowed_layers
 from models.layers.attention import Attention
 from models.layers.decoder_layers import PreNormLayer
@@ -17,7 +16,6 @@ from models.layers.rms_norm import RMSNorm
 from models.layers.routing import Router, SoftmaxTopK
 from models.layers.sparse_mlp import SparseMLP, block_sparse_moe_rules
 from models.moe_config import MoEConfig, read_expert_fields
-from models.rope_config import parse_rope_config
 from models.weight_rule import WeightRule
 
 # Defaults of fields that a config.json may leave out.
@@ -34,10 +32,7 @@ class MixtralForCausalLM(Decoder):
     def read_config(cls, hf_config: Mapping[str, object]) -> MoEConfig:
         hf_config = with_defaults(hf_config, _DEFAULTS)
         fields = read_dense_fields(hf_config)
-        attention = AttentionConfig(
-            **read_head_fields(hf_config, default_num_kv_heads=8),
-            rope=parse_rope_config(hf_config, fields["max_position_embeddings"]),
-        )
+        attention = read_attention(hf_config, fields, default_num_kv_heads=8)
         experts = read_expert_fields(
             hf_config,
             default_num_experts=8,

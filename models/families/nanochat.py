@@ -7,11 +7,10 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
 from models.carry import Carry
 from models.config_fields import read_flag, read_optional_number, with_defaults
 from models.decoder import Decoder
-from models.dense_config import DenseConfig, read_dense_fields, read_head_fields
+from models.dense_config import DenseConfig, read_attention, read_dense_fields
 from models.layer_context import LayerContext
 from models.layers.attention_variants import NormedLastAttention
 from models.layers.dense_layers import make_dense_layers, make_head_normed_attention
@@ -19,7 +18,6 @@ from models.layers.mlp import PlainMLP
 from models.layers.rms_norm import UnscaledRMSNorm
 from models.layers.rotary import apply_rotary_backwards
 from models.layers.soft_cap import soft_cap_logits
-from models.rope_config import parse_rope_config
 from models.weight_rule import WeightRule, with_renamed_sources
 
 # Defaults of fields that a config.json may leave out.
@@ -43,12 +41,8 @@ class NanoChatForCausalLM(Decoder):
     def read_config(cls, hf_config: Mapping[str, object]) -> NanoChatConfig:
         hf_config = with_defaults(hf_config, _DEFAULTS)
         fields = read_dense_fields(hf_config, default_activation="relu2")
-        has_bias = read_flag(hf_config, "attention_bias")
-        attention = AttentionConfig(
-            **read_head_fields(hf_config),
-            rope=parse_rope_config(hf_config, fields["max_position_embeddings"]),
-            qkv_bias=has_bias,
-            out_bias=has_bias,
+        attention = read_attention(
+            hf_config, fields, has_bias=read_flag(hf_config, "attention_bias")
         )
         return NanoChatConfig(
             **fields,

@@ -6,15 +6,13 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
 from models.config_fields import read_flag, read_optional_number, with_defaults
 from models.decoder import Decoder
-from models.dense_config import LayerNormConfig, read_head_fields, read_layer_norm_fields
+from models.dense_config import LayerNormConfig, read_attention, read_layer_norm_fields
 from models.layers.attention import Attention
 from models.layers.attention_variants import ClippedAttention
 from models.layers.dense_layers import make_dense_layers
 from models.layers.layer_norm import UnscaledLayerNorm
-from models.rope_config import parse_rope_config
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"eos_token_id": 50279}
@@ -35,12 +33,8 @@ class OlmoForCausalLM(Decoder):
         # The norms have a fixed epsilon.
         hf_config = with_defaults(hf_config, _DEFAULTS) | {"layer_norm_eps": 1e-5}
         fields = read_layer_norm_fields(hf_config)
-        has_bias = read_flag(hf_config, "attention_bias")
-        attention = AttentionConfig(
-            **read_head_fields(hf_config),
-            rope=parse_rope_config(hf_config, fields["max_position_embeddings"]),
-            qkv_bias=has_bias,
-            out_bias=has_bias,
+        attention = read_attention(
+            hf_config, fields, has_bias=read_flag(hf_config, "attention_bias")
         )
         return OlmoConfig(
             **fields,

@@ -5,14 +5,12 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
 from models.config_fields import read_flag, with_defaults
 from models.decoder import Decoder
-from models.dense_config import DenseConfig, read_dense_fields, read_head_fields
+from models.dense_config import DenseConfig, read_attention, read_dense_fields
 from models.layers.dense_layers import make_dense_layers, make_joint_normed_attention
 from models.layers.residual_layers import PostNormLayer
 from models.layers.rms_norm import RoundedLastJoinedHeadsRMSNorm, RoundedLastRMSNorm
-from models.rope_config import parse_rope_config
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
@@ -28,12 +26,8 @@ class Olmo2ForCausalLM(Decoder):
     def read_config(cls, hf_config: Mapping[str, object]) -> DenseConfig:
         hf_config = with_defaults(hf_config, _DEFAULTS)
         fields = read_dense_fields(hf_config)
-        has_bias = read_flag(hf_config, "attention_bias")
-        attention = AttentionConfig(
-            **read_head_fields(hf_config),
-            rope=parse_rope_config(hf_config, fields["max_position_embeddings"]),
-            qkv_bias=has_bias,
-            out_bias=has_bias,
+        attention = read_attention(
+            hf_config, fields, has_bias=read_flag(hf_config, "attention_bias")
         )
         return DenseConfig(**fields, attention=(attention,) * fields["num_layers"])
 

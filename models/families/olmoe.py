@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from models.attention_config import AttentionConfig
 from models.config_fields import read_flag, refuse_other_values, with_defaults
 from models.decoder import Decoder
-from models.dense_config import read_dense_fields, read_head_fields
+from models.dense_config import read_attention, read_dense_fields
 from models.layers.attention import Attention
 from models.layers.decoder_layers import PreNormLayer
 from models.layers.experts import make_experts
@@ -17,7 +17,6 @@ from models.layers.rms_norm import JoinedHeadsRMSNorm, RMSNorm
 from models.layers.routing import Router, SoftmaxTopK
 from models.layers.sparse_mlp import SparseMLP
 from models.moe_config import MoEConfig, read_expert_fields
-from models.rope_config import parse_rope_config
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
@@ -43,12 +42,8 @@ class OlmoeForCausalLM(Decoder):
         hf_config = with_defaults(hf_config, _DEFAULTS)
         fields = read_dense_fields(hf_config)
         refuse_other_values(hf_config, _SUPPORTED)
-        has_bias = read_flag(hf_config, "attention_bias")
-        attention = AttentionConfig(
-            **read_head_fields(hf_config),
-            rope=parse_rope_config(hf_config, fields["max_position_embeddings"]),
-            qkv_bias=has_bias,
-            out_bias=has_bias,
+        attention = read_attention(
+            hf_config, fields, has_bias=read_flag(hf_config, "attention_bias")
         )
         experts = read_expert_fields(
             hf_config,

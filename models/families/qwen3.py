@@ -5,16 +5,14 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
 from models.config_fields import read_flag
 from models.decoder import Decoder
-from models.dense_config import DenseConfig, read_dense_fields, read_head_fields
+from models.dense_config import DenseConfig, read_attention, read_dense_fields
 from models.families.qwen2 import windowed_layers
 from models.layers.attention import Attention
 from models.layers.decoder_layers import PreNormLayer
 from models.layers.mlp import GatedMLP
 from models.layers.rms_norm import RMSNorm
-from models.rope_config import parse_rope_config
 
 
 class Qwen3ForCausalLM(Decoder):
@@ -23,12 +21,12 @@ class Qwen3ForCausalLM(Decoder):
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> DenseConfig:
         fields = read_dense_fields(hf_config)
-        has_bias = read_flag(hf_config, "attention_bias")
-        attention = AttentionConfig(
-            **read_head_fields(hf_config, default_num_kv_heads=32, default_head_dim=128),
-            rope=parse_rope_config(hf_config, fields["max_position_embeddings"]),
-            qkv_bias=has_bias,
-            out_bias=has_bias,
+        attention = read_attention(
+            hf_config,
+            fields,
+            has_bias=read_flag(hf_config, "attention_bias"),
+            default_num_kv_heads=32,
+            default_head_dim=128,
         )
         return DenseConfig(**fields, attention=windowed_layers(hf_config, attention, fields))
 

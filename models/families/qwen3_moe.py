@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
 from models.config_fields import read_flag
 from models.decoder import Decoder
-from models.dense_config import read_dense_fields, read_head_fields
+from models.dense_config import read_attention, read_dense_fields
 from models.layer_types import read_sliding_window, with_window
 from models.layers.attention import Attention
 from models.layers.decoder_layers import PreNormLayer
@@ -19,7 +18,6 @@ from models.layers.rms_norm import RMSNorm
 from models.layers.routing import Router, SoftmaxTopK
 from models.layers.sparse_mlp import SparseMLP
 from models.moe_config import MoEConfig, read_expert_fields, read_sparse_steps
-from models.rope_config import parse_rope_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +33,11 @@ class Qwen3MoeForCausalLM(Decoder):
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> Qwen3MoeConfig:
         fields = read_dense_fields(hf_config)
-        has_bias = read_flag(hf_config, "attention_bias")
-        attention = AttentionConfig(
-            **read_head_fields(hf_config, default_num_kv_heads=4),
-            rope=parse_rope_config(hf_config, fields["max_position_embeddings"]),
-            qkv_bias=has_bias,
-            out_bias=has_bias,
+        attention = read_attention(
+            hf_config,
+            fields,
+            has_bias=read_flag(hf_config, "attention_bias"),
+            default_num_kv_heads=4,
         )
         if read_flag(hf_config, "use_sliding_window"):
             window = read_sliding_window(hf_config, default=4096)

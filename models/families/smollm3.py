@@ -3,12 +3,10 @@
 import dataclasses
 from collections.abc import Mapping
 
-from models.attention_config import AttentionConfig
 from models.config_fields import read_flag, with_defaults
-from models.dense_config import read_dense_fields, read_head_fields
+from models.dense_config import read_attention, read_dense_fields
 from models.families.llama import LlamaConfig, LlamaForCausalLM
 from models.layer_types import attention_by_type, read_has_positions, read_sliding_window
-from models.rope_config import parse_rope_config
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"bos_token_id": 128_000, "eos_token_id": 128_001, "rope_theta": 2e6}
@@ -25,12 +23,11 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
         hf_config = with_defaults(hf_config, _DEFAULTS)
         fields = read_dense_fields(hf_config, default_tie_word_embeddings=True)
         max_positions = fields["max_position_embeddings"]
-        has_bias = read_flag(hf_config, "attention_bias")
-        attention = AttentionConfig(
-            **read_head_fields(hf_config, default_num_kv_heads=4),
-            rope=parse_rope_config(hf_config, max_positions),
-            qkv_bias=has_bias,
-            out_bias=has_bias,
+        attention = read_attention(
+            hf_config,
+            fields,
+            has_bias=read_flag(hf_config, "attention_bias"),
+            default_num_kv_heads=4,
         )
         has_positions = read_has_positions(hf_config, fields["num_layers"])
         is_on = read_flag(hf_config, "use_sliding_window")

@@ -6,15 +6,13 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
 from models.config_fields import read_flag, with_defaults
 from models.decoder import Decoder
-from models.dense_config import LayerNormConfig, read_head_fields, read_layer_norm_fields
+from models.dense_config import LayerNormConfig, read_attention, read_layer_norm_fields
 from models.families.mistral import equally_windowed_layers
 from models.layers.dense_layers import make_dense_layers
 from models.layers.layer_norm import LayerNorm
 from models.layers.mlp import PlainMLP
-from models.rope_config import parse_rope_config
 from models.weight_rule import WeightRule, with_renamed_sources
 
 # Defaults of fields that a config.json may leave out.
@@ -41,12 +39,7 @@ class Starcoder2ForCausalLM(Decoder):
             default_tie_word_embeddings=True,
         )
         has_bias = read_flag(hf_config, "use_bias", True)
-        attention = AttentionConfig(
-            **read_head_fields(hf_config, default_num_kv_heads=2),
-            rope=parse_rope_config(hf_config, fields["max_position_embeddings"]),
-            qkv_bias=has_bias,
-            out_bias=has_bias,
-        )
+        attention = read_attention(hf_config, fields, has_bias=has_bias, default_num_kv_heads=2)
         return Starcoder2Config(
             **fields,
             attention=equally_windowed_layers(hf_config, attention, fields, default_window=None),
