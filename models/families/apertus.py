@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 
 from models.config_fields import read_flag, refuse_other_values, with_defaults
-from models.decoder import Decoder
 from models.dense_config import DenseConfig, read_attention, read_dense_fields
-from models.layers.dense_layers import make_dense_layers, make_head_normed_attention
+from models.dense_decoder import DenseDecoder
+from models.layers.dense_layers import make_head_normed_attention
 from models.layers.rms_norm import RMSNorm
 from models.layers.xielu import XieluMLP
 from models.rope_config import with_default_rope
@@ -39,7 +39,7 @@ _STORED_NORMS = {
 }
 
 
-class ApertusForCausalLM(Decoder):
+class ApertusForCausalLM(DenseDecoder):
     """Source: arXiv:2509.14233."""
 
     @classmethod
@@ -55,17 +55,11 @@ class ApertusForCausalLM(Decoder):
 
     def __init__(self, config: DenseConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
         norm = functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype)
-        layers = make_dense_layers(
+        super().__init__(
             config,
             attention=functools.partial(make_head_normed_attention, norm=norm, dtype=dtype),
             mlp=XieluMLP,
             norm=norm,
-            dtype=dtype,
-        )
-        super().__init__(
-            config,
-            layers=layers,
-            norm=norm(config.hidden_size),
             has_head_kernel=has_head_kernel,
             dtype=dtype,
         )

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 
 from models.config_fields import read_flag, with_defaults
-from models.decoder import Decoder
 from models.dense_config import read_attention, read_dense_fields
+from models.dense_decoder import DenseDecoder
 from models.families.llama import LlamaConfig
-from models.layers.dense_layers import make_dense_layers
 from models.layers.mlp import PlainMLP
 from models.layers.rms_norm import RMSNorm
 
@@ -17,7 +16,7 @@ from models.layers.rms_norm import RMSNorm
 _DEFAULTS = {"rms_norm_eps": 1e-5, "bos_token_id": 128_000, "eos_token_id": 128_001}
 
 
-class ArceeForCausalLM(Decoder):
+class ArceeForCausalLM(DenseDecoder):
     """Source: huggingface.co/docs/transformers/model_doc/arcee."""
 
     @classmethod
@@ -35,13 +34,11 @@ class ArceeForCausalLM(Decoder):
 
     def __init__(self, config: LlamaConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
         norm = functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype)
-        layers = make_dense_layers(
-            config, mlp=PlainMLP, mlp_bias=config.mlp_bias, norm=norm, dtype=dtype
-        )
         super().__init__(
             config,
-            layers=layers,
-            norm=norm(config.hidden_size),
+            mlp=PlainMLP,
+            mlp_bias=config.mlp_bias,
+            norm=norm,
             has_head_kernel=has_head_kernel,
             dtype=dtype,
         )

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 
 from models.attention_config import AttentionConfig
 from models.config_fields import read_flag, read_number, with_defaults
-from models.decoder import Decoder
 from models.dense_config import LayerNormConfig, read_attention, read_layer_norm_fields
+from models.dense_decoder import DenseDecoder
 from models.layers.attention import Attention
 from models.layers.decoder_layers import ParallelLayer
-from models.layers.dense_layers import make_dense_layers
 from models.layers.layer_norm import StackedHeadLayerNorm, UnbiasedLayerNorm
 from models.layers.rotary import apply_rotary_to_neighbors
 
@@ -29,7 +28,7 @@ class CohereConfig(LayerNormConfig):
     has_head_norms: bool  # whether each head of queries and keys is normed
 
 
-class CohereForCausalLM(Decoder):
+class CohereForCausalLM(DenseDecoder):
     """Source: huggingface.co/docs/transformers/model_doc/cohere."""
 
     @classmethod
@@ -47,17 +46,11 @@ class CohereForCausalLM(Decoder):
 
     def __init__(self, config: CohereConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
         norm = functools.partial(UnbiasedLayerNorm, eps=config.layer_norm_eps, dtype=dtype)
-        layers = make_dense_layers(
+        super().__init__(
             config,
             layer=ParallelLayer,
             attention=functools.partial(_make_attention, config=config, dtype=dtype),
             norm=norm,
-            dtype=dtype,
-        )
-        super().__init__(
-            config,
-            layers=layers,
-            norm=norm(config.hidden_size),
             has_head_kernel=has_head_kernel,
             dtype=dtype,
         )

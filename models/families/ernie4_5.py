@@ -6,11 +6,10 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 
 from models.config_fields import read_flag, with_defaults
-from models.decoder import Decoder
 from models.dense_config import read_attention, read_dense_fields
+from models.dense_decoder import DenseDecoder
 from models.families.llama import LlamaConfig
 from models.layers.attention import Attention
-from models.layers.dense_layers import make_dense_layers
 from models.layers.rms_norm import RMSNorm
 from models.layers.rotary import apply_rotary_to_neighbors
 
@@ -18,7 +17,7 @@ from models.layers.rotary import apply_rotary_to_neighbors
 _DEFAULTS = {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2, "rope_theta": 5e5}
 
 
-class Ernie4_5ForCausalLM(Decoder):
+class Ernie4_5ForCausalLM(DenseDecoder):
     """Source: huggingface.co/docs/transformers/model_doc/ernie4_5."""
 
     @classmethod
@@ -40,17 +39,11 @@ class Ernie4_5ForCausalLM(Decoder):
 
     def __init__(self, config: LlamaConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
         norm = functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype)
-        layers = make_dense_layers(
+        super().__init__(
             config,
             attention=functools.partial(Attention, rotate=apply_rotary_to_neighbors, dtype=dtype),
             mlp_bias=config.mlp_bias,
             norm=norm,
-            dtype=dtype,
-        )
-        super().__init__(
-            config,
-            layers=layers,
-            norm=norm(config.hidden_size),
             has_head_kernel=has_head_kernel,
             dtype=dtype,
         )

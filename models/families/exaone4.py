@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 
 from models.config_fields import read_count, with_defaults
-from models.decoder import Decoder
 from models.dense_config import DenseConfig, read_attention, read_dense_fields
+from models.dense_decoder import DenseDecoder
 from models.layer_types import attention_by_type, read_sliding_window
-from models.layers.dense_layers import make_dense_layers, make_head_normed_attention
+from models.layers.dense_layers import make_head_normed_attention
 from models.layers.residual_layers import PostNormLayer
 from models.layers.rms_norm import RMSNorm
 
@@ -18,7 +18,7 @@ from models.layers.rms_norm import RMSNorm
 _DEFAULTS = {"rms_norm_eps": 1e-5, "bos_token_id": 0, "eos_token_id": 2}
 
 
-class Exaone4ForCausalLM(Decoder):
+class Exaone4ForCausalLM(DenseDecoder):
     """OLMo 2's layers with norms of each head of queries and keys.
 
     If some layers have a sliding window, the others have no positions.
@@ -48,17 +48,11 @@ class Exaone4ForCausalLM(Decoder):
 
     def __init__(self, config: DenseConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
         norm = functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype)
-        layers = make_dense_layers(
+        super().__init__(
             config,
             layer=PostNormLayer,
             attention=functools.partial(make_head_normed_attention, norm=norm, dtype=dtype),
             norm=norm,
-            dtype=dtype,
-        )
-        super().__init__(
-            config,
-            layers=layers,
-            norm=norm(config.hidden_size),
             has_head_kernel=has_head_kernel,
             dtype=dtype,
         )

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 
 from models.config_fields import read_flag
-from models.decoder import Decoder
 from models.dense_config import read_attention
+from models.dense_decoder import DenseDecoder
 from models.families.gemma2 import GemmaConfig, read_gemma_fields
-from models.layers.dense_layers import make_dense_layers
 from models.layers.rms_norm import OffsetRMSNorm
 
 
-class GemmaForCausalLM(Decoder):
+class GemmaForCausalLM(DenseDecoder):
     """Source: arXiv:2403.08295."""
 
     @classmethod
@@ -38,9 +37,8 @@ class GemmaForCausalLM(Decoder):
         norm = functools.partial(OffsetRMSNorm, eps=config.rms_norm_eps, dtype=dtype)
         super().__init__(
             config,
-            layers=make_dense_layers(config, norm=norm, dtype=dtype),
-            norm=norm(config.hidden_size),
+            norm=norm,
+            embedding_scale=config.embedding_scale,
             has_head_kernel=has_head_kernel,
             dtype=dtype,
-            embedding_scale=config.embedding_scale,
         )

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 
 from models.attention_config import AttentionConfig
 from models.config_fields import read_flag, with_defaults
-from models.decoder import Decoder
 from models.dense_config import DenseConfig, read_dense_fields, read_head_fields
+from models.dense_decoder import DenseDecoder
 from models.layers.attention import Attention
-from models.layers.dense_layers import make_dense_layers
 from models.layers.packed_weights import with_packed_gate_up
 from models.layers.rms_norm import RMSNorm
 from models.layers.rotary import apply_rotary_to_neighbors
@@ -22,7 +21,7 @@ _DEFAULTS = {"rms_norm_eps": 1.5625e-07}
 _END_TOKENS = [151_329, 151_336, 151_338]  # of a config.json where they are null, too
 
 
-class GlmForCausalLM(Decoder):
+class GlmForCausalLM(DenseDecoder):
     """Llama's layers. By default, half of each head is rotated.
 
     Source: arXiv:2406.12793.
@@ -37,8 +36,8 @@ class GlmForCausalLM(Decoder):
         attention = functools.partial(Attention, rotate=apply_rotary_to_neighbors, dtype=dtype)
         super().__init__(
             config,
-            layers=make_dense_layers(config, attention=attention, norm=norm, dtype=dtype),
-            norm=norm(config.hidden_size),
+            attention=attention,
+            norm=norm,
             has_head_kernel=has_head_kernel,
             dtype=dtype,
         )

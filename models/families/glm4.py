@@ -6,12 +6,11 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from models.decoder import Decoder
 from models.dense_config import DenseConfig
+from models.dense_decoder import DenseDecoder
 from models.families.glm import read_glm_config
 from models.layers.attention import Attention
 from models.layers.decoder_layers import SandwichNormLayer
-from models.layers.dense_layers import make_dense_layers
 from models.layers.packed_weights import with_packed_gate_up
 from models.layers.rms_norm import RMSNorm
 from models.layers.rotary import apply_rotary_to_neighbors
@@ -25,7 +24,7 @@ _STORED_NORMS = {
 }
 
 
-class Glm4ForCausalLM(Decoder):
+class Glm4ForCausalLM(DenseDecoder):
     """Source: huggingface.co/docs/transformers/model_doc/glm4."""
 
     @classmethod
@@ -34,17 +33,11 @@ class Glm4ForCausalLM(Decoder):
 
     def __init__(self, config: DenseConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
         norm = functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype)
-        layers = make_dense_layers(
+        super().__init__(
             config,
             layer=SandwichNormLayer,
             attention=functools.partial(Attention, rotate=apply_rotary_to_neighbors, dtype=dtype),
             norm=norm,
-            dtype=dtype,
-        )
-        super().__init__(
-            config,
-            layers=layers,
-            norm=norm(config.hidden_size),
             has_head_kernel=has_head_kernel,
             dtype=dtype,
         )

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 
 from models.attention_config import AttentionConfig
 from models.config_fields import read_flag, read_number, with_defaults
-from models.decoder import Decoder
 from models.dense_config import DenseConfig, read_dense_fields, read_head_fields
-from models.layers.dense_layers import make_dense_layers
+from models.dense_decoder import DenseDecoder
 from models.layers.residual_layers import ScaledPreNormLayer
 from models.layers.rms_norm import RMSNorm
 from models.rope_config import parse_rope_config
@@ -30,7 +29,7 @@ class GraniteConfig(DenseConfig):
     mlp_bias: bool
 
 
-class GraniteForCausalLM(Decoder):
+class GraniteForCausalLM(DenseDecoder):
     """Source: huggingface.co/docs/transformers/model_doc/granite."""
 
     @classmethod
@@ -45,20 +44,14 @@ class GraniteForCausalLM(Decoder):
 
     def __init__(self, config: GraniteConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
         norm = functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype)
-        layers = make_dense_layers(
+        super().__init__(
             config,
             layer=functools.partial(ScaledPreNormLayer, residual_scale=config.residual_scale),
             mlp_bias=config.mlp_bias,
             norm=norm,
-            dtype=dtype,
-        )
-        super().__init__(
-            config,
-            layers=layers,
-            norm=norm(config.hidden_size),
+            embedding_scale=config.embedding_scale,
             has_head_kernel=has_head_kernel,
             dtype=dtype,
-            embedding_scale=config.embedding_scale,
         )
 
     def compute_logits(

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 
 from models.attention_config import AttentionConfig
 from models.config_fields import read_flag, with_defaults
-from models.decoder import Decoder
 from models.dense_config import read_dense_fields, read_head_fields
+from models.dense_decoder import DenseDecoder
 from models.families.llama import LlamaConfig
 from models.layers.attention import Attention
-from models.layers.dense_layers import make_dense_layers
 from models.layers.rms_norm import RoundedLastRMSNorm
 from models.layers.rotary import apply_rotary_to_neighbors
 from models.rope_config import parse_rope_config
@@ -20,7 +19,7 @@ from models.rope_config import parse_rope_config
 _DEFAULTS = {"rms_norm_eps": 1e-8, "bos_token_id": 1, "eos_token_id": 2, "rope_theta": 1e5}
 
 
-class HeliumForCausalLM(Decoder):
+class HeliumForCausalLM(DenseDecoder):
     """Source: huggingface.co/docs/transformers/model_doc/helium."""
 
     @classmethod
@@ -40,17 +39,11 @@ class HeliumForCausalLM(Decoder):
 
     def __init__(self, config: LlamaConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
         norm = functools.partial(RoundedLastRMSNorm, eps=config.rms_norm_eps, dtype=dtype)
-        layers = make_dense_layers(
+        super().__init__(
             config,
             attention=functools.partial(Attention, rotate=apply_rotary_to_neighbors, dtype=dtype),
             mlp_bias=config.mlp_bias,
             norm=norm,
-            dtype=dtype,
-        )
-        super().__init__(
-            config,
-            layers=layers,
-            norm=norm(config.hidden_size),
             has_head_kernel=has_head_kernel,
             dtype=dtype,
         )

@@ -13,10 +13,10 @@ from models.config_fields import (
     refuse_other_values,
     with_defaults,
 )
-from models.decoder import Decoder
 from models.dense_config import DenseConfig, read_dense_fields, read_head_fields
+from models.dense_decoder import DenseDecoder
 from models.layers.attention_variants import NormedLastAttention
-from models.layers.dense_layers import make_dense_layers, make_head_normed_attention
+from models.layers.dense_layers import make_head_normed_attention
 from models.layers.rms_norm import RMSNorm
 from models.rope_config import RopeConfig, parse_rope_config
 from models.weight_rule import WeightRule, with_renamed_sources
@@ -27,7 +27,7 @@ _DEFAULTS = {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2}
 _SUPPORTED = {"use_qk_norm": True, "use_cla": False, "mlp_bias": False}
 
 
-class HunYuanDenseV1ForCausalLM(Decoder):
+class HunYuanDenseV1ForCausalLM(DenseDecoder):
     """Source: huggingface.co/docs/transformers/model_doc/hunyuan_v1_dense."""
 
     @classmethod
@@ -53,8 +53,8 @@ class HunYuanDenseV1ForCausalLM(Decoder):
         )
         super().__init__(
             config,
-            layers=make_dense_layers(config, attention=attention, norm=norm, dtype=dtype),
-            norm=norm(config.hidden_size),
+            attention=attention,
+            norm=norm,
             has_head_kernel=has_head_kernel,
             dtype=dtype,
         )

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 
 from models.attention_config import AttentionConfig
 from models.config_fields import read_flag, read_number, with_defaults
-from models.decoder import Decoder
 from models.dense_config import read_head_fields
+from models.dense_decoder import DenseDecoder
 from models.families.granite import GraniteConfig, read_granite_fields
-from models.layers.dense_layers import make_dense_layers
 from models.layers.residual_layers import ScaledPreNormLayer, ScaledSandwichNormLayer
 from models.layers.rms_norm import RMSNorm
 from models.rope_config import parse_rope_config
@@ -36,7 +35,7 @@ class HyperCLOVAXConfig(GraniteConfig):
     has_post_norms: bool  # whether the outputs of attention and of the MLP are normed
 
 
-class HyperCLOVAXForCausalLM(Decoder):
+class HyperCLOVAXForCausalLM(DenseDecoder):
     """Source: huggingface.co/docs/transformers/model_doc/hyperclovax."""
 
     @classmethod
@@ -65,20 +64,14 @@ class HyperCLOVAXForCausalLM(Decoder):
     ) -> None:
         norm = functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype)
         layer = ScaledSandwichNormLayer if config.has_post_norms else ScaledPreNormLayer
-        layers = make_dense_layers(
+        super().__init__(
             config,
             layer=functools.partial(layer, residual_scale=config.residual_scale),
             mlp_bias=config.mlp_bias,
             norm=norm,
-            dtype=dtype,
-        )
-        super().__init__(
-            config,
-            layers=layers,
-            norm=norm(config.hidden_size),
+            embedding_scale=config.embedding_scale,
             has_head_kernel=has_head_kernel,
             dtype=dtype,
-            embedding_scale=config.embedding_scale,
         )
 
     def weight_rules(self) -> dict[str, WeightRule]:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from models.config_fields import read_flag, with_defaults
-from models.decoder import Decoder
 from models.dense_config import LayerNormConfig, read_attention, read_layer_norm_fields
-from models.layers.dense_layers import make_dense_layers
+from models.dense_decoder import DenseDecoder
 from models.layers.layer_norm import LayerNorm
 from models.layers.mlp import PlainMLP
 
@@ -24,7 +23,7 @@ class Jais2Config(LayerNormConfig):
     mlp_bias: bool
 
 
-class Jais2ForCausalLM(Decoder):
+class Jais2ForCausalLM(DenseDecoder):
     """Source: huggingface.co/docs/transformers/model_doc/jais2."""
 
     @classmethod
@@ -42,13 +41,11 @@ class Jais2ForCausalLM(Decoder):
 
     def __init__(self, config: Jais2Config, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
         norm = functools.partial(LayerNorm, eps=config.layer_norm_eps, dtype=dtype)
-        layers = make_dense_layers(
-            config, mlp=PlainMLP, mlp_bias=config.mlp_bias, norm=norm, dtype=dtype
-        )
         super().__init__(
             config,
-            layers=layers,
-            norm=norm(config.hidden_size),
+            mlp=PlainMLP,
+            mlp_bias=config.mlp_bias,
+            norm=norm,
             has_head_kernel=has_head_kernel,
             dtype=dtype,
         )

@@ -8,12 +8,11 @@ import jax.numpy as jnp
 
 from models.attention_config import AttentionConfig
 from models.config_fields import read_optional_number, with_defaults
-from models.decoder import Decoder
 from models.dense_config import DenseConfig, read_dense_fields, read_head_fields
+from models.dense_decoder import DenseDecoder
 from models.families.mistral import equally_windowed_layers
 from models.layers.attention import Attention
 from models.layers.attention_variants import QueryScale, ScaledQueriesAttention
-from models.layers.dense_layers import make_dense_layers
 from models.layers.rms_norm import RMSNorm
 from models.rope_config import parse_rope_config, with_default_rope
 
@@ -39,7 +38,7 @@ class Ministral3Config(DenseConfig):
     query_scale: QueryScale | None
 
 
-class Ministral3ForCausalLM(Decoder):
+class Ministral3ForCausalLM(DenseDecoder):
     """Source: huggingface.co/docs/transformers/model_doc/ministral3."""
 
     @classmethod
@@ -79,8 +78,8 @@ class Ministral3ForCausalLM(Decoder):
             )
         super().__init__(
             config,
-            layers=make_dense_layers(config, attention=attention, norm=norm, dtype=dtype),
-            norm=norm(config.hidden_size),
+            attention=attention,
+            norm=norm,
             has_head_kernel=has_head_kernel,
             dtype=dtype,
         )

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from models.carry import Carry
 from models.config_fields import read_flag, read_optional_number, with_defaults
-from models.decoder import Decoder
 from models.dense_config import DenseConfig, read_attention, read_dense_fields
+from models.dense_decoder import DenseDecoder
 from models.layer_context import LayerContext
 from models.layers.attention_variants import NormedLastAttention
-from models.layers.dense_layers import make_dense_layers, make_head_normed_attention
+from models.layers.dense_layers import make_head_normed_attention
 from models.layers.mlp import PlainMLP
 from models.layers.rms_norm import UnscaledRMSNorm
 from models.layers.rotary import apply_rotary_backwards
@@ -31,7 +31,7 @@ class NanoChatConfig(DenseConfig):
     logits_soft_cap: float | None
 
 
-class NanoChatForCausalLM(Decoder):
+class NanoChatForCausalLM(DenseDecoder):
     """The embeddings are normed too.
 
     Source: github.com/karpathy/nanochat.
@@ -65,10 +65,9 @@ class NanoChatForCausalLM(Decoder):
         )
         super().__init__(
             config,
-            layers=make_dense_layers(
-                config, attention=attention, mlp=PlainMLP, norm=norm, dtype=dtype
-            ),
-            norm=norm(config.hidden_size),
+            attention=attention,
+            mlp=PlainMLP,
+            norm=norm,
             has_head_kernel=has_head_kernel,
             dtype=dtype,
         )

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 
 from models.attention_config import AttentionConfig
 from models.config_fields import read_flag, with_defaults
-from models.decoder import Decoder
 from models.dense_config import LayerNormConfig, read_head_fields, read_layer_norm_fields
-from models.layers.dense_layers import make_dense_layers
+from models.dense_decoder import DenseDecoder
 from models.layers.layer_norm import OffsetLayerNorm
 from models.layers.mlp import PlainMLP
 from models.partial_rotary import parse_partial_rope
@@ -26,7 +25,7 @@ class NemotronConfig(LayerNormConfig):
     mlp_bias: bool
 
 
-class NemotronForCausalLM(Decoder):
+class NemotronForCausalLM(DenseDecoder):
     """By default, half of each head is rotated.
 
     Source: arXiv:2402.16819.
@@ -55,13 +54,11 @@ class NemotronForCausalLM(Decoder):
 
     def __init__(self, config: NemotronConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
         norm = functools.partial(OffsetLayerNorm, eps=config.layer_norm_eps, dtype=dtype)
-        layers = make_dense_layers(
-            config, mlp=PlainMLP, mlp_bias=config.mlp_bias, norm=norm, dtype=dtype
-        )
         super().__init__(
             config,
-            layers=layers,
-            norm=norm(config.hidden_size),
+            mlp=PlainMLP,
+            mlp_bias=config.mlp_bias,
+            norm=norm,
             has_head_kernel=has_head_kernel,
             dtype=dtype,
         )

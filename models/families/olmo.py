@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from models.config_fields import read_flag, read_optional_number, with_defaults
-from models.decoder import Decoder
 from models.dense_config import LayerNormConfig, read_attention, read_layer_norm_fields
+from models.dense_decoder import DenseDecoder
 from models.layers.attention import Attention
 from models.layers.attention_variants import ClippedAttention
-from models.layers.dense_layers import make_dense_layers
 from models.layers.layer_norm import UnscaledLayerNorm
 
 # Defaults of fields that a config.json may leave out.
@@ -25,7 +24,7 @@ class OlmoConfig(LayerNormConfig):
     clip_bound: float | None  # of queries, keys and values; None: they are not clipped
 
 
-class OlmoForCausalLM(Decoder):
+class OlmoForCausalLM(DenseDecoder):
     """Source: arXiv:2402.00838."""
 
     @classmethod
@@ -52,8 +51,8 @@ class OlmoForCausalLM(Decoder):
 
         super().__init__(
             config,
-            layers=make_dense_layers(config, attention=attention, norm=norm, dtype=dtype),
-            norm=norm(config.hidden_size),
+            attention=attention,
+            norm=norm,
             has_head_kernel=has_head_kernel,
             dtype=dtype,
         )

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 
 from models.config_fields import read_flag, with_defaults
-from models.decoder import Decoder
 from models.dense_config import DenseConfig, read_attention, read_dense_fields
-from models.layers.dense_layers import make_dense_layers, make_joint_normed_attention
+from models.dense_decoder import DenseDecoder
+from models.layers.dense_layers import make_joint_normed_attention
 from models.layers.residual_layers import PostNormLayer
 from models.layers.rms_norm import RoundedLastJoinedHeadsRMSNorm, RoundedLastRMSNorm
 
@@ -16,7 +16,7 @@ from models.layers.rms_norm import RoundedLastJoinedHeadsRMSNorm, RoundedLastRMS
 _DEFAULTS = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
 
 
-class Olmo2ForCausalLM(Decoder):
+class Olmo2ForCausalLM(DenseDecoder):
     """Attention and a gated MLP, whose outputs are normed before they are added.
 
     Source: arXiv:2501.00656.
@@ -35,17 +35,11 @@ class Olmo2ForCausalLM(Decoder):
         eps = config.rms_norm_eps
         norm = functools.partial(RoundedLastRMSNorm, eps=eps, dtype=dtype)
         joint_norm = functools.partial(RoundedLastJoinedHeadsRMSNorm, eps=eps, dtype=dtype)
-        layers = make_dense_layers(
+        super().__init__(
             config,
             layer=PostNormLayer,
             attention=functools.partial(make_joint_normed_attention, norm=joint_norm, dtype=dtype),
             norm=norm,
-            dtype=dtype,
-        )
-        super().__init__(
-            config,
-            layers=layers,
-            norm=norm(config.hidden_size),
             has_head_kernel=has_head_kernel,
             dtype=dtype,
         )

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from models.config_fields import read_flag, with_defaults
-from models.decoder import Decoder
 from models.dense_config import LayerNormConfig, read_attention, read_layer_norm_fields
+from models.dense_decoder import DenseDecoder
 from models.families.mistral import equally_windowed_layers
-from models.layers.dense_layers import make_dense_layers
 from models.layers.layer_norm import LayerNorm
 from models.layers.mlp import PlainMLP
 from models.weight_rule import WeightRule, with_renamed_sources
@@ -26,7 +25,7 @@ class Starcoder2Config(LayerNormConfig):
     mlp_bias: bool
 
 
-class Starcoder2ForCausalLM(Decoder):
+class Starcoder2ForCausalLM(DenseDecoder):
     """Source: arXiv:2402.19173."""
 
     @classmethod
@@ -50,13 +49,11 @@ class Starcoder2ForCausalLM(Decoder):
         self, config: Starcoder2Config, *, has_head_kernel: bool, dtype: jnp.dtype
     ) -> None:
         norm = functools.partial(LayerNorm, eps=config.layer_norm_eps, dtype=dtype)
-        layers = make_dense_layers(
-            config, mlp=PlainMLP, mlp_bias=config.mlp_bias, norm=norm, dtype=dtype
-        )
         super().__init__(
             config,
-            layers=layers,
-            norm=norm(config.hidden_size),
+            mlp=PlainMLP,
+            mlp_bias=config.mlp_bias,
+            norm=norm,
             has_head_kernel=has_head_kernel,
             dtype=dtype,
         )

@@ -6,15 +6,14 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from models.decoder import Decoder
+from models.dense_decoder import DenseDecoder
 from models.families.gemma2 import GemmaConfig, read_gemma2_config
-from models.layers.dense_layers import make_dense_layers
 from models.layers.rms_norm import OffsetRMSNorm
 from models.layers.soft_cap import soft_cap_logits
 from models.weight_rule import WeightRule, with_renamed_sources
 
 
-class VaultGemmaForCausalLM(Decoder):
+class VaultGemmaForCausalLM(DenseDecoder):
     """Source: arXiv:2510.15001."""
 
     @classmethod
@@ -25,11 +24,10 @@ class VaultGemmaForCausalLM(Decoder):
         norm = functools.partial(OffsetRMSNorm, eps=config.rms_norm_eps, dtype=dtype)
         super().__init__(
             config,
-            layers=make_dense_layers(config, norm=norm, dtype=dtype),
-            norm=norm(config.hidden_size),
+            norm=norm,
+            embedding_scale=config.embedding_scale,
             has_head_kernel=has_head_kernel,
             dtype=dtype,
-            embedding_scale=config.embedding_scale,
         )
 
     def weight_rules(self) -> dict[str, WeightRule]:
