@@ -16,6 +16,9 @@ ENTRY_POINT_GROUP = "paxkv.models"
 # The module is imported when a model of the family is loaded.
 FAMILIES: dict[str, str] = {
     "LlamaForCausalLM": "models.families.llama:LlamaForCausalLM",
+    "ExaoneForCausalLM": "models.families.exaone:ExaoneForCausalLM",
+    "InternLM3ForCausalLM": "models.families.internlm3:InternLM3ForCausalLM",
+    "IQuestCoderForCausalLM": "models.families.iquestcoder:IQuestCoderForCausalLM",
     "MistralForCausalLM": "models.families.mistral:MistralForCausalLM",
     "MixtralForCausalLM": "models.families.mixtral:MixtralForCausalLM",
     "Qwen2ForCausalLM": "models.families.qwen2:Qwen2ForCausalLM",
@@ -63,6 +66,13 @@ FAMILIES: dict[str, str] = {
     "Llama4ForCausalLM": "models.families.llama4:Llama4ForCausalLM",
 }
 
+# Architecture and model type that transformers 5 saves for a family -> its architecture on the hub.
+_SAVED_AS_OTHERS = {
+    ("LlamaForCausalLM", "exaone"): "ExaoneForCausalLM",
+    ("LlamaForCausalLM", "internlm3"): "InternLM3ForCausalLM",
+    ("LlamaForCausalLM", "iquestcoder"): "IQuestCoderForCausalLM",
+}
+
 
 def read_config(hf_config: Mapping[str, object]) -> "ModelConfig":
     """Reads a config.json, as written by transformers 4 or 5.
@@ -83,7 +93,7 @@ def read_config(hf_config: Mapping[str, object]) -> "ModelConfig":
             "config.json: it has a text_config and no vocab_size, so it describes a multimodal "
             "model, whose text part is not read. Use a text checkpoint of this model."
         )
-    return family.read_config(hf_config)
+    return family.read_config({**hf_config, "architectures": [architecture]})
 
 
 def family_class(architecture: str) -> "type[Decoder]":
@@ -132,4 +142,5 @@ def _read_architecture(hf_config: Mapping[str, object]) -> str:
             f"config.json: architectures is {architectures!r}; wanted a list that names one of "
             f"{', '.join([*FAMILIES, *_entry_points()])}."
         )
-    return str(architectures[0])
+    architecture = str(architectures[0])
+    return _SAVED_AS_OTHERS.get((architecture, hf_config.get("model_type")), architecture)

@@ -29,6 +29,7 @@ FAMILIES = {
     "Cohere2ForCausalLM": ("Cohere2Config", {"hidden_size": 160}),
     "CwmForCausalLM": ("CwmConfig", {"head_dim": None, "hidden_size": 80}),
     "Ernie4_5ForCausalLM": ("Ernie4_5Config", {}),
+    "ExaoneForCausalLM": ("ExaoneConfig", {"hidden_size": 80, "head_dim": None}),
     "Exaone4ForCausalLM": ("Exaone4Config", {"num_attention_heads": 32}),
     "GemmaForCausalLM": ("GemmaConfig", {"num_attention_heads": 32}),
     "GlmForCausalLM": ("GlmConfig", {}),
@@ -38,6 +39,8 @@ FAMILIES = {
     "HeliumForCausalLM": ("HeliumConfig", {}),
     "HunYuanDenseV1ForCausalLM": ("HunYuanDenseV1Config", {}),
     "HyperCLOVAXForCausalLM": ("HyperCLOVAXConfig", {"hidden_size": 80}),
+    "InternLM3ForCausalLM": ("InternLM3Config", {"hidden_size": 80}),
+    "IQuestCoderForCausalLM": ("IQuestCoderConfig", {"hidden_size": 80}),
     "Jais2ForCausalLM": ("Jais2Config", {"hidden_size": 80}),
     "Ministral3ForCausalLM": ("Ministral3Config", {}),
     "NanoChatForCausalLM": ("NanoChatConfig", {}),
@@ -63,6 +66,14 @@ OTHER_FIELDS = [
     ("Cohere2ForCausalLM", {"sliding_window": 64, "sliding_window_pattern": 3}),
     ("CwmForCausalLM", {"sliding_window": 64, "eos_token_id": 3, "rope_scaling": SCALED}),
     ("Ernie4_5ForCausalLM", {"use_bias": True, "head_dim": None, "hidden_size": 80}),
+    (
+        "ExaoneForCausalLM",
+        {"num_layers": 6, "layer_norm_epsilon": 1e-6, "activation_function": "gelu"},
+    ),
+    ("ExaoneForCausalLM", {"attention_bias": True, "mlp_bias": True, "rope_theta": 1e4}),
+    ("InternLM3ForCausalLM", {"qkv_bias": True, "bias": True}),
+    ("InternLM3ForCausalLM", {"attention_bias": True, "mlp_bias": True, "rope_theta": 5e7}),
+    ("IQuestCoderForCausalLM", FLAGS | {"head_dim": None, "rope_theta": 5e5}),
     ("Exaone4ForCausalLM", {"sliding_window": 64, "sliding_window_pattern": 2}),
     (
         "Exaone4ForCausalLM",
@@ -246,6 +257,8 @@ def test_olmo_clips_if_config_json_has_a_bound():
     ("architecture", "fields", "error", "message"),
     [
         ("ApertusForCausalLM", {"hidden_act": "silu"}, UnsupportedModelError, "hidden_act='silu'"),
+        ("InternLM3ForCausalLM", {"qkv_bias": True, "bias": False}, UnsupportedModelError, "bias"),
+        ("IQuestCoderForCausalLM", {"clip_qkv": 8.0}, UnsupportedModelError, "clip_qkv=8.0"),
         ("ApertusForCausalLM", {"qk_norm": False}, UnsupportedModelError, "qk_norm=False"),
         (
             "GraniteSWAForCausalLM",

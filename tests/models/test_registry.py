@@ -519,6 +519,20 @@ def test_every_architecture_has_a_class_of_its_name(architecture):
     assert family_class(architecture).__name__ == architecture
 
 
+@pytest.mark.parametrize(
+    ("model_type", "wanted"),
+    [
+        ("exaone", "ExaoneForCausalLM"),
+        ("internlm3", "InternLM3ForCausalLM"),
+        ("iquestcoder", "IQuestCoderForCausalLM"),
+        ("llama", "LlamaForCausalLM"),
+    ],
+)
+def test_model_type_tells_families_apart_that_are_saved_as_llama(model_type, wanted):
+    config = read_config(hf_config(model_type=model_type))
+    assert (config.architecture, config.model_type) == (wanted, model_type)
+
+
 def test_installed_packages_add_families_and_replace_none(monkeypatch):
     own = "tests.models.test_registry:ForeignModel"
     added = [
