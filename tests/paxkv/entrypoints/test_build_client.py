@@ -125,7 +125,7 @@ def test_request_that_never_fits_the_pool_is_refused_at_the_door() -> None:
     with running_fake_server(num_blocks=9) as server:
         refused = server.complete([97] * 50, 50)
         assert refused.status_code == 400
-        assert "64" in refused.json()["error"]["message"]
+        assert "context length is 65 tokens" in refused.json()["error"]["message"]
         assert server.complete([97] * 50, 15).status_code == 200
         server.process.terminate()
         assert server.wait()[0] == 0
