@@ -48,11 +48,10 @@ def _walk(
     token_ids: list[int] = []
     for _ in range(num_tokens):
         mask_np = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        allowed = np.flatnonzero(np.unpackbits(mask_np, bitorder="little"))
-        if matcher.is_error() or not allowed.size:
+        if matcher.is_error() or not mask_np.any():
             text = tokenizer.decode_str(token_ids)[-_MAX_SHOWN_CHARS:]
             return f"{matcher.get_error() or 'NoExtensionBias'} (after {text!r})"
-        token_id = _choose(mask_np, allowed, wishes, eos_token_ids)
+        token_id = _choose(mask_np, wishes, eos_token_ids)
         if token_id is None:
             return None
         matcher.consume_token(token_id)
@@ -62,7 +61,6 @@ def _walk(
 
 def _choose(
     mask_np: np.ndarray,  # u8[num_mask_words * 4]
-    allowed: np.ndarray,  # i64[n]
     wishes: Collection[int],
     eos_token_ids: Collection[int],
 ) -> int | None:
@@ -70,4 +68,8 @@ def _choose(
     wanted = next((i for i in wishes if mask_np[i // 8] >> (i % 8) & 1), None)
     if wanted is not None:
         return wanted
-    return next((int(i) for i in allowed if int(i) not in eos_token_ids), None)
+    for byte_idx in np.flatnonzero(mask_np):
+        for token_id in range(8 * int(byte_idx), 8 * int(byte_idx) + 8):
+            if mask_np[byte_idx] >> (token_id % 8) & 1 and token_id not in eos_token_ids:
+                return token_id
+    return None
