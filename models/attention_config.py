@@ -37,19 +37,19 @@ class AttentionConfig:
         if self.num_q_heads % self.num_kv_heads:
             raise ModelConfigError(
                 f"config.json: num_attention_heads={self.num_q_heads} is not a multiple of "
-                f"num_key_value_heads={self.num_kv_heads}; wanted one: every KV head serves "
-                "equally many query heads."
+                f"num_key_value_heads={self.num_kv_heads}; every KV head must serve the same "
+                "number of query heads."
             )
         if self.head_dim % 2:
             raise ModelConfigError(
-                f"config.json: head_dim={self.head_dim} is odd; rotary embeddings turn pairs of "
-                "dimensions and want an even one."
+                f"config.json: head_dim={self.head_dim} is odd; expected an even number, because "
+                "rotary embeddings rotate pairs of dimensions."
             )
         num_turned = self.head_dim if self.rotary_dim is None else self.rotary_dim
         if num_turned % 2 or not 0 < num_turned <= self.head_dim:
             raise ModelConfigError(
-                f"config.json: partial_rotary_factor makes rotary embeddings turn {num_turned} of "
-                f"{self.head_dim} dimensions of a head; wanted an even number from 2 to "
+                f"config.json: partial_rotary_factor makes rotary embeddings rotate {num_turned} "
+                f"of {self.head_dim} dimensions of a head; expected an even number from 2 to "
                 f"{self.head_dim}."
             )
         if self.rope.kind == "longrope":
@@ -62,7 +62,7 @@ class AttentionConfig:
         if self.sliding_window is not None and self.chunk_size is not None:
             raise ModelConfigError(
                 f"config.json: a layer has sliding_window={self.sliding_window} and "
-                f"attention_chunk_size={self.chunk_size}; wanted at most one of the two."
+                f"attention_chunk_size={self.chunk_size}; expected at most one of them."
             )
 
     @property

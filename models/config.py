@@ -5,7 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from models.attention_config import AttentionConfig
-from models.config_fields import read_count, read_flag, read_number, read_token_ids
+from models.config_fields import (
+    read_count,
+    read_flag,
+    read_optional_number,
+    read_token_ids,
+)
 from models.decoder_spec import DecoderSpec, spec_of_attention
 from models.errors import UnsupportedModelError
 from models.rope_config import max_scaled_positions, rope_for_length
@@ -13,6 +18,14 @@ from models.rope_config import max_scaled_positions, rope_for_length
 ModelDtype = Literal["float32", "bfloat16", "float16"]
 
 MODEL_DTYPES: tuple[ModelDtype, ...] = ("float32", "bfloat16", "float16")
+# Names of torch's dtypes -> dtype to load such weights as.
+_DTYPES: dict[str, ModelDtype] = {
+    **{dtype: dtype for dtype in MODEL_DTYPES},
+    "float": "float32",
+    "half": "float16",
+    "float64": "float32",
+    "double": "float32",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,21 +114,26 @@ def read_model_fields(
             hf_config, "tie_word_embeddings", default_tie_word_embeddings
         ),
         "dtype": _read_dtype(hf_config),
-        "initializer_range": read_number(hf_config, "initializer_range", 0.02),
+        "initializer_range": _read_initializer_range(hf_config),
         "bos_token_id": bos_token_ids[0] if bos_token_ids else None,
         "eos_token_ids": read_token_ids(hf_config, "eos_token_id"),
     }
 
 
 def _read_dtype(hf_config: Mapping[str, object]) -> ModelDtype:
-    # transformers 5 renamed torch_dtype to dtype. Without either, the weights are float32.
+    """Reads `dtype` (transformers 5) or `torch_dtype`, such as "bfloat16" or "torch.half"."""
     name = hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
-    for dtype in MODEL_DTYPES:
-        if name in (dtype, f"torch.{dtype}"):
-            return dtype
-    raise UnsupportedModelError(
-        f"config.json: dtype {name!r} is not supported; supported are {', '.join(MODEL_DTYPES)}."
-    )
+    dtype = _DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
+    if dtype is None:
+        raise UnsupportedModelError(
+            f"config.json: dtype {name!r} is not supported; paxkv supports {', '.join(_DTYPES)}."
+        )
+    return dtype
+
+
+def _read_initializer_range(hf_config: Mapping[str, object]) -> float:
+    # Some checkpoints have 0. Only random weights depend on it.
+    return read_optional_number(hf_config, "initializer_range") or 0.02
 
 
 def _refuse_quantized(hf_config: Mapping[str, object]) -> None:
@@ -131,6 +149,6 @@ def _refuse_quantized(hf_config: Mapping[str, object]) -> None:
 def _refuse_bidirectional(hf_config: Mapping[str, object]) -> None:
     if hf_config.get("use_bidirectional_attention"):
         raise UnsupportedModelError(
-            "config.json: use_bidirectional_attention is set, so tokens see later ones, which is "
-            "not supported: such a model makes embeddings and generates no text."
+            "config.json: use_bidirectional_attention is set, so tokens attend to later tokens, "
+            "which is not supported. Such a model computes embeddings and generates no text."
         )

@@ -1,23 +1,36 @@
 """Typed reads of single fields of a config.json, with errors that name the field."""
 
+import math
 from collections.abc import Mapping
 
 from models.errors import ModelConfigError, UnsupportedModelError
+
+CONFIG_FILE = "config.json"
+
+
+def _as_integer(value: object) -> object:
+    """An integer that is written as a float, such as 1024.0, as an int; other values unchanged."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _is_integer(value: object) -> bool:
+    """Whether a value is an integer. Unlike in Python, a boolean is none."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def read_count(
     fields: Mapping[str, object], name: str, default: int | None = None, *, minimum: int = 1
 ) -> int:
-    """Reads an integer of at least `minimum`.
+    """Reads an integer of at least `minimum`; 1024.0 is 1024.
 
     A missing or null field is `default`, or an error without one.
     """
-    value = fields.get(name)
+    value = _as_integer(fields.get(name))
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        wanted = "a positive integer" if minimum == 1 else f"an integer of at least {minimum}"
-        raise _bad_field(name, value, wanted)
+    if not _is_integer(value) or value < minimum:
+        allowed = "a positive integer" if minimum == 1 else f"an integer of at least {minimum}"
+        raise _bad_field(name, value, allowed)
     return value
 
 
@@ -26,13 +39,15 @@ def read_number(fields: Mapping[str, object], name: str, default: float | None =
     value = fields.get(name)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+    # NaN fails the comparison.
+    is_positive = isinstance(value, float) or _is_integer(value)
+    if not is_positive or not 0 < value < math.inf:
         raise _bad_field(name, value, "a positive number")
     return float(value)
 
 
 def read_optional_number(fields: Mapping[str, object], name: str) -> float | None:
-    """Reads a positive number, or None where it is missing, null or 0, as HF reads 0."""
+    """Reads a positive number; None if it is missing, null or 0, as in transformers."""
     return read_number(fields, name) if fields.get(name) else None
 
 
@@ -46,24 +61,43 @@ def read_flag(fields: Mapping[str, object], name: str, default: bool = False) ->
     return value
 
 
-def read_token_ids(fields: Mapping[str, object], name: str) -> tuple[int, ...]:
-    """Reads a token id or a list of them; a missing or null field is empty."""
+def read_token_ids(
+    fields: Mapping[str, object], name: str, *, file: str = CONFIG_FILE
+) -> tuple[int, ...]:
+    """Reads a token id or a list of them; a missing or null field is empty.
+
+    Negative numbers are left out: in old checkpoints, -1 means that there is no such token.
+
+    Args:
+        file: The name of the file, for the message.
+    """
     value = fields.get(name)
     if value is None:
         return ()
-    token_ids = value if isinstance(value, list) else [value]
-    if any(isinstance(token_id, bool) or not isinstance(token_id, int) for token_id in token_ids):
-        raise _bad_field(name, value, "a token id or a list of token ids")
-    return tuple(token_ids)
+    token_ids = [_as_integer(id_) for id_ in (value if isinstance(value, list) else [value])]
+    if not all(map(_is_integer, token_ids)):
+        raise _bad_field(name, value, "a token id or a list of token ids", file=file)
+    return tuple(token_id for token_id in token_ids if token_id >= 0)
+
+
+def read_layer_numbers(fields: Mapping[str, object], name: str) -> list[int] | None:
+    """Reads a list of layer numbers; None if it is missing or null."""
+    value = fields.get(name)
+    if value is None:
+        return None
+    numbers = list(map(_as_integer, value)) if isinstance(value, list) else [None]
+    if not all(map(_is_integer, numbers)):
+        raise _bad_field(name, value, "a list of layer numbers")
+    return numbers
 
 
 def with_defaults(
     fields: Mapping[str, object], defaults: Mapping[str, object]
 ) -> dict[str, object]:
-    """The fields, with a family's defaults for missing and null ones. A null token id stays none.
+    """Adds a family's defaults for fields that are missing or null. A null token id stays null.
 
-    Without this, a null number would be the default of the function that reads it, which may be
-    that of other families.
+    Without this function, a null field would get the default of the function that reads it, which
+    other families share.
     """
     given = {
         name: value
@@ -74,24 +108,29 @@ def with_defaults(
 
 
 def refuse_other_values(fields: Mapping[str, object], supported: Mapping[str, object]) -> None:
-    """Checks fields for which a family computes one value only.
+    """Checks the fields for which a family supports one value only.
 
     Args:
-        supported: The value of each field. A missing or null field has it.
+        supported: The value of each field. A missing or null field has this value.
 
     Raises:
         UnsupportedModelError: A field has another value.
     """
     for name, value in supported.items():
         if fields.get(name) not in (None, value):
+            allowed = "a config.json without this field" if value is None else repr(value)
             raise UnsupportedModelError(
                 f"config.json: {name}={fields[name]!r} is not supported for this architecture; "
-                f"supported is {'to leave it out' if value is None else repr(value)}."
+                f"paxkv supports {allowed}."
             )
 
 
-def _bad_field(name: str, got: object, wanted: str) -> ModelConfigError:
+def _bad_field(
+    name: str, found: object, allowed: str, *, file: str = CONFIG_FILE
+) -> ModelConfigError:
+    if isinstance(found, str):
+        allowed += ", without quotation marks"
     return ModelConfigError(
-        f"config.json: {name} is {'missing' if got is None else repr(got)}; wanted {wanted}. "
-        "Use the config.json that was published with the weights."
+        f"{file}: {name} is {'missing' if found is None else repr(found)}; expected {allowed}. "
+        f"Use the {file} that was published with the weights."
     )

@@ -138,12 +138,12 @@ def _check_owner(
     if owner is None or owner.kv_layer_idx is not None:
         raise ModelConfigError(
             f"config.json: layer {layer_idx} shares the keys and values of layer {owner_idx}; "
-            "wanted an earlier layer that has its own."
+            "expected an earlier layer that has its own."
         )
     if formats[layer_idx] != formats[owner_idx]:
         raise ModelConfigError(
             f"config.json: layer {layer_idx} shares the keys and values of layer {owner_idx}, "
-            f"which has {_described(owner)}; wanted {_described(attention[layer_idx])}."
+            f"which has {_described(owner)}; expected {_described(attention[layer_idx])}."
         )
 
 

@@ -135,7 +135,7 @@ def read_activation(hf_config: Mapping[str, object], field: str, default: Activa
     name = hf_config.get(field) or default
     if name not in ACTIVATIONS:
         raise UnsupportedModelError(
-            f"config.json: {field}={name!r} is not supported; supported are "
+            f"config.json: {field}={name!r} is not supported; paxkv supports "
             f"{', '.join(ACTIVATIONS)}."
         )
     return ACTIVATIONS[name]

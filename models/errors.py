@@ -1,16 +1,16 @@
 """The errors that loading or describing a model raises.
 
 ModelError (a ValueError)
-├── ModelConfigError          config.json is missing, is not JSON, or misses or contradicts a field
-├── UnsupportedModelError     the model is well described, and this engine cannot run it
+├── ModelConfigError          config.json is missing or not JSON, or a field is missing or wrong
+├── UnsupportedModelError     config.json is correct, and paxkv cannot run the model
 └── CheckpointError
     ├── CheckpointNotFoundError   no such folder, hub repository, or weight file
-    └── WeightMismatchError       the weights are there and do not fit the model
+    └── WeightMismatchError       the weights do not fit the model
 """
 
 
 class ModelError(ValueError):
-    """A model cannot be used; the message says what was got, what was wanted, and a remedy."""
+    """A model cannot be used. The message names the file and field, and says what to do."""
 
 
 class ModelConfigError(ModelError):
@@ -18,7 +18,7 @@ class ModelConfigError(ModelError):
 
 
 class UnsupportedModelError(ModelError):
-    """The model needs something that this engine does not have."""
+    """The model needs a feature that paxkv does not have."""
 
 
 class CheckpointError(ModelError):
@@ -26,7 +26,7 @@ class CheckpointError(ModelError):
 
 
 class CheckpointNotFoundError(CheckpointError):
-    """The checkpoint, or a file it names, is not there."""
+    """The checkpoint, or a file that it names, does not exist."""
 
 
 class WeightMismatchError(CheckpointError):

@@ -38,20 +38,20 @@ def read_layer_types(
         return by_rule
     if not isinstance(written, list) or len(written) != len(by_rule):
         raise ModelConfigError(
-            f"config.json: layer_types is {written!r}; wanted a list of {len(by_rule)} names, one "
-            "for each layer."
+            f"config.json: layer_types is {written!r}; expected a list of {len(by_rule)} names, "
+            "one for each layer."
         )
     unknown = [name for name in written if name not in get_args(LayerType)]
     if unknown:
         raise UnsupportedModelError(
-            f"config.json: layer type {unknown[0]!r} is not supported; supported are "
+            f"config.json: layer type {unknown[0]!r} is not supported; paxkv supports "
             f"{', '.join(get_args(LayerType))}."
         )
     if sliding_window is None and "sliding_attention" in written:
         raise ModelConfigError(
-            "config.json: layer_types has sliding layers, and there is no window "
+            "config.json: layer_types has sliding layers, but no window is set "
             f"(sliding_window={hf_config.get('sliding_window')}, "
-            f"use_sliding_window={hf_config.get('use_sliding_window')}); wanted both or neither."
+            f"use_sliding_window={hf_config.get('use_sliding_window')}); set both or neither."
         )
     return tuple(written)
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from models.config_fields import read_count, read_flag, read_number
+from models.config_fields import read_count, read_flag, read_layer_numbers, read_number
 from models.dense_config import DenseConfig
 from models.errors import ModelConfigError
 from models.layers.routing import SigmoidTopK
@@ -47,8 +47,8 @@ def read_expert_fields(
     top_k = read_count(hf_config, "num_experts_per_tok", default_top_k)
     if top_k > num_experts:
         raise ModelConfigError(
-            f"config.json: num_experts_per_tok is {top_k}, and {name} is {num_experts}; wanted no "
-            "more experts for each token than there are."
+            f"config.json: num_experts_per_tok is {top_k}, and {name} is {num_experts}; a token "
+            "cannot have more experts than there are."
         )
     return {
         "num_experts": num_experts,
@@ -63,11 +63,7 @@ def read_sparse_steps(hf_config: Mapping[str, object], num_layers: int) -> tuple
     Every `decoder_sparse_step`-th layer has experts, except the layers in `mlp_only_layers`.
     """
     step = read_count(hf_config, "decoder_sparse_step", 1)
-    dense = hf_config.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or any(type(layer_idx) is not int for layer_idx in dense):
-        raise ModelConfigError(
-            f"config.json: mlp_only_layers is {dense!r}; wanted a list of layer numbers."
-        )
+    dense = read_layer_numbers(hf_config, "mlp_only_layers") or ()
     return tuple(
         layer_idx not in dense and (layer_idx + 1) % step == 0 for layer_idx in range(num_layers)
     )
@@ -132,7 +128,7 @@ def read_group_fields(
     ):
         raise ModelConfigError(
             f"config.json: n_group={num_groups} and topk_group={num_kept} do not fit {num_experts} "
-            f"experts, of which {top_k} are chosen; wanted groups of equal size, with two experts "
-            "or more, and no fewer experts in the kept groups than are chosen."
+            f"experts, of which {top_k} are chosen. Groups must be of equal size, with at least "
+            f"two experts each; the kept groups must have at least {top_k} experts together."
         )
     return {"num_groups": num_groups, "num_kept_groups": num_kept}

@@ -22,8 +22,8 @@ def parse_partial_rope(
     if rope.kind == "proportional":
         raise UnsupportedModelError(
             "config.json: rope type 'proportional' is not supported for "
-            f"{hf_config['architectures'][0]}, which rotates the leading dimensions of each head; "
-            "use another rope type."
+            f"{hf_config['architectures'][0]}, which rotates the leading dimensions of each head. "
+            "Use another rope type."
         )
     return rope, read_rotary_factor(hf_config, default_factor)
 

@@ -1,9 +1,10 @@
-"""Which class runs which architecture of a config.json, from here and from other packages."""
+"""Finds the class that runs the architecture of a config.json, in paxkv or in other packages."""
 
 import importlib.metadata
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from models.architecture_names import with_supported_names
 from models.errors import ModelConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -79,8 +80,9 @@ def read_config(hf_config: Mapping[str, object]) -> "ModelConfig":
 
     Raises:
         ModelConfigError: A field is missing, of the wrong type, or contradicts another.
-        UnsupportedModelError: The model needs something that is not built.
+        UnsupportedModelError: The model needs a feature that paxkv does not have.
     """
+    hf_config = with_supported_names(hf_config, [*FAMILIES, *_entry_points()])
     architecture = _read_architecture(hf_config)
     family = family_class(architecture)
     # Families of other packages may read `text_config`.
@@ -90,17 +92,18 @@ def read_config(hf_config: Mapping[str, object]) -> "ModelConfig":
         and hf_config.get("vocab_size") is None
     ):
         raise UnsupportedModelError(
-            "config.json: it has a text_config and no vocab_size, so it describes a multimodal "
-            "model, whose text part is not read. Use a text checkpoint of this model."
+            "config.json: text_config is present and vocab_size is missing, so it describes a "
+            "multimodal model, whose text part is not read. Use a text-only checkpoint of this "
+            "model."
         )
     return family.read_config({**hf_config, "architectures": [architecture]})
 
 
 def family_class(architecture: str) -> "type[Decoder]":
-    """The class of an architecture; an own one wins over one of another package.
+    """Returns the class of an architecture. Classes of paxkv win over those of other packages.
 
     Raises:
-        UnsupportedModelError: There is none, or it cannot be imported.
+        UnsupportedModelError: No class has this architecture, or it cannot be imported.
     """
     entry_points = _entry_points()
     if architecture in FAMILIES:
@@ -113,20 +116,20 @@ def family_class(architecture: str) -> "type[Decoder]":
         hint = ""
         if architecture.endswith("ForConditionalGeneration"):
             hint = (
-                " Multimodal and encoder-decoder checkpoints "
-                "are not read, also not their text part."
+                " Multimodal and encoder-decoder checkpoints are not read, not even their text "
+                "part."
             )
         raise UnsupportedModelError(
-            f"config.json: architecture {architecture!r} is not supported; supported are "
+            f"config.json: architecture {architecture!r} is not supported; paxkv supports "
             f"{', '.join([*FAMILIES, *entry_points])}.{hint}"
         )
     try:
         return entry_point.load()
     except (ImportError, AttributeError) as error:
         raise UnsupportedModelError(
-            f"config.json: architecture {architecture!r} is run by {entry_point.value!r}, which "
-            f"cannot be imported ({type(error).__name__}: {error}). Install the package that adds "
-            "it again, or remove it."
+            f"config.json: architecture {architecture!r} needs {entry_point.value!r}, which cannot "
+            f"be imported ({type(error).__name__}: {error}). Install the package that provides it "
+            "again, or remove the package."
         ) from error
 
 
@@ -139,8 +142,13 @@ def _read_architecture(hf_config: Mapping[str, object]) -> str:
     architectures = hf_config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise ModelConfigError(
-            f"config.json: architectures is {architectures!r}; wanted a list that names one of "
-            f"{', '.join([*FAMILIES, *_entry_points()])}."
+            f"config.json: architectures is {_found(architectures)}; expected a list with one of "
+            f"{', '.join([*FAMILIES, *_entry_points()])}. Use the config.json that was published "
+            "with the weights."
         )
     architecture = str(architectures[0])
     return _SAVED_AS_OTHERS.get((architecture, hf_config.get("model_type")), architecture)
+
+
+def _found(value: object) -> str:
+    return "missing" if value is None else repr(value)

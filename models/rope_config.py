@@ -10,6 +10,10 @@ from models.errors import ModelConfigError, UnsupportedModelError
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 
+# Names of kinds in older configs. "mrope" has positions of images too; for text alone it is the
+# plain embedding.
+_OLDER_KINDS = {"su": "longrope", "mrope": "default"}
+
 DEFAULT_ROPE_THETA = 10_000.0
 # Of full-attention layers where sliding ones have an embedding of their own.
 DEFAULT_GLOBAL_ROPE_THETA = 1_000_000.0
@@ -84,15 +88,15 @@ def parse_ropes_by_layer_type(
     flat = [name for name, value in by_type.items() if not isinstance(value, Mapping | None)]
     if flat:
         raise ModelConfigError(
-            f"config.json: rope_parameters has {', '.join(flat)} for all layers; wanted one "
+            f"config.json: rope_parameters has {', '.join(flat)} for all layers; expected an "
             "object for full_attention and one for sliding_attention."
         )
     for layer_type in sorted(required_types):
         if _read_object(by_type, layer_type).get("rope_theta") is None:
             raise ModelConfigError(
-                f"config.json: rope_parameters has no rope_theta for {layer_type}; wanted one for "
-                "each type of the model's layers. Use the config.json that was published with the "
-                "weights."
+                f"config.json: rope_parameters has no rope_theta for {layer_type}; expected one "
+                "for each type of layer in the model. Use the config.json that was published with "
+                "the weights."
             )
     scaling = _read_object(hf_config, "rope_scaling")
     _refuse_nested(scaling)
@@ -155,10 +159,12 @@ def _parse_fields(
     max_position_embeddings: int,
 ) -> RopeConfig:
     """Reads one embedding from the object that describes it."""
-    kind = fields.get("rope_type") or fields.get("type") or "default"
+    name = fields.get("rope_type") or fields.get("type") or "default"
+    kind = _OLDER_KINDS.get(name, name) if isinstance(name, str) else name
     if kind not in get_args(RopeKind):
+        older = f" (the older name of {kind!r})" if kind != name else ""
         raise UnsupportedModelError(
-            f"config.json: rope type {kind!r} is not supported; supported are "
+            f"config.json: rope type {name!r}{older} is not supported; paxkv supports "
             f"{', '.join(get_args(RopeKind))}."
         )
     theta = read_number(fields, "rope_theta", default_theta)
@@ -190,8 +196,8 @@ def _parse_llama3(fields: Mapping[str, object], theta: float, original_length: i
     low, high = read_number(fields, "low_freq_factor"), read_number(fields, "high_freq_factor")
     if low > high:
         raise ModelConfigError(
-            f"config.json: llama3 rope got low_freq_factor={low} and high_freq_factor={high}; "
-            "wanted the low one below the high one, or both equal."
+            f"config.json: rope type 'llama3' has low_freq_factor={low} and "
+            f"high_freq_factor={high}; the first must be at most the second."
         )
     return RopeConfig(
         kind="llama3",
@@ -258,7 +264,8 @@ def _parse_proportional(
     share = read_number(fields, "partial_rotary_factor", default_share)
     if share > 1:
         raise ModelConfigError(
-            f"config.json: proportional rope got partial_rotary_factor={share}; wanted at most 1."
+            f"config.json: rope type 'proportional' has partial_rotary_factor={share}; expected at "
+            "most 1."
         )
     return RopeConfig(
         kind="proportional",
@@ -272,7 +279,7 @@ def _read_object(fields: Mapping[str, object], name: str) -> Mapping[str, object
     """Returns an object of rope parameters; a missing or null one is empty."""
     value = fields.get(name) or {}
     if not isinstance(value, Mapping):
-        raise ModelConfigError(f"config.json: {name} is {value!r}; wanted an object.")
+        raise ModelConfigError(f"config.json: {name} is {value!r}; expected an object.")
     return value
 
 
@@ -281,7 +288,7 @@ def _refuse_nested(fields: Mapping[str, object]) -> None:
     if nested:
         raise UnsupportedModelError(
             f"config.json: rope parameters per layer type ({', '.join(nested)}) are not supported "
-            "here; supported is one rotary embedding for all layers."
+            "for this architecture; paxkv supports one rotary embedding for all layers."
         )
 
 
@@ -290,5 +297,5 @@ def _refuse_partial_rotation(hf_config: Mapping[str, object], fields: Mapping[st
         if holder.get("partial_rotary_factor") not in (None, 1, 1.0):
             raise UnsupportedModelError(
                 f"config.json: partial_rotary_factor={holder['partial_rotary_factor']} is not "
-                "supported; supported is 1.0, rotating the whole head."
+                "supported for this architecture; paxkv supports 1.0, which rotates the whole head."
             )

@@ -65,9 +65,9 @@ class WeightRule:
             )
         if self.combine is None and len(self.sources) != 1:
             raise ModelError(
-                f"a weight rule without `combine` got {len(self.sources)} sources "
-                f"({', '.join(source.name for source in self.sources)}); wanted one. Say how they "
-                "are combined."
+                f"a weight rule without `combine` has {len(self.sources)} sources "
+                f"({', '.join(source.name for source in self.sources)}); expected one. Pass "
+                "`combine` to combine them."
             )
 
     def combined(self, weights_np: Sequence[np.ndarray]) -> np.ndarray:
@@ -140,7 +140,7 @@ def param_spec(name: str, param: jax.Array, rules: Mapping[str, WeightRule]) -> 
         return PartitionSpec()
     rule_name = f"{owner}.kernel" if leaf == "kernel_scale" else name
     if rule_name not in rules:
-        raise ModelError(f"parameter {name!r} has no weight rule; wanted one from its layer.")
+        raise ModelError(f"parameter {name!r} has no weight rule; expected one from its layer.")
     axes = rules[rule_name].axes
     if leaf == "kernel_scale":
         axes = axes[1:]

@@ -156,6 +156,6 @@ def read_logits_soft_cap(hf_config: Mapping[str, object]) -> float | None:
         # transformers ignores this field, and other engines do not.
         raise UnsupportedModelError(
             f"config.json: attn_logit_softcapping={soft_cap:g} is not supported for this "
-            "architecture; wanted null. No release sets it."
+            "architecture; expected null. No release sets it."
         )
     return logits_soft_cap

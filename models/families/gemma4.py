@@ -374,31 +374,31 @@ def _read_layer_overrides(
         return None
     if not isinstance(by_layer, Mapping):
         raise ModelConfigError(
-            f"config.json: per_layer_config is {by_layer!r}; wanted an object of layers."
+            f"config.json: per_layer_config is {by_layer!r}; expected an object of layers."
         )
     numbers = {name: _read_layer_idx(name) for name in by_layer}
     unknown = sorted(str(name) for name, idx in numbers.items() if idx not in range(num_layers))
     if unknown:
         raise ModelConfigError(
-            f"config.json: per_layer_config has the layers {', '.join(unknown)}; wanted numbers "
+            f"config.json: per_layer_config has the layers {', '.join(unknown)}; expected numbers "
             f"from 0 to {num_layers - 1}."
         )
     if len(set(numbers.values())) < len(numbers):
         raise ModelConfigError(
-            f"config.json: per_layer_config has the layers {', '.join(map(str, numbers))}; wanted "
-            "every layer at most once."
+            f"config.json: per_layer_config has the layers {', '.join(map(str, numbers))}; "
+            "expected every layer at most once."
         )
     for layer_idx, written in by_layer.items():
         if not isinstance(written, Mapping | None):
             raise ModelConfigError(
-                f"config.json: per_layer_config of layer {layer_idx} is {written!r}; wanted an "
+                f"config.json: per_layer_config of layer {layer_idx} is {written!r}; expected an "
                 "object."
             )
         other = sorted((written or {}).keys() - _LAYER_FIELDS.keys())
         if other:
             raise UnsupportedModelError(
                 f"config.json: per_layer_config of layer {layer_idx} has {', '.join(other)}; "
-                f"supported are {', '.join(_LAYER_FIELDS)}."
+                f"paxkv supports {', '.join(_LAYER_FIELDS)}."
             )
     return {numbers[name]: written or {} for name, written in by_layer.items()}
 
@@ -440,7 +440,7 @@ def _read_per_layer_vocab(hf_config: Mapping[str, object], fields: Mapping[str, 
     if num_tokens < fields["vocab_size"]:
         raise ModelConfigError(
             f"config.json: vocab_size_per_layer_input={num_tokens} is less than "
-            f"vocab_size={fields['vocab_size']}; wanted an embedding of every token."
+            f"vocab_size={fields['vocab_size']}; expected an embedding for every token."
         )
     return num_tokens
 
@@ -460,14 +460,14 @@ def _read_experts(
         raise UnsupportedModelError(
             "config.json: enable_moe_block is set, and hidden_size_per_layer_input is "
             f"{per_layer_size}; Gemma4ForCausalLM is supported with experts or with embeddings per "
-            "layer, not with both. Wanted 0."
+            "layer, not with both. Expected 0."
         )
     num_experts = read_count(hf_config, "num_experts")
     top_k = read_count(hf_config, "top_k_experts")
     if top_k > num_experts:
         raise ModelConfigError(
-            f"config.json: top_k_experts is {top_k}, and num_experts is {num_experts}; wanted no "
-            "more experts for each token than there are."
+            f"config.json: top_k_experts is {top_k}, and num_experts is {num_experts}; a token "
+            "cannot have more experts than there are."
         )
     return Gemma4ExpertsConfig(
         num_experts=num_experts,

@@ -10,7 +10,7 @@ from flax import nnx
 from jax import lax
 
 from models.attention_config import AttentionConfig
-from models.config_fields import read_count, read_flag, read_number
+from models.config_fields import read_count, read_flag, read_layer_numbers, read_number
 from models.decoder import Decoder
 from models.dense_config import read_dense_fields, read_head_fields
 from models.errors import ModelConfigError, UnsupportedModelError
@@ -66,7 +66,7 @@ class Llama4ForCausalLM(Decoder):
         if expert_fields["num_experts_per_tok"] != 1:
             raise UnsupportedModelError(
                 f"config.json: num_experts_per_tok={expert_fields['num_experts_per_tok']} is not "
-                "supported for Llama4ForCausalLM; wanted 1. No release has more."
+                "supported for Llama4ForCausalLM; expected 1. No release has more."
             )
         return MoEConfig(
             **fields,
@@ -207,19 +207,19 @@ def _read_is_chunked(
         return [chunk_size is not None and is_turned for is_turned in has_positions]
     if not isinstance(written, list) or len(written) != len(has_positions):
         raise ModelConfigError(
-            f"config.json: layer_types is {written!r}; wanted a list of {len(has_positions)} "
+            f"config.json: layer_types is {written!r}; expected a list of {len(has_positions)} "
             "names, one for each layer."
         )
     unknown = [name for name in written if name not in ("chunked_attention", "full_attention")]
     if unknown:
         raise UnsupportedModelError(
             f"config.json: layer type {unknown[0]!r} is not supported for Llama4ForCausalLM; "
-            "supported are chunked_attention, full_attention."
+            "paxkv supports chunked_attention and full_attention."
         )
     if chunk_size is None and "chunked_attention" in written:
         raise ModelConfigError(
             "config.json: layer_types has chunked_attention, and attention_chunk_size is null; "
-            "wanted both or neither."
+            "set both or neither."
         )
     return [name == "chunked_attention" for name in written]
 
@@ -229,12 +229,8 @@ def _read_has_experts(hf_config: Mapping[str, object], num_layers: int) -> tuple
 
     `moe_layers` lists these layers. Without it, they are every `interleave_moe_layer_step`-th.
     """
-    written = hf_config.get("moe_layers")
+    written = read_layer_numbers(hf_config, "moe_layers")
     if written is None:
         step = read_count(hf_config, "interleave_moe_layer_step", 1)
         return tuple((layer_idx + 1) % step == 0 for layer_idx in range(num_layers))
-    if not isinstance(written, list) or any(type(layer_idx) is not int for layer_idx in written):
-        raise ModelConfigError(
-            f"config.json: moe_layers is {written!r}; wanted a list of layer numbers."
-        )
     return tuple(layer_idx in written for layer_idx in range(num_layers))

@@ -148,7 +148,7 @@ def _read_attention(
         raise ModelConfigError(
             f"config.json: num_attention_heads={full.num_q_heads} is not a multiple of "
             f"{2 * full.num_kv_heads}. Sliding layers have twice as many KV heads as "
-            f"num_key_value_heads={full.num_kv_heads}; wanted a multiple."
+            f"num_key_value_heads={full.num_kv_heads}; expected a multiple."
         )
     sliding = dataclasses.replace(
         full, rope=sliding_rope, num_kv_heads=2 * full.num_kv_heads, has_sinks=True
@@ -173,7 +173,7 @@ def _with_rotary_dim(
     if attention.rope.kind != "default":
         raise UnsupportedModelError(
             f"config.json: rope type {attention.rope.kind!r} is not supported for "
-            f"MiMoV2FlashForCausalLM, which turns a part of each head; wanted 'default'."
+            f"MiMoV2FlashForCausalLM, which rotates a part of each head; expected 'default'."
         )
     by_type = {**hf_config, "rope_parameters": hf_config["rope_parameters"].get(layer_type)}
     factor = read_rotary_factor(by_type, default=_DEFAULT_FACTOR)
@@ -216,7 +216,7 @@ def _read_pattern(hf_config: Mapping[str, object], name: str, num_layers: int) -
         or any(value not in (0, 1) for value in pattern)
     ):
         raise ModelConfigError(
-            f"config.json: {name} is {pattern!r}; wanted a list of {num_layers} numbers, 0 or 1, "
+            f"config.json: {name} is {pattern!r}; expected a list of {num_layers} numbers, 0 or 1, "
             "one for each layer."
         )
     return [value == 1 for value in pattern]
@@ -236,7 +236,7 @@ def _check_hub_fields(hf_config: Mapping[str, object], sliding: AttentionConfig)
         if hf_config.get(name) not in (None, value):
             raise UnsupportedModelError(
                 f"config.json: {name} is {hf_config[name]!r}, which is not supported for "
-                f"MiMoV2FlashForCausalLM with the other fields; wanted {value!r}."
+                f"MiMoV2FlashForCausalLM with the other fields; expected {value!r}."
             )
 
 
@@ -254,7 +254,7 @@ def _read_has_experts(hf_config: Mapping[str, object], num_layers: int) -> tuple
         or any(layer_type not in ("dense", "sparse") for layer_type in types)
     ):
         raise ModelConfigError(
-            f"config.json: mlp_layer_types is {types!r}; wanted a list of {num_layers} names, "
+            f"config.json: mlp_layer_types is {types!r}; expected a list of {num_layers} names, "
             "'dense' or 'sparse', one for each layer."
         )
     return tuple(layer_type == "sparse" for layer_type in types)

@@ -45,7 +45,7 @@ def _check_types(hf_config: Mapping[str, object], by_rule: list[bool], window: i
         # transformers ignores `layer_types` here and gives every layer the window.
         wanted = "sliding_attention" if window else "full_attention"
         raise UnsupportedModelError(
-            f"config.json: layer_types={list(layer_types)} differs from {wanted!r} for every "
-            f"layer, which is what this architecture does with sliding_window={window}. "
-            "Leave layer_types out."
+            f"config.json: layer_types={list(layer_types)} does not fit sliding_window={window}; "
+            f"expected {wanted!r} for every layer. Correct one of the two fields, or remove "
+            "layer_types."
         )

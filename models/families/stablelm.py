@@ -86,7 +86,7 @@ def _read_attention(hf_config: Mapping[str, object], max_positions: int) -> Atte
     if num_heads * head_dim != head_fields["hidden_size"]:
         raise ModelConfigError(
             f"config.json: num_attention_heads={num_heads} heads of {head_dim} dimensions do not "
-            f"fill hidden_size={head_fields['hidden_size']}; wanted heads that divide it evenly."
+            f"fill hidden_size={head_fields['hidden_size']}; expected heads that fill it."
         )
     rope, factor = parse_partial_rope(hf_config, max_positions, default_factor=0.25)
     return AttentionConfig(

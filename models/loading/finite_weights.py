@@ -1,12 +1,12 @@
-"""Refuses weights that are not finite: one NaN makes every answer nonsense, without an error."""
+"""Rejects weights that are not finite. A single NaN makes every answer wrong, without an error."""
 
 import numpy as np
 
 from models.errors import CheckpointError
 
-# Two passes over so many numbers find them in the processor's cache.
+# The second pass over this many numbers reads them from the processor's cache.
 _CHUNK = 65_536
-# Bytes of a number -> its integers, and the bits of infinity where no fraction follows.
+# Dtype -> signed and unsigned integers of its size, and the bits of infinity.
 _FORMATS = {
     "float16": (np.int16, np.uint16, 0x7C00),
     "bfloat16": (np.int16, np.uint16, 0x7F80),
@@ -16,18 +16,18 @@ _FORMATS = {
 
 
 def checked_finite(weight_np: np.ndarray, *, name: str, where: str) -> np.ndarray:
-    """`weight_np` itself, if all of it is finite.
+    """Returns `weight_np` itself if all of its numbers are finite.
 
     The bits of NaN and infinity are the largest integers of their sign: bfloat16 0x7F80 to 0x7FFF,
-    and 0xFF80 to 0xFFFF. So two maxima tell, 20 gigabytes a second on one core, where `isfinite`
-    takes eight times as long for bfloat16 (measured on a server's x86-64 with NumPy 2).
+    and 0xFF80 to 0xFFFF. Two maxima therefore find them: 20 gigabytes per second on one core.
+    `isfinite` takes eight times as long for bfloat16 (measured on a server's x86-64 with NumPy 2).
 
     Args:
-        name: Of the weight, for the message.
-        where: Names the checkpoint there.
+        name: The name of the weight, for the message.
+        where: The checkpoint or file, for the message.
 
     Raises:
-        CheckpointError: There are NaNs or infinities.
+        CheckpointError: Numbers are NaN or infinite.
     """
     signed, unsigned, infinity = _FORMATS[weight_np.dtype.name]
     flat = np.ascontiguousarray(weight_np).reshape(-1)
@@ -39,11 +39,11 @@ def checked_finite(weight_np: np.ndarray, *, name: str, where: str) -> np.ndarra
             or chunk.view(unsigned).max() >= sign_bit | infinity
         )
         if is_bad:
-            with np.errstate(invalid="ignore"):  # bfloat16 says it of what is asked for
+            with np.errstate(invalid="ignore"):  # bfloat16 warns about NaN
                 num_bad = flat.size - int(np.count_nonzero(np.isfinite(flat)))
             raise CheckpointError(
-                f"{where}: weight {name!r} has {num_bad} of {flat.size} numbers that are NaN or "
-                "infinite; wanted finite ones. Download the checkpoint again, or save it again in "
-                "a wider dtype."
+                f"{where}: {num_bad} of the {flat.size} numbers in weight {name!r} are NaN or "
+                "infinite; all numbers must be finite. Download the checkpoint again, or save it "
+                "again in a wider dtype."
             )
     return weight_np

@@ -13,14 +13,15 @@ from flax import nnx
 from models.config import ModelConfig, ModelDtype
 from models.errors import ModelError
 from models.layers.linear import Linear, name_linears
-from models.loading.check_weights import check_weights
+from models.loading.check_weights import HEAD_WEIGHT, check_weights
 from models.loading.column_panels import split_columns
 from models.loading.finite_weights import checked_finite
 from models.loading.loaded_model import LoadedModel, flatten_state
 from models.loading.product_dtype import ProductDtype, with_product_dtype
 from models.loading.safetensors_reader import SafetensorsCheckpoint
 from models.loading.source import read_model_config, resolve_model_folder
-from models.loading.tied_head import HEAD_WEIGHT, is_head_tied
+from models.loading.tensor_names import name_weights
+from models.loading.tied_head import is_head_tied
 from models.platforms import Platform, default_platform
 from models.registry import family_class
 from models.weight_rule import WeightRule
@@ -77,6 +78,8 @@ def load_model(
         changes_kernels=panel_width is not None or product_dtype != "auto",
     )
     structure = make_structure(config)
+    if checkpoint is not None:
+        name_weights(checkpoint, [*structure.source_names, HEAD_WEIGHT])
     if checkpoint is not None and config.tie_word_embeddings:
         is_tied = is_head_tied(checkpoint, structure.rule_of("embed_tokens.embedding"))
         if not is_tied:
@@ -141,28 +144,33 @@ class _Structure:
         rules = abstract_model.weight_rules()
         if missing := [name for name in self.names if name not in rules]:
             raise ModelError(
-                f"parameters {', '.join(missing)} have no weight rule; wanted one from the family "
-                f"{config.architecture} or from their layers."
+                f"parameters {', '.join(missing)} have no weight rule. The family "
+                f"{config.architecture} or the layers must define one for each."
             )
         if unused := sorted(rules.keys() - set(self.names)):
             raise ModelError(
                 f"the family {config.architecture} has weight rules for {', '.join(unused)}, which "
-                "are no parameters; wanted names such as 'layers.0.mlp.up_proj.kernel'. Correct "
-                "them in `weight_rules`: the parameters meant would keep the rules of their layers."
+                "are not parameters; expected names such as 'layers.0.mlp.up_proj.kernel'. Correct "
+                "the names in `weight_rules`."
             )
         self.rules: tuple[WeightRule, ...] = tuple(rules[name] for name in self.names)
         for name, rule, shape in zip(self.names, self.rules, self.shapes, strict=True):
             if len(rule.axes) != shape.ndim:
                 raise ModelError(
-                    f"the weight rule of parameter {name!r} has axes {rule.axes}; wanted one for "
+                    f"the weight rule of parameter {name!r} has axes {rule.axes}; expected one for "
                     f"each of {shape.shape}."
                 )
             if rule.layout == "matrix" and name.removesuffix(".kernel") not in linears:
                 raise ModelError(
                     f"parameter {name!r} has the layout 'matrix', which only kernels of `Linear` "
-                    "may have, because they may be rounded or lie in panels; wanted a `Linear`, or "
-                    "the layout 'table' of an array that stays as it is stored."
+                    "may have. Use a `Linear`, or the layout 'table' for an array that stays as it "
+                    "is stored."
                 )
+
+    @property
+    def source_names(self) -> list[str]:
+        """Names of the tensors that the model needs, as weight rules have them."""
+        return [source.name for rule in self.rules for source in rule.sources]
 
     def rule_of(self, name: str) -> WeightRule:
         return self.rules[self.names.index(name)]
@@ -171,7 +179,11 @@ class _Structure:
 def _read_params(
     structure: _Structure, checkpoint: SafetensorsCheckpoint, platform: Platform
 ) -> list[jax.Array]:
-    ignored = set(filter(structure.ignores_weight, checkpoint.weights))
+    ignored = {
+        name
+        for name, weight in checkpoint.weights.items()
+        if structure.ignores_weight(name) or structure.ignores_weight(weight.name)
+    }
     if structure.config.tie_word_embeddings:
         ignored.add(HEAD_WEIGHT)
     check_weights(
@@ -190,15 +202,16 @@ def _read_params(
         param = platform.put_weight(weight_np, wanted.dtype, is_transposed=is_transposed)
         if param.shape != wanted.shape:
             raise ModelError(
-                f"the weight rule of parameter {name!r} made an array of shape {param.shape}; "
-                f"wanted {wanted.shape}."
+                f"the weight rule of parameter {name!r} makes an array of shape {param.shape}; "
+                f"expected {wanted.shape}."
             )
         params.append(param)
     return params
 
 
 def _read(checkpoint: SafetensorsCheckpoint, name: str) -> np.ndarray:
-    return checked_finite(checkpoint.read(name), name=name, where=str(checkpoint.folder))
+    stored = checkpoint.weights[name]
+    return checked_finite(checkpoint.read(name), name=stored.name, where=str(stored.path))
 
 
 def _as_stored(experts: jax.Array, platform: Platform) -> jax.Array:
@@ -233,4 +246,4 @@ def _random_normal(
 
 def _check_choice(name: str, got: str, choices: tuple[str, ...]) -> None:
     if got not in choices:
-        raise ModelError(f"{name} is {got!r}; wanted one of {', '.join(choices)}.")
+        raise ModelError(f"{name} is {got!r}; expected one of {', '.join(choices)}.")

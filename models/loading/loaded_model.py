@@ -144,7 +144,7 @@ class LoadedModel:
         """
         if not self.places:
             raise ModelError(
-                "the model's layers have no places in a KV cache; wanted one for each, from "
+                "the model's layers have no places in a KV cache; expected one for each, from "
                 "`with_places`."
             )
         self._check_places(batch, num_rows=pages.shape[0])

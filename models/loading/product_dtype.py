@@ -48,7 +48,10 @@ def with_product_dtype(model: LoadedModel, product_dtype: ProductDtype) -> Loade
 def _round_linear(linear: Linear, product_dtype: ProductDtype) -> None:
     kernel = linear.kernel.get_value()
     if isinstance(kernel, tuple):
-        raise ModelError(f"a kernel is {len(kernel)} panels; wanted one. Load without panel_width.")
+        raise ModelError(
+            f"a kernel consists of {len(kernel)} panels and cannot be rounded. Load the model "
+            "without panel_width."
+        )
     if product_dtype == "bfloat16":
         linear.kernel = nnx.Param(kernel.astype(jnp.bfloat16))
         return

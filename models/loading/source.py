@@ -1,7 +1,6 @@
 """Finds a model's folder, on disk or through the Hugging Face hub, and reads its configuration."""
 
 import dataclasses
-import json
 import logging
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import huggingface_hub
 from models.config import ModelConfig
 from models.config_fields import read_token_ids
 from models.errors import CheckpointNotFoundError, ModelConfigError
+from models.loading.json_file import read_json_object
 from models.registry import read_config
 
 logger = logging.getLogger(__name__)
@@ -28,11 +28,12 @@ def resolve_model_folder(
     Args:
         model: A folder, or a hub name such as "Qwen/Qwen3-0.6B".
         with_weights: False fetches only the configuration and the tokenizer.
-        revision: Branch, tag or commit of the hub repository; None is the main branch. A folder
-            has none.
+        revision: Branch, tag or commit of the hub repository; None is the main branch. It has no
+            effect for a folder.
 
     Raises:
-        CheckpointNotFoundError: Neither a folder nor a hub repository that can be reached.
+        CheckpointNotFoundError: The model is neither a folder nor a hub repository that can be
+            downloaded.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -42,24 +43,29 @@ def resolve_model_folder(
                 *(revision, folder),
             )
         return folder
+    if folder.is_file():
+        raise CheckpointNotFoundError(
+            f"model {str(model)!r} is a file; it must be a folder with config.json and "
+            "*.safetensors files, or the name of a Hub repository such as 'Qwen/Qwen3-0.6B'."
+        )
     patterns = [*SMALL_FILE_PATTERNS, *(WEIGHT_FILE_PATTERNS if with_weights else ())]
     try:
-        # By its full name: the package loads what it takes to download, a seventh of the time that
-        # all imports of a server take, when it is first asked for it.
+        # The full name delays imports: huggingface_hub imports its download code when the function
+        # is first used, which takes a seventh of the time of all imports of a server.
         return Path(
             huggingface_hub.snapshot_download(
                 str(model), revision=revision, allow_patterns=patterns
             )
         )
-    # What is no hub name at all is a ValueError.
+    # ValueError: the name cannot be the name of a repository.
     except (OSError, ValueError) as error:
         reason = (str(error).strip() or "no message").splitlines()[0]
         raise CheckpointNotFoundError(
             f"model {str(model)!r}{_at(revision)} is neither a folder nor a hub repository that "
-            f"can be fetched ({type(error).__name__}: {reason}). Wanted a folder with config.json "
-            "and *.safetensors, or a name like 'Qwen/Qwen3-0.6B'. Check the spelling and the "
-            "network, log in with `hf auth login` if the repository is gated, or pass a downloaded "
-            "folder."
+            f"can be downloaded ({type(error).__name__}: {reason}). It must be a folder with "
+            "config.json and *.safetensors files, or a name such as 'Qwen/Qwen3-0.6B'. Check the "
+            "spelling and the network, log in with `hf auth login` if the repository is gated, or "
+            "use a downloaded folder."
         ) from error
 
 
@@ -70,39 +76,44 @@ def _at(revision: str | None) -> str:
 def read_model_config(folder: Path, *, generation_folder: Path | None = None) -> ModelConfig:
     """Reads config.json, and adds the end-of-sequence ids of generation_config.json.
 
-    Chat models list the token that ends a turn only there, so that without it they never stop.
+    Many chat models list the token that ends a turn only in generation_config.json. Without this
+    token, their answers would not end.
 
     Args:
-        generation_folder: Has the generation_config.json; None is `folder`, which may have none.
+        generation_folder: The folder of generation_config.json; None is `folder`. The file may be
+            missing.
 
     Raises:
-        ModelConfigError: A file is missing or malformed.
-        UnsupportedModelError: The model needs something that is not built.
+        ModelConfigError: config.json is missing, or one of the files is malformed.
+        UnsupportedModelError: The model needs a feature that paxkv does not have.
     """
-    config = read_config(_read_json_object(folder / "config.json"))
+    config = read_config(_read_config_file(folder))
     generation_path = (generation_folder or folder) / "generation_config.json"
     if not generation_path.is_file():
         return config
-    generation_eos_ids = read_token_ids(_read_json_object(generation_path), "eos_token_id")
+    generation_eos_ids = read_token_ids(
+        read_json_object(generation_path), "eos_token_id", file=generation_path.name
+    )
     # dict.fromkeys keeps the first of equal ids, in order.
     eos_token_ids = tuple(dict.fromkeys(config.eos_token_ids + generation_eos_ids))
     return dataclasses.replace(config, eos_token_ids=eos_token_ids)
 
 
-def _read_json_object(path: Path) -> dict[str, object]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+def _read_config_file(folder: Path) -> dict[str, object]:
+    path = folder / "config.json"
+    if not path.exists() and (folder / "adapter_config.json").is_file():
         raise ModelConfigError(
-            f"{path} does not exist; wanted a folder in Hugging Face layout. "
-            "Point at the folder that holds config.json and the *.safetensors files."
-        ) from None
-    except OSError as error:
-        raise ModelConfigError(
-            f"{path} cannot be read: {error.strerror}. Wanted a JSON file."
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise ModelConfigError(f"{path} is no good JSON: {error}. Download it again.") from error
-    if not isinstance(content, dict):
-        raise ModelConfigError(f"{path} holds a {type(content).__name__}; wanted a JSON object.")
-    return content
+            f"{path} does not exist, and the folder contains a LoRA adapter (adapter_config.json). "
+            "LoRA adapters are not supported. Merge the adapter into its base model "
+            "(`merge_and_unload()` in PEFT), save the result, and load that folder."
+        )
+    snapshots = sorted(folder.glob("snapshots/*/config.json"))
+    return read_json_object(
+        path,
+        if_missing=(
+            f"Use the folder {snapshots[0].parent} of the Hub's cache."
+            if snapshots
+            else "Use a folder in Hugging Face layout, which contains config.json and the "
+            "*.safetensors files."
+        ),
+    )

@@ -4,11 +4,9 @@ import logging
 
 import numpy as np
 
-from models.loading.check_weights import READABLE_DTYPES
+from models.loading.check_weights import HEAD_WEIGHT, READABLE_DTYPES
 from models.loading.safetensors_reader import SafetensorsCheckpoint
 from models.weight_rule import WeightRule
-
-HEAD_WEIGHT = "lm_head.weight"
 
 logger = logging.getLogger(__name__)
 

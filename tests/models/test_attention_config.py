@@ -27,7 +27,7 @@ def test_angles_are_those_of_a_head_of_the_turned_dimensions():
 
 @pytest.mark.parametrize("rotary_dim", [0, 3, 18])
 def test_dimensions_that_are_no_pairs_of_the_head_are_refused(rotary_dim):
-    with pytest.raises(ModelConfigError, match=f"turn {rotary_dim} of 16 dimensions"):
+    with pytest.raises(ModelConfigError, match=f"rotate {rotary_dim} of 16 dimensions"):
         config(rotary_dim)
 
 

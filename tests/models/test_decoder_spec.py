@@ -81,12 +81,18 @@ def test_layers_that_share_have_no_cache_of_their_own():
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ([FULL, reading(FULL, 1)], "layer 1 shares the keys and values of layer 1; wanted an earl"),
-        ([reading(FULL, 1), FULL], "layer 0 shares the keys and values of layer 1; wanted an earl"),
-        ([FULL, reading(FULL, -2)], "layer 1 shares the keys and values of layer -2; wanted an"),
+        (
+            [FULL, reading(FULL, 1)],
+            "layer 1 shares the keys and values of layer 1; expected an earl",
+        ),
+        (
+            [reading(FULL, 1), FULL],
+            "layer 0 shares the keys and values of layer 1; expected an earl",
+        ),
+        ([FULL, reading(FULL, -2)], "layer 1 shares the keys and values of layer -2; expected an"),
         (
             [FULL, reading(FULL, 0), reading(FULL, 1)],
-            "layer 2 shares the keys and values of layer 1; wanted an earlier layer that has its",
+            "layer 2 shares the keys and values of layer 1; expected an earlier layer that has its",
         ),
         ([FULL, reading(SLIDING, 0)], "layer 1 shares .* of layer 0, which has 2 KV .*=None and"),
     ],

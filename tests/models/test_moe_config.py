@@ -37,7 +37,7 @@ def test_a_family_may_name_its_fields():
 @pytest.mark.parametrize(
     ("hf_config", "message"),
     [
-        ({"num_experts": 0}, "num_experts is 0; wanted a positive integer"),
+        ({"num_experts": 0}, "num_experts is 0; expected a positive integer"),
         (
             {"num_local_experts": 2, "num_experts_per_tok": 3},
             "num_experts_per_tok is 3, and num_local_experts is 2",

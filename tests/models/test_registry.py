@@ -117,9 +117,41 @@ def test_biases_of_qwen3_are_where_config_json_asks_for_them():
 
 
 @pytest.mark.parametrize("field", ["torch_dtype", "dtype"])
-@pytest.mark.parametrize("value", ["bfloat16", "torch.bfloat16"])
-def test_dtype_is_read_under_both_names(field, value):
-    assert read_config(hf_config(**{field: value})).dtype == "bfloat16"
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        ("bfloat16", "bfloat16"),
+        ("torch.bfloat16", "bfloat16"),
+        ("half", "float16"),
+        ("torch.float", "float32"),
+        ("float64", "float32"),
+        (None, "float32"),
+    ],
+)
+def test_dtype_is_read_under_both_names(field, value, dtype):
+    assert read_config(hf_config(**{field: value})).dtype == dtype
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_integers_written_as_floats_mean_the_same(architecture):
+    fields = hf_config(architecture, vocab_size=262_144, num_experts=8)
+    floats = {name: float(v) if type(v) is int else v for name, v in fields.items()}
+    assert read_config(floats) == read_config(fields)
+
+
+def test_an_initializer_range_of_zero_is_the_default():
+    """Only random weights depend on it."""
+    config = read_config(hf_config(initializer_range=0.0))
+    assert config.initializer_range == read_config(hf_config()).initializer_range == 0.02
+
+
+def test_names_of_base_classes_and_older_names_are_read():
+    config = read_config(hf_config("Qwen3Model"))
+    assert config == read_config(hf_config("Qwen3ForCausalLM"))
+    assert read_config(hf_config("LLaMAForCausalLM")).architecture == "LlamaForCausalLM"
+    fields = {"rope_pct": 0.5, "norm_eps": 1e-3}
+    old = read_config(hf_config("StableLMEpochForCausalLM", **fields))
+    assert (old.attention[0].rotary_dim, old.layer_norm_eps) == (16, 1e-3)
 
 
 def test_several_end_of_sequence_ids_are_kept():
@@ -346,11 +378,14 @@ def test_masks_of_images_make_no_difference_to_gemma4_and_other_masks_are_refuse
     ("fields", "message"),
     [
         ({"vocab_size_per_layer_input": 999}, "vocab_size_per_layer_input=999 is less than"),
-        ({"per_layer_config": [1]}, r"per_layer_config is \[1\]; wanted an object"),
-        ({"per_layer_config": {"5": 7}}, "per_layer_config of layer 5 is 7; wanted an object"),
-        ({"per_layer_config": {"5": {"head_dim": 0}}}, "head_dim is 0; wanted a positive integer"),
-        ({"per_layer_config": {"7": {}, "x": {}}}, "layers 7, x; wanted numbers from 0 to 6"),
-        ({"per_layer_config": {"5": {}, "05": {}}}, "layers 5, 05; wanted every layer at most"),
+        ({"per_layer_config": [1]}, r"per_layer_config is \[1\]; expected an object"),
+        ({"per_layer_config": {"5": 7}}, "per_layer_config of layer 5 is 7; expected an object"),
+        (
+            {"per_layer_config": {"5": {"head_dim": 0}}},
+            "head_dim is 0; expected a positive integer",
+        ),
+        ({"per_layer_config": {"7": {}, "x": {}}}, "layers 7, x; expected numbers from 0 to 6"),
+        ({"per_layer_config": {"5": {}, "05": {}}}, "layers 5, 05; expected every layer at most"),
         ({"global_head_dim": "16"}, "global_head_dim is '16'"),
         (
             {"attention_k_eq_v": True, "num_global_key_value_heads": "2"},
@@ -374,7 +409,7 @@ def test_malformed_field_of_gemma4_is_named(fields, message):
 
 def test_layers_of_gemma4_differ_in_known_fields_alone():
     own = {"5": {"head_dim": 16, "sliding_window": 4}}
-    with pytest.raises(UnsupportedModelError, match="layer 5 has sliding_window; supported are"):
+    with pytest.raises(UnsupportedModelError, match="layer 5 has sliding_window; paxkv supports"):
         read_config(gemma4_config(per_layer_config=own))
 
 
@@ -486,7 +521,10 @@ def test_fields_of_the_hub_that_contradict_the_layers_of_mimo_are_refused(name, 
         ({"sliding_window": None}, "sliding_window is missing"),
         ({"rms_norm_eps": None}, "rms_norm_eps is missing"),
         ({"num_key_value_heads": 8}, "not a multiple of 16.*num_key_value_heads=8"),
-        ({"hybrid_layer_pattern": [0, 1]}, r"hybrid_layer_pattern is \[0, 1\]; wanted a list of 7"),
+        (
+            {"hybrid_layer_pattern": [0, 1]},
+            r"hybrid_layer_pattern is \[0, 1\]; expected a list of 7",
+        ),
         ({"hybrid_layer_pattern": [2] * 7}, "hybrid_layer_pattern is .*, 0 or 1"),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
@@ -596,7 +634,7 @@ def test_attention_caps_of_later_gemmas_are_refused(architecture):
 def test_multimodal_configs_are_refused():
     with pytest.raises(UnsupportedModelError, match="multimodal model, whose text part is not"):
         read_config({"architectures": ["Gemma4ForCausalLM"], "text_config": {"vocab_size": 8}})
-    with pytest.raises(UnsupportedModelError, match="are not read, also not their text part"):
+    with pytest.raises(UnsupportedModelError, match="are not read, not even their text"):
         read_config(hf_config("Gemma4ForConditionalGeneration"))
 
 
@@ -604,12 +642,13 @@ def test_multimodal_configs_are_refused():
     ("fields", "message"),
     [
         ({"vocab_size": None}, "vocab_size is missing"),
-        ({"hidden_size": "256"}, "hidden_size is '256'; wanted a positive integer"),
+        ({"hidden_size": "256"}, "hidden_size is '256'; expected a positive integer"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads=3"),
         ({"head_dim": 33}, "head_dim=33 is odd"),
-        ({"architectures": []}, "architectures is"),
-        ({"tie_word_embeddings": "yes"}, "wanted true or false"),
+        ({"architectures": [], "model_type": None}, r"architectures is \[\]; expected a list"),
+        ({"architectures": None, "model_type": "bert"}, "architectures is missing"),
+        ({"tie_word_embeddings": "yes"}, "expected true or false"),
         ({"eos_token_id": ["</s>"]}, "eos_token_id"),
     ],
 )

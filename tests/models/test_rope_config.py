@@ -128,6 +128,19 @@ def test_malformed_factors_of_longrope_are_named(factors):
         parse(rope_scaling=longrope(long_factor=factors))
 
 
+def test_older_names_of_kinds_are_known():
+    plain = {"type": "mrope", "mrope_section": [4, 6, 6], "rope_theta": 1e6}
+    assert parse(rope_scaling=plain) == RopeConfig(theta=1e6)
+    with pytest.raises(UnsupportedModelError, match=r"'su' \(the older name of 'longrope'\)"):
+        parse(rope_scaling={"type": "su"})
+
+
+@pytest.mark.parametrize("kind", [7, ["linear"]])
+def test_a_kind_that_is_no_name_is_refused(kind):
+    with pytest.raises(UnsupportedModelError, match="rope type .* is not supported"):
+        parse(rope_scaling={"type": kind, "factor": 2.0, "other": 1})
+
+
 def test_rope_per_layer_type_is_refused():
     with pytest.raises(UnsupportedModelError, match="full_attention"):
         parse(rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 1e6}})
@@ -209,14 +222,14 @@ def test_partial_rotation_is_refused():
         ({"rope_type": "llama3"} | LLAMA3_FIELDS | {"low_freq_factor": 4.5}, "low_freq_factor=4.5"),
         (
             {"rope_type": "proportional", "partial_rotary_factor": 1.5},
-            "partial_rotary_factor=1.5; wanted at most 1",
+            "partial_rotary_factor=1.5; expected at most 1",
         ),
         (
             {"rope_type": "proportional", "partial_rotary_factor": 0.0},
             r"partial_rotary_factor is 0\.0",
         ),
         ({"rope_type": "yarn", "factor": -1.0}, r"factor is -1\.0"),
-        ([1, 2], "wanted an object"),
+        ([1, 2], "expected an object"),
     ],
 )
 def test_malformed_parameters_are_named(rope, message):

@@ -91,7 +91,7 @@ def test_a_matrix_with_an_axis_of_experts_is_refused():
 
 def test_several_sources_need_a_function_that_combines_them():
     sources = tuple(Source(name=name, shape=(2,)) for name in "ab")
-    with pytest.raises(ModelError, match=r"without `combine` got 2 sources \(a, b\); wanted one"):
+    with pytest.raises(ModelError, match=r"without `combine` has 2 sources \(a, b\); expected one"):
         WeightRule(sources=sources, layout="vector", axes=(None,))
 
 
@@ -128,14 +128,14 @@ def test_sources_are_combined():
 def test_matrices_are_those_of_linear_alone(tmp_path, monkeypatch):
     """No other layer can multiply with a kernel that was rounded or lies in panels."""
     monkeypatch.setitem(FAMILIES, "LlamaForCausalLM", f"{__name__}:LlamaWithOwnMatrix")
-    with pytest.raises(ModelError, match="'own.kernel' has the layout 'matrix'.*wanted a `Linear`"):
+    with pytest.raises(ModelError, match="'own.kernel' has the layout 'matrix'.*Use a `Linear`"):
         load_model(write_recipe(tmp_path, "llama"), load_format="dummy")
 
 
 def test_a_rule_for_no_parameter_is_refused(tmp_path, monkeypatch):
     """Else the parameter that was meant is loaded by its layer's own rule."""
     monkeypatch.setitem(FAMILIES, "LlamaForCausalLM", f"{__name__}:LlamaWithMisspeltRule")
-    with pytest.raises(ModelError, match="rules for layers.0.mlp.up.kernel, which are no param"):
+    with pytest.raises(ModelError, match="rules for layers.0.mlp.up.kernel, which are not param"):
         load_model(write_recipe(tmp_path, "llama"))
 
 

@@ -191,5 +191,5 @@ def test_kernels_of_fewer_bits_stay_whole(tmp_path, other):
 def test_kernels_in_panels_are_not_rounded(tmp_path):
     checkpoint = write_random_checkpoint(tmp_path, **SHAPE)
     model = load_model(checkpoint, panel_width=256)
-    with pytest.raises(ModelError, match=r"a kernel is \d panels; wanted one"):
+    with pytest.raises(ModelError, match=r"a kernel consists of \d panels"):
         with_product_dtype(model, "int8")

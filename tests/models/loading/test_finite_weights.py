@@ -27,7 +27,7 @@ def test_every_finite_number_passes(dtype) -> None:
     assert finite.size > 2**16
     assert checked_finite(finite, name="w", where="here") is finite
     for number in numbers[~is_finite][::97]:
-        with pytest.raises(CheckpointError, match="here: weight 'w' has 1 of 3"):
+        with pytest.raises(CheckpointError, match="here: 1 of the 3 numbers in weight 'w'"):
             checked_finite(np.array([1, number, -1], dtype), name="w", where="here")
 
 
@@ -37,7 +37,7 @@ def test_every_finite_number_passes(dtype) -> None:
 def test_it_is_found_in_every_place(dtype, bad: float, position: int) -> None:
     weight = np.full(2 * _CHUNK + 5, -2.5, dtype)
     weight[position] = bad
-    with pytest.raises(CheckpointError, match=f"1 of {weight.size}"):
+    with pytest.raises(CheckpointError, match=f"1 of the {weight.size}"):
         checked_finite(weight.reshape(1, -1), name="w", where="here")
 
 

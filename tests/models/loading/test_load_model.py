@@ -148,7 +148,7 @@ def test_misshapen_weight_is_named_with_both_shapes(tmp_path):
         folder, lambda weights: weights.update({"model.norm.weight": np.ones(63, np.float32)})
     )
     with pytest.raises(
-        WeightMismatchError, match=r"model\.norm\.weight \(got \[63\], wanted \[64\]\)"
+        WeightMismatchError, match=r"model\.norm\.weight \(has shape \[63\], needs \[64\]\)"
     ):
         load_model(folder)
 
@@ -195,7 +195,7 @@ def test_folder_without_weights_says_what_is_there(tmp_path):
 
 @pytest.mark.parametrize("argument", [{"dtype": "int8"}, {"load_format": "gguf"}])
 def test_unknown_choice_is_refused(tmp_path, argument):
-    with pytest.raises(ModelError, match="wanted one of auto"):
+    with pytest.raises(ModelError, match="expected one of auto"):
         load_model(tmp_path, **argument)
 
 

@@ -90,7 +90,9 @@ def test_auto_is_the_model_itself(own_model):
 
 
 def test_unknown_dtype_is_refused_by_name():
-    with pytest.raises(ModelError, match=r"product_dtype is 'int4'; wanted one of auto, bfloat16"):
+    with pytest.raises(
+        ModelError, match=r"product_dtype is 'int4'; expected one of auto, bfloat16"
+    ):
         load_model(DEMO, product_dtype="int4")
 
 

@@ -96,3 +96,43 @@ def test_turn_ending_tokens_of_generation_config_are_added(tmp_path):
     (other / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
     config = source.read_model_config(tmp_path, generation_folder=other)
     assert config.eos_token_ids == (2, 5)
+
+
+def test_turn_ending_tokens_are_checked_under_the_name_of_their_file(tmp_path):
+    write_random_checkpoint(tmp_path, num_layers=1)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "7"}))
+    with pytest.raises(ModelConfigError, match=r"^generation_config\.json: eos_token_id is '7'"):
+        source.read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_configs_with_a_byte_order_mark_are_read(tmp_path, name):
+    write_random_checkpoint(tmp_path, num_layers=1)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
+    config = source.read_model_config(tmp_path)
+    path = tmp_path / name
+    path.write_text(path.read_text(), encoding="utf-8-sig")
+    assert path.read_bytes().startswith(b"\xef\xbb\xbf")
+    assert source.read_model_config(tmp_path) == config
+
+
+def test_folder_of_an_adapter_is_named(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelConfigError, match="contains a LoRA adapter.*merge_and_unload"):
+        source.read_model_config(tmp_path)
+
+
+def test_repository_of_the_cache_is_answered_with_its_snapshot(tmp_path):
+    folder = tmp_path / "snapshots" / "4d7a"
+    write_random_checkpoint(folder, num_layers=1)
+    with pytest.raises(ModelConfigError, match="does not exist. Use the folder .*/snapshots/4d7a"):
+        source.read_model_config(tmp_path)
+
+
+def test_file_in_place_of_a_folder_is_named(tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"")
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"model\.gguf' is a file; it must be a folder"
+    ):
+        source.resolve_model_folder(path)

@@ -80,7 +80,7 @@ class RenamedLlama(LlamaForCausalLM):
 @pytest.mark.parametrize(
     ("make_head", "message"),
     [
-        (lambda embedding: embedding[:-1].copy(), r"lm_head\.weight \(got \[159, 64\]"),
+        (lambda embedding: embedding[:-1].copy(), r"lm_head\.weight \(has shape \[159, 64\]"),
         (lambda embedding: embedding.astype(np.int8), r"lm_head\.weight \(I8\)"),
     ],
 )

@@ -1,0 +1,70 @@
+"""Finds the supported architecture that a config.json describes, under any of its names."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+# Endings of the names of one architecture: with a vocabulary head; without (the base class, which
+# `save_pretrained` writes for a model that AutoModel loaded); and of `model_type`.
+_ENDINGS = re.compile(r"((Text)?ForCausalLM|LMHeadModel|(Text)?Model|_text)$")
+# Names that training frameworks write for any architecture; `model_type` says which one it is.
+_WRAPPERS = ("AutoModelForCausalLM", "PeftModelForCausalLM", "PeftModel")
+
+
+class _OlderName(NamedTuple):
+    """A name from the time before transformers had the architecture."""
+
+    architecture: str
+    fields: Mapping[str, str]  # name of a field in the older config.json -> its name today
+
+
+_OLDER_NAMES = {
+    "AquilaForCausalLM": _OlderName("LlamaForCausalLM", {}),
+    "AquilaModel": _OlderName("LlamaForCausalLM", {}),
+    "InternLMForCausalLM": _OlderName("LlamaForCausalLM", {"bias": "attention_bias"}),
+    "XverseForCausalLM": _OlderName("LlamaForCausalLM", {}),
+    "StableLMEpochForCausalLM": _OlderName(
+        "StableLmForCausalLM",
+        {"norm_eps": "layer_norm_eps", "rope_pct": "partial_rotary_factor"},
+    ),
+}
+
+
+def with_supported_names(
+    hf_config: Mapping[str, object], supported: Sequence[str]
+) -> dict[str, object]:
+    """Replaces older and other names in a config.json.
+
+    `architectures` becomes a list of one name: the first that is supported under this or another
+    name. Names may differ in upper and lower case, and may be names of base classes: "LlamaModel"
+    and "LLaMAForCausalLM" are "LlamaForCausalLM". `model_type` decides if there is no name. The
+    config.json stays as it is if no name is supported.
+
+    Args:
+        supported: Names of architectures. The first wins if several differ only as above.
+    """
+    names = hf_config.get("architectures")
+    names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    names = [name for name in names if name not in _WRAPPERS] or [hf_config.get("model_type")]
+    by_core: dict[str, str] = {}
+    for name in supported:
+        by_core.setdefault(_core_of(name), name)
+    for name in filter(None, map(_as_text, names)):
+        older = _OLDER_NAMES.get(name)
+        if older is not None and name not in supported:
+            renamed = {older.fields.get(field, field): v for field, v in hf_config.items()}
+            # If a field has both names, its name of today counts.
+            return {**renamed, **hf_config, "architectures": [older.architecture]}
+        found = name if name in supported else by_core.get(_core_of(name))
+        if found is not None:
+            return {**hf_config, "architectures": [found]}
+    return dict(hf_config)
+
+
+def _as_text(name: object) -> str:
+    return name.removeprefix("FSDP") if isinstance(name, str) else ""
+
+
+def _core_of(name: str) -> str:
+    """What the names of one architecture share: "llama" in "LLaMAForCausalLM" and "LlamaModel"."""
+    return re.sub("[^a-z0-9]", "", _ENDINGS.sub("", name).lower())
