@@ -11,6 +11,7 @@ PaxkvError
 │   └── KVCacheTooSmallError        the KV cache holds no request of max_model_len
 ├── TraceFileError                  a file that is no trace of this version; `paxkv.replay` exits 2
 ├── EngineDeadError            503  the engine stopped; requests end with this
+│   └── ForkedProcessError     503  the engine runs in the process that this one was forked from
 ├── EngineStalledError         503  requests wait, and the engine completes no step
 └── InvariantError             500  our own mistake; a bug
 """
@@ -101,6 +102,10 @@ class EngineStalledError(PaxkvError):
     """Requests wait, and the engine has completed no step for too long."""
 
     http_status = 503
+
+
+class ForkedProcessError(EngineDeadError):
+    """A fork of the engine's process used the engine, which continues to run in that process."""
 
 
 class InvariantError(PaxkvError, RuntimeError):

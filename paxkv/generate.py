@@ -25,6 +25,7 @@ from paxkv.client.input_processor import InputProcessor
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.config.setting import at_least
 from paxkv.contracts.engine_request import EngineRequest
+from paxkv.contracts.owner_process import OwnerProcess
 from paxkv.errors import (
     ConfigError,
     InvalidRequestError,
@@ -201,6 +202,7 @@ class CompiledGenerator:
         tokenizer: Tokenizer | None = None,
     ) -> None:
         at_least("max_model_len", max_model_len, 2)
+        self._owner = OwnerProcess("this CompiledGenerator")
         if tokenizer is not None:
             model = model.without_tokens(tokenizer.ids_without_token(model.config.vocab_size))
         self._model = model
@@ -228,7 +230,9 @@ class CompiledGenerator:
         Raises:
             InvalidRequestError: A prompt or setting does not fit the shape or the model.
             UnsupportedFeatureError: A setting needs the engine.
+            ForkedProcessError: This process is a fork of the one that created the generator.
         """
+        self._owner.check()
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):

@@ -6,7 +6,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -35,7 +35,9 @@ from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.engine_start import ModelInfo
 from paxkv.contracts.observation import PrefixCacheMiss
+from paxkv.contracts.owner_process import OwnerProcess
 from paxkv.contracts.request_output import BeamSearchOutput, RequestOutput
+from paxkv.contracts.wire import EngineTransport
 from paxkv.entrypoints.build import build_engine, build_llm_client
 from paxkv.entrypoints.llm_arguments import json_text, take_vllm_arguments
 from paxkv.errors import EngineDeadError, InvalidRequestError, InvariantError
@@ -49,7 +51,8 @@ class LLM:
     """A model loaded for generating text from Python.
 
     Requests of one call are batched together; calls from several threads take turns. Use it as a
-    context manager, or `close` it, to free the device's memory early.
+    context manager, or `close` it, to free the device's memory early. In a fork of the process that
+    created it, every call raises ForkedProcessError.
 
     Args:
         model: Folder of a Hugging Face checkpoint or name on the hub; None is the embedded demo.
@@ -75,7 +78,8 @@ class LLM:
         ConfigError: The settings do not fit each other, the model or the device; or an argument
             asks for something of vLLM that paxkv does not have.
         ModelError: The model cannot be loaded; where there are several engines, which are
-            processes, ConfigError says so.
+            processes, ConfigError says so. Also if this process is a fork of one that has loaded a
+            model.
         EngineDeadError: One of several engines ended before it was ready.
     """
 
@@ -126,12 +130,16 @@ class LLM:
             ),
         )
         config = _engine_config(model_config, {"policy": scheduling_policy} | settings)
+        self._owner = OwnerProcess("this LLM")
         self._engine = build_engine(config, show_progress=sys.stderr.isatty())
         self._client = build_llm_client(self._engine)
         self._lock = threading.Lock()
         self._num_requests = 0
-        # Also when the LLM is forgotten, and at the interpreter's exit.
-        self._finalizer = weakref.finalize(self, self._engine.transport.close)
+        # Also runs when the LLM is garbage, and when the interpreter exits: in forks as well, which
+        # must not end the engine of this process.
+        self._finalizer = weakref.finalize(
+            self, _close_in_owner, self._owner, self._engine.transport
+        )
 
     @property
     def model_info(self) -> ModelInfo:
@@ -188,7 +196,7 @@ class LLM:
         if sampling_params is None:
             sampling_params, cuts_max_tokens = self.get_default_sampling_params(), True
         sampling_params = _one_for_each("sampling_params", sampling_params, len(prompts))
-        with self._lock:
+        with self._turn():
             requests = self._process_inputs(
                 prompts, sampling_params, priority, cuts_max_tokens=cuts_max_tokens
             )
@@ -232,7 +240,7 @@ class LLM:
                 param="concurrency_limit",
             )
         all_params = [prompt_params(params)] * len(prompts)
-        with self._lock:
+        with self._turn():
             requests = self._process_inputs(prompts, all_params, priority)
             vocab_size = self.model_info.vocab_size
             searches = [BeamSearch(r, params, vocab_size=vocab_size) for r in requests]
@@ -302,7 +310,7 @@ class LLM:
         Args:
             reset_running_requests: Preempt all running requests first; they are computed again.
         """
-        with self._lock:
+        with self._turn():
             reply = self._client.call("reset_prefix_cache", reset_running_requests)
             return msgspec.json.decode(reply, type=bool)
 
@@ -316,17 +324,20 @@ class LLM:
         Raises:
             PaxkvError: The engine does not know the request, or not any more.
         """
-        with self._lock:
+        with self._turn():
             reply = self._client.call("explain_prefix_cache_miss", request_id)
             return msgspec.json.decode(reply, type=PrefixCacheMiss)
 
     def get_stats(self) -> SchedulerStats:
         """The engine's statistics as of now; of several, their sums, with `engines` for each."""
-        with self._lock:
+        with self._turn():
             return msgspec.json.decode(self._client.call("get_stats"), type=SchedulerStats)
 
     def close(self) -> None:
-        """Ends the engine; later calls raise EngineDeadError."""
+        """Ends the engine; later calls raise EngineDeadError.
+
+        Does nothing in a fork of the process that created the LLM.
+        """
         self._finalizer()
 
     def __enter__(self) -> "LLM":
@@ -334,6 +345,15 @@ class LLM:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Waits for the calls of other threads, which hold the lock."""
+        # First, because a fork inherits a lock in its state, and the thread that would free it is
+        # not there.
+        self._owner.check()
+        with self._lock:
+            yield
 
     def _process_inputs(
         self,
@@ -425,6 +445,11 @@ class LLM:
     def _give_up(self, request_ids: list[str]) -> None:
         with contextlib.suppress(EngineDeadError):
             self._client.abort(request_ids)
+
+
+def _close_in_owner(owner: OwnerProcess, transport: EngineTransport) -> None:
+    if owner.is_current:
+        transport.close()
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

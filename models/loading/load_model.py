@@ -23,6 +23,7 @@ from models.loading.source import read_model_config, resolve_model_folder
 from models.loading.tensor_names import name_weights
 from models.loading.tied_head import is_head_tied
 from models.platforms import Platform, default_platform
+from models.platforms.jax_process import check_not_forked
 from models.registry import family_class
 from models.weight_rule import WeightRule
 
@@ -60,12 +61,14 @@ def load_model(
         platform: What its programs will be compiled for; None is JAX's default device.
 
     Raises:
-        ModelError: The model cannot be found, is not supported, or its weights do not fit; which of
-            these, the subclass says.
+        ModelError: The subclass says whether the model cannot be found, is not supported, or its
+            weights do not fit. `ModelError` itself: an argument is wrong, or this process is a fork
+            of a process that loaded a model.
     """
     _check_choice("dtype", dtype, get_args(LoadDtype))
     _check_choice("load_format", load_format, get_args(LoadFormat))
     _check_choice("product_dtype", product_dtype, get_args(ProductDtype))
+    check_not_forked()
     folder = resolve_model_folder(model, with_weights=load_format != "dummy")
     config = read_model_config(folder, generation_folder=generation_folder)
     config = dataclasses.replace(config, has_unified_kv=has_unified_kv).for_length(max_model_len)

@@ -33,6 +33,7 @@ from paxkv.contracts.engine_request import (
 )
 from paxkv.contracts.engine_start import EngineReady, ModelInfo
 from paxkv.contracts.observation import BlockDetails, PrefixCacheMiss
+from paxkv.contracts.owner_process import OwnerProcess
 from paxkv.contracts.request_output import RequestOutput, TokenTotals
 from paxkv.contracts.wire import LoopTransport
 from paxkv.errors import (
@@ -59,7 +60,8 @@ class AsyncEngineClient:
     """The HTTP server's door to an engine. Every method is called on the loop of `start`.
 
     When the engine dies, every request and call ends with EngineDeadError. Its transport may start
-    another engine; until that is ready, new requests are refused and told when to try again.
+    another engine; until that is ready, new requests are refused and told when to try again. In a
+    fork of the process that created the client, they are refused with ForkedProcessError.
 
     Args:
         tokenizer: Of the model, or None when it was loaded without one.
@@ -81,6 +83,7 @@ class AsyncEngineClient:
     ) -> None:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
+        self._owner = OwnerProcess("this client")
         self._transport = transport
         self._input_processor = input_processor
         self._output_processor = output_processor
@@ -148,6 +151,7 @@ class AsyncEngineClient:
         Raises:
             EngineDeadError: The engine has ended already.
         """
+        self._owner.check()
         self._loop = asyncio.get_running_loop()
         self._transport.deliver_on(self._loop, self._on_message)
         self._latest_stats = await self.get_stats()
@@ -159,7 +163,13 @@ class AsyncEngineClient:
         return self._dead.reason
 
     async def close(self, *, drain_timeout_s: float) -> None:
-        """Ends the engine; what is unfinished after `drain_timeout_s` ends with EngineDeadError."""
+        """Ends the engine. Does nothing in a fork of the process that created the client.
+
+        Args:
+            drain_timeout_s: Requests that are unfinished after it end with EngineDeadError.
+        """
+        if not self._owner.is_current:
+            return
         self._is_closing = True
         self._grammar_threads.close()
         if self._input_processor.grammar_checker is not None:
@@ -402,6 +412,7 @@ class AsyncEngineClient:
         return await run_beside_long_text(prompt, process)
 
     def _check_alive(self) -> None:
+        self._owner.check()
         if self._dead is not None:
             raise _dead_error(self._dead)
         if self._loop is None or self._is_closing:
@@ -429,11 +440,13 @@ class AsyncEngineClient:
     def _abort_in_engine(self, engine_request_ids: list[str]) -> None:
         if not engine_request_ids:
             return
-        # A dead engine has nothing left to abort.
+        # A dead engine has nothing left to abort, and the engine of another process is not ours.
         with contextlib.suppress(EngineDeadError):
+            self._owner.check()
             self._transport.send(AbortRequests(request_ids=engine_request_ids))
 
     async def _call(self, method: str, *arguments: str | int | bool) -> str:
+        self._owner.check()
         if self._dead is not None:
             raise _dead_error(self._dead)
         if self._loop is None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from paxkv.client.output_processor import OutputKind, OutputProcessor
 from paxkv.contracts.engine_output import EngineDead, EngineOutput, StepOutputs, UtilityReply
 from paxkv.contracts.engine_request import AbortRequests, AddRequest, EngineRequest, UtilityCall
+from paxkv.contracts.owner_process import OwnerProcess
 from paxkv.contracts.request_output import RequestOutput
 from paxkv.contracts.wire import EngineTransport
 from paxkv.errors import EngineDeadError, PaxkvError
@@ -13,10 +14,12 @@ from paxkv.errors import EngineDeadError, PaxkvError
 class InprocClient:
     """Sends requests and waits for their outputs.
 
-    Every method raises EngineDeadError once the engine has ended.
+    Every method raises EngineDeadError once the engine has ended, and ForkedProcessError in a fork
+    of the process that created the client.
     """
 
     def __init__(self, transport: EngineTransport, output_processor: OutputProcessor) -> None:
+        self._owner = OwnerProcess("this client")
         self._transport = transport
         self._output_processor = output_processor
         self._next_call_id = 0
@@ -37,6 +40,7 @@ class InprocClient:
         output_kind: OutputKind = "final_only",
     ) -> None:
         """Queues a request that `InputProcessor` made."""
+        self._owner.check()
         children = self._output_processor.add_request(
             request, prompt=prompt, output_kind=output_kind
         )
@@ -51,6 +55,7 @@ class InprocClient:
             EngineDeadError: Also where requests ended with one engine of several; then all of these
                 are forgotten, and others can be waited for.
         """
+        self._owner.check()
         if not self._request_outputs:
             self._take(self._transport.receive())
         request_outputs, self._request_outputs = self._request_outputs, []
@@ -64,6 +69,7 @@ class InprocClient:
 
         Unknown ids are ignored.
         """
+        self._owner.check()
         request_outputs = self._output_processor.abort(request_ids).request_outputs
         # Whoever was interrupted may have left outputs behind, or a stop string's abort unsent.
         self._request_outputs = [
@@ -80,6 +86,7 @@ class InprocClient:
         Raises:
             PaxkvError: The method failed there.
         """
+        self._owner.check()
         call_id, self._next_call_id = self._next_call_id, self._next_call_id + 1
         self._transport.send(UtilityCall(call_id=call_id, method=method, arguments=arguments))
         while True:
@@ -92,8 +99,9 @@ class InprocClient:
             return reply.result_json
 
     def close(self) -> None:
-        """Ends the engine."""
-        self._transport.close()
+        """Ends the engine. Does nothing in a fork of the process that created the client."""
+        if self._owner.is_current:
+            self._transport.close()
 
     def _take(self, message: EngineOutput | None) -> UtilityReply | None:
         """Keeps what a step made; returns a reply to whoever waits for one."""

@@ -9,6 +9,7 @@ from paxkv.config.sampling_defaults import GenerationConfig, SamplingDefaults
 from paxkv.errors import ConfigError
 
 GENERATION_CONFIG_FILE = "generation_config.json"
+_INTEGERS = ("top_k", "max_new_tokens")
 # Sources of defaults that are no folder: the model's own file, and no file.
 FROM_MODEL, FROM_NOWHERE = "auto", "vllm"
 
@@ -47,9 +48,9 @@ def generation_config_folder(source: str, model_folder: Path) -> Path:
     folder = Path(source).expanduser()
     if not (folder / GENERATION_CONFIG_FILE).is_file():
         raise ConfigError(
-            f"generation_config={source!r} must be {FROM_MODEL} (the model's own file), "
-            f"{FROM_NOWHERE} (neutral defaults), or a folder with a {GENERATION_CONFIG_FILE}, "
-            "which that is not."
+            f"generation_config={source!r} is not a folder with a {GENERATION_CONFIG_FILE}. It "
+            f"must be {FROM_MODEL} (the model's own file), {FROM_NOWHERE} (neutral defaults), or "
+            "such a folder."
         )
     return folder
 
@@ -65,20 +66,31 @@ def read_generation_config(folder: Path, *, without: Collection[str] = ()) -> Ge
     """
     path = folder / GENERATION_CONFIG_FILE
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_bytes())
     except FileNotFoundError:
         return GenerationConfig()
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"cannot read {path}: {error}. Download it again.") from error
+        raise ConfigError(
+            f"{path} cannot be read as JSON: {error}. Correct the file or download it again."
+        ) from error
     if not isinstance(fields, dict):
-        raise ConfigError(f"{path} holds a {type(fields).__name__}; wanted a JSON object.")
+        raise ConfigError(
+            f"{path} contains a {type(fields).__name__}; it must contain a JSON object. Correct "
+            "the file or download it again."
+        )
     names = [
         field.name for field in dataclasses.fields(GenerationConfig) if field.name not in without
     ]
     try:
-        return GenerationConfig(**{name: fields.get(name) for name in names})
+        return GenerationConfig(**{name: _as_written(name, fields.get(name)) for name in names})
     except ConfigError as error:
         raise ConfigError(
-            f"{path}: {error} Mend it, give another value with --override-generation-config, "
-            "or pass over the file's sampling defaults with --generation-config vllm."
+            f"{path}: {error} Correct the file, set another value with "
+            "--override-generation-config, or ignore the file with --generation-config vllm."
         ) from error
+
+
+def _as_written(name: str, value: object) -> object:
+    """The value, with an integer for 20.0 where the setting is an integer."""
+    is_whole = isinstance(value, float) and value.is_integer()
+    return int(value) if is_whole and name in _INTEGERS else value

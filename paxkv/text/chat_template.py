@@ -24,6 +24,8 @@ Message = Mapping[str, object]
 # Whether a template takes contents as strings or as lists of parts; auto looks at the template.
 ContentFormat = Literal["auto", "string", "openai"]
 
+# UTF-8. A byte order mark is no part of the template.
+_ENCODING = "utf-8-sig"
 # What `render` gives a template itself.
 _RENDER_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
@@ -110,7 +112,7 @@ class ChatTemplate:
             source = setting.replace("\\n", "\n")
         else:
             try:
-                source = Path(setting).read_text(encoding="utf-8")
+                source = Path(setting).read_text(encoding=_ENCODING)
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(
                     f"chat_template={setting!r} is neither a readable file nor a jinja template: "
@@ -235,7 +237,7 @@ class ChatTemplate:
 
 def _read_template(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding=_ENCODING)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}. Download it again.") from error
 
@@ -254,7 +256,7 @@ def _as_sources(path: Path, value: object) -> dict[str, str]:
         name, source = fields.get("name"), fields.get("template")
         if not isinstance(name, str) or not isinstance(source, str):
             raise ConfigError(
-                f"chat_template of {path} is {value!r:.100}; wanted a template, a table of "
+                f"chat_template of {path} is {value!r:.100}; expected a template, a table of "
                 'them, {"default": "..."}, or a list of {"name": "default", "template": "..."}.'
             )
         sources[name] = source

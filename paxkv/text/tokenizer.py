@@ -11,6 +11,7 @@ from paxkv.errors import ConfigError, InvalidRequestError
 from paxkv.text.token_bounds import find_max_chars_per_token
 from paxkv.text.token_bytes import TokenBytes
 
+_LFS_POINTER = b"version https://git-lfs"
 _TOKEN_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 # From here on a text takes long enough (tens of milliseconds) to be in the way of other threads.
@@ -65,11 +66,7 @@ class Tokenizer:
                 f"{folder} has no tokenizer.json. Save a fast tokenizer there (transformers: "
                 "AutoTokenizer.from_pretrained(...).save_pretrained(...)), or send token ids."
             )
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        # The library raises a bare Exception for every kind of malformed file.
-        except Exception as error:
-            raise ConfigError(f"{path} cannot be read: {error}. Download it again.") from error
+        backend = _read_backend(path)
         # Older checkpoints keep the names of special tokens in a file of their own.
         special_tokens_map = read_json_object(folder / "special_tokens_map.json")
         tokenizer_config = read_json_object(folder / "tokenizer_config.json")
@@ -188,20 +185,42 @@ class Tokenizer:
         return prefix, suffix
 
 
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    encoded = path.read_bytes()
+    if encoded.startswith(_LFS_POINTER):
+        raise ConfigError(
+            f"{path} is a Git LFS pointer: the file itself was not downloaded. Run `git lfs pull` "
+            "in its folder."
+        )
+    try:
+        # The library reads UTF-8 without a byte order mark only.
+        return tokenizers.Tokenizer.from_str(encoded.decode(json.detect_encoding(encoded)))
+    # The library raises a bare Exception for every kind of malformed file.
+    except Exception as error:
+        raise ConfigError(
+            f"{path} cannot be read as a tokenizer: {error}. Download it again."
+        ) from error
+
+
 def read_json_object(path: Path) -> dict[str, object]:
-    """Content of a JSON file that may be missing (then empty).
+    """Reads a JSON file, encoded as UTF-8, UTF-16 or UTF-32. A missing file is an empty object.
 
     Raises:
-        ConfigError: The file is not a JSON object.
+        ConfigError: The file contains no JSON object.
     """
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}. Download it again.") from error
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} is not valid JSON: {error}. Correct the file or download it again."
+        ) from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds a {type(content).__name__}; wanted a JSON object.")
+        raise ConfigError(
+            f"{path} contains a {type(content).__name__}; it must contain a JSON object. Correct "
+            "the file or download it again."
+        )
     return content
 
 
@@ -303,6 +322,6 @@ def _read_added_tokens(added_tokens: object) -> list[tuple[int, tokenizers.Added
 
 def _bad_added_tokens(got: object) -> ConfigError:
     return ConfigError(
-        f"added_tokens_decoder of tokenizer_config.json has {got!r}; wanted ids with their tokens, "
-        'such as {"7": {"content": "<tool>"}}. Download it again.'
+        f"added_tokens_decoder of tokenizer_config.json has {got!r}; expected ids with their "
+        'tokens, such as {"7": {"content": "<tool>"}}. Download it again.'
     )

@@ -1,6 +1,7 @@
 """The compiled generation function draws the engine's tokens, and transformers'."""
 
 import dataclasses
+import os
 import re
 from pathlib import Path
 
@@ -10,7 +11,12 @@ import pytest
 
 from models import load_model
 from paxkv.config.sampling_params import SamplingParams
-from paxkv.errors import ConfigError, InvalidRequestError, PromptTooLongError
+from paxkv.errors import (
+    ConfigError,
+    ForkedProcessError,
+    InvalidRequestError,
+    PromptTooLongError,
+)
 from paxkv.generate import CompiledGenerator, GenerateInputs, GenerateShape, make_generate
 from paxkv.runner.sampling.row_state import pack_row, processors_of
 from paxkv.runner.sampling.sampling_columns import NUM_COLUMNS, encode_sampling_params
@@ -293,3 +299,11 @@ def test_one_setting_for_each_prompt(generator: CompiledGenerator) -> None:
 def test_shape_must_be_positive() -> None:
     with pytest.raises(ConfigError, match="batch_size"):
         GenerateShape(batch_size=0, max_prompt_len=1, max_new_tokens=1)
+
+
+def test_a_fork_of_the_process_is_refused(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = CompiledGenerator(load_model(checkpoint, dtype="float32"), SHAPE)
+    pid = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: pid + 1)
+    with pytest.raises(ForkedProcessError, match="this CompiledGenerator was created in process"):
+        generator.generate([[1]], SamplingParams(max_tokens=1))

@@ -456,6 +456,47 @@ def test_interpreter_ends_though_nobody_closed(tmp_path: Path) -> None:
     assert "Processed prompts: 100%" in result.stderr
 
 
+def test_a_fork_is_refused_and_leaves_the_engine_alone(tmp_path: Path) -> None:
+    """The child's calls hang without the check, so the program has a time limit."""
+    program = (
+        "import os, pytest, sys\n"
+        "from tests.paxkv.fake_build import fake_model_parts\n"
+        "fake_model_parts(pytest.MonkeyPatch())\n"
+        "from paxkv import LLM, SamplingParams\n"
+        "from paxkv.errors import ForkedProcessError\n"
+        f"llm = LLM({str(tmp_path)!r})\n"
+        "calls = (lambda: llm.generate([97], SamplingParams(max_tokens=3)), llm.get_stats,\n"
+        "         llm.reset_prefix_cache, lambda: llm._client.call('get_stats'))\n"
+        # As if another thread were in a call during the fork.
+        "llm._lock.acquire()\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    for call in calls:\n"
+        "        try:\n"
+        "            call()\n"
+        "        except ForkedProcessError as error:\n"
+        "            print(error, flush=True)\n"
+        "    llm.close()\n"
+        # As multiprocessing ends a fork: JAX's own end may wait for threads that do not exist.
+        "    os._exit(0)\n"
+        "assert os.waitpid(pid, 0)[1] == 0\n"
+        "llm._lock.release()\n"
+        "print([len(call.outputs[0].token_ids) for call in calls[0]()])\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program],
+        cwd=Path(paxkv.__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    *refusals, answer = result.stdout.splitlines()
+    assert answer == "[3]"
+    assert ["start method 'spawn'" in refusal for refusal in refusals] == [True] * 4
+
+
 def test_settings_of_cache_and_scheduler_reach_the_engine(
     make_llm: Callable[..., LLM], tmp_path: Path
 ) -> None:

@@ -1,5 +1,6 @@
 """`BatchInput`: the lines of a file, read one after another."""
 
+import codecs
 import contextlib
 import os
 import shutil
@@ -50,6 +51,8 @@ class BatchInput:
         """Lines that are not empty, with their numbers, which begin at 1."""
         self._file.seek(0)
         for number, line in enumerate(self._file, start=1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
                 yield number, line.removesuffix(b"\n")
 

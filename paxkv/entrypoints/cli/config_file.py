@@ -59,7 +59,7 @@ def _read_table(path: Path) -> dict[str, object]:
     if reader is None:
         raise ConfigError(f"--config reads {', '.join(_READERS)}, got {str(path)!r}.")
     try:
-        fields = reader(path.read_text(encoding="utf-8"))
+        fields = reader(path.read_text(encoding="utf-8-sig"))
     # Each reader's own error of a malformed file is a ValueError, but for YAML's; where lists nest
     # too deeply it is a RecursionError.
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:

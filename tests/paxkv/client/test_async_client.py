@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import os
 from collections.abc import AsyncIterator, Callable, Coroutine
 
 import pytest
@@ -18,6 +19,7 @@ from paxkv.contracts.request_output import RequestOutput
 from paxkv.engine.core_thread import CoreThread
 from paxkv.errors import (
     EngineDeadError,
+    ForkedProcessError,
     InvalidRequestError,
     InvariantError,
     PromptTooLongError,
@@ -565,3 +567,19 @@ async def test_profile_is_recorded_in_the_engine() -> None:
         assert not await client.start_profile("folder")
         assert await client.stop_profile()
         assert not await client.stop_profile()
+
+
+@in_loop
+async def test_a_fork_of_the_process_is_refused_and_does_not_end_the_engine() -> None:
+    async with running() as client:
+        pid = os.getpid()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "getpid", lambda: pid + 1)
+            with pytest.raises(ForkedProcessError, match="is a fork"):
+                await collect(client, "abc", SamplingParams(max_tokens=5), "r")
+            with pytest.raises(ForkedProcessError, match="is a fork"):
+                await client.get_stats()
+            await client.close(drain_timeout_s=1)
+        assert client.is_alive
+        (output,) = await collect(client, "abc", SamplingParams(max_tokens=5), "r", stream=False)
+        assert output.outputs[0].text == "abcab"

@@ -123,7 +123,10 @@ def test_a_file_that_is_no_object_is_named(tmp_path: Path, content: str) -> None
 
 
 def test_another_folder_must_have_the_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"must be auto .*, vllm .*, or a folder with a gen"):
+    with pytest.raises(
+        ConfigError,
+        match=r"is not a folder with a gen.* It must be auto .*, vllm .*, or such",
+    ):
         find_sampling_defaults(str(tmp_path), NOTHING, tmp_path)
 
 
@@ -132,3 +135,18 @@ def test_null_in_an_override_takes_back_what_the_file_says(tmp_path: Path) -> No
     defaults = find_sampling_defaults("auto", override, write(tmp_path, FIELDS))
     config = defaults.generation_config
     assert (config.temperature, config.top_k, config.top_p) == (1.0, 0, 0.95)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_byte_order_mark_makes_no_difference(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps(FIELDS), encoding=encoding)
+    assert read_generation_config(tmp_path).top_k == 20
+
+
+def test_an_integer_may_be_written_as_a_float(tmp_path: Path) -> None:
+    config = read_generation_config(write(tmp_path, {"top_k": 20.0, "max_new_tokens": 512.0}))
+    assert (config.top_k, config.max_new_tokens) == (20, 512)
+    assert type(config.top_k) is type(config.max_new_tokens) is int
+    with pytest.raises(ConfigError, match="top_k must be an integer"):
+        read_generation_config(write(tmp_path, {"top_k": 20.5}))

@@ -169,11 +169,19 @@ def test_named_templates_may_stand_in_a_table_or_a_list(tmp_path: Path) -> None:
         assert template.render(MESSAGES, tools=[{"name": "f"}]) == "tools"
 
 
+def test_a_byte_order_mark_is_no_part_of_a_template(tmp_path: Path) -> None:
+    path = tmp_path / "chat_template.jinja"
+    path.write_text("{{ messages[0].content }}", encoding="utf-8-sig")
+    messages = [{"role": "user", "content": "a"}]
+    assert ChatTemplate.from_folder(tmp_path).render(messages) == "a"
+    assert ChatTemplate.from_setting(str(path)).render(messages) == "a"
+
+
 def test_files_that_hold_no_template_are_config_errors(tmp_path: Path) -> None:
     config = tmp_path / "tokenizer_config.json"
     for bad in (5, ["plain"], [{"name": "default"}], {"default": 5}):
         config.write_text(json.dumps({"chat_template": bad}))
-        with pytest.raises(ConfigError, match="wanted a template, a table of them"):
+        with pytest.raises(ConfigError, match="expected a template, a table of them"):
             ChatTemplate.from_folder(tmp_path)
     config.write_text("[" * 10**5)
     with pytest.raises(ConfigError, match="recursion"):

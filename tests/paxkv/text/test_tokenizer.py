@@ -194,6 +194,27 @@ def test_tokens_only_in_tokenizer_config_are_added_at_their_id() -> None:
         Tokenizer(byte_level_backend(), {"added_tokens_decoder": added})
 
 
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
+)
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_byte_order_mark_makes_no_difference(tmp_path: Path, name: str, encoding: str) -> None:
+    save(tmp_path, {"bos_token": "a", "eos_token": "b"})
+    (tmp_path / "special_tokens_map.json").write_text('{"pad_token": "c"}')
+    path = tmp_path / name
+    path.write_text(path.read_text(encoding="utf-8"), encoding=encoding)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    expected = {"bos_token": "a", "eos_token": "b", "pad_token": "c"}
+    assert tokenizer.special_tokens.items() >= expected.items()
+    assert tokenizer.decode(tokenizer.encode("Größe")) == "Größe"
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is a Git LFS pointer.*git lfs pull"):
+        Tokenizer.from_folder(tmp_path)
+
+
 def test_missing_and_broken_files_are_config_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)

@@ -17,6 +17,13 @@ def test_lines_have_the_numbers_of_the_file_and_empty_ones_are_left_out(tmp_path
             assert list(lines) == [(2, b"a\r"), (4, b"b b"), (6, b"\xff")]
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+    path = tmp_path / "in"
+    path.write_bytes(b"\xef\xbb\xbfa\n\xef\xbb\xbfb")
+    with BatchInput(str(path)) as lines:
+        assert list(lines) == [(1, b"a"), (2, b"\xef\xbb\xbfb")]
+
+
 def test_memory_holds_few_lines(tmp_path):
     path = tmp_path / "in"
     path.write_bytes((b"x" * 9_999 + b"\n") * 1000)

@@ -31,6 +31,16 @@ def test_toml_is_read_by_its_name(tmp_path):
     assert read_config_file(path) == ["--host=::1"]
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("f.json", '{"port": 1}'), ("f.yaml", "port: 1"), ("f.toml", "port = 1")],
+)
+def test_a_byte_order_mark_makes_no_difference(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8-sig")
+    assert read_config_file(path) == ["--port=1"]
+
+
 @pytest.mark.parametrize("name", ["f.yaml", "f.yml"])
 def test_yaml_is_vllms_form(tmp_path, name):
     path = tmp_path / name
