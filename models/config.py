@@ -43,7 +43,7 @@ class ModelConfig:
     attention: tuple[AttentionConfig | None, ...]  # of each layer; None: the layer has none
     max_position_embeddings: int
     tie_word_embeddings: bool
-    dtype: ModelDtype  # what the checkpoint says of itself, not what it is loaded as
+    dtype: ModelDtype | None  # as config.json has it, not as it is loaded; None: it has none
     initializer_range: float
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -120,9 +120,11 @@ def read_model_fields(
     }
 
 
-def _read_dtype(hf_config: Mapping[str, object]) -> ModelDtype:
+def _read_dtype(hf_config: Mapping[str, object]) -> ModelDtype | None:
     """Reads `dtype` (transformers 5) or `torch_dtype`, such as "bfloat16" or "torch.half"."""
-    name = hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
+    name = hf_config.get("dtype") or hf_config.get("torch_dtype")
+    if name is None or name == "auto":
+        return None
     dtype = _DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
     if dtype is None:
         raise UnsupportedModelError(

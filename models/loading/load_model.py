@@ -48,7 +48,8 @@ def load_model(
 
     Args:
         model: A folder in Hugging Face layout, or a hub name such as "Qwen/Qwen3-0.6B".
-        dtype: What the weights become; "auto" is `Platform.weight_dtype` of the config's own.
+        dtype: The dtype of loaded weights. "auto" is `Platform.weight_dtype` of the dtype in
+            config.json or, if it has none, of most numbers in the checkpoint.
         load_format: "auto" reads safetensors, the only format so far; "dummy" needs only
             config.json and draws random weights.
         seed: Of the random weights.
@@ -73,6 +74,9 @@ def load_model(
     config = read_model_config(folder, generation_folder=generation_folder)
     config = dataclasses.replace(config, has_unified_kv=has_unified_kv).for_length(max_model_len)
     checkpoint = None if load_format == "dummy" else SafetensorsCheckpoint(folder)
+    if config.dtype is None:
+        own_dtype = "float32" if checkpoint is None else checkpoint.main_dtype
+        config = dataclasses.replace(config, dtype=own_dtype)
     platform = platform or default_platform()
     make_structure = functools.partial(
         _Structure,

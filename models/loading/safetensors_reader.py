@@ -1,7 +1,9 @@
 """Reads weights from a folder, array by array: one safetensors file or several."""
 
 import logging
+import math
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -9,6 +11,7 @@ from pathlib import Path, PurePath
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from models.config import ModelDtype
 from models.errors import CheckpointError, CheckpointNotFoundError, ModelConfigError
 from models.loading.json_file import describe_missing, is_lfs_pointer, read_json_object
 
@@ -16,6 +19,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # "model-00002-of-00005.safetensors"
 _SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
+_MODEL_DTYPES: dict[str, ModelDtype] = {"BF16": "bfloat16", "F16": "float16"}
 _MAX_LISTED = 10
 
 logger = logging.getLogger(__name__)
@@ -66,6 +70,15 @@ class SafetensorsCheckpoint:
                 f"{folder}: {_listed([path.name for path in files.paths])} contain no tensors, "
                 "only a header. Save the model again, and save its state dict."
             )
+
+    @property
+    def main_dtype(self) -> ModelDtype:
+        """The dtype of most numbers in the checkpoint; float32 for float64."""
+        sizes = Counter()
+        for weight in self.weights.values():
+            sizes[_MODEL_DTYPES.get(weight.dtype, "float32")] += math.prod(weight.shape)
+        ((dtype, _),) = sizes.most_common(1)
+        return dtype
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Changes the keys of `weights`.

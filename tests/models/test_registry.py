@@ -71,7 +71,7 @@ def test_missing_fields_mean_what_they_mean_in_transformers():
     assert config.attention[0].num_kv_heads == 8  # Llama: as many as query heads
     assert config.attention[0].head_dim == 256 // 8
     assert config.rms_norm_eps == 1e-6
-    assert config.dtype == "float32"
+    assert config.dtype is None
     assert config.tie_word_embeddings is False
     assert (config.bos_token_id, config.eos_token_ids) == (None, ())
 
@@ -125,7 +125,8 @@ def test_biases_of_qwen3_are_where_config_json_asks_for_them():
         ("half", "float16"),
         ("torch.float", "float32"),
         ("float64", "float32"),
-        (None, "float32"),
+        ("auto", None),
+        (None, None),
     ],
 )
 def test_dtype_is_read_under_both_names(field, value, dtype):

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 from models.decoder import Decoder
 from models.errors import CheckpointError, CheckpointNotFoundError, ModelError, WeightMismatchError
 from models.loading.load_model import load_model
+from models.platforms import TPU
 from tests.oracles.dense_model import dense_logits
 from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.oracles.paged_stepper import PagedStepper
@@ -61,6 +62,25 @@ def test_auto_dtype_is_float32_on_cpu_and_the_configs_own_elsewhere(tmp_path):
     wanted = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     assert loaded.params[0].dtype == wanted
     assert loaded.config.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_without_a_dtype_in_the_config_the_weights_decide(tmp_path, dtype):
+    folder = write_random_checkpoint(
+        tmp_path, dtype=dtype, num_layers=1, extra_config={"torch_dtype": None}
+    )
+    # A few numbers in another dtype, as of routers and norms, make no difference.
+    rewrite_weights(
+        folder,
+        lambda weights: weights.update(
+            {"model.norm.weight": weights["model.norm.weight"].astype(np.float64)}
+        ),
+    )
+    loaded = load_model(folder, platform=TPU())
+    assert (loaded.config.dtype, {param.dtype for param in loaded.params}) == (
+        dtype,
+        {jnp.dtype(dtype)},
+    )
 
 
 def test_bfloat16_model_stays_near_the_exact_one(tmp_path):
