@@ -1,4 +1,4 @@
-"""Pytest plugin: prints CPU seconds and compiled programs per test file, the costliest file first.
+"""Pytest plugin: prints CPU seconds and compiled programs per test file and of the costliest tests.
 
     python -m pytest -p tests.cost_report tests/models
 
@@ -18,6 +18,8 @@ import sys
 import pytest
 
 PROPERTY = "test_cost"
+# Single tests in the second table.
+NUM_TESTS = 100
 
 
 @dataclasses.dataclass(slots=True)
@@ -78,6 +80,7 @@ class CostReport:
         self._last_reading = self._meter.read()
         self._of_collection = collections.defaultdict(Cost)
         self._of_file = collections.defaultdict(Cost)
+        self._of_test = collections.defaultdict(Cost)
         self._num_tests = collections.Counter()
 
     def _cost_since_last_reading(self) -> Cost:
@@ -107,6 +110,7 @@ class CostReport:
         for name, value in report.user_properties:
             if name == PROPERTY:
                 self._of_file[file] += Cost(*value)
+                self._of_test[report.nodeid] += Cost(*value)
 
     def pytest_terminal_summary(self, terminalreporter):
         terminalreporter.section("cost per test file")
@@ -118,6 +122,11 @@ class CostReport:
             terminalreporter.line(
                 f"{cost.cpu_s:7.1f}  {cost.compiled:8}  {cost.loaded:6}  {num_tests:5}  {file}"
             )
+        terminalreporter.section(f"costliest {NUM_TESTS} tests")
+        terminalreporter.line("  CPU s  compiled  loaded  test")
+        tests = sorted(self._of_test.items(), key=lambda item: -item[1].cpu_s)
+        for test, cost in tests[:NUM_TESTS]:
+            terminalreporter.line(f"{cost.cpu_s:7.1f}  {cost.compiled:8}  {cost.loaded:6}  {test}")
 
 
 def pytest_configure(config):

@@ -1,5 +1,6 @@
 """The runner's tokens are those of a dense computation, whatever the batching."""
 
+import contextlib
 import copy
 import random
 import time
@@ -126,11 +127,20 @@ def random_schedule(driver, rng, can_start):
     return num_scheduled
 
 
-def count_compilations(record):
-    """Appends to `record` whatever JAX compiles, anywhere, until the listeners are cleared."""
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, *_, **__: record.append(event) if "compile" in event else None
-    )
+@contextlib.contextmanager
+def recorded_compilations():
+    """A list of the events of whatever JAX compiles inside, in any thread."""
+    events = []
+
+    def listen(event, *_, **__):
+        if "compile" in event:
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield events
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @on_every_runner
@@ -148,11 +158,10 @@ def test_random_traffic_gives_each_request_the_tokens_it_gets_alone(runner):
         alone[req_id] = driver.run_alone(req_id, num_tokens, MAX_NUM_BATCHED_TOKENS)
         driver.finish_all()
 
-    driver, compilations, num_preemptions = RunnerDriver(runner, seed=2), [], 0
+    driver, num_preemptions = RunnerDriver(runner, seed=2), 0
     for req_id, (prompt_ids, params, _) in requests.items():
         driver.add(req_id, prompt_ids, params)
-    count_compilations(compilations)
-    try:
+    with recorded_compilations() as compilations:
         with jax.transfer_guard("disallow"):
             while driver.blocks:
                 running = sorted(driver.known - driver.preempted)
@@ -166,8 +175,6 @@ def test_random_traffic_gives_each_request_the_tokens_it_gets_alone(runner):
                     if len(driver.output_of(req_id)) >= requests[req_id][2]:
                         driver.finish(req_id)
         driver.finish_all()
-    finally:
-        jax.monitoring.clear_event_listeners()
     assert {r: driver.output_of(r) for r in requests} == alone
     assert num_preemptions > 5
     assert compilations == []
