@@ -4,12 +4,14 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import certifi
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.time_limit import limit_of, time_limit
 
 # Tests and the servers they start compile many of the same programs. The folder lives as long as
 # this run and is set before anything imports JAX, which reads it then. Workers of pytest-xdist
@@ -52,6 +54,28 @@ settings.load_profile("paxkv")
 # start and interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _limited(item: pytest.Item) -> Generator[None, object, object]:
+    with time_limit(limit_of(item)):
+        return (yield)
+
+
+# Each phase has a limit of its own. The wrappers are the innermost ones, so that pytest reports
+# the test that took too long.
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
+    return (yield from _limited(item))
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    return (yield from _limited(item))
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    return (yield from _limited(item))
 
 
 @pytest.fixture(scope="session", autouse=True)

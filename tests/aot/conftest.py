@@ -54,6 +54,11 @@ _TARGET_CONFIG = Path(__file__).parent / "h200_target_config.textproto"
 _PLUGIN = "jax_plugins.xla_cuda13"
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Whole steps of deep models compile for minutes."""
+    item.add_marker(pytest.mark.time_limit(1800))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Prints the compile times that tests recorded as the property `compile_time`."""
     times = [
