@@ -12,6 +12,7 @@ import certifi
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.compiler_flags import QUICK_FLAGS, compiles_quickly
 from tests.time_limit import limit_of, time_limit
 
 # Tests and the servers they start compile many of the same programs. The folder lives as long as
@@ -29,13 +30,10 @@ os.environ["SSL_CERT_FILE"] = str(_authority)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compilation_cache.name)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
-# Programs that only a test compiles run once or twice, and take a fifth less time in all like this.
-# `.ci/aot`, which compiles for other devices too, sets the variable itself.
-# Workers of pytest-xdist inherit the variable, so its presence alone does not say who set it.
-_QUICK_FLAGS = "--xla_backend_optimization_level=0"
+# `.ci/aot`, which compiles for other devices too, sets the variable itself. Workers of pytest-xdist
+# inherit the variable, so its presence alone does not say who set it.
 if os.environ["JAX_PLATFORMS"] == "cpu":
-    os.environ.setdefault("XLA_FLAGS", _QUICK_FLAGS)
-_compiles_quickly = os.environ.get("XLA_FLAGS") == _QUICK_FLAGS
+    os.environ.setdefault("XLA_FLAGS", QUICK_FLAGS)
 # Threads of XLA's CPU client. A simulated GPU kernel blocks up to four of them at barriers, one a
 # warpgroup; on a machine of two cores nobody would be left to release them.
 os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
@@ -97,7 +95,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
 @pytest.fixture(scope="session", autouse=True)
 def quick_engine_compilations() -> Iterator[None]:
     """Engines of this process compile quickly, unless XLA_FLAGS was set: then as for users."""
-    if not _compiles_quickly or "jax" not in sys.modules:
+    if not compiles_quickly() or "jax" not in sys.modules:
         yield
         return
     # Not before: tests of the host half alone do not load JAX.

@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import pytest
 
+from tests.compiler_flags import HAS_OTHER_EMITTERS
+
 # Tests compile hundreds of small programs; optimizing them takes longer than running them.
 QUICK_COMPILE: dict[str, Any] = {"xla_backend_optimization_level": 0}
-# JAX 0.10 is the last that can do without the emitters, which take much of the time to compile.
-if jax.__version_info__ < (0, 11):
+if HAS_OTHER_EMITTERS:
     QUICK_COMPILE["xla_cpu_use_fusion_emitters"] = False
 
 

@@ -11,14 +11,14 @@ from tests.demo_programs import demo_programs
 from tests.end_to_end.checked_engine import make_runner
 from tests.end_to_end.engine_harness import RecordingRunner
 from tests.end_to_end.golden_runs import Runners, make_runners
-from tests.engine_compilations import own_engine_compilations
+from tests.engine_compilations import process_engine_compilations
 from tests.oracles.make_checkpoint import write_random_checkpoint
 
 
 @pytest.fixture(scope="session")
 def demo_llm() -> Iterator[LLM]:
     """The demo model offline, with the default settings and the programs that servers load."""
-    with own_engine_compilations():
+    with process_engine_compilations():
         llm = LLM(compiled_dir=str(demo_programs()))
     with llm:
         yield llm

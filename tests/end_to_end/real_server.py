@@ -9,9 +9,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO
 
 from paxkv.config.engine_config import (
@@ -26,6 +27,7 @@ from tests.demo_programs import demo_programs
 ROOT = Path(__file__).resolve().parents[2]
 READY_TIMEOUT_S = 420
 STOP_TIMEOUT_S = 60
+NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 # Of the engine's settings, those that tests use and that change no program.
 _SHAPE_NO_PROGRAM = {
     *("served_model_name", "chat_template", "generation_config", "override_generation_config"),
@@ -62,11 +64,14 @@ def has_demo_programs(arguments: Sequence[str]) -> bool:
 
 
 @contextlib.contextmanager
-def running_server(*arguments: str, stderr: IO[bytes] | None = None) -> Iterator[RealServer]:
+def running_server(
+    *arguments: str, stderr: IO[bytes] | None = None, variables: Mapping[str, str] = NO_VARIABLES
+) -> Iterator[RealServer]:
     """A server that is ready; it is ended, by force if need be, when the block is left.
 
     Args:
         stderr: Gets what it says there; None is the test's own.
+        variables: Of its environment, besides those of the test's process.
     """
     command = [sys.executable, "-m", "paxkv.serve", "--port", "0", *arguments]
     if has_demo_programs(arguments):
@@ -77,7 +82,7 @@ def running_server(*arguments: str, stderr: IO[bytes] | None = None) -> Iterator
         stdout=subprocess.PIPE,
         stderr=stderr,
         text=True,
-        env=os.environ | {"PYTHONWARNINGS": ""},
+        env=os.environ | {"PYTHONWARNINGS": ""} | variables,
     )
     # A server that never gets ready is ended, so that reading its output ends too.
     watchdog = threading.Timer(READY_TIMEOUT_S, process.kill)

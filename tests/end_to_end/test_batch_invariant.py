@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.end_to_end.engine_harness import EngineSettings, RecordingRunner, greedy, run_engine
-from tests.engine_compilations import own_engine_compilations
+from tests.engine_compilations import user_engine_compilations
 from tests.oracles.make_checkpoint import write_random_checkpoint
 
 BLOCK_SIZE, NUM_NEW_TOKENS = 16, 6
@@ -52,7 +52,7 @@ def run(runner, prompts, name):
 
 @pytest.fixture(scope="module")
 def runner(checkpoint):
-    with own_engine_compilations():
+    with user_engine_compilations():
         return RecordingRunner(checkpoint, BLOCK_SIZE, max_model_len=512, batch_invariant=True)
 
 
@@ -78,7 +78,7 @@ def test_logits_have_the_bits_that_they_have_alone(runner, alone, name):
 @pytest.mark.slow
 def test_plain_steps_give_the_same_tokens_and_do_not_keep_that_promise(checkpoint, runner, alone):
     """Or the test above would show nothing."""
-    with own_engine_compilations():
+    with user_engine_compilations():
         plain = RecordingRunner(checkpoint, BLOCK_SIZE, max_model_len=512)
     result = run(plain, make_prompts(), "prompts_in_pieces")
     assert result.token_ids == run(runner, make_prompts(), "all_at_once").token_ids

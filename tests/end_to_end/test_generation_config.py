@@ -11,7 +11,7 @@ import pytest
 from paxkv import LLM, SamplingParams
 from tests.demo_programs import demo_programs
 from tests.end_to_end.real_server import ROOT, running_server
-from tests.engine_compilations import own_engine_compilations
+from tests.engine_compilations import process_engine_compilations
 
 # Nonsense to the model, so that what it draws at temperature 1 is seldom the likeliest token.
 PROMPT = "xyz qrst"
@@ -30,7 +30,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def greedy(checkpoint):
     """The likeliest 12 tokens after the prompt; drawn without a filter they are others."""
-    with own_engine_compilations():
+    with process_engine_compilations():
         llm = LLM(str(checkpoint), compiled_dir=str(demo_programs()))
     with llm:
 

@@ -10,7 +10,7 @@ import pytest
 from paxkv import LLM, SamplingParams
 from paxkv.entrypoints import build
 from tests.demo_programs import demo_programs
-from tests.engine_compilations import own_engine_compilations
+from tests.engine_compilations import process_engine_compilations
 
 NUM_BLOCKS = 13
 VOCAB_SIZE = 500
@@ -61,7 +61,7 @@ def llm(monkeypatch: pytest.MonkeyPatch):
         return make_scheduler(config, small, *others)
 
     monkeypatch.setattr(build, "_make_scheduler", make_small_scheduler)
-    with own_engine_compilations():
+    with process_engine_compilations():
         llm = LLM(compiled_dir=str(demo_programs()), full_sequence_must_fit=False)
     with llm:
         yield llm

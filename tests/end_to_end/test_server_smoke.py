@@ -4,12 +4,15 @@ import json
 
 import httpx
 
+from tests.compiler_flags import user_flags
 from tests.end_to_end.real_server import running_server
 from tests.small_engine import FLAGS
 
 
 def test_the_demo_server_adds_two_numbers_and_ends_after_its_last_stream():
-    with running_server(*FLAGS, "--no-enable-compilation-cache") as server:
+    """It compiles what it needs with the flags of XLA that users have, and the fewest programs."""
+    flags = (*FLAGS, "--max-num-seqs", "1", "--no-enable-compilation-cache")
+    with running_server(*flags, variables={"XLA_FLAGS": user_flags()}) as server:
         body = {
             "model": "paxkv-demo",
             "temperature": 0,

@@ -34,6 +34,7 @@ from models.layer_loop import PlacedLayer, find_stretches, run_in_loop, run_in_t
 from models.layers.attention import Attention
 from models.wants import Wants
 from paxkv.runner.programs.make_batch import make_batch
+from tests.compiler_flags import AS_FOR_USERS
 from tests.models.steppers import IN_TURN, fresh_stepper, in_loop, model_of
 from tests.oracles.golden import load_golden
 from tests.oracles.paged_stepper import NUM_TOKENS, PagedStepper
@@ -120,7 +121,9 @@ def test_last_of_two_kinds_of_layers_may_go_on_with_fewer_tokens(tmp_path):
 )
 def test_program_copies_neither_cache_nor_weights(recipe, only_last_tokens):
     model = model_of(recipe, loops_over_layers=True)
-    compiled = lower_step(model, num_blocks=4096, only_last_tokens=only_last_tokens).compile()
+    compiled = lower_step(model, num_blocks=4096, only_last_tokens=only_last_tokens).compile(
+        AS_FOR_USERS
+    )
     config = model.config
     bytes_of_a_row = 4096 * config.attention[0].num_kv_heads * 8 * config.attention[0].head_dim * 4
     memory = compiled.memory_analysis()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from models.row_widths import run_at_width
+from tests.compiler_flags import AS_FOR_USERS
 
 WIDTHS = (2, 3, 8)
 
@@ -46,7 +47,7 @@ def test_compiler_does_not_do_the_work_of_every_width_beforehand():
         return run_at_width(WIDTHS, used, run, jnp.zeros((8, 32)))
 
     shapes = (jnp.zeros((8, 16)), jnp.zeros((16, 32)), jnp.int32(1))
-    text = jax.jit(project).lower(*shapes).compile().as_text()
+    text = jax.jit(project).lower(*shapes).compile(AS_FOR_USERS).as_text()
     entry = re.search(r"^ENTRY .*?^}", text, re.MULTILINE | re.DOTALL)[0]
     assert "dot_general" in text and "while" in entry
     assert "dot_general" not in entry

@@ -10,6 +10,7 @@ import pytest
 from models.cache.rules import as_words, from_words
 from models.layer_loop import run_in_loop, run_in_turn
 from models.platforms.cpu import CPU
+from tests.compiler_flags import AS_FOR_USERS
 from tests.models.cache.formats_of_tests import (
     DECAY,
     HIDDEN,
@@ -160,7 +161,7 @@ def test_a_decode_step_copies_no_pages(name, run, kv_dtype, num_reqs):
         jax.jit(
             stack.step,
             donate_argnums=0,
-            compiler_options=PLATFORM.compiler_options(["float32"]),
+            compiler_options=PLATFORM.compiler_options(["float32"]) | AS_FOR_USERS,
         )
         .lower(
             pages,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pallas_kernels.block_copy.cases import CASES, build_inputs
 from pallas_kernels.block_copy.reference import block_copy_reference
 from pallas_kernels.block_copy.xla import block_copy_xla
+from tests.compiler_flags import AS_FOR_USERS
 from tests.quick_compile import quick_jit
 
 NUM_ROWS, NUM_BLOCKS, NUM_COPIES = 2, 6, 5
@@ -60,7 +61,7 @@ def test_donated_pages_are_not_copied(num_rows, num_copies, block_dims, dtype):
     pages = jax.ShapeDtypeStruct((num_rows, 1024, *block_dims), dtype)
     ids = jax.ShapeDtypeStruct((num_copies,), jnp.int32)
     donated = jax.jit(block_copy_xla, donate_argnums=0)
-    compiled = donated.lower(pages, ids, ids).compile()
+    compiled = donated.lower(pages, ids, ids).compile(AS_FOR_USERS)
     memory = compiled.memory_analysis()
     page_bytes = 1024 * pages.dtype.itemsize
     assert memory.alias_size_in_bytes >= num_rows * 1024 * page_bytes

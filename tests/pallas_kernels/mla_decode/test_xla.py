@@ -13,6 +13,7 @@ from pallas_kernels import block_copy, kv_scatter, mla_decode
 from pallas_kernels.mla_decode.cases import CASES, MLADecodeCase, build_inputs
 from pallas_kernels.mla_decode.reference import mla_decode_reference
 from pallas_kernels.mla_decode.xla import mla_decode_xla
+from tests.compiler_flags import AS_FOR_USERS
 from tests.quick_compile import slow_unless_named
 
 TOLERANCES = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 2e-2}
@@ -111,7 +112,7 @@ def memory_of_donated_step(num_blocks, num_tokens):
             for dims in ((num_tokens,), (num_reqs, 5), (num_reqs,), (num_reqs + 1,))
         ),
     )
-    compiled = jax.jit(step, donate_argnums=0).lower(*arguments).compile()
+    compiled = jax.jit(step, donate_argnums=0).lower(*arguments).compile(AS_FOR_USERS)
     return compiled.memory_analysis(), 4 * int(np.prod(arguments[0].shape))
 
 

@@ -21,6 +21,7 @@ from pallas_kernels.paged_attention.cases import (
 )
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.xla import paged_attention_xla
+from tests.compiler_flags import AS_FOR_USERS
 from tests.quick_compile import slow_unless_named
 
 TOLERANCES = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 2e-2}
@@ -206,7 +207,7 @@ def test_donated_pages_are_updated_in_place(
     int_shapes = ((num_tokens,), (num_reqs, max_blocks_per_req), (num_reqs,), (num_reqs + 1,))
     integers = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in int_shapes)
     program = functools.partial(function, sizes=(num_kv_heads, block_size), kv_dtype=kv_dtype)
-    compiled = jax.jit(program, donate_argnums=0).lower(pages, q, *integers).compile()
+    compiled = jax.jit(program, donate_argnums=0).lower(pages, q, *integers).compile(AS_FOR_USERS)
     memory = compiled.memory_analysis()
     pages_bytes = pages.dtype.itemsize * int(np.prod(pages.shape))
     assert memory.alias_size_in_bytes >= pages_bytes

@@ -13,6 +13,7 @@ from paxkv.runner.sampling.row_state import (
 )
 from paxkv.runner.sampling.sampler_program import make_sampler
 from paxkv.runner.sampling.sampling_columns import STEP_ROW_WIDTH
+from tests.compiler_flags import AS_FOR_USERS
 
 NUM_ROWS, VOCAB = 8, 300
 # Histories far larger than all else together.
@@ -43,7 +44,7 @@ def test_logits_and_histories_stay_where_they_are(chunk_rows):
         abstract(NUM_ROWS, STEP_ROW_WIDTH),
         abstract(NUM_ROWS, 1 + vocab_words(VOCAB)),
     )
-    analysis = lowered.compile().memory_analysis()
+    analysis = lowered.compile(AS_FOR_USERS).memory_analysis()
     assert analysis.alias_size_in_bytes >= num_bytes(logits, *jax.tree.leaves(state))
     # Not even one row of them.
     assert analysis.temp_size_in_bytes < 4 * MAX_MODEL_LEN
@@ -52,6 +53,11 @@ def test_logits_and_histories_stay_where_they_are(chunk_rows):
 def test_row_is_written_in_place():
     state = abstract_state()
     packed = abstract(num_row_words(MAX_MODEL_LEN, VOCAB))
-    analysis = jax.jit(write_row, donate_argnums=0).lower(state, packed).compile().memory_analysis()
+    analysis = (
+        jax.jit(write_row, donate_argnums=0)
+        .lower(state, packed)
+        .compile(AS_FOR_USERS)
+        .memory_analysis()
+    )
     assert analysis.alias_size_in_bytes >= num_bytes(*jax.tree.leaves(state))
     assert analysis.temp_size_in_bytes <= 2 * num_bytes(packed)
