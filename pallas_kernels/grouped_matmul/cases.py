@@ -9,6 +9,9 @@ from jax import lax
 
 from pallas_kernels.grouped_matmul.group_tiles import GroupTiles, make_group_tiles
 
+# One program for each case instead of one for each operation of it.
+_make_group_tiles = jax.jit(make_group_tiles, static_argnames=("num_groups", "tile_rows"))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedMatmulCase:
@@ -119,7 +122,7 @@ def build_inputs(case: GroupedMatmulCase, seed: int = 0) -> GroupedMatmulInputs:
     if case.is_stored_as_bits:
         weights = lax.bitcast_convert_type(weights, jnp.uint16)
     group_ids = jnp.asarray(group_ids_np, jnp.int32)
-    tiles = make_group_tiles(group_ids, num_groups=num_groups, tile_rows=case.tile_rows)
+    tiles = _make_group_tiles(group_ids, num_groups=num_groups, tile_rows=case.tile_rows)
     return GroupedMatmulInputs(
         x=rows[tiles.rows],
         weights=weights,

@@ -26,38 +26,18 @@ from models.kernel_settings import PAGES_BY_DEVICE
 from models.weight_rule import MODEL_AXIS
 from tests.oracles.placed_model import place_model
 
-block_size = 8
-loaded = place_model(load_model(sys.argv[1], load_format=sys.argv[2]), block_size=block_size).model
-config = loaded.config
+BLOCK_SIZE, NUM_BLOCKS = 8, 300
 mesh = Mesh(np.array(jax.devices()), (MODEL_AXIS,))
-num_blocks = 300
-rng = np.random.default_rng(0)
-layer = config.attention[0]
-num_kv_heads, head_dim = layer.num_kv_heads, layer.head_dim
-# A page is [K | V] of all heads where one device has it, and of its heads on each of several.
-page = (2, num_kv_heads, block_size, head_dim)
-batch = ForwardBatch(
-    token_ids=jnp.asarray(rng.integers(0, config.vocab_size, 16), jnp.int32),
-    positions=jnp.asarray([*range(9), 20, *range(3, 7), 0, 0], jnp.int32),
-    query_start_loc=jnp.asarray([0, 9, 10, 14], jnp.int32),
-    groups=(
-        GroupInputs(
-            block_tables=jnp.asarray(1 + rng.permutation(12).reshape(1, 3, 4), jnp.int32),
-            seq_lens=jnp.asarray([9, 21, 7], jnp.int32),
-            block_size=block_size,
-        ),
-    ),
-    logits_indices=jnp.asarray([8, 9, 13], jnp.int32),
-)
-cache_np = rng.standard_normal((config.num_layers, num_blocks, *page)).astype(np.float32)
 
-def run(model, params, num_devices, sharding):
+def run(model, params, batch, cache_np, num_devices, sharding):
     def step(params, pages, batch):
         outputs, pages = model.forward(params, pages, batch)
-        pages = model.kernels.copy_blocks(pages, jnp.asarray([[1, 2], [20, num_blocks]]))
+        pages = model.kernels.copy_blocks(pages, jnp.asarray([[1, 2], [20, NUM_BLOCKS]]))
         return model.compute_logits(params, outputs.for_logits), pages
 
     # Heads of a device next to each other, with its K and V.
+    num_kv_heads = cache_np.shape[3]
+    page = cache_np.shape[2:]
     own_heads = num_kv_heads // num_devices
     by_device = cache_np.reshape(*cache_np.shape[:2], 2, num_devices, own_heads, *page[2:])
     by_device = by_device.swapaxes(2, 3)
@@ -67,30 +47,56 @@ def run(model, params, num_devices, sharding):
     pages_np = np.asarray(pages).reshape(by_device.shape).swapaxes(2, 3).reshape(cache_np.shape)
     return compiled, np.asarray(logits), pages_np
 
-alone = run(loaded, loaded.params, 1, None)
-model = loaded.with_kernels(KernelSettings.for_mesh(mesh))
-params = tuple(
-    jax.device_put(param, NamedSharding(mesh, spec))
-    for param, spec in zip(loaded.params, loaded.param_specs)
-)
-batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec()))
-split = run(model, params, len(jax.devices()), NamedSharding(mesh, PAGES_BY_DEVICE))
-assert (alone[2][:, 20] != cache_np[:, 20]).any()  # the copy was made
-for one, many in zip(alone[1:], split[1:]):
-    np.testing.assert_allclose(one, many, atol=2e-5)
-largest = max(
-    (np.prod([int(n) for n in dims.split(",")]) for dims in re.findall(
-        r"= f32\\[([0-9,]+)\\]\\S* (?:all-gather|all-to-all)", split[0].as_text())), default=0)
-smallest_array = min([cache_np.size / 8, *(
-    param.size / 4 for param in params if param.ndim == 3
-)])
-assert largest < smallest_array, f"gathers {largest} numbers, an array has {smallest_array}"
-assert (alone[1].argmax(-1) == split[1].argmax(-1)).all()
-for param in params:
-    if param.ndim == 3:  # experts
-        (shape,) = {shard.data.shape for shard in param.addressable_shards}
-        assert 4 * np.prod(shape) == param.size and shape[0] == param.shape[0]
-print("same")
+def compare(folder, load_format):
+    loaded = load_model(folder, load_format=load_format)
+    loaded = place_model(loaded, block_size=BLOCK_SIZE).model
+    config = loaded.config
+    rng = np.random.default_rng(0)
+    layer = config.attention[0]
+    # A page is [K | V] of all heads where one device has it, and of its heads on each of several.
+    page = (2, layer.num_kv_heads, BLOCK_SIZE, layer.head_dim)
+    batch = ForwardBatch(
+        token_ids=jnp.asarray(rng.integers(0, config.vocab_size, 16), jnp.int32),
+        positions=jnp.asarray([*range(9), 20, *range(3, 7), 0, 0], jnp.int32),
+        query_start_loc=jnp.asarray([0, 9, 10, 14], jnp.int32),
+        groups=(
+            GroupInputs(
+                block_tables=jnp.asarray(1 + rng.permutation(12).reshape(1, 3, 4), jnp.int32),
+                seq_lens=jnp.asarray([9, 21, 7], jnp.int32),
+                block_size=BLOCK_SIZE,
+            ),
+        ),
+        logits_indices=jnp.asarray([8, 9, 13], jnp.int32),
+    )
+    cache_np = rng.standard_normal((config.num_layers, NUM_BLOCKS, *page)).astype(np.float32)
+    alone = run(loaded, loaded.params, batch, cache_np, 1, None)
+    model = loaded.with_kernels(KernelSettings.for_mesh(mesh))
+    params = tuple(
+        jax.device_put(param, NamedSharding(mesh, spec))
+        for param, spec in zip(loaded.params, loaded.param_specs)
+    )
+    batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec()))
+    sharding = NamedSharding(mesh, PAGES_BY_DEVICE)
+    split = run(model, params, batch, cache_np, len(jax.devices()), sharding)
+    assert (alone[2][:, 20] != cache_np[:, 20]).any()  # the copy was made
+    for one, many in zip(alone[1:], split[1:]):
+        np.testing.assert_allclose(one, many, atol=2e-5)
+    largest = max(
+        (np.prod([int(n) for n in dims.split(",")]) for dims in re.findall(
+            r"= f32\\[([0-9,]+)\\]\\S* (?:all-gather|all-to-all)", split[0].as_text())), default=0)
+    smallest_array = min([cache_np.size / 8, *(
+        param.size / 4 for param in params if param.ndim == 3
+    )])
+    assert largest < smallest_array, f"gathers {largest}, an array has {smallest_array}"
+    assert (alone[1].argmax(-1) == split[1].argmax(-1)).all()
+    for param in params:
+        if param.ndim == 3:  # experts
+            (shape,) = {shard.data.shape for shard in param.addressable_shards}
+            assert 4 * np.prod(shape) == param.size and shape[0] == param.shape[0]
+
+for folder, load_format in zip(sys.argv[1::2], sys.argv[2::2]):
+    compare(folder, load_format)
+    print("same", load_format)
 """
 MOE_CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -111,32 +117,25 @@ MOE_CONFIG = {
 }
 
 
-def test_four_devices_give_the_answer_of_one_and_gather_no_cache(tmp_path):
-    assert_four_devices_answer_as_one(
-        write_random_checkpoint(tmp_path, num_layers=2, num_kv_heads=4), "auto"
-    )
-
-
-def test_four_devices_share_the_experts_and_gather_none(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(MOE_CONFIG))
-    assert_four_devices_answer_as_one(tmp_path, "dummy")
-
-
-def assert_four_devices_answer_as_one(folder, load_format):
+def test_four_devices_give_the_answer_of_one_and_gather_neither_cache_nor_experts(tmp_path):
+    experts = tmp_path / "experts"
+    experts.mkdir()
+    (experts / "config.json").write_text(json.dumps(MOE_CONFIG))
+    dense = write_random_checkpoint(tmp_path / "dense", num_layers=2, num_kv_heads=4)
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4",
     }
     result = subprocess.run(
-        [sys.executable, "-c", COMPARE, str(folder), load_format],
+        [sys.executable, "-c", COMPARE, str(dense), "auto", str(experts), "dummy"],
         env=environment,
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
-    assert result.stdout == "same\n", result.stderr
+    assert result.stdout == "same auto\nsame dummy\n", result.stderr
 
 
 class FakeMesh:

@@ -35,7 +35,7 @@ def model(tmp_path_factory) -> LoadedModel:
 @pytest.mark.parametrize(
     ("loops_over_layers", "widths", "only_last_tokens", "taps"),
     [
-        (False, (8, NUM_TOKENS), False, ()),
+        (False, (), False, ()),
         (True, (1, 8, NUM_TOKENS), True, ()),
         (True, (), False, (2,)),
     ],

@@ -204,7 +204,8 @@ def test_a_layer_that_asks_for_a_cache_which_it_has_not_is_told():
     stack.places = tuple(places[:1] for places in stack.places)
     pages = stack.pages(64)
     with pytest.raises(Exception, match="asks for its cache 'sum' and has"):
-        stack.step(
+        jax.eval_shape(
+            stack.step,
             pages,
             jnp.ones((1, HIDDEN)),
             jnp.zeros(1, jnp.int32),

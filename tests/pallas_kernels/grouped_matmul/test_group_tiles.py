@@ -31,10 +31,10 @@ def test_by_hand():
 
 @given(data=st.data())
 def test_every_routed_row_has_one_place_in_a_tile_of_its_group(data):
-    num_groups = data.draw(st.integers(1, 5))
+    # Few shapes, so that few programs are compiled.
+    num_groups = data.draw(st.sampled_from([1, 4]))
     tile_rows = data.draw(st.sampled_from([1, 2, 4]))
-    # Few lengths, so that few programs are compiled.
-    num_rows = data.draw(st.sampled_from([1, 6, 17]))
+    num_rows = data.draw(st.sampled_from([1, 17]))
     group_ids = data.draw(
         st.lists(st.integers(0, num_groups), min_size=num_rows, max_size=num_rows)
     )

@@ -31,7 +31,7 @@ def test_other_devices_multiply_with_a_slice(run_jitted):
     np.testing.assert_allclose(run_jitted(multiply, *args), tile @ weights[2], rtol=1e-5, atol=1e-5)
 
 
-def test_a_row_has_the_same_bits_beside_any_others():
+def test_a_row_has_the_same_bits_beside_any_others(run_jitted):
     # One row of a group, and then two and nine of it: in a tile of few rows, and in a full one.
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((17, 64)).astype(np.float32)
@@ -45,7 +45,7 @@ def test_a_row_has_the_same_bits_beside_any_others():
     for num_others in (0, 1, 8):
         group_ids = np.full(17, 3, np.int32)  # no group
         group_ids[16 - num_others :] = 1
-        tiles = make_group_tiles(jnp.asarray(group_ids), num_groups=3, tile_rows=8)
+        tiles = run_jitted(make_group_tiles, jnp.asarray(group_ids), num_groups=3, tile_rows=8)
         out = multiply(rows[tiles.rows], weights, tiles.groups, tiles.sizes)
         results.append(np.asarray(out)[tiles.places[16]])
     np.testing.assert_allclose(results[0], rows[16] @ weights[1], rtol=1e-5, atol=1e-5)

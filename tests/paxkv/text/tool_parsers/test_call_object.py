@@ -7,7 +7,7 @@ import pytest
 from paxkv.text.tool_parsers.call_object import CallObject
 from paxkv.text.tool_parsers.tool_parser import ArgumentsPart, CallStart, ToolEvent, join_events
 
-LONG = "x" * 1_000_000
+LONG = "x" * 300_000
 
 
 def _take(text: str) -> tuple[CallObject, list[ToolEvent]]:
@@ -37,4 +37,4 @@ def test_long_calls_take_linear_time(text: str, name: str, arguments: str):
     started_s = time.process_time()
     assert _take(text)[1] == [CallStart(0, name), ArgumentsPart(0, arguments)]
     # Far above the need, far below what a copy of all at each character takes.
-    assert time.process_time() - started_s < 10
+    assert time.process_time() - started_s < 3
