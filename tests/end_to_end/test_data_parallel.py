@@ -11,12 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from paxkv import LLM, SamplingParams
 from paxkv.errors import ConfigError
 from tests.end_to_end.real_server import running_server
-from tests.small_engine import FLAGS as SMALL_FLAGS
-from tests.small_engine import SETTINGS as SMALL_SETTINGS
-
-# One request at a time in each engine: others wait, and there are fewer programs to compile.
-SETTINGS = SMALL_SETTINGS | {"max_num_seqs": 1}
-FLAGS = (*SMALL_FLAGS, "--max-num-seqs", "1")
+from tests.small_engine import FLAGS, SETTINGS
 
 VOCAB_SIZE = 768
 PARAMS = (
@@ -43,7 +38,7 @@ def answers(**settings) -> list[list[list[int]]]:
         engines = llm.get_stats().engines
         assert len(engines) == settings.get("data_parallel_size", 0)
         assert all(engine.num_scheduled_tokens > 0 for engine in engines)
-        assert llm.model_info.max_num_seqs == settings.get("data_parallel_size", 1)
+        assert llm.model_info.max_num_seqs == 2 * settings.get("data_parallel_size", 1)
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
@@ -54,8 +49,9 @@ NEEDS_TWO_CORES = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def server():
-    """With two engines."""
-    with running_server(*FLAGS, "--data-parallel-size", "2") as server:
+    """With two engines of one request at a time, which need fewer programs."""
+    flags = (*FLAGS, "--max-num-seqs", "1", "--data-parallel-size", "2")
+    with running_server(*flags) as server:
         yield server
 
 
