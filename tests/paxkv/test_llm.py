@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import inspect
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -495,6 +496,20 @@ def test_a_fork_is_refused_and_leaves_the_engine_alone(tmp_path: Path) -> None:
     *refusals, answer = result.stdout.splitlines()
     assert answer == "[3]"
     assert ["start method 'spawn'" in refusal for refusal in refusals] == [True] * 4
+
+
+def test_the_end_of_a_fork_does_not_end_the_engine(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llm()
+    # What the interpreter calls at its exit.
+    _, function, arguments, _ = llm._finalizer.peek()
+    with monkeypatch.context() as patch:
+        pid = os.getpid()
+        patch.setattr(os, "getpid", lambda: pid + 1)
+        function(*arguments)
+    outputs = llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)
+    assert len(outputs[0].outputs[0].token_ids) == 2
 
 
 def test_settings_of_cache_and_scheduler_reach_the_engine(

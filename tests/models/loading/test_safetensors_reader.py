@@ -173,3 +173,10 @@ def test_weights_in_other_formats_are_listed(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(CheckpointNotFoundError, match="it contains pytorch_model.bin. Weights in"):
         SafetensorsCheckpoint(tmp_path)
+
+
+def test_the_main_dtype_is_that_of_most_numbers(tmp_path):
+    weights = {"matrix": np.zeros((4, 4), ml_dtypes.bfloat16)}
+    weights |= {f"norm{idx}": np.zeros(4, np.float32) for idx in range(3)}
+    save_file(weights, tmp_path / "model.safetensors")
+    assert SafetensorsCheckpoint(tmp_path).main_dtype == "bfloat16"
