@@ -57,7 +57,7 @@ class AttentionConfig:
             if numbers != (num_turned // 2, num_turned // 2):
                 raise ModelConfigError(
                     f"config.json: longrope has {numbers[0]} short and {numbers[1]} long factors; "
-                    f"wanted {num_turned // 2} of each, one for each pair of rotated dimensions."
+                    f"expected {num_turned // 2} of each, one for each pair of rotated dimensions."
                 )
         if self.sliding_window is not None and self.chunk_size is not None:
             raise ModelConfigError(

@@ -33,7 +33,7 @@ def read_kv_owners(
     if missing or first_shared <= 0:
         raise ModelConfigError(
             f"config.json: num_kv_shared_layers={num_shared} of {len(layer_types)} leaves no "
-            f"layer to share with ({', '.join(missing)}); wanted one of each layer type before."
+            f"layer to share with ({', '.join(missing)}); expected one of each type before it."
         )
     last_of_type = {layer_type: layer_idx for layer_idx, layer_type in enumerate(own)}
     return [None] * first_shared + [last_of_type[layer_type] for layer_type in shared]

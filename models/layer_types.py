@@ -109,7 +109,7 @@ def read_has_positions(hf_config: Mapping[str, object], num_layers: int) -> list
         or any(value not in (0, 1) for value in written)
     ):
         raise ModelConfigError(
-            f"config.json: no_rope_layers is {written!r}; wanted a list of {num_layers} numbers, "
+            f"config.json: no_rope_layers is {written!r}; expected a list of {num_layers} numbers, "
             "0 for each layer without positions and 1 for each other layer."
         )
     return [value == 1 for value in written[:num_layers]]

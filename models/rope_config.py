@@ -162,9 +162,8 @@ def _parse_fields(
     name = fields.get("rope_type") or fields.get("type") or "default"
     kind = _OLDER_KINDS.get(name, name) if isinstance(name, str) else name
     if kind not in get_args(RopeKind):
-        older = f" (the older name of {kind!r})" if kind != name else ""
         raise UnsupportedModelError(
-            f"config.json: rope type {name!r}{older} is not supported; paxkv supports "
+            f"config.json: rope type {name!r} is not supported; paxkv supports "
             f"{', '.join(get_args(RopeKind))}."
         )
     theta = read_number(fields, "rope_theta", default_theta)
@@ -252,7 +251,7 @@ def _read_factors(fields: Mapping[str, object], name: str) -> tuple[float, ...]:
         for factor in written
     ):
         raise ModelConfigError(
-            f"config.json: longrope got {name}={written!r}; wanted a list of positive numbers, one "
+            f"config.json: {name} is {written!r}; expected a list of positive numbers, one "
             "for each pair of rotated dimensions."
         )
     return tuple(map(float, written))

@@ -64,7 +64,7 @@ class Gemma3nForCausalLM(Decoder):
         if active_idx >= num_streams:
             raise ModelConfigError(
                 f"config.json: altup_active_idx is {active_idx}, and altup_num_inputs is "
-                f"{num_streams}; wanted a number below it."
+                f"{num_streams}; expected a smaller number."
             )
         return Gemma3nConfig(
             **fields,
@@ -286,7 +286,7 @@ def _read_sparsities(hf_config: Mapping[str, object], num_layers: int) -> tuple[
         return (0.95,) * num_sparse + (0.0,) * (num_layers - num_sparse)
     if any(not 0 <= sparsity < 1 for sparsity in written):
         raise ModelConfigError(
-            f"config.json: {name} is {written}; wanted numbers from 0 to below 1."
+            f"config.json: {name} is {written}; expected numbers from 0 to below 1."
         )
     return tuple(map(float, written))
 
@@ -302,7 +302,7 @@ def _read_list(
         isinstance(value, bool) or not isinstance(value, int | float) for value in written
     ):
         raise ModelConfigError(
-            f"config.json: {name} is {written!r}; wanted one number for each of {num_layers} "
+            f"config.json: {name} is {written!r}; expected one number for each of {num_layers} "
             "layers."
         )
     return written

@@ -60,7 +60,7 @@ def with_layer_thetas(
         or any(not isinstance(theta, int | float) or theta < 0 for theta in thetas)
     ):
         raise ModelConfigError(
-            f"config.json: layer_rope_theta is {thetas!r}; wanted a list of {len(attention)} "
+            f"config.json: layer_rope_theta is {thetas!r}; expected a list of {len(attention)} "
             "numbers, 0 for each layer without positions."
         )
     return tuple(

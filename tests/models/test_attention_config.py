@@ -34,7 +34,9 @@ def test_dimensions_that_are_no_pairs_of_the_head_are_refused(rotary_dim):
 @pytest.mark.parametrize(("short", "long"), [(1, 2), (2, 1), (4, 4)])
 def test_longrope_needs_a_factor_for_each_pair(short, long):
     factors = {"short_factors": (1.0,) * short, "long_factors": (2.0,) * long}
-    with pytest.raises(ModelConfigError, match=f"{short} short and {long} long factors; wanted 2"):
+    with pytest.raises(
+        ModelConfigError, match=f"{short} short and {long} long factors; expected 2"
+    ):
         config(4, rope=RopeConfig(kind="longrope", attention_factor=1.0, **factors))
 
 

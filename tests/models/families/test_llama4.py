@@ -95,7 +95,7 @@ def test_chunks_that_no_position_feels_are_none(chunk_size):
     [
         ({"num_experts_per_tok": 2}, UnsupportedModelError, "num_experts_per_tok=2"),
         ({"layer_types": ["linear_attention"] * 8}, UnsupportedModelError, "'linear_attention'"),
-        ({"layer_types": ["full_attention"]}, ModelConfigError, "wanted a list of 8 names"),
+        ({"layer_types": ["full_attention"]}, ModelConfigError, "expected a list of 8 names"),
         (
             {"layer_types": ["chunked_attention"] * 8, "attention_chunk_size": None},
             ModelConfigError,

@@ -51,7 +51,9 @@ def test_defaults_by_hand():
 
 def test_layers_of_different_windows_are_refused():
     types = {"sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]}
-    with pytest.raises(UnsupportedModelError, match="layer_types=.* differs from"):
+    with pytest.raises(
+        UnsupportedModelError, match="layer_types=.* does not fit sliding_window=16"
+    ):
         read_config(HF_CONFIG | types)
 
 
