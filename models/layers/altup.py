@@ -11,7 +11,7 @@ from models.layers.rms_norm import RoundedLastRMSNorm
 
 
 class AltUp(nnx.Module):
-    """Predicts what a layer makes of all streams, then corrects it by the stream it computed.
+    """Predicts all streams after a layer. Corrects them once the layer has computed one of them.
 
     Source: arXiv:2301.13310.
     """

@@ -8,7 +8,7 @@ from models.dense_config import Activation
 from models.layers.mlp import PlainMLP
 from models.weight_rule import Source, WeightRule
 
-# The shapes in checkpoints: the first two are trained.
+# Shapes in checkpoints. The first two numbers are trained.
 _STORED_SHAPES = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
 
 

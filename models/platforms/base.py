@@ -132,8 +132,8 @@ class Platform:
         Args:
             is_transposed: Whether the last two axes are swapped.
         """
-        # The host casts a small array in a few milliseconds. A program for it takes 0.03 s to
-        # compile, for each shape, at every start.
+        # The host casts a small array in a few milliseconds. Compiling a program that casts it
+        # would take 0.03 s per shape at every start.
         on_host = weight_np.size <= _MAX_HOST_CAST
         cast = cast_on_host if on_host else cast_on_device
         return cast(weight_np, dtype, is_transposed=is_transposed)

@@ -128,7 +128,7 @@ class CPU(Platform):
     def put_weight(
         self, weight_np: np.ndarray, dtype: jnp.dtype, *, is_transposed: bool
     ) -> jax.Array:
-        """As `Platform.put_weight`, into huge pages, without programs."""
+        """As `Platform.put_weight`. The host casts every weight, into huge pages."""
         return cast_on_host(weight_np, dtype, is_transposed=is_transposed)
 
     def prepare_arrays(self, arrays: Iterable[jax.Array]) -> None:
@@ -137,7 +137,7 @@ class CPU(Platform):
     def allocate_zeros(
         self, shape: tuple[int, ...], dtype: DTypeLike, sharding: Sharding
     ) -> jax.Array:
-        """Memory that no step has written to takes none of the machine's."""
+        """As `Platform.allocate_zeros`. Linux provides a page when a step first writes to it."""
         return lazy_zeros(shape, dtype, sharding)
 
     def free_host_bytes(self) -> int | None:

@@ -38,7 +38,7 @@ def lazy_zeros(shape: tuple[int, ...], dtype: DTypeLike, sharding: Sharding) -> 
 
 
 def _clear(array_np: np.ndarray) -> None:
-    """Makes an array zeros; whole pages are given back to the system, which clears new ones."""
+    """Fills an array with zeros. Returns whole pages to Linux, which provides cleared ones."""
     start, end = array_np.ctypes.data, array_np.ctypes.data + array_np.nbytes
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     last = end // mmap.PAGESIZE * mmap.PAGESIZE

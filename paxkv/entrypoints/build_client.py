@@ -171,7 +171,7 @@ def start_engines(
             lambda folder: found.append(load_text_parts(config.model, folder))
         )
         if replicas_share_memory(environments):
-            # The first took its part of the free memory. Another one would measure what is left.
+            # The first engine took its part of the memory. The others would measure the rest.
             configs = [same_sized_config(each, first_ready) for each in configs]
         # Not before: they find the programs that the first has compiled.
         for idx in range(1, len(environments)):

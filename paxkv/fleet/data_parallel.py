@@ -185,7 +185,7 @@ class DataParallelTransport:
 
     @property
     def stall(self) -> str | None:
-        """See `LoopTransport.stall`: only if every replica that lives makes no progress."""
+        """See `LoopTransport.stall`. None while any living replica makes progress."""
         stalls = [(idx, self._replicas[idx].transport.stall) for idx in self._alive()]
         if not stalls or any(stall is None for _, stall in stalls):
             return None

@@ -51,9 +51,10 @@ class EngineSupervisor:
     One that hangs is killed, and has died then.
 
     Args:
-        max_step_s: Seconds that a step may take, or the engine to wake, before it is killed; 0 is
-            no limit.
-        stall_s: Seconds of the same after which `stall` has a reason; 0 is no limit.
+        max_step_s: Kills the engine if a step, or waking up, takes this many seconds; 0 is no
+            limit.
+        stall_s: `stall` gives a reason after this many seconds without a completed step; 0 is no
+            limit.
         max_idle_start_s: As `EngineProcess` has it.
         show_progress: The first engine draws a bar on stderr while steps compile.
         command: As `EngineProcess` has it; `environment` likewise.
@@ -111,7 +112,7 @@ class EngineSupervisor:
         """Waits for the first engine. Raises as `EngineProcess.wait_until_ready` does."""
         ready = self._process.wait_until_ready(on_model_found)
         self._note_ready()
-        # Its clients have been told of the sizes.
+        # Clients know these sizes, so a restarted engine must have them too.
         self._config = same_sized_config(self._config, ready)
         return ready
 

@@ -33,11 +33,11 @@ class DigitLimit:
         self,
         mask_np: np.ndarray,  # i32[num_words]
     ) -> None:
-        """Takes further digits from a mask, in place, if something else may follow."""
+        """Removes tokens that begin with a digit from a mask, in place, after `MAX_DIGITS`."""
         if self._num_digits < MAX_DIGITS:
             return
         others_np = mask_np & ~token_bits(self._token_texts.beginning_with_digit, self._num_words)
-        # The number may have to be longer: at least 10**50, for example.
+        # If only digits may follow, the schema needs a longer number, such as at least 10**50.
         if others_np.any():
             mask_np[:] = others_np
 

@@ -30,7 +30,7 @@ _WHITESPACE = r"[ \t]|[ \t]?\r?\n[ \t]{0,20}"
 # Of a schema: what holds others under names that are the client's, and what holds answers.
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _VALUES = ("const", "enum")
-# llguidance's words, and what they mean to somebody who does not know it.
+# Phrases in llguidance's errors -> phrases for a client that does not know llguidance.
 _PLAIN_WORDS = {
     "<non-verbose/>": "",
     "Unsatisfiable schema": "no value fits the schema",
@@ -185,8 +185,9 @@ class GrammarCompiler:
             return self._tokenizer
 
     def _compile_new(self, params: StructuredOutputsParams) -> _Compiled:
-        """Compiles the schemas as they are, but for what no grammar can enforce; if they are
-        refused, it looks for the keywords that are to blame and leaves them out.
+        """Compiles the schemas without the keywords that no grammar can enforce.
+
+        If llguidance refuses them, a second pass removes the keywords that it cannot compile.
         """
         probe = LlguidanceProbe(self._get_tokenizer(), LIMITS)
         first_refusal: InvalidRequestError | None = None
@@ -198,7 +199,7 @@ class GrammarCompiler:
                 first_refusal = first_refusal or refusal
                 if cleaner.num_schemas == 0 or cleaner.is_strict_refusal:
                     raise
-        # Nothing that could be left out was to blame.
+        # Removing keywords did not help, so the first refusal names the cause.
         raise first_refusal
 
     def _make_matcher(

@@ -5,11 +5,11 @@ from collections.abc import Collection
 import llguidance
 import numpy as np
 
-# Some limits are reached behind the first tokens: an object may have many properties.
+# Some limits are reached only after the first tokens, as in an object with many properties.
 _NUM_TRIED_TOKENS = 4
 _NUM_JSON_TOKENS = 48
-# Which texts an answer goes on with, the most wanted first: the first answer ends everything as
-# soon as it may, the second one adds members as long as it may.
+# Texts that a walk prefers, in order. The first walk closes objects and lists as early as
+# possible; the second adds members as long as possible.
 _JSON_WISHES = (('"', "}", "]", ","), ('"', ",", "}", "]"))
 _MAX_SHOWN_CHARS = 80
 

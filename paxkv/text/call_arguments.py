@@ -132,6 +132,6 @@ def dump_json(
     )
     if not texts:
         return dumped
-    # They are found in the order in which they were asked for.
+    # `json.dumps` calls `hold_place` in the order in which the marks appear in the JSON.
     first, *others = dumped.split(f'"{mark}"')
     return first + "".join(text + other for text, other in zip(texts, others, strict=True))

@@ -25,10 +25,10 @@ _NULL_BLOCK = 1
 _SLACK_SHARE = 0.02
 # Of the host's free memory, which other programs need too. Compiling takes up to 0.5 GiB per core.
 _HOST_SHARE = 0.5
-# A pool that is large enough on a host, if it holds one request of `max_model_len`: a CPU computes
-# so slowly that more memory would seldom be used.
+# The most that a host's pool gets, unless one request of `max_model_len` needs more. A CPU computes
+# so slowly that a larger pool would seldom be used.
 _ENOUGH_HOST_BYTES = 4 * 2**30
-# And what small models get for their prefix cache.
+# The least that is useful on a host: small models use it for their prefix cache.
 _LEAST_HOST_BYTES = 2**28
 # Slots are counted in int32, in the whole cache and once more by the largest row offset.
 _MAX_SLOTS = (2**31 - 1) // 2
@@ -58,7 +58,7 @@ class HostMemory:
 
     @staticmethod
     def of_engines(free_bytes: int, *, num_engines: int, weight_bytes: int) -> "HostMemory":
-        """The part of one of several engines, of which this one is the first with its weights.
+        """The equal part of each of several engines, when only the first has loaded its weights.
 
         Args:
             free_bytes: Of the host, or of the container.
@@ -320,8 +320,8 @@ def _size_on_host(
 def _host_pool_bytes(free_bytes: int, *, longest_bytes: int, most_bytes: int) -> int:
     """The default size on a host.
 
-    Programs are compiled for a number of blocks, so the size may not follow every change of the
-    free memory: only a share that is too small counts, rounded down to a power of two.
+    The pool has the useful size if that is at most `_HOST_SHARE` of the free memory. Otherwise, the
+    share is rounded down to a power of two, because programs are compiled for a number of blocks.
 
     Args:
         longest_bytes: For one request of `max_model_len` tokens.

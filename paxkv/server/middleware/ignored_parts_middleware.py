@@ -1,4 +1,4 @@
-"""Tells of parts of a request that were ignored: in a header of the answer, and once in the log."""
+"""Names ignored parts of requests in a header of the answer, and logs each name once."""
 
 import logging
 

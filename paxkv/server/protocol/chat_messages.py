@@ -84,7 +84,7 @@ def chat_message(path: str, message: Mapping[str, object]) -> dict[str, object]:
     if tool_calls and role != "assistant":
         raise _no_calls_error(path, "tool_calls", role)
     content = message.get("content")
-    # What an assistant refused to do, as OpenAI's answers have it.
+    # OpenAI's answers put the text of a refusal into this field.
     if content is None and role == "assistant":
         content = message.get("refusal")
     # Null is an empty text, as in vLLM. Without the field, a user's message is a mistake.
@@ -233,7 +233,7 @@ def _tool_call(path: str, call: object) -> dict[str, object]:
     call_id = call.get("id")
     if call_id is not None and not isinstance(call_id, str):
         raise InvalidRequestError(f"{path}.id must be a string.", param=f"{path}.id")
-    # Whatever an earlier answer had: a call that cannot be read must not end the conversation.
+    # A malformed call of an earlier answer must not end the conversation.
     decode = functools.partial(decode_json, clips_numbers=False)
     arguments = template_arguments(function.get("arguments"), decode=decode)
     return {

@@ -13,7 +13,7 @@ _IndexedOutputs = AsyncGenerator[tuple[int, RequestOutput], None]
 
 
 class IgnoredKeywords:
-    """Of one HTTP request; they are known with its first output."""
+    """The ignored keywords of one HTTP request. They are known after its first output."""
 
     def __init__(self) -> None:
         self._places: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Parts of requests that the server ignores, as an answer without them is still of use.
+"""Parts of requests that the server ignores, because the answer is still useful without them.
 
 Clients cannot always change what they send: agents add fields and tools of their vendor's server to
 every request. `IgnoredPartsMiddleware` logs such parts and names them in a header of the answer.
@@ -42,7 +42,7 @@ def note_ignored_fields(fields: Mapping[str, object], ignored: NeutralValues) ->
 
 
 def is_ignored_tool(tool: Mapping[str, object], *, own_types: tuple[str, ...], form: str) -> bool:
-    """Whether a tool is ignored, because another server would run it, or clients of another API.
+    """Whether a tool is ignored, because another server, or a client of another API, runs it.
 
     {"type": "web_search"} is; {"type": "functoin", "parameters": {}} is a mistake.
 

@@ -103,7 +103,7 @@ def decode_json(text: bytes, *, name: str = "it", clips_numbers: bool = True) ->
         except msgspec.ValidationError:
             if not clips_numbers:
                 raise
-            # JSON has numbers that no float64 is as large as: schemas have 1.8e308 as a maximum.
+            # JSON numbers may be too large for float64. Some schemas have the maximum 1.8e308.
             return _DECODER_OF_LARGE_NUMBERS.decode(text)
     except RecursionError:
         raise InvalidRequestError(f"{name} is nested too deeply.") from None

@@ -1,4 +1,4 @@
-"""`SchemaCleaner`: makes a JSON schema one that llguidance can compile, and says what that costs.
+"""`SchemaCleaner`: removes the keywords of a JSON schema that llguidance cannot compile.
 
 Clients rarely write their schemas themselves: the schemas of tools come from servers of other
 people. So a keyword that no grammar can enforce, such as `uniqueItems`, is removed and reported
@@ -29,11 +29,11 @@ _COMPANIONS = {"if": ("then", "else"), "contains": ("minContains", "maxContains"
 _KNOWN_FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )
-# Of keywords that are told apart in metrics; those of `patternProperties` count by that name.
+# Keywords that are tried with llguidance, by the type of value that they limit.
 _NUMBER_LIMITS = ("multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _STRING_LIMITS = ("pattern", "format", "minLength", "maxLength")
 _OBJECT_LIMITS = ("minProperties", "maxProperties")
-# More are all read as `anyOf` where one of them has to be: each is tried with the whole schema.
+# Each `oneOf` is tried with the whole schema. If there are more, all of them are read as `anyOf`.
 _MAX_TRIED_ONE_OFS = 8
 
 

@@ -50,8 +50,8 @@ class _Resource:
 def find_schema_parts(root: object) -> list[SchemaPart]:
     """All parts that `root` reaches, `root` first.
 
-    A part that a strict schema reaches, and another one too, is there for each. Dynamic references
-    are replaced by plain ones, in place.
+    A part that both a strict and another schema reach is listed twice. Dynamic references are
+    replaced by plain ones, in place.
     """
     found: list[SchemaPart] = []
     seen: set[tuple[int, bool]] = set()
@@ -76,7 +76,7 @@ def find_schema_parts(root: object) -> list[SchemaPart]:
         ]
         if target is not None:
             inner.append((*target, is_strict))
-        # The first one is taken first.
+        # `pop` takes the last item, so the order is reversed.
         waiting += reversed(inner)
     return found
 

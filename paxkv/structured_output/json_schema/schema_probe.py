@@ -46,7 +46,7 @@ class LlguidanceProbe:
         grammar = _grammar_of(schema)
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
-            # Another error than that no name is left shows when the whole schema is compiled.
+            # Other errors appear again when the whole schema is compiled.
             return _NO_VALUE not in matcher.get_error()
         matcher.consume_tokens(self._tokenizer.greedy_tokenize("{"))
         mask_np = np.frombuffer(matcher.compute_bitmask(), np.uint8)

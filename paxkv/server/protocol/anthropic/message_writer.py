@@ -103,5 +103,5 @@ def _input(arguments: str) -> object:
     except (msgspec.MsgspecError, RecursionError):
         found = complete_part(arguments)
         found = found if isinstance(found, dict) else {}
-    # The body of the next request could not bring it back.
+    # The server would refuse a deeper value when the client sends it back.
     return {} if is_deep(found) else found

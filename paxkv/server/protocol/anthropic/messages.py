@@ -16,7 +16,7 @@ _BLOCK_TYPES = {
     "system": ("text",),
 }
 # Blocks of tools that Anthropic's server runs, and references to tools that it looks up. Their
-# results, such as web_search_tool_result, end with the word; much of them is encrypted.
+# types of results, such as web_search_tool_result, end with `_SERVER_RESULT`.
 _IGNORED_TYPES = frozenset(
     ("server_tool_use", "mcp_tool_use", "container_upload", "tool_reference")
 )

@@ -8,7 +8,7 @@ from paxkv.server.protocol.openai_protocol import shorten
 from paxkv.server.protocol.tool_choice import TOOL_NAME
 from paxkv.server.protocol.unsupported_fields import NeutralValues, asks_for_nothing
 
-# Who calls a tool, when the model learns of it, and examples: the model may call it anyway.
+# Fields that limit who calls a tool, delay loading it, or give examples. All are optional.
 TOOL_IGNORED: NeutralValues = {
     "allowed_callers": (["direct"],),
     "defer_loading": (False,),
