@@ -1,6 +1,7 @@
 """`response_format` and `structured_outputs` of a body: the grammar that they ask for."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -112,7 +113,8 @@ def with_strictness(
     """
     if not isinstance(strict, bool) and strict is not None:
         raise InvalidRequestError(
-            f"{path} must be true, false or null, got {strict!r:.80}.", param=path.split(".")[0]
+            f"{path} must be true, false or null, got {strict!r:.80}.",
+            param=re.split(r"[.\[]", path)[0],
         )
     if not strict or isinstance(schema, bool):
         return schema

@@ -130,7 +130,7 @@ def checked_tools(tools: list[dict[str, object]]) -> dict[str, Mapping[str, obje
         if name in schemas:
             raise InvalidRequestError(f"tools has {name!r} twice.", param="tools")
         schema = _arguments_schema(f"tools[{k}].function.parameters", parameters or {})
-        strict = tool.get("strict", function.get("strict"))
+        strict = function.get("strict") if tool.get("strict") is None else tool["strict"]
         schemas[name] = with_strictness(f"tools[{k}].function.strict", schema, strict)
     return schemas
 

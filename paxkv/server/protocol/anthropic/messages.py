@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
-from paxkv.server.protocol.chat_messages import MAX_CONTENT_PARTS
+from paxkv.server.protocol.chat_messages import MAX_CONTENT_PARTS, tool_content
 from paxkv.server.protocol.ignored_parts import note_ignored
 from paxkv.server.protocol.openai_protocol import shorten
 
@@ -96,12 +96,24 @@ def _arguments(value: object) -> object:
 
 def _tool_message(path: str, block: Mapping[str, object]) -> dict[str, object]:
     call_id, content = _string(path, block, "tool_use_id"), block.get("content")
-    if content is None:
-        content = ""
+    if _is_data(content):
+        content = tool_content(f"{path}.content", content)
     if not isinstance(content, str):
         blocks = _checked_blocks(f"{path}.content", content, ("text",))
         content = "\n".join(_string(where, inner, "text") for where, inner in blocks)
     return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+def _is_data(content: object) -> bool:
+    """Whether the result of a tool is a JSON value, which is shown as such, and no list of blocks.
+
+    A list is one of blocks if any of its members has a type.
+    """
+    if not isinstance(content, list):
+        return not isinstance(content, str)
+    return bool(content) and not any(
+        isinstance(block, Mapping) and "type" in block for block in content
+    )
 
 
 def _system_texts(path: str, content: object) -> list[str]:

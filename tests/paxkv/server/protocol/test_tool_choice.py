@@ -198,5 +198,11 @@ def test_strictness_beside_the_function_is_not_shown_to_the_model():
 
 
 def test_strictness_is_a_boolean():
-    with pytest.raises(InvalidRequestError, match=r"tools\[0\].function.strict must be"):
+    with pytest.raises(InvalidRequestError, match=r"tools\[0\].function.strict must be") as caught:
         _schema_of({}, strict="yes")
+    assert caught.value.param == "tools"
+
+
+def test_null_strictness_beside_the_function_leaves_that_of_the_function():
+    tool = {"type": "function", "strict": None, "function": {"name": "f", "strict": True}}
+    assert checked_tools([tool])["f"]["x-paxkv-strict"] is True

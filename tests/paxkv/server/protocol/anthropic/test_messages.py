@@ -106,6 +106,22 @@ def test_each_tool_result_is_a_message_and_comes_before_the_text():
 
 
 @pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        (None, ""),
+        (5, "5"),
+        ({"a": 1}, '{"a": 1}'),
+        ([{"a": 1}, 2], '[{"a": 1}, 2]'),
+        ([], ""),
+    ],
+)
+def test_the_result_of_a_tool_may_be_any_json(content, shown):
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": content}
+    found = chat_messages_of([_user(result)], None)
+    assert found == [{"role": "tool", "tool_call_id": "c1", "content": shown}]
+
+
+@pytest.mark.parametrize(
     ("messages", "words"),
     [
         ([], "messages must not be empty"),
@@ -120,7 +136,10 @@ def test_each_tool_result_is_a_message_and_comes_before_the_text():
         ([_assistant({"type": "tool_result"})], "text, tool_use, thinking, redacted_thinking"),
         ([_user({"type": "text"})], "messages[0].content[0].text must be a string, got None"),
         ([_user({"type": "tool_result"})], "messages[0].content[0].tool_use_id must be"),
-        ([_user({"type": "tool_result", "tool_use_id": "c", "content": 5})], "[0].content must be"),
+        (
+            [_user({"type": "tool_result", "tool_use_id": "c", "content": {"type": "image"}})],
+            "[0].content[0] must be",
+        ),
         (
             [_user({"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image"}]})],
             "messages[0].content[0].content[0].type must be one of text here",
