@@ -166,7 +166,7 @@ class AsyncEngineClient:
         """Ends the engine. Does nothing in a fork of the process that created the client.
 
         Args:
-            drain_timeout_s: Requests that are unfinished after it end with EngineDeadError.
+            drain_timeout_s: Requests that do not finish in this time end with EngineDeadError.
         """
         if not self._owner.is_current:
             return

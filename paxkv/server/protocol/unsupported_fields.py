@@ -99,7 +99,7 @@ RESPONSES_FIELDS: NeutralValues = {
     "kv_transfer_params": ({},),
     "ec_transfer_params": ({},),
 }
-# A limit of the calls of tools that the server runs, which are none.
+# A limit of calls of tools that the server runs. paxkv runs no tools.
 RESPONSES_IGNORED: NeutralValues = {"max_tool_calls": ()}
 TOKENIZE_FIELDS: NeutralValues = {"mm_processor_kwargs": ({},), "media_io_kwargs": ({},)}
 # A beam search ranks tokens by the model's own probabilities and ends at EOS or max_tokens alone.
