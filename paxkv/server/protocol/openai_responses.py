@@ -111,7 +111,7 @@ class UsageCounter:
     _prompts: dict[int, tuple[int, int, int]] = dataclasses.field(default_factory=dict)
 
     def note_prompt(self, prompt_idx: int, output: RequestOutput) -> None:
-        """Takes the counts of a prompt. If its outputs differ, the counts of the last one are right."""
+        """Takes the counts of a prompt. If its outputs differ, those of the last one are right."""
         self._prompts[prompt_idx] = (
             len(output.prompt_token_ids),
             output.num_cached_tokens,
