@@ -9,8 +9,11 @@ _LEVEL = "--xla_backend_optimization_level=0"
 # the time instead of two thirds, and the engine's programs, which set the level themselves, in two
 # thirds.
 HAS_OTHER_EMITTERS = importlib.metadata.version("jax").startswith("0.10.")
-# Of test processes, and of the processes that they start.
-QUICK_FLAGS = _LEVEL + (" --xla_cpu_use_fusion_emitters=false" if HAS_OTHER_EMITTERS else "")
+# Of test processes, and of the processes that they start. XLA would compile each program in several
+# parts at the same time, which takes more CPU time.
+QUICK_FLAGS = f"{_LEVEL} --xla_cpu_parallel_codegen_split_count=1"
+if HAS_OTHER_EMITTERS:
+    QUICK_FLAGS += " --xla_cpu_use_fusion_emitters=false"
 # Options of a program in a test of what XLA makes of it: whether it copies a cache, for example.
 AS_FOR_USERS: dict[str, Any] = {"xla_cpu_use_fusion_emitters": True} if HAS_OTHER_EMITTERS else {}
 

@@ -1,4 +1,7 @@
-"""The decoder through the paged path equals transformers, live and by golden numbers."""
+"""The decoder through the paged path equals transformers, live and by golden numbers.
+
+Its layers are in a loop, as on a CPU. `test_layer_loop.py` compares that with layers in turn.
+"""
 
 import functools
 
@@ -32,7 +35,7 @@ def greedy_in_one_go(recipe: str) -> list[np.ndarray]:
 
     Returns each request's logits of all positions that transformers computed.
     """
-    stepper, sequences = fresh_stepper(recipe), load_golden(recipe)
+    stepper, sequences = fresh_stepper(recipe, loops_over_layers=True), load_golden(recipe)
     parts = [stepper.step({row: seq.prompt for row, seq in enumerate(sequences)})]
     for token_idx in range(NUM_GREEDY_TOKENS - 1):
         tokens = {row: [seq.new_tokens[token_idx]] for row, seq in enumerate(sequences)}
@@ -69,7 +72,7 @@ def test_logits_of_every_position_equal_dense_float64_model(recipe):
 
 @all_recipes
 def test_chunked_prefill_beside_decodes_gives_same_logits(recipe):
-    stepper = fresh_stepper(recipe)
+    stepper = fresh_stepper(recipe, loops_over_layers=True)
     short, _, long = load_golden(recipe)
     fed_short, fed_long = fed_tokens(short), fed_tokens(long)
     # The long sequence arrives in chunks that end inside blocks (of 8) while the short one decodes.
@@ -117,7 +120,7 @@ def test_last_layer_may_compute_the_last_token_of_each_request_alone(recipe):
 
 def test_one_program_serves_prompts_chunks_and_decodes():
     greedy_in_one_go("llama")
-    assert fresh_stepper("llama").num_traces == 1
+    assert fresh_stepper("llama", loops_over_layers=True).num_traces == 1
 
 
 def test_every_family_derives_from_the_decoder_and_reads_its_own_config():
