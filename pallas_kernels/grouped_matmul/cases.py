@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from pallas_kernels.grouped_matmul.group_tiles import GroupTiles, make_group_tiles
 
@@ -117,17 +116,19 @@ def build_inputs(case: GroupedMatmulCase, seed: int = 0) -> GroupedMatmulInputs:
     rows_np[group_ids_np == num_groups] = np.nan
     weights_np = rng.standard_normal((num_groups, case.in_features, case.out_features))
     weights_np[np.array(case.group_sizes) == 0] = np.nan
-    rows = jnp.asarray(rows_np, case.dtype)
-    weights = jnp.asarray(weights_np / case.in_features**0.5, case.dtype)
+    # In NumPy, which compiles nothing.
+    dtype = jnp.dtype(case.dtype)
+    rows_np = rows_np.astype(dtype)
+    weights_np = (weights_np / case.in_features**0.5).astype(dtype)
     if case.is_stored_as_bits:
-        weights = lax.bitcast_convert_type(weights, jnp.uint16)
+        weights_np = weights_np.view(np.uint16)
     group_ids = jnp.asarray(group_ids_np, jnp.int32)
     tiles = _make_group_tiles(group_ids, num_groups=num_groups, tile_rows=case.tile_rows)
     return GroupedMatmulInputs(
-        x=rows[tiles.rows],
-        weights=weights,
+        x=jnp.asarray(rows_np[np.asarray(tiles.rows)]),
+        weights=jnp.asarray(weights_np),
         tiles=tiles,
-        weights_dtype=jnp.dtype(case.dtype) if case.is_stored_as_bits else None,
-        rows=rows,
+        weights_dtype=dtype if case.is_stored_as_bits else None,
+        rows=jnp.asarray(rows_np),
         group_ids=group_ids,
     )

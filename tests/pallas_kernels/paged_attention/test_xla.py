@@ -45,6 +45,10 @@ QUICK_CASES = (
     "decode_131072",
 )
 THOROUGH_CASES = (
+    "mixed_head_dim_80",
+    "everything_float16_as_uint16",
+    "decode_bfloat16_as_uint16",
+    "float32_over_float16_as_uint16",
     "long_chunk_window",
     "as_many_tokens_as_requests_but_a_prompt",
     "bfloat16_mixed_float16_cache",
