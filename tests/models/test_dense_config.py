@@ -264,7 +264,7 @@ def test_olmo_clips_if_config_json_has_a_bound():
             "GraniteSWAForCausalLM",
             {"layer_rope_theta": [1e4]},
             ModelConfigError,
-            "wanted a list of 8 numbers",
+            "expected a list of 8 numbers",
         ),
         (
             "HunYuanDenseV1ForCausalLM",

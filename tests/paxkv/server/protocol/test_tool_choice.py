@@ -83,12 +83,13 @@ def test_tools_that_another_server_runs_are_ignored():
     search = {"type": "web_search", "search_context_size": "low"}
     tools = [search, OLD, {"type": "custom", "custom": {"name": "patch"}}]
     noted = []
-    ignored_parts.set(noted)
+    token = ignored_parts.set(noted)
     for choice in ("auto", "required", {"type": "function", "function": {"name": "old"}}):
         body = {"messages": MESSAGES, "tools": tools, "tool_choice": choice}
         use = tool_use(parse_chat(body), AUTO)
         assert use.tools == [OLD]
         assert use.schema is None or "search" not in use.schema
+    ignored_parts.reset(token)
     assert noted == ["tools of type web_search", "tools of type custom"]
     assert list(checked_tools(tools)) == ["old"]
     # Without any other tools, the answer is free text.
