@@ -68,7 +68,7 @@ class ModelConfig:
         return min(limits, default=self.max_position_embeddings)
 
     def for_length(self, max_model_len: int | None) -> "ModelConfig":
-        """The config of an engine whose requests have at most so many tokens.
+        """The config of an engine whose requests have at most `max_model_len` tokens.
 
         Args:
             max_model_len: None is `max_scaled_positions`.

@@ -120,7 +120,7 @@ def with_default_rope(
 
 
 def rope_for_length(rope: RopeConfig, max_model_len: int) -> RopeConfig:
-    """The embedding of an engine whose requests have at most so many tokens.
+    """The embedding of an engine whose requests have at most `max_model_len` tokens.
 
     For "longrope", the long factors apply if requests may be longer than the original length. They
     then apply to short requests too, since requests share cached keys.

@@ -31,7 +31,7 @@ def make_dense_layers(
         attention: Makes the attention of one layer. None: `Attention` without norms.
         mlp: The class of the MLP. It takes the arguments of `GatedMLP`.
         mlp_bias: Whether the MLP has biases.
-        norm: Makes a norm over so many features.
+        norm: Makes a norm over the given number of features.
     """
     if attention is None:
         attention = functools.partial(Attention, dtype=dtype)
@@ -61,7 +61,7 @@ def make_head_normed_attention(
     """Makes attention that norms each head of queries and keys.
 
     Args:
-        norm: Makes a norm over so many features.
+        norm: Makes a norm over the given number of features.
         attention: The class of the attention. It takes the arguments of `Attention`.
     """
     q_norm, k_norm = norm(config.head_dim), norm(config.head_dim)
@@ -78,7 +78,7 @@ def make_joint_normed_attention(
     """Makes attention that norms all heads of queries together, and all heads of keys.
 
     Args:
-        norm: Makes a norm over so many features, such as `JoinedHeadsRMSNorm`.
+        norm: Makes a norm over the given number of features, such as `JoinedHeadsRMSNorm`.
         attention: The class of the attention. It takes the arguments of `Attention`.
     """
     return attention(

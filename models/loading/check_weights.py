@@ -15,7 +15,7 @@ IGNORABLE_WEIGHTS = re.compile(
 )
 # "self_attn.bias" is the causal mask of old checkpoints unless it is a vector.
 _MASKS = re.compile(r"(attn|attention)\.bias$")
-# Parts of multimodal models beside the language model, and heads for reinforcement learning.
+# Parts of multimodal models other than the language model, and heads for reinforcement learning.
 _OTHER_PARTS = (
     *("vision_tower", "vision_model", "vision_encoder", "visual", "multi_modal_projector"),
     *("mm_projector", "image_newline", "embed_vision", "audio_tower", "embed_audio"),
