@@ -2,19 +2,23 @@
 
 import functools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from models.platforms.huge_pages import empty_in_huge_pages
+from models.platforms.processor import num_cores
 
-# Rows that the host casts and transposes at a time, so that they stay in the processor's cache.
-_ROWS_AT_A_TIME = 64
+# Rows and columns that the host casts and transposes at a time. They stay in the processor's cache.
+_TILE = (512, 128)
+# Fewer numbers are not worth the start of threads.
+_MIN_FOR_THREADS = 2**20
 
 
 def cast_on_host(weight_np: np.ndarray, dtype: jnp.dtype, *, is_transposed: bool) -> jax.Array:
-    """Casts on the host, into memory of the array's own.
+    """Casts on the host with all cores, into memory of the array's own.
 
     Args:
         is_transposed: Whether the last two axes are swapped.
@@ -24,20 +28,38 @@ def cast_on_host(weight_np: np.ndarray, dtype: jnp.dtype, *, is_transposed: bool
         shape = (*shape[:-2], shape[-1], shape[-2])
     array_np = empty_in_huge_pages(shape, dtype)
     target_np = array_np.swapaxes(-1, -2) if is_transposed else array_np
-    with np.errstate(over="ignore"):  # numbers too large for float16 become infinite, as on a GPU
-        for part in _parts(weight_np.shape):
-            target_np[part] = weight_np[part].astype(dtype)
+
+    def cast(tile: tuple[int | slice, ...]) -> None:
+        with np.errstate(
+            over="ignore"
+        ):  # numbers too large for float16 become infinite, as on a GPU
+            target_np[tile] = weight_np[tile].astype(dtype)
+
+    tiles = _tiles(weight_np.shape)
+    if weight_np.size < _MIN_FOR_THREADS:
+        for tile in tiles:
+            cast(tile)
+    else:
+        with ThreadPoolExecutor(num_cores()) as pool:
+            for _ in pool.map(cast, tiles):
+                pass
     return jax.device_put(array_np, may_alias=True)
 
 
-def _parts(shape: tuple[int, ...]) -> Iterator[tuple[int | slice, ...]]:
-    """Indices of some rows of a matrix at a time; of a whole vector."""
+def _tiles(shape: tuple[int, ...]) -> Iterator[tuple[int | slice, ...]]:
+    """Indices of the tiles of each matrix; of a whole vector."""
     if len(shape) < 2:
         yield ()
         return
+    num_rows, num_columns = _TILE
     for matrix_idx in np.ndindex(shape[:-2]):
-        for start in range(0, shape[-2], _ROWS_AT_A_TIME):
-            yield (*matrix_idx, slice(start, start + _ROWS_AT_A_TIME))
+        for row in range(0, shape[-2], num_rows):
+            for column in range(0, shape[-1], num_columns):
+                yield (
+                    *matrix_idx,
+                    slice(row, row + num_rows),
+                    slice(column, column + num_columns),
+                )
 
 
 def cast_on_device(weight_np: np.ndarray, dtype: jnp.dtype, *, is_transposed: bool) -> jax.Array:
