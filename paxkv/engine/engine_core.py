@@ -31,7 +31,7 @@ from paxkv.contracts.executor import Executor, StepHandle
 from paxkv.contracts.observation import KVEventBatch
 from paxkv.contracts.protocols import Scheduler
 from paxkv.contracts.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from paxkv.engine.burst_length import BurstLength
+from paxkv.engine.burst_pacer import BurstPacer
 from paxkv.engine.grammar_steps import advance_grammars, drawing_requests
 from paxkv.engine.kv_event_publisher import KVEventPublisher
 from paxkv.engine.request_clock import RequestClock
@@ -49,21 +49,6 @@ MAX_EMPTY_STEPS = 8
 _WAIT_S = 0.001
 # Counting used KV slots takes time with every running request.
 _STEPS_PER_SLOT_COUNT = 16
-# How much of a burst's time the host lets pass before it decides the next: the rest is for its own
-# work, and for a burst that is faster than those before it.
-_AWAITED_SHARE = 0.7
-# Who waits for less than this does not feel it.
-_MIN_AWAITED_S = 0.01
-# The host has so many times what it needed for the last decision. Were it late, the device would
-# wait for it, its bursts would seem longer, and the host would let pass even more of the next.
-_DECIDING_MARGIN = 2.0
-# It looks once a step whether the device has ended the burst, which it does where all requests end;
-# not more often, because beside a device that computes on the same processor it wakes with cold
-# caches, for 0.1 ms. And no later than somebody would wait who tells it to end.
-_MIN_LOOK_S = 0.005
-_MAX_LOOK_S = 0.1
-# ZeroMQ waits whole milliseconds: for less it would come back at once, again and again.
-_MIN_SPARE_S = 0.001
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +64,19 @@ class StepInFlight:
         return self.scheduler_output.total_num_scheduled_tokens
 
     @property
+    def num_decode_steps(self) -> int:
+        return self.scheduler_output.num_decode_steps
+
+    @property
     def is_burst(self) -> bool:
-        """Whether all decoded, in one step or several: so that its time tells that of a step."""
+        """True if every request decodes, so the duration is a valid estimate of decode steps."""
         num_reqs = len(self.scheduler_output.num_scheduled_tokens)
-        return (
-            self.scheduler_output.num_decode_steps > 1 or 0 < self.num_scheduled_tokens == num_reqs
-        )
+        return self.num_decode_steps > 1 or 0 < self.num_scheduled_tokens == num_reqs
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the device has finished the step."""
+        return self.handle.is_done
 
 
 class EngineScheduler(Scheduler, InspectedScheduler, Protocol):
@@ -119,12 +111,9 @@ class EngineCore:
         self._kv_event_publisher = kv_event_publisher
         self._grammars = grammars
         self._max_steps_in_flight = max_steps_in_flight
-        self._max_decode_burst = max_decode_burst
-        self._burst_length = BurstLength(max_decode_burst)
+        self._pacer = BurstPacer(max_decode_burst)
         self._in_flight: deque[StepInFlight] = deque()
-        self._last_fetch_s = 0.0
         self._last_wait_s = 0.0
-        self._last_deciding_s = 0.0
         self._last_was_single = True
         self._last_was_empty = False
         self._num_steps = 0
@@ -166,29 +155,14 @@ class EngineCore:
 
     @property
     def spare_s(self) -> float:
-        """Seconds for which deciding the next step can wait, and perhaps longer: ask again then.
+        """Seconds that the engine can wait for messages before it decides the next step.
 
-        The device has enough to do. Whoever comes in this time is in the step behind the one that
-        runs, and not a whole burst later; the rest of that step is time enough for the host's work.
+        0 unless the device computes exactly one step and another one may be decided meanwhile. See
+        `BurstPacer.spare_s`.
         """
         if len(self._in_flight) != 1 or self._max_steps_in_flight == 1:
             return 0.0
-        step = self._in_flight[0]
-        if not step.is_burst:
-            return 0.0
-        num_decode_steps = step.scheduler_output.num_decode_steps
-        expected_s = self._burst_length.expected_s(num_decode_steps)
-        if expected_s < _MIN_AWAITED_S:
-            return 0.0
-        awaited_s = min(
-            _AWAITED_SHARE * expected_s, expected_s - _DECIDING_MARGIN * self._last_deciding_s
-        )
-        began_s = max(step.start_s, self._last_fetch_s)
-        spare_s = began_s + awaited_s - time.perf_counter()
-        if spare_s < _MIN_SPARE_S or step.handle.is_done:
-            return 0.0
-        look_s = max(expected_s / num_decode_steps, _MIN_LOOK_S)
-        return min(spare_s, look_s, _MAX_LOOK_S)
+        return self._pacer.spare_s(self._in_flight[0])
 
     def handle(self, message: EngineInput) -> EngineOutput | None:
         """Obeys one message; returns what its sender is to hear at once, if anything.
@@ -255,11 +229,9 @@ class EngineCore:
         """Decides a step and gives it to the executor; False where it has nothing to compute."""
         if self._in_flight and not self._scheduler.has_unfinished_requests():
             return False
-        max_decode_steps = 1
-        if self._max_decode_burst > 1:
-            # The one to wait longest is whoever reads along.
-            is_streamed = any(request.is_streamed for request in self._scheduler.running)
-            max_decode_steps = self._burst_length.next_length(is_streamed=is_streamed)
+        max_decode_steps = self._pacer.next_length(
+            lambda: any(request.is_streamed for request in self._scheduler.running)
+        )
         start_s = time.perf_counter()
         scheduler_output = self._scheduler.schedule(max_decode_steps)
         num_scheduled_tokens = scheduler_output.total_num_scheduled_tokens
@@ -274,7 +246,7 @@ class EngineCore:
         self._in_flight.append(
             StepInFlight(scheduler_output=scheduler_output, handle=handle, start_s=start_s)
         )
-        self._last_deciding_s = time.perf_counter() - start_s
+        self._pacer.record_decision(start_s)
         return num_scheduled_tokens > 0
 
     def _note_step(self, scheduler_output: SchedulerOutput) -> None:
@@ -293,17 +265,12 @@ class EngineCore:
         wait_start_s = time.perf_counter()
         runner_output = step.handle.sample_tokens()
         self._last_wait_s = time.perf_counter() - wait_start_s
+        self._pacer.record_fetch(step)
         decided = step.scheduler_output
         self._last_was_single = (
             decided.num_decode_steps == 1 and not decided.scheduled_spec_decode_tokens
         )
         self._last_was_empty = decided.total_num_scheduled_tokens == 0
-        if step.is_burst:
-            # It began when it was started, or when the device had done the one before it.
-            now_s = time.perf_counter()
-            took_s = now_s - max(step.start_s, self._last_fetch_s)
-            self._burst_length.note_burst(step.scheduler_output.num_decode_steps, took_s)
-        self._last_fetch_s = time.perf_counter()
         outputs = self._scheduler.update_from_output(step.scheduler_output, runner_output)
         in_flight = (other.scheduler_output for other in self._in_flight)
         outputs = advance_grammars(outputs, self._scheduler, self._grammars, in_flight)
@@ -357,7 +324,7 @@ class EngineCore:
             self._request_clock.note_added(request.request_id)
             if self._grammars is not None and request.needs_grammar:
                 self._grammars.add(request)
-            self._burst_length.note_arrival()
+            self._pacer.record_arrival()
             self._inspection.on_arrival(request.request_id, request.arrival_time)
             return None
         except InvalidRequestError as error:

@@ -1,6 +1,6 @@
 """Scheduler: one token budget a step, shared by prompts being computed and tokens being decoded."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from paxkv.config.engine_config import CacheConfig, SchedulerConfig
 from paxkv.contracts.engine_output import EngineCoreOutput, SchedulerStats
@@ -95,7 +95,6 @@ class Scheduler:
         self._block_hasher = make_block_hasher(cache_config, kv_cache_config)
         # Unfinished requests; each is in `running` or in `waiting`.
         self.requests: dict[str, Request] = {}
-        self.running: list[Request] = []
         self.waiting = create_request_queue(scheduler_config.policy)
         # Finished ones whose blocks stay for forks.
         self.kept_requests = KeptRequests()
@@ -125,7 +124,6 @@ class Scheduler:
             ),
             remote_kv=self.remote_kv,
             steps_in_flight=self.steps_in_flight,
-            running=self.running,
             waiting=self.waiting,
         )
         # Ended, or preempted by a reset, since the last step; the next one tells the runner.
@@ -141,6 +139,11 @@ class Scheduler:
     def max_tokens_that_fit(self) -> int:
         """Most token positions that one request can ever hold in the pool."""
         return self.limits.max_tokens_that_fit
+
+    @property
+    def running(self) -> Sequence[Request]:
+        """Running requests in the order of admission."""
+        return self._step_scheduler.running
 
     @property
     def num_preemptions(self) -> int:
@@ -278,10 +281,7 @@ class Scheduler:
             return False
         for request in reversed(loaded):
             self.spare_blocks.drop_loaded(request)
-        # From the last on, so that they stand in the queue as they ran.
-        while self.running:
-            request = self.running.pop()
-            self._step_scheduler.preempt(request)
+        for request in self._step_scheduler.preempt_all():
             self._reset_req_ids.add(request.request_id)
         while self.spare_blocks.release_oldest_kept():
             pass
@@ -468,8 +468,7 @@ class Scheduler:
             return
         for request in finished:
             self._end_request(request)
-        # In place: the list is shared with those who schedule it.
-        self.running[:] = [request for request in self.running if not request.is_finished]
+        self._step_scheduler.remove_finished()
 
     def _end_request(self, request: Request) -> None:
         """Frees its blocks, unless they are kept for forks or a transfer still uses them."""

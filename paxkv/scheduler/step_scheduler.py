@@ -31,13 +31,14 @@ class _Admission(enum.Enum):
 
 
 class StepScheduler:
-    """Fills a `StepPlan`. The queues belong to the scheduler, which changes them too.
+    """Fills a `StepPlan`, and owns the list of running requests.
 
     Args:
-        running: In the order of admission.
+        waiting: The scheduler's queue. Admission pops requests from it, preemption returns them.
 
     Attributes:
-        num_preemptions: Since the start.
+        running: Running requests in the order of admission. Only this class changes the list.
+        num_preemptions: Preemptions since the start.
     """
 
     def __init__(
@@ -51,7 +52,6 @@ class StepScheduler:
         admission_gate: AdmissionGate,
         remote_kv: RemoteKV | None,
         steps_in_flight: StepsInFlight,
-        running: list[Request],
         waiting: RequestQueue,
     ) -> None:
         self._scheduler_config = scheduler_config
@@ -62,8 +62,8 @@ class StepScheduler:
         self._admission_gate = admission_gate
         self._remote_kv = remote_kv
         self._steps_in_flight = steps_in_flight
-        self._running = running
         self._waiting = waiting
+        self.running: list[Request] = []
         self.num_preemptions = 0
 
     def schedule_running(self, plan: StepPlan) -> None:
@@ -76,7 +76,7 @@ class StepScheduler:
         num_scheduled_tokens, scheduled = plan.num_scheduled_tokens, plan.running
         token_budget = plan.token_budget
         # A copy, as preemption removes requests from the list during the loop.
-        for request in self._running.copy():
+        for request in self.running.copy():
             if token_budget == 0:
                 break
             num_computed_tokens = request.num_computed_tokens
@@ -161,13 +161,13 @@ class StepScheduler:
             if self._spare_blocks.release_oldest_kept():
                 continue
             # The only running request may lack blocks that were loaded for waiting requests.
-            if len(self._running) == 1 and self._spare_blocks.drop_last_loaded(request):
+            if len(self.running) == 1 and self._spare_blocks.drop_last_loaded(request):
                 continue
             if self._scheduler_config.policy == "priority":
-                victim = max(self._running, key=lambda running: running.sort_key)
-                self._running.remove(victim)
+                victim = max(self.running, key=lambda running: running.sort_key)
+                self.running.remove(victim)
             else:
-                victim = self._running.pop()
+                victim = self.running.pop()
             self.preempt(victim)
             plan.add_preempted(victim)
         return False
@@ -191,6 +191,21 @@ class StepScheduler:
         self.num_preemptions += 1
         self._waiting.prepend_request(victim)
 
+    def preempt_all(self) -> list[Request]:
+        """Preempts every running request; returns them.
+
+        The last request is preempted first, so the queue keeps the order in which they ran.
+        """
+        victims = self.running[::-1]
+        self.running.clear()
+        for victim in victims:
+            self.preempt(victim)
+        return victims
+
+    def remove_finished(self) -> None:
+        """Removes finished requests from `running`."""
+        self.running = [request for request in self.running if not request.is_finished]
+
     def recompute_invalid(self, invalid_block_ids: Collection[int]) -> set[str]:
         """Discards tokens that were computed from blocks that could not be loaded.
 
@@ -204,7 +219,7 @@ class StepScheduler:
         victims: list[Request] = []
         # In the order of admission: what a request computed after an invalid block is invalid
         # for those who came later and share it.
-        for request in (*self._running, *self._waiting):
+        for request in (*self.running, *self._waiting):
             num_valid = num_valid_tokens(self._kv_cache_manager, request, invalid)
             if num_valid is None:
                 continue
@@ -223,7 +238,7 @@ class StepScheduler:
         self._kv_cache_manager.evict_blocks(invalid)
         # In reverse, so that the queue has them in the order in which they ran.
         for victim in reversed(victims):
-            self._running.remove(victim)
+            self.running.remove(victim)
             self.preempt(victim)
         return {victim.request_id for victim in victims}
 
@@ -238,7 +253,7 @@ class StepScheduler:
         """Admits waiting requests in the order of the queue, into what is left of the step."""
         skipped: list[Request] = []
         max_num_seqs = self._scheduler_config.max_num_seqs
-        while self._waiting and plan.token_budget > 0 and len(self._running) < max_num_seqs:
+        while self._waiting and plan.token_budget > 0 and len(self.running) < max_num_seqs:
             request = self._waiting.peek_request()
             admission = self._try_admit(request, plan)
             if admission is _Admission.NO_ROOM:
@@ -267,7 +282,7 @@ class StepScheduler:
             if num_new_tokens == 0:
                 return _Admission.NO_ROOM
         if not self._allocate_waiting(request, num_new_tokens, prefix):
-            if prefix.fork_source is None or self._running:
+            if prefix.fork_source is None or self.running:
                 return _Admission.NO_ROOM
             # While no request runs, it may lack only the copy of a block that it shares in part.
             request.fork_source = None
@@ -337,13 +352,13 @@ class StepScheduler:
                 # Where nobody runs there is nobody to preempt; and what is held while it waits
                 # to be loaded must not keep it out for good.
                 full_sequence_must_fit=(
-                    self._scheduler_config.full_sequence_must_fit and bool(self._running)
+                    self._scheduler_config.full_sequence_must_fit and bool(self.running)
                 ),
             )
             if new_blocks is not None:
                 return True
             if not self._spare_blocks.release_oldest_kept() and (
-                self._running or not self._spare_blocks.drop_last_loaded(request)
+                self.running or not self._spare_blocks.drop_last_loaded(request)
             ):
                 return False
 
@@ -360,4 +375,4 @@ class StepScheduler:
         all_blocks = self._kv_cache_manager.get_blocks(request.request_id)
         plan.add_admitted(request, num_new_tokens, all_blocks, is_new=is_new)
         request.status = RequestStatus.RUNNING
-        self._running.append(request)
+        self.running.append(request)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paxkv.engine import engine_core
+from paxkv.engine import burst_pacer, engine_core
 from tests.paxkv.engine import fake_engine
 from tests.paxkv.engine.fake_engine import FakeClock
 
@@ -10,6 +10,6 @@ from tests.paxkv.engine.fake_engine import FakeClock
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     clock = FakeClock()
-    for module in (engine_core, fake_engine):
+    for module in (burst_pacer, engine_core, fake_engine):
         monkeypatch.setattr(module, "time", clock)
     return clock

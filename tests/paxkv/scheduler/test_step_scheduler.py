@@ -223,16 +223,24 @@ def test_a_reset_takes_nothing_back_from_a_step_on_its_way():
     assert step(scheduler, runner).scheduled_encoder_inputs == {}
 
 
-def test_the_queues_are_those_of_the_scheduler():
+def test_reset_puts_running_requests_back_in_the_order_in_which_they_ran():
     scheduler = make_scheduler()
-    step_scheduler, running = scheduler._step_scheduler, scheduler.running
-    assert isinstance(step_scheduler, StepScheduler)
-    runner = FunctionRunner()
+    for name in "abc":
+        add(scheduler, name, 3, max_tokens=4)
+    step(scheduler, FunctionRunner())
+    assert [request.request_id for request in scheduler.running] == ["a", "b", "c"]
+    assert scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert list(scheduler.running) == []
+    assert [request.request_id for request in scheduler.waiting] == ["a", "b", "c"]
+    scheduler.check_invariants()
+
+
+def test_finished_requests_leave_the_running_ones():
+    scheduler = make_scheduler()
     add(scheduler, "a", 3, max_tokens=1)
-    step(scheduler, runner)
-    # Finished requests leave the list in place.
-    assert step_scheduler._running is scheduler.running is running == []
-    assert step_scheduler._waiting is scheduler.waiting
+    add(scheduler, "b", 3, max_tokens=2)
+    step(scheduler, FunctionRunner())
+    assert [request.request_id for request in scheduler.running] == ["b"]
 
 
 class Grammars:

@@ -1,0 +1,113 @@
+"""`BurstPacer`: how long the next burst may be, and how long the engine may wait to decide it."""
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from paxkv.engine.burst_length import BurstLength
+
+# Share of a burst's expected duration after which the engine decides the next burst. The rest is
+# for the engine's own work, and for a burst that is faster than the bursts before it.
+_AWAITED_SHARE = 0.7
+# Bursts shorter than this are not worth a wait: an arrival does not notice the difference.
+_MIN_AWAITED_S = 0.01
+# The engine reserves this multiple of the last decision's duration. If it decided too late, the
+# device would idle, its bursts would seem longer, and the engine would wait even longer.
+_DECIDING_MARGIN = 2.0
+# While it waits, the engine checks about once per decode step whether the burst has ended early, as
+# it does when all requests end. More checks would cost time: on a processor that also computes the
+# burst, the engine wakes with cold caches, which takes 0.1 ms.
+_MIN_CHECK_S = 0.005
+# The longest wait for a message that ends the engine.
+_MAX_CHECK_S = 0.1
+# ZeroMQ waits whole milliseconds, so a shorter wait would return immediately, again and again.
+_MIN_SPARE_S = 0.001
+
+
+class PacedStep(Protocol):
+    """What the pacer reads of a step that the device computes."""
+
+    @property
+    def start_s(self) -> float:
+        """`time.perf_counter()` before the step was decided."""
+        ...
+
+    @property
+    def num_decode_steps(self) -> int: ...
+
+    @property
+    def is_burst(self) -> bool:
+        """Whether every request decodes, so the duration tells that of a decode step."""
+        ...
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the device has finished."""
+        ...
+
+
+class BurstPacer:
+    """Measures decode steps, and derives from them the length and the timing of bursts.
+
+    Args:
+        max_decode_burst: Most decode steps of a burst.
+    """
+
+    def __init__(self, max_decode_burst: int) -> None:
+        self._max_decode_burst = max_decode_burst
+        self._burst_length = BurstLength(max_decode_burst)
+        self._last_fetch_s = 0.0
+        self._last_deciding_s = 0.0
+
+    def record_arrival(self) -> None:
+        """A request was added."""
+        self._burst_length.note_arrival()
+
+    def record_decision(self, start_s: float) -> None:
+        """A step that the engine began to decide at `start_s` was given to the device."""
+        self._last_deciding_s = time.perf_counter() - start_s
+
+    def record_fetch(self, step: PacedStep) -> None:
+        """The tokens of a step were fetched just now."""
+        now_s = time.perf_counter()
+        if step.is_burst:
+            self._burst_length.note_burst(step.num_decode_steps, now_s - self._began_s(step))
+        self._last_fetch_s = now_s
+
+    def next_length(self, is_streamed: Callable[[], bool]) -> int:
+        """Returns the most decode steps of the burst that is decided now.
+
+        Args:
+            is_streamed: Returns whether a client reads tokens as they come. Called only if bursts
+                are allowed.
+        """
+        if self._max_decode_burst == 1:
+            return 1
+        return self._burst_length.next_length(is_streamed=is_streamed())
+
+    def spare_s(self, step: PacedStep) -> float:
+        """Returns the seconds that the engine can wait before it decides the next step.
+
+        A request that arrives in this time gets into the step after the running one, instead of
+        waiting for one more burst. The engine may be able to wait longer: it asks again afterwards.
+
+        Args:
+            step: The only step that the device computes.
+        """
+        if not step.is_burst:
+            return 0.0
+        expected_s = self._burst_length.expected_s(step.num_decode_steps)
+        if expected_s < _MIN_AWAITED_S:
+            return 0.0
+        awaited_s = min(
+            _AWAITED_SHARE * expected_s, expected_s - _DECIDING_MARGIN * self._last_deciding_s
+        )
+        spare_s = self._began_s(step) + awaited_s - time.perf_counter()
+        if spare_s < _MIN_SPARE_S or step.is_done:
+            return 0.0
+        check_s = max(expected_s / step.num_decode_steps, _MIN_CHECK_S)
+        return min(spare_s, check_s, _MAX_CHECK_S)
+
+    def _began_s(self, step: PacedStep) -> float:
+        """The device began a step when it was started, or when the step before it ended."""
+        return max(step.start_s, self._last_fetch_s)
