@@ -23,20 +23,20 @@ def read_expert_fields(
     hf_config: Mapping[str, object],
     *,
     num_experts_fields: Sequence[str] = ("num_experts", "num_local_experts"),
-    default_num_experts: int,
-    default_top_k: int,
+    default_num_experts: int | None = None,
+    default_top_k: int | None = None,
     size_field: str = "moe_intermediate_size",
     default_size: int | None = None,
 ) -> dict[str, int]:
     """Reads the fields of `MoEConfig` that `DenseConfig` does not have, except `has_experts`.
 
-    The caller passes the defaults of Hugging Face's configuration class.
+    The caller passes the defaults of Hugging Face's configuration class. Without a default, a
+    config.json that leaves the field out is an error.
 
     Args:
         num_experts_fields: Names that config.json may have for the number of experts: checkpoints
             on the hub and transformers 5 differ.
         size_field: Name of the inner width of one expert.
-        default_size: None: a config.json without `size_field` is an error.
 
     Raises:
         ModelConfigError: A field is of the wrong type, or a token goes to more experts than exist.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
+from models.attention_config import AttentionConfig
 from models.config_fields import read_count, with_defaults
 from models.dense_config import DenseConfig, read_attention, read_dense_fields
 from models.dense_decoder import DenseDecoder
@@ -30,21 +31,7 @@ class Exaone4ForCausalLM(DenseDecoder):
     def read_config(cls, hf_config: Mapping[str, object]) -> DenseConfig:
         hf_config = with_defaults(hf_config, _DEFAULTS)
         fields = read_dense_fields(hf_config)
-        max_positions = fields["max_position_embeddings"]
-        sliding = read_attention(hf_config, fields, default_num_kv_heads=32)
-        window = read_sliding_window(hf_config, default=4096)
-        is_sliding = [False] * fields["num_layers"]
-        if window is not None:
-            is_sliding = read_sliding_pattern(hf_config, fields["num_layers"])
-        attention = attention_by_type(
-            hf_config,
-            is_sliding,
-            full=dataclasses.replace(sliding, has_positions=window is None),
-            sliding=sliding,
-            window=window,
-            max_position_embeddings=max_positions,
-        )
-        return DenseConfig(**fields, attention=attention)
+        return DenseConfig(**fields, attention=read_exaone_attention(hf_config, fields))
 
     def __init__(self, config: DenseConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
         norm = functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype)
@@ -56,6 +43,29 @@ class Exaone4ForCausalLM(DenseDecoder):
             has_head_kernel=has_head_kernel,
             dtype=dtype,
         )
+
+
+def read_exaone_attention(
+    hf_config: Mapping[str, object], fields: Mapping[str, object]
+) -> tuple[AttentionConfig, ...]:
+    """Reads the attention of each layer.
+
+    Args:
+        fields: The result of `read_dense_fields`.
+    """
+    sliding = read_attention(hf_config, fields, default_num_kv_heads=32)
+    window = read_sliding_window(hf_config, default=4096)
+    is_sliding = [False] * fields["num_layers"]
+    if window is not None:
+        is_sliding = read_sliding_pattern(hf_config, fields["num_layers"])
+    return attention_by_type(
+        hf_config,
+        is_sliding,
+        full=dataclasses.replace(sliding, has_positions=window is None),
+        sliding=sliding,
+        window=window,
+        max_position_embeddings=fields["max_position_embeddings"],
+    )
 
 
 def read_sliding_pattern(hf_config: Mapping[str, object], num_layers: int) -> list[bool]:

@@ -64,13 +64,18 @@ class GraniteForCausalLM(DenseDecoder):
 def read_granite_fields(
     hf_config: Mapping[str, object], *, default_tie_word_embeddings: bool = False
 ) -> dict[str, object]:
-    """Reads the fields of `GraniteConfig` except `attention`. Granite divides logits."""
+    """Reads the fields of `GraniteConfig` except `attention`."""
     fields = read_dense_fields(hf_config, default_tie_word_embeddings=default_tie_word_embeddings)
-    return fields | {
+    mlp_bias = read_flag(hf_config, "mlp_bias")
+    return fields | read_granite_factors(hf_config) | {"mlp_bias": mlp_bias}
+
+
+def read_granite_factors(hf_config: Mapping[str, object]) -> dict[str, float]:
+    """Reads the factors that Granites share. Granite divides logits by a number."""
+    return {
         "embedding_scale": read_number(hf_config, "embedding_multiplier", 1.0),
         "residual_scale": read_number(hf_config, "residual_multiplier", 1.0),
         "logits_scale": 1 / read_number(hf_config, "logits_scaling", 1.0),
-        "mlp_bias": read_flag(hf_config, "mlp_bias"),
     }
 
 

@@ -26,21 +26,37 @@ class GraniteSWAForCausalLM(GraniteForCausalLM):
     def read_config(cls, hf_config: Mapping[str, object]) -> GraniteConfig:
         hf_config = with_defaults(hf_config, _DEFAULTS)
         fields = read_granite_fields(hf_config, default_tie_word_embeddings=True)
-        num_layers, max_positions = fields["num_layers"], fields["max_position_embeddings"]
-        full = AttentionConfig(
-            **read_granite_head_fields(hf_config, default_num_kv_heads=4),
-            rope=parse_rope_config(hf_config, max_positions),
-            has_sinks=True,
-        )
-        attention = attention_by_type(
-            hf_config,
-            [layer_idx % 4 != 0 for layer_idx in range(num_layers)],
-            full=full,
-            sliding=full,
-            window=read_sliding_window(hf_config, default=128),
-            max_position_embeddings=max_positions,
-        )
-        return GraniteConfig(**fields, attention=with_layer_thetas(hf_config, attention))
+        attention = read_granite_swa_attention(hf_config, fields, default_num_kv_heads=4)
+        return GraniteConfig(**fields, attention=attention)
+
+
+def read_granite_swa_attention(
+    hf_config: Mapping[str, object],
+    fields: Mapping[str, object],
+    *,
+    default_num_kv_heads: int | None = None,
+) -> tuple[AttentionConfig, ...]:
+    """Reads the attention of each layer.
+
+    Args:
+        fields: The result of `read_granite_fields` or of `read_granite_moe_fields`.
+        default_num_kv_heads: As in `read_head_fields`.
+    """
+    num_layers, max_positions = fields["num_layers"], fields["max_position_embeddings"]
+    full = AttentionConfig(
+        **read_granite_head_fields(hf_config, default_num_kv_heads=default_num_kv_heads),
+        rope=parse_rope_config(hf_config, max_positions),
+        has_sinks=True,
+    )
+    attention = attention_by_type(
+        hf_config,
+        [layer_idx % 4 != 0 for layer_idx in range(num_layers)],
+        full=full,
+        sliding=full,
+        window=read_sliding_window(hf_config, default=128),
+        max_position_embeddings=max_positions,
+    )
+    return with_layer_thetas(hf_config, attention)
 
 
 def with_layer_thetas(

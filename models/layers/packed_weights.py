@@ -35,17 +35,19 @@ def with_packed_gate_up(
     *,
     num_layers: int,
     intermediate_size: int,
-    packed: str = "mlp.gate_up_proj",
+    mlp: str = "mlp",
+    packed: str = "gate_up_proj",
 ) -> dict[str, WeightRule]:
     """The rules for checkpoints whose tensors hold the rows of the gate, then those of up.
 
     Args:
-        packed: The module of the checkpoint that holds the rows.
+        mlp: The name of the MLP in a layer.
+        packed: The module of the MLP that holds the rows in the checkpoint.
     """
     changed = dict(rules)
-    widths = {"mlp.gate_proj": intermediate_size, "mlp.up_proj": intermediate_size}
+    widths = {f"{mlp}.gate_proj": intermediate_size, f"{mlp}.up_proj": intermediate_size}
     for layer_idx in range(num_layers):
-        changed |= _rules_of_rows(rules, f"layers.{layer_idx}", widths, packed)
+        changed |= _rules_of_rows(rules, f"layers.{layer_idx}", widths, f"{mlp}.{packed}")
     return changed
 
 
