@@ -44,6 +44,17 @@ def read_rotary_factor(hf_config: Mapping[str, object], default: float) -> float
     return default
 
 
+def read_rotary_factor_of_type(hf_config: Mapping[str, object], layer_type: str) -> float:
+    """Reads which share of a head is turned in layers of a type, from `rope_parameters`.
+
+    Raises:
+        ModelConfigError: It is not a positive number.
+    """
+    by_type = hf_config.get("rope_parameters")
+    fields = by_type.get(layer_type) if isinstance(by_type, Mapping) else None
+    return read_number(fields, _FACTOR, 1.0) if isinstance(fields, Mapping) else 1.0
+
+
 def without_rotary_factor(hf_config: Mapping[str, object]) -> dict[str, object]:
     """The config.json for `parse_rope_config`, which refuses the factor if it is not read.
 

@@ -41,6 +41,7 @@ FAMILIES: dict[str, str] = {
     "Glm4MoeForCausalLM": "models.families.glm4_moe:Glm4MoeForCausalLM",
     "Dots1ForCausalLM": "models.families.dots1:Dots1ForCausalLM",
     "SolarOpenForCausalLM": "models.families.solar_open:SolarOpenForCausalLM",
+    "SarvamMoEForCausalLM": "models.families.sarvam_moe:SarvamMoEForCausalLM",
     "MiniMaxM2ForCausalLM": "models.families.minimax_m2:MiniMaxM2ForCausalLM",
     "CohereForCausalLM": "models.families.cohere:CohereForCausalLM",
     "Cohere2ForCausalLM": "models.families.cohere2:Cohere2ForCausalLM",
@@ -48,9 +49,11 @@ FAMILIES: dict[str, str] = {
     "ExaoneMoeForCausalLM": "models.families.exaone_moe:ExaoneMoeForCausalLM",
     "SeedOssForCausalLM": "models.families.seed_oss:SeedOssForCausalLM",
     "Ernie4_5ForCausalLM": "models.families.ernie4_5:Ernie4_5ForCausalLM",
+    "Ernie4_5_MoeForCausalLM": "models.families.ernie4_5_moe:Ernie4_5_MoeForCausalLM",
     "Ministral3ForCausalLM": "models.families.ministral3:Ministral3ForCausalLM",
     "HunYuanDenseV1ForCausalLM": "models.families.hunyuan_v1_dense:HunYuanDenseV1ForCausalLM",
     "HunYuanMoEV1ForCausalLM": "models.families.hunyuan_v1_moe:HunYuanMoEV1ForCausalLM",
+    "HYV3ForCausalLM": "models.families.hy_v3:HYV3ForCausalLM",
     "OlmoForCausalLM": "models.families.olmo:OlmoForCausalLM",
     "Starcoder2ForCausalLM": "models.families.starcoder2:Starcoder2ForCausalLM",
     "Phi3ForCausalLM": "models.families.phi3:Phi3ForCausalLM",
@@ -59,6 +62,10 @@ FAMILIES: dict[str, str] = {
     "ArceeForCausalLM": "models.families.arcee:ArceeForCausalLM",
     "Jais2ForCausalLM": "models.families.jais2:Jais2ForCausalLM",
     "CwmForCausalLM": "models.families.cwm:CwmForCausalLM",
+    "AfmoeForCausalLM": "models.families.afmoe:AfmoeForCausalLM",
+    "LagunaForCausalLM": "models.families.laguna:LagunaForCausalLM",
+    "MellumForCausalLM": "models.families.mellum:MellumForCausalLM",
+    "FlintForCausalLM": "models.families.flint:FlintForCausalLM",
     "ApertusForCausalLM": "models.families.apertus:ApertusForCausalLM",
     "HeliumForCausalLM": "models.families.helium:HeliumForCausalLM",
     "NanoChatForCausalLM": "models.families.nanochat:NanoChatForCausalLM",
@@ -80,6 +87,7 @@ _SAVED_AS_OTHERS = {
     ("LlamaForCausalLM", "exaone"): "ExaoneForCausalLM",
     ("LlamaForCausalLM", "internlm3"): "InternLM3ForCausalLM",
     ("LlamaForCausalLM", "iquestcoder"): "IQuestCoderForCausalLM",
+    ("Glm4MoeForCausalLM", "sarvam_moe"): "SarvamMoEForCausalLM",
 }
 
 

@@ -1,0 +1,130 @@
+"""ERNIE 4.5 with experts: ERNIE's attention, and experts chosen by corrected softmaxes."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from models.config_fields import read_count, read_flag, read_number, with_defaults
+from models.dense_config import read_attention, read_dense_fields
+from models.layers.attention import Attention
+from models.layers.experts import make_experts
+from models.layers.mlp import GatedMLP
+from models.layers.rms_norm import RMSNorm
+from models.layers.rotary import apply_rotary_to_neighbors
+from models.layers.routing import CorrectedRouter
+from models.layers.routing_rules import CorrectedSoftmaxTopK
+from models.layers.sparse_mlp import SharedExpertsMLP, SparseMLP
+from models.moe_config import MoEConfig, read_expert_fields
+from models.moe_decoder import MoEDecoder
+from models.weight_rule import Source, WeightRule
+
+# Defaults of fields that a config.json may leave out.
+_DEFAULTS = {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2, "rope_theta": 5e5}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ernie4_5_MoeConfig(MoEConfig):
+    """The config of ERNIE 4.5 with experts."""
+
+    choose: CorrectedSoftmaxTopK
+    shared_intermediate_size: int  # inner width of all shared experts together; 0 if there are none
+    mlp_bias: bool  # whether MLPs and shared experts have biases
+
+
+class Ernie4_5_MoeForCausalLM(MoEDecoder):
+    """Source: huggingface.co/docs/transformers/model_doc/ernie4_5_moe."""
+
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, object]) -> Ernie4_5_MoeConfig:
+        hf_config = with_defaults(hf_config, _DEFAULTS)
+        fields = read_dense_fields(hf_config, default_tie_word_embeddings=True)
+        has_bias = read_flag(hf_config, "use_bias")
+        attention = read_attention(hf_config, fields, has_bias=has_bias, default_num_kv_heads=4)
+        experts = read_expert_fields(
+            hf_config | {"num_experts_per_tok": read_count(hf_config, "moe_k", 6)},
+            num_experts_fields=("moe_num_experts",),
+            default_num_experts=64,
+            default_size=1536,
+        )
+        num_shared = read_count(hf_config, "moe_num_shared_experts", 2, minimum=0)
+        return Ernie4_5_MoeConfig(
+            **fields,
+            **experts,
+            attention=(attention,) * fields["num_layers"],
+            has_experts=_read_has_experts(hf_config, fields["num_layers"]),
+            choose=CorrectedSoftmaxTopK(
+                top_k=experts["num_experts_per_tok"],
+                min_sum=read_number(hf_config, "moe_norm_min", 1e-12),
+            ),
+            shared_intermediate_size=num_shared * experts["moe_intermediate_size"],
+            mlp_bias=has_bias,
+        )
+
+    def __init__(
+        self, config: Ernie4_5_MoeConfig, *, has_head_kernel: bool, dtype: jnp.dtype
+    ) -> None:
+        super().__init__(
+            config,
+            attention=functools.partial(Attention, rotate=apply_rotary_to_neighbors, dtype=dtype),
+            mlp=functools.partial(GatedMLP, use_bias=config.mlp_bias),
+            sparse_mlp=functools.partial(_make_sparse_mlp, config, dtype),
+            norm=functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype),
+            has_head_kernel=has_head_kernel,
+            dtype=dtype,
+        )
+
+    def weight_rules(self) -> dict[str, WeightRule]:
+        """Checkpoints store the corrections as one row of a matrix, under another name."""
+        rules = super().weight_rules()
+        for name, rule in rules.items():
+            if name.endswith(".correction_bias"):
+                (source,) = rule.sources
+                stored = Source(
+                    name=source.name.replace(".gate.", ".moe_statics."), shape=(1, *source.shape)
+                )
+                rules[name] = dataclasses.replace(rule, sources=(stored,), combine=_first_row)
+        return rules
+
+    def ignores_weight(self, name: str) -> bool:
+        """The layers for multi-token prediction are not needed."""
+        return name.startswith("model.mtp_")
+
+
+def _first_row(arrays: list[np.ndarray]) -> np.ndarray:
+    return arrays[0][0]
+
+
+def _read_has_experts(hf_config: Mapping[str, object], num_layers: int) -> tuple[bool, ...]:
+    """For each layer, whether it has experts: every so many layers of a range."""
+    first = read_count(hf_config, "moe_layer_start_index", 1, minimum=0)
+    last = hf_config.get("moe_layer_end_index")
+    if last in (None, -1):
+        last = num_layers - 1
+    last = read_count({"moe_layer_end_index": last}, "moe_layer_end_index", minimum=0)
+    interval = read_count(hf_config, "moe_layer_interval", 1)
+    return tuple(
+        first <= layer_idx <= last and (layer_idx + 1) % interval == 0
+        for layer_idx in range(num_layers)
+    )
+
+
+def _make_sparse_mlp(config: Ernie4_5_MoeConfig, dtype: jnp.dtype) -> SparseMLP:
+    parts = {
+        "gate": CorrectedRouter(config.hidden_size, config.num_experts),
+        "choose": config.choose,
+        "experts": make_experts(config, dtype=dtype),
+    }
+    if not config.shared_intermediate_size:
+        return SparseMLP(**parts)
+    shared_experts = GatedMLP(
+        config.hidden_size,
+        config.shared_intermediate_size,
+        activation=config.hidden_act,
+        use_bias=config.mlp_bias,
+        dtype=dtype,
+    )
+    return SharedExpertsMLP(**parts, shared_experts=shared_experts)

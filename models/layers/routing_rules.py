@@ -1,0 +1,74 @@
+"""Further rules by which families choose the experts of a token and their weights."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from models.layers.routing import Routing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SigmoidOfTopK:
+    """Chooses the `top_k` experts with the largest scores. The weights are sigmoids of the scores.
+
+    Args:
+        normalizes: Whether the weights are scaled to a sum of 1.
+    """
+
+    top_k: int
+    normalizes: bool
+
+    def __call__(
+        self,
+        scores: jax.Array,  # f32[num_rows, num_experts]
+    ) -> Routing:
+        best, expert_ids = lax.top_k(scores, self.top_k)
+        return Routing(expert_ids, _scaled(jax.nn.sigmoid(best), self.normalizes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectedScoresTopK:
+    """As `SigmoidOfTopK`, but chooses by the scores plus a correction (Kolibri)."""
+
+    top_k: int
+    normalizes: bool
+
+    def __call__(
+        self,
+        scores: jax.Array,  # f32[num_rows, num_experts]
+        correction: jax.Array,  # f32[num_experts]
+    ) -> Routing:
+        _, expert_ids = lax.top_k(scores + correction, self.top_k)
+        weights = jax.nn.sigmoid(jnp.take_along_axis(scores, expert_ids, axis=-1))
+        return Routing(expert_ids, _scaled(weights, self.normalizes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectedSoftmaxTopK:
+    """Chooses the `top_k` experts with the largest softmax plus correction (ERNIE 4.5).
+
+    The weights are the softmax without the correction, divided by their sum.
+
+    Args:
+        min_sum: The smallest number by which the weights are divided.
+    """
+
+    top_k: int
+    min_sum: float
+
+    def __call__(
+        self,
+        scores: jax.Array,  # f32[num_rows, num_experts]
+        correction: jax.Array,  # f32[num_experts]
+    ) -> Routing:
+        likely = jax.nn.softmax(scores, axis=-1)
+        _, expert_ids = lax.top_k(likely + correction, self.top_k)
+        weights = jnp.take_along_axis(likely, expert_ids, axis=-1)
+        total = weights.sum(axis=-1, keepdims=True)
+        return Routing(expert_ids, weights / jnp.maximum(total, self.min_sum))
+
+
+def _scaled(weights: jax.Array, normalizes: bool) -> jax.Array:  # f32[num_rows, top_k]
+    return weights / weights.sum(axis=-1, keepdims=True) if normalizes else weights
